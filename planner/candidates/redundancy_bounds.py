@@ -1,4 +1,4 @@
-"""The least redundant bytes of a layout within a step time, before any column is made (R3, I5).
+"""The least redundant bytes of a layout in a step time, before any column (EQUATIONS R3, I5).
 
 A rank whose blocks run on some options holds redundant bytes that add up over its blocks, and the
 largest workspace and gather buffer of the options in use. With s in-flight micro-batches, ends at

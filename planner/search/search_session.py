@@ -211,6 +211,7 @@ class DescribedPrices(SearchPrices):
         allowed = request.constraints.resolved(request.training.stack)
         super().__init__(space, price_cache, allowed, deadline)
         self.table = MixTable(price_cache, allowed, deadline)
+        self._may_fit: dict[ParallelLayout, tuple[float, float]] = {}
 
     @property
     def num_blocks(self) -> int:
@@ -274,8 +275,19 @@ class DescribedPrices(SearchPrices):
         return self.time_bound(layout).longest_rank(layout, cut_s)
 
     def may_fit(self, layout: ParallelLayout, limit_bytes: float) -> bool:
+        """Returns False if the least bytes exceed the limit (candidates/lower_bounds.py).
+
+        A layout that fits a limit fits every larger one.
+        """
         self._check()
-        return may_fit(layout, self.table, limit_bytes)
+        too_little_bytes, enough_bytes = self._may_fit.get(layout, (0.0, INFINITY))
+        if too_little_bytes < limit_bytes < enough_bytes:
+            if may_fit(layout, self.table, limit_bytes):
+                enough_bytes = limit_bytes
+            else:
+                too_little_bytes = limit_bytes
+            self._may_fit[layout] = too_little_bytes, enough_bytes
+        return limit_bytes >= enough_bytes
 
     def makers(
         self, layout: ParallelLayout, rank: int, cut_s: float, limit_bytes: float
