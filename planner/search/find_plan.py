@@ -96,7 +96,9 @@ def _search_fastest(
     relaxed_values_s: dict[ParallelLayout, float] = {}
     relaxed_layouts: list[ParallelLayout] = []  # layouts whose relaxation is below the cut
 
-    def solve(layout: ParallelLayout, _: float, cut_s: float, __: float) -> SolvedCandidate | None:
+    def solve(
+        layout: ParallelLayout, bound_s: float, cut_s: float, _: float
+    ) -> SolvedCandidate | None:
         usual = replace(layout, schedule=Schedule.ONE_F_ONE_B)
         if layout.recomputes_ahead:
             cut_s = min(cut_s, values_s.get(usual, INFINITY))
@@ -105,12 +107,10 @@ def _search_fastest(
                 limit,
                 ahead_bound_s(layout, relaxed_values_s.get(usual, 0.0), session.table),
             )
-            if prices.least_s(layout, limit) >= cut_s:
-                return None
-        bound_s = memory_bound_s(layout, session.table, limit, prices.time_bound(layout))
-        if bound_s >= cut_s:
+        within_s = memory_bound_s(layout, session.table, limit, prices.time_bound(layout))
+        prices.raise_bound(layout, limit, within_s)
+        if prices.least_s(layout, limit) >= cut_s:
             relaxed_values_s[layout] = cut_s
-            prices.raise_bound(layout, limit, cut_s)
             return None
         relaxed = session.relaxed(layout, cut_s)
         relaxed_s = relaxed_bound_s(layout, relaxed, session)
