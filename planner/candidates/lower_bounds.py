@@ -107,19 +107,12 @@ def memory_bound_s(
     first = layout.equal_ranks or pp == 1
     ranks = (0,) if first else range(pp)
     stashed = min(stashes(LayerKind.BLOCK, rank, layout) for rank in ranks)
-    num_blocks = int(_fewest_blocks(layout, price_cache.model.num_layers)[0])
+    num_blocks = -(-price_cache.model.num_layers // pp)
     beside_s = 0.0
     if first:
-        ends = (
-            min(
-                _end_s(kind, layout, each, table)
-                for each in table.price_caches_of_ends(layout, kind)
-            )
-            for kind in end_kinds(0, layout)
-        )
-        beside_s = sum(ends) + rank_receives(0, layout, price_cache).value_s
-    else:
-        num_blocks = -(-price_cache.model.num_layers // pp)
+        num_blocks = int(_fewest_blocks(layout, price_cache.model.num_layers)[0])
+        beside_s = rank_receives(0, layout, price_cache).value_s
+        beside_s += sum(_least_end_s(kind, layout, table) for kind in end_kinds(0, layout))
     block_bytes = block.states + stashed / layout.virtual_stages * column_of(
         block.options, "saved_bytes"
     )

@@ -366,7 +366,7 @@ def test_nothing_fits_and_the_error_says_what_binds_by_how_much_and_what_would_h
 @pytest.mark.parametrize(
     ("pins", "match"),
     [
-        (Constraints(tp=(2,)), "--tp is pinned"),
+        (Constraints(ep=(2,)), "--ep is pinned"),
         (Constraints(recompute=(Recompute.SELECTIVE,)), "selective"),
         (Constraints(schedule=(Schedule.ZBV,)), "zbv does not run"),
         (Constraints(pp=(16,)), "no legal way"),
