@@ -71,7 +71,8 @@ class DividedCalls:
             return value
         source = self.division.part(node, self.factor[node])
         target = self.division.part(node, factor)
-        if factor is None or target is not None or not value.requires_grad:
+        learns = value.requires_grad and torch.is_grad_enabled()
+        if factor is None or target is not None or not learns:
             return move(value, self.division.mesh, source, target, target)
         # one tensor for all readers, so that their summands are added before the ranks add them
         if node not in self._read_whole:

@@ -166,12 +166,16 @@ class Divisible:
         """Yields the indices that matrices and tables make, in the order of the calls."""
         for node in self.program.calls:
             if self._is_matrix(node):
-                yield from self.axes(node)[-1]
+                yield from self._features(node)
             elif node.meta["function"] == _LOOKUP:
                 ids, table = node.all_input_nodes[:2]
                 if ids in self._of_batch:
                     yield from self.axes(table)[0]
-                yield from self.axes(node)[-1]
+                yield from self._features(node)
+
+    def _features(self, node: fx.Node) -> Axis:
+        """The factors of the last axis of a tensor."""
+        return tuple(factor for axis in self.axes(node)[-1:] for factor in axis)
 
     def _is_matrix(self, node: fx.Node) -> bool:
         """Tells whether a call multiplies by a parameter."""
@@ -231,7 +235,7 @@ class Divisible:
             factor
             for node in self.program.calls
             if self._is_matrix(node)
-            for factor in {*self.axes(node)[-1], *self.axes(node.all_input_nodes[0])[-1]}
+            for factor in {*self._features(node), *self._features(node.all_input_nodes[0])}
         )
         yield from ((factor, "hidden") for factor, count in matrices.items() if count >= _SHARED)
         for node in self.program.graph.nodes:

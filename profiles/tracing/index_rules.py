@@ -8,6 +8,7 @@ new indices, and it needs all of its inputs whole.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -144,6 +145,8 @@ def _rule(node: fx.Node) -> Rule:
     name = str(node.meta["function"]).strip("_")
     if isinstance(node.target, MethodType):  # a torch.autograd.Function of the user, of any name
         return _unknown
+    if not node.args and name != "scaled_dot_product_attention":  # all arguments by name
+        return _unknown
     if name in _RULES:
         return _RULES[name]
     if name in _UNARY:
@@ -225,14 +228,17 @@ def _added_product(call: Call) -> Axes | None:
     """A product to which the first argument is added: addmm and baddbmm."""
     if {"beta", "alpha"} & set(call.node.kwargs):
         return None
-    first, second = (call.axes(each) for each in call.node.args[1:3])
+    first, second = (call.axes(call.argument(place, f"mat{place}")) for place in (1, 2))
+    if not first or not second:
+        return None
     return call.broadcast(
         [_multiplied(call, first, second), call.axes(call.node.args[0])], len(call.shape)
     )
 
 
 def _product(call: Call) -> Axes | None:
-    first, second = (call.axes(each) for each in call.node.args[:2])
+    name = "other" if "matmul" in call.function else "mat2"
+    first, second = call.axes(call.node.args[0]), call.axes(call.argument(1, name))
     if call.function == "rmatmul":
         first, second = second, first
     return _multiplied(call, first, second) if min(len(first), len(second)) > 1 else None
@@ -280,7 +286,7 @@ def _embedding(call: Call) -> Axes:
 
 def _cross_entropy(call: Call) -> Axes | None:
     """The classes can be divided where the targets are class numbers without weights."""
-    logits, targets = (call.axes(each) for each in call.node.args[:2])
+    logits, targets = call.axes(call.node.args[0]), call.axes(call.argument(1, "target"))
     plain = call.argument(2, "weight") is None and not call.argument(7, "label_smoothing", 0.0)
     rank = len(call.node.args[0].meta["val"].shape)  # type: ignore[union-attr]
     if not plain or rank != 2 or len(targets) != 1:
@@ -292,9 +298,11 @@ def _cross_entropy(call: Call) -> Axes | None:
 
 def _view(call: Call) -> Axes | None:
     axes = call.axes(call.node.args[0])
-    if 0 in call.shape or not isinstance(call.node.args[0], fx.Node):
+    whole = [factor for axis in axes for factor in axis]
+    typed = any(isinstance(each, torch.dtype) for each in call.node.args)
+    if typed or call.factors.extent(whole) != math.prod(call.shape):
         return None
-    return call.factors.cut([factor for axis in axes for factor in axis], call.shape)
+    return call.factors.cut(whole, call.shape)
 
 
 def _expand(call: Call) -> Axes:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.helpers.traced_modules import Batch, MadeWithLoss
+from tests.helpers.traced_modules import Batch, Made, MadeWithLoss
 
 WIDTH, HEADS, VOCAB, LENGTH = 32, 4, 64, 12
 
@@ -72,6 +72,25 @@ def gpt() -> MadeWithLoss:
         return {key: torch.randint(VOCAB, (size, LENGTH)) for key in ("ids", "targets")}
 
     return Gpt(), batch, loss
+
+
+class StoppedGate(nn.Module):
+    """The same tensor is first read without gradient, and then with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.layer_norm(self.first(x), (WIDTH,))
+        with torch.no_grad():
+            gate = self.up(x).sigmoid()
+        return (x + self.down(self.up(x) * gate)).square().mean()
+
+
+def stopped_gate() -> Made:
+    return StoppedGate(), lambda size: {"x": torch.randn(size, WIDTH)}
 
 
 class _Level(nn.Module):

@@ -158,6 +158,19 @@ def test_an_activation_in_place_is_divided():
     assert divided == {**divided, "0.linear": "ffn", "relu": "ffn", "1.linear": "ffn"}
 
 
+def test_arguments_by_name_and_products_of_vectors_are_followed_or_left_whole():
+    def body(f: nn.ModuleList, x: Tensor) -> Tensor:
+        by_name = torch.softmax(input=torch.matmul(f[0](x), other=f[1].weight), dim=-1)
+        scalar = torch.matmul(f[2].weight[0], f[2].bias)
+        bits = by_name.view(torch.float32)
+        return by_name * scalar + torch.cat(tensors=(bits[:, :1], bits[:, 1:]), dim=1)
+
+    divided = operators(body, SQUARE, SQUARE, SQUARE)
+
+    assert divided["0.linear"].parallel_dim == divided["matmul"].contracted == "ffn"
+    assert "softmax is not divided" in dict(divided["softmax"].undivided).values()
+
+
 def test_samples_are_never_divided():
     divided = operators(lambda f, x: f[1](f[0](x)), SQUARE, SQUARE)
 
