@@ -102,7 +102,7 @@ def test_divided_modules_train_with_other_axes_as_in_one_process(module, options
         "multihead_attention",
         "transformer_encoder",
         "parameter_collections",
-        "frozen_in_the_middle",
+        "tied_across_blocks",
         "checkpoint_inside",
         "hooked",
     ],
