@@ -1,4 +1,4 @@
-"""The master integer program: one column per pipeline rank (EQUATIONS I4, R3).
+"""The master integer program: one column per pipeline rank (EQUATIONS I4, I7, R3).
 
     throughput   min  (M - a - e) Z + e N + a sum_s u_s + E        a = 1/v (costmodels/step.py,
                  `bubble_share`)

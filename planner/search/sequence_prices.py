@@ -16,7 +16,7 @@ from parplan.costmodels.schedules.hidden_recompute import hidden_passes
 from parplan.costmodels.schedules.schedule import LAST_KEEPS_ALL
 from parplan.costmodels.step import StepPrice
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
-from parplan.planner.candidates.enumeration import CandidateSpace
+from parplan.planner.candidates.enumeration import CandidateSpace, Pruned, layout_text
 from parplan.planner.candidates.range_bounds import RangeBounds
 from parplan.planner.candidates.range_tables import RangeTables, even_path
 from parplan.planner.deadline import Deadline
@@ -54,10 +54,20 @@ class SequencePrices(SearchPrices):
         given: GivenCuts,
         assembler: Assembler,
     ) -> None:
-        super().__init__(space, price_cache, allowed, deadline)
         self.table = SequenceTable(price_cache, allowed, deadline)
+        super().__init__(self._shardable(space), price_cache, allowed, deadline)
         self.ranges = RangeTables(price_cache, deadline.check)
         self._given, self._assembler = given, assembler
+
+    def _shardable(self, space: CandidateSpace) -> CandidateSpace:
+        """Returns the space without layouts that have no ZeRO stage left."""
+        reason = (
+            "ZeRO cannot shard matrices in one that tp divides, and --zero or --forbid excludes 0"
+        )
+        layouts = [layout for layout in space.layouts if self.table.zero_stages(layout)]
+        beaten = [layout for layout in space.layouts if not self.table.zero_stages(layout)]
+        pruned = (Pruned(layout_text(layout), reason) for layout in beaten)
+        return CandidateSpace(tuple(layouts), (*space.pruned, *pruned))
 
     @property
     def num_blocks(self) -> int:
@@ -103,7 +113,7 @@ class SequencePrices(SearchPrices):
         return walk_s / layout.virtual_stages
 
     def ahead_bound_s(self, layout: ParallelLayout, usual_s: float) -> float:
-        """As `planner.candidates.lower_bounds.ahead_bound_s`, with the share of any layer."""
+        """Returns `planner.candidates.lower_bounds.ahead_bound_s` with the share of any layer."""
         if layout.schedule in LAST_KEEPS_ALL and Recompute.NONE not in self.table.levels:
             return 0.0
         share = self.bounds(layout, float("inf")).most_share

@@ -3,7 +3,7 @@
 The layers of a rank are a range of the model for each of its chunks (`StageContents`). Each layer
 has the options of its class; the front over all choices is found layer by layer
 (planner/layer_options/recompute_labels.py), and is priced as the mixes of equal blocks are
-(planner/stage_columns/mix_prices.py). The layers of a rank have one ZeRO stage.
+(planner/stage_columns/mix_prices.py). The layers of a rank have one ZeRO stage (EQUATIONS I7).
 """
 
 from __future__ import annotations
@@ -58,6 +58,20 @@ class SequenceTable(StageTable):
         super().__init__(price_cache, pins, deadline)
         self.levels = tuple(level for level in LEVELS if level in (pins.recompute or LEVELS))
         self._labels = LabelTable()
+
+    def zero_stages(self, layout: ParallelLayout) -> tuple[int, ...]:
+        """Returns the ZeRO stages that a rank may have; every rank may have stage 0."""
+        stages = super().zero_stages(layout)
+        return self.once(
+            ("stages", stages, layout.sharding), lambda: self._sharded(stages, layout.sharding)
+        )
+
+    def _sharded(self, stages: tuple[int, ...], sharding: Sharding) -> tuple[int, ...]:
+        price_cache = self.price_cache
+        keys = dict.fromkeys(price_cache.key(k, k) for k in range(price_cache.num_layers))
+        if all(price_cache.may_shard(key, sharding) for key in keys):
+            return stages
+        return tuple(zero for zero in stages if zero == 0)
 
     def allowed(self, layout: ParallelLayout, rank: int) -> tuple[Recompute, ...]:
         """Returns the levels of recompute on a rank."""

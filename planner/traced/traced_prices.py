@@ -28,13 +28,11 @@ def traced_prices(request: TracedRequest, sharded: Sharded, rule: StageRule) -> 
     price_cache = ShardPriceCache(sharded, training, machine, zero_ranks=pins.zero_ranks)
     divides = cache(lambda tp: tp == 1 or price_cache.divides(tp))
     space = enumerate_traced_candidates(len(sharded.shards), request, divides, rule.counts)
-    if not space.layouts:
-        raise no_candidate_error(space, request.cluster)
 
     def given(layout: ParallelLayout) -> tuple[Range, ...] | None:
         return ranges(rule, sharded, layout.num_virtual_stages)
 
-    return SequencePrices(
+    prices = SequencePrices(
         space,
         price_cache,
         pins.resolved(training.stack),
@@ -42,3 +40,6 @@ def traced_prices(request: TracedRequest, sharded: Sharded, rule: StageRule) -> 
         given,
         partial(assembled, price_cache=price_cache),
     )
+    if not prices.space.layouts:
+        raise no_candidate_error(prices.space, request.cluster)
+    return prices

@@ -76,11 +76,16 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """A trained tensor. `tied` marks the copy that shares its values with the token embedding."""
+    """A trained tensor.
+
+    tied    it is the copy that shares its values with the token embedding
+    fused   matrices in one, such as those of query, key and value, each divided by itself
+    """
 
     name: str
     dims: tuple[Dim, ...]
     tied: bool = False
+    fused: int = 1
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -161,7 +161,11 @@ class _Describer:
         return root if root is not None and root.meta.get("origin") == PARAMETER else None
 
     def _described(self, node: fx.Node) -> Parameter:
-        return Parameter(name=str(node.target), dims=self.divisible.dims(node))
+        return Parameter(
+            name=str(node.target),
+            dims=self.divisible.dims(node),
+            fused=self.divisible.parts(node),
+        )
 
     def _saved(self, node: fx.Node, computed: Computation) -> Iterator[model.Tensor]:
         """Yields saved tensors without parameters, buffers, constants and the batch.

@@ -115,7 +115,7 @@ def _shardings(plan: TracedPlan) -> dict[str, tuple[SplitPlan, ...]]:
             for place, traced in enumerate(model.operators[shard.first : shard.end])
             if not traced.view and not traced.constant
         ]
-        layer = layer_class(LayerKind.BLOCK, 1, tuple(operator for _, operator in placed))
+        layer = layer_class(LayerKind.BLOCK, tuple(operator for _, operator in placed))
         shardings[shard.layer] = split_plans(placed, traced_shardings(layer, plan.mesh.tp)[0])
     return shardings
 

@@ -22,7 +22,7 @@ from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.plan_file import plan_from_document, plan_to_document
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints
-from parplan.planner.search.search_session import SearchPrices
+from parplan.planner.search.search_session import DescribedPrices
 from parplan.planner.stage_columns.mix_table import MixTable
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
@@ -102,7 +102,7 @@ def test_where_dropout_draws_masks_a_block_at_level_3_is_not_recomputed_in_full(
     )
 
     prices = {
-        tried: SearchPrices(
+        tried: DescribedPrices(
             request(model, CLUSTER, training(), constraints=replace(pins, recompute=tried))
         )
         for tried in (tuple(Recompute), full)
@@ -171,7 +171,7 @@ def test_a_module_of_ones_own_runs_without_halves():
 
 
 def test_no_level_is_searched_that_another_beats():
-    prices = SearchPrices(
+    prices = DescribedPrices(
         request(
             LLAMA,
             CLUSTER,

@@ -45,7 +45,7 @@ def layer_of(source: ModuleSource, path: str, seq_length: int = 16) -> LayerClas
         for each in model.operators
         if each.operator.name.startswith(path) and not each.view and not each.constant
     )
-    return layer_class(LayerKind.BLOCK, 1, tuple(operators))
+    return layer_class(LayerKind.BLOCK, tuple(operators))
 
 
 @cache

@@ -26,7 +26,7 @@ from parplan.planner.search.pareto import (
     plan_paths,
     undominated,
 )
-from parplan.planner.search.search_session import SearchPrices
+from parplan.planner.search.search_session import DescribedPrices
 from parplan.profiles.errors import ConfigError, InfeasibleError, SolverError
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.units import GIB, MIB
@@ -334,7 +334,7 @@ def test_searches_are_told_of_before_they_start():
 
 def test_what_one_search_learned_does_not_change_what_another_finds():
     instance = random_instance(6)
-    shared = SearchPrices(
+    shared = DescribedPrices(
         request(instance.model, instance.cluster, instance.training, constraints=PINS)
     )
     peaks = sorted({round(peak * GIB) + 1 for _, _, peak, _ in every_value(6)})
