@@ -44,7 +44,7 @@ _Kind = tuple[int, Sharding, bool, bool]  # the arguments of options
 
 
 class StageTable:
-    """What the ranks of many layouts share, each made once, for a model of any layers."""
+    """The tables that the ranks of many layouts share, for any layers, each made once."""
 
     def __init__(
         self, price_cache: LayerPriceCache, pins: Constraints, deadline: Deadline = NEVER
