@@ -15,9 +15,10 @@ from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import price_step
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.candidates.branch_and_bound import BranchOutcome
+from parplan.planner.objective import Objective
 from parplan.planner.plan.prediction import Status
 from parplan.planner.request import Constraints, SearchOptions
-from parplan.planner.search.find_plan import _search_fastest
+from parplan.planner.search.find_plan import _search_fastest, search
 from parplan.planner.search.search_session import SearchSession
 from parplan.planner.traced.shard_price_cache import ShardPriceCache
 from parplan.planner.traced.shards import Shard, Sharded, shard
@@ -411,3 +412,73 @@ def test_a_parameter_that_all_shards_hold_is_counted_once_a_stage_and_summed_ove
 
     assert len(sharded.shards) == 4
     assert states(0, 1) == states(0, 2) == states(2, 4) == 18 * 64
+
+
+def of_classes(pattern: str) -> Sharded:
+    """Returns parts in the order of `pattern`, those with one letter alike, and a loss."""
+    widths = {"a": 192, "b": 512, "c": 320}
+    operators, x = [], value("batch_x", 128)
+    for number, letter in enumerate(pattern):
+        path, wide = f"part{letter}.{number}", value(f"h{number}", widths[letter])
+        operators += [
+            linear(f"{path}.in", x, wide.name, widths[letter]),
+            activation(path, wide, f"a{number}"),
+            linear(f"{path}.out", value(f"a{number}", widths[letter]), f"y{number}", 128),
+        ]
+        x = value(f"y{number}", 128)
+    return shard(
+        model_of(*operators, join("loss", (x,), "loss", 1), inputs=(value("batch_x", 128),))
+    )
+
+
+def every_price(search: SearchSession, layout: ParallelLayout) -> list[tuple[float, float, float]]:
+    """Prices all cuts, ZeRO stages and recomputed shards: seconds, redundant and peak bytes."""
+    size, pp = search.price_cache.num_layers, layout.mesh.pp
+    prices = []
+    for inner in combinations(range(1, size), pp - 1):
+        for zeros, bits in product(product((0, 2), repeat=pp), product((False, True), repeat=size)):
+            recomputed = [k for k in range(size) if bits[k]]
+            made = strategy(search.price_cache, layout, (0, *inner, size), zeros, recomputed)
+            price = price_step(made, search.price_cache)
+            redundant = layout.mesh.ranks_per_stage * sum(rank.total for rank in price.redundant)
+            peak = max(memory.total for memory in price.memory)
+            prices.append((price.closed_form_s, redundant, peak))
+    return prices
+
+
+@pytest.mark.parametrize("pattern", mostly_slow(["abab", "aabb", "abcab", "abc"], {"abab", "abc"}))
+@pytest.mark.parametrize("share", mostly_slow([0.0, 0.1, 0.6], {0.1}))
+def test_every_objective_over_two_and_three_classes_finds_what_enumeration_finds(pattern, share):
+    """The memory limit is `share` of the way from the least to the largest peak of any plan."""
+    training = TrainingSpec(global_batch_size=65536, seq_length=1, stack=NEUTRAL)
+    cluster = replace(CLUSTER, nodes=1, gpus_per_node=4)
+    pins = Constraints(
+        pp=(2,), schedule=(Schedule.ONE_F_ONE_B,), micro_batch_size=(8192,), zero=(0, 2)
+    )
+    sharded = of_classes(pattern)
+    free = searched(sharded, pins, training=training, cluster=cluster)
+    (layout,) = free.prices.space.layouts
+    plans = every_price(free, layout)
+    peaks = sorted({peak for _, _, peak in plans})
+    limit = int(peaks[0] + share * (peaks[-1] - peaks[0])) + 1
+    options = SearchOptions(memory_limit_bytes=limit, max_slowdown=0.2)
+    fitting = [plan for plan in plans if plan[2] <= limit]
+    fastest_s = min(seconds for seconds, _, _ in fitting)
+    in_time = [plan for plan in fitting if plan[0] <= 1.2 * fastest_s * (1 + 1e-9)]
+
+    found = {
+        objective: search(
+            searched(sharded, pins, options, training=training, cluster=cluster).prices,
+            objective,
+            options,
+        )
+        for objective in (Objective.THROUGHPUT, Objective.MEMORY, Objective.PEAK)
+    }
+
+    assert found[Objective.THROUGHPUT].fastest.value == pytest.approx(fastest_s, rel=1e-9)
+    leanest = min(redundant for _, redundant, _ in in_time)
+    assert found[Objective.MEMORY].best.value == pytest.approx(leanest, rel=1e-6)
+    least_peak = min(peak for _, _, peak in in_time)
+    held = max(memory.total for memory in found[Objective.PEAK].price.memory)
+    assert held <= least_peak + 2 * MIB
+    assert held >= least_peak * (1 - 1e-9)
