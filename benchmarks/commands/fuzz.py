@@ -1,13 +1,13 @@
 """15,000 hostile inputs to every command.
 
     # about an hour on two cores
-    python benchmarks/commands/fuzz.py
+    python -m benchmarks.commands.fuzz
     # a minute
-    python benchmarks/commands/fuzz.py --inputs 300
+    python -m benchmarks.commands.fuzz --inputs 300
     # one kind alone, as many inputs as in the whole
-    python benchmarks/commands/fuzz.py --kind plan-fields
+    python -m benchmarks.commands.fuzz --kind plan-fields
     # one input: its files, its command and its output
-    python benchmarks/commands/fuzz.py --replay plan-fields:17
+    python -m benchmarks.commands.fuzz --replay plan-fields:17
 
 Every command must end in time with an exit code and one error, and run no plan whose parts do not
 fit together. Inputs are mutations of every file that a command reads, of command lines, of the

@@ -1,9 +1,9 @@
 """The plan of the memory objective and Megatron's plan on 8 gloo ranks: losses and bytes.
 
     # gpt-tiny, seconds
-    python benchmarks/executor/executed.py
+    python -m benchmarks.executor.executed
     # GPT-2's 12 blocks of 768 on sequences of 128, some minutes
-    python benchmarks/executor/executed.py gpt-100m
+    python -m benchmarks.executor.executed gpt-100m
 
 Losses must be equal, and measured bytes are compared with predicted ones. There is no pipeline:
 MemTracker sees one micro-batch at a time. Megatron's plan is tensor x data parallelism with its

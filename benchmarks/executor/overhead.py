@@ -1,9 +1,9 @@
 """Step times of the executor beside the same mesh written by hand with torch's own parts.
 
     # GPT-2's 12 blocks of 768 on 2 and 4 gloo ranks
-    python benchmarks/executor/overhead.py
+    python -m benchmarks.executor.overhead
     # one of the meshes, by name
-    python benchmarks/executor/overhead.py pp2-dp2-tp2
+    python -m benchmarks.executor.overhead pp2-dp2-tp2
 
 The hand-written trainer is what a user of torch writes: plain modules, `parallelize_module`,
 `fully_shard` for every block, a schedule class of torch.distributed.pipelining, fused AdamW. Both

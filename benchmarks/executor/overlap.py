@@ -1,7 +1,7 @@
 """Step times of the levels of sub-pipelined tensor parallelism on CPUs, as ratios to level 0.
 
     # gpt-tiny and two blocks of gpt-100m on 2 gloo ranks of a core each
-    python benchmarks/executor/overlap.py
+    python -m benchmarks.executor.overlap
 
 gloo sums on the cores that compute, so no level can gain here. The ratios are the price of halves,
 smaller products and twice as many calls, which the overlap has to earn back. All levels hold the

@@ -1,8 +1,8 @@
 """PatrickStar's published scale and throughput beside predictions.
 
     # everything, three minutes of two cores
-    python benchmarks/papers/patrickstar.py
-    python benchmarks/papers/patrickstar.py --part scale --part chunks --json
+    python -m benchmarks.papers.patrickstar
+    python -m benchmarks.papers.patrickstar --part scale --part chunks --json
 
 The parts are PatrickStar's own rules, our search, DeepSpeed-like plans, eviction and chunk sizes.
 Nothing is run: published figures (sources in benchmarks/papers/patrickstar_published.py) stand

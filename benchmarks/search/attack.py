@@ -1,8 +1,8 @@
 """Attacks on proven plans with other strategies, priced as the plans are.
 
     # 60 requests, and 12 under --objective memory: about 15 minutes
-    python benchmarks/search/attack.py
-    python benchmarks/search/attack.py --requests 10 --memory-requests 0 --seed 3 --evaluations 500
+    python -m benchmarks.search.attack
+    python -m benchmarks.search.attack --requests 10 --memory-requests 0 --seed 3 --evaluations 500
 
 A plan claims that no strategy is faster by more than its gap. Each plan is searched once and then
 attacked within the pins of its request. A hill climb with many starts gives runs of blocks other

@@ -1,8 +1,8 @@
-"""Growth of a search: CPU-seconds, peak memory and candidates against GPUs and layers.
+"""Growth of a search: CPU-seconds, peak memory and candidates against GPUs, layers and classes.
 
-    python benchmarks/search/growth.py                              # a table, half an hour
-    python benchmarks/search/growth.py --sweep layers --points 16,64 --repeat 1
-    python benchmarks/search/growth.py --write                      # also the page and the picture
+    python -m benchmarks.search.growth                              # a table, half an hour
+    python -m benchmarks.search.growth --sweep layers --points 16,64 --repeat 1
+    python -m benchmarks.search.growth --write                      # also the page and the picture
 
 A figure is the median of whole processes, as in benchmarks/search/speed.py. `--write` replaces the
 table of docs/design/growth.md and draws docs/images/growth.png.
@@ -23,7 +23,7 @@ import click
 import yaml
 
 from benchmarks.search.speed import ROOT, timed_run
-from parplan.planner.plan.plan_file import read_plan
+from parplan.planner.plan.plan_file import read_any_plan
 from parplan.profiles.documents.schema import document
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.units import MIB
@@ -86,10 +86,50 @@ def more_layers(num_layers: int, folder: Path) -> list[str]:
     return ["--model", str(path), "--gpu", "a100-80gb", "--gpus", "64"]
 
 
-# A sweep of 1 to 6 layer classes belongs here: its command writes a model whose blocks differ.
+UNLIKE = """
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, width, factor):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, factor * width)
+        self.down = nn.Linear(factor * width, width)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, classes, layers=24, width=4096):
+        super().__init__()
+        self.embedding = nn.Embedding(32768, width)
+        factors = (4, 6, 3, 8, 2, 5)[:classes]
+        self.blocks = nn.Sequential(
+            *(Block(width, factors[k % classes]) for k in range(layers))
+        )
+        self.head = nn.Linear(width, 32768)
+
+    def forward(self, tokens):
+        return self.head(self.blocks(self.embedding(tokens)))
+"""
+
+
+def more_classes(num_classes: int, folder: Path) -> list[str]:
+    """Returns 24 blocks of so many classes in turns, a traced module, on 32 GPUs."""
+    factory = f"\n\ndef make():\n    return Net({num_classes})\n"
+    (folder / f"unlike{num_classes}.py").write_text(UNLIKE + factory, encoding="utf-8")
+    return [
+        *("--model", f"unlike{num_classes}:make", "--gpu", "a100-80gb", "--gpus", "32"),
+        *("--global-batch-size", "256", "--seq-length", "2048"),
+    ]
+
+
 SWEEPS = (
     Sweep("gpus", (64, 256, 1024, 4096, 16384), more_gpus),
     Sweep("layers", (16, 32, 64, 128, 256), more_layers),
+    Sweep("classes", (1, 2, 3, 4, 5, 6), more_classes),
 )
 
 
@@ -98,7 +138,7 @@ def measured(sweep: Sweep, size: int, folder: Path, repeat: int) -> Point:
     plan_file = folder / "plan.yaml"
     command = [*sweep.command(size, folder), "--output", str(plan_file)]
     runs = [timed_run(ROOT, command, folder, folder / "cache") for _ in range(1 + repeat)][1:]
-    candidates = read_plan(plan_file).search.candidates
+    candidates = read_any_plan(plan_file).search.candidates
     return Point(
         sweep=sweep.name,
         size=size,
@@ -200,7 +240,7 @@ def _draw_values(axes: Axes, points: Sequence[Point], values: Sequence[float], l
 )
 @click.option("--write", is_flag=True, help="Replace the table of the page and draw the picture.")
 def main(name: str | None, points: str | None, repeat: int, write: bool) -> None:
-    """Measure the growth of a search with the number of GPUs and of layers."""
+    """Measure the growth of a search with the number of GPUs, of layers and of layer classes."""
     errors, out = console(sys.stderr), console(sys.stdout)
     table: list[Point] = []
     with tempfile.TemporaryDirectory() as text:

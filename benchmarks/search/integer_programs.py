@@ -1,8 +1,8 @@
 """Sizes, build and solve times, and gaps of each integer program.
 
     # gpt-20b on 64 A100: one block, all blocks, all stages; CBC and HiGHS
-    python benchmarks/search/integer_programs.py
-    python benchmarks/search/integer_programs.py --time-limit 60
+    python -m benchmarks.search.integer_programs
+    python -m benchmarks.search.integer_programs --time-limit 60
 
 One block: strategy pairs against placement pairs at tp 4, under half of the range of its memory.
 All blocks of one GPU: every block by itself (flat) against the best mix of the catalogue, under the

@@ -1,8 +1,8 @@
 """CPU-seconds of whole commands, now and at an earlier commit.
 
-    python benchmarks/search/speed.py                          # ten requests, about an hour
-    python benchmarks/search/speed.py --only help --only compare --repeat 3
-    python benchmarks/search/speed.py --baseline none --json
+    python -m benchmarks.search.speed                          # ten requests, about an hour
+    python -m benchmarks.search.speed --only help --only compare --repeat 3
+    python -m benchmarks.search.speed --baseline none --json
 
 A figure is the user and system time of a fresh process and of the processes that it starts: the
 median of the runs. The earlier commit is checked out in a temporary worktree and runs in turn with

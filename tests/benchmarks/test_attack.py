@@ -1,6 +1,6 @@
 """Attacks on proven plans change what they name, and beat no plan beyond its stated gap.
 
-`python benchmarks/search/attack.py` has 60 requests and more changes of each.
+`python -m benchmarks.search.attack` has 60 requests and more changes of each.
 """
 
 from __future__ import annotations
