@@ -26,7 +26,7 @@ from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.models.traced_model import TracedModel
 from parplan.profiles.provenance import Kind, Seconds
 
-ONE = Sharding()  # a traced module is not divided inside a stage
+ONE = Sharding()  # values of the batch alone are whole on every rank
 
 
 class ShardPriceCache(LayerPriceCache):
