@@ -57,8 +57,8 @@ class StepCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class _LayerCost:
-    """What one layer adds to the `StageCost` of its stage, and its reduction and optimizer."""
+class _LayerShare:
+    """The part of one layer in the `StageCost` of its stage and in the tail of its rank."""
 
     forward_s: float
     backward_s: float
@@ -116,7 +116,7 @@ def _rank_costs(
 
 def _layer_costs(
     layers: Iterable[LayerChoice], layout: ParallelLayout, price_cache: LayerPriceCache
-) -> Iterator[tuple[_LayerCost, int]]:
+) -> Iterator[tuple[_LayerShare, int]]:
     """Yields the cost of each run of equal layers, and the number of its layers."""
     of_layout = price_cache.once(("layer costs", layout), KeyedCache)
     for choice, equal in groupby(layers):
@@ -125,7 +125,7 @@ def _layer_costs(
 
 def _layer_cost(
     choice: LayerChoice, layout: ParallelLayout, price_cache: LayerPriceCache
-) -> _LayerCost:
+) -> _LayerShare:
     layer = (choice.kind, layout.micro_batch_size, layout.sharding_of(choice))
     time = price_cache.layer_time(*layer, choice.recompute)
     data = data_parallel(choice, layout, price_cache)
@@ -137,7 +137,7 @@ def _layer_cost(
         waiting_bytes = price_cache.waiting_bytes(*layer)
     if layout.recomputes_ahead:
         remade_bytes = price_cache.remade_bytes(*layer, choice.recompute)
-    return _LayerCost(
+    return _LayerShare(
         forward_s=time.forward_s + data.forward.value_s,
         backward_s=time.backward_s + data.backward.value_s + split_s,
         recompute_s=time.recompute_s,

@@ -74,7 +74,7 @@ def _descent(
     """Yields choices below `cut_s`, each faster than the one before, the optimum last."""
     hidden = hidden_passes(layout.schedule)
     repeats = np.array([layout.num_micro_batches - share - hidden, 1.0, float(hidden)])
-    ranks = [_Rank(columns, num_blocks) for columns in options]
+    ranks = [_RankArrays(columns, num_blocks) for columns in options]
     values_s = [np.unique(np.concatenate([rank.limited_s[k] for rank in ranks])) for k in range(3)]
     order = itertools.count()
     boxes: list[tuple[float, int, Box]] = []
@@ -119,7 +119,7 @@ def _halves(box: Box, repeats: Array, values_s: Sequence[Array]) -> list[Box]:
     ]
 
 
-class _Rank:
+class _RankArrays:
     """The columns of one rank as arrays, in the order of their numbers of blocks.
 
     limited_s    by kind of limit, the seconds of each column: time, tail, time without recompute
@@ -141,7 +141,7 @@ class _Rank:
 
 
 def _least_ramps(
-    ranks: Sequence[_Rank], limits_s: Array, num_blocks: int
+    ranks: Sequence[_RankArrays], limits_s: Array, num_blocks: int
 ) -> list[StageColumn] | None:
     """Returns the columns within the limits that place all blocks with the least sum of ramps."""
     placed_s = np.full(num_blocks + 2, math.inf)
