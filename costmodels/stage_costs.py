@@ -5,9 +5,10 @@ They include the transfers between pipeline ranks.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ import numpy.typing as npt
 from parplan.costmodels.chunks.chunk_memory import unchunked_prices
 from parplan.costmodels.communication.collectives import Collective, collective_time
 from parplan.costmodels.communication.mesh import Axis, place_axis
+from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.data_parallel import DataParallelTime, summed_inside
 from parplan.costmodels.layers.layer_price import contention
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
@@ -52,6 +54,21 @@ class StepCosts:
     def tail_s(self) -> tuple[float, ...]:
         """Seconds after each rank's last action."""
         return tuple(map(sum, zip(self.reduced_s, self.tied_s, self.optimizer_s, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerShare:
+    """The part of one layer in the `StageCost` of its stage and in the tail of its rank."""
+
+    forward_s: float
+    backward_s: float
+    recompute_s: float
+    weight_s: float
+    stash_bytes: float
+    waiting_bytes: float
+    remade_bytes: float
+    reduced: Seconds
+    optimizer: Seconds
 
 
 def step_costs(strategy: Strategy, price_cache: LayerPriceCache) -> StepCosts:
@@ -97,38 +114,54 @@ def _rank_costs(
     return chunks, reduced.value_s, tied.value_s, optimizer.value_s
 
 
+def _layer_costs(
+    layers: Iterable[LayerChoice], layout: ParallelLayout, price_cache: LayerPriceCache
+) -> Iterator[tuple[_LayerShare, int]]:
+    """Yields the cost of each run of equal layers, and the number of its layers."""
+    of_layout = price_cache.once(("layer costs", layout), KeyedCache)
+    for choice, equal in groupby(layers):
+        yield of_layout(choice, partial(_layer_cost, choice, layout, price_cache)), len([*equal])
+
+
+def _layer_cost(
+    choice: LayerChoice, layout: ParallelLayout, price_cache: LayerPriceCache
+) -> _LayerShare:
+    layer = (choice.kind, layout.micro_batch_size, layout.sharding_of(choice))
+    time = price_cache.layer_time(*layer, choice.recompute)
+    data = data_parallel(choice, layout, price_cache)
+    saved = price_cache.activations(*layer, choice.recompute, choice.on_host).saved
+    weight_s = split_s = waiting_bytes = remade_bytes = 0.0
+    if layout.splits_backward:
+        weight_s = min(price_cache.weight_s(*layer), time.backward_s) + data.backward.value_s
+        split_s = price_cache.split_s(choice.kind)
+        waiting_bytes = price_cache.waiting_bytes(*layer)
+    if layout.recomputes_ahead:
+        remade_bytes = price_cache.remade_bytes(*layer, choice.recompute)
+    return _LayerShare(
+        forward_s=time.forward_s + data.forward.value_s,
+        backward_s=time.backward_s + data.backward.value_s + split_s,
+        recompute_s=time.recompute_s,
+        weight_s=weight_s,
+        stash_bytes=saved,
+        waiting_bytes=waiting_bytes,
+        remade_bytes=remade_bytes,
+        reduced=data.step,
+        optimizer=data.optimizer,
+    )
+
+
 def _stage_cost(strategy: Strategy, stage: int, price_cache: LayerPriceCache) -> StageCost:
     layout, chunk = strategy.layout, strategy.stages[stage]
     forward_s = backward_s = recompute_s = weight_s = 0.0
     stash_bytes = waiting_bytes = remade_bytes = 0.0
-    for choice in chunk:
-        time = price_cache.layer_time(
-            choice.kind, layout.micro_batch_size, layout.sharding_of(choice), choice.recompute
-        )
-        data = data_parallel(choice, layout, price_cache)
-        forward_s += time.forward_s + data.forward.value_s
-        backward_s += time.backward_s + data.backward.value_s
-        recompute_s += time.recompute_s
-        stash_bytes += price_cache.activations(
-            choice.kind,
-            layout.micro_batch_size,
-            layout.sharding_of(choice),
-            choice.recompute,
-            choice.on_host,
-        ).saved
-        if layout.splits_backward:
-            layer_weight_s = price_cache.weight_s(
-                choice.kind, layout.micro_batch_size, layout.sharding_of(choice)
-            )
-            weight_s += min(layer_weight_s, time.backward_s) + data.backward.value_s
-            backward_s += price_cache.split_s(choice.kind)
-            waiting_bytes += price_cache.waiting_bytes(
-                choice.kind, layout.micro_batch_size, layout.sharding_of(choice)
-            )
-        if layout.recomputes_ahead:
-            remade_bytes += price_cache.remade_bytes(
-                choice.kind, layout.micro_batch_size, layout.sharding_of(choice), choice.recompute
-            )
+    for cost, count in _layer_costs(chunk, layout, price_cache):
+        forward_s += count * cost.forward_s
+        backward_s += count * cost.backward_s
+        recompute_s += count * cost.recompute_s
+        weight_s += count * cost.weight_s
+        stash_bytes += count * cost.stash_bytes
+        waiting_bytes += count * cost.waiting_bytes
+        remade_bytes += count * cost.remade_bytes
     out, back = exposed_copies(chunk, layout, price_cache)
     first, end = strategy.layers_of(stage)
     made = price_cache.constants(first, end, layout.micro_batch_size)
@@ -197,10 +230,9 @@ def _tail(
     layout = strategy.layout
     reduced = ZERO
     updated = ZERO
-    for choice in rank_layers(strategy, rank):
-        data = data_parallel(choice, layout, price_cache)
-        reduced += data.step
-        updated += data.optimizer
+    for cost, count in _layer_costs(rank_layers(strategy, rank), layout, price_cache):
+        reduced += cost.reduced.scaled(count)
+        updated += cost.optimizer.scaled(count)
     if layout.chunked:
         from parplan.costmodels.chunks.chunk_time import chunk_time
 

@@ -20,7 +20,8 @@
 Schedules that recompute ahead of the gradient have e and n
 (costmodels/schedules/hidden_recompute.py); without recompute ahead e = 0 and u = t. Memory is
 inside the columns: each fits its device. Few rows join ranks of equal numbers of blocks, so their
-fastest choice needs no program (`fastest_apart`). Times are in microseconds and bytes in MiB,
+fastest choice needs no program (`fastest_apart`); nor does that of unequal numbers of equal blocks
+(planner/placed_blocks.py). Times are in microseconds and bytes in MiB,
 because the tolerances of CBC are absolute: problems priced in seconds are answered wrongly and
 called optimal.
 """
@@ -33,10 +34,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from parplan.costmodels.schedules.hidden_recompute import HiddenRecompute, hidden_passes
 from parplan.costmodels.step import closed_form_s
 from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.dominance import Array
 from parplan.planner.request import SolverName
 from parplan.planner.solver import Problem, Unsolved, chosen, weighted
 from parplan.planner.stage_columns.stage_column import StageColumn
@@ -407,16 +410,12 @@ def _smallest_pace_s(
     options: Sequence[Sequence[StageColumn]], num_layers: int, value: Callable[[StageColumn], float]
 ) -> float | None:
     """Returns the least Z at which columns of `value` <= Z hold `num_layers` blocks, or None."""
-    paces = sorted({value(column) for columns in options for column in columns})
+    counts, values_s = _counts_and_values(options, value)
+    paces = np.unique(np.concatenate(values_s)).tolist()
 
     def most_blocks(pace_s: float) -> int:
-        most = 0
-        for columns in options:
-            within = [column.num_blocks for column in columns if value(column) <= pace_s]
-            if not within:
-                return -1
-            most += max(within)
-        return most
+        within = [count[value_s <= pace_s] for count, value_s in zip(counts, values_s, strict=True)]
+        return sum(int(held.max()) for held in within) if all(map(len, within)) else -1
 
     low, high = 0, len(paces)
     while low < high:
@@ -446,12 +445,25 @@ def _sum_bound(
 
     sum_s value_s >= lambda L + sum_s min_c (value_c - lambda n_c)    for any lambda
     """
-    slopes = sorted(
-        {value(column) / max(1, column.num_blocks) for columns in options for column in columns}
-    )
+    counts, values = _counts_and_values(options, value)
+    every = np.concatenate(values) / np.maximum(1, np.concatenate(counts))
+    slopes: list[float] = np.unique(every).tolist()
     tried = (0.0, *slopes[:: max(1, len(slopes) // 8)])
     return max(
         slope * num_layers
-        + sum(min(value(c) - slope * c.num_blocks for c in columns) for columns in options)
+        + sum(
+            float((rank_values - slope * count).min())
+            for count, rank_values in zip(counts, values, strict=True)
+        )
         for slope in tried
+    )
+
+
+def _counts_and_values(
+    options: Sequence[Sequence[StageColumn]], value: Callable[[StageColumn], float]
+) -> tuple[list[npt.NDArray[np.int64]], list[Array]]:
+    """Returns by rank the numbers of blocks of its columns, and their values."""
+    return (
+        [np.array([column.num_blocks for column in columns]) for columns in options],
+        [np.array([value(column) for column in columns]) for columns in options],
     )

@@ -43,8 +43,8 @@ class Seconds:
 
     @classmethod
     def _of(cls, parts_s: tuple[float, ...]) -> Seconds:
-        seconds = cls.__new__(cls)
-        object.__setattr__(seconds, "parts_s", parts_s)
+        seconds = _NEW(cls)
+        _SET_PARTS_S(seconds, parts_s)
         return seconds
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -52,7 +52,8 @@ class Seconds:
 
     @property
     def value_s(self) -> float:
-        return sum(self.parts_s)
+        measured_s, interpolated_s, analytic_s = self.parts_s
+        return measured_s + interpolated_s + analytic_s
 
     @property
     def kind(self) -> Kind:
@@ -73,7 +74,8 @@ class Seconds:
 
     def scaled(self, factor: float) -> Seconds:
         """Returns the duration times `factor`."""
-        return Seconds._of(tuple(factor * part_s for part_s in self.parts_s))
+        measured_s, interpolated_s, analytic_s = self.parts_s
+        return Seconds._of((factor * measured_s, factor * interpolated_s, factor * analytic_s))
 
     def __eq__(self, value: object) -> bool:
         return isinstance(value, Seconds) and self.parts_s == value.parts_s
@@ -85,4 +87,6 @@ class Seconds:
         return f"Seconds({self.value_s!r}, {self.kind!r})"
 
 
+_NEW = object.__new__
+_SET_PARTS_S = Seconds.__dict__["parts_s"].__set__
 ZERO = Seconds(0.0, Kind.MEASURED)

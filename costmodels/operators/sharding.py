@@ -158,7 +158,7 @@ def _where(operator: Operator, tensor: Tensor, split: Split, *, ends: bool) -> s
 
 def placed_parts(place: Place, degrees: tuple[int, ...]) -> int:
     """The number of parts into which a tensor at `place` is divided."""
-    return math.prod(p for p, dim in zip(degrees, place, strict=True) if dim not in (None, PARTIAL))
+    return math.prod([p for p, at in zip(degrees, place, strict=True) if at not in (None, PARTIAL)])
 
 
 def megatron_split(operator: Operator, *, sequence_parallel: bool) -> Split:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.schedules.simulator import least_step_s
 from parplan.costmodels.stage_costs import StepCosts, step_costs
-from parplan.costmodels.step import StepPrice, simulated_step
+from parplan.costmodels.step import StepPrice, simulated_step_s
 from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.planner.objective import Prefer
 from parplan.planner.plan.assemble import runner_up
@@ -134,7 +134,7 @@ def _step_s(strategy: Strategy, price_cache: LayerPriceCache, scaling: float | N
     """Returns the step at other prices: the scaled lower bound, or the simulated step."""
     costs = step_costs(strategy, price_cache)
     if scaling is None:
-        return simulated_step(strategy, costs).step_s
+        return simulated_step_s(strategy, costs)
     return scaling * _bound_s(strategy.layout, costs)
 
 

@@ -64,7 +64,7 @@ class StageColumn:
 
     @property
     def num_blocks(self) -> int:
-        return sum(count for _, count in self.mix)
+        return sum([count for _, count in self.mix])
 
     def alone_s(self, num_micro_batches: int) -> float:
         """Seconds of all micro-batches of the rank and of its tail, for any other ranks."""

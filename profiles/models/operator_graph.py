@@ -63,7 +63,7 @@ class Tensor:
 
     @property
     def num_elements(self) -> int:
-        return math.prod(dim.size for dim in self.dims)
+        return math.prod([dim.size for dim in self.dims])
 
     @property
     def num_bytes(self) -> int:
@@ -71,7 +71,7 @@ class Tensor:
 
     def has(self, dim_name: str | None) -> bool:
         """Returns True if the tensor is laid out over the dim of that name."""
-        return any(dim.name == dim_name for dim in self.dims)
+        return dim_name in [dim.name for dim in self.dims]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

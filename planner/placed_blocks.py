@@ -1,0 +1,167 @@
+"""The fastest choice of a pipeline whose ranks may hold unequal numbers of blocks, without a solve.
+
+The rows (C2) to (C4) and (C8) of the master (planner/master.py) join its ranks. With a longest
+time, tail and time without recompute given, only (C2) is left, and dynamic programming over (rank,
+blocks placed) finds the least sum of ramps. A box of such limits has a lower bound: the limits at
+its lower corner, and the ramps at its upper corner, because looser limits never lengthen them. So
+boxes are divided, the one with the least bound first, until no bound is below the best choice.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from parplan.costmodels.schedules.hidden_recompute import hidden_passes
+from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.dominance import Array
+from parplan.planner.master import MasterChoice, evaluate
+from parplan.planner.stage_columns.stage_column import StageColumn
+from parplan.planner.stage_columns.stage_prices import tied_ends
+
+Options = Sequence[Sequence[StageColumn]]
+ROUNDING = 1e-12  # share of the step, of sums in another order
+Box = tuple[tuple[int, int], ...]  # by kind of limit, the first and the last of its values
+
+
+def joined_by_blocks(layout: ParallelLayout, options: Options, share: float) -> bool:
+    """Returns whether the ranks may hold any numbers of equal blocks, and longer never pays."""
+    placed = any(column.layers or column.corner for columns in options for column in columns)
+    repeats = layout.num_micro_batches - share - hidden_passes(layout.schedule)
+    return not (placed or layout.equal_ranks or layout.mesh.pp == 1 or repeats < 0)
+
+
+def fastest_placed(
+    layout: ParallelLayout,
+    options: Options,
+    num_blocks: int,
+    share: float,
+    cut_s: float = math.inf,
+    *,
+    tied: bool = False,
+    check: Callable[[], None] = lambda: None,
+) -> MasterChoice | None:
+    """Returns the optimum of `Master.fastest` of ranks `joined_by_blocks`, or None.
+
+    None where no choice takes less than `cut_s`. Where an embedding is tied, both of its copies are
+    sharded, or neither is. `check` is called before each box and may raise if no time is left.
+    """
+    ends = tied_ends(layout) if tied else ()
+    best: MasterChoice | None = None
+    for sharded in (False, True) if ends else (False,):
+        allowed = [
+            [c for c in columns if rank not in ends or (c.zero > 0) == sharded]
+            for rank, columns in enumerate(options)
+        ]
+        if all(allowed):
+            for choice in _descent(layout, allowed, num_blocks, share, cut_s, check):
+                best, cut_s = choice, choice.step_s
+    return best
+
+
+def _descent(
+    layout: ParallelLayout,
+    options: Options,
+    num_blocks: int,
+    share: float,
+    cut_s: float,
+    check: Callable[[], None],
+) -> Iterator[MasterChoice]:
+    """Yields choices below `cut_s`, each faster than the one before, the optimum last."""
+    hidden = hidden_passes(layout.schedule)
+    repeats = np.array([layout.num_micro_batches - share - hidden, 1.0, float(hidden)])
+    ranks = [_RankArrays(columns, num_blocks) for columns in options]
+    values_s = [np.unique(np.concatenate([rank.limited_s[k] for rank in ranks])) for k in range(3)]
+    order = itertools.count()
+    boxes: list[tuple[float, int, Box]] = []
+    divided: list[Box] = [tuple((0, len(values) - 1) for values in values_s)]
+    while divided or boxes:
+        for box in divided:
+            check()
+            upper_s = np.array([v[last] for v, (_, last) in zip(values_s, box, strict=True)])
+            lower_s = np.array([v[first] for v, (first, _) in zip(values_s, box, strict=True)])
+            picked = _least_ramps(ranks, upper_s, num_blocks)
+            if picked is None:
+                continue
+            choice = evaluate(layout, picked, proven=True, share=share)
+            if choice.step_s < cut_s:
+                cut_s = choice.step_s
+                yield choice
+            ramps_s = sum(column.ramp_s for column in picked)
+            bound_s = float(repeats @ lower_s) + share * ramps_s
+            heapq.heappush(boxes, (bound_s, next(order), box))
+        bound_s, _, box = heapq.heappop(boxes) if boxes else (math.inf, 0, ())
+        if bound_s >= cut_s * (1 - ROUNDING):
+            return
+        divided = _halves(box, repeats, values_s)
+
+
+def _halves(box: Box, repeats: Array, values_s: Sequence[Array]) -> list[Box]:
+    """Returns the box divided along the limit that matters most for its bound, none of a point."""
+    longest = max(
+        range(len(box)),
+        key=lambda k: (
+            repeats[k] * (values_s[k][box[k][1]] - values_s[k][box[k][0]]),
+            box[k][1] - box[k][0],
+        ),
+    )
+    first, last = box[longest]
+    if first == last:
+        return []
+    middle = (first + last) // 2
+    return [
+        (*box[:longest], part, *box[longest + 1 :])
+        for part in ((first, middle), (middle + 1, last))
+    ]
+
+
+class _RankArrays:
+    """The columns of one rank as arrays, in the order of their numbers of blocks.
+
+    limited_s    by kind of limit, the seconds of each column: time, tail, time without recompute
+    counts       the numbers of blocks, ascending; `starts` are the first columns of each
+    before       by count and number of blocks placed, the blocks that the earlier ranks placed; the
+                 last place stands for fewer than none
+    """
+
+    def __init__(self, columns: Sequence[StageColumn], num_blocks: int) -> None:
+        self.columns = sorted(columns, key=lambda column: column.num_blocks)
+        seconds = [[c.time_s, c.tail_s, c.plain_s, c.ramp_s] for c in self.columns]
+        *limited_s, self.ramp_s = np.array(seconds).T
+        self.limited_s = np.array(limited_s)
+        self.counts, self.starts = np.unique(
+            [c.num_blocks for c in self.columns], return_index=True
+        )
+        before = np.arange(num_blocks + 1) - self.counts[:, None]
+        self.before = np.where(before < 0, num_blocks + 1, before)
+
+
+def _least_ramps(
+    ranks: Sequence[_RankArrays], limits_s: Array, num_blocks: int
+) -> list[StageColumn] | None:
+    """Returns the columns within the limits that place all blocks with the least sum of ramps."""
+    placed_s = np.full(num_blocks + 2, math.inf)
+    placed_s[0] = 0.0
+    steps: list[tuple[Array, Array]] = []
+    for rank in ranks:
+        within = (rank.limited_s <= limits_s[:, None]).all(axis=0)
+        allowed_s = np.where(within, rank.ramp_s, math.inf)
+        added_s = np.minimum.reduceat(allowed_s, rank.starts)
+        sums_s = placed_s[rank.before] + added_s[:, None]
+        steps.append((allowed_s, sums_s))
+        placed_s = np.append(sums_s.min(axis=0), math.inf)
+    if placed_s[num_blocks] == math.inf:
+        return None
+    picked: list[StageColumn] = []
+    left = num_blocks
+    for rank, (allowed_s, sums_s) in zip(reversed(ranks), reversed(steps), strict=True):
+        count = int(sums_s[:, left].argmin())
+        ends = [*rank.starts[1:], len(rank.columns)]
+        of_count = allowed_s[rank.starts[count] : ends[count]]
+        picked.append(rank.columns[rank.starts[count] + int(of_count.argmin())])
+        left -= int(rank.counts[count])
+    return picked[::-1]
