@@ -23,6 +23,7 @@ from parplan.planner.dominance import Array
 from parplan.profiles.models.operator_graph import LayerKey
 
 LEVELS = (Recompute.NONE, Recompute.FULL)
+PRICES = 8  # prices of a saved byte at which the seconds of a range are bounded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,14 +32,20 @@ class RangePasses:
 
     time_s       seconds of both passes without recompute, and of what a stage makes of the batch
     recompute_s  seconds of the recompute of all layers
+    whole        bytes that a stage saves without recompute
     kept         least bytes that a stage saves
+    prices       seconds of recompute for which some layer saves a byte less, a few of them
+    priced_s     by price, least seconds of recompute and of the saved bytes at that price
     sent         bytes of the tensors that a stage receives and hands on, both ways
     most_share   largest share of recompute in the seconds of a layer that is recomputed
     """
 
     time_s: Array
     recompute_s: Array
+    whole: Array
     kept: Array
+    prices: tuple[float, ...]
+    priced_s: tuple[Array, ...]
     sent: Array
     most_share: float
 
@@ -83,10 +90,15 @@ class RangeTables:
         ]
         plain = np.array([time.forward_s + time.backward_s for time in times])
         again = np.array([time.recompute_s for time in times])
-        kept = [
-            min(price_cache.activations(key, b, split, level).saved for level in LEVELS)
-            for key, split in zip(keys, own, strict=True)
-        ]
+        saved = np.array(
+            [
+                [price_cache.activations(key, b, split, level).saved for level in LEVELS]
+                for key, split in zip(keys, own, strict=True)
+            ],
+            np.float64,
+        )
+        whole, kept = saved[:, 0], saved.min(axis=1)
+        prices = _prices(again, whole - kept)
         cut = np.array(
             [
                 float(price_cache.sent_bytes(price_cache.cut_class(cut), b, sharding))
@@ -101,7 +113,13 @@ class RangeTables:
         return RangePasses(
             time_s=sum_of(plain) + made,
             recompute_s=sum_of(again),
-            kept=sum_of(np.array(kept, np.float64)) + besides,
+            whole=sum_of(whole) + besides,
+            kept=sum_of(kept) + besides,
+            prices=prices,
+            priced_s=tuple(
+                sum_of(np.minimum(price * whole, again + price * kept)) + price * besides
+                for price in prices
+            ),
             sent=cut[: self.size, None] + cut[None, :],
             most_share=float((again / np.maximum(plain + again, 1e-30)).max()),
         )
@@ -189,6 +207,14 @@ class RangeTables:
             seconds = self.price_cache.shared_reduction(shared, mesh, sharding).value_s
             total += np.where(partly, seconds, 0.0)
         return total
+
+
+def _prices(recompute_s: Array, freed: Array) -> tuple[float, ...]:
+    """Returns seconds of recompute per freed byte, at most `PRICES` of those of the layers."""
+    frees = freed > 0
+    listed = np.unique(recompute_s[frees] / freed[frees])
+    chosen = np.linspace(0, len(listed) - 1, min(PRICES, len(listed))).round().astype(int)
+    return tuple(float(price) for price in listed[chosen])
 
 
 def sums(by_start: Array) -> Array:
