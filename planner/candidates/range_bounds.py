@@ -205,7 +205,8 @@ class CloserBounds(RangeBounds):
 
     def _within(self, stage: int) -> Array:
         allowed = self._allowed(self.layout.rank_of(stage))
-        if self.layout.schedule in AHEAD or Recompute.NONE not in allowed:
+        hidden = self.layout.schedule in AHEAD and Recompute.FULL in allowed
+        if hidden or Recompute.NONE not in allowed:
             return super()._within(stage)
         data_s = [
             states.per_micro_batch_s + self._recompute_s(stage, states, allowed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from parplan.costmodels.layers.model_states import ideal_states
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.schedules.hidden_recompute import hidden_passes
-from parplan.costmodels.schedules.schedule import LAST_KEEPS_ALL
+from parplan.costmodels.schedules.schedule import LAST_KEEPS_ALL, Schedule
 from parplan.costmodels.step import StepPrice
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.candidates.enumeration import CandidateSpace
@@ -177,9 +178,12 @@ class SequencePrices(SearchPrices):
         if layout.virtual_stages > 1 or layout.mesh.pp == 1:
             return None  # one column or few for each rank
         bounds = self.closer(layout, session.limit_bytes)
+        usual = replace(layout, schedule=Schedule.ONE_F_ONE_B)  # with all recompute in its time
         least_s = [
-            np.where(bounds.near(rank, cut_s), times, np.inf)
-            for rank, times in enumerate(bounds.time_s)
+            np.where(bounds.near(rank, cut_s), np.maximum(times, usual_s), np.inf)
+            for rank, (times, usual_s) in enumerate(
+                zip(bounds.time_s, self.closer(usual, session.limit_bytes).time_s, strict=True)
+            )
         ]
         fastest: dict[tuple[int, Range], StageColumn | None] = {}
         while (cuts := even_path(least_s)) is not None:
