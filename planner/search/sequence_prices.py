@@ -15,7 +15,7 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.schedules.hidden_recompute import hidden_passes
 from parplan.costmodels.schedules.schedule import LAST_KEEPS_ALL, Schedule
-from parplan.costmodels.step import StepPrice
+from parplan.costmodels.step import StepPrice, bubble_share, closed_form_s
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.candidates.enumeration import CandidateSpace
 from parplan.planner.candidates.range_bounds import CloserBounds, RangeBounds
@@ -105,7 +105,19 @@ class SequencePrices(SearchPrices):
         )
 
     def memory_bound_s(self, layout: ParallelLayout, limit_bytes: float) -> float:
-        return self.closer(layout, limit_bytes).least_s
+        bounds = self.closer(layout, limit_bytes)
+        if layout.virtual_stages == 1 or layout.recomputes_ahead or bounds.cuts is None:
+            return bounds.least_s
+        columns = []
+        for rank in range(layout.mesh.pp):
+            place = tuple(bounds.cuts[stage] for stage in layout.stages_of(rank))
+            columns.append(self.columns_of(layout, rank, place).bounds(limit_bytes))
+        return closed_form_s(
+            [min(column.time_s for column in each) for each in columns],
+            [min(column.tail_s for column in each) for each in columns],
+            layout.num_micro_batches,
+            bubble_share(layout, self.price_cache),
+        )
 
     def may_fit(self, layout: ParallelLayout, limit_bytes: float) -> bool:
         return self.bounds(layout, limit_bytes).least_s < float("inf")
