@@ -197,9 +197,15 @@ class SequencePrices(SearchPrices):
                 zip(bounds.time_s, self.closer(usual, session.limit_bytes).time_s, strict=True)
             )
         ]
+        hidden = hidden_passes(layout.schedule)
+        repeats = layout.num_micro_batches - 1 - hidden
+        hidden_s = hidden * bounds.least_pace_s + bounds.least_walk_s
         fastest: dict[tuple[int, Range], StageColumn | None] = {}
         while (cuts := even_path(least_s)) is not None:
             places = list(enumerate(cuts))
+            pace_s = max(float(least_s[rank][layers]) for rank, layers in places)
+            if hidden_s + repeats * pace_s >= cut_s:
+                return None
             unknown = [place for place in places if place not in fastest]
             if not unknown:
                 return self._chosen(layout, [fastest[place] for place in places], cut_s)
