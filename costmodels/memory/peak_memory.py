@@ -254,7 +254,7 @@ def _passes_of_schedule(
     virtual_stages: int,
     ends: tuple[tuple[bool, bool], ...],
 ) -> tuple[tuple[PeakPass, ...], int]:
-    """As `passes_of`, shared by the layouts of a schedule whose meshes differ."""
+    """Returns the passes of a rank, shared by layouts of a schedule whose meshes differ."""
     order = actions(schedule, rank, num_ranks, num_micro_batches, virtual_stages)
     return _passes(order, ends)
 

@@ -49,9 +49,9 @@ class RangeBounds:
         self.layout, self.tables = layout, tables
         self._levels, self._fixed = levels, fixed
         self._usable = usable_bytes(limit_bytes, layout.mesh, tables.price_cache)
-        b, mesh, sharding = layout.micro_batch_size, layout.mesh, layout.sharding
+        b, sharding = layout.micro_batch_size, layout.sharding
         self._passes = tables.passes(b, sharding)
-        self._states = [tables.states(b, mesh, sharding, zero) for zero in zeros]
+        self._states = [tables.states(b, layout.mesh, sharding, zero) for zero in zeros]
         self.tail_s: Array = np.minimum.reduce([held.tail_s for held in self._states])
         self._frees = gradients_come_and_go(layout, tables.price_cache)
 

@@ -130,7 +130,7 @@ class SequencePrices(SearchPrices):
         return walk_s / layout.virtual_stages
 
     def ahead_bound_s(self, layout: ParallelLayout, usual_s: float) -> float:
-        """As `planner.candidates.lower_bounds.ahead_bound_s`, with the share of any layer."""
+        """Returns the bound of `lower_bounds.ahead_bound_s` with the largest share of any layer."""
         if layout.schedule in LAST_KEEPS_ALL and Recompute.NONE not in self.table.levels:
             return 0.0
         share = self.bounds(layout, float("inf")).most_share
