@@ -13,12 +13,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
-from itertools import groupby, zip_longest
+from itertools import chain, groupby, zip_longest
+from operator import ge
 from typing import Any
 
 import numpy as np
 
 from parplan.costmodels.schedules.actions import Action, ActionKind
+from parplan.costmodels.schedules.schedule import Schedule, actions
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.profiles.models.operator_graph import LayerKey, LayerKind
 
@@ -103,16 +105,13 @@ class PeakPass:
         """All that decides the bytes that its layers add one by one."""
         return self.chunk, self.backward, self.ahead, self.first, self.before
 
+    @property
+    def _held(self) -> tuple[int, ...]:
+        return *self.stashes, *self.remade, self.sent
+
     def holds_no_less(self, rival: PeakPass) -> bool:
-        """True if this pass dominates another equal one, whatever the bytes of each class."""
-        alike = self.kind == rival.kind
-        mine = (*self.stashes, *self.remade, self.sent)
-        theirs = (*rival.stashes, *rival.remade, rival.sent)
-        return (
-            alike
-            and self.made >= rival.made
-            and all(a >= b for a, b in zip(mine, theirs, strict=True))
-        )
+        """True if this pass dominates another of its kind, whatever the bytes of each class."""
+        return self.made >= rival.made and all(map(ge, self._held, rival._held))
 
 
 def peak_bytes(
@@ -234,13 +233,36 @@ def passes_of(layout: ParallelLayout, rank: int) -> tuple[tuple[PeakPass, ...], 
     """
     stages = layout.stages_of(rank)
     ends = tuple((stage == 0, stage == layout.num_virtual_stages - 1) for stage in stages)
-    return _passes(layout.orders()[rank], ends)
+    if layout.schedule is Schedule.CUSTOM:
+        return _passes(layout.orders()[rank], ends)
+    return _passes_of_schedule(
+        layout.schedule,
+        rank,
+        layout.mesh.pp,
+        layout.num_micro_batches,
+        layout.virtual_stages,
+        ends,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _passes_of_schedule(
+    schedule: Schedule,
+    rank: int,
+    num_ranks: int,
+    num_micro_batches: int,
+    virtual_stages: int,
+    ends: tuple[tuple[bool, bool], ...],
+) -> tuple[tuple[PeakPass, ...], int]:
+    """Returns the passes of a rank, shared by layouts of a schedule whose meshes differ."""
+    order = actions(schedule, rank, num_ranks, num_micro_batches, virtual_stages)
+    return _passes(order, ends)
 
 
 def _passes(
     order: tuple[Action, ...], ends: tuple[tuple[bool, bool], ...]
 ) -> tuple[tuple[PeakPass, ...], int]:
-    kept: list[PeakPass] = []
+    kept: dict[Hashable, list[PeakPass]] = {}  # by kind
     chunks = range(len(ends))
     stashes = [0 for _ in chunks]
     remade = [0 for _ in chunks]
@@ -270,12 +292,14 @@ def _passes(
             made,
             before,
         )
-        if not any(rival.holds_no_less(peak_pass) for rival in kept):
-            kept = [*(rival for rival in kept if not peak_pass.holds_no_less(rival)), peak_pass]
+        alike = kept.get(peak_pass.kind, [])
+        if not any(rival.holds_no_less(peak_pass) for rival in alike):
+            left = (rival for rival in alike if not peak_pass.holds_no_less(rival))
+            kept[peak_pass.kind] = [*left, peak_pass]
         if backward:
             stashes[chunk] -= 1
             remade[chunk] -= peak_pass.ahead
             sent += not begins
             made = made | {chunk}
             before = (chunk, *(earlier for earlier in before if earlier != chunk))
-    return tuple(kept), sent
+    return tuple(chain.from_iterable(kept.values())), sent

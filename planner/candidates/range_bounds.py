@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.memory.rank_memory import gradients_come_and_go, stashes, usable_bytes
 from parplan.costmodels.schedules.schedule import AHEAD
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.range_tables import (
+    RangeStates,
     RangeTables,
     even_path,
     from_both_ends,
@@ -73,16 +75,21 @@ class RangeBounds:
         here, last = layout.rank_of(stage), layout.num_virtual_stages - 1
         hidden = layout.schedule in AHEAD or Recompute.NONE in self._allowed(here)
         recompute_s = 0.0 if hidden else passes.recompute_s
-        data_s = np.minimum.reduce([held.per_micro_batch_s for held in self._states])
-        times = passes.time_s + recompute_s + data_s
-        size = self.tables.size
+        times = self._plain_s + recompute_s
         if stage > 0:
             before = self.tables.received(layout.rank_of(stage - 1), here, layout)
-            times = times + before[:size, None]
+            times = times + before[: self.tables.size, None]
         if stage < last:
             times = times + self.tables.received(layout.rank_of(stage + 1), here, layout)[None, :]
-        times[np.arange(size)[:, None] >= np.arange(size + 1)[None, :]] = np.inf
         return np.asarray(times)
+
+    @cached_property
+    def _plain_s(self) -> Array:
+        """Least seconds of passes without recompute by range, infinite where a range is empty."""
+        data_s = np.minimum.reduce([held.per_micro_batch_s for held in self._states])
+        size = self.tables.size
+        empty = np.arange(size)[:, None] >= np.arange(size + 1)[None, :]
+        return np.asarray(np.where(empty, np.inf, self._passes.time_s + data_s))
 
     def _allowed(self, rank: int) -> Sequence[Recompute]:
         return (Recompute.NONE,) if self.layout.keeps_all(rank) else self._levels
@@ -93,15 +100,24 @@ class RangeBounds:
         Where gradients come and go, they may not exist while the most activations do. A rank with
         several stages holds at least the bytes of one of them.
         """
+        return np.asarray(self._least_held + self._in_flight(stage) * self._passes.kept)
+
+    def _in_flight(self, stage: int) -> int:
+        """Micro-batches that a stage holds at least."""
         layout = self.layout
-        in_flight = stashes(LayerKind.BLOCK, layout.rank_of(stage), layout)
-        own = in_flight if layout.virtual_stages == 1 else 1
-        held = np.minimum.reduce(
-            [each.held - (each.gradients if self._frees else 0.0) for each in self._states]
-        )
-        return np.asarray(
-            held + own * self._passes.kept + layout.num_micro_batches * self._passes.sent
-        )
+        if layout.virtual_stages > 1:
+            return 1
+        return stashes(LayerKind.BLOCK, layout.rank_of(stage), layout)
+
+    @cached_property
+    def _least_held(self) -> Array:
+        """Least bytes by range besides activations, at any ZeRO stage."""
+        return np.asarray(np.minimum.reduce([self._held(states) for states in self._states]))
+
+    def _held(self, states: RangeStates) -> Array:
+        """Bytes by range of states and messages."""
+        held = states.held - (states.gradients if self._frees else 0.0)
+        return np.asarray(held + self.layout.num_micro_batches * self._passes.sent)
 
     @cached_property
     def _paces(self) -> tuple[list[Array], list[Array]]:
@@ -136,16 +152,15 @@ class RangeBounds:
         paced = repeats * slowest if repeats else 0.0  # not 0 times infinity
         return np.asarray(paced + share * walk_s)
 
-    def near(self, stage: int, cut_s: float) -> list[Range]:
-        """Returns the ranges of a stage with which the layout can take less than `cut_s`."""
+    def near(self, stage: int, cut_s: float) -> npt.NDArray[np.bool_]:
+        """Returns by range of a stage whether the layout can take less than `cut_s` with it."""
         before, behind = self._paces[0][stage][:-1, None], self._paces[1][stage + 1][None, :]
         pace_s = np.maximum(np.maximum(before, behind), self.time_s[stage])
         walk_s = (
             self._sums[0][stage][:-1, None] + self.time_s[stage] + self._sums[1][stage + 1][None, :]
         )
         step_s = self._step_s(pace_s, walk_s) + self.tail_s
-        possible = np.isfinite(pace_s) & (step_s < cut_s)
-        return [(int(i), int(j)) for i, j in np.argwhere(possible)]
+        return np.asarray(np.isfinite(pace_s) & (step_s < cut_s))
 
     @cached_property
     def even_cuts(self) -> tuple[Range, ...] | None:
@@ -178,3 +193,39 @@ class RangeBounds:
     def most_share(self) -> float:
         """Largest share of recompute in the seconds of a layer."""
         return self._passes.most_share
+
+
+class CloserBounds(RangeBounds):
+    """Bounds that include the recompute without which a range does not fit its device.
+
+    A byte less of saved activations takes seconds of recompute. At every price of a byte, a range
+    takes no less than its layers with their bytes at that price, less the room at that price (a
+    Lagrangian bound). The room is that of one ZeRO stage.
+    """
+
+    def _within(self, stage: int) -> Array:
+        allowed = self._allowed(self.layout.rank_of(stage))
+        hidden = self.layout.schedule in AHEAD and Recompute.FULL in allowed
+        if hidden or Recompute.NONE not in allowed:
+            return super()._within(stage)
+        data_s = [
+            states.per_micro_batch_s + self._recompute_s(stage, states, allowed)
+            for states in self._states
+        ]
+        least_s = np.minimum.reduce([states.per_micro_batch_s for states in self._states])
+        return np.asarray(self.unlimited_s(stage) - least_s + np.minimum.reduce(data_s))
+
+    def _recompute_s(
+        self, stage: int, states: RangeStates, allowed: Sequence[Recompute]
+    ) -> Array | float:
+        """Least seconds of recompute by range, infinite where no choice fits."""
+        passes = self._passes
+        room = (self._usable - self._held(states)) / self._in_flight(stage)
+        if Recompute.FULL not in allowed:
+            return np.asarray(np.where(passes.whole <= room, 0.0, np.inf))
+        if np.all(passes.whole <= room):
+            return 0.0
+        least_s = np.zeros_like(room)
+        for price, priced_s in zip(passes.prices, passes.priced_s, strict=True):
+            least_s = np.maximum(least_s, priced_s - price * room)
+        return np.asarray(np.where(passes.kept <= room, least_s, np.inf))

@@ -19,10 +19,11 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.stage_costs import link_of, time_between
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.dominance import Array
+from parplan.planner.dominance import Array, Ints
 from parplan.profiles.models.operator_graph import LayerKey
 
 LEVELS = (Recompute.NONE, Recompute.FULL)
+PRICES = 8  # prices of a saved byte at which the seconds of a range are bounded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,14 +32,20 @@ class RangePasses:
 
     time_s       seconds of both passes without recompute, and of what a stage makes of the batch
     recompute_s  seconds of the recompute of all layers
+    whole        bytes that a stage saves without recompute
     kept         least bytes that a stage saves
+    prices       seconds of recompute for which some layer saves a byte less, a few of them
+    priced_s     by price, least seconds of recompute and of the saved bytes at that price
     sent         bytes of the tensors that a stage receives and hands on, both ways
     most_share   largest share of recompute in the seconds of a layer that is recomputed
     """
 
     time_s: Array
     recompute_s: Array
+    whole: Array
     kept: Array
+    prices: tuple[float, ...]
+    priced_s: tuple[Array, ...]
     sent: Array
     most_share: float
 
@@ -83,28 +90,47 @@ class RangeTables:
         ]
         plain = np.array([time.forward_s + time.backward_s for time in times])
         again = np.array([time.recompute_s for time in times])
-        kept = [
-            min(price_cache.activations(key, b, split, level).saved for level in LEVELS)
-            for key, split in zip(keys, own, strict=True)
-        ]
+        saved = np.array(
+            [
+                [price_cache.activations(key, b, split, level).saved for level in LEVELS]
+                for key, split in zip(keys, own, strict=True)
+            ],
+            np.float64,
+        )
+        whole, kept = saved[:, 0], saved.min(axis=1)
+        prices = _prices(again, whole - kept)
         cut = np.array(
             [
                 float(price_cache.sent_bytes(price_cache.cut_class(cut), b, sharding))
                 for cut in range(self.size + 1)
             ]
         )
-        ranges = [(i, j) for i in layers for j in range(i + 1, self.size + 1)]
-        besides, made = np.zeros((2, self.size, self.size + 1))
-        for i, j in ranges:
-            besides[i, j] = price_cache.besides_bytes(i, j, b)
-            made[i, j] = price_cache.constants(i, j, b).value_s
+        besides, made_s = self._once(("besides", b), lambda: self._besides(b))
         return RangePasses(
-            time_s=sum_of(plain) + made,
+            time_s=sum_of(plain) + made_s,
             recompute_s=sum_of(again),
-            kept=sum_of(np.array(kept, np.float64)) + besides,
+            whole=sum_of(whole) + besides,
+            kept=sum_of(kept) + besides,
+            prices=prices,
+            priced_s=tuple(
+                sum_of(np.minimum(price * whole, again + price * kept)) + price * besides
+                for price in prices
+            ),
             sent=cut[: self.size, None] + cut[None, :],
             most_share=float((again / np.maximum(plain + again, 1e-30)).max()),
         )
+
+    def _besides(self, b: int) -> tuple[Array, Array]:
+        """Returns the bytes that a stage saves besides its layers', and the seconds of constants.
+
+        Constants are values that each stage makes of the batch.
+        """
+        besides, made_s = np.zeros((2, self.size, self.size + 1))
+        for i in range(self.size):
+            for j in range(i + 1, self.size + 1):
+                besides[i, j] = self.price_cache.besides_bytes(i, j, b)
+                made_s[i, j] = self.price_cache.constants(i, j, b).value_s
+        return besides, made_s
 
     def states(self, b: int, mesh: Mesh, sharding: Sharding, zero: int) -> RangeStates:
         """Returns the prices of states for one micro-batch size, mesh and ZeRO stage."""
@@ -115,22 +141,16 @@ class RangeTables:
     def _states(self, b: int, mesh: Mesh, sharding: Sharding, zero: int) -> RangeStates:
         price_cache = self.price_cache
 
+        keys, number = self._keys
+
         def by_start(of: Callable[[LayerKey], float]) -> Array:
-            known: dict[LayerKey, float] = {}
-            made = np.zeros((self.size, self.size))
-            for layer, keys in enumerate(self._keys):
-                for first, key in keys:
-                    if key not in known:
-                        known[key] = of(key)
-                    made[first : layer + 1, layer] = known[key]
-            return made
+            return np.array([of(key) for key in keys], np.float64)[number]
 
         data = {
             key: price_cache.data_parallel(
                 key, b, mesh, price_cache.own_sharding(key, sharding), zero
             )
-            for keys in self._keys
-            for _, key in keys
+            for key in keys
         }
         held = {
             key: price_cache.states(key, mesh, price_cache.own_sharding(key, sharding), zero)
@@ -150,20 +170,18 @@ class RangeTables:
         )
 
     @property
-    def _keys(self) -> list[list[tuple[int, LayerKey]]]:
-        """By layer its classes, each with the first of the stage's first layers that give it."""
+    def _keys(self) -> tuple[tuple[LayerKey, ...], Ints]:
+        """The classes of the layers, and the number of a layer's class by [first, layer]."""
         return self._once("keys", self._classes)
 
-    def _classes(self) -> list[list[tuple[int, LayerKey]]]:
-        classes = []
+    def _classes(self) -> tuple[tuple[LayerKey, ...], Ints]:
+        number = np.zeros((self.size, self.size), np.int64)
+        found: dict[LayerKey, int] = {}
         for layer in range(self.size):
-            found: list[tuple[int, LayerKey]] = []
             for first in range(layer + 1):
                 key = self.price_cache.key(layer, first)
-                if not found or found[-1][1] != key:
-                    found.append((first, key))
-            classes.append(found)
-        return classes
+                number[first, layer] = found.setdefault(key, len(found))
+        return tuple(found), number
 
     def received(self, here: int, there: int, layout: ParallelLayout) -> Array:
         """Seconds by cut of a transfer from pipeline rank `here` to `there`, 0 at both ends."""
@@ -189,6 +207,14 @@ class RangeTables:
             seconds = self.price_cache.shared_reduction(shared, mesh, sharding).value_s
             total += np.where(partly, seconds, 0.0)
         return total
+
+
+def _prices(recompute_s: Array, freed: Array) -> tuple[float, ...]:
+    """Returns seconds of recompute per freed byte, at most `PRICES` of those of the layers."""
+    frees = freed > 0
+    listed = np.unique(recompute_s[frees] / freed[frees])
+    chosen = np.linspace(0, len(listed) - 1, min(PRICES, len(listed))).round().astype(int)
+    return tuple(float(price) for price in listed[chosen])
 
 
 def sums(by_start: Array) -> Array:

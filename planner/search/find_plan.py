@@ -115,6 +115,10 @@ def _search_fastest(
             if prices.least_s(layout, limit) >= cut_s:
                 relaxed_values_s[layout] = cut_s
                 return None
+        prices.raise_bound(layout, limit, prices.memory_bound_s(layout, limit))
+        if prices.least_s(layout, limit) >= cut_s:
+            relaxed_values_s[layout] = cut_s
+            return None
         known = prices.first_choice(layout, cut_s, session)
         if known:
             cut_s = min(cut_s, known.step_s)
@@ -122,11 +126,6 @@ def _search_fastest(
             if least_s >= best_s and known.step_s <= least_s * (1 + WORTH_SOLVING):
                 relaxed_values_s[layout] = least_s
                 return solved_as(layout, known)
-        else:
-            prices.raise_bound(layout, limit, prices.memory_bound_s(layout, limit))
-        if prices.least_s(layout, limit) >= cut_s and not known:
-            relaxed_values_s[layout] = cut_s
-            return None
         relaxed = session.relaxed(layout, cut_s)
         relaxed_s = relaxed_bound_s(layout, relaxed, session)
         # Columns that take longer than the cut are left out.

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.layers.model_states import ideal_states
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.schedules.hidden_recompute import hidden_passes
-from parplan.costmodels.schedules.schedule import LAST_KEEPS_ALL
-from parplan.costmodels.step import StepPrice
+from parplan.costmodels.schedules.schedule import LAST_KEEPS_ALL, Schedule
+from parplan.costmodels.step import StepPrice, bubble_share, closed_form_s
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.candidates.enumeration import CandidateSpace, Pruned, layout_text
-from parplan.planner.candidates.range_bounds import RangeBounds
+from parplan.planner.candidates.range_bounds import CloserBounds, RangeBounds
 from parplan.planner.candidates.range_tables import RangeTables, even_path
 from parplan.planner.deadline import Deadline
 from parplan.planner.master import MasterChoice, evaluate
@@ -29,7 +30,6 @@ from parplan.planner.stage_columns.stage_column import StageColumn
 from parplan.planner.stage_columns.stage_contents import Range, StageContents
 from parplan.profiles.models.operator_graph import LayerKey, LayerKind
 
-WIDENED = (1.05, 1.3, 2.0, math.inf)  # factors on the least pace, tried in turn for a first choice
 # the ranges that a user gives to the virtual stages of a layout, None where the search cuts
 GivenCuts = Callable[[ParallelLayout], tuple[Range, ...] | None]
 Assembler = Callable[[Strategy, StepPrice, SearchRecord], Any]
@@ -102,6 +102,33 @@ class SequencePrices(SearchPrices):
 
         return self._once(("bounds", layout, limit_bytes), make)
 
+    def closer(self, layout: ParallelLayout, limit_bytes: float) -> RangeBounds:
+        """Returns the bounds with the recompute that a limit enforces, where the search cuts."""
+        if layout.virtual_stages > 1:
+            return self.bounds(layout, limit_bytes)
+        zeros, levels = self.table.zero_stages(layout), self.table.levels
+        return self._once(
+            ("closer", layout, limit_bytes),
+            lambda: CloserBounds(
+                layout, self.ranges, levels, zeros, limit_bytes, self._given(layout)
+            ),
+        )
+
+    def memory_bound_s(self, layout: ParallelLayout, limit_bytes: float) -> float:
+        bounds = self.closer(layout, limit_bytes)
+        if layout.virtual_stages == 1 or layout.recomputes_ahead or bounds.cuts is None:
+            return bounds.least_s
+        columns = []
+        for rank in range(layout.mesh.pp):
+            place = tuple(bounds.cuts[stage] for stage in layout.stages_of(rank))
+            columns.append(self.columns_of(layout, rank, place).bounds(limit_bytes))
+        return closed_form_s(
+            [min(column.time_s for column in each) for each in columns],
+            [min(column.tail_s for column in each) for each in columns],
+            layout.num_micro_batches,
+            bubble_share(layout, self.price_cache),
+        )
+
     def may_fit(self, layout: ParallelLayout, limit_bytes: float) -> bool:
         return self.bounds(layout, limit_bytes).least_s < float("inf")
 
@@ -129,7 +156,7 @@ class SequencePrices(SearchPrices):
     def makers(
         self, layout: ParallelLayout, rank: int, cut_s: float, limit_bytes: float
     ) -> Iterator[ContentsMaker]:
-        bounds = self.bounds(layout, limit_bytes)
+        bounds = self.closer(layout, limit_bytes)
         stages = layout.stages_of(rank)
         if layout.virtual_stages > 1:
             if bounds.cuts:
@@ -137,7 +164,7 @@ class SequencePrices(SearchPrices):
                 yield self._maker(layout, rank, (place,))
             return
         alike: dict[Hashable, list[tuple[Range, ...]]] = {}
-        for layers in bounds.near(rank, cut_s):
+        for layers in ranges_of(bounds.near(rank, cut_s)):
             alike.setdefault(self._signature(stages, layers), []).append((layers,))
         for places in alike.values():
             yield self._maker(layout, rank, tuple(places))
@@ -166,33 +193,55 @@ class SequencePrices(SearchPrices):
     def first_choice(
         self, layout: ParallelLayout, cut_s: float, session: SearchSession
     ) -> MasterChoice | None:
-        """Returns the cuts whose slowest stage is fastest, each stage on its fastest column."""
+        """Returns the cuts whose slowest stage is fastest, each stage on its fastest column.
+
+        A column is made only for a stage on the best path so far; the others keep their bounds.
+        """
         if layout.virtual_stages > 1 or layout.mesh.pp == 1:
             return None  # one column or few for each rank
-        limit = session.limit_bytes
-        bounds = self.bounds(layout, limit)
-        near = [bounds.near(rank, cut_s) for rank in range(layout.mesh.pp)]
-        for factor in WIDENED:
-            slowest_s = bounds.least_pace_s * factor
-            exact = [np.full_like(times, np.inf) for times in bounds.time_s]
-            fastest: dict[tuple[int, Range], StageColumn] = {}
-            for rank, ranges in enumerate(near):
-                for layers in ranges:
-                    if bounds.time_s[rank][layers] <= slowest_s:
-                        columns = self.columns_of(layout, rank, (layers,))
-                        found = columns.fastest(columns.num_blocks, limit)
-                        if found:
-                            best = min(found, key=lambda c: (c.time_s, c.tail_s))
-                            fastest[rank, layers] = best
-                            exact[rank][layers] = best.time_s
-            cuts = even_path(exact)
-            if cuts is not None:
-                chosen = [fastest[rank, layers] for rank, layers in enumerate(cuts)]
-                if len({column.zero > 0 for column in chosen if column.shares}) > 1:
-                    return None
-                choice = evaluate(layout, chosen, proven=False)
-                return choice if choice.step_s < cut_s else None
+        bounds = self.closer(layout, session.limit_bytes)
+        usual = replace(layout, schedule=Schedule.ONE_F_ONE_B)  # with all recompute in its time
+        least_s = [
+            np.where(bounds.near(rank, cut_s), np.maximum(times, usual_s), np.inf)
+            for rank, (times, usual_s) in enumerate(
+                zip(bounds.time_s, self.closer(usual, session.limit_bytes).time_s, strict=True)
+            )
+        ]
+        hidden = hidden_passes(layout.schedule)
+        repeats = layout.num_micro_batches - 1 - hidden
+        hidden_s = hidden * bounds.least_pace_s + bounds.least_walk_s
+        fastest: dict[tuple[int, Range], StageColumn | None] = {}
+        while (cuts := even_path(least_s)) is not None:
+            places = list(enumerate(cuts))
+            pace_s = max(float(least_s[rank][layers]) for rank, layers in places)
+            if hidden_s + repeats * pace_s >= cut_s:
+                return None
+            unknown = [place for place in places if place not in fastest]
+            if not unknown:
+                return self._chosen(layout, [fastest[place] for place in places], cut_s)
+            for rank, layers in unknown:
+                column = self._fastest_of(layout, rank, layers, session.limit_bytes)
+                fastest[rank, layers] = column
+                least_s[rank][layers] = column.time_s if column else np.inf
         return None
+
+    def _fastest_of(
+        self, layout: ParallelLayout, rank: int, layers: Range, limit_bytes: float
+    ) -> StageColumn | None:
+        """Returns the fastest column of a range of layers, None where nothing fits."""
+        columns = self.columns_of(layout, rank, (layers,))
+        found = columns.fastest(columns.num_blocks, limit_bytes)
+        return min(found, key=lambda column: (column.time_s, column.tail_s), default=None)
+
+    def _chosen(
+        self, layout: ParallelLayout, columns: Sequence[StageColumn | None], cut_s: float
+    ) -> MasterChoice | None:
+        """Returns a choice of columns, None where they do not match or take longer than `cut_s`."""
+        chosen = [column for column in columns if column is not None]
+        if len({column.zero > 0 for column in chosen if column.shares}) > 1:
+            return None
+        choice = evaluate(layout, chosen, proven=False)
+        return choice if choice.step_s < cut_s else None
 
     def strategy(self, layout: ParallelLayout, columns: Sequence[StageColumn]) -> Strategy:
         places = path_of([column.layers for column in columns], layout)
@@ -222,6 +271,11 @@ class SequencePrices(SearchPrices):
         self, strategy: Strategy, price: StepPrice, record: SearchRecord, book: LayerPriceCache
     ) -> Any:
         return self._assembler(strategy, price, record)
+
+
+def ranges_of(possible: npt.NDArray[np.bool_]) -> list[Range]:
+    """Returns the ranges [i, j) whose entry is true."""
+    return [(int(i), int(j)) for i, j in np.argwhere(possible)]
 
 
 def path_of(

@@ -301,6 +301,10 @@ class SequenceColumns(RankColumns):
         labels, _ = self.front
         if labels.exact and not plain:
             return self.fastest(num_blocks, limit_bytes)
+        return self.bounds(limit_bytes, plain=plain)
+
+    def bounds(self, limit_bytes: float, *, plain: bool = False) -> list[StageColumn]:
+        """Returns the column of the Lagrangian bound at each ZeRO stage."""
         usable = usable_bytes(limit_bytes, self.layout.mesh, self.table.price_cache)
         return [self._bound_at(zero, usable, plain=plain) for zero in self.stages]
 
