@@ -18,7 +18,7 @@ from parplan.commands.options import (
     search_options,
     target_options,
 )
-from parplan.commands.searching import find
+from parplan.commands.searching import answer, described_question
 from parplan.commands.style import INTERRUPTED, Command, List, option, print_json
 
 # Options that a plan file leaves open.
@@ -69,16 +69,10 @@ def compare(
     Without a plan file, the plan is searched first. The output explains the difference: compute,
     bubble, exposed communication, recompute, and memory by class.
     """
-    from parplan.commands.requests.pins import require_possible
-    from parplan.commands.requests.requests import (
-        all_assumed,
-        constraints_of,
-        offload_assumed,
-        options_of,
-        request_of,
-    )
+    from parplan.commands.requests.requests import constraints_of, options_of, request_of
     from parplan.planner.baselines.systems import baseline_names
     from parplan.planner.objective import Objective
+    from parplan.planner.plan.plan import Plan
     from parplan.planner.plan.plan_file import read_plan
     from parplan.planner.request import Constraints
     from parplan.planner.search.comparison import compare
@@ -90,7 +84,7 @@ def compare(
     names = baseline_names(baseline)
     options, constraints = options_of(flags), constraints_of(pins, target)
     assumed: tuple[str, ...] = ()
-    interrupts: list[int] = []
+    interrupted = False
     if plan_file:
         plan = read_plan(plan_file)
     else:
@@ -100,16 +94,17 @@ def compare(
             constraints=constraints,
             options=options,
         )
-        require_possible(request)
-        plan, interrupts = find(request.until(options.deadline.share(2)))
-        assumed = (*all_assumed(request, flags), *offload_assumed(constraints, plan))
+        question = described_question(request.until(options.deadline.share(2)), flags)
+        ours, interrupted = answer(question)
+        assert isinstance(ours, Plan), "the model is described"
+        plan, assumed = ours, question.assumed_of(ours)
     comparison = compare(plan, names, options)
     if as_json:
         print_json(comparison_document(comparison))
     else:
         pinned = constraints != Constraints()
         print_comparison(comparison, console(sys.stdout), assumed=assumed, pinned=pinned)
-    return INTERRUPTED if interrupts else 0
+    return INTERRUPTED if interrupted else 0
 
 
 def _require_alone(ctx: click.Context) -> None:

@@ -12,20 +12,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from parplan.commands.options import (
-    PinOptions,
-    ResultOptions,
-    SearchFlags,
-    TargetOptions,
-    TraceOptions,
-)
-from parplan.commands.output import deliver, require_output, require_torch, warn_of_solver
-from parplan.commands.style import INTERRUPTED, noticing_ctrl_c, print_json
+from parplan.commands.options import PinOptions, SearchFlags, TargetOptions, TraceOptions
+from parplan.commands.output import require_torch
+from parplan.commands.searching import Question
+from parplan.commands.style import print_json
 
 if TYPE_CHECKING:
     from parplan.executor.checking.parity import TrainingOutcome
     from parplan.planner.plan.plan import Plan
-    from parplan.planner.plan.traced_plan import TracedPlan
+    from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
     from parplan.profiles.models.module_source import ModuleSource
 
 NOT_EQUAL = 2  # the plan does not train as one process does
@@ -47,51 +42,39 @@ def source_of(target: TargetOptions, tracing: TraceOptions) -> ModuleSource | No
     return source
 
 
-def search(
+def traced_question(
     source: ModuleSource,
     target: TargetOptions,
     tracing: TraceOptions,
     pins: PinOptions,
     flags: SearchFlags,
-    result: ResultOptions,
-) -> int:
-    """Traces the module, searches its plan, writes it and prints its summary.
-
-    Returns the exit code.
-    """
+) -> Question:
+    """Traces the module and returns the question about it. Raises ConfigError."""
     from parplan.commands.requests.requests import all_assumed, with_flags
     from parplan.commands.requests.traced import module_request, with_assumed_of
-    from parplan.planner.traced.plan_traced import plan_traced_module
+    from parplan.planner.plan.traced_plan import TracedPlan
+    from parplan.planner.traced.plan_traced import TracedFactory, traced_request
     from parplan.planner.traced.stage_rules import StageRule, parse_stages
-    from parplan.report.plans.summary import SummaryContext
-    from parplan.report.progress_bars import progress_bar
-    from parplan.report.text import console
 
-    require_output(result.output)
-    request = module_request(source, target, pins, flags, result)
+    request = module_request(source, target, pins, flags)
     rule = parse_stages(tracing.stages) if tracing.stages else StageRule()
     require_torch("a module is traced, which needs torch")
     # The import takes seconds, which belong to the start and not to the time limit.
     importlib.import_module("torch")
     request = with_flags(request, flags)
     started_s = time.monotonic()
-    with (
-        users_modules(),
-        noticing_ctrl_c() as interrupts,
-        progress_bar(console(sys.stderr)) as on_progress,
-    ):
-        plan = plan_traced_module(
-            request, rule, cross_skips=tracing.cross_skips, on_progress=on_progress
-        )
-    warn_of_solver(plan)
-    context = SummaryContext(
-        assumed=all_assumed(with_assumed_of(plan, request), flags),
-        elapsed_s=time.monotonic() - started_s,
-        interrupted=bool(interrupts),
-        plan_file=result.plan_file,
+
+    def assumed_of(plan: AnyPlan) -> tuple[str, ...]:
+        assert isinstance(plan, TracedPlan), "the module is traced"
+        return all_assumed(with_assumed_of(plan, request), flags)
+
+    with users_modules():
+        traced = traced_request(request)
+    return Question(
+        factory=TracedFactory(traced, rule, cross_skips=tracing.cross_skips),
+        assumed_of=assumed_of,
+        started_s=started_s,
     )
-    deliver(plan, context, result.output, as_json=result.as_json)
-    return INTERRUPTED if interrupts else 0
 
 
 def require_executed(*, execute: bool) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parplan.commands.options import PinOptions, ResultOptions, SearchFlags, TargetOptions
+from parplan.commands.options import PinOptions, SearchFlags, TargetOptions
 from parplan.commands.requests.machine import TrainingDefaults, cluster_and_training
 from parplan.commands.requests.requests import constraints_of
 from parplan.planner.request import ModuleRequest, PlanRequest
@@ -25,15 +25,11 @@ EXECUTORS_STACK = "parplan"  # no other runs a module as it was traced
 SEQ_LENGTH = 1024  # of a module that says no number of positions
 _POSITIONS = ("max_position_embeddings", "n_positions")
 _WHOLE = "tensor parallelism of a traced module is inside a node and as its matrices allow"
-_FASTEST = "a traced module is planned for throughput"
 _ON_DEVICE = "a traced module stays on its device"
 _REFUSED = {  # options that a traced module cannot have, and why
     "module": "the traced module is what runs",
     "fp8": "products of a traced module run in --precision",
-    "points": _FASTEST,
-    "max_slowdown": _FASTEST,
-    "prefer": "the fastest plan of a traced module is taken",
-    "plot": _FASTEST,
+    "prefer": "the error band of a traced module is unknown, and so are its ties",
     "ep": _WHOLE,
     "sequence_parallel": _WHOLE,
     "tp_overlap": _WHOLE,
@@ -42,7 +38,6 @@ _REFUSED = {  # options that a traced module cannot have, and why
     "offload": _ON_DEVICE,
     "host_memory": _ON_DEVICE,
     "zero_ranks": "all data parallel ranks hold one copy of a traced module's states",
-    "explain": "its candidates are not listed",
 }
 
 
@@ -74,13 +69,12 @@ def module_request(
     target: TargetOptions,
     pins: PinOptions,
     flags: SearchFlags,
-    result: ResultOptions,
 ) -> ModuleRequest:
     """Returns the request for a traced module, without the limits of its search.
 
     Raises ConfigError as `request_of` does, and for options that no traced module has.
     """
-    _require_plain(target, pins, flags, result)
+    _require_plain(target, pins, flags)
     defaults = TrainingDefaults(
         global_batch_size=GLOBAL_BATCH_SIZE,
         seq_length=_seq_length(source.huggingface or {}),
@@ -107,13 +101,9 @@ def with_assumed_of(plan: TracedPlan, request: ModuleRequest) -> ModuleRequest:
     )
 
 
-def _require_plain(
-    target: TargetOptions, pins: PinOptions, flags: SearchFlags, result: ResultOptions
-) -> None:
-    if flags.objective != "throughput":
-        raise ConfigError(f"--objective {flags.objective}: {_FASTEST}", hint="leave it out")
+def _require_plain(target: TargetOptions, pins: PinOptions, flags: SearchFlags) -> None:
     for name, why in _REFUSED.items():
-        values = (getattr(record, name, None) for record in (target, pins, flags, result))
+        values = (getattr(record, name, None) for record in (target, pins, flags))
         if any(value not in (None, False, ()) for value in values):
             raise ConfigError(f"--{name.replace('_', '-')}: {why}", hint="leave it out")
 
