@@ -26,7 +26,7 @@ from parplan.planner.search.pareto import (
     plan_paths,
     undominated,
 )
-from parplan.planner.search.search_session import SearchPrices
+from parplan.planner.search.search_session import DescribedPrices
 from parplan.profiles.errors import ConfigError, InfeasibleError, SolverError
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.units import GIB, MIB
@@ -263,7 +263,7 @@ def test_an_interrupt_between_searches_keeps_the_points(monkeypatch):
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("parplan.planner.search.pareto.least_peak_bytes", interrupt)
+    monkeypatch.setattr("parplan.planner.search.price_factory.least_peak_bytes", interrupt)
 
     assert front_with().stopped == "Ctrl-C"
 
@@ -305,7 +305,7 @@ def test_a_wrong_guess_of_the_least_peak_costs_searches_but_not_the_end(monkeypa
     least_gib = min(point.peak_memory_gib for point in front_of(4).points)
     for guess in (0.5, 0.98, 1.02):
         monkeypatch.setattr(
-            "parplan.planner.search.pareto.least_peak_bytes",
+            "parplan.planner.search.price_factory.least_peak_bytes",
             lambda *_, guess=guess: guess * least_gib * GIB,
         )
         front = front_with(4)
@@ -334,7 +334,7 @@ def test_searches_are_told_of_before_they_start():
 
 def test_what_one_search_learned_does_not_change_what_another_finds():
     instance = random_instance(6)
-    shared = SearchPrices(
+    shared = DescribedPrices(
         request(instance.model, instance.cluster, instance.training, constraints=PINS)
     )
     peaks = sorted({round(peak * GIB) + 1 for _, _, peak, _ in every_value(6)})
