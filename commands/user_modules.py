@@ -1,4 +1,4 @@
-"""User modules on the command line: the search for a traced one, and the check of its plan."""
+"""User modules on the command line: the request for a traced one, and the check of its plan."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ import contextlib
 import importlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from parplan.commands.options import PinOptions, SearchFlags, TargetOptions, TraceOptions
+from parplan.commands.options import (
+    LayoutOptions,
+    PinOptions,
+    SearchFlags,
+    TargetOptions,
+    TraceOptions,
+)
 from parplan.commands.output import require_torch
 from parplan.commands.searching import Question
 from parplan.commands.style import print_json
@@ -22,8 +28,10 @@ if TYPE_CHECKING:
     from parplan.planner.plan.plan import Plan
     from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
     from parplan.profiles.models.module_source import ModuleSource
+    from parplan.profiles.models.traced_model import TracedModel
 
 NOT_EQUAL = 2  # the plan does not train as one process does
+NOT_FITTING = 3  # the exit code of InfeasibleError
 NOT_AS_PREDICTED = 3  # training is equal but bytes differ; the code of a stage that does not fit
 
 
@@ -77,18 +85,64 @@ def traced_question(
     )
 
 
-def require_executed(*, execute: bool) -> None:
-    """Raises ConfigError for a check of a traced module's plan without --execute."""
-    from parplan.profiles.errors import ConfigError
+def estimate(
+    source: ModuleSource, target: TargetOptions, tracing: TraceOptions, by_hand: LayoutOptions
+) -> tuple[TracedPlan, tuple[str, ...]]:
+    """Traces the module and returns its plan by hand, with a phrase for every default.
 
-    if not execute:
-        raise ConfigError(
-            "a plan of a traced module has no dry run",
-            hint="add --execute: it is trained as planned on gloo processes",
-        )
+    Raises ConfigError.
+    """
+    from parplan.commands.requests.traced import estimate_request, with_assumed_of
+    from parplan.planner.traced.estimate_traced import estimate_traced_plan
+    from parplan.planner.traced.plan_traced import traced_request
+    from parplan.planner.traced.stage_rules import StageRule, parse_stages
+
+    request = estimate_request(source, target, by_hand)
+    rule = parse_stages(tracing.stages) if tracing.stages else StageRule()
+    require_torch("a module is traced, which needs torch")
+    with users_modules():
+        traced = traced_request(request)
+    plan = estimate_traced_plan(traced, rule, cross_skips=tracing.cross_skips)
+    return plan, with_assumed_of(plan, request).assumed
 
 
-def check(plan: TracedPlan, *, as_json: bool) -> int:
+def traced_again(plan: TracedPlan) -> TracedModel:
+    """Returns a new trace of the module of a plan. Raises ConfigError."""
+    from parplan.planner.request import PlanRequest
+    from parplan.planner.traced.plan_traced import traced_request
+
+    require_torch("a module is traced, which needs torch")
+    request = PlanRequest(model=plan.module, cluster=plan.cluster, training=plan.training)
+    with users_modules():
+        return traced_request(request).model
+
+
+def dry_check(plan: TracedPlan, ranks: Sequence[int], *, as_json: bool) -> int:
+    """Traces the module again, compares its shards with the plan, and prices the plan today.
+
+    Returns 0, or NOT_FITTING where a pipeline rank does not fit its device. Raises ConfigError
+    where the trace has other shards.
+    """
+    from parplan.executor.rules.traced_rules import validate_traced_plan
+    from parplan.planner.traced.traced_strategy import reprice_traced
+    from parplan.report.runs.traced_check_table import (
+        does_fit,
+        print_traced_check,
+        traced_check_document,
+    )
+    from parplan.report.text import console
+
+    validate_traced_plan(plan)
+    today = reprice_traced(plan, traced_again(plan)).plan
+    if as_json:
+        print_json(traced_check_document(plan, today, ranks))
+    else:
+        print_traced_check(plan, today, ranks, console(sys.stdout))
+    fits = all(does_fit(today.predicted.memory_gib[rank]) for rank in ranks)
+    return 0 if fits else NOT_FITTING
+
+
+def execute(plan: TracedPlan, *, as_json: bool) -> int:
     """Trains the module as planned on gloo processes and in one process.
 
     Returns the exit code of `say_parity`.

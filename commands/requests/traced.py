@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parplan.commands.options import PinOptions, SearchFlags, TargetOptions
+from parplan.commands.options import LayoutOptions, PinOptions, SearchFlags, TargetOptions
 from parplan.commands.requests.machine import TrainingDefaults, cluster_and_training
 from parplan.commands.requests.requests import constraints_of
 from parplan.planner.request import ModuleRequest, PlanRequest
@@ -38,6 +38,16 @@ _REFUSED = {  # options that a traced module cannot have, and why
     "offload": _ON_DEVICE,
     "host_memory": _ON_DEVICE,
     "zero_ranks": "all data parallel ranks hold one copy of a traced module's states",
+}
+_BY_HAND_REFUSED = {  # options of a layout by hand that a traced module cannot have
+    "schedule_file": "the stages of a traced module run a named schedule",
+    "sequence_parallel": _WHOLE,
+    "tp_overlap": _WHOLE,
+    "zero_ranks": _REFUSED["zero_ranks"],
+    "memory_limit": "it is of chunks, which a traced module has none of",
+    **dict.fromkeys(
+        ("offload", "host_blocks", "host_optimizer", "eviction", "keep_on_host"), _ON_DEVICE
+    ),
 }
 
 
@@ -91,6 +101,30 @@ def module_request(
     )
 
 
+def estimate_request(
+    source: ModuleSource, target: TargetOptions, by_hand: LayoutOptions
+) -> ModuleRequest:
+    """Returns the request whose pins are the layout by hand.
+
+    Raises ConfigError as `module_request` does, and for choices of described models.
+    """
+    _require_known(by_hand, _BY_HAND_REFUSED)
+    pins = PinOptions(
+        pp=(by_hand.pp,),
+        dp=None if by_hand.dp is None else (by_hand.dp,),
+        tp=(by_hand.tp,),
+        ep=(by_hand.ep,),
+        micro_batch_size=(by_hand.micro_batch_size,),
+        virtual_stages=(by_hand.virtual_stages,),
+        schedule=(by_hand.schedule or ("interleaved" if by_hand.virtual_stages > 1 else "1f1b"),),
+        zero=(by_hand.zero,),
+        recompute=(by_hand.recompute,),
+    )
+    if by_hand.ep > 1:
+        _require_plain(target, pins, SearchFlags())
+    return module_request(source, target, replace(pins, ep=None), SearchFlags())
+
+
 def with_assumed_of(plan: TracedPlan, request: ModuleRequest) -> ModuleRequest:
     """Returns the request with the defaults that matter to its plan: samples have no length."""
     if plan.training.seq_length == request.training.seq_length:
@@ -102,9 +136,14 @@ def with_assumed_of(plan: TracedPlan, request: ModuleRequest) -> ModuleRequest:
 
 
 def _require_plain(target: TargetOptions, pins: PinOptions, flags: SearchFlags) -> None:
-    for name, why in _REFUSED.items():
-        values = (getattr(record, name, None) for record in (target, pins, flags))
-        if any(value not in (None, False, ()) for value in values):
+    for record in (target, pins, flags):
+        _require_known(record, _REFUSED)
+
+
+def _require_known(options: object, refused: Mapping[str, str]) -> None:
+    """Raises ConfigError for an option of `refused` that is given."""
+    for name, why in refused.items():
+        if getattr(options, name, None) not in (None, False, (), 0):
             raise ConfigError(f"--{name.replace('_', '-')}: {why}", hint="leave it out")
 
 
