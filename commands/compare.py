@@ -120,7 +120,7 @@ def compare(
     if as_json:
         print_json(comparison_document(comparison))
     else:
-        pinned = constraints != Constraints()
+        pinned = plan_file is None and constraints != Constraints()
         print_comparison(comparison, console(sys.stdout), assumed=assumed, pinned=pinned)
     return INTERRUPTED if interrupted else 0
 

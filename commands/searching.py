@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from parplan.commands.style import noticing_ctrl_c
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from parplan.commands.options import SearchFlags
     from parplan.planner.plan.plan import Plan
     from parplan.planner.plan.traced_plan import AnyPlan
@@ -28,14 +30,17 @@ class Question:
     factory      makes its prices
     assumed_of   returns a phrase for every default that led to a plan
     finished     completes a plan for the module that runs it
-    require_possible  raises ConfigError for pins that exclude each other
     started_s    the time at which its work began
+
+    require_possible  raises ConfigError for pins that exclude each other
+    explained         prints more about a plan for --explain
     """
 
     factory: PriceFactory
     assumed_of: Callable[[AnyPlan], tuple[str, ...]]
     finished: Callable[[AnyPlan], AnyPlan] = lambda plan: plan
     require_possible: Callable[[], None] = lambda: None
+    explained: Callable[[AnyPlan, Console], None] = lambda _plan, _out: None
     started_s: float = field(default_factory=time.monotonic)
 
 

@@ -7,6 +7,7 @@ import importlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,9 +25,12 @@ from parplan.commands.searching import Question
 from parplan.commands.style import print_json
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from parplan.executor.checking.parity import TrainingOutcome
     from parplan.planner.plan.plan import Plan
     from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
+    from parplan.planner.traced.plan_traced import TracedFactory
     from parplan.profiles.models.module_source import ModuleSource
     from parplan.profiles.models.traced_model import TracedModel
 
@@ -78,11 +82,26 @@ def traced_question(
 
     with users_modules():
         traced = traced_request(request)
+    factory = TracedFactory(traced, rule, cross_skips=tracing.cross_skips)
     return Question(
-        factory=TracedFactory(traced, rule, cross_skips=tracing.cross_skips),
+        factory=factory,
         assumed_of=assumed_of,
+        explained=partial(_print_whole, factory),
         started_s=started_s,
     )
+
+
+def _print_whole(factory: TracedFactory, plan: AnyPlan, out: Console) -> None:
+    """Prints the operators that the tensor parallelism of a plan leaves whole."""
+    from parplan.planner.plan.traced_plan import TracedPlan
+    from parplan.planner.traced.estimate_traced import module_prices
+    from parplan.planner.traced.whole_operators import whole_operators
+    from parplan.report.searches.whole_table import print_whole
+
+    assert isinstance(plan, TracedPlan), "the module is traced"
+    if plan.mesh.tp > 1:
+        whole = whole_operators(plan, module_prices(factory.prices(())))
+        print_whole(whole, plan.mesh.tp, out)
 
 
 def estimate(

@@ -38,7 +38,7 @@ class _Space:
 
 def _data_parallel(zero: int) -> _Space:
     return _Space(
-        f"data parallelism alone with ZeRO {zero}, all shards recomputed or none, any micro-batch",
+        f"data parallelism alone with ZeRO {zero}, all blocks recomputed or none, any micro-batch",
         Constraints(pp=(1,), tp=(1,), zero=(zero,), recompute=_WHOLE),
     )
 
@@ -61,7 +61,7 @@ def _pipeline(level: Recompute, recompute: str) -> _Space:
 _SPACES = {
     **{f"zero-{zero}": _data_parallel(zero) for zero in range(4)},
     "1f1b": _pipeline(Recompute.NONE, "no recompute"),
-    "1f1b-recompute": _pipeline(Recompute.FULL, "all shards recomputed"),
+    "1f1b-recompute": _pipeline(Recompute.FULL, "all blocks recomputed"),
 }
 ALL = "all"
 
