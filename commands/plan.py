@@ -140,7 +140,6 @@ def _search(
     question: Question, target: TargetOptions, flags: SearchFlags, result: ResultOptions
 ) -> int:
     from parplan.report.plans.summary import SummaryContext
-    from parplan.report.text import console
 
     plan, interrupted = answer(question)
     warn_of_solver(plan)
@@ -154,7 +153,7 @@ def _search(
     deliver(plan, context, result.output, as_json=result.as_json)
     if flags.explain:
         to_stderr = result.as_json or result.output == STDOUT
-        question.explained(plan, console(sys.stderr if to_stderr else sys.stdout))
+        question.explained(plan, to_stderr)
     return INTERRUPTED if interrupted else 0
 
 

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 from parplan.commands.style import noticing_ctrl_c
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from parplan.commands.options import SearchFlags
     from parplan.planner.plan.plan import Plan
     from parplan.planner.plan.traced_plan import AnyPlan
@@ -33,14 +31,14 @@ class Question:
     started_s    the time at which its work began
 
     require_possible  raises ConfigError for pins that exclude each other
-    explained         prints more about a plan for --explain
+    explained         prints more about a plan for --explain, on stderr if true
     """
 
     factory: PriceFactory
     assumed_of: Callable[[AnyPlan], tuple[str, ...]]
     finished: Callable[[AnyPlan], AnyPlan] = lambda plan: plan
     require_possible: Callable[[], None] = lambda: None
-    explained: Callable[[AnyPlan, Console], None] = lambda _plan, _out: None
+    explained: Callable[[AnyPlan, bool], None] = lambda _plan, _to_stderr: None
     started_s: float = field(default_factory=time.monotonic)
 
 

@@ -25,8 +25,6 @@ from parplan.commands.searching import Question
 from parplan.commands.style import print_json
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from parplan.executor.checking.parity import TrainingOutcome
     from parplan.planner.plan.plan import Plan
     from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
@@ -91,17 +89,18 @@ def traced_question(
     )
 
 
-def _print_whole(factory: TracedFactory, plan: AnyPlan, out: Console) -> None:
+def _print_whole(factory: TracedFactory, plan: AnyPlan, to_stderr: bool) -> None:
     """Prints the operators that the tensor parallelism of a plan leaves whole."""
     from parplan.planner.plan.traced_plan import TracedPlan
     from parplan.planner.traced.estimate_traced import module_prices
     from parplan.planner.traced.whole_operators import whole_operators
     from parplan.report.searches.whole_table import print_whole
+    from parplan.report.text import console
 
     assert isinstance(plan, TracedPlan), "the module is traced"
     if plan.mesh.tp > 1:
         whole = whole_operators(plan, module_prices(factory.prices(())))
-        print_whole(whole, plan.mesh.tp, out)
+        print_whole(whole, plan.mesh.tp, console(sys.stderr if to_stderr else sys.stdout))
 
 
 def estimate(

@@ -28,7 +28,7 @@ _WHOLE = (Recompute.NONE, Recompute.FULL)
 
 
 @dataclass(frozen=True, slots=True)
-class _Space:
+class _UniformSpace:
     """The strategies of a baseline: in words, and as the pins of their layouts."""
 
     what: str
@@ -36,15 +36,15 @@ class _Space:
     pipelines: bool = False
 
 
-def _data_parallel(zero: int) -> _Space:
-    return _Space(
+def _data_parallel(zero: int) -> _UniformSpace:
+    return _UniformSpace(
         f"data parallelism alone with ZeRO {zero}, all blocks recomputed or none, any micro-batch",
         Constraints(pp=(1,), tp=(1,), zero=(zero,), recompute=_WHOLE),
     )
 
 
-def _pipeline(level: Recompute, recompute: str) -> _Space:
-    return _Space(
+def _pipeline(level: Recompute, recompute: str) -> _UniformSpace:
+    return _UniformSpace(
         f"1F1B on stages cut at even times, {recompute}, ZeRO 0, no tensor parallelism, any pp and "
         "micro-batch",
         Constraints(
