@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 
 from parplan.costmodels.strategy import ParallelLayout
@@ -13,7 +14,11 @@ from parplan.planner.traced.assemble_traced import assembled
 from parplan.planner.traced.shard_price_cache import ShardPriceCache
 from parplan.planner.traced.shards import Sharded
 from parplan.planner.traced.stage_rules import StageRule, ranges
-from parplan.planner.traced.traced_candidates import enumerate_traced_candidates, require_known
+from parplan.planner.traced.traced_candidates import (
+    OUTSIDE_PINS,
+    enumerate_traced_candidates,
+    require_known,
+)
 from parplan.profiles.machines.shipped_profiles import machine_for
 
 
@@ -29,7 +34,9 @@ def traced_prices(request: TracedRequest, sharded: Sharded, rule: StageRule) -> 
     divides = cache(lambda tp: tp == 1 or price_cache.divides(tp))
     space = enumerate_traced_candidates(len(sharded.shards), request, divides, rule.counts)
     if not space.layouts:
-        raise no_candidate_error(space, request.cluster)
+        within = tuple(each for each in space.pruned if each.reason != OUTSIDE_PINS)
+        told = replace(space, pruned=within or space.pruned)
+        raise no_candidate_error(told, request.cluster)
 
     def given(layout: ParallelLayout) -> tuple[Range, ...] | None:
         return ranges(rule, sharded, layout.num_virtual_stages)
