@@ -34,7 +34,7 @@ def traced_prices(request: TracedRequest, sharded: Sharded, rule: StageRule) -> 
     divides = cache(lambda tp: tp == 1 or price_cache.divides(tp))
     space = enumerate_traced_candidates(len(sharded.shards), request, divides, rule.counts)
     if not space.layouts:
-        within = tuple(each for each in space.pruned if each.reason != OUTSIDE_PINS)
+        within = tuple(each for each in space.pruned if not each.reason.startswith(OUTSIDE_PINS))
         told = replace(space, pruned=within or space.pruned)
         raise no_candidate_error(told, request.cluster)
 

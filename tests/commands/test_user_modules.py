@@ -222,3 +222,14 @@ def test_a_baseline_of_described_models_is_none_of_a_traced_module(searched):
     message = fail(2, "compare", str(searched[0]), "--baseline", "megatron")
 
     assert "megatron" in message
+
+
+@pytest.mark.multiproc
+def test_a_searched_plan_with_tensor_parallelism_trains_as_one_process_does(tmp_path):
+    plan_file = str(tmp_path / "plan.yaml")
+    where = ("--gpus", "4", "--tp", "2", "--pp", "2", "--global-batch-size", "16")
+    succeed(*MODEL, *where, "-o", plan_file)
+
+    document = json.loads(succeed("check", plan_file, "--execute", "--json").stdout)
+
+    assert document["passed"]
