@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 import click
 
 from parplan.commands import user_modules
-from parplan.commands.options import as_json
+from parplan.commands.options import as_json, trust_module_option
 from parplan.commands.output import require_torch
 from parplan.commands.style import Command, option, print_json
 
 if TYPE_CHECKING:
     from parplan.planner.plan.plan import Plan
+    from parplan.planner.plan.traced_plan import TracedPlan
 
 CHECK = "Check"
-NOT_FITTING = 3  # the exit code of InfeasibleError
 
 
 @click.command(
@@ -44,13 +44,7 @@ NOT_FITTING = 3  # the exit code of InfeasibleError
     is_flag=True,
     help="Shrink the model and train it as planned on up to 8 gloo processes.",
 )
-@option(
-    CHECK,
-    "--trust-module",
-    is_flag=True,
-    help="Run the code of the plan's module even if it lies outside the current folder and the "
-    "installed packages.",
-)
+@trust_module_option
 @as_json
 def check(
     plan_file: Path, ranks: tuple[int, ...], execute: bool, trust_module: bool, as_json: bool
@@ -60,7 +54,8 @@ def check(
     Builds one rank of every pipeline stage at full size, on tensors without data, and counts the
     bytes and the collectives of a step. With --execute, a small model of the same structure is
     trained as planned, and its losses and gradients are compared with one process. A traced module
-    is not shrunk: its plan is executed unchanged, on up to 8 processes. A plan that names a module
+    is traced again, compared with the shards of the plan, and priced again. With --execute it is
+    not shrunk: its plan is executed unchanged, on up to 8 processes. A plan that names a module
     runs that module's code; the command says which. Exit code 3 when a stage does not fit its
     device or holds other bytes than predicted, 2 when losses or gradients differ.
     """
@@ -69,26 +64,24 @@ def check(
     from parplan.planner.plan.traced_plan import TracedPlan
 
     plan = read_any_plan(plan_file)
-    if isinstance(plan, TracedPlan):
-        user_modules.require_executed(execute=execute)
-    else:
+    if not isinstance(plan, TracedPlan):
         validate(plan)
     require_torch("plan check runs the executor, which needs torch")
     if execute and not isinstance(plan, TracedPlan):
         return _execute(plan, as_json=as_json)
     with user_modules.users_modules():
         user_modules.say_module(plan, plan_file, trust=trust_module)
+        if execute and isinstance(plan, TracedPlan):
+            return user_modules.execute(plan, as_json=as_json)
+        chosen = _chosen(plan, ranks)
         if isinstance(plan, TracedPlan):
-            return user_modules.check(plan, as_json=as_json)
-        return _dry_run(plan, ranks, as_json=as_json)
+            return user_modules.dry_check(plan, chosen, as_json=as_json)
+        return _dry_run(plan, chosen, as_json=as_json)
 
 
-def _dry_run(plan: Plan, ranks: tuple[int, ...], *, as_json: bool) -> int:
-    from parplan.planner.runs.rank_checks import check_ranks, repriced_today
+def _chosen(plan: Plan | TracedPlan, ranks: tuple[int, ...]) -> list[int]:
+    """Returns the pipeline ranks of --rank, all by default. Raises ConfigError."""
     from parplan.profiles.errors import ConfigError
-    from parplan.report.progress_bars import count_bar
-    from parplan.report.runs.check_tables import check_document, print_check
-    from parplan.report.text import console
 
     chosen = sorted(set(ranks)) or list(range(plan.mesh.pp))
     if chosen[-1] >= plan.mesh.pp:
@@ -96,6 +89,15 @@ def _dry_run(plan: Plan, ranks: tuple[int, ...], *, as_json: bool) -> int:
             f"--rank {chosen[-1]}: the plan has pipeline ranks 0 to {plan.mesh.pp - 1}",
             hint="choose one of them",
         )
+    return chosen
+
+
+def _dry_run(plan: Plan, chosen: list[int], *, as_json: bool) -> int:
+    from parplan.planner.runs.rank_checks import check_ranks, repriced_today
+    from parplan.report.progress_bars import count_bar
+    from parplan.report.runs.check_tables import check_document, print_check
+    from parplan.report.text import console
+
     today = repriced_today(plan)
     from parplan.executor.checking.dry_run_workers import dry_runs, num_actions
 
@@ -106,7 +108,7 @@ def _dry_run(plan: Plan, ranks: tuple[int, ...], *, as_json: bool) -> int:
         print_json(check_document(checks))
     else:
         print_check(plan, checks, console(sys.stdout))
-    return 0 if all(rank_check.fits for rank_check in checks) else NOT_FITTING
+    return 0 if all(rank_check.fits for rank_check in checks) else user_modules.NOT_FITTING
 
 
 def _execute(plan: Plan, *, as_json: bool) -> int:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+from parplan.commands import user_modules
 from parplan.commands.options import (
     AIM,
     BASELINES,
@@ -17,12 +19,26 @@ from parplan.commands.options import (
     as_json,
     search_options,
     target_options,
+    trust_module_option,
 )
-from parplan.commands.searching import find
+from parplan.commands.searching import answer, described_question
 from parplan.commands.style import INTERRUPTED, Command, List, option, print_json
 
+if TYPE_CHECKING:
+    from parplan.planner.request import SearchOptions
+    from parplan.planner.search.comparison import Comparison
+
 # Options that a plan file leaves open.
-_WITH_A_PLAN = ("memory_margin", "memory_limit", "baseline", "as_json", "plan_file", "time_limit")
+_WITH_A_PLAN = (
+    "memory_margin",
+    "memory_limit",
+    "baseline",
+    "as_json",
+    "plan_file",
+    "time_limit",
+    "trust_module",
+)
+DEFAULT = "megatron"
 
 
 @click.command(
@@ -37,11 +53,12 @@ _WITH_A_PLAN = ("memory_margin", "memory_limit", "baseline", "as_json", "plan_fi
     BASELINES,
     "--baseline",
     type=List(click.STRING),
-    default="megatron",
+    default=DEFAULT,
     show_default=True,
     metavar="NAME,..",
     help="Systems to compare with: megatron (with megatron-defaults and megatron-guide), zero-1, "
-    "zero-2, zero-3, fsdp, all.",
+    "zero-2, zero-3, fsdp, all. A traced plan: zero-0 to zero-3, 1f1b, 1f1b-recompute, by default "
+    "all.",
 )
 @target_options
 @option(
@@ -53,6 +70,7 @@ _WITH_A_PLAN = ("memory_margin", "memory_limit", "baseline", "as_json", "plan_fi
     help="Objective of our plan, if no plan file is given.",
 )
 @search_options
+@trust_module_option
 @as_json
 @click.pass_context
 def compare(
@@ -62,54 +80,73 @@ def compare(
     target: TargetOptions,
     pins: PinOptions,
     flags: SearchFlags,
+    trust_module: bool,
     as_json: bool,
 ) -> int:
     """Compare a plan with the strategies of other systems under the same prices.
 
     Without a plan file, the plan is searched first. The output explains the difference: compute,
-    bubble, exposed communication, recompute, and memory by class.
+    bubble, exposed communication, recompute, and memory by class. The plan of a traced module is
+    compared with data parallelism and with plain pipelines of the same module, which is traced.
     """
-    from parplan.commands.requests.pins import require_possible
-    from parplan.commands.requests.requests import (
-        all_assumed,
-        constraints_of,
-        offload_assumed,
-        options_of,
-        request_of,
-    )
+    from parplan.commands.requests.requests import constraints_of, options_of, request_of
     from parplan.planner.baselines.systems import baseline_names
     from parplan.planner.objective import Objective
-    from parplan.planner.plan.plan_file import read_plan
+    from parplan.planner.plan.plan import Plan
     from parplan.planner.request import Constraints
     from parplan.planner.search.comparison import compare
     from parplan.report.searches.comparison_tables import comparison_document, print_comparison
     from parplan.report.text import console
 
-    if plan_file:
-        _require_alone(ctx)
-    names = baseline_names(baseline)
     options, constraints = options_of(flags), constraints_of(pins, target)
     assumed: tuple[str, ...] = ()
-    interrupts: list[int] = []
+    interrupted = False
     if plan_file:
-        plan = read_plan(plan_file)
+        _require_alone(ctx)
+        comparison = _of_file(plan_file, _given_names(ctx, baseline), options, trust=trust_module)
     else:
+        names = baseline_names(baseline)
         request = replace(
             request_of(target),
             objective=Objective(flags.objective),
             constraints=constraints,
             options=options,
         )
-        require_possible(request)
-        plan, interrupts = find(request.until(options.deadline.share(2)))
-        assumed = (*all_assumed(request, flags), *offload_assumed(constraints, plan))
-    comparison = compare(plan, names, options)
+        question = described_question(request.until(options.deadline.share(2)), flags)
+        plan, interrupted = answer(question)
+        assert isinstance(plan, Plan), "the model is described"
+        assumed = question.assumed_of(plan)
+        comparison = compare(plan, names, options)
     if as_json:
         print_json(comparison_document(comparison))
     else:
-        pinned = constraints != Constraints()
+        pinned = plan_file is None and constraints != Constraints()
         print_comparison(comparison, console(sys.stdout), assumed=assumed, pinned=pinned)
-    return INTERRUPTED if interrupts else 0
+    return INTERRUPTED if interrupted else 0
+
+
+def _given_names(ctx: click.Context, names: tuple[str, ...]) -> tuple[str, ...] | None:
+    """Returns the baselines of the command line, None where it names none."""
+    source = ctx.get_parameter_source("baseline")
+    return names if source is click.core.ParameterSource.COMMANDLINE else None
+
+
+def _of_file(
+    plan_file: Path, names: tuple[str, ...] | None, options: SearchOptions, *, trust: bool
+) -> Comparison:
+    """Compares the plan of a file with baselines of its kind. Raises ConfigError."""
+    from parplan.planner.baselines.systems import baseline_names
+    from parplan.planner.plan.plan_file import read_any_plan
+    from parplan.planner.plan.traced_plan import TracedPlan
+    from parplan.planner.search.comparison import compare
+    from parplan.planner.traced.compare_traced import ALL, compare_traced, traced_baseline_names
+
+    plan = read_any_plan(plan_file)
+    if not isinstance(plan, TracedPlan):
+        return compare(plan, baseline_names(names or (DEFAULT,)), options)
+    chosen = traced_baseline_names(names or (ALL,))
+    user_modules.say_module(plan, plan_file, trust=trust)
+    return compare_traced(plan, user_modules.traced_again(plan), chosen, options)
 
 
 def _require_alone(ctx: click.Context) -> None:

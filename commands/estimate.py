@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from parplan.commands import user_modules
 from parplan.commands.options import (
     EVICTION,
     LAYOUT,
@@ -16,10 +17,12 @@ from parplan.commands.options import (
     LayoutOptions,
     ResultOptions,
     TargetOptions,
+    TraceOptions,
     as_json,
     micro_batch_option,
     packed_result,
     target_options,
+    trace_options,
 )
 from parplan.commands.output import deliver, require_output
 from parplan.commands.searching import with_module
@@ -35,6 +38,7 @@ from parplan.commands.style import Command, List, Whole, option, packs
     "--offload optimizer,parameters --host-blocks 20",
 )
 @target_options
+@trace_options
 @option(
     LAYOUT,
     "--pp",
@@ -184,20 +188,32 @@ from parplan.commands.style import Command, List, Whole, option, packs
 @as_json
 @packs("by_hand", LayoutOptions)
 @packed_result
-def estimate(target: TargetOptions, by_hand: LayoutOptions, result: ResultOptions) -> None:
-    """Price one layout by hand, with the breakdown and the plan file of a search."""
+def estimate(
+    target: TargetOptions, tracing: TraceOptions, by_hand: LayoutOptions, result: ResultOptions
+) -> None:
+    """Price one layout by hand, with the breakdown and the plan file of a search.
+
+    A traced module is cut at even times, or as --stages says.
+    """
     from parplan.commands.requests.layouts import choices_of, layout_of
     from parplan.commands.requests.requests import request_of
+    from parplan.planner.plan.traced_plan import AnyPlan
     from parplan.planner.search.estimate import estimate_plan
     from parplan.report.plans.summary import SummaryContext
 
     require_output(result.output)
-    request = request_of(target)
-    choices = choices_of(request, by_hand)
-    plan = estimate_plan(request, layout_of(request, by_hand), choices)
+    source = user_modules.source_of(target, tracing)
+    plan: AnyPlan
+    if source is None:
+        request = request_of(target)
+        choices = choices_of(request, by_hand)
+        plan = estimate_plan(request, layout_of(request, by_hand), choices)
+        plan, assumed = with_module(plan, request), request.assumed
+    else:
+        plan, assumed = user_modules.estimate(source, target, tracing, by_hand)
     context = SummaryContext(
-        assumed=request.assumed,
+        assumed=assumed,
         profile=target.profile or "",
         plan_file=result.plan_file,
     )
-    deliver(with_module(plan, request), context, result.output, as_json=result.as_json)
+    deliver(plan, context, result.output, as_json=result.as_json)

@@ -419,3 +419,11 @@ explain_option = option(
 )
 as_json = option(OUTPUT, "--json", "as_json", is_flag=True, help="Print only JSON on stdout.")
 packed_result = packs("result", ResultOptions)
+
+trust_module_option = option(
+    OUTPUT,
+    "--trust-module",
+    is_flag=True,
+    help="Run the code of the plan's module even if it lies outside the current folder and the "
+    "installed packages.",
+)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,11 +27,16 @@ from parplan.commands.options import (
     trace_options,
 )
 from parplan.commands.output import deliver, require_output, warn_of_solver
-from parplan.commands.searching import find, print_unsearched, with_module
+from parplan.commands.searching import (
+    Question,
+    answer,
+    answer_front,
+    described_question,
+    print_unsearched,
+)
 from parplan.commands.style import (
     INTERRUPTED,
     Main,
-    noticing_ctrl_c,
     option,
     print_json,
     show_version,
@@ -101,12 +105,24 @@ def main(
     if ctx.invoked_subcommand is not None:
         _require_none_before(ctx)
         return None
+    from parplan.commands.requests.requests import request_of, require_front, require_no_front
+
+    front = flags.objective == "pareto"
+    assert result.output is not None, "the option has a default"
     source = user_modules.source_of(target, tracing)
-    if source is not None:
-        return user_modules.search(source, target, tracing, pins, flags, result)
-    if flags.objective == "pareto":
-        return _front(target, pins, flags, result)
-    return _search(target, pins, flags, result)
+    if front:
+        require_front(flags, result.output, result.plot)
+    else:
+        require_no_front(flags, result.plot)
+        require_output(result.output)
+    if source is None:
+        question = described_question(request_of(target, pins, flags), flags)
+    else:
+        question = user_modules.traced_question(source, target, tracing, pins, flags)
+    if flags.explain:
+        print_unsearched(question, to_stderr=result.as_json or result.output == STDOUT)
+    search = _front if front else _search
+    return search(question, target, flags, result)
 
 
 def _require_none_before(ctx: click.Context) -> None:
@@ -121,69 +137,40 @@ def _require_none_before(ctx: click.Context) -> None:
 
 
 def _search(
-    target: TargetOptions, pins: PinOptions, flags: SearchFlags, result: ResultOptions
+    question: Question, target: TargetOptions, flags: SearchFlags, result: ResultOptions
 ) -> int:
-    from parplan.commands.requests.pins import require_possible
-    from parplan.commands.requests.requests import (
-        all_assumed,
-        offload_assumed,
-        request_of,
-        require_no_front,
-    )
-
-    require_no_front(flags, result.plot)
-    require_output(result.output)
-    request = request_of(target, pins, flags)
-    if flags.explain:
-        print_unsearched(request, to_stderr=result.as_json or result.output == STDOUT)
-    require_possible(request)
-    started_s = time.monotonic()
-    plan, interrupts = find(request)
     from parplan.report.plans.summary import SummaryContext
 
+    plan, interrupted = answer(question)
     warn_of_solver(plan)
     context = SummaryContext(
-        assumed=(*all_assumed(request, flags), *offload_assumed(request.constraints, plan)),
-        elapsed_s=time.monotonic() - started_s,
-        interrupted=bool(interrupts),
+        assumed=question.assumed_of(plan),
+        elapsed_s=time.monotonic() - question.started_s,
+        interrupted=interrupted,
         profile=target.profile or "",
         plan_file=result.plan_file,
     )
     deliver(plan, context, result.output, as_json=result.as_json)
-    return INTERRUPTED if interrupts else 0
+    if flags.explain:
+        to_stderr = result.as_json or result.output == STDOUT
+        question.explained(plan, to_stderr)
+    return INTERRUPTED if interrupted else 0
 
 
 def _front(
-    target: TargetOptions, pins: PinOptions, flags: SearchFlags, result: ResultOptions
+    question: Question, target: TargetOptions, flags: SearchFlags, result: ResultOptions
 ) -> int:
-    from parplan.commands.requests.pins import require_possible
-    from parplan.commands.requests.requests import all_assumed, request_of, require_front
-    from parplan.planner.search.pareto import DEFAULT_POINTS, find_front
     from parplan.report.plans.summary import SummaryContext
-    from parplan.report.progress_bars import front_bar
-    from parplan.report.text import console
 
     assert result.output is not None, "the option has a default"
-    require_front(flags, result.output, result.plot)
-    request = request_of(target, pins, flags)
-    if flags.explain:
-        print_unsearched(request, to_stderr=result.as_json)
-    require_possible(request)
-    started_s = time.monotonic()
-    num_points = DEFAULT_POINTS if flags.points is None else flags.points
-    with (
-        noticing_ctrl_c() as interrupts,
-        front_bar(console(sys.stderr)) as (on_progress, on_search),
-    ):
-        front = find_front(request, num_points, on_progress, on_search)
-    points = (replace(point, plan=with_module(point.plan, request)) for point in front.points)
+    front, interrupted = answer_front(question, flags.points)
     context = SummaryContext(
-        assumed=all_assumed(request, flags),
-        elapsed_s=time.monotonic() - started_s,
-        interrupted=bool(interrupts),
+        assumed=question.assumed_of(front.points[0].plan),
+        elapsed_s=time.monotonic() - question.started_s,
+        interrupted=interrupted,
     )
-    _deliver_front(replace(front, points=tuple(points)), context, result.output, result)
-    return INTERRUPTED if interrupts else 0
+    _deliver_front(front, context, result.output, result)
+    return INTERRUPTED if interrupted else 0
 
 
 def _deliver_front(

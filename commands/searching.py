@@ -1,28 +1,97 @@
-"""The search of `plan` and `plan compare`, with its progress bar and its Ctrl-C."""
+"""The searches of the commands: their requests, progress bars and Ctrl-C."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from parplan.commands.style import noticing_ctrl_c
 
 if TYPE_CHECKING:
+    from parplan.commands.options import SearchFlags
     from parplan.planner.plan.plan import Plan
+    from parplan.planner.plan.traced_plan import AnyPlan
     from parplan.planner.request import Request
+    from parplan.planner.search.pareto import ParetoFront
+    from parplan.planner.search.price_factory import PriceFactory
     from parplan.profiles.errors import InfeasibleError
 
 
-def find(request: Request) -> tuple[Plan, list[int]]:
-    """Returns the plan, and a list that is not empty where Ctrl-C ended the search early."""
-    from parplan.planner.search.find_plan import find_plan
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A request for a described model or a traced module, ready to be searched.
+
+    factory      makes its prices
+    assumed_of   returns a phrase for every default that led to a plan
+    finished     completes a plan for the module that runs it
+    started_s    the time at which its work began
+
+    require_possible  raises ConfigError for pins that exclude each other
+    explained         prints more about a plan for --explain, on stderr if true
+    """
+
+    factory: PriceFactory
+    assumed_of: Callable[[AnyPlan], tuple[str, ...]]
+    finished: Callable[[AnyPlan], AnyPlan] = lambda plan: plan
+    require_possible: Callable[[], None] = lambda: None
+    explained: Callable[[AnyPlan, bool], None] = lambda _plan, _to_stderr: None
+    started_s: float = field(default_factory=time.monotonic)
+
+
+def described_question(request: Request, flags: SearchFlags) -> Question:
+    """Returns the question of a request for a described model."""
+    from parplan.commands.requests.pins import require_possible
+    from parplan.commands.requests.requests import all_assumed, offload_assumed
+    from parplan.planner.plan.plan import Plan
+    from parplan.planner.search.price_factory import DescribedFactory
+
+    def assumed_of(plan: AnyPlan) -> tuple[str, ...]:
+        assert isinstance(plan, Plan), "the model is described"
+        return *all_assumed(request, flags), *offload_assumed(request.constraints, plan)
+
+    def finished(plan: AnyPlan) -> AnyPlan:
+        assert isinstance(plan, Plan), "the model is described"
+        return with_module(plan, request)
+
+    return Question(
+        factory=DescribedFactory(request, _explained_error),
+        assumed_of=assumed_of,
+        finished=finished,
+        require_possible=partial(require_possible, request),
+    )
+
+
+def answer(question: Question) -> tuple[AnyPlan, bool]:
+    """Returns the best plan of a question, and True where Ctrl-C ended the search early."""
+    from parplan.planner.search.find_plan import find_best
     from parplan.report.progress_bars import progress_bar
     from parplan.report.text import console
 
+    question.require_possible()
     with noticing_ctrl_c() as interrupts, progress_bar(console(sys.stderr)) as on_progress:
-        plan = find_plan(request, on_progress, _explained_error)
-    return with_module(plan, request), interrupts
+        plan = find_best(question.factory, on_progress).plan
+    return question.finished(plan), bool(interrupts)
+
+
+def answer_front(question: Question, num_points: int | None) -> tuple[ParetoFront, bool]:
+    """Returns the front of a question, and True where Ctrl-C ended the search early."""
+    from parplan.planner.search.pareto import DEFAULT_POINTS, find_front
+    from parplan.report.progress_bars import front_bar
+    from parplan.report.text import console
+
+    points = DEFAULT_POINTS if num_points is None else num_points
+    question.require_possible()
+    with (
+        noticing_ctrl_c() as interrupts,
+        front_bar(console(sys.stderr)) as (on_progress, on_search),
+    ):
+        front = find_front(question.factory, points, on_progress, on_search)
+    finished = (replace(point, plan=question.finished(point.plan)) for point in front.points)
+    return replace(front, points=tuple(finished)), bool(interrupts)
 
 
 def _explained_error(request: Request) -> InfeasibleError:
@@ -45,13 +114,11 @@ def with_module(plan: Plan, request: Request) -> Plan:
     return plan
 
 
-def print_unsearched(request: Request, *, to_stderr: bool) -> None:
+def print_unsearched(question: Question, *, to_stderr: bool) -> None:
     """Prints the candidates that are pruned and the choices that no search looks at."""
-    from parplan.planner.candidates.never_searched import unsearched_parts
-    from parplan.planner.search.search_session import DescribedPrices
     from parplan.report.searches.pruned_table import print_pruned
     from parplan.report.text import console
 
-    never = unsearched_parts(request.constraints, request.training.stack)
+    factory = question.factory
     out = console(sys.stderr if to_stderr else sys.stdout)
-    print_pruned(DescribedPrices(request).space, never, out)
+    print_pruned(factory.prices(factory.offload or ()).space, factory.unsearched(), out)

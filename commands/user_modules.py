@@ -1,4 +1,4 @@
-"""User modules on the command line: the search for a traced one, and the check of its plan."""
+"""User modules on the command line: the request for a traced one, and the check of its plan."""
 
 from __future__ import annotations
 
@@ -6,29 +6,34 @@ import contextlib
 import importlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from parplan.commands.options import (
+    LayoutOptions,
     PinOptions,
-    ResultOptions,
     SearchFlags,
     TargetOptions,
     TraceOptions,
 )
-from parplan.commands.output import deliver, require_output, require_torch, warn_of_solver
-from parplan.commands.style import INTERRUPTED, noticing_ctrl_c, print_json
+from parplan.commands.output import require_torch
+from parplan.commands.searching import Question
+from parplan.commands.style import print_json
 
 if TYPE_CHECKING:
     from parplan.executor.checking.parity import TrainingOutcome
     from parplan.planner.plan.plan import Plan
-    from parplan.planner.plan.traced_plan import TracedPlan
+    from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
+    from parplan.planner.traced.plan_traced import TracedFactory
     from parplan.profiles.models.module_source import ModuleSource
+    from parplan.profiles.models.traced_model import TracedModel
 
 NOT_EQUAL = 2  # the plan does not train as one process does
+NOT_FITTING = 3  # the exit code of InfeasibleError
 NOT_AS_PREDICTED = 3  # training is equal but bytes differ; the code of a stage that does not fit
 
 
@@ -47,65 +52,115 @@ def source_of(target: TargetOptions, tracing: TraceOptions) -> ModuleSource | No
     return source
 
 
-def search(
+def traced_question(
     source: ModuleSource,
     target: TargetOptions,
     tracing: TraceOptions,
     pins: PinOptions,
     flags: SearchFlags,
-    result: ResultOptions,
-) -> int:
-    """Traces the module, searches its plan, writes it and prints its summary.
-
-    Returns the exit code.
-    """
+) -> Question:
+    """Traces the module and returns the question about it. Raises ConfigError."""
     from parplan.commands.requests.requests import all_assumed, with_flags
     from parplan.commands.requests.traced import module_request, with_assumed_of
-    from parplan.planner.traced.plan_traced import plan_traced_module
+    from parplan.planner.plan.traced_plan import TracedPlan
+    from parplan.planner.traced.plan_traced import TracedFactory, traced_request
     from parplan.planner.traced.stage_rules import StageRule, parse_stages
-    from parplan.report.plans.summary import SummaryContext
-    from parplan.report.progress_bars import progress_bar
-    from parplan.report.text import console
 
-    require_output(result.output)
-    request = module_request(source, target, pins, flags, result)
+    request = module_request(source, target, pins, flags)
     rule = parse_stages(tracing.stages) if tracing.stages else StageRule()
     require_torch("a module is traced, which needs torch")
     # The import takes seconds, which belong to the start and not to the time limit.
     importlib.import_module("torch")
     request = with_flags(request, flags)
     started_s = time.monotonic()
-    with (
-        users_modules(),
-        noticing_ctrl_c() as interrupts,
-        progress_bar(console(sys.stderr)) as on_progress,
-    ):
-        plan = plan_traced_module(
-            request, rule, cross_skips=tracing.cross_skips, on_progress=on_progress
-        )
-    warn_of_solver(plan)
-    context = SummaryContext(
-        assumed=all_assumed(with_assumed_of(plan, request), flags),
-        elapsed_s=time.monotonic() - started_s,
-        interrupted=bool(interrupts),
-        plan_file=result.plan_file,
+
+    def assumed_of(plan: AnyPlan) -> tuple[str, ...]:
+        assert isinstance(plan, TracedPlan), "the module is traced"
+        return all_assumed(with_assumed_of(plan, request), flags)
+
+    with users_modules():
+        traced = traced_request(request)
+    factory = TracedFactory(traced, rule, cross_skips=tracing.cross_skips)
+    return Question(
+        factory=factory,
+        assumed_of=assumed_of,
+        explained=partial(_print_whole, factory),
+        started_s=started_s,
     )
-    deliver(plan, context, result.output, as_json=result.as_json)
-    return INTERRUPTED if interrupts else 0
 
 
-def require_executed(*, execute: bool) -> None:
-    """Raises ConfigError for a check of a traced module's plan without --execute."""
-    from parplan.profiles.errors import ConfigError
+def _print_whole(factory: TracedFactory, plan: AnyPlan, to_stderr: bool) -> None:
+    """Prints the operators that the tensor parallelism of a plan leaves whole."""
+    from parplan.planner.plan.traced_plan import TracedPlan
+    from parplan.planner.traced.estimate_traced import module_prices
+    from parplan.planner.traced.whole_operators import whole_operators
+    from parplan.report.searches.whole_table import print_whole
+    from parplan.report.text import console
 
-    if not execute:
-        raise ConfigError(
-            "a plan of a traced module has no dry run",
-            hint="add --execute: it is trained as planned on gloo processes",
-        )
+    assert isinstance(plan, TracedPlan), "the module is traced"
+    if plan.mesh.tp > 1:
+        whole = whole_operators(plan, module_prices(factory.prices(())))
+        print_whole(whole, plan.mesh.tp, console(sys.stderr if to_stderr else sys.stdout))
 
 
-def check(plan: TracedPlan, *, as_json: bool) -> int:
+def estimate(
+    source: ModuleSource, target: TargetOptions, tracing: TraceOptions, by_hand: LayoutOptions
+) -> tuple[TracedPlan, tuple[str, ...]]:
+    """Traces the module and returns its plan by hand, with a phrase for every default.
+
+    Raises ConfigError.
+    """
+    from parplan.commands.requests.traced import estimate_request, with_assumed_of
+    from parplan.planner.traced.estimate_traced import estimate_traced_plan
+    from parplan.planner.traced.plan_traced import traced_request
+    from parplan.planner.traced.stage_rules import StageRule, parse_stages
+
+    request = estimate_request(source, target, by_hand)
+    rule = parse_stages(tracing.stages) if tracing.stages else StageRule()
+    require_torch("a module is traced, which needs torch")
+    with users_modules():
+        traced = traced_request(request)
+    plan = estimate_traced_plan(traced, rule, cross_skips=tracing.cross_skips)
+    return plan, with_assumed_of(plan, request).assumed
+
+
+def traced_again(plan: TracedPlan) -> TracedModel:
+    """Returns a new trace of the module of a plan. Raises ConfigError."""
+    from parplan.planner.request import PlanRequest
+    from parplan.planner.traced.plan_traced import traced_request
+
+    require_torch("a module is traced, which needs torch")
+    request = PlanRequest(model=plan.module, cluster=plan.cluster, training=plan.training)
+    with users_modules():
+        return traced_request(request).model
+
+
+def dry_check(plan: TracedPlan, ranks: Sequence[int], *, as_json: bool) -> int:
+    """Traces the module again, compares its shards with the plan, and prices the plan today.
+
+    Returns 0, or NOT_FITTING where a pipeline rank does not fit its device. Raises ConfigError
+    where the trace has other shards.
+    """
+    from parplan.executor.rules.traced_rules import validate_traced_plan
+    from parplan.planner.traced.traced_strategy import reprice_traced
+    from parplan.report.runs.traced_check_table import (
+        does_fit,
+        print_traced_check,
+        traced_check_document,
+    )
+    from parplan.report.text import console
+
+    validate_traced_plan(plan)
+    today = reprice_traced(plan, traced_again(plan)).plan
+    if as_json:
+        print_json(traced_check_document(plan, today, ranks))
+    else:
+        print_traced_check(plan, today, ranks, console(sys.stdout))
+    fits = all(does_fit(today.predicted.memory_gib[rank]) for rank in ranks)
+    return 0 if fits else NOT_FITTING
+
+
+def execute(plan: TracedPlan, *, as_json: bool) -> int:
     """Trains the module as planned on gloo processes and in one process.
 
     Returns the exit code of `say_parity`.

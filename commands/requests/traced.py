@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parplan.commands.options import PinOptions, ResultOptions, SearchFlags, TargetOptions
+from parplan.commands.options import LayoutOptions, PinOptions, SearchFlags, TargetOptions
 from parplan.commands.requests.machine import TrainingDefaults, cluster_and_training
 from parplan.commands.requests.requests import constraints_of
 from parplan.planner.request import ModuleRequest, PlanRequest
@@ -25,15 +25,11 @@ EXECUTORS_STACK = "parplan"  # no other runs a module as it was traced
 SEQ_LENGTH = 1024  # of a module that says no number of positions
 _POSITIONS = ("max_position_embeddings", "n_positions")
 _WHOLE = "tensor parallelism of a traced module is inside a node and as its matrices allow"
-_FASTEST = "a traced module is planned for throughput"
 _ON_DEVICE = "a traced module stays on its device"
 _REFUSED = {  # options that a traced module cannot have, and why
     "module": "the traced module is what runs",
     "fp8": "products of a traced module run in --precision",
-    "points": _FASTEST,
-    "max_slowdown": _FASTEST,
-    "prefer": "the fastest plan of a traced module is taken",
-    "plot": _FASTEST,
+    "prefer": "the error band of a traced module is unknown, and so are its ties",
     "ep": _WHOLE,
     "sequence_parallel": _WHOLE,
     "tp_overlap": _WHOLE,
@@ -42,7 +38,16 @@ _REFUSED = {  # options that a traced module cannot have, and why
     "offload": _ON_DEVICE,
     "host_memory": _ON_DEVICE,
     "zero_ranks": "all data parallel ranks hold one copy of a traced module's states",
-    "explain": "its candidates are not listed",
+}
+_BY_HAND_REFUSED = {  # options of a layout by hand that a traced module cannot have
+    "schedule_file": "the stages of a traced module run a named schedule",
+    "sequence_parallel": _WHOLE,
+    "tp_overlap": _WHOLE,
+    "zero_ranks": _REFUSED["zero_ranks"],
+    "memory_limit": "it is of chunks, which a traced module has none of",
+    **dict.fromkeys(
+        ("offload", "host_blocks", "host_optimizer", "eviction", "keep_on_host"), _ON_DEVICE
+    ),
 }
 
 
@@ -74,13 +79,12 @@ def module_request(
     target: TargetOptions,
     pins: PinOptions,
     flags: SearchFlags,
-    result: ResultOptions,
 ) -> ModuleRequest:
     """Returns the request for a traced module, without the limits of its search.
 
     Raises ConfigError as `request_of` does, and for options that no traced module has.
     """
-    _require_plain(target, pins, flags, result)
+    _require_plain(target, pins, flags)
     defaults = TrainingDefaults(
         global_batch_size=GLOBAL_BATCH_SIZE,
         seq_length=_seq_length(source.huggingface or {}),
@@ -97,6 +101,30 @@ def module_request(
     )
 
 
+def estimate_request(
+    source: ModuleSource, target: TargetOptions, by_hand: LayoutOptions
+) -> ModuleRequest:
+    """Returns the request whose pins are the layout by hand.
+
+    Raises ConfigError as `module_request` does, and for choices of described models.
+    """
+    _require_known(by_hand, _BY_HAND_REFUSED)
+    pins = PinOptions(
+        pp=(by_hand.pp,),
+        dp=None if by_hand.dp is None else (by_hand.dp,),
+        tp=(by_hand.tp,),
+        ep=(by_hand.ep,),
+        micro_batch_size=(by_hand.micro_batch_size,),
+        virtual_stages=(by_hand.virtual_stages,),
+        schedule=(by_hand.schedule or ("interleaved" if by_hand.virtual_stages > 1 else "1f1b"),),
+        zero=(by_hand.zero,),
+        recompute=(by_hand.recompute,),
+    )
+    if by_hand.ep > 1:
+        _require_plain(target, pins, SearchFlags())
+    return module_request(source, target, replace(pins, ep=None), SearchFlags())
+
+
 def with_assumed_of(plan: TracedPlan, request: ModuleRequest) -> ModuleRequest:
     """Returns the request with the defaults that matter to its plan: samples have no length."""
     if plan.training.seq_length == request.training.seq_length:
@@ -107,14 +135,15 @@ def with_assumed_of(plan: TracedPlan, request: ModuleRequest) -> ModuleRequest:
     )
 
 
-def _require_plain(
-    target: TargetOptions, pins: PinOptions, flags: SearchFlags, result: ResultOptions
-) -> None:
-    if flags.objective != "throughput":
-        raise ConfigError(f"--objective {flags.objective}: {_FASTEST}", hint="leave it out")
-    for name, why in _REFUSED.items():
-        values = (getattr(record, name, None) for record in (target, pins, flags, result))
-        if any(value not in (None, False, ()) for value in values):
+def _require_plain(target: TargetOptions, pins: PinOptions, flags: SearchFlags) -> None:
+    for record in (target, pins, flags):
+        _require_known(record, _REFUSED)
+
+
+def _require_known(options: object, refused: Mapping[str, str]) -> None:
+    """Raises ConfigError for an option of `refused` that is given."""
+    for name, why in refused.items():
+        if getattr(options, name, None) not in (None, False, (), 0):
             raise ConfigError(f"--{name.replace('_', '-')}: {why}", hint="leave it out")
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import groupby
 
+from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.memory.rank_memory import rank_memory
-from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.simulator import least_step_s
 from parplan.costmodels.stage_costs import data_parallel, step_costs
 from parplan.costmodels.step import StepPrice, price_step
@@ -42,7 +42,7 @@ class Leanest:
     peak_bytes: float
 
 
-def _rank_bytes(strategy: Strategy, price_cache: PriceCache) -> Iterator[tuple[int, float]]:
+def _rank_bytes(strategy: Strategy, price_cache: LayerPriceCache) -> Iterator[tuple[int, float]]:
     """Yields the peak bytes of the ranks that can be the fullest.
 
     Of neighbours with the same layers only the first counts, because a later one holds no more
@@ -53,18 +53,18 @@ def _rank_bytes(strategy: Strategy, price_cache: PriceCache) -> Iterator[tuple[i
             yield rank, rank_bytes(strategy, rank, price_cache)
 
 
-def rank_bytes(strategy: Strategy, rank: int, price_cache: PriceCache) -> float:
+def rank_bytes(strategy: Strategy, rank: int, price_cache: LayerPriceCache) -> float:
     """Peak bytes of one rank; strategies of many systems share their ranks."""
     key = "rank bytes", strategy.layout, rank, strategy.chunks(rank)
     return price_cache.once(key, lambda: rank_memory(strategy, rank, price_cache).total)
 
 
-def fits(strategy: Strategy, price_cache: PriceCache, limit_bytes: float) -> bool:
+def fits(strategy: Strategy, price_cache: LayerPriceCache, limit_bytes: float) -> bool:
     """Returns whether every device stays within `limit_bytes`."""
     return all(peak <= limit_bytes for _, peak in _rank_bytes(strategy, price_cache))
 
 
-def _busiest_s(strategy: Strategy, price_cache: PriceCache) -> float:
+def _busiest_s(strategy: Strategy, price_cache: LayerPriceCache) -> float:
     """A cheap bound of the step: all passes of the busiest rank, without transfers and tail."""
     layout = strategy.layout
     stage_s = {
@@ -80,14 +80,14 @@ def _busiest_s(strategy: Strategy, price_cache: PriceCache) -> float:
     return layout.num_micro_batches * busiest_s * (1 - ROUNDING)
 
 
-def _pass_s(choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCache) -> float:
+def _pass_s(choice: LayerChoice, layout: ParallelLayout, price_cache: LayerPriceCache) -> float:
     time = price_cache.layer_time(
         choice.kind, layout.micro_batch_size, layout.sharding_of(choice), choice.recompute
     )
     return time.total_s + data_parallel(choice, layout, price_cache).per_micro_batch_s
 
 
-def _bound_s(strategy: Strategy, price_cache: PriceCache) -> float:
+def _bound_s(strategy: Strategy, price_cache: LayerPriceCache) -> float:
     costs = step_costs(strategy, price_cache)
     return least_step_s(
         strategy.layout.num_micro_batches,
@@ -99,7 +99,7 @@ def _bound_s(strategy: Strategy, price_cache: PriceCache) -> float:
 
 def fastest(
     candidates: Iterable[Strategy],
-    price_cache: PriceCache,
+    price_cache: LayerPriceCache,
     limit_bytes: float,
     deadline: Deadline = NEVER,
 ) -> Optimum | None:
@@ -131,7 +131,7 @@ def fastest(
 
 
 def leanest(
-    candidates: Sequence[Strategy], price_cache: PriceCache, deadline: Deadline = NEVER
+    candidates: Sequence[Strategy], price_cache: LayerPriceCache, deadline: Deadline = NEVER
 ) -> Leanest:
     """Returns the candidate whose fullest device needs least. Raises OutOfTimeError."""
 

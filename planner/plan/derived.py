@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.traced_plan import AnyPlan
 
 
-def host_gib(plan: Plan) -> float:
+def host_gib(plan: AnyPlan) -> float:
     """Host GiB that the fullest node holds; the ranks of a pipeline stage are neighbours."""
     ranks_per_stage = plan.mesh.dp * plan.mesh.tp
     gpus_per_node = plan.cluster.gpus_per_node

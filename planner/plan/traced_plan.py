@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.planner.plan.pipeline_plan import PipelinePlan
+from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Prediction, SearchRecord
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.module_source import ModuleSource
@@ -108,3 +109,11 @@ class TracedPlan:
     predicted: Prediction
     search: SearchRecord
     shardings: Mapping[str, tuple[SplitPlan, ...]] = field(default_factory=dict)
+
+
+AnyPlan = Plan | TracedPlan
+
+
+def model_name(plan: AnyPlan) -> str:
+    """Returns the name of the plan's model or module."""
+    return plan.traced.name if isinstance(plan, TracedPlan) else plan.model.name

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from parplan.costmodels.memory.rank_memory import RankMemory
-from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.step import StepPrice
 from parplan.costmodels.step_breakdown import StepParts, parts_of
 from parplan.costmodels.strategy import Strategy
@@ -19,10 +19,12 @@ from parplan.planner.plan.assemble import assemble
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Candidates, SearchRecord, Status
 from parplan.planner.plan.reprice import reprice
+from parplan.planner.plan.traced_plan import AnyPlan
 from parplan.planner.request import SearchOptions
 from parplan.profiles.errors import OutOfTimeError
 
 MEMORY_NAMES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "reserve")
+Assembled = Callable[[Strategy, StepPrice, SearchRecord], AnyPlan]  # makes the plan of a strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +32,7 @@ class ComparedPlan:
     """One plan of the comparison, the parts of its step, and the memory of its fullest device."""
 
     name: str
-    plan: Plan
+    plan: AnyPlan
     step_s: float
     parts: StepParts
     fullest: RankMemory
@@ -84,7 +86,8 @@ class Comparison:
         return band is not None and abs(plan.step_s / self.ours.step_s - 1) <= band.time.share
 
 
-def _side(name: str, plan: Plan, strategy: Strategy, price: StepPrice) -> ComparedPlan:
+def side(name: str, plan: AnyPlan, strategy: Strategy, price: StepPrice) -> ComparedPlan:
+    """Returns a plan with the parts of its step and the memory of its fullest device."""
     fullest = max(price.memory, key=lambda memory: memory.total)
     return ComparedPlan(
         name=name,
@@ -95,14 +98,14 @@ def _side(name: str, plan: Plan, strategy: Strategy, price: StepPrice) -> Compar
     )
 
 
-def _row(baseline: Baseline, price_cache: PriceCache) -> ComparisonRow:
+def row(baseline: Baseline, assembled: Assembled) -> ComparisonRow:
+    """Returns a baseline with its plan, which `assembled` makes."""
     optimum = baseline.optimum
     if optimum is None:
         return ComparisonRow(baseline=baseline, side=None)
-    plan = assemble(optimum.strategy, optimum.price, _record(baseline, optimum), price_cache)
-    return ComparisonRow(
-        baseline=baseline, side=_side(baseline.name, plan, optimum.strategy, optimum.price)
-    )
+    strategy, price = optimum.strategy, optimum.price
+    plan = assembled(strategy, price, _record(baseline, optimum))
+    return ComparisonRow(baseline=baseline, side=side(baseline.name, plan, strategy, price))
 
 
 def _record(baseline: Baseline, optimum: Optimum) -> SearchRecord:
@@ -129,21 +132,40 @@ def compare(plan: Plan, names: Iterable[str], options: SearchOptions) -> Compari
     Raises ConfigError for a plan without a price (planner/plan/reprice.py). `names`: a selection of
     `baselines.systems.baseline_names`.
     """
-    names, rows = tuple(names), list[ComparisonRow]()
     ours = reprice(plan)
     # No baseline has the token table on the host, and not every mesh of theirs could.
     price_cache = ours.price_cache.with_table(on_host=False)
     limit = limit_bytes(plan.cluster, plan.training.stack, options)
-    filed_s, now_s = plan.predicted.step_time_s.value, ours.plan.predicted.step_time_s.value
+
+    def row_of(name: str) -> ComparisonRow:
+        baseline = price_baseline(name, price_cache, limit, options.deadline)
+        return row(baseline, partial(assemble, price_cache=price_cache))
+
+    mine = side("ours", ours.plan, ours.strategy, ours.price)
+    return side_by_side(plan, mine, names, row_of, options)
+
+
+def side_by_side(
+    filed: AnyPlan,
+    ours: ComparedPlan,
+    names: Iterable[str],
+    row_of: Callable[[str], ComparisonRow],
+    options: SearchOptions,
+) -> Comparison:
+    """Returns our plan beside the baselines that there is time to price.
+
+    filed: our plan as its file has it
+    row_of: prices a baseline
+    """
+    names, rows = tuple(names), list[ComparisonRow]()
+    filed_s = filed.predicted.step_time_s.value
     with suppress(OutOfTimeError):
         for name in names:
-            rows.append(
-                _row(price_baseline(name, price_cache, limit, options.deadline), price_cache)
-            )
+            rows.append(row_of(name))
     return Comparison(
-        ours=_side("ours", ours.plan, ours.strategy, ours.price),
+        ours=ours,
         rows=tuple(rows),
         unpriced=names[len(rows) :],
-        limit_bytes=limit,
-        filed_step_s=None if filed_s == now_s else filed_s,
+        limit_bytes=limit_bytes(filed.cluster, filed.training.stack, options),
+        filed_step_s=None if filed_s == ours.plan.predicted.step_time_s.value else filed_s,
     )

@@ -8,7 +8,7 @@ the event simulator, and the fastest of them becomes the plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,30 +35,30 @@ from parplan.planner.objective import Objective, Prefer
 from parplan.planner.plan.assemble import assemble, runner_up
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Candidates, SearchRecord, Status
+from parplan.planner.plan.traced_plan import AnyPlan
 from parplan.planner.request import SEARCHED_OFFLOAD, OnProgress, Request, SearchOptions
 from parplan.planner.search.least_peak import LeastPeak, least_peak
 from parplan.planner.search.least_redundancy import then_leanest
 from parplan.planner.search.least_redundancy_on_host import LeanChoice, search_leanest_on_host
 from parplan.planner.search.one_candidate import certify, fastest_choice, relaxed_bound_s
 from parplan.planner.search.preference import preferred_plan
+from parplan.planner.search.price_factory import DescribedFactory, Explain, PriceFactory
 from parplan.planner.search.replay import replay_best
 from parplan.planner.search.search_session import (
     INFINITY,
     ROUNDING,
-    DescribedPrices,
     SearchPrices,
     SearchSession,
     SolvedCandidate,
 )
 from parplan.planner.stage_columns.block_counts import to_strategy
-from parplan.profiles.errors import InfeasibleError, OutOfTimeError, SolverError
+from parplan.profiles.errors import OutOfTimeError, SolverError
 from parplan.profiles.units import GIB
 
 WORTH_PROVING = 0.0005  # share below the best at which a bound is worth another program
 # share above its bound at which an easy choice of a layout that cannot win is good enough
 WORTH_SOLVING = 0.01
 SLACK = 0.02  # share of the memory limit
-Explain = Callable[[Request], InfeasibleError]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class SearchResult:
     best: the choice behind the plan, with its strategy and price
     """
 
-    plan: Plan
+    plan: AnyPlan
     fastest: SolvedCandidate
     interrupted: bool
     best: SolvedCandidate
@@ -376,39 +376,46 @@ def find_plan(
     InfeasibleError that says how much memory is missing. The error of
     `parplan.report.searches.infeasible_text.explained_error` also says which changes would fit.
     """
-    offload = request.constraints.offload
-    if request.objective is Objective.MEMORY:
-        result = _find_leanest(request, on_progress)
-        if result is not None:
-            return result.plan
-        request = request.with_offload(SEARCHED_OFFLOAD if offload is None else offload)
-        raise explain(request)
-    objective, options = request.objective, request.options
-    prefer = options.prefer if objective is Objective.THROUGHPUT else None
-    for allowed in ((), SEARCHED_OFFLOAD) if offload is None else (offload,):
-        request = request.with_offload(allowed)
-        result = search(DescribedPrices(request), objective, options, on_progress, prefer=prefer)
-        if result is not None:
-            return result.plan
-    raise explain(request)
+    plan = find_best(DescribedFactory(request, explain), on_progress).plan
+    assert isinstance(plan, Plan), "the model is described"
+    return plan
 
 
-def _find_leanest(request: Request, on_progress: OnProgress | None) -> SearchResult | None:
+def find_best(factory: PriceFactory, on_progress: OnProgress | None = None) -> SearchResult:
+    """Returns the best plan by the objective of a request for any kind of model.
+
+    Where the request leaves offload open, the host is used only if nothing fits without it. Raises
+    errors as `find_plan` does.
+    """
+    objective, options = factory.request.objective, factory.request.options
+    if objective is Objective.MEMORY:
+        result = _find_leanest(factory, on_progress)
+        if result is not None:
+            return result
+        raise factory.error(SEARCHED_OFFLOAD if factory.offload is None else factory.offload)
+    prefer = factory.prefer if objective is Objective.THROUGHPUT else None
+    uses = ((), SEARCHED_OFFLOAD) if factory.offload is None else (factory.offload,)
+    for allowed in uses:
+        prices = factory.prices(allowed)
+        result = search(prices, objective, options, on_progress, prefer=prefer)
+        if result is not None:
+            return result
+    raise factory.error(uses[-1])
+
+
+def _find_leanest(factory: PriceFactory, on_progress: OnProgress | None) -> SearchResult | None:
     """Returns the least redundant plan, first without the host and then with it.
 
     Where the request leaves offload open, the host is used only if nothing fits without it.
     """
-    options = request.options
-    alone = search(
-        DescribedPrices(request.with_offload(())), Objective.MEMORY, options, on_progress
-    )
-    offload = request.constraints.offload
+    options, offload = factory.request.options, factory.offload
+    alone = search(factory.prices(()), Objective.MEMORY, options, on_progress)
     if offload is None:
         offload = () if alone else SEARCHED_OFFLOAD
     if not offload or (alone and alone.interrupted):
         return alone
     try:
-        prices = DescribedPrices(request.with_offload(offload))
+        prices = factory.prices(offload)
     except OutOfTimeError:
         if alone is None:
             raise

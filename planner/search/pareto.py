@@ -34,15 +34,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from parplan.planner.infeasible.shortfall import infeasible_error, least_peak_bytes, limit_bytes
+from parplan.planner.infeasible.shortfall import limit_bytes
 from parplan.planner.objective import Objective
 from parplan.planner.plan.derived import host_gib
-from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import FrontPoint
-from parplan.planner.request import SEARCHED_OFFLOAD, OnProgress, Request, SearchOptions
+from parplan.planner.plan.traced_plan import AnyPlan
+from parplan.planner.request import SEARCHED_OFFLOAD, OnProgress, SearchOptions
 from parplan.planner.search.find_plan import SearchResult, search, search_leaner
 from parplan.planner.search.memory_descent import halve_in
-from parplan.planner.search.search_session import DescribedPrices, SearchPrices, SolvedCandidate
+from parplan.planner.search.price_factory import Hosted, PriceFactory
+from parplan.planner.search.search_session import SearchPrices, SolvedCandidate
 from parplan.profiles.errors import ConfigError, OutOfTimeError, SolverError
 from parplan.profiles.units import GIB, MIB
 
@@ -63,7 +64,7 @@ OnSearch = Callable[[str, int, int], None]  # name of the search, searches done,
 class ParetoPoint:
     """A plan of the front; its `search.front` has the limit of its search."""
 
-    plan: Plan
+    plan: AnyPlan
 
     @property
     def step_time_s(self) -> float:
@@ -143,7 +144,7 @@ def _as_lean(rival: ParetoPoint, point: ParetoPoint) -> bool:
     )
 
 
-def undominated(plans: Iterable[Plan]) -> tuple[ParetoPoint, ...]:
+def undominated(plans: Iterable[AnyPlan]) -> tuple[ParetoPoint, ...]:
     """Returns the plans that no other dominates, by step time; among equal plans the first."""
     unique = list(
         {point.values: point for point in map(ParetoPoint, reversed(list(plans)))}.values()
@@ -182,7 +183,7 @@ class _Walk:
         self.usable_bytes = limit_bytes(
             prices.price_cache.machine.cluster, prices.price_cache.training.stack, options
         )
-        self.plans: list[Plan] = []
+        self.plans: list[AnyPlan] = []
         self.num_searches = 0
         self.nothing_within_bytes: int | None = None
 
@@ -279,7 +280,7 @@ class _Walk:
 
 
 def find_front(
-    request: Request,
+    factory: PriceFactory,
     num_points: int = DEFAULT_POINTS,
     on_progress: OnProgress | None = None,
     on_search: OnSearch | None = None,
@@ -299,25 +300,24 @@ def find_front(
         )
     slowdowns = _spread(SLOWDOWNS, max(1, num_points * len(SLOWDOWNS) // DEFAULT_POINTS))
     num_limits = num_points - len(slowdowns) - 2
-    alone = request.with_offload(())
-    walk = _Walk(DescribedPrices(alone), request.options, num_points + 1, on_progress, on_search)
+    options = factory.request.options
+    walk = _Walk(factory.prices(()), options, num_points + 1, on_progress, on_search)
     stopped = None
     try:
         first = walk.fastest()
         lean: list[SearchResult | None] = []
         if first is not None:
-            least = least_peak_bytes(alone)
+            least = factory.least_peak_bytes(())
             _tighten(walk, _peak_bytes(first.plan), round(least or MIB), num_limits)
             # The last slowdown takes longest.
             lean = [walk.leanest(slowdown, first.fastest) for slowdown in slowdowns]
-        offload = request.constraints.offload
+        offload = factory.offload
         if offload is None:
             offload = () if first else SEARCHED_OFFLOAD
-        with_host = request.with_offload(offload)
         if offload:
-            _with_host(walk, with_host, slowdowns, lean, num_limits)
+            _with_host(walk, factory, offload, slowdowns, lean, num_limits)
         if not walk.plans:
-            raise infeasible_error(with_host)
+            raise factory.error(offload)
         walk.require_time()
     except (_Over, KeyboardInterrupt, OutOfTimeError, SolverError) as reason:
         if not walk.plans:
@@ -334,7 +334,8 @@ def _reason_text(reason: BaseException) -> str:
 
 def _with_host(
     walk: _Walk,
-    request: Request,
+    factory: PriceFactory,
+    offload: Hosted,
     slowdowns: Sequence[float],
     lean: Sequence[SearchResult | None],
     num_limits: int,
@@ -343,7 +344,7 @@ def _with_host(
 
     Nothing is added where nothing fits with the host either.
     """
-    walk.prices, walk.nothing_within_bytes = DescribedPrices(request), None
+    walk.prices, walk.nothing_within_bytes = factory.prices(offload), None
     walk.planned += (
         sum(slowdown <= HOST_SLOWDOWN for slowdown in slowdowns) + num_limits // HOST_SHARE + 3
     )
@@ -354,7 +355,7 @@ def _with_host(
     for slowdown, without in zip(slowdowns, lean or [None] * len(slowdowns), strict=True):
         if slowdown <= HOST_SLOWDOWN:
             walk.leaner(slowdown, without or first)
-    least = least_peak_bytes(request)
+    least = factory.least_peak_bytes(offload)
     _tighten(
         walk, min((*peaks, _peak_bytes(first.plan))), round(least or MIB), num_limits // HOST_SHARE
     )
@@ -383,7 +384,7 @@ def _front(walk: _Walk, stopped: str | None) -> ParetoFront:
     )
 
 
-def _numbered(plan: Plan, number: int, points: int, *, complete: bool) -> ParetoPoint:
+def _numbered(plan: AnyPlan, number: int, points: int, *, complete: bool) -> ParetoPoint:
     assert plan.search.front is not None, "the walk gave it one"
     front = replace(plan.search.front, number=number, points=points, complete=complete)
     return ParetoPoint(replace(plan, search=replace(plan.search, front=front)))
@@ -397,7 +398,7 @@ def _spread(values: Sequence[float], count: int) -> tuple[float, ...]:
     )
 
 
-def _peak_bytes(plan: Plan) -> int:
+def _peak_bytes(plan: AnyPlan) -> int:
     return round(ParetoPoint(plan).peak_memory_gib * GIB)
 
 
@@ -425,7 +426,7 @@ def _least_peak(walk: _Walk, guess_bytes: int, high_bytes: int) -> None:
 
     The guess is tried first, then bisection.
     """
-    best: Plan | None = None
+    best: AnyPlan | None = None
 
     def probe(within_bytes: float) -> int | None:
         nonlocal best

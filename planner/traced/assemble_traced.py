@@ -64,8 +64,8 @@ def assembled(
             flops_per_sequence=flops,
             unit=model.unit,
         ),
-        shards=_shards(sharded, price_cache.classes.of),
-        shardings=_shardings(price_cache, layout.sharding),
+        shards=shard_plans(sharded, price_cache.classes.of),
+        shardings=split_plans_of(price_cache, layout.sharding),
         stages=tuple(
             ShardStage(
                 rank=layout.rank_of(stage),
@@ -85,7 +85,8 @@ def assembled(
     )
 
 
-def _shards(sharded: Sharded, classes: list[int]) -> tuple[ShardPlan, ...]:
+def shard_plans(sharded: Sharded, classes: list[int]) -> tuple[ShardPlan, ...]:
+    """Returns the shards as the plan file has them; `classes` has the class of each."""
     operators = sharded.model.operators
     return tuple(
         ShardPlan(
@@ -100,7 +101,7 @@ def _shards(sharded: Sharded, classes: list[int]) -> tuple[ShardPlan, ...]:
     )
 
 
-def _shardings(
+def split_plans_of(
     price_cache: ShardPriceCache, sharding: Sharding
 ) -> dict[str, tuple[SplitPlan, ...]]:
     """Returns the division of each class of shards over the tensor-parallel ranks."""

@@ -1,53 +1,87 @@
-"""Plans a torch module: traces it, cuts it into shards, searches, and assembles the best plan."""
+"""A torch module is traced and cut into shards, whose prices the searches share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import replace
+from functools import cached_property
 
-from parplan.planner.plan.traced_plan import TracedPlan
-from parplan.planner.request import ModuleRequest, OnProgress, TracedRequest
-from parplan.planner.search.find_plan import search
+from parplan.planner.candidates.never_searched import UnsearchedPart
+from parplan.planner.request import ModuleRequest, TracedRequest
+from parplan.planner.search.price_factory import Hosted, PriceFactory
+from parplan.planner.search.sequence_prices import SequencePrices
 from parplan.planner.traced.shards import shard
 from parplan.planner.traced.stage_rules import StageRule
 from parplan.planner.traced.traced_prices import traced_prices
-from parplan.planner.traced.traced_shortfall import infeasible_traced_error
+from parplan.planner.traced.traced_shortfall import (
+    infeasible_traced_error,
+    least_traced_peak_bytes,
+)
+from parplan.profiles.errors import InfeasibleError
 
-OnPhase = Callable[[str], None]  # takes the name of the next phase: "trace", "search"
 SAMPLES = "samples"
+_UNSEARCHED = (
+    UnsearchedPart("the host", "a traced module stays on its device"),
+    UnsearchedPart(
+        "recompute of a part of a shard", "a shard runs again as a whole, or keeps its activations"
+    ),
+    UnsearchedPart(
+        "other divisions of a shard over tensor-parallel ranks",
+        "every shard has the one that divides most of its operators",
+    ),
+    UnsearchedPart("other cuts with several virtual stages", "their slowest stage is the fastest"),
+    UnsearchedPart("tensor parallelism across nodes", "its ranks are inside a node"),
+    UnsearchedPart("sequence and expert parallelism", "a trace does not name their dims"),
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TracedResult:
-    """The plan, and true if Ctrl-C ended the search."""
-
-    plan: TracedPlan
-    interrupted: bool
-
-
-def plan_traced_module(
-    request: ModuleRequest,
-    rule: StageRule | None = None,
-    *,
-    cross_skips: bool = False,
-    on_progress: OnProgress | None = None,
-    on_phase: OnPhase | None = None,
-) -> TracedPlan:
-    """Returns the fastest plan for the module of the request.
+class TracedFactory(PriceFactory):
+    """The prices of a traced module, which uses no host.
 
     rule: the way to give shards to stages (--stages)
     cross_skips: skip connections may cross stages (--cross-skips)
 
-    The module is traced without memory for its weights. Raises ConfigError when the module cannot
-    be traced or the pins leave nothing, InfeasibleError when nothing fits, SolverError, and
-    KeyboardInterrupt before the first plan.
+    In a plan of samples the sequence has one token, so speeds are samples a second.
+    """
+
+    request: TracedRequest
+    offload: Hosted | None = ()
+    prefer = None  # no error band is known
+
+    def __init__(
+        self, request: TracedRequest, rule: StageRule | None = None, *, cross_skips: bool = False
+    ) -> None:
+        if request.model.unit == SAMPLES:
+            request = replace(request, training=replace(request.training, seq_length=1))
+        self.request, self.rule = request, rule or StageRule()
+        self.cross_skips = cross_skips
+
+    @cached_property
+    def _prices(self) -> SequencePrices:
+        sharded = shard(self.request.model, cross_skips=self.cross_skips)
+        return traced_prices(self.request, sharded, self.rule)
+
+    def prices(self, offload: Hosted) -> SequencePrices:
+        assert not offload, "a traced module stays on its device"
+        return self._prices
+
+    def least_peak_bytes(self, offload: Hosted) -> float:
+        return least_traced_peak_bytes(self.prices(offload))
+
+    def unsearched(self) -> tuple[UnsearchedPart, ...]:
+        return _UNSEARCHED
+
+    def error(self, offload: Hosted) -> InfeasibleError:
+        return infeasible_traced_error(self.request, self.prices(offload), self.rule)
+
+
+def traced_request(request: ModuleRequest) -> TracedRequest:
+    """Returns the request for the trace of its module, made without memory for its weights.
+
+    Raises ConfigError when the module cannot be traced.
     """
     from parplan.profiles.tracing.trace import trace  # loads torch
 
     training = request.training
-    if on_phase:
-        on_phase("trace")
     model = trace(
         request.model,
         seq_length=training.seq_length,
@@ -56,28 +90,4 @@ def plan_traced_module(
         on_cpu=request.cluster.device.is_host,
         check=request.options.deadline.check,
     )
-    if on_phase:
-        on_phase("search")
-    traced = request.of_model(model)
-    return find_traced_plan(traced, rule, cross_skips=cross_skips, on_progress=on_progress).plan
-
-
-def find_traced_plan(
-    request: TracedRequest,
-    rule: StageRule | None = None,
-    *,
-    cross_skips: bool = False,
-    on_progress: OnProgress | None = None,
-) -> TracedResult:
-    """Returns the fastest plan for a model that is traced already.
-
-    In a plan of samples the sequence has one token, so speeds are samples a second.
-    """
-    if request.model.unit == SAMPLES:
-        request = replace(request, training=replace(request.training, seq_length=1))
-    sharded = shard(request.model, cross_skips=cross_skips)
-    prices = traced_prices(request, sharded, rule or StageRule())
-    result = search(prices, request.objective, request.options, on_progress)
-    if result is None:
-        raise infeasible_traced_error(request, prices, rule or StageRule())
-    return TracedResult(plan=cast(TracedPlan, result.plan), interrupted=result.interrupted)
+    return request.of_model(model)

@@ -25,6 +25,7 @@ from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import Stack
 
 MOST_CHUNKS = 4  # virtual stages of a rank that are searched when none are pinned
+OUTSIDE_PINS = "excluded by"  # the start of a reason that a pin or a ban gives
 RUN = (
     Schedule.ONE_F_ONE_B,
     Schedule.GPIPE,
@@ -119,7 +120,7 @@ def _excluded_mesh(
     if not (
         _allowed(pins.pp, mesh.pp) and _allowed(pins.dp, mesh.dp) and _allowed(pins.tp, mesh.tp)
     ):
-        return "excluded by --pp, --dp or --tp"
+        return f"{OUTSIDE_PINS} --pp, --dp or --tp"
     if mesh.pp > num_shards:
         return f"pp {mesh.pp} is more than the {num_shards} shards that the module can be cut into"
     if training.global_batch_size % mesh.dp:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 
 from parplan.costmodels.strategy import ParallelLayout
@@ -13,7 +14,11 @@ from parplan.planner.traced.assemble_traced import assembled
 from parplan.planner.traced.shard_price_cache import ShardPriceCache
 from parplan.planner.traced.shards import Sharded
 from parplan.planner.traced.stage_rules import StageRule, ranges
-from parplan.planner.traced.traced_candidates import enumerate_traced_candidates, require_known
+from parplan.planner.traced.traced_candidates import (
+    OUTSIDE_PINS,
+    enumerate_traced_candidates,
+    require_known,
+)
 from parplan.profiles.machines.shipped_profiles import machine_for
 
 
@@ -41,5 +46,8 @@ def traced_prices(request: TracedRequest, sharded: Sharded, rule: StageRule) -> 
         partial(assembled, price_cache=price_cache),
     )
     if not prices.space.layouts:
-        raise no_candidate_error(prices.space, request.cluster)
+        pruned = prices.space.pruned
+        within = tuple(each for each in pruned if not each.reason.startswith(OUTSIDE_PINS))
+        told = replace(prices.space, pruned=within or pruned)
+        raise no_candidate_error(told, request.cluster)
     return prices

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.costmodels.step import price_step
+from parplan.costmodels.step import StepPrice, price_step
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.infeasible.shortfall import MOST_TIMES_LARGER, limit_bytes
 from parplan.planner.plan.error_band import memory_margin
@@ -39,14 +39,7 @@ def infeasible_traced_error(
 
 def _explained(request: TracedRequest, prices: SequencePrices, rule: StageRule) -> InfeasibleError:
     cluster, name = request.cluster, request.model.name
-    priced = (
-        (made, price_step(made, prices.price_cache))
-        for made in (leanest_traced(prices, layout) for layout in _layouts(prices))
-    )
-    strategy, price = min(
-        priced,
-        key=lambda strategy_and_price: max(memory.total for memory in strategy_and_price[1].memory),
-    )
+    strategy, price = _leanest(prices)
     rank = max(range(strategy.layout.mesh.pp), key=lambda index: price.memory[index].total)
     memory = price.memory[rank]
     limit = limit_bytes(cluster, request.training.stack, request.options)
@@ -78,6 +71,19 @@ def _explained(request: TracedRequest, prices: SequencePrices, rule: StageRule) 
         f"{gib(memory.total - limit):.1f} GiB short; the largest part is {largest}, "
         f"{gib(parts[largest]):.1f} GiB",
         hint=_hint(request, prices, rule),
+    )
+
+
+def least_traced_peak_bytes(prices: SequencePrices) -> float:
+    """Bytes of the fullest device of the leanest plan. Raises OutOfTimeError."""
+    return max(memory.total for memory in _leanest(prices)[1].memory)
+
+
+def _leanest(prices: SequencePrices) -> tuple[Strategy, StepPrice]:
+    strategies = (leanest_traced(prices, layout) for layout in _layouts(prices))
+    return min(
+        ((strategy, price_step(strategy, prices.price_cache)) for strategy in strategies),
+        key=lambda priced: max(memory.total for memory in priced[1].memory),
     )
 
 

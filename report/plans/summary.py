@@ -15,9 +15,9 @@ from parplan.planner.objective import Objective, Prefer
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import ErrorBand, RunnerUp, Status
 from parplan.planner.plan.ties import Tie, preferred
-from parplan.planner.plan.traced_plan import TracedPlan
+from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
 from parplan.profiles.provenance import Kind
-from parplan.profiles.units import format_count, gib
+from parplan.profiles.units import counted, format_count, gib
 from parplan.report.names import (
     attention_text,
     blocks_by_plan,
@@ -44,7 +44,6 @@ from parplan.report.text import (
     seconds_text,
 )
 
-AnyPlan = Plan | TracedPlan
 RUNNERS_UP = 3  # plans in the short form
 NOTHING = 1e-9  # share of the step below which a time is rounding
 _CAUSES = (
@@ -115,7 +114,7 @@ def print_summary(plan: Plan, out: Console, context: SummaryContext) -> None:
         )
 
 
-def print_header(plan: Plan, out: Console, context: SummaryContext) -> None:
+def print_header(plan: AnyPlan, out: Console, context: SummaryContext) -> None:
     """Print model, cluster and training, the defaults that were taken, and an empty line."""
     say(out, header(plan, out.width), "bold")
     if context.assumed:
@@ -189,8 +188,10 @@ def _space_text(plan: Plan) -> str | None:
     )
 
 
-def header(plan: Plan, width: int) -> str:
+def header(plan: AnyPlan, width: int) -> str:
     """Returns model, cluster and training: the first line of every report of a plan."""
+    if isinstance(plan, TracedPlan):
+        return _traced_header(plan, width)
     model = plan.model
     cluster = plan.cluster
     training = plan.training
@@ -207,6 +208,30 @@ def header(plan: Plan, width: int) -> str:
         " | ",
         width,
         indent=2,
+    )
+
+
+def _traced_header(plan: TracedPlan, width: int) -> str:
+    """Returns module, cluster and training as the first line."""
+    traced = plan.traced
+    cluster = plan.cluster
+    training = plan.training
+    of = (
+        f"{training.global_batch_size} sequences of {training.seq_length}"
+        if traced.unit == "tokens"
+        else (f"{training.global_batch_size} {traced.unit}")
+    )
+    return joined(
+        (
+            f"{traced.name}, {format_count(traced.num_parameters)} parameters, "
+            f"{counted(traced.num_operators, 'operator')} in "
+            f"{counted(len(plan.shards), 'shard')}",
+            f"{cluster.num_gpus} x {cluster.device.name} in {cluster.nodes} x "
+            f"{cluster.gpus_per_node}",
+            f"{of}, {training.precision}",
+        ),
+        "; ",
+        width,
     )
 
 
@@ -283,8 +308,10 @@ def _facts(
         yield "front", search_text(plan.search), place + incomplete
 
 
-def layers_phrases(plan: Plan) -> tuple[str, str]:
+def layers_phrases(plan: AnyPlan) -> tuple[str, str]:
     """Returns ZeRO stage, recompute and host activations, with numbers of blocks if they differ."""
+    if isinstance(plan, TracedPlan):
+        return _shard_phrases(plan)
     graph = graph_of(plan)
     names = recompute_names(graph)
     zero = Counter[str]()
@@ -302,6 +329,22 @@ def layers_phrases(plan: Plan) -> tuple[str, str]:
     )
     host = f"; kept on the host: {', '.join(_shares(kept))}" if set(kept) != {"nothing"} else ""
     return ", ".join(_shares(zero)), f"recompute {', '.join(_shares(recompute))}{sequence}{host}"
+
+
+def _shard_phrases(plan: TracedPlan) -> tuple[str, str]:
+    """Returns ZeRO stages, and the number of shards that are recomputed."""
+    zero = Counter(f"ZeRO {stage.zero}" for stage in plan.stages)
+    num_recomputed = sum(len(stage.recompute) for stage in plan.stages)
+    if num_recomputed:
+        whole = len(plan.shards)
+        recompute = "full" if num_recomputed == whole else f"{num_recomputed} of {whole} shards"
+    else:
+        recompute = "none"
+    phrases = (
+        name if len(zero) == 1 else f"{name} on {counted(count, 'stage')}"
+        for name, count in zero.items()
+    )
+    return ", ".join(phrases), f"recompute {recompute}"
 
 
 def stack_phrases(plan: AnyPlan) -> tuple[str, str]:

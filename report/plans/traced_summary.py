@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 
 from rich.console import Console
 
 from parplan.planner.plan.traced_plan import ShardStage, TracedPlan
 from parplan.profiles.provenance import Kind
-from parplan.profiles.units import counted, format_count, format_number
+from parplan.profiles.units import counted, format_number
 from parplan.report.names import pipeline_phrases
 from parplan.report.plans.memory_table import CLASSES, MOST_ROWS, SHORT, fullest
 from parplan.report.plans.summary import (
     EXECUTORS_STACK,
     SummaryContext,
+    layers_phrases,
+    print_header,
     print_runners_up,
     proof,
     redundancy_line,
@@ -43,10 +44,7 @@ _PRICE_NOTES = {
 
 def print_traced_summary(plan: TracedPlan, out: Console, context: SummaryContext) -> None:
     """Print the plan for a person."""
-    say(out, traced_header(plan, out.width), "bold")
-    if context.assumed:
-        say(out, joined(context.assumed, ", ", out.width, start="assumed: "), "dim")
-    say(out)
+    print_header(plan, out, context)
     for line in aligned(
         ((f"{label:{LABEL_WIDTH - 4}}", *fact) for label, *fact in _facts(plan, context)),
         out.width,
@@ -68,35 +66,11 @@ def print_traced_summary(plan: TracedPlan, out: Console, context: SummaryContext
         )
 
 
-def traced_header(plan: TracedPlan, width: int) -> str:
-    """Returns module, cluster and training as the first line."""
-    traced = plan.traced
-    cluster = plan.cluster
-    training = plan.training
-    of = (
-        f"{training.global_batch_size} sequences of {training.seq_length}"
-        if traced.unit == "tokens"
-        else (f"{training.global_batch_size} {traced.unit}")
-    )
-    return joined(
-        (
-            f"{traced.name}, {format_count(traced.num_parameters)} parameters, "
-            f"{counted(traced.num_operators, 'operator')} in "
-            f"{counted(len(plan.shards), 'shard')}",
-            f"{cluster.num_gpus} x {cluster.device.name} in {cluster.nodes} x "
-            f"{cluster.gpus_per_node}",
-            f"{of}, {training.precision}",
-        ),
-        "; ",
-        width,
-    )
-
-
 def _facts(plan: TracedPlan, context: SummaryContext) -> Iterator[tuple[str, str, str]]:
     predicted = plan.predicted
     worst = fullest(plan)
     yield "mesh", str(plan.mesh), ", ".join(pipeline_phrases(plan.pipeline, plan.mesh))
-    yield "stages", *_stage_phrases(plan)
+    yield "stages", *layers_phrases(plan)
     yield ("stack", *stack_phrases(plan))
     yield "module", plan.module.text, "unmodified: traced, and cut between its shards"
     step = predicted.step_time_s
@@ -113,22 +87,6 @@ def _facts(plan: TracedPlan, context: SummaryContext) -> Iterator[tuple[str, str
         f"{place}{gib_text(free)} GiB free",
     )
     yield proof(plan, context)
-
-
-def _stage_phrases(plan: TracedPlan) -> tuple[str, str]:
-    """Returns ZeRO stages, and the number of shards that are recomputed."""
-    zero = Counter(f"ZeRO {stage.zero}" for stage in plan.stages)
-    num_recomputed = sum(len(stage.recompute) for stage in plan.stages)
-    if num_recomputed:
-        whole = len(plan.shards)
-        recompute = "full" if num_recomputed == whole else f"{num_recomputed} of {whole} shards"
-    else:
-        recompute = "none"
-    phrases = (
-        name if len(zero) == 1 else f"{name} on {counted(count, 'stage')}"
-        for name, count in zero.items()
-    )
-    return ", ".join(phrases), f"recompute {recompute}"
 
 
 def _print_stages(plan: TracedPlan, out: Console, *, whole: bool) -> None:

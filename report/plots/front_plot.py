@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from parplan.planner.plan.traced_plan import model_name
 from parplan.planner.search.pareto import ParetoFront, ParetoPoint
 from parplan.profiles.units import counted, format_number
 from parplan.report.names import FASTEST, search_text
@@ -234,7 +235,7 @@ def _name_axes(figure: Figure, axes: Axes, front: ParetoFront) -> None:
     partial = ", incomplete" if front.stopped else ""
     plans = counted(len(front.points), "plan")
     axes.set_title(
-        f"{plan.model.name} on {plan.cluster.num_gpus} x {plan.cluster.device.name}: "
+        f"{model_name(plan)} on {plan.cluster.num_gpus} x {plan.cluster.device.name}: "
         f"{plans}{partial}",
         pad=12,
     )

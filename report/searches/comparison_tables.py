@@ -10,6 +10,8 @@ from rich.console import Console
 
 from parplan.costmodels.step_breakdown import NAMES
 from parplan.planner.baselines.optimum import Leanest
+from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.traced_plan import model_name
 from parplan.planner.search.comparison import MEMORY_NAMES, ComparedPlan, Comparison, ComparisonRow
 from parplan.profiles.units import gib
 from parplan.report.names import pipeline_phrases
@@ -245,7 +247,7 @@ def comparison_document(comparison: Comparison) -> dict[str, Any]:
     plan = comparison.ours.plan
     unpriced = {"unpriced": list(comparison.unpriced)} if comparison.unpriced else {}
     return {
-        "model": plan.model.name,
+        "model": model_name(plan),
         "gpu": plan.cluster.device.name,
         "gpus": plan.cluster.num_gpus,
         "global_batch_size": plan.training.global_batch_size,
@@ -274,7 +276,8 @@ def _side_document(side: ComparedPlan) -> dict[str, Any]:
         "pipeline": asdict(plan.pipeline),
         "zero": zero,
         "recompute": recompute,
-        "sequence_parallel": any(layer.sequence_parallel for layer in plan.layer_plans.values()),
+        "sequence_parallel": isinstance(plan, Plan)
+        and any(layer.sequence_parallel for layer in plan.layer_plans.values()),
         "parts_s": dict(zip(NAMES, side.parts.values, strict=True)),
         "memory_gib": dict(zip(MEMORY_NAMES, map(gib, side.memory_bytes), strict=True)),
     }

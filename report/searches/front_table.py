@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from parplan.costmodels.communication.mesh import Mesh
-from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
 from parplan.planner.search.pareto import HOST_SHARE, HOST_SLOWDOWN, ParetoFront, ParetoPoint
 from parplan.profiles.units import counted, gib
 from parplan.report.names import (
@@ -21,7 +21,7 @@ from parplan.report.names import (
     recompute_text,
     search_text,
 )
-from parplan.report.plans.summary import SummaryContext, print_header
+from parplan.report.plans.summary import SummaryContext, layers_phrases, print_header
 from parplan.report.text import (
     asked_width,
     band_text,
@@ -90,14 +90,19 @@ def _mesh_text(mesh: Mesh) -> str:
     return f"{mesh.pp} x {mesh.dp} x {mesh.tp}" + (f" (ep {mesh.ep})" if mesh.ep > 1 else "")
 
 
-def front_zero_text(plan: Plan) -> str:
-    """Names the ZeRO stages of the blocks: `3`, or `1, 3` if they differ."""
-    stages = {plan.layer_plans[name].zero for name in blocks_by_plan(plan)}
+def front_zero_text(plan: AnyPlan) -> str:
+    """Names the ZeRO stages of the blocks or shards: `3`, or `1, 3` if they differ."""
+    if isinstance(plan, TracedPlan):
+        stages = {stage.zero for stage in plan.stages}
+    else:
+        stages = {plan.layer_plans[name].zero for name in blocks_by_plan(plan)}
     return ", ".join(map(str, sorted(stages)))
 
 
-def recompute_counts(plan: Plan) -> str:
+def recompute_counts(plan: AnyPlan) -> str:
     """Returns recompute of the blocks: `none`, or `28 none, 16 selective, 4 with 5 operators`."""
+    if isinstance(plan, TracedPlan):
+        return layers_phrases(plan)[1].removeprefix("recompute ")
     names = recompute_names(graph_of(plan))
     counts = Counter[str]()
     for name, count in blocks_by_plan(plan).items():

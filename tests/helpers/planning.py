@@ -16,7 +16,9 @@ from parplan.planner.search import estimate, pareto
 from parplan.planner.search import find_plan as searches
 from parplan.planner.search.estimate import UniformChoices
 from parplan.planner.search.pareto import ParetoFront
+from parplan.planner.search.price_factory import DescribedFactory
 from parplan.planner.traced import plan_traced, traced_prices
+from parplan.planner.traced.plan_traced import TracedFactory
 from parplan.profiles.errors import InfeasibleError
 
 
@@ -61,7 +63,8 @@ def find_front(
     on_search: Any = None,
     **choices: Any,
 ) -> ParetoFront:
-    return pareto.find_front(request(*parts, **choices), num_points, on_progress, on_search)
+    factory = DescribedFactory(request(*parts, **choices))
+    return pareto.find_front(factory, num_points, on_progress, on_search)
 
 
 def enumerate_candidates(
@@ -105,15 +108,15 @@ def estimate_plan(model: Any, cluster: Any, training: Any, layout: Any, **choice
 def plan_traced_module(
     *parts: Any, how: Any = None, cross_skips: bool = False, **choices: Any
 ) -> Any:
-    return plan_traced.plan_traced_module(request(*parts, **choices), how, cross_skips=cross_skips)
+    traced = plan_traced.traced_request(request(*parts, **choices))
+    return searches.find_best(TracedFactory(traced, how, cross_skips=cross_skips)).plan
 
 
 def find_traced_plan(
     *parts: Any, how: Any = None, cross_skips: bool = False, on_progress: Any = None, **choices: Any
 ) -> Any:
-    return plan_traced.find_traced_plan(
-        request(*parts, **choices), how, cross_skips=cross_skips, on_progress=on_progress
-    )
+    factory = TracedFactory(request(*parts, **choices), how, cross_skips=cross_skips)
+    return searches.find_best(factory, on_progress)
 
 
 def traced_prices_of(

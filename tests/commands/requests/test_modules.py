@@ -177,4 +177,4 @@ def test_a_traced_module_has_no_preference(config):
     done = run("--model", config(LLAMA), "--trace", *WHERE, "--prefer", "leanest")
 
     assert done.exit_code == 2
-    assert "--prefer: the fastest plan of a traced module is taken" in done.output
+    assert "--prefer: the error band of a traced module is unknown" in done.output

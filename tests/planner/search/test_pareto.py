@@ -263,7 +263,7 @@ def test_an_interrupt_between_searches_keeps_the_points(monkeypatch):
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("parplan.planner.search.pareto.least_peak_bytes", interrupt)
+    monkeypatch.setattr("parplan.planner.search.price_factory.least_peak_bytes", interrupt)
 
     assert front_with().stopped == "Ctrl-C"
 
@@ -305,7 +305,7 @@ def test_a_wrong_guess_of_the_least_peak_costs_searches_but_not_the_end(monkeypa
     least_gib = min(point.peak_memory_gib for point in front_of(4).points)
     for guess in (0.5, 0.98, 1.02):
         monkeypatch.setattr(
-            "parplan.planner.search.pareto.least_peak_bytes",
+            "parplan.planner.search.price_factory.least_peak_bytes",
             lambda *_, guess=guess: guess * least_gib * GIB,
         )
         front = front_with(4)

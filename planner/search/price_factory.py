@@ -1,0 +1,70 @@
+"""Makes the prices of one request for each use of the host, for a described model or a module."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from parplan.costmodels.host.offload import Offload
+from parplan.planner.candidates.never_searched import UnsearchedPart, unsearched_parts
+from parplan.planner.infeasible.shortfall import infeasible_error, least_peak_bytes
+from parplan.planner.objective import Prefer
+from parplan.planner.request import PlanRequest, Request
+from parplan.planner.search.search_session import DescribedPrices, SearchPrices
+from parplan.profiles.errors import InfeasibleError
+
+Hosted = tuple[Offload, ...]  # what the host may hold
+Explain = Callable[[Request], InfeasibleError]
+
+
+class PriceFactory(ABC):
+    """A request whose searches share prices as long as the host may hold the same.
+
+    request     the request; its model is of any kind
+    offload     the contents that the host may have, None where the search decides
+    prefer      the choice among the ties of the fastest plan, None to leave them unpriced
+    """
+
+    request: PlanRequest[Any]
+    offload: Hosted | None
+    prefer: Prefer | None
+
+    @abstractmethod
+    def prices(self, offload: Hosted) -> SearchPrices:
+        """Returns the prices with some host contents. Raises ConfigError and OutOfTimeError."""
+
+    @abstractmethod
+    def least_peak_bytes(self, offload: Hosted) -> float | None:
+        """Bytes of the fullest device of the leanest plan, None where no candidate is legal.
+
+        Raises OutOfTimeError.
+        """
+
+    @abstractmethod
+    def unsearched(self) -> tuple[UnsearchedPart, ...]:
+        """Returns the parts of a plan that no search tries."""
+
+    @abstractmethod
+    def error(self, offload: Hosted) -> InfeasibleError:
+        """Returns the error where nothing fits with some host contents."""
+
+
+class DescribedFactory(PriceFactory):
+    """The prices of a described model; `explain` makes the error where nothing fits."""
+
+    def __init__(self, request: Request, explain: Explain = infeasible_error) -> None:
+        self.request, self._explain = request, explain
+        self.offload, self.prefer = request.constraints.offload, request.options.prefer
+
+    def prices(self, offload: Hosted) -> DescribedPrices:
+        return DescribedPrices(self.request.with_offload(offload))
+
+    def least_peak_bytes(self, offload: Hosted) -> float | None:
+        return least_peak_bytes(self.request.with_offload(offload))
+
+    def unsearched(self) -> tuple[UnsearchedPart, ...]:
+        return unsearched_parts(self.request.constraints, self.request.training.stack)
+
+    def error(self, offload: Hosted) -> InfeasibleError:
+        return self._explain(self.request.with_offload(offload))

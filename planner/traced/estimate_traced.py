@@ -1,0 +1,80 @@
+"""Prices one configuration of a traced module by hand, with the prices and the plan of a search."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.strategy import ParallelLayout, Strategy
+from parplan.planner.objective import Objective
+from parplan.planner.plan.prediction import Candidates, SearchRecord, Status
+from parplan.planner.plan.traced_plan import TracedPlan
+from parplan.planner.request import Constraints, TracedRequest
+from parplan.planner.search.sequence_prices import SequencePrices
+from parplan.planner.traced.plan_traced import TracedFactory
+from parplan.planner.traced.shard_price_cache import ShardPriceCache
+from parplan.planner.traced.stage_rules import StageRule
+from parplan.planner.traced.traced_strategy import every_block, priced_module, strategy_on
+
+
+def estimate_traced_plan(
+    request: TracedRequest, rule: StageRule | None = None, *, cross_skips: bool = False
+) -> TracedPlan:
+    """Returns the plan of one configuration, without a search.
+
+    The constraints of the request pin all of its choices. Without a rule the stages are cut at even
+    times. A plan that does not fit the devices is priced all the same. Raises ConfigError for a
+    configuration that no search allows, with the reason.
+    """
+    factory = TracedFactory(request, rule, cross_skips=cross_skips)
+    prices = factory.prices(())
+    (strategy,) = uniform_strategies(prices, factory.request.constraints)
+    record = SearchRecord(
+        objective=Objective.THROUGHPUT,
+        status=Status.ESTIMATE,
+        value=0.0,
+        bound=0.0,
+        gap=1.0,
+        fastest_step_time_s=0.0,
+        candidates=Candidates(considered=1, pruned=0, solved=1, left=0),
+    )
+    priced = priced_module(strategy, module_prices(prices), record)
+    step_s = round(priced.price.step_s, 6)
+    closed_s = round(priced.price.closed_form_s, 6)
+    return replace(priced.plan, search=replace(record, value=step_s, fastest_step_time_s=closed_s))
+
+
+def uniform_strategies(prices: SequencePrices, pins: Constraints) -> Iterator[Strategy]:
+    """Yields each layout with each pinned ZeRO stage and recompute level, the same for all shards.
+
+    The stages have the cuts of the user, or the cuts at which their times are even.
+    """
+    for layout in prices.space.layouts:
+        for zero in pins.zero or (0,):
+            for level in pins.recompute or (Recompute.NONE,):
+                yield _uniform(layout, zero, level, prices)
+
+
+def _uniform(
+    layout: ParallelLayout, zero: int, level: Recompute, prices: SequencePrices
+) -> Strategy:
+    price_cache, bounds = module_prices(prices), prices.bounds(layout, math.inf)
+    cuts = bounds.cuts or bounds.even_cuts
+    assert cuts is not None, "a candidate has no more stages than layers"
+    kept = {
+        shard
+        for stage, (first, end) in enumerate(cuts)
+        if level is Recompute.NONE or layout.keeps_all(layout.rank_of(stage))
+        for shard in range(first, end)
+    }
+    return strategy_on(
+        layout, cuts, [zero] * len(cuts), every_block(price_cache) - kept, price_cache
+    )
+
+
+def module_prices(prices: SequencePrices) -> ShardPriceCache:
+    """Returns the prices of the shards."""
+    assert isinstance(prices.price_cache, ShardPriceCache), "the module is traced"
+    return prices.price_cache

@@ -1,0 +1,139 @@
+"""A traced plan priced again, and one configuration of a traced module priced by hand.
+
+The strategy of a plan is its stages as the layers of its module. So a module is traced again, its
+shards are compared with those of the plan, and the price is that of the search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.step import StepPrice, price_step
+from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
+from parplan.planner.plan.prediction import SearchRecord
+from parplan.planner.plan.traced_plan import TracedPlan
+from parplan.planner.stage_columns.stage_contents import Range
+from parplan.planner.traced.assemble_traced import assembled, shard_plans, split_plans_of
+from parplan.planner.traced.shard_price_cache import ShardPriceCache
+from parplan.planner.traced.shards import Sharded, shard
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.shipped_profiles import machine_for
+from parplan.profiles.models.operator_graph import LayerKind
+from parplan.profiles.models.traced_model import TracedModel
+
+_AGAIN = "make the plan again: plan --model {}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PricedModule:
+    """A plan of a traced module under the prices of today, and its strategy."""
+
+    plan: TracedPlan
+    strategy: Strategy
+    price: StepPrice
+    price_cache: ShardPriceCache
+
+    def assembled(self, strategy: Strategy, price: StepPrice, record: SearchRecord) -> TracedPlan:
+        """Returns the plan of another strategy for the same shards."""
+        return assembled(strategy, price, record, self.price_cache)
+
+
+def priced_module(
+    strategy: Strategy, price_cache: ShardPriceCache, record: SearchRecord
+) -> PricedModule:
+    """Returns a strategy with its price and its plan."""
+    price = price_step(strategy, price_cache)
+    plan = assembled(strategy, price, record, price_cache)
+    return PricedModule(plan=plan, strategy=strategy, price=price, price_cache=price_cache)
+
+
+def reprice_traced(plan: TracedPlan, model: TracedModel) -> PricedModule:
+    """Returns a plan with all predictions computed again for a new trace of its module.
+
+    Raises ConfigError where the shards of the trace, or the divisions of their operators over the
+    tensor-parallel ranks, are not those of the plan.
+    """
+    price_cache = ShardPriceCache(
+        _sharded_alike(plan, model), plan.training, machine_for(plan.cluster)
+    )
+    layout = traced_layout(plan)
+    if split_plans_of(price_cache, layout.sharding) != dict(plan.shardings):
+        raise ConfigError(
+            f"shardings: a new trace of {plan.module.text} is divided over tp {plan.mesh.tp} in "
+            "another way",
+            hint=_AGAIN.format(plan.module.text),
+        )
+    strategy = strategy_on(
+        layout,
+        [(stage.first, stage.end) for stage in plan.stages],
+        [stage.zero for stage in plan.stages],
+        {shard for stage in plan.stages for shard in stage.recompute},
+        price_cache,
+    )
+    return priced_module(strategy, price_cache, plan.search)
+
+
+def traced_layout(plan: TracedPlan) -> ParallelLayout:
+    """Returns the mesh, schedule and micro-batch of a plan as a layout."""
+    pipeline = plan.pipeline
+    return ParallelLayout(
+        mesh=plan.mesh,
+        schedule=pipeline.schedule,
+        virtual_stages=pipeline.virtual_stages,
+        micro_batch_size=pipeline.micro_batch_size,
+        num_micro_batches=pipeline.num_micro_batches,
+        sequence_parallel=False,
+        actions=pipeline.actions,
+    )
+
+
+def _sharded_alike(plan: TracedPlan, model: TracedModel) -> Sharded:
+    """Returns the model cut as the plan has it, with or without skip connections across stages."""
+    for cross_skips in (False, True):
+        sharded = shard(model, cross_skips=cross_skips)
+        classes = ShardPriceCache(sharded, plan.training, machine_for(plan.cluster)).classes
+        if shard_plans(sharded, classes.of) == plan.shards:
+            return sharded
+    raise ConfigError(
+        f"shards: a new trace of {plan.module.text} has other shards than the {len(plan.shards)} "
+        "of the plan",
+        hint=_AGAIN.format(plan.module.text),
+    )
+
+
+def strategy_on(
+    layout: ParallelLayout,
+    cuts: Sequence[Range],
+    zeros: Sequence[int],
+    recomputed: Collection[int],
+    price_cache: ShardPriceCache,
+) -> Strategy:
+    """Returns the strategy with given shards and a ZeRO stage for each virtual stage.
+
+    recomputed: the shards that run again in the backward pass
+    """
+
+    def choice(shard: int, first: int, zero: int) -> LayerChoice:
+        key = price_cache.key(shard, first)
+        own = price_cache.own_sharding(key, layout.sharding)
+        level = Recompute.FULL if shard in recomputed else Recompute.NONE
+        return LayerChoice(key, level, zero, own if own != layout.sharding else None)
+
+    return Strategy(
+        layout=layout,
+        stages=tuple(
+            tuple(choice(shard, first, zero) for shard in range(first, end))
+            for (first, end), zero in zip(cuts, zeros, strict=True)
+        ),
+    )
+
+
+def every_block(price_cache: ShardPriceCache) -> frozenset[int]:
+    """The shards that may run again: all but embeddings and the head."""
+    return frozenset(
+        shard
+        for shard in range(price_cache.num_layers)
+        if price_cache.key(shard, shard).role is LayerKind.BLOCK
+    )

@@ -1,0 +1,83 @@
+"""The table of the dry `plan check` of a traced plan: its peaks in the file and as priced today."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+
+from parplan.planner.plan.prediction import StageMemory
+from parplan.planner.plan.traced_plan import TracedPlan
+from parplan.profiles.units import counted
+from parplan.report.plans.summary import header
+from parplan.report.text import gib_text, joined, print_table, say, seconds_text
+
+FITS, TOO_LARGE = "fits", "does not fit"
+
+
+def does_fit(stage: StageMemory) -> bool:
+    """Returns whether the device holds the stage."""
+    return stage.total <= stage.capacity
+
+
+def print_traced_check(
+    plan: TracedPlan, today: TracedPlan, ranks: Sequence[int], out: Console
+) -> None:
+    """Print the peaks of the pipeline ranks, the step time, and the verdict.
+
+    plan: the plan of the file; today: the same plan, priced for a new trace of its module
+    """
+    say(out, header(today, out.width), "bold")
+    say(out)
+    rows = [
+        (
+            str(rank),
+            gib_text(plan.predicted.memory_gib[rank].total),
+            gib_text(today.predicted.memory_gib[rank].total),
+            f"{today.predicted.memory_gib[rank].capacity:.1f}",
+            FITS if does_fit(today.predicted.memory_gib[rank]) else TOO_LARGE,
+        )
+        for rank in ranks
+    ]
+    print_table(out, ("stage", "file GiB", "now GiB", "device GiB", ""), rows, left=("stage", ""))
+    say(out)
+    filed_s, now_s = (each.predicted.step_time_s.value for each in (plan, today))
+    facts = (
+        f"a new trace has the {counted(len(plan.shards), 'shard')} of the plan, and the same "
+        f"divisions over tp {plan.mesh.tp}",
+        f"step {seconds_text(filed_s)} in the file, {seconds_text(now_s)} as priced now",
+        "nothing was run: plan check --execute trains the module as planned",
+    )
+    for fact in facts:
+        say(out, joined(fact.split(" "), " ", out.width, start="  note      ", indent=12))
+    say(out, f"  {verdict(today, ranks)}", "bold")
+
+
+def verdict(today: TracedPlan, ranks: Sequence[int]) -> str:
+    """Returns whether all of the pipeline ranks fit their devices."""
+    short = [rank for rank in ranks if not does_fit(today.predicted.memory_gib[rank])]
+    return f"stage {short[0]} {TOO_LARGE} its device" if short else "every stage fits its device"
+
+
+def traced_check_document(
+    plan: TracedPlan, today: TracedPlan, ranks: Sequence[int]
+) -> dict[str, Any]:
+    """Returns the same as JSON values: GiB and seconds."""
+    return {
+        "verdict": verdict(today, ranks),
+        "step_time_s": {
+            "file": plan.predicted.step_time_s.value,
+            "now": today.predicted.step_time_s.value,
+        },
+        "stages": [
+            {
+                "stage": rank,
+                "file_gib": plan.predicted.memory_gib[rank].total,
+                "now_gib": today.predicted.memory_gib[rank].total,
+                "capacity_gib": today.predicted.memory_gib[rank].capacity,
+                "fits": does_fit(today.predicted.memory_gib[rank]),
+            }
+            for rank in ranks
+        ],
+    }

@@ -1,0 +1,235 @@
+"""A module that nobody described, on the command line: objectives, estimate, compare and check."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.helpers.command_runs import fail, run, succeed
+
+pytest.importorskip("torch")
+
+ROOT = Path(__file__).parents[2]
+MODEL = ("--model", "tests.helpers.divided_modules:gpt")
+ON_EIGHT = (*MODEL, "--gpus", "8", "--global-batch-size", "64", "--micro-batch-size", "8")
+DIVIDED = (*MODEL, "--gpus", "8", "--global-batch-size", "64", "--tp", "2", "--pp", "2")
+
+
+@pytest.fixture(autouse=True)
+def from_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory):
+    """The plan file of a search, with the text that it printed."""
+    folder = tmp_path_factory.mktemp("searched")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        text = succeed("--explain", *DIVIDED, "-o", str(folder / "plan.yaml")).stdout
+    return folder / "plan.yaml", text
+
+
+def found(tmp_path, *options):
+    succeed(*ON_EIGHT, *options, "-o", str(tmp_path / "plan.yaml"))
+    return yaml.safe_load((tmp_path / "plan.yaml").read_text())["predicted"]
+
+
+def fullest_gib(predicted):
+    return max(each["total"] for each in predicted["memory_gib"])
+
+
+def changed(plan_file, tmp_path, change):
+    """Returns another file with a changed plan."""
+    document = yaml.safe_load(plan_file.read_text())
+    change(document)
+    other = tmp_path / "changed.yaml"
+    other.write_text(yaml.safe_dump(document))
+    return str(other)
+
+
+def check_of(code, plan_file):
+    """Returns what the check of a changed plan prints, on one line."""
+    result = run("check", plan_file)
+    assert result.exit_code == code, result.output
+    return " ".join(result.output.split())
+
+
+def test_the_leanest_plan_is_no_more_redundant_than_the_fastest_and_within_its_slowdown(tmp_path):
+    fastest = found(tmp_path)
+    lean = found(tmp_path, "--objective", "memory", "--max-slowdown", "0.2")
+
+    assert lean["redundancy_gib"]["total"] <= fastest["redundancy_gib"]["total"]
+    assert lean["step_time_s"]["value"] <= 1.2 * fastest["step_time_s"]["value"] * 1.01
+
+
+def test_the_plan_of_the_least_peak_is_no_fuller_than_the_fastest(tmp_path):
+    assert fullest_gib(found(tmp_path, "--objective", "peak")) <= fullest_gib(found(tmp_path))
+
+
+def test_a_front_of_a_traced_module_has_no_point_that_another_beats(tmp_path):
+    front = json.loads(
+        succeed(
+            *(*ON_EIGHT, "--objective", "pareto", "--points", "5", "--json"),
+            *("--plot", str(tmp_path / "front.png"), "-o", str(tmp_path / "plan.yaml")),
+        ).stdout
+    )
+    values = [
+        (each["step_time_s"]["value"], each["peak_memory_gib"], each["redundancy_gib"])
+        for each in front["points"]
+    ]
+
+    assert len(values) > 1
+    assert not any(
+        all(a <= b for a, b in zip(one, other, strict=True))
+        for one in values
+        for other in values
+        if one is not other
+    )
+    assert (tmp_path / "front.png").stat().st_size > 0
+    assert [Path(each["plan_file"]).name for each in front["points"]] == [
+        f"plan-{number:02}.yaml" for number in range(1, len(values) + 1)
+    ]
+    # Every file is the plan of a traced module, which is priced as it was found.
+    assert "every stage fits" in succeed("check", front["points"][-1]["plan_file"]).stdout
+
+
+@pytest.mark.parametrize("option", [("--offload", "optimizer"), ("--host-memory", "100GiB")])
+def test_a_traced_module_uses_no_host(option):
+    message = fail(2, *ON_EIGHT, *option, "--objective", "memory")
+
+    assert f"{option[0]}: a traced module stays on its device" in message
+
+
+def test_explain_lists_pruned_candidates_and_operators_that_stay_whole(searched):
+    _, text = searched
+
+    assert "excluded by --pp, --dp or --tp" in text
+    assert "the host: a traced module stays on its device" in text
+    assert "operators that each of the 2 tensor-parallel ranks computes whole:" in text
+    assert "embedding#1 of table, positions: dim0: a norm is over the whole of it" in text
+
+
+def test_an_estimate_of_the_choices_of_a_plan_has_its_price(searched):
+    plan = yaml.safe_load(searched[0].read_text())
+    stages, pipeline = plan["stages"], plan["pipeline"]
+    assert {stage["zero"] for stage in stages} == {stages[0]["zero"]}
+    assert not any(stage["recompute"] for stage in stages)
+
+    estimated = json.loads(
+        succeed(
+            *("estimate", *DIVIDED, "--zero", str(stages[0]["zero"])),
+            *("--micro-batch-size", str(pipeline["micro_batch_size"])),
+            *("--schedule", pipeline["schedule"]),
+            *("--stages", ",".join(str(each["end"] - each["first"]) for each in stages)),
+            "--json",
+        ).stdout
+    )
+
+    assert estimated["predicted"] == plan["predicted"]
+    assert estimated["search"]["status"] == "estimate"
+
+
+def test_an_estimate_cuts_at_even_times_and_recomputes_every_block(tmp_path):
+    plan = json.loads(
+        succeed("estimate", *DIVIDED, "--recompute", "full", "--zero", "1", "--json").stdout
+    )
+
+    assert [(stage["first"], stage["end"]) for stage in plan["stages"]] == [(0, 3), (3, 6)]
+    assert [stage["recompute"] for stage in plan["stages"]] == [[1, 2], [3, 4]]
+    assert {stage["zero"] for stage in plan["stages"]} == {1}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--pp", "8", "--tp", "1"), "pp 8 is more than the 6 shards"),
+        (("--stages", "1,2,3"), "--stages gives 3 stages, not 2"),
+        (("--offload", "states"), "--offload: a traced module stays on its device"),
+        (("--sequence-parallel",), "--sequence-parallel: "),
+        (("--ep", "2"), "--ep: "),
+    ],
+)
+def test_an_estimate_that_no_traced_module_can_have_is_an_error(options, message):
+    assert message in fail(2, "estimate", *DIVIDED, *options)
+
+
+def test_a_plan_is_priced_again_without_a_run(searched):
+    plan_file = str(searched[0])
+    document = json.loads(succeed("check", plan_file, "--json").stdout)
+
+    assert document["verdict"] == "every stage fits its device"
+    assert document["step_time_s"]["now"] == document["step_time_s"]["file"]
+    assert [stage["stage"] for stage in document["stages"]] == [0, 1]
+    assert all(stage["now_gib"] == stage["file_gib"] for stage in document["stages"])
+    one = json.loads(succeed("check", plan_file, "--rank", "1", "--json").stdout)
+    assert one["stages"] == document["stages"][1:]
+
+
+def test_the_check_of_a_plan_for_other_shards_is_an_error(searched, tmp_path):
+    def start_elsewhere(document):
+        document["shards"][2]["starts"] = "another"
+
+    other = changed(searched[0], tmp_path, start_elsewhere)
+
+    assert "has other shards than the 6 of the plan" in check_of(2, other)
+
+
+def test_the_check_of_a_plan_with_other_divisions_is_an_error(searched, tmp_path):
+    def leave_whole(document):
+        document["shardings"][document["shards"][1]["layer"]] = []
+
+    other = changed(searched[0], tmp_path, leave_whole)
+
+    assert "is divided over tp 2 in another way" in check_of(2, other)
+
+
+def test_the_check_of_a_plan_that_does_not_fit_ends_with_3(searched, tmp_path):
+    def shrink(document):
+        document["cluster"]["device"]["memory_gib"] = 1.0
+
+    other = changed(searched[0], tmp_path, shrink)
+
+    assert "stage 0 does not fit its device" in check_of(3, other)
+
+
+def test_a_plan_is_compared_with_strategies_that_any_module_has(searched):
+    document = json.loads(succeed("compare", str(searched[0]), "--json").stdout)
+
+    names = [each["name"] for each in document["baselines"]]
+    assert names == ["zero-0", "zero-1", "zero-2", "zero-3", "1f1b", "1f1b-recompute"]
+    by_name = dict(zip(names, document["baselines"], strict=True))
+    assert all(each["fits"] for each in document["baselines"])
+    assert by_name["zero-3"]["redundancy_gib"] < by_name["zero-0"]["redundancy_gib"]
+    assert by_name["1f1b-recompute"]["step_time_s"] > by_name["1f1b"]["step_time_s"]
+    assert by_name["1f1b"]["mesh"]["pp"] > 1
+    assert {each["mesh"]["tp"] for each in document["baselines"]} == {1}
+
+
+def test_no_baseline_is_faster_than_the_plan_of_a_free_search(tmp_path):
+    plan_file = str(tmp_path / "plan.yaml")
+    succeed(*MODEL, "--gpus", "8", "--global-batch-size", "64", "-o", plan_file)
+
+    document = json.loads(succeed("compare", plan_file, "--json").stdout)
+
+    assert min(each["slower"] for each in document["baselines"]) > -1e-4
+
+
+def test_a_baseline_of_described_models_is_none_of_a_traced_module(searched):
+    message = fail(2, "compare", str(searched[0]), "--baseline", "megatron")
+
+    assert "megatron" in message
+
+
+@pytest.mark.multiproc
+def test_a_searched_plan_with_tensor_parallelism_trains_as_one_process_does(tmp_path):
+    plan_file = str(tmp_path / "plan.yaml")
+    where = ("--gpus", "4", "--tp", "2", "--pp", "2", "--global-batch-size", "16")
+    succeed(*MODEL, *where, "-o", plan_file)
+
+    document = json.loads(succeed("check", plan_file, "--execute", "--json").stdout)
+
+    assert document["passed"]
