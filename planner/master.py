@@ -21,9 +21,9 @@ Schedules that recompute ahead of the gradient have e and n
 (costmodels/schedules/hidden_recompute.py); without recompute ahead e = 0 and u = t. Memory is
 inside the columns: each fits its device. Few rows join ranks of equal numbers of blocks, so their
 fastest choice needs no program (`fastest_apart`). For unequal numbers of equal blocks,
-planner/placed_blocks.py leaves out the columns of no fast choice. Times are in microseconds and bytes in MiB,
-because the tolerances of CBC are absolute: problems priced in seconds are answered wrongly and
-called optimal.
+planner/placed_blocks.py leaves out the columns of no fast choice. Times are in microseconds and
+bytes in MiB, because the tolerances of CBC are absolute: problems priced in seconds are answered
+wrongly and called optimal.
 """
 
 from __future__ import annotations

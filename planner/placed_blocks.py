@@ -1,4 +1,4 @@
-"""The fastest choice of a pipeline whose ranks may hold unequal numbers of blocks, without a solve.
+"""The fastest choice of a pipeline of unequal ranks, and the columns that its program needs.
 
 The rows (C2) to (C4) and (C8) of the master (planner/master.py) join its ranks. With a longest
 time, tail and time without recompute given, only (C2) is left, and dynamic programming over (rank,
