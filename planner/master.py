@@ -20,10 +20,10 @@
 Schedules that recompute ahead of the gradient have e and n
 (costmodels/schedules/hidden_recompute.py); without recompute ahead e = 0 and u = t. Memory is
 inside the columns: each fits its device. Few rows join ranks of equal numbers of blocks, so their
-fastest choice needs no program (`fastest_apart`); nor does that of unequal numbers of equal blocks
-(planner/placed_blocks.py). Times are in microseconds and bytes in MiB,
-because the tolerances of CBC are absolute: problems priced in seconds are answered wrongly and
-called optimal.
+fastest choice needs no program (`fastest_apart`). For unequal numbers of equal blocks,
+planner/placed_blocks.py leaves out the columns of no fast choice. Times are in microseconds and
+bytes in MiB, because the tolerances of CBC are absolute: problems priced in seconds are answered
+wrongly and called optimal.
 """
 
 from __future__ import annotations
@@ -385,17 +385,17 @@ def lower_bound_s(
             + share * ramps_s
         )
     hidden = hidden_passes(layout.schedule)
-    pace_s = _smallest_pace_s(options, num_layers, lambda column: column.time_s)
+    pace_s = smallest_pace_s(options, num_layers, lambda column: column.time_s)
     if pace_s is None:
         return None
     plain_s = 0.0
     if hidden:
-        plain_s = _smallest_pace_s(options, num_layers, lambda column: column.plain_s) or 0.0
+        plain_s = smallest_pace_s(options, num_layers, lambda column: column.plain_s) or 0.0
     ramp_s = 0.0
     slowest_s = 0.0
     if not layout.recomputes_ahead:
-        ramp_s = _smallest_pace_s(options, num_layers, lambda column: column.ramp_s) or 0.0
-        slowest_s = _smallest_pace_s(options, num_layers, whole_s) or 0.0
+        ramp_s = smallest_pace_s(options, num_layers, lambda column: column.ramp_s) or 0.0
+        slowest_s = smallest_pace_s(options, num_layers, whole_s) or 0.0
     at_least = max(_sum_bound(options, lambda column: column.ramp_s, num_layers), ramp_s)
     return (
         max(
@@ -406,7 +406,7 @@ def lower_bound_s(
     )
 
 
-def _smallest_pace_s(
+def smallest_pace_s(
     options: Sequence[Sequence[StageColumn]], num_layers: int, value: Callable[[StageColumn], float]
 ) -> float | None:
     """Returns the least Z at which columns of `value` <= Z hold `num_layers` blocks, or None."""

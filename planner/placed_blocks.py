@@ -1,4 +1,4 @@
-"""The fastest choice of a pipeline whose ranks may hold unequal numbers of blocks, without a solve.
+"""The fastest choice of a pipeline of unequal ranks, and the columns that its program needs.
 
 The rows (C2) to (C4) and (C8) of the master (planner/master.py) join its ranks. With a longest
 time, tail and time without recompute given, only (C2) is left, and dynamic programming over (rank,
@@ -19,11 +19,12 @@ import numpy as np
 from parplan.costmodels.schedules.hidden_recompute import hidden_passes
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.dominance import Array
-from parplan.planner.master import MasterChoice, evaluate
+from parplan.planner.master import MasterChoice, evaluate, smallest_pace_s
 from parplan.planner.stage_columns.stage_column import StageColumn
 from parplan.planner.stage_columns.stage_prices import tied_ends
 
 Options = Sequence[Sequence[StageColumn]]
+NEAR = 1e-9  # share of the step by which columns out of reach are slower
 ROUNDING = 1e-12  # share of the step, of sums in another order
 Box = tuple[tuple[int, int], ...]  # by kind of limit, the first and the last of its values
 
@@ -63,6 +64,51 @@ def fastest_placed(
     return best
 
 
+def in_reach_of(
+    layout: ParallelLayout, options: Options, num_blocks: int, share: float, step_s: float
+) -> list[list[StageColumn]]:
+    """Returns the columns that a choice of at most `step_s` may have; the program needs no others.
+
+    A choice with a column takes at least its seconds in each kind of limit, or the least that any
+    choice has, and the least sum of ramps of choices with it.
+    """
+    repeats = _repeats(layout, share)
+    ranks = [_RankArrays(columns, num_blocks) for columns in options]
+    least_s = np.array([max(rank.limited_s[k].min() for rank in ranks) for k in range(3)])
+    least_s[0] = smallest_pace_s(options, num_blocks, lambda column: column.time_s) or 0.0
+    before_s = _placed_s(ranks, num_blocks)
+    after_s = _placed_s(ranks[::-1], num_blocks)[::-1]
+    kept = []
+    for place, rank in enumerate(ranks):
+        others_s = {
+            held: (before_s[place][: left + 1] + after_s[place + 1][left::-1]).min()
+            for held in rank.counts.tolist()
+            if (left := num_blocks - held) >= 0
+        }
+        through_s = [others_s.get(c.num_blocks, math.inf) for c in rank.columns]
+        bound_s = repeats @ np.maximum(rank.limited_s, least_s[:, None])
+        bound_s += share * (rank.ramp_s + through_s)
+        within = bound_s <= step_s * (1 + NEAR)
+        kept.append([c for c, holds in zip(rank.columns, within, strict=True) if holds])
+    return kept
+
+
+def _repeats(layout: ParallelLayout, share: float) -> Array:
+    """Returns how often the longest of each kind of limit counts in a step."""
+    hidden = hidden_passes(layout.schedule)
+    return np.array([layout.num_micro_batches - share - hidden, 1.0, float(hidden)])
+
+
+def _placed_s(ranks: Sequence[_RankArrays], num_blocks: int) -> list[Array]:
+    """Returns by number of leading ranks the least ramps that place each number of blocks."""
+    placed_s = [np.append(0.0, np.full(num_blocks + 1, math.inf))]
+    for rank in ranks:
+        added_s = np.minimum.reduceat(rank.ramp_s, rank.starts)
+        sums_s = placed_s[-1][rank.before] + added_s[:, None]
+        placed_s.append(np.append(sums_s.min(axis=0), math.inf))
+    return placed_s
+
+
 def _descent(
     layout: ParallelLayout,
     options: Options,
@@ -72,8 +118,7 @@ def _descent(
     check: Callable[[], None],
 ) -> Iterator[MasterChoice]:
     """Yields choices below `cut_s`, each faster than the one before, the optimum last."""
-    hidden = hidden_passes(layout.schedule)
-    repeats = np.array([layout.num_micro_batches - share - hidden, 1.0, float(hidden)])
+    repeats = _repeats(layout, share)
     ranks = [_RankArrays(columns, num_blocks) for columns in options]
     values_s = [np.unique(np.concatenate([rank.limited_s[k] for rank in ranks])) for k in range(3)]
     order = itertools.count()

@@ -14,7 +14,7 @@ from parplan.planner.master import (
     lower_bound_s,
     separable,
 )
-from parplan.planner.placed_blocks import fastest_placed, joined_by_blocks
+from parplan.planner.placed_blocks import fastest_placed, in_reach_of, joined_by_blocks
 from parplan.planner.search.search_session import INFINITY, SearchSession
 from parplan.planner.solver import Unsolved
 from parplan.planner.stage_columns.stage_column import StageColumn
@@ -57,7 +57,10 @@ def fastest_choice(
         return fastest_apart(layout, options, tied=tied, share=share)
     if joined_by_blocks(layout, options, share):
         check = session.deadline.check
-        return fastest_placed(layout, options, num_layers, share, cut_s, tied=tied, check=check)
+        known = fastest_placed(layout, options, num_layers, share, cut_s, tied=tied, check=check)
+        if known is None:
+            return None
+        options = in_reach_of(layout, options, num_layers, share, known.step_s)
     master = Master(layout, options, num_layers, tied=tied, share=share)
     choice = master.fastest(session.options.solver, session.solver_limit_s())
     if choice is None:

@@ -13,7 +13,7 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.master import Master, evaluate
-from parplan.planner.placed_blocks import fastest_placed, joined_by_blocks
+from parplan.planner.placed_blocks import fastest_placed, in_reach_of, joined_by_blocks
 from parplan.planner.request import SolverName
 from parplan.planner.stage_columns.stage_column import StageColumn
 from parplan.profiles.errors import OutOfTimeError
@@ -86,6 +86,21 @@ def test_no_choice_that_places_all_blocks_is_faster(seed, schedule, tied):
     if fastest is not None:
         assert sum(column.num_blocks for column in fastest.columns) == num_blocks
         assert not tied or (fastest.columns[0].zero > 0) == (fastest.columns[-1].zero > 0)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_column_of_a_choice_as_fast_is_left_out(seed, schedule):
+    layout, options, num_blocks = random_case(seed, schedule)
+    least_s = least_of_all_s(layout, options, num_blocks, tied=False)
+
+    for step_s in (least_s, least_s * 1.05) if least_s < math.inf else ():
+        kept = in_reach_of(layout, options, num_blocks, 1.0, step_s)
+        for columns in itertools.product(*options):
+            if sum(column.num_blocks for column in columns) != num_blocks:
+                continue
+            if evaluate(layout, columns, proven=True, share=1.0).step_s <= step_s:
+                assert all(c in of_rank for c, of_rank in zip(columns, kept, strict=True))
 
 
 @pytest.mark.parametrize("solver", list(SolverName))
