@@ -135,12 +135,12 @@ def test_an_estimate_of_the_choices_of_a_plan_has_its_price(searched):
 
 def test_an_estimate_cuts_at_even_times_and_recomputes_every_block(tmp_path):
     plan = json.loads(
-        succeed("estimate", *DIVIDED, "--recompute", "full", "--zero", "1", "--json").stdout
+        succeed("estimate", *DIVIDED, "--recompute", "full", "--json").stdout
     )
 
     assert [(stage["first"], stage["end"]) for stage in plan["stages"]] == [(0, 3), (3, 6)]
     assert [stage["recompute"] for stage in plan["stages"]] == [[1, 2], [3, 4]]
-    assert {stage["zero"] for stage in plan["stages"]} == {1}
+    assert {stage["zero"] for stage in plan["stages"]} == {0}
 
 
 @pytest.mark.parametrize(
@@ -151,6 +151,7 @@ def test_an_estimate_cuts_at_even_times_and_recomputes_every_block(tmp_path):
         (("--offload", "states"), "--offload: a traced module stays on its device"),
         (("--sequence-parallel",), "--sequence-parallel: "),
         (("--ep", "2"), "--ep: "),
+        (("--zero", "1"), "ZeRO cannot shard fused matrices that tp divides"),
     ],
 )
 def test_an_estimate_that_no_traced_module_can_have_is_an_error(options, message):
