@@ -62,7 +62,7 @@ class SequencePrices(SearchPrices):
     def _shardable(self, space: CandidateSpace) -> CandidateSpace:
         """Returns the space without layouts that have no ZeRO stage left."""
         reason = (
-            "ZeRO cannot shard matrices in one that tp divides, and --zero or --forbid excludes 0"
+            "ZeRO cannot shard fused matrices that tp divides, and --zero or --forbid excludes 0"
         )
         layouts = [layout for layout in space.layouts if self.table.zero_stages(layout)]
         beaten = [layout for layout in space.layouts if not self.table.zero_stages(layout)]
