@@ -134,9 +134,7 @@ def test_an_estimate_of_the_choices_of_a_plan_has_its_price(searched):
 
 
 def test_an_estimate_cuts_at_even_times_and_recomputes_every_block(tmp_path):
-    plan = json.loads(
-        succeed("estimate", *DIVIDED, "--recompute", "full", "--json").stdout
-    )
+    plan = json.loads(succeed("estimate", *DIVIDED, "--recompute", "full", "--json").stdout)
 
     assert [(stage["first"], stage["end"]) for stage in plan["stages"]] == [(0, 3), (3, 6)]
     assert [stage["recompute"] for stage in plan["stages"]] == [[1, 2], [3, 4]]
