@@ -14,7 +14,7 @@ from parplan.commands.style import LONGEST_S, List, Number, Whole, option, packs
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "early-recompute", "last-no-recompute", "scp", "zbv")
 RECOMPUTE = ("none", "selective", "full")
 OFFLOAD = ("states", "activations", "optimizer", "parameters", "lookup")
-SEARCHED_OFFLOAD = ("optimizer", "parameters", "activations", "lookup", "none")
+SEARCHED_OFFLOAD = ("optimizer", "parameters", "activations", "lookup", "states", "none")
 EVICTION = ("opt", "lru", "fifo")
 PREFERENCES = ("fastest", "leanest", "robust")
 PRECISIONS = ("bf16", "fp16", "fp32")
@@ -359,8 +359,8 @@ search_options = together(
         click.Choice(SEARCHED_OFFLOAD),
         "WHAT,..",
         "Host contents: of the blocks optimizer (states), parameters (with the optimizer's), "
-        "activations; lookup, the token table; or none. [default, for every objective: all with "
-        "--host-memory, else only if nothing fits without]",
+        "activations; lookup, the token table; of a traced module states; or none. [default, for "
+        "every objective: all with --host-memory, else only if nothing fits without]",
     ),
     option(
         PINS,

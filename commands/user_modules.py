@@ -61,7 +61,7 @@ def traced_question(
 ) -> Question:
     """Traces the module and returns the question about it. Raises ConfigError."""
     from parplan.commands.requests.requests import all_assumed, with_flags
-    from parplan.commands.requests.traced import module_request, with_assumed_of
+    from parplan.commands.requests.traced import module_request, offload_assumed, with_assumed_of
     from parplan.planner.plan.traced_plan import TracedPlan
     from parplan.planner.traced.plan_traced import TracedFactory, traced_request
     from parplan.planner.traced.stage_rules import StageRule, parse_stages
@@ -76,7 +76,8 @@ def traced_question(
 
     def assumed_of(plan: AnyPlan) -> tuple[str, ...]:
         assert isinstance(plan, TracedPlan), "the module is traced"
-        return all_assumed(with_assumed_of(plan, request), flags)
+        assumed = all_assumed(with_assumed_of(plan, request), flags)
+        return *assumed, *offload_assumed(request.constraints, plan)
 
     with users_modules():
         traced = traced_request(request)
@@ -99,7 +100,7 @@ def _print_whole(factory: TracedFactory, plan: AnyPlan, to_stderr: bool) -> None
 
     assert isinstance(plan, TracedPlan), "the module is traced"
     if plan.mesh.tp > 1:
-        whole = whole_operators(plan, module_prices(factory.prices(())))
+        whole = whole_operators(plan, module_prices(factory.prices(factory.offload or ())))
         print_whole(whole, plan.mesh.tp, console(sys.stderr if to_stderr else sys.stdout))
 
 

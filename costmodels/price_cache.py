@@ -147,7 +147,7 @@ class PriceCache(LayerPriceCache):
         if self.training.gradient_precision is Precision.FP32:
             return self
         return self._once(
-            "outside",
+            ("outside", self.offload),
             lambda: PriceCache(
                 self.model,
                 replace(self.training, gradient_precision=Precision.FP32),
@@ -167,12 +167,14 @@ class PriceCache(LayerPriceCache):
             *((Offload.LOOKUP,) if on_host else ()),
         )
         moved = self._once(
-            "other table",
+            ("other table", self.offload),
             lambda: PriceCache(
                 self.model, self.training, self.machine, zero_ranks=self.zero_ranks, offload=offload
             ),
         )
-        return self._once(("other table", self.chunking), lambda: moved.within(self.chunking))
+        return self._once(
+            ("other table", self.offload, self.chunking), lambda: moved.within(self.chunking)
+        )
 
     def looks_up(self, kind: LayerKey) -> bool:
         return kind is LayerKind.EMBEDDING and Offload.LOOKUP in self.offload

@@ -56,6 +56,7 @@ class ParallelLayout:
                          (EQUATIONS P8)
     chunked              states of the blocks lie in chunks (EQUATIONS O3), which data-parallel
                          ranks own and gather as in ZeRO 3
+    states_on_host       the hosts hold the states of all layers, as FSDP2 moves them (EQUATIONS O9)
     """
 
     mesh: Mesh
@@ -67,6 +68,7 @@ class ParallelLayout:
     actions: tuple[str, ...] = ()
     tp_overlap: int = 0
     chunked: bool = False
+    states_on_host: bool = False
 
     @property
     def sharding(self) -> Sharding:

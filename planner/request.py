@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 ZERO_STAGES = (0, 1, 2, 3)
 SEARCHED_OFFLOAD = (Offload.OPTIMIZER, Offload.PARAMETERS, Offload.ACTIVATIONS, Offload.LOOKUP)
+TRACED_OFFLOAD = (Offload.STATES,)  # what a search of a traced module may leave to the host
 _EVERY: Mapping[str, tuple[Value, ...]] = {
     "zero": ZERO_STAGES,
     "recompute": tuple(Recompute),
@@ -50,8 +51,8 @@ class Constraints:
     tp_overlap          levels of sub-pipelined tensor parallelism where tp > 1; None for those that
                         the stack runs
     megatron_sharding   tensor parallelism divides every operator as Megatron does
-    offload             allowed host contents, of SEARCHED_OFFLOAD; None allows all of them where
-                        nothing fits without
+    offload             allowed host contents, of SEARCHED_OFFLOAD or for a traced module of
+                        TRACED_OFFLOAD; None allows all of them where nothing fits without
     """
 
     pp: tuple[int, ...] | None = None
@@ -81,12 +82,6 @@ class Constraints:
         for value in self.tp_overlap or ():
             if value not in TP_OVERLAP_LEVELS:
                 raise ConfigError(f"--tp-overlap is {value}, it must be 0, 1, 2 or 3")
-        for what in self.offload or ():
-            if what not in SEARCHED_OFFLOAD:
-                raise ConfigError(
-                    f"--offload {what} is for estimate",
-                    hint=f"a search has {', '.join(SEARCHED_OFFLOAD)} and none",
-                )
         self._require_something_left()
 
     def _require_something_left(self) -> None:
@@ -214,6 +209,15 @@ class PlanRequest(Generic[ModelT]):
     def __post_init__(self) -> None:
         if self.options.prefer is not Prefer.FASTEST and self.objective is not Objective.THROUGHPUT:
             raise prefer_error(self.objective)
+        searched = SEARCHED_OFFLOAD if isinstance(self.model, ModelSpec) else TRACED_OFFLOAD
+        for what in self.constraints.offload or ():
+            if what not in searched:
+                raise ConfigError(
+                    f"--offload {what} is for estimate"
+                    if what is Offload.STATES
+                    else f"--offload {what} is of described models",
+                    hint=f"this search has {', '.join(searched)} and none",
+                )
 
     def of_model(self, model: OtherT) -> PlanRequest[OtherT]:
         """Returns the same request for another model."""

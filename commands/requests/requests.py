@@ -95,8 +95,14 @@ def _require_trainable(model: ModelSpec, device: Device, training: TrainingSpec)
         )
 
 
-def constraints_of(pins: PinOptions, target: TargetOptions) -> Constraints:
-    """Returns the pinned and the forbidden choices. Raises ConfigError."""
+def constraints_of(
+    pins: PinOptions, target: TargetOptions, searched: tuple[Offload, ...] = SEARCHED_OFFLOAD
+) -> Constraints:
+    """Returns the pinned and the forbidden choices.
+
+    searched    what the host may hold where its memory is named alone
+    Raises ConfigError.
+    """
     constraints = Constraints(
         pp=pins.pp,
         dp=pins.dp,
@@ -113,18 +119,17 @@ def constraints_of(pins: PinOptions, target: TargetOptions) -> Constraints:
         recompute=None if pins.recompute is None else tuple(map(Recompute, pins.recompute)),
         sequence_parallel=None if pins.sequence_parallel is None else (pins.sequence_parallel,),
         forbid=parse_bans(pins.forbid),
-        offload=_offload(pins.offload, target.host_memory),
+        offload=_offload(pins.offload, searched if target.host_memory else None),
     )
     return narrowed(constraints, load_module(target.module, target.model))
 
 
-def _offload(names: tuple[str, ...] | None, host_memory: str | None) -> tuple[Offload, ...] | None:
-    """Returns the allowed host contents; None allows them only where nothing fits without.
-
-    Naming the size of the host memory allows all of them.
-    """
+def _offload(
+    names: tuple[str, ...] | None, otherwise: tuple[Offload, ...] | None
+) -> tuple[Offload, ...] | None:
+    """Returns the allowed host contents; None allows them only where nothing fits without."""
     if names is None:
-        return None if host_memory is None else SEARCHED_OFFLOAD
+        return otherwise
     if NO_OFFLOAD in names and len(names) > 1:
         raise ConfigError(
             f"--offload {','.join(names)}: none and others exclude each other",
@@ -174,7 +179,12 @@ def offload_assumed(constraints: Constraints, plan: Plan) -> tuple[str, ...]:
     )
     if constraints.offload is not None or not uses_host:
         return ()
-    return (f"--offload {','.join(SEARCHED_OFFLOAD)} (nothing fits the devices alone)",)
+    return (offload_phrase(SEARCHED_OFFLOAD),)
+
+
+def offload_phrase(searched: tuple[Offload, ...]) -> str:
+    """Returns the phrase for the use of the host where no option asked for it."""
+    return f"--offload {','.join(searched)} (nothing fits the devices alone)"
 
 
 def all_assumed(request: PlanRequest[Any], flags: SearchFlags) -> tuple[str, ...]:

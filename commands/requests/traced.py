@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from parplan.commands.options import LayoutOptions, PinOptions, SearchFlags, TargetOptions
 from parplan.commands.requests.machine import TrainingDefaults, cluster_and_training
-from parplan.commands.requests.requests import constraints_of
-from parplan.planner.request import ModuleRequest, PlanRequest
+from parplan.commands.requests.requests import constraints_of, offload_phrase
+from parplan.planner.request import TRACED_OFFLOAD, Constraints, ModuleRequest, PlanRequest
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.model_catalog import find_config
 from parplan.profiles.models.module_source import ModuleSource
@@ -25,7 +25,7 @@ EXECUTORS_STACK = "parplan"  # no other runs a module as it was traced
 SEQ_LENGTH = 1024  # of a module that says no number of positions
 _POSITIONS = ("max_position_embeddings", "n_positions")
 _WHOLE = "tensor parallelism of a traced module is inside a node and as its matrices allow"
-_ON_DEVICE = "a traced module stays on its device"
+_ONLY_STATES = "the host holds the states of a traced module alone, all of them: --offload states"
 _REFUSED = {  # options that a traced module cannot have, and why
     "module": "the traced module is what runs",
     "fp8": "products of a traced module run in --precision",
@@ -35,8 +35,6 @@ _REFUSED = {  # options that a traced module cannot have, and why
     "tp_overlap": _WHOLE,
     "tp_across_nodes": _WHOLE,
     "megatron_sharding": _WHOLE,
-    "offload": _ON_DEVICE,
-    "host_memory": _ON_DEVICE,
     "zero_ranks": "all data parallel ranks hold one copy of a traced module's states",
 }
 _BY_HAND_REFUSED = {  # options of a layout by hand that a traced module cannot have
@@ -45,9 +43,7 @@ _BY_HAND_REFUSED = {  # options of a layout by hand that a traced module cannot 
     "tp_overlap": _WHOLE,
     "zero_ranks": _REFUSED["zero_ranks"],
     "memory_limit": "it is of chunks, which a traced module has none of",
-    **dict.fromkeys(
-        ("offload", "host_blocks", "host_optimizer", "eviction", "keep_on_host"), _ON_DEVICE
-    ),
+    **dict.fromkeys(("host_blocks", "host_optimizer", "eviction", "keep_on_host"), _ONLY_STATES),
 }
 
 
@@ -96,7 +92,7 @@ def module_request(
         model=source,
         cluster=cluster,
         training=training,
-        constraints=constraints_of(pins, target),
+        constraints=constraints_of(pins, target, TRACED_OFFLOAD),
         assumed=assumed,
     )
 
@@ -119,6 +115,7 @@ def estimate_request(
         schedule=(by_hand.schedule or ("interleaved" if by_hand.virtual_stages > 1 else "1f1b"),),
         zero=(by_hand.zero,),
         recompute=(by_hand.recompute,),
+        offload=by_hand.offload or (),
     )
     if by_hand.ep > 1:
         _require_plain(target, pins, SearchFlags())
@@ -133,6 +130,12 @@ def with_assumed_of(plan: TracedPlan, request: ModuleRequest) -> ModuleRequest:
         request,
         assumed=tuple(text for text in request.assumed if not text.startswith("--seq-length ")),
     )
+
+
+def offload_assumed(constraints: Constraints, plan: TracedPlan) -> tuple[str, ...]:
+    """Returns a phrase where a plan uses the host's memory and no option asked for it."""
+    needed = plan.offload and constraints.offload is None
+    return (offload_phrase(TRACED_OFFLOAD),) if needed else ()
 
 
 def _require_plain(target: TargetOptions, pins: PinOptions, flags: SearchFlags) -> None:

@@ -6,7 +6,9 @@ The kinds are parts of a described model or shards of a traced one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from copy import copy
 from dataclasses import dataclass
+from typing import Self
 
 from parplan.costmodels.communication.collectives import (
     Collective,
@@ -250,6 +252,15 @@ class LayerPriceCache(ABC):
         """Returns the same prices with the token table on the host, or on the device."""
         return self
 
+    def with_states(self, *, on_host: bool) -> Self:
+        """Returns the same prices with the states of all layers on the hosts, or on the devices."""
+        if on_host == self.offloads_states:
+            return self
+        others = tuple(each for each in self.offload if each is not Offload.STATES)
+        prices = copy(self)  # shares the cache, whose keys say where the states are
+        prices.offload = (*others, Offload.STATES) if on_host else others
+        return prices
+
     @property
     def outside(self) -> LayerPriceCache:
         """Prices of layers outside chunks in a layout with chunks."""
@@ -456,7 +467,7 @@ class LayerPriceCache(ABC):
     ) -> DataParallelTime:
         """Gradient reduction, gathers and the optimizer step of one layer at ZeRO stage `zero`."""
         return self._once(
-            ("dp", kind, micro_batch_size, mesh, sharding, zero),
+            ("dp", kind, micro_batch_size, mesh, sharding, zero, self.offloads_states),
             lambda: self._data_parallel(
                 kind, self.layer_time(kind, micro_batch_size, sharding), mesh, sharding, zero
             ),
@@ -481,7 +492,7 @@ class LayerPriceCache(ABC):
     ) -> DataParallelTime:
         """A lower bound of `data_parallel`: endless compute hides all that the stack can hide."""
         return self._once(
-            ("hidden dp", kind, mesh, sharding, zero),
+            ("hidden dp", kind, mesh, sharding, zero, self.offloads_states),
             lambda: self._data_parallel(kind, ENDLESS, mesh, sharding, zero),
         )
 
@@ -491,7 +502,7 @@ class LayerPriceCache(ABC):
         parameters = self._parameters(kind, sharding)
         states = self._state_sharding(mesh, zero)
         moves = self._once(
-            ("dp moves", parameters, mesh, zero > 0),
+            ("dp moves", parameters, mesh, zero > 0, states.offloaded),
             lambda: data_parallel_moves(parameters, mesh, states, self.machine, self.training),
         )
         return exposed_moves(moves, time, states, self.machine, self.training)
@@ -533,7 +544,7 @@ class LayerPriceCache(ABC):
                 host=HOST_STATE_BYTES * owned if on_host else 0,
             )
 
-        return self._once(("states", kind, mesh, parameters, zero), make)
+        return self._once(("states", kind, mesh, parameters, zero, self.offloads_states), make)
 
     def transfer(
         self,

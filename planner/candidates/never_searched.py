@@ -39,6 +39,9 @@ _ALWAYS = (
     ),
     UnsearchedPart("different ZeRO stages of embedding and head on one rank", "they have one"),
 )
+HOST_WHERE_NEEDED = UnsearchedPart(
+    "the host, where something fits without it", "--host-memory or --offload asks for it"
+)
 
 
 def unsearched_parts(pins: Constraints, stack: Stack = NEUTRAL) -> tuple[UnsearchedPart, ...]:
@@ -73,10 +76,5 @@ def unsearched_parts(pins: Constraints, stack: Stack = NEUTRAL) -> tuple[Unsearc
             )
         )
     if pins.offload is None:
-        parts.append(
-            UnsearchedPart(
-                "the host, where something fits without it",
-                "--host-memory or --offload asks for it",
-            )
-        )
+        parts.append(HOST_WHERE_NEEDED)
     return tuple(parts)

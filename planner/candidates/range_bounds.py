@@ -25,6 +25,7 @@ from parplan.planner.candidates.range_tables import (
     from_both_ends,
 )
 from parplan.planner.dominance import Array
+from parplan.planner.host_options.location_costs import host_share_bytes
 from parplan.planner.stage_columns.stage_contents import Range
 from parplan.profiles.models.operator_graph import LayerKind
 
@@ -49,6 +50,7 @@ class RangeBounds:
         self.layout, self.tables = layout, tables
         self._levels, self._fixed = levels, fixed
         self._usable = usable_bytes(limit_bytes, layout.mesh, tables.price_cache)
+        self._host_share = host_share_bytes(tables.price_cache.machine.cluster)
         b, sharding = layout.micro_batch_size, layout.sharding
         self._passes = tables.passes(b, sharding)
         self._states = [tables.states(b, layout.mesh, sharding, zero) for zero in zeros]
@@ -111,8 +113,14 @@ class RangeBounds:
 
     @cached_property
     def _least_held(self) -> Array:
-        """Least bytes by range besides activations, at any ZeRO stage."""
-        return np.asarray(np.minimum.reduce([self._held(states) for states in self._states]))
+        """Least bytes by range besides activations, at any ZeRO stage that fits the host."""
+        return np.asarray(
+            np.minimum.reduce([self._hosted(states, self._held(states)) for states in self._states])
+        )
+
+    def _hosted(self, states: RangeStates, values: Array) -> Array:
+        """Returns values by range, infinite where the states are beyond the rank's host share."""
+        return np.asarray(np.where(states.host <= self._host_share, values, np.inf))
 
     def _held(self, states: RangeStates) -> Array:
         """Bytes by range of states and messages."""
@@ -169,12 +177,18 @@ class RangeBounds:
 
     @cached_property
     def leanest_cuts(self) -> tuple[Range, ...] | None:
-        """The ranges whose fullest stage holds least, None if there are too few layers."""
+        """The ranges whose fullest stage holds least, None if there are too few layers.
+
+        Their states fit the hosts if those of any ranges do.
+        """
+        held = np.minimum.reduce([self._held(states) for states in self._states])
+        return self._leanest(self._least_held) or self._leanest(np.asarray(held))
+
+    def _leanest(self, held: Array) -> tuple[Range, ...] | None:
         stages = range(self.layout.num_virtual_stages)
         finite = [np.isfinite(self.unlimited_s(stage)) for stage in stages]
-        return even_path(
-            [np.where(finite[stage], self.least_bytes(stage), np.inf) for stage in stages]
-        )
+        kept = [held + self._in_flight(stage) * self._passes.kept for stage in stages]
+        return even_path([np.where(finite[stage], kept[stage], np.inf) for stage in stages])
 
     @property
     def cuts(self) -> tuple[Range, ...] | None:
@@ -209,7 +223,9 @@ class CloserBounds(RangeBounds):
         if hidden or Recompute.NONE not in allowed:
             return super()._within(stage)
         data_s = [
-            states.per_micro_batch_s + self._recompute_s(stage, states, allowed)
+            self._hosted(
+                states, states.per_micro_batch_s + self._recompute_s(stage, states, allowed)
+            )
             for states in self._states
         ]
         least_s = np.minimum.reduce([states.per_micro_batch_s for states in self._states])

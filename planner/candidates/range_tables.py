@@ -59,6 +59,7 @@ class RangeStates:
     held               bytes of states, buffers and copies for the optimizer's step
     gradients          bytes of the gradients among them
     redundant          bytes of the states beyond their part of one copy
+    host               bytes of the states on the host for this rank
     """
 
     per_micro_batch_s: Array
@@ -66,6 +67,7 @@ class RangeStates:
     held: Array
     gradients: Array
     redundant: Array
+    host: Array
 
 
 class RangeTables:
@@ -167,6 +169,7 @@ class RangeTables:
             + sums(by_start(lambda key: held[key].step_copies)) / spare,
             gradients=sums(by_start(lambda key: held[key].states.gradients)),
             redundant=states - sums(by_start(lambda key: sum(held[key].ideal))),
+            host=sums(by_start(lambda key: held[key].host)),
         )
 
     @property

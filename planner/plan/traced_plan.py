@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from parplan.costmodels.communication.mesh import Mesh
+from parplan.costmodels.host.offload import Offload
 from parplan.planner.plan.pipeline_plan import PipelinePlan
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Prediction, SearchRecord
+from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.models.spec import TrainingSpec
@@ -93,6 +95,10 @@ class TracedPlan:
 
     shardings   by `layer` of the shards, the operators that the tensor-parallel ranks divide; every
                 rank computes all others whole, and views follow the tensors that they view
+    offload     states that the host holds: `states` (fp32 parameters, gradients and optimizer
+                states of all shards), or none
+
+    Raises ConfigError for any other offload.
     """
 
     __pydantic_config__ = _FORBID
@@ -109,6 +115,15 @@ class TracedPlan:
     predicted: Prediction
     search: SearchRecord
     shardings: Mapping[str, tuple[SplitPlan, ...]] = field(default_factory=dict)
+    offload: tuple[Offload, ...] = ()
+
+    def __post_init__(self) -> None:
+        for what in self.offload:
+            if what is not Offload.STATES:
+                raise ConfigError(
+                    f"offload has {what}, the host holds the states of a traced module or nothing",
+                    hint="use states, or leave offload out",
+                )
 
 
 AnyPlan = Plan | TracedPlan

@@ -152,7 +152,7 @@ def _check_holders(layout: ParallelLayout, zero: int, zero_ranks: int | None) ->
         )
 
 
-def _require_host(price: StepPrice, cluster: Cluster, *, chunked: bool) -> None:
+def require_host(price: StepPrice, cluster: Cluster, *, chunked: bool) -> None:
     """Raises InfeasibleError where the host of a node cannot hold the offloaded bytes.
 
     All ranks of a node are taken to need as much as the fullest rank.
@@ -322,7 +322,7 @@ def estimate_plan(
 
 def _assembled(strategy: Strategy, price_cache: PriceCache) -> Plan:
     price = price_step(strategy, price_cache)
-    _require_host(price, price_cache.machine.cluster, chunked=strategy.layout.chunked)
+    require_host(price, price_cache.machine.cluster, chunked=strategy.layout.chunked)
     record = SearchRecord(
         objective=Objective.THROUGHPUT,
         status=Status.ESTIMATE,

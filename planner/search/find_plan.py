@@ -36,7 +36,7 @@ from parplan.planner.plan.assemble import assemble, runner_up
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Candidates, SearchRecord, Status
 from parplan.planner.plan.traced_plan import AnyPlan
-from parplan.planner.request import SEARCHED_OFFLOAD, OnProgress, Request, SearchOptions
+from parplan.planner.request import OnProgress, Request, SearchOptions
 from parplan.planner.search.least_peak import LeastPeak, least_peak
 from parplan.planner.search.least_redundancy import then_leanest
 from parplan.planner.search.least_redundancy_on_host import LeanChoice, search_leanest_on_host
@@ -47,6 +47,7 @@ from parplan.planner.search.replay import replay_best
 from parplan.planner.search.search_session import (
     INFINITY,
     ROUNDING,
+    DescribedPrices,
     SearchPrices,
     SearchSession,
     SolvedCandidate,
@@ -229,14 +230,18 @@ def search(
     if not replayed:  # the exact schedules of the chunks need more than their closed form says
         return search(prices, objective, options, on_progress, slack=slack + SLACK, prefer=prefer)
     (best, strategy, price), *rest = replayed
-    record = _record(objective, best, fastest, outcome, space)
+    copy_bytes = _copy_on_hosts(price, prices)
+    record = _record(objective, best, fastest, outcome, space, copy_bytes)
     if objective is Objective.THROUGHPUT:
         record = _of_simulated_steps(
             record, looked, [price for _, _, price in replayed], session, finished=outcome.finished
         )
     runners_up = tuple(runner_up(strategy, price) for _, strategy, price in rest)
     plan = prices.assembled(
-        strategy, price, replace(record, runners_up=runners_up), session.book_of(best.choice)
+        strategy,
+        price,
+        replace(record, runners_up=runners_up),
+        session.book_of(best.layout, best.choice),
     )
     if prefer is not None:
         with suppress(KeyboardInterrupt):  # the fastest plan stands
@@ -274,7 +279,9 @@ def _search_least_peak(
         gap=round(1 - bound_bytes / peak_bytes, 6),
         runners_up=tuple(runner_up(strategy, price) for _, strategy, price in rest),
     )
-    plan = session.prices.assembled(strategy, price, record, inner.book_of(best.choice))
+    plan = session.prices.assembled(
+        strategy, price, record, inner.book_of(best.layout, best.choice)
+    )
     return SearchResult(plan, fastest, outcome.interrupted, best, strategy, price)
 
 
@@ -304,6 +311,12 @@ def search_leaner(
     """
     lean = reference.plan.search.objective is Objective.MEMORY
     fullest = int(max(memory.total for memory in reference.price.memory))
+    if not isinstance(prices, DescribedPrices):  # one search has plans with and without the host
+        if reference.interrupted:
+            return reference
+        within = replace(options, memory_limit_bytes=fullest)
+        found = search(prices, Objective.MEMORY, within, on_progress, reference.fastest)
+        return found or reference
     session = SearchSession(prices, replace(options, memory_limit_bytes=fullest), on_progress)
     held = reference.strategy.layout.mesh.ranks_per_stage * sum(
         rank.total for rank in reference.price.redundant
@@ -316,11 +329,9 @@ def search_leaner(
         bound=bound,
         strategy=reference.strategy,
         price=reference.price,
-        price_cache=described_prices(session.book_of(reference.best.choice)),
+        price_cache=described_prices(session.book_of(reference.best.layout, reference.best.choice)),
     )
-    one_copy = float(
-        sum(ideal_states(prices.price_cache.num_parameters, 1, prices.price_cache.training))
-    )
+    one_copy = _one_copy_bytes(prices)
     if reference.interrupted:
         outcome = BranchOutcome((incumbent,), -one_copy, finished=False, interrupted=True)
     else:
@@ -342,10 +353,9 @@ def search_leaner(
             step_s=max(closed_s, fastest.step_s) * slowdown,
         )
     best, *rest = outcome.solved
-    on_host = any(memory.host for memory in best.price.memory)
-    added_bytes = one_copy if on_host else 0.0
+    copy_bytes = _copy_on_hosts(best.price, prices)
     record = replace(
-        _record(Objective.MEMORY, best, reference.fastest, outcome, prices.space, added_bytes),
+        _record(Objective.MEMORY, best, reference.fastest, outcome, prices.space, copy_bytes),
         runners_up=tuple(
             runner_up(choice.strategy, choice.price) for choice in rest[: REPLAYED - 1]
         ),
@@ -364,6 +374,17 @@ def search_leaner(
         strategy=best.strategy,
         price=best.price,
     )
+
+
+def _one_copy_bytes(prices: SearchPrices) -> float:
+    """Bytes of one copy of the states of the model."""
+    price_cache = prices.price_cache
+    return float(sum(ideal_states(price_cache.num_parameters, 1, price_cache.training)))
+
+
+def _copy_on_hosts(price: StepPrice, prices: SearchPrices) -> float:
+    """Bytes of one copy of the states where the hosts hold some, else none."""
+    return _one_copy_bytes(prices) if any(memory.host for memory in price.memory) else 0.0
 
 
 def find_plan(
@@ -392,9 +413,9 @@ def find_best(factory: PriceFactory, on_progress: OnProgress | None = None) -> S
         result = _find_leanest(factory, on_progress)
         if result is not None:
             return result
-        raise factory.error(SEARCHED_OFFLOAD if factory.offload is None else factory.offload)
+        raise factory.error(factory.searched if factory.offload is None else factory.offload)
     prefer = factory.prefer if objective is Objective.THROUGHPUT else None
-    uses = ((), SEARCHED_OFFLOAD) if factory.offload is None else (factory.offload,)
+    uses = ((), factory.searched) if factory.offload is None else (factory.offload,)
     for allowed in uses:
         prices = factory.prices(allowed)
         result = search(prices, objective, options, on_progress, prefer=prefer)
@@ -411,7 +432,7 @@ def _find_leanest(factory: PriceFactory, on_progress: OnProgress | None) -> Sear
     options, offload = factory.request.options, factory.offload
     alone = search(factory.prices(()), Objective.MEMORY, options, on_progress)
     if offload is None:
-        offload = () if alone else SEARCHED_OFFLOAD
+        offload = () if alone else factory.searched
     if not offload or (alone and alone.interrupted):
         return alone
     try:

@@ -216,7 +216,7 @@ def _priced(
     layout: ParallelLayout, choice: MasterChoice, bound: float, session: SearchSession
 ) -> LeanChoice | None:
     """A choice with the exact schedules of its chunks, None where device or host lacks room."""
-    price_cache = described_prices(session.book_of(choice))
+    price_cache = described_prices(session.book_of(layout, choice))
     strategy = to_strategy(layout, choice.columns)
     if layout.chunked:
         budgets = tuple(

@@ -41,7 +41,7 @@ def improved(
     stay unchanged. Blocks are not moved between equal ranks, with halves from block to block, or
     with activations on the host. Ctrl-C and the time limit end it with the best so far.
     """
-    layout, price_cache = strategy.layout, session.book_of(solved.choice)
+    layout, price_cache = strategy.layout, session.book_of(solved.layout, solved.choice)
     described = isinstance(session.prices, DescribedPrices)
     if layout.mesh.pp == 1 or layout.chunked or not described:
         return strategy, price

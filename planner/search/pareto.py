@@ -39,7 +39,7 @@ from parplan.planner.objective import Objective
 from parplan.planner.plan.derived import host_gib
 from parplan.planner.plan.prediction import FrontPoint
 from parplan.planner.plan.traced_plan import AnyPlan
-from parplan.planner.request import SEARCHED_OFFLOAD, OnProgress, SearchOptions
+from parplan.planner.request import OnProgress, SearchOptions
 from parplan.planner.search.find_plan import SearchResult, search, search_leaner
 from parplan.planner.search.memory_descent import halve_in
 from parplan.planner.search.price_factory import Hosted, PriceFactory
@@ -313,7 +313,7 @@ def find_front(
             lean = [walk.leanest(slowdown, first.fastest) for slowdown in slowdowns]
         offload = factory.offload
         if offload is None:
-            offload = () if first else SEARCHED_OFFLOAD
+            offload = () if first else factory.searched
         if offload:
             _with_host(walk, factory, offload, slowdowns, lean, num_limits)
         if not walk.plans:

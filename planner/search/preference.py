@@ -70,7 +70,9 @@ def preferred_plan(
         ),
     )
     if chosen:
-        fastest = session.prices.assembled(strategy, price, record, session.book_of(solved.choice))
+        fastest = session.prices.assembled(
+            strategy, price, record, session.book_of(solved.layout, solved.choice)
+        )
     return replace(fastest, search=record)
 
 
@@ -102,7 +104,7 @@ def _steps_by_scenario(
 ) -> Iterator[list[float]]:
     """Yields the steps of the candidates as they are priced, then in each scenario."""
     yield [price.step_s for _, _, price in entries]
-    books = [session.book_of(solved.choice) for solved, _, _ in entries]
+    books = [session.book_of(solved.layout, solved.choice) for solved, _, _ in entries]
     scalings = [
         _scaling(strategy, price, book)
         for (_, strategy, price), book in zip(entries, books, strict=True)

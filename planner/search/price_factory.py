@@ -10,7 +10,7 @@ from parplan.costmodels.host.offload import Offload
 from parplan.planner.candidates.never_searched import UnsearchedPart, unsearched_parts
 from parplan.planner.infeasible.shortfall import infeasible_error, least_peak_bytes
 from parplan.planner.objective import Prefer
-from parplan.planner.request import PlanRequest, Request
+from parplan.planner.request import SEARCHED_OFFLOAD, PlanRequest, Request
 from parplan.planner.search.search_session import DescribedPrices, SearchPrices
 from parplan.profiles.errors import InfeasibleError
 
@@ -23,11 +23,13 @@ class PriceFactory(ABC):
 
     request     the request; its model is of any kind
     offload     the contents that the host may have, None where the search decides
+    searched    the contents that it may have where the search decides
     prefer      the choice among the ties of the fastest plan, None to leave them unpriced
     """
 
     request: PlanRequest[Any]
     offload: Hosted | None
+    searched: Hosted
     prefer: Prefer | None
 
     @abstractmethod
@@ -52,6 +54,8 @@ class PriceFactory(ABC):
 
 class DescribedFactory(PriceFactory):
     """The prices of a described model; `explain` makes the error where nothing fits."""
+
+    searched = SEARCHED_OFFLOAD
 
     def __init__(self, request: Request, explain: Explain = infeasible_error) -> None:
         self.request, self._explain = request, explain

@@ -74,7 +74,10 @@ def _by_the_rule(solved: SolvedCandidate, session: SearchSession) -> Iterator[St
 
     With it no plan is slower than the rule.
     """
-    layout, price_cache = solved.layout, described_prices(session.book_of(solved.choice))
+    layout, price_cache = (
+        solved.layout,
+        described_prices(session.book_of(solved.layout, solved.choice)),
+    )
     num_layers = session.num_blocks
     if layout.mesh.pp == 1 or layout.virtual_stages > 1 or layout.chunked:
         return
@@ -161,7 +164,8 @@ def replay_best(
     replayed: list[Replayed] = []
     try:
         for solved in outcome.to_replay:
-            price_cache, priced = session.book_of(solved.choice), list[Replayed]()
+            price_cache = session.book_of(solved.layout, solved.choice)
+            priced: list[Replayed] = []
             try:
                 for strategy in _unique(_tried(solved, objective, session)):
                     if replayed or priced:  # a plan late is better than none

@@ -167,6 +167,12 @@ class SearchPrices(ABC):
     ) -> Any:
         """Returns the plan of a priced strategy."""
 
+    @abstractmethod
+    def book_of(
+        self, layout: ParallelLayout, choice: MasterChoice, prices: LayerPriceCache
+    ) -> LayerPriceCache:
+        """Returns `prices` with what the host holds in a choice of a layout."""
+
     def least_s(self, layout: ParallelLayout, limit_bytes: float) -> float:
         """Returns the best known bound of the layout's time within `limit_bytes`.
 
@@ -301,6 +307,11 @@ class DescribedPrices(SearchPrices):
     def strategy(self, layout: ParallelLayout, columns: Sequence[StageColumn]) -> Strategy:
         return to_strategy(layout, tuple(columns))
 
+    def book_of(
+        self, layout: ParallelLayout, choice: MasterChoice, prices: LayerPriceCache
+    ) -> LayerPriceCache:
+        return prices.with_table(on_host=any(column.looks_up for column in choice.columns))
+
     def assembled(
         self, strategy: Strategy, price: StepPrice, record: SearchRecord, book: LayerPriceCache
     ) -> Plan:
@@ -364,11 +375,9 @@ class SearchSession:
         assert isinstance(self.prices, DescribedPrices), "the layers have several classes"
         return self.prices
 
-    def book_of(self, choice: MasterChoice) -> LayerPriceCache:
-        """Returns the prices for the token table's location in a choice."""
-        return self.price_cache.with_table(
-            on_host=any(column.looks_up for column in choice.columns)
-        )
+    def book_of(self, layout: ParallelLayout, choice: MasterChoice) -> LayerPriceCache:
+        """Returns the prices with what the host holds in a choice of a layout."""
+        return self.prices.book_of(layout, choice, self.price_cache)
 
     def columns(
         self,

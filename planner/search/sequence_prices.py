@@ -24,7 +24,12 @@ from parplan.planner.deadline import Deadline
 from parplan.planner.master import MasterChoice, evaluate
 from parplan.planner.plan.prediction import SearchRecord
 from parplan.planner.request import Constraints
-from parplan.planner.search.search_session import ContentsMaker, SearchPrices, SearchSession
+from parplan.planner.search.search_session import (
+    INFINITY,
+    ContentsMaker,
+    SearchPrices,
+    SearchSession,
+)
 from parplan.planner.stage_columns.sequence_columns import SequenceColumns, SequenceTable
 from parplan.planner.stage_columns.stage_column import StageColumn
 from parplan.planner.stage_columns.stage_contents import Range, StageContents
@@ -43,7 +48,6 @@ class SequencePrices(SearchPrices):
     """
 
     ascending = False
-    table: SequenceTable
 
     def __init__(
         self,
@@ -54,9 +58,10 @@ class SequencePrices(SearchPrices):
         given: GivenCuts,
         assembler: Assembler,
     ) -> None:
-        self.table = SequenceTable(price_cache, allowed, deadline)
+        places = [(on_host, price_cache.with_states(on_host=on_host)) for on_host in (False, True)]
+        self._tables = {there: SequenceTable(book, allowed, deadline) for there, book in places}
+        self._ranges = {there: RangeTables(book, deadline.check) for there, book in places}
         super().__init__(self._shardable(space), price_cache, allowed, deadline)
-        self.ranges = RangeTables(price_cache, deadline.check)
         self._given, self._assembler = given, assembler
 
     def _shardable(self, space: CandidateSpace) -> CandidateSpace:
@@ -64,10 +69,13 @@ class SequencePrices(SearchPrices):
         reason = (
             "ZeRO cannot shard fused matrices that tp divides, and --zero or --forbid excludes 0"
         )
-        layouts = [layout for layout in space.layouts if self.table.zero_stages(layout)]
-        beaten = [layout for layout in space.layouts if not self.table.zero_stages(layout)]
+        layouts = [layout for layout in space.layouts if self._table(layout).zero_stages(layout)]
+        beaten = [layout for layout in space.layouts if layout not in layouts]
         pruned = (Pruned(layout_text(layout), reason) for layout in beaten)
         return CandidateSpace(tuple(layouts), (*space.pruned, *pruned))
+
+    def _table(self, layout: ParallelLayout) -> SequenceTable:
+        return self._tables[layout.states_on_host]
 
     @property
     def num_blocks(self) -> int:
@@ -84,21 +92,24 @@ class SequencePrices(SearchPrices):
             self.price_cache.num_parameters, 1, training
         )
         least = parameters + optimizer + (0.0 if training.stack.frees_gradients else gradients)
-        return least <= self.price_cache.machine.cluster.num_gpus * limit_bytes
+        cluster = self.price_cache.machine.cluster
+        hosts = any(layout.states_on_host for layout in self.space.layouts)
+        host_bytes = cluster.nodes * cluster.host_memory_bytes if hosts else 0
+        return least <= cluster.num_gpus * limit_bytes + host_bytes
 
     def bounds(self, layout: ParallelLayout, limit_bytes: float) -> RangeBounds:
         """Returns the bounds of a layout over all cuts within a memory limit."""
 
         def make() -> RangeBounds:
-            zeros = self.table.zero_stages(layout)
-            levels = self.table.levels
-            free = RangeBounds(layout, self.ranges, levels, zeros, limit_bytes)
+            table, ranges = self._table(layout), self._ranges[layout.states_on_host]
+            zeros = table.zero_stages(layout)
+            free = RangeBounds(layout, ranges, table.levels, zeros, limit_bytes)
             cuts = self._given(layout)
             if cuts is None and layout.virtual_stages > 1:
                 cuts = free.even_cuts
             if cuts is None:
                 return free
-            return RangeBounds(layout, self.ranges, levels, zeros, limit_bytes, cuts)
+            return RangeBounds(layout, ranges, table.levels, zeros, limit_bytes, cuts)
 
         return self._once(("bounds", layout, limit_bytes), make)
 
@@ -106,12 +117,11 @@ class SequencePrices(SearchPrices):
         """Returns the bounds with the recompute that a limit enforces, where the search cuts."""
         if layout.virtual_stages > 1:
             return self.bounds(layout, limit_bytes)
-        zeros, levels = self.table.zero_stages(layout), self.table.levels
+        table, ranges = self._table(layout), self._ranges[layout.states_on_host]
+        zeros, given = table.zero_stages(layout), self._given(layout)
         return self._once(
             ("closer", layout, limit_bytes),
-            lambda: CloserBounds(
-                layout, self.ranges, levels, zeros, limit_bytes, self._given(layout)
-            ),
+            lambda: CloserBounds(layout, ranges, table.levels, zeros, limit_bytes, given),
         )
 
     def memory_bound_s(self, layout: ParallelLayout, limit_bytes: float) -> float:
@@ -122,6 +132,8 @@ class SequencePrices(SearchPrices):
         for rank in range(layout.mesh.pp):
             place = tuple(bounds.cuts[stage] for stage in layout.stages_of(rank))
             columns.append(self.columns_of(layout, rank, place).bounds(limit_bytes))
+        if not all(columns):
+            return INFINITY  # the hosts have no room for the states of a rank
         return closed_form_s(
             [min(column.time_s for column in each) for each in columns],
             [min(column.tail_s for column in each) for each in columns],
@@ -141,7 +153,7 @@ class SequencePrices(SearchPrices):
 
     def ahead_bound_s(self, layout: ParallelLayout, usual_s: float) -> float:
         """Returns `planner.candidates.lower_bounds.ahead_bound_s` with the share of any layer."""
-        if layout.schedule in LAST_KEEPS_ALL and Recompute.NONE not in self.table.levels:
+        if layout.schedule in LAST_KEEPS_ALL and Recompute.NONE not in self._table(layout).levels:
             return 0.0
         share = self.bounds(layout, float("inf")).most_share
         ranks = layout.mesh.pp
@@ -187,7 +199,7 @@ class SequencePrices(SearchPrices):
         contents = StageContents(layout.stages_of(rank), place)
         return self._once(
             ("columns", layout, rank, place),
-            lambda: SequenceColumns(contents, rank, layout, self.table),
+            lambda: SequenceColumns(contents, rank, layout, self._table(layout)),
         )
 
     def first_choice(
@@ -266,6 +278,11 @@ class SequencePrices(SearchPrices):
     def _own(self, key: LayerKey, sharding: Sharding) -> Sharding | None:
         own = self.price_cache.own_sharding(key, sharding)
         return own if own != sharding else None
+
+    def book_of(
+        self, layout: ParallelLayout, choice: MasterChoice, prices: LayerPriceCache
+    ) -> LayerPriceCache:
+        return prices.with_states(on_host=layout.states_on_host)
 
     def assembled(
         self, strategy: Strategy, price: StepPrice, record: SearchRecord, book: LayerPriceCache

@@ -121,6 +121,7 @@ class SequenceColumns(RankColumns):
         self.places: tuple[tuple[Range, ...], ...] = (contents.ranges,)
         self._sequence_table = table
         self.chunks = contents.body(table.price_cache)
+        self._keys = [key for keys in contents.keys(table.price_cache) for key in keys]
         levels = table.allowed(layout, rank)
         self._layers = [
             table.options(key, layout.micro_batch_size, layout.sharding, levels)
@@ -148,6 +149,20 @@ class SequenceColumns(RankColumns):
         other = copy(self)
         other.places = places
         return other
+
+    @cached_property
+    def _hosted(self) -> tuple[int, ...]:
+        """The ZeRO stages at which the rank's share of the host has room for its states."""
+        share = self.table.host_share_bytes
+        return tuple(zero for zero in self.stages if self._host_bytes(zero) <= share)
+
+    def _host_bytes(self, zero: int) -> int:
+        price_cache, layout = self.table.price_cache, self.layout
+        own = (price_cache.own_sharding(key, layout.sharding) for key in self._keys)
+        return sum(
+            price_cache.states(key, layout.mesh, split, zero).host
+            for key, split in zip(self._keys, own, strict=True)
+        )
 
     def _at(self, zero: int) -> tuple[LayerOption, ...]:
         """Returns the options of all layers at one ZeRO stage."""
@@ -230,8 +245,8 @@ class SequenceColumns(RankColumns):
         return fullest
 
     def candidates(self, num_blocks: int) -> list[PricedMixes]:
-        """Returns the front of the layers at each ZeRO stage."""
-        return [self._priced(zero) for zero in self.stages]
+        """Returns the front of the layers at each ZeRO stage that fits the host."""
+        return [self._priced(zero) for zero in self._hosted]
 
     def _priced(self, zero: int) -> PricedMixes:
         if zero not in self._prices:
@@ -246,7 +261,7 @@ class SequenceColumns(RankColumns):
         """
         usable = usable_bytes(limit_bytes, self.layout.mesh, self.table.price_cache)
         fastest = []
-        for zero in self.stages:
+        for zero in self._hosted:
             priced = self._at_once[zero]
             if priced.allocated[0] > usable:
                 if self._always_bytes(zero) > usable:
@@ -306,7 +321,7 @@ class SequenceColumns(RankColumns):
     def bounds(self, limit_bytes: float, *, plain: bool = False) -> list[StageColumn]:
         """Returns the column of the Lagrangian bound at each ZeRO stage."""
         usable = usable_bytes(limit_bytes, self.layout.mesh, self.table.price_cache)
-        return [self._bound_at(zero, usable, plain=plain) for zero in self.stages]
+        return [self._bound_at(zero, usable, plain=plain) for zero in self._hosted]
 
     def _bound_at(self, zero: int, usable: float, *, plain: bool) -> StageColumn:
         fixed, block = self.fixed[zero], self.block.of(self._at(zero))
@@ -342,11 +357,12 @@ class SequenceColumns(RankColumns):
         )
 
     def smallest(self, num_blocks: int) -> StageColumn:
-        """Returns the front's choice with the lowest peak memory, for any time."""
-        columns = [
-            self.column(priced, int(priced.allocated.argmin()))
-            for priced in self.candidates(num_blocks)
-        ]
+        """Returns the front's choice with the lowest peak memory, for any time.
+
+        It fits the host if any choice does.
+        """
+        priced = [self._priced(zero) for zero in self._hosted or self.stages]
+        columns = [self.column(each, int(each.allocated.argmin())) for each in priced]
         return min(columns, key=lambda column: column.memory_bytes)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.step import StepPrice, model_flops_utilization
@@ -82,6 +83,7 @@ def assembled(
         ),
         predicted=predicted,
         search=record,
+        offload=(Offload.STATES,) if layout.states_on_host else (),
     )
 
 

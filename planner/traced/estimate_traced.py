@@ -12,6 +12,7 @@ from parplan.planner.objective import Objective
 from parplan.planner.plan.prediction import Candidates, SearchRecord, Status
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.planner.request import Constraints, TracedRequest
+from parplan.planner.search.estimate import require_host
 from parplan.planner.search.sequence_prices import SequencePrices
 from parplan.planner.traced.plan_traced import TracedFactory
 from parplan.planner.traced.shard_price_cache import ShardPriceCache
@@ -26,11 +27,13 @@ def estimate_traced_plan(
 
     The constraints of the request pin all of its choices. Without a rule the stages are cut at even
     times. A plan that does not fit the devices is priced all the same. Raises ConfigError for a
-    configuration that no search allows, with the reason.
+    configuration that no search allows, with the reason, and InfeasibleError where the hosts cannot
+    hold its states.
     """
     factory = TracedFactory(request, rule, cross_skips=cross_skips)
-    prices = factory.prices(())
-    (strategy,) = uniform_strategies(prices, factory.request.constraints)
+    pins = factory.request.constraints
+    prices = factory.prices(pins.offload or ())
+    (strategy,) = uniform_strategies(prices, pins)
     record = SearchRecord(
         objective=Objective.THROUGHPUT,
         status=Status.ESTIMATE,
@@ -41,6 +44,7 @@ def estimate_traced_plan(
         candidates=Candidates(considered=1, pruned=0, solved=1, left=0),
     )
     priced = priced_module(strategy, module_prices(prices), record)
+    require_host(priced.price, request.cluster, chunked=False)
     step_s = round(priced.price.step_s, 6)
     closed_s = round(priced.price.closed_form_s, 6)
     return replace(priced.plan, search=replace(record, value=step_s, fastest_step_time_s=closed_s))
@@ -49,9 +53,11 @@ def estimate_traced_plan(
 def uniform_strategies(prices: SequencePrices, pins: Constraints) -> Iterator[Strategy]:
     """Yields each layout with each pinned ZeRO stage and recompute level, the same for all shards.
 
-    The stages have the cuts of the user, or the cuts at which their times are even.
+    The stages have the cuts of the user, or the cuts at which their times are even. The states are
+    on the hosts if the pins name them.
     """
-    for layout in prices.space.layouts:
+    on_host = bool(pins.offload)
+    for layout in (each for each in prices.space.layouts if each.states_on_host == on_host):
         for zero in pins.zero or (0,):
             for level in pins.recompute or (Recompute.NONE,):
                 yield _uniform(layout, zero, level, prices)

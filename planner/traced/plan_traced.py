@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cached_property
 
-from parplan.planner.candidates.never_searched import UnsearchedPart
-from parplan.planner.request import ModuleRequest, TracedRequest
+from parplan.planner.candidates.never_searched import HOST_WHERE_NEEDED, UnsearchedPart
+from parplan.planner.request import TRACED_OFFLOAD, ModuleRequest, TracedRequest
 from parplan.planner.search.price_factory import Hosted, PriceFactory
 from parplan.planner.search.sequence_prices import SequencePrices
-from parplan.planner.traced.shards import shard
+from parplan.planner.traced.shards import Sharded, shard
 from parplan.planner.traced.stage_rules import StageRule
 from parplan.planner.traced.traced_prices import traced_prices
 from parplan.planner.traced.traced_shortfall import (
@@ -20,7 +20,10 @@ from parplan.profiles.errors import InfeasibleError
 
 SAMPLES = "samples"
 _UNSEARCHED = (
-    UnsearchedPart("the host", "a traced module stays on its device"),
+    UnsearchedPart("states of some shards on the host", "the hosts hold all states or none"),
+    UnsearchedPart(
+        "activations and chunks on the host", "a traced module has only its states there"
+    ),
     UnsearchedPart(
         "recompute of a part of a shard", "a shard runs again as a whole, or keeps its activations"
     ),
@@ -35,7 +38,7 @@ _UNSEARCHED = (
 
 
 class TracedFactory(PriceFactory):
-    """The prices of a traced module, which uses no host.
+    """The prices of a traced module, whose states may lie on the hosts.
 
     rule: the way to give shards to stages (--stages)
     cross_skips: skip connections may cross stages (--cross-skips)
@@ -44,7 +47,7 @@ class TracedFactory(PriceFactory):
     """
 
     request: TracedRequest
-    offload: Hosted | None = ()
+    searched = TRACED_OFFLOAD
     prefer = None  # no error band is known
 
     def __init__(
@@ -53,25 +56,28 @@ class TracedFactory(PriceFactory):
         if request.model.unit == SAMPLES:
             request = replace(request, training=replace(request.training, seq_length=1))
         self.request, self.rule = request, rule or StageRule()
-        self.cross_skips = cross_skips
+        self.cross_skips, self.offload = cross_skips, request.constraints.offload
+        self._prices: dict[Hosted, SequencePrices] = {}
 
     @cached_property
-    def _prices(self) -> SequencePrices:
-        sharded = shard(self.request.model, cross_skips=self.cross_skips)
-        return traced_prices(self.request, sharded, self.rule)
+    def _sharded(self) -> Sharded:
+        return shard(self.request.model, cross_skips=self.cross_skips)
 
     def prices(self, offload: Hosted) -> SequencePrices:
-        assert not offload, "a traced module stays on its device"
-        return self._prices
+        if offload not in self._prices:
+            request = self.request.with_offload(offload)
+            self._prices[offload] = traced_prices(request, self._sharded, self.rule)
+        return self._prices[offload]
 
     def least_peak_bytes(self, offload: Hosted) -> float:
         return least_traced_peak_bytes(self.prices(offload))
 
     def unsearched(self) -> tuple[UnsearchedPart, ...]:
-        return _UNSEARCHED
+        return _UNSEARCHED if self.offload is not None else (*_UNSEARCHED, HOST_WHERE_NEEDED)
 
     def error(self, offload: Hosted) -> InfeasibleError:
-        return infeasible_traced_error(self.request, self.prices(offload), self.rule)
+        request = self.request.with_offload(offload)
+        return infeasible_traced_error(request, self.prices(offload), self.rule)
 
 
 def traced_request(request: ModuleRequest) -> TracedRequest:

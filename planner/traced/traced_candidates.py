@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import gcd
 
 from parplan.costmodels.communication.mesh import Mesh
+from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import AHEAD, LAST_KEEPS_ALL, Schedule, legal
 from parplan.costmodels.strategy import ParallelLayout
@@ -94,8 +95,10 @@ def enumerate_traced_candidates(
                 reason = f"--stages gives {len(counts)} stages, not {stages}"
             if reason:
                 pruned.append(Pruned(layout_text(layout), reason))
-            else:
-                layouts.append(layout)
+                continue
+            layouts.append(layout)
+            if Offload.STATES in (pins.offload or ()):
+                layouts.append(replace(layout, states_on_host=True))
     return CandidateSpace(tuple(layouts), tuple(pruned))
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.step import StepPrice, price_step
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
+from parplan.planner.host_options.location_costs import host_share_bytes
 from parplan.planner.infeasible.shortfall import MOST_TIMES_LARGER, limit_bytes
 from parplan.planner.plan.error_band import memory_margin
 from parplan.planner.request import TracedRequest
@@ -64,7 +65,8 @@ def _explained(request: TracedRequest, prices: SequencePrices, rule: StageRule) 
     return InfeasibleError(
         f"{name} does not fit on {cluster.num_gpus} x {cluster.device.name}: the leanest plan "
         f"({strategy.layout.mesh}, zero {run[0].zero}, "
-        f"{_recompute_text(run)} recompute, micro-batch {strategy.layout.micro_batch_size}) needs "
+        f"{_recompute_text(run)} recompute, micro-batch {strategy.layout.micro_batch_size}"
+        f"{', states on the host' if strategy.layout.states_on_host else ''}) needs "
         f"{gib(memory.total):.1f} GiB on stage "
         f"{rank} ({shards[first].name} to {shards[end - 1].name}), {gib(limit):.1f} "
         f"usable{margin}: "
@@ -76,15 +78,32 @@ def _explained(request: TracedRequest, prices: SequencePrices, rule: StageRule) 
 
 def least_traced_peak_bytes(prices: SequencePrices) -> float:
     """Bytes of the fullest device of the leanest plan. Raises OutOfTimeError."""
-    return max(memory.total for memory in _leanest(prices)[1].memory)
+    return _peak_bytes(_leanest(prices)[1])
 
 
 def _leanest(prices: SequencePrices) -> tuple[Strategy, StepPrice]:
+    """Returns the leanest strategy that fits the hosts; without their memory every one does."""
     strategies = (leanest_traced(prices, layout) for layout in _layouts(prices))
-    return min(
-        ((strategy, price_step(strategy, prices.price_cache)) for strategy in strategies),
-        key=lambda priced: max(memory.total for memory in priced[1].memory),
-    )
+    priced = [(strategy, _price(strategy, prices)) for strategy in strategies]
+    fit = [each for each in priced if _host_bytes(each[1]) <= _host_share(prices)]
+    return min(fit or priced, key=lambda each: _peak_bytes(each[1]))
+
+
+def _price(strategy: Strategy, prices: SequencePrices) -> StepPrice:
+    on_host = strategy.layout.states_on_host
+    return price_step(strategy, prices.price_cache.with_states(on_host=on_host))
+
+
+def _peak_bytes(price: StepPrice) -> float:
+    return max(memory.total for memory in price.memory)
+
+
+def _host_bytes(price: StepPrice) -> float:
+    return max(memory.host for memory in price.memory)
+
+
+def _host_share(prices: SequencePrices) -> float:
+    return host_share_bytes(prices.price_cache.machine.cluster)
 
 
 def _recompute_text(run: Sequence[LayerChoice]) -> str:
@@ -97,16 +116,18 @@ def _recompute_text(run: Sequence[LayerChoice]) -> str:
 def _layouts(prices: SequencePrices) -> Iterator[ParallelLayout]:
     """Yields for each mesh the layout with the smallest micro-batch and the fewest virtual stages.
 
-    The leanest layout is among them.
+    It does so with states on the devices and, where allowed, on the hosts. The leanest layout is
+    among them.
     """
     seen: dict[object, ParallelLayout] = {}
     for layout in prices.space.layouts:
-        known = seen.get(layout.mesh)
+        place = layout.mesh, layout.states_on_host
+        known = seen.get(place)
         if known is None or (layout.micro_batch_size, layout.virtual_stages) < (
             known.micro_batch_size,
             known.virtual_stages,
         ):
-            seen[layout.mesh] = layout
+            seen[place] = layout
     yield from seen.values()
 
 
@@ -115,9 +136,21 @@ def _sharded(prices: SequencePrices) -> Sharded:
     return prices.price_cache.sharded
 
 
+def _needed_host_bytes(request: TracedRequest, prices: SequencePrices) -> float | None:
+    """Returns the least host bytes of a node with which a plan fits, None where none does."""
+    limit = limit_bytes(request.cluster, request.training.stack, request.options)
+    layouts = (layout for layout in _layouts(prices) if layout.states_on_host)
+    priced = [_price(leanest_traced(prices, layout), prices) for layout in layouts]
+    needed = [_host_bytes(price) for price in priced if _peak_bytes(price) <= limit]
+    return min(needed) * request.cluster.gpus_per_node if needed else None
+
+
 def _hint(request: TracedRequest, prices: SequencePrices, rule: StageRule) -> str:
     """Returns --stages ilp if cuts are given, else a number of GPUs that is enough, if any is."""
     cluster = request.cluster
+    needed = _needed_host_bytes(request, prices)
+    if needed is not None:
+        return f"{gib(needed):,.1f} GiB of host memory a node are enough (--host-memory)"
     if rule.rule is not StageRuleKind.ILP:
         return "--stages ilp also looks for other cuts"
     pins = replace(request.constraints, pp=None, dp=None)
@@ -130,8 +163,8 @@ def _hint(request: TracedRequest, prices: SequencePrices, rule: StageRule) -> st
         except ConfigError:
             continue
         for layout in _layouts(larger):
-            price = price_step(leanest_traced(larger, layout), larger.price_cache)
-            if max(memory.total for memory in price.memory) <= limit:
+            price = _price(leanest_traced(larger, layout), larger)
+            if _peak_bytes(price) <= limit and _host_bytes(price) <= _host_share(larger):
                 num_gpus = more.cluster.num_gpus
                 return f"{num_gpus} GPUs are enough (--gpus {num_gpus})"
     shorter = "" if request.training.seq_length == 1 else ", or shorter sequences (--seq-length)"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.step import StepPrice, price_step
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
@@ -44,6 +45,7 @@ def priced_module(
     strategy: Strategy, price_cache: ShardPriceCache, record: SearchRecord
 ) -> PricedModule:
     """Returns a strategy with its price and its plan."""
+    price_cache = price_cache.with_states(on_host=strategy.layout.states_on_host)
     price = price_step(strategy, price_cache)
     plan = assembled(strategy, price, record, price_cache)
     return PricedModule(plan=plan, strategy=strategy, price=price, price_cache=price_cache)
@@ -86,6 +88,7 @@ def traced_layout(plan: TracedPlan) -> ParallelLayout:
         num_micro_batches=pipeline.num_micro_batches,
         sequence_parallel=False,
         actions=pipeline.actions,
+        states_on_host=Offload.STATES in plan.offload,
     )
 
 

@@ -130,4 +130,6 @@ def test_nothing_is_held_in_chunks_unless_the_host_may_keep_states() -> None:
 
 def test_a_search_does_not_take_what_only_an_estimate_has() -> None:
     with pytest.raises(ConfigError, match="states is for estimate"):
-        Constraints(offload=(Offload.STATES,))
+        request_of(TargetOptions(model="gpt-1.5b", gpus=2, gpu="v100")).with_offload(
+            (Offload.STATES,)
+        )
