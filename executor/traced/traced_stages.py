@@ -114,8 +114,7 @@ def build_stage(
     division: Division | None = None,
 ) -> TracedStage:
     """Builds stage `index` of the plan with the values of its parameters. Raises ConfigError."""
-    planned = plan.stages[index]
-    zero = planned.zero if plan.mesh.dp > 1 else 0
+    planned, zero = plan.stages[index], zero_of(plan, index)
     values: dict[str, Tensor] = dict(program.constants)
     values.update(
         {name: buffer.to(ranks.device) for name, buffer in opened.workload.module.named_buffers()}
@@ -147,6 +146,7 @@ def build_stage(
                     layers=tuple(modules[place] for place in group),
                     zero=zero,
                     mesh=ranks.dp_mesh,
+                    offloaded=plan.states_on_host,
                     casts_inputs=False,
                 )
             )
@@ -156,6 +156,15 @@ def build_stage(
     body = TracedBody(cut, ShardModule(cut.constants, values, ranks.device), named, _loss(program))
     shard_root(body, units, ranks.dp_mesh)
     return TracedStage(body, tuple(units), [shards[place] for place in sorted(shards)], index)
+
+
+def zero_of(plan: TracedPlan, index: int) -> int:
+    """Returns the ZeRO stage that runs.
+
+    One rank has nothing to shard, but states on the host can be gathered.
+    """
+    gathers = plan.mesh.dp > 1 or plan.states_on_host
+    return plan.stages[index].zero if gathers else 0
 
 
 def _on(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:

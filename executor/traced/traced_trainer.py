@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from parplan.costmodels.layers.model_states import StateBytes, chunk_elements, states_of
+from parplan.costmodels.layers.model_states import StateBytes
 from parplan.executor.rules.traced_rules import validate_traced_plan
 from parplan.executor.run_options import Options, derived_seed
 from parplan.executor.sharding.rank_place import RankPlace
@@ -21,12 +20,13 @@ from parplan.executor.tensors import local
 from parplan.executor.traced.module_batches import module_batches
 from parplan.executor.traced.stage_values import OpenedModule, open_module
 from parplan.executor.traced.traced_pipeline import TracedPipeline, build_traced_pipeline
+from parplan.executor.traced.traced_stages import zero_of
 from parplan.executor.training.optimizer import build_optimizer, num_copies, squared_norm
 from parplan.executor.training.train import Trainer
 from parplan.executor.training.training_states import RankTensors
 from parplan.executor.watch.rank_progress import RankProgress
 from parplan.executor.watch.run_recorder import RunRecorder
-from parplan.executor.watch.state_bytes import Meter, Row
+from parplan.executor.watch.state_bytes import Meter, Row, shard_states
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.profiles.tracing.record import record
 
@@ -121,15 +121,15 @@ def predicted_states(plan: TracedPlan, pipeline: TracedPipeline, dp_rank: int) -
     """Bytes that the memory model predicts for a rank's states of its stages (EQUATIONS M2)."""
     total = StateBytes()
     for stage in pipeline.stages:
-        zero = plan.stages[stage.index].zero if plan.mesh.dp > 1 else 0
+        zero = zero_of(plan, stage.index)
         for _, parameter in stage.named():
             if parameter.requires_grad:
-                shape = divided_shape(parameter)
-                total += states_of(
-                    math.prod(shape),
-                    chunk_elements(shape, plan.mesh.dp, dp_rank),
+                total += shard_states(
+                    divided_shape(parameter),
+                    (dp_rank, plan.mesh.dp),
                     zero,
                     plan.training,
+                    on_host=plan.states_on_host,
                 )
     return total
 

@@ -30,7 +30,7 @@ from parplan.executor.rules.divisions import Entries, local_shape
 from parplan.executor.tensors import part
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.operator_graph import LayerKind, Parameter
-from parplan.profiles.models.spec import Precision
+from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.units import format_bytes
 
@@ -87,7 +87,8 @@ def _parameter_states(
     if plan.mesh.tp > 1:
         entries = layer.plan.operators[operator].parameters.get(parameter.name, ())
     shape = local_shape(parameter.shape, entries, plan.mesh.tp)
-    return _shard_states(plan, layer, shape, shards, dp_rank % shards, zero)
+    index, on_host = dp_rank % shards, Offload.STATES in layer.plan.offload
+    return shard_states(shape, (index, shards), zero, plan.training, on_host=on_host)
 
 
 def _expert_states(
@@ -101,18 +102,28 @@ def _expert_states(
     shape = (experts // plan.mesh.ep * features, contracted)
     shards = plan.mesh.expert_dp
     zero = layer.plan.zero if shards > 1 else 0
-    return _shard_states(plan, layer, shape, shards, dp_rank // plan.mesh.ep, zero)
+    index, on_host = dp_rank // plan.mesh.ep, Offload.STATES in layer.plan.offload
+    return shard_states(shape, (index, shards), zero, plan.training, on_host=on_host)
 
 
-def _shard_states(
-    plan: Plan, layer: PlacedLayer, shape: tuple[int, ...], shards: int, index: int, zero: int
+def shard_states(
+    shape: tuple[int, ...],
+    shard: tuple[int, int],
+    zero: int,
+    training: TrainingSpec,
+    *,
+    on_host: bool,
 ) -> StateBytes:
-    """Return the bytes of shard `index` of a tensor that `shards` ranks hold together."""
+    """Return the bytes of one shard of a tensor, given its index and the number of shards.
+
+    on_host  the host holds the states
+    """
     elements = math.prod(shape)
-    if not zero and Offload.STATES in layer.plan.offload:
+    if not zero and on_host:
         # The whole tensor is one shard on the host and is gathered to the device.
-        return states_of(elements, elements, 1, plan.training)
-    return states_of(elements, chunk_elements(shape, shards, index), zero, plan.training)
+        return states_of(elements, elements, 1, training)
+    index, shards = shard
+    return states_of(elements, chunk_elements(shape, shards, index), zero, training)
 
 
 class Meter:

@@ -125,6 +125,11 @@ class TracedPlan:
                     hint="use states, or leave offload out",
                 )
 
+    @property
+    def states_on_host(self) -> bool:
+        """True if the hosts hold the states of all shards."""
+        return Offload.STATES in self.offload
+
 
 AnyPlan = Plan | TracedPlan
 

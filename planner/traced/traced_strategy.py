@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.step import StepPrice, price_step
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
@@ -88,7 +87,7 @@ def traced_layout(plan: TracedPlan) -> ParallelLayout:
         num_micro_batches=pipeline.num_micro_batches,
         sequence_parallel=False,
         actions=pipeline.actions,
-        states_on_host=Offload.STATES in plan.offload,
+        states_on_host=plan.states_on_host,
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.executor.traced.program_cut import cut_program
 from parplan.planner.layer_options.traced_shardings import split_plans, traced_shardings
@@ -45,6 +46,7 @@ def hand_plan(
     micro_batch_size: int = 1,
     schedule: Schedule = Schedule.ONE_F_ONE_B,
     precision: Precision = Precision.FP32,
+    offload: tuple[Offload, ...] = (),
 ) -> TracedPlan:
     """A plan of a factory's module, or of a Hugging Face config's.
 
@@ -98,6 +100,7 @@ def hand_plan(
         stages=stages,
         predicted=like.predicted,
         search=like.search,
+        offload=offload,
     )
     cut = _with_shards(plan, program, count * shards_a_stage)
     return replace(cut, shardings=_shardings(cut)) if tp > 1 else cut

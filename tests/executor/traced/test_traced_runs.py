@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.executor.checking.parity import (
     GRADIENT_TOLERANCE,
@@ -59,6 +60,15 @@ def test_a_table_that_three_shards_read_has_one_gradient_on_two_stages():
     check(hand_plan(f"{MODULES}:translator", pp=2, shards_a_stage=2))
 
 
+@pytest.mark.multiproc
+def test_states_on_the_host_leave_the_results_as_they_are():
+    check(
+        hand_plan(
+            f"{MODULES}:translator", pp=2, shards_a_stage=2, zero=3, offload=(Offload.STATES,)
+        )
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
@@ -81,6 +91,14 @@ def test_a_table_that_three_shards_read_has_one_gradient_on_two_stages():
         ),
         pytest.param(
             f"{MODULES}:in_place", {"pp": 2, "dp": 2, "zero": 1, "shards_a_stage": 1}, id="in-place"
+        ),
+        *(
+            pytest.param(
+                f"{MODULES}:shares",
+                {"pp": 2, "dp": 2, "zero": zero, "recompute": True, "offload": (Offload.STATES,)},
+                id=f"states on the host, zero {zero}",
+            )
+            for zero in range(4)
         ),
     ],
 )
