@@ -11,48 +11,42 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
-from parplan.costmodels.layers.model_states import ideal_states
-from parplan.costmodels.price_cache import described_prices
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.step import StepPrice, price_step
-from parplan.costmodels.strategy import ParallelLayout, Strategy
+from parplan.costmodels.step import StepPrice
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.branch_and_bound import (
-    REPLAYED,
     BranchOutcome,
     BranchWatch,
-    CandidateAnswer,
     best_of,
     branch_and_bound,
     worth_replaying,
 )
-from parplan.planner.candidates.enumeration import CandidateSpace
-from parplan.planner.candidates.solver_faults import failure_text
 from parplan.planner.infeasible.shortfall import infeasible_error
 from parplan.planner.master import MasterChoice
 from parplan.planner.objective import Objective, Prefer
-from parplan.planner.plan.assemble import assemble, runner_up
 from parplan.planner.plan.plan import Plan
-from parplan.planner.plan.prediction import Candidates, SearchRecord, Status
-from parplan.planner.plan.traced_plan import AnyPlan
+from parplan.planner.plan.prediction import SearchRecord, Status
 from parplan.planner.request import OnProgress, Request, SearchOptions
+from parplan.planner.search.leaner_with_host import search_leaner
 from parplan.planner.search.least_peak import LeastPeak, least_peak
 from parplan.planner.search.least_redundancy import then_leanest
-from parplan.planner.search.least_redundancy_on_host import LeanChoice, search_leanest_on_host
 from parplan.planner.search.one_candidate import certify, fastest_choice, relaxed_bound_s
 from parplan.planner.search.preference import preferred_plan
 from parplan.planner.search.price_factory import DescribedFactory, Explain, PriceFactory
 from parplan.planner.search.replay import replay_best
+from parplan.planner.search.search_results import (
+    SearchResult,
+    leanest_result,
+    record_of,
+    result_of,
+)
 from parplan.planner.search.search_session import (
     INFINITY,
-    ROUNDING,
-    DescribedPrices,
     SearchPrices,
     SearchSession,
     SolvedCandidate,
 )
-from parplan.planner.stage_columns.block_counts import to_strategy
 from parplan.profiles.errors import OutOfTimeError, SolverError
 from parplan.profiles.units import GIB
 
@@ -60,21 +54,6 @@ WORTH_PROVING = 0.0005  # share below the best at which a bound is worth another
 # share above its bound at which an easy choice of a layout that cannot win is good enough
 WORTH_SOLVING = 0.01
 SLACK = 0.02  # share of the memory limit
-
-
-@dataclass(frozen=True, slots=True)
-class SearchResult:
-    """The plan of one search, the fastest choice as its reference, and whether Ctrl-C came.
-
-    best: the choice behind the plan, with its strategy and price
-    """
-
-    plan: AnyPlan
-    fastest: SolvedCandidate
-    interrupted: bool
-    best: SolvedCandidate
-    strategy: Strategy
-    price: StepPrice
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,24 +208,22 @@ def search(
     replayed = replay_best(outcome, objective, session)
     if not replayed:  # the exact schedules of the chunks need more than their closed form says
         return search(prices, objective, options, on_progress, slack=slack + SLACK, prefer=prefer)
-    (best, strategy, price), *rest = replayed
-    copy_bytes = _copy_on_hosts(price, prices)
-    record = _record(objective, best, fastest, outcome, space, copy_bytes)
-    if objective is Objective.THROUGHPUT:
-        record = _of_simulated_steps(
-            record, looked, [price for _, _, price in replayed], session, finished=outcome.finished
-        )
-    runners_up = tuple(runner_up(strategy, price) for _, strategy, price in rest)
-    plan = prices.assembled(
-        strategy,
-        price,
-        replace(record, runners_up=runners_up),
-        session.book_of(best.layout, best.choice),
+    if objective is Objective.MEMORY:
+        return leanest_result(replayed, fastest, outcome, session)
+    record = _of_simulated_steps(
+        record_of(objective, replayed[0][0], fastest, outcome, space),
+        looked,
+        [price for _, _, price in replayed],
+        session,
+        finished=outcome.finished,
     )
-    if prefer is not None:
-        with suppress(KeyboardInterrupt):  # the fastest plan stands
-            plan = preferred_plan(plan, replayed, prefer, session)
-    return SearchResult(plan, fastest, outcome.interrupted, best, strategy, price)
+    result = result_of(replayed, record, fastest, session, interrupted=outcome.interrupted)
+    if prefer is None:
+        return result
+    assert isinstance(result.plan, Plan), "ties are of described models"
+    with suppress(KeyboardInterrupt):  # the fastest plan stands
+        result = replace(result, plan=preferred_plan(result.plan, replayed, prefer, session))
+    return result
 
 
 def _search_least_peak(
@@ -264,7 +241,7 @@ def _search_least_peak(
     # The exact schedules of the chunks may need more.
     while not (replayed := replay_best(outcome, Objective.THROUGHPUT, inner)):
         inner = session.within(inner.limit_bytes * (1 + SLACK))
-    (best, strategy, price), *rest = replayed
+    best, _, price = replayed[0]
     peak_bytes = max(memory.total for memory in price.memory)
     outcome = replace(
         outcome,
@@ -273,16 +250,12 @@ def _search_least_peak(
     )
     bound_bytes = min(least.bound_bytes, peak_bytes)
     record = replace(
-        _record(Objective.PEAK, best, fastest, outcome, session.prices.space),
+        record_of(Objective.PEAK, best, fastest, outcome, session.prices.space),
         value=round(peak_bytes / GIB, 6),
         bound=round(bound_bytes / GIB, 6),
         gap=round(1 - bound_bytes / peak_bytes, 6),
-        runners_up=tuple(runner_up(strategy, price) for _, strategy, price in rest),
     )
-    plan = session.prices.assembled(
-        strategy, price, record, inner.book_of(best.layout, best.choice)
-    )
-    return SearchResult(plan, fastest, outcome.interrupted, best, strategy, price)
+    return result_of(replayed, record, fastest, inner, interrupted=outcome.interrupted)
 
 
 def _fastest_within(
@@ -294,97 +267,6 @@ def _fastest_within(
     if all(candidate.layout != least.best.layout for candidate in solved):
         solved = sorted([*solved, least.best], key=lambda candidate: candidate.value)
     return replace(outcome, solved=tuple(solved), finished=outcome.finished and least.finished)
-
-
-def search_leaner(
-    prices: SearchPrices,
-    reference: SearchResult,
-    options: SearchOptions,
-    on_progress: OnProgress | None = None,
-) -> SearchResult:
-    """Searches the least redundant plan with the host contents of `prices`.
-
-    Returns `reference` where nothing is below it.
-
-    reference: the least redundant plan without the host, or if none fits the fastest with it. Its
-    `fastest` is the reference of the slowdown, and no device holds more than its fullest device.
-    """
-    lean = reference.plan.search.objective is Objective.MEMORY
-    fullest = int(max(memory.total for memory in reference.price.memory))
-    if not isinstance(prices, DescribedPrices):  # one search has plans with and without the host
-        if reference.interrupted:
-            return reference
-        within = replace(options, memory_limit_bytes=fullest)
-        found = search(prices, Objective.MEMORY, within, on_progress, reference.fastest)
-        return found or reference
-    session = SearchSession(prices, replace(options, memory_limit_bytes=fullest), on_progress)
-    held = reference.strategy.layout.mesh.ranks_per_stage * sum(
-        rank.total for rank in reference.price.redundant
-    )
-    value, bound = (reference.best.value, reference.best.bound) if lean else (held, held)
-    incumbent = LeanChoice(
-        layout=reference.strategy.layout,
-        choice=reference.best.choice,
-        value=value,
-        bound=bound,
-        strategy=reference.strategy,
-        price=reference.price,
-        price_cache=described_prices(session.book_of(reference.best.layout, reference.best.choice)),
-    )
-    one_copy = _one_copy_bytes(prices)
-    if reference.interrupted:
-        outcome = BranchOutcome((incumbent,), -one_copy, finished=False, interrupted=True)
-    else:
-        closed_s = reference.fastest.choice.step_s
-        fastest = (
-            price_step(
-                to_strategy(reference.fastest.layout, reference.fastest.choice.columns),
-                prices.price_cache,
-            )
-            if lean
-            else reference.price
-        )
-        slowdown = (1 + options.max_slowdown) * (1 + ROUNDING)
-        outcome = search_leanest_on_host(
-            prices.space.layouts,
-            session,
-            incumbent,
-            closed_s=closed_s * slowdown,
-            step_s=max(closed_s, fastest.step_s) * slowdown,
-        )
-    best, *rest = outcome.solved
-    copy_bytes = _copy_on_hosts(best.price, prices)
-    record = replace(
-        _record(Objective.MEMORY, best, reference.fastest, outcome, prices.space, copy_bytes),
-        runners_up=tuple(
-            runner_up(choice.strategy, choice.price) for choice in rest[: REPLAYED - 1]
-        ),
-    )
-    if reference.plan.search.status is not Status.OPTIMAL:
-        record = replace(record, status=Status.FEASIBLE)
-    plan = (
-        replace(reference.plan, search=record)
-        if best is incumbent
-        else assemble(best.strategy, best.price, record, best.price_cache)
-    )
-    return replace(
-        reference,
-        plan=plan,
-        interrupted=outcome.interrupted,
-        strategy=best.strategy,
-        price=best.price,
-    )
-
-
-def _one_copy_bytes(prices: SearchPrices) -> float:
-    """Bytes of one copy of the states of the model."""
-    price_cache = prices.price_cache
-    return float(sum(ideal_states(price_cache.num_parameters, 1, price_cache.training)))
-
-
-def _copy_on_hosts(price: StepPrice, prices: SearchPrices) -> float:
-    """Bytes of one copy of the states where the hosts hold some, else none."""
-    return _one_copy_bytes(prices) if any(memory.host for memory in price.memory) else 0.0
 
 
 def find_plan(
@@ -474,36 +356,4 @@ def _of_simulated_steps(
         value=round(value_s, 6),
         bound=round(least_s, 6),
         gap=round(max(0.0, 1 - least_s / value_s), 6),
-    )
-
-
-def _record(
-    objective: Objective,
-    best: CandidateAnswer,
-    fastest: SolvedCandidate,
-    outcome: BranchOutcome[Any],
-    space: CandidateSpace,
-    one_copy_bytes: float = 0.0,
-) -> SearchRecord:
-    """The proof about `best`, in the units of the plan file.
-
-    one_copy_bytes: bytes of one copy of the states, added to the denominator of the gap where the
-    host holds states
-    """
-    unit, whole = GIB if objective is Objective.MEMORY else 1.0, best.value + one_copy_bytes
-    considered, solved = len(space.layouts) + len(space.pruned), len(outcome.solved)
-    return SearchRecord(
-        objective=objective,
-        status=Status.OPTIMAL if outcome.finished else Status.FEASIBLE,
-        value=round(best.value / unit, 6),
-        bound=round(outcome.bound / unit, 6),
-        gap=round(max(0.0, best.value - outcome.bound) / whole, 6) if whole > 0 else 0.0,
-        fastest_step_time_s=round(fastest.choice.step_s, 6),
-        candidates=Candidates(
-            considered=considered,
-            pruned=considered - solved - outcome.left,
-            solved=solved,
-            left=outcome.left,
-        ),
-        solver_failure=failure_text(outcome.failures),
     )

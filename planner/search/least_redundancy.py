@@ -30,10 +30,14 @@ class _RedundancyPass:
     """The layouts of one search, with a lower bound of their redundant bytes in `least_bytes`."""
 
     def __init__(
-        self, layouts: Sequence[ParallelLayout], fastest: SolvedCandidate, session: SearchSession
+        self,
+        layouts: Sequence[ParallelLayout],
+        fastest: SolvedCandidate,
+        known: SolvedCandidate,
+        session: SearchSession,
     ) -> None:
         self.layouts, self.session = layouts, session
-        self.fastest = fastest
+        self.known = as_memory(known)
         self.slowest_s = fastest.value * session.slowdown
         self.least_bytes: dict[ParallelLayout, float] = {}
 
@@ -47,7 +51,7 @@ class _RedundancyPass:
             BranchWatch(
                 objective=Objective.MEMORY, left_s=session.left_s, on_progress=session.on_progress
             ),
-            known=as_memory(self.fastest),
+            known=self.known,
         )
 
     def _bounded(self) -> Iterator[tuple[float, ParallelLayout]]:
@@ -173,9 +177,14 @@ class _RedundancyPass:
 
 
 def then_leanest(
-    first: BranchOutcome[SolvedCandidate], layouts: Sequence[ParallelLayout], session: SearchSession
+    first: BranchOutcome[SolvedCandidate],
+    layouts: Sequence[ParallelLayout],
+    session: SearchSession,
+    known: SolvedCandidate | None = None,
 ) -> BranchOutcome[SolvedCandidate]:
     """Runs the second pass of the memory objective.
+
+    known: a choice in time and within the session's limit, by default the fastest of `first`
 
     It is proven only if the first pass is, whose step the slowdown refers to.
     """
@@ -187,7 +196,8 @@ def then_leanest(
             interrupted=True,
             failures=first.failures,
         )
-    leanest = _RedundancyPass(layouts, first.solved[0], session)
+    fastest = first.solved[0]
+    leanest = _RedundancyPass(layouts, fastest, known or fastest, session)
     second = leanest.search()
     if not second.interrupted:
         second = leanest.lowered(second)

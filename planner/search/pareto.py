@@ -40,9 +40,11 @@ from parplan.planner.plan.derived import host_gib
 from parplan.planner.plan.prediction import FrontPoint
 from parplan.planner.plan.traced_plan import AnyPlan
 from parplan.planner.request import OnProgress, SearchOptions
-from parplan.planner.search.find_plan import SearchResult, search, search_leaner
+from parplan.planner.search.find_plan import search
+from parplan.planner.search.leaner_with_host import search_leaner
 from parplan.planner.search.memory_descent import halve_in
 from parplan.planner.search.price_factory import Hosted, PriceFactory
+from parplan.planner.search.search_results import SearchResult
 from parplan.planner.search.search_session import SearchPrices, SolvedCandidate
 from parplan.profiles.errors import ConfigError, OutOfTimeError, SolverError
 from parplan.profiles.units import GIB, MIB

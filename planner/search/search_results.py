@@ -1,0 +1,109 @@
+"""The plan of one search, with the proof about it in the units of the plan file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from parplan.costmodels.layers.model_states import ideal_states
+from parplan.costmodels.step import StepPrice
+from parplan.costmodels.strategy import Strategy
+from parplan.planner.candidates.branch_and_bound import BranchOutcome, CandidateAnswer
+from parplan.planner.candidates.enumeration import CandidateSpace
+from parplan.planner.candidates.solver_faults import failure_text
+from parplan.planner.objective import Objective
+from parplan.planner.plan.assemble import runner_up
+from parplan.planner.plan.prediction import Candidates, SearchRecord, Status
+from parplan.planner.plan.traced_plan import AnyPlan
+from parplan.planner.search.replay import Replayed
+from parplan.planner.search.search_session import SearchPrices, SearchSession, SolvedCandidate
+from parplan.profiles.units import GIB
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """The plan of one search, the fastest choice as its reference, and whether Ctrl-C came.
+
+    best: the choice behind the plan, with its strategy and price
+    """
+
+    plan: AnyPlan
+    fastest: SolvedCandidate
+    interrupted: bool
+    best: SolvedCandidate
+    strategy: Strategy
+    price: StepPrice
+
+
+def result_of(
+    replayed: Sequence[Replayed],
+    record: SearchRecord,
+    fastest: SolvedCandidate,
+    session: SearchSession,
+    *,
+    interrupted: bool,
+) -> SearchResult:
+    """Returns the first of the replayed choices as the plan, and the others as runners-up."""
+    (best, strategy, price), *rest = replayed
+    runners_up = tuple(runner_up(strategy, price) for _, strategy, price in rest)
+    book = session.book_of(best.layout, best.choice)
+    plan = session.prices.assembled(strategy, price, replace(record, runners_up=runners_up), book)
+    return SearchResult(plan, fastest, interrupted, best, strategy, price)
+
+
+def leanest_result(
+    replayed: Sequence[Replayed],
+    fastest: SolvedCandidate,
+    outcome: BranchOutcome[SolvedCandidate],
+    session: SearchSession,
+) -> SearchResult:
+    """Returns the result of the memory objective, whose gap counts a copy on the hosts."""
+    best, _, price = replayed[0]
+    copy_bytes = copy_on_hosts(price, session.prices)
+    space = session.prices.space
+    record = record_of(Objective.MEMORY, best, fastest, outcome, space, copy_bytes)
+    return result_of(replayed, record, fastest, session, interrupted=outcome.interrupted)
+
+
+def one_copy_bytes(prices: SearchPrices) -> float:
+    """Bytes of one copy of the states of the model."""
+    price_cache = prices.price_cache
+    return float(sum(ideal_states(price_cache.num_parameters, 1, price_cache.training)))
+
+
+def copy_on_hosts(price: StepPrice, prices: SearchPrices) -> float:
+    """Bytes of one copy of the states where the hosts hold some, else none."""
+    return one_copy_bytes(prices) if any(memory.host for memory in price.memory) else 0.0
+
+
+def record_of(
+    objective: Objective,
+    best: CandidateAnswer,
+    fastest: SolvedCandidate,
+    outcome: BranchOutcome[Any],
+    space: CandidateSpace,
+    copy_bytes: float = 0.0,
+) -> SearchRecord:
+    """The proof about `best`, in the units of the plan file.
+
+    copy_bytes: bytes of one copy of the states, added to the denominator of the gap where the
+    host holds states
+    """
+    unit, whole = GIB if objective is Objective.MEMORY else 1.0, best.value + copy_bytes
+    considered, solved = len(space.layouts) + len(space.pruned), len(outcome.solved)
+    return SearchRecord(
+        objective=objective,
+        status=Status.OPTIMAL if outcome.finished else Status.FEASIBLE,
+        value=round(best.value / unit, 6),
+        bound=round(outcome.bound / unit, 6),
+        gap=round(max(0.0, best.value - outcome.bound) / whole, 6) if whole > 0 else 0.0,
+        fastest_step_time_s=round(fastest.choice.step_s, 6),
+        candidates=Candidates(
+            considered=considered,
+            pruned=considered - solved - outcome.left,
+            solved=solved,
+            left=outcome.left,
+        ),
+        solver_failure=failure_text(outcome.failures),
+    )
