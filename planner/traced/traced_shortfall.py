@@ -82,11 +82,11 @@ def least_traced_peak_bytes(prices: SequencePrices) -> float:
 
 
 def _leanest(prices: SequencePrices) -> tuple[Strategy, StepPrice]:
-    """Returns the leanest strategy that fits the hosts; without their memory every one does."""
+    """Returns the leanest strategy that fits the hosts, with its price."""
     strategies = (leanest_traced(prices, layout) for layout in _layouts(prices))
     priced = [(strategy, _price(strategy, prices)) for strategy in strategies]
     fit = [each for each in priced if _host_bytes(each[1]) <= _host_share(prices)]
-    return min(fit or priced, key=lambda each: _peak_bytes(each[1]))
+    return min(fit, key=lambda each: _peak_bytes(each[1]))
 
 
 def _price(strategy: Strategy, prices: SequencePrices) -> StepPrice:

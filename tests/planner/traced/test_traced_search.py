@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise, product
+from typing import NamedTuple
 
 import pytest
 
 from parplan.costmodels.communication.mesh import Mesh
+from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
@@ -19,6 +21,7 @@ from parplan.planner.objective import Objective
 from parplan.planner.plan.prediction import Status
 from parplan.planner.request import Constraints, SearchOptions
 from parplan.planner.search.find_plan import _search_fastest, search
+from parplan.planner.search.search_results import SearchResult
 from parplan.planner.search.search_session import SearchSession
 from parplan.planner.traced.shard_price_cache import ShardPriceCache
 from parplan.planner.traced.shards import Shard, Sharded, shard
@@ -107,7 +110,10 @@ def strategy(
 )
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("level", [Recompute.NONE, Recompute.FULL])
-def test_a_traced_model_costs_what_its_description_does(spec, schedule, micro_batches, zero, level):
+@pytest.mark.parametrize("offload", [(), (Offload.STATES,)], ids=["device", "host"])
+def test_a_traced_model_costs_what_its_description_does(
+    spec, schedule, micro_batches, zero, level, offload
+):
     layout = replace(FRAME, schedule=schedule, num_micro_batches=micro_batches)
     block = LayerChoice(LayerKind.BLOCK, level, zero)
     ends = [
@@ -116,11 +122,12 @@ def test_a_traced_model_costs_what_its_description_does(spec, schedule, micro_ba
     described = Strategy(
         layout=layout, stages=((ends[0], block), (block,), (block,), (block, ends[1]))
     )
-    prices = prices_of(by_block(spec))
+    prices = prices_of(by_block(spec)).with_states(on_host=bool(offload))
     recomputed = range(1, 5) if level is Recompute.FULL else ()
     traced = strategy(prices, layout, (0, 2, 3, 4, 6), (zero,) * 4, recomputed)
 
-    expected = price_step(described, PriceCache(spec, TRAINING, machine_for(CLUSTER)))
+    machine = machine_for(CLUSTER)
+    expected = price_step(described, PriceCache(spec, TRAINING, machine, offload=offload))
     price = price_step(traced, prices)
 
     assert price.step_s == pytest.approx(expected.step_s, rel=1e-12)
@@ -128,6 +135,8 @@ def test_a_traced_model_costs_what_its_description_does(spec, schedule, micro_ba
     assert [m.total for m in price.memory] == pytest.approx(
         [m.total for m in expected.memory], rel=1e-12
     )
+    assert [m.host for m in price.memory] == [m.host for m in expected.memory]
+    assert any(m.host for m in price.memory) == bool(offload)
     assert [r.total for r in price.redundant] == pytest.approx(
         [r.total for r in expected.redundant], rel=1e-9
     )
@@ -414,36 +423,56 @@ def test_a_parameter_that_all_shards_hold_is_counted_once_a_stage_and_summed_ove
     assert states(0, 1) == states(0, 2) == states(2, 4) == 18 * 64
 
 
-def of_classes(pattern: str) -> Sharded:
-    """Returns parts in the order of `pattern`, those with one letter alike, and a loss."""
-    widths = {"a": 192, "b": 512, "c": 320}
-    operators, x = [], value("batch_x", 128)
+def of_classes(pattern: str, scale: int = 1) -> Sharded:
+    """Returns parts in the order of `pattern`, those with one letter alike, and a loss.
+
+    scale: factor of all widths; the states grow with its square
+    """
+    size = 128 * scale
+    widths = {letter: scale * width for letter, width in {"a": 192, "b": 512, "c": 320}.items()}
+    operators, x = [], value("batch_x", size)
     for number, letter in enumerate(pattern):
         path, wide = f"part{letter}.{number}", value(f"h{number}", widths[letter])
         operators += [
             linear(f"{path}.in", x, wide.name, widths[letter]),
             activation(path, wide, f"a{number}"),
-            linear(f"{path}.out", value(f"a{number}", widths[letter]), f"y{number}", 128),
+            linear(f"{path}.out", value(f"a{number}", widths[letter]), f"y{number}", size),
         ]
-        x = value(f"y{number}", 128)
+        x = value(f"y{number}", size)
     return shard(
-        model_of(*operators, join("loss", (x,), "loss", 1), inputs=(value("batch_x", 128),))
+        model_of(*operators, join("loss", (x,), "loss", 1), inputs=(value("batch_x", size),))
     )
 
 
-def every_price(search: SearchSession, layout: ParallelLayout) -> list[tuple[float, float, float]]:
-    """Prices all cuts, ZeRO stages and recomputed shards: seconds, redundant and peak bytes."""
-    size, pp = search.price_cache.num_layers, layout.mesh.pp
-    prices = []
-    for inner in combinations(range(1, size), pp - 1):
-        for zeros, bits in product(product((0, 2), repeat=pp), product((False, True), repeat=size)):
+class Point(NamedTuple):
+    """A plan's seconds, its redundant bytes, its peak bytes, and the host bytes of a rank."""
+
+    step_s: float
+    redundant: float
+    peak: float
+    host: float
+
+
+def every_price(search: SearchSession) -> list[Point]:
+    """Prices all layouts with all cuts, ZeRO stages and recomputed shards."""
+    size, points = search.price_cache.num_layers, []
+    for layout in search.prices.space.layouts:
+        pp = layout.mesh.pp
+        prices = search.price_cache.with_states(on_host=layout.states_on_host)
+        for inner, zeros, bits in product(
+            combinations(range(1, size), pp - 1),
+            product((0, 2), repeat=pp),
+            product((False, True), repeat=size),
+        ):
             recomputed = [k for k in range(size) if bits[k]]
-            made = strategy(search.price_cache, layout, (0, *inner, size), zeros, recomputed)
-            price = price_step(made, search.price_cache)
+            price = price_step(
+                strategy(prices, layout, (0, *inner, size), zeros, recomputed), prices
+            )
             redundant = layout.mesh.ranks_per_stage * sum(rank.total for rank in price.redundant)
             peak = max(memory.total for memory in price.memory)
-            prices.append((price.closed_form_s, redundant, peak))
-    return prices
+            host = max(memory.host for memory in price.memory)
+            points.append(Point(price.closed_form_s, redundant, peak, host))
+    return points
 
 
 @pytest.mark.parametrize("pattern", mostly_slow(["abab", "aabb", "abcab", "abc"], {"abab", "abc"}))
@@ -457,14 +486,10 @@ def test_every_objective_over_two_and_three_classes_finds_what_enumeration_finds
     )
     sharded = of_classes(pattern)
     free = searched(sharded, pins, training=training, cluster=cluster)
-    (layout,) = free.prices.space.layouts
-    plans = every_price(free, layout)
-    peaks = sorted({peak for _, _, peak in plans})
+    plans = every_price(free)
+    peaks = sorted({plan.peak for plan in plans})
     limit = int(peaks[0] + share * (peaks[-1] - peaks[0])) + 1
     options = SearchOptions(memory_limit_bytes=limit, max_slowdown=0.2)
-    fitting = [plan for plan in plans if plan[2] <= limit]
-    fastest_s = min(seconds for seconds, _, _ in fitting)
-    in_time = [plan for plan in fitting if plan[0] <= 1.2 * fastest_s * (1 + 1e-9)]
 
     found = {
         objective: search(
@@ -472,13 +497,96 @@ def test_every_objective_over_two_and_three_classes_finds_what_enumeration_finds
             objective,
             options,
         )
-        for objective in (Objective.THROUGHPUT, Objective.MEMORY, Objective.PEAK)
+        for objective in OBJECTIVES
     }
 
+    check_objectives(found, [plan for plan in plans if plan.peak <= limit], options)
+
+
+OBJECTIVES = (Objective.THROUGHPUT, Objective.MEMORY, Objective.PEAK)
+
+
+def check_objectives(
+    found: dict[Objective, SearchResult | None], fitting: list[Point], options: SearchOptions
+) -> None:
+    """Requires the best of all plans that fit, by each objective, with a bound that holds."""
+    fastest_s = min(plan.step_s for plan in fitting)
+    slowest_s = (1 + options.max_slowdown) * fastest_s * (1 + 1e-9)
+    in_time = [plan for plan in fitting if plan.step_s <= slowest_s]
     assert found[Objective.THROUGHPUT].fastest.value == pytest.approx(fastest_s, rel=1e-9)
-    leanest = min(redundant for _, redundant, _ in in_time)
+    assert found[Objective.THROUGHPUT].plan.search.bound <= fastest_s + 1e-6
+    leanest = min(plan.redundant for plan in in_time)
     assert found[Objective.MEMORY].best.value == pytest.approx(leanest, rel=1e-6)
-    least_peak = min(peak for _, _, peak in in_time)
+    least_peak = min(plan.peak for plan in in_time)
     held = max(memory.total for memory in found[Objective.PEAK].price.memory)
     assert held <= least_peak + 2 * MIB
     assert held >= least_peak * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("pattern", mostly_slow(["abab", "aabb", "abc"], {"abc"}))
+@pytest.mark.parametrize("share", mostly_slow([0.0, 0.1, 0.4], {0.0, 0.4}))
+@pytest.mark.parametrize("host_share", mostly_slow([0.3, 1.0], {0.3}))
+def test_every_objective_with_states_on_the_hosts_finds_what_enumeration_finds(
+    pattern, share, host_share
+):
+    """The hosts have room for `host_share` of the way from the least to the most host bytes."""
+    training = TrainingSpec(global_batch_size=65536, seq_length=1, stack=NEUTRAL)
+    pins = Constraints(
+        pp=(2,),
+        schedule=(Schedule.ONE_F_ONE_B,),
+        micro_batch_size=(8192,),
+        zero=(0, 2),
+        offload=(Offload.STATES,),
+    )
+    cluster, sharded = replace(CLUSTER, nodes=1, gpus_per_node=4), of_classes(pattern, scale=16)
+    everything = every_price(searched(sharded, pins, training=training, cluster=cluster))
+    hosted = sorted({plan.host for plan in everything if plan.host})
+    room = round(hosted[0] + host_share * (hosted[-1] - hosted[0]))
+    cluster = replace(cluster, host_memory_bytes=4 * room)
+    plans = [plan for plan in everything if plan.host <= room]
+    peaks = sorted({plan.peak for plan in plans})
+    limit = int(peaks[0] + share * (peaks[-1] - peaks[0])) + 1
+    options = SearchOptions(memory_limit_bytes=limit, max_slowdown=1.0)
+    prices = searched(sharded, pins, options, training=training, cluster=cluster).prices
+
+    found = {objective: search(prices, objective, options) for objective in OBJECTIVES}
+
+    check_objectives(found, [plan for plan in plans if plan.peak <= limit], options)
+    assert max(memory.host for memory in found[Objective.PEAK].price.memory) <= room
+    if share == 0.0:
+        assert found[Objective.THROUGHPUT].strategy.layout.states_on_host
+
+
+def test_the_memory_objective_holds_no_more_on_a_device_with_the_hosts_than_without():
+    training = TrainingSpec(global_batch_size=65536, seq_length=1, stack=NEUTRAL)
+    pins = Constraints(
+        pp=(2,), schedule=(Schedule.ONE_F_ONE_B,), micro_batch_size=(8192,), zero=(0, 2)
+    )
+    cluster, sharded = replace(CLUSTER, nodes=1, gpus_per_node=4), of_classes("abc", scale=16)
+    options = SearchOptions(max_slowdown=1.0)
+    alone = every_price(searched(sharded, pins, training=training, cluster=cluster))
+    pins = replace(pins, offload=(Offload.STATES,))
+    hosted = every_price(searched(sharded, pins, training=training, cluster=cluster))
+    slowest_s = 2 * min(plan.step_s for plan in alone) * (1 + 1e-9)
+    redundant = min(plan.redundant for plan in alone if plan.step_s <= slowest_s)
+    peak = min(
+        plan.peak for plan in alone if plan.step_s <= slowest_s and plan.redundant <= redundant + 1
+    )
+    expected = min(
+        plan.redundant for plan in hosted if plan.step_s <= slowest_s and plan.peak <= peak + MIB
+    )
+
+    found = find_traced_plan(
+        sharded.model,
+        cluster,
+        training,
+        objective=Objective.MEMORY,
+        constraints=pins,
+        options=options,
+    )
+
+    assert expected < redundant
+    assert found.best.value == pytest.approx(expected, rel=1e-6)
+    assert max(memory.total for memory in found.price.memory) <= peak + 2 * MIB
+    assert found.plan.offload == (Offload.STATES,)
+    assert found.plan.search.status is Status.OPTIMAL
