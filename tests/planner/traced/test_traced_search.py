@@ -546,7 +546,7 @@ def test_every_objective_with_states_on_the_hosts_finds_what_enumeration_finds(
     plans = [plan for plan in everything if plan.host <= room]
     peaks = sorted({plan.peak for plan in plans})
     limit = int(peaks[0] + share * (peaks[-1] - peaks[0])) + 1
-    options = SearchOptions(memory_limit_bytes=limit, max_slowdown=1.0)
+    options = SearchOptions(memory_limit_bytes=limit, max_slowdown=9.0)
     prices = searched(sharded, pins, options, training=training, cluster=cluster).prices
 
     found = {objective: search(prices, objective, options) for objective in OBJECTIVES}
@@ -563,11 +563,11 @@ def test_the_memory_objective_holds_no_more_on_a_device_with_the_hosts_than_with
         pp=(2,), schedule=(Schedule.ONE_F_ONE_B,), micro_batch_size=(8192,), zero=(0, 2)
     )
     cluster, sharded = replace(CLUSTER, nodes=1, gpus_per_node=4), of_classes("abc", scale=16)
-    options = SearchOptions(max_slowdown=1.0)
+    options = SearchOptions(max_slowdown=9.0)
     alone = every_price(searched(sharded, pins, training=training, cluster=cluster))
     pins = replace(pins, offload=(Offload.STATES,))
     hosted = every_price(searched(sharded, pins, training=training, cluster=cluster))
-    slowest_s = 2 * min(plan.step_s for plan in alone) * (1 + 1e-9)
+    slowest_s = 10 * min(plan.step_s for plan in alone) * (1 + 1e-9)
     redundant = min(plan.redundant for plan in alone if plan.step_s <= slowest_s)
     peak = min(
         plan.peak for plan in alone if plan.step_s <= slowest_s and plan.redundant <= redundant + 1
