@@ -283,19 +283,8 @@ def _facts(
         else f"does not fit: {gib_text(-free)} GiB more than the device has"
     )
     yield "memory", f"{gib_text(worst.total)} GiB{of_memory} of {worst.capacity:.1f}", place + room
-    if host := max(memory.host for memory in plan.predicted.memory_gib):
-        node = (
-            f"{gib_text(host * plan.cluster.gpus_per_node)} GiB a node of "
-            f"{gib(plan.cluster.host_memory_bytes):,.0f}"
-        )
-        looks_up = any(
-            Offload.LOOKUP in layer_plan.offload for layer_plan in plan.layer_plans.values()
-        )
-        yield (
-            "host",
-            f"{gib_text(host)} GiB for a GPU",
-            f"{node}; tokens are looked up there" if looks_up else node,
-        )
+    looks_up = any(Offload.LOOKUP in layer_plan.offload for layer_plan in plan.layer_plans.values())
+    yield from host_facts(plan, "tokens are looked up there" if looks_up else "")
     yield proof(plan, context)
     choice = plan.search.preference
     if choice and choice.prefer is not Prefer.FASTEST:
@@ -306,6 +295,16 @@ def _facts(
         place = f"point {front.number} of {front.points}, fastest first"
         incomplete = "" if front.complete else "; the front is incomplete"
         yield "front", search_text(plan.search), place + incomplete
+
+
+def host_facts(plan: AnyPlan, use: str) -> Iterator[tuple[str, str, str]]:
+    """Yields the summary's line on the memory of the hosts and its `use`, if a plan uses it."""
+    if host := max(memory.host for memory in plan.predicted.memory_gib):
+        node = (
+            f"{gib_text(host * plan.cluster.gpus_per_node)} GiB a node of "
+            f"{gib(plan.cluster.host_memory_bytes):,.0f}"
+        )
+        yield "host", f"{gib_text(host)} GiB for a GPU", f"{node}; {use}" if use else node
 
 
 def layers_phrases(plan: AnyPlan) -> tuple[str, str]:

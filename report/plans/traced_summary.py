@@ -14,6 +14,7 @@ from parplan.report.plans.memory_table import CLASSES, MOST_ROWS, SHORT, fullest
 from parplan.report.plans.summary import (
     EXECUTORS_STACK,
     SummaryContext,
+    host_facts,
     layers_phrases,
     print_header,
     print_runners_up,
@@ -86,6 +87,7 @@ def _facts(plan: TracedPlan, context: SummaryContext) -> Iterator[tuple[str, str
         f"{gib_text(worst.total)} GiB of {worst.capacity:.1f}",
         f"{place}{gib_text(free)} GiB free",
     )
+    yield from host_facts(plan, "all states are there")
     yield proof(plan, context)
 
 

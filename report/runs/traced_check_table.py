@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from parplan.planner.plan.derived import host_gib
 from parplan.planner.plan.prediction import StageMemory
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.profiles.units import counted
@@ -43,12 +44,14 @@ def print_traced_check(
     print_table(out, ("stage", "file GiB", "now GiB", "device GiB", ""), rows, left=("stage", ""))
     say(out)
     filed_s, now_s = (each.predicted.step_time_s.value for each in (plan, today))
-    facts = (
+    facts = [
         f"a new trace has the {counted(len(plan.shards), 'shard')} of the plan, and the same "
         f"divisions over tp {plan.mesh.tp}",
         f"step {seconds_text(filed_s)} in the file, {seconds_text(now_s)} as priced now",
         "nothing was run: plan check --execute trains the module as planned",
-    )
+    ]
+    if today.states_on_host:
+        facts.insert(2, f"the states take {gib_text(host_gib(today))} GiB of host memory a node")
     for fact in facts:
         say(out, joined(fact.split(" "), " ", out.width, start="  note      ", indent=12))
     say(out, f"  {verdict(today, ranks)}", "bold")
@@ -63,13 +66,17 @@ def verdict(today: TracedPlan, ranks: Sequence[int]) -> str:
 def traced_check_document(
     plan: TracedPlan, today: TracedPlan, ranks: Sequence[int]
 ) -> dict[str, Any]:
-    """Returns the same as JSON values: GiB and seconds."""
+    """Returns the same as JSON values: GiB and seconds.
+
+    `host_gib` is the memory of the fullest node's host that the plan takes.
+    """
     return {
         "verdict": verdict(today, ranks),
         "step_time_s": {
             "file": plan.predicted.step_time_s.value,
             "now": today.predicted.step_time_s.value,
         },
+        "host_gib": host_gib(today),
         "stages": [
             {
                 "stage": rank,

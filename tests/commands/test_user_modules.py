@@ -97,18 +97,94 @@ def test_a_front_of_a_traced_module_has_no_point_that_another_beats(tmp_path):
     assert "every stage fits" in succeed("check", front["points"][-1]["plan_file"]).stdout
 
 
-@pytest.mark.parametrize("option", [("--offload", "optimizer"), ("--host-memory", "100GiB")])
-def test_a_traced_module_uses_no_host(option):
-    message = fail(2, *ON_EIGHT, *option, "--objective", "memory")
+def test_the_host_may_have_all_states_of_a_traced_module_and_nothing_else():
+    message = fail(2, *ON_EIGHT, "--offload", "optimizer", "--objective", "memory")
 
-    assert f"{option[0]}: a traced module stays on its device" in message
+    assert "--offload optimizer is of described models" in message
+    assert "this search has states and none" in message
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """Options of a module whose states are most of what its plans hold."""
+    from tests.helpers.divided_modules import OPT  # loads torch
+
+    path = tmp_path_factory.mktemp("large") / "config.json"
+    sizes = {"vocab_size": 8192, "hidden_size": 1024, "word_embed_proj_dim": 1024, "ffn_dim": 4096}
+    path.write_text(json.dumps({**OPT, **sizes, "num_hidden_layers": 4}))
+    shape = ("--gpus", "2", "--tp", "1", "--global-batch-size", "8", "--seq-length", "64")
+    return "--model", str(path), "--trace", *shape
+
+
+@pytest.fixture(scope="module")
+def leanest(large, tmp_path_factory):
+    """The plan files of the least peak without and with the hosts, and the text of the latter."""
+    folder = tmp_path_factory.mktemp("leanest")
+    alone, hosted = str(folder / "alone.yaml"), str(folder / "hosted.yaml")
+    aim = (*large, "--objective", "peak", "--max-slowdown", "50")
+    succeed(*aim, "-o", alone)
+    return alone, hosted, succeed(*aim, "--host-memory", "100GiB", "-o", hosted).stdout
+
+
+def peak_gib(plan_file):
+    return fullest_gib(yaml.safe_load(Path(plan_file).read_text())["predicted"])
+
+
+def test_a_plan_with_states_on_the_hosts_is_smaller_and_says_so(leanest):
+    alone, hosted, text = leanest
+
+    plan = yaml.safe_load(Path(hosted).read_text())
+    assert plan["offload"] == ["states"]
+    assert peak_gib(hosted) < peak_gib(alone)
+    assert all("all states are there" in each for each in (text, succeed("show", hosted).stdout))
+    check = json.loads(succeed("check", hosted, "--json").stdout)
+    assert check["host_gib"] == pytest.approx(
+        sum(plan["mesh"]["dp"] * each["host"] for each in plan["predicted"]["memory_gib"])
+    )
+    assert "GiB of host memory a node" in " ".join(succeed("check", hosted).stdout.split())
+    document = json.loads(succeed("compare", hosted, "--json").stdout)
+    assert all(each["peak_memory_gib"] > peak_gib(hosted) for each in document["baselines"])
+
+
+def test_the_host_has_states_without_being_asked_only_where_nothing_fits_without(
+    leanest, large, tmp_path
+):
+    plan_file = str(tmp_path / "plan.yaml")
+    between_gib = (peak_gib(leanest[0]) + peak_gib(leanest[1])) / 2
+    within = (*large, "--memory-limit", f"{between_gib}GiB")
+
+    text = succeed(*within, "-o", plan_file).stdout
+
+    assert "--offload states (nothing fits the devices alone)" in " ".join(text.split())
+    assert yaml.safe_load(Path(plan_file).read_text())["offload"] == ["states"]
+    assert "GiB short" in fail(3, *within, "--offload", "none")
+    too_little = fail(3, *within, "--host-memory", "100MiB")
+    assert "of host memory a node are enough (--host-memory)" in too_little
+    assert "all states are there" not in succeed(*large, "-o", plan_file).stdout
+
+
+def test_an_estimate_with_states_on_the_hosts_is_slower_and_needs_their_memory(large):
+    def estimated(*options):
+        document = json.loads(succeed("estimate", *large, "--zero", "3", *options, "--json").stdout)
+        return document["predicted"]
+
+    alone, hosted = estimated(), estimated("--offload", "states")
+
+    assert hosted["step_time_s"]["value"] > alone["step_time_s"]["value"]
+    assert hosted["breakdown"]["host_comm_s"]["value"] > 0
+    assert hosted["memory_gib"][0]["host"] > 0 == alone["memory_gib"][0]["host"]
+    message = fail(
+        3, "estimate", *large, "--offload", "states", "--host-memory", "100MiB", "--zero", "3"
+    )
+    assert "the host" in message
 
 
 def test_explain_lists_pruned_candidates_and_operators_that_stay_whole(searched):
     _, text = searched
 
     assert "excluded by --pp, --dp or --tp" in text
-    assert "the host: a traced module stays on its device" in text
+    assert "states of some shards on the host: the hosts hold all states or none" in text
+    assert "the host, where something fits without it: --host-memory or --offload asks" in text
     assert "operators that each of the 2 tensor-parallel ranks computes whole:" in text
     assert "embedding#1 of table, positions: dim0: a norm is over the whole of it" in text
 
@@ -146,7 +222,8 @@ def test_an_estimate_cuts_at_even_times_and_recomputes_every_block(tmp_path):
     [
         (("--pp", "8", "--tp", "1"), "pp 8 is more than the 6 shards"),
         (("--stages", "1,2,3"), "--stages gives 3 stages, not 2"),
-        (("--offload", "states"), "--offload: a traced module stays on its device"),
+        (("--offload", "parameters"), "--offload parameters is of described models"),
+        (("--host-blocks", "2"), "--host-blocks: the host holds the states of a traced module"),
         (("--sequence-parallel",), "--sequence-parallel: "),
         (("--ep", "2"), "--ep: "),
         (("--zero", "1"), "ZeRO cannot shard fused matrices that tp divides"),
