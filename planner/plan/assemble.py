@@ -116,19 +116,13 @@ def letters(number: int) -> str:
 
 def _stages(strategy: Strategy, names: dict[LayerChoice, str]) -> tuple[StagePlan, ...]:
     stages = []
-    block = 0
     for index, stage in enumerate(strategy.stages):
         runs: list[LayerRun] = []
-        for choice in stage:
-            name = names[choice]
-            if choice.kind.role is not LayerKind.BLOCK:
-                runs.append(LayerRun(plan=name))
-                continue
-            if runs and runs[-1].plan == name and runs[-1].blocks:
-                runs[-1] = LayerRun(plan=name, blocks=(runs[-1].blocks[0], block))
-            else:
-                runs.append(LayerRun(plan=name, blocks=(block, block)))
-            block += 1
+        for layer, choice in enumerate(stage, strategy.layers_of(index)[0]):
+            name, first = names[choice], layer
+            if runs and runs[-1].plan == name:
+                first = runs.pop().first
+            runs.append(LayerRun(plan=name, first=first, last=layer))
         stages.append(StagePlan(rank=strategy.layout.rank_of(index), layers=tuple(runs)))
     return tuple(stages)
 

@@ -1,8 +1,9 @@
 """The plan of a traced module: its shards, the stages that run them, and their parallelism.
 
 It shares the parts of the plan of a described model (planner/plan/plan.py): cluster, training,
-mesh, pipeline, prediction, search. A shard is a run of operators in the order in which the module
-ran them. The executor traces the module again and cuts it at the same places.
+mesh, pipeline, prediction, search. A shard is a layer of the module: a run of operators in the
+order in which the module ran them. The executor traces the module again and cuts it at the same
+places.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from parplan.costmodels.communication.mesh import Mesh
-from parplan.planner.plan.pipeline_plan import PipelinePlan
+from parplan.planner.plan.pipeline_plan import PipelinePlan, PipelineStage
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Prediction, SearchRecord
 from parplan.profiles.machines.hardware import Cluster
@@ -57,18 +58,15 @@ class ShardPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardStage:
-    """One (virtual) pipeline stage: shards [first, end), and the pipeline rank that runs it.
+class ShardStage(PipelineStage):
+    """One (virtual) pipeline stage of a traced module.
 
     zero        its ZeRO stage
-    recompute   the shards that run again in the backward pass
+    recompute   the layers that run again in the backward pass
     """
 
     __pydantic_config__ = _FORBID
 
-    rank: int
-    first: int
-    end: int
     zero: int
     recompute: tuple[int, ...] = ()
 

@@ -16,6 +16,7 @@ from parplan.planner.plan.assemble import (
     rounded_figures,
     step_kind,
 )
+from parplan.planner.plan.pipeline_plan import LayerRange
 from parplan.planner.plan.plan import PLAN_VERSION
 from parplan.planner.plan.prediction import Prediction, Quantity, SearchRecord
 from parplan.planner.plan.traced_plan import (
@@ -66,22 +67,24 @@ def assembled(
         ),
         shards=shard_plans(sharded, price_cache.classes.of),
         shardings=split_plans_of(price_cache, layout.sharding),
-        stages=tuple(
-            ShardStage(
-                rank=layout.rank_of(stage),
-                first=strategy.layers_of(stage)[0],
-                end=strategy.layers_of(stage)[1],
-                zero=choices[0].zero,
-                recompute=tuple(
-                    shard
-                    for shard, choice in enumerate(choices, strategy.layers_of(stage)[0])
-                    if choice.recompute is Recompute.FULL
-                ),
-            )
-            for stage, choices in enumerate(strategy.stages)
-        ),
+        stages=tuple(_stage(strategy, index) for index in range(len(strategy.stages))),
         predicted=predicted,
         search=record,
+    )
+
+
+def _stage(strategy: Strategy, index: int) -> ShardStage:
+    first, end = strategy.layers_of(index)
+    choices = strategy.stages[index]
+    return ShardStage(
+        rank=strategy.layout.rank_of(index),
+        layers=(LayerRange(first=first, last=end - 1),),
+        zero=choices[0].zero,
+        recompute=tuple(
+            shard
+            for shard, choice in enumerate(choices, first)
+            if choice.recompute is Recompute.FULL
+        ),
     )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.step import StepPrice, price_step
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
+from parplan.planner.plan.derived import layout_of
 from parplan.planner.plan.prediction import SearchRecord
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.planner.stage_columns.stage_contents import Range
@@ -58,7 +59,7 @@ def reprice_traced(plan: TracedPlan, model: TracedModel) -> PricedModule:
     price_cache = ShardPriceCache(
         _sharded_alike(plan, model), plan.training, machine_for(plan.cluster)
     )
-    layout = traced_layout(plan)
+    layout = layout_of(plan)
     if split_plans_of(price_cache, layout.sharding) != dict(plan.shardings):
         raise ConfigError(
             f"shardings: a new trace of {plan.module.text} is divided over tp {plan.mesh.tp} in "
@@ -73,20 +74,6 @@ def reprice_traced(plan: TracedPlan, model: TracedModel) -> PricedModule:
         price_cache,
     )
     return priced_module(strategy, price_cache, plan.search)
-
-
-def traced_layout(plan: TracedPlan) -> ParallelLayout:
-    """Returns the mesh, schedule and micro-batch of a plan as a layout."""
-    pipeline = plan.pipeline
-    return ParallelLayout(
-        mesh=plan.mesh,
-        schedule=pipeline.schedule,
-        virtual_stages=pipeline.virtual_stages,
-        micro_batch_size=pipeline.micro_batch_size,
-        num_micro_batches=pipeline.num_micro_batches,
-        sequence_parallel=False,
-        actions=pipeline.actions,
-    )
 
 
 def _sharded_alike(plan: TracedPlan, model: TracedModel) -> Sharded:

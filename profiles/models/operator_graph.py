@@ -167,6 +167,12 @@ class LayerKind(StrEnum):
         return self
 
 
+def layer_kind(index: int, num_blocks: int) -> LayerKind:
+    """Returns the kind of a layer of a described model: the embedding, the blocks, the head."""
+    ends = {0: LayerKind.EMBEDDING, num_blocks + 1: LayerKind.HEAD}
+    return ends.get(index, LayerKind.BLOCK)
+
+
 class LayerKey(Hashable, Protocol):
     """The name of a layer class in a model, with the role of its layers."""
 

@@ -7,6 +7,7 @@ from itertools import groupby
 
 from rich.console import Console
 
+from parplan.planner.plan.derived import blocks_of
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import StageMemory
 from parplan.planner.plan.traced_plan import TracedPlan
@@ -54,16 +55,15 @@ def fullest(plan: Plan | TracedPlan) -> StageMemory:
 def _row(plan: Plan, memory: StageMemory) -> MemoryRow:
     chunks = [stage for stage in plan.stages if stage.rank == memory.stage]
     runs = [run for chunk in chunks for run in chunk.layers]
-    held = [block for run in runs if run.blocks is not None for block in run.blocks]
-    num_blocks = sum(run.blocks[1] - run.blocks[0] + 1 for run in runs if run.blocks is not None)
-    kinds = [plan.layer_plans[run.plan].layer for run in runs if run.blocks is None]
+    held = [block for run in runs for block in blocks_of(plan, run)]
+    kinds = [plan.layer_plans[run.plan].layer for run in runs]
     ends = tuple(str(kind) for kind in (LayerKind.EMBEDDING, LayerKind.HEAD) if kind in kinds)
     blocks = (held[0], held[-1]) if held and len(chunks) == 1 else None
     return MemoryRow(
         first=memory.stage,
         last=memory.stage,
         blocks=blocks,
-        num_blocks=num_blocks,
+        num_blocks=len(held),
         chunks=len(chunks),
         ends=ends,
         memory=memory,

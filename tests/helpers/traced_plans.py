@@ -12,6 +12,7 @@ from typing import Any
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.executor.traced.program_cut import cut_program
 from parplan.planner.layer_options.traced_shardings import split_plans, traced_shardings
+from parplan.planner.plan.pipeline_plan import LayerRange
 from parplan.planner.plan.plan import PLAN_VERSION
 from parplan.planner.plan.traced_plan import (
     ShardPlan,
@@ -72,8 +73,7 @@ def hand_plan(
     stages = tuple(
         ShardStage(
             rank=k % pp,
-            first=k * shards_a_stage,
-            end=(k + 1) * shards_a_stage,
+            layers=(LayerRange(first=k * shards_a_stage, last=(k + 1) * shards_a_stage - 1),),
             zero=zero,
             recompute=(k * shards_a_stage,) if recompute else (),
         )
@@ -135,7 +135,10 @@ def _with_shards(plan: TracedPlan, program: Program, count: int) -> TracedPlan:
 def _cuts(plan: TracedPlan, program: Program, ends: list[int]) -> bool:
     """Tells if every end so far may be the end of a stage."""
     shards = _shards(program, [*ends, len(program.calls)])
-    stages = tuple(ShardStage(rank=k, first=k, end=k + 1, zero=0) for k in range(len(shards)))
+    stages = tuple(
+        ShardStage(rank=k, layers=(LayerRange(first=k, last=k),), zero=0)
+        for k in range(len(shards))
+    )
     try:
         cut_program(replace(plan, shards=shards, stages=stages), program)
     except ConfigError:

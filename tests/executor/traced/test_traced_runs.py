@@ -23,7 +23,8 @@ from parplan.executor.traced.program_cut import check_recompute, cut_program
 from parplan.executor.traced.stage_values import open_module
 from parplan.executor.traced.traced_parity import run_traced_plans, run_traced_reference
 from parplan.executor.traced.traced_trainer import open_plan_module
-from parplan.planner.plan.plan_file import plan_to_document, traced_plan_from_document
+from parplan.planner.plan.pipeline_plan import LayerRange
+from parplan.planner.plan.plan_file import any_plan_from_document, plan_to_document
 from parplan.planner.plan.traced_plan import ShardStage, TracedPlan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.module_source import ModuleSource
@@ -152,7 +153,7 @@ def test_what_does_not_fit_together_is_refused_when_it_is_read(plan, change, act
     changed = {key: {**body[key], **values} for key, values in change.items()}
 
     with pytest.raises(ConfigError, match=actual):
-        traced_plan_from_document({**body, **changed}, "plan")
+        any_plan_from_document({**body, **changed}, "plan")
 
 
 @pytest.mark.parametrize(
@@ -178,7 +179,7 @@ def test_what_does_not_fit_together_is_refused_when_it_is_read(plan, change, act
 def test_what_cannot_run_is_refused(plan, schedule, actions, ranks, actual):
     size = len(plan.shards) // len(ranks)
     stages = tuple(
-        ShardStage(rank=rank, first=k * size, end=(k + 1) * size, zero=0)
+        ShardStage(rank=rank, layers=(LayerRange(first=k * size, last=(k + 1) * size - 1),), zero=0)
         for k, rank in enumerate(ranks)
     )
     pipeline = replace(
@@ -187,7 +188,7 @@ def test_what_cannot_run_is_refused(plan, schedule, actions, ranks, actual):
         virtual_stages=len(ranks) // 2,
         actions=tuple(map(_of_all_micro_batches, actions)),
     )
-    whole = traced_plan_from_document(
+    whole = any_plan_from_document(
         plan_to_document(replace(plan, pipeline=pipeline, stages=stages)), "plan"
     )
 

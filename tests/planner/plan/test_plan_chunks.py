@@ -36,8 +36,8 @@ from parplan.profiles.machines.machine_catalog import (
 )
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import Precision, TrainingSpec
-from parplan.profiles.units import GIB
-from parplan.report.plans.chunk_tables import blocks_by_location, fullest_levels, spans_text
+from parplan.profiles.units import GIB, spans_text
+from parplan.report.plans.chunk_tables import blocks_by_location, fullest_levels
 from tests.helpers.planning import estimate_plan, find_plan
 
 TINY = replace(load_model("gpt-tiny").spec, num_layers=8)
