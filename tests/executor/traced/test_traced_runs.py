@@ -138,7 +138,9 @@ def test_a_shard_that_writes_into_its_input_is_not_run_again():
     ("change", "actual"),
     [
         pytest.param(
-            {"mesh": {"tp": 2}}, "how the operators of a traced module are divided", id="tp"
+            {"mesh": {"tp": 2}, "cluster": {"nodes": 2}},
+            "how the operators of a traced module are divided",
+            id="tp",
         ),
         pytest.param({"training": {"global_batch_size": 5}}, "global_batch_size is 5", id="batch"),
         pytest.param(
