@@ -28,13 +28,13 @@ IN_CHUNKS = OFFLOAD_OF[StateLocation.HOST]  # only blocks in chunks offload thes
 def require_consistent(plan: AnyPlan, where: str) -> None:
     """Raises ConfigError with `where` and key for the first part that does not fit the others."""
     _require_layout(plan, where)
+    _require_prediction(plan, where)
     if isinstance(plan, TracedPlan):
         _require_stages(plan.stages, len(plan.shards), where)
         _require_traced(plan, where)
     else:
         _require_stages(plan.stages, plan.model.num_layers + 2, where)
         _require_described(plan, where)
-    _require_prediction(plan, where)
 
 
 def _require_described(plan: Plan, where: str) -> None:
@@ -133,26 +133,26 @@ def _unfit(where: str, key: str, problem: str) -> ConfigError:
 
 def _require_layout(plan: AnyPlan, where: str) -> None:
     """Raises ConfigError unless devices, batch and stages (by rank) fit mesh and pipeline."""
-    cluster, training, mesh, pipeline = plan.cluster, plan.training, plan.mesh, plan.pipeline
+    mesh, pipeline = plan.mesh, plan.pipeline
     ranks = [stage.rank for stage in plan.stages]
-    if mesh.num_ranks != cluster.num_gpus:
+    if mesh.num_ranks != plan.cluster.num_gpus:
         raise _unfit(
             where,
             "mesh",
-            f"{mesh} has {mesh.num_ranks} ranks, the cluster has {cluster.num_gpus} devices, "
-            f"nodes {cluster.nodes} x {cluster.gpus_per_node}",
+            f"{mesh} has {mesh.num_ranks} ranks, the cluster has {plan.cluster.num_gpus} devices, "
+            f"nodes {plan.cluster.nodes} x {plan.cluster.gpus_per_node}",
         )
     reason = legal(pipeline.schedule, mesh.pp, pipeline.num_micro_batches, pipeline.virtual_stages)
     if reason:
         raise _unfit(where, "pipeline", reason)
     sequences = pipeline.micro_batch_size * pipeline.num_micro_batches * mesh.dp
-    if sequences != training.global_batch_size:
+    if sequences != plan.training.global_batch_size:
         raise _unfit(
             where,
             "pipeline",
             f"{pipeline.num_micro_batches} micro-batches of {pipeline.micro_batch_size} "
             f"on dp {mesh.dp} are {sequences} sequences, "
-            f"global_batch_size is {training.global_batch_size}",
+            f"global_batch_size is {plan.training.global_batch_size}",
         )
     num_stages = mesh.pp * pipeline.virtual_stages
     if len(ranks) != num_stages:
