@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.operators.sharding import Sharding
-from parplan.costmodels.step import StepPrice, model_flops_utilization
+from parplan.costmodels.step import StepPrice
 from parplan.costmodels.strategy import Strategy
 from parplan.planner.layer_options.traced_shardings import split_plans
-from parplan.planner.plan.assemble import (
-    breakdown,
-    letters,
-    memory_of_stages,
-    pipeline_of,
-    redundancy_of,
-    rounded_figures,
-    step_kind,
-)
+from parplan.planner.plan.assemble import letters, pipeline_of, prediction_of
 from parplan.planner.plan.pipeline_plan import LayerRange
 from parplan.planner.plan.plan import PLAN_VERSION
-from parplan.planner.plan.prediction import Prediction, Quantity, SearchRecord
+from parplan.planner.plan.prediction import SearchRecord
 from parplan.planner.plan.traced_plan import (
     ShardPlan,
     ShardStage,
@@ -37,38 +29,24 @@ def assembled(
     layout = strategy.layout
     sharded = price_cache.sharded
     model = sharded.model
-    cluster = price_cache.machine.cluster
-    training = price_cache.training
-    kind = step_kind(price)
-    flops = price_cache.flops_per_sequence
-    speed = training.tokens_per_step / price.step_s / layout.mesh.num_ranks
-    used = model_flops_utilization(price.step_s, layout.mesh.num_ranks, price_cache)
-    predicted = Prediction(
-        step_time_s=Quantity(value=rounded_figures(price.step_s), kind=kind),
-        tokens_per_s_per_gpu=Quantity(value=rounded_figures(speed), kind=kind),
-        mfu=Quantity(value=rounded_figures(used), kind=kind),
-        breakdown=breakdown(price),
-        memory_gib=memory_of_stages(price, cluster.device.memory_bytes),
-        redundancy_gib=redundancy_of(layout, price),
-    )
     return TracedPlan(
         plan_version=PLAN_VERSION,
         module=model.source,
-        cluster=cluster,
-        training=training,
+        cluster=price_cache.machine.cluster,
+        training=price_cache.training,
         mesh=layout.mesh,
         pipeline=pipeline_of(layout),
         traced=TracedSummary(
             name=model.name,
             num_parameters=model.num_parameters,
             num_operators=len(model.operators),
-            flops_per_sequence=flops,
+            flops_per_sequence=price_cache.flops_per_sequence,
             unit=model.unit,
         ),
         shards=shard_plans(sharded, price_cache.classes.of),
         shardings=split_plans_of(price_cache, layout.sharding),
         stages=tuple(_stage(strategy, index) for index in range(len(strategy.stages))),
-        predicted=predicted,
+        predicted=prediction_of(layout, price, price_cache),
         search=record,
     )
 

@@ -7,13 +7,13 @@ shards are compared with those of the plan, and the price is that of the search.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.costmodels.step import StepPrice, price_step
+from parplan.costmodels.step import price_step
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.plan.derived import layout_of
 from parplan.planner.plan.prediction import SearchRecord
+from parplan.planner.plan.reprice import Repriced
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.planner.stage_columns.stage_contents import Range
 from parplan.planner.traced.assemble_traced import assembled, shard_plans, split_plans_of
@@ -27,18 +27,7 @@ from parplan.profiles.models.traced_model import TracedModel
 _AGAIN = "make the plan again: plan --model {}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PricedModule:
-    """A plan of a traced module under the prices of today, and its strategy."""
-
-    plan: TracedPlan
-    strategy: Strategy
-    price: StepPrice
-    price_cache: ShardPriceCache
-
-    def assembled(self, strategy: Strategy, price: StepPrice, record: SearchRecord) -> TracedPlan:
-        """Returns the plan of another strategy for the same shards."""
-        return assembled(strategy, price, record, self.price_cache)
+PricedModule = Repriced[TracedPlan, ShardPriceCache]
 
 
 def priced_module(
@@ -47,7 +36,7 @@ def priced_module(
     """Returns a strategy with its price and its plan."""
     price = price_step(strategy, price_cache)
     plan = assembled(strategy, price, record, price_cache)
-    return PricedModule(plan=plan, strategy=strategy, price=price, price_cache=price_cache)
+    return Repriced(plan, strategy, price, price_cache)
 
 
 def reprice_traced(plan: TracedPlan, model: TracedModel) -> PricedModule:
