@@ -370,14 +370,6 @@ def _messages(
     return messages
 
 
-def transfer_time(rank: int, layout: ParallelLayout, price_cache: LayerPriceCache) -> Seconds:
-    """Seconds of one micro-batch's boundary activation from pipeline rank `rank` to the next.
-
-    The last rank sends to the first. A gradient takes as long.
-    """
-    return time_between(rank, (rank + 1) % layout.mesh.pp, layout, price_cache)
-
-
 Link = tuple[int, Sharding, bool, int, bool]
 
 
