@@ -11,9 +11,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
+
+from parplan.profiles.elementwise import Number
 from parplan.profiles.models.operator_graph import (
     EXPERTS_DIM,
     Operator,
@@ -120,6 +124,10 @@ class Sharding:
         """Bytes on one rank of a tensor at its `place`."""
         return self.local_bytes(tensor, self.place(operator, tensor))
 
+    def made_bytes(self, operator: Operator, tensor: Tensor) -> int:
+        """Bytes on one rank of an output as it is computed, before partial sums are ended."""
+        return self.local_bytes(tensor, self.place_inside(operator, tensor))
+
     def parameter_shape(self, operator: Operator, parameter: Parameter) -> tuple[int, ...]:
         """The shape of a parameter on one rank; matrices of several experts are stacked by rows."""
         shape = tuple(-(-dim.size // self.parts(operator, dim.name)) for dim in parameter.dims)
@@ -141,6 +149,60 @@ class Sharding:
             and split.dim is not None
             and parameter.tensor_dim(split.dim) is None
         )
+
+
+class LocalSizes(Protocol):
+    """Sizes of an operator on one rank: numbers of one sharding, arrays of several."""
+
+    @property
+    def tp(self) -> Number: ...
+
+    @property
+    def ep(self) -> Number: ...
+
+    def dim_size(self, operator: Operator, dim_name: str) -> Number: ...
+
+    def tensor_bytes(self, operator: Operator, tensor: Tensor) -> Number: ...
+
+    def made_bytes(self, operator: Operator, tensor: Tensor) -> Number: ...
+
+    def parameter_elements(self, operator: Operator) -> Number: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Shardings:
+    """Several shardings at once: the methods are those of `Sharding`, with a number for each."""
+
+    each: tuple[Sharding, ...]
+
+    @property
+    def tp(self) -> Number:
+        return np.array([sharding.tp for sharding in self.each])
+
+    @property
+    def ep(self) -> Number:
+        return np.array([sharding.ep for sharding in self.each])
+
+    def dim_size(self, operator: Operator, dim_name: str) -> Number:
+        return self._divided(operator.size(dim_name), lambda each: each.parts(operator, dim_name))
+
+    def tensor_bytes(self, operator: Operator, tensor: Tensor) -> Number:
+        return self._divided(
+            tensor.num_bytes,
+            lambda each: placed_parts(each.place(operator, tensor), each.degrees),
+        )
+
+    def made_bytes(self, operator: Operator, tensor: Tensor) -> Number:
+        return self._divided(
+            tensor.num_bytes,
+            lambda each: placed_parts(each.place_inside(operator, tensor), each.degrees),
+        )
+
+    def parameter_elements(self, operator: Operator) -> Number:
+        return np.array([each.parameter_elements(operator) for each in self.each])
+
+    def _divided(self, size: Number, parts: Callable[[Sharding], int]) -> Number:
+        return -(-size // np.array([parts(each) for each in self.each]))
 
 
 def _where(operator: Operator, tensor: Tensor, split: Split, *, ends: bool) -> str | None:
