@@ -7,9 +7,10 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 
 
-def new_lows(values: Array) -> npt.NDArray[np.bool_]:
+def new_lows(values: Array) -> Mask:
     """Returns a mask of the values that are below all values before them; the first always is."""
     return np.concatenate(
         (np.full(min(1, len(values)), True), values[1:] < np.minimum.accumulate(values)[:-1])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -62,6 +62,11 @@ def exp(value: Number) -> Number:
 def sqrt(value: Number) -> Number:
     """Returns the square root."""
     return np.sqrt(value) if isinstance(value, np.ndarray) else math.sqrt(value)
+
+
+def key_of(number: Number) -> Hashable:
+    """Returns a key of a number, or of all numbers of an array."""
+    return tuple(number.ravel().tolist()) if isinstance(number, np.ndarray) else number
 
 
 def interpolated(at: Number, knots: Sequence[float], values: Sequence[float]) -> Number:

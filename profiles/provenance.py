@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -49,7 +49,7 @@ def weakest_kind(kinds: Iterable[Kind]) -> Kind:
 class Seconds:
     """An immutable duration with its measured, interpolated and analytic parts.
 
-    The parts may be arrays, the durations of many operators at once, of which `at` returns one.
+    The parts may be arrays, the durations of many operators at once, of which `at` returns some.
     """
 
     __slots__ = ("parts_s",)
@@ -87,6 +87,12 @@ class Seconds:
             kind
             for kind, part_s in zip(_ORDER, self.parts_s, strict=True)
             if part_s and part_s >= enough_s
+        )
+
+    def at(self, index: Any) -> Seconds:
+        """Returns the durations at an index of the arrays."""
+        return Seconds._of(
+            tuple(part[index] if isinstance(part, np.ndarray) else part for part in self.parts_s)
         )
 
     def __add__(self, addend: Seconds) -> Seconds:

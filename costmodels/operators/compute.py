@@ -61,6 +61,13 @@ class OperatorTime:
     backward: Seconds
     weight: Seconds = ZERO
 
+    def of_sharding(self, number: int) -> OperatorTime:
+        """Returns the seconds of one of several shardings, by micro-batch size where these vary."""
+        if self is FREE:
+            return self
+        one = (..., slice(number, number + 1))
+        return OperatorTime(self.forward.at(one), self.backward.at(one), self.weight.at(one))
+
     def plus(self, added: OperatorTime) -> OperatorTime:
         if added is FREE:
             return self

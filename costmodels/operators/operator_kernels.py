@@ -22,7 +22,7 @@ from parplan.costmodels.operators.kernels import (
     product_kernel,
 )
 from parplan.costmodels.operators.sharding import LocalSizes
-from parplan.profiles.elementwise import Number, chosen, larger_of
+from parplan.profiles.elementwise import Number, anywhere, chosen, larger_of
 from parplan.profiles.machines.curves import Product
 from parplan.profiles.models.operator_graph import Operator, OperatorKind, Tensor
 from parplan.profiles.models.spec import TrainingSpec
@@ -249,7 +249,7 @@ def _named(operator: Operator, *, dropped: bool) -> tuple[str, str]:
         return "layer_norm" if len(operator.parameters) > 1 else "rms_norm", "norm"
     name = operator.function.lower()
     if name == "activation":
-        gated = operator.inputs[0].num_elements > operator.outputs[0].num_elements
+        gated = anywhere(operator.inputs[0].num_elements > operator.outputs[0].num_elements)
         name = "swiglu" if gated else "gelu"
     elif dropped:
         name = f"dropped_{name}"

@@ -9,17 +9,20 @@ and sequence parallelism are the default: every axis splits the operator's paral
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import and_
 from typing import Protocol
 
 import numpy as np
 
-from parplan.profiles.elementwise import Number
+from parplan.profiles.elementwise import Number, anywhere
 from parplan.profiles.models.operator_graph import (
     EXPERTS_DIM,
+    Dim,
     Operator,
     OperatorKind,
     Parameter,
@@ -244,7 +247,10 @@ class Rejected:
 def operator_splits(
     operator: Operator, degrees: tuple[int, ...]
 ) -> tuple[tuple[Splits, ...], tuple[Rejected, ...]]:
-    """Returns every legal way to divide `operator` over axes of `degrees`, and the rejected."""
+    """Returns every legal way to divide `operator` over axes of `degrees`, and the rejected.
+
+    A way is legal for several micro-batch sizes if it is for one of them (`divides`).
+    """
     legal, rejected = [], []
     for splits in itertools.product(
         *(tuple(_axis_splits(operator)) if p > 1 else (Split(),) for p in degrees)
@@ -275,15 +281,26 @@ def _illegal(operator: Operator, splits: Splits, degrees: tuple[int, ...]) -> st
         if split.result and split.result not in SCATTERED:
             return f"a reduce-scatter over {split.result} is not run by the executor"
     for dim in operator.dims:
-        parts = math.prod(
-            p
-            for p, split in zip(degrees, splits, strict=True)
-            if dim.name in (split.dim, split.result)
-        )
-        if dim.size % (parts * dim.unit):
+        parts = _parts(dim, splits, degrees)
+        if not anywhere(dim.size % (parts * dim.unit) == 0):
             groups = f", {dim.size // dim.unit} groups of {dim.unit}" if dim.unit > 1 else ""
             return f"{parts} ranks do not divide {dim.name} {dim.size}{groups}"
     return None
+
+
+def _parts(dim: Dim, splits: Splits, degrees: tuple[int, ...]) -> int:
+    return math.prod(
+        p for p, split in zip(degrees, splits, strict=True) if dim.name in (split.dim, split.result)
+    )
+
+
+def divides(operator: Operator, splits: Splits, degrees: tuple[int, ...]) -> Number:
+    """Returns whether `splits` divide every dim evenly, by micro-batch size where these vary."""
+    return functools.reduce(
+        and_,
+        (dim.size % (_parts(dim, splits, degrees) * dim.unit) == 0 for dim in operator.dims),
+        True,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,13 +11,12 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import AHEAD, LAST_KEEPS_ALL, Schedule, legal
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.enumeration import (
-    MAX_MICRO_BATCH_SIZE,
     CandidateSpace,
     Pruned,
     layout_text,
 )
 from parplan.planner.candidates.stack_rules import lacking_schedule, require_stack_runs
-from parplan.planner.request import Constraints, TracedRequest
+from parplan.planner.request import MAX_MICRO_BATCH_SIZE, Constraints, TracedRequest
 from parplan.profiles.divisors import divisors
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
