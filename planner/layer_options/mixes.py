@@ -431,11 +431,10 @@ def _worth_it(mixes: Mixes, time_s: Array) -> Ints:
         axis=1,
         return_inverse=True,
     )
-    kept = [
-        skyline(group.ravel(), time_s, held)
-        for held in (mixes.saved_bytes, mixes.saved_bytes - mixes.ideal_saved_bytes)
-    ]
-    return np.unique(np.concatenate(kept))
+    kept = np.zeros(len(time_s), np.bool_)
+    for held in (mixes.saved_bytes, mixes.saved_bytes - mixes.ideal_saved_bytes):
+        kept[skyline(group.ravel(), time_s, held)] = True
+    return np.flatnonzero(kept)
 
 
 def skyline(group: Ints, time_s: Array, held: Array) -> Ints:
