@@ -10,6 +10,15 @@ Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 
+def distinct(values: npt.ArrayLike) -> Array:
+    """Returns the distinct values, ascending.
+
+    `np.unique` imports the masked arrays of NumPy, which takes as long as many a price.
+    """
+    ordered: Array = np.sort(np.asarray(values, np.float64))
+    return ordered[np.diff(ordered, prepend=-np.inf) > 0]
+
+
 def new_lows(values: Array) -> Mask:
     """Returns a mask of the values that are below all values before them; the first always is."""
     return np.concatenate(

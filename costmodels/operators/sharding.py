@@ -228,12 +228,16 @@ def placed_parts(place: Place, degrees: tuple[int, ...]) -> int:
 
 def megatron_split(operator: Operator, *, sequence_parallel: bool) -> Split:
     """Megatron's split: the parallel dim; under sequence parallelism everything else by token."""
-    tokens = "sequence" if sequence_parallel else None
-    if operator.parallel_dim is None:
-        return Split(tokens)
-    return Split(
-        operator.parallel_dim, tokens if operator.contracted == operator.parallel_dim else None
+    dim = operator.parallel_dim
+    return _megatron_split(
+        dim, sums=dim is not None and dim == operator.contracted, tokens=sequence_parallel
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _megatron_split(dim: str | None, *, sums: bool, tokens: bool) -> Split:
+    by_token = "sequence" if tokens else None
+    return Split(by_token) if dim is None else Split(dim, by_token if sums else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
