@@ -14,7 +14,7 @@ the maker's output. The problem leaves the second out; the catalogue prices it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -167,7 +167,7 @@ class LayerProblem:
 def may_recompute(operator: Operator) -> bool:
     """Returns whether an operator can run again alone: a new dropout mask would differ."""
     masks = any(tensor.element_bytes == 1 for tensor in operator.saved)
-    return operator.kind is OperatorKind.ATTENTION or not masks
+    return operator.repeatable and (operator.kind is OperatorKind.ATTENTION or not masks)
 
 
 def layer_problem(
@@ -184,6 +184,18 @@ def layer_problem(
     return LayerStrategies(layer, inside, training, zero, dp).problem(sharding.boundary)
 
 
+def _makers(layer: LayerClass) -> dict[tuple[int, str], str]:
+    """The maker of each input by the reader's number; an operator in place makes its input anew."""
+    makers: dict[tuple[int, str], str] = {}
+    last: dict[str, str] = {}
+    for reader, operator in enumerate(layer.operators):
+        for tensor in operator.inputs:
+            if tensor.name in last:
+                makers[reader, tensor.name] = last[tensor.name]
+        last.update({tensor.name: operator.name for tensor in operator.outputs})
+    return makers
+
+
 @dataclass(frozen=True, slots=True)
 class _MovedTensor:
     """A tensor between two placements: seconds, and the bytes that reader and maker save."""
@@ -198,7 +210,8 @@ class _MovedTensor:
 class LayerStrategies:
     """The strategies of every operator of a layer on the axes `inside`, and the links between them.
 
-    All boundaries of the layer share them.
+    All boundaries of the layer share them. With a `sharding` its split is the only one of each
+    operator.
 
     savers   by tensor, the first operator that saves it: its bytes count there
     alone    by reader and the placements of an input and of its gradient, the price of the reader
@@ -211,9 +224,11 @@ class LayerStrategies:
         training: TrainingSpec,
         zero: int = 0,
         dp: int = 1,
+        sharding: Sharding | None = None,
     ) -> None:
         self.layer = layer
         self.inside = inside
+        self.given = sharding
         self.sharding = Sharding(
             math.prod(inside.degrees), axes=inside.degrees if len(inside.degrees) > 1 else ()
         )
@@ -221,7 +236,6 @@ class LayerStrategies:
         self.zero = zero
         self.dp = dp
         self.index = {operator.name: i for i, operator in enumerate(layer.operators)}
-        self.makers = {tensor.name: op.name for op in layer.operators for tensor in op.outputs}
         self.savers: dict[str, str] = {}
         for operator in layer.operators:
             for tensor in operator.saved:
@@ -232,11 +246,12 @@ class LayerStrategies:
         self.options = tuple(
             self._undominated(list(self._options(operator))) for operator in layer.operators
         )
+        makers = _makers(layer)
         self.links = {
             (reader, position): self._link(reader, position, maker)
             for reader, operator in enumerate(layer.operators)
             for position, tensor in enumerate(operator.inputs)
-            if (maker := self.makers.get(tensor.name)) is not None
+            if (maker := makers.get((reader, tensor.name))) is not None
         }
 
     def problem(self, boundary: Place) -> LayerProblem:
@@ -267,7 +282,11 @@ class LayerStrategies:
         )
 
     def _options(self, operator: Operator) -> Iterator[StrategyOption]:
-        legal, _ = operator_splits(operator, self.sharding.degrees)
+        legal: Iterable[Splits]
+        if self.given is not None:
+            legal = (self.given.splits(operator),)
+        else:
+            legal, _ = operator_splits(operator, self.sharding.degrees)
         for splits in legal:
             price = operator_price(
                 operator, splits, self.inside, self.training, zero=self.zero, dp=self.dp

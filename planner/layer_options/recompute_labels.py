@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parplan.planner.dominance import Array, Ints
+from parplan.planner.dominance import Array, Ints, new_lows
 
 MOST_LABELS = 384  # labels of one row of layers; beyond that, evenly spread ones are selected
 
@@ -102,11 +102,15 @@ def _extended(item: Item, behind: Labels) -> Labels:
 
 def _unbeaten(time_s: Array, kept: Array, workspace: Array) -> tuple[Ints, bool]:
     """Returns the labels on the front of all three values, and whether these are all of them."""
-    order = np.lexsort((workspace, kept, time_s))
+    order = np.lexsort((workspace, kept, time_s))  # labels earlier in the order take no longer
     held, widest = kept[order], workspace[order]
-    # labels earlier in the order take no longer
-    beats = np.triu((held[:, None] <= held[None, :]) & (widest[:, None] <= widest[None, :]), 1)
-    front = order[~beats.any(axis=0)]
+    on_front = np.zeros(len(order), np.bool_)
+    for limit in np.unique(widest):
+        # the labels within this workspace that save less than all before them
+        within = np.flatnonzero(widest <= limit)
+        lows = within[new_lows(held[within])]
+        on_front[lows[widest[lows] == limit]] = True
+    front = order[on_front]
     if len(front) <= MOST_LABELS:
         return front, True
     spread = np.unique(np.linspace(0, len(front) - 1, MOST_LABELS).round().astype(np.int64))
