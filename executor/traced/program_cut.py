@@ -183,7 +183,7 @@ class _Places:
         views: dict[fx.Node, None] = {}
         while pending:
             node = pending.pop()
-            if _is_view(node):
+            if is_view(node):
                 views[node] = None
                 pending += [
                     each
@@ -264,7 +264,7 @@ def _drop_unread_views(calls: dict[int, list[fx.Node]], outputs: set[fx.Node]) -
                 read[before] += 1
     for index, each in reversed(calls.items()):
         for node in sorted(each, reverse=True):
-            if not read[node] and node not in outputs and _is_view(node):
+            if not read[node] and node not in outputs and is_view(node):
                 calls[index].remove(node)
                 for before in node.all_input_nodes:
                     if before in read:
@@ -293,7 +293,7 @@ def _check_travel(values: Nodes) -> None:
         value = node.meta["val"]
         if not isinstance(value, Tensor) or not value.requires_grad:
             raise ConfigError(
-                f"stages: {_where(node)} gives a value without gradient, which a later stage reads",
+                f"stages: {where(node)} gives a value without gradient, which a later stage reads",
                 hint="make the plan again: no stage may end between the two",
             )
 
@@ -304,7 +304,7 @@ def _check_writes(places: _Places, stage: int) -> None:
     for node in places.calls(stage):
         if any(received & _memory(written) for written in node.meta.get("written", ())):
             raise ConfigError(
-                f"stages: {_where(node)} writes into a value of an earlier stage",
+                f"stages: {where(node)} writes into a value of an earlier stage",
                 hint="make the plan again",
             )
 
@@ -325,7 +325,7 @@ def _check_counting(places: _Places) -> None:
         for each in node.all_input_nodes:
             if each in written and held.setdefault(each, stage) != stage:
                 raise ConfigError(
-                    f"stages: {_where(node)} reads or writes buffer {each.target}, which another "
+                    f"stages: {where(node)} reads or writes buffer {each.target}, which another "
                     "stage counts in",
                     hint="make the plan again: no stage may end between the two",
                 )
@@ -337,7 +337,7 @@ def check_recompute(shard: ShardCut, plan: ShardPlan) -> None:
     for node in shard.calls:
         if any(read & _memory(written) for written in node.meta.get("written", ())):
             raise ConfigError(
-                f"shards: {plan.name} writes into its input at {_where(node)}, so it cannot run "
+                f"shards: {plan.name} writes into its input at {where(node)}, so it cannot run "
                 "again",
                 hint="take it out of recompute",
             )
@@ -354,7 +354,8 @@ def written_buffers(shard: ShardCut) -> Nodes:
     return tuple(dict.fromkeys(node for node in attributes if node.meta["origin"] == BUFFER))
 
 
-def _where(node: fx.Node) -> str:
+def where(node: fx.Node) -> str:
+    """Returns the line of a call, and the module that makes it."""
     return f"{node.meta.get('line', node.name)} ({node.meta.get('path') or 'the module itself'})"
 
 
@@ -362,14 +363,14 @@ def _is_leaf(node: fx.Node) -> bool:
     return node.op in ("placeholder", "get_attr")
 
 
-def _is_view(node: fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
     """Tells whether a call's value, or the item picked from it, shares memory with inputs."""
     if node.op != "call_function" or node.meta.get("random") or node.meta.get("written"):
         return False
     sources = {each for before in node.all_input_nodes for each in _memory(before)}
     memory = _memory(node)
     if node.target is operator.getitem:
-        return _is_view(node.args[0])  # type: ignore[arg-type]
+        return is_view(node.args[0])  # type: ignore[arg-type]
     return bool(memory) and memory <= sources
 
 

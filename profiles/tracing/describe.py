@@ -10,7 +10,6 @@ while recording; tensors that share memory are saved once, under the name of the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import MethodType
 from typing import Any
 
 from torch import Tensor, fx
@@ -20,7 +19,13 @@ from parplan.profiles.models import operator_graph as model
 from parplan.profiles.models.operator_graph import Dim, Operator, OperatorKind, Parameter
 from parplan.profiles.models.traced_model import BATCH, TracedModel, TracedOperator
 from parplan.profiles.tracing.divisible import Divisible, outputs_of
-from parplan.profiles.tracing.program import PARAMETER, Program, memory_of, tensors_of
+from parplan.profiles.tracing.program import (
+    PARAMETER,
+    Program,
+    is_constant,
+    memory_of,
+    writes_buffer,
+)
 from parplan.profiles.tracing.torch_functions import UNNAMED, Computation, computation, fused_kernel
 
 _MASK_BYTES, _FP32_BYTES = 1, 4
@@ -56,7 +61,7 @@ class _Describer:
 
     def __init__(self, program: Program, second: Program, on_cpu: bool) -> None:
         self.sizes = program.micro_batch_size, second.micro_batch_size
-        self.on_cpu = on_cpu
+        self.program, self.on_cpu = program, on_cpu
         self.divisible = Divisible(program)
         nodes = [node for node in program.graph.nodes if node.op != "output"]
         self.counterparts = dict(
@@ -64,12 +69,6 @@ class _Describer:
         )
         self.counted = {
             each for node in program.calls for each in node.meta["written"] if each.op == "get_attr"
-        }
-        self.written = {
-            memory_of(each.meta["val"])
-            for node in program.calls
-            for each in node.meta["written"]
-            if not self._is_constant(node)
         }
         self.first: dict[int, fx.Node] = {}  # by memory, the node that made it
         for node in nodes:
@@ -98,8 +97,8 @@ class _Describer:
             path=node.meta["path"],
             line=node.meta["line"],
             view=view,
-            in_place=bool(node.meta["written"]) and not _writes_buffer(node),
-            constant=self._is_constant(node),
+            in_place=bool(node.meta["written"]) and not writes_buffer(node),
+            constant=is_constant(node),
             detached=tuple(
                 self._tensor(each).name for each in outputs if not each.meta["val"].requires_grad
             ),
@@ -135,28 +134,8 @@ class _Describer:
             causal=computed.causal,
             dropped=computed.dropped,
             gradient=gradient,
-            repeatable=self._is_repeatable(node, computed),
+            repeatable=self.program.is_repeatable(node),
         )
-
-    @staticmethod
-    def _is_constant(node: fx.Node) -> bool:
-        return not node.meta["depends"] and not _writes_buffer(node)
-
-    def _is_repeatable(self, node: fx.Node, computed: Computation) -> bool:
-        """True if a second run of a call gives the same tensor.
-
-        It gives one tensor, it reads and makes no memory that some call writes into, and it is no
-        torch.autograd.Function. Only attention may draw random numbers, which the executor draws
-        again.
-        """
-        value = node.meta["val"]
-        if not isinstance(value, Tensor) or isinstance(node.target, MethodType):
-            return False
-        if node.meta["random"] and computed.kind is not OperatorKind.ATTENTION:
-            return False
-        read = (each.meta["val"] for each in node.all_input_nodes)
-        tensors = tensors_of([value, *read])
-        return not any(memory_of(tensor) in self.written for tensor in tensors)
 
     def _parallel_dim(self, node: fx.Node, computed: Computation) -> str | None:
         name = self.divisible.parallel_dim(node)
@@ -286,7 +265,3 @@ class _Describer:
             f"{other_size}, its sizes must be in proportion",
             hint="let the module treat the samples of a batch one by one",
         )
-
-
-def _writes_buffer(node: fx.Node) -> bool:
-    return any(each.op == "get_attr" for each in node.meta["written"])
