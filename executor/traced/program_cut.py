@@ -183,7 +183,7 @@ class _Places:
         views: dict[fx.Node, None] = {}
         while pending:
             node = pending.pop()
-            if is_view(node):
+            if _is_view(node):
                 views[node] = None
                 pending += [
                     each
@@ -264,7 +264,7 @@ def _drop_unread_views(calls: dict[int, list[fx.Node]], outputs: set[fx.Node]) -
                 read[before] += 1
     for index, each in reversed(calls.items()):
         for node in sorted(each, reverse=True):
-            if not read[node] and node not in outputs and is_view(node):
+            if not read[node] and node not in outputs and _is_view(node):
                 calls[index].remove(node)
                 for before in node.all_input_nodes:
                     if before in read:
@@ -363,14 +363,14 @@ def _is_leaf(node: fx.Node) -> bool:
     return node.op in ("placeholder", "get_attr")
 
 
-def is_view(node: fx.Node) -> bool:
+def _is_view(node: fx.Node) -> bool:
     """Tells whether a call's value, or the item picked from it, shares memory with inputs."""
     if node.op != "call_function" or node.meta.get("random") or node.meta.get("written"):
         return False
     sources = {each for before in node.all_input_nodes for each in _memory(before)}
     memory = _memory(node)
     if node.target is operator.getitem:
-        return is_view(node.args[0])  # type: ignore[arg-type]
+        return _is_view(node.args[0])  # type: ignore[arg-type]
     return bool(memory) and memory <= sources
 
 

@@ -77,7 +77,7 @@ class ShardModule(nn.Module):
 
     With a `division` the ranks of its mesh make the calls together; all have the whole values that
     it takes and returns. The calls in `again` save their inputs alone and run again in the backward
-    pass, those that are true with their outputs.
+    pass.
     """
 
     def __init__(
@@ -86,12 +86,12 @@ class ShardModule(nn.Module):
         attributes: Mapping[str, Tensor],
         device: torch.device,
         division: Division | None = None,
-        again: Mapping[fx.Node, bool] | None = None,
+        again: frozenset[fx.Node] = frozenset(),
     ) -> None:
         super().__init__()
         self.cut = cut
         self._division = division
-        self._again = again or {}
+        self._again = again
         self._recipes = Recipes()
         self.add_module(OF, Holder())
         self._constants: dict[fx.Node, Tensor] = {}
@@ -183,7 +183,7 @@ class ShardModule(nn.Module):
                 return make(*values)
 
         return self._recipes.rerun(
-            called, *inputs, output_too=self._again[step.node], random=step.node.meta["random"]
+            called, *inputs, output_too=True, random=step.node.meta["random"]
         )
 
     def _divided(self, calls: DividedCalls) -> tuple[Tensor, ...]:

@@ -136,8 +136,7 @@ def build_stage(
             }
         for place in group:
             part, number = cut.shards[place], planned.first + place
-            places = planned.places_again(number)
-            again = calls_again(program, plan.shards[number], places, part.calls)
+            again = calls_again(program, plan.shards[number], planned.places_again(number))
             shards[place] = ShardModule(part, values | parameters, ranks.device, division, again)
             modules[place] = shards[place]
             if number in planned.recompute:
