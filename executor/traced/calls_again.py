@@ -15,7 +15,8 @@ from parplan.profiles.tracing.program import Program
 def calls_again(program: Program, shard: ShardPlan, places: Sequence[int]) -> frozenset[fx.Node]:
     """Returns the calls at `places` of a shard. Raises ConfigError for one that cannot run again.
 
-    The output of each call is made again with all that it saves.
+    The output of each call is made again with all that it saves. A reshape may be a view or a copy,
+    by the kernels and sizes of the run; as a view it makes nothing.
     """
     again = [program.calls[shard.first + place] for place in places]
     for node in again:
