@@ -255,7 +255,7 @@ class Catalogue:
         """
         key = micro_batch_size, sharding
         if key not in self._options:
-            self._options[key] = _unbeaten(self._found(micro_batch_size, sharding))
+            self._options[key] = unbeaten(self._found(micro_batch_size, sharding))
         return self._options[key]
 
     def _found(self, b: int, sharding: Sharding) -> Iterator[LayerOption]:
@@ -377,7 +377,7 @@ def weight_divided(operator: Operator, splits: Splits, degrees: tuple[int, ...])
     )
 
 
-def _unbeaten(options: Iterable[LayerOption]) -> tuple[LayerOption, ...]:
+def unbeaten(options: Iterable[LayerOption]) -> tuple[LayerOption, ...]:
     """Returns the options that no other of the same weight layout equals or beats, by time."""
     kept: list[LayerOption] = []
     for option in sorted(options, key=lambda option: option.values):

@@ -5,7 +5,7 @@ each placement of the open tensors, which some later operator reads, the walk ke
 no other label beats in both values. A label that is beaten there cannot be part of a layer on the
 front. The walk is exact; the tests compare it with the integer program of layer_program.py. All
 labels of an operator are arrays, also those of several variants of the problem, which differ in the
-options that they allow.
+options that they allow. Layers with many operators may have `FrontLimits`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parplan.planner.dominance import Array, Ints, Mask, new_lows
+from parplan.planner.dominance import Array, Ints, Mask, lower_hull, new_lows
 from parplan.planner.layer_options.layer_problem import (
     BEFORE,
     LayerProblem,
@@ -23,6 +23,18 @@ from parplan.planner.layer_options.layer_problem import (
 )
 
 Allowed = Callable[[str, StrategyOption], bool]  # by operator name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontLimits:
+    """Limits on the front of one layer.
+
+    points   points of the front; if there are more, those on its lower convex hull stay
+    labels   partial layers behind an operator; if there are more, evenly spread ones stay
+    """
+
+    points: int
+    labels: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +51,17 @@ class _Labels:
     saved_bytes: Array
     before: Ints
     option: Ints
+
+    def at(self, rows: Ints) -> _Labels:
+        """Returns the labels of these rows."""
+        return _Labels(
+            variant=self.variant[rows],
+            placed=self.placed[rows],
+            time_s=self.time_s[rows],
+            saved_bytes=self.saved_bytes[rows],
+            before=self.before[rows],
+            option=self.option[rows],
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,12 +151,18 @@ def _allowed(problem: LayerProblem, i: int, variants: Sequence[Allowed]) -> Mask
     )
 
 
-def layer_fronts(problem: LayerProblem, variants: Sequence[Allowed] = (_always,)) -> list[Ints]:
+def layer_fronts(
+    problem: LayerProblem,
+    variants: Sequence[Allowed] = (_always,),
+    limits: FrontLimits | None = None,
+) -> list[Ints]:
     """Returns the fronts by variant, with the number of each operator's option.
 
     A front has a row for each of its points, fastest first.
     """
-    *steps, ends = _walk(problem, variants)
+    *steps, ends = _walk(problem, variants, limits.labels if limits else None)
+    if limits:
+        ends = _limited(ends, limits.points)
     label = ends.before
     chosen: list[Ints] = []
     for labels in steps[::-1]:
@@ -143,7 +172,19 @@ def layer_fronts(problem: LayerProblem, variants: Sequence[Allowed] = (_always,)
     return [rows[ends.variant == variant] for variant in range(len(variants))]
 
 
-def _walk(problem: LayerProblem, variants: Sequence[Allowed]) -> list[_Labels]:
+def _limited(ends: _Labels, most: int) -> _Labels:
+    """Returns the whole layers of each variant, or those on their hull if there are more."""
+    kept: list[int] = []
+    for variant in np.unique(ends.variant):
+        rows = np.flatnonzero(ends.variant == variant).tolist()
+        points = ((float(ends.time_s[row]), float(ends.saved_bytes[row]), row) for row in rows)
+        kept += rows if len(rows) <= most else lower_hull(points)
+    return ends.at(np.array(kept, np.int64))
+
+
+def _walk(
+    problem: LayerProblem, variants: Sequence[Allowed], most: int | None = None
+) -> list[_Labels]:
     """Returns the labels after each operator, by variant and time; the last are whole layers."""
     none = np.zeros(len(variants))
     numbers = np.arange(len(variants))
@@ -160,6 +201,8 @@ def _walk(problem: LayerProblem, variants: Sequence[Allowed]) -> list[_Labels]:
     for i, operator in enumerate(_operators(problem)):
         allowed = _allowed(problem, i, variants)
         labels = _moved_on(labels, open_makers, operator, allowed)
+        if most is not None and len(labels.time_s) > most:
+            labels = labels.at(np.linspace(0, len(labels.time_s) - 1, most).astype(np.int64))
         open_makers = operator.still_open
         history.append(labels)
     return history
@@ -204,12 +247,4 @@ def _undominated(labels: _Labels) -> _Labels:
     saved_bytes = labels.saved_bytes[order]
     # every group begins below all groups before it
     below = np.cumsum(begins) * (np.ptp(saved_bytes) + 1.0) if len(order) else 0.0
-    kept = order[new_lows(saved_bytes - below)]
-    return _Labels(
-        variant=labels.variant[kept],
-        placed=labels.placed[kept],
-        time_s=labels.time_s[kept],
-        saved_bytes=labels.saved_bytes[kept],
-        before=labels.before[kept],
-        option=labels.option[kept],
-    )
+    return labels.at(order[new_lows(saved_bytes - below)])

@@ -212,7 +212,7 @@ class LayerProblem:
 def may_recompute(operator: Operator) -> bool:
     """Returns whether an operator can run again alone: a new dropout mask would differ."""
     masks = any(tensor.element_bytes == 1 for tensor in operator.saved)
-    return operator.kind is OperatorKind.ATTENTION or not masks
+    return operator.repeatable and (operator.kind is OperatorKind.ATTENTION or not masks)
 
 
 def layer_problem(
@@ -230,6 +230,18 @@ def layer_problem(
     return problem
 
 
+def _makers(layer: LayerClass) -> dict[tuple[int, str], str]:
+    """The maker of each input by the reader's number; an operator in place makes its input anew."""
+    makers: dict[tuple[int, str], str] = {}
+    last: dict[str, str] = {}
+    for reader, operator in enumerate(layer.operators):
+        for tensor in operator.inputs:
+            if tensor.name in last:
+                makers[reader, tensor.name] = last[tensor.name]
+        last.update({tensor.name: operator.name for tensor in operator.outputs})
+    return makers
+
+
 @dataclass(frozen=True, slots=True)
 class _MovedTensor:
     """A tensor between two placements: seconds, and the bytes that reader and maker save."""
@@ -245,7 +257,7 @@ class LayerStrategies:
     """The strategies of every operator of a layer on the axes `inside`, and the links between them.
 
     All boundaries of the layer share them. The layer is given once for each micro-batch size, and
-    all sizes are priced at once.
+    all sizes are priced at once. With a `sharding` its split is the only one of each operator.
 
     savers   by tensor, the first operator that saves it: its bytes count there
     alone    by reader and the placements of an input and of its gradient, the reader's seconds
@@ -260,17 +272,18 @@ class LayerStrategies:
         training: TrainingSpec,
         zero: int = 0,
         dp: int = 1,
+        sharding: Sharding | None = None,
     ) -> None:
         self.layer = layer = of_all_sizes(layers)
         self.sizes = len(layers)
         self.inside = inside
+        self.given = sharding
         self.sharding = Sharding(
             math.prod(inside.degrees), axes=inside.degrees if len(inside.degrees) > 1 else ()
         )
         self.training = training
         self.states = StateSharding(zero, dp)
         self.index = {operator.name: i for i, operator in enumerate(layer.operators)}
-        self.makers = {tensor.name: op.name for op in layer.operators for tensor in op.outputs}
         self.savers: dict[str, str] = {}
         for operator in layer.operators:
             for tensor in operator.saved:
@@ -281,11 +294,12 @@ class LayerStrategies:
         self.options = tuple(options for options, _, _ in priced)
         self.costs = tuple(costs for _, costs, _ in priced)
         self.kept = [self._unbeaten(*each) for each in priced]
+        makers = _makers(layer)
         self.links = {
             (reader, position): self._link(reader, position, maker)
             for reader, operator in enumerate(layer.operators)
             for position, tensor in enumerate(operator.inputs)
-            if (maker := self.makers.get(tensor.name)) is not None
+            if (maker := makers.get((reader, tensor.name))) is not None
         }
 
     def problems(self, boundary: Place) -> tuple[LayerProblem, ...]:
@@ -328,7 +342,11 @@ class LayerStrategies:
     ) -> tuple[tuple[StrategyOption, ...], StrategyCosts, Array]:
         """Returns the options of an operator, their costs, and where they are legal, by size."""
         degrees = self.sharding.degrees
-        ways, _ = operator_splits(operator, degrees)
+        ways: tuple[Splits, ...]
+        if self.given is None:
+            ways, _ = operator_splits(operator, degrees)
+        else:
+            ways = (self.given.splits(operator),)
         prices = operator_prices(operator, ways, self.inside, self.training, self.states)
         repeats = (False, True) if may_recompute(operator) else (False,)
         options = tuple(
@@ -355,7 +373,8 @@ class LayerStrategies:
             sent_backward=by_option(lambda price: price.ending.backward.value_s) > 0,
             gradient_bytes=by_option(lambda price: price.temporary_bytes),
         )
-        legal = self._by_size([divides(operator, splits, degrees) for splits in ways])
+        given = self.given is not None
+        legal = self._by_size([given or divides(operator, splits, degrees) for splits in ways])
         return options, costs, np.repeat(legal, len(repeats), 1)
 
     def _option(
