@@ -298,6 +298,8 @@ class PriceCache(LayerPriceCache):
 
         They are the ends of a row of halves, at level 3 alone.
         """
+        if not sharding.overlap:
+            return ZERO, ZERO
 
         def make() -> tuple[Seconds, Seconds]:
             operators = self._operators(LayerKind.BLOCK, micro_batch_size, sharding)

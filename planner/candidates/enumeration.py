@@ -21,7 +21,12 @@ from parplan.planner.layer_options.overlap_levels import (
     illegal_overlap,
     illegal_zero,
 )
-from parplan.planner.request import Constraints, Request, TracedRequest
+from parplan.planner.request import (
+    MAX_MICRO_BATCH_SIZE,
+    Constraints,
+    Request,
+    TracedRequest,
+)
 from parplan.planner.stage_columns.block_counts import shorter_ends
 from parplan.profiles.divisors import divisors
 from parplan.profiles.errors import ConfigError
@@ -29,7 +34,6 @@ from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.stack import Stack
 
-MAX_MICRO_BATCH_SIZE = 64
 OUTSIDE_PINS = "excluded by"  # the start of a reason that a pin or a ban gives
 
 

@@ -7,7 +7,7 @@ stage holds counts there. Entries with j <= i mean nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,11 +19,13 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.stage_costs import link_of, time_between
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.dominance import Array, Ints
-from parplan.profiles.models.operator_graph import LayerKey
+from parplan.planner.dominance import Array, Ints, hull_prices
+from parplan.planner.layer_options.catalogue import LayerOption
+from parplan.profiles.models.operator_graph import LayerKey, LayerKind
 
-LEVELS = (Recompute.NONE, Recompute.FULL)
 PRICES = 8  # prices of a saved byte at which the seconds of a range are bounded
+# the ways to run a layer of a class, for a micro-batch size and a sharding
+OptionsOf = Callable[[LayerKey, int, Sharding], Sequence[LayerOption]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +33,7 @@ class RangePasses:
     """Prices by range for one micro-batch size and sharding.
 
     time_s       seconds of both passes without recompute, and of what a stage makes of the batch
-    recompute_s  seconds of the recompute of all layers
+    recompute_s  seconds of the recompute of all layers as a whole
     whole        bytes that a stage saves without recompute
     kept         least bytes that a stage saves
     prices       seconds of recompute for which some layer saves a byte less, a few of them
@@ -48,6 +50,29 @@ class RangePasses:
     priced_s: tuple[Array, ...]
     sent: Array
     most_share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LayerPasses:
+    """Prices of one layer.
+
+    plain_s         seconds of both passes without recompute
+    full_s          seconds of the recompute of the whole layer
+    whole           bytes that it saves without recompute
+    again_s, saved  by option, seconds of recompute and saved bytes
+    """
+
+    plain_s: float
+    full_s: float
+    whole: float
+    again_s: Array
+    saved: Array
+
+    @property
+    def most_share(self) -> float:
+        """Largest share of recompute in its seconds."""
+        again_s = max(self.full_s, float(self.again_s.max()))
+        return again_s / max(self.plain_s + again_s, 1e-30)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +96,11 @@ class RangeStates:
 class RangeTables:
     """The tables of one model, each computed once."""
 
-    def __init__(self, price_cache: LayerPriceCache, check: Callable[[], None]) -> None:
+    def __init__(
+        self, price_cache: LayerPriceCache, options_of: OptionsOf, check: Callable[[], None]
+    ) -> None:
         self.price_cache = price_cache
+        self._options_of = options_of
         self.size = price_cache.num_layers
         self._once = KeyedCache(check)
 
@@ -83,22 +111,12 @@ class RangeTables:
     def _passes(self, b: int, sharding: Sharding) -> RangePasses:
         price_cache, layers = self.price_cache, range(self.size)
         keys = [price_cache.key(layer, layer) for layer in layers]
-        own = [price_cache.own_sharding(key, sharding) for key in keys]
-        times = [
-            price_cache.layer_time(key, b, split, Recompute.FULL)
-            for key, split in zip(keys, own, strict=True)
-        ]
-        plain = np.array([time.forward_s + time.backward_s for time in times])
-        again = np.array([time.recompute_s for time in times])
-        saved = np.array(
-            [
-                [price_cache.activations(key, b, split, level).saved for level in LEVELS]
-                for key, split in zip(keys, own, strict=True)
-            ],
-            np.float64,
-        )
-        whole, kept = saved[:, 0], saved.min(axis=1)
-        prices = _prices(again, whole - kept)
+        by_class = {key: self._passes_of(key, b, sharding) for key in dict.fromkeys(keys)}
+        each = [by_class[key] for key in keys]
+        plain, full_s, whole, kept = np.array(
+            [(one.plain_s, one.full_s, one.whole, one.saved.min()) for one in each]
+        ).T
+        prices = _prices(by_class.values())
         cut = np.array(
             [
                 float(price_cache.sent_bytes(price_cache.cut_class(cut), b, sharding))
@@ -108,16 +126,30 @@ class RangeTables:
         besides, made_s = self._once(("besides", b), lambda: self._besides(b))
         return RangePasses(
             time_s=sum_of(plain) + made_s,
-            recompute_s=sum_of(again),
+            recompute_s=sum_of(full_s),
             whole=sum_of(whole) + besides,
             kept=sum_of(kept) + besides,
             prices=prices,
             priced_s=tuple(
-                sum_of(np.minimum(price * whole, again + price * kept)) + price * besides
+                sum_of(np.array([(one.again_s + price * one.saved).min() for one in each]))
+                + price * besides
                 for price in prices
             ),
             sent=cut[: self.size, None] + cut[None, :],
-            most_share=float((again / np.maximum(plain + again, 1e-30)).max()),
+            most_share=max(one.most_share for one in each),
+        )
+
+    def _passes_of(self, key: LayerKey, b: int, sharding: Sharding) -> _LayerPasses:
+        price_cache, own = self.price_cache, self.price_cache.own_sharding(key, sharding)
+        options = self._options_of(key, b, sharding)
+        time = price_cache.layer_time(key, b, own, Recompute.FULL)
+        plain_s = time.forward_s + time.backward_s
+        return _LayerPasses(
+            plain_s=plain_s,
+            full_s=time.recompute_s if key.role is LayerKind.BLOCK else 0.0,
+            whole=float(price_cache.activations(key, b, own).saved),
+            again_s=np.array([option.time_s - plain_s for option in options]),
+            saved=np.array([option.saved_bytes for option in options]),
         )
 
     def _besides(self, b: int) -> tuple[Array, Array]:
@@ -209,10 +241,11 @@ class RangeTables:
         return total
 
 
-def _prices(recompute_s: Array, freed: Array) -> tuple[float, ...]:
+def _prices(layers: Iterable[_LayerPasses]) -> tuple[float, ...]:
     """Returns seconds of recompute per freed byte, at most `PRICES` of those of the layers."""
-    frees = freed > 0
-    listed = np.unique(recompute_s[frees] / freed[frees])
+    listed = np.unique(
+        [price for one in layers for price in hull_prices(one.again_s.tolist(), one.saved.tolist())]
+    )
     chosen = np.linspace(0, len(listed) - 1, min(PRICES, len(listed))).round().astype(int)
     return tuple(float(price) for price in listed[chosen])
 

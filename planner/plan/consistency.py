@@ -15,7 +15,7 @@ from parplan.costmodels.schedules.actions import check_rows
 from parplan.costmodels.schedules.schedule import Schedule, legal, rank_of
 from parplan.planner.plan.pipeline_plan import PipelinePlan, PipelineStage
 from parplan.planner.plan.plan import LayerPlan, Plan
-from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
+from parplan.planner.plan.traced_plan import AnyPlan, ShardStage, TracedPlan
 from parplan.profiles.errors import ConfigError, unknown_name_error
 from parplan.profiles.models.operator_graph import layer_kind
 from parplan.profiles.models.spec import Positions
@@ -100,12 +100,24 @@ def _require_traced(plan: TracedPlan, where: str) -> None:
                 f"{where}: stages.{index}: zero is {stage.zero}, it must be 0, 1, 2 or 3",
                 hint=_AGAIN,
             )
-        wrong = [layer for layer in stage.recompute if not stage.first <= layer < stage.end]
+        _require_recompute(plan, stage, f"stages.{index}", where)
+
+
+def _require_recompute(plan: TracedPlan, stage: ShardStage, key: str, where: str) -> None:
+    """Raises ConfigError unless shards of the stage run again, each as a whole or by one list."""
+    again = [*stage.recompute, *(shard for each in stage.recompute_lists for shard in each.shards)]
+    for shard in again:
+        if not stage.first <= shard < stage.end:
+            raise _unfit(
+                where, key, f"it recomputes layer {shard}, and has {stage.first} to {stage.end - 1}"
+            )
+        if again.count(shard) > 1:
+            raise _unfit(where, key, f"it recomputes layer {shard} twice")
+        size = plan.shards[shard].end - plan.shards[shard].first
+        wrong = [place for place in stage.places_again(shard) if not 0 <= place < size]
         if wrong:
             raise _unfit(
-                where,
-                f"stages.{index}",
-                f"it recomputes layer {wrong[0]}, and has {stage.first} to {stage.end - 1}",
+                where, key, f"it recomputes operator {wrong[0]} of layer {shard}, which has {size}"
             )
 
 

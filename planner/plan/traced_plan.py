@@ -58,17 +58,38 @@ class ShardPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputeList:
+    """Operators of some alike shards of a stage that run again in the backward pass.
+
+    shards   the shards
+    places   the places of the operators in each of these shards, from 0
+    """
+
+    __pydantic_config__ = _FORBID
+
+    shards: tuple[int, ...]
+    places: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShardStage(PipelineStage):
     """One (virtual) pipeline stage of a traced module.
 
-    zero        its ZeRO stage
-    recompute   the layers that run again in the backward pass
+    zero              its ZeRO stage
+    recompute         the layers that run again as a whole in the backward pass
+    recompute_lists   the shards of which some operators run again
     """
 
     __pydantic_config__ = _FORBID
 
     zero: int
     recompute: tuple[int, ...] = ()
+    recompute_lists: tuple[RecomputeList, ...] = ()
+
+    def places_again(self, shard: int) -> tuple[int, ...]:
+        """Returns the places of the operators of a shard's recompute list, if it has one."""
+        lists = (each.places for each in self.recompute_lists if shard in each.shards)
+        return next(lists, ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,9 @@ class SequencePrices(SearchPrices):
     ) -> None:
         self.table = SequenceTable(price_cache, allowed, deadline)
         super().__init__(self._shardable(space), price_cache, allowed, deadline)
-        self.ranges = RangeTables(price_cache, deadline.check)
+        self.ranges = RangeTables(
+            price_cache, partial(self.table.options, levels=self.table.levels), deadline.check
+        )
         self._given, self._assembler = given, assembler
 
     def _shardable(self, space: CandidateSpace) -> CandidateSpace:

@@ -1,13 +1,15 @@
 """Columns of a pipeline rank of a model with several layer classes.
 
 The layers of a rank are a range of the model for each of its chunks (`StageContents`). Each layer
-has the options of its class; the front over all choices is found layer by layer
-(planner/layer_options/recompute_labels.py), and is priced as the mixes of equal blocks are
-(planner/stage_columns/mix_prices.py). The layers of a rank have one ZeRO stage (EQUATIONS I7).
+has the options of its class, which differ in the operators that run again. The front over all
+choices is found layer by layer (planner/layer_options/recompute_labels.py), and is priced as the
+mixes of equal blocks are (planner/stage_columns/mix_prices.py). The layers of a rank have one ZeRO
+stage (EQUATIONS I7).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
@@ -17,16 +19,17 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
-from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.layers.recompute import Recompute, RecomputedOperators
 from parplan.costmodels.memory.peak_memory import AlikeLayers, LayerBytes
 from parplan.costmodels.memory.rank_memory import usable_bytes
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.deadline import NEVER, Deadline
-from parplan.planner.dominance import Array, Ints
-from parplan.planner.layer_options.catalogue import LayerOption
+from parplan.planner.dominance import Array, Ints, hull_prices
+from parplan.planner.layer_options.catalogue import LayerOption, unbeaten
 from parplan.planner.layer_options.mixes import Mixes, column_of
 from parplan.planner.layer_options.recompute_labels import Labels, LabelTable
+from parplan.planner.layer_options.recompute_lists import recompute_lists
 from parplan.planner.request import Constraints
 from parplan.planner.stage_columns.columns import RankColumns
 from parplan.planner.stage_columns.mix_peaks import MixPeaks
@@ -42,14 +45,14 @@ from parplan.planner.stage_columns.stage_prices import (
 )
 from parplan.profiles.models.operator_graph import LayerKey, LayerKind
 
-LEVELS = (Recompute.NONE, Recompute.FULL)  # a layer is recomputed as a whole or not at all
-SLOPES = 16  # prices of a saved byte at which a front that is not exact is bounded
+LEVELS = (Recompute.NONE, Recompute.FULL)
 
 
 class SequenceTable(StageTable):
     """Options of layer classes, and fronts of rows of layers, each made once.
 
-    levels    the allowed levels of recompute
+    levels        the allowed levels of recompute
+    by_operator   layers may recompute lists of operators besides
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class SequenceTable(StageTable):
     ) -> None:
         super().__init__(price_cache, pins, deadline)
         self.levels = tuple(level for level in LEVELS if level in (pins.recompute or LEVELS))
+        self.by_operator = pins.recompute is None
         self._labels = LabelTable()
 
     def zero_stages(self, layout: ParallelLayout) -> tuple[int, ...]:
@@ -80,14 +84,29 @@ class SequenceTable(StageTable):
     def options(
         self, key: LayerKey, b: int, sharding: Sharding, levels: Sequence[Recompute]
     ) -> tuple[LayerOption, ...]:
-        """Returns the ways to run a layer of a class."""
+        """Returns the ways to run a layer of a class that no other beats, fastest first.
+
+        Lists of operators are among them where both levels are, and none is pinned. Embedding and
+        head are not recomputed.
+        """
         own = self.price_cache.own_sharding(key, sharding)
+        if key.role is not LayerKind.BLOCK:
+            levels = (Recompute.NONE,)
         return self.once(
-            ("options", key, b, own, levels),
-            lambda: tuple(self._option(key, b, own, level) for level in levels),
+            ("options", key, b, own, levels), lambda: self._options(key, b, own, levels)
         )
 
-    def _option(self, key: LayerKey, b: int, sharding: Sharding, level: Recompute) -> LayerOption:
+    def _options(
+        self, key: LayerKey, b: int, sharding: Sharding, levels: Sequence[Recompute]
+    ) -> tuple[LayerOption, ...]:
+        ways: dict[RecomputedOperators, None] = dict.fromkeys(levels)
+        if self.by_operator and len(levels) == len(LEVELS):
+            ways |= dict.fromkeys(filter(None, recompute_lists(key, b, sharding, self.price_cache)))
+        return unbeaten(self._option(key, b, sharding, way) for way in ways)
+
+    def _option(
+        self, key: LayerKey, b: int, sharding: Sharding, level: RecomputedOperators
+    ) -> LayerOption:
         size = self.price_cache.activations(key, b, sharding, level)
         return LayerOption(
             kind=key,
@@ -312,23 +331,26 @@ class SequenceColumns(RankColumns):
         fixed, block = self.fixed[zero], self.block.of(self._at(zero))
         time_s = block.time_s - block.recompute_s if plain else block.time_s
         saved = self.stashes * column_of(self._options, "saved_bytes")
-        rows = [[self._numbers[option] for option in options] for options in self._layers]
-        states = sum(float(block.states[each[0]]) for each in rows)
-        chunked = len(self.chunks) if self.layout.virtual_stages > 1 else 1
-        room = chunked * (usable - fixed.states - states - fixed.held)
-        if self._freed:  # gradients may come after the most saved activations
-            gradients = sum(float(block.gradients[each[0]]) for each in rows)
-            room += chunked * (fixed.gradients + gradients)
-        prices = [0.0] if plain else _slopes(time_s, saved, rows)
-        least_s = max(
-            sum(float((time_s[each] + price * saved[each]).min()) for each in rows) - price * room
-            for price in prices
+        rows = Counter(
+            tuple(self._numbers[option] for option in options) for options in self._layers
         )
-        plain_s = sum(float((block.time_s - block.recompute_s)[each].min()) for each in rows)
-        tail_s = fixed.tail_s + sum(float(block.tail_s[each].min()) for each in rows)
+
+        def least(values: Array) -> float:
+            return sum(count * float(values[list(row)].min()) for row, count in rows.items())
+
+        chunked = len(self.chunks) if self.layout.virtual_stages > 1 else 1
+        room = chunked * (usable - fixed.states - least(block.states) - fixed.held)
+        if self._freed:  # gradients may come after the most saved activations
+            room += chunked * (fixed.gradients + least(block.gradients))
+        prices = {0.0}
+        for row in () if plain else rows:
+            prices.update(hull_prices(time_s[list(row)].tolist(), saved[list(row)].tolist()))
+        least_s = max(least(time_s + price * saved) - price * room for price in prices)
+        plain_s = least(block.time_s - block.recompute_s)
+        tail_s = fixed.tail_s + least(block.tail_s)
         hides = self.layout.recomputes_ahead
         return StageColumn(
-            mix=tuple((self._at(zero)[each[0]], 1) for each in rows),
+            mix=tuple((self._at(zero)[row[0]], count) for row, count in rows.items()),
             zero=zero,
             time_s=least_s + fixed.time_s,
             tail_s=tail_s,
@@ -348,19 +370,6 @@ class SequenceColumns(RankColumns):
             for priced in self.candidates(num_blocks)
         ]
         return min(columns, key=lambda column: column.memory_bytes)
-
-
-def _slopes(time_s: Array, saved: Array, rows: Sequence[Sequence[int]]) -> list[float]:
-    """Returns seconds that layers take to save a byte less, some of them and zero."""
-    slopes = {
-        float((time_s[i] - time_s[j]) / (saved[j] - saved[i]))
-        for each in {tuple(row) for row in rows}
-        for i in each
-        for j in each
-        if time_s[i] > time_s[j] and saved[i] < saved[j]
-    }
-    listed = sorted(slopes)
-    return [0.0, *listed[:: max(1, len(listed) // SLOPES)]]
 
 
 class _SequencePeaks(MixPeaks):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.step import StepPrice
-from parplan.costmodels.strategy import Strategy
+from parplan.costmodels.strategy import LayerChoice, Strategy
 from parplan.planner.layer_options.traced_shardings import split_plans
 from parplan.planner.plan.assemble import letters, pipeline_of, prediction_of
 from parplan.planner.plan.pipeline_plan import LayerRange
 from parplan.planner.plan.plan import PLAN_VERSION
 from parplan.planner.plan.prediction import SearchRecord
 from parplan.planner.plan.traced_plan import (
+    RecomputeList,
     ShardPlan,
     ShardStage,
     SplitPlan,
@@ -45,13 +48,13 @@ def assembled(
         ),
         shards=shard_plans(sharded, price_cache.classes.of),
         shardings=split_plans_of(price_cache, layout.sharding),
-        stages=tuple(_stage(strategy, index) for index in range(len(strategy.stages))),
+        stages=tuple(_stage(strategy, index, price_cache) for index in range(len(strategy.stages))),
         predicted=prediction_of(layout, price, price_cache),
         search=record,
     )
 
 
-def _stage(strategy: Strategy, index: int) -> ShardStage:
+def _stage(strategy: Strategy, index: int, price_cache: ShardPriceCache) -> ShardStage:
     first, end = strategy.layers_of(index)
     choices = strategy.stages[index]
     return ShardStage(
@@ -63,6 +66,21 @@ def _stage(strategy: Strategy, index: int) -> ShardStage:
             for shard, choice in enumerate(choices, first)
             if choice.recompute is Recompute.FULL
         ),
+        recompute_lists=_recompute_lists(choices, first, price_cache),
+    )
+
+
+def _recompute_lists(
+    choices: Sequence[LayerChoice], first: int, price_cache: ShardPriceCache
+) -> tuple[RecomputeList, ...]:
+    """Returns the recompute lists of a stage that begins with shard `first`."""
+    shards: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    for shard, choice in enumerate(choices, first):
+        if isinstance(choice.recompute, tuple) and choice.recompute:
+            places = price_cache.places_of(shard, choice.recompute)
+            shards.setdefault((price_cache.classes.of[shard], places), []).append(shard)
+    return tuple(
+        RecomputeList(shards=tuple(each), places=places) for (_, places), each in shards.items()
     )
 
 
@@ -90,13 +108,10 @@ def split_plans_of(
         return {}
     sharded, plans = price_cache.sharded, dict[str, tuple[SplitPlan, ...]]()
     for number, first in enumerate(price_cache.classes.firsts):
-        shard, key = sharded.shards[first], price_cache.key(first, first)
+        key = price_cache.key(first, first)
         layer = price_cache.layer(key, sharded.model.micro_batch_size)
-        places = (
-            place
-            for place, traced in enumerate(sharded.model.operators[shard.first : shard.end])
-            if not traced.constant and not traced.view
-        )
         own = price_cache.own_sharding(key, sharding)
-        plans[letters(number)] = split_plans(zip(places, layer.operators, strict=True), own)
+        plans[letters(number)] = split_plans(
+            zip(price_cache.classes.places(first), layer.operators, strict=True), own
+        )
     return plans

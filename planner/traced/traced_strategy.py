@@ -6,9 +6,9 @@ shards are compared with those of the plan, and the price is that of the search.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 
-from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.layers.recompute import Recompute, RecomputedOperators
 from parplan.costmodels.step import price_step
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.plan.derived import layout_of
@@ -59,10 +59,21 @@ def reprice_traced(plan: TracedPlan, model: TracedModel) -> PricedModule:
         layout,
         [(stage.first, stage.end) for stage in plan.stages],
         [stage.zero for stage in plan.stages],
-        {shard for stage in plan.stages for shard in stage.recompute},
+        _recompute_of(plan, price_cache),
         price_cache,
     )
     return priced_module(strategy, price_cache, plan.search)
+
+
+def _recompute_of(plan: TracedPlan, price_cache: ShardPriceCache) -> dict[int, RecomputedOperators]:
+    """Returns the recompute of each shard that has any."""
+    found: dict[int, RecomputedOperators] = {}
+    for stage in plan.stages:
+        found |= dict.fromkeys(stage.recompute, Recompute.FULL)
+        for each in stage.recompute_lists:
+            for number in each.shards:
+                found[number] = price_cache.operators_at(number, each.places)
+    return found
 
 
 def _sharded_alike(plan: TracedPlan, model: TracedModel) -> Sharded:
@@ -83,18 +94,18 @@ def strategy_on(
     layout: ParallelLayout,
     cuts: Sequence[Range],
     zeros: Sequence[int],
-    recomputed: Collection[int],
+    recomputed: Mapping[int, RecomputedOperators],
     price_cache: ShardPriceCache,
 ) -> Strategy:
     """Returns the strategy with given shards and a ZeRO stage for each virtual stage.
 
-    recomputed: the shards that run again in the backward pass
+    recomputed: the level or the operators of the shards that run again in the backward pass
     """
 
     def choice(shard: int, first: int, zero: int) -> LayerChoice:
         key = price_cache.key(shard, first)
         own = price_cache.own_sharding(key, layout.sharding)
-        level = Recompute.FULL if shard in recomputed else Recompute.NONE
+        level = recomputed.get(shard, Recompute.NONE)
         return LayerChoice(key, level, zero, own if own != layout.sharding else None)
 
     return Strategy(

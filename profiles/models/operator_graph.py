@@ -120,6 +120,7 @@ class Operator:
     causal        attention only: the kernel may skip half of the scores
     dropped       attention only: with dropout of the probabilities
     gradient      True if it has a backward pass
+    repeatable    False if it cannot run again by itself in the backward pass, to the same values
     """
 
     name: str
@@ -137,6 +138,7 @@ class Operator:
     causal: bool = False
     dropped: bool = False
     gradient: bool = True
+    repeatable: bool = True
 
     @property
     def function(self) -> str:

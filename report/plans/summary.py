@@ -282,14 +282,15 @@ def layers_phrases(plan: AnyPlan) -> tuple[str, str]:
 
 
 def _shard_phrases(plan: TracedPlan) -> tuple[str, str]:
-    """Returns ZeRO stages, and the number of shards that are recomputed."""
+    """Returns ZeRO stages, and the numbers of shards that are recomputed, as a whole or in part."""
     zero = Counter(f"ZeRO {stage.zero}" for stage in plan.stages)
-    num_recomputed = sum(len(stage.recompute) for stage in plan.stages)
-    if num_recomputed:
-        whole = len(plan.shards)
-        recompute = "full" if num_recomputed == whole else f"{num_recomputed} of {whole} shards"
-    else:
-        recompute = "none"
+    whole, num_recomputed = len(plan.shards), sum(len(stage.recompute) for stage in plan.stages)
+    in_part = Counter[str]()
+    for each in (each for stage in plan.stages for each in stage.recompute_lists):
+        in_part[counted(len(each.places), "operator")] += len(each.shards)
+    shares = [f"{num_recomputed} of {whole} shards"] if num_recomputed else []
+    shares += [f"{counted(count, 'shard')} with {text}" for text, count in sorted(in_part.items())]
+    recompute = "full" if num_recomputed == whole else ", ".join(shares) or "none"
     phrases = (
         name if len(zero) == 1 else f"{name} on {counted(count, 'stage')}"
         for name, count in zero.items()

@@ -77,6 +77,8 @@ def test_divided_modules_train_as_in_one_process(module, divided):
         pytest.param(HUGGING_FACE["vit"], {}, id="vit"),
         pytest.param(HUGGING_FACE["bert"], {"dp": 2, "zero": 3}, id="bert-zero-3"),
         pytest.param(HUGGING_FACE["t5"], {"pp": 2, "recompute": True}, id="t5-recompute"),
+        pytest.param(HUGGING_FACE["bert"], {"pp": 2, "lists": True}, id="bert-lists"),
+        pytest.param(HUGGING_FACE["t5"], {"dp": 2, "zero": 3, "lists": True}, id="t5-lists"),
         pytest.param(OPT, {"dp": 2, "zero": 1}, id="opt-zero-1"),
         pytest.param(CONFIGS["gpt2"], {"pp": 2, "micro_batch_size": 2}, id="gpt2-tied"),
         pytest.param(CONFIGS["llama"], {}, id="llama-groups"),

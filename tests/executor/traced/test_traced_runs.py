@@ -60,11 +60,26 @@ def test_a_table_that_three_shards_read_has_one_gradient_on_two_stages():
     check(hand_plan(f"{MODULES}:translator", pp=2, shards_a_stage=2))
 
 
+@pytest.mark.multiproc
+def test_recompute_lists_run_in_a_pipeline_with_zero_3():
+    check(hand_plan(HUGGING_FACE["bert"], pp=2, dp=2, zero=3, lists=True))
+
+
 @pytest.mark.slow
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
     ("module", "options"),
     [
+        pytest.param(
+            HUGGING_FACE["vit"],
+            {"pp": 2, "recompute": True, "lists": True, "schedule": Schedule.EARLY_RECOMPUTE},
+            id="lists-ahead",
+        ),
+        pytest.param(
+            f"{MODULES}:unet",
+            {"pp": 2, "virtual_stages": 2, "schedule": Schedule.INTERLEAVED, "lists": True},
+            id="lists-interleaved",
+        ),
         pytest.param(HUGGING_FACE["t5"], {"pp": 2, "dp": 2, "zero": 3, "recompute": True}, id="t5"),
         pytest.param(HUGGING_FACE["bert"], {"pp": 4}, id="bert"),
         pytest.param(HUGGING_FACE["albert"], {"pp": 2, "dp": 2, "zero": 1}, id="albert"),

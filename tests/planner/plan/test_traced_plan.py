@@ -16,14 +16,16 @@ from parplan.planner.plan.plan_file import (
     read_any_plan,
     write_plan,
 )
-from parplan.planner.plan.traced_plan import TracedPlan
-from parplan.planner.request import Constraints
+from parplan.planner.plan.traced_plan import RecomputeList, TracedPlan
+from parplan.planner.request import Constraints, SearchOptions
+from parplan.planner.traced.traced_strategy import reprice_traced
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import load_cluster
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.stack import NEUTRAL
+from parplan.profiles.units import GIB
 from parplan.report.plan_documents import plan_document, plan_schema
-from parplan.report.plans.summary import SummaryContext, print_summary
+from parplan.report.plans.summary import SummaryContext, layers_phrases, print_summary
 from parplan.report.text import console
 from tests.helpers.planning import find_traced_plan
 from tests.helpers.traced_models import model_of, traced_spec
@@ -59,6 +61,40 @@ def test_a_plan_that_is_written_is_read_as_it_was(plan, tmp_path):
     assert plan_to_yaml(read_any_plan(path)) == path.read_text()
 
 
+@pytest.fixture(scope="module")
+def recomputing() -> TracedPlan:
+    """A plan that fits its memory with recompute lists."""
+    pins = Constraints(pp=(4,), schedule=(Schedule.ONE_F_ONE_B,), micro_batch_size=(2,), tp=(1,))
+    options = SearchOptions(memory_limit_bytes=int(1.305 * GIB))
+    return find_traced_plan(
+        traced_spec(GPT, TRAINING), CLUSTER, TRAINING, constraints=pins, options=options
+    ).plan
+
+
+def test_a_plan_with_recompute_lists_is_read_and_priced_as_it_was(recomputing, tmp_path):
+    write_plan(recomputing, tmp_path / "plan.yaml")
+    read = read_any_plan(tmp_path / "plan.yaml")
+
+    assert recomputing.stages[0].recompute_lists
+    assert read == recomputing
+    again = reprice_traced(read, traced_spec(GPT, TRAINING)).plan
+    assert again.predicted == recomputing.predicted
+    assert again.stages == recomputing.stages
+
+
+def test_the_summary_counts_shards_by_the_operators_that_run_again(plan):
+    first, *others = plan.stages
+    lists = (
+        RecomputeList(shards=(1,), places=(2,)),
+        RecomputeList(shards=(3, 4), places=(0, 2)),
+    )
+    stages = (replace(first, recompute=(2,), recompute_lists=lists), *others)
+
+    _, text = layers_phrases(replace(plan, stages=stages))
+
+    assert text == "recompute 1 of 10 shards, 1 shard with 1 operator, 2 shards with 2 operators"
+
+
 def test_stages_hold_all_shards_once_and_shards_all_operators(plan):
     assert plan.stages[0].first == 0
     assert all(
@@ -82,6 +118,22 @@ def test_stages_hold_all_shards_once_and_shards_all_operators(plan):
             r"stages\.1\.layers\.0: it has layers 5 to",
         ),
         (lambda body: body["stages"][0].update(recompute=[9]), r"stages\.0: it recomputes layer 9"),
+        (
+            lambda body: body["stages"][1].update(recompute_lists=[{"shards": [9], "places": [0]}]),
+            r"stages\.1: it recomputes layer 9",
+        ),
+        (
+            lambda body: body["stages"][0].update(
+                recompute=[1], recompute_lists=[{"shards": [1], "places": [0]}]
+            ),
+            r"stages\.0: it recomputes layer 1 twice",
+        ),
+        (
+            lambda body: body["stages"][0].update(
+                recompute=[], recompute_lists=[{"shards": [1], "places": [0, 40]}]
+            ),
+            r"stages\.0: it recomputes operator 40 of layer 1, which has",
+        ),
         (lambda body: body["stages"][3].update(zero=4), r"stages\.3: zero is 4"),
         (lambda body: body["shards"].pop(), "stages: they have 10 layers, there are 9"),
         (lambda body: body["predicted"]["memory_gib"].pop(), "memory_gib has 3 stages"),
