@@ -237,7 +237,9 @@ def megatron_split(operator: Operator, *, sequence_parallel: bool) -> Split:
 @functools.lru_cache(maxsize=256)
 def _megatron_split(dim: str | None, *, sums: bool, tokens: bool) -> Split:
     by_token = "sequence" if tokens else None
-    return Split(by_token) if dim is None else Split(dim, by_token if sums else None)
+    if dim is None:
+        return Split(by_token)
+    return Split(dim, by_token if sums else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
