@@ -132,6 +132,20 @@ class RangeTables:
                 made_s[i, j] = self.price_cache.constants(i, j, b).value_s
         return besides, made_s
 
+    def least_data(
+        self, b: int, mesh: Mesh, sharding: Sharding, zeros: Sequence[int]
+    ) -> tuple[Array, Array]:
+        """Returns the least `per_micro_batch_s` and `tail_s` of some ZeRO stages."""
+
+        def make() -> tuple[Array, Array]:
+            states = [self.states(b, mesh, sharding, zero) for zero in zeros]
+            return (
+                np.minimum.reduce([held.per_micro_batch_s for held in states]),
+                np.minimum.reduce([held.tail_s for held in states]),
+            )
+
+        return self._once(("least data", b, mesh, sharding, zeros), make)
+
     def states(self, b: int, mesh: Mesh, sharding: Sharding, zero: int) -> RangeStates:
         """Returns the prices of states for one micro-batch size, mesh and ZeRO stage."""
         return self._once(
@@ -236,8 +250,8 @@ def largest_of(by_start: Array) -> Array:
 
 def even_path(values: Sequence[Array]) -> tuple[tuple[int, int], ...] | None:
     """Returns the ranges, by stage, whose largest value is least; None where nothing is finite."""
-    before, behind = from_both_ends(values, np.maximum)
-    if not np.isfinite(before[-1][-1]):
+    behind = from_last(values, np.maximum)
+    if not np.isfinite(behind[0][0]):
         return None
     first, ranges = 0, []
     for stage, value in enumerate(values):
@@ -252,13 +266,27 @@ def from_both_ends(values: Sequence[Array], joined: np.ufunc) -> tuple[list[Arra
 
     joined: how the values of two stages make one, `np.maximum` or `np.add`
     """
+    return from_first(values, joined), from_last(values, joined)
+
+
+def from_first(values: Sequence[Array], joined: np.ufunc) -> list[Array]:
+    """Returns by k the least of the stages before stage k that end at each cut."""
     size = values[0].shape[0]
-    start, stop = np.full(size + 1, np.inf), np.full(size + 1, np.inf)
-    start[0] = stop[size] = 0.0
-    before, behind = [start], [stop]
+    start = np.full(size + 1, np.inf)
+    start[0] = 0.0
+    before = [start]
     for value in values:
-        before.append(np.min(joined(before[-1][:size, None], value), axis=0))
+        before.append(joined(before[-1][:size, None], value).min(axis=0))
+    return before
+
+
+def from_last(values: Sequence[Array], joined: np.ufunc) -> list[Array]:
+    """Returns by k the least of the stages from stage k on that begin at each cut."""
+    size = values[0].shape[0]
+    stop = np.full(size + 1, np.inf)
+    stop[size] = 0.0
+    behind = [stop]
     for value in reversed(values):
-        least = np.min(joined(value, behind[-1][None, :]), axis=1)
-        behind.append(np.concatenate((least, [np.inf])))
-    return before, behind[::-1]
+        behind.append(np.full(size + 1, np.inf))
+        joined(value, behind[-2][None, :]).min(axis=1, out=behind[-1][:size])
+    return behind[::-1]
