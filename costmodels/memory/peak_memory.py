@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from itertools import chain, groupby, zip_longest
+from itertools import groupby, zip_longest
 from operator import attrgetter, ge
 from typing import Any
 
@@ -27,6 +27,8 @@ from parplan.profiles.models.operator_graph import LayerKey, LayerKind
 
 Array = npt.NDArray[np.float64]
 Bytes = Any  # a number, or an array with one for each mix
+# chunks whose gradients exist; stashes and remade micro-batches by chunk, and messages
+_Held = tuple[frozenset[int], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,14 +115,6 @@ class PeakPass:
     def kind(self) -> Hashable:
         """All that decides the bytes that its layers add one by one."""
         return self.chunk, self.backward, self.ahead, self.first, self.before
-
-    @property
-    def _held(self) -> tuple[int, ...]:
-        return *self.stashes, *self.remade, self.sent
-
-    def holds_no_less(self, rival: PeakPass) -> bool:
-        """True if this pass dominates another of its kind, whatever the bytes of each class."""
-        return self.made >= rival.made and all(map(ge, self._held, rival._held))
 
 
 def peak_bytes(
@@ -342,7 +336,8 @@ def _passes_of_schedule(
 def _passes(
     order: tuple[Action, ...], ends: tuple[tuple[bool, bool], ...]
 ) -> tuple[tuple[PeakPass, ...], int]:
-    kept: dict[Hashable, list[PeakPass]] = {}  # by kind
+    # by `PeakPass.kind`, the passes that no other dominates
+    kept: dict[tuple[int, bool, bool, bool, tuple[int, ...]], list[_Held]] = {}
     chunks = range(len(ends))
     stashes = [0 for _ in chunks]
     remade = [0 for _ in chunks]
@@ -362,24 +357,27 @@ def _passes(
         if not backward:
             ahead.add(micro_batch)
             remade[chunk] += 1
-        peak_pass = PeakPass(
-            chunk,
-            backward,
-            backward and micro_batch in ahead,
-            tuple(stashes),
-            tuple(remade),
-            sent,
-            made,
-            before,
-        )
-        alike = kept.get(peak_pass.kind, [])
-        if not any(rival.holds_no_less(peak_pass) for rival in alike):
-            left = (rival for rival in alike if not peak_pass.holds_no_less(rival))
-            kept[peak_pass.kind] = [*left, peak_pass]
+        is_ahead = backward and micro_batch in ahead
+        held = made, (*stashes, *remade, sent)
+        alike = kept.setdefault((chunk, backward, is_ahead, chunk not in made, before), [])
+        if not any(_holds_no_less(rival, held) for rival in alike):
+            alike[:] = [rival for rival in alike if not _holds_no_less(held, rival)]
+            alike.append(held)
         if backward:
             stashes[chunk] -= 1
-            remade[chunk] -= peak_pass.ahead
+            remade[chunk] -= is_ahead
             sent += not begins
             made = made | {chunk}
             before = (chunk, *(earlier for earlier in before if earlier != chunk))
-    return tuple(chain.from_iterable(kept.values())), sent
+    num = len(ends)
+    passes = (
+        PeakPass(kind[0], kind[1], kind[2], held[:num], held[num:-1], held[-1], made, kind[4])
+        for kind, alike in kept.items()
+        for made, held in alike
+    )
+    return tuple(passes), sent
+
+
+def _holds_no_less(first: _Held, second: _Held) -> bool:
+    """True if a pass dominates another of its kind, whatever the bytes of each class."""
+    return first[0] >= second[0] and all(map(ge, first[1], second[1]))

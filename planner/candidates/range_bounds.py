@@ -74,23 +74,19 @@ class RangeBounds:
 
     def unlimited_s(self, stage: int) -> Array:
         """Least seconds of a micro-batch by range on a stage, for any memory."""
-        layout, passes = self.layout, self._passes
-        here, last = layout.rank_of(stage), layout.num_virtual_stages - 1
-        hidden = layout.schedule in AHEAD or Recompute.NONE in self._allowed(here)
-        neighbours = (stage - 1 if stage > 0 else None, stage + 1 if stage < last else None)
-        before, after = (
-            None if each is None else self.tables.received(layout.rank_of(each), here, layout)
-            for each in neighbours
-        )
+        layout = self.layout
+        hidden = layout.schedule in AHEAD or Recompute.NONE in self._allowed(layout.rank_of(stage))
+        before, after = received = self._received[stage]
 
         def make() -> Array:
-            times = self._plain_s + (0.0 if hidden else passes.recompute_s)
-            if before is not None:
-                times = times + before[: self.tables.size, None]
-            return times if after is None else times + after[None, :]
+            times = self._plain_s + (0.0 if hidden else self._passes.recompute_s)
+            return np.asarray(times + before[: self.tables.size, None] + after[None, :])
 
-        # received seconds are few arrays, each of which is made once
-        return self._once(("unlimited", hidden, id(before), id(after)), make)
+        return self._once(("unlimited", hidden, received.tobytes()), make)
+
+    @cached_property
+    def _received(self) -> Array:
+        return self.tables.received(self.layout)
 
     @cached_property
     def _plain_s(self) -> Array:

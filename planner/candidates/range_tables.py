@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -157,30 +158,33 @@ class RangeTables:
 
         keys, number = self._keys
 
-        def by_start(of: Callable[[LayerKey], float]) -> Array:
-            return np.array([of(key) for key in keys], np.float64)[number]
-
-        data = {
-            key: price_cache.data_parallel(
-                key, b, mesh, price_cache.own_sharding(key, sharding), zero
-            )
-            for key in keys
-        }
-        held = {
-            key: price_cache.states(key, mesh, price_cache.own_sharding(key, sharding), zero)
-            for key in data
-        }
+        own = [price_cache.own_sharding(key, sharding) for key in keys]
+        data, held = [], []
+        for key, split in zip(keys, own, strict=True):
+            data.append(price_cache.data_parallel(key, b, mesh, split, zero))
+            held.append(price_cache.states(key, mesh, split, zero))
+        by_key = np.array(
+            [
+                [each.per_micro_batch_s for each in data],
+                [each.per_step_s for each in data],
+                [each.states.total for each in held],
+                [each.step_copies for each in held],
+                [each.states.gradients for each in held],
+                [sum(each.ideal) for each in held],
+            ],
+            np.float64,
+        )
+        per_micro_batch_s, per_step_s, states, step_copies, gradients, ideal = sums(
+            by_key[:, number]
+        )
+        buffer = largest_of(np.array([each.zero_buffer for each in held], np.float64)[number])
         spare = 1 + price_cache.training.stack.allocator_share
-        states = sums(by_start(lambda key: held[key].states.total))
         return RangeStates(
-            per_micro_batch_s=sums(by_start(lambda key: data[key].per_micro_batch_s)),
-            tail_s=sums(by_start(lambda key: data[key].per_step_s))
-            + self._shared_s(mesh, sharding),
-            held=states
-            + largest_of(by_start(lambda key: held[key].zero_buffer))
-            + sums(by_start(lambda key: held[key].step_copies)) / spare,
-            gradients=sums(by_start(lambda key: held[key].states.gradients)),
-            redundant=states - sums(by_start(lambda key: sum(held[key].ideal))),
+            per_micro_batch_s=per_micro_batch_s,
+            tail_s=per_step_s + self._shared_s(mesh, sharding),
+            held=states + buffer + step_copies / spare,
+            gradients=gradients,
+            redundant=states - ideal,
         )
 
     @property
@@ -197,7 +201,22 @@ class RangeTables:
                 number[first, layer] = found.setdefault(key, len(found))
         return tuple(found), number
 
-    def received(self, here: int, there: int, layout: ParallelLayout) -> Array:
+    def received(self, layout: ParallelLayout) -> Array:
+        """Seconds [stage, 2, cut] of transfers from the stage before and from the one after."""
+        ranks = tuple(layout.rank_of(stage) for stage in range(layout.num_virtual_stages))
+        several = layout.virtual_stages > 1
+
+        def make() -> Array:
+            seconds = np.zeros((len(ranks), 2, self.size + 1))
+            for before, after in pairwise(range(len(ranks))):
+                seconds[after, 0] = self._received(ranks[before], ranks[after], layout)
+                seconds[before, 1] = self._received(ranks[after], ranks[before], layout)
+            return seconds
+
+        key = ranks, layout.mesh, layout.micro_batch_size, layout.sharding, several
+        return self._once(("received", key), make)
+
+    def _received(self, here: int, there: int, layout: ParallelLayout) -> Array:
         """Seconds by cut of a transfer from pipeline rank `here` to `there`, 0 at both ends."""
 
         def make() -> Array:
@@ -209,7 +228,7 @@ class RangeTables:
             )
             return np.array([0.0, *sent, 0.0])
 
-        key: Hashable = ("received", link_of(here, there, layout, self.price_cache), here == there)
+        key: Hashable = ("link", link_of(here, there, layout, self.price_cache), here == there)
         return self._once(key, make)
 
     def _shared_s(self, mesh: Mesh, sharding: Sharding) -> Array:
@@ -232,9 +251,10 @@ def _prices(recompute_s: Array, freed: Array) -> tuple[float, ...]:
 
 
 def sums(by_start: Array) -> Array:
-    """Sums an array [first, layer] over the layers from `first` on to an array [first, end]."""
-    upper = np.triu(by_start)
-    return np.concatenate((np.zeros((len(upper), 1)), np.cumsum(upper, axis=1)), axis=1)
+    """Sums arrays [..., first, layer] over the layers from `first` on to [..., first, end]."""
+    total = np.zeros((*by_start.shape[:-1], by_start.shape[-1] + 1))
+    np.cumsum(np.triu(by_start), axis=-1, out=total[..., 1:])
+    return total
 
 
 def sum_of(by_layer: Array) -> Array:
