@@ -380,14 +380,14 @@ def link_of(here: int, there: int, layout: ParallelLayout, price_cache: LayerPri
     number of ranks that leave a node at once, and whether compute hides the transfer.
     """
     gpus_per_node = price_cache.machine.cluster.gpus_per_node
-    stride = layout.mesh.stride(Axis.PP)
+    stride = layout.mesh.ranks_per_stage
     crosses = here * stride // gpus_per_node != there * stride // gpus_per_node
     return _link(layout, price_cache, crosses=crosses)
 
 
 def _link(layout: ParallelLayout, price_cache: LayerPriceCache, *, crosses: bool) -> Link:
     hidden = layout.virtual_stages > 1 and price_cache.training.stack.overlap_transfers
-    sharing = min(layout.mesh.stride(Axis.PP), price_cache.machine.cluster.gpus_per_node)
+    sharing = min(layout.mesh.ranks_per_stage, price_cache.machine.cluster.gpus_per_node)
     return layout.micro_batch_size, layout.sharding, crosses, sharing, hidden
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -164,6 +165,20 @@ class RangeTables:
                 made_s[i, j] = self.price_cache.constants(i, j, b).value_s
         return besides, made_s
 
+    def least_data(
+        self, b: int, mesh: Mesh, sharding: Sharding, zeros: Sequence[int]
+    ) -> tuple[Array, Array]:
+        """Returns the least `per_micro_batch_s` and `tail_s` of some ZeRO stages."""
+
+        def make() -> tuple[Array, Array]:
+            states = [self.states(b, mesh, sharding, zero) for zero in zeros]
+            return (
+                np.minimum.reduce([held.per_micro_batch_s for held in states]),
+                np.minimum.reduce([held.tail_s for held in states]),
+            )
+
+        return self._once(("least data", b, mesh, sharding, zeros), make)
+
     def states(self, b: int, mesh: Mesh, sharding: Sharding, zero: int) -> RangeStates:
         """Returns the prices of states for one micro-batch size, mesh and ZeRO stage."""
         return self._once(
@@ -175,30 +190,33 @@ class RangeTables:
 
         keys, number = self._keys
 
-        def by_start(of: Callable[[LayerKey], float]) -> Array:
-            return np.array([of(key) for key in keys], np.float64)[number]
-
-        data = {
-            key: price_cache.data_parallel(
-                key, b, mesh, price_cache.own_sharding(key, sharding), zero
-            )
-            for key in keys
-        }
-        held = {
-            key: price_cache.states(key, mesh, price_cache.own_sharding(key, sharding), zero)
-            for key in data
-        }
+        own = [price_cache.own_sharding(key, sharding) for key in keys]
+        data, held = [], []
+        for key, split in zip(keys, own, strict=True):
+            data.append(price_cache.data_parallel(key, b, mesh, split, zero))
+            held.append(price_cache.states(key, mesh, split, zero))
+        by_key = np.array(
+            [
+                [each.per_micro_batch_s for each in data],
+                [each.per_step_s for each in data],
+                [each.states.total for each in held],
+                [each.step_copies for each in held],
+                [each.states.gradients for each in held],
+                [sum(each.ideal) for each in held],
+            ],
+            np.float64,
+        )
+        per_micro_batch_s, per_step_s, states, step_copies, gradients, ideal = sums(
+            by_key[:, number]
+        )
+        buffer = largest_of(np.array([each.zero_buffer for each in held], np.float64)[number])
         spare = 1 + price_cache.training.stack.allocator_share
-        states = sums(by_start(lambda key: held[key].states.total))
         return RangeStates(
-            per_micro_batch_s=sums(by_start(lambda key: data[key].per_micro_batch_s)),
-            tail_s=sums(by_start(lambda key: data[key].per_step_s))
-            + self._shared_s(mesh, sharding),
-            held=states
-            + largest_of(by_start(lambda key: held[key].zero_buffer))
-            + sums(by_start(lambda key: held[key].step_copies)) / spare,
-            gradients=sums(by_start(lambda key: held[key].states.gradients)),
-            redundant=states - sums(by_start(lambda key: sum(held[key].ideal))),
+            per_micro_batch_s=per_micro_batch_s,
+            tail_s=per_step_s + self._shared_s(mesh, sharding),
+            held=states + buffer + step_copies / spare,
+            gradients=gradients,
+            redundant=states - ideal,
         )
 
     @property
@@ -215,7 +233,22 @@ class RangeTables:
                 number[first, layer] = found.setdefault(key, len(found))
         return tuple(found), number
 
-    def received(self, here: int, there: int, layout: ParallelLayout) -> Array:
+    def received(self, layout: ParallelLayout) -> Array:
+        """Seconds [stage, 2, cut] of transfers from the stage before and from the one after."""
+        ranks = tuple(layout.rank_of(stage) for stage in range(layout.num_virtual_stages))
+        several = layout.virtual_stages > 1
+
+        def make() -> Array:
+            seconds = np.zeros((len(ranks), 2, self.size + 1))
+            for before, after in pairwise(range(len(ranks))):
+                seconds[after, 0] = self._received(ranks[before], ranks[after], layout)
+                seconds[before, 1] = self._received(ranks[after], ranks[before], layout)
+            return seconds
+
+        key = ranks, layout.mesh, layout.micro_batch_size, layout.sharding, several
+        return self._once(("received", key), make)
+
+    def _received(self, here: int, there: int, layout: ParallelLayout) -> Array:
         """Seconds by cut of a transfer from pipeline rank `here` to `there`, 0 at both ends."""
 
         def make() -> Array:
@@ -227,7 +260,7 @@ class RangeTables:
             )
             return np.array([0.0, *sent, 0.0])
 
-        key: Hashable = ("received", link_of(here, there, layout, self.price_cache), here == there)
+        key: Hashable = ("link", link_of(here, there, layout, self.price_cache), here == there)
         return self._once(key, make)
 
     def _shared_s(self, mesh: Mesh, sharding: Sharding) -> Array:
@@ -251,9 +284,10 @@ def _prices(layers: Iterable[_LayerPasses]) -> tuple[float, ...]:
 
 
 def sums(by_start: Array) -> Array:
-    """Sums an array [first, layer] over the layers from `first` on to an array [first, end]."""
-    upper = np.triu(by_start)
-    return np.concatenate((np.zeros((len(upper), 1)), np.cumsum(upper, axis=1)), axis=1)
+    """Sums arrays [..., first, layer] over the layers from `first` on to [..., first, end]."""
+    total = np.zeros((*by_start.shape[:-1], by_start.shape[-1] + 1))
+    np.cumsum(np.triu(by_start), axis=-1, out=total[..., 1:])
+    return total
 
 
 def sum_of(by_layer: Array) -> Array:
@@ -269,8 +303,8 @@ def largest_of(by_start: Array) -> Array:
 
 def even_path(values: Sequence[Array]) -> tuple[tuple[int, int], ...] | None:
     """Returns the ranges, by stage, whose largest value is least; None where nothing is finite."""
-    before, behind = from_both_ends(values, np.maximum)
-    if not np.isfinite(before[-1][-1]):
+    behind = from_last(values, np.maximum)
+    if not np.isfinite(behind[0][0]):
         return None
     first, ranges = 0, []
     for stage, value in enumerate(values):
@@ -285,13 +319,27 @@ def from_both_ends(values: Sequence[Array], joined: np.ufunc) -> tuple[list[Arra
 
     joined: how the values of two stages make one, `np.maximum` or `np.add`
     """
+    return from_first(values, joined), from_last(values, joined)
+
+
+def from_first(values: Sequence[Array], joined: np.ufunc) -> list[Array]:
+    """Returns by k the least of the stages before stage k that end at each cut."""
     size = values[0].shape[0]
-    start, stop = np.full(size + 1, np.inf), np.full(size + 1, np.inf)
-    start[0] = stop[size] = 0.0
-    before, behind = [start], [stop]
+    start = np.full(size + 1, np.inf)
+    start[0] = 0.0
+    before = [start]
     for value in values:
-        before.append(np.min(joined(before[-1][:size, None], value), axis=0))
+        before.append(joined(before[-1][:size, None], value).min(axis=0))
+    return before
+
+
+def from_last(values: Sequence[Array], joined: np.ufunc) -> list[Array]:
+    """Returns by k the least of the stages from stage k on that begin at each cut."""
+    size = values[0].shape[0]
+    stop = np.full(size + 1, np.inf)
+    stop[size] = 0.0
+    behind = [stop]
     for value in reversed(values):
-        least = np.min(joined(value, behind[-1][None, :]), axis=1)
-        behind.append(np.concatenate((least, [np.inf])))
-    return before, behind[::-1]
+        behind.append(np.full(size + 1, np.inf))
+        joined(value, behind[-2][None, :]).min(axis=1, out=behind[-1][:size])
+    return behind[::-1]

@@ -141,17 +141,19 @@ class SequenceColumns(RankColumns):
         self._sequence_table = table
         self.chunks = contents.body(table.price_cache)
         levels = table.allowed(layout, rank)
-        self._layers = [
-            table.options(key, layout.micro_batch_size, layout.sharding, levels)
-            for chunk in self.chunks
-            for key in chunk
-        ]
-        distinct = dict.fromkeys(option for options in self._layers for option in options)
-        self._options = tuple(distinct)
+        keys = [key for chunk in self.chunks for key in chunk]
+        by_key = {
+            key: table.options(key, layout.micro_batch_size, layout.sharding, levels)
+            for key in dict.fromkeys(keys)
+        }
+        self._layers = [by_key[key] for key in keys]
+        self._options = tuple(option for options in by_key.values() for option in options)
         self._prices: dict[int, PricedMixes] = {}
         self._ends_at: dict[int, EndCosts] = {}
         self._has_ends = bool(contents.ends(table.price_cache))
-        self._numbers = {option: number for number, option in enumerate(distinct)}
+        self._numbers = {option: number for number, option in enumerate(self._options)}
+        firsts = {key: self._numbers[options[0]] for key, options in by_key.items()}
+        self._firsts = np.array([firsts[key] for key in keys], np.int64)
         super().__init__(rank, layout, table)
 
     @property
@@ -208,21 +210,18 @@ class SequenceColumns(RankColumns):
     def front(self) -> tuple[Labels, Ints]:
         """The front of the layers, and the number of each layer's option among all options."""
         labels, chosen = self._sequence_table.front(self._layers)
-        numbers = [[self._numbers[option] for option in options] for options in self._layers]
-        rows = np.array(
-            [np.array(each)[chosen[:, place]] for place, each in enumerate(numbers)], np.int64
-        ).reshape(len(self._layers), len(chosen))
-        return labels, rows.T
+        return labels, self._firsts + chosen
 
     def _mixes(self, zero: int, most: int | None = None) -> Mixes:
         """Returns the front, or its fastest choices, as mixes.
 
         `saved_bytes` are those of the chunk that saves most.
         """
-        rows = self.front[1][:most]
-        counts = np.zeros((len(rows), len(self._options)), np.int64)
-        for place in range(rows.shape[1]):
-            counts[np.arange(len(rows)), rows[:, place]] += 1
+        mixes = self._once(("mixes", most), lambda: self._make_mixes(self.front[1][:most]))
+        return replace(mixes, options=self._at(zero))
+
+    def _make_mixes(self, rows: Ints) -> Mixes:
+        counts = (rows[:, :, None] == np.arange(len(self._options))).sum(axis=1)
         saved, ideal = (
             self._of_fullest_chunk(column_of(self._options, name)[rows])
             for name in ("saved_bytes", "ideal_saved_bytes")
@@ -230,7 +229,7 @@ class SequenceColumns(RankColumns):
         widest = column_of(self._options, "workspace_bytes")[rows].max(axis=1, initial=0.0)
         none = np.zeros(len(rows))
         return Mixes(
-            options=self._at(zero),
+            options=self._options,
             counts=counts,
             chunk_counts=counts,
             saved_bytes=saved,
@@ -279,8 +278,7 @@ class SequenceColumns(RankColumns):
     def _always_bytes(self, zero: int) -> float:
         """Bytes that every choice holds: states without gradients, and the least activations."""
         fixed, block = self.fixed[zero], self.block.of(self._at(zero))
-        numbers = [self._numbers[options[0]] for options in self._layers]
-        states = float((block.states - block.gradients)[numbers].sum())
+        states = float((block.states - block.gradients)[self._firsts].sum())
         kept = float(self.front[0].kept.min()) / self.layout.virtual_stages
         return fixed.states - fixed.gradients + states + fixed.held + self.stashes * kept
 
@@ -401,11 +399,12 @@ class _SequencePeaks(MixPeaks):
             besides = self.price_cache.besides_bytes(*layers, b)
             kept = LayerBytes(saved=besides, workspace=0, gradients=0)
             runs = [AlikeLayers(LayerKind.BLOCK, kept)]
-            for key in keys:
-                if key.role is not LayerKind.BLOCK:
-                    runs.append(self._end(key, zero))
+            for is_block, alike in groupby(keys, lambda key: key.role is LayerKind.BLOCK):
+                if not is_block:
+                    runs += [self._end(key, zero) for key in alike]
                     continue
-                runs.append(AlikeLayers(key, bytes_of(self._rows[:, place])))
-                place += 1
+                end = place + len(list(alike))
+                runs.append(AlikeLayers(LayerKind.BLOCK, bytes_of(self._rows[:, place:end].T)))
+                place = end
             chunks.append(runs)
         return chunks

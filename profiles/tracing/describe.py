@@ -70,6 +70,7 @@ class _Describer:
         self.counted = {
             each for node in program.calls for each in node.meta["written"] if each.op == "get_attr"
         }
+        self.known_dims: dict[fx.Node, tuple[Dim, ...]] = {}
         self.first: dict[int, fx.Node] = {}  # by memory, the node that made it
         for node in nodes:
             if isinstance(node.meta.get("val"), Tensor):
@@ -240,7 +241,12 @@ class _Describer:
             element_bytes=value.element_size(),
         )
 
-    def _dims(self, node: Any) -> tuple[Dim, ...]:
+    def _dims(self, node: fx.Node) -> tuple[Dim, ...]:
+        if node not in self.known_dims:
+            self.known_dims[node] = self._dims_of(node)
+        return self.known_dims[node]
+
+    def _dims_of(self, node: fx.Node) -> tuple[Dim, ...]:
         value = node.meta["val"]
         if not isinstance(value, Tensor):  # the first used output of a call with several
             node = next(outputs_of(node))
