@@ -14,8 +14,8 @@ from parplan.planner.layer_options.layer_problem import LayerStrategies
 from parplan.profiles.models.operator_graph import LayerKey
 
 # A class with more lists than this has those on the lower convex hull of time and saved bytes.
-# Layers of a stage that mix them reach what lies between, and no list lies below the hull, so that
-# a bound over its sides covers every list.
+# Layers of a stage that mix them reach what lies between, and no point of the front lies below the
+# hull.
 MOST_LISTS = 8
 # Partial layers of the walk. An eager block of GPT-NeoX, 31 operators, has up to 600.
 MOST_LABELS = 4000

@@ -51,9 +51,9 @@ def require_known(pins: Constraints) -> None:
             )
     if pins.recompute and Recompute.SELECTIVE in pins.recompute:
         raise ConfigError(
-            "--recompute selective needs a described model, of a traced one shards run again or "
-            "not",
-            hint="--recompute none, full or none,full",
+            "--recompute selective needs a described model, no operators of a traced one are the "
+            "selected ones",
+            hint="leave it out, and the search chooses operators; or --recompute none,full",
         )
     unknown = [schedule for schedule in pins.schedule or () if schedule not in RUN]
     if unknown:
