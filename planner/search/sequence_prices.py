@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,12 @@ class SequencePrices(SearchPrices):
     ) -> None:
         places = [(on_host, price_cache.with_states(on_host=on_host)) for on_host in (False, True)]
         self._tables = {there: SequenceTable(book, allowed, deadline) for there, book in places}
-        self._ranges = {there: RangeTables(book, deadline.check) for there, book in places}
+        self._ranges = {
+            there: RangeTables(
+                table.price_cache, partial(table.options, levels=table.levels), deadline.check
+            )
+            for there, table in self._tables.items()
+        }
         super().__init__(self._shardable(space), price_cache, allowed, deadline)
         self._given, self._assembler = given, assembler
 

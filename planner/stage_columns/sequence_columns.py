@@ -1,13 +1,15 @@
 """Columns of a pipeline rank of a model with several layer classes.
 
 The layers of a rank are a range of the model for each of its chunks (`StageContents`). Each layer
-has the options of its class; the front over all choices is found layer by layer
-(planner/layer_options/recompute_labels.py), and is priced as the mixes of equal blocks are
-(planner/stage_columns/mix_prices.py). The layers of a rank have one ZeRO stage (EQUATIONS I7).
+has the options of its class, which differ in the operators that run again. The front over all
+choices is found layer by layer (planner/layer_options/recompute_labels.py), and is priced as the
+mixes of equal blocks are (planner/stage_columns/mix_prices.py). The layers of a rank have one ZeRO
+stage (EQUATIONS I7).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
@@ -17,16 +19,17 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
-from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.layers.recompute import Recompute, RecomputedOperators
 from parplan.costmodels.memory.peak_memory import AlikeLayers, LayerBytes
 from parplan.costmodels.memory.rank_memory import usable_bytes
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.deadline import NEVER, Deadline
-from parplan.planner.dominance import Array, Ints
-from parplan.planner.layer_options.catalogue import LayerOption
+from parplan.planner.dominance import Array, Ints, hull_prices
+from parplan.planner.layer_options.catalogue import LayerOption, unbeaten
 from parplan.planner.layer_options.mixes import Mixes, column_of
 from parplan.planner.layer_options.recompute_labels import Labels, LabelTable
+from parplan.planner.layer_options.recompute_lists import recompute_lists
 from parplan.planner.request import Constraints
 from parplan.planner.stage_columns.columns import RankColumns
 from parplan.planner.stage_columns.mix_peaks import MixPeaks
@@ -42,14 +45,14 @@ from parplan.planner.stage_columns.stage_prices import (
 )
 from parplan.profiles.models.operator_graph import LayerKey, LayerKind
 
-LEVELS = (Recompute.NONE, Recompute.FULL)  # a layer is recomputed as a whole or not at all
-SLOPES = 16  # prices of a saved byte at which a front that is not exact is bounded
+LEVELS = (Recompute.NONE, Recompute.FULL)
 
 
 class SequenceTable(StageTable):
     """Options of layer classes, and fronts of rows of layers, each made once.
 
-    levels    the allowed levels of recompute
+    levels        the allowed levels of recompute
+    by_operator   layers may recompute lists of operators besides
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class SequenceTable(StageTable):
     ) -> None:
         super().__init__(price_cache, pins, deadline)
         self.levels = tuple(level for level in LEVELS if level in (pins.recompute or LEVELS))
+        self.by_operator = pins.recompute is None
         self._labels = LabelTable()
 
     def zero_stages(self, layout: ParallelLayout) -> tuple[int, ...]:
@@ -80,14 +84,29 @@ class SequenceTable(StageTable):
     def options(
         self, key: LayerKey, b: int, sharding: Sharding, levels: Sequence[Recompute]
     ) -> tuple[LayerOption, ...]:
-        """Returns the ways to run a layer of a class."""
+        """Returns the ways to run a layer of a class that no other beats, fastest first.
+
+        Lists of operators are among them where both levels are, and none is pinned. Embedding and
+        head are not recomputed.
+        """
         own = self.price_cache.own_sharding(key, sharding)
+        if key.role is not LayerKind.BLOCK:
+            levels = (Recompute.NONE,)
         return self.once(
-            ("options", key, b, own, levels),
-            lambda: tuple(self._option(key, b, own, level) for level in levels),
+            ("options", key, b, own, levels), lambda: self._options(key, b, own, levels)
         )
 
-    def _option(self, key: LayerKey, b: int, sharding: Sharding, level: Recompute) -> LayerOption:
+    def _options(
+        self, key: LayerKey, b: int, sharding: Sharding, levels: Sequence[Recompute]
+    ) -> tuple[LayerOption, ...]:
+        ways: dict[RecomputedOperators, None] = dict.fromkeys(levels)
+        if self.by_operator and len(levels) == len(LEVELS):
+            ways |= dict.fromkeys(filter(None, recompute_lists(key, b, sharding, self.price_cache)))
+        return unbeaten(self._option(key, b, sharding, way) for way in ways)
+
+    def _option(
+        self, key: LayerKey, b: int, sharding: Sharding, level: RecomputedOperators
+    ) -> LayerOption:
         size = self.price_cache.activations(key, b, sharding, level)
         return LayerOption(
             kind=key,
@@ -123,17 +142,19 @@ class SequenceColumns(RankColumns):
         self.chunks = contents.body(table.price_cache)
         self._keys = [key for keys in contents.keys(table.price_cache) for key in keys]
         levels = table.allowed(layout, rank)
-        self._layers = [
-            table.options(key, layout.micro_batch_size, layout.sharding, levels)
-            for chunk in self.chunks
-            for key in chunk
-        ]
-        distinct = dict.fromkeys(option for options in self._layers for option in options)
-        self._options = tuple(distinct)
+        keys = [key for chunk in self.chunks for key in chunk]
+        by_key = {
+            key: table.options(key, layout.micro_batch_size, layout.sharding, levels)
+            for key in dict.fromkeys(keys)
+        }
+        self._layers = [by_key[key] for key in keys]
+        self._options = tuple(option for options in by_key.values() for option in options)
         self._prices: dict[int, PricedMixes] = {}
         self._ends_at: dict[int, EndCosts] = {}
         self._has_ends = bool(contents.ends(table.price_cache))
-        self._numbers = {option: number for number, option in enumerate(distinct)}
+        self._numbers = {option: number for number, option in enumerate(self._options)}
+        firsts = {key: self._numbers[options[0]] for key, options in by_key.items()}
+        self._firsts = np.array([firsts[key] for key in keys], np.int64)
         super().__init__(rank, layout, table)
 
     @property
@@ -204,21 +225,18 @@ class SequenceColumns(RankColumns):
     def front(self) -> tuple[Labels, Ints]:
         """The front of the layers, and the number of each layer's option among all options."""
         labels, chosen = self._sequence_table.front(self._layers)
-        numbers = [[self._numbers[option] for option in options] for options in self._layers]
-        rows = np.array(
-            [np.array(each)[chosen[:, place]] for place, each in enumerate(numbers)], np.int64
-        ).reshape(len(self._layers), len(chosen))
-        return labels, rows.T
+        return labels, self._firsts + chosen
 
     def _mixes(self, zero: int, most: int | None = None) -> Mixes:
         """Returns the front, or its fastest choices, as mixes.
 
         `saved_bytes` are those of the chunk that saves most.
         """
-        rows = self.front[1][:most]
-        counts = np.zeros((len(rows), len(self._options)), np.int64)
-        for place in range(rows.shape[1]):
-            counts[np.arange(len(rows)), rows[:, place]] += 1
+        mixes = self._once(("mixes", most), lambda: self._make_mixes(self.front[1][:most]))
+        return replace(mixes, options=self._at(zero))
+
+    def _make_mixes(self, rows: Ints) -> Mixes:
+        counts = (rows[:, :, None] == np.arange(len(self._options))).sum(axis=1)
         saved, ideal = (
             self._of_fullest_chunk(column_of(self._options, name)[rows])
             for name in ("saved_bytes", "ideal_saved_bytes")
@@ -226,7 +244,7 @@ class SequenceColumns(RankColumns):
         widest = column_of(self._options, "workspace_bytes")[rows].max(axis=1, initial=0.0)
         none = np.zeros(len(rows))
         return Mixes(
-            options=self._at(zero),
+            options=self._options,
             counts=counts,
             chunk_counts=counts,
             saved_bytes=saved,
@@ -275,8 +293,7 @@ class SequenceColumns(RankColumns):
     def _always_bytes(self, zero: int) -> float:
         """Bytes that every choice holds: states without gradients, and the least activations."""
         fixed, block = self.fixed[zero], self.block.of(self._at(zero))
-        numbers = [self._numbers[options[0]] for options in self._layers]
-        states = float((block.states - block.gradients)[numbers].sum())
+        states = float((block.states - block.gradients)[self._firsts].sum())
         kept = float(self.front[0].kept.min()) / self.layout.virtual_stages
         return fixed.states - fixed.gradients + states + fixed.held + self.stashes * kept
 
@@ -327,23 +344,26 @@ class SequenceColumns(RankColumns):
         fixed, block = self.fixed[zero], self.block.of(self._at(zero))
         time_s = block.time_s - block.recompute_s if plain else block.time_s
         saved = self.stashes * column_of(self._options, "saved_bytes")
-        rows = [[self._numbers[option] for option in options] for options in self._layers]
-        states = sum(float(block.states[each[0]]) for each in rows)
-        chunked = len(self.chunks) if self.layout.virtual_stages > 1 else 1
-        room = chunked * (usable - fixed.states - states - fixed.held)
-        if self._freed:  # gradients may come after the most saved activations
-            gradients = sum(float(block.gradients[each[0]]) for each in rows)
-            room += chunked * (fixed.gradients + gradients)
-        prices = [0.0] if plain else _slopes(time_s, saved, rows)
-        least_s = max(
-            sum(float((time_s[each] + price * saved[each]).min()) for each in rows) - price * room
-            for price in prices
+        rows = Counter(
+            tuple(self._numbers[option] for option in options) for options in self._layers
         )
-        plain_s = sum(float((block.time_s - block.recompute_s)[each].min()) for each in rows)
-        tail_s = fixed.tail_s + sum(float(block.tail_s[each].min()) for each in rows)
+
+        def least(values: Array) -> float:
+            return sum(count * float(values[list(row)].min()) for row, count in rows.items())
+
+        chunked = len(self.chunks) if self.layout.virtual_stages > 1 else 1
+        room = chunked * (usable - fixed.states - least(block.states) - fixed.held)
+        if self._freed:  # gradients may come after the most saved activations
+            room += chunked * (fixed.gradients + least(block.gradients))
+        prices = {0.0}
+        for row in () if plain else rows:
+            prices.update(hull_prices(time_s[list(row)].tolist(), saved[list(row)].tolist()))
+        least_s = max(least(time_s + price * saved) - price * room for price in prices)
+        plain_s = least(block.time_s - block.recompute_s)
+        tail_s = fixed.tail_s + least(block.tail_s)
         hides = self.layout.recomputes_ahead
         return StageColumn(
-            mix=tuple((self._at(zero)[each[0]], 1) for each in rows),
+            mix=tuple((self._at(zero)[row[0]], count) for row, count in rows.items()),
             zero=zero,
             time_s=least_s + fixed.time_s,
             tail_s=tail_s,
@@ -364,19 +384,6 @@ class SequenceColumns(RankColumns):
         priced = [self._priced(zero) for zero in self._hosted or self.stages]
         columns = [self.column(each, int(each.allocated.argmin())) for each in priced]
         return min(columns, key=lambda column: column.memory_bytes)
-
-
-def _slopes(time_s: Array, saved: Array, rows: Sequence[Sequence[int]]) -> list[float]:
-    """Returns seconds that layers take to save a byte less, some of them and zero."""
-    slopes = {
-        float((time_s[i] - time_s[j]) / (saved[j] - saved[i]))
-        for each in {tuple(row) for row in rows}
-        for i in each
-        for j in each
-        if time_s[i] > time_s[j] and saved[i] < saved[j]
-    }
-    listed = sorted(slopes)
-    return [0.0, *listed[:: max(1, len(listed) // SLOPES)]]
 
 
 class _SequencePeaks(MixPeaks):
@@ -408,11 +415,12 @@ class _SequencePeaks(MixPeaks):
             besides = self.price_cache.besides_bytes(*layers, b)
             kept = LayerBytes(saved=besides, workspace=0, gradients=0)
             runs = [AlikeLayers(LayerKind.BLOCK, kept)]
-            for key in keys:
-                if key.role is not LayerKind.BLOCK:
-                    runs.append(self._end(key, zero))
+            for is_block, alike in groupby(keys, lambda key: key.role is LayerKind.BLOCK):
+                if not is_block:
+                    runs += [self._end(key, zero) for key in alike]
                     continue
-                runs.append(AlikeLayers(key, bytes_of(self._rows[:, place])))
-                place += 1
+                end = place + len(list(alike))
+                runs.append(AlikeLayers(LayerKind.BLOCK, bytes_of(self._rows[:, place:end].T)))
+                place = end
             chunks.append(runs)
         return chunks

@@ -25,7 +25,8 @@ _UNSEARCHED = (
         "activations and chunks on the host", "a traced module has only its states there"
     ),
     UnsearchedPart(
-        "recompute of a part of a shard", "a shard runs again as a whole, or keeps its activations"
+        "other recompute lists",
+        "a class of shards has the eight that save most for their time",
     ),
     UnsearchedPart(
         "other divisions of a shard over tensor-parallel ranks",
