@@ -62,12 +62,9 @@ def test_a_table_that_three_shards_read_has_one_gradient_on_two_stages():
 
 
 @pytest.mark.multiproc
-def test_states_on_the_host_leave_the_results_as_they_are():
-    check(
-        hand_plan(
-            f"{MODULES}:translator", pp=2, shards_a_stage=2, zero=3, offload=(Offload.STATES,)
-        )
-    )
+def test_states_on_the_host_and_recompute_lists_leave_the_results_as_they_are():
+    on_host = {"zero": 3, "lists": True, "offload": (Offload.STATES,)}
+    check(hand_plan(f"{MODULES}:translator", pp=2, shards_a_stage=2, **on_host))
 
 
 @pytest.mark.multiproc
