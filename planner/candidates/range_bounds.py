@@ -97,17 +97,13 @@ class RangeBounds:
     def least_bytes(self, stage: int) -> Array:
         """Lower bound of the bytes of a device by range, for any choice of its layers.
 
-        Where gradients come and go, they may not exist while the most activations do. A rank with
-        several stages holds at least the bytes of one of them.
+        Where gradients come and go, they may not exist while the most activations do.
         """
         return np.asarray(self._least_held + self._in_flight(stage) * self._passes.kept)
 
     def _in_flight(self, stage: int) -> int:
-        """Micro-batches that a stage holds at least."""
-        layout = self.layout
-        if layout.virtual_stages > 1:
-            return 1
-        return stashes(LayerKind.BLOCK, layout.rank_of(stage), layout)
+        """Micro-batches that a stage holds."""
+        return stashes(LayerKind.BLOCK, self.layout.rank_of(stage), self.layout)
 
     @cached_property
     def _least_held(self) -> Array:
@@ -142,8 +138,12 @@ class RangeBounds:
         """Lower bound of every plan of the layout, infinite if there is none."""
         if not np.isfinite(self.least_pace_s):
             return np.inf
-        tail_s = max(float(self.tail_s[np.isfinite(time)].min()) for time in self.time_s)
-        return float(self._step_s(self.least_pace_s, self.least_walk_s) + tail_s)
+        return float(self._step_s(self.least_pace_s, self.least_walk_s) + self.least_tail_s)
+
+    @cached_property
+    def least_tail_s(self) -> float:
+        """Least seconds after the last micro-batch, where the model fits."""
+        return max(float(self.tail_s[np.isfinite(time)].min()) for time in self.time_s)
 
     def _step_s(self, pace_s: Array | float, walk_s: Array | float) -> Array:
         layout, share = self.layout, 1 / self.layout.virtual_stages
@@ -159,7 +159,7 @@ class RangeBounds:
         walk_s = (
             self._sums[0][stage][:-1, None] + self.time_s[stage] + self._sums[1][stage + 1][None, :]
         )
-        step_s = self._step_s(pace_s, walk_s) + self.tail_s
+        step_s = self._step_s(pace_s, np.maximum(walk_s, self.least_walk_s)) + self.tail_s
         return np.asarray(np.isfinite(pace_s) & (step_s < cut_s))
 
     @cached_property

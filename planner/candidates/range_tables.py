@@ -35,7 +35,8 @@ class RangePasses:
     whole        bytes that a stage saves without recompute
     kept         least bytes that a stage saves
     prices       seconds of recompute for which some layer saves a byte less, a few of them
-    priced_s     by price, least seconds of recompute and of the saved bytes at that price
+    priced       least seconds of recompute and of the saved bytes at a price
+    priced_s     those at each of `prices`
     sent         bytes of the tensors that a stage receives and hands on, both ways
     most_share   largest share of recompute in the seconds of a layer that is recomputed
     """
@@ -45,6 +46,7 @@ class RangePasses:
     whole: Array
     kept: Array
     prices: tuple[float, ...]
+    priced: Callable[[float], Array]
     priced_s: tuple[Array, ...]
     sent: Array
     most_share: float
@@ -57,6 +59,7 @@ class RangeStates:
     per_micro_batch_s  seconds added to a micro-batch
     tail_s             seconds after the last micro-batch
     held               bytes of states, buffers and copies for the optimizer's step
+    buffer             bytes of the largest buffer among them, which all parts of a rank use
     gradients          bytes of the gradients among them
     redundant          bytes of the states beyond their part of one copy
     """
@@ -64,6 +67,7 @@ class RangeStates:
     per_micro_batch_s: Array
     tail_s: Array
     held: Array
+    buffer: Array
     gradients: Array
     redundant: Array
 
@@ -106,16 +110,18 @@ class RangeTables:
             ]
         )
         besides, made_s = self._once(("besides", b), lambda: self._besides(b))
+
+        def priced(price: float) -> Array:
+            return sum_of(np.minimum(price * whole, again + price * kept)) + price * besides
+
         return RangePasses(
             time_s=sum_of(plain) + made_s,
             recompute_s=sum_of(again),
             whole=sum_of(whole) + besides,
             kept=sum_of(kept) + besides,
             prices=prices,
-            priced_s=tuple(
-                sum_of(np.minimum(price * whole, again + price * kept)) + price * besides
-                for price in prices
-            ),
+            priced=priced,
+            priced_s=tuple(map(priced, prices)),
             sent=cut[: self.size, None] + cut[None, :],
             most_share=float((again / np.maximum(plain + again, 1e-30)).max()),
         )
@@ -158,13 +164,13 @@ class RangeTables:
         }
         spare = 1 + price_cache.training.stack.allocator_share
         states = sums(by_start(lambda key: held[key].states.total))
+        buffer = largest_of(by_start(lambda key: held[key].zero_buffer))
         return RangeStates(
             per_micro_batch_s=sums(by_start(lambda key: data[key].per_micro_batch_s)),
             tail_s=sums(by_start(lambda key: data[key].per_step_s))
             + self._shared_s(mesh, sharding),
-            held=states
-            + largest_of(by_start(lambda key: held[key].zero_buffer))
-            + sums(by_start(lambda key: held[key].step_copies)) / spare,
+            held=states + buffer + sums(by_start(lambda key: held[key].step_copies)) / spare,
+            buffer=buffer,
             gradients=sums(by_start(lambda key: held[key].states.gradients)),
             redundant=states - sums(by_start(lambda key: sum(held[key].ideal))),
         )

@@ -51,6 +51,7 @@ from parplan.planner.search.search_session import (
     SearchSession,
     SolvedCandidate,
 )
+from parplan.planner.solver import Unsolved
 from parplan.planner.stage_columns.block_counts import to_strategy
 from parplan.profiles.errors import OutOfTimeError, SolverError
 from parplan.profiles.units import GIB
@@ -123,11 +124,12 @@ def _search_fastest(
         if known:
             cut_s = min(cut_s, known.step_s)
             least_s = prices.least_s(layout, limit)
-            if least_s >= best_s and known.step_s <= least_s * (1 + WORTH_SOLVING):
+            enough_s = INFINITY if layout.virtual_stages > 1 else least_s * (1 + WORTH_SOLVING)
+            if least_s >= best_s and known.step_s <= enough_s:
                 relaxed_values_s[layout] = least_s
                 return solved_as(layout, known)
         relaxed = session.relaxed(layout, cut_s)
-        relaxed_s = relaxed_bound_s(layout, relaxed, session)
+        relaxed_s = relaxed_bound_s(layout, relaxed, cut_s, session)
         # Columns that take longer than the cut are left out.
         relaxed_values_s[layout] = 0.0 if relaxed_s == INFINITY else min(relaxed_s, cut_s)
         prices.raise_bound(layout, limit, min(relaxed_s, cut_s))
@@ -135,6 +137,8 @@ def _search_fastest(
         if relaxed is not None and relaxed_s < cut_s:
             relaxed_layouts.append(layout)
             choice = fastest_choice(layout, relaxed, cut_s, session) or known
+        if choice is None and best_s == INFINITY and not prices.covers(layout, cut_s, limit):
+            raise Unsolved("some cuts into stages were not tried, and the others do not fit")
         return solved_as(layout, choice) if choice else None
 
     def solved_as(layout: ParallelLayout, choice: MasterChoice) -> SolvedCandidate | None:

@@ -148,6 +148,10 @@ class SearchPrices(ABC):
     ) -> Iterator[ContentsMaker]:
         """Yields the contents that a rank may have below the cut, each with its column maker."""
 
+    def covers(self, layout: ParallelLayout, cut_s: float, limit_bytes: float) -> bool:
+        """Returns whether `makers` yields all contents below the cut; else they bound nothing."""
+        return True
+
     def first_choice(
         self, layout: ParallelLayout, cut_s: float, session: SearchSession
     ) -> MasterChoice | None:

@@ -32,6 +32,7 @@ from parplan.planner.stage_columns.columns import RankColumns
 from parplan.planner.stage_columns.mix_peaks import MixPeaks
 from parplan.planner.stage_columns.mix_prices import PricedMixes
 from parplan.planner.stage_columns.mix_table import StageTable
+from parplan.planner.stage_columns.rank_moment import RankMoment, fullest_moment
 from parplan.planner.stage_columns.stage_column import StageColumn
 from parplan.planner.stage_columns.stage_contents import Range, StageContents
 from parplan.planner.stage_columns.stage_prices import (
@@ -118,7 +119,7 @@ class SequenceColumns(RankColumns):
         self, contents: StageContents, rank: int, layout: ParallelLayout, table: SequenceTable
     ) -> None:
         self.contents = contents
-        self.places: tuple[tuple[Range, ...], ...] = (contents.ranges,)
+        self.places: tuple[tuple[Range, ...], ...] = tuple((layers,) for layers in contents.ranges)
         self._sequence_table = table
         self.chunks = contents.body(table.price_cache)
         levels = table.allowed(layout, rank)
@@ -141,7 +142,7 @@ class SequenceColumns(RankColumns):
         return len(self._layers)
 
     def at(self, places: tuple[tuple[Range, ...], ...]) -> SequenceColumns:
-        """Returns the same columns for other places of equal layers in the model."""
+        """Returns the same columns for other places of equal layers, given by chunk."""
         if places == self.places:
             return self
         assert len(self.front[0].time_s)  # the copy shares it
@@ -262,8 +263,26 @@ class SequenceColumns(RankColumns):
         fixed, block = self.fixed[zero], self.block.of(self._at(zero))
         numbers = [self._numbers[options[0]] for options in self._layers]
         states = float((block.states - block.gradients)[numbers].sum())
-        kept = float(self.front[0].kept.min()) / self.layout.virtual_stages
-        return fixed.states - fixed.gradients + states + fixed.held + self.stashes * kept
+        kept = sum(
+            held * min(option.saved_bytes for option in options)
+            for held, options in zip(self._in_flight, self._layers, strict=True)
+        )
+        return fixed.states - fixed.gradients + states + self._held_bytes(zero) + kept
+
+    @cached_property
+    def _moment(self) -> RankMoment:
+        return fullest_moment(self.layout, self.rank, frees=bool(self._freed))
+
+    @property
+    def _in_flight(self) -> list[float]:
+        """Micro-batches of each layer that the rank holds at its fullest moment."""
+        by_chunk = zip(self._moment.stashes, self.chunks, strict=False)
+        return [held for held, chunk in by_chunk for _ in chunk]
+
+    def _held_bytes(self, zero: int) -> float:
+        """Least bytes at the fullest moment of tensors that no block saves."""
+        several = self.layout.virtual_stages > 1
+        return 0.0 if several and self._freed else self.fixed[zero].held
 
     @cached_property
     def _at_once(self) -> dict[int, PricedMixes]:
@@ -311,17 +330,20 @@ class SequenceColumns(RankColumns):
     def _bound_at(self, zero: int, usable: float, *, plain: bool) -> StageColumn:
         fixed, block = self.fixed[zero], self.block.of(self._at(zero))
         time_s = block.time_s - block.recompute_s if plain else block.time_s
-        saved = self.stashes * column_of(self._options, "saved_bytes")
+        saved = column_of(self._options, "saved_bytes")
         rows = [[self._numbers[option] for option in options] for options in self._layers]
         states = sum(float(block.states[each[0]]) for each in rows)
-        chunked = len(self.chunks) if self.layout.virtual_stages > 1 else 1
-        room = chunked * (usable - fixed.states - states - fixed.held)
-        if self._freed:  # gradients may come after the most saved activations
+        room = usable - fixed.states - states - self._held_bytes(zero)
+        if not self._moment.made:  # gradients may come after the most saved activations
             gradients = sum(float(block.gradients[each[0]]) for each in rows)
-            room += chunked * (fixed.gradients + gradients)
-        prices = [0.0] if plain else _slopes(time_s, saved, rows)
+            room += fixed.gradients + gradients
+        prices = [0.0] if plain else _slopes(time_s, max(self._moment.stashes) * saved, rows)
         least_s = max(
-            sum(float((time_s[each] + price * saved[each]).min()) for each in rows) - price * room
+            sum(
+                float((time_s[each] + price * held * saved[each]).min())
+                for each, held in zip(rows, self._in_flight, strict=True)
+            )
+            - price * room
             for price in prices
         )
         plain_s = sum(float((block.time_s - block.recompute_s)[each].min()) for each in rows)

@@ -24,7 +24,7 @@ from parplan.planner.traced.shard_price_cache import ShardPriceCache
 from parplan.planner.traced.shards import Shard, Sharded, shard
 from parplan.planner.traced.stage_rules import StageRule, parse_stages
 from parplan.profiles.errors import ConfigError, InfeasibleError
-from parplan.profiles.machines.machine_catalog import load_cluster
+from parplan.profiles.machines.machine_catalog import load_cluster, load_stack
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
@@ -249,41 +249,6 @@ FRAME_OF_TWO = ParallelLayout(
 )
 
 
-@pytest.mark.parametrize("limit_gib", [80.0, 1.41, 1.38])
-def test_stages_that_share_their_ranks_are_chosen_as_by_trying_all_plans_of_their_cuts(limit_gib):
-    pins = Constraints(
-        pp=(2,),
-        schedule=(Schedule.INTERLEAVED,),
-        virtual_stages=(2,),
-        micro_batch_size=(8192,),
-        zero=(0, 2),
-    )
-    training, cluster = (
-        TrainingSpec(global_batch_size=65536, seq_length=1, stack=NEUTRAL),
-        replace(CLUSTER, nodes=1, gpus_per_node=4),
-    )
-    options = SearchOptions(memory_limit_bytes=int(limit_gib * 1024 * MIB))
-    search = searched(uneven(), pins, options, training=training, cluster=cluster)
-    (layout,) = search.prices.space.layouts
-    cuts = search.prices.bounds(layout, search.limit_bytes).cuts
-    size = search.price_cache.num_layers
-
-    outcome = fastest_of(search)
-
-    expected = float("inf")
-    for zeros in product((0, 2), repeat=2):
-        for bits in product((False, True), repeat=size):
-            recomputed = [k for k in range(size) if bits[k]]
-            ends = (0, *(end for _, end in cuts))
-            made = strategy(search.price_cache, layout, ends, zeros * 2, recomputed)
-            price = price_step(made, search.price_cache)
-            if max(memory.total for memory in price.memory) <= search.limit_bytes:
-                expected = min(expected, price.closed_form_s)
-    assert [solved.value for solved in outcome.solved] == (
-        [] if expected == float("inf") else [pytest.approx(expected, rel=1e-9)]
-    )
-
-
 @pytest.mark.parametrize(
     "schedule", [Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED, Schedule.EARLY_RECOMPUTE, Schedule.SCP]
 )
@@ -414,8 +379,11 @@ def test_a_parameter_that_all_shards_hold_is_counted_once_a_stage_and_summed_ove
     assert states(0, 1) == states(0, 2) == states(2, 4) == 18 * 64
 
 
-def of_classes(pattern: str) -> Sharded:
-    """Returns parts in the order of `pattern`, those with one letter alike, and a loss."""
+def of_classes(pattern: str, *, whole: bool = False) -> Sharded:
+    """Returns parts in the order of `pattern`, those with one letter alike, and a loss.
+
+    whole: each part has a skip connection, so that it is one shard
+    """
     widths = {"a": 192, "b": 512, "c": 320}
     operators, x = [], value("batch_x", 128)
     for number, letter in enumerate(pattern):
@@ -425,7 +393,9 @@ def of_classes(pattern: str) -> Sharded:
             activation(path, wide, f"a{number}"),
             linear(f"{path}.out", value(f"a{number}", widths[letter]), f"y{number}", 128),
         ]
-        x = value(f"y{number}", 128)
+        if whole:
+            operators.append(join(path, (value(f"y{number}", 128), x), f"z{number}"))
+        x = value(f"z{number}" if whole else f"y{number}", 128)
     return shard(
         model_of(*operators, join("loss", (x,), "loss", 1), inputs=(value("batch_x", 128),))
     )
@@ -435,10 +405,11 @@ def every_price(search: SearchSession, layout: ParallelLayout) -> list[tuple[flo
     """Prices all cuts, ZeRO stages and recomputed shards: seconds, redundant and peak bytes."""
     size, pp = search.price_cache.num_layers, layout.mesh.pp
     prices = []
-    for inner in combinations(range(1, size), pp - 1):
+    for inner in combinations(range(1, size), layout.num_virtual_stages - 1):
         for zeros, bits in product(product((0, 2), repeat=pp), product((False, True), repeat=size)):
             recomputed = [k for k in range(size) if bits[k]]
-            made = strategy(search.price_cache, layout, (0, *inner, size), zeros, recomputed)
+            of_stages = zeros * layout.virtual_stages
+            made = strategy(search.price_cache, layout, (0, *inner, size), of_stages, recomputed)
             price = price_step(made, search.price_cache)
             redundant = layout.mesh.ranks_per_stage * sum(rank.total for rank in price.redundant)
             peak = max(memory.total for memory in price.memory)
@@ -482,3 +453,59 @@ def test_every_objective_over_two_and_three_classes_finds_what_enumeration_finds
     held = max(memory.total for memory in found[Objective.PEAK].price.memory)
     assert held <= least_peak + 2 * MIB
     assert held >= least_peak * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("stack", [NEUTRAL, load_stack("parplan")], ids=lambda stack: stack.name)
+@pytest.mark.parametrize("pattern", mostly_slow(["aabab", "abbaab", "abcab", "bcabcb"], {"aabab", "abcab"}))
+def test_parts_that_share_their_ranks_are_those_that_enumeration_finds(pattern, stack):
+    """Two parts a rank, for memory limits between the least and the largest peak of any plan."""
+    training = TrainingSpec(global_batch_size=65536, seq_length=1, stack=stack)
+    cluster = replace(CLUSTER, nodes=1, gpus_per_node=4)
+    pins = Constraints(
+        pp=(2,),
+        schedule=(Schedule.INTERLEAVED,),
+        virtual_stages=(2,),
+        micro_batch_size=(8192,),
+        zero=(0, 2),
+    )
+    sharded = of_classes(pattern, whole=True)
+    free = searched(sharded, pins, training=training, cluster=cluster)
+    (layout,) = free.prices.space.layouts
+    plans = every_price(free, layout)
+    peaks = sorted({peak for _, _, peak in plans})
+    cuts = set()
+
+    for share in (0.0, 0.05, 0.2, 0.6, 1.0):
+        limit = int(peaks[0] + share * (peaks[-1] - peaks[0])) + 1
+        options = SearchOptions(memory_limit_bytes=limit)
+        session = searched(sharded, pins, options, training=training, cluster=cluster)
+        expected = min(seconds for seconds, _, peak in plans if peak <= limit)
+        least_s = session.prices.closer(layout, session.limit_bytes).least_s
+
+        outcome = fastest_of(session)
+
+        assert [solved.value for solved in outcome.solved] == [pytest.approx(expected, rel=1e-9)]
+        assert least_s <= outcome.bound * (1 + 1e-9)
+        assert outcome.bound <= expected * (1 + 1e-9)
+        made = session.prices.strategy(layout, outcome.solved[0].choice.columns)
+        cuts.add(tuple(len(stage) for stage in made.stages))
+    assert any(len(set(sizes)) > 1 for sizes in cuts), "some parts have more shards than others"
+
+
+def test_no_parts_that_share_their_ranks_fit_below_the_least_peak():
+    training = TrainingSpec(global_batch_size=65536, seq_length=1, stack=NEUTRAL)
+    cluster = replace(CLUSTER, nodes=1, gpus_per_node=4)
+    pins = Constraints(pp=(2,), virtual_stages=(2,), micro_batch_size=(8192,), zero=(0, 2))
+    free = searched(of_classes("abab", whole=True), pins, training=training, cluster=cluster)
+    (layout,) = free.prices.space.layouts
+    least = min(peak for _, _, peak in every_price(free, layout))
+
+    def found(limit: int) -> bool:
+        options = SearchOptions(memory_limit_bytes=limit)
+        within = searched(of_classes("abab", whole=True), pins, options, training=training, cluster=cluster)
+        outcome = fastest_of(within)
+        assert outcome.finished
+        return bool(outcome.solved)
+
+    assert found(int(least) + 1)
+    assert not found(int(least) - 1)

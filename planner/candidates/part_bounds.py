@@ -1,0 +1,222 @@
+"""Lower bounds of a layout whose pipeline ranks run several parts of the model each.
+
+Part k is on pipeline rank k mod pp. The parts of a rank share its seconds and its bytes, so the
+pace is the largest sum over the parts of a rank (EQUATIONS I7). A path that is cheapest part by
+part bounds all ranks together: its sum over pp is a pace that no plan is below. Bytes are in this
+sum at a price: at any seconds for a byte of a rank, its parts take no less than their seconds and
+bytes at that price, less the price of all bytes of the device (a Lagrangian bound).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from parplan.costmodels.layers.recompute import Recompute
+from parplan.planner.candidates.range_bounds import RangeBounds
+from parplan.planner.candidates.range_tables import RangeStates, from_both_ends
+from parplan.planner.dominance import Array, Ints
+from parplan.planner.stage_columns.rank_moment import RankMoment, fullest_moment
+from parplan.planner.stage_columns.stage_contents import Range
+
+MOST_CONTENTS = 256  # contents of a rank that get columns; with more, some are left out
+ROUNDING = 1e-9  # relative, against another order of summation
+
+
+@dataclass(frozen=True, slots=True)
+class RankParts:
+    """Contents that a rank may have: by chunk, ranges that cost the same.
+
+    complete    no contents below the cut are left out
+    """
+
+    contents: tuple[tuple[tuple[Range, ...], ...], ...]
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """The first chunks of a rank, each with a class of ranges.
+
+    own      their values, as in `PartBounds.values`
+    walk_s   by cut, least seconds of all parts up to there
+    """
+
+    classes: tuple[int, ...]
+    own: Array
+    walk_s: Array
+
+
+class _Chunk:
+    """The ranges that one chunk may be, in the order of their classes.
+
+    own      by class, the least values of its ranges
+    """
+
+    def __init__(self, stage: int, ranges: Ints, classes: Ints, bounds: PartBounds) -> None:
+        order = np.argsort(classes, kind="stable")
+        self.stage = stage
+        self.first, self.end = ranges[order].T
+        self.classes, self.starts = np.unique(classes[order], return_index=True)
+        values = bounds.values(stage)[:, self.first, self.end]
+        self.own = np.minimum.reduceat(values, self.starts, axis=1).T
+        self.time_s = bounds.time_s[stage][self.first, self.end]
+
+    def rows(self, number: int) -> slice:
+        """Returns the rows of the ranges of one class, by its place among the classes."""
+        ends = [*self.starts[1:].tolist(), len(self.first)]
+        return slice(int(self.starts[number]), ends[number])
+
+    def ranges(self, number: int) -> tuple[Range, ...]:
+        rows = self.rows(number)
+        return tuple(zip(self.first[rows].tolist(), self.end[rows].tolist(), strict=True))
+
+
+class PartBounds(RangeBounds):
+    """The bounds of a layout with several virtual stages a rank."""
+
+    @cached_property
+    def _moments(self) -> list[RankMoment]:
+        ranks = range(self.layout.mesh.pp)
+        return [fullest_moment(self.layout, rank, frees=self._frees) for rank in ranks]
+
+    def _stashes(self, stage: int) -> float:
+        rank = self.layout.rank_of(stage)
+        chunk = self.layout.stages_of(rank).index(stage)
+        return self._moments[rank].stashes[chunk]
+
+    def least_bytes(self, stage: int) -> Array:
+        """Lower bound of the bytes that a part adds to its rank."""
+        saved = self._passes.kept
+        if Recompute.FULL not in self._levels:
+            saved = self._passes.whole
+        held = [self._part_bytes(stage, states) for states in self._states]
+        return np.asarray(np.minimum.reduce(held) + self._stashes(stage) * saved)
+
+    def _part_bytes(self, stage: int, states: RangeStates) -> Array:
+        """Bytes of a part besides activations, of which those of the head count once at most."""
+        layout, moment = self.layout, self._moments[self.layout.rank_of(stage)]
+        sent = moment.sent * layout.num_micro_batches * self._passes.sent
+        held = states.held - states.buffer + sent
+        if not moment.made:
+            held = held - states.gradients
+        over = max(0.0, self._stashes(stage) - 1)
+        if stage == layout.num_virtual_stages - 1 and over and not self._frees:
+            held[:, -1] -= over * self._passes.whole[-1, -1]
+        return np.asarray(held)
+
+    @cached_property
+    def _prices(self) -> Array:
+        """Seconds for a byte of a device, by rank and price; none where nothing is to choose."""
+        if not {Recompute.NONE, Recompute.FULL} <= set(self._levels):
+            return np.zeros((self.layout.mesh.pp, 0))
+        held = [np.mean(moment.stashes) for moment in self._moments]
+        return np.asarray(self._passes.prices)[None, :] / np.array(held)[:, None]
+
+    def values(self, stage: int) -> Array:
+        """Returns least values of a part by range, which add up over the parts of a rank.
+
+        They are its seconds, its seconds and bytes at each price of a byte, and its bytes.
+        """
+        if stage not in self._values:
+            self._values[stage] = self._make_values(stage)
+        return self._values[stage]
+
+    @cached_property
+    def _values(self) -> dict[int, Array]:
+        return {}
+
+    def _make_values(self, stage: int) -> Array:
+        least_s = np.minimum.reduce([states.per_micro_batch_s for states in self._states])
+        passes_s = self.time_s[stage] - least_s
+        held = [(s.per_micro_batch_s, self._part_bytes(stage, s)) for s in self._states]
+        priced = [
+            passes_s
+            + self._passes.priced(float(price) * self._stashes(stage))
+            + np.minimum.reduce([data_s + price * held_bytes for data_s, held_bytes in held])
+            for price in self._prices[self.layout.rank_of(stage)]
+        ]
+        return np.stack([self.time_s[stage], *priced, self.least_bytes(stage)])
+
+    @cached_property
+    def least_walk_s(self) -> float:
+        """Least seconds of all parts together, infinite where they do not fit all devices."""
+        every = [self.values(stage) for stage in range(self.layout.num_virtual_stages)]
+        if not np.isfinite(self.least_pace_s):
+            return np.inf
+        totals = [
+            float(from_both_ends([values[n] for values in every], np.add)[0][-1][-1])
+            for n in range(len(every[0]))
+        ]
+        if totals[-1] > self.layout.mesh.pp * self._usable * (1 + ROUNDING):
+            return np.inf
+        room_s = self._usable * self._prices.sum(axis=0)
+        return max(totals[0], *(np.array(totals[1:-1]) - room_s), 0.0)
+
+    def own_s(self, rank: int, own: Array) -> Array:
+        """Least seconds of a rank by sums of values, infinite where its parts do not fit."""
+        priced_s = own[..., 1:-1] - self._usable * self._prices[rank]
+        times = np.concatenate([own[..., :1], priced_s], axis=-1).max(axis=-1)
+        fits = own[..., -1] <= self._usable * (1 + ROUNDING)
+        return np.asarray(np.where(fits, times, np.inf))
+
+    def parts(self, rank: int, cut_s: float, class_of: Callable[[Range], int]) -> RankParts:
+        """Returns the contents of a rank with which the layout may take less than `cut_s`.
+
+        class_of    a number that is equal for ranges with equal prices
+        """
+        chunks: list[_Chunk] = []
+        for stage in self.layout.stages_of(rank):
+            ranges = np.argwhere(self.near(stage, cut_s))
+            if not len(ranges):
+                return RankParts((), complete=True)
+            classes = np.array([class_of((int(i), int(j))) for i, j in ranges])
+            chunks.append(_Chunk(stage, ranges, classes, self))
+        complete, least = True, [chunk.own.min(axis=0) for chunk in chunks]
+        nodes = [_Parts((), np.zeros_like(least[0]), self._sums[0][chunks[0].stage])]
+        for number, chunk in enumerate(chunks):
+            rest = sum(least[number + 1 :], np.zeros_like(least[0]))
+            longer = [
+                each for node in nodes for each in self._longer(node, chunk, rank, rest, cut_s)
+            ]
+            longer.sort(key=lambda each: each[0])
+            complete = complete and len(longer) <= MOST_CONTENTS
+            nodes = [node for _, node in longer[:MOST_CONTENTS]]
+        contents = (
+            tuple(chunk.ranges(n) for chunk, n in zip(chunks, node.classes, strict=True))
+            for node in nodes
+        )
+        return RankParts(tuple(contents), complete)
+
+    def _longer(
+        self, node: _Parts, chunk: _Chunk, rank: int, rest: Array, cut_s: float
+    ) -> list[tuple[float, _Parts]]:
+        """Returns the parts with each class of ranges of the next chunk, and their bounds."""
+        walk_s = node.walk_s
+        if node.classes:
+            for stage in range(chunk.stage - self.layout.mesh.pp + 1, chunk.stage):
+                walk_s = np.min(walk_s[:-1, None] + self.time_s[stage], axis=0)
+        ends_s = walk_s[chunk.first] + chunk.time_s
+        through_s = np.minimum.reduceat(
+            ends_s + self._sums[1][chunk.stage + 1][chunk.end], chunk.starts
+        )
+        own = node.own + chunk.own
+        whole = own + rest
+        own_s = self.own_s(rank, whole)
+        others_s = np.maximum(0.0, through_s - whole[:, 0])
+        if len(node.classes) + 1 == self.layout.virtual_stages:
+            through_s = others_s + own_s
+            own_s = np.maximum(own_s, others_s / (self.layout.mesh.pp - 1))
+        bounds_s = self._step_s(own_s, np.maximum(through_s, self.least_walk_s))
+        bounds_s = bounds_s + self.least_tail_s
+        longer = []
+        for number in np.flatnonzero(np.isfinite(bounds_s) & (bounds_s < cut_s)).tolist():
+            rows = chunk.rows(number)
+            there_s = np.full_like(walk_s, np.inf)
+            np.minimum.at(there_s, chunk.end[rows], ends_s[rows])
+            parts = _Parts((*node.classes, number), own[number], there_s)
+            longer.append((float(bounds_s[number]), parts))
+        return longer

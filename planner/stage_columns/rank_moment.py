@@ -1,0 +1,39 @@
+"""A moment of a pipeline rank that bounds its peak from below."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parplan.costmodels.memory.peak_memory import passes_of
+from parplan.costmodels.memory.rank_memory import stashes
+from parplan.costmodels.strategy import ParallelLayout
+from parplan.profiles.models.operator_graph import LayerKind
+
+
+@dataclass(frozen=True, slots=True)
+class RankMoment:
+    """Bytes that a rank holds at its peak or at another moment, in shares of those of its parts.
+
+    stashes    micro-batches by chunk; where the fullest chunk counts for all, their mean
+    sent       share of the messages that it has sent
+    made       the gradients of all chunks exist
+    """
+
+    stashes: tuple[float, ...]
+    sent: float
+    made: bool
+
+
+def fullest_moment(layout: ParallelLayout, rank: int, *, frees: bool) -> RankMoment:
+    """Returns a moment of a rank at which it holds no more than at its peak.
+
+    frees    gradients come and go, so that the peak is that of one moment
+    """
+    held, chunks = stashes(LayerKind.BLOCK, rank, layout), layout.virtual_stages
+    if chunks == 1 or not frees:
+        return RankMoment((held / chunks,) * chunks, 1.0, made=not frees)
+    passes, sent = passes_of(layout, rank)
+    backward = (each for each in passes if each.backward)
+    fullest = max(backward, key=lambda each: (sum(each.stashes), each.sent))
+    made = len(fullest.made) == chunks
+    return RankMoment(fullest.stashes, fullest.sent / max(1, sent), made)
