@@ -200,9 +200,8 @@ class PartBounds(RangeBounds):
             for stage in range(chunk.stage - self.layout.mesh.pp + 1, chunk.stage):
                 walk_s = np.min(walk_s[:-1, None] + self.time_s[stage], axis=0)
         ends_s = walk_s[chunk.first] + chunk.time_s
-        through_s = np.minimum.reduceat(
-            ends_s + self._sums[1][chunk.stage + 1][chunk.end], chunk.starts
-        )
+        after_s = self._sums[1][chunk.stage + 1][chunk.end]
+        through_s = np.minimum.reduceat(ends_s + after_s, chunk.starts)
         own = node.own + chunk.own
         whole = own + rest
         own_s = self.own_s(rank, whole)

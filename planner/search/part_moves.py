@@ -17,6 +17,7 @@ from parplan.planner.candidates.range_tables import even_path
 from parplan.planner.stage_columns.stage_column import StageColumn
 from parplan.planner.stage_columns.stage_contents import Range
 
+MOST_TIMES = 4  # that cuts are improved, each time with the columns of the last ones
 Cuts = tuple[int, ...]
 Place = tuple[Range, ...]
 
@@ -47,26 +48,27 @@ class PartMoves:
         return None
 
     def _descended(self, cuts: Cuts) -> list[StageColumn] | None:
-        while self.bounds.cuts is None:
-            cuts = self._moved(cuts)
-            places = self._places(cuts)
-            unknown = [each for each in enumerate(places) if each not in self._known]
-            if not unknown:
+        best, best_s = None, math.inf
+        for _ in range(MOST_TIMES):
+            if self.bounds.cuts is None:
+                cuts = self._moved(cuts)
+            before = len(self._known)
+            columns, (step_s, _) = self._columns(cuts), self._step(cuts)
+            if columns is not None and step_s < best_s:
+                best, best_s = columns, step_s
+            if len(self._known) == before:
                 break
-            self._look_up(unknown)
-        return self._columns(cuts)
+        return best
 
     def _columns(self, cuts: Cuts) -> list[StageColumn] | None:
         places = list(enumerate(self._places(cuts)))
-        self._look_up([each for each in places if each not in self._known])
+        for rank, place in places:
+            if (rank, place) not in self._known:
+                column = self._column(rank, place)
+                self._known[rank, place] = column
+                self._seconds[rank, place] = column.time_s if column else math.inf
         columns = [column for each in places if (column := self._known[each]) is not None]
         return columns if len(columns) == len(places) else None
-
-    def _look_up(self, places: list[tuple[int, Place]]) -> None:
-        for rank, place in places:
-            column = self._column(rank, place)
-            self._known[rank, place] = column
-            self._seconds[rank, place] = column.time_s if column else math.inf
 
     def _moved(self, cuts: Cuts) -> Cuts:
         """Returns the cuts after all moves that shorten the step, as far as it is known."""
@@ -81,7 +83,7 @@ class PartMoves:
         return cuts
 
     def _moves(self, cuts: Cuts) -> Iterator[Cuts]:
-        """Yields the cuts with one layer moved from a part to another, and those between shifted."""
+        """Yields the cuts with one layer moved to another part, and the parts between shifted."""
         ends = (0, *cuts, self.bounds.tables.size)
         for first in range(len(cuts)):
             for last in range(first + 1, len(cuts) + 1):

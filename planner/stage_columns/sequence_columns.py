@@ -25,8 +25,9 @@ from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.deadline import NEVER, Deadline
 from parplan.planner.dominance import Array, Ints
 from parplan.planner.layer_options.catalogue import LayerOption
+from parplan.planner.layer_options.chunk_labels import ChunkLabels, of_chunk, of_chunks
 from parplan.planner.layer_options.mixes import Mixes, column_of
-from parplan.planner.layer_options.recompute_labels import Labels, LabelTable
+from parplan.planner.layer_options.recompute_labels import LabelTable
 from parplan.planner.request import Constraints
 from parplan.planner.stage_columns.columns import RankColumns
 from parplan.planner.stage_columns.mix_peaks import MixPeaks
@@ -101,15 +102,21 @@ class SequenceTable(StageTable):
             workspace_bytes=float(size.workspace),
         )
 
-    def front(self, layers: Sequence[Sequence[LayerOption]]) -> tuple[Labels, Ints]:
-        """Returns the front of a row of layers, and by label and layer the number of its option."""
+    def front(self, chunks: Sequence[Sequence[Sequence[LayerOption]]]) -> ChunkLabels:
+        """Returns the front of the layers of chunks."""
+        return self.once(
+            ("front", tuple(map(tuple, chunks))),
+            lambda: of_chunks([self._front(layers) for layers in chunks]),
+        )
+
+    def _front(self, layers: Sequence[Sequence[LayerOption]]) -> ChunkLabels:
         row = tuple(
             self._labels.number(
                 tuple((o.time_s, o.saved_bytes, o.workspace_bytes) for o in options)
             )
             for options in layers
         )
-        return self._labels.of(row), self._labels.options(row)
+        return of_chunk(self._labels.of(row), self._labels.options(row))
 
 
 class SequenceColumns(RankColumns):
@@ -145,7 +152,7 @@ class SequenceColumns(RankColumns):
         """Returns the same columns for other places of equal layers, given by chunk."""
         if places == self.places:
             return self
-        assert len(self.front[0].time_s)  # the copy shares it
+        assert len(self.front[1])  # the copy shares it
         other = copy(self)
         other.places = places
         return other
@@ -187,14 +194,17 @@ class SequenceColumns(RankColumns):
         return self.stages
 
     @cached_property
-    def front(self) -> tuple[Labels, Ints]:
-        """The front of the layers, and the number of each layer's option among all options."""
-        labels, chosen = self._sequence_table.front(self._layers)
+    def front(self) -> tuple[bool, Ints]:
+        """Whether the front of the layers is exact, and by choice and layer its option's number."""
+        ends = np.cumsum([0, *map(len, self.chunks)])
+        chunks = [self._layers[first:end] for first, end in pairwise(ends)]
+        labels = self._sequence_table.front(chunks)
         numbers = [[self._numbers[option] for option in options] for options in self._layers]
         rows = np.array(
-            [np.array(each)[chosen[:, place]] for place, each in enumerate(numbers)], np.int64
-        ).reshape(len(self._layers), len(chosen))
-        return labels, rows.T
+            [np.array(each)[labels.options[:, place]] for place, each in enumerate(numbers)],
+            np.int64,
+        ).reshape(len(self._layers), len(labels.options))
+        return labels.exact, rows.T
 
     def _mixes(self, zero: int, most: int | None = None) -> Mixes:
         """Returns the front, or its fastest choices, as mixes.
@@ -205,10 +215,9 @@ class SequenceColumns(RankColumns):
         counts = np.zeros((len(rows), len(self._options)), np.int64)
         for place in range(rows.shape[1]):
             counts[np.arange(len(rows)), rows[:, place]] += 1
-        saved, ideal = (
-            self._of_fullest_chunk(column_of(self._options, name)[rows])
-            for name in ("saved_bytes", "ideal_saved_bytes")
-        )
+        by_layer = column_of(self._options, "saved_bytes")[rows]
+        saved = self._of_fullest_chunk(by_layer)
+        ideal = self._of_fullest_chunk(column_of(self._options, "ideal_saved_bytes")[rows], True)
         widest = column_of(self._options, "workspace_bytes")[rows].max(axis=1, initial=0.0)
         none = np.zeros(len(rows))
         return Mixes(
@@ -219,14 +228,23 @@ class SequenceColumns(RankColumns):
             ideal_saved_bytes=ideal,
             workspace_bytes=widest,
             host_bytes=none,
-            window_bytes=none,
+            window_bytes=self.stashes * (self._of_fullest_chunk(by_layer, True) - saved),
             last_s=none,
         )
 
-    def _of_fullest_chunk(self, by_layer: Array) -> Array:
-        """Sums values by row and layer over each chunk, and returns the largest sum by row."""
+    def _of_fullest_chunk(self, by_layer: Array, besides: bool = False) -> Array:
+        """Sums values by row and layer over each chunk, and returns the largest sum by row.
+
+        besides    with the bytes of the chunk besides its layers, less the most of any chunk
+        """
         ends = np.cumsum([0, *map(len, self.chunks)])
-        sums = [by_layer[:, a:b].sum(axis=1) for a, b in pairwise(ends)]
+        b, price_cache = self.layout.micro_batch_size, self.table.price_cache
+        most = self.contents.besides_bytes(b, price_cache) if besides else 0.0
+        sums = [
+            by_layer[:, first:end].sum(axis=1)
+            + (price_cache.besides_bytes(*layers, b) - most if besides else 0.0)
+            for (first, end), layers in zip(pairwise(ends), self.contents.ranges, strict=True)
+        ]
         fullest: Array = np.max(sums, axis=0)
         return fullest
 
@@ -317,8 +335,8 @@ class SequenceColumns(RankColumns):
         An exact front has every choice that is worth one. Else the seconds are those of a
         Lagrangian bound: saved bytes beyond the limit cost seconds.
         """
-        labels, _ = self.front
-        if labels.exact and not plain:
+        exact, _ = self.front
+        if exact and not plain:
             return self.fastest(num_blocks, limit_bytes)
         return self.bounds(limit_bytes, plain=plain)
 
