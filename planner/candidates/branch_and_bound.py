@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
@@ -55,6 +55,16 @@ class BranchOutcome(Generic[S]):
     left: int = 0
     failures: tuple[SolverError, ...] = ()
 
+    def then(self, later: BranchOutcome[S]) -> BranchOutcome[S]:
+        """Returns the outcome of both searches, of which the later knew these answers."""
+        return replace(
+            later,
+            bound=min(self.bound, later.bound),
+            finished=self.finished and later.finished,
+            left=self.left + later.left,
+            failures=(*self.failures, *later.failures),
+        )
+
     @property
     def to_replay(self) -> tuple[S, ...]:
         """Returns the best layouts that are worth a replay."""
@@ -95,15 +105,15 @@ def branch_and_bound(
     watch: BranchWatch,
     *,
     known: S | None = None,
-    incumbent: S | None = None,
+    incumbents: Sequence[S] = (),
 ) -> BranchOutcome[S]:
     """Solves layouts by ascending bound until the next bound reaches `cut` of the solved ones.
 
     known       the answer when no layout was solved; without it an interrupt, the end of the time,
                 or the last error of the solver is raised again
-    incumbent   an answer of another search that must be beaten
+    incumbents  answers of another search that must be beaten
     """
-    solved: list[S] = [] if incumbent is None else [incumbent]
+    solved: list[S] = list(incumbents)
     open_ = Unanswered()
     ordered: list[tuple[float, int, ParallelLayout]] = []
     proven = 0.0  # the least bound of the layouts that are still to solve

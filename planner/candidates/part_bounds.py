@@ -76,7 +76,42 @@ class _Chunk:
 
 
 class PartBounds(RangeBounds):
-    """The bounds of a layout with several virtual stages a rank."""
+    """The bounds of a layout with several virtual stages a rank.
+
+    A rank alone takes its passes and its tail, so that the seconds of a part include its share of
+    the tail: that of the rank over the passes that the pace counts.
+    """
+
+    @cached_property
+    def tail_s(self) -> Array:
+        """None besides the share of each part."""
+        return np.zeros((self.tables.size, self.tables.size + 1))
+
+    @property
+    def _repeats(self) -> float:
+        return self.layout.num_micro_batches - 1 / self.layout.virtual_stages
+
+    @cached_property
+    def _data_s(self) -> list[Array]:
+        """Seconds of data parallelism by range, with the share of the tail, by ZeRO stage."""
+        return [s.per_micro_batch_s + s.tail_s / self._repeats for s in self._states]
+
+    def unlimited_s(self, stage: int) -> Array:
+        least_s = np.minimum.reduce([states.per_micro_batch_s for states in self._states])
+        with_tail_s = np.minimum.reduce(self._data_s)
+        return np.asarray(super().unlimited_s(stage) - least_s + with_tail_s)
+
+    @cached_property
+    def _ramps_s(self) -> float:
+        """Least seconds of all parts in the ramps of the pipeline, where no tail counts."""
+        stages = range(self.layout.num_virtual_stages)
+        times = [super(PartBounds, self).unlimited_s(stage) for stage in stages]
+        walk_s = float(from_both_ends(times, np.add)[0][-1][-1])
+        return walk_s / self.layout.virtual_stages
+
+    def _step_s(self, pace_s: Array | float, walk_s: Array | float) -> Array:
+        slowest_s = np.maximum(pace_s, walk_s / self.layout.mesh.pp)
+        return np.asarray(self._repeats * slowest_s + self._ramps_s)
 
     @cached_property
     def _moments(self) -> list[RankMoment]:
@@ -130,9 +165,11 @@ class PartBounds(RangeBounds):
         return {}
 
     def _make_values(self, stage: int) -> Array:
-        least_s = np.minimum.reduce([states.per_micro_batch_s for states in self._states])
-        passes_s = self.time_s[stage] - least_s
-        held = [(s.per_micro_batch_s, self._part_bytes(stage, s)) for s in self._states]
+        passes_s = self.time_s[stage] - np.minimum.reduce(self._data_s)
+        held = [
+            (data_s, self._part_bytes(stage, states))
+            for data_s, states in zip(self._data_s, self._states, strict=True)
+        ]
         priced = [
             passes_s
             + self._passes.priced(float(price) * self._stashes(stage))
@@ -142,19 +179,53 @@ class PartBounds(RangeBounds):
         return np.stack([self.time_s[stage], *priced, self.least_bytes(stage)])
 
     @cached_property
+    def least_pace_s(self) -> float:
+        """Least seconds of the slowest rank, infinite where the model does not fit.
+
+        A rank takes no less than any ranges with as many layers as its own have, one for each of
+        its chunks. All ranks within the pace must hold all layers.
+        """
+        alone_s = float(self._paces[0][-1][-1])
+        if not np.isfinite(alone_s):
+            return np.inf
+        by_count = [self._least_by_count(rank) for rank in range(self.layout.mesh.pp)]
+        paces = np.unique(np.concatenate(by_count))
+        paces = paces[np.isfinite(paces)]
+        low, high = 0, len(paces)
+        while low < high:
+            middle = (low + high) // 2
+            within = [np.flatnonzero(each <= paces[middle]) for each in by_count]
+            if all(map(len, within)) and sum(n[-1] for n in within) >= self.tables.size:
+                high = middle
+            else:
+                low = middle + 1
+        return max(alone_s, float(paces[low])) if low < len(paces) else np.inf
+
+    def _least_by_count(self, rank: int) -> Array:
+        """Least seconds of a rank by the number of its layers, wherever they are."""
+        size = self.tables.size
+        total: Array | None = None
+        for stage in self.layout.stages_of(rank):
+            values = self.values(stage)
+            least = np.full((len(values), size + 1), np.inf)
+            for count in range(1, size + 1):
+                least[:, count] = np.diagonal(values, count, 1, 2).min(axis=-1)
+            total = least if total is None else least_sums(total, least)
+        assert total is not None, "a rank has stages"
+        return self.own_s(rank, total.T)
+
+    @cached_property
     def least_walk_s(self) -> float:
         """Least seconds of all parts together, infinite where they do not fit all devices."""
-        every = [self.values(stage) for stage in range(self.layout.num_virtual_stages)]
-        if not np.isfinite(self.least_pace_s):
-            return np.inf
-        totals = [
-            float(from_both_ends([values[n] for values in every], np.add)[0][-1][-1])
-            for n in range(len(every[0]))
-        ]
+        reached = np.full((2 + self._prices.shape[1], self.tables.size + 1), np.inf)
+        reached[:, 0] = 0.0
+        for stage in range(self.layout.num_virtual_stages):
+            reached = np.min(reached[:, :-1, None] + self.values(stage), axis=1)
+        totals = reached[:, -1]
         if totals[-1] > self.layout.mesh.pp * self._usable * (1 + ROUNDING):
             return np.inf
         room_s = self._usable * self._prices.sum(axis=0)
-        return max(totals[0], *(np.array(totals[1:-1]) - room_s), 0.0)
+        return float(max(totals[0], *(totals[1:-1] - room_s), 0.0))
 
     def own_s(self, rank: int, own: Array) -> Array:
         """Least seconds of a rank by sums of values, infinite where its parts do not fit."""
@@ -209,8 +280,8 @@ class PartBounds(RangeBounds):
         if len(node.classes) + 1 == self.layout.virtual_stages:
             through_s = others_s + own_s
             own_s = np.maximum(own_s, others_s / (self.layout.mesh.pp - 1))
+        own_s = np.maximum(own_s, self.least_pace_s)
         bounds_s = self._step_s(own_s, np.maximum(through_s, self.least_walk_s))
-        bounds_s = bounds_s + self.least_tail_s
         longer = []
         for number in np.flatnonzero(np.isfinite(bounds_s) & (bounds_s < cut_s)).tolist():
             rows = chunk.rows(number)
@@ -219,3 +290,13 @@ class PartBounds(RangeBounds):
             parts = _Parts((*node.classes, number), own[number], there_s)
             longer.append((float(bounds_s[number]), parts))
         return longer
+
+
+def least_sums(left: Array, right: Array) -> Array:
+    """Returns by kind and number the least sum of two values whose numbers add up to it."""
+    size = left.shape[1]
+    sums = np.full_like(left, np.inf)
+    for count in range(size):
+        added = left[:, count : count + 1] + right[:, : size - count]
+        sums[:, count:] = np.minimum(sums[:, count:], added)
+    return sums

@@ -52,8 +52,12 @@ class RangeBounds:
         b, sharding = layout.micro_batch_size, layout.sharding
         self._passes = tables.passes(b, sharding)
         self._states = [tables.states(b, layout.mesh, sharding, zero) for zero in zeros]
-        self.tail_s: Array = np.minimum.reduce([held.tail_s for held in self._states])
         self._frees = gradients_come_and_go(layout, tables.price_cache)
+
+    @cached_property
+    def tail_s(self) -> Array:
+        """Least seconds by range after the last micro-batch."""
+        return np.asarray(np.minimum.reduce([held.tail_s for held in self._states]))
 
     @cached_property
     def time_s(self) -> list[Array]:
@@ -97,13 +101,17 @@ class RangeBounds:
     def least_bytes(self, stage: int) -> Array:
         """Lower bound of the bytes of a device by range, for any choice of its layers.
 
-        Where gradients come and go, they may not exist while the most activations do.
+        Where gradients come and go, they may not exist while the most activations do. A rank with
+        several stages holds at least the bytes of one of them.
         """
         return np.asarray(self._least_held + self._in_flight(stage) * self._passes.kept)
 
     def _in_flight(self, stage: int) -> int:
-        """Micro-batches that a stage holds."""
-        return stashes(LayerKind.BLOCK, self.layout.rank_of(stage), self.layout)
+        """Micro-batches that a stage holds at least."""
+        layout = self.layout
+        if layout.virtual_stages > 1:
+            return 1
+        return stashes(LayerKind.BLOCK, layout.rank_of(stage), layout)
 
     @cached_property
     def _least_held(self) -> Array:
@@ -156,6 +164,7 @@ class RangeBounds:
         """Returns by range of a stage whether the layout can take less than `cut_s` with it."""
         before, behind = self._paces[0][stage][:-1, None], self._paces[1][stage + 1][None, :]
         pace_s = np.maximum(np.maximum(before, behind), self.time_s[stage])
+        pace_s = np.maximum(pace_s, self.least_pace_s)
         walk_s = (
             self._sums[0][stage][:-1, None] + self.time_s[stage] + self._sums[1][stage + 1][None, :]
         )

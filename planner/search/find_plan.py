@@ -56,6 +56,7 @@ from parplan.planner.stage_columns.block_counts import to_strategy
 from parplan.profiles.errors import OutOfTimeError, SolverError
 from parplan.profiles.units import GIB
 
+Outcome = BranchOutcome[SolvedCandidate]
 WORTH_PROVING = 0.0005  # share below the best at which a bound is worth another program
 # share above its bound at which an easy choice of a layout that cannot win is good enough
 WORTH_SOLVING = 0.01
@@ -100,6 +101,8 @@ def _search_fastest(
     limit, prices = session.limit_bytes, session.prices
     values_s: dict[ParallelLayout, float] = {}
     relaxed_values_s: dict[ParallelLayout, float] = {}
+    possible = [layout for layout in layouts if prices.may_fit(layout, limit)]
+    last = {layout for layout in possible if prices.parts_last and layout.virtual_stages > 1}
     relaxed_layouts: list[ParallelLayout] = []  # layouts whose relaxation is below the cut
 
     def solve(
@@ -116,6 +119,8 @@ def _search_fastest(
             if prices.least_s(layout, limit) >= cut_s:
                 relaxed_values_s[layout] = cut_s
                 return None
+        if layout in last:
+            cut_s = min(cut_s, best_s)  # a choice that is no faster is not worth its columns
         prices.raise_bound(layout, limit, prices.memory_bound_s(layout, limit))
         if prices.least_s(layout, limit) >= cut_s:
             relaxed_values_s[layout] = cut_s
@@ -124,8 +129,7 @@ def _search_fastest(
         if known:
             cut_s = min(cut_s, known.step_s)
             least_s = prices.least_s(layout, limit)
-            enough_s = INFINITY if layout.virtual_stages > 1 else least_s * (1 + WORTH_SOLVING)
-            if least_s >= best_s and known.step_s <= enough_s:
+            if least_s >= best_s and known.step_s <= least_s * (1 + WORTH_SOLVING):
                 relaxed_values_s[layout] = least_s
                 return solved_as(layout, known)
         relaxed = session.relaxed(layout, cut_s)
@@ -149,16 +153,24 @@ def _search_fastest(
         values_s[layout] = solved.value
         return solved
 
-    possible = [layout for layout in layouts if prices.may_fit(layout, limit)]
-    bounded = ((prices.least_s(layout, limit), layout) for layout in possible)
-    outcome = branch_and_bound(
-        bounded,
-        solve,
-        worth_replaying,
-        BranchWatch(
-            objective=Objective.THROUGHPUT, left_s=session.left_s, on_progress=session.on_progress
-        ),
-    )
+    def searched(some: Sequence[ParallelLayout], known: Sequence[SolvedCandidate] = ()) -> Outcome:
+        return branch_and_bound(
+            ((prices.least_s(layout, limit), layout) for layout in some),
+            solve,
+            worth_replaying,
+            BranchWatch(
+                objective=Objective.THROUGHPUT,
+                left_s=session.left_s,
+                on_progress=session.on_progress,
+            ),
+            incumbents=known,
+        )
+
+    outcome = searched([layout for layout in possible if layout not in last])
+    if last and not outcome.interrupted:
+        outcome = outcome.then(
+            searched([layout for layout in possible if layout in last], outcome.solved)
+        )
     bound = min((best_of(outcome.solved), *(prices.least_s(layout, limit) for layout in possible)))
     return replace(outcome, bound=bound), BoundedCandidates(tuple(possible), tuple(relaxed_layouts))
 

@@ -66,9 +66,14 @@ class PartMoves:
             if (rank, place) not in self._known:
                 column = self._column(rank, place)
                 self._known[rank, place] = column
-                self._seconds[rank, place] = column.time_s if column else math.inf
+                self._seconds[rank, place] = self._column_s(column) if column else math.inf
         columns = [column for each in places if (column := self._known[each]) is not None]
         return columns if len(columns) == len(places) else None
+
+    def _column_s(self, column: StageColumn) -> float:
+        """Seconds of a micro-batch with its share of the tail, as in the bounds."""
+        repeats = self.layout.num_micro_batches - 1 / self.layout.virtual_stages
+        return column.time_s + column.tail_s / repeats
 
     def _moved(self, cuts: Cuts) -> Cuts:
         """Returns the cuts after all moves that shorten the step, as far as it is known."""

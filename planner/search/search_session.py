@@ -103,6 +103,7 @@ class SearchPrices(ABC):
         self._once, self._check = KeyedCache(deadline.check), deadline.check
 
     ascending = True  # the contents of a rank come by number of blocks
+    parts_last = False  # layouts with several parts a rank take long, and come after the others
 
     @property
     @abstractmethod

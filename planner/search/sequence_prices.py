@@ -42,6 +42,7 @@ class SequencePrices(SearchPrices):
     """The prices of a model whose layers are cut into stages anywhere."""
 
     ascending = False
+    parts_last = True
     table: SequenceTable
 
     def __init__(
@@ -88,8 +89,6 @@ class SequencePrices(SearchPrices):
 
     def bounds(self, layout: ParallelLayout, limit_bytes: float) -> RangeBounds:
         """Returns the bounds of a layout over all cuts within a memory limit."""
-        if layout.virtual_stages > 1:
-            return self.part_bounds(layout, limit_bytes)
         return self._once(
             ("bounds", layout, limit_bytes), lambda: self._bounds(RangeBounds, layout, limit_bytes)
         )

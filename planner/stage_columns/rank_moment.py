@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parplan.costmodels.memory.peak_memory import passes_of
 from parplan.costmodels.memory.rank_memory import stashes
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.profiles.models.operator_graph import LayerKind
+
+ENOUGH = 4  # micro-batches per rank from which on more have no fuller moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +34,11 @@ def fullest_moment(layout: ParallelLayout, rank: int, *, frees: bool) -> RankMom
     held, chunks = stashes(LayerKind.BLOCK, rank, layout), layout.virtual_stages
     if chunks == 1 or not frees:
         return RankMoment((held / chunks,) * chunks, 1.0, made=not frees)
-    passes, sent = passes_of(layout, rank)
+    repeats = min(layout.num_micro_batches, ENOUGH * layout.mesh.pp)
+    passes, sent = passes_of(replace(layout, num_micro_batches=repeats), rank)
     backward = (each for each in passes if each.backward)
     fullest = max(backward, key=lambda each: (sum(each.stashes), each.sent))
     made = len(fullest.made) == chunks
-    return RankMoment(fullest.stashes, fullest.sent / max(1, sent), made)
+    # more micro-batches before the last such moment change only the messages sent by then
+    later = (sent - fullest.sent) * repeats / max(1, sent)
+    return RankMoment(fullest.stashes, 1 - later / layout.num_micro_batches, made)

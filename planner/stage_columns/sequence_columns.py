@@ -335,8 +335,8 @@ class SequenceColumns(RankColumns):
         An exact front has every choice that is worth one. Else the seconds are those of a
         Lagrangian bound: saved bytes beyond the limit cost seconds.
         """
-        exact, _ = self.front
-        if exact and not plain:
+        several = self.layout.virtual_stages > 1 and bool(self._freed)  # the order counts too
+        if not plain and not several and self.front[0]:
             return self.fastest(num_blocks, limit_bytes)
         return self.bounds(limit_bytes, plain=plain)
 
