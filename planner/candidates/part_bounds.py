@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.planner.candidates.range_bounds import RangeBounds
@@ -99,7 +100,20 @@ class PartBounds(RangeBounds):
     def unlimited_s(self, stage: int) -> Array:
         least_s = np.minimum.reduce([states.per_micro_batch_s for states in self._states])
         with_tail_s = np.minimum.reduce(self._data_s)
-        return np.asarray(super().unlimited_s(stage) - least_s + with_tail_s)
+        times = super().unlimited_s(stage) - least_s + with_tail_s
+        return np.asarray(np.where(self._reachable(stage), times, np.inf))
+
+    def _reachable(self, stage: int) -> npt.NDArray[np.bool_]:
+        """Returns by range whether every part before and behind it can have a layer."""
+        behind = self.layout.num_virtual_stages - 1 - stage
+        first = np.arange(self.tables.size)[:, None]
+        left = self.tables.size - np.arange(self.tables.size + 1)[None, :]
+        return np.asarray(
+            (first >= stage)
+            & (left >= behind)
+            & ((first == 0) == (stage == 0))
+            & ((left == 0) == (behind == 0))
+        )
 
     @cached_property
     def _ramps_s(self) -> float:
