@@ -517,6 +517,22 @@ def test_bounds_of_parts_hold_where_gradients_come_and_go(pattern):
         assert max(memory.total for memory in price.memory) <= session.limit_bytes
 
 
+@pytest.mark.parametrize("pattern", mostly_slow(["aabab", "abcab"], {"aabab"}))
+def test_parts_that_share_their_ranks_hold_the_least_redundant_bytes_in_time(pattern):
+    training = TrainingSpec(global_batch_size=65536, seq_length=1, stack=NEUTRAL)
+    sharded, options = of_classes(pattern, whole=True), SearchOptions(max_slowdown=0.2)
+    session = searched(sharded, INTERLEAVED, options, training=training, cluster=FOUR_GPUS)
+    (layout,) = session.prices.space.layouts
+    plans = every_price(session, layout)
+    slowest_s = 1.2 * min(seconds for seconds, _, _ in plans) * (1 + 1e-9)
+
+    found = search(session.prices, Objective.MEMORY, options)
+
+    leanest = min(redundant for seconds, redundant, _ in plans if seconds <= slowest_s)
+    assert found.best.value == pytest.approx(leanest, rel=1e-6)
+    assert found.plan.search.status is Status.OPTIMAL
+
+
 def test_no_parts_that_share_their_ranks_fit_below_the_least_peak():
     training = TrainingSpec(global_batch_size=65536, seq_length=1, stack=NEUTRAL)
     sharded = of_classes("abab", whole=True)
