@@ -46,6 +46,7 @@ class BranchOutcome(Generic[S]):
     interrupted   whether Ctrl-C ended it
     left          number of layouts that were not solved
     failures      the errors of the solver on layouts that it left without an answer
+    earlier       answers of an earlier search that are worth a replay too
     """
 
     solved: tuple[S, ...]
@@ -54,6 +55,7 @@ class BranchOutcome(Generic[S]):
     interrupted: bool = False
     left: int = 0
     failures: tuple[SolverError, ...] = ()
+    earlier: tuple[S, ...] = ()
 
     def then(self, later: BranchOutcome[S]) -> BranchOutcome[S]:
         """Returns the outcome of both searches, of which the later knew these answers."""
@@ -63,16 +65,18 @@ class BranchOutcome(Generic[S]):
             finished=self.finished and later.finished,
             left=self.left + later.left,
             failures=(*self.failures, *later.failures),
+            earlier=self.to_replay,
         )
 
     @property
     def to_replay(self) -> tuple[S, ...]:
         """Returns the best layouts that are worth a replay."""
-        return tuple(
+        best = tuple(
             answer
             for answer in self.solved[:REPLAYED]
             if answer.value <= WORTH_REPLAYING * best_of(self.solved)
         )
+        return *best, *(answer for answer in self.earlier if answer not in best)
 
 
 def best_of(solved: Sequence[S]) -> float:

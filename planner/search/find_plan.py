@@ -103,6 +103,7 @@ def _search_fastest(
     relaxed_values_s: dict[ParallelLayout, float] = {}
     possible = [layout for layout in layouts if prices.may_fit(layout, limit)]
     last = {layout for layout in possible if prices.parts_last and layout.virtual_stages > 1}
+    least_of_one_s = INFINITY  # of layouts with one part a rank
     relaxed_layouts: list[ParallelLayout] = []  # layouts whose relaxation is below the cut
 
     def solve(
@@ -120,7 +121,7 @@ def _search_fastest(
                 relaxed_values_s[layout] = cut_s
                 return None
         if layout in last:
-            cut_s = min(cut_s, best_s)  # a choice that is no faster is not worth its columns
+            cut_s = min(cut_s, least_of_one_s)  # no slower choice is worth its columns
         prices.raise_bound(layout, limit, prices.memory_bound_s(layout, limit))
         if prices.least_s(layout, limit) >= cut_s:
             relaxed_values_s[layout] = cut_s
@@ -167,6 +168,7 @@ def _search_fastest(
         )
 
     outcome = searched([layout for layout in possible if layout not in last])
+    least_of_one_s = best_of(outcome.solved)
     if last and not outcome.interrupted:
         outcome = outcome.then(
             searched([layout for layout in possible if layout in last], outcome.solved)

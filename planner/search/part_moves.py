@@ -1,8 +1,9 @@
 """Cuts of the parts of all pipeline ranks, improved by moving one layer at a time.
 
-They are a first choice, so that the search looks only for faster ones (planner/search/
-sequence_prices.py). A column is made only for the ranks of the best cuts so far; the others keep
-their bounds.
+They are a first choice, so that the search looks only for faster ones, and they are replayed
+beside the choice of the master program (planner/search/sequence_prices.py): the closed form knows
+the sums of the parts of the ranks, but not their order. A column is made only for the ranks of the
+best cuts so far; the others keep their bounds.
 """
 
 from __future__ import annotations
@@ -102,12 +103,30 @@ class PartMoves:
         """Returns the seconds of a step, and how uneven its ranks are; known columns count."""
         places = self._places(cuts)
         seconds = [self._rank_s(rank, place) for rank, place in enumerate(places)]
-        pace_s, share = max(seconds), 1 / self.layout.virtual_stages
+        pace_s, share = self._pace_s(places, seconds), 1 / self.layout.virtual_stages
         step_s = (self.layout.num_micro_batches - share) * pace_s + share * sum(seconds)
         if pace_s == math.inf:
             missing = sum(each == math.inf for each in seconds)
             return math.inf, float(missing)
         return float(f"{step_s:.12g}"), float(f"{sum(each * each for each in seconds):.12g}")
+
+    def _pace_s(self, places: list[Place], seconds: list[float]) -> float:
+        """Returns the sum over the chunks of the longest part of any rank.
+
+        All ranks run the same chunk at about the same time, so that ranks wait for the longest.
+        """
+        longest = [0.0] * self.layout.virtual_stages
+        for rank, (place, rank_s) in enumerate(zip(places, seconds, strict=True)):
+            stages = self.layout.stages_of(rank)
+            parts = [self.bounds.time_s[k][layers] for k, layers in zip(stages, place, strict=True)]
+            whole_s = sum(parts)
+            if math.inf in (whole_s, rank_s):
+                return math.inf
+            longest = [
+                max(most_s, float(part_s / whole_s * rank_s))
+                for most_s, part_s in zip(longest, parts, strict=True)
+            ]
+        return sum(longest)
 
     def _rank_s(self, rank: int, place: Place) -> float:
         if (rank, place) not in self._seconds:

@@ -162,6 +162,12 @@ class SearchPrices(ABC):
         """
         return None
 
+    def also_replayed(
+        self, layout: ParallelLayout, session: SearchSession
+    ) -> Iterator[Sequence[StageColumn]]:
+        """Yields other columns of a layout whose simulated step may be shorter."""
+        yield from ()
+
     @abstractmethod
     def strategy(self, layout: ParallelLayout, columns: Sequence[StageColumn]) -> Strategy:
         """Returns the strategy of one column for each pipeline rank."""

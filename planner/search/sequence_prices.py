@@ -239,8 +239,29 @@ class SequencePrices(SearchPrices):
             return self._fastest_of(layout, rank, place, limit_bytes)
 
         moves = PartMoves(self.part_bounds(layout, limit_bytes), column)
-        chosen = moves.descended()
+        chosen = self._once(("moved", layout, limit_bytes), moves.descended)
         return self._chosen(layout, chosen, cut_s) if chosen else None
+
+    def also_replayed(
+        self, layout: ParallelLayout, session: SearchSession
+    ) -> Iterator[Sequence[StageColumn]]:
+        if layout.virtual_stages == 1 or layout.mesh.pp == 1:
+            return
+        limit_bytes = session.limit_bytes
+        moved = self._first_parts(layout, float("inf"), limit_bytes)
+        if moved is not None:
+            yield moved.columns
+        cuts = self._given(layout) or self.bounds(layout, limit_bytes).even_cuts
+        assert cuts is not None, "a candidate has no more stages than layers"
+        even = [
+            self._fastest_of(
+                layout, rank, tuple(cuts[k] for k in layout.stages_of(rank)), limit_bytes
+            )
+            for rank in range(layout.mesh.pp)
+        ]
+        choice = self._chosen(layout, even, float("inf")) if all(even) else None
+        if choice is not None:
+            yield choice.columns
 
     def _fastest_of(
         self, layout: ParallelLayout, rank: int, place: tuple[Range, ...], limit_bytes: float
