@@ -168,6 +168,10 @@ class SearchPrices(ABC):
         """Yields other columns of a layout whose simulated step may be shorter."""
         yield from ()
 
+    def moved(self, strategy: Strategy) -> Iterator[tuple[Strategy, tuple[int, ...]]]:
+        """Yields the strategy with other cuts, and the ranks that differ."""
+        yield from ()
+
     @abstractmethod
     def strategy(self, layout: ParallelLayout, columns: Sequence[StageColumn]) -> Strategy:
         """Returns the strategy of one column for each pipeline rank."""

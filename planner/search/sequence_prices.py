@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate, combinations, pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -300,6 +301,40 @@ class SequencePrices(SearchPrices):
         return Strategy(
             layout=layout, stages=tuple(stages[k] for k in range(layout.num_virtual_stages))
         )
+
+    def moved(self, strategy: Strategy) -> Iterator[tuple[Strategy, tuple[int, ...]]]:
+        """Yields the strategy with some cuts shifted by one layer, few of them first.
+
+        A layer on another part has its ZeRO stage, and is recomputed as before. None where the cuts
+        are given.
+        """
+        layout, count = strategy.layout, len(strategy.stages)
+        if self._given(layout) is not None:
+            return
+        levels = [choice.recompute for stage in strategy.stages for choice in stage]
+        ends = [0, *accumulate(map(len, strategy.stages))]
+        spans = ((a, b) for a, b in combinations(range(1, count + 1), 2))
+        for a, b in sorted(spans, key=lambda span: span[1] - span[0]):
+            for by in (-1, 1):
+                moved = [*ends[:a], *(end + by for end in ends[a:b]), *ends[b:]]
+                if min(end - first for first, end in pairwise(moved)) < 1:
+                    continue
+                stages = list(strategy.stages)
+                for stage in range(a - 1, b):
+                    first, end = moved[stage], moved[stage + 1]
+                    zero = strategy.stages[stage][0].zero
+                    stages[stage] = tuple(
+                        self._layer(layout, layer, first, levels[layer], zero)
+                        for layer in range(first, end)
+                    )
+                ranks = tuple({layout.rank_of(stage) for stage in range(a - 1, b)})
+                yield replace(strategy, stages=tuple(stages)), ranks
+
+    def _layer(
+        self, layout: ParallelLayout, layer: int, first: int, level: Recompute, zero: int
+    ) -> LayerChoice:
+        key = self.price_cache.key(layer, first)
+        return LayerChoice(key, level, zero, self._own(key, layout.sharding))
 
     def _own(self, key: LayerKey, sharding: Sharding) -> Sharding | None:
         own = self.price_cache.own_sharding(key, sharding)
