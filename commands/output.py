@@ -70,14 +70,9 @@ def deliver(
 
 def print_plan(plan: Plan | TracedPlan, out: Console, context: SummaryContext) -> None:
     """Prints the summary of a plan."""
-    from parplan.planner.plan.traced_plan import TracedPlan
     from parplan.report.plans.summary import print_summary
-    from parplan.report.plans.traced_summary import print_traced_summary
 
-    if isinstance(plan, TracedPlan):
-        print_traced_summary(plan, out, context)
-    else:
-        print_summary(plan, out, context)
+    print_summary(plan, out, context)
 
 
 def print_plan_json(plan: Plan | TracedPlan, elapsed_s: float | None = None) -> None:

@@ -33,6 +33,7 @@ from parplan.profiles.models.operator_graph import (
     LayerKind,
     ModelGraph,
     Tensor,
+    layer_kind,
 )
 from parplan.profiles.models.spec import ModelSpec, Precision, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
@@ -86,8 +87,7 @@ class PriceCache(LayerPriceCache):
         return self.model.num_layers + 2
 
     def key(self, layer: int, first: int) -> LayerKey:
-        ends = {0: LayerKind.EMBEDDING, self.num_layers - 1: LayerKind.HEAD}
-        return ends.get(layer, LayerKind.BLOCK)
+        return layer_kind(layer, self.model.num_layers)
 
     def cut_class(self, cut: int) -> int:
         return 0
@@ -298,6 +298,8 @@ class PriceCache(LayerPriceCache):
 
         They are the ends of a row of halves, at level 3 alone.
         """
+        if not sharding.overlap:
+            return ZERO, ZERO
 
         def make() -> tuple[Seconds, Seconds]:
             operators = self._operators(LayerKind.BLOCK, micro_batch_size, sharding)

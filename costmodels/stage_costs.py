@@ -370,14 +370,6 @@ def _messages(
     return messages
 
 
-def transfer_time(rank: int, layout: ParallelLayout, price_cache: LayerPriceCache) -> Seconds:
-    """Seconds of one micro-batch's boundary activation from pipeline rank `rank` to the next.
-
-    The last rank sends to the first. A gradient takes as long.
-    """
-    return time_between(rank, (rank + 1) % layout.mesh.pp, layout, price_cache)
-
-
 Link = tuple[int, Sharding, bool, int, bool]
 
 
@@ -388,14 +380,14 @@ def link_of(here: int, there: int, layout: ParallelLayout, price_cache: LayerPri
     number of ranks that leave a node at once, and whether compute hides the transfer.
     """
     gpus_per_node = price_cache.machine.cluster.gpus_per_node
-    stride = layout.mesh.stride(Axis.PP)
+    stride = layout.mesh.ranks_per_stage
     crosses = here * stride // gpus_per_node != there * stride // gpus_per_node
     return _link(layout, price_cache, crosses=crosses)
 
 
 def _link(layout: ParallelLayout, price_cache: LayerPriceCache, *, crosses: bool) -> Link:
     hidden = layout.virtual_stages > 1 and price_cache.training.stack.overlap_transfers
-    sharing = min(layout.mesh.stride(Axis.PP), price_cache.machine.cluster.gpus_per_node)
+    sharing = min(layout.mesh.ranks_per_stage, price_cache.machine.cluster.gpus_per_node)
     return layout.micro_batch_size, layout.sharding, crosses, sharing, hidden
 
 

@@ -12,7 +12,7 @@ from parplan.costmodels.schedules.schedule import csv_rows
 from parplan.planner.plan.plan import LayerPlan, LayerRun, Plan
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.models.operator_graph import LayerKind
+from parplan.profiles.models.operator_graph import LayerKind, layer_kind
 from parplan.profiles.models.transformer import build_graph
 
 
@@ -51,17 +51,15 @@ def _run_layers(plan: Plan, run: LayerRun) -> Iterator[PlacedLayer]:
             f"stages: layer plan {run.plan!r} is not among layer_plans", hint="make the plan again"
         )
     layer_plan = plan.layer_plans[run.plan]
-    if (run.blocks is None) == (layer_plan.layer is LayerKind.BLOCK):
-        raise ConfigError(
-            f"stages: layer plan {run.plan!r} is for {layer_plan.layer}, it is used "
-            f"with blocks {run.blocks}"
-        )
-    if run.blocks is not None:
-        for block in range(run.blocks[0], run.blocks[1] + 1):
-            yield PlacedLayer(kind=LayerKind.BLOCK, index=block + 1, plan=layer_plan)
-    else:
-        index = 0 if layer_plan.layer is LayerKind.EMBEDDING else plan.model.num_layers + 1
-        yield PlacedLayer(kind=layer_plan.layer, index=index, plan=layer_plan)
+    for index in run.indices:
+        kind = layer_kind(index, plan.model.num_layers)
+        if layer_plan.layer is not kind:
+            raise ConfigError(
+                f"stages: layer {index} is of kind {kind}, "
+                f"its plan {run.plan} is of kind {layer_plan.layer}",
+                hint="make the plan again",
+            )
+        yield PlacedLayer(kind=kind, index=index, plan=layer_plan)
 
 
 def local_stages(plan: Plan, pipeline_rank: int) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ import numpy.typing as npt
 from parplan.costmodels.schedules.hidden_recompute import HiddenRecompute, hidden_passes
 from parplan.costmodels.step import closed_form_s
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.dominance import Array
+from parplan.planner.dominance import Array, distinct
 from parplan.planner.request import SolverName
 from parplan.planner.solver import Problem, Unsolved, chosen, weighted
 from parplan.planner.stage_columns.stage_column import StageColumn
@@ -341,7 +341,7 @@ def _fastest_by_tail(
     if not all(options):
         return None
     share = 1 / layout.virtual_stages if share is None else share
-    tails_s = np.unique([column.tail_s for columns in options for column in columns])
+    tails_s = distinct([column.tail_s for columns in options for column in columns])
     ordered = [sorted(columns, key=lambda c: (c.tail_s, c.time_s)) for columns in options]
     time_s = np.empty((len(options), len(tails_s)))  # the shortest of each rank, by longest tail
     for rank, columns in enumerate(ordered):
@@ -421,7 +421,7 @@ def smallest_pace_s(
 ) -> float | None:
     """Returns the least Z at which columns of `value` <= Z hold `num_layers` blocks, or None."""
     counts, values_s = _counts_and_values(options, value)
-    paces = np.unique(np.concatenate(values_s)).tolist()
+    paces = distinct(np.concatenate(values_s)).tolist()
 
     def most_blocks(pace_s: float) -> int:
         within = [count[value_s <= pace_s] for count, value_s in zip(counts, values_s, strict=True)]
@@ -457,7 +457,7 @@ def _sum_bound(
     """
     counts, values = _counts_and_values(options, value)
     every = np.concatenate(values) / np.maximum(1, np.concatenate(counts))
-    slopes: list[float] = np.unique(every).tolist()
+    slopes: list[float] = distinct(every).tolist()
     tried = (0.0, *slopes[:: max(1, len(slopes) // 8)])
     return max(
         slope * num_layers

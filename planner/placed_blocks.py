@@ -18,7 +18,7 @@ import numpy as np
 
 from parplan.costmodels.schedules.hidden_recompute import hidden_passes
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.dominance import Array
+from parplan.planner.dominance import Array, distinct
 from parplan.planner.master import MasterChoice, evaluate, smallest_pace_s
 from parplan.planner.stage_columns.stage_column import StageColumn
 from parplan.planner.stage_columns.stage_prices import tied_ends
@@ -120,7 +120,7 @@ def _descent(
     """Yields choices below `cut_s`, each faster than the one before, the optimum last."""
     repeats = _repeats(layout, share)
     ranks = [_RankArrays(columns, num_blocks) for columns in options]
-    values_s = [np.unique(np.concatenate([rank.limited_s[k] for rank in ranks])) for k in range(3)]
+    values_s = [distinct(np.concatenate([rank.limited_s[k] for rank in ranks])) for k in range(3)]
     order = itertools.count()
     boxes: list[tuple[float, int, Box]] = []
     divided: list[Box] = [tuple((0, len(values) - 1) for values in values_s)]

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from parplan.profiles.models.traced_model import TracedModel
 
 ZERO_STAGES = (0, 1, 2, 3)
+MAX_MICRO_BATCH_SIZE = 64  # the largest that a search tries without a pin
 SEARCHED_OFFLOAD = (Offload.OPTIMIZER, Offload.PARAMETERS, Offload.ACTIVATIONS, Offload.LOOKUP)
 _EVERY: Mapping[str, tuple[Value, ...]] = {
     "zero": ZERO_STAGES,

@@ -7,6 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import StrEnum
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from parplan.profiles.elementwise import Number
 
 NEGLIGIBLE_SHARE = 0.05  # a part below this share of a sum does not decide the sum's kind
 
@@ -20,6 +26,16 @@ class Kind(StrEnum):
 
 
 _ORDER = tuple(Kind)
+_NUMBERS = {kind: number for number, kind in enumerate(_ORDER)}
+Kinds: TypeAlias = "Kind | npt.NDArray[np.int64]"  # of one number, or by number in `_ORDER`
+
+
+def kinds_where(condition: Number, first: Kinds, second: Kinds) -> Kinds:
+    """Returns `first` where the condition holds, `second` elsewhere."""
+    if not isinstance(condition, np.ndarray):
+        return first if condition else second
+    numbers = (_NUMBERS[kind] if isinstance(kind, Kind) else kind for kind in (first, second))
+    return np.where(condition, *numbers)
 
 
 def weakest_kind(kinds: Iterable[Kind]) -> Kind:
@@ -27,22 +43,29 @@ def weakest_kind(kinds: Iterable[Kind]) -> Kind:
 
     A number without parts counts as measured, since it is exactly zero.
     """
-    return max(kinds, key=_ORDER.index, default=Kind.MEASURED)
+    return max(kinds, key=_NUMBERS.__getitem__, default=Kind.MEASURED)
 
 
 class Seconds:
-    """An immutable duration with its measured, interpolated and analytic parts."""
+    """An immutable duration with its measured, interpolated and analytic parts.
+
+    The parts may be arrays, the durations of many operators at once, of which `at` returns some.
+    """
 
     __slots__ = ("parts_s",)
-    parts_s: tuple[float, ...]
+    parts_s: tuple[Number, ...]
 
-    def __init__(self, value_s: float, kind: Kind) -> None:
-        parts_s = [0.0] * len(_ORDER)
-        parts_s[_ORDER.index(kind)] = value_s
-        object.__setattr__(self, "parts_s", tuple(parts_s))
+    def __init__(self, value_s: Number, kind: Kinds) -> None:
+        parts_s: list[Number]
+        if isinstance(kind, np.ndarray):
+            parts_s = [np.where(kind == number, value_s, 0.0) for number in range(len(_ORDER))]
+        else:
+            parts_s = [0.0] * len(_ORDER)
+            parts_s[_NUMBERS[kind]] = value_s
+        _SET_PARTS_S(self, tuple(parts_s))
 
     @classmethod
-    def _of(cls, parts_s: tuple[float, ...]) -> Seconds:
+    def _of(cls, parts_s: tuple[Number, ...]) -> Seconds:
         seconds = _NEW(cls)
         _SET_PARTS_S(seconds, parts_s)
         return seconds
@@ -53,7 +76,8 @@ class Seconds:
     @property
     def value_s(self) -> float:
         measured_s, interpolated_s, analytic_s = self.parts_s
-        return measured_s + interpolated_s + analytic_s
+        total_s: float = measured_s + interpolated_s + analytic_s
+        return total_s
 
     @property
     def kind(self) -> Kind:
@@ -65,6 +89,12 @@ class Seconds:
             if part_s and part_s >= enough_s
         )
 
+    def at(self, index: Any) -> Seconds:
+        """Returns the durations at an index of the arrays."""
+        return Seconds._of(
+            tuple(part[index] if isinstance(part, np.ndarray) else part for part in self.parts_s)
+        )
+
     def __add__(self, addend: Seconds) -> Seconds:
         measured_s, interpolated_s, analytic_s = self.parts_s
         added = addend.parts_s
@@ -72,7 +102,7 @@ class Seconds:
             (measured_s + added[0], interpolated_s + added[1], analytic_s + added[2])
         )
 
-    def scaled(self, factor: float) -> Seconds:
+    def scaled(self, factor: Number) -> Seconds:
         """Returns the duration times `factor`."""
         measured_s, interpolated_s, analytic_s = self.parts_s
         return Seconds._of((factor * measured_s, factor * interpolated_s, factor * analytic_s))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
+from itertools import groupby
 
 from parplan.profiles.errors import ConfigError
 
@@ -95,3 +97,12 @@ def format_count(count: float) -> str:
         if count >= scale:
             return f"{format_number(count / scale, 3)} {unit}"
     return f"{count:.0f}"
+
+
+def spans_text(numbers: Sequence[int]) -> str:
+    """Formats numbers with a hyphen for each run of consecutive ones: `0-17, 24-41`."""
+    runs = [
+        [number for _, number in group]
+        for _, group in groupby(enumerate(numbers), lambda item: item[1] - item[0])
+    ]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)

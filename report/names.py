@@ -16,6 +16,7 @@ from parplan.costmodels.operators.kernels import fused_kernel_of
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.planner.objective import Objective
+from parplan.planner.plan.derived import blocks_of
 from parplan.planner.plan.pipeline_plan import PipelinePlan
 from parplan.planner.plan.plan import LayerPlan, Plan
 from parplan.planner.plan.prediction import SearchRecord
@@ -82,8 +83,7 @@ def blocks_by_plan(plan: Plan) -> dict[str, int]:
     counts: Counter[str] = Counter()
     for stage in plan.stages:
         for run in stage.layers:
-            if run.blocks is not None:
-                counts[run.plan] += run.blocks[1] - run.blocks[0] + 1
+            counts[run.plan] += len(blocks_of(plan, run))
     return {name: counts[name] for name in plan.layer_plans if counts[name]}
 
 

@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from parplan.costmodels.chunks.chunk_layout import SizedTensor, block_tensors, first_tensors
-from parplan.costmodels.chunks.closed_form import state_bytes
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.operator_graph import LayerKind
@@ -25,6 +24,7 @@ from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.stack import NEUTRAL
 from parplan.profiles.units import GIB, MIB
+from tests.helpers.chunk_formulas import state_bytes
 
 MEMBERS = {  # members of configs/families/gpt.yaml by the size in the figures
     "1B": "gpt-1b",

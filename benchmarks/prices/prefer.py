@@ -8,7 +8,7 @@
 In each grid of measured configurations of one model on one machine, a preference chooses among
 those that are predicted to fit and lie inside the error band of the one predicted fastest. The
 regret is the measured step of its choice over the best of the grid
-(planner/validation/preference_regret.py). The default of `plan --prefer` is the preference with the
+(benchmarks/prices/preference_regret.py). The default of `plan --prefer` is the preference with the
 least mean regret.
 """
 
@@ -24,13 +24,13 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from parplan.planner.objective import Prefer
-from parplan.planner.validation.preference_regret import (
+from benchmarks.prices.preference_regret import (
     GridPreferences,
     grid_preferences,
     least_regret,
     mean_regrets,
 )
+from parplan.planner.objective import Prefer
 from parplan.planner.validation.step_rows import read_table
 
 WIDTH = 170

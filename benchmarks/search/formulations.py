@@ -35,28 +35,20 @@ class StrategyPairs:
         self.layer.bound_workspace()
 
     def _link(self, problem, index, link) -> None:
-        makers = (
-            list(self.layer.picks[link.maker].items()) if link.maker != BEFORE else [(None, None)]
-        )
-        readers = (
-            list(self.layer.picks[link.reader].items())
-            if link.reader < len(problem.options)
-            else [(None, None)]
-        )
-        position = problem.incoming(link.reader).index(link)
+        one = [None]
+        makers = self.layer.picks[link.maker] if link.maker != BEFORE else one
+        readers = self.layer.picks[link.reader] if link.reader < len(problem.options) else one
+        costs = link.costs.listed()
         edges = {}
-        for k, (maker, _) in enumerate(makers):
-            for n, (reader, _) in enumerate(readers):
-                pair = (
-                    maker.output if maker else problem.enters,
-                    reader.inputs[position] if reader else problem.leaves,
-                )
+        for k, left in enumerate(link.left.tolist()):
+            for n, needed in enumerate(link.needed.tolist()):
                 edges[k, n] = self.program.continuous(f"e_{index}_{k}_{n}")
-                self.layer.priced.append((link.reader, edges[k, n], link.cells[pair]))
-        for k, (_, s) in enumerate(makers):
+                cost = costs[left * len(link.needs) + needed]
+                self.layer.priced.append((link.reader, edges[k, n], cost))
+        for k, s in enumerate(makers):
             total = weighted((edges[k, n], 1.0) for n in range(len(readers)))
             self.program.require(total == (1.0 if s is None else s), f"out_{index}_{k}")
-        for n, (_, s) in enumerate(readers):
+        for n, s in enumerate(readers):
             total = weighted((edges[k, n], 1.0) for k in range(len(makers)))
             self.program.require(total == (1.0 if s is None else s), f"in_{index}_{n}")
 

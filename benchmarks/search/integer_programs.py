@@ -97,7 +97,7 @@ def timed(case: Case, solver: SolverName, limit_s: float) -> tuple[str, ...]:
 
 def block_cases(problem: LayerProblem) -> Iterator[Case]:
     """Yield cases of one block under half of the memory range on its front."""
-    sizes = [evaluate(problem, options).memory_bytes(1) for options in layer_fronts(problem)[0]]
+    sizes = [picked.memory_bytes(1) for picked in evaluate(problem, layer_fronts(problem)[0])]
     budget = (max(sizes) + min(sizes)) / 2
 
     def of(
@@ -108,7 +108,7 @@ def block_cases(problem: LayerProblem) -> Iterator[Case]:
 
             def solve(solver: SolverName, _: float) -> Answer:
                 solution = layer.fastest(budget, solver)
-                return solution and (solution.cost.time_s * 1e3, solution.proven)
+                return solution and (solution.time_s * 1e3, solution.proven)
 
             return layer.program, solve
 
@@ -130,7 +130,7 @@ def flat_cases(table: MixTable, layout: ParallelLayout) -> Iterator[Case]:
         price_cache.machine,
         price_cache.training,
     )
-    states = evaluate(problem, layer_fronts(problem)[0][0]).cost.state_bytes
+    states = evaluate(problem, layer_fronts(problem)[0][:1])[0].state_bytes
     started = time.perf_counter()
     mixes = make_mixes(table.options(layout), copies, 1)
     memory, times_ms = (

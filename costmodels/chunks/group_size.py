@@ -34,11 +34,6 @@ ALIGNED_ELEMENTS = 64
 OPTIMIZER_BYTES = 12  # fp32 master and two moments (EQUATIONS M1)
 
 
-def transfer_efficiency(n_bytes: float, latency_s: float, bytes_per_s: float) -> float:
-    """Share of the bandwidth W that a transfer of n bytes reaches: n / (alpha W + n)."""
-    return n_bytes / (latency_s * bytes_per_s + n_bytes)
-
-
 def widest_group(blocks: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
     """Returns the largest size of each tensor over blocks that are divided in different ways.
 

@@ -11,14 +11,16 @@ GB/s where 362-382 GB/s were measured (stas00/ml-engineering, compared only).
 
 from __future__ import annotations
 
+import functools
 import math
 from enum import StrEnum
 
 from parplan.costmodels.communication.mesh import Placement
+from parplan.profiles.elementwise import Number, exp, larger_of, log, smaller_of
 from parplan.profiles.machines.curves import CollectiveCurve, spline_s
 from parplan.profiles.machines.hardware import Link
 from parplan.profiles.machines.shipped_profiles import Machine
-from parplan.profiles.provenance import ZERO, Kind, Seconds, weakest_kind
+from parplan.profiles.provenance import ZERO, Kind, Seconds, kinds_where, weakest_kind
 
 POINT_TO_POINT = "point_to_point"  # the name of curves of single messages
 
@@ -30,7 +32,7 @@ class Collective(StrEnum):
     ALL_TO_ALL = "all_to_all"
 
 
-def ring_all_reduce_s(n_bytes: float, p: int, link: Link) -> float:
+def ring_all_reduce_s(n_bytes: Number, p: int, link: Link) -> Number:
     """Seconds to all-reduce `n_bytes` held on each of `p` ranks over one link class.
 
         t = 2 (p - 1) (alpha + n / (p W))       alpha = link.latency_s, W = link.bytes_per_s
@@ -41,7 +43,7 @@ def ring_all_reduce_s(n_bytes: float, p: int, link: Link) -> float:
     return 2 * ring_all_gather_s(n_bytes, p, link)
 
 
-def ring_all_gather_s(n_bytes: float, p: int, link: Link) -> float:
+def ring_all_gather_s(n_bytes: Number, p: int, link: Link) -> Number:
     """Seconds to gather `n_bytes` (the whole output) on `p` ranks.
 
         t = (p - 1) (alpha + n / (p W))         (EQUATIONS C2)
@@ -52,7 +54,7 @@ def ring_all_gather_s(n_bytes: float, p: int, link: Link) -> float:
     return (p - 1) * (link.latency_s + n_bytes / (p * link.bytes_per_s))
 
 
-def pairwise_all_to_all_s(n_bytes: float, p: int, link: Link) -> float:
+def pairwise_all_to_all_s(n_bytes: Number, p: int, link: Link) -> Number:
     """Seconds to exchange a send buffer of `n_bytes` between `p` ranks, one partner after another.
 
         t = (p - 1) (alpha + n / (p W))         W of the slowest link (EQUATIONS C3)
@@ -62,7 +64,7 @@ def pairwise_all_to_all_s(n_bytes: float, p: int, link: Link) -> float:
     return (p - 1) * (link.latency_s + n_bytes / (p * link.bytes_per_s))
 
 
-def tree_all_reduce_s(n_bytes: float, p: int, link: Link) -> float:
+def tree_all_reduce_s(n_bytes: Number, p: int, link: Link) -> Number:
     """Seconds to all-reduce `n_bytes` up and down a binary tree, for small messages.
 
         t = 2 ceil(log2 p) alpha + 2 n / W      (EQUATIONS C1; Thakur 2005), 0 for p == 1
@@ -74,14 +76,14 @@ def tree_all_reduce_s(n_bytes: float, p: int, link: Link) -> float:
     return 2 * math.ceil(math.log2(p)) * link.latency_s + 2 * n_bytes / link.bytes_per_s
 
 
-def send_s(n_bytes: float, link: Link) -> float:
+def send_s(n_bytes: Number, link: Link) -> Number:
     """Seconds of one message: t = alpha + n / W (EQUATIONS C4)."""
     return link.latency_s + n_bytes / link.bytes_per_s
 
 
-def all_reduce_s(n_bytes: float, p: int, link: Link) -> float:
+def all_reduce_s(n_bytes: Number, p: int, link: Link) -> Number:
     """Seconds of the faster of ring and tree (EQUATIONS C1), as NCCL chooses by size."""
-    return min(ring_all_reduce_s(n_bytes, p, link), tree_all_reduce_s(n_bytes, p, link))
+    return smaller_of(ring_all_reduce_s(n_bytes, p, link), tree_all_reduce_s(n_bytes, p, link))
 
 
 _TEXTBOOK = {
@@ -99,7 +101,7 @@ def _scaled(link: Link, bytes_per_s: float) -> Link:
 
 
 def collective_time(
-    collective: Collective, n_bytes: int, placement: Placement, machine: Machine
+    collective: Collective, n_bytes: Number, placement: Placement, machine: Machine
 ) -> Seconds:
     """Seconds of one collective of a group that sits at `placement`.
 
@@ -140,7 +142,7 @@ def _placed(
     return None
 
 
-def _inside_node(collective: Collective, n_bytes: float, ranks: int, machine: Machine) -> Seconds:
+def _inside_node(collective: Collective, n_bytes: Number, ranks: int, machine: Machine) -> Seconds:
     """Seconds of the part on the links of one node.
 
     They are read from the curve of that many ranks, interpolated between two curves (EQUATIONS C7),
@@ -155,19 +157,16 @@ def _inside_node(collective: Collective, n_bytes: float, ranks: int, machine: Ma
         return Seconds(_TEXTBOOK[collective](n_bytes, ranks, slowed), Kind.ANALYTIC)
     below = next((curve for curve in reversed(curves) if curve.ranks <= ranks), curves[0])
     above = next((curve for curve in curves if curve.ranks >= ranks), curves[-1])
-    inside = (
-        curves[0].ranks <= ranks <= curves[-1].ranks
-        and below.bytes[0] <= n_bytes <= below.bytes[-1]
-    )
-    kind = (
-        weakest_kind((machine.profile.intra.kind, Kind.INTERPOLATED)) if inside else Kind.ANALYTIC
-    )
+    known = curves[0].ranks <= ranks <= curves[-1].ranks
+    inside = known & (below.bytes[0] <= n_bytes) & (n_bytes <= below.bytes[-1])
+    best = weakest_kind((machine.profile.intra.kind, Kind.INTERPOLATED))
+    kind = kinds_where(inside, best, Kind.ANALYTIC)
     return Seconds(_between_ranks(below, above, ranks, n_bytes), kind)
 
 
 def _between_ranks(
-    below: CollectiveCurve, above: CollectiveCurve, ranks: int, n_bytes: float
-) -> float:
+    below: CollectiveCurve, above: CollectiveCurve, ranks: int, n_bytes: Number
+) -> Number:
     """Seconds between two curves, log-linear in the number of ranks.
 
     Beyond the last curve time grows like the latency.
@@ -179,7 +178,7 @@ def _between_ranks(
         return low_s * max(1.0, math.log2(ranks) / math.log2(below.ranks))
     share = math.log(ranks / below.ranks) / math.log(above.ranks / below.ranks)
     high_s = spline_s(above, n_bytes)
-    return math.exp((1 - share) * math.log(low_s) + share * math.log(high_s))
+    return exp((1 - share) * log(low_s) + share * log(high_s))
 
 
 def group_nic_bytes_per_s(placement: Placement, machine: Machine) -> float:
@@ -194,7 +193,7 @@ def group_nic_bytes_per_s(placement: Placement, machine: Machine) -> float:
 
 
 def _across_nodes(
-    collective: Collective, n_bytes: float, placement: Placement, inside: Seconds, machine: Machine
+    collective: Collective, n_bytes: Number, placement: Placement, inside: Seconds, machine: Machine
 ) -> Seconds:
     """max(inside the node, bytes through the group's NICs / W) + hops alpha.
 
@@ -202,16 +201,19 @@ def _across_nodes(
     """
     bytes_per_s = group_nic_bytes_per_s(placement, machine)
     alpha_s = machine.cluster.nic.latency_s
-    value_s = min(
-        max(inside.value_s, crossing_bytes / bytes_per_s) + hops * alpha_s
-        for crossing_bytes, hops in _crossings(collective, n_bytes, placement)
+    value_s = functools.reduce(
+        smaller_of,
+        (
+            larger_of(inside.value_s, crossing_bytes / bytes_per_s) + hops * alpha_s
+            for crossing_bytes, hops in _crossings(collective, n_bytes, placement)
+        ),
     )
     return Seconds(value_s, machine.profile.inter.kind)
 
 
 def _crossings(
-    collective: Collective, n_bytes: float, placement: Placement
-) -> tuple[tuple[float, int], ...]:
+    collective: Collective, n_bytes: Number, placement: Placement
+) -> tuple[tuple[Number, int], ...]:
     """(bytes that leave a node, hops between nodes in sequence) of each algorithm.
 
     p ranks, k nodes of g ranks. Ring over all p ranks: 2 (p-1)/p n in 2 (k-1) hops (all-reduce),
@@ -229,7 +231,7 @@ def _crossings(
 
 
 def point_to_point_time(
-    n_bytes: int, *, crosses_nodes: bool, sharing: int, machine: Machine
+    n_bytes: Number, *, crosses_nodes: bool, sharing: int, machine: Machine
 ) -> Seconds:
     """Seconds of one message while `sharing` transfers leave the node at once (EQUATIONS C4, C6).
 

@@ -17,6 +17,7 @@ all-to-all.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from parplan.costmodels.communication.collectives import Collective, collective_time
 from parplan.costmodels.communication.mesh import place_axis
 from parplan.costmodels.operators.sharding import PARTIAL, Place, placed_parts
+from parplan.profiles.elementwise import Number, larger_of
 from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.provenance import ZERO, Seconds
 
@@ -37,8 +39,8 @@ class RedistributionStep:
 
     collective: Collective
     axis: int
-    num_bytes: int
-    left_bytes: int
+    num_bytes: Number
+    left_bytes: Number
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +49,11 @@ class Redistribution:
 
     moves: tuple[RedistributionStep, ...]
     time: Seconds
-    temporary_bytes: int
+    temporary_bytes: Number
 
 
 def redistribute(
-    num_bytes: int, source: Place, target: Place, degrees: tuple[int, ...], machine: Machine
+    num_bytes: Number, source: Place, target: Place, degrees: tuple[int, ...], machine: Machine
 ) -> Redistribution:
     """Prices the redistribution of a tensor of `num_bytes` in all over the axes of `degrees`.
 
@@ -65,11 +67,13 @@ def redistribute(
         stride = math.prod(degrees[move.axis + 1 :])
         where = place_axis(degrees[move.axis], stride, num_ranks, machine.cluster.gpus_per_node)
         time += collective_time(move.collective, move.num_bytes, where, machine)
-    return Redistribution(steps, time, max((move.left_bytes for move in steps), default=0))
+    return Redistribution(
+        steps, time, functools.reduce(larger_of, (move.left_bytes for move in steps), 0)
+    )
 
 
 def moves(
-    num_bytes: int, source: Place, target: Place, degrees: tuple[int, ...]
+    num_bytes: Number, source: Place, target: Place, degrees: tuple[int, ...]
 ) -> Iterator[RedistributionStep]:
     """Yields the collectives from `source` to `target` in the order of torch's DTensor.
 
@@ -79,7 +83,7 @@ def moves(
         place if p > 1 else goal for p, place, goal in zip(degrees, source, target, strict=True)
     ]
 
-    def local() -> int:
+    def local() -> Number:
         return -(-num_bytes // placed_parts(tuple(here), degrees))
 
     for axis, goal in (*_inward_out(tuple(here), target), *enumerate(target)):

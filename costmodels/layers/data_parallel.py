@@ -87,30 +87,6 @@ class DataParallelMoves:
     added: Seconds = ZERO
 
 
-def data_parallel_time(
-    layer: LayerClass,
-    time: LayerTime,
-    *,
-    mesh: Mesh,
-    sharding: Sharding,
-    states: StateSharding,
-    machine: Machine,
-    training: TrainingSpec,
-) -> DataParallelTime:
-    """Reductions, gathers and the optimizer step of one layer (EQUATIONS M2, T1).
-
-    ZeRO 0 reduces gradients once a step by all-reduce, ZeRO 1 by reduce-scatter and gathers the
-    updated parameters; ZeRO 2 reduce-scatters after every micro-batch; ZeRO 3 also gathers in every
-    forward and every backward pass. A reduction hides under the backward pass of its own layer, a
-    gather under the forward pass (one-layer prefetch). Where fewer than dp ranks hold one copy
-    together, the shards of the copies are all-reduced once a step, at its end. With offloaded
-    states (EQUATIONS O9) a gather starts with a copy to the device, and a reduction ends with a
-    copy back.
-    """
-    moves = data_parallel_moves(local_parameters(layer, sharding), mesh, states, machine, training)
-    return exposed_moves(moves, time, states, machine, training)
-
-
 def data_parallel_moves(
     parameters: LocalParameters,
     mesh: Mesh,
@@ -118,7 +94,15 @@ def data_parallel_moves(
     machine: Machine,
     training: TrainingSpec,
 ) -> DataParallelMoves:
-    """Collectives, copies and update of one layer; ZeRO 1, 2 and 3 have the same."""
+    """Collectives, copies and update of one layer (EQUATIONS M2, T1).
+
+    ZeRO 0 reduces gradients once a step by all-reduce, ZeRO 1 by reduce-scatter and gathers the
+    updated parameters; ZeRO 2 reduce-scatters after every micro-batch; ZeRO 3 also gathers in every
+    forward and every backward pass. ZeRO 1, 2 and 3 have the same moves, at other times
+    (`exposed_moves`). Where fewer than dp ranks hold one copy together, the shards of the copies
+    are all-reduced once a step, at its end. With offloaded states (EQUATIONS O9) a gather starts
+    with a copy to the device, and a reduction ends with a copy back.
+    """
     with_tied = states.with_tied
     local = parameters.owned(with_tied=with_tied)
     shards = states.shards if states.zero else 1

@@ -16,6 +16,7 @@ from parplan.costmodels.layers.tensor_flow import TensorFlow, leaving_tensor, te
 from parplan.costmodels.operators.compute import FREE, OperatorTime, operator_time
 from parplan.costmodels.operators.host_launch import launch_s
 from parplan.costmodels.operators.sharding import PARTIAL, Place, Sharding
+from parplan.profiles.elementwise import anywhere, key_of, smaller_of
 from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.models.operator_graph import (
     LayerClass,
@@ -98,7 +99,7 @@ class StageAxes:
         """Seconds to redistribute a tensor from one placement to another."""
         num_bytes = tensor.num_bytes
         return self.once(
-            (num_bytes, source, target),
+            (key_of(num_bytes), source, target),
             lambda: self.machine.corrected(
                 "tensor", redistribute(num_bytes, source, target, self.degrees, self.machine).time
             ),
@@ -170,7 +171,7 @@ def _loss_reductions(operator: Operator, sharding: Sharding, inside: StageAxes) 
         for split in sharding.splits(operator)
     )
     once = inside.moved(operator.outputs[0], partial, (None,) * len(partial))
-    return OperatorTime(once.scaled(LOSS_REDUCTIONS), ZERO) if once.value_s else FREE
+    return OperatorTime(once.scaled(LOSS_REDUCTIONS), ZERO) if anywhere(once.value_s) else FREE
 
 
 def leaving_time(layer: LayerClass, sharding: Sharding, inside: StageAxes) -> OperatorTime:
@@ -317,7 +318,7 @@ def under(communication: Seconds, window_s: float, machine: Machine) -> Seconds:
 
     max(0, c - window) + contention min(c, window)
     """
-    if not communication.value_s:
+    if not anywhere(communication.value_s):
         return ZERO
-    hidden = min(1.0, window_s / communication.value_s)
+    hidden = smaller_of(1.0, window_s / communication.value_s)
     return communication.scaled(1 - hidden + contention(machine) * hidden)

@@ -37,7 +37,6 @@ from parplan.costmodels.layers.model_states import (
     held_states,
     ideal_states,
     local_parameters,
-    owned_parameters,
     step_copy_bytes,
     zero_buffer_bytes,
 )
@@ -522,7 +521,7 @@ class LayerPriceCache(ABC):
                 buffer += COPIED_BYTES * owned
             if of_experts:
                 buffer += zero_buffer_bytes(of_experts, zero, mesh.expert_dp, self.training)
-            whole = owned_parameters(layer, Sharding(), with_tied=False)
+            whole = self._parameters(kind, Sharding()).owned(with_tied=False)
             return LayerStates(
                 states=held_states(parameters.each, sharded, self.training),
                 ideal=ideal_states(whole, mesh.ranks_per_stage, self.training),

@@ -8,13 +8,14 @@ operators around it are the price of its edges (costmodels/layers/tensor_flow.py
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from parplan.costmodels.layers.layer_price import StageAxes, ending_time
 from parplan.costmodels.layers.model_states import StateBytes, StateSharding, operator_states
 from parplan.costmodels.layers.recompute import gradient_bytes, made_inside
 from parplan.costmodels.operators.compute import OperatorTime, operator_time
-from parplan.costmodels.operators.sharding import Sharding, Splits
+from parplan.costmodels.operators.sharding import Sharding, Shardings, Splits
 from parplan.profiles.models.operator_graph import Operator
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.provenance import Seconds
@@ -77,13 +78,45 @@ def operator_price(
     """Prices one strategy; `zero` shards the states over `dp` data-parallel ranks."""
     sharding = single_operator_sharding(operator, splits, inside.degrees)
     compute = operator_time(operator, sharding, inside.machine, training)
-    ending = ending_time(operator, sharding, compute, inside)
-    made = sum(sharding.tensor_bytes(operator, tensor) for tensor in made_inside(operator))
+    states = StateSharding(zero, dp)
+    price = _price(operator, sharding, compute, inside, training, states)
+    if not recomputed:
+        return price
+    return replace(price, recompute=compute.forward + price.ending.forward, saved_bytes=0)
+
+
+def operator_prices(
+    operator: Operator,
+    ways: Sequence[Splits],
+    inside: StageAxes,
+    training: TrainingSpec,
+    states: StateSharding,
+) -> list[OperatorPrice]:
+    """Prices several strategies at once, none of which recomputes.
+
+    An operator of several micro-batch sizes gives arrays with a row for each.
+    """
+    each = tuple(single_operator_sharding(operator, splits, inside.degrees) for splits in ways)
+    compute = operator_time(operator, Shardings(each), inside.machine, training)
+    return [
+        _price(operator, sharding, compute.of_sharding(number), inside, training, states)
+        for number, sharding in enumerate(each)
+    ]
+
+
+def _price(
+    operator: Operator,
+    sharding: Sharding,
+    compute: OperatorTime,
+    inside: StageAxes,
+    training: TrainingSpec,
+    states: StateSharding,
+) -> OperatorPrice:
     return OperatorPrice(
         compute=compute,
-        ending=ending,
-        recompute=compute.forward + ending.forward if recomputed else None,
-        states=operator_states(operator, sharding, StateSharding(zero, dp), training),
-        saved_bytes=0 if recomputed else made,
+        ending=ending_time(operator, sharding, compute, inside),
+        recompute=None,
+        states=operator_states(operator, sharding, states, training),
+        saved_bytes=sum(sharding.tensor_bytes(operator, t) for t in made_inside(operator)),
         temporary_bytes=gradient_bytes(operator, sharding, training.stack),
     )

@@ -80,7 +80,10 @@ def saved_tensors(layer: LayerClass, recompute: Iterable[str]) -> tuple[Tensor, 
 def saved_tensor_readers(
     layer: LayerClass, recompute: Iterable[str] = ()
 ) -> Iterator[tuple[Operator, Tensor]]:
-    """Yields each saved tensor with every operator that needs it, in the order of the operators."""
+    """Yields each saved tensor with every operator that needs it, in the order of the operators.
+
+    An operator that needs a tensor twice may come twice with it.
+    """
     recomputed = frozenset(recompute)
     remade = {
         t.name
@@ -94,7 +97,7 @@ def saved_tensor_readers(
         )
         yield from (
             (operator, tensor)
-            for tensor in dict.fromkeys(needed)
+            for tensor in needed
             if tensor.name not in remade and tensor.name not in layer.outside
         )
 

@@ -10,21 +10,25 @@ many mixes at once.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, reduce
-from itertools import chain, groupby, zip_longest
-from operator import ge
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from itertools import groupby, zip_longest
+from operator import attrgetter, ge
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from parplan.costmodels.schedules.actions import Action, ActionKind
 from parplan.costmodels.schedules.schedule import Schedule, actions
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.profiles.models.operator_graph import LayerKey, LayerKind
 
+Array = npt.NDArray[np.float64]
 Bytes = Any  # a number, or an array with one for each mix
+# chunks whose gradients exist; stashes and remade micro-batches by chunk, and messages
+_Held = tuple[frozenset[int], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +54,16 @@ class LayerBytes:
     alone: Bytes = 0.0
 
 
+_FIELDS = tuple(field.name for field in fields(LayerBytes))
+_by_field = attrgetter(*_FIELDS)
+
+
 @dataclass(frozen=True, slots=True)
 class AlikeLayers:
-    """A run of `count` consecutive layers of a chunk with equal bytes."""
+    """A run of `count` consecutive layers of a chunk with equal bytes.
+
+    Arrays [layer, mix] instead are the bytes of a row of different layers.
+    """
 
     kind: LayerKey
     held: LayerBytes
@@ -105,14 +116,6 @@ class PeakPass:
         """All that decides the bytes that its layers add one by one."""
         return self.chunk, self.backward, self.ahead, self.first, self.before
 
-    @property
-    def _held(self) -> tuple[int, ...]:
-        return *self.stashes, *self.remade, self.sent
-
-    def holds_no_less(self, rival: PeakPass) -> bool:
-        """True if this pass dominates another of its kind, whatever the bytes of each class."""
-        return self.made >= rival.made and all(map(ge, self._held, rival._held))
-
 
 def peak_bytes(
     strategy: Strategy,
@@ -135,7 +138,7 @@ def peak_bytes(
         ]
         for chunk, beside in zip_longest(strategy.chunks(rank), besides)
     ]
-    return float(peak_of_runs(strategy.layout, rank, chunks, constant))
+    return float(peak_of_runs(strategy.layout, rank, chunks, constant).item())
 
 
 def _besides(saved_bytes: float) -> AlikeLayers:
@@ -147,82 +150,153 @@ def peak_of_runs(
     rank: int,
     chunks: Sequence[Sequence[AlikeLayers]],
     constant: ConstantBytes,
-) -> Bytes:
-    """The peak over all passes of chunks that are runs of layers, and after the last pass."""
-    saved = [sum(run.count * run.held.saved for run in chunk) for chunk in chunks]
-    remade = [sum(run.count * run.held.remade for run in chunk) for chunk in chunks]
-    gradients = [sum(run.count * run.held.gradients for run in chunk) for chunk in chunks]
-    passes, sent = passes_of(layout, rank)
-    peak = sum(gradients) + sent * constant.sent + constant.reduced
-    fullest: dict[Hashable, tuple[PeakPass, Bytes]] = {}
-    for peak_pass in passes:  # passes of one kind add the same bytes to their level
-        level = (
+) -> Array:
+    """The peak by mix over all passes of chunks that are runs of layers, and after the last."""
+    shapes = [np.shape(run.held.saved) for chunk in chunks for run in chunk]
+    mixes = max((shape[-1] for shape in shapes if shape), default=1)
+    by_chunk = [_chunk_bytes(chunk, mixes) for chunk in chunks]
+    saved, remade, gradients = (
+        [each.total(name) for each in by_chunk] for name in ("saved", "remade", "gradients")
+    )
+    peak = sum(gradients) + passes_of(layout, rank)[1] * constant.sent + constant.reduced
+    for alike in _passes_by_kind(layout, rank):
+        levels = (
             constant.gathered
-            + peak_pass.sent * constant.sent
-            + sum(gradients[chunk] for chunk in peak_pass.made)
+            + alike.sent * constant.sent
+            + _over_chunks(alike.made, gradients)
+            + _over_chunks(alike.stashes, saved)
+            + _over_chunks(alike.remade, remade)
         )
-        level = level + sum(n * held for n, held in zip(peak_pass.stashes, saved, strict=True))
-        level = level + sum(n * held for n, held in zip(peak_pass.remade, remade, strict=True))
-        _, known = fullest.get(peak_pass.kind, (peak_pass, level))
-        fullest[peak_pass.kind] = peak_pass, np.maximum(level, known)
-    for peak_pass, level in fullest.values():
-        reducing = _reducing(chunks, peak_pass.before)
-        if not peak_pass.backward:
-            peak = np.maximum(
-                peak,
-                level
-                + reducing
-                + reduce(np.maximum, (run.held.gathered for run in chunks[peak_pass.chunk])),
-            )
-            continue
-        for level_bytes in _levels(peak_pass, chunks[peak_pass.chunk], level, reducing, constant):
-            peak = np.maximum(peak, level_bytes)
-    return peak
+        level = levels.max(axis=0)  # passes of one kind add the same bytes to their level
+        peak_pass = alike.first
+        reducing = np.zeros(mixes)
+        for before in reversed(peak_pass.before):
+            reducing = by_chunk[before].reducing(reducing)[-1]
+        chunk = by_chunk[peak_pass.chunk]
+        if peak_pass.backward:
+            highest = _highest(peak_pass, chunk, level, reducing, constant.shared_table)
+        else:
+            highest = level + reducing + chunk.held.gathered.max(axis=0)
+        peak = np.maximum(peak, highest)
+    return np.asarray(peak)
 
 
-def _levels(
-    peak_pass: PeakPass,
-    chunk: Sequence[AlikeLayers],
-    level: Bytes,
-    reducing: Bytes,
-    constant: ConstantBytes,
-) -> Iterator[Bytes]:
-    """Yields the bytes held while the layers of a chunk run backward.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AlikePasses:
+    """Passes of one kind, as arrays [pass, 1] and by chunk [chunk, pass, 1]; see `PeakPass`."""
+
+    first: PeakPass
+    sent: Array
+    made: Array
+    stashes: Array
+    remade: Array
+
+
+@lru_cache(maxsize=4096)
+def _passes_by_kind(layout: ParallelLayout, rank: int) -> tuple[_AlikePasses, ...]:
+    by_kind: dict[Hashable, list[PeakPass]] = {}
+    for peak_pass in passes_of(layout, rank)[0]:
+        by_kind.setdefault(peak_pass.kind, []).append(peak_pass)
+    return tuple(
+        _AlikePasses(
+            first=alike[0],
+            sent=np.array([[each.sent] for each in alike], np.float64),
+            made=_by_chunk(
+                [[chunk in each.made for chunk in range(len(each.stashes))] for each in alike]
+            ),
+            stashes=_by_chunk([each.stashes for each in alike]),
+            remade=_by_chunk([each.remade for each in alike]),
+        )
+        for alike in by_kind.values()
+    )
+
+
+def _by_chunk(by_pass: Sequence[Sequence[int]]) -> Array:
+    return np.array(by_pass, np.float64).T[:, :, None]
+
+
+def _over_chunks(counts: Array, held: Sequence[Array]) -> Array:
+    """Sums counts [chunk, pass, 1] times bytes [mix] of each chunk."""
+    total: Array = sum(n * each for n, each in zip(counts, held, strict=True))
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class _ChunkBytes:
+    """The runs of a chunk, the last first as backward passes take them.
+
+    roles          embedding, block or head, by run
+    held, count    bytes and number of layers, as arrays [run, mix]
+    in_reduction   bytes in reduction before each run and, as last entry, after all runs: those of
+                   the latest run that reduces, 0 before the first
+    """
+
+    roles: tuple[LayerKind, ...]
+    held: LayerBytes
+    count: Array
+    in_reduction: Array
+
+    def total(self, name: str) -> Array:
+        """Sums a field of `LayerBytes` over all layers, the first run first."""
+        by_run = self.count * getattr(self.held, name)
+        return np.asarray(np.add.accumulate(by_run[::-1])[-1])
+
+    def reducing(self, before: Array) -> Array:
+        """Returns `in_reduction` if the bytes `before` are in reduction when the chunk begins."""
+        return np.where(self.in_reduction > 0, self.in_reduction, before)
+
+
+def _chunk_bytes(chunk: Sequence[AlikeLayers], mixes: int) -> _ChunkBytes:
+    """Returns the runs of a chunk as arrays; a row of different layers becomes a run for each."""
+    runs = chunk[::-1]
+    sizes = [len(run.held.saved) if np.ndim(run.held.saved) > 1 else 1 for run in runs]
+    table = np.empty((len(_FIELDS) + 1, sum(sizes), mixes))
+    roles: list[LayerKind] = []
+    for run, size in zip(runs, sizes, strict=True):
+        rows = slice(len(roles), len(roles) + size)
+        for values, of_run in zip(table, (*_by_field(run.held), run.count), strict=True):
+            values[rows] = of_run[::-1] if np.ndim(of_run) > 1 else of_run
+        roles += [run.kind.role] * size
+    held = LayerBytes(**dict(zip(_FIELDS, table, strict=False)))
+    return _ChunkBytes(tuple(roles), held, table[-1], _in_reduction(held.reduced, table[-1]))
+
+
+def _in_reduction(reduced: Array, count: Array) -> Array:
+    """Returns `_ChunkBytes.in_reduction`."""
+    latest = np.zeros((len(reduced) + 1, reduced.shape[1]))
+    if not reduced.any():
+        return latest
+    for run, (bytes_of, layers) in enumerate(zip(reduced, count, strict=True)):
+        latest[run + 1] = np.where((layers > 0) & (bytes_of > 0), bytes_of, latest[run])
+    return latest
+
+
+def _highest(
+    peak_pass: PeakPass, chunk: _ChunkBytes, level: Array, reducing: Array, shared_table: float
+) -> Array:
+    """The most bytes by mix while the layers of a chunk run backward.
 
     The first, second and last layer of a run include its peak.
     """
-    waits = {LayerKind.HEAD: constant.shared_table, LayerKind.EMBEDDING: -constant.shared_table}
-    for run in reversed(chunk):
-        held = run.held
-        workspace = held.alone if peak_pass.ahead else held.workspace
-        inside = held.gathered + np.maximum(workspace, held.reduced)
-        step = (held.gradients if peak_pass.first else 0.0) - held.saved
-        if peak_pass.ahead:
-            step = step - held.remade
-        yield _where(run.count, 1, level + inside + reducing)
-        reducing = np.where(_reduces(run), held.reduced, reducing)
-        if not (isinstance(run.count, int) and run.count == 1):
-            later = np.maximum(step, (run.count - 1) * step)
-            yield _where(run.count, 2, level + inside + reducing + later)
-        level = level + run.count * step + waits.get(run.kind.role, 0.0)
-
-
-def _where(count: Bytes, least: int, level: Bytes) -> Bytes:
-    """Returns the level where a run has at least so many layers."""
-    if isinstance(count, int):
-        return level if count >= least else -np.inf
-    return np.where(np.asarray(count) >= least, level, -np.inf)
-
-
-def _reduces(run: AlikeLayers) -> Bytes:
-    return (np.asarray(run.count) > 0) & (np.asarray(run.held.reduced) > 0)
-
-
-def _reducing(chunks: Sequence[Sequence[AlikeLayers]], before: Iterable[int]) -> Bytes:
-    reducing: Bytes = 0.0
-    for run in (run for chunk in reversed(tuple(before)) for run in reversed(chunks[chunk])):
-        reducing = np.where(_reduces(run), run.held.reduced, reducing)
-    return reducing
+    held, count = chunk.held, chunk.count
+    workspace = held.alone if peak_pass.ahead else held.workspace
+    inside = held.gathered + np.maximum(workspace, held.reduced)
+    step = (held.gradients if peak_pass.first else 0.0) - held.saved
+    if peak_pass.ahead:
+        step = step - held.remade
+    waits = {LayerKind.HEAD: shared_table, LayerKind.EMBEDDING: -shared_table}
+    steps = np.zeros((1 + 2 * len(count), count.shape[1]))
+    steps[0] = level
+    steps[1::2] = count * step
+    steps[2::2] = np.array([waits.get(role, 0.0) for role in chunk.roles])[:, None]
+    levels = np.add.accumulate(steps)[:-1:2] + inside
+    in_reduction = chunk.reducing(reducing)
+    highest = np.where(count >= 1, levels + in_reduction[:-1], -np.inf).max(axis=0)
+    if (count > 1).any():
+        later = np.maximum(step, (count - 1) * step)
+        second = np.where(count >= 2, levels + in_reduction[1:] + later, -np.inf)
+        highest = np.maximum(highest, second.max(axis=0))
+    return np.asarray(highest)
 
 
 @lru_cache(maxsize=4096)
@@ -262,7 +336,8 @@ def _passes_of_schedule(
 def _passes(
     order: tuple[Action, ...], ends: tuple[tuple[bool, bool], ...]
 ) -> tuple[tuple[PeakPass, ...], int]:
-    kept: dict[Hashable, list[PeakPass]] = {}  # by kind
+    # by `PeakPass.kind`, the passes that no other dominates
+    kept: dict[tuple[int, bool, bool, bool, tuple[int, ...]], list[_Held]] = {}
     chunks = range(len(ends))
     stashes = [0 for _ in chunks]
     remade = [0 for _ in chunks]
@@ -282,24 +357,27 @@ def _passes(
         if not backward:
             ahead.add(micro_batch)
             remade[chunk] += 1
-        peak_pass = PeakPass(
-            chunk,
-            backward,
-            backward and micro_batch in ahead,
-            tuple(stashes),
-            tuple(remade),
-            sent,
-            made,
-            before,
-        )
-        alike = kept.get(peak_pass.kind, [])
-        if not any(rival.holds_no_less(peak_pass) for rival in alike):
-            left = (rival for rival in alike if not peak_pass.holds_no_less(rival))
-            kept[peak_pass.kind] = [*left, peak_pass]
+        is_ahead = backward and micro_batch in ahead
+        held = made, (*stashes, *remade, sent)
+        alike = kept.setdefault((chunk, backward, is_ahead, chunk not in made, before), [])
+        if not any(_holds_no_less(rival, held) for rival in alike):
+            alike[:] = [rival for rival in alike if not _holds_no_less(held, rival)]
+            alike.append(held)
         if backward:
             stashes[chunk] -= 1
-            remade[chunk] -= peak_pass.ahead
+            remade[chunk] -= is_ahead
             sent += not begins
             made = made | {chunk}
             before = (chunk, *(earlier for earlier in before if earlier != chunk))
-    return tuple(chain.from_iterable(kept.values())), sent
+    num = len(ends)
+    passes = (
+        PeakPass(kind[0], kind[1], kind[2], held[:num], held[num:-1], held[-1], made, kind[4])
+        for kind, alike in kept.items()
+        for made, held in alike
+    )
+    return tuple(passes), sent
+
+
+def _holds_no_less(first: _Held, second: _Held) -> bool:
+    """True if a pass dominates another of its kind, whatever the bytes of each class."""
+    return first[0] >= second[0] and all(map(ge, first[1], second[1]))

@@ -30,7 +30,8 @@ from parplan.costmodels.operators.kernels import (
     update_kernels,
 )
 from parplan.costmodels.operators.operator_kernels import operator_kernels
-from parplan.costmodels.operators.sharding import Sharding
+from parplan.costmodels.operators.sharding import LocalSizes
+from parplan.profiles.elementwise import Number, chosen, smaller_of
 from parplan.profiles.machines.corrections import Corrections, corrections_of
 from parplan.profiles.machines.curves import (
     Chip,
@@ -60,6 +61,13 @@ class OperatorTime:
     backward: Seconds
     weight: Seconds = ZERO
 
+    def of_sharding(self, number: int) -> OperatorTime:
+        """Returns the seconds of one of several shardings, by micro-batch size where these vary."""
+        if self is FREE:
+            return self
+        one = (..., slice(number, number + 1))
+        return OperatorTime(self.forward.at(one), self.backward.at(one), self.weight.at(one))
+
     def plus(self, added: OperatorTime) -> OperatorTime:
         if added is FREE:
             return self
@@ -84,9 +92,11 @@ def chip_of(machine: Machine, precision: Precision) -> Chip:
 
 
 def operator_time(
-    operator: Operator, sharding: Sharding, machine: Machine, training: TrainingSpec
+    operator: Operator, sizes: LocalSizes, machine: Machine, training: TrainingSpec
 ) -> OperatorTime:
     """Seconds of one rank's share of an operator, without communication and recompute.
+
+    With several shardings, or several micro-batch sizes in the operator, the seconds are arrays.
 
     The sum is the kernels' own time times the factor by which kernels are slower in a step than
     alone, plus the host's seconds where they add to it (costmodels/operators/host_launch.py), times
@@ -94,7 +104,7 @@ def operator_time(
     (costmodels/layers/layer_price.py). Raises ConfigError when the device lacks the precision.
     """
     chip_of(machine, training.precision)
-    runs = operator_kernels(operator, sharding, training)
+    runs = operator_kernels(operator, sizes, training)
     if not runs.forward:
         return FREE
     forward = _kernel_times(runs.forward, machine, training)
@@ -102,7 +112,7 @@ def operator_time(
     weights = _kernel_times(runs.weights, machine, training)
     pace = launch_cost_of(machine, training.stack)
 
-    def in_step(cause: str, parts: tuple[Seconds, ...], host_s: float) -> Seconds:
+    def in_step(cause: str, parts: tuple[Seconds, ...], host_s: Number) -> Seconds:
         time = _sum(parts)
         if pace.kernel_slowdown != 1.0:
             time = time.scaled(pace.kernel_slowdown)
@@ -112,10 +122,10 @@ def operator_time(
 
     gradients = 2 if operator.kind in PRODUCTS else 1
     divided_forward_s = divided_backward_s = 0.0
-    layout_cost = measured_layout_costs(machine, training.stack) if sharding.tp > 1 else None
+    layout_cost = measured_layout_costs(machine, training.stack)
     if layout_cost is not None:
-        divided_forward_s = layout_cost.divided_forward_s
-        divided_backward_s = layout_cost.divided_backward_s
+        divided_forward_s = chosen(sizes.tp > 1, layout_cost.divided_forward_s, 0.0)
+        divided_backward_s = chosen(sizes.tp > 1, layout_cost.divided_backward_s, 0.0)
     return OperatorTime(
         in_step("forward", forward, pace.forward_s + divided_forward_s),
         in_step("backward", inputs + weights, gradients * (pace.backward_s + divided_backward_s)),
@@ -165,11 +175,11 @@ def _product_time(kernel: ProductKernel, machine: Machine, training: TrainingSpe
             kernel.sizes,
         )
     if kernel.curve in BATCHED:  # these curves are bounded by sequence and head_dim
-        return Seconds(form_s, curve.kind_at((product.m, min(product.n, product.k))))
+        return Seconds(form_s, curve.kind_at((product.m, smaller_of(product.n, product.k))))
     return Seconds(form_s, curve.kind_at(kernel.sizes))
 
 
-def _corrected(form_s: float, corrections: Corrections, sizes: tuple[float, ...]) -> Seconds:
+def _corrected(form_s: Number, corrections: Corrections, sizes: tuple[Number, ...]) -> Seconds:
     """The seconds of a fitted form, corrected by the measured points of its curve."""
     factor, kind = corrections.factor(sizes)
     return Seconds(form_s * factor, kind)
@@ -179,7 +189,7 @@ def _corrected(form_s: float, corrections: Corrections, sizes: tuple[float, ...]
 def _product_corrections(
     curve: MatmulCurve, name: str, chip: Chip, operand_bytes: int, result_bytes: int
 ) -> Corrections:
-    def form_s(sizes: tuple[float, ...]) -> float:
+    def form_s(sizes: tuple[float, ...]) -> Number:
         kernel = product_kernel(name, tuple(map(int, sizes)), operand_bytes, result_bytes)
         return kernel.slower * matmul_s(kernel.product, curve, chip)
 
@@ -214,7 +224,7 @@ def _fused_time(kernel: FusedKernel, machine: Machine, training: TrainingSpec) -
     return price if speed == 1.0 else Seconds(price.value_s, Kind.ANALYTIC)
 
 
-def _fused_s(kernel: FusedKernel, curve: FlashCurve, chip: Chip) -> float:
+def _fused_s(kernel: FusedKernel, curve: FlashCurve, chip: Chip) -> Number:
     return flash_attention_s(
         kernel.flops,
         heads=kernel.heads,
@@ -230,7 +240,7 @@ def _fused_s(kernel: FusedKernel, curve: FlashCurve, chip: Chip) -> float:
 def _fused_corrections(curve: FlashCurve, way: str, chip: Chip) -> Corrections:
     """Corrections from causal attention, the only kind that the models here run."""
 
-    def form_s(sizes: tuple[float, ...]) -> float:
+    def form_s(sizes: tuple[float, ...]) -> Number:
         heads, seq, head_dim = map(int, sizes)
         return _fused_s(fused_kernel(way, heads, seq, seq, head_dim), curve, chip)
 

@@ -8,9 +8,9 @@ half of the model FLOPs that `Operator.flops_*` state.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+from parplan.profiles.elementwise import Number, chosen, gcd
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.curves import ALIGNED_BYTES, FLASH_BACKWARD_FLOPS, Product
 from parplan.profiles.machines.hardware import Device
@@ -36,6 +36,8 @@ ADAM_STATE_BYTES = 24  # fp32 master copy and two moments, each read and written
 class ProductKernel:
     """A matrix product.
 
+    The sizes of any kernel may be arrays, for many kernels at once.
+
     curve     a field of `Compute`: forward, input_gradient, weight_gradient, batched_forward or
               batched_backward
     slower    factor on its time for rows that are not aligned
@@ -45,12 +47,12 @@ class ProductKernel:
 
     curve: str
     product: Product
-    slower: float = 1.0
+    slower: Number = 1.0
     fp8: bool = False
     grouped: bool = False
 
     @property
-    def sizes(self) -> tuple[int, ...]:
+    def sizes(self) -> tuple[Number, ...]:
         """(m, n, k), or (batch, m, n, k) for the batched products of un-fused attention."""
         product = self.product
         sizes = (product.m, product.n, product.k)
@@ -65,11 +67,11 @@ class FusedKernel:
     """
 
     way: str
-    heads: int
-    seq: int
-    keys: float
-    head_dim: int
-    flops: float
+    heads: Number
+    seq: Number
+    keys: Number
+    head_dim: Number
+    flops: Number
     dropped: bool = False
 
     @property
@@ -77,7 +79,7 @@ class FusedKernel:
         return f"dropped_flash.{self.way}" if self.dropped else f"flash_{self.way}"
 
     @property
-    def sizes(self) -> tuple[int, int, int]:
+    def sizes(self) -> tuple[Number, Number, Number]:
         """(heads with batch, sequence, head_dim)."""
         return self.heads, self.seq, self.head_dim
 
@@ -96,7 +98,7 @@ class StreamKernel:
     name: str
     like: str
     way: str
-    n_bytes: float
+    n_bytes: Number
     times: int = 1
     parts: tuple[StreamKernel, ...] | None = None
 
@@ -105,7 +107,7 @@ class StreamKernel:
         return f"{self.name}.{self.way}" if self.way else self.name
 
     @property
-    def sizes(self) -> tuple[float]:
+    def sizes(self) -> tuple[Number]:
         return (self.n_bytes,)
 
 
@@ -143,14 +145,17 @@ def adam_bytes_per_parameter(training: TrainingSpec) -> int:
     return ADAM_STATE_BYTES + training.gradient_precision.num_bytes + parameter
 
 
-def misaligned(row_bytes: int) -> float:
+def misaligned(row_bytes: Number) -> Number:
     """The slowdown of a product whose matrices have rows of `row_bytes`."""
-    return MISALIGNED[max(2, math.gcd(row_bytes, ALIGNED_BYTES))]
+    slower: Number = MISALIGNED[ALIGNED_BYTES]
+    for aligned_bytes in (8, 4, 2):  # rows of odd length count as those of 2 bytes
+        slower = chosen(row_bytes % (2 * aligned_bytes) != 0, MISALIGNED[aligned_bytes], slower)
+    return slower
 
 
 def product_kernel(
     curve: str,
-    sizes: tuple[int, ...],
+    sizes: tuple[Number, ...],
     operand_bytes: int,
     result_bytes: int,
     *,
@@ -166,7 +171,7 @@ def product_kernel(
     m, n, k = sizes
     weight = (m, n) if curve == WEIGHT_GRADIENT else (n, k)
     product = Product(m=m, n=n, k=k, operand_bytes=operand_bytes, result_bytes=result_bytes)
-    slower = misaligned(math.gcd(*weight) * operand_bytes)
+    slower = misaligned(gcd(*weight) * operand_bytes)
     return ProductKernel(curve, product, slower=slower, fp8=fp8)
 
 
@@ -190,15 +195,15 @@ def fused_kernel_of(stack: Stack, device: Device) -> FlashKernel:
 
 def fused_kernel(
     way: str,
-    heads: int,
-    seq: int,
-    keys: int,
-    head_dim: int,
+    heads: Number,
+    seq: Number,
+    keys: Number,
+    head_dim: Number,
     *,
     causal: bool = True,
     dropped: bool = False,
 ) -> FusedKernel:
     """Fused attention of `heads` heads, batch included, of `seq` queries over `keys` keys."""
-    met = keys / 2 if causal else float(keys)
+    met = keys / 2 if causal else 1.0 * keys
     flops = 4.0 * heads * seq * met * head_dim * (FLASH_BACKWARD_FLOPS if way == BACKWARD else 1.0)
     return FusedKernel(way, heads, seq, met, head_dim, flops, dropped)

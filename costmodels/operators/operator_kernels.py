@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from parplan.costmodels.operators.kernels import (
@@ -20,9 +21,10 @@ from parplan.costmodels.operators.kernels import (
     fused_kernel,
     product_kernel,
 )
-from parplan.costmodels.operators.sharding import Sharding
+from parplan.costmodels.operators.sharding import LocalSizes
+from parplan.profiles.elementwise import Number, anywhere, chosen, larger_of
 from parplan.profiles.machines.curves import Product
-from parplan.profiles.models.operator_graph import Operator, OperatorKind
+from parplan.profiles.models.operator_graph import Operator, OperatorKind, Tensor
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import AttentionKernel
 
@@ -50,10 +52,13 @@ class OperatorKernels:
 
 
 def operator_kernels(
-    operator: Operator, sharding: Sharding, training: TrainingSpec
+    operator: Operator, sizes: LocalSizes, training: TrainingSpec
 ) -> OperatorKernels:
-    """The kernels of one rank's share of `operator`, without communication and recompute."""
-    kernels = _KERNELS[operator.kind](operator, sharding, training)
+    """The kernels of one rank's share of `operator`, without communication and recompute.
+
+    sizes    a sharding, or several, whose kernels have arrays of sizes
+    """
+    kernels = _KERNELS[operator.kind](operator, sizes, training)
     return kernels if operator.gradient else OperatorKernels(kernels.forward, ())
 
 
@@ -68,7 +73,7 @@ def _accumulated_bytes(training: TrainingSpec) -> int:
     return 2 * FP32_BYTES if fused else training.precision.num_bytes
 
 
-def _added(elements: int, training: TrainingSpec) -> tuple[Kernel, ...]:
+def _added(elements: Number, training: TrainingSpec) -> tuple[Kernel, ...]:
     """The kernel that accumulates a weight gradient where its product does not."""
     if training.stack.fused_accumulation:
         return ()
@@ -76,7 +81,7 @@ def _added(elements: int, training: TrainingSpec) -> tuple[Kernel, ...]:
     return (StreamKernel("accumulation", "elementwise", BACKWARD, n_bytes),)
 
 
-def _matmul(operator: Operator, sharding: Sharding, training: TrainingSpec) -> OperatorKernels:
+def _matmul(operator: Operator, sizes: LocalSizes, training: TrainingSpec) -> OperatorKernels:
     """Forward y = x w; backward dx = dy w^T and dw = x^T dy, and the bias gradient (EQUATIONS K1).
 
     In fp8 the operands have one byte, and each is cast before its product (read for its largest
@@ -84,18 +89,20 @@ def _matmul(operator: Operator, sharding: Sharding, training: TrainingSpec) -> O
     head stays in 16 bits.
     """
     if not operator.parameters:
-        return _activations_product(operator, sharding, training)
+        return _activations_product(operator, sizes, training)
     *token_dims, features, contracted = operator.dims
-    m = math.prod(sharding.dim_size(operator, dim.name) for dim in token_dims)
-    n, k = sharding.dim_size(operator, features.name), sharding.dim_size(operator, contracted.name)
+    m = math.prod(sizes.dim_size(operator, dim.name) for dim in token_dims)
+    n, k = sizes.dim_size(operator, features.name), sizes.dim_size(operator, contracted.name)
     fp8 = training.fp8_matmuls and features.name != "vocab"
     element = training.precision.num_bytes
     operand = 1 if fp8 else element
 
-    def product(curve: str, m: int, n: int, k: int, result_bytes: int = element) -> ProductKernel:
+    def product(
+        curve: str, m: Number, n: Number, k: Number, result_bytes: int = element
+    ) -> ProductKernel:
         return product_kernel(curve, (m, n, k), operand, result_bytes, fp8=fp8)
 
-    def cast(way: str, elements: int) -> tuple[Kernel, ...]:
+    def cast(way: str, elements: Number) -> tuple[Kernel, ...]:
         if not fp8:
             return ()
         return (StreamKernel("cast", "elementwise", way, (2 * element + operand) * elements),)
@@ -115,17 +122,16 @@ def _matmul(operator: Operator, sharding: Sharding, training: TrainingSpec) -> O
 
 
 def _activations_product(
-    operator: Operator, sharding: Sharding, training: TrainingSpec
+    operator: Operator, sizes: LocalSizes, training: TrainingSpec
 ) -> OperatorKernels:
     """A product of two activations for every index of the outer dims (EQUATIONS K2).
 
     It takes the curves of un-fused attention's products.
     """
-    sizes = [sharding.dim_size(operator, dim.name) for dim in operator.dims]
-    *outer, m, n, k = sizes
+    *outer, m, n, k = [sizes.dim_size(operator, dim.name) for dim in operator.dims]
     batch, element = math.prod(outer), training.precision.num_bytes
 
-    def product(curve: str, m: int, n: int, k: int) -> ProductKernel:
+    def product(curve: str, m: Number, n: Number, k: Number) -> ProductKernel:
         return product_kernel(curve, (batch, m, n, k), element, element)
 
     forward_curve, backward_curve = BATCHED
@@ -135,7 +141,7 @@ def _activations_product(
     )
 
 
-def _experts(operator: Operator, sharding: Sharding, training: TrainingSpec) -> OperatorKernels:
+def _experts(operator: Operator, sizes: LocalSizes, training: TrainingSpec) -> OperatorKernels:
     """One grouped product for all experts of a rank, forward and for both gradients (EQUATIONS K1).
 
     Routing is balanced: each expert has an equal part of as many token copies as the rank sent.
@@ -143,12 +149,14 @@ def _experts(operator: Operator, sharding: Sharding, training: TrainingSpec) -> 
     all experts in the same waves. They stay in 16 bits under fp8.
     """
     *token_dims, features, contracted = operator.dims
-    experts = operator.parameters[0].dims[0].size // sharding.ep
+    experts = operator.parameters[0].dims[0].size // sizes.ep
     element = training.precision.num_bytes
-    m = -(-math.prod(sharding.dim_size(operator, dim.name) for dim in token_dims) // experts)
+    m = -(-math.prod(sizes.dim_size(operator, dim.name) for dim in token_dims) // experts)
     n, k = features.size, contracted.size
 
-    def product(curve: str, m: int, n: int, k: int, result_bytes: int = element) -> ProductKernel:
+    def product(
+        curve: str, m: Number, n: Number, k: Number, result_bytes: int = element
+    ) -> ProductKernel:
         shape = Product(
             m=m, n=n, k=k, batch=experts, operand_bytes=element, result_bytes=result_bytes
         )
@@ -161,14 +169,14 @@ def _experts(operator: Operator, sharding: Sharding, training: TrainingSpec) -> 
     )
 
 
-def _attention(operator: Operator, sharding: Sharding, training: TrainingSpec) -> OperatorKernels:
+def _attention(operator: Operator, sizes: LocalSizes, training: TrainingSpec) -> OperatorKernels:
     kernels = _flash if training.attention is AttentionKernel.FLASH else _unfused
-    return kernels(operator, sharding, training)
+    return kernels(operator, sizes, training)
 
 
-def _flash(operator: Operator, sharding: Sharding, training: TrainingSpec) -> OperatorKernels:
+def _flash(operator: Operator, sizes: LocalSizes, training: TrainingSpec) -> OperatorKernels:
     """Fused attention: half of the FLOPs when causal, 2.5 times as many backward (EQUATIONS K2)."""
-    batch, heads, seq, keys, head_dim = _attention_sizes(operator, sharding)
+    batch, heads, seq, keys, head_dim = _attention_sizes(operator, sizes)
 
     def kernel(way: str) -> FusedKernel:
         causal, dropped = operator.causal, operator.dropped
@@ -177,19 +185,19 @@ def _flash(operator: Operator, sharding: Sharding, training: TrainingSpec) -> Op
     return OperatorKernels((kernel(FORWARD),), (kernel(BACKWARD),))
 
 
-def _attention_sizes(operator: Operator, sharding: Sharding) -> list[int]:
+def _attention_sizes(operator: Operator, sizes: LocalSizes) -> list[Number]:
     """Batch, heads, queries, keys and head_dim on one rank."""
-    return [sharding.dim_size(operator, dim.name) for dim in operator.dims]
+    return [sizes.dim_size(operator, dim.name) for dim in operator.dims]
 
 
-def _unfused(operator: Operator, sharding: Sharding, training: TrainingSpec) -> OperatorKernels:
+def _unfused(operator: Operator, sizes: LocalSizes, training: TrainingSpec) -> OperatorKernels:
     """Two products over S x S scores, a masked softmax and a dropout (EQUATIONS K2).
 
     The products are q k^T and probabilities times v. Dropout runs where its mask is saved.
     Backward: dP = dO v^T has the shape of q k^T; dV, dQ and dK that of p v. Causal attention
     shortens only the softmax's reads.
     """
-    batch, heads, seq, keys, head_dim = _attention_sizes(operator, sharding)
+    batch, heads, seq, keys, head_dim = _attention_sizes(operator, sizes)
     batch *= heads
     element = training.precision.num_bytes
     elements = batch * seq * keys
@@ -212,57 +220,57 @@ def _unfused(operator: Operator, sharding: Sharding, training: TrainingSpec) -> 
     )
 
 
-def _streaming(operator: Operator, sharding: Sharding, training: TrainingSpec) -> OperatorKernels:
+def _streaming(operator: Operator, sizes: LocalSizes, training: TrainingSpec) -> OperatorKernels:
     """Norms, activations, rotary: the bytes of the tensors (EQUATIONS K3).
 
     Forward: inputs read, outputs and the dropout mask written. Backward: output gradient and saved
     tensors read, input gradients written. Rotary is priced as a fused kernel; PyTorch's un-fused
     one takes 2 (forward) to 5 times as long.
     """
-    read, written, saved, masks = _stream_bytes(operator, sharding)
-    if len(operator.inputs) > 1 and saved == masks:  # other operators with several inputs save them
-        return _residual(read, written, masks, len(operator.inputs) - 1)
-    name, like = _named(operator, masks)
+    read = _bytes_of(operator.inputs, operator, sizes)
+    written = _bytes_of(operator.outputs, operator, sizes)
+    dropped = [tensor for tensor in operator.saved if tensor.element_bytes == 1]
+    masks = _bytes_of(dropped, operator, sizes)
+    # other operators with several inputs save them
+    if len(operator.inputs) > 1 and len(dropped) == len(operator.saved):
+        branches = len(operator.inputs) - 1
+        return _residual(read, written, masks, branches, dropped=bool(dropped))
+    name, like = _named(operator, dropped=bool(dropped))
+    saved = _bytes_of(operator.saved, operator, sizes)
     return OperatorKernels(
         (StreamKernel(name, like, FORWARD, read + written + masks),),
         (StreamKernel(name, like, BACKWARD, written + saved + read),),
     )
 
 
-def _named(operator: Operator, masks: int) -> tuple[str, str]:
-    """The name of a streaming operation, and its class."""
+def _named(operator: Operator, *, dropped: bool) -> tuple[str, str]:
+    """The name of a streaming operation, and its class; `dropped` says if it saves a mask."""
     if operator.kind is OperatorKind.NORM:
         return "layer_norm" if len(operator.parameters) > 1 else "rms_norm", "norm"
     name = operator.function.lower()
     if name == "activation":
-        gated = operator.inputs[0].num_elements > operator.outputs[0].num_elements
+        gated = anywhere(operator.inputs[0].num_elements > operator.outputs[0].num_elements)
         name = "swiglu" if gated else "gelu"
-    elif masks:
+    elif dropped:
         name = f"dropped_{name}"
     return name, "elementwise"
 
 
-def _stream_bytes(operator: Operator, sharding: Sharding) -> tuple[int, int, int, int]:
-    """Bytes on one rank of inputs, outputs, saved tensors, and masks among them."""
-    saved = tuple(
-        (tensor.element_bytes, sharding.tensor_bytes(operator, tensor)) for tensor in operator.saved
-    )
-    return (
-        sum(sharding.tensor_bytes(operator, tensor) for tensor in operator.inputs),
-        sum(sharding.tensor_bytes(operator, tensor) for tensor in operator.outputs),
-        sum(n_bytes for _, n_bytes in saved),
-        sum(n_bytes for element_bytes, n_bytes in saved if element_bytes == 1),
-    )
+def _bytes_of(tensors: Sequence[Tensor], operator: Operator, sizes: LocalSizes) -> Number:
+    """Bytes on one rank of tensors of an operator."""
+    return sum(sizes.tensor_bytes(operator, tensor) for tensor in tensors)
 
 
-def _residual(read: int, written: int, masks: int, branches: int) -> OperatorKernels:
+def _residual(
+    read: Number, written: Number, masks: Number, branches: int, *, dropped: bool
+) -> OperatorKernels:
     """Dropout of the branches, added to the residual stream.
 
     Gradients of the branches pass unchanged or through the mask. The gradient that comes back from
     the norm before each branch is added to the stream's gradient (two reads, one write).
     """
     joined = StreamKernel("residual", "residual", BACKWARD, 3 * written, times=branches)
-    if not masks:
+    if not dropped:
         return OperatorKernels(
             (StreamKernel("residual", "residual", FORWARD, read + written),), (joined,)
         )
@@ -278,19 +286,14 @@ def _residual(read: int, written: int, masks: int, branches: int) -> OperatorKer
     )
 
 
-def _embedding(operator: Operator, sharding: Sharding, training: TrainingSpec) -> OperatorKernels:
+def _embedding(operator: Operator, sizes: LocalSizes, training: TrainingSpec) -> OperatorKernels:
     """Look-up: the bytes of the output in both passes, and the gradient of the table.
 
     The fitted share of the bandwidth covers masking and the scattered addition. The backward pass
     also zeroes, reads and writes the gradient of this rank's part of the table.
     """
-    n_bytes = sum(
-        sharding.local_bytes(tensor, sharding.place_inside(operator, tensor))
-        for tensor in operator.outputs
-    )
-    table_bytes = (
-        TABLE_PASSES * training.precision.num_bytes * sharding.parameter_elements(operator)
-    )
+    n_bytes = sum(sizes.made_bytes(operator, tensor) for tensor in operator.outputs)
+    table_bytes = TABLE_PASSES * training.precision.num_bytes * sizes.parameter_elements(operator)
     parts = (
         StreamKernel("embedding", "embedding", BACKWARD, n_bytes),
         StreamKernel("table", "elementwise", BACKWARD, table_bytes),
@@ -302,29 +305,31 @@ def _embedding(operator: Operator, sharding: Sharding, training: TrainingSpec) -
 
 
 def _cross_entropy(
-    operator: Operator, sharding: Sharding, training: TrainingSpec
+    operator: Operator, sizes: LocalSizes, training: TrainingSpec
 ) -> OperatorKernels:
     """Vocabulary-parallel cross entropy: the bytes of this rank's logits.
 
     The fitted share of the bandwidth covers its un-fused fp32 passes.
     """
-    n_bytes = sum(sharding.tensor_bytes(operator, tensor) for tensor in operator.inputs)
+    n_bytes = _bytes_of(operator.inputs, operator, sizes)
     return _both("cross_entropy", "cross_entropy", n_bytes)
 
 
-def _permuting(operator: Operator, sharding: Sharding, training: TrainingSpec) -> OperatorKernels:
+def _permuting(operator: Operator, sizes: LocalSizes, training: TrainingSpec) -> OperatorKernels:
     """Token copies are written in the order of their experts, or read in it and summed by weight.
 
     Both passes read and write the larger side once, and once more after an exchange to order what
     arrived.
     """
-    larger_bytes = max(
-        sharding.tensor_bytes(operator, tensor) for tensor in (*operator.inputs, *operator.outputs)
+    larger_bytes = functools.reduce(
+        larger_of,
+        (sizes.tensor_bytes(operator, tensor) for tensor in (*operator.inputs, *operator.outputs)),
     )
-    return _both(operator.kind.value, "elementwise", (4 if sharding.ep > 1 else 2) * larger_bytes)
+    passes = chosen(sizes.ep > 1, 4, 2)
+    return _both(operator.kind.value, "elementwise", passes * larger_bytes)
 
 
-def _both(name: str, like: str, n_bytes: int) -> OperatorKernels:
+def _both(name: str, like: str, n_bytes: Number) -> OperatorKernels:
     """One kernel of `n_bytes` in each pass."""
     return OperatorKernels(
         (StreamKernel(name, like, FORWARD, n_bytes),),
@@ -332,11 +337,11 @@ def _both(name: str, like: str, n_bytes: int) -> OperatorKernels:
     )
 
 
-def _view(operator: Operator, sharding: Sharding, training: TrainingSpec) -> OperatorKernels:
+def _view(operator: Operator, sizes: LocalSizes, training: TrainingSpec) -> OperatorKernels:
     return OperatorKernels((), ())
 
 
-_KERNELS: dict[OperatorKind, Callable[[Operator, Sharding, TrainingSpec], OperatorKernels]] = {
+_KERNELS: dict[OperatorKind, Callable[[Operator, LocalSizes, TrainingSpec], OperatorKernels]] = {
     OperatorKind.MATMUL: _matmul,
     OperatorKind.ATTENTION: _attention,
     OperatorKind.NORM: _streaming,

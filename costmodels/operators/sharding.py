@@ -9,13 +9,20 @@ and sequence parallelism are the default: every axis splits the operator's paral
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import and_
+from typing import Protocol
 
+import numpy as np
+
+from parplan.profiles.elementwise import Number, anywhere
 from parplan.profiles.models.operator_graph import (
     EXPERTS_DIM,
+    Dim,
     Operator,
     OperatorKind,
     Parameter,
@@ -120,6 +127,10 @@ class Sharding:
         """Bytes on one rank of a tensor at its `place`."""
         return self.local_bytes(tensor, self.place(operator, tensor))
 
+    def made_bytes(self, operator: Operator, tensor: Tensor) -> int:
+        """Bytes on one rank of an output as it is computed, before partial sums are ended."""
+        return self.local_bytes(tensor, self.place_inside(operator, tensor))
+
     def parameter_shape(self, operator: Operator, parameter: Parameter) -> tuple[int, ...]:
         """The shape of a parameter on one rank; matrices of several experts are stacked by rows."""
         shape = tuple(-(-dim.size // self.parts(operator, dim.name)) for dim in parameter.dims)
@@ -143,6 +154,60 @@ class Sharding:
         )
 
 
+class LocalSizes(Protocol):
+    """Sizes of an operator on one rank: numbers of one sharding, arrays of several."""
+
+    @property
+    def tp(self) -> Number: ...
+
+    @property
+    def ep(self) -> Number: ...
+
+    def dim_size(self, operator: Operator, dim_name: str) -> Number: ...
+
+    def tensor_bytes(self, operator: Operator, tensor: Tensor) -> Number: ...
+
+    def made_bytes(self, operator: Operator, tensor: Tensor) -> Number: ...
+
+    def parameter_elements(self, operator: Operator) -> Number: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Shardings:
+    """Several shardings at once: the methods are those of `Sharding`, with a number for each."""
+
+    each: tuple[Sharding, ...]
+
+    @property
+    def tp(self) -> Number:
+        return np.array([sharding.tp for sharding in self.each])
+
+    @property
+    def ep(self) -> Number:
+        return np.array([sharding.ep for sharding in self.each])
+
+    def dim_size(self, operator: Operator, dim_name: str) -> Number:
+        return self._divided(operator.size(dim_name), lambda each: each.parts(operator, dim_name))
+
+    def tensor_bytes(self, operator: Operator, tensor: Tensor) -> Number:
+        return self._divided(
+            tensor.num_bytes,
+            lambda each: placed_parts(each.place(operator, tensor), each.degrees),
+        )
+
+    def made_bytes(self, operator: Operator, tensor: Tensor) -> Number:
+        return self._divided(
+            tensor.num_bytes,
+            lambda each: placed_parts(each.place_inside(operator, tensor), each.degrees),
+        )
+
+    def parameter_elements(self, operator: Operator) -> Number:
+        return np.array([each.parameter_elements(operator) for each in self.each])
+
+    def _divided(self, size: Number, parts: Callable[[Sharding], int]) -> Number:
+        return -(-size // np.array([parts(each) for each in self.each]))
+
+
 def _where(operator: Operator, tensor: Tensor, split: Split, *, ends: bool) -> str | None:
     """The placement that `split` gives a tensor; `ends`: partial sums of outputs are ended."""
     if tensor.has(split.dim):
@@ -163,12 +228,18 @@ def placed_parts(place: Place, degrees: tuple[int, ...]) -> int:
 
 def megatron_split(operator: Operator, *, sequence_parallel: bool) -> Split:
     """Megatron's split: the parallel dim; under sequence parallelism everything else by token."""
-    tokens = "sequence" if sequence_parallel else None
-    if operator.parallel_dim is None:
-        return Split(tokens)
-    return Split(
-        operator.parallel_dim, tokens if operator.contracted == operator.parallel_dim else None
+    dim = operator.parallel_dim
+    return _megatron_split(
+        dim, sums=dim is not None and dim == operator.contracted, tokens=sequence_parallel
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _megatron_split(dim: str | None, *, sums: bool, tokens: bool) -> Split:
+    by_token = "sequence" if tokens else None
+    if dim is None:
+        return Split(by_token)
+    return Split(dim, by_token if sums else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +253,10 @@ class Rejected:
 def operator_splits(
     operator: Operator, degrees: tuple[int, ...]
 ) -> tuple[tuple[Splits, ...], tuple[Rejected, ...]]:
-    """Returns every legal way to divide `operator` over axes of `degrees`, and the rejected."""
+    """Returns every legal way to divide `operator` over axes of `degrees`, and the rejected.
+
+    A way is legal for several micro-batch sizes if it is for one of them (`divides`).
+    """
     legal, rejected = [], []
     for splits in itertools.product(
         *(tuple(_axis_splits(operator)) if p > 1 else (Split(),) for p in degrees)
@@ -213,15 +287,26 @@ def _illegal(operator: Operator, splits: Splits, degrees: tuple[int, ...]) -> st
         if split.result and split.result not in SCATTERED:
             return f"a reduce-scatter over {split.result} is not run by the executor"
     for dim in operator.dims:
-        parts = math.prod(
-            p
-            for p, split in zip(degrees, splits, strict=True)
-            if dim.name in (split.dim, split.result)
-        )
-        if dim.size % (parts * dim.unit):
+        parts = _parts(dim, splits, degrees)
+        if not anywhere(dim.size % (parts * dim.unit) == 0):
             groups = f", {dim.size // dim.unit} groups of {dim.unit}" if dim.unit > 1 else ""
             return f"{parts} ranks do not divide {dim.name} {dim.size}{groups}"
     return None
+
+
+def _parts(dim: Dim, splits: Splits, degrees: tuple[int, ...]) -> int:
+    return math.prod(
+        p for p, split in zip(degrees, splits, strict=True) if dim.name in (split.dim, split.result)
+    )
+
+
+def divides(operator: Operator, splits: Splits, degrees: tuple[int, ...]) -> Number:
+    """Returns whether `splits` divide every dim evenly, by micro-batch size where these vary."""
+    return functools.reduce(
+        and_,
+        (dim.size % (_parts(dim, splits, degrees) * dim.unit) == 0 for dim in operator.dims),
+        True,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

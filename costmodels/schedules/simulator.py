@@ -34,11 +34,8 @@ from parplan.costmodels.schedules.action_lists import (
     PASSES,
     STASHES,
     ActionLists,
-    action_lists,
-    lists_of,
 )
 from parplan.costmodels.schedules.actions import Action, ActionKind
-from parplan.costmodels.schedules.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,24 +104,6 @@ class SimulatedStep:
     ranks: tuple[RankTimeline, ...]
 
 
-def simulate(
-    schedule: Schedule,
-    num_micro_batches: int,
-    costs: Sequence[Sequence[StageCost]],
-    tail_s: Sequence[float] = (),
-    keep_events: bool = False,
-) -> SimulatedStep:
-    """Simulates one step of `schedule` with the stage costs `costs[rank][chunk]`.
-
-    tail_s      by rank: seconds after its last action (exposed gradient synchronisation,
-                optimizer); empty: none
-    Custom schedules are excluded. Raises ConfigError when the schedule is not legal for these
-    counts.
-    """
-    lists = lists_of(schedule, len(costs), num_micro_batches, len(costs[0]))
-    return run_lists(lists, costs, tail_s, keep_events=keep_events)
-
-
 def least_step_s(
     num_micro_batches: int,
     costs: Sequence[Sequence[StageCost]],
@@ -168,27 +147,6 @@ def least_step_s(
         latest_s = max(latest_s, before_s[rank] + work_s[rank] + after_s[rank])
         least_s = max(least_s, latest_s - after_s[rank] + tail_s[rank])
     return least_s
-
-
-def replay(
-    orders: Sequence[Sequence[Action]],
-    num_micro_batches: int,
-    costs: Sequence[Sequence[StageCost]],
-    tail_s: Sequence[float] = (),
-    keep_events: bool = False,
-    placement: Sequence[Sequence[int]] = (),
-) -> SimulatedStep:
-    """Simulates one step of any action lists, `orders[rank]`; the other arguments as in `simulate`.
-
-    placement       by rank and chunk its virtual stage; empty: chunk c of rank r is stage c P + r
-    Raises AssertionError with the stuck actions when the lists wait for each other.
-    """
-    assert len(orders) == len(costs), f"{len(orders)} lists, {len(costs)} ranks"
-    placed = placement or [
-        range(rank, len(costs) * len(chunks), len(costs)) for rank, chunks in enumerate(costs)
-    ]
-    lists = action_lists(orders, placed, num_micro_batches)
-    return run_lists(lists, costs, tail_s, keep_events=keep_events)
 
 
 def run_lists(

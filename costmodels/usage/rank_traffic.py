@@ -262,7 +262,7 @@ def _add_data_parallel(
 ) -> None:
     """Adds the reductions and gathers of one layer, and gathers of its recomputes ahead.
 
-    (`parplan.costmodels.layers.data_parallel.data_parallel_time`)
+    (`parplan.costmodels.layers.data_parallel.data_parallel_moves`)
     """
     mesh = layout.mesh
     sharding = layout.sharding_of(choice)

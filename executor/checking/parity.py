@@ -38,7 +38,7 @@ from parplan.planner.runs.relative_error import relative_error
 from parplan.planner.runs.run_file import ChunkMoved, PredictedAndMeasured
 from parplan.profiles.errors import PlannerError
 from parplan.profiles.interrupts import leave_signals_to_parent
-from parplan.profiles.models.operator_graph import LayerKind
+from parplan.profiles.models.operator_graph import layer_kind
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 
 # Tolerances of `plan check --execute` in fp32: of first-step gradients as `gradient_error` measures
@@ -248,7 +248,7 @@ def joined(results: list[Result]) -> TrainingOutcome:
 
 def reference_layers(model: ModelSpec, training: TrainingSpec, seed: int) -> nn.ModuleDict:
     """Return the layers of the whole model, for one process."""
-    kinds = [LayerKind.EMBEDDING, *[LayerKind.BLOCK] * model.num_layers, LayerKind.HEAD]
+    kinds = [layer_kind(index, model.num_layers) for index in range(model.num_layers + 2)]
     names = ["embedding", *(f"block{i}" for i in range(model.num_layers)), "head"]
     layers = nn.ModuleDict(
         {

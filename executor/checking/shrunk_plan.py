@@ -48,7 +48,7 @@ def shrunk(plan: Plan) -> Plan:
     mesh = _mesh(plan)
     pipeline = _pipeline(plan, mesh)
     stages = _stages(plan, mesh.pp, pipeline)
-    num_layers = sum(run.blocks is not None for stage in stages for run in stage.layers)
+    num_layers = sum(len(stage.layers) for stage in stages) - 2
     training = replace(
         plan.training,
         global_batch_size=pipeline.micro_batch_size * pipeline.num_micro_batches * mesh.dp,
@@ -140,24 +140,21 @@ def _stages(plan: Plan, pp: int, pipeline: PipelinePlan) -> tuple[StagePlan, ...
     stages = []
     for index, stage_runs in enumerate(runs):
         layers = tuple(_short(stage_runs, first, most_blocks))
-        first += sum(run.blocks is not None for run in layers)
+        first += len(layers)
         stages.append(StagePlan(rank=ranks[index], layers=layers))
     return tuple(stages)
 
 
 def _short(runs: list[LayerRun], first: int, most_blocks: int) -> Iterator[LayerRun]:
-    """Yield runs of one block each, numbered from `first`.
+    """Yield runs of one layer each, numbered from `first`.
 
-    Each layer plan of a stage has as many blocks as before, at most `most_blocks`.
+    Each layer plan of a stage has as many layers as before, at most `most_blocks`.
     """
     seen: dict[str, int] = {}
     for run in runs:
-        if run.blocks is None:
-            yield run
-            continue
-        more = min(run.blocks[1] - run.blocks[0] + 1, most_blocks - seen.get(run.plan, 0))
+        more = min(len(run.indices), most_blocks - seen.get(run.plan, 0))
         for _ in range(more):
-            yield LayerRun(plan=run.plan, blocks=(first, first))
+            yield LayerRun(plan=run.plan, first=first, last=first)
             first += 1
         seen[run.plan] = seen.get(run.plan, 0) + more
 

@@ -72,15 +72,14 @@ class DeviceLedger:
 
 @dataclass(slots=True, kw_only=True)
 class CopyCounts:
-    """Bytes and calls since the beginning of a step.
+    """Bytes since the beginning of a step to the device (`in`), from it (`out`), and of groups.
 
-    They are counted to the device (`in`), from it (`out`), gathered and reduced.
+    `in_calls`, `gathers` and `reduces` count the operations.
     """
 
     in_bytes: int = 0
     in_calls: int = 0
     out_bytes: int = 0
-    out_calls: int = 0
     gathered_bytes: int = 0
     gathers: int = 0
     reduced_bytes: int = 0
@@ -243,7 +242,6 @@ class ChunkCopies:
         memory is not reused before the copy ends.
         """
         self.counts.out_bytes += buffer.num_bytes
-        self.counts.out_calls += 1
         if dropped and self._out is not None:
             buffer.flat.record_stream(self._out)
         if not add:

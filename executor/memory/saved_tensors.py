@@ -142,8 +142,9 @@ class Recipes:
     ) -> Tensor:
         """Runs `forward(*inputs)` and saves only its inputs.
 
-        The tensors that it would save are recomputed by one run of all of it. With `output_too` its
-        output is recomputed as well; with `random` the rerun draws the same random numbers.
+        The other tensors that it would save are recomputed by one run of all of it. With
+        `output_too` its output is recomputed as well; with `random` the rerun draws the same random
+        numbers.
         """
         if not self.active:
             return forward(*inputs)
@@ -153,9 +154,15 @@ class Recipes:
         recipe = _Recipe(make, tuple(self.pack_input(tensor) for tensor in inputs))
         self.ahead.add(partial(self._run_ahead, weakref.ref(recipe)))
         indices = count(int(output_too))
+        given = set[int]() if self.on_host is not None else set(map(memory_of, inputs))
 
-        def pack(tensor: Tensor) -> _Recomputed:
-            return _view(recipe, next(indices), tensor)
+        def pack(tensor: Tensor) -> Packed:
+            index = next(indices)
+            return (
+                self.pack_input(tensor)
+                if memory_of(tensor) in given
+                else _view(recipe, index, tensor)
+            )
 
         with saved_tensors_hooks(pack, unpack):
             output = forward(*inputs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import groupby
 from typing import Any
 
 from parplan.costmodels.schedules.actions import check_rows
@@ -17,7 +16,8 @@ from parplan.planner.plan.pipeline_plan import PipelinePlan
 from parplan.planner.plan.plan import LayerRun, Plan, StagePlan
 from parplan.profiles.divisors import divisors
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.models.operator_graph import LayerKind
+from parplan.profiles.models.operator_graph import LayerKind, layer_kind
+from parplan.profiles.units import spans_text
 
 
 @rule(
@@ -33,11 +33,12 @@ def layers(plan: Plan) -> Iterator[Refusal]:
     nearest = _cut_anew(plan)
     action = "make the plan again"
     if nearest:
-        counts = [sum(len(_indices(plan, run)) for run in stage.layers) for stage in nearest.stages]
+        counts = [stage.end - stage.first for stage in nearest.stages]
         action = f"give the stages {counts} layers in order"
     if held != needed:
         yield Refusal(
-            problem=f"stages: they hold layers {_text(held)}, the model has {len(needed)}",
+            problem=f"stages: they hold layers {spans_text(held) or 'none'}, "
+            f"the model has {len(needed)}",
             action=action,
             nearest=nearest,
         )
@@ -49,24 +50,6 @@ def layers(plan: Plan) -> Iterator[Refusal]:
         )
 
 
-def _text(indices: list[int]) -> str:
-    """Return layer numbers as text, runs of them as first-last."""
-    runs = [
-        [index for _, index in group]
-        for _, group in groupby(enumerate(indices), lambda item: item[1] - item[0])
-    ]
-    texts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
-    return ", ".join(texts) or "none"
-
-
-def _indices(plan: Plan, run: LayerRun) -> range:
-    if run.blocks is not None:
-        return range(run.blocks[0] + 1, run.blocks[1] + 2)
-    is_embedding = plan.layer_plans[run.plan].layer is LayerKind.EMBEDDING
-    index = 0 if is_embedding else plan.model.num_layers + 1
-    return range(index, index + 1)
-
-
 def _cut_anew(plan: Plan) -> Plan | None:
     """Return the plan with each layer once, as evenly as possible over the stages.
 
@@ -76,21 +59,14 @@ def _cut_anew(plan: Plan) -> Plan | None:
     num_layers = plan.model.num_layers + 2
     num_stages = plan.mesh.pp * plan.pipeline.virtual_stages
     names = {
-        index: run.plan
-        for stage in plan.stages
-        for run in stage.layers
-        for index in _indices(plan, run)
+        index: run.plan for stage in plan.stages for run in stage.layers for index in run.indices
     }
     spare = {layer_plan.layer: name for name, layer_plan in reversed(plan.layer_plans.items())}
     if num_stages > num_layers or set(spare) != set(LayerKind):
         return None
-    kinds = [LayerKind.EMBEDDING, *[LayerKind.BLOCK] * plan.model.num_layers, LayerKind.HEAD]
     runs = [
-        LayerRun(
-            plan=names.get(i, spare[kind]),
-            blocks=(i - 1, i - 1) if kind is LayerKind.BLOCK else None,
-        )
-        for i, kind in enumerate(kinds)
+        LayerRun(plan=names.get(i, spare[layer_kind(i, plan.model.num_layers)]), first=i, last=i)
+        for i in range(num_layers)
     ]
     firsts = [num_layers * k // num_stages for k in range(num_stages + 1)]
     rank_of = layout_of(plan).rank_of

@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from parplan.executor.traced.division import PARTIAL, Division, Part, largest, m
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.tracing.divisible import outputs_of
 from parplan.profiles.tracing.torch_functions import argument
+
+Again = Callable[..., Any]  # makes a call with its inputs, and again in the backward pass
 
 
 class DividedCalls:
@@ -39,14 +42,22 @@ class DividedCalls:
             self.values[node] = _Own.apply(value.to_local()) if _is_placed(value) else value
             self.factor[node] = division.factor_at(node, part)
 
-    def call(self, node: fx.Node, target: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Makes a call and keeps its value."""
+    def call(
+        self,
+        node: fx.Node,
+        target: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        again: Again | None = None,
+    ) -> None:
+        """Makes a call and keeps its value; `again` makes a call that runs again."""
         if target is operator.getitem and isinstance(self.values[args[0]], list | tuple):
             self.values[node] = self.values[args[0]][args[1]]
             factor = self.factor[args[0]]
         else:
             factor = self._factor_of(node)
-            self.values[node] = self._called(node, target, args, kwargs, factor)
+            made = self._called if again is None else partial(self._made_again, again)
+            self.values[node] = made(node, target, args, kwargs, factor)
         has = node not in self.division.divisible or self.division.part(node, factor) is not None
         self.factor[node] = factor if has else None
 
@@ -71,14 +82,19 @@ class DividedCalls:
             return value
         source = self.division.part(node, self.factor[node])
         target = self.division.part(node, factor)
-        learns = value.requires_grad and torch.is_grad_enabled()
-        if factor is None or target is not None or not learns:
+        if not self._adds_gradients(node, factor):
             return move(value, self.division.mesh, source, target, target)
         # one tensor for all readers, so that their summands are added before the ranks add them
         if node not in self._read_whole:
             moved = move(value, self.division.mesh, source, None, PARTIAL)
             self._read_whole[node] = moved
         return self._read_whole[node]
+
+    def _adds_gradients(self, node: fx.Node, factor: int | None) -> bool:
+        """True if each rank reads a value whole and has a summand of its gradient."""
+        value = self.values[node]
+        whole = factor is not None and self.division.part(node, factor) is None
+        return whole and value.requires_grad and torch.is_grad_enabled()
 
     def _called(
         self,
@@ -102,6 +118,30 @@ class DividedCalls:
         with self._random(node):
             made = target(*args, **kwargs)
         return move(made, self.division.mesh, PARTIAL, None, None) if summed else made
+
+    def _made_again(
+        self,
+        again: Again,
+        node: fx.Node,
+        target: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        factor: int | None,
+    ) -> Any:
+        """Makes a call that runs again, without the values of other calls."""
+        nodes, division = node.all_input_nodes, self.division
+        factors = {each: self.factor[each] for each in nodes}
+        summed = [each for each in nodes if self._adds_gradients(each, factor)]
+
+        def make(*values: Tensor) -> Any:
+            calls = DividedCalls(division, {})
+            calls.values.update(zip(nodes, values, strict=False))
+            calls._read_whole.update(zip(summed, values[len(nodes) :], strict=True))
+            calls.factor = factors
+            return calls._called(node, target, args, kwargs, factor)
+
+        values = [self.values[each] for each in nodes]
+        return again(make, *values, *(self._read(each, factor) for each in summed))
 
     @contextmanager
     def _random(self, node: fx.Node) -> Iterator[None]:

@@ -293,7 +293,7 @@ def _check_travel(values: Nodes) -> None:
         value = node.meta["val"]
         if not isinstance(value, Tensor) or not value.requires_grad:
             raise ConfigError(
-                f"stages: {_where(node)} gives a value without gradient, which a later stage reads",
+                f"stages: {where(node)} gives a value without gradient, which a later stage reads",
                 hint="make the plan again: no stage may end between the two",
             )
 
@@ -304,7 +304,7 @@ def _check_writes(places: _Places, stage: int) -> None:
     for node in places.calls(stage):
         if any(received & _memory(written) for written in node.meta.get("written", ())):
             raise ConfigError(
-                f"stages: {_where(node)} writes into a value of an earlier stage",
+                f"stages: {where(node)} writes into a value of an earlier stage",
                 hint="make the plan again",
             )
 
@@ -325,7 +325,7 @@ def _check_counting(places: _Places) -> None:
         for each in node.all_input_nodes:
             if each in written and held.setdefault(each, stage) != stage:
                 raise ConfigError(
-                    f"stages: {_where(node)} reads or writes buffer {each.target}, which another "
+                    f"stages: {where(node)} reads or writes buffer {each.target}, which another "
                     "stage counts in",
                     hint="make the plan again: no stage may end between the two",
                 )
@@ -337,7 +337,7 @@ def check_recompute(shard: ShardCut, plan: ShardPlan) -> None:
     for node in shard.calls:
         if any(read & _memory(written) for written in node.meta.get("written", ())):
             raise ConfigError(
-                f"shards: {plan.name} writes into its input at {_where(node)}, so it cannot run "
+                f"shards: {plan.name} writes into its input at {where(node)}, so it cannot run "
                 "again",
                 hint="take it out of recompute",
             )
@@ -354,7 +354,8 @@ def written_buffers(shard: ShardCut) -> Nodes:
     return tuple(dict.fromkeys(node for node in attributes if node.meta["origin"] == BUFFER))
 
 
-def _where(node: fx.Node) -> str:
+def where(node: fx.Node) -> str:
+    """Returns the line of a call, and the module that makes it."""
     return f"{node.meta.get('line', node.name)} ({node.meta.get('path') or 'the module itself'})"
 
 

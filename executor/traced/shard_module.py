@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
+from parplan.executor.memory.saved_tensors import Recipes
 from parplan.executor.traced.divided_calls import DividedCalls
 from parplan.executor.traced.division import Division
 from parplan.executor.traced.program_cut import ShardCut, written_buffers
@@ -60,12 +62,22 @@ class _Step:
     drops: tuple[fx.Node, ...]
     context: Any
 
+    def made(self, known: Mapping[fx.Node, Any]) -> Any:
+        """Makes the call with the values of its nodes."""
+        args, kwargs = map_aggregate(
+            (self.args, self.kwargs),
+            lambda leaf: known[leaf] if isinstance(leaf, fx.Node) else leaf,
+        )
+        with self.context():
+            return self.target(*args, **kwargs)
+
 
 class ShardModule(nn.Module):
     """A shard; `forward` takes the values of `cut.reads` and returns those of `cut.gives`.
 
     With a `division` the ranks of its mesh make the calls together; all have the whole values that
-    it takes and returns.
+    it takes and returns. The calls in `again` save their inputs alone and run again in the backward
+    pass.
     """
 
     def __init__(
@@ -74,10 +86,13 @@ class ShardModule(nn.Module):
         attributes: Mapping[str, Tensor],
         device: torch.device,
         division: Division | None = None,
+        again: frozenset[fx.Node] = frozenset(),
     ) -> None:
         super().__init__()
         self.cut = cut
         self._division = division
+        self._again = again
+        self._recipes = Recipes()
         self.add_module(OF, Holder())
         self._constants: dict[fx.Node, Tensor] = {}
         for node in cut.attributes:
@@ -91,6 +106,9 @@ class ShardModule(nn.Module):
             if node not in self._constants
         }
         self._steps = tuple(_steps(cut, device))
+        if self._again:
+            self._recipes.watch(self)
+            self.ahead = self._recipes.ahead
 
     @property
     def holder(self) -> Holder:
@@ -143,21 +161,36 @@ class ShardModule(nn.Module):
         if self._division is not None:
             return self._divided(DividedCalls(self._division, known))
         for step in self._steps:
-            args, kwargs = map_aggregate(
-                (step.args, step.kwargs),
-                lambda leaf: known[leaf] if isinstance(leaf, fx.Node) else leaf,
-            )
-            with step.context():
-                known[step.node] = step.target(*args, **kwargs)
-            del args, kwargs
+            if step.node in self._again:
+                known[step.node] = self._made_again(step, known)
+            else:
+                known[step.node] = step.made(known)
             for node in step.drops:
                 del known[node]
         return tuple(known[node] for node in self.cut.gives)
 
+    def _made_again(self, step: _Step, known: Mapping[fx.Node, Any]) -> Tensor:
+        nodes = step.node.all_input_nodes
+
+        def make(*inputs: Tensor) -> Any:
+            return step.made(dict(zip(nodes, inputs, strict=True)))
+
+        return self._rerun(step, make, *(known[node] for node in nodes))
+
+    def _rerun(self, step: _Step, make: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        def called(*values: Tensor) -> Any:
+            with step.context():
+                return make(*values)
+
+        return self._recipes.rerun(
+            called, *inputs, output_too=True, random=step.node.meta["random"]
+        )
+
     def _divided(self, calls: DividedCalls) -> tuple[Tensor, ...]:
         for step in self._steps:
+            again = partial(self._rerun, step) if step.node in self._again else None
             with step.context():
-                calls.call(step.node, step.target, step.args, step.kwargs)
+                calls.call(step.node, step.target, step.args, step.kwargs, again)
             for node in step.drops:
                 calls.drop(node)
         return tuple(calls.whole(node) for node in self.cut.gives)

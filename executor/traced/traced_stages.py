@@ -17,6 +17,7 @@ from parplan.executor.sharding.zero_units import (
     shard_root,
     shard_unit,
 )
+from parplan.executor.traced.calls_again import calls_again
 from parplan.executor.traced.division import Division
 from parplan.executor.traced.program_cut import ShardCut, StageCut, check_recompute
 from parplan.executor.traced.shard_module import ShardModule
@@ -134,12 +135,12 @@ def build_stage(
                 name: division.placed(name, value, zero) for name, value in parameters.items()
             }
         for place in group:
-            shards[place] = ShardModule(
-                cut.shards[place], values | parameters, ranks.device, division
-            )
+            part, number = cut.shards[place], planned.first + place
+            again = calls_again(program, plan.shards[number], planned.places_again(number))
+            shards[place] = ShardModule(part, values | parameters, ranks.device, division, again)
             modules[place] = shards[place]
-            if planned.first + place in planned.recompute:
-                check_recompute(cut.shards[place], plan.shards[planned.first + place])
+            if number in planned.recompute:
+                check_recompute(part, plan.shards[number])
                 modules[place] = checkpointed(shards[place], shards[place].once)
         if parameters:
             units.append(

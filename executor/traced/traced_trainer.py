@@ -38,18 +38,9 @@ class TracedTrainer(Trainer):
     plan: TracedPlan  # type: ignore[assignment]
     pipeline: TracedPipeline  # type: ignore[assignment]
 
-    def gradients(self, step: int) -> Tensor:
-        """Runs forward, backward and reduction of the batch of `step`.
-
-        Returns the mean loss of the global batch.
-        """
-        self.progress.begin_step(step)
-        with self.recorder.span("data", -1, -1):
-            batch = {key: value.to(self.ranks.device) for key, value in self.batches(step).items()}
-        self.progress.at("runs forward and backward passes")
-        loss = self.pipeline.step(batch)
-        counts = self.ranks.coordinate("tp") == 0
-        return self.shares.sum_loss(loss if counts else torch.zeros_like(loss))
+    def batch(self, step: int) -> tuple[Any, ...]:
+        """Returns the batch by key on the rank's device."""
+        return ({key: value.to(self.ranks.device) for key, value in self.batches(step).items()},)
 
     @property
     def scale(self) -> None:

@@ -85,13 +85,17 @@ class Trainer:
         """
         self.progress.begin_step(step)
         with self.recorder.span("data", -1, -1):
-            ids, targets = self.batches(step)
-            ids, targets = ids.to(self.ranks.device), targets.to(self.ranks.device)
+            batch = self.batch(step)
         self.progress.at("runs forward and backward passes")
-        loss = self.pipeline.step(ids, targets)
+        loss = self.pipeline.step(*batch)
         # Every tensor-parallel rank of the last stage has the loss of its data-parallel rank.
         counts = self.ranks.coordinate("tp") == 0
         return self.shares.sum_loss(loss if counts else torch.zeros_like(loss))
+
+    def batch(self, step: int) -> tuple[Any, ...]:
+        """Return the arguments of the pipeline's step on the rank's device."""
+        ids, targets = self.batches(step)
+        return ids.to(self.ranks.device), targets.to(self.ranks.device)
 
     def run(self, first: int = 0) -> Iterator[StepResult]:
         """Train from step `first` to `options.steps` and yield each result. Raises RunError."""

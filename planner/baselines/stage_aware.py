@@ -14,16 +14,13 @@ are blocks. A user of Merak finds r0 by trial; here the least one that fits is c
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from functools import lru_cache
-from itertools import accumulate
 from math import floor
 
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.price_cache import PriceCache
-from parplan.costmodels.schedules.actions import ActionKind
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.planner.baselines.optimum import rank_bytes
@@ -154,48 +151,3 @@ class StageAwareRoom:
         return next(
             (counts for counts in every_knob(self.blocks, self.layout) if self.holds(counts)), None
         )
-
-    def least_list(self) -> Counts | None:
-        """Returns the least counts of the list form that fit, or None; the last stage has 0."""
-        counts = [
-            0 if self.fits(stage, 0) else self.least(stage) for stage in range(len(self.blocks) - 1)
-        ]
-        least_counts = tuple(count for count in (*counts, 0) if count is not None)
-        return (
-            least_counts
-            if len(least_counts) == len(self.blocks) and self.holds(least_counts)
-            else None
-        )
-
-
-def kept_share(
-    room_bytes: float,
-    *,
-    in_flight: int,
-    num_layers: int,
-    kept_bytes: float,
-    checkpoint_bytes: float,
-) -> float:
-    """Returns the share of a stage's layers that memory lets run without recompute (EQUATIONS P7).
-
-        k_s = min(1, (room - I_s n_s A_ck) / (I_s n_s (A_full - A_ck)))    [derived]
-        room = cap - static_s - work_s
-
-    room_bytes         bytes of the device that activations may fill
-    kept_bytes         saved bytes of a layer and micro-batch
-    checkpoint_bytes   saved bytes of a recomputed layer and micro-batch
-    """
-    held = in_flight * num_layers
-    return min(
-        1.0, (room_bytes - held * checkpoint_bytes) / (held * (kept_bytes - checkpoint_bytes))
-    )
-
-
-def most_in_flight(layout: ParallelLayout) -> Counts:
-    """Returns the most in-flight micro-batches by rank, counted in the action lists."""
-    return tuple(
-        max(accumulate(_CHANGE[action.work] for action in order)) for order in layout.orders()
-    )
-
-
-_CHANGE = Counter({ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.WEIGHT_GRADIENT: -1})

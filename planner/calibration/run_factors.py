@@ -36,7 +36,7 @@ from parplan.planner.runs.run_file import RunFile, run_fingerprint
 from parplan.planner.runs.timelines import Key, parts_s
 from parplan.profiles.documents.schema import document
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.machines.calibration_factors import CAUSES, UNCHANGED, Calibration, Factor
+from parplan.profiles.machines.calibration_factors import CAUSES, Calibration, Factor
 from parplan.profiles.machines.machine_catalog import cluster_document, cluster_names
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.machines.speeds import Profile
@@ -286,8 +286,3 @@ class _Equations:
             if np.abs(change).max() < _PRECISE:
                 break
         return x
-
-
-def unexercised(calibration: Calibration) -> tuple[str, ...]:
-    """Returns the causes that the runs did not exercise."""
-    return tuple(cause for cause in CAUSES if calibration.factor(cause) == UNCHANGED)

@@ -21,7 +21,12 @@ from parplan.planner.layer_options.overlap_levels import (
     illegal_overlap,
     illegal_zero,
 )
-from parplan.planner.request import Constraints, Request
+from parplan.planner.request import (
+    MAX_MICRO_BATCH_SIZE,
+    Constraints,
+    Request,
+    TracedRequest,
+)
 from parplan.planner.stage_columns.block_counts import shorter_ends
 from parplan.profiles.divisors import divisors
 from parplan.profiles.errors import ConfigError
@@ -29,7 +34,7 @@ from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.stack import Stack
 
-MAX_MICRO_BATCH_SIZE = 64
+OUTSIDE_PINS = "excluded by"  # the start of a reason that a pin or a ban gives
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +92,9 @@ def expert_degrees(dp: int, model: ModelSpec) -> tuple[int, ...]:
     return divisors(gcd(dp, model.num_experts)) if model.num_experts else (1,)
 
 
-def illegal_layout(layout: ParallelLayout, model: ModelSpec, training: TrainingSpec) -> str | None:
-    """Returns why a layout on a legal mesh cannot run, or None."""
-    mesh, batch = layout.mesh, training.global_batch_size
-    if layout.micro_batch_size * mesh.dp * layout.num_micro_batches != batch:
-        return (
-            f"the global batch of {batch} is not micro-batch {layout.micro_batch_size} x "
-            f"dp {mesh.dp} x a whole number"
-        )
+def illegal_pipeline(layout: ParallelLayout) -> str | None:
+    """Returns why the schedule of a layout cannot run its micro-batches, or None."""
+    mesh = layout.mesh
     reason = legal(layout.schedule, mesh.pp, layout.num_micro_batches, layout.virtual_stages)
     if reason:
         return reason
@@ -103,6 +103,20 @@ def illegal_layout(layout: ParallelLayout, model: ModelSpec, training: TrainingS
             f"{layout.schedule} needs at least pp {mesh.pp} micro-batches to fill, "
             f"there are {layout.num_micro_batches}"
         )
+    return None
+
+
+def illegal_layout(layout: ParallelLayout, model: ModelSpec, training: TrainingSpec) -> str | None:
+    """Returns why a layout on a legal mesh cannot run, or None."""
+    mesh, batch = layout.mesh, training.global_batch_size
+    if layout.micro_batch_size * mesh.dp * layout.num_micro_batches != batch:
+        return (
+            f"the global batch of {batch} is not micro-batch {layout.micro_batch_size} x "
+            f"dp {mesh.dp} x a whole number"
+        )
+    reason = illegal_pipeline(layout)
+    if reason:
+        return reason
     if mesh.pp > model.num_layers:
         return f"pp {mesh.pp} is more than the {model.num_layers} layers"
     if not layout.equal_ranks and layout.num_virtual_stages > model.num_layers:
@@ -137,23 +151,47 @@ def _meshes(request: Request) -> Iterator[Mesh | Pruned]:
             dp = gpus // tp // pp
             for ep in expert_degrees(dp, model):
                 mesh = Mesh(pp=pp, dp=dp, tp=tp, ep=ep)
-                excluded = _excluded_mesh(mesh, model, pins) or reason
+                excluded = excluded_mesh(mesh, pins, model.num_layers, "layers") or reason
                 yield Pruned(str(mesh), excluded) if excluded else mesh
 
 
-def _excluded_mesh(mesh: Mesh, model: ModelSpec, pins: Constraints) -> str | None:
+def excluded_mesh(mesh: Mesh, pins: Constraints, num_layers: int, what: str) -> str | None:
+    """Returns the pin that excludes a mesh, or that it has more stages than layers, or None.
+
+    what    the layers in words
+    """
     ban = pins.ban(pp=mesh.pp, dp=mesh.dp, tp=mesh.tp, ep=mesh.ep)
     if ban:
         return f"excluded by --forbid {ban}"
     if not (
         _allowed(pins.pp, mesh.pp) and _allowed(pins.dp, mesh.dp) and _allowed(pins.tp, mesh.tp)
     ):
-        return "excluded by --pp, --dp or --tp"
+        return f"{OUTSIDE_PINS} --pp, --dp or --tp"
     if not _allowed(pins.ep, mesh.ep):
         return "excluded by --ep"
-    if mesh.pp > model.num_layers:
-        return f"pp {mesh.pp} is more than the {model.num_layers} layers"
+    if mesh.pp > num_layers:
+        return f"pp {mesh.pp} is more than the {num_layers} {what}"
     return None
+
+
+def micro_batch_sizes(mesh: Mesh, request: Request | TracedRequest) -> Iterator[int | Pruned]:
+    """Yields the micro-batch sizes of a mesh that divide the global batch, and pruned ones."""
+    batch, pins = request.training.global_batch_size, request.constraints
+    if batch % mesh.dp:
+        yield Pruned(str(mesh), f"dp {mesh.dp} does not divide the global batch of {batch}")
+        return
+    for size in divisors(batch // mesh.dp):
+        ban = pins.ban(micro_batch_size=size)
+        if not _allowed(pins.micro_batch_size, size):
+            continue
+        if ban:
+            yield Pruned(f"{mesh}, micro-batch {size}", f"excluded by --forbid {ban}")
+        elif size > MAX_MICRO_BATCH_SIZE and pins.micro_batch_size is None:
+            yield Pruned(
+                f"{mesh}, micro-batch {size}", f"above {MAX_MICRO_BATCH_SIZE} only if pinned"
+            )
+        else:
+            yield size
 
 
 def _schedules(
@@ -204,27 +242,11 @@ def _schedules(
 def _layouts(mesh: Mesh, request: Request) -> Iterator[ParallelLayout | Pruned]:
     model, training = request.model, request.training
     pins = request.constraints
-    if training.global_batch_size % mesh.dp:
-        yield Pruned(
-            str(mesh),
-            f"dp {mesh.dp} does not divide the global batch of {training.global_batch_size}",
-        )
-        return
-    per_replica = training.global_batch_size // mesh.dp
-    for micro_batch_size in divisors(per_replica):
-        if not _allowed(pins.micro_batch_size, micro_batch_size):
+    for micro_batch_size in micro_batch_sizes(mesh, request):
+        if isinstance(micro_batch_size, Pruned):
+            yield micro_batch_size
             continue
-        ban = pins.ban(micro_batch_size=micro_batch_size)
-        if ban:
-            yield Pruned(f"{mesh}, micro-batch {micro_batch_size}", f"excluded by --forbid {ban}")
-            continue
-        if micro_batch_size > MAX_MICRO_BATCH_SIZE and pins.micro_batch_size is None:
-            yield Pruned(
-                f"{mesh}, micro-batch {micro_batch_size}",
-                f"above {MAX_MICRO_BATCH_SIZE} only if pinned",
-            )
-            continue
-        num_micro_batches = per_replica // micro_batch_size
+        num_micro_batches = training.global_batch_size // mesh.dp // micro_batch_size
         if (
             mesh.pp > 1
             and num_micro_batches >= mesh.pp
@@ -278,24 +300,30 @@ def _in_chunks(layout: ParallelLayout, pins: Constraints) -> ParallelLayout | Pr
     return Pruned(layout_text(chunked), reason) if reason else chunked
 
 
-def _excluded(layout: ParallelLayout, pins: Constraints, stack: Stack) -> str | None:
+def excluded_pipeline(layout: ParallelLayout, pins: Constraints, stack: Stack) -> str | None:
+    """Returns the limit of the stack or the pin that excludes the pipeline of a layout, or None."""
+    if layout.mesh.pp == 1:
+        return None
     reason = lacking_schedule(layout, stack)
     if reason:
         return reason
-    ban = (
-        pins.ban(schedule=layout.schedule, virtual_stages=layout.virtual_stages)
-        if layout.mesh.pp > 1
-        else None
-    )
-    ban = ban or (
-        pins.ban(sequence_parallel=layout.sequence_parallel) if layout.mesh.tp > 1 else None
-    )
+    ban = pins.ban(schedule=layout.schedule, virtual_stages=layout.virtual_stages)
     if ban:
         return f"excluded by --forbid {ban}"
-    if layout.mesh.pp > 1 and not _allowed(pins.schedule, layout.schedule):
+    if not _allowed(pins.schedule, layout.schedule):
         return "excluded by --schedule"
-    if layout.mesh.pp > 1 and not _allowed(pins.virtual_stages, layout.virtual_stages):
+    if not _allowed(pins.virtual_stages, layout.virtual_stages):
         return "excluded by --virtual-stages"
+    return None
+
+
+def _excluded(layout: ParallelLayout, pins: Constraints, stack: Stack) -> str | None:
+    reason = excluded_pipeline(layout, pins, stack)
+    if reason:
+        return reason
+    ban = pins.ban(sequence_parallel=layout.sequence_parallel) if layout.mesh.tp > 1 else None
+    if ban:
+        return f"excluded by --forbid {ban}"
     if layout.splits_backward and not _allowed(pins.recompute, Recompute.NONE):
         return f"{layout.schedule} runs without recompute, --recompute or --forbid excludes that"
     reason = illegal_zero(layout, 3) if pins.zero == (3,) else None

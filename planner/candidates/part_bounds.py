@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.planner.candidates.range_bounds import RangeBounds
-from parplan.planner.candidates.range_tables import RangeStates, from_both_ends
+from parplan.planner.candidates.range_tables import RangeStates, from_first
 from parplan.planner.dominance import Array, Ints
 from parplan.planner.stage_columns.rank_moment import RankMoment, fullest_moment
 from parplan.planner.stage_columns.stage_contents import Range
@@ -93,14 +93,12 @@ class PartBounds(RangeBounds):
         return self.layout.num_micro_batches - 1 / self.layout.virtual_stages
 
     @cached_property
-    def _data_s(self) -> list[Array]:
+    def _tailed_s(self) -> list[Array]:
         """Seconds of data parallelism by range, with the share of the tail, by ZeRO stage."""
         return [s.per_micro_batch_s + s.tail_s / self._repeats for s in self._states]
 
     def unlimited_s(self, stage: int) -> Array:
-        least_s = np.minimum.reduce([states.per_micro_batch_s for states in self._states])
-        with_tail_s = np.minimum.reduce(self._data_s)
-        times = super().unlimited_s(stage) - least_s + with_tail_s
+        times = super().unlimited_s(stage) - self._data_s + np.minimum.reduce(self._tailed_s)
         return np.asarray(np.where(self._reachable(stage), times, np.inf))
 
     def _reachable(self, stage: int) -> npt.NDArray[np.bool_]:
@@ -120,7 +118,7 @@ class PartBounds(RangeBounds):
         """Least seconds of all parts in the ramps of the pipeline, where no tail counts."""
         stages = range(self.layout.num_virtual_stages)
         times = [super(PartBounds, self).unlimited_s(stage) for stage in stages]
-        walk_s = float(from_both_ends(times, np.add)[0][-1][-1])
+        walk_s = float(from_first(times, np.add)[-1][-1])
         return walk_s / self.layout.virtual_stages
 
     def _step_s(self, pace_s: Array | float, walk_s: Array | float) -> Array:
@@ -179,10 +177,10 @@ class PartBounds(RangeBounds):
         return {}
 
     def _make_values(self, stage: int) -> Array:
-        passes_s = self.time_s[stage] - np.minimum.reduce(self._data_s)
+        passes_s = self.time_s[stage] - np.minimum.reduce(self._tailed_s)
         held = [
             (data_s, self._part_bytes(stage, states))
-            for data_s, states in zip(self._data_s, self._states, strict=True)
+            for data_s, states in zip(self._tailed_s, self._states, strict=True)
         ]
         priced = [
             passes_s

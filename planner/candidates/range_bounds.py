@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.memory.rank_memory import gradients_come_and_go, stashes, usable_bytes
 from parplan.costmodels.schedules.schedule import AHEAD
@@ -22,7 +23,8 @@ from parplan.planner.candidates.range_tables import (
     RangeStates,
     RangeTables,
     even_path,
-    from_both_ends,
+    from_first,
+    from_last,
 )
 from parplan.planner.dominance import Array
 from parplan.planner.stage_columns.stage_contents import Range
@@ -52,12 +54,14 @@ class RangeBounds:
         b, sharding = layout.micro_batch_size, layout.sharding
         self._passes = tables.passes(b, sharding)
         self._states = [tables.states(b, layout.mesh, sharding, zero) for zero in zeros]
+        self._data_s, self._tails_s = tables.least_data(b, layout.mesh, sharding, zeros)
+        self._once = KeyedCache()
         self._frees = gradients_come_and_go(layout, tables.price_cache)
 
     @cached_property
     def tail_s(self) -> Array:
         """Least seconds by range after the last micro-batch."""
-        return np.asarray(np.minimum.reduce([held.tail_s for held in self._states]))
+        return self._tails_s
 
     @cached_property
     def time_s(self) -> list[Array]:
@@ -75,25 +79,26 @@ class RangeBounds:
 
     def unlimited_s(self, stage: int) -> Array:
         """Least seconds of a micro-batch by range on a stage, for any memory."""
-        layout, passes = self.layout, self._passes
-        here, last = layout.rank_of(stage), layout.num_virtual_stages - 1
-        hidden = layout.schedule in AHEAD or Recompute.NONE in self._allowed(here)
-        recompute_s = 0.0 if hidden else passes.recompute_s
-        times = self._plain_s + recompute_s
-        if stage > 0:
-            before = self.tables.received(layout.rank_of(stage - 1), here, layout)
-            times = times + before[: self.tables.size, None]
-        if stage < last:
-            times = times + self.tables.received(layout.rank_of(stage + 1), here, layout)[None, :]
-        return np.asarray(times)
+        layout = self.layout
+        hidden = layout.schedule in AHEAD or Recompute.NONE in self._allowed(layout.rank_of(stage))
+        before, after = received = self._received[stage]
+
+        def make() -> Array:
+            times = self._plain_s + (0.0 if hidden else self._passes.recompute_s)
+            return np.asarray(times + before[: self.tables.size, None] + after[None, :])
+
+        return self._once(("unlimited", hidden, received.tobytes()), make)
+
+    @cached_property
+    def _received(self) -> Array:
+        return self.tables.received(self.layout)
 
     @cached_property
     def _plain_s(self) -> Array:
         """Least seconds of passes without recompute by range, infinite where a range is empty."""
-        data_s = np.minimum.reduce([held.per_micro_batch_s for held in self._states])
         size = self.tables.size
         empty = np.arange(size)[:, None] >= np.arange(size + 1)[None, :]
-        return np.asarray(np.where(empty, np.inf, self._passes.time_s + data_s))
+        return np.asarray(np.where(empty, np.inf, self._passes.time_s + self._data_s))
 
     def _allowed(self, rank: int) -> Sequence[Recompute]:
         return (Recompute.NONE,) if self.layout.keeps_all(rank) else self._levels
@@ -124,22 +129,30 @@ class RangeBounds:
         return np.asarray(held + self.layout.num_micro_batches * self._passes.sent)
 
     @cached_property
+    def _first_paces(self) -> list[Array]:
+        return from_first(self.time_s, np.maximum)
+
+    @cached_property
     def _paces(self) -> tuple[list[Array], list[Array]]:
-        return from_both_ends(self.time_s, np.maximum)
+        return self._first_paces, from_last(self.time_s, np.maximum)
+
+    @cached_property
+    def _first_sums(self) -> list[Array]:
+        return from_first(self.time_s, np.add)
 
     @cached_property
     def _sums(self) -> tuple[list[Array], list[Array]]:
-        return from_both_ends(self.time_s, np.add)
+        return self._first_sums, from_last(self.time_s, np.add)
 
     @property
     def least_pace_s(self) -> float:
         """Least seconds of the slowest stage, infinite where the model does not fit."""
-        return float(self._paces[0][-1][-1])
+        return float(self._first_paces[-1][-1])
 
     @property
     def least_walk_s(self) -> float:
         """Least seconds of all stages together."""
-        return float(self._sums[0][-1][-1])
+        return float(self._first_sums[-1][-1])
 
     @cached_property
     def least_s(self) -> float:
@@ -195,7 +208,7 @@ class RangeBounds:
         """Lower bound of the redundant bytes of the cluster: of states, by the leanest path."""
         redundant = np.minimum.reduce([held.redundant for held in self._states])
         by_stage = [np.where(np.isfinite(time), redundant, np.inf) for time in self.time_s]
-        least = float(from_both_ends(by_stage, np.add)[0][-1][-1])
+        least = float(from_first(by_stage, np.add)[-1][-1])
         return self.layout.mesh.ranks_per_stage * least
 
     @property
@@ -221,8 +234,7 @@ class CloserBounds(RangeBounds):
             states.per_micro_batch_s + self._recompute_s(stage, states, allowed)
             for states in self._states
         ]
-        least_s = np.minimum.reduce([states.per_micro_batch_s for states in self._states])
-        return np.asarray(self.unlimited_s(stage) - least_s + np.minimum.reduce(data_s))
+        return np.asarray(self.unlimited_s(stage) - self._data_s + np.minimum.reduce(data_s))
 
     def _recompute_s(
         self, stage: int, states: RangeStates, allowed: Sequence[Recompute]

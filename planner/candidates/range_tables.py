@@ -7,8 +7,9 @@ stage holds counts there. Entries with j <= i mean nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -19,11 +20,13 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.stage_costs import link_of, time_between
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.dominance import Array, Ints
-from parplan.profiles.models.operator_graph import LayerKey
+from parplan.planner.dominance import Array, Ints, hull_prices
+from parplan.planner.layer_options.catalogue import LayerOption
+from parplan.profiles.models.operator_graph import LayerKey, LayerKind
 
-LEVELS = (Recompute.NONE, Recompute.FULL)
 PRICES = 8  # prices of a saved byte at which the seconds of a range are bounded
+# the ways to run a layer of a class, for a micro-batch size and a sharding
+OptionsOf = Callable[[LayerKey, int, Sharding], Sequence[LayerOption]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +34,7 @@ class RangePasses:
     """Prices by range for one micro-batch size and sharding.
 
     time_s       seconds of both passes without recompute, and of what a stage makes of the batch
-    recompute_s  seconds of the recompute of all layers
+    recompute_s  seconds of the recompute of all layers as a whole
     whole        bytes that a stage saves without recompute
     kept         least bytes that a stage saves
     prices       seconds of recompute for which some layer saves a byte less, a few of them
@@ -50,6 +53,29 @@ class RangePasses:
     priced_s: tuple[Array, ...]
     sent: Array
     most_share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LayerPasses:
+    """Prices of one layer.
+
+    plain_s         seconds of both passes without recompute
+    full_s          seconds of the recompute of the whole layer
+    whole           bytes that it saves without recompute
+    again_s, saved  by option, seconds of recompute and saved bytes
+    """
+
+    plain_s: float
+    full_s: float
+    whole: float
+    again_s: Array
+    saved: Array
+
+    @property
+    def most_share(self) -> float:
+        """Largest share of recompute in its seconds."""
+        again_s = max(self.full_s, float(self.again_s.max()))
+        return again_s / max(self.plain_s + again_s, 1e-30)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +101,11 @@ class RangeStates:
 class RangeTables:
     """The tables of one model, each computed once."""
 
-    def __init__(self, price_cache: LayerPriceCache, check: Callable[[], None]) -> None:
+    def __init__(
+        self, price_cache: LayerPriceCache, options_of: OptionsOf, check: Callable[[], None]
+    ) -> None:
         self.price_cache = price_cache
+        self._options_of = options_of
         self.size = price_cache.num_layers
         self._once = KeyedCache(check)
 
@@ -87,22 +116,12 @@ class RangeTables:
     def _passes(self, b: int, sharding: Sharding) -> RangePasses:
         price_cache, layers = self.price_cache, range(self.size)
         keys = [price_cache.key(layer, layer) for layer in layers]
-        own = [price_cache.own_sharding(key, sharding) for key in keys]
-        times = [
-            price_cache.layer_time(key, b, split, Recompute.FULL)
-            for key, split in zip(keys, own, strict=True)
-        ]
-        plain = np.array([time.forward_s + time.backward_s for time in times])
-        again = np.array([time.recompute_s for time in times])
-        saved = np.array(
-            [
-                [price_cache.activations(key, b, split, level).saved for level in LEVELS]
-                for key, split in zip(keys, own, strict=True)
-            ],
-            np.float64,
-        )
-        whole, kept = saved[:, 0], saved.min(axis=1)
-        prices = _prices(again, whole - kept)
+        by_class = {key: self._passes_of(key, b, sharding) for key in dict.fromkeys(keys)}
+        each = [by_class[key] for key in keys]
+        plain, full_s, whole, kept = np.array(
+            [(one.plain_s, one.full_s, one.whole, one.saved.min()) for one in each]
+        ).T
+        prices = _prices(by_class.values())
         cut = np.array(
             [
                 float(price_cache.sent_bytes(price_cache.cut_class(cut), b, sharding))
@@ -112,18 +131,32 @@ class RangeTables:
         besides, made_s = self._once(("besides", b), lambda: self._besides(b))
 
         def priced(price: float) -> Array:
-            return sum_of(np.minimum(price * whole, again + price * kept)) + price * besides
+            least = np.array([(one.again_s + price * one.saved).min() for one in each])
+            return sum_of(least) + price * besides
 
         return RangePasses(
             time_s=sum_of(plain) + made_s,
-            recompute_s=sum_of(again),
+            recompute_s=sum_of(full_s),
             whole=sum_of(whole) + besides,
             kept=sum_of(kept) + besides,
             prices=prices,
             priced=priced,
             priced_s=tuple(map(priced, prices)),
             sent=cut[: self.size, None] + cut[None, :],
-            most_share=float((again / np.maximum(plain + again, 1e-30)).max()),
+            most_share=max(one.most_share for one in each),
+        )
+
+    def _passes_of(self, key: LayerKey, b: int, sharding: Sharding) -> _LayerPasses:
+        price_cache, own = self.price_cache, self.price_cache.own_sharding(key, sharding)
+        options = self._options_of(key, b, sharding)
+        time = price_cache.layer_time(key, b, own, Recompute.FULL)
+        plain_s = time.forward_s + time.backward_s
+        return _LayerPasses(
+            plain_s=plain_s,
+            full_s=time.recompute_s if key.role is LayerKind.BLOCK else 0.0,
+            whole=float(price_cache.activations(key, b, own).saved),
+            again_s=np.array([option.time_s - plain_s for option in options]),
+            saved=np.array([option.saved_bytes for option in options]),
         )
 
     def _besides(self, b: int) -> tuple[Array, Array]:
@@ -138,6 +171,20 @@ class RangeTables:
                 made_s[i, j] = self.price_cache.constants(i, j, b).value_s
         return besides, made_s
 
+    def least_data(
+        self, b: int, mesh: Mesh, sharding: Sharding, zeros: Sequence[int]
+    ) -> tuple[Array, Array]:
+        """Returns the least `per_micro_batch_s` and `tail_s` of some ZeRO stages."""
+
+        def make() -> tuple[Array, Array]:
+            states = [self.states(b, mesh, sharding, zero) for zero in zeros]
+            return (
+                np.minimum.reduce([held.per_micro_batch_s for held in states]),
+                np.minimum.reduce([held.tail_s for held in states]),
+            )
+
+        return self._once(("least data", b, mesh, sharding, zeros), make)
+
     def states(self, b: int, mesh: Mesh, sharding: Sharding, zero: int) -> RangeStates:
         """Returns the prices of states for one micro-batch size, mesh and ZeRO stage."""
         return self._once(
@@ -149,30 +196,34 @@ class RangeTables:
 
         keys, number = self._keys
 
-        def by_start(of: Callable[[LayerKey], float]) -> Array:
-            return np.array([of(key) for key in keys], np.float64)[number]
-
-        data = {
-            key: price_cache.data_parallel(
-                key, b, mesh, price_cache.own_sharding(key, sharding), zero
-            )
-            for key in keys
-        }
-        held = {
-            key: price_cache.states(key, mesh, price_cache.own_sharding(key, sharding), zero)
-            for key in data
-        }
+        own = [price_cache.own_sharding(key, sharding) for key in keys]
+        data, held = [], []
+        for key, split in zip(keys, own, strict=True):
+            data.append(price_cache.data_parallel(key, b, mesh, split, zero))
+            held.append(price_cache.states(key, mesh, split, zero))
+        by_key = np.array(
+            [
+                [each.per_micro_batch_s for each in data],
+                [each.per_step_s for each in data],
+                [each.states.total for each in held],
+                [each.step_copies for each in held],
+                [each.states.gradients for each in held],
+                [sum(each.ideal) for each in held],
+            ],
+            np.float64,
+        )
+        per_micro_batch_s, per_step_s, states, step_copies, gradients, ideal = sums(
+            by_key[:, number]
+        )
+        buffer = largest_of(np.array([each.zero_buffer for each in held], np.float64)[number])
         spare = 1 + price_cache.training.stack.allocator_share
-        states = sums(by_start(lambda key: held[key].states.total))
-        buffer = largest_of(by_start(lambda key: held[key].zero_buffer))
         return RangeStates(
-            per_micro_batch_s=sums(by_start(lambda key: data[key].per_micro_batch_s)),
-            tail_s=sums(by_start(lambda key: data[key].per_step_s))
-            + self._shared_s(mesh, sharding),
-            held=states + buffer + sums(by_start(lambda key: held[key].step_copies)) / spare,
+            per_micro_batch_s=per_micro_batch_s,
+            tail_s=per_step_s + self._shared_s(mesh, sharding),
+            held=states + buffer + step_copies / spare,
             buffer=buffer,
-            gradients=sums(by_start(lambda key: held[key].states.gradients)),
-            redundant=states - sums(by_start(lambda key: sum(held[key].ideal))),
+            gradients=gradients,
+            redundant=states - ideal,
         )
 
     @property
@@ -189,7 +240,22 @@ class RangeTables:
                 number[first, layer] = found.setdefault(key, len(found))
         return tuple(found), number
 
-    def received(self, here: int, there: int, layout: ParallelLayout) -> Array:
+    def received(self, layout: ParallelLayout) -> Array:
+        """Seconds [stage, 2, cut] of transfers from the stage before and from the one after."""
+        ranks = tuple(layout.rank_of(stage) for stage in range(layout.num_virtual_stages))
+        several = layout.virtual_stages > 1
+
+        def make() -> Array:
+            seconds = np.zeros((len(ranks), 2, self.size + 1))
+            for before, after in pairwise(range(len(ranks))):
+                seconds[after, 0] = self._received(ranks[before], ranks[after], layout)
+                seconds[before, 1] = self._received(ranks[after], ranks[before], layout)
+            return seconds
+
+        key = ranks, layout.mesh, layout.micro_batch_size, layout.sharding, several
+        return self._once(("received", key), make)
+
+    def _received(self, here: int, there: int, layout: ParallelLayout) -> Array:
         """Seconds by cut of a transfer from pipeline rank `here` to `there`, 0 at both ends."""
 
         def make() -> Array:
@@ -201,7 +267,7 @@ class RangeTables:
             )
             return np.array([0.0, *sent, 0.0])
 
-        key: Hashable = ("received", link_of(here, there, layout, self.price_cache), here == there)
+        key: Hashable = ("link", link_of(here, there, layout, self.price_cache), here == there)
         return self._once(key, make)
 
     def _shared_s(self, mesh: Mesh, sharding: Sharding) -> Array:
@@ -215,18 +281,20 @@ class RangeTables:
         return total
 
 
-def _prices(recompute_s: Array, freed: Array) -> tuple[float, ...]:
+def _prices(layers: Iterable[_LayerPasses]) -> tuple[float, ...]:
     """Returns seconds of recompute per freed byte, at most `PRICES` of those of the layers."""
-    frees = freed > 0
-    listed = np.unique(recompute_s[frees] / freed[frees])
+    listed = np.unique(
+        [price for one in layers for price in hull_prices(one.again_s.tolist(), one.saved.tolist())]
+    )
     chosen = np.linspace(0, len(listed) - 1, min(PRICES, len(listed))).round().astype(int)
     return tuple(float(price) for price in listed[chosen])
 
 
 def sums(by_start: Array) -> Array:
-    """Sums an array [first, layer] over the layers from `first` on to an array [first, end]."""
-    upper = np.triu(by_start)
-    return np.concatenate((np.zeros((len(upper), 1)), np.cumsum(upper, axis=1)), axis=1)
+    """Sums arrays [..., first, layer] over the layers from `first` on to [..., first, end]."""
+    total = np.zeros((*by_start.shape[:-1], by_start.shape[-1] + 1))
+    np.cumsum(np.triu(by_start), axis=-1, out=total[..., 1:])
+    return total
 
 
 def sum_of(by_layer: Array) -> Array:
@@ -242,8 +310,8 @@ def largest_of(by_start: Array) -> Array:
 
 def even_path(values: Sequence[Array]) -> tuple[tuple[int, int], ...] | None:
     """Returns the ranges, by stage, whose largest value is least; None where nothing is finite."""
-    before, behind = from_both_ends(values, np.maximum)
-    if not np.isfinite(before[-1][-1]):
+    behind = from_last(values, np.maximum)
+    if not np.isfinite(behind[0][0]):
         return None
     first, ranges = 0, []
     for stage, value in enumerate(values):
@@ -253,18 +321,27 @@ def even_path(values: Sequence[Array]) -> tuple[tuple[int, int], ...] | None:
     return tuple(ranges)
 
 
-def from_both_ends(values: Sequence[Array], joined: np.ufunc) -> tuple[list[Array], list[Array]]:
-    """Returns the least of stages before stage k that end at each cut, and of stages from k on.
+def from_first(values: Sequence[Array], joined: np.ufunc) -> list[Array]:
+    """Returns by k the least of the stages before stage k that end at each cut.
 
     joined: how the values of two stages make one, `np.maximum` or `np.add`
     """
     size = values[0].shape[0]
-    start, stop = np.full(size + 1, np.inf), np.full(size + 1, np.inf)
-    start[0] = stop[size] = 0.0
-    before, behind = [start], [stop]
+    start = np.full(size + 1, np.inf)
+    start[0] = 0.0
+    before = [start]
     for value in values:
-        before.append(np.min(joined(before[-1][:size, None], value), axis=0))
+        before.append(joined(before[-1][:size, None], value).min(axis=0))
+    return before
+
+
+def from_last(values: Sequence[Array], joined: np.ufunc) -> list[Array]:
+    """Returns by k the least of the stages from stage k on that begin at each cut."""
+    size = values[0].shape[0]
+    stop = np.full(size + 1, np.inf)
+    stop[size] = 0.0
+    behind = [stop]
     for value in reversed(values):
-        least = np.min(joined(value, behind[-1][None, :]), axis=1)
-        behind.append(np.concatenate((least, [np.inf])))
-    return before, behind[::-1]
+        behind.append(np.full(size + 1, np.inf))
+        joined(value, behind[-2][None, :]).min(axis=1, out=behind[-1][:size])
+    return behind[::-1]

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+import numpy as np
+
 from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.operator_price import single_operator_sharding
 from parplan.costmodels.layers.recompute import Recompute, RecomputedOperators, ideal_saved_bytes
@@ -25,7 +27,7 @@ from parplan.planner.layer_options.layer_problem import (
 )
 from parplan.planner.layer_options.layer_program import PickedStrategies, evaluate
 from parplan.planner.layer_options.overlap_levels import illegal_full_recompute
-from parplan.planner.request import Constraints
+from parplan.planner.request import MAX_MICRO_BATCH_SIZE, Constraints
 from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.models.operator_graph import LayerKey, LayerKind, Operator
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
@@ -137,18 +139,26 @@ class BlockProblems:
 
     def __call__(self, micro_batch_size: int, sharding: Sharding) -> LayerProblem:
         price_cache, degrees = self.price_cache, sharding.degrees
+        sizes = _sizes_with(micro_batch_size)
         strategies = self._once(
-            (micro_batch_size, degrees),
+            (sizes, degrees),
             lambda: LayerStrategies(
-                price_cache.graph(micro_batch_size).block,
+                [price_cache.graph(size).block for size in sizes],
                 price_cache.inside(degrees),
                 price_cache.training,
             ),
         )
-        return self._once(
-            (micro_batch_size, degrees, sharding.boundary),
-            lambda: strategies.problem(sharding.boundary),
+        problems = self._once(
+            (sizes, degrees, sharding.boundary), lambda: strategies.problems(sharding.boundary)
         )
+        return problems[sizes.index(micro_batch_size)]
+
+
+def _sizes_with(micro_batch_size: int) -> tuple[int, ...]:
+    """Returns the micro-batch sizes that are priced at once: a size, halved and doubled."""
+    odd = micro_batch_size // (micro_batch_size & -micro_batch_size)
+    largest = max(micro_batch_size, MAX_MICRO_BATCH_SIZE)
+    return tuple(odd << n for n in range((largest // odd).bit_length()))
 
 
 class Catalogue:
@@ -245,7 +255,7 @@ class Catalogue:
         """
         key = micro_batch_size, sharding
         if key not in self._options:
-            self._options[key] = _unbeaten(self._found(micro_batch_size, sharding))
+            self._options[key] = unbeaten(self._found(micro_batch_size, sharding))
         return self._options[key]
 
     def _found(self, b: int, sharding: Sharding) -> Iterator[LayerOption]:
@@ -265,11 +275,15 @@ class Catalogue:
             for recompute in ((None,) if self.by_operator else self.levels)
         ]
         fronts = layer_fronts(problem, [self._allowed(*each, sharding) for each in variants])
-        for (weight_layout, _), front in zip(variants, fronts, strict=True):
-            yield from (
-                self._option(evaluate(problem, options), weight_layout, b, sharding)
-                for options in front
-            )
+        by_point = [
+            weight_layout
+            for (weight_layout, _), front in zip(variants, fronts, strict=True)
+            for _ in front
+        ]
+        for weight_layout, picked in zip(
+            by_point, evaluate(problem, np.concatenate(fronts)), strict=True
+        ):
+            yield self._option(picked, weight_layout, b, sharding)
 
     def _allowed(
         self, weight_layout: WeightLayout, level: Recompute | None, sharding: Sharding
@@ -313,7 +327,7 @@ class Catalogue:
         names = tuple(op.name for op, option in chosen if option.recomputed)
         divided = replace(sharding, own=splits)
         block = self.price_cache.kept_graph(b).block
-        saved_bytes = picked.cost.saved_bytes
+        saved_bytes = picked.saved_bytes
         workspace_bytes = picked.workspace_bytes
         time_s = (
             self.price_cache.layer_time(LayerKind.BLOCK, b, divided, names).total_s
@@ -363,7 +377,7 @@ def weight_divided(operator: Operator, splits: Splits, degrees: tuple[int, ...])
     )
 
 
-def _unbeaten(options: Iterable[LayerOption]) -> tuple[LayerOption, ...]:
+def unbeaten(options: Iterable[LayerOption]) -> tuple[LayerOption, ...]:
     """Returns the options that no other of the same weight layout equals or beats, by time."""
     kept: list[LayerOption] = []
     for option in sorted(options, key=lambda option: option.values):

@@ -5,7 +5,7 @@ each placement of the open tensors, which some later operator reads, the walk ke
 no other label beats in both values. A label that is beaten there cannot be part of a layer on the
 front. The walk is exact; the tests compare it with the integer program of layer_program.py. All
 labels of an operator are arrays, also those of several variants of the problem, which differ in the
-options that they allow.
+options that they allow. Layers with many operators may have `FrontLimits`.
 """
 
 from __future__ import annotations
@@ -14,19 +14,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from parplan.planner.dominance import Array, Ints, new_lows
+from parplan.planner.dominance import Array, Ints, Mask, lower_hull, new_lows
 from parplan.planner.layer_options.layer_problem import (
     BEFORE,
     LayerProblem,
-    OutputPlacement,
     StrategyOption,
-    TensorLink,
 )
 
 Allowed = Callable[[str, StrategyOption], bool]  # by operator name
-Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontLimits:
+    """Limits on the front of one layer.
+
+    points   points of the front; if there are more, those on its lower convex hull stay
+    labels   partial layers behind an operator; if there are more, evenly spread ones stay
+    """
+
+    points: int
+    labels: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +51,17 @@ class _Labels:
     saved_bytes: Array
     before: Ints
     option: Ints
+
+    def at(self, rows: Ints) -> _Labels:
+        """Returns the labels of these rows."""
+        return _Labels(
+            variant=self.variant[rows],
+            placed=self.placed[rows],
+            time_s=self.time_s[rows],
+            saved_bytes=self.saved_bytes[rows],
+            before=self.before[rows],
+            option=self.option[rows],
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,44 +84,27 @@ class _Operator:
 def _operators(problem: LayerProblem) -> list[_Operator]:
     """Returns the operators, and the boundary that the layer's output moves to as the last one."""
     count = len(problem.options)
-    lefts = {BEFORE: [problem.enters]} | {
-        i: list(dict.fromkeys(option.output for option in options))
-        for i, options in enumerate(problem.options)
-    }
     links = [problem.incoming(i) for i in range(count + 1)]
+    # by maker, the placements that some option has, and by option the number of its own
+    placed = {link.maker: np.unique(link.left, return_inverse=True) for link in problem.links}
     operators = []
     for i in range(count + 1):
-        options = problem.options[i] if i < count else ()
         later = {link.maker for some in links[i + 1 :] for link in some}
+        none = np.zeros(1 if i == count else len(problem.options[i]))
         operators.append(
             _Operator(
-                time_s=np.array([o.cost.time_s for o in options] or [0.0] * (i == count)),
-                saved_bytes=np.array([o.cost.saved_bytes for o in options] or [0.0] * (i == count)),
-                outputs=np.array(
-                    [lefts[i].index(o.output) for o in options] or [0] * (i == count), np.int64
-                ),
+                time_s=none if i == count else problem.costs[i].time_s,
+                saved_bytes=none if i == count else problem.costs[i].saved_bytes,
+                outputs=placed[i][1] if i in placed else none.astype(np.int64),
                 still_open=tuple(maker for maker in (BEFORE, *range(i + 1)) if maker in later),
                 links=tuple(
-                    (link.maker, *_cells(problem, link, position, lefts[link.maker]))
-                    for position, link in enumerate(links[i])
+                    (link.maker, link.costs.time_s[cells], link.costs.saved_bytes[cells])
+                    for link in links[i]
+                    for cells in [np.ix_(placed[link.maker][0], link.needed)]
                 ),
             )
         )
     return operators
-
-
-def _cells(
-    problem: LayerProblem, link: TensorLink, position: int, lefts: Sequence[OutputPlacement]
-) -> tuple[Array, Array]:
-    """Returns seconds and saved bytes of a link by output placement and option of the reader."""
-    left_numbers = {placement: n for n, placement in enumerate(link.lefts)}
-    needed_numbers = {placement: n for n, placement in enumerate(link.needs)}
-    rows = [left_numbers[left] for left in lefts]
-    columns = [0]
-    if link.reader < len(problem.options):
-        columns = [needed_numbers[o.inputs[position]] for o in problem.options[link.reader]]
-    some = np.ix_(rows, columns)
-    return link.time_s[some], link.saved_bytes[some]
 
 
 def _always(name: str, option: StrategyOption) -> bool:
@@ -150,23 +152,39 @@ def _allowed(problem: LayerProblem, i: int, variants: Sequence[Allowed]) -> Mask
 
 
 def layer_fronts(
-    problem: LayerProblem, variants: Sequence[Allowed] = (_always,)
-) -> list[list[tuple[StrategyOption, ...]]]:
-    """Returns by variant the options of each point of the front, fastest first."""
-    history = _walk(problem, variants)
-    fronts: list[list[tuple[StrategyOption, ...]]] = [[] for _ in variants]
-    *steps, ends = history
+    problem: LayerProblem,
+    variants: Sequence[Allowed] = (_always,),
+    limits: FrontLimits | None = None,
+) -> list[Ints]:
+    """Returns the fronts by variant, with the number of each operator's option.
+
+    A front has a row for each of its points, fastest first.
+    """
+    *steps, ends = _walk(problem, variants, limits.labels if limits else None)
+    if limits:
+        ends = _limited(ends, limits.points)
     label = ends.before
-    chosen: list[list[StrategyOption]] = []
-    for options, labels in zip(problem.options[::-1], steps[::-1], strict=True):
-        chosen.append([options[option] for option in labels.option[label].tolist()])
+    chosen: list[Ints] = []
+    for labels in steps[::-1]:
+        chosen.append(labels.option[label])
         label = labels.before[label]
-    for variant, layer in zip(ends.variant.tolist(), zip(*chosen[::-1], strict=True), strict=True):
-        fronts[variant].append(layer)
-    return fronts
+    rows = np.column_stack(chosen[::-1])
+    return [rows[ends.variant == variant] for variant in range(len(variants))]
 
 
-def _walk(problem: LayerProblem, variants: Sequence[Allowed]) -> list[_Labels]:
+def _limited(ends: _Labels, most: int) -> _Labels:
+    """Returns the whole layers of each variant, or those on their hull if there are more."""
+    kept: list[int] = []
+    for variant in np.unique(ends.variant):
+        rows = np.flatnonzero(ends.variant == variant).tolist()
+        points = ((float(ends.time_s[row]), float(ends.saved_bytes[row]), row) for row in rows)
+        kept += rows if len(rows) <= most else lower_hull(points)
+    return ends.at(np.array(kept, np.int64))
+
+
+def _walk(
+    problem: LayerProblem, variants: Sequence[Allowed], most: int | None = None
+) -> list[_Labels]:
     """Returns the labels after each operator, by variant and time; the last are whole layers."""
     none = np.zeros(len(variants))
     numbers = np.arange(len(variants))
@@ -183,6 +201,8 @@ def _walk(problem: LayerProblem, variants: Sequence[Allowed]) -> list[_Labels]:
     for i, operator in enumerate(_operators(problem)):
         allowed = _allowed(problem, i, variants)
         labels = _moved_on(labels, open_makers, operator, allowed)
+        if most is not None and len(labels.time_s) > most:
+            labels = labels.at(np.linspace(0, len(labels.time_s) - 1, most).astype(np.int64))
         open_makers = operator.still_open
         history.append(labels)
     return history
@@ -227,12 +247,4 @@ def _undominated(labels: _Labels) -> _Labels:
     saved_bytes = labels.saved_bytes[order]
     # every group begins below all groups before it
     below = np.cumsum(begins) * (np.ptp(saved_bytes) + 1.0) if len(order) else 0.0
-    kept = order[new_lows(saved_bytes - below)]
-    return _Labels(
-        variant=labels.variant[kept],
-        placed=labels.placed[kept],
-        time_s=labels.time_s[kept],
-        saved_bytes=labels.saved_bytes[kept],
-        before=labels.before[kept],
-        option=labels.option[kept],
-    )
+    return labels.at(order[new_lows(saved_bytes - below)])

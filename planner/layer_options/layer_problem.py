@@ -14,22 +14,32 @@ the maker's output. The problem leaves the second out; the catalogue prices it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import numpy as np
 
 from parplan.costmodels.layers.layer_price import StageAxes, edge_time
+from parplan.costmodels.layers.model_states import StateSharding
 from parplan.costmodels.layers.operator_price import (
     OperatorPrice,
-    operator_price,
+    operator_prices,
     single_operator_sharding,
 )
 from parplan.costmodels.layers.tensor_flow import TensorFlow, saves_own_output
+from parplan.costmodels.operators.compute import OperatorTime
 from parplan.costmodels.operators.host_launch import launch_s
-from parplan.costmodels.operators.sharding import Place, Sharding, Splits, operator_splits
-from parplan.planner.dominance import Array
+from parplan.costmodels.operators.micro_batches import of_all_sizes
+from parplan.costmodels.operators.sharding import (
+    Place,
+    Sharding,
+    Splits,
+    divides,
+    operator_splits,
+)
+from parplan.planner.dominance import Array, Ints
+from parplan.profiles.elementwise import Number
 from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.models.operator_graph import (
     LayerClass,
@@ -39,6 +49,8 @@ from parplan.profiles.models.operator_graph import (
     Tensor,
 )
 from parplan.profiles.models.spec import TrainingSpec
+
+T = TypeVar("T")
 
 BEFORE = -1  # the maker of the layer's input
 
@@ -61,92 +73,95 @@ class InputPlacement:
 
 
 @dataclass(frozen=True, slots=True)
-class StrategyCost:
-    """Seconds of one micro-batch and bytes of a strategy or of a tensor between two.
+class StrategyCosts:
+    """Seconds of one micro-batch and bytes of strategies, or of a tensor between two.
+
+    Each is an array by option, or by left and needed placement; the first axis of LayerStrategies
+    is the micro-batch size.
 
     state_bytes                   model states
     saved_bytes                   saved for the backward pass
     whole_bytes                   saved for the backward pass without any recompute
     forward_s, backward_s         the passes without recompute
     sent_forward, sent_backward   whether a collective is in the pass
+    gradient_bytes                temporary bytes of the backward pass
     """
 
-    time_s: float = 0.0
-    state_bytes: float = 0.0
-    saved_bytes: float = 0.0
-    whole_bytes: float = 0.0
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    sent_forward: bool = False
-    sent_backward: bool = False
+    time_s: Number
+    state_bytes: Number
+    saved_bytes: Number
+    whole_bytes: Number
+    forward_s: Number
+    backward_s: Number
+    sent_forward: Number
+    sent_backward: Number
+    gradient_bytes: Number
 
-    def no_worse(self, cost: StrategyCost) -> bool:
-        return (
-            self.time_s <= cost.time_s
-            and self.state_bytes <= cost.state_bytes
-            and self.saved_bytes <= cost.saved_bytes
-        )
+    def at(self, index: Any) -> StrategyCosts:
+        """Returns the costs at an index of every array."""
+        return StrategyCosts(*(getattr(self, name)[index] for name in _COSTS))
+
+    def listed(self) -> list[StrategyCosts]:
+        """Returns the costs of each entry as numbers, in the order of the flat arrays."""
+        columns = (np.ravel(getattr(self, name)).tolist() for name in _COSTS)
+        return [StrategyCosts(*row) for row in zip(*columns, strict=True)]
+
+
+_COSTS = tuple(each.name for each in fields(StrategyCosts))
 
 
 @dataclass(frozen=True, slots=True)
 class StrategyOption:
-    """One strategy of one operator.
-
-    inputs           in the order of the operator's links
-    gradient_bytes   temporary bytes of its backward pass
-    """
+    """One strategy of one operator; `inputs` are in the order of the operator's links."""
 
     splits: Splits
     recomputed: bool
     inputs: tuple[InputPlacement, ...]
     output: OutputPlacement
-    cost: StrategyCost
-    gradient_bytes: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorLink:
     """A tensor between two operators, by their numbers in the list of options.
 
-    `maker` is BEFORE for the input of the layer; `reader` is one past the last for its output.
-    `cells` has every pair of the placements `lefts` and `needs`, in that order.
+    maker     BEFORE for the input of the layer
+    reader    one past the last for the layer's output
+    costs     by placement of `lefts` and of `needs`
+    left      by option of the maker, the number of its placement
+    needed    by option of the reader, the number of its placement
     """
 
     maker: int
     reader: int
     lefts: tuple[OutputPlacement, ...]
     needs: tuple[InputPlacement, ...]
-    cells: Mapping[tuple[OutputPlacement, InputPlacement], StrategyCost]
+    costs: StrategyCosts
+    left: Ints
+    needed: Ints
 
-    @cached_property
-    def time_s(self) -> Array:
-        """Seconds by left and needed placement."""
-        return self._table("time_s")
-
-    @cached_property
-    def saved_bytes(self) -> Array:
-        """Saved bytes by left and needed placement."""
-        return self._table("saved_bytes")
-
-    def _table(self, name: str) -> Array:
-        values = [getattr(cost, name) for cost in self.cells.values()]
-        return np.array(values).reshape(len(self.lefts), len(self.needs))
+    def sides(self, chosen: Ints) -> tuple[Ints, Ints]:
+        """Returns the numbers of both placements, by row of one option for every operator."""
+        none = np.zeros(len(chosen), np.int64)
+        ends = self.reader == chosen.shape[1]
+        return (
+            none if self.maker == BEFORE else self.left[chosen[:, self.maker]],
+            none if ends else self.needed[chosen[:, self.reader]],
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class LayerProblem:
     """The options of every operator in topological order, and the links between them.
 
-    enters, leaves                    the fixed placements at the boundary of the layer
+    costs                             by operator, those of its options
     products                          by operator, whether it launches two gradients
     host_forward_s, host_backward_s   seconds in which the host launches one operator
     """
 
     names: tuple[str, ...]
     options: tuple[tuple[StrategyOption, ...], ...]
+    costs: tuple[StrategyCosts, ...]
     links: tuple[TensorLink, ...]
-    enters: OutputPlacement
-    leaves: InputPlacement | None
     workspace_bytes: float = 0.0
     products: tuple[bool, ...] = ()
     host_forward_s: float = 0.0
@@ -157,17 +172,47 @@ class LayerProblem:
 
     def only(self, allowed: Callable[[str, StrategyOption], bool]) -> LayerProblem:
         """Returns the problem with the options that `allowed` accepts by operator name."""
-        pairs = zip(self.names, self.options, strict=True)
+        return self._with(
+            [
+                np.array([k for k, o in enumerate(options) if allowed(name, o)], np.int64)
+                for name, options in zip(self.names, self.options, strict=True)
+            ]
+        )
+
+    def of_size(self, number: int, kept: Sequence[Ints]) -> LayerProblem:
+        """Returns the problem of one of the micro-batch sizes, with the `kept` options."""
         return replace(
             self,
-            options=tuple(tuple(o for o in options if allowed(name, o)) for name, options in pairs),
+            costs=tuple(costs.at(number) for costs in self.costs),
+            links=tuple(replace(link, costs=link.costs.at(number)) for link in self.links),
+        )._with(kept)
+
+    def _with(self, kept: Sequence[Ints]) -> LayerProblem:
+        """Returns the problem with some options of each operator, by their numbers."""
+        return replace(
+            self,
+            options=tuple(
+                tuple(options[k] for k in some.tolist())
+                for options, some in zip(self.options, kept, strict=True)
+            ),
+            costs=tuple(costs.at(some) for costs, some in zip(self.costs, kept, strict=True)),
+            links=tuple(
+                replace(
+                    link,
+                    left=link.left if link.maker == BEFORE else link.left[kept[link.maker]],
+                    needed=(
+                        link.needed if link.reader == len(kept) else link.needed[kept[link.reader]]
+                    ),
+                )
+                for link in self.links
+            ),
         )
 
 
 def may_recompute(operator: Operator) -> bool:
     """Returns whether an operator can run again alone: a new dropout mask would differ."""
     masks = any(tensor.element_bytes == 1 for tensor in operator.saved)
-    return operator.kind is OperatorKind.ATTENTION or not masks
+    return operator.repeatable and (operator.kind is OperatorKind.ATTENTION or not masks)
 
 
 def layer_problem(
@@ -181,83 +226,98 @@ def layer_problem(
 ) -> LayerProblem:
     """Returns the problem of `layer` over the axes and with the boundary of `sharding`."""
     inside = StageAxes(sharding.degrees, machine, training.stack)
-    return LayerStrategies(layer, inside, training, zero, dp).problem(sharding.boundary)
+    (problem,) = LayerStrategies((layer,), inside, training, zero, dp).problems(sharding.boundary)
+    return problem
+
+
+def _makers(layer: LayerClass) -> dict[tuple[int, str], str]:
+    """The maker of each input by the reader's number; an operator in place makes its input anew."""
+    makers: dict[tuple[int, str], str] = {}
+    last: dict[str, str] = {}
+    for reader, operator in enumerate(layer.operators):
+        for tensor in operator.inputs:
+            if tensor.name in last:
+                makers[reader, tensor.name] = last[tensor.name]
+        last.update({tensor.name: operator.name for tensor in operator.outputs})
+    return makers
 
 
 @dataclass(frozen=True, slots=True)
 class _MovedTensor:
     """A tensor between two placements: seconds, and the bytes that reader and maker save."""
 
-    forward_s: float
-    backward_s: float
-    stored_bytes: float
+    forward_s: Number
+    backward_s: Number
+    stored_bytes: Number
     own_copy: bool
-    makers_bytes: float
+    makers_bytes: Number
 
 
 class LayerStrategies:
     """The strategies of every operator of a layer on the axes `inside`, and the links between them.
 
-    All boundaries of the layer share them.
+    All boundaries of the layer share them. The layer is given once for each micro-batch size, and
+    all sizes are priced at once. With a `sharding` its split is the only one of each operator.
 
     savers   by tensor, the first operator that saves it: its bytes count there
-    alone    by reader and the placements of an input and of its gradient, the price of the reader
+    alone    by reader and the placements of an input and of its gradient, the reader's seconds
+    kept     by operator and micro-batch size, the numbers of the options that are legal, and that
+             no other of the same placements beats
     """
 
     def __init__(
         self,
-        layer: LayerClass,
+        layers: Sequence[LayerClass],
         inside: StageAxes,
         training: TrainingSpec,
         zero: int = 0,
         dp: int = 1,
+        sharding: Sharding | None = None,
     ) -> None:
-        self.layer = layer
+        self.layer = layer = of_all_sizes(layers)
+        self.sizes = len(layers)
         self.inside = inside
+        self.given = sharding
         self.sharding = Sharding(
             math.prod(inside.degrees), axes=inside.degrees if len(inside.degrees) > 1 else ()
         )
         self.training = training
-        self.zero = zero
-        self.dp = dp
+        self.states = StateSharding(zero, dp)
         self.index = {operator.name: i for i, operator in enumerate(layer.operators)}
-        self.makers = {tensor.name: op.name for op in layer.operators for tensor in op.outputs}
         self.savers: dict[str, str] = {}
         for operator in layer.operators:
             for tensor in operator.saved:
                 if tensor.name not in layer.outside:
                     self.savers.setdefault(tensor.name, operator.name)
-        self.moved: dict[tuple[str, str, Place, Place, Place], _MovedTensor] = {}
-        self.alone: dict[tuple[str, Place, Place], OperatorPrice] = {}
-        self.options = tuple(
-            self._undominated(list(self._options(operator))) for operator in layer.operators
-        )
+        self.alone: dict[tuple[str, Place, Place], OperatorTime] = {}
+        priced = [self._strategies(operator) for operator in layer.operators]
+        self.options = tuple(options for options, _, _ in priced)
+        self.costs = tuple(costs for _, costs, _ in priced)
+        self.kept = [self._unbeaten(*each) for each in priced]
+        makers = _makers(layer)
         self.links = {
             (reader, position): self._link(reader, position, maker)
             for reader, operator in enumerate(layer.operators)
             for position, tensor in enumerate(operator.inputs)
-            if (maker := self.makers.get(tensor.name)) is not None
+            if (maker := makers.get((reader, tensor.name))) is not None
         }
 
-    def problem(self, boundary: Place) -> LayerProblem:
-        """Returns the problem of the layer between layers whose activations lie at `boundary`."""
+    def problems(self, boundary: Place) -> tuple[LayerProblem, ...]:
+        """Returns the problem of each micro-batch size, between layers that lie at `boundary`."""
         enters = OutputPlacement(boundary, False)
-        ends = self.layer.kind is LayerKind.HEAD
-        leaves = None if ends else InputPlacement(boundary, boundary, False)
         links = [
             self.links.get((reader, position)) or self._link(reader, position, None, enters)
             for reader, operator in enumerate(self.layer.operators)
             for position, _ in enumerate(operator.inputs)
         ]
-        if leaves is not None:
-            links.append(self._last_link(leaves))
+        if self.layer.kind is not LayerKind.HEAD:
+            links.append(self._last_link(InputPlacement(boundary, boundary, False)))
         host_forward_s, host_backward_s = launch_s(self.inside.machine, self.training.stack)
-        return LayerProblem(
+        problem = LayerProblem(
             tuple(self.index),
             self.options,
+            self.costs,
             tuple(links),
-            enters,
-            leaves,
             workspace_bytes=self.training.stack.workspace_bytes,
             products=tuple(
                 operator.kind is OperatorKind.MATMUL for operator in self.layer.operators
@@ -265,185 +325,218 @@ class LayerStrategies:
             host_forward_s=host_forward_s,
             host_backward_s=host_backward_s,
         )
+        return tuple(
+            problem.of_size(number, [kept[number] for kept in self.kept])
+            for number in range(self.sizes)
+        )
 
-    def _options(self, operator: Operator) -> Iterator[StrategyOption]:
-        legal, _ = operator_splits(operator, self.sharding.degrees)
-        for splits in legal:
-            price = operator_price(
-                operator, splits, self.inside, self.training, zero=self.zero, dp=self.dp
-            )
-            yield self._option(operator, splits, price, recomputed=False)
-            if may_recompute(operator):
-                yield self._option(operator, splits, price, recomputed=True)
+    def _by_size(self, values: Sequence[Number]) -> Array:
+        """Returns values, each a number or one for each micro-batch size, by size and value."""
+        table = np.empty((self.sizes, len(values)))
+        for number, value in enumerate(values):
+            table[:, number : number + 1] = value
+        return table
+
+    def _strategies(
+        self, operator: Operator
+    ) -> tuple[tuple[StrategyOption, ...], StrategyCosts, Array]:
+        """Returns the options of an operator, their costs, and where they are legal, by size."""
+        degrees = self.sharding.degrees
+        ways: tuple[Splits, ...]
+        if self.given is None:
+            ways, _ = operator_splits(operator, degrees)
+        else:
+            ways = (self.given.splits(operator),)
+        prices = operator_prices(operator, ways, self.inside, self.training, self.states)
+        repeats = (False, True) if may_recompute(operator) else (False,)
+        options = tuple(
+            self._option(operator, splits, price, recomputed=recomputed)
+            for splits, price in zip(ways, prices, strict=True)
+            for recomputed in repeats
+        )
+
+        def by_option(value: Callable[[OperatorPrice], Number]) -> Array:
+            return np.repeat(self._by_size([value(price) for price in prices]), len(repeats), 1)
+
+        recomputed = np.array([option.recomputed for option in options])
+        forward_s = by_option(lambda price: price.forward_s)
+        backward_s = by_option(lambda price: price.backward_s)
+        whole_bytes = by_option(lambda price: price.saved_bytes)
+        costs = StrategyCosts(
+            time_s=np.where(recomputed, 2.0, 1.0) * forward_s + backward_s,
+            state_bytes=by_option(lambda price: price.states.total),
+            saved_bytes=np.where(recomputed, 0.0, whole_bytes),
+            whole_bytes=whole_bytes,
+            forward_s=forward_s,
+            backward_s=backward_s,
+            sent_forward=by_option(lambda price: price.ending.forward.value_s) > 0,
+            sent_backward=by_option(lambda price: price.ending.backward.value_s) > 0,
+            gradient_bytes=by_option(lambda price: price.temporary_bytes),
+        )
+        given = self.given is not None
+        legal = self._by_size([given or divides(operator, splits, degrees) for splits in ways])
+        return options, costs, np.repeat(legal, len(repeats), 1)
 
     def _option(
         self, operator: Operator, splits: Splits, price: OperatorPrice, *, recomputed: bool
     ) -> StrategyOption:
-        operator_sharding = single_operator_sharding(operator, splits, self.sharding.degrees)
-        for tensor in operator.inputs:
-            self.alone[
-                operator.name,
-                operator_sharding.place(operator, tensor),
-                operator_sharding.gradient_place(operator, tensor),
-            ] = price
-        return StrategyOption(
-            splits=splits,
-            recomputed=recomputed,
-            inputs=tuple(
-                InputPlacement(
-                    operator_sharding.place(operator, t),
-                    operator_sharding.gradient_place(operator, t),
-                    recomputed,
-                )
-                for t in operator.inputs
-            ),
-            output=OutputPlacement(
-                operator_sharding.place(operator, operator.outputs[0]), recomputed
-            ),
-            cost=StrategyCost(
-                time_s=price.forward_s * (2 if recomputed else 1) + price.backward_s,
-                state_bytes=price.states.total,
-                saved_bytes=0.0 if recomputed else price.saved_bytes,
-                whole_bytes=price.saved_bytes,
-                forward_s=price.forward_s,
-                backward_s=price.backward_s,
-                sent_forward=price.ending.forward.value_s > 0,
-                sent_backward=price.ending.backward.value_s > 0,
-            ),
-            gradient_bytes=price.temporary_bytes,
+        sharding = single_operator_sharding(operator, splits, self.sharding.degrees)
+        inputs = tuple(
+            InputPlacement(
+                sharding.place(operator, tensor),
+                sharding.gradient_place(operator, tensor),
+                recomputed,
+            )
+            for tensor in operator.inputs
         )
+        for each in inputs:
+            self.alone[operator.name, each.place, each.gradient] = price.compute
+        output = OutputPlacement(sharding.place(operator, operator.outputs[0]), recomputed)
+        return StrategyOption(splits, recomputed, inputs, output)
 
     @staticmethod
-    def _undominated(options: list[StrategyOption]) -> tuple[StrategyOption, ...]:
-        """Returns the options that no other of the same placements beats."""
-        kept: list[StrategyOption] = []
-        for option in sorted(
-            options, key=lambda o: (o.cost.time_s, o.cost.state_bytes, o.cost.saved_bytes)
-        ):
-            alike = (
-                rival
-                for rival in kept
-                if (rival.inputs, rival.output) == (option.inputs, option.output)
-            )
-            if not any(
-                rival.cost.no_worse(option.cost) and rival.gradient_bytes <= option.gradient_bytes
-                for rival in alike
-            ):
-                kept.append(option)
-        return tuple(kept)
+    def _unbeaten(
+        options: tuple[StrategyOption, ...], costs: StrategyCosts, legal: Array
+    ) -> list[Ints]:
+        """Returns by size the legal options that no other of the same placements beats."""
+        placements = [(option.inputs, option.output) for option in options]
+        numbers = {placement: n for n, placement in enumerate(placements)}
+        group = np.array([numbers[placement] for placement in placements])
+        kept: list[Ints] = []
+        for number, allowed in enumerate(legal):
+            mine = costs.at(number)
+            order = np.lexsort((mine.saved_bytes, mine.state_bytes, mine.time_s))
+            order = order[allowed[order] > 0]
+            held = [
+                values[order]
+                for values in (mine.state_bytes, mine.saved_bytes, mine.gradient_bytes)
+            ]
+            # options earlier in the order take no longer
+            beats = np.triu(group[order][:, None] == group[order], 1)
+            for values in held:
+                beats &= values[:, None] <= values
+            kept.append(order[~beats.any(axis=0)])
+        return kept
 
     def _link(
         self, reader: int, position: int, maker: str | None, enters: OutputPlacement | None = None
     ) -> TensorLink:
         """Returns the link to one input of a reader from its maker, or from where it `enters`."""
         operator = self.layer.operators[reader]
-        tensor = operator.inputs[position]
         number = BEFORE if maker is None else self.index[maker]
-        lefts = (enters,) if enters is not None else self._outputs(number)
-        needs = tuple(dict.fromkeys(option.inputs[position] for option in self.options[reader]))
-        cells = self._cells(maker, operator, tensor, lefts, needs)
-        return TensorLink(number, reader, lefts, needs, cells)
+        outputs = (enters,) if enters is not None else self._outputs(number)
+        inputs = tuple(option.inputs[position] for option in self.options[reader])
+        lefts, left = _numbered(outputs)
+        needs, needed = _numbered(inputs)
+        costs = self._moves(maker, operator, operator.inputs[position], lefts, needs)
+        return TensorLink(number, reader, lefts, needs, costs, left, needed)
 
     def _outputs(self, operator: int) -> tuple[OutputPlacement, ...]:
-        return tuple(dict.fromkeys(option.output for option in self.options[operator]))
+        return tuple(option.output for option in self.options[operator])
 
-    def _cells(
+    def _moves(
         self,
         maker: str | None,
         reader: Operator,
         tensor: Tensor,
         lefts: tuple[OutputPlacement, ...],
         needs: tuple[InputPlacement, ...],
-    ) -> dict[tuple[OutputPlacement, InputPlacement], StrategyCost]:
-        """Returns the cost of a tensor by the placements of its maker and its reader."""
+    ) -> StrategyCosts:
+        """Returns the costs of a tensor by size and the placements of its maker and its reader."""
         first = self.savers.get(tensor.name) == reader.name
         outside = tensor.name in self.layer.outside
         saves = not outside and any(tensor.name == saved.name for saved in reader.saved)
         nobody_saves = tensor.name not in self.savers
         by = self.layer.operator(maker) if maker else None
         of_attention = by is not None and by.kind is OperatorKind.ATTENTION
-        makers_own = saves_own_output(by)
+        sources, source = _numbered([left.place for left in lefts])
+        targets, target = _numbered([(needed.place, needed.gradient) for needed in needs])
+        moved = [
+            self._moved(
+                TensorFlow(
+                    tensor=tensor,
+                    maker=maker,
+                    reader=reader,
+                    source=here,
+                    target=there,
+                    gradient=gradient,
+                    makers_own=saves_own_output(by),
+                )
+            )
+            for here in sources
+            for there, gradient in targets
+        ]
 
-        def cell(left: OutputPlacement, needed: InputPlacement) -> StrategyCost:
-            moved = self._moved(maker, reader, tensor, left.place, needed, makers_own=makers_own)
-            own_copy = moved.own_copy
-            saved_here = first or (
-                not outside and (saves or needed.recomputed) and (own_copy or nobody_saves)
-            )
-            stays = of_attention and not needed.recomputed
-            kept = saved_here and (not left.recomputed or stays)
-            makers = 0.0 if left.recomputed else moved.makers_bytes
-            whole = first or (saves and own_copy)
-            return StrategyCost(
-                time_s=moved.forward_s * (2 if needed.recomputed else 1) + moved.backward_s,
-                forward_s=moved.forward_s,
-                backward_s=moved.backward_s,
-                sent_forward=moved.forward_s > 0,
-                sent_backward=moved.backward_s > 0,
-                saved_bytes=moved.stored_bytes + makers if kept else 0.0,
-                whole_bytes=moved.stored_bytes + moved.makers_bytes if whole else 0.0,
-            )
+        def table(values: Sequence[Number]) -> Array:
+            cells = self._by_size(values).reshape(self.sizes, len(sources), len(targets))
+            return cells[:, source[:, None], target]
 
-        return {(left, needed): cell(left, needed) for left in lefts for needed in needs}
-
-    def _moved(
-        self,
-        maker: str | None,
-        reader: Operator,
-        tensor: Tensor,
-        source: Place,
-        needed: InputPlacement,
-        *,
-        makers_own: bool,
-    ) -> _MovedTensor:
-        """Prices the move between two placements, independent of recompute."""
-        key = (reader.name, tensor.name, source, needed.place, needed.gradient)
-        if key not in self.moved:
-            edge = TensorFlow(
-                tensor=tensor,
-                maker=maker,
-                reader=reader,
-                source=source,
-                target=needed.place,
-                gradient=needed.gradient,
-                makers_own=makers_own,
-            )
-            time = edge_time(
-                edge, self.alone[reader.name, needed.place, needed.gradient].compute, self.inside
-            )
-            degrees = self.sharding.degrees
-            self.moved[key] = _MovedTensor(
-                time.forward.value_s,
-                time.backward.value_s,
-                self._stored_bytes(edge),
-                edge.keeps_own_copy(degrees),
-                self.sharding.local_bytes(tensor, source) if edge.kept_twice(degrees) else 0.0,
-            )
-        return self.moved[key]
-
-    def _stored_bytes(self, edge: TensorFlow) -> float:
-        where = (
-            edge.target
-            if self.training.stack.keeps_gathered_inputs
-            else edge.kept_place(self.sharding.degrees)
+        again = np.array([needed.recomputed for needed in needs])
+        remade = np.array([[left.recomputed] for left in lefts])
+        own_copy = table([each.own_copy for each in moved]).astype(np.bool_)
+        stored_bytes = table([each.stored_bytes for each in moved])
+        makers_bytes = table([each.makers_bytes for each in moved])
+        forward_s = table([each.forward_s for each in moved])
+        backward_s = table([each.backward_s for each in moved])
+        here = first | ((not outside) & (saves | again) & (own_copy | nobody_saves))
+        kept = here & (~remade | (of_attention & ~again))
+        return StrategyCosts(
+            time_s=forward_s * np.where(again, 2.0, 1.0) + backward_s,
+            state_bytes=np.zeros_like(forward_s),
+            saved_bytes=np.where(kept, stored_bytes + np.where(remade, 0.0, makers_bytes), 0.0),
+            whole_bytes=np.where(first | (saves & own_copy), stored_bytes + makers_bytes, 0.0),
+            forward_s=forward_s,
+            backward_s=backward_s,
+            sent_forward=forward_s > 0,
+            sent_backward=backward_s > 0,
+            gradient_bytes=np.zeros_like(forward_s),
         )
-        return self.sharding.local_bytes(edge.tensor, where)
+
+    def _moved(self, edge: TensorFlow) -> _MovedTensor:
+        """Prices the move between two placements, independent of recompute."""
+        time = edge_time(
+            edge, self.alone[edge.reader.name, edge.target, edge.gradient], self.inside
+        )
+        degrees = self.sharding.degrees
+        gathered = self.training.stack.keeps_gathered_inputs
+        where = edge.target if gathered else edge.kept_place(degrees)
+        return _MovedTensor(
+            time.forward.value_s,
+            time.backward.value_s,
+            self.sharding.local_bytes(edge.tensor, where),
+            edge.keeps_own_copy(degrees),
+            self.sharding.local_bytes(edge.tensor, edge.source) if edge.kept_twice(degrees) else 0,
+        )
 
     def _last_link(self, leaves: InputPlacement) -> TensorLink:
         """Returns the link from the last operator to the boundary."""
         last, tensor = len(self.options) - 1, self.layer.operators[-1].outputs[0]
+        lefts, left = _numbered(self._outputs(last))
 
-        def cost(left: OutputPlacement) -> StrategyCost:
-            there = self.inside.moved(tensor, left.place, leaves.place)
-            back = self.inside.moved(tensor, leaves.place, left.place)
-            return StrategyCost(
-                time_s=there.value_s * (2 if left.recomputed else 1) + back.value_s,
-                forward_s=there.value_s,
-                backward_s=back.value_s,
-                sent_forward=there.value_s > 0,
-                sent_backward=back.value_s > 0,
-            )
+        def seconds(moves: Iterable[tuple[Place, Place]]) -> Array:
+            each = [self.inside.moved(tensor, *places).value_s for places in moves]
+            return self._by_size(each)[:, :, None]
 
-        lefts = self._outputs(last)
-        cells = {(left, leaves): cost(left) for left in lefts}
-        return TensorLink(last, last + 1, lefts, (leaves,), cells)
+        there_s = seconds((left.place, leaves.place) for left in lefts)
+        back_s = seconds((leaves.place, left.place) for left in lefts)
+        again = np.array([[left.recomputed] for left in lefts])
+        none = np.zeros_like(there_s)
+        costs = StrategyCosts(
+            time_s=there_s * np.where(again, 2.0, 1.0) + back_s,
+            state_bytes=none,
+            saved_bytes=none,
+            whole_bytes=none,
+            forward_s=there_s,
+            backward_s=back_s,
+            sent_forward=there_s > 0,
+            sent_backward=back_s > 0,
+            gradient_bytes=none,
+        )
+        return TensorLink(last, last + 1, lefts, (leaves,), costs, left, np.zeros(1, np.int64))
+
+
+def _numbered(values: Sequence[T]) -> tuple[tuple[T, ...], Ints]:
+    """Returns the distinct values, and by value its number among them."""
+    numbers: dict[T, int] = {}
+    each = [numbers.setdefault(value, len(numbers)) for value in values]
+    return tuple(numbers), np.array(each, np.int64)

@@ -17,16 +17,19 @@ CBC are absolute.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
+from parplan.planner.dominance import Array, Ints, Mask
 from parplan.planner.layer_options.layer_problem import (
     BEFORE,
-    InputPlacement,
     LayerProblem,
-    OutputPlacement,
-    StrategyCost,
+    StrategyCosts,
     StrategyOption,
     TensorLink,
 )
@@ -41,76 +44,90 @@ Terms = list[tuple[Any, float]]
 class PickedStrategies:
     """An option for every operator, their total cost, and whether it is proven to be the least.
 
+    The seconds and bytes are those of StrategyCosts.
+
     launched_s   time in which no pass is faster than the host launches it
                  (costmodels/layers/layer_price.py), which the program leaves out
     """
 
     options: tuple[StrategyOption, ...]
-    cost: StrategyCost
+    time_s: float
+    state_bytes: float
+    saved_bytes: float
     workspace_bytes: float
     launched_s: float
     proven: bool = True
 
     def memory_bytes(self, stashes: float) -> float:
         """Bytes of states, of `stashes` micro-batches of saved tensors, and of workspace."""
-        return self.cost.state_bytes + stashes * self.cost.saved_bytes + self.workspace_bytes
+        return self.state_bytes + stashes * self.saved_bytes + self.workspace_bytes
 
 
-def evaluate(
-    problem: LayerProblem, options: tuple[StrategyOption, ...], *, proven: bool = True
-) -> PickedStrategies:
-    """Adds up the price of one option for every operator."""
-    # by operator: its cost and those of the tensors that it reads
-    parts = [[option.cost] for option in options]
+def evaluate(problem: LayerProblem, chosen: Ints) -> list[PickedStrategies]:
+    """Adds up the prices of layers, given as a row of the number of each operator's option."""
+    # by operator: its costs and those of the tensors that it reads
+    last = len(problem.options) - 1
+    parts = [[costs.at(chosen[:, i])] for i, costs in enumerate(problem.costs)]
     for link in problem.links:
-        parts[min(link.reader, len(options) - 1)].append(link.cells[_sides(problem, link, options)])
-    whole = [sum(part.whole_bytes for part in costs) for costs in parts]
-    total = StrategyCost(
-        *(
-            sum(getattr(part, name) for costs in parts for part in costs)
-            for name in ("time_s", "state_bytes", "saved_bytes", "whole_bytes")
+        parts[min(link.reader, last)].append(link.costs.at(link.sides(chosen)))
+
+    def total(name: str) -> Array:
+        values: Array = sum(getattr(part, name) for costs in parts for part in costs)
+        return values
+
+    whole_bytes = np.array([sum(part.whole_bytes for part in costs) for costs in parts])
+    freed_bytes = np.cumsum(whole_bytes[::-1], axis=0)[::-1] - whole_bytes
+    widest_bytes = np.max(
+        [costs[0].gradient_bytes - freed for costs, freed in zip(parts, freed_bytes, strict=True)],
+        axis=0,
+    )
+    saved_bytes = total("saved_bytes")
+    remade_bytes = np.maximum(0.0, whole_bytes.sum(axis=0) - saved_bytes)
+    sums = zip(
+        total("time_s").tolist(),
+        total("state_bytes").tolist(),
+        saved_bytes.tolist(),
+        (remade_bytes + widest_bytes + problem.workspace_bytes).tolist(),
+        _launched_s(problem, chosen, parts).tolist(),
+        strict=True,
+    )
+    return [
+        PickedStrategies(
+            tuple(options[k] for options, k in zip(problem.options, row, strict=True)), *values
         )
-    )
-    widest = max(option.gradient_bytes - sum(whole[i + 1 :]) for i, option in enumerate(options))
-    remade = max(0.0, total.whole_bytes - total.saved_bytes)
-    return PickedStrategies(
-        options,
-        total,
-        remade + widest + problem.workspace_bytes,
-        _launched_s(problem, options, parts),
-        proven,
-    )
+        for row, values in zip(chosen.tolist(), sums, strict=True)
+    ]
 
 
 def _launched_s(
-    problem: LayerProblem, options: tuple[StrategyOption, ...], parts: list[list[StrategyCost]]
-) -> float:
+    problem: LayerProblem, chosen: Ints, parts: Sequence[Sequence[StrategyCosts]]
+) -> Array:
     """Seconds of the three passes, none faster than the host launches its kernels."""
-    forward = [
-        (sum(part.forward_s for part in costs), 1 + any(part.sent_forward for part in costs))
-        for costs in parts
-    ]
-    recomputes = [pair for pair, option in zip(forward, options, strict=True) if option.recomputed]
+    # by operator and layer
+    forward_s = np.array([sum(part.forward_s for part in costs) for costs in parts])
+    forwards = 1 + np.array([_any(part.sent_forward for part in costs) for costs in parts])
+    again = np.array(
+        [
+            np.array([option.recomputed for option in options])[chosen[:, i]]
+            for i, options in enumerate(problem.options)
+        ]
+    )
     backward_s = sum(part.backward_s for costs in parts for part in costs)
     launches = sum(
-        1 + product + any(part.sent_backward for part in costs)
+        1 + product + _any(part.sent_backward for part in costs)
         for costs, product in zip(parts, problem.products, strict=True)
     )
-    ahead_s = sum(
-        max(sum(s for s, _ in pairs), problem.host_forward_s * sum(n for _, n in pairs))
-        for pairs in (forward, recomputes)
+    ahead_s = np.maximum(forward_s.sum(axis=0), problem.host_forward_s * forwards.sum(axis=0))
+    again_s = np.maximum(
+        np.where(again, forward_s, 0.0).sum(axis=0),
+        problem.host_forward_s * np.where(again, forwards, 0).sum(axis=0),
     )
-    return ahead_s + max(backward_s, problem.host_backward_s * launches)
+    all_s: Array = ahead_s + again_s + np.maximum(backward_s, problem.host_backward_s * launches)
+    return all_s
 
 
-def _sides(
-    problem: LayerProblem, link: TensorLink, options: tuple[StrategyOption, ...]
-) -> tuple[OutputPlacement, InputPlacement]:
-    left = problem.enters if link.maker == BEFORE else options[link.maker].output
-    if link.reader == len(options):
-        assert problem.leaves is not None
-        return left, problem.leaves
-    return left, options[link.reader].inputs[problem.incoming(link.reader).index(link)]
+def _any(flags: Iterable[Mask]) -> Mask:
+    return functools.reduce(np.logical_or, flags)
 
 
 class LayerProgram:
@@ -133,18 +150,17 @@ class LayerProgram:
         self.label = label
         self.program = program or Problem("layer")
         self.picks = [
-            {option: self.program.binary(f"s{label}_{i}_{k}") for k, option in enumerate(options)}
+            [self.program.binary(f"s{label}_{i}_{k}") for k in range(len(options))]
             for i, options in enumerate(problem.options)
         ]
-        self.priced: list[tuple[int, Any, StrategyCost]] = [
-            (i, variable, option.cost)
-            for i, picks in enumerate(self.picks)
-            for option, variable in picks.items()
+        self.costs = [costs.listed() for costs in problem.costs]
+        self.priced: list[tuple[int, Any, StrategyCosts]] = [
+            (i, variable, cost)
+            for i, (picks, costs) in enumerate(zip(self.picks, self.costs, strict=True))
+            for variable, cost in zip(picks, costs, strict=True)
         ]
         for i, picks in enumerate(self.picks):
-            self.program.require(
-                weighted((s, 1.0) for s in picks.values()) == 1, f"C1_one{label}_{i}"
-            )
+            self.program.require(weighted((s, 1.0) for s in picks) == 1, f"C1_one{label}_{i}")
         for index, link in enumerate(problem.links):
             self._link(index, link)
         self.workspace = self.program.continuous(f"workspace{label}")
@@ -152,42 +168,40 @@ class LayerProgram:
 
     def _link(self, index: int, link: TensorLink) -> None:
         """Adds the edge variables of a link and its rows (C2) and (C3)."""
-        cells = {
-            pair: self.program.continuous(f"e{self.label}_{index}_{c}")
-            for c, pair in enumerate(link.cells)
-        }
-        self.priced += [(link.reader, e, link.cells[pair]) for pair, e in cells.items()]
-        for side, label in ((0, "C2"), (1, "C3")):
-            for n, placement in enumerate(dict.fromkeys(pair[side] for pair in cells)):
-                edges = [(e, 1.0) for pair, e in cells.items() if pair[side] == placement]
+        shape = len(link.lefts), len(link.needs)
+        edges = [
+            self.program.continuous(f"e{self.label}_{index}_{c}") for c in range(math.prod(shape))
+        ]
+        self.priced += [
+            (link.reader, e, cost) for e, cost in zip(edges, link.costs.listed(), strict=True)
+        ]
+        numbers = np.arange(len(edges)).reshape(shape)
+        sides = (
+            ("C2", numbers, link.maker, link.left),
+            ("C3", numbers.T, link.reader, link.needed),
+        )
+        for label, table, operator, placed in sides:
+            fixed = operator in (BEFORE, len(self.picks))
+            picks = [] if fixed else list(zip(self.picks[operator], placed.tolist(), strict=True))
+            for n, row in enumerate(table.tolist()):
                 self.program.require(
-                    weighted([*edges, *self._side(link, side, placement)])
-                    == self._fixed(link, side),
+                    weighted(
+                        [
+                            *((edges[c], 1.0) for c in row),
+                            *((s, -1.0) for s, placement in picks if placement == n),
+                        ]
+                    )
+                    == (1.0 if fixed else 0.0),
                     f"{label}{self.label}_{index}_{n}",
                 )
-
-    def _side(
-        self, link: TensorLink, side: int, placement: OutputPlacement | InputPlacement
-    ) -> Terms:
-        """Returns the strategies of the maker or reader with that placement, as negative terms."""
-        operator = (link.maker, link.reader)[side]
-        if operator in (BEFORE, len(self.picks)):
-            return []
-        position = self.problem.incoming(operator).index(link) if side else 0
-        placements = (
-            (option.inputs[position] if side else option.output, s)
-            for option, s in self.picks[operator].items()
-        )
-        return [(s, -1.0) for option_placement, s in placements if option_placement == placement]
-
-    def _fixed(self, link: TensorLink, side: int) -> float:
-        return 1.0 if (link.maker, link.reader)[side] in (BEFORE, len(self.picks)) else 0.0
 
     def _bound_workspace(self) -> None:
         constant = self.problem.workspace_bytes / MIB
         remade = [(v, (cost.whole_bytes - cost.saved_bytes) / MIB) for _, v, cost in self.priced]
         for i, picks in enumerate(self.picks):
-            gradients = [(s, option.gradient_bytes / MIB) for option, s in picks.items()]
+            gradients = [
+                (s, cost.gradient_bytes / MIB) for s, cost in zip(picks, self.costs[i], strict=True)
+            ]
             freed = [
                 (v, -cost.whole_bytes / MIB) for operator, v, cost in self.priced if operator > i
             ]
@@ -250,4 +264,6 @@ class LayerProgram:
 
     def picked(self) -> PickedStrategies:
         """Returns the choice of the solved program."""
-        return evaluate(self.problem, tuple(chosen(picks) for picks in self.picks))
+        row = [chosen(dict(enumerate(picks))) for picks in self.picks]
+        (picked,) = evaluate(self.problem, np.array([row]))
+        return picked

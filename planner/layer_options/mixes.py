@@ -10,13 +10,13 @@ bound of that loss.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, combinations_with_replacement, pairwise
 
 import numpy as np
 
-from parplan.planner.dominance import Array, Ints, new_lows
+from parplan.planner.dominance import Array, Ints, lower_hull, new_lows
 from parplan.planner.layer_options.catalogue import LayerOption
 
 _BY_ROW = (
@@ -284,30 +284,14 @@ def chains(options: Sequence[LayerOption], seconds: Array, held: Array) -> list[
                 if option.weight_layout == weight_layout and option.zero <= most
             ]
             for some in (allowed, [i for i in allowed if not options[i].on_host]):
-                distinct[tuple(_chain([(float(seconds[i]), float(held[i]), i) for i in some]))] = (
-                    None
-                )
+                points = ((float(seconds[i]), float(held[i]), i) for i in some)
+                distinct[tuple(lower_hull(points))] = None
     return [list(chain) for chain in distinct if chain]
 
 
 def _lower_hull(options: Sequence[LayerOption], indices: Sequence[int]) -> list[int]:
     """Returns the indices on the lower hull of (time, saved bytes), by increasing time."""
-    return _chain([(options[i].time_s, options[i].saved_bytes, i) for i in indices])
-
-
-def _chain(points: Iterable[tuple[float, float, int]]) -> list[int]:
-    """Returns indices on the falling lower hull, by increasing x (Andrew's monotone chain)."""
-    chain: list[tuple[float, float, int]] = []
-    for x, y, index in sorted(points):
-        if chain and y >= chain[-1][1]:
-            continue
-        while len(chain) > 1:
-            (x0, y0, _), (x1, y1, _) = chain[-2:]
-            if (x1 - x0) * (y - y0) > (y1 - y0) * (x - x0):
-                break
-            chain.pop()
-        chain.append((x, y, index))
-    return [index for _, _, index in chain]
+    return lower_hull((options[i].time_s, options[i].saved_bytes, i) for i in indices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,7 +365,7 @@ def _hulls(
     needs = [option.workspace_bytes + option.host_bytes for option in options]
     values_s = [option.time_s + sent_s_per_byte * option.host_bytes for option in options]
     for workspace in sorted(set(needs)):
-        chain = _chain(
+        chain = lower_hull(
             (values_s[i], option.saved_bytes, i)
             for i, option in enumerate(options)
             if needs[i] <= workspace
@@ -431,11 +415,10 @@ def _worth_it(mixes: Mixes, time_s: Array) -> Ints:
         axis=1,
         return_inverse=True,
     )
-    kept = [
-        skyline(group.ravel(), time_s, held)
-        for held in (mixes.saved_bytes, mixes.saved_bytes - mixes.ideal_saved_bytes)
-    ]
-    return np.unique(np.concatenate(kept))
+    kept = np.zeros(len(time_s), np.bool_)
+    for held in (mixes.saved_bytes, mixes.saved_bytes - mixes.ideal_saved_bytes):
+        kept[skyline(group.ravel(), time_s, held)] = True
+    return np.flatnonzero(kept)
 
 
 def skyline(group: Ints, time_s: Array, held: Array) -> Ints:

@@ -6,8 +6,10 @@ makes of a label
 
     (t + t', a + a', max(w, w'))
 
-and a label that another equals or beats in all three is dropped. Rows with equal ends share the
-labels of these ends.
+and a label that another equals or beats in all three is dropped. Of more than `MOST_LABELS` those
+nearest to the lower convex hull of time and saved bytes stay. The hull of a row is the sum of the
+hulls of its layers, so that the labels on it are never lost to a limit on the row behind. Rows with
+equal ends share the labels of these ends.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parplan.planner.dominance import Array, Ints
+from parplan.planner.dominance import Array, Ints, hull_prices, new_lows
 
-MOST_LABELS = 384  # labels of one row of layers; beyond that, evenly spread ones are selected
+MOST_LABELS = 384  # labels of one row of layers
+MOST_PRICES = 32  # prices of a saved byte at which the distance to the hull is measured
 
 Item = tuple[tuple[float, float, float], ...]  # seconds, saved bytes and workspace by option
 
@@ -29,6 +32,7 @@ class Labels:
 
     option    option of the first layer
     behind    number of the label of the row behind the first layer
+    prices    prices of a saved byte along the hull of any layer
     exact     no label was left out that is on the front
     """
 
@@ -37,6 +41,7 @@ class Labels:
     workspace: Array
     option: Ints
     behind: Ints
+    prices: Array
     exact: bool = True
 
 
@@ -46,6 +51,7 @@ _NOTHING = Labels(
     workspace=np.full(1, -np.inf),
     option=np.zeros(1, np.int64),
     behind=np.zeros(1, np.int64),
+    prices=np.zeros(0),
 )
 
 
@@ -89,25 +95,53 @@ def _extended(item: Item, behind: Labels) -> Labels:
     time_s = np.concatenate([behind.time_s + seconds for seconds, _, _ in item])
     kept = np.concatenate([behind.kept + saved for _, saved, _ in item])
     workspace = np.concatenate([np.maximum(behind.workspace, work) for _, _, work in item])
-    rows, exact = _unbeaten(time_s, kept, workspace)
+    rows = _unbeaten(time_s, kept, workspace)
+    own = hull_prices([seconds for seconds, _, _ in item], [saved for _, saved, _ in item])
+    prices = np.union1d(behind.prices, own)
+    exact = len(rows) <= MOST_LABELS
+    if not exact:
+        rows = rows[_nearest(time_s[rows], kept[rows], workspace[rows], prices)]
     return Labels(
         time_s=time_s[rows],
         kept=kept[rows],
         workspace=workspace[rows],
         option=np.repeat(np.arange(len(item)), count)[rows],
         behind=np.tile(np.arange(count), len(item))[rows],
+        prices=prices,
         exact=exact and behind.exact,
     )
 
 
-def _unbeaten(time_s: Array, kept: Array, workspace: Array) -> tuple[Ints, bool]:
-    """Returns the labels on the front of all three values, and whether these are all of them."""
-    order = np.lexsort((workspace, kept, time_s))
+def _unbeaten(time_s: Array, kept: Array, workspace: Array) -> Ints:
+    """Returns the labels on the front of all three values, by increasing seconds."""
+    order = np.lexsort((workspace, kept, time_s))  # labels earlier in the order take no longer
     held, widest = kept[order], workspace[order]
-    # labels earlier in the order take no longer
-    beats = np.triu((held[:, None] <= held[None, :]) & (widest[:, None] <= widest[None, :]), 1)
-    front = order[~beats.any(axis=0)]
-    if len(front) <= MOST_LABELS:
-        return front, True
-    spread = np.unique(np.linspace(0, len(front) - 1, MOST_LABELS).round().astype(np.int64))
-    return np.asarray(front[spread]), False
+    on_front = np.zeros(len(order), np.bool_)
+    for limit in np.unique(widest):
+        # the labels within this workspace that save less than all before them
+        within = np.flatnonzero(widest <= limit)
+        lows = within[new_lows(held[within])]
+        on_front[lows[widest[lows] == limit]] = True
+    return np.asarray(order[on_front])
+
+
+def _nearest(time_s: Array, kept: Array, workspace: Array, prices: Array) -> Ints:
+    """Returns the labels that are nearest to the hull of those with no more workspace.
+
+    Labels on the hull are spread evenly if there are too many.
+    """
+    if len(prices) > MOST_PRICES:
+        prices = prices[np.linspace(0, len(prices) - 1, MOST_PRICES).round().astype(np.int64)]
+    order = np.argsort(workspace, kind="stable")
+    last = np.searchsorted(workspace[order], workspace, side="right") - 1
+    beyond_s = np.full(len(kept), np.inf)
+    for price in (0.0, *prices):
+        value_s = time_s + price * kept
+        least_s = np.minimum.accumulate(value_s[order])[last]
+        beyond_s = np.minimum(beyond_s, value_s - least_s)
+    beyond_s[beyond_s < 1e-9 * time_s] = 0.0
+    nearest = np.argsort(beyond_s, kind="stable")
+    on_hull = np.flatnonzero(beyond_s == 0.0)
+    if len(on_hull) > MOST_LABELS:
+        nearest = on_hull[np.linspace(0, len(on_hull) - 1, MOST_LABELS).round().astype(np.int64)]
+    return np.sort(nearest[:MOST_LABELS])

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.host.state_location import OFFLOAD_OF
+from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.memory.rank_memory import RankMemory
 from parplan.costmodels.operators.sharding import placements
 from parplan.costmodels.price_cache import PriceCache
@@ -116,19 +117,13 @@ def letters(number: int) -> str:
 
 def _stages(strategy: Strategy, names: dict[LayerChoice, str]) -> tuple[StagePlan, ...]:
     stages = []
-    block = 0
     for index, stage in enumerate(strategy.stages):
         runs: list[LayerRun] = []
-        for choice in stage:
-            name = names[choice]
-            if choice.kind.role is not LayerKind.BLOCK:
-                runs.append(LayerRun(plan=name))
-                continue
-            if runs and runs[-1].plan == name and runs[-1].blocks:
-                runs[-1] = LayerRun(plan=name, blocks=(runs[-1].blocks[0], block))
-            else:
-                runs.append(LayerRun(plan=name, blocks=(block, block)))
-            block += 1
+        for layer, choice in enumerate(stage, strategy.layers_of(index)[0]):
+            name, first = names[choice], layer
+            if runs and runs[-1].plan == name:
+                first = runs.pop().first
+            runs.append(LayerRun(plan=name, first=first, last=layer))
         stages.append(StagePlan(rank=strategy.layout.rank_of(index), layers=tuple(runs)))
     return tuple(stages)
 
@@ -145,6 +140,26 @@ def pipeline_of(layout: ParallelLayout) -> PipelinePlan:
     )
 
 
+def prediction_of(
+    layout: ParallelLayout, price: StepPrice, price_cache: LayerPriceCache
+) -> Prediction:
+    """Returns the prediction of a priced strategy, without error band and layers' redundancy."""
+    kind, num_ranks = step_kind(price), layout.mesh.num_ranks
+    speed = price_cache.training.tokens_per_step / price.step_s / num_ranks
+    used = model_flops_utilization(price.step_s, num_ranks, price_cache)
+    return Prediction(
+        step_time_s=Quantity(value=rounded_figures(price.step_s), kind=kind),
+        tokens_per_s_per_gpu=Quantity(value=rounded_figures(speed), kind=kind),
+        mfu=Quantity(value=rounded_figures(used), kind=kind),
+        breakdown=_breakdown(price),
+        memory_gib=tuple(
+            _stage_memory(rank, memory, price_cache.machine.cluster.device.memory_bytes)
+            for rank, memory in enumerate(price.memory)
+        ),
+        redundancy_gib=_redundancy_of_ranks(layout, price),
+    )
+
+
 def step_kind(price: StepPrice) -> Kind:
     """Returns the kind of the step time: the weakest of all ranks, which wait for each other.
 
@@ -153,7 +168,7 @@ def step_kind(price: StepPrice) -> Kind:
     return weakest_kind((Kind.INTERPOLATED, *(rank.total.kind for rank in price.ranks)))
 
 
-def breakdown(price: StepPrice) -> Breakdown:
+def _breakdown(price: StepPrice) -> Breakdown:
     """Returns the step time by cause on the rank that finishes last; the rest is the bubble."""
     simulated = price.simulated
     rank = max(range(len(price.ranks)), key=lambda r: price.ranks[r].total.value_s)
@@ -177,15 +192,8 @@ def breakdown(price: StepPrice) -> Breakdown:
     )
 
 
-def memory_of_stages(price: StepPrice, capacity_bytes: int) -> tuple[StageMemory, ...]:
-    """Returns the GiB of one device by class, for each pipeline rank."""
-    return tuple(
-        _stage_memory(rank, memory, capacity_bytes) for rank, memory in enumerate(price.memory)
-    )
-
-
 def _stage_memory(rank: int, memory: RankMemory, capacity_bytes: int) -> StageMemory:
-    """Returns the classes at the fullest moment.
+    """Returns the GiB of one device by class at the fullest moment.
 
     Bytes that are not there at that moment (`memory.apart`) are gradients that do not exist yet,
     then activations that are freed by then, and then temporaries of layers that are gathered and
@@ -221,14 +229,14 @@ def _redundancy(
     strategy: Strategy, price: StepPrice, names: Mapping[LayerChoice, str], price_cache: PriceCache
 ) -> Redundancy:
     return replace(
-        redundancy_of(strategy.layout, price),
+        _redundancy_of_ranks(strategy.layout, price),
         layers={
             name: _layer_redundancy(choice, strategy, price_cache) for choice, name in names.items()
         },
     )
 
 
-def redundancy_of(layout: ParallelLayout, price: StepPrice) -> Redundancy:
+def _redundancy_of_ranks(layout: ParallelLayout, price: StepPrice) -> Redundancy:
     """Returns the redundancy of the cluster and of each pipeline rank, without single layers."""
     devices = layout.mesh.ranks_per_stage
     sums = {
@@ -282,11 +290,7 @@ def assemble(
 ) -> Plan:
     """Returns the Plan of a priced strategy."""
     layout = strategy.layout
-    cluster = price_cache.machine.cluster
     training = price_cache.training
-    step_s = price.step_s
-    num_ranks = layout.mesh.num_ranks
-    kind = step_kind(price)
     names = _name_choices(strategy)
     unmeasured = (
         price_cache.model.num_experts
@@ -294,25 +298,16 @@ def assemble(
         or layout.chunked
         or any(choice.on_host for choice in names)
     )
-    predicted = Prediction(
-        step_time_s=Quantity(value=rounded_figures(step_s), kind=kind),
-        tokens_per_s_per_gpu=Quantity(
-            value=rounded_figures(training.tokens_per_step / step_s / num_ranks), kind=kind
-        ),
-        mfu=Quantity(
-            value=rounded_figures(model_flops_utilization(step_s, num_ranks, price_cache)),
-            kind=kind,
-        ),
+    predicted = replace(
+        prediction_of(layout, price, price_cache),
         # no measured step has experts or offload
         error_band=None if unmeasured else error_band(price_cache.machine, training.stack),
-        breakdown=breakdown(price),
-        memory_gib=memory_of_stages(price, cluster.device.memory_bytes),
         redundancy_gib=_redundancy(strategy, price, names, price_cache),
     )
     return Plan(
         plan_version=PLAN_VERSION,
         model=price_cache.model,
-        cluster=cluster,
+        cluster=price_cache.machine.cluster,
         training=training,
         mesh=layout.mesh,
         pipeline=pipeline_of(layout),
@@ -344,11 +339,7 @@ def _with_ties(record: SearchRecord, predicted: Prediction) -> SearchRecord:
 
 def runner_up(strategy: Strategy, price: StepPrice) -> RunnerUp:
     """Returns a priced strategy as a runner-up; `assemble` sets its `inside_error_band`."""
-    return runner_up_of(strategy.layout, price)
-
-
-def runner_up_of(layout: ParallelLayout, price: StepPrice) -> RunnerUp:
-    """Returns any priced candidate of `layout` as a runner-up."""
+    layout = strategy.layout
     return RunnerUp(
         mesh=layout.mesh,
         pipeline=pipeline_of(layout),

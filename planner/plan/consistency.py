@@ -7,30 +7,38 @@ ambiguous and is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from parplan.costmodels.communication.mesh import Mesh, illegal_expert_parallel
 from parplan.costmodels.host.state_location import OFFLOAD_OF, StateLocation
 from parplan.costmodels.schedules.actions import check_rows
 from parplan.costmodels.schedules.schedule import Schedule, legal, rank_of
-from parplan.planner.plan.pipeline_plan import PipelinePlan
-from parplan.planner.plan.plan import LayerPlan, Plan, StagePlan
-from parplan.planner.plan.prediction import Prediction
-from parplan.planner.plan.traced_plan import TracedPlan
+from parplan.planner.plan.pipeline_plan import PipelinePlan, PipelineStage
+from parplan.planner.plan.plan import LayerPlan, Plan
+from parplan.planner.plan.traced_plan import AnyPlan, ShardStage, TracedPlan
 from parplan.profiles.errors import ConfigError, unknown_name_error
-from parplan.profiles.machines.hardware import Cluster
-from parplan.profiles.models.operator_graph import LayerKind
-from parplan.profiles.models.spec import Positions, TrainingSpec
+from parplan.profiles.models.operator_graph import layer_kind
+from parplan.profiles.models.spec import Positions
 from parplan.profiles.models.transformer import build_graph
 
 _AGAIN = "make the plan again"
 IN_CHUNKS = OFFLOAD_OF[StateLocation.HOST]  # only blocks in chunks offload these states
 
 
-def require_consistent(plan: Plan, where: str) -> None:
+def require_consistent(plan: AnyPlan, where: str) -> None:
     """Raises ConfigError with `where` and key for the first part that does not fit the others."""
-    stages = [stage.rank for stage in plan.stages]
-    _require_layout(plan.cluster, plan.training, plan.mesh, plan.pipeline, stages, where)
+    _require_layout(plan, where)
+    _require_prediction(plan, where)
+    if isinstance(plan, TracedPlan):
+        _require_stages(plan.stages, len(plan.shards), where)
+        _require_traced(plan, where)
+    else:
+        _require_stages(plan.stages, plan.model.num_layers + 2, where)
+        _require_described(plan, where)
+
+
+def _require_described(plan: Plan, where: str) -> None:
+    """Raises ConfigError for layer plans or chunks that do not fit the model and the mesh."""
     reason = illegal_expert_parallel(plan.mesh, plan.model)
     if reason:
         raise _unfit(where, "mesh", reason)
@@ -58,8 +66,12 @@ def require_consistent(plan: Plan, where: str) -> None:
         raise _unfit(
             where, "pipeline", f"tp_overlap is {plan.pipeline.tp_overlap}, the mesh has tp 1"
         )
-    _require_layers(plan.stages, plan.layer_plans, plan.model.num_layers, where)
-    _require_prediction(plan.predicted, plan.mesh.pp, plan.layer_plans, where)
+    _require_known_plans(plan, where)
+    for name, layer in plan.predicted.redundancy_gib.layers.items():
+        key = f"{where}: predicted.redundancy_gib.layers"
+        if name not in plan.layer_plans:
+            raise unknown_name_error("layer plan", name, plan.layer_plans, where=key)
+        _require_rank(layer.stage, plan.mesh.pp, f"{key}.{name}: stage")
     if plan.chunks is not None:
         if [rank.stage for rank in plan.chunks.ranks] != list(range(plan.mesh.pp)):
             raise ConfigError(
@@ -71,22 +83,10 @@ def require_consistent(plan: Plan, where: str) -> None:
             _require_rank(group.stage, plan.mesh.pp, f"{where}: chunks.groups.{index}: stage")
 
 
-def require_consistent_traced(plan: TracedPlan, where: str) -> None:
-    """Raises ConfigError for the first part of a traced plan that does not fit the others."""
-    _require_gapless(
-        "shards",
-        [(part.first, part.end) for part in plan.shards],
-        plan.traced.num_operators,
-        "operators",
-        where,
-    )
-    _require_gapless(
-        "stages",
-        [(part.first, part.end) for part in plan.stages],
-        len(plan.shards),
-        "shards",
-        where,
-    )
+def _require_traced(plan: TracedPlan, where: str) -> None:
+    """Raises ConfigError for shards, or choices of stages, that do not fit the module."""
+    ranges = [(f"shards.{i}", each.first, each.end) for i, each in enumerate(plan.shards)]
+    _require_gapless("shards", ranges, plan.traced.num_operators, "operators", where)
     if plan.mesh.ep > 1 or (plan.mesh.tp > 1 and not plan.shardings):
         raise _unfit(
             where,
@@ -94,28 +94,31 @@ def require_consistent_traced(plan: TracedPlan, where: str) -> None:
             f"it is {plan.mesh}, nothing says how the operators of a traced module are divided",
         )
     _require_shardings(plan, where)
-    _require_layout(
-        plan.cluster,
-        plan.training,
-        plan.mesh,
-        plan.pipeline,
-        [stage.rank for stage in plan.stages],
-        where,
-    )
     for index, stage in enumerate(plan.stages):
         if stage.zero not in range(4):
             raise ConfigError(
                 f"{where}: stages.{index}: zero is {stage.zero}, it must be 0, 1, 2 or 3",
                 hint=_AGAIN,
             )
-        wrong = [shard for shard in stage.recompute if not stage.first <= shard < stage.end]
+        _require_recompute(plan, stage, f"stages.{index}", where)
+
+
+def _require_recompute(plan: TracedPlan, stage: ShardStage, key: str, where: str) -> None:
+    """Raises ConfigError unless shards of the stage run again, each as a whole or by one list."""
+    again = [*stage.recompute, *(shard for each in stage.recompute_lists for shard in each.shards)]
+    for shard in again:
+        if not stage.first <= shard < stage.end:
+            raise _unfit(
+                where, key, f"it recomputes layer {shard}, and has {stage.first} to {stage.end - 1}"
+            )
+        if again.count(shard) > 1:
+            raise _unfit(where, key, f"it recomputes layer {shard} twice")
+        size = plan.shards[shard].end - plan.shards[shard].first
+        wrong = [place for place in stage.places_again(shard) if not 0 <= place < size]
         if wrong:
             raise _unfit(
-                where,
-                f"stages.{index}",
-                f"it recomputes shard {wrong[0]}, and has {stage.first} to {stage.end - 1}",
+                where, key, f"it recomputes operator {wrong[0]} of layer {shard}, which has {size}"
             )
-    _require_prediction(plan.predicted, plan.mesh.pp, None, where)
 
 
 def _require_shardings(plan: TracedPlan, where: str) -> None:
@@ -140,33 +143,28 @@ def _unfit(where: str, key: str, problem: str) -> ConfigError:
     return ConfigError(f"{where}: {key}: {problem}", hint=_AGAIN)
 
 
-def _require_layout(
-    cluster: Cluster,
-    training: TrainingSpec,
-    mesh: Mesh,
-    pipeline: PipelinePlan,
-    ranks: list[int],
-    where: str,
-) -> None:
+def _require_layout(plan: AnyPlan, where: str) -> None:
     """Raises ConfigError unless devices, batch and stages (by rank) fit mesh and pipeline."""
-    if mesh.num_ranks != cluster.num_gpus:
+    mesh, pipeline = plan.mesh, plan.pipeline
+    ranks = [stage.rank for stage in plan.stages]
+    if mesh.num_ranks != plan.cluster.num_gpus:
         raise _unfit(
             where,
             "mesh",
-            f"{mesh} has {mesh.num_ranks} ranks, the cluster has {cluster.num_gpus} devices, "
-            f"nodes {cluster.nodes} x {cluster.gpus_per_node}",
+            f"{mesh} has {mesh.num_ranks} ranks, the cluster has {plan.cluster.num_gpus} devices, "
+            f"nodes {plan.cluster.nodes} x {plan.cluster.gpus_per_node}",
         )
     reason = legal(pipeline.schedule, mesh.pp, pipeline.num_micro_batches, pipeline.virtual_stages)
     if reason:
         raise _unfit(where, "pipeline", reason)
     sequences = pipeline.micro_batch_size * pipeline.num_micro_batches * mesh.dp
-    if sequences != training.global_batch_size:
+    if sequences != plan.training.global_batch_size:
         raise _unfit(
             where,
             "pipeline",
             f"{pipeline.num_micro_batches} micro-batches of {pipeline.micro_batch_size} "
             f"on dp {mesh.dp} are {sequences} sequences, "
-            f"global_batch_size is {training.global_batch_size}",
+            f"global_batch_size is {plan.training.global_batch_size}",
         )
     num_stages = mesh.pp * pipeline.virtual_stages
     if len(ranks) != num_stages:
@@ -228,49 +226,42 @@ def _require_layer_plan(
             raise _unfit(where, key, f"it names {unknown}, the layer has {', '.join(operators)}")
 
 
-def _require_layers(
-    stages: Iterable[StagePlan], known: Mapping[str, LayerPlan], num_layers: int, where: str
-) -> None:
-    """Raises ConfigError unless the stages run embedding, every block in order, and head."""
-    runs = []
+def _require_stages(stages: Iterable[PipelineStage], num_layers: int, where: str) -> None:
+    """Raises ConfigError unless the stages run every layer of the model in order."""
+    ranges = []
     for index, stage in enumerate(stages):
         if not stage.layers:
             raise _unfit(where, f"stages.{index}", "it has no layers")
+        ranges += [
+            (f"stages.{index}.layers.{number}", run.first, run.last + 1)
+            for number, run in enumerate(stage.layers)
+        ]
+    _require_gapless("stages", ranges, num_layers, "layers", where)
+
+
+def _require_known_plans(plan: Plan, where: str) -> None:
+    """Raises ConfigError unless the layers run on layer plans of their kind."""
+    for index, stage in enumerate(plan.stages):
+        key = f"stages.{index}"
         for run in stage.layers:
-            if run.plan not in known:
+            if run.plan not in plan.layer_plans:
                 raise unknown_name_error(
-                    "layer plan", run.plan, known, where=f"{where}: stages.{index}"
+                    "layer plan", run.plan, plan.layer_plans, where=f"{where}: {key}"
                 )
-            runs.append((f"stages.{index}", known[run.plan].layer, run.blocks))
-    ends = [kind for _, kind, _ in (*runs[:1], *runs[-1:])]
-    if ends != [LayerKind.EMBEDDING, LayerKind.HEAD]:
-        raise _unfit(
-            where, "stages", "the first layer must be the embedding, and the last the head"
-        )
-    block = 0
-    for key, kind, blocks in runs[1:-1]:
-        if kind is not LayerKind.BLOCK or blocks is None:
-            raise _unfit(
-                where,
-                key,
-                f"a layer of kind {kind} {'with' if blocks else 'without'} blocks, "
-                "inside are only runs of blocks",
-            )
-        if blocks[0] != block or blocks[1] < block:
-            raise _unfit(
-                where, key, f"blocks are {blocks[0]} to {blocks[1]}, they must begin with {block}"
-            )
-        block = blocks[1] + 1
-    if block != num_layers:
-        raise _unfit(where, "stages", f"they have {block} blocks, the model has {num_layers}")
-    if any(blocks is not None for _, _, blocks in (runs[0], runs[-1])):
-        raise _unfit(where, "stages", "embedding and head have no blocks")
+            layer = plan.layer_plans[run.plan].layer
+            for each in (run.first, run.last):
+                kind = layer_kind(each, plan.model.num_layers)
+                if layer is not kind:
+                    raise _unfit(
+                        where,
+                        key,
+                        f"layer {each} is of kind {kind}, its plan {run.plan} is of kind {layer}",
+                    )
 
 
-def _require_prediction(
-    predicted: Prediction, pp: int, known: Mapping[str, LayerPlan] | None, where: str
-) -> None:
-    """Raises ConfigError unless the prediction is of these stages and layer plans."""
+def _require_prediction(plan: AnyPlan, where: str) -> None:
+    """Raises ConfigError unless the prediction is of these stages."""
+    predicted, pp = plan.predicted, plan.mesh.pp
     if [memory.stage for memory in predicted.memory_gib] != list(range(pp)):
         raise ConfigError(
             f"{where}: predicted.memory_gib has {len(predicted.memory_gib)} stages, "
@@ -283,24 +274,18 @@ def _require_prediction(
             "predicted.redundancy_gib",
             f"it has {len(predicted.redundancy_gib.stages)} stages, the mesh has pp {pp}",
         )
-    for name, layer in predicted.redundancy_gib.layers.items() if known is not None else ():
-        if name not in (known or ()):
-            raise unknown_name_error(
-                "layer plan", name, known or (), where=f"{where}: predicted.redundancy_gib.layers"
-            )
-        _require_rank(layer.stage, pp, f"{where}: predicted.redundancy_gib.layers.{name}: stage")
 
 
 def _require_gapless(
-    key: str, ranges: list[tuple[int, int]], size: int, what: str, where: str
+    part: str, ranges: Iterable[tuple[str, int, int]], size: int, what: str, where: str
 ) -> None:
-    """Raises ConfigError unless the ranges follow one another from 0 to `size`."""
-    last = 0
-    for index, (first, end) in enumerate(ranges):
-        if first != last or end <= first:
+    """Raises ConfigError unless the ranges, each with its key, follow one another to `size`."""
+    after = 0
+    for key, first, end in ranges:
+        if first != after or end <= first:
             raise _unfit(
-                where, f"{key}.{index}", f"it is {what} {first} to {end}, it must begin with {last}"
+                where, key, f"it has {what} {first} to {end - 1}, it must begin with {after}"
             )
-        last = end
-    if last != size:
-        raise ConfigError(f"{where}: {key} end with {what} {last}, there are {size}", hint=_AGAIN)
+        after = end
+    if after != size:
+        raise _unfit(where, part, f"they have {after} {what}, there are {size}")

@@ -1,10 +1,11 @@
-"""The layout and the host memory of a plan, derived from its fields."""
+"""The layout, the host memory and the blocks of a plan, derived from its fields."""
 
 from __future__ import annotations
 
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.plan.plan import Plan
-from parplan.planner.plan.traced_plan import AnyPlan
+from parplan.planner.plan.plan import LayerRun, Plan
+from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
+from parplan.profiles.models.operator_graph import LayerKind
 
 
 def host_gib(plan: AnyPlan) -> float:
@@ -21,17 +22,25 @@ def host_gib(plan: AnyPlan) -> float:
     )
 
 
-def layout_of(plan: Plan) -> ParallelLayout:
+def layout_of(plan: AnyPlan) -> ParallelLayout:
     """Returns the mesh, schedule and micro-batch of a plan as a layout."""
     pipeline = plan.pipeline
+    layer_plans = () if isinstance(plan, TracedPlan) else plan.layer_plans.values()
     return ParallelLayout(
         mesh=plan.mesh,
         schedule=pipeline.schedule,
         virtual_stages=pipeline.virtual_stages,
         micro_batch_size=pipeline.micro_batch_size,
         num_micro_batches=pipeline.num_micro_batches,
-        sequence_parallel=any(p.sequence_parallel for p in plan.layer_plans.values()),
+        sequence_parallel=any(each.sequence_parallel for each in layer_plans),
         actions=pipeline.actions,
         tp_overlap=pipeline.tp_overlap,
-        chunked=plan.chunks is not None,
+        chunked=not isinstance(plan, TracedPlan) and plan.chunks is not None,
     )
+
+
+def blocks_of(plan: Plan, run: LayerRun) -> range:
+    """Returns the numbers of the blocks in a run of layers, from 0; embedding and head are none."""
+    if plan.layer_plans[run.plan].layer is not LayerKind.BLOCK:
+        return range(0)
+    return range(run.first - 1, run.last)

@@ -1,4 +1,4 @@
-"""The pipeline schedule of a plan and its micro-batches."""
+"""The pipeline of a plan: its schedule and micro-batches, and the layers of its stages."""
 
 from __future__ import annotations
 
@@ -40,3 +40,44 @@ class PipelinePlan:
                 f"pipeline: schedule {self.schedule} has {len(self.actions)} lines of actions; "
                 "custom, and only it, has some"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRange:
+    """Consecutive layers, by their index in the model's sequence of layers.
+
+    Of a described model 0 is the embedding, then come the blocks, and the head is the last. The
+    layers of a traced module are its shards.
+
+    first, last   the first and the last layer, both included
+    """
+
+    __pydantic_config__ = _FORBID
+
+    first: int
+    last: int
+
+    @property
+    def indices(self) -> range:
+        """The indices of the layers."""
+        return range(self.first, self.last + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineStage:
+    """One (virtual) pipeline stage: its layers in order, and the pipeline rank that runs it."""
+
+    __pydantic_config__ = _FORBID
+
+    rank: int
+    layers: tuple[LayerRange, ...]
+
+    @property
+    def first(self) -> int:
+        """The index of the stage's first layer."""
+        return self.layers[0].first
+
+    @property
+    def end(self) -> int:
+        """The index after that of the stage's last layer."""
+        return self.layers[-1].last + 1

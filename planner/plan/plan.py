@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.host.state_location import Eviction, StateLocation
-from parplan.planner.plan.pipeline_plan import PipelinePlan
+from parplan.planner.plan.pipeline_plan import LayerRange, PipelinePlan, PipelineStage
 from parplan.planner.plan.prediction import Prediction, SearchRecord
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
@@ -17,7 +17,7 @@ from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.provenance import Kind
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 _FORBID = {"extra": "forbid"}
 
 
@@ -75,25 +75,23 @@ class LayerPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerRun:
+class LayerRun(LayerRange):
     """Consecutive layers on one layer plan.
 
-    blocks   the first and the last block (inclusive), None for embedding and head
+    plan   a name of `layer_plans`
     """
 
     __pydantic_config__ = _FORBID
 
     plan: str
-    blocks: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StagePlan:
-    """One (virtual) pipeline stage: its layers in order, and the pipeline rank that runs it."""
+class StagePlan(PipelineStage):
+    """One (virtual) pipeline stage of a described model."""
 
     __pydantic_config__ = _FORBID
 
-    rank: int
     layers: tuple[LayerRun, ...]
 
 

@@ -191,11 +191,7 @@ def _splits(operator: Operator, name: str, layer_plan: LayerPlan, tp: int) -> Sp
 
 
 def _layers(stage: StagePlan, choices: dict[str, LayerChoice]) -> tuple[LayerChoice, ...]:
-    return tuple(
-        choices[run.plan]
-        for run in stage.layers
-        for _ in range(1 if run.blocks is None else run.blocks[1] - run.blocks[0] + 1)
-    )
+    return tuple(choices[run.plan] for run in stage.layers for _ in run.indices)
 
 
 def strategy_of(plan: Plan, price_cache: PriceCache) -> Strategy:

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
+from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.step import StepPrice, price_step
 from parplan.costmodels.strategy import Strategy
 from parplan.planner.plan.assemble import assemble
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.plan_strategy import prices_of_plan, strategy_of
+from parplan.planner.plan.traced_plan import AnyPlan
+
+P = TypeVar("P", bound=AnyPlan)
+C = TypeVar("C", bound=LayerPriceCache)
 
 
 @dataclass(frozen=True, slots=True)
-class Repriced:
+class Repriced(Generic[P, C]):
     """A plan with predictions of today, and the strategy and prices behind them."""
 
-    plan: Plan
+    plan: P
     strategy: Strategy
     price: StepPrice
-    price_cache: PriceCache
+    price_cache: C
 
 
-def reprice(plan: Plan) -> Repriced:
+def reprice(plan: Plan) -> Repriced[Plan, PriceCache]:
     """Returns the plan with all predictions computed again. Raises ConfigError."""
     price_cache = prices_of_plan(plan)
     strategy = strategy_of(plan, price_cache)

@@ -1,8 +1,9 @@
 """The plan of a traced module: its shards, the stages that run them, and their parallelism.
 
 It shares the parts of the plan of a described model (planner/plan/plan.py): cluster, training,
-mesh, pipeline, prediction, search. A shard is a run of operators in the order in which the module
-ran them. The executor traces the module again and cuts it at the same places.
+mesh, pipeline, prediction, search. A shard is a layer of the module: a run of operators in the
+order in which the module ran them. The executor traces the module again and cuts it at the same
+places.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from parplan.costmodels.communication.mesh import Mesh
-from parplan.planner.plan.pipeline_plan import PipelinePlan
+from parplan.planner.plan.pipeline_plan import PipelinePlan, PipelineStage
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Prediction, SearchRecord
 from parplan.profiles.machines.hardware import Cluster
@@ -57,20 +58,38 @@ class ShardPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardStage:
-    """One (virtual) pipeline stage: shards [first, end), and the pipeline rank that runs it.
+class RecomputeList:
+    """Operators of some alike shards of a stage that run again in the backward pass.
 
-    zero        its ZeRO stage
-    recompute   the shards that run again in the backward pass
+    shards   the shards
+    places   the places of the operators in each of these shards, from 0
     """
 
     __pydantic_config__ = _FORBID
 
-    rank: int
-    first: int
-    end: int
+    shards: tuple[int, ...]
+    places: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardStage(PipelineStage):
+    """One (virtual) pipeline stage of a traced module.
+
+    zero              its ZeRO stage
+    recompute         the layers that run again as a whole in the backward pass
+    recompute_lists   the shards of which some operators run again
+    """
+
+    __pydantic_config__ = _FORBID
+
     zero: int
     recompute: tuple[int, ...] = ()
+    recompute_lists: tuple[RecomputeList, ...] = ()
+
+    def places_again(self, shard: int) -> tuple[int, ...]:
+        """Returns the places of the operators of a shard's recompute list, if it has one."""
+        lists = (each.places for each in self.recompute_lists if shard in each.shards)
+        return next(lists, ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

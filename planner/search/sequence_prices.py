@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, combinations, pairwise
 from typing import Any, TypeVar
 
@@ -12,7 +13,7 @@ import numpy.typing as npt
 
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.layers.model_states import ideal_states
-from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.layers.recompute import Recompute, RecomputedOperators
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.schedules.hidden_recompute import hidden_passes
 from parplan.costmodels.schedules.schedule import LAST_KEEPS_ALL, Schedule
@@ -57,7 +58,9 @@ class SequencePrices(SearchPrices):
     ) -> None:
         self.table = SequenceTable(price_cache, allowed, deadline)
         super().__init__(self._shardable(space), price_cache, allowed, deadline)
-        self.ranges = RangeTables(price_cache, deadline.check)
+        self.ranges = RangeTables(
+            price_cache, partial(self.table.options, levels=self.table.levels), deadline.check
+        )
         self._given, self._assembler = given, assembler
         self._classes: dict[Hashable, int] = {}  # of ranges with equal prices
 
@@ -311,7 +314,7 @@ class SequencePrices(SearchPrices):
         layout, count = strategy.layout, len(strategy.stages)
         if self._given(layout) is not None:
             return
-        levels = [choice.recompute for stage in strategy.stages for choice in stage]
+        recomputed = [choice.recompute for stage in strategy.stages for choice in stage]
         ends = [0, *accumulate(map(len, strategy.stages))]
         spans = ((a, b) for a, b in combinations(range(1, count + 1), 2))
         for a, b in sorted(spans, key=lambda span: span[1] - span[0]):
@@ -324,17 +327,17 @@ class SequencePrices(SearchPrices):
                     first, end = moved[stage], moved[stage + 1]
                     zero = strategy.stages[stage][0].zero
                     stages[stage] = tuple(
-                        self._layer(layout, layer, first, levels[layer], zero)
+                        self._layer(layout, layer, first, recomputed[layer], zero)
                         for layer in range(first, end)
                     )
                 ranks = tuple({layout.rank_of(stage) for stage in range(a - 1, b)})
                 yield replace(strategy, stages=tuple(stages)), ranks
 
     def _layer(
-        self, layout: ParallelLayout, layer: int, first: int, level: Recompute, zero: int
+        self, layout: ParallelLayout, layer: int, first: int, how: RecomputedOperators, zero: int
     ) -> LayerChoice:
         key = self.price_cache.key(layer, first)
-        return LayerChoice(key, level, zero, self._own(key, layout.sharding))
+        return LayerChoice(key, how, zero, self._own(key, layout.sharding))
 
     def _own(self, key: LayerKey, sharding: Sharding) -> Sharding | None:
         own = self.price_cache.own_sharding(key, sharding)

@@ -1,13 +1,15 @@
 """Columns of a pipeline rank of a model with several layer classes.
 
 The layers of a rank are a range of the model for each of its chunks (`StageContents`). Each layer
-has the options of its class; the front over all choices is found layer by layer
-(planner/layer_options/recompute_labels.py), and is priced as the mixes of equal blocks are
-(planner/stage_columns/mix_prices.py). The layers of a rank have one ZeRO stage (EQUATIONS I7).
+has the options of its class, which differ in the operators that run again. The front over all
+choices is found layer by layer (planner/layer_options/recompute_labels.py), and is priced as the
+mixes of equal blocks are (planner/stage_columns/mix_prices.py). The layers of a rank have one ZeRO
+stage (EQUATIONS I7).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
@@ -17,17 +19,18 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
-from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.layers.recompute import Recompute, RecomputedOperators
 from parplan.costmodels.memory.peak_memory import AlikeLayers, LayerBytes
 from parplan.costmodels.memory.rank_memory import usable_bytes
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.deadline import NEVER, Deadline
-from parplan.planner.dominance import Array, Ints
-from parplan.planner.layer_options.catalogue import LayerOption
+from parplan.planner.dominance import Array, Ints, hull_prices
+from parplan.planner.layer_options.catalogue import LayerOption, unbeaten
 from parplan.planner.layer_options.chunk_labels import ChunkLabels, of_chunk, of_chunks
 from parplan.planner.layer_options.mixes import Mixes, column_of
 from parplan.planner.layer_options.recompute_labels import LabelTable
+from parplan.planner.layer_options.recompute_lists import recompute_lists
 from parplan.planner.request import Constraints
 from parplan.planner.stage_columns.columns import RankColumns
 from parplan.planner.stage_columns.mix_peaks import MixPeaks
@@ -44,14 +47,14 @@ from parplan.planner.stage_columns.stage_prices import (
 )
 from parplan.profiles.models.operator_graph import LayerKey, LayerKind
 
-LEVELS = (Recompute.NONE, Recompute.FULL)  # a layer is recomputed as a whole or not at all
-SLOPES = 16  # prices of a saved byte at which a front that is not exact is bounded
+LEVELS = (Recompute.NONE, Recompute.FULL)
 
 
 class SequenceTable(StageTable):
     """Options of layer classes, and fronts of rows of layers, each made once.
 
-    levels    the allowed levels of recompute
+    levels        the allowed levels of recompute
+    by_operator   layers may recompute lists of operators besides
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class SequenceTable(StageTable):
     ) -> None:
         super().__init__(price_cache, pins, deadline)
         self.levels = tuple(level for level in LEVELS if level in (pins.recompute or LEVELS))
+        self.by_operator = pins.recompute is None
         self._labels = LabelTable()
 
     def zero_stages(self, layout: ParallelLayout) -> tuple[int, ...]:
@@ -82,14 +86,29 @@ class SequenceTable(StageTable):
     def options(
         self, key: LayerKey, b: int, sharding: Sharding, levels: Sequence[Recompute]
     ) -> tuple[LayerOption, ...]:
-        """Returns the ways to run a layer of a class."""
+        """Returns the ways to run a layer of a class that no other beats, fastest first.
+
+        Lists of operators are among them where both levels are, and none is pinned. Embedding and
+        head are not recomputed.
+        """
         own = self.price_cache.own_sharding(key, sharding)
+        if key.role is not LayerKind.BLOCK:
+            levels = (Recompute.NONE,)
         return self.once(
-            ("options", key, b, own, levels),
-            lambda: tuple(self._option(key, b, own, level) for level in levels),
+            ("options", key, b, own, levels), lambda: self._options(key, b, own, levels)
         )
 
-    def _option(self, key: LayerKey, b: int, sharding: Sharding, level: Recompute) -> LayerOption:
+    def _options(
+        self, key: LayerKey, b: int, sharding: Sharding, levels: Sequence[Recompute]
+    ) -> tuple[LayerOption, ...]:
+        ways: dict[RecomputedOperators, None] = dict.fromkeys(levels)
+        if self.by_operator and len(levels) == len(LEVELS):
+            ways |= dict.fromkeys(filter(None, recompute_lists(key, b, sharding, self.price_cache)))
+        return unbeaten(self._option(key, b, sharding, way) for way in ways)
+
+    def _option(
+        self, key: LayerKey, b: int, sharding: Sharding, level: RecomputedOperators
+    ) -> LayerOption:
         size = self.price_cache.activations(key, b, sharding, level)
         return LayerOption(
             kind=key,
@@ -104,18 +123,15 @@ class SequenceTable(StageTable):
 
     def front(self, chunks: Sequence[Sequence[Sequence[LayerOption]]]) -> ChunkLabels:
         """Returns the front of the layers of chunks."""
-        return self.once(
-            ("front", tuple(map(tuple, chunks))),
-            lambda: of_chunks([self._front(layers) for layers in chunks]),
+        rows = tuple(tuple(map(self._number, layers)) for layers in chunks)
+        return self.once(("front", rows), lambda: of_chunks([self._front(row) for row in rows]))
+
+    def _number(self, options: Sequence[LayerOption]) -> int:
+        return self._labels.number(
+            tuple((o.time_s, o.saved_bytes, o.workspace_bytes) for o in options)
         )
 
-    def _front(self, layers: Sequence[Sequence[LayerOption]]) -> ChunkLabels:
-        row = tuple(
-            self._labels.number(
-                tuple((o.time_s, o.saved_bytes, o.workspace_bytes) for o in options)
-            )
-            for options in layers
-        )
+    def _front(self, row: tuple[int, ...]) -> ChunkLabels:
         return of_chunk(self._labels.of(row), self._labels.options(row))
 
 
@@ -130,17 +146,19 @@ class SequenceColumns(RankColumns):
         self._sequence_table = table
         self.chunks = contents.body(table.price_cache)
         levels = table.allowed(layout, rank)
-        self._layers = [
-            table.options(key, layout.micro_batch_size, layout.sharding, levels)
-            for chunk in self.chunks
-            for key in chunk
-        ]
-        distinct = dict.fromkeys(option for options in self._layers for option in options)
-        self._options = tuple(distinct)
+        keys = [key for chunk in self.chunks for key in chunk]
+        by_key = {
+            key: table.options(key, layout.micro_batch_size, layout.sharding, levels)
+            for key in dict.fromkeys(keys)
+        }
+        self._layers = [by_key[key] for key in keys]
+        self._options = tuple(option for options in by_key.values() for option in options)
         self._prices: dict[int, PricedMixes] = {}
         self._ends_at: dict[int, EndCosts] = {}
         self._has_ends = bool(contents.ends(table.price_cache))
-        self._numbers = {option: number for number, option in enumerate(distinct)}
+        self._numbers = {option: number for number, option in enumerate(self._options)}
+        firsts = {key: self._numbers[options[0]] for key, options in by_key.items()}
+        self._firsts = np.array([firsts[key] for key in keys], np.int64)
         super().__init__(rank, layout, table)
 
     @property
@@ -199,29 +217,25 @@ class SequenceColumns(RankColumns):
         ends = np.cumsum([0, *map(len, self.chunks)])
         chunks = [self._layers[first:end] for first, end in pairwise(ends)]
         labels = self._sequence_table.front(chunks)
-        numbers = [[self._numbers[option] for option in options] for options in self._layers]
-        rows = np.array(
-            [np.array(each)[labels.options[:, place]] for place, each in enumerate(numbers)],
-            np.int64,
-        ).reshape(len(self._layers), len(labels.options))
-        return labels.exact, rows.T
+        return labels.exact, self._firsts + labels.options
 
     def _mixes(self, zero: int, most: int | None = None) -> Mixes:
         """Returns the front, or its fastest choices, as mixes.
 
         `saved_bytes` are those of the chunk that saves most.
         """
-        rows = self.front[1][:most]
-        counts = np.zeros((len(rows), len(self._options)), np.int64)
-        for place in range(rows.shape[1]):
-            counts[np.arange(len(rows)), rows[:, place]] += 1
+        mixes = self._once(("mixes", most), lambda: self._make_mixes(self.front[1][:most]))
+        return replace(mixes, options=self._at(zero))
+
+    def _make_mixes(self, rows: Ints) -> Mixes:
+        counts = (rows[:, :, None] == np.arange(len(self._options))).sum(axis=1)
         by_layer = column_of(self._options, "saved_bytes")[rows]
         saved = self._of_fullest_chunk(by_layer)
         ideal = self._of_fullest_chunk(column_of(self._options, "ideal_saved_bytes")[rows], True)
         widest = column_of(self._options, "workspace_bytes")[rows].max(axis=1, initial=0.0)
         none = np.zeros(len(rows))
         return Mixes(
-            options=self._at(zero),
+            options=self._options,
             counts=counts,
             chunk_counts=counts,
             saved_bytes=saved,
@@ -279,8 +293,7 @@ class SequenceColumns(RankColumns):
     def _always_bytes(self, zero: int) -> float:
         """Bytes that every choice holds: states without gradients, and the least activations."""
         fixed, block = self.fixed[zero], self.block.of(self._at(zero))
-        numbers = [self._numbers[options[0]] for options in self._layers]
-        states = float((block.states - block.gradients)[numbers].sum())
+        states = float((block.states - block.gradients)[self._firsts].sum())
         kept = sum(
             held * min(option.saved_bytes for option in options)
             for held, options in zip(self._in_flight, self._layers, strict=True)
@@ -349,26 +362,30 @@ class SequenceColumns(RankColumns):
         fixed, block = self.fixed[zero], self.block.of(self._at(zero))
         time_s = block.time_s - block.recompute_s if plain else block.time_s
         saved = column_of(self._options, "saved_bytes")
-        rows = [[self._numbers[option] for option in options] for options in self._layers]
-        states = sum(float(block.states[each[0]]) for each in rows)
-        room = usable - fixed.states - states - self._held_bytes(zero)
-        if not self._moment.made:  # gradients may come after the most saved activations
-            gradients = sum(float(block.gradients[each[0]]) for each in rows)
-            room += fixed.gradients + gradients
-        prices = [0.0] if plain else _slopes(time_s, max(self._moment.stashes) * saved, rows)
-        least_s = max(
-            sum(
-                float((time_s[each] + price * held * saved[each]).min())
-                for each, held in zip(rows, self._in_flight, strict=True)
-            )
-            - price * room
-            for price in prices
+        rows = Counter(
+            (tuple(self._numbers[option] for option in options), held)
+            for options, held in zip(self._layers, self._in_flight, strict=True)
         )
-        plain_s = sum(float((block.time_s - block.recompute_s)[each].min()) for each in rows)
-        tail_s = fixed.tail_s + sum(float(block.tail_s[each].min()) for each in rows)
+
+        def least(values: Array, price: float = 0.0) -> float:
+            return sum(
+                count * float((values + price * held * saved)[list(row)].min())
+                for (row, held), count in rows.items()
+            )
+
+        room = usable - fixed.states - least(block.states) - self._held_bytes(zero)
+        if not self._moment.made:  # gradients may come after the most saved activations
+            room += fixed.gradients + least(block.gradients)
+        prices = {0.0}
+        for row, held in () if plain else rows:
+            options = list(row)
+            prices.update(hull_prices(time_s[options].tolist(), (held * saved)[options].tolist()))
+        least_s = max(least(time_s, price) - price * room for price in prices)
+        plain_s = least(block.time_s - block.recompute_s)
+        tail_s = fixed.tail_s + least(block.tail_s)
         hides = self.layout.recomputes_ahead
         return StageColumn(
-            mix=tuple((self._at(zero)[each[0]], 1) for each in rows),
+            mix=tuple((self._at(zero)[row[0]], count) for (row, _), count in rows.items()),
             zero=zero,
             time_s=least_s + fixed.time_s,
             tail_s=tail_s,
@@ -388,19 +405,6 @@ class SequenceColumns(RankColumns):
             for priced in self.candidates(num_blocks)
         ]
         return min(columns, key=lambda column: column.memory_bytes)
-
-
-def _slopes(time_s: Array, saved: Array, rows: Sequence[Sequence[int]]) -> list[float]:
-    """Returns seconds that layers take to save a byte less, some of them and zero."""
-    slopes = {
-        float((time_s[i] - time_s[j]) / (saved[j] - saved[i]))
-        for each in {tuple(row) for row in rows}
-        for i in each
-        for j in each
-        if time_s[i] > time_s[j] and saved[i] < saved[j]
-    }
-    listed = sorted(slopes)
-    return [0.0, *listed[:: max(1, len(listed) // SLOPES)]]
 
 
 class _SequencePeaks(MixPeaks):
@@ -432,11 +436,12 @@ class _SequencePeaks(MixPeaks):
             besides = self.price_cache.besides_bytes(*layers, b)
             kept = LayerBytes(saved=besides, workspace=0, gradients=0)
             runs = [AlikeLayers(LayerKind.BLOCK, kept)]
-            for key in keys:
-                if key.role is not LayerKind.BLOCK:
-                    runs.append(self._end(key, zero))
+            for is_block, alike in groupby(keys, lambda key: key.role is LayerKind.BLOCK):
+                if not is_block:
+                    runs += [self._end(key, zero) for key in alike]
                     continue
-                runs.append(AlikeLayers(key, bytes_of(self._rows[:, place])))
-                place += 1
+                end = place + len(list(alike))
+                runs.append(AlikeLayers(LayerKind.BLOCK, bytes_of(self._rows[:, place:end].T)))
+                place = end
             chunks.append(runs)
         return chunks

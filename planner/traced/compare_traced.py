@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
@@ -17,6 +18,7 @@ from parplan.planner.infeasible.shortfall import limit_bytes
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.planner.request import Constraints, PlanRequest, SearchOptions
 from parplan.planner.search.comparison import Comparison, ComparisonRow, row, side, side_by_side
+from parplan.planner.traced.assemble_traced import assembled
 from parplan.planner.traced.estimate_traced import module_prices, uniform_strategies
 from parplan.planner.traced.stage_rules import StageRule
 from parplan.planner.traced.traced_prices import traced_prices
@@ -90,7 +92,7 @@ def compare_traced(
 
     def row_of(name: str) -> ComparisonRow:
         baseline = _priced(name, ours, options)
-        return row(baseline, ours.assembled)
+        return row(baseline, partial(assembled, price_cache=ours.price_cache))
 
     mine = side("ours", ours.plan, ours.strategy, ours.price)
     return side_by_side(plan, mine, names, row_of, options)

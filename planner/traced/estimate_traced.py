@@ -69,9 +69,8 @@ def _uniform(
         if level is Recompute.NONE or layout.keeps_all(layout.rank_of(stage))
         for shard in range(first, end)
     }
-    return strategy_on(
-        layout, cuts, [zero] * len(cuts), every_block(price_cache) - kept, price_cache
-    )
+    recomputed = dict.fromkeys(every_block(price_cache) - kept, Recompute.FULL)
+    return strategy_on(layout, cuts, [zero] * len(cuts), recomputed, price_cache)
 
 
 def module_prices(prices: SequencePrices) -> ShardPriceCache:

@@ -22,7 +22,8 @@ SAMPLES = "samples"
 _UNSEARCHED = (
     UnsearchedPart("the host", "a traced module stays on its device"),
     UnsearchedPart(
-        "recompute of a part of a shard", "a shard runs again as a whole, or keeps its activations"
+        "other recompute lists",
+        "a class of shards has the eight that save most for their time",
     ),
     UnsearchedPart(
         "other divisions of a shard over tensor-parallel ranks",

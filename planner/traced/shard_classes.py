@@ -96,6 +96,10 @@ class ShardClasses:
             key.outside,
         )
 
+    def places(self, shard: int) -> tuple[int, ...]:
+        """Returns the places in a shard of the operators of its class."""
+        return tuple(place for place, _ in _in_pass(self.sharded, self.sharded.shards[shard]))
+
     def role(self, shard: int) -> LayerKind:
         """Returns the role of a shard: at an end of the model outside repeated blocks, or not."""
         blocks, (here, *_) = self.sharded.blocks, self.sharded.shards[shard:]
@@ -154,19 +158,21 @@ class ShardClasses:
 def _numbered(sharded: Sharded, shard: Shard) -> tuple[tuple[TracedOperator, ...], Names]:
     """Returns the operators of a shard with numbers for names, and the names."""
     tensors, parameters = _NameNumbers(sharded.values.root), _NameNumbers(lambda name: name)
-    chosen = [
-        traced
-        for traced in sharded.model.operators[shard.first : shard.end]
-        if not traced.constant and not traced.view
-    ]
     used: set[str] = set()
     operators = tuple(
         TracedOperator(
             path="", line="", operator=_renamed(traced.operator, used, tensors, parameters)
         )
-        for traced in chosen
+        for _, traced in _in_pass(sharded, shard)
     )
     return operators, Names(tensors=tuple(tensors.known), parameters=tuple(parameters.known))
+
+
+def _in_pass(sharded: Sharded, shard: Shard) -> Iterator[tuple[int, TracedOperator]]:
+    """Yields the operators that run in the pass of a shard, with their places in it."""
+    for place, traced in enumerate(sharded.model.operators[shard.first : shard.end]):
+        if not traced.constant and not traced.view:
+            yield place, traced
 
 
 class _NameNumbers:

@@ -5,6 +5,7 @@ The prices of layers are in costmodels/layers/layer_price_cache.py.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
 
@@ -78,6 +79,24 @@ class ShardPriceCache(LayerPriceCache):
 
     def recompute_operators(self, kind: LayerKey, level: RecomputedOperators) -> tuple[str, ...]:
         return recompute_operators(self.layer(kind, self.sharded.model.micro_batch_size), level)
+
+    def places_of(self, shard: int, operators: Collection[str]) -> tuple[int, ...]:
+        """Returns the places in a shard of operators of its class, by name."""
+        layer = self.layer(self.key(shard, shard), self.sharded.model.micro_batch_size)
+        return tuple(
+            place
+            for place, operator in zip(self.classes.places(shard), layer.operators, strict=True)
+            if operator.name in operators
+        )
+
+    def operators_at(self, shard: int, places: Collection[int]) -> tuple[str, ...]:
+        """Returns the names, in a shard's class, of the operators at places in the shard."""
+        layer = self.layer(self.key(shard, shard), self.sharded.model.micro_batch_size)
+        return tuple(
+            operator.name
+            for place, operator in zip(self.classes.places(shard), layer.operators, strict=True)
+            if place in places
+        )
 
     def counts_tied(self, mesh: Mesh) -> bool:
         """Returns False: `ShardKey.elsewhere` counts a parameter at the first shard of a stage."""

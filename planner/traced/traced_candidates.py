@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import gcd
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.costmodels.schedules.schedule import AHEAD, LAST_KEEPS_ALL, Schedule, legal
+from parplan.costmodels.schedules.schedule import AHEAD, LAST_KEEPS_ALL, Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.enumeration import (
-    MAX_MICRO_BATCH_SIZE,
     CandidateSpace,
     Pruned,
+    excluded_mesh,
+    excluded_pipeline,
+    illegal_pipeline,
     layout_text,
+    micro_batch_sizes,
 )
-from parplan.planner.candidates.stack_rules import lacking_schedule, require_stack_runs
+from parplan.planner.candidates.stack_rules import require_stack_runs
 from parplan.planner.request import Constraints, TracedRequest
 from parplan.profiles.divisors import divisors
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
-from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import Stack
 
 MOST_CHUNKS = 4  # virtual stages of a rank that are searched when none are pinned
-OUTSIDE_PINS = "excluded by"  # the start of a reason that a pin or a ban gives
 RUN = (
     Schedule.ONE_F_ONE_B,
     Schedule.GPIPE,
@@ -50,9 +51,9 @@ def require_known(pins: Constraints) -> None:
             )
     if pins.recompute and Recompute.SELECTIVE in pins.recompute:
         raise ConfigError(
-            "--recompute selective needs a described model, of a traced one shards run again or "
-            "not",
-            hint="--recompute none, full or none,full",
+            "--recompute selective needs a described model, no operators of a traced one are the "
+            "selected ones",
+            hint="leave it out, and the search chooses operators; or --recompute none,full",
         )
     unknown = [schedule for schedule in pins.schedule or () if schedule not in RUN]
     if unknown:
@@ -81,15 +82,15 @@ def enumerate_traced_candidates(
     layouts: list[ParallelLayout] = []
     pruned: list[Pruned] = []
     for mesh in _meshes(cluster):
-        reason = _excluded_mesh(mesh, num_shards, training, pins)
+        reason = excluded_mesh(mesh, pins, num_shards, "shards that the module can be cut into")
         if not reason and not divides(mesh.tp):
             reason = f"tp {mesh.tp} divides no operator of the module"
         if reason:
             pruned.append(Pruned(str(mesh), reason))
             continue
-        for layout in _layouts(mesh, num_shards, training, pins, pruned):
+        for layout in _layouts(mesh, num_shards, request, pruned):
             stages = layout.num_virtual_stages
-            reason = _excluded(layout, num_shards, pins, training.stack)
+            reason = _excluded(layout, pins, training.stack)
             if not reason and counts and len(counts) != stages:
                 reason = f"--stages gives {len(counts)} stages, not {stages}"
             if reason:
@@ -107,53 +108,22 @@ def _meshes(cluster: Cluster) -> Iterator[Mesh]:
             yield Mesh(pp=pp, dp=gpus // tp // pp, tp=tp)
 
 
-def _allowed(pinned: Collection[object] | None, value: object) -> bool:
-    return pinned is None or value in pinned
-
-
-def _excluded_mesh(
-    mesh: Mesh, num_shards: int, training: TrainingSpec, pins: Constraints
-) -> str | None:
-    ban = pins.ban(pp=mesh.pp, dp=mesh.dp, tp=mesh.tp, ep=1)
-    if ban:
-        return f"excluded by --forbid {ban}"
-    if not (
-        _allowed(pins.pp, mesh.pp) and _allowed(pins.dp, mesh.dp) and _allowed(pins.tp, mesh.tp)
-    ):
-        return f"{OUTSIDE_PINS} --pp, --dp or --tp"
-    if mesh.pp > num_shards:
-        return f"pp {mesh.pp} is more than the {num_shards} shards that the module can be cut into"
-    if training.global_batch_size % mesh.dp:
-        return f"dp {mesh.dp} does not divide the global batch of {training.global_batch_size}"
-    return None
-
-
 def _layouts(
-    mesh: Mesh, num_shards: int, training: TrainingSpec, pins: Constraints, pruned: list[Pruned]
+    mesh: Mesh, num_shards: int, request: TracedRequest, pruned: list[Pruned]
 ) -> Iterator[ParallelLayout]:
-    per_replica = training.global_batch_size // mesh.dp
-    for size in divisors(per_replica):
-        ban = pins.ban(micro_batch_size=size)
-        if ban or not _allowed(pins.micro_batch_size, size):
-            if ban:
-                pruned.append(Pruned(f"{mesh}, micro-batch {size}", f"excluded by --forbid {ban}"))
-            continue
-        if size > MAX_MICRO_BATCH_SIZE and pins.micro_batch_size is None:
-            pruned.append(
-                Pruned(
-                    f"{mesh}, micro-batch {size}", f"above {MAX_MICRO_BATCH_SIZE} only if pinned"
-                )
-            )
+    for size in micro_batch_sizes(mesh, request):
+        if isinstance(size, Pruned):
+            pruned.append(size)
             continue
         plain = ParallelLayout(
             mesh=mesh,
             schedule=Schedule.ONE_F_ONE_B,
             virtual_stages=1,
             micro_batch_size=size,
-            num_micro_batches=per_replica // size,
+            num_micro_batches=request.training.global_batch_size // mesh.dp // size,
             sequence_parallel=False,
         )
-        for schedule, chunks in _schedules(plain, num_shards, pins):
+        for schedule, chunks in _schedules(plain, num_shards, request.constraints):
             yield replace(plain, schedule=schedule, virtual_stages=chunks)
 
 
@@ -185,21 +155,10 @@ def _schedules(
     )
 
 
-def _excluded(
-    layout: ParallelLayout, num_shards: int, pins: Constraints, stack: Stack
-) -> str | None:
-    if layout.mesh.pp == 1:
-        return None
-    lacking = lacking_schedule(layout, stack)
-    if lacking:
-        return lacking
-    ban = pins.ban(schedule=layout.schedule, virtual_stages=layout.virtual_stages)
-    if ban:
-        return f"excluded by --forbid {ban}"
-    if not _allowed(pins.schedule, layout.schedule):
-        return "excluded by --schedule"
-    if not _allowed(pins.virtual_stages, layout.virtual_stages):
-        return "excluded by --virtual-stages"
+def _excluded(layout: ParallelLayout, pins: Constraints, stack: Stack) -> str | None:
+    reason = excluded_pipeline(layout, pins, stack)
+    if reason or layout.mesh.pp == 1:
+        return reason
     levels = pins.recompute
     if layout.schedule in AHEAD and levels is not None and Recompute.FULL not in levels:
         return f"{layout.schedule} is for recompute, --recompute or --forbid excludes that"
@@ -208,9 +167,4 @@ def _excluded(
             f"the last stage of {layout.schedule} recomputes nothing, --recompute or --forbid "
             f"excludes that"
         )
-    if layout.schedule is Schedule.ONE_F_ONE_B and layout.num_micro_batches < layout.mesh.pp:
-        return (
-            f"1f1b needs at least pp {layout.mesh.pp} micro-batches to fill, there are "
-            f"{layout.num_micro_batches}"
-        )
-    return legal(layout.schedule, layout.mesh.pp, layout.num_micro_batches, layout.virtual_stages)
+    return illegal_pipeline(layout)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cache, partial
 
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.candidates.enumeration import no_candidate_error
+from parplan.planner.candidates.enumeration import OUTSIDE_PINS, no_candidate_error
 from parplan.planner.request import TracedRequest
 from parplan.planner.search.sequence_prices import SequencePrices
 from parplan.planner.stage_columns.stage_contents import Range
@@ -14,11 +14,7 @@ from parplan.planner.traced.assemble_traced import assembled
 from parplan.planner.traced.shard_price_cache import ShardPriceCache
 from parplan.planner.traced.shards import Sharded
 from parplan.planner.traced.stage_rules import StageRule, ranges
-from parplan.planner.traced.traced_candidates import (
-    OUTSIDE_PINS,
-    enumerate_traced_candidates,
-    require_known,
-)
+from parplan.planner.traced.traced_candidates import enumerate_traced_candidates, require_known
 from parplan.profiles.machines.shipped_profiles import machine_for
 
 

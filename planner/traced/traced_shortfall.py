@@ -88,10 +88,15 @@ def _leanest(prices: SequencePrices) -> tuple[Strategy, StepPrice]:
 
 
 def _recompute_text(run: Sequence[LayerChoice]) -> str:
-    recomputed = sum(choice.recompute is Recompute.FULL for choice in run)
+    recomputed = [choice.recompute for choice in run if choice.recompute is not Recompute.NONE]
     if not recomputed:
         return "no"
-    return "full" if recomputed == len(run) else f"{recomputed} of {len(run)} shards"
+    whole = all(level is Recompute.FULL for level in recomputed)
+    return (
+        "full"
+        if whole and len(recomputed) == len(run)
+        else f"{len(recomputed)} of {len(run)} shards"
+    )
 
 
 def _layouts(prices: SequencePrices) -> Iterator[ParallelLayout]:

@@ -6,13 +6,14 @@ shards are compared with those of the plan, and the price is that of the search.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
-from parplan.costmodels.layers.recompute import Recompute
-from parplan.costmodels.step import StepPrice, price_step
+from parplan.costmodels.layers.recompute import Recompute, RecomputedOperators
+from parplan.costmodels.step import price_step
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
+from parplan.planner.plan.derived import layout_of
 from parplan.planner.plan.prediction import SearchRecord
+from parplan.planner.plan.reprice import Repriced
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.planner.stage_columns.stage_contents import Range
 from parplan.planner.traced.assemble_traced import assembled, shard_plans, split_plans_of
@@ -26,18 +27,7 @@ from parplan.profiles.models.traced_model import TracedModel
 _AGAIN = "make the plan again: plan --model {}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PricedModule:
-    """A plan of a traced module under the prices of today, and its strategy."""
-
-    plan: TracedPlan
-    strategy: Strategy
-    price: StepPrice
-    price_cache: ShardPriceCache
-
-    def assembled(self, strategy: Strategy, price: StepPrice, record: SearchRecord) -> TracedPlan:
-        """Returns the plan of another strategy for the same shards."""
-        return assembled(strategy, price, record, self.price_cache)
+PricedModule = Repriced[TracedPlan, ShardPriceCache]
 
 
 def priced_module(
@@ -46,7 +36,7 @@ def priced_module(
     """Returns a strategy with its price and its plan."""
     price = price_step(strategy, price_cache)
     plan = assembled(strategy, price, record, price_cache)
-    return PricedModule(plan=plan, strategy=strategy, price=price, price_cache=price_cache)
+    return Repriced(plan, strategy, price, price_cache)
 
 
 def reprice_traced(plan: TracedPlan, model: TracedModel) -> PricedModule:
@@ -58,7 +48,7 @@ def reprice_traced(plan: TracedPlan, model: TracedModel) -> PricedModule:
     price_cache = ShardPriceCache(
         _sharded_alike(plan, model), plan.training, machine_for(plan.cluster)
     )
-    layout = traced_layout(plan)
+    layout = layout_of(plan)
     if split_plans_of(price_cache, layout.sharding) != dict(plan.shardings):
         raise ConfigError(
             f"shardings: a new trace of {plan.module.text} is divided over tp {plan.mesh.tp} in "
@@ -69,24 +59,21 @@ def reprice_traced(plan: TracedPlan, model: TracedModel) -> PricedModule:
         layout,
         [(stage.first, stage.end) for stage in plan.stages],
         [stage.zero for stage in plan.stages],
-        {shard for stage in plan.stages for shard in stage.recompute},
+        _recompute_of(plan, price_cache),
         price_cache,
     )
     return priced_module(strategy, price_cache, plan.search)
 
 
-def traced_layout(plan: TracedPlan) -> ParallelLayout:
-    """Returns the mesh, schedule and micro-batch of a plan as a layout."""
-    pipeline = plan.pipeline
-    return ParallelLayout(
-        mesh=plan.mesh,
-        schedule=pipeline.schedule,
-        virtual_stages=pipeline.virtual_stages,
-        micro_batch_size=pipeline.micro_batch_size,
-        num_micro_batches=pipeline.num_micro_batches,
-        sequence_parallel=False,
-        actions=pipeline.actions,
-    )
+def _recompute_of(plan: TracedPlan, price_cache: ShardPriceCache) -> dict[int, RecomputedOperators]:
+    """Returns the recompute of each shard that has any."""
+    found: dict[int, RecomputedOperators] = {}
+    for stage in plan.stages:
+        found |= dict.fromkeys(stage.recompute, Recompute.FULL)
+        for each in stage.recompute_lists:
+            for number in each.shards:
+                found[number] = price_cache.operators_at(number, each.places)
+    return found
 
 
 def _sharded_alike(plan: TracedPlan, model: TracedModel) -> Sharded:
@@ -107,18 +94,18 @@ def strategy_on(
     layout: ParallelLayout,
     cuts: Sequence[Range],
     zeros: Sequence[int],
-    recomputed: Collection[int],
+    recomputed: Mapping[int, RecomputedOperators],
     price_cache: ShardPriceCache,
 ) -> Strategy:
     """Returns the strategy with given shards and a ZeRO stage for each virtual stage.
 
-    recomputed: the shards that run again in the backward pass
+    recomputed: the level or the operators of the shards that run again in the backward pass
     """
 
     def choice(shard: int, first: int, zero: int) -> LayerChoice:
         key = price_cache.key(shard, first)
         own = price_cache.own_sharding(key, layout.sharding)
-        level = Recompute.FULL if shard in recomputed else Recompute.NONE
+        level = recomputed.get(shard, Recompute.NONE)
         return LayerChoice(key, level, zero, own if own != layout.sharding else None)
 
     return Strategy(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from parplan.planner.layer_options.traced_shardings import replicated_operators
+from parplan.planner.plan.derived import layout_of
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.planner.traced.shard_price_cache import ShardPriceCache
-from parplan.planner.traced.traced_strategy import traced_layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ def whole_operators(plan: TracedPlan, price_cache: ShardPriceCache) -> tuple[Who
     """Returns the operators that stay whole in a plan with tensor parallelism, none at tp 1."""
     if plan.mesh.tp == 1:
         return ()
-    sharding, model = traced_layout(plan).sharding, price_cache.sharded.model
+    sharding, model = layout_of(plan).sharding, price_cache.sharded.model
     whole: list[WholeOperator] = []
     for number, first in enumerate(price_cache.classes.firsts):
         key = price_cache.key(first, first)

@@ -20,14 +20,12 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
 
 from parplan.planner.validation.priced_rows import PricedRow
 
 SMALLEST_GRID = 3  # configurations; the order of fewer says little
-GOLDEN_DIGITS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,15 +174,3 @@ def oom_precision(rows: Iterable[PricedRow]) -> float | None:
         for row in rows
         if row.predicted_fits is False and row.out_of_memory is not None
     )
-
-
-def error_table(priced: Iterable[PricedRow]) -> dict[str, dict[str, Any]]:
-    """Returns the rounded scores by source, as in `tests/golden/validation.json`."""
-    return {
-        source: {name: _rounded(value) for name, value in asdict(source_score).items()}
-        for source, source_score in score(priced).items()
-    }
-
-
-def _rounded(value: Any) -> Any:
-    return round(value, GOLDEN_DIGITS) if isinstance(value, float) else value

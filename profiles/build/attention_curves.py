@@ -98,7 +98,7 @@ def flash_price(chip: Chip, work: float) -> Callable[[Row, FlashCurve], float]:
         head_dim, v_head_dim = int_columns(row, "head_dim", "v_head_dim")
         keys = seq / 2 if row["causal"] == "1" else float(seq)
         flops = work * 2.0 * batch * heads * seq * keys * (head_dim + v_head_dim)
-        seconds = flash_attention_s(
+        seconds: float = flash_attention_s(
             flops,
             heads=batch * heads,
             seq=seq,
@@ -226,7 +226,7 @@ def _relative(
     heads, seq, head_dim = shape
     keys = seq / 2 if causal else float(seq)
     flops = work * 4.0 * heads * seq * keys * head_dim
-    curve_s = flash_attention_s(
+    curve_s: float = flash_attention_s(
         flops, heads=heads, seq=seq, keys=keys, head_dim=head_dim, curve=curve, chip=chip
     )
     return tflops * 1e12 / flops * curve_s

@@ -64,14 +64,12 @@ def _product_price(chip: Chip, sustained: bool) -> Callable[[Row, MatmulCurve], 
     def price(row: Row, curve: MatmulCurve) -> float:
         product = _product(row)
         if row["pass"] != "dx+dw":
-            return matmul_s.__wrapped__(product, curve, chip, sustained=sustained)
+            return float(matmul_s(product, curve, chip, sustained=sustained))
         gradients = (
             Product(m=product.m, n=product.k, k=product.n),
             Product(m=product.k, n=product.n, k=product.m),
         )
-        return sum(
-            matmul_s.__wrapped__(each, curve, chip, sustained=sustained) for each in gradients
-        )
+        return sum(float(matmul_s(each, curve, chip, sustained=sustained)) for each in gradients)
 
     return price
 
@@ -254,7 +252,7 @@ def _batched(context: FitContext, forward: MatmulCurve, direction: str) -> Matmu
 
     def price(row: Row, curve: MatmulCurve) -> float:
         products = _batched_products(row)
-        return sum(matmul_s.__wrapped__(each, curve, chip, sustained=True) for each in products)
+        return sum(float(matmul_s(each, curve, chip, sustained=True)) for each in products)
 
     family = CurveFamily(
         device=recipe.device,
@@ -320,7 +318,7 @@ def _memory(context: FitContext, name: str, direction: str) -> MemoryCurve | Non
         return (element_bytes * int(row["elements"]),)
 
     def price(row: Row, curve: MemoryCurve) -> float:
-        return memory_bound_s(sizes(row)[0], curve, bytes_per_s) + _table_s(row, bytes_per_s)
+        return float(memory_bound_s(sizes(row)[0], curve, bytes_per_s)) + _table_s(row, bytes_per_s)
 
     family = CurveFamily(
         device=device,

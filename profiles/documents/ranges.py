@@ -41,7 +41,6 @@ LAYERS = Range(1, 4096)
 WIDTH = Range(1, 10_000_000)
 BYTES = Range(0, 10**18)
 SPEED = Range(1e-9, 1e30)  # any quantity per second
-SHARE = Range(1e-9, 1e9)  # share of a datasheet figure; not zero, since times are divided by it
 POSITIVE = Range(1e-30, 1e30)
 WHOLE = Range(-(10**18), 10**18)
 REAL = Range(-1e30, 1e30)

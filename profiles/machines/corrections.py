@@ -22,9 +22,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from parplan.profiles.elementwise import Number
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.curves import Curve
-from parplan.profiles.provenance import Kind
+from parplan.profiles.provenance import Kind, Kinds, kinds_where
 from parplan.profiles.units import US_PER_S
 
 # reach of a point in any size; cases of a model lie a factor 2 or 4 apart, as degrees do
@@ -47,13 +48,15 @@ class Corrections:
     sizes: npt.NDArray[np.float64]
     measured: npt.NDArray[np.float64]
 
-    def factor(self, sizes: Sizes) -> tuple[float, Kind]:
+    def factor(self, sizes: tuple[Number, ...]) -> tuple[Number, Kinds]:
         """Returns the factor of the form at `sizes`, and its kind.
 
         It is measured at a point, interpolated inside the range of the points and within reach of
-        one, and analytic elsewhere.
+        one, and analytic elsewhere. Sizes may be arrays.
         """
-        return _factor(self, sizes)
+        if any(isinstance(size, np.ndarray) for size in sizes):
+            return _factor_of_many(self, sizes)
+        return _factor_of_one(self, sizes)
 
 
 def corrections_of(curve: Curve, num_sizes: int, form_s: Callable[[Sizes], float]) -> Corrections:
@@ -78,17 +81,34 @@ def corrections_of(curve: Curve, num_sizes: int, form_s: Callable[[Sizes], float
 
 
 @functools.lru_cache(maxsize=65536)
-def _factor(corrections: Corrections, sizes: Sizes) -> tuple[float, Kind]:
+def _factor_of_one(corrections: Corrections, sizes: Sizes) -> tuple[float, Kind]:
     if min(sizes) <= 0:
         return 1.0, Kind.ANALYTIC
-    at = np.log(np.array(sizes, dtype=np.float64))
-    distances = np.abs(corrections.sizes - at).max(axis=1)
-    nearest = int(distances.argmin())
-    if distances[nearest] < SAME:
-        return math.exp(corrections.measured[nearest]), Kind.MEASURED
+    factor, measured, interpolated = _factors(corrections, np.array(sizes, dtype=np.float64))
+    between = Kind.INTERPOLATED if interpolated else Kind.ANALYTIC
+    return float(factor), Kind.MEASURED if measured else between
+
+
+def _factor_of_many(corrections: Corrections, sizes: tuple[Number, ...]) -> tuple[Number, Kinds]:
+    at = np.stack(np.broadcast_arrays(*sizes), axis=-1).astype(np.float64)
+    priced = at.min(axis=-1) > 0
+    factor, measured, interpolated = _factors(corrections, np.where(priced[..., None], at, 1.0))
+    between = kinds_where(interpolated & priced, Kind.INTERPOLATED, Kind.ANALYTIC)
+    return np.where(priced, factor, 1.0), kinds_where(measured & priced, Kind.MEASURED, between)
+
+
+def _factors(corrections: Corrections, sizes: npt.NDArray[np.float64]) -> tuple[Number, ...]:
+    """Returns the factor at each point of `sizes` [..., sizes], and if it is on a measured point.
+
+    Third is whether it is inside the range of the points and within reach of one.
+    """
+    at = np.log(sizes)
+    distances = np.abs(corrections.sizes - at[..., None, :]).max(axis=-1)
     near = distances < REACH
-    weights = (1 / distances[near] - 1 / REACH) ** 2
-    mean = float(weights @ corrections.measured[near]) / (PRIOR_WEIGHT + float(weights.sum()))
+    weights = np.where(near, 1 / np.maximum(distances, SAME) - 1 / REACH, 0.0) ** 2
+    mean = weights @ corrections.measured / (PRIOR_WEIGHT + weights.sum(axis=-1))
+    measured = distances.min(axis=-1) < SAME
+    exact = corrections.measured[distances.argmin(axis=-1)]
     lowest, highest = corrections.sizes.min(axis=0), corrections.sizes.max(axis=0)
-    inside = bool((lowest <= at + SAME).all() and (at - SAME <= highest).all())
-    return math.exp(mean), Kind.INTERPOLATED if inside and near.any() else Kind.ANALYTIC
+    inside = ((lowest <= at + SAME) & (at - SAME <= highest)).all(axis=-1)
+    return np.exp(np.where(measured, exact, mean)), measured, inside & near.any(axis=-1)

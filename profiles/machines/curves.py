@@ -8,20 +8,28 @@ that differ in memory. Plain numbers in, seconds out; `profiles/build/__main__.p
 
 from __future__ import annotations
 
-import bisect
 import functools
 import math
 from dataclasses import dataclass
 
-from parplan.profiles.provenance import Kind
+from parplan.profiles.elementwise import (
+    Number,
+    anywhere,
+    chosen,
+    exp,
+    interpolated,
+    larger_of,
+    log,
+    smaller_of,
+    sqrt,
+)
+from parplan.profiles.provenance import Kind, Kinds, kinds_where
 from parplan.profiles.units import US_PER_S
 
 # tiles that matrix libraries choose from
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 SPLITS = (2, 4, 8)  # parts of k worked on at once when there are fewer tiles than multiprocessors
 SPLIT_LAUNCH_S = 2e-6  # assumed: the kernel that adds the parts
-# how sharply the bounds of compute and memory meet: 4 was best of 2, 4 and 50 on A100, H100, B200
-ROOFLINE_EXPONENT = 4.0
 THROTTLE_SLOPE = 3.0  # a power limit sets in over about a factor 5 of work
 FLASH_BACKWARD_FLOPS = 2.5  # over the forward's: two products more, and one recomputed
 ALIGNED_BYTES = 16  # loaded at once by a tensor core: rows of other lengths make products slower
@@ -41,10 +49,11 @@ class SizeBounds:
     low: tuple[int, ...]
     high: tuple[int, ...]
 
-    def contain(self, sizes: tuple[float, ...]) -> bool:
-        return all(
-            low <= size <= high for low, size, high in zip(self.low, sizes, self.high, strict=True)
-        )
+    def contain(self, sizes: tuple[Number, ...]) -> Number:
+        inside: Number = True
+        for low, size, high in zip(self.low, sizes, self.high, strict=True):
+            inside = inside & (low <= size) & (size <= high)
+        return inside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -67,10 +76,11 @@ class Curve:
     worst_error: float | None = None
     points: tuple[tuple[int | float, ...], ...] = ()
 
-    def kind_at(self, sizes: tuple[float, ...]) -> Kind:
+    def kind_at(self, sizes: tuple[Number, ...]) -> Kinds:
         """Returns the curve's own kind where it was fitted, ANALYTIC elsewhere."""
-        inside = self.bounds is not None and self.bounds.contain(sizes)
-        return self.kind if inside else Kind.ANALYTIC
+        if self.bounds is None:
+            return Kind.ANALYTIC
+        return kinds_where(self.bounds.contain(sizes), self.kind, Kind.ANALYTIC)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -143,37 +153,42 @@ class CollectiveCurve:
     nodes: int = 1
     groups: int = 1
 
-    def kind_at(self, n_bytes: float) -> Kind:
+    def kind_at(self, n_bytes: Number) -> Kinds:
         """Returns the kind of a curve with measured knots at a size.
 
         It is MEASURED at a knot, INTERPOLATED between two, ANALYTIC beyond them.
         """
-        if n_bytes in self.bytes:
-            return Kind.MEASURED
-        return Kind.INTERPOLATED if self.bytes[0] < n_bytes < self.bytes[-1] else Kind.ANALYTIC
+        between = (self.bytes[0] < n_bytes) & (n_bytes < self.bytes[-1])
+        beside = kinds_where(between, Kind.INTERPOLATED, Kind.ANALYTIC)
+        measured: Number = False
+        for knot in self.bytes:
+            measured = measured | (n_bytes == knot)
+        return kinds_where(measured, Kind.MEASURED, beside)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
     """A product [m,k] x [k,n], `batch` times.
 
+    Its sizes may be arrays, for many products at once.
+
     operand_bytes: bytes of one element of the operands
     result_bytes: bytes moved for one element of the result
     """
 
-    m: int
-    n: int
-    k: int
-    batch: int = 1
+    m: Number
+    n: Number
+    k: Number
+    batch: Number = 1
     operand_bytes: int = 2
     result_bytes: int = 2
 
     @property
-    def flops(self) -> int:
+    def flops(self) -> Number:
         return 2 * self.batch * self.m * self.n * self.k
 
     @property
-    def num_bytes(self) -> int:
+    def num_bytes(self) -> Number:
         """The fewest bytes moved: operands read, result written (EQUATIONS K1)."""
         return self.batch * (
             self.operand_bytes * (self.m * self.k + self.k * self.n)
@@ -190,15 +205,15 @@ class Chip:
     num_sms: int
 
 
-@functools.lru_cache(maxsize=65536)
-def matmul_s(product: Product, curve: MatmulCurve, chip: Chip, *, sustained: bool = True) -> float:
+def matmul_s(product: Product, curve: MatmulCurve, chip: Chip, *, sustained: bool = True) -> Number:
     """Seconds of a matrix product (EQUATIONS K1).
 
         t = launch + (c^4 + d^4)^(1/4)          d = bytes / (W share)
         c = (1 + throttle) min over tiles of r x s:  waves 2 r s (k + k_half) SMs / (peak e)
         waves = ceil(ceil(m/r) ceil(n/s) / SMs)
 
-    The fourth power is the larger of the two, rounded where they meet. `sustained`: the device is
+    The fourth power, which is the larger of the two, rounded where they meet, was best of 2, 4 and
+    50 on A100, H100 and B200. `sustained`: the device is
     at its power limit, as in training; a single product on a rested device slows down only with its
     own size. Leaves out: other work, cache hits.
     """
@@ -206,20 +221,20 @@ def matmul_s(product: Product, curve: MatmulCurve, chip: Chip, *, sustained: boo
         1 + curve.throttle * (1.0 if sustained else _heat(product.flops, curve))
     )
     memory_s = product.num_bytes / (chip.bytes_per_s * curve.bandwidth_share)
-    larger, smaller = max(compute_s, memory_s), min(compute_s, memory_s)
-    rounded: float = (1 + (smaller / larger) ** ROOFLINE_EXPONENT) ** (1 / ROOFLINE_EXPONENT)
-    return curve.launch_s + larger * rounded
+    larger = larger_of(compute_s, memory_s)
+    squared = (smaller_of(compute_s, memory_s) / larger) ** 2
+    return curve.launch_s + larger * sqrt(sqrt(1 + squared * squared))
 
 
-def _heat(flops: float, curve: MatmulCurve) -> float:
+def _heat(flops: Number, curve: MatmulCurve) -> Number:
     """Returns how far one product alone brings a rested device to its power limit, 0..1.
 
     It is logistic in log10 of the product's FLOPs.
     """
-    return float(1 / (1 + (flops / curve.throttle_flops) ** (-THROTTLE_SLOPE / math.log(10))))
+    return 1 / (1 + (flops / curve.throttle_flops) ** (-THROTTLE_SLOPE / math.log(10)))
 
 
-def _tiles_s(product: Product, curve: MatmulCurve, chip: Chip) -> float:
+def _tiles_s(product: Product, curve: MatmulCurve, chip: Chip) -> Number:
     """Seconds of the arithmetic with the best tile: whole waves of tiles, each of k + k_half steps.
 
     Where tiles are fewer than multiprocessors k is split as well, and the parts are added in fp32.
@@ -228,24 +243,33 @@ def _tiles_s(product: Product, curve: MatmulCurve, chip: Chip) -> float:
     rate = chip.peak_flops_per_s * curve.efficiency / sms
     if curve.untiled:
         return 2 * product.batch * product.m * product.n * (product.k + curve.k_half) / (sms * rate)
-    best = math.inf
+    best: Number = math.inf
+    part_s = 4 * product.m * product.n * product.batch / (chip.bytes_per_s * curve.bandwidth_share)
     for rows, columns in TILES:
         tiles = -(-product.m // rows) * -(-product.n // columns) * product.batch
         step_s = 2 * rows * columns / rate
-        best = min(best, -(-tiles // sms) * step_s * (product.k + curve.k_half))
-        if tiles < sms:
-            memory_bytes_per_s = chip.bytes_per_s * curve.bandwidth_share
-            part_s = 4 * product.m * product.n * product.batch / memory_bytes_per_s
-            for parts in SPLITS:
-                added_s = SPLIT_LAUNCH_S + (parts + 1) * part_s
-                steps = product.k / parts + curve.k_half
-                best = min(best, -(-tiles * parts // sms) * step_s * steps + added_s)
+        best = smaller_of(best, -(-tiles // sms) * step_s * (product.k + curve.k_half))
+        few = tiles < sms
+        if not anywhere(few):
+            continue
+        for parts in SPLITS:
+            added_s = SPLIT_LAUNCH_S + (parts + 1) * part_s
+            steps = product.k / parts + curve.k_half
+            split_s = -(-tiles * parts // sms) * step_s * steps + added_s
+            best = smaller_of(best, chosen(few, split_s, math.inf))
     return best
 
 
 def flash_attention_s(
-    flops: float, *, heads: int, seq: int, keys: float, head_dim: int, curve: FlashCurve, chip: Chip
-) -> float:
+    flops: Number,
+    *,
+    heads: Number,
+    seq: Number,
+    keys: Number,
+    head_dim: Number,
+    curve: FlashCurve,
+    chip: Chip,
+) -> Number:
     """Seconds of a fused attention kernel (EQUATIONS K2).
 
     It does `flops` for `heads` heads (batch included) of `seq` queries.
@@ -258,7 +282,7 @@ def flash_attention_s(
     empty. Leaves out: memory traffic, which it hides.
     """
     waves = heads * -(-seq // FLASH_ROWS) / chip.num_sms
-    filled = waves / (max(waves, 1.0) + FLASH_TAIL_WAVES)
+    filled = waves / (larger_of(waves, 1.0) + FLASH_TAIL_WAVES)
     padded = -(-head_dim // FLASH_HEAD_STEP) * FLASH_HEAD_STEP
     share = (
         curve.efficiency
@@ -271,7 +295,7 @@ def flash_attention_s(
     return curve.launch_s + flops * padded / head_dim / (chip.peak_flops_per_s * share)
 
 
-def memory_bound_s(n_bytes: float, curve: MemoryCurve, bytes_per_s: float) -> float:
+def memory_bound_s(n_bytes: Number, curve: MemoryCurve, bytes_per_s: float) -> Number:
     """Seconds of an operation that moves `n_bytes`: t = launch + n / (share W) (EQUATIONS K3).
 
     Leaves out: cache hits.
@@ -279,16 +303,18 @@ def memory_bound_s(n_bytes: float, curve: MemoryCurve, bytes_per_s: float) -> fl
     return curve.launch_s + n_bytes / (curve.bandwidth_share * bytes_per_s)
 
 
-def spline_s(curve: CollectiveCurve, n_bytes: float) -> float:
+def spline_s(curve: CollectiveCurve, n_bytes: Number) -> Number:
     """Seconds at `n_bytes`, log-log between knots (EQUATIONS C7).
 
     The curve is flat below the first knot and proportional above the last.
     """
-    knots, times_us = curve.bytes, curve.time_us
-    if n_bytes <= knots[0]:
-        return times_us[0] / US_PER_S
-    if n_bytes >= knots[-1]:
-        return times_us[-1] / US_PER_S * n_bytes / knots[-1]
-    i = bisect.bisect_right(knots, n_bytes) - 1
-    share = math.log(n_bytes / knots[i]) / math.log(knots[i + 1] / knots[i])
-    return times_us[i] / US_PER_S * math.exp(share * math.log(times_us[i + 1] / times_us[i]))
+    last = curve.bytes[-1]
+    knots, log_times = _logarithms(curve)
+    within = log(larger_of(smaller_of(n_bytes, last), curve.bytes[0]))
+    return exp(interpolated(within, knots, log_times)) / US_PER_S * larger_of(n_bytes / last, 1.0)
+
+
+@functools.lru_cache(maxsize=512)
+def _logarithms(curve: CollectiveCurve) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Returns the logarithms of the knots and of their microseconds."""
+    return tuple(map(math.log, curve.bytes)), tuple(map(math.log, curve.time_us))

@@ -120,6 +120,7 @@ class Operator:
     causal        attention only: the kernel may skip half of the scores
     dropped       attention only: with dropout of the probabilities
     gradient      True if it has a backward pass
+    repeatable    False if it cannot run again by itself in the backward pass, to the same values
     """
 
     name: str
@@ -137,6 +138,7 @@ class Operator:
     causal: bool = False
     dropped: bool = False
     gradient: bool = True
+    repeatable: bool = True
 
     @property
     def function(self) -> str:
@@ -165,6 +167,12 @@ class LayerKind(StrEnum):
     @property
     def role(self) -> LayerKind:
         return self
+
+
+def layer_kind(index: int, num_blocks: int) -> LayerKind:
+    """Returns the kind of a layer of a described model: the embedding, the blocks, the head."""
+    ends = {0: LayerKind.EMBEDDING, num_blocks + 1: LayerKind.HEAD}
+    return ends.get(index, LayerKind.BLOCK)
 
 
 class LayerKey(Hashable, Protocol):

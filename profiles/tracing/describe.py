@@ -19,7 +19,13 @@ from parplan.profiles.models import operator_graph as model
 from parplan.profiles.models.operator_graph import Dim, Operator, OperatorKind, Parameter
 from parplan.profiles.models.traced_model import BATCH, TracedModel, TracedOperator
 from parplan.profiles.tracing.divisible import Divisible, outputs_of
-from parplan.profiles.tracing.program import PARAMETER, Program, memory_of
+from parplan.profiles.tracing.program import (
+    PARAMETER,
+    Program,
+    is_constant,
+    memory_of,
+    writes_buffer,
+)
 from parplan.profiles.tracing.torch_functions import UNNAMED, Computation, computation, fused_kernel
 
 _MASK_BYTES, _FP32_BYTES = 1, 4
@@ -55,7 +61,7 @@ class _Describer:
 
     def __init__(self, program: Program, second: Program, on_cpu: bool) -> None:
         self.sizes = program.micro_batch_size, second.micro_batch_size
-        self.on_cpu = on_cpu
+        self.program, self.on_cpu = program, on_cpu
         self.divisible = Divisible(program)
         nodes = [node for node in program.graph.nodes if node.op != "output"]
         self.counterparts = dict(
@@ -64,6 +70,7 @@ class _Describer:
         self.counted = {
             each for node in program.calls for each in node.meta["written"] if each.op == "get_attr"
         }
+        self.known_dims: dict[fx.Node, tuple[Dim, ...]] = {}
         self.first: dict[int, fx.Node] = {}  # by memory, the node that made it
         for node in nodes:
             if isinstance(node.meta.get("val"), Tensor):
@@ -86,14 +93,13 @@ class _Describer:
                 "its FLOPs are not in proportion to them",
                 hint="let the module treat the samples of a batch one by one",
             )
-        writes_buffer = any(each.op == "get_attr" for each in node.meta["written"])
         return TracedOperator(
             operator=self._operator(node, computed, outputs),
             path=node.meta["path"],
             line=node.meta["line"],
             view=view,
-            in_place=bool(node.meta["written"]) and not writes_buffer,
-            constant=not node.meta["depends"] and not writes_buffer,
+            in_place=bool(node.meta["written"]) and not writes_buffer(node),
+            constant=is_constant(node),
             detached=tuple(
                 self._tensor(each).name for each in outputs if not each.meta["val"].requires_grad
             ),
@@ -129,6 +135,7 @@ class _Describer:
             causal=computed.causal,
             dropped=computed.dropped,
             gradient=gradient,
+            repeatable=self.program.is_repeatable(node),
         )
 
     def _parallel_dim(self, node: fx.Node, computed: Computation) -> str | None:
@@ -234,7 +241,12 @@ class _Describer:
             element_bytes=value.element_size(),
         )
 
-    def _dims(self, node: Any) -> tuple[Dim, ...]:
+    def _dims(self, node: fx.Node) -> tuple[Dim, ...]:
+        if node not in self.known_dims:
+            self.known_dims[node] = self._dims_of(node)
+        return self.known_dims[node]
+
+    def _dims_of(self, node: fx.Node) -> tuple[Dim, ...]:
         value = node.meta["val"]
         if not isinstance(value, Tensor):  # the first used output of a call with several
             node = next(outputs_of(node))

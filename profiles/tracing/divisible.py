@@ -54,9 +54,10 @@ class Divisible:
             for node in program.graph.nodes
             if node.meta.get("origin") == PARAMETER
         }
+        self._met = {node: self._factors_of(node) for node in program.calls}
         self._calls: dict[int, list[fx.Node]] = {}  # by factor, the calls on its way
-        for node in program.calls:
-            for factor in self._met(node):
+        for node, met in self._met.items():
+            for factor in met:
                 self._calls.setdefault(factor, []).append(node)
         self.parallel: dict[fx.Node, int] = {}
         self._rejected: dict[int, str] = {}  # by index that a matrix makes, why it is whole
@@ -71,7 +72,7 @@ class Divisible:
 
     def factor(self, node: fx.Node, name: str) -> int | None:
         """The factor of that name by which a call can be divided, or None."""
-        return next((each for each in self._met(node) if self._names.get(each) == name), None)
+        return next((each for each in self._met[node] if self._names.get(each) == name), None)
 
     def __contains__(self, node: fx.Node) -> bool:
         """Tells whether a node is a tensor, which has axes."""
@@ -118,11 +119,11 @@ class Divisible:
 
     def without_name(self, node: fx.Node) -> str:
         """The reason why a call is not divided by an index that has no name."""
-        reasons = (self._rejected[each] for each in self._met(node) if each in self._rejected)
+        reasons = (self._rejected[each] for each in self._met[node] if each in self._rejected)
         unnamed = next(reasons, "no matrix makes it for another")
         return self._indices.unruled.get(node, unnamed)
 
-    @property
+    @cached_property
     def names(self) -> frozenset[str]:
         """The names of all indices that a call may be divided by."""
         return frozenset(self._names.values())
@@ -167,7 +168,8 @@ class Divisible:
         yield from (each for each in node.all_input_nodes if each in self._axes)
         yield from outputs_of(node)
 
-    def _met(self, node: fx.Node) -> Axis:
+    def _factors_of(self, node: fx.Node) -> Axis:
+        """The factors of all tensors that a call reads and makes."""
         axes = (axis for each in self._tensors(node) for axis in self.axes(each))
         return tuple(dict.fromkeys(factor for axis in axes for factor in axis))
 
@@ -227,7 +229,7 @@ class Divisible:
         roles = dict(self._roles())
         meets: dict[int, set[int]] = {}
         for node in self.program.calls:
-            met = roles.keys() & {*self._met(node)}
+            met = roles.keys() & {*self._met[node]}
             for factor in met:
                 meets.setdefault(factor, set()).update(met)
         names: dict[int, str] = {}

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from types import MethodType
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from parplan.profiles.tracing.traced_source import TracedWorkload
 PARAMETER = "parameter"
 BUFFER = "buffer"
 CONSTANT = "constant"
+ATTENTION = "scaled_dot_product_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,33 @@ class Program:
         )
 
     @cached_property
+    def _rewritten(self) -> frozenset[int]:
+        """The memory that calls of the passes write into; constants are finished before them."""
+        return frozenset(
+            memory_of(tensor)
+            for node in self.calls
+            if not is_constant(node)
+            for each in node.meta["written"]
+            for tensor in tensors_of(each.meta["val"])
+        )
+
+    def is_repeatable(self, node: fx.Node) -> bool:
+        """True if a second run of a call in the backward pass gives the same tensor.
+
+        It reads tensors and gives one, and some call writes into the memory of none of them. It is
+        no torch.autograd.Function and in no torch.autocast. Only attention may draw random numbers,
+        which the executor draws again.
+        """
+        values = [each.meta["val"] for each in (node, *node.all_input_nodes)]
+        if not all(isinstance(value, Tensor) for value in values):
+            return False
+        if isinstance(node.target, MethodType) or node.meta["autocast"] is not None:
+            return False
+        if node.meta["random"] and node.meta["function"] != ATTENTION:
+            return False
+        return not any(memory_of(value) in self._rewritten for value in values)
+
+    @cached_property
     def shared(self) -> tuple[tuple[str, ...], ...]:
         """All names of each parameter that has several; the graph uses the first."""
         names: dict[int, list[str]] = {}
@@ -74,6 +103,16 @@ class Program:
         for node in self.calls:
             node.args = map_aggregate(node.args, moved)
             node.kwargs = map_aggregate(node.kwargs, moved)
+
+
+def writes_buffer(node: fx.Node) -> bool:
+    """True if a call writes into a parameter, a buffer or a constant of the module."""
+    return any(each.op == "get_attr" for each in node.meta["written"])
+
+
+def is_constant(node: fx.Node) -> bool:
+    """True for a call that is made once, before the passes."""
+    return not node.meta["depends"] and not writes_buffer(node)
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:

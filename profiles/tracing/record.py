@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import Precision
@@ -133,11 +133,13 @@ def _cast(value: Tensor, precision: Precision) -> Tensor:
 def _fake_parameters(
     module: nn.Module, fake: FakeTensorMode, precision: Precision
 ) -> dict[str, Tensor]:
-    with fake:
-        return {
-            name: nn.Parameter(torch.empty(p.shape, dtype=DTYPES[precision]), p.requires_grad)
-            for name, p in module.named_parameters()
-        }
+    """Returns fake parameters by name, made as nn.Parameter does without its dispatched calls."""
+    made: dict[str, Tensor] = {}
+    for name, p in module.named_parameters():
+        empty = torch.empty(p.shape, dtype=DTYPES[precision], device="meta")
+        made[name] = FakeTensor(fake, empty, torch.device("cpu"))
+        made[name].requires_grad_(p.requires_grad)._is_param = True
+    return made
 
 
 def _finished(

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from parplan.profiles.models.operator_graph import Dim, OperatorKind
 from parplan.profiles.models.traced_model import BATCH
+from parplan.profiles.tracing.program import ATTENTION
 
 Dims = tuple[Dim, ...]
 UNNAMED = "dim"  # dims whose index has no name are called after their place
@@ -67,7 +68,7 @@ def computation(node: fx.Node, dims_of: DimsOf) -> Computation:
         return _product(node, function, output, dims_of)
     if function in _CONVOLUTIONS:
         return _convolution(node, function, dims_of)
-    if function == "scaled_dot_product_attention":
+    if function == ATTENTION:
         return _attention(node, dims_of)
     kind = OperatorKind.ELEMENTWISE
     if plain in _NORMS:
@@ -179,7 +180,7 @@ def fused_kernel(node: fx.Node) -> SavedByFusedKernel | None:
     2023, arXiv 2307.08691, algorithm 1).
     """
     function = str(node.meta["function"])
-    if function == "scaled_dot_product_attention":
+    if function == ATTENTION:
         given = (
             argument(node, place, name)
             for place, name in enumerate(("query", "key", "value", "attn_mask"))

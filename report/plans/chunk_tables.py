@@ -11,10 +11,11 @@ from rich.console import Console
 from parplan.costmodels.chunks.chunk_operations import RankChunks
 from parplan.costmodels.host.state_location import OFFLOAD_OF, StateLocation
 from parplan.planner.plan.chunk_levels import CLASSES, ChunkLevel
+from parplan.planner.plan.derived import blocks_of
 from parplan.planner.plan.plan import ChunkGroup, ChunkPlan, Plan
 from parplan.profiles.documents.schema import document
 from parplan.profiles.models.operator_graph import LayerKind
-from parplan.profiles.units import format_bytes, gib
+from parplan.profiles.units import format_bytes, gib, spans_text
 from parplan.report.text import gib_text, percent, print_table, say
 
 MOST_ROWS = 8  # fullest moments that are printed
@@ -31,12 +32,10 @@ def blocks_by_location(plan: Plan) -> dict[tuple[int, StateLocation], list[int]]
     for stage in plan.stages:
         for run in stage.layers:
             layer_plan = plan.layer_plans[run.plan]
-            if run.blocks is None or layer_plan.layer is not LayerKind.BLOCK:
-                continue
             offload = set(layer_plan.offload)
             location = next(loc for loc in reversed(OFFLOAD_OF) if set(OFFLOAD_OF[loc]) <= offload)
-            span = range(run.blocks[0], run.blocks[1] + 1)
-            blocks.setdefault((stage.rank, location), []).extend(span)
+            if layer_plan.layer is LayerKind.BLOCK:
+                blocks.setdefault((stage.rank, location), []).extend(blocks_of(plan, run))
     return blocks
 
 
@@ -113,18 +112,6 @@ def _group_row(group: ChunkGroup, blocks: Sequence[int], width: int) -> tuple[st
         format_bytes(width * group.chunk_elements),
         percent(group.utilisation),
     )
-
-
-def spans_text(blocks: Sequence[int]) -> str:
-    """Formats ascending numbers as `0-17, 24-41`."""
-    ends = [
-        index
-        for index in range(len(blocks))
-        if index + 1 == len(blocks) or blocks[index + 1] != blocks[index] + 1
-    ]
-    starts = [0, *(end + 1 for end in ends[:-1])]
-    pairs = ((blocks[start], blocks[end]) for start, end in zip(starts, ends, strict=True))
-    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in pairs)
 
 
 def fullest_levels(levels: Sequence[ChunkLevel]) -> list[ChunkLevel]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from rich.console import Console
 
+from parplan.planner.plan.derived import blocks_of
 from parplan.planner.plan.plan import LayerPlan, OperatorPlacement, Plan
 from parplan.profiles.models.operator_graph import LayerKind
+from parplan.profiles.units import spans_text
 from parplan.report.names import (
     graph_of,
     host_activations_text,
@@ -40,19 +42,9 @@ def print_layers(plan: Plan, out: Console) -> None:
 
 def _where(plan: Plan, name: str) -> str:
     """`blocks 0-17, 22-39` with adjacent runs joined, or the layer itself: `embedding`, `head`."""
-    spans: list[tuple[int, int]] = []
-    for run in (run for stage in plan.stages for run in stage.layers if run.plan == name):
-        if run.blocks is None:
-            continue
-        if spans and spans[-1][1] + 1 == run.blocks[0]:
-            spans[-1] = (spans[-1][0], run.blocks[1])
-        else:
-            spans.append(run.blocks)
-    if not spans:
-        return str(plan.layer_plans[name].layer)
-    return "blocks " + ", ".join(
-        f"{first}-{last}" if first != last else f"{first}" for first, last in spans
-    )
+    runs = (run for stage in plan.stages for run in stage.layers if run.plan == name)
+    blocks = [block for run in runs for block in blocks_of(plan, run)]
+    return f"blocks {spans_text(blocks)}" if blocks else str(plan.layer_plans[name].layer)
 
 
 def _print_placements(plan: Plan, out: Console) -> None:

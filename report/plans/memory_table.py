@@ -7,9 +7,10 @@ from itertools import groupby
 
 from rich.console import Console
 
+from parplan.planner.plan.derived import blocks_of
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import StageMemory
-from parplan.planner.plan.traced_plan import TracedPlan
+from parplan.planner.plan.traced_plan import AnyPlan, ShardStage, TracedPlan
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.report.text import aligned, gib_text, say
 
@@ -26,6 +27,7 @@ class MemoryRow:
     blocks  first and last block of the row, None when they are not consecutive
     chunks  model chunks of a stage, more than one when interleaved
     ends    embedding and head, as far as the stages hold them
+    shards  the shards of each chunk in words, for a traced module
     """
 
     first: int
@@ -35,6 +37,7 @@ class MemoryRow:
     chunks: int
     ends: tuple[str, ...]
     memory: StageMemory
+    shards: str = ""
 
     @property
     def stages(self) -> str:
@@ -46,7 +49,7 @@ class MemoryRow:
         return tuple(f"{getattr(self.memory, name):.{digits}f}" for name in CLASSES)
 
 
-def fullest(plan: Plan | TracedPlan) -> StageMemory:
+def fullest(plan: AnyPlan) -> StageMemory:
     """Returns the memory of the stage that needs most of its device."""
     return max(plan.predicted.memory_gib, key=lambda memory: memory.total)
 
@@ -54,24 +57,45 @@ def fullest(plan: Plan | TracedPlan) -> StageMemory:
 def _row(plan: Plan, memory: StageMemory) -> MemoryRow:
     chunks = [stage for stage in plan.stages if stage.rank == memory.stage]
     runs = [run for chunk in chunks for run in chunk.layers]
-    held = [block for run in runs if run.blocks is not None for block in run.blocks]
-    num_blocks = sum(run.blocks[1] - run.blocks[0] + 1 for run in runs if run.blocks is not None)
-    kinds = [plan.layer_plans[run.plan].layer for run in runs if run.blocks is None]
+    held = [block for run in runs for block in blocks_of(plan, run)]
+    kinds = [plan.layer_plans[run.plan].layer for run in runs]
     ends = tuple(str(kind) for kind in (LayerKind.EMBEDDING, LayerKind.HEAD) if kind in kinds)
     blocks = (held[0], held[-1]) if held and len(chunks) == 1 else None
     return MemoryRow(
         first=memory.stage,
         last=memory.stage,
         blocks=blocks,
-        num_blocks=num_blocks,
+        num_blocks=len(held),
         chunks=len(chunks),
         ends=ends,
         memory=memory,
     )
 
 
-def rows(plan: Plan) -> list[MemoryRow]:
-    """Returns one row a pipeline stage; consecutive rows of the same numbers are merged."""
+def _shard_row(plan: TracedPlan, memory: StageMemory) -> MemoryRow:
+    chunks = [stage for stage in plan.stages if stage.rank == memory.stage]
+    return MemoryRow(
+        first=memory.stage,
+        last=memory.stage,
+        blocks=None,
+        num_blocks=0,
+        chunks=len(chunks),
+        ends=(),
+        memory=memory,
+        shards="; ".join(_shards_text(plan, stage) for stage in chunks),
+    )
+
+
+def _shards_text(plan: TracedPlan, stage: ShardStage) -> str:
+    """`12: h.0 (ln_1, attn) to h.5 (ln_2, mlp)`."""
+    first, last = plan.shards[stage.first].name, plan.shards[stage.end - 1].name
+    return f"{stage.end - stage.first}: {first}" + (f" to {last}" if last != first else "")
+
+
+def rows(plan: AnyPlan) -> list[MemoryRow]:
+    """Returns one row a pipeline stage; consecutive rows of equal blocks and numbers are merged."""
+    if isinstance(plan, TracedPlan):
+        return [_shard_row(plan, memory) for memory in plan.predicted.memory_gib]
     single = [_row(plan, memory) for memory in plan.predicted.memory_gib]
     return [
         _merged(list(alike))
@@ -117,7 +141,7 @@ def _selected(table: list[MemoryRow]) -> list[MemoryRow]:
     return [row for row in table if row in (table[0], table[-1]) or row in inner]
 
 
-def print_stages(plan: Plan, out: Console, *, whole: bool) -> None:
+def print_stages(plan: AnyPlan, out: Console, *, whole: bool) -> None:
     """Print the table in GiB per device; `whole` shows every row of a long pipeline."""
     everything = rows(plan)
     shown = everything if whole else _selected(everything)
@@ -140,6 +164,10 @@ def print_stages(plan: Plan, out: Console, *, whole: bool) -> None:
 
 def _lines(shown: list[MemoryRow], width: int) -> list[str]:
     """Returns heading and rows, with short headings when whole words do not fit."""
+    if shown[0].shards:
+        heading = ("stage", *SHORT, "shards")
+        cells = [(row.stages, *row.numbers, row.shards) for row in shown]
+        return aligned((heading, *cells), width, left=(0, len(SHORT) + 1))
     for names, short in ((CLASSES, False), (SHORT, True)):
         heading = ("stage", "layers", *names)
         cells = [(row.stages, layers_text(row, short=short), *row.numbers) for row in shown]

@@ -16,8 +16,7 @@ from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import ErrorBand, RunnerUp, Status
 from parplan.planner.plan.ties import Tie, preferred
 from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
-from parplan.profiles.provenance import Kind
-from parplan.profiles.units import counted, format_count, gib
+from parplan.profiles.units import counted, format_count, format_number, gib
 from parplan.report.names import (
     attention_text,
     blocks_by_plan,
@@ -32,6 +31,7 @@ from parplan.report.names import (
 from parplan.report.plans.chunk_tables import chunks_fact
 from parplan.report.plans.coverage_notes import coverage_notes, coverage_of_profile, coverage_text
 from parplan.report.plans.memory_table import fullest, print_stages
+from parplan.report.plans.notes import notes
 from parplan.report.text import (
     LABEL_WIDTH,
     aligned,
@@ -56,14 +56,7 @@ _CAUSES = (
     ("host", "host_comm_s"),
     ("optimizer", "optimizer_s"),
 )
-EXECUTORS_STACK = "parplan"
 _REDUNDANT = ("parameters", "gradients", "optimizer", "activations", "temporaries")
-_PRICE_NOTES = {
-    Kind.ANALYTIC: "the step time is a price from a cost model, not a measurement; see 'How far "
-    "to trust it' in the README",
-    Kind.INTERPOLATED: "the step time is a price between measured tables, not a measurement of "
-    "this step",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,27 +79,27 @@ class SummaryContext:
     plan_file: str = ""
 
 
-def print_summary(plan: Plan, out: Console, context: SummaryContext) -> None:
+def print_summary(plan: AnyPlan, out: Console, context: SummaryContext) -> None:
     """Print the plan for a person."""
     print_header(plan, out, context)
-    measured = coverage_of_profile(plan)
+    measured = None if isinstance(plan, TracedPlan) else coverage_of_profile(plan)
     facts = _facts(plan, context, measured)
     for line in aligned(
         ((f"{label:{LABEL_WIDTH - 4}}", *fact) for label, *fact in facts), out.width, left=(0, 1, 2)
     ):
         say(out, line)
     say(out)
-    say(out, time_line(plan, out.width))
-    say(out, redundancy_line(plan, out.width))
+    say(out, _time_line(plan, out.width))
+    say(out, _redundancy_line(plan, out.width))
     say(out)
     print_stages(plan, out, whole=context.whole)
     say(out)
-    print_runners_up(plan, out, whole=context.whole)
+    _print_runners_up(plan, out, whole=context.whole)
     _print_ties(plan, out)
-    notes = list(_notes(plan))
-    if measured:
-        notes += coverage_notes(measured, plan, context.profile, context.plan_file)
-    for index, note in enumerate(notes):
+    printed = list(notes(plan))
+    if measured and not isinstance(plan, TracedPlan):
+        printed += coverage_notes(measured, plan, context.profile, context.plan_file)
+    for index, note in enumerate(printed):
         say(
             out,
             joined(note.split(" "), " ", out.width, start=labelled("" if index else "note")),
@@ -120,72 +113,6 @@ def print_header(plan: AnyPlan, out: Console, context: SummaryContext) -> None:
     if context.assumed:
         say(out, joined(context.assumed, ", ", out.width, start="assumed: "), "dim")
     say(out)
-
-
-def _notes(plan: Plan) -> Iterator[str]:
-    """Yields failures of the solver, the kind of the step time, and the rows of the error band."""
-    if plan.search.solver_failure:
-        yield plan.search.solver_failure
-    space = _space_text(plan)
-    if space:
-        yield space
-    note = _PRICE_NOTES.get(plan.predicted.step_time_s.kind)
-    band = plan.predicted.error_band
-    if note:
-        yield note
-    if band:
-        yield (
-            f"+-: eight in ten of {band.time.rows:,} measured steps, whose fit had not seen "
-            f"them, were within it"
-        )
-    elif plan.model.num_experts:
-        yield (
-            "band unknown: no measured steps of models with experts, whose routing is taken as "
-            "balanced"
-        )
-        yield (
-            "blocks of experts are divided over tp as Megatron divides them, and recompute "
-            "nothing, a selection or everything"
-        )
-    elif plan.cluster.profile:
-        yield "band unknown: no published step was priced with a profile of your own"
-    else:
-        yield "band unknown: no measured steps on this device"
-    if plan.cluster.calibration:
-        yield "prices follow runs of your own (cluster.calibration has the factors)" + (
-            "; the band is of prices without" if band else ""
-        )
-    if plan.training.stack.name != EXECUTORS_STACK:
-        yield (
-            f"priced as {plan.training.stack.name} runs it; parplan's own executor is --stack "
-            f"{EXECUTORS_STACK}"
-        )
-
-
-def _space_text(plan: Plan) -> str | None:
-    """Names the space that the gap of a search covers."""
-    search = plan.search
-    if search.status is Status.ESTIMATE:
-        return None
-    if search.objective is Objective.MEMORY:
-        return (
-            "the gap is over all candidates whose stages run mixes of at most two options; "
-            "--explain says what is not searched"
-        )
-    choices = (
-        "a ZeRO stage, a recompute list and a division of its operators"
-        if plan.mesh.tp > 1
-        else "a ZeRO stage and a recompute list"
-    )
-    measured = (
-        "; how far simulated steps are below the closed form is measured, not proven"
-        if plan.mesh.pp > 1
-        else ""
-    )
-    return (
-        f"the gap is over all candidates, with {choices} for each block by itself{measured}; "
-        f"--explain says what is not searched"
-    )
 
 
 def header(plan: AnyPlan, width: int) -> str:
@@ -244,15 +171,15 @@ def _parameters(plan: Plan) -> str:
 
 
 def _facts(
-    plan: Plan, context: SummaryContext, measured: Coverage | None
+    plan: AnyPlan, context: SummaryContext, measured: Coverage | None
 ) -> Iterator[tuple[str, str, str]]:
+    traced = isinstance(plan, TracedPlan)
     predicted = plan.predicted
-    worst = fullest(plan)
     yield "mesh", str(plan.mesh), ", ".join(pipeline_phrases(plan.pipeline, plan.mesh))
-    yield ("layers", *layers_phrases(plan))
-    if plan.chunks:
+    yield ("stages" if traced else "layers", *layers_phrases(plan))
+    if isinstance(plan, Plan) and plan.chunks:
         yield chunks_fact(plan, plan.chunks)
-    yield ("stack", *stack_phrases(plan))
+    yield ("stack", *_stack_phrases(plan))
     if measured:
         device = plan.cluster.device.name
         yield (
@@ -264,39 +191,22 @@ def _facts(
         yield (
             "module",
             plan.module.text,
-            "unmodified: divided as Megatron does, blocks recomputed whole or not",
+            "unmodified: traced, and cut between its shards"
+            if traced
+            else "unmodified: divided as Megatron does, blocks recomputed whole or not",
         )
     step = predicted.step_time_s
     band = predicted.error_band
     of_step = f" {band_text(band.time.share)}" if band else ""
-    of_memory = f" ({band_text(band.memory.share)})" if band else ""
-    speed = (
-        f"{predicted.tokens_per_s_per_gpu.value:,.0f} tokens/s/GPU, "
-        f"{percent(predicted.mfu.value)} MFU"
+    yield (
+        "step",
+        f"{seconds_text(step.value)}{of_step} ({step.kind})",
+        f"{_speed_text(plan)}, {percent(predicted.mfu.value)} MFU",
     )
-    yield "step", f"{seconds_text(step.value)}{of_step} ({step.kind})", speed
-    free = worst.capacity - worst.total
-    place = f"stage {worst.stage}, the fullest; " if plan.mesh.pp > 1 else ""
-    room = (
-        f"{gib_text(free)} GiB free"
-        if free >= 0
-        else f"does not fit: {gib_text(-free)} GiB more than the device has"
-    )
-    yield "memory", f"{gib_text(worst.total)} GiB{of_memory} of {worst.capacity:.1f}", place + room
-    if host := max(memory.host for memory in plan.predicted.memory_gib):
-        node = (
-            f"{gib_text(host * plan.cluster.gpus_per_node)} GiB a node of "
-            f"{gib(plan.cluster.host_memory_bytes):,.0f}"
-        )
-        looks_up = any(
-            Offload.LOOKUP in layer_plan.offload for layer_plan in plan.layer_plans.values()
-        )
-        yield (
-            "host",
-            f"{gib_text(host)} GiB for a GPU",
-            f"{node}; tokens are looked up there" if looks_up else node,
-        )
-    yield proof(plan, context)
+    yield _memory_fact(plan)
+    if host := max(memory.host for memory in predicted.memory_gib):
+        yield _host_fact(plan, host)
+    yield _proof(plan, context)
     choice = plan.search.preference
     if choice and choice.prefer is not Prefer.FASTEST:
         slower = f"{percent(choice.slowdown)} slower" if choice.slowdown else "the fastest too"
@@ -306,6 +216,46 @@ def _facts(
         place = f"point {front.number} of {front.points}, fastest first"
         incomplete = "" if front.complete else "; the front is incomplete"
         yield "front", search_text(plan.search), place + incomplete
+
+
+def _speed_text(plan: AnyPlan) -> str:
+    speed = plan.predicted.tokens_per_s_per_gpu.value
+    if isinstance(plan, TracedPlan):
+        return f"{format_number(speed, 4)} {plan.traced.unit}/s/GPU"
+    return f"{speed:,.0f} tokens/s/GPU"
+
+
+def _memory_fact(plan: AnyPlan) -> tuple[str, str, str]:
+    """Returns the peak of the fullest device, and what it has free."""
+    worst, band = fullest(plan), plan.predicted.error_band
+    of_memory = f" ({band_text(band.memory.share)})" if band else ""
+    free = worst.capacity - worst.total
+    place = f"stage {worst.stage}, the fullest; " if plan.mesh.pp > 1 else ""
+    room = (
+        f"{gib_text(free)} GiB free"
+        if free >= 0
+        else f"does not fit: {gib_text(-free)} GiB more than the device has"
+    )
+    return (
+        "memory",
+        f"{gib_text(worst.total)} GiB{of_memory} of {worst.capacity:.1f}",
+        place + room,
+    )
+
+
+def _host_fact(plan: AnyPlan, host_gib: float) -> tuple[str, str, str]:
+    node = (
+        f"{gib_text(host_gib * plan.cluster.gpus_per_node)} GiB a node of "
+        f"{gib(plan.cluster.host_memory_bytes):,.0f}"
+    )
+    looks_up = isinstance(plan, Plan) and any(
+        Offload.LOOKUP in layer_plan.offload for layer_plan in plan.layer_plans.values()
+    )
+    return (
+        "host",
+        f"{gib_text(host_gib)} GiB for a GPU",
+        f"{node}; tokens are looked up there" if looks_up else node,
+    )
 
 
 def layers_phrases(plan: AnyPlan) -> tuple[str, str]:
@@ -332,14 +282,15 @@ def layers_phrases(plan: AnyPlan) -> tuple[str, str]:
 
 
 def _shard_phrases(plan: TracedPlan) -> tuple[str, str]:
-    """Returns ZeRO stages, and the number of shards that are recomputed."""
+    """Returns ZeRO stages, and the numbers of shards that are recomputed, as a whole or in part."""
     zero = Counter(f"ZeRO {stage.zero}" for stage in plan.stages)
-    num_recomputed = sum(len(stage.recompute) for stage in plan.stages)
-    if num_recomputed:
-        whole = len(plan.shards)
-        recompute = "full" if num_recomputed == whole else f"{num_recomputed} of {whole} shards"
-    else:
-        recompute = "none"
+    whole, num_recomputed = len(plan.shards), sum(len(stage.recompute) for stage in plan.stages)
+    in_part = Counter[str]()
+    for each in (each for stage in plan.stages for each in stage.recompute_lists):
+        in_part[counted(len(each.places), "operator")] += len(each.shards)
+    shares = [f"{num_recomputed} of {whole} shards"] if num_recomputed else []
+    shares += [f"{counted(count, 'shard')} with {text}" for text, count in sorted(in_part.items())]
+    recompute = "full" if num_recomputed == whole else ", ".join(shares) or "none"
     phrases = (
         name if len(zero) == 1 else f"{name} on {counted(count, 'stage')}"
         for name, count in zero.items()
@@ -347,7 +298,7 @@ def _shard_phrases(plan: TracedPlan) -> tuple[str, str]:
     return ", ".join(phrases), f"recompute {recompute}"
 
 
-def stack_phrases(plan: AnyPlan) -> tuple[str, str]:
+def _stack_phrases(plan: AnyPlan) -> tuple[str, str]:
     """Returns the priced software stack, its attention kernel and its gradient reduction."""
     training = plan.training
     attention = attention_text(training, plan.cluster.device)
@@ -361,7 +312,7 @@ def _shares(counts: Counter[str]) -> Iterator[str]:
         yield name if len(counts) == 1 else f"{name} on {count}{unit}"
 
 
-def proof(plan: AnyPlan, context: SummaryContext) -> tuple[str, str, str]:
+def _proof(plan: AnyPlan, context: SummaryContext) -> tuple[str, str, str]:
     """Returns the summary's line on what the search proved, with its numbers of candidates."""
     search = plan.search
     if search.status is Status.ESTIMATE:
@@ -390,7 +341,7 @@ def proof(plan: AnyPlan, context: SummaryContext) -> tuple[str, str, str]:
     return "proven", gap, reason + counts
 
 
-def time_line(plan: AnyPlan, width: int) -> str:
+def _time_line(plan: AnyPlan, width: int) -> str:
     """Returns the step time by cause; causes that cost nothing are left out."""
     step_s = plan.predicted.step_time_s.value
     scale, unit = (1.0, "s") if step_s >= 1 else (1e3, "ms")
@@ -406,7 +357,7 @@ def time_line(plan: AnyPlan, width: int) -> str:
     return joined((f"{phrases[0]} {unit}", *phrases[1:]), " | ", width, start=labelled("time"))
 
 
-def redundancy_line(plan: AnyPlan, width: int) -> str:
+def _redundancy_line(plan: AnyPlan, width: int) -> str:
     """Returns GiB of the cluster beyond one copy of everything, by class."""
     redundancy = plan.predicted.redundancy_gib
     classes = {name: getattr(redundancy, name) for name in _REDUNDANT if getattr(redundancy, name)}
@@ -421,7 +372,7 @@ def redundancy_line(plan: AnyPlan, width: int) -> str:
     )
 
 
-def print_runners_up(plan: AnyPlan, out: Console, *, whole: bool) -> None:
+def _print_runners_up(plan: AnyPlan, out: Console, *, whole: bool) -> None:
     """Print the candidates that were nearly as good as the plan."""
     runners_up = plan.search.runners_up
     if not whole:
@@ -470,7 +421,7 @@ def _is_tie(runner_up: RunnerUp, plan: AnyPlan) -> bool:
     return runner_up.inside_error_band and plan.search.objective is Objective.THROUGHPUT
 
 
-def _print_ties(plan: Plan, out: Console) -> None:
+def _print_ties(plan: AnyPlan, out: Console) -> None:
     """Print the number of ties, the leanest and the most robust of them and the plan."""
     ties = [runner_up for runner_up in plan.search.runners_up if _is_tie(runner_up, plan)]
     band = plan.predicted.error_band
@@ -483,7 +434,7 @@ def _print_ties(plan: Plan, out: Console) -> None:
     say(out, joined(text.split(" "), " ", out.width, start=labelled("ties")))
 
 
-def _extremes(plan: Plan, ties: Sequence[RunnerUp], band: ErrorBand) -> Iterator[str]:
+def _extremes(plan: AnyPlan, ties: Sequence[RunnerUp], band: ErrorBand) -> Iterator[str]:
     """Yields phrases that name the leanest and the most robust plan.
 
     Older files have no losses; then no plan is called the most robust.

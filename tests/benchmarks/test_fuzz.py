@@ -20,6 +20,7 @@ from benchmarks.commands.fuzzing.plans import edited
 from benchmarks.commands.fuzzing.seeds import CONFIGS, DESCRIBED, Seeds, shipped
 from benchmarks.commands.fuzzing.server import Server
 from benchmarks.commands.fuzzing.verdicts import judge
+from parplan.planner.plan.plan import PLAN_VERSION
 from tests.helpers.cases import mostly_slow
 
 INPUTS, ALL_INPUTS = 25, 100
@@ -98,7 +99,7 @@ MISFITS = {
     "ranks": lambda plan: plan["cluster"].update(nodes=7),
     "batch": lambda plan: plan["pipeline"].update(num_micro_batches=3),
     "virtual stages": lambda plan: plan["pipeline"].update(virtual_stages=0),
-    "blocks": lambda plan: plan["stages"][0]["layers"][1]["blocks"].__setitem__(1, 10**12),
+    "blocks": lambda plan: plan["stages"][0]["layers"][1].update(last=10**12),
     "stage": lambda plan: plan["stages"].pop(),
     "rank of a stage": lambda plan: plan["stages"][0].update(rank=1),
     "layer plan": lambda plan: plan["stages"][0]["layers"][1].update(plan="Z"),
@@ -459,7 +460,7 @@ def test_a_plan_is_written_where_standard_error_is_closed(server):
     ended = server.run(given, ("p.yaml",))
 
     assert ended.code == 0
-    assert yaml.safe_load(ended.files["p.yaml"])["plan_version"] == 1
+    assert yaml.safe_load(ended.files["p.yaml"])["plan_version"] == PLAN_VERSION
 
 
 def test_an_input_writes_nowhere_but_in_its_folder(server, seeds, tmp_path):

@@ -135,7 +135,7 @@ def test_what_cannot_be_run_is_an_error_with_exit_code_2(tmp_path, change, optio
 
 def test_a_file_that_is_no_plan_is_an_error(tmp_path):
     path = tmp_path / "plan.yaml"
-    path.write_text("plan_version: 1\nmodel: {}\n")
+    path.write_text("plan_version: 2\nmodel: {}\n")
 
     result = CliRunner().invoke(cli.main, ["check", str(path)])
 

@@ -8,7 +8,7 @@ import pytest
 
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule, uniform_step_s
-from parplan.costmodels.stage_costs import receive_times, transfer_time
+from parplan.costmodels.stage_costs import receive_times, time_between
 from parplan.costmodels.step import closed_form_s, model_flops_utilization, price_step
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind
@@ -126,9 +126,9 @@ def test_nothing_is_received_at_the_two_ends_of_the_model():
 
 def test_the_ranks_of_a_stage_share_the_nics_of_their_node():
     layout = frame_of(pp=2, dp=8, m=4)
-    many = transfer_time(0, layout, book_of(TINY, 16, nic=replace(A100.nic, latency_s=0.0)))
-    timed = transfer_time(
-        0, layout, book_of(TINY, 16, nics_per_node=1, nic=replace(A100.nic, latency_s=0.0))
+    many = time_between(0, 1, layout, book_of(TINY, 16, nic=replace(A100.nic, latency_s=0.0)))
+    timed = time_between(
+        0, 1, layout, book_of(TINY, 16, nics_per_node=1, nic=replace(A100.nic, latency_s=0.0))
     )
 
     assert timed.value_s == pytest.approx(8 * many.value_s)
@@ -137,9 +137,9 @@ def test_the_ranks_of_a_stage_share_the_nics_of_their_node():
 def test_a_boundary_between_nodes_is_slower_than_one_inside():
     price_cache, layout = book_of(TINY, 16), frame_of(pp=4, dp=4)  # two stages to a node
 
-    inside = transfer_time(0, layout, price_cache).value_s
-    between = transfer_time(1, layout, price_cache).value_s
-    back = transfer_time(3, layout, price_cache).value_s
+    inside = time_between(0, 1, layout, price_cache).value_s
+    between = time_between(1, 2, layout, price_cache).value_s
+    back = time_between(3, 0, layout, price_cache).value_s
 
     assert inside < between
     assert back == between  # the last rank sends to the first one when interleaved

@@ -9,6 +9,7 @@ from parplan.costmodels.operators.sharding import Sharding, placements
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.objective import Objective
+from parplan.planner.plan.derived import blocks_of
 from parplan.planner.plan.pipeline_plan import PipelinePlan
 from parplan.planner.plan.plan import (
     PLAN_VERSION,
@@ -205,13 +206,14 @@ def _stages(
     first = 0
     for k, count in enumerate(blocks):
         runs = [
-            LayerRun(plan=f"block-{zero[b % len(zero)]}", blocks=(b, b))
+            LayerRun(plan=f"block-{zero[b % len(zero)]}", first=b + 1, last=b + 1)
             for b in range(first, first + count)
         ]
         if k == 0:
-            runs.insert(0, LayerRun(plan=f"embedding-{zero[0]}"))
+            runs.insert(0, LayerRun(plan=f"embedding-{zero[0]}", first=0, last=0))
         if k == len(blocks) - 1:
-            runs.append(LayerRun(plan=f"head-{zero[0]}"))
+            head = sum(blocks) + 1
+            runs.append(LayerRun(plan=f"head-{zero[0]}", first=head, last=head))
         stages.append(StagePlan(rank=ranks[k], layers=tuple(runs)))
         first += count
     return tuple(stages)
@@ -363,16 +365,16 @@ def with_divisions(plan: Plan, *divisions: Division) -> Plan:
     plans = dict(plan.layer_plans)
 
     def divided(run: LayerRun) -> LayerRun:
-        if run.blocks is None:
+        if not blocks_of(plan, run):
             return run
-        turn = run.blocks[0] % len(divisions)
+        turn = blocks_of(plan, run)[0] % len(divisions)
         name = f"{run.plan}-{turn}"
         operators = {
             operator.name: division(operator, divisions[turn][operator.name])
             for operator in graph.operators
         }
         plans[name] = replace(plan.layer_plans[run.plan], operators=operators)
-        return LayerRun(plan=name, blocks=run.blocks)
+        return replace(run, plan=name)
 
     stages = tuple(
         replace(stage, layers=tuple(divided(run) for run in stage.layers)) for stage in plan.stages

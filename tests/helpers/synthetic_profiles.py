@@ -128,9 +128,7 @@ class Machine:
             operand_bytes=self.element_bytes,
             result_bytes=self.element_bytes,
         )
-        return matmul_s.__wrapped__(
-            product, getattr(self.compute, curve), self.chip, sustained=True
-        )
+        return matmul_s(product, getattr(self.compute, curve), self.chip, sustained=True)
 
     def batched(self, batch: int, m: int, n: int, k: int) -> Record:
         names = ("batched_forward", "batched_backward")

@@ -12,8 +12,10 @@ from typing import Any
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.executor.traced.program_cut import cut_program
 from parplan.planner.layer_options.traced_shardings import split_plans, traced_shardings
+from parplan.planner.plan.pipeline_plan import LayerRange
 from parplan.planner.plan.plan import PLAN_VERSION
 from parplan.planner.plan.traced_plan import (
+    RecomputeList,
     ShardPlan,
     ShardStage,
     SplitPlan,
@@ -41,6 +43,7 @@ def hand_plan(
     shards_a_stage: int = 2,
     zero: int = 0,
     recompute: bool = False,
+    lists: bool = False,
     num_micro_batches: int = 4,
     micro_batch_size: int = 1,
     schedule: Schedule = Schedule.ONE_F_ONE_B,
@@ -48,7 +51,8 @@ def hand_plan(
 ) -> TracedPlan:
     """A plan of a factory's module, or of a Hugging Face config's.
 
-    With `recompute` the first shard of every stage is recomputed.
+    With `recompute` the first shard of every stage is recomputed; with `lists` every second
+    operator that can run again is, of the other shards.
     """
     like = make_plan(
         pp=pp,
@@ -72,8 +76,7 @@ def hand_plan(
     stages = tuple(
         ShardStage(
             rank=k % pp,
-            first=k * shards_a_stage,
-            end=(k + 1) * shards_a_stage,
+            layers=(LayerRange(first=k * shards_a_stage, last=(k + 1) * shards_a_stage - 1),),
             zero=zero,
             recompute=(k * shards_a_stage,) if recompute else (),
         )
@@ -100,7 +103,22 @@ def hand_plan(
         search=like.search,
     )
     cut = _with_shards(plan, program, count * shards_a_stage)
+    cut = _with_lists(cut, program) if lists else cut
     return replace(cut, shardings=_shardings(cut)) if tp > 1 else cut
+
+
+def _with_lists(plan: TracedPlan, program: Program) -> TracedPlan:
+    def listed(number: int) -> RecomputeList:
+        shard = plan.shards[number]
+        calls = enumerate(program.calls[shard.first : shard.end])
+        places = [place for place, call in calls if program.is_repeatable(call)]
+        return RecomputeList(shards=(number,), places=tuple(places[::2]))
+
+    def changed(stage: ShardStage) -> ShardStage:
+        numbers = (k for k in range(stage.first, stage.end) if k not in stage.recompute)
+        return replace(stage, recompute_lists=tuple(map(listed, numbers)))
+
+    return replace(plan, stages=tuple(map(changed, plan.stages)))
 
 
 def _shardings(plan: TracedPlan) -> dict[str, tuple[SplitPlan, ...]]:
@@ -135,7 +153,10 @@ def _with_shards(plan: TracedPlan, program: Program, count: int) -> TracedPlan:
 def _cuts(plan: TracedPlan, program: Program, ends: list[int]) -> bool:
     """Tells if every end so far may be the end of a stage."""
     shards = _shards(program, [*ends, len(program.calls)])
-    stages = tuple(ShardStage(rank=k, first=k, end=k + 1, zero=0) for k in range(len(shards)))
+    stages = tuple(
+        ShardStage(rank=k, layers=(LayerRange(first=k, last=k),), zero=0)
+        for k in range(len(shards))
+    )
     try:
         cut_program(replace(plan, shards=shards, stages=stages), program)
     except ConfigError:

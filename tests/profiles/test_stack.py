@@ -14,7 +14,7 @@ from parplan.costmodels.operators.kernels import MISALIGNED, misaligned
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.stage_costs import transfer_time
+from parplan.costmodels.stage_costs import time_between
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import (
@@ -156,8 +156,8 @@ def test_transfers_are_hidden_under_the_interleaved_schedule_only(virtual_stages
     )
 
     def seconds(stack, machine=MACHINE):
-        return transfer_time(
-            0, layout, PriceCache(GPT, replace(TRAINING, stack=stack), machine)
+        return time_between(
+            0, 1, layout, PriceCache(GPT, replace(TRAINING, stack=stack), machine)
         ).value_s
 
     hidden, measured = (

@@ -99,7 +99,7 @@ def test_streams_that_are_closed_lose_no_plan(tmp_path):
     )
 
     assert done.returncode == 0
-    assert Path("plan.yaml").read_text().startswith("plan_version: 1\n")
+    assert Path("plan.yaml").read_text().startswith("plan_version: 2\n")
 
 
 def test_the_streams_are_as_before_afterwards(capsys):

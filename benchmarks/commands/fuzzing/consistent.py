@@ -35,11 +35,12 @@ def _problems(plan: Mapping[str, Any]) -> Iterator[str]:
     yield from _mesh(plan)
     yield from _micro_batches(plan)
     yield from _predicted(plan)
+    yield from _stages(plan)
     if "traced" in plan:
         yield from _shards(plan)
         return
     yield from _model(plan)
-    yield from _stages(plan)
+    yield from _kinds(plan)
     yield from _layer_plans(plan)
     yield from _chunks(plan)
 
@@ -84,30 +85,40 @@ def _predicted(plan: Mapping[str, Any]) -> Iterator[str]:
         yield "predicted.memory_gib is not of the pipeline's ranks"
 
 
-def _shards(plan: Mapping[str, Any]) -> Iterator[str]:
-    yield from _gapless(plan["shards"], plan["traced"]["num_operators"], "shards")
-    yield from _gapless(plan["stages"], len(plan["shards"]), "stages")
-    pp, virtual = plan["mesh"]["pp"], plan["pipeline"]["virtual_stages"]
-    if len(plan["stages"]) != pp * virtual:
-        yield f"{len(plan['stages'])} stages on pp {pp} x {virtual}"
-    elif [stage["rank"] for stage in plan["stages"]] != [
-        _rank_of(plan, k) for k in range(pp * virtual)
+def _stages(plan: Mapping[str, Any]) -> Iterator[str]:
+    stages = plan["stages"]
+    num_stages = plan["mesh"]["pp"] * plan["pipeline"]["virtual_stages"]
+    if len(stages) != num_stages:
+        yield f"{len(stages)} stages, pp x virtual stages is {num_stages}"
+    elif plan["pipeline"]["schedule"] != "custom" and [stage["rank"] for stage in stages] != [
+        _rank_of(plan, k) for k in range(num_stages)
     ]:
         yield "stages are not on their ranks"
+    if not all(stage["layers"] for stage in stages):
+        yield "a stage holds no layer"
+    num_layers = len(plan["shards"]) if "traced" in plan else plan["model"]["num_layers"] + 2
+    runs = [(run["first"], run["last"] + 1) for stage in stages for run in stage["layers"]]
+    yield from _gapless(runs, num_layers, "layers")
+
+
+def _shards(plan: Mapping[str, Any]) -> Iterator[str]:
+    shards = [(shard["first"], shard["end"]) for shard in plan["shards"]]
+    yield from _gapless(shards, plan["traced"]["num_operators"], "shards")
     for stage in plan["stages"]:
+        first, last = stage["layers"][0]["first"], stage["layers"][-1]["last"]
         if stage["zero"] not in range(4) or not all(
-            stage["first"] <= shard < stage["end"] for shard in stage["recompute"]
+            first <= layer <= last for layer in stage["recompute"]
         ):
-            yield "a stage has no such zero, or recomputes a shard of another"
+            yield "a stage has no such zero, or recomputes a layer of another"
 
 
-def _gapless(spans: list[Mapping[str, int]], size: int, what: str) -> Iterator[str]:
+def _gapless(spans: list[tuple[int, int]], size: int, what: str) -> Iterator[str]:
     last = 0
-    for each in spans:
-        if each["first"] != last or each["end"] <= last:
+    for first, end in spans:
+        if first != last or end <= last:
             yield f"{what} leave a gap at {last}"
             return
-        last = each["end"]
+        last = end
     if last != size:
         yield f"{what} end at {last} of {size}"
 
@@ -143,39 +154,16 @@ def _rank_of(plan: Mapping[str, Any], stage: int) -> int:
     return min(stage, 2 * pp - 1 - stage) if plan["pipeline"]["schedule"] == "zbv" else stage % pp
 
 
-def _stages(plan: Mapping[str, Any]) -> Iterator[str]:
-    stages, layer_plans = plan["stages"], plan["layer_plans"]
-    layers = plan["model"]["num_layers"]
-    num_stages = plan["mesh"]["pp"] * plan["pipeline"]["virtual_stages"]
-    if len(stages) != num_stages:
-        yield f"{len(stages)} stages, pp x virtual stages is {num_stages}"
-    elif plan["pipeline"]["schedule"] != "custom" and [stage["rank"] for stage in stages] != [
-        _rank_of(plan, k) for k in range(num_stages)
-    ]:
-        yield "stages are not on their ranks"
-    runs = [run for stage in stages for run in stage["layers"]]
-    undefined = next((run["plan"] for run in runs if run["plan"] not in layer_plans), None)
-    if undefined is not None:
-        yield f"layer plan {undefined} is not defined"
-        return
-    if not all(stage["layers"] for stage in stages):
-        yield "a stage holds no layer"
-    last = -1  # the last covered layer: embedding, blocks, head
-    for run in runs:
-        kind, blocks = layer_plans[run["plan"]]["layer"], run.get("blocks")
-        if (kind == "block") != (blocks is not None):
-            yield f"{run['plan']} is of {kind}, it runs blocks {blocks}"
+def _kinds(plan: Mapping[str, Any]) -> Iterator[str]:
+    layer_plans, head = plan["layer_plans"], plan["model"]["num_layers"] + 1
+    for run in (run for stage in plan["stages"] for run in stage["layers"]):
+        if run["plan"] not in layer_plans:
+            yield f"layer plan {run['plan']} is not defined"
             return
-        if blocks is not None:
-            first, end = blocks[0] + 1, blocks[1] + 1
-        else:
-            first = end = 0 if kind == "embedding" else layers + 1
-        if first != last + 1 or end < first:
-            yield f"layers {first} to {end} follow layer {last}"
-            return
-        last = end
-    if last != layers + 1:
-        yield f"layers end at {last} of {layers + 1}"
+        kind = layer_plans[run["plan"]]["layer"]
+        for layer in (run["first"], run["last"]):
+            if kind != {0: "embedding", head: "head"}.get(layer, "block"):
+                yield f"layer {layer} runs on {run['plan']}, which is of {kind}"
 
 
 def _operators(model: Mapping[str, Any], layer: str) -> tuple[str, ...]:

@@ -118,7 +118,7 @@ class Attack:
         self.plan = plan
         self.evaluations = evaluations
         self.chance = random.Random(f"{seed} {request}")
-        self.given: Repriced | None = None if plan is None else reprice(plan)
+        self.given: Repriced[Plan, PriceCache] | None = None if plan is None else reprice(plan)
         price_cache = PriceCache(
             problem.model,
             problem.training,

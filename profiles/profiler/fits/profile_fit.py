@@ -250,7 +250,7 @@ def _products(form: _Form, assumed: Compute) -> dict[str, MatmulCurve]:
         product = Product(
             m=m, n=n, k=k, operand_bytes=form.element_bytes, result_bytes=form.element_bytes
         )
-        return matmul_s.__wrapped__(product, curve, form.chip, sustained=True)
+        return float(matmul_s(product, curve, form.chip, sustained=True))
 
     def batched(point: TimedPoint, curve: MatmulCurve) -> float:
         batch, m, n, k = _batched_sizes(point)
@@ -262,7 +262,7 @@ def _products(form: _Form, assumed: Compute) -> dict[str, MatmulCurve]:
             operand_bytes=form.element_bytes,
             result_bytes=form.element_bytes,
         )
-        return matmul_s.__wrapped__(product, curve, form.chip, sustained=True)
+        return float(matmul_s(product, curve, form.chip, sustained=True))
 
     def heads(point: TimedPoint) -> tuple[int, ...]:
         _, m, n, k = _batched_sizes(point)
@@ -315,7 +315,7 @@ def _flash(form: _Form, base: FlashCurve, name: str, work: float) -> FlashCurve:
     def price(point: TimedPoint, curve: FlashCurve) -> float:
         heads, seq, head_dim = point.sizes
         flops = work * 4.0 * heads * seq * seq / 2 * head_dim
-        return flash_attention_s(
+        time_s: float = flash_attention_s(
             flops,
             heads=heads,
             seq=seq,
@@ -324,6 +324,7 @@ def _flash(form: _Form, base: FlashCurve, name: str, work: float) -> FlashCurve:
             curve=curve,
             chip=form.chip,
         )
+        return time_s
 
     return _fitted(form.of(name), base, _FLASH, price, lambda point: point.sizes[1:])
 
@@ -341,7 +342,7 @@ def _dropped(form: _Form, compute: Compute) -> tuple[FlashCurve, FlashCurve] | N
 
 def _memory(form: _Form, base: MemoryCurve, *names: str) -> MemoryCurve:
     def price(point: TimedPoint, curve: MemoryCurve) -> float:
-        return memory_bound_s(point.sizes[0], curve, form.chip.bytes_per_s)
+        return float(memory_bound_s(point.sizes[0], curve, form.chip.bytes_per_s))
 
     return _fitted(form.of(*names), base, _MEMORY, price)
 

@@ -20,7 +20,6 @@ from parplan.costmodels.chunks.group_size import (
     group_size_of,
     least_bytes,
     score_bytes,
-    transfer_efficiency,
     widest_group,
     widest_groups,
 )
@@ -215,12 +214,6 @@ def test_the_score_is_what_lies_empty_on_a_rank_and_what_a_pass_gathers(
     )
 
 
-def test_transfer_efficiency_is_half_where_the_bytes_are_what_moves_in_the_latency():
-    assert transfer_efficiency(1e5, 1e-5, 1e10) == 0.5
-    assert transfer_efficiency(0, 1e-5, 1e10) == 0
-    assert transfer_efficiency(9e5, 1e-5, 1e10) == pytest.approx(0.9)
-
-
 def test_a_chunk_of_one_rank_must_be_large_enough_for_pcie():
     assert MOVED_WELL == 0.9
     assert least_bytes(load_cluster("v100-32gb")) == pytest.approx(9 * 1e-5 * 15.75e9)
@@ -241,10 +234,8 @@ def test_published_models_use_more_than_95_percent_of_their_chunks(hidden, num_l
 
     assert chunk_layout.utilisation > 0.95
     assert chunk_layout.chunk_elements % ALIGNED_ELEMENTS == 0
-    assert (
-        transfer_efficiency(2 * chunk_layout.chunk_elements, 1e-5, cluster.pcie_bytes_per_s)
-        >= MOVED_WELL
-    )
+    n_bytes = 2 * chunk_layout.chunk_elements
+    assert n_bytes / (1e-5 * cluster.pcie_bytes_per_s + n_bytes) >= MOVED_WELL
 
 
 @pytest.mark.parametrize("ranks", [8, 32])

@@ -13,12 +13,6 @@ from hypothesis import strategies as st
 from parplan.costmodels.chunks.chunk_budget import NonChunkBytes
 from parplan.costmodels.chunks.chunk_operations import ChunkAction
 from parplan.costmodels.chunks.chunk_schedule import rank_chunks
-from parplan.costmodels.chunks.closed_form import (
-    OwnedShares,
-    collective_bytes,
-    copied_in_bytes,
-    copied_out_bytes,
-)
 from parplan.costmodels.chunks.prefetch import COPIES
 from parplan.costmodels.host.state_location import Eviction, StateLocation
 from parplan.costmodels.layers.chunked_layer import state_widths
@@ -26,6 +20,12 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.actions import ActionKind
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.profiles.errors import ConfigError, InfeasibleError
+from tests.helpers.chunk_formulas import (
+    OwnedShares,
+    collective_bytes,
+    copied_in_bytes,
+    copied_out_bytes,
+)
 from tests.helpers.chunked import (
     BOOKS,
     DEV,

@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import pytest
 
-from parplan.costmodels.chunks import closed_form as closed
 from parplan.costmodels.chunks.chunk_memory import budget_bytes, chunks_of_rank, device_memory
 from parplan.costmodels.chunks.chunk_time import chunk_time
 from parplan.costmodels.host.state_location import StateLocation
@@ -28,6 +27,7 @@ from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.stack import NEUTRAL
+from tests.helpers import chunk_formulas as closed
 from tests.helpers.uniform_strategies import TINY, frame_of, uniform
 
 HALF = TrainingSpec(

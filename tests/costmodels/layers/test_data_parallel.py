@@ -9,12 +9,13 @@ import pytest
 from parplan.costmodels.communication.collectives import Collective
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.data_parallel import (
-    data_parallel_time,
+    data_parallel_moves,
+    exposed_moves,
     has_tied_head,
     shared_reduction,
 )
 from parplan.costmodels.layers.layer_price import CONTENTION, contention, price_operators, under
-from parplan.costmodels.layers.model_states import StateSharding, owned_parameters
+from parplan.costmodels.layers.model_states import StateSharding, local_parameters, owned_parameters
 from parplan.costmodels.layers.recompute import Recompute, recompute_operators
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
@@ -39,6 +40,11 @@ WHOLE = Sharding()
 
 def priced(layer, sharding=WHOLE, training=TRAINING, recompute=()):
     return price_operators(layer, sharding, MACHINE, training).time(recompute)
+
+
+def data_parallel_time(layer, time, *, mesh, sharding, states, machine, training):
+    moves = data_parallel_moves(local_parameters(layer, sharding), mesh, states, machine, training)
+    return exposed_moves(moves, time, states, machine, training)
 
 
 @pytest.mark.parametrize("kind", list(LayerKind))

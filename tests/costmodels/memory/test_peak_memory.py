@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.costmodels.memory.peak_memory import ConstantBytes, LayerBytes, peak_bytes
+from parplan.costmodels.memory.peak_memory import (
+    AlikeLayers,
+    ConstantBytes,
+    LayerBytes,
+    peak_bytes,
+    peak_of_runs,
+)
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.profiles.models.operator_graph import LayerKind
@@ -67,3 +76,29 @@ def test_the_fullest_moment_is_the_one_found_by_hand(
     pp, rank, num_micro_batches, throughout, expected
 ):
     assert peak_bytes(strategy(pp, num_micro_batches), rank, LAYERS, throughout) == expected
+
+
+@pytest.mark.parametrize("schedule", [Schedule.ONE_F_ONE_B, Schedule.EARLY_RECOMPUTE])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_row_of_different_layers_has_the_peak_of_each_mix_one_layer_at_a_time(schedule, rank):
+    layers, mixes = 5, 7
+    layout = replace(strategy(2, 4).layout, schedule=schedule)
+    bytes_of = np.random.default_rng(rank).integers(0, 99, (7, layers, mixes)).astype(float)
+    bytes_of[4, :, :3] = bytes_of[4, 2:4] = 0  # layers that reduce nothing
+    names = ("saved", "workspace", "gradients", "gathered", "reduced", "remade", "alone")
+    end = AlikeLayers(LayerKind.EMBEDDING if rank == 0 else LayerKind.HEAD, held(11, 5, 30))
+    constant = ConstantBytes(sent=4, shared_table=9, gathered=6)
+
+    row = AlikeLayers(LayerKind.BLOCK, LayerBytes(**dict(zip(names, bytes_of, strict=True))))
+    together = peak_of_runs(layout, rank, [[end, row] if rank == 0 else [row, end]], constant)
+
+    for mix in range(mixes):
+        runs = [
+            AlikeLayers(
+                LayerKind.BLOCK,
+                LayerBytes(**dict(zip(names, bytes_of[:, layer, mix], strict=True))),
+            )
+            for layer in range(layers)
+        ]
+        chunk = [end, *runs] if rank == 0 else [*runs, end]
+        assert together[mix] == peak_of_runs(layout, rank, [chunk], constant).item()

@@ -12,8 +12,9 @@ from parplan.costmodels.schedules.hidden_recompute import (
     plain_and_ramp,
 )
 from parplan.costmodels.schedules.schedule import AHEAD, Schedule
-from parplan.costmodels.schedules.simulator import StageCost, simulate
+from parplan.costmodels.schedules.simulator import StageCost
 from parplan.costmodels.step import closed_form_s
+from tests.helpers.simulated_steps import simulate
 
 TABLE = [  # P, M, and the step of early recompute, last-no-recompute and SCP at F, B, R = 1, 2, 1
     (4, 8, (41, 39, 38)),

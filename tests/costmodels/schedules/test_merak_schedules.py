@@ -22,8 +22,9 @@ from parplan.costmodels.schedules.schedule import (
     legal,
     recomputed_step_s,
 )
-from parplan.costmodels.schedules.simulator import StageCost, least_step_s, replay, simulate
+from parplan.costmodels.schedules.simulator import StageCost, least_step_s
 from parplan.profiles.errors import ConfigError
+from tests.helpers.simulated_steps import replay, simulate
 
 ONE_F_ONE_B = Schedule.ONE_F_ONE_B
 EARLY = Schedule.EARLY_RECOMPUTE

@@ -17,7 +17,8 @@ from parplan.costmodels.schedules.schedule import (
     legal,
     uniform_step_s,
 )
-from parplan.costmodels.schedules.simulator import StageCost, least_step_s, replay, simulate
+from parplan.costmodels.schedules.simulator import StageCost, least_step_s
+from tests.helpers.simulated_steps import replay, simulate
 
 GPIPE = Schedule.GPIPE
 ONE_F_ONE_B = Schedule.ONE_F_ONE_B

@@ -17,8 +17,9 @@ from parplan.costmodels.schedules.schedule import (
     rank_of,
     stages_of,
 )
-from parplan.costmodels.schedules.simulator import StageCost, replay, simulate
+from parplan.costmodels.schedules.simulator import StageCost
 from parplan.costmodels.schedules.zero_bubble import zbv_lists
+from tests.helpers.simulated_steps import replay, simulate
 
 COUNTS = [
     (2, 1),

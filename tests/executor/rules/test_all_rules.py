@@ -504,15 +504,16 @@ def test_the_documentation_lists_the_rules_as_they_are():
 
 
 @pytest.mark.parametrize(
-    "stages",
+    "name",
     [
-        pytest.param((StagePlan(rank=0, layers=(LayerRun(plan="nope"),)),), id="no-layer-plan"),
-        pytest.param((StagePlan(rank=0, layers=(LayerRun(plan="block-0"),)),), id="wrong-kind"),
+        pytest.param("nope", id="no-layer-plan"),
+        pytest.param("block-0", id="wrong-kind"),
     ],
 )
-def test_stages_of_unknown_or_wrong_layer_plans_are_refused(stages):
-    with pytest.raises(ConfigError, match=r"'nope' is not among|is for block"):
-        validate(with_stages(PP2, *stages))
+def test_stages_of_unknown_or_wrong_layer_plans_are_refused(name):
+    stage = StagePlan(rank=0, layers=(LayerRun(plan=name, first=0, last=0),))
+    with pytest.raises(ConfigError, match=r"'nope' is not among|its plan block-0 is of kind block"):
+        validate(with_stages(PP2, stage))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ from parplan.executor.traced.program_cut import check_recompute, cut_program
 from parplan.executor.traced.stage_values import open_module
 from parplan.executor.traced.traced_parity import run_traced_plans, run_traced_reference
 from parplan.executor.traced.traced_trainer import open_plan_module
-from parplan.planner.plan.plan_file import plan_to_document, traced_plan_from_document
+from parplan.planner.plan.pipeline_plan import LayerRange
+from parplan.planner.plan.plan_file import any_plan_from_document, plan_to_document
 from parplan.planner.plan.traced_plan import ShardStage, TracedPlan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.module_source import ModuleSource
@@ -75,11 +76,26 @@ def test_a_table_that_three_shards_read_has_one_gradient_on_two_stages():
     check(hand_plan(f"{MODULES}:translator", pp=2, shards_a_stage=2))
 
 
+@pytest.mark.multiproc
+def test_recompute_lists_run_in_a_pipeline_with_zero_3():
+    check(hand_plan(HUGGING_FACE["bert"], pp=2, dp=2, zero=3, lists=True))
+
+
 @pytest.mark.slow
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
     ("module", "options"),
     [
+        pytest.param(
+            HUGGING_FACE["vit"],
+            {"pp": 2, "recompute": True, "lists": True, "schedule": Schedule.EARLY_RECOMPUTE},
+            id="lists-ahead",
+        ),
+        pytest.param(
+            f"{MODULES}:unet",
+            {"pp": 2, "virtual_stages": 2, "schedule": Schedule.INTERLEAVED, "lists": True},
+            id="lists-interleaved",
+        ),
         pytest.param(HUGGING_FACE["t5"], {"pp": 2, "dp": 2, "zero": 3, "recompute": True}, id="t5"),
         pytest.param(HUGGING_FACE["bert"], {"pp": 4}, id="bert"),
         pytest.param(HUGGING_FACE["albert"], {"pp": 2, "dp": 2, "zero": 1}, id="albert"),
@@ -153,7 +169,9 @@ def test_a_shard_that_writes_into_its_input_is_not_run_again():
     ("change", "actual"),
     [
         pytest.param(
-            {"mesh": {"tp": 2}}, "how the operators of a traced module are divided", id="tp"
+            {"mesh": {"tp": 2}, "cluster": {"nodes": 2}},
+            "how the operators of a traced module are divided",
+            id="tp",
         ),
         pytest.param({"training": {"global_batch_size": 5}}, "global_batch_size is 5", id="batch"),
         pytest.param(
@@ -168,7 +186,7 @@ def test_what_does_not_fit_together_is_refused_when_it_is_read(plan, change, act
     changed = {key: {**body[key], **values} for key, values in change.items()}
 
     with pytest.raises(ConfigError, match=actual):
-        traced_plan_from_document({**body, **changed}, "plan")
+        any_plan_from_document({**body, **changed}, "plan")
 
 
 @pytest.mark.parametrize(
@@ -194,7 +212,7 @@ def test_what_does_not_fit_together_is_refused_when_it_is_read(plan, change, act
 def test_what_cannot_run_is_refused(plan, schedule, actions, ranks, actual):
     size = len(plan.shards) // len(ranks)
     stages = tuple(
-        ShardStage(rank=rank, first=k * size, end=(k + 1) * size, zero=0)
+        ShardStage(rank=rank, layers=(LayerRange(first=k * size, last=(k + 1) * size - 1),), zero=0)
         for k, rank in enumerate(ranks)
     )
     pipeline = replace(
@@ -203,7 +221,7 @@ def test_what_cannot_run_is_refused(plan, schedule, actions, ranks, actual):
         virtual_stages=len(ranks) // 2,
         actions=tuple(map(_of_all_micro_batches, actions)),
     )
-    whole = traced_plan_from_document(
+    whole = any_plan_from_document(
         plan_to_document(replace(plan, pipeline=pipeline, stages=stages)), "plan"
     )
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
-from itertools import product
+from itertools import accumulate, product
 
 import pytest
 
@@ -12,15 +13,14 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.memory.rank_memory import rank_memory, usable_bytes
 from parplan.costmodels.price_cache import PriceCache
+from parplan.costmodels.schedules.actions import ActionKind
 from parplan.costmodels.schedules.schedule import AHEAD, Schedule
 from parplan.costmodels.step import price_step
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.baselines.stage_aware import (
     StageAwareRoom,
     every_knob,
-    kept_share,
     listed,
-    most_in_flight,
     one_knob,
     recomputed,
     stage_aware,
@@ -86,6 +86,16 @@ def test_every_knob_is_all_that_any_share_of_the_first_stage_asks_for(layout):
     assert list(every_knob(blocks, layout)) == sorted(fine)
 
 
+CHANGE = Counter({ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.WEIGHT_GRADIENT: -1})
+
+
+def most_in_flight(layout):
+    """Returns the most in-flight micro-batches by rank, counted in the action lists."""
+    return tuple(
+        max(accumulate(CHANGE[action.work] for action in order)) for order in layout.orders()
+    )
+
+
 @pytest.mark.parametrize(
     ("layout", "most"), [(FRAME, (4, 3, 2, 1)), (SHIFTED, (4, 3, 3, 1)), (EARLY, (4, 3, 2, 1))]
 )
@@ -121,7 +131,8 @@ def test_the_least_knob_is_the_first_that_fits_and_the_fastest(layout, limit_gib
 def test_the_list_form_recomputes_what_memory_by_its_formula_says(limit_gib):
     price_cache, zero = book_of(), 1
     room = StageAwareRoom(FRAME, BLOCKS, zero, price_cache, limit_gib * GIB)
-    counts, recomputed = room.least_list(), []
+    counts = [0 if room.fits(stage, 0) else room.least(stage) for stage in range(len(BLOCKS) - 1)]
+    recomputed = []
     whole = price_cache.activations(LayerKind.BLOCK, 2, FRAME.sharding, Recompute.NONE)
     checkpoint = price_cache.activations(LayerKind.BLOCK, 2, FRAME.sharding, Recompute.FULL)
     for stage, count in enumerate(BLOCKS[:-1]):
@@ -138,16 +149,14 @@ def test_the_list_form_recomputes_what_memory_by_its_formula_says(limit_gib):
             - price_cache.training.stack.allocator_share * all_again.allocated
         )
         left = usable_bytes(limit_gib * GIB - reserved, FRAME.mesh, price_cache) - static
-        share = kept_share(
-            left,
-            in_flight=in_flight,
-            num_layers=count,
-            kept_bytes=whole.saved,
-            checkpoint_bytes=checkpoint.saved,
+        held = in_flight * count
+        share = min(
+            1.0, (left - held * checkpoint.saved) / (held * (whole.saved - checkpoint.saved))
         )
         recomputed.append(count - int(share * count))
 
-    assert counts[:-1] == tuple(recomputed)
+    assert counts == recomputed
+    assert room.holds((*counts, 0))
     assert any(counts)
     knob = room.least_knob()
     assert knob is None or sum(knob) >= sum(counts)

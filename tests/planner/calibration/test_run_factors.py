@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from parplan.planner.calibration.run_factors import calibrate, unexercised
+from parplan.planner.calibration.run_factors import calibrate
 from parplan.planner.plan.derived import layout_of
 from parplan.planner.runs.run_account import predict
 from parplan.profiles.documents.schema import document
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.applied_profile import apply_profile
-from parplan.profiles.machines.calibration_factors import CAUSES, Calibration, Factor
+from parplan.profiles.machines.calibration_factors import CAUSES, UNCHANGED, Calibration, Factor
 from parplan.profiles.machines.shipped_profiles import shipped_profile
 from parplan.profiles.provenance import Kind
 from tests.helpers.planning import estimate_plan
@@ -61,7 +61,8 @@ def test_known_factors_come_back(mesh, truth):
         cause: pytest.approx(x, rel=1e-4) for cause, x in truth.items()
     }
     assert all(calibration.factor(cause).measured for cause in truth)
-    assert set(unexercised(calibration)) == set(CAUSES) - set(truth)
+    unchanged = {cause for cause in CAUSES if calibration.factor(cause) == UNCHANGED}
+    assert unchanged == set(CAUSES) - set(truth)
 
 
 def test_two_runs_tell_tensor_parallel_communication_from_compute():

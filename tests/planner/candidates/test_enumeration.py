@@ -14,13 +14,12 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.enumeration import (
-    MAX_MICRO_BATCH_SIZE,
     illegal_layout,
     illegal_tensor_parallel,
     layout_text,
 )
 from parplan.planner.deadline import deadline_after
-from parplan.planner.request import Constraints, SearchOptions
+from parplan.planner.request import MAX_MICRO_BATCH_SIZE, Constraints, SearchOptions
 from parplan.profiles.divisors import divisors
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus

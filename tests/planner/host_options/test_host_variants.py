@@ -17,6 +17,7 @@ from parplan.costmodels.step import price_step
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.host_options.activation_options import host_options
 from parplan.planner.host_options.host_variants import with_host
+from parplan.planner.plan.derived import blocks_of
 from parplan.planner.plan.plan import LayerPlan, Plan
 from parplan.planner.plan.plan_file import read_plan, write_plan
 from parplan.planner.plan.reprice import reprice
@@ -56,8 +57,7 @@ def blocks(plan: Plan) -> list[LayerPlan]:
         plan.layer_plans[run.plan]
         for stage in plan.stages
         for run in stage.layers
-        if run.blocks
-        for _ in range(run.blocks[0], run.blocks[1] + 1)
+        for _ in blocks_of(plan, run)
     ]
 
 

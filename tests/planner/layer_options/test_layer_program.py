@@ -7,15 +7,17 @@ import random
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 
 from benchmarks.search.formulations import StrategyPairs
-from parplan.costmodels.layers.layer_price import price_operators
+from parplan.costmodels.layers.layer_price import StageAxes, price_operators
+from parplan.costmodels.layers.operator_price import operator_price
 from parplan.costmodels.layers.recompute import saved_bytes, workspace_bytes
 from parplan.costmodels.layers.tensor_flow import shared_beside_a_copy
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.planner.layer_options.layer_front import layer_fronts, least_times_s
-from parplan.planner.layer_options.layer_problem import layer_problem
+from parplan.planner.layer_options.layer_problem import LayerStrategies, layer_problem
 from parplan.planner.layer_options.layer_program import LayerProgram, evaluate
 from parplan.planner.request import SolverName
 from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
@@ -46,7 +48,8 @@ HOST_S = 20e-6  # as long as some of these operators
 
 
 def drawn(problem, draw):
-    return tuple(draw.choice(options) for options in problem.options)
+    """Returns a row of random layers for `evaluate`: the number of each operator's option."""
+    return np.array([[draw.randrange(len(options)) for options in problem.options]])
 
 
 def sharding_of(problem, options, sharding):
@@ -68,24 +71,24 @@ def test_options_add_up_to_the_price_of_the_layer(model, sharding, kernel):
     layer = build_graph(model, training, 4).block
     problem, draw = layer_problem(layer, sharding, MACHINE, training), random.Random(0)
     for _ in range(12):
-        options = drawn(problem, draw)
+        rows = drawn(problem, draw)
+        (evaluated,) = evaluate(problem, rows)
+        options = evaluated.options
         shardings, recomputed = (
             sharding_of(problem, options, sharding),
             tuple(n for n, o in zip(problem.names, options, strict=True) if o.recomputed),
         )
 
-        evaluated = evaluate(problem, options)
-
         priced = price_operators(layer, shardings, MACHINE, training).time(recomputed)
-        assert evaluated.cost.time_s == pytest.approx(priced.total_s, rel=1e-12)
+        assert evaluated.time_s == pytest.approx(priced.total_s, rel=1e-12)
         slow = replace(problem, host_forward_s=HOST_S, host_backward_s=HOST_S)
         slow_training = replace(training, stack=replace(training.stack, host_operator_s=HOST_S))
         launched = price_operators(layer, shardings, MACHINE, slow_training).time(recomputed)
-        assert evaluate(slow, options).launched_s == pytest.approx(launched.total_s, rel=1e-12)
+        assert evaluate(slow, rows)[0].launched_s == pytest.approx(launched.total_s, rel=1e-12)
         exact = saved_bytes(layer, shardings, recomputed, training.stack)
-        assert evaluated.cost.saved_bytes <= exact
+        assert evaluated.saved_bytes <= exact
         if not shared_beside_a_copy(layer, shardings):
-            assert evaluated.cost.saved_bytes == exact
+            assert evaluated.saved_bytes == exact
             assert evaluated.workspace_bytes == pytest.approx(
                 workspace_bytes(layer, shardings, recomputed, training.stack), abs=1
             )
@@ -123,7 +126,7 @@ def instance(seed):
 @cache
 def everything(seed):
     problem = instance(seed)
-    return [evaluate(problem, options) for options in itertools.product(*problem.options)]
+    return evaluate(problem, np.array(list(np.ndindex(*map(len, problem.options)))))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -133,7 +136,7 @@ def test_the_fastest_layer_within_a_budget_is_that_of_brute_force(seed):
     for budget in (sizes[0], sizes[len(sizes) // 4], sizes[-1]):
         budget *= 1 + 1e-6
         best_s = min(
-            solution.cost.time_s
+            solution.time_s
             for solution in everything(seed)
             if solution.memory_bytes(stashes) <= budget
         )
@@ -143,19 +146,19 @@ def test_the_fastest_layer_within_a_budget_is_that_of_brute_force(seed):
 
         for solution in (by_placement, by_strategy):
             assert solution.proven
-            assert solution.cost.time_s == pytest.approx(best_s, rel=1e-6)
+            assert solution.time_s == pytest.approx(best_s, rel=1e-6)
             assert solution.memory_bytes(stashes) <= budget * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_leanest_layer_within_a_time_is_that_of_brute_force(seed):
-    times = sorted(solution.cost.time_s for solution in everything(seed))
+    times = sorted(solution.time_s for solution in everything(seed))
     for slowest_s in (times[0], times[len(times) // 4], times[-1]):
         slowest_s *= 1 + 1e-6
         least = min(
             solution.memory_bytes(2.0)
             for solution in everything(seed)
-            if solution.cost.time_s <= slowest_s
+            if solution.time_s <= slowest_s
         )
 
         by_placement = LayerProgram(instance(seed), 2.0).leanest(slowest_s, SolverName.HIGHS)
@@ -163,15 +166,15 @@ def test_the_leanest_layer_within_a_time_is_that_of_brute_force(seed):
 
         for solution in (by_placement, by_strategy):
             assert solution.memory_bytes(2.0) == pytest.approx(least, rel=1e-6)
-            assert solution.cost.time_s <= slowest_s * (1 + 1e-6)
+            assert solution.time_s <= slowest_s * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_front_is_that_of_brute_force(seed):
     problem = instance(seed)
-    points = {(layer.cost.time_s, layer.cost.saved_bytes) for layer in everything(seed)}
+    points = {(layer.time_s, layer.saved_bytes) for layer in everything(seed)}
 
-    front = [evaluate(problem, options).cost for options in layer_fronts(problem)[0]]
+    front = evaluate(problem, layer_fronts(problem)[0])
 
     for time_s, saved in points:
         assert any(
@@ -196,34 +199,75 @@ def test_the_front_of_a_whole_block_is_that_of_the_integer_program(solver, shard
     )
     kept_only = replace(
         problem,
-        options=tuple(
-            tuple(
-                replace(
-                    o, gradient_bytes=0.0, cost=replace(o.cost, state_bytes=0.0, whole_bytes=0.0)
-                )
-                for o in options
+        costs=tuple(
+            replace(
+                costs,
+                gradient_bytes=0 * costs.gradient_bytes,
+                state_bytes=0 * costs.state_bytes,
+                whole_bytes=0 * costs.whole_bytes,
             )
-            for options in problem.options
+            for costs in problem.costs
         ),
         links=tuple(
-            replace(
-                link,
-                cells={pair: replace(cost, whole_bytes=0.0) for pair, cost in link.cells.items()},
-            )
+            replace(link, costs=replace(link.costs, whole_bytes=0 * link.costs.whole_bytes))
             for link in problem.links
         ),
     )
-    for options in layer_fronts(problem)[0][::3]:
-        point = evaluate(problem, options).cost
-
+    for point in evaluate(problem, layer_fronts(problem)[0][::3]):
         fastest = LayerProgram(kept_only).fastest(point.saved_bytes * (1 + 1e-9), solver)
 
-        assert fastest.cost.time_s == pytest.approx(point.time_s, rel=1e-6)
+        assert fastest.time_s == pytest.approx(point.time_s, rel=1e-6)
 
 
 def test_an_operator_without_a_strategy_leaves_nothing():
     problem = instance(0).only(lambda name, option: name != instance(0).names[0])
 
-    assert layer_fronts(problem)[0] == []
+    assert len(layer_fronts(problem)[0]) == 0
     assert least_times_s(problem) == [None]
     assert LayerProgram(problem).fastest(1e15, SolverName.CBC) is None
+
+
+@pytest.mark.parametrize("sharding", named(SHARDINGS, {"one", "tp4-sp", "2x2-sp"}))
+@pytest.mark.parametrize("model", named(MODELS, {"gpt", "llama"}))
+def test_all_micro_batch_sizes_at_once_have_the_prices_of_each(model, sharding):
+    """Size 3 forbids splits of the batch that the others allow."""
+    sizes = (1, 2, 3, 4, 8)
+    layers = [build_graph(model, TRAINING, size).block for size in sizes]
+    inside = StageAxes(sharding.degrees, MACHINE, TRAINING.stack)
+
+    together = LayerStrategies(layers, inside, TRAINING).problems(sharding.boundary)
+
+    for layer, found in zip(layers, together, strict=True):
+        alone = layer_problem(layer, sharding, MACHINE, TRAINING)
+        assert [set(options) for options in found.options] == [set(o) for o in alone.options]
+        numbers = [
+            [options.index(option) for option in mine]
+            for mine, options in zip(alone.options, found.options, strict=True)
+        ]
+        draw = random.Random(0)
+        for _ in range(20):
+            row = drawn(alone, draw)
+            moved = np.array([[n[k] for n, k in zip(numbers, row[0].tolist(), strict=True)]])
+            (expected,), (priced,) = evaluate(alone, row), evaluate(found, moved)
+            assert priced.options == expected.options
+            for name in ("time_s", "state_bytes", "saved_bytes", "workspace_bytes", "launched_s"):
+                assert getattr(priced, name) == pytest.approx(getattr(expected, name), rel=1e-12)
+
+
+@pytest.mark.parametrize("sharding", named(SHARDINGS, {"one", "tp4-sp"}))
+def test_an_array_of_prices_has_the_price_of_each_strategy(sharding):
+    """The formulas are the same for numbers and for arrays."""
+    layers = [build_graph(MODELS["gpt"], TRAINING, size).block for size in (2, 4)]
+    inside = StageAxes(sharding.degrees, MACHINE, TRAINING.stack)
+    problems = LayerStrategies(layers, inside, TRAINING).problems(sharding.boundary)
+    for layer, problem in zip(layers, problems, strict=True):
+        for operator, options, costs in zip(
+            layer.operators, problem.options, problem.costs, strict=True
+        ):
+            for option, cost in zip(options, costs.listed(), strict=True):
+                price = operator_price(operator, option.splits, inside, TRAINING)
+                assert cost.forward_s == pytest.approx(price.forward_s, rel=1e-12)
+                assert cost.backward_s == pytest.approx(price.backward_s, rel=1e-12)
+                assert cost.whole_bytes == price.saved_bytes
+                assert cost.gradient_bytes == price.temporary_bytes
+                assert cost.state_bytes == price.states.total

@@ -78,18 +78,18 @@ def test_layer_plans_are_named_in_order_of_use_and_runs_are_merged():
         StagePlan(
             rank=0,
             layers=(
-                LayerRun(plan="embedding"),
-                LayerRun(plan="A", blocks=(0, 1)),
-                LayerRun(plan="B", blocks=(2, 2)),
+                LayerRun(plan="embedding", first=0, last=0),
+                LayerRun(plan="A", first=1, last=2),
+                LayerRun(plan="B", first=3, last=3),
             ),
         ),
         StagePlan(
             rank=1,
             layers=(
-                LayerRun(plan="B", blocks=(3, 3)),
-                LayerRun(plan="C", blocks=(4, 4)),
-                LayerRun(plan="A", blocks=(5, 5)),
-                LayerRun(plan="head"),
+                LayerRun(plan="B", first=4, last=4),
+                LayerRun(plan="C", first=5, last=5),
+                LayerRun(plan="A", first=6, last=6),
+                LayerRun(plan="head", first=7, last=7),
             ),
         ),
     )

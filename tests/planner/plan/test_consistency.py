@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from parplan.costmodels.schedules.schedule import Schedule
+from parplan.planner.plan.pipeline_plan import LayerRange
 from parplan.planner.plan.plan import PLAN_VERSION
 from parplan.planner.plan.plan_file import any_plan_from_document, plan_to_document
 from parplan.planner.plan.traced_plan import ShardPlan, ShardStage, TracedPlan, TracedSummary
@@ -75,7 +76,12 @@ def module_plan(pp: int = 2) -> TracedPlan:
             for i in range(2 * pp)
         ),
         stages=tuple(
-            ShardStage(rank=i, first=2 * i, end=2 * i + 2, zero=1, recompute=(2 * i,))
+            ShardStage(
+                rank=i,
+                layers=(LayerRange(first=2 * i, last=2 * i + 1),),
+                zero=1,
+                recompute=(2 * i,),
+            )
             for i in range(pp)
         ),
         predicted=like.predicted,
@@ -192,27 +198,27 @@ def _at(body, path):
         ("pipeline", ("mesh", "ep"), 2, "mesh: ep 2 divides experts, gpt-2.5b has none"),
         (
             "one-device",
-            ("stages", 0, "layers", 1, "blocks"),
-            [0, 10**12],
-            "they have 1000000000001 blocks, the model has 54",
+            ("stages", 0, "layers", 1, "last"),
+            10**12,
+            "stages.0.layers.2: it has layers 55 to 55, it must begin with 1000000000001",
         ),
         (
             "one-device",
-            ("stages", 0, "layers", 1, "blocks"),
-            [1, 53],
-            "blocks are 1 to 53, they must begin with 0",
+            ("stages", 0, "layers", 1, "first"),
+            2,
+            "stages.0.layers.1: it has layers 2 to 54, it must begin with 1",
         ),
         (
             "one-device",
             ("stages", 0, "layers", 0, "plan"),
             "head",
-            "the first layer must be the embedding",
+            "stages.0: layer 0 is of kind embedding, its plan head is of kind head",
         ),
         (
             "one-device",
-            ("stages", 0, "layers", 2, "blocks"),
-            [0, 0],
-            "embedding and head have no blocks",
+            ("stages", 0, "layers", 2, "last"),
+            56,
+            "stages: they have 57 layers, there are 56",
         ),
         (
             "pipeline",
@@ -260,15 +266,15 @@ def _at(body, path):
             "module",
             ("shards", 1, "first"),
             4,
-            "shards.1: it is operators 4 to 6, it must begin with 3",
+            "shards.1: it has operators 4 to 5, it must begin with 3",
         ),
-        ("module", ("mesh", "dp"), 1, "the cluster has 4 devices"),
         (
             "module",
-            ("mesh", "tp"),
-            2,
-            "nothing says how the operators of a traced module are divided",
+            ("stages", 1, "layers", 0, "first"),
+            1,
+            "stages.1.layers.0: it has layers 1 to 3, it must begin with 2",
         ),
+        ("module", ("mesh", "dp"), 1, "the cluster has 4 devices"),
     ],
 )
 def test_the_error_names_the_parts_that_differ(name, path, value, message):
@@ -276,6 +282,16 @@ def test_the_error_names_the_parts_that_differ(name, path, value, message):
 
     with pytest.raises(ConfigError, match=message):
         any_plan_from_document(changed(body, path, value), "f")
+
+
+def test_a_divided_module_without_its_divisions_is_refused():
+    body = plan_to_document(module_plan())
+    body["mesh"]["tp"], body["cluster"]["nodes"] = 2, 2
+
+    with pytest.raises(
+        ConfigError, match="nothing says how the operators of a traced module are divided"
+    ):
+        any_plan_from_document(body, "f")
 
 
 def test_a_step_of_more_passes_than_can_be_simulated_is_refused():

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from parplan.costmodels.chunks.chunk_layout import SizedTensor, pack
-from parplan.costmodels.chunks.closed_form import OwnedShares, copied_in_bytes, copied_out_bytes
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.host.state_location import Eviction, StateLocation
@@ -36,8 +35,9 @@ from parplan.profiles.machines.machine_catalog import (
 )
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import Precision, TrainingSpec
-from parplan.profiles.units import GIB
-from parplan.report.plans.chunk_tables import blocks_by_location, fullest_levels, spans_text
+from parplan.profiles.units import GIB, spans_text
+from parplan.report.plans.chunk_tables import blocks_by_location, fullest_levels
+from tests.helpers.chunk_formulas import OwnedShares, copied_in_bytes, copied_out_bytes
 from tests.helpers.planning import estimate_plan, find_plan
 
 TINY = replace(load_model("gpt-tiny").spec, num_layers=8)

@@ -95,9 +95,9 @@ def put(*keys_and_value):
             id="in-a-mapping",
         ),
         pytest.param(
-            put("stages", 0, "layers", 1, "bloks", 1),
-            "unknown key stages.0.layers.1.bloks",
-            "did you mean 'blocks'?",
+            put("stages", 0, "layers", 1, "frist", 1),
+            "unknown key stages.0.layers.1.frist",
+            "did you mean 'first'?",
             id="in-lists",
         ),
         pytest.param(
@@ -135,14 +135,14 @@ def put(*keys_and_value):
             id="range",
         ),
         pytest.param(
-            put("plan_version", 2),
-            "plan_version is 2, this parplan reads 1",
+            put("plan_version", 3),
+            "plan_version is 3, this parplan reads 1 and 2",
             "make the plan again with this version",
             id="version",
         ),
         pytest.param(
             put("plan_version", None),
-            "plan_version is missing, this parplan reads 1",
+            "plan_version is missing, this parplan reads 1 and 2",
             "make the plan again",
             id="no-version",
         ),
@@ -353,7 +353,7 @@ def test_the_published_schema_refuses_what_the_reader_refuses(plan):
         put("mesh", "cp", 1),
         put("mesh", None),
         put("mesh", "pp", "two"),
-        put("plan_version", 2),
+        put("plan_version", 1),
         put("layer_plans", "A", "zeroo", 1),
     ):
         body = plan_document(plan)

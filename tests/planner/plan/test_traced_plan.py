@@ -10,21 +10,22 @@ import yaml
 
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.planner.plan.plan_file import (
+    any_plan_from_document,
     plan_to_document,
     plan_to_yaml,
     read_any_plan,
-    traced_plan_from_document,
     write_plan,
 )
-from parplan.planner.plan.traced_plan import TracedPlan
-from parplan.planner.request import Constraints
+from parplan.planner.plan.traced_plan import RecomputeList, TracedPlan
+from parplan.planner.request import Constraints, SearchOptions
+from parplan.planner.traced.traced_strategy import reprice_traced
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import load_cluster
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.stack import NEUTRAL
+from parplan.profiles.units import GIB
 from parplan.report.plan_documents import plan_document, plan_schema
-from parplan.report.plans.summary import SummaryContext
-from parplan.report.plans.traced_summary import print_traced_summary
+from parplan.report.plans.summary import SummaryContext, layers_phrases, print_summary
 from parplan.report.text import console
 from tests.helpers.planning import find_traced_plan
 from tests.helpers.traced_models import model_of, traced_spec
@@ -60,6 +61,40 @@ def test_a_plan_that_is_written_is_read_as_it_was(plan, tmp_path):
     assert plan_to_yaml(read_any_plan(path)) == path.read_text()
 
 
+@pytest.fixture(scope="module")
+def recomputing() -> TracedPlan:
+    """A plan that fits its memory with recompute lists."""
+    pins = Constraints(pp=(4,), schedule=(Schedule.ONE_F_ONE_B,), micro_batch_size=(2,), tp=(1,))
+    options = SearchOptions(memory_limit_bytes=int(1.305 * GIB))
+    return find_traced_plan(
+        traced_spec(GPT, TRAINING), CLUSTER, TRAINING, constraints=pins, options=options
+    ).plan
+
+
+def test_a_plan_with_recompute_lists_is_read_and_priced_as_it_was(recomputing, tmp_path):
+    write_plan(recomputing, tmp_path / "plan.yaml")
+    read = read_any_plan(tmp_path / "plan.yaml")
+
+    assert recomputing.stages[0].recompute_lists
+    assert read == recomputing
+    again = reprice_traced(read, traced_spec(GPT, TRAINING)).plan
+    assert again.predicted == recomputing.predicted
+    assert again.stages == recomputing.stages
+
+
+def test_the_summary_counts_shards_by_the_operators_that_run_again(plan):
+    first, *others = plan.stages
+    lists = (
+        RecomputeList(shards=(1,), places=(2,)),
+        RecomputeList(shards=(3, 4), places=(0, 2)),
+    )
+    stages = (replace(first, recompute=(2,), recompute_lists=lists), *others)
+
+    _, text = layers_phrases(replace(plan, stages=stages))
+
+    assert text == "recompute 1 of 10 shards, 1 shard with 1 operator, 2 shards with 2 operators"
+
+
 def test_stages_hold_all_shards_once_and_shards_all_operators(plan):
     assert plan.stages[0].first == 0
     assert all(
@@ -78,12 +113,31 @@ def test_stages_hold_all_shards_once_and_shards_all_operators(plan):
         (lambda body: body["shards"][1].update(kind="x"), r"unknown key shards\.1\.kind"),
         (lambda body: body["stages"][0].pop("zero"), r"stages\.0\.zero is missing"),
         (lambda body: body["stages"][2].update(rank=7), r"stages\.2: rank is 7, the mesh has pp 4"),
-        (lambda body: body["stages"][1].update(first=5), r"stages\.1: it is shards 5 to"),
-        (lambda body: body["stages"][0].update(recompute=[9]), r"stages\.0: it recomputes shard 9"),
+        (
+            lambda body: body["stages"][1]["layers"][0].update(first=5),
+            r"stages\.1\.layers\.0: it has layers 5 to",
+        ),
+        (lambda body: body["stages"][0].update(recompute=[9]), r"stages\.0: it recomputes layer 9"),
+        (
+            lambda body: body["stages"][1].update(recompute_lists=[{"shards": [9], "places": [0]}]),
+            r"stages\.1: it recomputes layer 9",
+        ),
+        (
+            lambda body: body["stages"][0].update(
+                recompute=[1], recompute_lists=[{"shards": [1], "places": [0]}]
+            ),
+            r"stages\.0: it recomputes layer 1 twice",
+        ),
+        (
+            lambda body: body["stages"][0].update(
+                recompute=[], recompute_lists=[{"shards": [1], "places": [0, 40]}]
+            ),
+            r"stages\.0: it recomputes operator 40 of layer 1, which has",
+        ),
         (lambda body: body["stages"][3].update(zero=4), r"stages\.3: zero is 4"),
-        (lambda body: body["shards"].pop(), "shards end with operators"),
+        (lambda body: body["shards"].pop(), "stages: they have 10 layers, there are 9"),
         (lambda body: body["predicted"]["memory_gib"].pop(), "memory_gib has 3 stages"),
-        (lambda body: body.update(plan_version=2), "plan_version is 2"),
+        (lambda body: body.update(plan_version=3), "plan_version is 3"),
         (lambda body: body["traced"].update(flops="many"), r"unknown key traced\.flops"),
     ],
 )
@@ -92,7 +146,7 @@ def test_a_file_that_is_wrong_is_an_error_with_its_place(plan, change, match):
     change(body)
 
     with pytest.raises(ConfigError, match=match):
-        traced_plan_from_document(body, "plan.yaml")
+        any_plan_from_document(body, "plan.yaml")
 
 
 def test_the_published_schema_takes_a_plan_of_a_traced_module(plan):
@@ -121,7 +175,7 @@ def test_a_summary_counts_in_whole_words_and_numbers_without_exponents(plan):
     )
     out = io.StringIO()
 
-    print_traced_summary(mixed, console(out), SummaryContext())
+    print_summary(mixed, console(out), SummaryContext())
 
     assert "16,410 " in out.getvalue()
     assert "ZeRO 1 on 1 stage," in out.getvalue()
@@ -130,9 +184,7 @@ def test_a_summary_counts_in_whole_words_and_numbers_without_exponents(plan):
 def test_the_summary_says_what_runs_where_and_how_far_to_trust_it(plan):
     out = io.StringIO()
 
-    print_traced_summary(
-        plan, console(out), SummaryContext(elapsed_s=1.0, assumed=("--gpus-per-node 8",))
-    )
+    print_summary(plan, console(out), SummaryContext(elapsed_s=1.0, assumed=("--gpus-per-node 8",)))
 
     text = out.getvalue()
     assert text.startswith("gpt, 4.24 M parameters, 45 operators in 10 shards")
@@ -155,5 +207,5 @@ def test_a_module_of_samples_is_planned_by_samples():
     speed, step_s = plan.predicted.tokens_per_s_per_gpu.value, plan.predicted.step_time_s.value
     assert speed * step_s * 8 == pytest.approx(16, rel=1e-4)
     out = io.StringIO()
-    print_traced_summary(plan, console(out), SummaryContext())
+    print_summary(plan, console(out), SummaryContext())
     assert "samples/s/GPU" in out.getvalue()

@@ -10,6 +10,7 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.plan.derived import blocks_of as planned_blocks
 from parplan.planner.plan.prediction import Status
 from parplan.planner.request import Constraints
 from parplan.planner.search.estimate import even_split
@@ -45,7 +46,10 @@ def estimate(layout=None, num_gpus=8, model=TINY, **choices):
 
 
 def blocks_of(plan):
-    return [[run.blocks for run in stage.layers if run.blocks] for stage in plan.stages]
+    return [
+        [(blocks[0], blocks[-1]) for run in stage.layers if (blocks := planned_blocks(plan, run))]
+        for stage in plan.stages
+    ]
 
 
 @pytest.mark.parametrize(

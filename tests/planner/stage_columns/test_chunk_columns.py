@@ -24,6 +24,7 @@ from parplan.planner.candidates.chunk_lower_bounds import ChunkBound
 from parplan.planner.candidates.lower_bounds import in_reach, may_fit, time_bound
 from parplan.planner.host_options.state_locations import BlockLocations
 from parplan.planner.infeasible.shortfall import _shorter, enough_host_bytes
+from parplan.planner.plan.derived import blocks_of as planned_blocks
 from parplan.planner.request import SEARCHED_OFFLOAD, Constraints, SearchOptions
 from parplan.planner.stage_columns.block_counts import block_counts, to_strategy
 from parplan.planner.stage_columns.chunk_columns import ChunkColumns
@@ -335,8 +336,7 @@ def blocks_of(pcie_bytes_per_s: float) -> tuple[int, int]:
         plan.layer_plans[run.plan]
         for stage in plan.stages
         for run in stage.layers
-        if run.blocks
-        for _ in range(run.blocks[0], run.blocks[1] + 1)
+        for _ in planned_blocks(plan, run)
     ]
     return sum(bool(block.recompute) for block in blocks), sum(
         bool(block.offload) for block in blocks

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from parplan.planner.validation.scores import error_table
+from parplan.planner.validation.scores import score
 from parplan.planner.validation.step_rows import read_table
 from parplan.planner.validation.step_table import price_table
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "validation.json"
 ERRORS = ("mape_time", "median_time", "bias_time", "regret_at_1", "mape_memory", "bias_memory")
+DIGITS = 4
 TOLERANCE = 0.002  # of an error, absolute
 ROUNDING = 0.0002  # of tau
 REFRESH = (
@@ -41,6 +43,17 @@ def worse(golden: Table, table: Table) -> list[str]:
         if after["priced"] < before["priced"]:
             lines.append(f"{source}: priced {before['priced']} -> {after['priced']}")
     return sorted(lines)
+
+
+def error_table(priced):
+    """Returns the rounded scores by source."""
+    return {
+        source: {
+            name: round(value, DIGITS) if isinstance(value, float) else value
+            for name, value in asdict(source_score).items()
+        }
+        for source, source_score in score(priced).items()
+    }
 
 
 def _is_worse_error(before: float | None, after: float | None) -> bool:

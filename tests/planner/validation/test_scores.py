@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +9,6 @@ from hypothesis import strategies as st
 from parplan.planner.validation.priced_rows import PricedRow
 from parplan.planner.validation.scores import (
     SourceScore,
-    error_table,
     grid_scores,
     kendall_tau,
     oom_precision,
@@ -212,16 +209,3 @@ def test_recall_and_precision_of_nothing_are_none():
 
     assert oom_recall(fine) is None
     assert oom_precision(fine) is None
-
-
-def test_the_error_table_is_the_scores_rounded_and_survives_json():
-    rows = [
-        *timed("grid", (1.0, 3.0), (2.0, 3.5), (4.0, 3.7)),
-        PricedRow("made-9", "made", reason="mixture of experts"),
-    ]
-
-    table = error_table(rows)
-
-    assert table["made"]["mape_time"] == round(score(rows)["made"].mape_time, 4)
-    assert table["made"]["unpriced"] == {"mixture of experts": 1}
-    assert json.loads(json.dumps(table)) == table

@@ -115,12 +115,7 @@ def test_errors_of_noisy_points_are_those_of_the_noise(name):
 def test_the_errors_of_a_curve_are_those_of_its_own_predictions():
     curve = NOISY.forward
     errors = sorted(
-        abs(
-            matmul_s.__wrapped__(Product(m=m, n=n, k=k), curve, CHIP, sustained=True)
-            * 1e6
-            / time_us
-            - 1
-        )
+        abs(matmul_s(Product(m=m, n=n, k=k), curve, CHIP, sustained=True) * 1e6 / time_us - 1)
         for m, n, k, time_us in ((*map(int, point[:3]), point[3]) for point in curve.points)
     )
 
@@ -231,7 +226,7 @@ def test_a_few_points_make_a_sane_curve(count, first):
     assert 0.4 < actual.efficiency < 1.2
     for shape in LINEARS:  # the largest of them takes 10,000 times as long as the smallest
         m, n, k = shape
-        predicted_s = matmul_s.__wrapped__(Product(m=m, n=n, k=k), actual, CHIP, sustained=True)
+        predicted_s = matmul_s(Product(m=m, n=n, k=k), actual, CHIP, sustained=True)
         assert 0.6 < predicted_s / machine.product_s(shape, "forward") < 1.6
 
 
@@ -342,9 +337,7 @@ def test_a_host_has_no_tiles_that_a_width_could_fill_in_part():
 
     def arithmetic_s(n: int) -> float:
         bare = replace(actual, launch_s=0.0, bandwidth_share=1e9)
-        return matmul_s.__wrapped__(
-            Product(m=1024, n=n, k=64, operand_bytes=4, result_bytes=4), bare, chip
-        )
+        return matmul_s(Product(m=1024, n=n, k=64, operand_bytes=4, result_bytes=4), bare, chip)
 
     assert actual.untiled
     assert not EXACT.forward.untiled
@@ -358,9 +351,7 @@ def test_one_point_of_a_host_core_says_about_what_all_say(index):
     chip = Chip(peak_flops_per_s=9.36e10, bytes_per_s=2.3e10, num_sms=1)
     product = Product(m=m, n=n, k=k, operand_bytes=4, result_bytes=4)
 
-    assert matmul_s.__wrapped__(product, actual, chip, sustained=True) * 1e6 == pytest.approx(
-        time_us, rel=0.02
-    )
+    assert matmul_s(product, actual, chip, sustained=True) * 1e6 == pytest.approx(time_us, rel=0.02)
     assert 0.5 < actual.efficiency < 1.5
 
 

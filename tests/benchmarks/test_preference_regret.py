@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from parplan.planner.objective import Prefer
-from parplan.planner.plan.ties import SCENARIOS
-from parplan.planner.request import SearchOptions
-from parplan.planner.validation import preference_regret
-from parplan.planner.validation.preference_regret import (
+from benchmarks.prices import preference_regret
+from benchmarks.prices.preference_regret import (
     choices_of,
     grid_preferences,
     least_regret,
     mean_regrets,
 )
+from parplan.planner.objective import Prefer
+from parplan.planner.plan.ties import SCENARIOS
+from parplan.planner.request import SearchOptions
 from parplan.planner.validation.priced_rows import PricedRow
 from parplan.planner.validation.step_rows import read_table
 from parplan.profiles.machines.stack_terms import Residuals, Terms

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parplan.costmodels.chunks.closed_form import (
+from parplan.profiles.errors import ConfigError
+from tests.helpers.chunk_formulas import (
     OwnedShares,
     chunks_fit,
     collective_bytes,
@@ -16,7 +17,6 @@ from parplan.costmodels.chunks.closed_form import (
     host_bytes,
     state_bytes,
 )
-from parplan.profiles.errors import ConfigError
 
 SHARES = st.tuples(st.integers(0, 10), st.integers(0, 10)).map(lambda tenths: tuple(sorted(tenths)))
 

@@ -1,0 +1,97 @@
+"""The notes under the summary of a plan: how far to trust its prices, and what was searched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from parplan.planner.objective import Objective
+from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.prediction import Status
+from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
+from parplan.profiles.provenance import Kind
+
+EXECUTORS_STACK = "parplan"
+_TABLES = "the step time is a price between measured tables, not a measurement of this step"
+_PRICE_NOTES = {
+    Kind.ANALYTIC: "the step time is a price from a cost model, not a measurement; see 'How far "
+    "to trust it' in the README",
+    Kind.INTERPOLATED: _TABLES,
+}
+_TRACED_NOTES = {
+    Kind.ANALYTIC: "the step time is a price from a cost model, not a measurement; traced "
+    "operators that have no curve of their own are priced by their FLOPs and bytes",
+    Kind.INTERPOLATED: _TABLES,
+}
+
+
+def notes(plan: AnyPlan) -> Iterator[str]:
+    """Yields failures of the solver, the kind of the step time, and the rows of the error band."""
+    traced = isinstance(plan, TracedPlan)
+    if plan.search.solver_failure:
+        yield plan.search.solver_failure
+    space = None if isinstance(plan, TracedPlan) else _space_text(plan)
+    if space:
+        yield space
+    note = (_TRACED_NOTES if traced else _PRICE_NOTES).get(plan.predicted.step_time_s.kind)
+    if note:
+        yield note
+    yield from _band_notes(plan)
+    if plan.cluster.calibration:
+        yield "prices follow runs of your own (cluster.calibration has the factors)" + (
+            "; the band is of prices without" if plan.predicted.error_band else ""
+        )
+    if plan.training.stack.name != EXECUTORS_STACK:
+        yield (
+            f"priced as {plan.training.stack.name} runs it; parplan's own executor is --stack "
+            f"{EXECUTORS_STACK}"
+        )
+
+
+def _band_notes(plan: AnyPlan) -> Iterator[str]:
+    band = plan.predicted.error_band
+    if band:
+        yield (
+            f"+-: eight in ten of {band.time.rows:,} measured steps, whose fit had not seen "
+            f"them, were within it"
+        )
+    elif isinstance(plan, TracedPlan):
+        yield "band unknown: no measured steps of traced modules"
+    elif plan.model.num_experts:
+        yield (
+            "band unknown: no measured steps of models with experts, whose routing is taken as "
+            "balanced"
+        )
+        yield (
+            "blocks of experts are divided over tp as Megatron divides them, and recompute "
+            "nothing, a selection or everything"
+        )
+    elif plan.cluster.profile:
+        yield "band unknown: no published step was priced with a profile of your own"
+    else:
+        yield "band unknown: no measured steps on this device"
+
+
+def _space_text(plan: Plan) -> str | None:
+    """Names the space that the gap of a search covers."""
+    search = plan.search
+    if search.status is Status.ESTIMATE:
+        return None
+    if search.objective is Objective.MEMORY:
+        return (
+            "the gap is over all candidates whose stages run mixes of at most two options; "
+            "--explain says what is not searched"
+        )
+    choices = (
+        "a ZeRO stage, a recompute list and a division of its operators"
+        if plan.mesh.tp > 1
+        else "a ZeRO stage and a recompute list"
+    )
+    measured = (
+        "; how far simulated steps are below the closed form is measured, not proven"
+        if plan.mesh.pp > 1
+        else ""
+    )
+    return (
+        f"the gap is over all candidates, with {choices} for each block by itself{measured}; "
+        f"--explain says what is not searched"
+    )
