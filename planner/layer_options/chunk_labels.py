@@ -14,9 +14,9 @@ from math import isqrt
 import numpy as np
 
 from parplan.planner.dominance import Array, Ints
-from parplan.planner.layer_options.recompute_labels import Labels
+from parplan.planner.layer_options.recompute_labels import Labels, nearest
 
-MOST_JOINED = 1024  # labels of two fronts joined; beyond that, evenly spread ones are selected
+MOST_JOINED = 1024  # labels of two fronts joined; of more, those nearest to the hull stay
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +25,20 @@ class ChunkLabels:
 
     values     seconds, workspace and the saved bytes of each chunk, by label
     options    by label and layer the number of the layer's option
+    prices     prices of a saved byte along the hull of any layer
     exact      no label was left out that is on the front
     """
 
     values: Array
     options: Ints
+    prices: Array
     exact: bool
 
 
 def of_chunk(labels: Labels, options: Ints) -> ChunkLabels:
     """Returns the labels of one chunk."""
     values = np.stack([labels.time_s, labels.workspace, labels.kept], axis=1)
-    return ChunkLabels(values, options, labels.exact)
+    return ChunkLabels(values, options, labels.prices, labels.exact)
 
 
 def of_chunks(chunks: Sequence[ChunkLabels]) -> ChunkLabels:
@@ -49,8 +51,8 @@ def of_chunks(chunks: Sequence[ChunkLabels]) -> ChunkLabels:
 
 def _joined(left: ChunkLabels, right: ChunkLabels) -> ChunkLabels:
     if len(left.values) * len(right.values) > MOST_JOINED:
-        right = _spread(right, max(isqrt(MOST_JOINED), MOST_JOINED // len(left.values)))
-        left = _spread(left, MOST_JOINED // len(right.values))
+        right = _nearest(right, max(isqrt(MOST_JOINED), MOST_JOINED // len(left.values)))
+        left = _nearest(left, MOST_JOINED // len(right.values))
     a = np.repeat(np.arange(len(left.values)), len(right.values))
     b = np.tile(np.arange(len(right.values)), len(left.values))
     values = np.concatenate(
@@ -62,19 +64,28 @@ def _joined(left: ChunkLabels, right: ChunkLabels) -> ChunkLabels:
         ],
         axis=1,
     )
-    order = np.lexsort(values.T[::-1])
-    a, b, values = a[order], b[order], values[order]
-    # labels earlier in the order take no longer
-    beats = np.ones((len(values), len(values)), bool)
-    for column in values[:, 1:].T:
+    front = _front(values)
+    return ChunkLabels(
+        values[front],
+        np.concatenate([left.options[a[front]], right.options[b[front]]], axis=1),
+        np.union1d(left.prices, right.prices),
+        left.exact and right.exact,
+    )
+
+
+def _front(values: Array) -> Ints:
+    """Returns the rows that no other equals or beats in all values, by increasing seconds."""
+    order = np.lexsort(values.T[::-1])  # rows earlier in the order take no longer
+    beats = np.ones((len(order), len(order)), bool)
+    for column in values[order, 1:].T:
         beats &= column[:, None] <= column[None, :]
-    front = np.flatnonzero(~np.triu(beats, 1).any(axis=0))
-    options = np.concatenate([left.options[a[front]], right.options[b[front]]], axis=1)
-    return ChunkLabels(values[front], options, left.exact and right.exact)
+    return np.asarray(order[~np.triu(beats, 1).any(axis=0)])
 
 
-def _spread(labels: ChunkLabels, most: int) -> ChunkLabels:
-    if len(labels.values) <= most:
+def _nearest(labels: ChunkLabels, most: int) -> ChunkLabels:
+    """Returns the labels that are nearest to the hull of time and saved bytes of all chunks."""
+    values = labels.values
+    if len(values) <= most:
         return labels
-    rows = np.unique(np.linspace(0, len(labels.values) - 1, most).round().astype(np.int64))
-    return ChunkLabels(labels.values[rows], labels.options[rows], exact=False)
+    rows = nearest(values[:, 0], values[:, 2:].sum(axis=1), values[:, 1], labels.prices, most)
+    return ChunkLabels(values[rows], labels.options[rows], labels.prices, exact=False)
