@@ -13,9 +13,9 @@
     (C7) sharded_first = sharded_last      a tied embedding: the gradients of both copies are whole,
                                            or both are sharded (ZeRO > 0)
     (C8) sum_c n_c z_sc <= N               for each rank s: the pass without recompute, where e > 0
-    (C9) sum_c z_sc = sum_p w_sp           where layers differ: for each contents of a rank, its
-         sum of w that end at a cut        places; what ends at a cut on rank s begins there on rank
-         = sum of w that begin there       s + 1
+    (C9) sum_c z_sc = sum_p w_kp           where layers differ: for each content of a virtual stage
+         sum of w that end at a cut        k, its places; what ends at a cut on stage k begins there
+         = sum of w that begin there       on stage k + 1
 
 Schedules that recompute ahead of the gradient have e and n
 (costmodels/schedules/hidden_recompute.py); without recompute ahead e = 0 and u = t. Memory is
@@ -29,7 +29,7 @@ wrongly and called optimal.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,7 +46,7 @@ from parplan.planner.stage_columns.stage_column import StageColumn
 from parplan.planner.stage_columns.stage_prices import tied_ends
 from parplan.profiles.units import MIB, US_PER_S
 
-Places = tuple[tuple[tuple[int, int], ...], ...]  # by place, the layers of each chunk
+Places = tuple[tuple[int, int], ...]  # the ranges of layers that a chunk may be
 TOLERANCE = 1e-6  # relative slack of (C6), as large as the feasibility tolerance of CBC
 
 
@@ -132,7 +132,7 @@ class Master:
                     weighted((z, c.plain_s * US_PER_S) for c, z in picks.items()) <= self.plain,
                     f"C8_plain_{s}",
                 )
-        if any(column.layers for picks in self.picks for column in picks):
+        if joined_by_cuts(layout, self.picks):
             self._require_path()
             if any(column.shares for picks in self.picks for column in picks):
                 self._require_alike()
@@ -175,37 +175,37 @@ class Master:
                     )
 
     def _require_path(self) -> None:
-        """Adds (C9): the places of the ranks follow one another from the first layer to the last.
+        """Adds (C9): the places of the stages follow one another from the first layer to the last.
 
-        The share of each place of a rank is a variable; it needs not be binary, because the shares
+        The share of each place of a stage is a variable; it needs not be binary, because the shares
         of one path are 0 or 1 in every corner of what the rows leave.
         """
-        if self.layout.virtual_stages > 1 or self.layout.mesh.pp == 1:
-            return  # the cuts are given
         before: dict[int, list[tuple[Any, float]]] = {}
-        for s, picks in enumerate(self.picks):
+        for k in range(self.layout.num_virtual_stages):
+            rank = self.layout.rank_of(k)
+            chunk = self.layout.stages_of(rank).index(k)
             taken: dict[Places, list[Any]] = {}
-            for column, z in picks.items():
-                taken.setdefault(column.layers, []).append(z)
+            for column, z in self.picks[rank].items():
+                taken.setdefault(column.layers[chunk], []).append(z)
             flow: dict[int, list[tuple[Any, float]]] = {}
             begins: dict[int, list[tuple[Any, float]]] = {}
             for g, (places, variables) in enumerate(taken.items()):
                 shares = [
-                    (self.problem.continuous(f"w_{s}_{g}_{n}"), place)
+                    (self.problem.continuous(f"w_{k}_{g}_{n}"), place)
                     for n, place in enumerate(places)
                 ]
                 self.problem.require(
                     weighted([*((w, 1.0) for w, _ in shares), *((z, -1.0) for z in variables)])
                     == 0,
-                    f"C9_places_{s}_{g}",
+                    f"C9_places_{k}_{g}",
                 )
-                for w, ((first, end),) in shares:
+                for w, (first, end) in shares:
                     begins.setdefault(first, []).append((w, 1.0))
                     flow.setdefault(end, []).append((w, -1.0))
             for cut in sorted({*begins, *before}):
                 row = [*begins.get(cut, []), *before.get(cut, [])]
                 self.problem.require(
-                    weighted(row) == (0.0 if s or cut else 1.0), f"C9_cut_{s}_{cut}"
+                    weighted(row) == (0.0 if k or cut else 1.0), f"C9_cut_{k}_{cut}"
                 )
             before = flow
 
@@ -288,13 +288,23 @@ class Master:
         return self._solve(solver, time_limit_s)
 
 
+def joined_by_cuts(layout: ParallelLayout, options: Iterable[Iterable[StageColumn]]) -> bool:
+    """Returns whether the columns have ranges of layers that must follow one another (C9)."""
+    return layout.mesh.pp > 1 and any(column.layers for columns in options for column in columns)
+
+
+def apart(layout: ParallelLayout, options: Sequence[Sequence[StageColumn]]) -> bool:
+    """Returns whether the layers of a rank do not depend on those of the other ranks."""
+    return layout.mesh.pp == 1 or (layout.equal_ranks and not joined_by_cuts(layout, options))
+
+
 def separable(layout: ParallelLayout, options: Sequence[Sequence[StageColumn]]) -> bool:
     """Returns whether no row joins the ranks but the pace, the tail and the tied embedding.
 
     They are ranks of equal numbers of blocks, of which every second counts in pace and ramp alike.
     """
-    alone = layout.equal_ranks or layout.mesh.pp == 1
-    return alone and all(c.ramp_s == c.time_s for columns in options for c in columns)
+    alike = all(c.ramp_s == c.time_s for columns in options for c in columns)
+    return alike and apart(layout, options)
 
 
 def fastest_apart(
@@ -376,7 +386,7 @@ def lower_bound_s(
         """Seconds of one rank with its own tail, since a shorter pace may need a longer tail."""
         return repeats * column.time_s + column.tail_s
 
-    if layout.equal_ranks or layout.mesh.pp == 1:  # no schedule with recompute ahead
+    if apart(layout, options):  # no schedule with recompute ahead
         fastest = [min(column.time_s for column in columns) for columns in options]
         slowest_s = max(min(map(whole_s, columns)) for columns in options)
         ramps_s = sum(min(column.ramp_s for column in columns) for columns in options)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
@@ -46,6 +46,7 @@ class BranchOutcome(Generic[S]):
     interrupted   whether Ctrl-C ended it
     left          number of layouts that were not solved
     failures      the errors of the solver on layouts that it left without an answer
+    earlier       answers of an earlier search that are worth a replay too
     """
 
     solved: tuple[S, ...]
@@ -54,15 +55,28 @@ class BranchOutcome(Generic[S]):
     interrupted: bool = False
     left: int = 0
     failures: tuple[SolverError, ...] = ()
+    earlier: tuple[S, ...] = ()
+
+    def then(self, later: BranchOutcome[S]) -> BranchOutcome[S]:
+        """Returns the outcome of both searches, of which the later knew these answers."""
+        return replace(
+            later,
+            bound=min(self.bound, later.bound),
+            finished=self.finished and later.finished,
+            left=self.left + later.left,
+            failures=(*self.failures, *later.failures),
+            earlier=self.to_replay,
+        )
 
     @property
     def to_replay(self) -> tuple[S, ...]:
         """Returns the best layouts that are worth a replay."""
-        return tuple(
+        best = tuple(
             answer
             for answer in self.solved[:REPLAYED]
             if answer.value <= WORTH_REPLAYING * best_of(self.solved)
         )
+        return *best, *(answer for answer in self.earlier if answer not in best)
 
 
 def best_of(solved: Sequence[S]) -> float:
@@ -95,15 +109,15 @@ def branch_and_bound(
     watch: BranchWatch,
     *,
     known: S | None = None,
-    incumbent: S | None = None,
+    incumbents: Sequence[S] = (),
 ) -> BranchOutcome[S]:
     """Solves layouts by ascending bound until the next bound reaches `cut` of the solved ones.
 
     known       the answer when no layout was solved; without it an interrupt, the end of the time,
                 or the last error of the solver is raised again
-    incumbent   an answer of another search that must be beaten
+    incumbents  answers of another search that must be beaten
     """
-    solved: list[S] = [] if incumbent is None else [incumbent]
+    solved: list[S] = list(incumbents)
     open_ = Unanswered()
     ordered: list[tuple[float, int, ParallelLayout]] = []
     proven = 0.0  # the least bound of the layouts that are still to solve

@@ -56,9 +56,14 @@ class RangeBounds:
         b, sharding = layout.micro_batch_size, layout.sharding
         self._passes = tables.passes(b, sharding)
         self._states = [tables.states(b, layout.mesh, sharding, zero) for zero in zeros]
-        self._data_s, self.tail_s = tables.least_data(b, layout.mesh, sharding, zeros)
+        self._data_s, self._tails_s = tables.least_data(b, layout.mesh, sharding, zeros)
         self._once = KeyedCache()
         self._frees = gradients_come_and_go(layout, tables.price_cache)
+
+    @cached_property
+    def tail_s(self) -> Array:
+        """Least seconds by range after the last micro-batch."""
+        return self._tails_s
 
     @cached_property
     def time_s(self) -> list[Array]:
@@ -162,8 +167,12 @@ class RangeBounds:
         """Lower bound of every plan of the layout, infinite if there is none."""
         if not np.isfinite(self.least_pace_s):
             return np.inf
-        tail_s = max(float(self.tail_s[np.isfinite(time)].min()) for time in self.time_s)
-        return float(self._step_s(self.least_pace_s, self.least_walk_s) + tail_s)
+        return float(self._step_s(self.least_pace_s, self.least_walk_s) + self.least_tail_s)
+
+    @cached_property
+    def least_tail_s(self) -> float:
+        """Least seconds after the last micro-batch, where the model fits."""
+        return max(float(self.tail_s[np.isfinite(time)].min()) for time in self.time_s)
 
     def _step_s(self, pace_s: Array | float, walk_s: Array | float) -> Array:
         layout, share = self.layout, 1 / self.layout.virtual_stages
@@ -176,10 +185,11 @@ class RangeBounds:
         """Returns by range of a stage whether the layout can take less than `cut_s` with it."""
         before, behind = self._paces[0][stage][:-1, None], self._paces[1][stage + 1][None, :]
         pace_s = np.maximum(np.maximum(before, behind), self.time_s[stage])
+        pace_s = np.maximum(pace_s, self.least_pace_s)
         walk_s = (
             self._sums[0][stage][:-1, None] + self.time_s[stage] + self._sums[1][stage + 1][None, :]
         )
-        step_s = self._step_s(pace_s, walk_s) + self.tail_s
+        step_s = self._step_s(pace_s, np.maximum(walk_s, self.least_walk_s)) + self.tail_s
         return np.asarray(np.isfinite(pace_s) & (step_s < cut_s))
 
     @cached_property

@@ -38,7 +38,8 @@ class RangePasses:
     whole        bytes that a stage saves without recompute
     kept         least bytes that a stage saves
     prices       seconds of recompute for which some layer saves a byte less, a few of them
-    priced_s     by price, least seconds of recompute and of the saved bytes at that price
+    priced       least seconds of recompute and of the saved bytes at a price
+    priced_s     those at each of `prices`
     sent         bytes of the tensors that a stage receives and hands on, both ways
     most_share   largest share of recompute in the seconds of a layer that is recomputed
     """
@@ -48,6 +49,7 @@ class RangePasses:
     whole: Array
     kept: Array
     prices: tuple[float, ...]
+    priced: Callable[[float], Array]
     priced_s: tuple[Array, ...]
     sent: Array
     most_share: float
@@ -83,6 +85,7 @@ class RangeStates:
     per_micro_batch_s  seconds added to a micro-batch
     tail_s             seconds after the last micro-batch
     held               bytes of states, buffers and copies for the optimizer's step
+    buffer             bytes of the largest buffer among them, which all parts of a rank use
     gradients          bytes of the gradients among them
     redundant          bytes of the states beyond their part of one copy
     host               bytes of the states on the host for this rank
@@ -91,6 +94,7 @@ class RangeStates:
     per_micro_batch_s: Array
     tail_s: Array
     held: Array
+    buffer: Array
     gradients: Array
     redundant: Array
     host: Array
@@ -127,17 +131,19 @@ class RangeTables:
             ]
         )
         besides, made_s = self._once(("besides", b), lambda: self._besides(b))
+
+        def priced(price: float) -> Array:
+            least = np.array([(one.again_s + price * one.saved).min() for one in each])
+            return sum_of(least) + price * besides
+
         return RangePasses(
             time_s=sum_of(plain) + made_s,
             recompute_s=sum_of(full_s),
             whole=sum_of(whole) + besides,
             kept=sum_of(kept) + besides,
             prices=prices,
-            priced_s=tuple(
-                sum_of(np.array([(one.again_s + price * one.saved).min() for one in each]))
-                + price * besides
-                for price in prices
-            ),
+            priced=priced,
+            priced_s=tuple(map(priced, prices)),
             sent=cut[: self.size, None] + cut[None, :],
             most_share=max(one.most_share for one in each),
         )
@@ -218,6 +224,7 @@ class RangeTables:
             per_micro_batch_s=per_micro_batch_s,
             tail_s=per_step_s + self._shared_s(mesh, sharding),
             held=states + buffer + step_copies / spare,
+            buffer=buffer,
             gradients=gradients,
             redundant=states - ideal,
             host=host,
@@ -318,16 +325,11 @@ def even_path(values: Sequence[Array]) -> tuple[tuple[int, int], ...] | None:
     return tuple(ranges)
 
 
-def from_both_ends(values: Sequence[Array], joined: np.ufunc) -> tuple[list[Array], list[Array]]:
-    """Returns the least of stages before stage k that end at each cut, and of stages from k on.
+def from_first(values: Sequence[Array], joined: np.ufunc) -> list[Array]:
+    """Returns by k the least of the stages before stage k that end at each cut.
 
     joined: how the values of two stages make one, `np.maximum` or `np.add`
     """
-    return from_first(values, joined), from_last(values, joined)
-
-
-def from_first(values: Sequence[Array], joined: np.ufunc) -> list[Array]:
-    """Returns by k the least of the stages before stage k that end at each cut."""
     size = values[0].shape[0]
     start = np.full(size + 1, np.inf)
     start[0] = 0.0

@@ -100,7 +100,7 @@ def _extended(item: Item, behind: Labels) -> Labels:
     prices = np.union1d(behind.prices, own)
     exact = len(rows) <= MOST_LABELS
     if not exact:
-        rows = rows[_nearest(time_s[rows], kept[rows], workspace[rows], prices)]
+        rows = rows[nearest(time_s[rows], kept[rows], workspace[rows], prices)]
     return Labels(
         time_s=time_s[rows],
         kept=kept[rows],
@@ -125,8 +125,10 @@ def _unbeaten(time_s: Array, kept: Array, workspace: Array) -> Ints:
     return np.asarray(order[on_front])
 
 
-def _nearest(time_s: Array, kept: Array, workspace: Array, prices: Array) -> Ints:
-    """Returns the labels that are nearest to the hull of those with no more workspace.
+def nearest(
+    time_s: Array, kept: Array, workspace: Array, prices: Array, most: int = MOST_LABELS
+) -> Ints:
+    """Returns the `most` labels that are nearest to the hull of those with no more workspace.
 
     Labels on the hull are spread evenly if there are too many.
     """
@@ -140,8 +142,8 @@ def _nearest(time_s: Array, kept: Array, workspace: Array, prices: Array) -> Int
         least_s = np.minimum.accumulate(value_s[order])[last]
         beyond_s = np.minimum(beyond_s, value_s - least_s)
     beyond_s[beyond_s < 1e-9 * time_s] = 0.0
-    nearest = np.argsort(beyond_s, kind="stable")
+    chosen = np.argsort(beyond_s, kind="stable")
     on_hull = np.flatnonzero(beyond_s == 0.0)
-    if len(on_hull) > MOST_LABELS:
-        nearest = on_hull[np.linspace(0, len(on_hull) - 1, MOST_LABELS).round().astype(np.int64)]
-    return np.sort(nearest[:MOST_LABELS])
+    if len(on_hull) > most:
+        chosen = on_hull[np.linspace(0, len(on_hull) - 1, most).round().astype(np.int64)]
+    return np.sort(chosen[:most])

@@ -47,9 +47,11 @@ from parplan.planner.search.search_session import (
     SearchSession,
     SolvedCandidate,
 )
+from parplan.planner.solver import Unsolved
 from parplan.profiles.errors import OutOfTimeError, SolverError
 from parplan.profiles.units import GIB
 
+Outcome = BranchOutcome[SolvedCandidate]
 WORTH_PROVING = 0.0005  # share below the best at which a bound is worth another program
 # share above its bound at which an easy choice of a layout that cannot win is good enough
 WORTH_SOLVING = 0.01
@@ -79,6 +81,9 @@ def _search_fastest(
     limit, prices = session.limit_bytes, session.prices
     values_s: dict[ParallelLayout, float] = {}
     relaxed_values_s: dict[ParallelLayout, float] = {}
+    possible = [layout for layout in layouts if prices.may_fit(layout, limit)]
+    last = {layout for layout in possible if prices.parts_last and layout.virtual_stages > 1}
+    least_of_one_s = INFINITY  # of layouts with one part a rank
     relaxed_layouts: list[ParallelLayout] = []  # layouts whose relaxation is below the cut
 
     def solve(
@@ -95,6 +100,8 @@ def _search_fastest(
             if prices.least_s(layout, limit) >= cut_s:
                 relaxed_values_s[layout] = cut_s
                 return None
+        if layout in last:
+            cut_s = min(cut_s, least_of_one_s)  # no slower choice is worth its columns
         prices.raise_bound(layout, limit, prices.memory_bound_s(layout, limit))
         if prices.least_s(layout, limit) >= cut_s:
             relaxed_values_s[layout] = cut_s
@@ -107,7 +114,7 @@ def _search_fastest(
                 relaxed_values_s[layout] = least_s
                 return solved_as(layout, known)
         relaxed = session.relaxed(layout, cut_s)
-        relaxed_s = relaxed_bound_s(layout, relaxed, session)
+        relaxed_s = relaxed_bound_s(layout, relaxed, cut_s, session)
         # Columns that take longer than the cut are left out.
         relaxed_values_s[layout] = 0.0 if relaxed_s == INFINITY else min(relaxed_s, cut_s)
         prices.raise_bound(layout, limit, min(relaxed_s, cut_s))
@@ -115,6 +122,8 @@ def _search_fastest(
         if relaxed is not None and relaxed_s < cut_s:
             relaxed_layouts.append(layout)
             choice = fastest_choice(layout, relaxed, cut_s, session) or known
+        if choice is None and best_s == INFINITY and not prices.covers(layout, cut_s, limit):
+            raise Unsolved("some cuts into stages were not tried, and the others do not fit")
         return solved_as(layout, choice) if choice else None
 
     def solved_as(layout: ParallelLayout, choice: MasterChoice) -> SolvedCandidate | None:
@@ -125,16 +134,25 @@ def _search_fastest(
         values_s[layout] = solved.value
         return solved
 
-    possible = [layout for layout in layouts if prices.may_fit(layout, limit)]
-    bounded = ((prices.least_s(layout, limit), layout) for layout in possible)
-    outcome = branch_and_bound(
-        bounded,
-        solve,
-        worth_replaying,
-        BranchWatch(
-            objective=Objective.THROUGHPUT, left_s=session.left_s, on_progress=session.on_progress
-        ),
-    )
+    def searched(some: Sequence[ParallelLayout], known: Sequence[SolvedCandidate] = ()) -> Outcome:
+        return branch_and_bound(
+            ((prices.least_s(layout, limit), layout) for layout in some),
+            solve,
+            worth_replaying,
+            BranchWatch(
+                objective=Objective.THROUGHPUT,
+                left_s=session.left_s,
+                on_progress=session.on_progress,
+            ),
+            incumbents=known,
+        )
+
+    outcome = searched([layout for layout in possible if layout not in last])
+    least_of_one_s = best_of(outcome.solved)
+    if last and not outcome.interrupted:
+        outcome = outcome.then(
+            searched([layout for layout in possible if layout in last], outcome.solved)
+        )
     bound = min((best_of(outcome.solved), *(prices.least_s(layout, limit) for layout in possible)))
     return replace(outcome, bound=bound), BoundedCandidates(tuple(possible), tuple(relaxed_layouts))
 

@@ -51,9 +51,12 @@ class _Layouts:
         Raises SolverError and Unsolved.
         """
         inner, cut_s = self.session.within(limit_bytes), self.slowest_s
-        relaxed = None if self.is_out(layout, inner) else inner.relaxed(layout, cut_s)
-        if relaxed is None or relaxed_bound_s(layout, relaxed, inner) >= cut_s:
+        out = self.is_out(layout, inner)
+        relaxed = None if out else inner.relaxed(layout, cut_s)
+        if out or relaxed_bound_s(layout, relaxed, cut_s, inner) >= cut_s:
             self.proven_bytes[layout] = max(limit_bytes, self.proven_bytes.get(layout, 0.0))
+            return None
+        if relaxed is None:
             return None
         choice = fastest_choice(layout, relaxed, cut_s, inner)
         return choice if choice and choice.step_s < cut_s else None

@@ -21,9 +21,12 @@ from parplan.planner.master import redundancy_bound_bytes as columns_redundancy_
 from parplan.planner.objective import Objective
 from parplan.planner.search.memory_descent import Descent
 from parplan.planner.search.search_session import INFINITY, SearchSession, SolvedCandidate
+from parplan.planner.solver import Unsolved
 from parplan.planner.stage_columns.chunk_columns import Columns
 from parplan.planner.stage_columns.columns import RankColumns
 from parplan.planner.stage_columns.stage_column import StageColumn
+
+_LEFT_OUT = "some cuts into stages were not tried, and the others are not in time"
 
 
 class _RedundancyPass:
@@ -113,23 +116,29 @@ class _RedundancyPass:
             lambda rank, count: prices.lean_columns(rank, count, session.limit_bytes),
             self.slowest_s,
         )
-        least = self._least(layout, options)
+        covers = prices.covers(layout, self.slowest_s, session.limit_bytes)
+        least = self._least(layout, options) if covers else bound
         self.least_bytes[layout] = max(bound, least)
-        if options is None or least >= cut:
+        if least >= cut or (covers and options is None):
             return None
+        if options is None:
+            raise Unsolved(_LEFT_OUT)
         choice = self._master(layout, options).leanest(
             self.slowest_s, session.options.solver, session.solver_limit_s()
         )
+        if choice is None and not covers:
+            raise Unsolved(_LEFT_OUT)
         if choice is None:
             self.least_bytes[layout] = INFINITY
             return None
-        if choice.proven:
+        proven = choice.proven and covers
+        if proven:
             self.least_bytes[layout] = choice.redundant_bytes
         return SolvedCandidate(
             layout,
             choice,
             choice.redundant_bytes,
-            choice.redundant_bytes if choice.proven else max(bound, least),
+            choice.redundant_bytes if proven else max(bound, least),
         )
 
     def _as_lean(

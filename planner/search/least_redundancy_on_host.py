@@ -89,7 +89,7 @@ def search_leanest_on_host(
         BranchWatch(
             objective=Objective.MEMORY, left_s=session.left_s, on_progress=session.on_progress
         ),
-        incumbent=incumbent,
+        incumbents=(incumbent,),
     )
     return replace(outcome, bound=min((outcome.bound, *dropped)))
 

@@ -43,12 +43,11 @@ def improved(
     """
     layout, price_cache = strategy.layout, session.book_of(solved.layout, solved.choice)
     described = isinstance(session.prices, DescribedPrices)
-    if layout.mesh.pp == 1 or layout.chunked or not described:
+    if layout.mesh.pp == 1 or layout.chunked or (not described and layout.virtual_stages == 1):
         return strategy, price
     best, best_s = strategy, price.step_s
     try:
-        columns = _other_columns(solved, session)
-        for change in (partial(_with_other_columns, alternatives=columns, solved=solved), _moved):
+        for change in _changes(solved, session) if described else (session.prices.moved,):
             best, best_s = _climbed(best, best_s, change, price_cache, session)
     except (KeyboardInterrupt, OutOfTimeError):
         pass
@@ -57,6 +56,12 @@ def improved(
 
 # Other strategies, and the ranks that differ.
 Changes = Callable[[Strategy], Iterable[tuple[Strategy, tuple[int, ...]]]]
+
+
+def _changes(solved: SolvedCandidate, session: SearchSession) -> tuple[Changes, ...]:
+    """The changes of a described model's strategy."""
+    columns = _other_columns(solved, session)
+    return partial(_with_other_columns, alternatives=columns, solved=solved), _moved
 
 
 def _climbed(

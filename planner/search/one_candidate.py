@@ -26,9 +26,14 @@ Options = Sequence[Sequence[StageColumn]]
 
 
 def relaxed_bound_s(
-    layout: ParallelLayout, relaxed: Options | None, session: SearchSession
+    layout: ParallelLayout, relaxed: Options | None, cut_s: float, session: SearchSession
 ) -> float:
-    """Seconds that no choice of `layout` is below, infinite where columns cannot place blocks."""
+    """Seconds that no choice of `layout` is below, infinite where columns cannot place blocks.
+
+    Where the relaxed columns below the cut are not all, it is the bound without them.
+    """
+    if not session.prices.covers(layout, cut_s, session.limit_bytes):
+        return session.prices.least_s(layout, session.limit_bytes)
     share = bubble_share(layout, session.price_cache)
     least_s = lower_bound_s(layout, relaxed, session.num_blocks, share) if relaxed else None
     return INFINITY if least_s is None else least_s
@@ -114,6 +119,8 @@ def _averages_s(
 
     `best` where none is below it, zero where nothing is proven.
     """
+    if not session.prices.covers(layout, best, session.limit_bytes):
+        return session.prices.least_s(layout, session.limit_bytes)
     relaxed = session.relaxed(layout, best, plain=plain)
     share = bubble_share(layout, session.price_cache)
     num_layers = session.num_blocks

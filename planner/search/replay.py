@@ -138,6 +138,9 @@ def _tried(
     Raises OutOfTimeError after the first.
     """
     yield session.prices.strategy(solved.layout, solved.choice.columns)
+    if objective is Objective.THROUGHPUT:
+        for columns in session.prices.also_replayed(solved.layout, session):
+            yield session.prices.strategy(solved.layout, columns)
     if objective is Objective.THROUGHPUT and isinstance(session.prices, DescribedPrices):
         yield from (
             *_equal_stages(solved, session),

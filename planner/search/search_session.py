@@ -103,6 +103,7 @@ class SearchPrices(ABC):
         self._once, self._check = KeyedCache(deadline.check), deadline.check
 
     ascending = True  # the contents of a rank come by number of blocks
+    parts_last = False  # layouts with several parts a rank take long, and come after the others
 
     @property
     @abstractmethod
@@ -148,6 +149,10 @@ class SearchPrices(ABC):
     ) -> Iterator[ContentsMaker]:
         """Yields the contents that a rank may have below the cut, each with its column maker."""
 
+    def covers(self, layout: ParallelLayout, cut_s: float, limit_bytes: float) -> bool:
+        """Returns whether `makers` yields all contents below the cut; else they bound nothing."""
+        return True
+
     def first_choice(
         self, layout: ParallelLayout, cut_s: float, session: SearchSession
     ) -> MasterChoice | None:
@@ -156,6 +161,16 @@ class SearchPrices(ABC):
         It is None where no choice is that easy.
         """
         return None
+
+    def also_replayed(
+        self, layout: ParallelLayout, session: SearchSession
+    ) -> Iterator[Sequence[StageColumn]]:
+        """Yields other columns of a layout whose simulated step may be shorter."""
+        yield from ()
+
+    def moved(self, strategy: Strategy) -> Iterator[tuple[Strategy, tuple[int, ...]]]:
+        """Yields the strategy with other cuts, and the ranks that differ."""
+        yield from ()
 
     @abstractmethod
     def strategy(self, layout: ParallelLayout, columns: Sequence[StageColumn]) -> Strategy:

@@ -5,32 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from itertools import accumulate, combinations, pairwise
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.layers.model_states import ideal_states
-from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.layers.recompute import Recompute, RecomputedOperators
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.schedules.hidden_recompute import hidden_passes
 from parplan.costmodels.schedules.schedule import LAST_KEEPS_ALL, Schedule
-from parplan.costmodels.step import StepPrice, bubble_share, closed_form_s
+from parplan.costmodels.step import StepPrice
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.candidates.enumeration import CandidateSpace, Pruned, layout_text
+from parplan.planner.candidates.part_bounds import PartBounds, RankParts
 from parplan.planner.candidates.range_bounds import CloserBounds, RangeBounds
 from parplan.planner.candidates.range_tables import RangeTables, even_path
 from parplan.planner.deadline import Deadline
 from parplan.planner.master import MasterChoice, evaluate
 from parplan.planner.plan.prediction import SearchRecord
 from parplan.planner.request import Constraints
-from parplan.planner.search.search_session import (
-    INFINITY,
-    ContentsMaker,
-    SearchPrices,
-    SearchSession,
-)
+from parplan.planner.search.part_moves import PartMoves
+from parplan.planner.search.search_session import ContentsMaker, SearchPrices, SearchSession
 from parplan.planner.stage_columns.sequence_columns import SequenceColumns, SequenceTable
 from parplan.planner.stage_columns.stage_column import StageColumn
 from parplan.planner.stage_columns.stage_contents import Range, StageContents
@@ -38,17 +36,15 @@ from parplan.profiles.models.operator_graph import LayerKey, LayerKind
 
 # the ranges that a user gives to the virtual stages of a layout, None where the search cuts
 GivenCuts = Callable[[ParallelLayout], tuple[Range, ...] | None]
+Bounds = TypeVar("Bounds", bound=RangeBounds)
 Assembler = Callable[[Strategy, StepPrice, SearchRecord], Any]
 
 
 class SequencePrices(SearchPrices):
-    """The prices of a model whose layers are cut into stages anywhere.
-
-    With several virtual stages a rank the cuts are given: those at which the slowest stage is
-    fastest for any memory.
-    """
+    """The prices of a model whose layers are cut into stages anywhere."""
 
     ascending = False
+    parts_last = True
 
     def __init__(
         self,
@@ -69,6 +65,7 @@ class SequencePrices(SearchPrices):
         }
         super().__init__(self._shardable(space), price_cache, allowed, deadline)
         self._given, self._assembler = given, assembler
+        self._classes: dict[Hashable, int] = {}  # of ranges with equal prices
 
     def _shardable(self, space: CandidateSpace) -> CandidateSpace:
         """Returns the space without layouts that have no ZeRO stage left."""
@@ -105,47 +102,31 @@ class SequencePrices(SearchPrices):
 
     def bounds(self, layout: ParallelLayout, limit_bytes: float) -> RangeBounds:
         """Returns the bounds of a layout over all cuts within a memory limit."""
-
-        def make() -> RangeBounds:
-            table, ranges = self._table(layout), self._ranges[layout.states_on_host]
-            zeros = table.zero_stages(layout)
-            free = RangeBounds(layout, ranges, table.levels, zeros, limit_bytes)
-            cuts = self._given(layout)
-            if cuts is None and layout.virtual_stages > 1:
-                cuts = free.even_cuts
-            if cuts is None:
-                return free
-            return RangeBounds(layout, ranges, table.levels, zeros, limit_bytes, cuts)
-
-        return self._once(("bounds", layout, limit_bytes), make)
+        return self._once(
+            ("bounds", layout, limit_bytes), lambda: self._bounds(RangeBounds, layout, limit_bytes)
+        )
 
     def closer(self, layout: ParallelLayout, limit_bytes: float) -> RangeBounds:
-        """Returns the bounds with the recompute that a limit enforces, where the search cuts."""
+        """Returns the bounds with the recompute that a limit enforces."""
         if layout.virtual_stages > 1:
-            return self.bounds(layout, limit_bytes)
-        table, ranges = self._table(layout), self._ranges[layout.states_on_host]
-        zeros, given = table.zero_stages(layout), self._given(layout)
+            return self.part_bounds(layout, limit_bytes)
         return self._once(
-            ("closer", layout, limit_bytes),
-            lambda: CloserBounds(layout, ranges, table.levels, zeros, limit_bytes, given),
+            ("closer", layout, limit_bytes), lambda: self._bounds(CloserBounds, layout, limit_bytes)
         )
 
-    def memory_bound_s(self, layout: ParallelLayout, limit_bytes: float) -> float:
-        bounds = self.closer(layout, limit_bytes)
-        if layout.virtual_stages == 1 or layout.recomputes_ahead or bounds.cuts is None:
-            return bounds.least_s
-        columns = []
-        for rank in range(layout.mesh.pp):
-            place = tuple(bounds.cuts[stage] for stage in layout.stages_of(rank))
-            columns.append(self.columns_of(layout, rank, place).bounds(limit_bytes))
-        if not all(columns):
-            return INFINITY  # the hosts have no room for the states of a rank
-        return closed_form_s(
-            [min(column.time_s for column in each) for each in columns],
-            [min(column.tail_s for column in each) for each in columns],
-            layout.num_micro_batches,
-            bubble_share(layout, self.price_cache),
+    def part_bounds(self, layout: ParallelLayout, limit_bytes: float) -> PartBounds:
+        """Returns the bounds of a layout with several virtual stages a rank."""
+        return self._once(
+            ("parts", layout, limit_bytes), lambda: self._bounds(PartBounds, layout, limit_bytes)
         )
+
+    def _bounds(self, kind: type[Bounds], layout: ParallelLayout, limit_bytes: float) -> Bounds:
+        table, ranges = self._table(layout), self._ranges[layout.states_on_host]
+        zeros = table.zero_stages(layout)
+        return kind(layout, ranges, table.levels, zeros, limit_bytes, self._given(layout))
+
+    def memory_bound_s(self, layout: ParallelLayout, limit_bytes: float) -> float:
+        return self.closer(layout, limit_bytes).least_s
 
     def may_fit(self, layout: ParallelLayout, limit_bytes: float) -> bool:
         return self.bounds(layout, limit_bytes).least_s < float("inf")
@@ -174,18 +155,36 @@ class SequencePrices(SearchPrices):
     def makers(
         self, layout: ParallelLayout, rank: int, cut_s: float, limit_bytes: float
     ) -> Iterator[ContentsMaker]:
-        bounds = self.closer(layout, limit_bytes)
-        stages = layout.stages_of(rank)
         if layout.virtual_stages > 1:
-            if bounds.cuts:
-                place = tuple(bounds.cuts[stage] for stage in stages)
-                yield self._maker(layout, rank, (place,))
+            for places in self._parts(layout, rank, cut_s, limit_bytes).contents:
+                yield self._maker(layout, rank, places)
             return
-        alike: dict[Hashable, list[tuple[Range, ...]]] = {}
-        for layers in ranges_of(bounds.near(rank, cut_s)):
-            alike.setdefault(self._signature(stages, layers), []).append((layers,))
-        for places in alike.values():
-            yield self._maker(layout, rank, tuple(places))
+        stages = layout.stages_of(rank)
+        alike: dict[Hashable, list[Range]] = {}
+        for layers in ranges_of(self.closer(layout, limit_bytes).near(rank, cut_s)):
+            alike.setdefault(self._signature(stages, layers), []).append(layers)
+        for ranges in alike.values():
+            yield self._maker(layout, rank, (tuple(ranges),))
+
+    def _parts(
+        self, layout: ParallelLayout, rank: int, cut_s: float, limit_bytes: float
+    ) -> RankParts:
+        """Returns the contents of a rank with several chunks below a cut."""
+        bounds, stages = self.part_bounds(layout, limit_bytes), layout.stages_of(rank)[:1]
+
+        def class_of(layers: Range) -> int:
+            signature = self._signature(stages, layers)
+            return self._classes.setdefault(signature, len(self._classes))
+
+        return self._once(
+            ("rank parts", layout, rank, cut_s, limit_bytes),
+            lambda: bounds.parts(rank, cut_s, class_of),
+        )
+
+    def covers(self, layout: ParallelLayout, cut_s: float, limit_bytes: float) -> bool:
+        return layout.virtual_stages == 1 or all(
+            self._parts(layout, rank, cut_s, limit_bytes).complete for rank in range(layout.mesh.pp)
+        )
 
     def _signature(self, stages: tuple[int, ...], layers: Range) -> Hashable:
         contents = StageContents(stages, (layers,))
@@ -194,7 +193,7 @@ class SequencePrices(SearchPrices):
     def _maker(
         self, layout: ParallelLayout, rank: int, places: tuple[tuple[Range, ...], ...]
     ) -> ContentsMaker:
-        columns = self.columns_of(layout, rank, places[0])
+        columns = self.columns_of(layout, rank, tuple(ranges[0] for ranges in places))
         there = self._once(("columns at", layout, rank, places), lambda: columns.at(places))
         return ContentsMaker(places, there, columns.num_blocks)
 
@@ -215,8 +214,10 @@ class SequencePrices(SearchPrices):
 
         A column is made only for a stage on the best path so far; the others keep their bounds.
         """
-        if layout.virtual_stages > 1 or layout.mesh.pp == 1:
-            return None  # one column or few for each rank
+        if layout.mesh.pp == 1:
+            return None  # one column or few
+        if layout.virtual_stages > 1:
+            return self._first_parts(layout, cut_s, session.limit_bytes)
         bounds = self.closer(layout, session.limit_bytes)
         usual = replace(layout, schedule=Schedule.ONE_F_ONE_B)  # with all recompute in its time
         least_s = [
@@ -238,16 +239,49 @@ class SequencePrices(SearchPrices):
             if not unknown:
                 return self._chosen(layout, [fastest[place] for place in places], cut_s)
             for rank, layers in unknown:
-                column = self._fastest_of(layout, rank, layers, session.limit_bytes)
+                column = self._fastest_of(layout, rank, (layers,), session.limit_bytes)
                 fastest[rank, layers] = column
                 least_s[rank][layers] = column.time_s if column else np.inf
         return None
 
+    def _first_parts(
+        self, layout: ParallelLayout, cut_s: float, limit_bytes: float
+    ) -> MasterChoice | None:
+        """Returns a choice for cuts that no move of one layer between two parts shortens."""
+
+        def column(rank: int, place: tuple[Range, ...]) -> StageColumn | None:
+            return self._fastest_of(layout, rank, place, limit_bytes)
+
+        moves = PartMoves(self.part_bounds(layout, limit_bytes), column)
+        chosen = self._once(("moved", layout, limit_bytes), moves.descended)
+        return self._chosen(layout, chosen, cut_s) if chosen else None
+
+    def also_replayed(
+        self, layout: ParallelLayout, session: SearchSession
+    ) -> Iterator[Sequence[StageColumn]]:
+        if layout.virtual_stages == 1 or layout.mesh.pp == 1:
+            return
+        limit_bytes = session.limit_bytes
+        moved = self._first_parts(layout, float("inf"), limit_bytes)
+        if moved is not None:
+            yield moved.columns
+        cuts = self._given(layout) or self.bounds(layout, limit_bytes).even_cuts
+        assert cuts is not None, "a candidate has no more stages than layers"
+        even = [
+            self._fastest_of(
+                layout, rank, tuple(cuts[k] for k in layout.stages_of(rank)), limit_bytes
+            )
+            for rank in range(layout.mesh.pp)
+        ]
+        choice = self._chosen(layout, even, float("inf")) if all(even) else None
+        if choice is not None:
+            yield choice.columns
+
     def _fastest_of(
-        self, layout: ParallelLayout, rank: int, layers: Range, limit_bytes: float
+        self, layout: ParallelLayout, rank: int, place: tuple[Range, ...], limit_bytes: float
     ) -> StageColumn | None:
-        """Returns the fastest column of a range of layers, None where nothing fits."""
-        columns = self.columns_of(layout, rank, (layers,))
+        """Returns the fastest column of the layers of a rank, None where nothing fits."""
+        columns = self.columns_of(layout, rank, place)
         found = columns.fastest(columns.num_blocks, limit_bytes)
         return min(found, key=lambda column: (column.time_s, column.tail_s), default=None)
 
@@ -281,6 +315,40 @@ class SequencePrices(SearchPrices):
             layout=layout, stages=tuple(stages[k] for k in range(layout.num_virtual_stages))
         )
 
+    def moved(self, strategy: Strategy) -> Iterator[tuple[Strategy, tuple[int, ...]]]:
+        """Yields the strategy with some cuts shifted by one layer, few of them first.
+
+        A layer on another part has its ZeRO stage, and is recomputed as before. None where the cuts
+        are given.
+        """
+        layout, count = strategy.layout, len(strategy.stages)
+        if self._given(layout) is not None:
+            return
+        recomputed = [choice.recompute for stage in strategy.stages for choice in stage]
+        ends = [0, *accumulate(map(len, strategy.stages))]
+        spans = ((a, b) for a, b in combinations(range(1, count + 1), 2))
+        for a, b in sorted(spans, key=lambda span: span[1] - span[0]):
+            for by in (-1, 1):
+                moved = [*ends[:a], *(end + by for end in ends[a:b]), *ends[b:]]
+                if min(end - first for first, end in pairwise(moved)) < 1:
+                    continue
+                stages = list(strategy.stages)
+                for stage in range(a - 1, b):
+                    first, end = moved[stage], moved[stage + 1]
+                    zero = strategy.stages[stage][0].zero
+                    stages[stage] = tuple(
+                        self._layer(layout, layer, first, recomputed[layer], zero)
+                        for layer in range(first, end)
+                    )
+                ranks = tuple({layout.rank_of(stage) for stage in range(a - 1, b)})
+                yield replace(strategy, stages=tuple(stages)), ranks
+
+    def _layer(
+        self, layout: ParallelLayout, layer: int, first: int, how: RecomputedOperators, zero: int
+    ) -> LayerChoice:
+        key = self.price_cache.key(layer, first)
+        return LayerChoice(key, how, zero, self._own(key, layout.sharding))
+
     def _own(self, key: LayerKey, sharding: Sharding) -> Sharding | None:
         own = self.price_cache.own_sharding(key, sharding)
         return own if own != sharding else None
@@ -302,23 +370,27 @@ def ranges_of(possible: npt.NDArray[np.bool_]) -> list[Range]:
 
 
 def path_of(
-    places: Sequence[Sequence[tuple[Range, ...]]], layout: ParallelLayout
+    places: Sequence[Sequence[Sequence[Range]]], layout: ParallelLayout
 ) -> list[tuple[Range, ...]]:
-    """Returns the place of each rank, of those that it may have, on one path of layers.
+    """Returns the ranges of each rank by chunk, of those that each may be, on one path of layers.
 
     Raises ValueError where there is none.
     """
-    if layout.virtual_stages > 1 or layout.mesh.pp == 1:
-        return [each[0] for each in places]
+    if layout.mesh.pp == 1:
+        return [tuple(ranges[0] for ranges in each) for each in places]
     reached: list[dict[int, Range | None]] = [{0: None}]
-    for each in places:
-        reached.append({end: (first, end) for ((first, end),) in each if first in reached[-1]})
-    path: list[tuple[Range, ...]] = []
+    for stage in range(layout.num_virtual_stages):
+        rank = layout.rank_of(stage)
+        ranges = places[rank][layout.stages_of(rank).index(stage)]
+        reached.append({end: (first, end) for first, end in ranges if first in reached[-1]})
+    path: list[Range] = []
     end = max(reached[-1], default=-1)
-    for rank in reversed(range(len(places))):
-        layers = reached[rank + 1].get(end)
+    for ends in reached[:0:-1]:
+        layers = ends.get(end)
         if layers is None:
             raise ValueError("the stages are not contiguous")
-        path.append((layers,))
+        path.insert(0, layers)
         end = layers[0]
-    return path[::-1]
+    return [
+        tuple(path[stage] for stage in layout.stages_of(rank)) for rank in range(layout.mesh.pp)
+    ]

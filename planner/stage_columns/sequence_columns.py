@@ -27,14 +27,16 @@ from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.deadline import NEVER, Deadline
 from parplan.planner.dominance import Array, Ints, hull_prices
 from parplan.planner.layer_options.catalogue import LayerOption, unbeaten
+from parplan.planner.layer_options.chunk_labels import ChunkLabels, of_chunk, of_chunks
 from parplan.planner.layer_options.mixes import Mixes, column_of
-from parplan.planner.layer_options.recompute_labels import Labels, LabelTable
+from parplan.planner.layer_options.recompute_labels import LabelTable
 from parplan.planner.layer_options.recompute_lists import recompute_lists
 from parplan.planner.request import Constraints
 from parplan.planner.stage_columns.columns import RankColumns
 from parplan.planner.stage_columns.mix_peaks import MixPeaks
 from parplan.planner.stage_columns.mix_prices import PricedMixes
 from parplan.planner.stage_columns.mix_table import StageTable
+from parplan.planner.stage_columns.rank_moment import RankMoment, fullest_moment
 from parplan.planner.stage_columns.stage_column import StageColumn
 from parplan.planner.stage_columns.stage_contents import Range, StageContents
 from parplan.planner.stage_columns.stage_prices import (
@@ -119,15 +121,18 @@ class SequenceTable(StageTable):
             workspace_bytes=float(size.workspace),
         )
 
-    def front(self, layers: Sequence[Sequence[LayerOption]]) -> tuple[Labels, Ints]:
-        """Returns the front of a row of layers, and by label and layer the number of its option."""
-        row = tuple(
-            self._labels.number(
-                tuple((o.time_s, o.saved_bytes, o.workspace_bytes) for o in options)
-            )
-            for options in layers
+    def front(self, chunks: Sequence[Sequence[Sequence[LayerOption]]]) -> ChunkLabels:
+        """Returns the front of the layers of chunks."""
+        rows = tuple(tuple(map(self._number, layers)) for layers in chunks)
+        return self.once(("front", rows), lambda: of_chunks([self._front(row) for row in rows]))
+
+    def _number(self, options: Sequence[LayerOption]) -> int:
+        return self._labels.number(
+            tuple((o.time_s, o.saved_bytes, o.workspace_bytes) for o in options)
         )
-        return self._labels.of(row), self._labels.options(row)
+
+    def _front(self, row: tuple[int, ...]) -> ChunkLabels:
+        return of_chunk(self._labels.of(row), self._labels.options(row))
 
 
 class SequenceColumns(RankColumns):
@@ -137,7 +142,7 @@ class SequenceColumns(RankColumns):
         self, contents: StageContents, rank: int, layout: ParallelLayout, table: SequenceTable
     ) -> None:
         self.contents = contents
-        self.places: tuple[tuple[Range, ...], ...] = (contents.ranges,)
+        self.places: tuple[tuple[Range, ...], ...] = tuple((layers,) for layers in contents.ranges)
         self._sequence_table = table
         self.chunks = contents.body(table.price_cache)
         self._keys = [key for keys in contents.keys(table.price_cache) for key in keys]
@@ -163,10 +168,10 @@ class SequenceColumns(RankColumns):
         return len(self._layers)
 
     def at(self, places: tuple[tuple[Range, ...], ...]) -> SequenceColumns:
-        """Returns the same columns for other places of equal layers in the model."""
+        """Returns the same columns for other places of equal layers, given by chunk."""
         if places == self.places:
             return self
-        assert len(self.front[0].time_s)  # the copy shares it
+        assert len(self.front[1])  # the copy shares it
         other = copy(self)
         other.places = places
         return other
@@ -222,10 +227,12 @@ class SequenceColumns(RankColumns):
         return self.stages
 
     @cached_property
-    def front(self) -> tuple[Labels, Ints]:
-        """The front of the layers, and the number of each layer's option among all options."""
-        labels, chosen = self._sequence_table.front(self._layers)
-        return labels, self._firsts + chosen
+    def front(self) -> tuple[bool, Ints]:
+        """The front: whether it is exact, and by choice and layer the number of the option."""
+        ends = np.cumsum([0, *map(len, self.chunks)])
+        chunks = [self._layers[first:end] for first, end in pairwise(ends)]
+        labels = self._sequence_table.front(chunks)
+        return labels.exact, self._firsts + labels.options
 
     def _mixes(self, zero: int, most: int | None = None) -> Mixes:
         """Returns the front, or its fastest choices, as mixes.
@@ -237,10 +244,9 @@ class SequenceColumns(RankColumns):
 
     def _make_mixes(self, rows: Ints) -> Mixes:
         counts = (rows[:, :, None] == np.arange(len(self._options))).sum(axis=1)
-        saved, ideal = (
-            self._of_fullest_chunk(column_of(self._options, name)[rows])
-            for name in ("saved_bytes", "ideal_saved_bytes")
-        )
+        by_layer = column_of(self._options, "saved_bytes")[rows]
+        saved = self._of_fullest_chunk(by_layer)
+        ideal = self._of_fullest_chunk(column_of(self._options, "ideal_saved_bytes")[rows], True)
         widest = column_of(self._options, "workspace_bytes")[rows].max(axis=1, initial=0.0)
         none = np.zeros(len(rows))
         return Mixes(
@@ -251,14 +257,23 @@ class SequenceColumns(RankColumns):
             ideal_saved_bytes=ideal,
             workspace_bytes=widest,
             host_bytes=none,
-            window_bytes=none,
+            window_bytes=self.stashes * (self._of_fullest_chunk(by_layer, True) - saved),
             last_s=none,
         )
 
-    def _of_fullest_chunk(self, by_layer: Array) -> Array:
-        """Sums values by row and layer over each chunk, and returns the largest sum by row."""
+    def _of_fullest_chunk(self, by_layer: Array, besides: bool = False) -> Array:
+        """Sums values by row and layer over each chunk, and returns the largest sum by row.
+
+        besides    with the bytes of the chunk besides its layers, less the most of any chunk
+        """
         ends = np.cumsum([0, *map(len, self.chunks)])
-        sums = [by_layer[:, a:b].sum(axis=1) for a, b in pairwise(ends)]
+        b, price_cache = self.layout.micro_batch_size, self.table.price_cache
+        most = self.contents.besides_bytes(b, price_cache) if besides else 0.0
+        sums = [
+            by_layer[:, first:end].sum(axis=1)
+            + (price_cache.besides_bytes(*layers, b) - most if besides else 0.0)
+            for (first, end), layers in zip(pairwise(ends), self.contents.ranges, strict=True)
+        ]
         fullest: Array = np.max(sums, axis=0)
         return fullest
 
@@ -294,8 +309,26 @@ class SequenceColumns(RankColumns):
         """Bytes that every choice holds: states without gradients, and the least activations."""
         fixed, block = self.fixed[zero], self.block.of(self._at(zero))
         states = float((block.states - block.gradients)[self._firsts].sum())
-        kept = float(self.front[0].kept.min()) / self.layout.virtual_stages
-        return fixed.states - fixed.gradients + states + fixed.held + self.stashes * kept
+        kept = sum(
+            held * min(option.saved_bytes for option in options)
+            for held, options in zip(self._in_flight, self._layers, strict=True)
+        )
+        return fixed.states - fixed.gradients + states + self._held_bytes(zero) + kept
+
+    @cached_property
+    def _moment(self) -> RankMoment:
+        return fullest_moment(self.layout, self.rank, frees=bool(self._freed))
+
+    @property
+    def _in_flight(self) -> list[float]:
+        """Micro-batches of each layer that the rank holds at its fullest moment."""
+        by_chunk = zip(self._moment.stashes, self.chunks, strict=False)
+        return [held for held, chunk in by_chunk for _ in chunk]
+
+    def _held_bytes(self, zero: int) -> float:
+        """Least bytes at the fullest moment of tensors that no block saves."""
+        several = self.layout.virtual_stages > 1
+        return 0.0 if several and self._freed else self.fixed[zero].held
 
     @cached_property
     def _at_once(self) -> dict[int, PricedMixes]:
@@ -330,8 +363,8 @@ class SequenceColumns(RankColumns):
         An exact front has every choice that is worth one. Else the seconds are those of a
         Lagrangian bound: saved bytes beyond the limit cost seconds.
         """
-        labels, _ = self.front
-        if labels.exact and not plain:
+        several = self.layout.virtual_stages > 1 and bool(self._freed)  # the order counts too
+        if not plain and not several and self.front[0]:
             return self.fastest(num_blocks, limit_bytes)
         return self.bounds(limit_bytes, plain=plain)
 
@@ -343,27 +376,31 @@ class SequenceColumns(RankColumns):
     def _bound_at(self, zero: int, usable: float, *, plain: bool) -> StageColumn:
         fixed, block = self.fixed[zero], self.block.of(self._at(zero))
         time_s = block.time_s - block.recompute_s if plain else block.time_s
-        saved = self.stashes * column_of(self._options, "saved_bytes")
+        saved = column_of(self._options, "saved_bytes")
         rows = Counter(
-            tuple(self._numbers[option] for option in options) for options in self._layers
+            (tuple(self._numbers[option] for option in options), held)
+            for options, held in zip(self._layers, self._in_flight, strict=True)
         )
 
-        def least(values: Array) -> float:
-            return sum(count * float(values[list(row)].min()) for row, count in rows.items())
+        def least(values: Array, price: float = 0.0) -> float:
+            return sum(
+                count * float((values + price * held * saved)[list(row)].min())
+                for (row, held), count in rows.items()
+            )
 
-        chunked = len(self.chunks) if self.layout.virtual_stages > 1 else 1
-        room = chunked * (usable - fixed.states - least(block.states) - fixed.held)
-        if self._freed:  # gradients may come after the most saved activations
-            room += chunked * (fixed.gradients + least(block.gradients))
+        room = usable - fixed.states - least(block.states) - self._held_bytes(zero)
+        if not self._moment.made:  # gradients may come after the most saved activations
+            room += fixed.gradients + least(block.gradients)
         prices = {0.0}
-        for row in () if plain else rows:
-            prices.update(hull_prices(time_s[list(row)].tolist(), saved[list(row)].tolist()))
-        least_s = max(least(time_s + price * saved) - price * room for price in prices)
+        for row, held in () if plain else rows:
+            options = list(row)
+            prices.update(hull_prices(time_s[options].tolist(), (held * saved)[options].tolist()))
+        least_s = max(least(time_s, price) - price * room for price in prices)
         plain_s = least(block.time_s - block.recompute_s)
         tail_s = fixed.tail_s + least(block.tail_s)
         hides = self.layout.recomputes_ahead
         return StageColumn(
-            mix=tuple((self._at(zero)[row[0]], count) for row, count in rows.items()),
+            mix=tuple((self._at(zero)[row[0]], count) for (row, _), count in rows.items()),
             zero=zero,
             time_s=least_s + fixed.time_s,
             tail_s=tail_s,

@@ -29,8 +29,8 @@ class StageColumn:
                        (costmodels/schedules/hidden_recompute.py)
     homes              locations of the states of its blocks, in a layout with chunks
     looks_up           the host holds its token table
-    layers             by place in a model of several layer classes that it may have, the layers
-                       [first, end) of each of its chunks; none where all blocks are alike
+    layers             by chunk, the ranges [first, end) of a model of several layer classes that
+                       it may be; none where all blocks are alike
     shares             layers of other ranks hold some of its parameters, where layers differ
     corner             part of a bound: only averages with other corners of `group` stand for plans
     """

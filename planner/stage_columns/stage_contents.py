@@ -74,8 +74,8 @@ class StageContents:
             if 0 < sum(self._has(layer) for layer in shared.layers) < len(shared.layers)
         )
 
-    def _has(self, layer: int) -> bool:
-        return any(first <= layer < end for first, end in self.ranges)
+    def _has(self, layer: int) -> int:
+        return sum(first <= layer < end for first, end in self.ranges)
 
     def signature(self, price_cache: LayerPriceCache) -> Hashable:
         """Returns a value that is equal for contents with equal prices at the same place."""
@@ -93,4 +93,4 @@ class StageContents:
                 price_cache.constants(first, end, 1).value_s,
             )
             for keys, (first, end) in zip(self.keys(price_cache), self.ranges, strict=True)
-        ), self.shared(price_cache)
+        ), tuple(sum(map(self._has, shared.layers)) for shared in price_cache.shared_parameters)

@@ -6,6 +6,7 @@ The plan cuts the code into stages.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -54,6 +55,21 @@ def test_skip_connections_go_through_virtual_stages_and_come_back():
             f"{MODULES}:unet", pp=2, virtual_stages=2, schedule=Schedule.INTERLEAVED, recompute=True
         )
     )
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("sizes", [(3, 1, 1, 3), (1, 2, 4, 1)])
+def test_parts_of_unequal_size_train_as_in_one_process(sizes):
+    plan = hand_plan(
+        f"{MODULES}:unet", pp=2, virtual_stages=2, schedule=Schedule.INTERLEAVED, zero=0
+    )
+    ranges = pairwise(accumulate(sizes, initial=0))
+    stages = tuple(
+        replace(stage, first=first, end=end, recompute=(first,))
+        for stage, (first, end) in zip(plan.stages, ranges, strict=True)
+    )
+
+    check(replace(plan, stages=stages))
 
 
 @pytest.mark.multiproc

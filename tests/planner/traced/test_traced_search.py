@@ -27,7 +27,7 @@ from parplan.planner.traced.shard_price_cache import ShardPriceCache
 from parplan.planner.traced.shards import Shard, Sharded, shard
 from parplan.planner.traced.stage_rules import StageRule, parse_stages
 from parplan.profiles.errors import ConfigError, InfeasibleError
-from parplan.profiles.machines.machine_catalog import load_cluster
+from parplan.profiles.machines.machine_catalog import load_cluster, load_stack
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
@@ -289,39 +289,6 @@ FRAME_OF_TWO = ParallelLayout(
 )
 
 
-@pytest.mark.parametrize("limit_gib", [80.0, 1.41, 1.38])
-def test_stages_that_share_their_ranks_are_chosen_as_by_trying_all_plans_of_their_cuts(limit_gib):
-    pins = Constraints(
-        pp=(2,),
-        schedule=(Schedule.INTERLEAVED,),
-        virtual_stages=(2,),
-        micro_batch_size=(8192,),
-        zero=(0, 2),
-    )
-    training, cluster = (
-        TrainingSpec(global_batch_size=65536, seq_length=1, stack=NEUTRAL),
-        replace(CLUSTER, nodes=1, gpus_per_node=4),
-    )
-    options = SearchOptions(memory_limit_bytes=int(limit_gib * 1024 * MIB))
-    search = searched(uneven(), pins, options, training=training, cluster=cluster)
-    (layout,) = search.prices.space.layouts
-    cuts = search.prices.bounds(layout, search.limit_bytes).cuts
-
-    outcome = fastest_of(search)
-
-    expected = float("inf")
-    for zeros in product((0, 2), repeat=2):
-        for recomputed in every_recompute(search, layout):
-            ends = (0, *(end for _, end in cuts))
-            made = strategy(search.price_cache, layout, ends, zeros * 2, recomputed)
-            price = price_step(made, search.price_cache)
-            if max(memory.total for memory in price.memory) <= search.limit_bytes:
-                expected = min(expected, price.closed_form_s)
-    assert [solved.value for solved in outcome.solved] == (
-        [] if expected == float("inf") else [pytest.approx(expected, rel=1e-9)]
-    )
-
-
 @pytest.mark.parametrize(
     "schedule", [Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED, Schedule.EARLY_RECOMPUTE, Schedule.SCP]
 )
@@ -452,10 +419,11 @@ def test_a_parameter_that_all_shards_hold_is_counted_once_a_stage_and_summed_ove
     assert states(0, 1) == states(0, 2) == states(2, 4) == 18 * 64
 
 
-def of_classes(pattern: str, scale: int = 1) -> Sharded:
+def of_classes(pattern: str, scale: int = 1, *, whole: bool = False) -> Sharded:
     """Returns parts in the order of `pattern`, those with one letter alike, and a loss.
 
     scale: factor of all widths; the states grow with its square
+    whole: each part has a skip connection, so that it is one shard
     """
     size = 128 * scale
     widths = {letter: scale * width for letter, width in {"a": 192, "b": 512, "c": 320}.items()}
@@ -467,7 +435,9 @@ def of_classes(pattern: str, scale: int = 1) -> Sharded:
             activation(path, wide, f"a{number}"),
             linear(f"{path}.out", value(f"a{number}", widths[letter]), f"y{number}", size),
         ]
-        x = value(f"y{number}", size)
+        if whole:
+            operators.append(join(path, (value(f"y{number}", size), x), f"z{number}"))
+        x = value(f"z{number}" if whole else f"y{number}", size)
     return shard(
         model_of(*operators, join("loss", (x,), "loss", 1), inputs=(value("batch_x", size),))
     )
@@ -486,15 +456,15 @@ def every_price(search: SearchSession) -> list[Point]:
     """Prices all layouts with all cuts, ZeRO stages and recompute lists."""
     size, points = search.price_cache.num_layers, []
     for layout in search.prices.space.layouts:
-        pp = layout.mesh.pp
         prices = search.price_cache.with_states(on_host=layout.states_on_host)
         for inner, zeros, recomputed in product(
-            combinations(range(1, size), pp - 1),
-            product((0, 2), repeat=pp),
+            combinations(range(1, size), layout.num_virtual_stages - 1),
+            product((0, 2), repeat=layout.mesh.pp),
             every_recompute(search, layout),
         ):
+            of_stages = zeros * layout.virtual_stages
             price = price_step(
-                strategy(prices, layout, (0, *inner, size), zeros, recomputed), prices
+                strategy(prices, layout, (0, *inner, size), of_stages, recomputed), prices
             )
             redundant = layout.mesh.ranks_per_stage * sum(rank.total for rank in price.redundant)
             peak = max(memory.total for memory in price.memory)
@@ -549,3 +519,99 @@ def check_objectives(
     held = max(memory.total for memory in found[Objective.PEAK].price.memory)
     assert held <= least_peak + 2 * MIB
     assert held >= least_peak * (1 - 1e-9)
+
+
+INTERLEAVED = Constraints(
+    pp=(2,),
+    schedule=(Schedule.INTERLEAVED,),
+    virtual_stages=(2,),
+    micro_batch_size=(8192,),
+    zero=(0, 2),
+)
+FOUR_GPUS = replace(CLUSTER, nodes=1, gpus_per_node=4)
+
+
+def within_limits(
+    pattern: str, training: TrainingSpec
+) -> Iterator[tuple[SearchSession, BranchOutcome, float]]:
+    """Yields searches of two parts a rank, and the fastest plan of all within the same limit.
+
+    The limits are between the least and the largest peak of any plan.
+    """
+    sharded = of_classes(pattern, whole=True)
+    free = searched(sharded, INTERLEAVED, training=training, cluster=FOUR_GPUS)
+    (layout,) = free.prices.space.layouts
+    plans = every_price(free, layout)
+    peaks = sorted({peak for _, _, peak in plans})
+    for share in (0.0, 0.05, 0.2, 0.6, 1.0):
+        limit = int(peaks[0] + share * (peaks[-1] - peaks[0])) + 1
+        options = SearchOptions(memory_limit_bytes=limit)
+        session = searched(sharded, INTERLEAVED, options, training=training, cluster=FOUR_GPUS)
+        fastest_s = min(seconds for seconds, _, peak in plans if peak <= limit)
+        yield session, fastest_of(session), fastest_s
+
+
+@pytest.mark.parametrize(
+    "pattern", mostly_slow(["aabab", "abcab", "abbaab", "bcabcb"], {"aabab", "abcab"})
+)
+def test_parts_that_share_their_ranks_are_those_that_enumeration_finds(pattern):
+    training, cuts = TrainingSpec(global_batch_size=65536, seq_length=1, stack=NEUTRAL), set()
+
+    for session, outcome, expected_s in within_limits(pattern, training):
+        (layout,) = session.prices.space.layouts
+        least_s = session.prices.closer(layout, session.limit_bytes).least_s
+        (solved,) = outcome.solved
+        assert solved.value == pytest.approx(expected_s, rel=1e-9)
+        assert least_s <= outcome.bound * (1 + 1e-9) <= expected_s * (1 + 2e-9)
+        made = session.prices.strategy(layout, solved.choice.columns)
+        cuts.add(tuple(len(stage) for stage in made.stages))
+    assert any(len(set(sizes)) > 1 for sizes in cuts), "some parts have more shards than others"
+
+
+@pytest.mark.parametrize("pattern", mostly_slow(["aabab", "abbaab"], {"aabab"}))
+def test_bounds_of_parts_hold_where_gradients_come_and_go(pattern):
+    training = TrainingSpec(global_batch_size=65536, seq_length=1, stack=load_stack("parplan"))
+
+    for session, outcome, expected_s in within_limits(pattern, training):
+        (solved,) = outcome.solved
+        price = price_step(
+            session.prices.strategy(solved.layout, solved.choice.columns), session.price_cache
+        )
+        assert outcome.bound <= expected_s * (1 + 1e-9)
+        assert solved.value >= expected_s * (1 - 1e-9)
+        assert solved.value == pytest.approx(price.closed_form_s, rel=1e-9)
+        assert max(memory.total for memory in price.memory) <= session.limit_bytes
+
+
+@pytest.mark.parametrize("pattern", mostly_slow(["aabab", "abcab"], {"aabab"}))
+def test_parts_that_share_their_ranks_hold_the_least_redundant_bytes_in_time(pattern):
+    training = TrainingSpec(global_batch_size=65536, seq_length=1, stack=NEUTRAL)
+    sharded, options = of_classes(pattern, whole=True), SearchOptions(max_slowdown=0.2)
+    session = searched(sharded, INTERLEAVED, options, training=training, cluster=FOUR_GPUS)
+    (layout,) = session.prices.space.layouts
+    plans = every_price(session, layout)
+    slowest_s = 1.2 * min(seconds for seconds, _, _ in plans) * (1 + 1e-9)
+
+    found = search(session.prices, Objective.MEMORY, options)
+
+    leanest = min(redundant for seconds, redundant, _ in plans if seconds <= slowest_s)
+    assert found.best.value == pytest.approx(leanest, rel=1e-6)
+    assert found.plan.search.status is Status.OPTIMAL
+
+
+def test_no_parts_that_share_their_ranks_fit_below_the_least_peak():
+    training = TrainingSpec(global_batch_size=65536, seq_length=1, stack=NEUTRAL)
+    sharded = of_classes("abab", whole=True)
+    free = searched(sharded, INTERLEAVED, training=training, cluster=FOUR_GPUS)
+    (layout,) = free.prices.space.layouts
+    least = min(peak for _, _, peak in every_price(free, layout))
+
+    def found(limit: int) -> bool:
+        options = SearchOptions(memory_limit_bytes=limit)
+        within = searched(sharded, INTERLEAVED, options, training=training, cluster=FOUR_GPUS)
+        outcome = fastest_of(within)
+        assert outcome.finished
+        return bool(outcome.solved)
+
+    assert found(int(least) + 1)
+    assert not found(int(least) - 1)
