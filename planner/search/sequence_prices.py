@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.layers.model_states import ideal_states
-from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.layers.recompute import Recompute, RecomputedOperators
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.schedules.hidden_recompute import hidden_passes
 from parplan.costmodels.schedules.schedule import LAST_KEEPS_ALL, Schedule
@@ -241,7 +241,34 @@ class SequencePrices(SearchPrices):
 
         moves = PartMoves(self.part_bounds(layout, limit_bytes), column)
         chosen = self._once(("moved", layout, limit_bytes), moves.descended)
-        return self._chosen(layout, chosen, cut_s) if chosen else None
+        if not chosen:
+            return None
+        places = [tuple(ranges[0] for ranges in column.layers) for column in chosen]
+        return self._agreed(layout, places, cut_s, limit_bytes)
+
+    def _agreed(
+        self,
+        layout: ParallelLayout,
+        places: Sequence[tuple[Range, ...]],
+        cut_s: float,
+        limit_bytes: float,
+    ) -> MasterChoice | None:
+        """Returns the fastest columns of given layers, below a cut.
+
+        Those that share parameters all shard their states, or none does.
+        """
+        every = [self.columns_of(layout, rank, place) for rank, place in enumerate(places)]
+        options = [each.fastest(each.num_blocks, limit_bytes) for each in every]
+        choices = []
+        for sharded in (False, True):
+            allowed = [
+                [c for c in columns if not c.shares or (c.zero > 0) == sharded]
+                for columns in options
+            ]
+            if all(allowed):
+                fastest = [min(columns, key=lambda c: (c.time_s, c.tail_s)) for columns in allowed]
+                choices.append(self._chosen(layout, fastest, cut_s))
+        return min(filter(None, choices), key=lambda choice: choice.step_s, default=None)
 
     def also_replayed(
         self, layout: ParallelLayout, session: SearchSession
@@ -255,12 +282,9 @@ class SequencePrices(SearchPrices):
         cuts = self._given(layout) or self.bounds(layout, limit_bytes).even_cuts
         assert cuts is not None, "a candidate has no more stages than layers"
         even = [
-            self._fastest_of(
-                layout, rank, tuple(cuts[k] for k in layout.stages_of(rank)), limit_bytes
-            )
-            for rank in range(layout.mesh.pp)
+            tuple(cuts[stage] for stage in layout.stages_of(rank)) for rank in range(layout.mesh.pp)
         ]
-        choice = self._chosen(layout, even, float("inf")) if all(even) else None
+        choice = self._agreed(layout, even, float("inf"), limit_bytes)
         if choice is not None:
             yield choice.columns
 
@@ -331,7 +355,7 @@ class SequencePrices(SearchPrices):
                 yield replace(strategy, stages=tuple(stages)), ranks
 
     def _layer(
-        self, layout: ParallelLayout, layer: int, first: int, level: Recompute, zero: int
+        self, layout: ParallelLayout, layer: int, first: int, level: RecomputedOperators, zero: int
     ) -> LayerChoice:
         key = self.price_cache.key(layer, first)
         return LayerChoice(key, level, zero, self._own(key, layout.sharding))

@@ -195,7 +195,7 @@ class SequenceColumns(RankColumns):
 
     @cached_property
     def front(self) -> tuple[bool, Ints]:
-        """Whether the front of the layers is exact, and by choice and layer its option's number."""
+        """Returns whether the front is exact, and by choice and layer the number of its option."""
         ends = np.cumsum([0, *map(len, self.chunks)])
         chunks = [self._layers[first:end] for first, end in pairwise(ends)]
         labels = self._sequence_table.front(chunks)
