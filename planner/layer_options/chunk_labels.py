@@ -63,13 +63,15 @@ def _joined(left: ChunkLabels, right: ChunkLabels) -> ChunkLabels:
         axis=1,
     )
     order = np.lexsort(values.T[::-1])
-    a, b, values = a[order], b[order], values[order]
+    values = values[order]
     # labels earlier in the order take no longer
     beats = np.ones((len(values), len(values)), bool)
     for column in values[:, 1:].T:
         beats &= column[:, None] <= column[None, :]
     front = np.flatnonzero(~np.triu(beats, 1).any(axis=0))
-    options = np.concatenate([left.options[a[front]], right.options[b[front]]], axis=1)
+    options = np.concatenate(
+        [left.options[a[order[front]]], right.options[b[order[front]]]], axis=1
+    )
     return ChunkLabels(values[front], options, left.exact and right.exact)
 
 
