@@ -32,7 +32,8 @@ class PartMoves:
     def __init__(
         self, bounds: PartBounds, column: Callable[[int, Place], StageColumn | None]
     ) -> None:
-        self.bounds, self.layout, self._column = bounds, bounds.layout, column
+        self.bounds, self._column = bounds, column
+        self.layout = bounds.layout
         self._known: dict[tuple[int, Place], StageColumn | None] = {}
         self._seconds: dict[tuple[int, Place], float] = {}
 
@@ -85,7 +86,8 @@ class PartMoves:
             for other in self._moves(cuts):
                 step = self._step(other)
                 if step < best:
-                    cuts, best, moving = other, step, True
+                    cuts, best = other, step
+                    moving = True
         return cuts
 
     def _moves(self, cuts: Cuts) -> Iterator[Cuts]:
