@@ -121,7 +121,11 @@ def _search_fastest(
         choice = known
         if relaxed is not None and relaxed_s < cut_s:
             relaxed_layouts.append(layout)
-            choice = fastest_choice(layout, relaxed, cut_s, session) or known
+            try:
+                choice = fastest_choice(layout, relaxed, cut_s, session) or known
+            except Unsolved:
+                if known is None:
+                    raise
         if choice is None and best_s == INFINITY and not prices.covers(layout, cut_s, limit):
             raise Unsolved("some cuts into stages were not tried, and the others do not fit")
         return solved_as(layout, choice) if choice else None

@@ -247,35 +247,59 @@ class SequencePrices(SearchPrices):
     def _first_parts(
         self, layout: ParallelLayout, cut_s: float, limit_bytes: float
     ) -> MasterChoice | None:
-        """Returns a choice for cuts that no move of one layer between two parts shortens."""
+        """Returns the faster choice of cuts that moves of a layer improved and of even cuts."""
+        choices = self._first_cuts(layout, limit_bytes)
+        first = min(choices, key=lambda choice: choice.step_s, default=None)
+        return first if first and first.step_s < cut_s else None
+
+    def _first_cuts(self, layout: ParallelLayout, limit_bytes: float) -> list[MasterChoice]:
+        """Returns choices for cuts that no move of one layer shortens, and for even cuts."""
 
         def column(rank: int, place: tuple[Range, ...]) -> StageColumn | None:
             return self._fastest_of(layout, rank, place, limit_bytes)
 
-        moves = PartMoves(self.part_bounds(layout, limit_bytes), column)
-        chosen = self._once(("moved", layout, limit_bytes), moves.descended)
-        return self._chosen(layout, chosen, cut_s) if chosen else None
+        def make() -> list[MasterChoice]:
+            ranks, tried = range(layout.mesh.pp), []
+            chosen = PartMoves(self.part_bounds(layout, limit_bytes), column).descended()
+            if chosen:
+                tried.append([tuple(ranges[0] for ranges in each.layers) for each in chosen])
+            cuts = self._given(layout) or self.bounds(layout, limit_bytes).even_cuts
+            assert cuts is not None, "a candidate has no more stages than layers"
+            tried.append([tuple(cuts[k] for k in layout.stages_of(rank)) for rank in ranks])
+            agreed = (self._agreed(layout, places, limit_bytes) for places in tried)
+            return [choice for choice in agreed if choice is not None]
+
+        return self._once(("first cuts", layout, limit_bytes), make)
+
+    def _agreed(
+        self,
+        layout: ParallelLayout,
+        places: Sequence[tuple[Range, ...]],
+        limit_bytes: float,
+    ) -> MasterChoice | None:
+        """Returns the fastest columns of given layers, None where nothing fits.
+
+        Those that share parameters all shard their states, or none does.
+        """
+        every = [self.columns_of(layout, rank, place) for rank, place in enumerate(places)]
+        options = [each.fastest(each.num_blocks, limit_bytes) for each in every]
+        choices = []
+        for sharded in (False, True):
+            allowed = [
+                [c for c in columns if not c.shares or (c.zero > 0) == sharded]
+                for columns in options
+            ]
+            if all(allowed):
+                fastest = [min(columns, key=lambda c: (c.time_s, c.tail_s)) for columns in allowed]
+                choices.append(self._chosen(layout, fastest, float("inf")))
+        return min(filter(None, choices), key=lambda choice: choice.step_s, default=None)
 
     def also_replayed(
         self, layout: ParallelLayout, session: SearchSession
     ) -> Iterator[Sequence[StageColumn]]:
-        if layout.virtual_stages == 1 or layout.mesh.pp == 1:
-            return
-        limit_bytes = session.limit_bytes
-        moved = self._first_parts(layout, float("inf"), limit_bytes)
-        if moved is not None:
-            yield moved.columns
-        cuts = self._given(layout) or self.bounds(layout, limit_bytes).even_cuts
-        assert cuts is not None, "a candidate has no more stages than layers"
-        even = [
-            self._fastest_of(
-                layout, rank, tuple(cuts[k] for k in layout.stages_of(rank)), limit_bytes
-            )
-            for rank in range(layout.mesh.pp)
-        ]
-        choice = self._chosen(layout, even, float("inf")) if all(even) else None
-        if choice is not None:
-            yield choice.columns
+        if layout.virtual_stages > 1 and layout.mesh.pp > 1:
+            for choice in self._first_cuts(layout, session.limit_bytes):
+                yield choice.columns
 
     def _fastest_of(
         self, layout: ParallelLayout, rank: int, place: tuple[Range, ...], limit_bytes: float

@@ -32,7 +32,10 @@ _UNSEARCHED = (
         "other divisions of a shard over tensor-parallel ranks",
         "every shard has the one that divides most of its operators",
     ),
-    UnsearchedPart("other cuts with several virtual stages", "their slowest stage is the fastest"),
+    UnsearchedPart(
+        "all orders of unequal parts with several virtual stages",
+        "the closed form knows the sums of a rank's parts; a few orders are simulated",
+    ),
     UnsearchedPart("tensor parallelism across nodes", "its ranks are inside a node"),
     UnsearchedPart("sequence and expert parallelism", "a trace does not name their dims"),
 )
