@@ -360,11 +360,11 @@ class SequenceColumns(RankColumns):
     ) -> list[StageColumn]:
         """Returns columns of a bound on any choice of an option for every layer.
 
-        An exact front has every choice that is worth one. Else the seconds are those of a
+        An exact front has every choice that is worth one, unless layers free gradients: their
+        peak also depends on the order of the recomputed layers. Else the seconds are those of a
         Lagrangian bound: saved bytes beyond the limit cost seconds.
         """
-        several = self.layout.virtual_stages > 1 and bool(self._freed)  # the order counts too
-        if not plain and not several and self.front[0]:
+        if not plain and not self._freed and self.front[0]:
             return self.fastest(num_blocks, limit_bytes)
         return self.bounds(limit_bytes, plain=plain)
 

@@ -538,24 +538,25 @@ INTERLEAVED = Constraints(
     micro_batch_size=(8192,),
     zero=(0, 2),
 )
+ONE_PART = replace(INTERLEAVED, schedule=(Schedule.ONE_F_ONE_B,), virtual_stages=(1,))
 FOUR_GPUS = replace(CLUSTER, nodes=1, gpus_per_node=4)
 
 
 def within_limits(
-    pattern: str, training: TrainingSpec
+    pattern: str, training: TrainingSpec, pins: Constraints = INTERLEAVED
 ) -> Iterator[tuple[SearchSession, BranchOutcome, float]]:
-    """Yields searches of two parts a rank, and the fastest plan of all within the same limit.
+    """Yields searches of one layout, and the seconds of the fastest plan within the same limit.
 
     The limits are between the least and the largest peak of any plan.
     """
     sharded = of_classes(pattern, whole=True)
-    free = searched(sharded, INTERLEAVED, training=training, cluster=FOUR_GPUS)
+    free = searched(sharded, pins, training=training, cluster=FOUR_GPUS)
     plans = every_price(free)
     peaks = sorted({plan.peak for plan in plans})
     for share in (0.0, 0.05, 0.2, 0.6, 1.0):
         limit = int(peaks[0] + share * (peaks[-1] - peaks[0])) + 1
         options = SearchOptions(memory_limit_bytes=limit)
-        session = searched(sharded, INTERLEAVED, options, training=training, cluster=FOUR_GPUS)
+        session = searched(sharded, pins, options, training=training, cluster=FOUR_GPUS)
         fastest_s = min(plan.step_s for plan in plans if plan.peak <= limit)
         yield session, fastest_of(session), fastest_s
 
@@ -579,10 +580,12 @@ def test_parts_that_share_their_ranks_are_those_that_enumeration_finds(pattern):
 
 
 @pytest.mark.parametrize("pattern", mostly_slow(["aabab", "adbad", "abbaab"], {"aabab"}))
-def test_bounds_of_parts_hold_where_gradients_come_and_go(pattern):
+@pytest.mark.parametrize("pins", [INTERLEAVED, ONE_PART], ids=["interleaved", "one part"])
+def test_bounds_hold_where_gradients_come_and_go(pattern, pins):
+    """The peak depends on the order of recomputed layers, which no front of columns knows."""
     training = TrainingSpec(global_batch_size=65536, seq_length=1, stack=load_stack("parplan"))
 
-    for session, outcome, expected_s in within_limits(pattern, training):
+    for session, outcome, expected_s in within_limits(pattern, training, pins):
         (solved,) = outcome.solved
         price = price_step(
             session.prices.strategy(solved.layout, solved.choice.columns), session.price_cache
