@@ -65,7 +65,7 @@ def test_parts_of_unequal_size_train_as_in_one_process(sizes):
     )
     ranges = pairwise(accumulate(sizes, initial=0))
     stages = tuple(
-        replace(stage, first=first, end=end, recompute=(first,))
+        replace(stage, layers=(LayerRange(first=first, last=end - 1),), recompute=(first,))
         for stage, (first, end) in zip(plan.stages, ranges, strict=True)
     )
 
