@@ -16,7 +16,7 @@ import numpy as np
 from parplan.planner.dominance import Array, Ints
 from parplan.planner.layer_options.recompute_labels import Labels, nearest
 
-MOST_JOINED = 1024  # labels of two fronts joined; of more, those nearest to the hull stay
+MOST_JOINED = 256  # labels of two fronts joined; of more, those nearest to the hull stay
 
 
 @dataclass(frozen=True, slots=True)
