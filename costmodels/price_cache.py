@@ -305,7 +305,8 @@ class PriceCache(LayerPriceCache):
 
         def make() -> tuple[Seconds, Seconds]:
             operators = self._operators(LayerKind.BLOCK, micro_batch_size, sharding)
-            return operators.edges() if isinstance(operators, HalvedOperators) else (ZERO, ZERO)
+            assert isinstance(operators, HalvedOperators)  # blocks with overlap are halved
+            return operators.edges()
 
         return self._once(("edges", micro_batch_size, sharding), make)
 

@@ -89,13 +89,14 @@ class PartBounds(RangeBounds):
         return np.zeros((self.tables.size, self.tables.size + 1))
 
     @property
-    def _repeats(self) -> float:
+    def repeats(self) -> float:
+        """Micro-batches that the pace counts."""
         return self.layout.num_micro_batches - 1 / self.layout.virtual_stages
 
     @cached_property
     def _tailed_s(self) -> list[Array]:
         """Seconds of data parallelism by range, with the share of the tail, by ZeRO stage."""
-        return [s.per_micro_batch_s + s.tail_s / self._repeats for s in self._states]
+        return [s.per_micro_batch_s + s.tail_s / self.repeats for s in self._states]
 
     def unlimited_s(self, stage: int) -> Array:
         times = super().unlimited_s(stage) - self._data_s + np.minimum.reduce(self._tailed_s)
@@ -123,7 +124,7 @@ class PartBounds(RangeBounds):
 
     def _step_s(self, pace_s: Array | float, walk_s: Array | float) -> Array:
         slowest_s = np.maximum(pace_s, walk_s / self.layout.mesh.pp)
-        return np.asarray(self._repeats * slowest_s + self._ramps_s)
+        return np.asarray(self.repeats * slowest_s + self._ramps_s)
 
     @cached_property
     def _moments(self) -> list[RankMoment]:

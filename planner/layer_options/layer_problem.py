@@ -38,7 +38,7 @@ from parplan.costmodels.operators.sharding import (
     divides,
     operator_splits,
 )
-from parplan.planner.dominance import Array, Ints
+from parplan.planner.dominance import Array, Ints, Mask
 from parplan.profiles.elementwise import Number
 from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.models.operator_graph import (
@@ -480,16 +480,10 @@ class LayerStrategies:
         backward_s = table([each.backward_s for each in moved])
         here = first | ((not outside) & (saves | again) & (own_copy | nobody_saves))
         kept = here & (~remade | (of_attention & ~again))
-        return StrategyCosts(
-            time_s=forward_s * np.where(again, 2.0, 1.0) + backward_s,
-            state_bytes=np.zeros_like(forward_s),
+        return replace(
+            _moving(forward_s, backward_s, again),
             saved_bytes=np.where(kept, stored_bytes + np.where(remade, 0.0, makers_bytes), 0.0),
             whole_bytes=np.where(first | (saves & own_copy), stored_bytes + makers_bytes, 0.0),
-            forward_s=forward_s,
-            backward_s=backward_s,
-            sent_forward=forward_s > 0,
-            sent_backward=backward_s > 0,
-            gradient_bytes=np.zeros_like(forward_s),
         )
 
     def _moved(self, edge: TensorFlow) -> _MovedTensor:
@@ -520,19 +514,24 @@ class LayerStrategies:
         there_s = seconds((left.place, leaves.place) for left in lefts)
         back_s = seconds((leaves.place, left.place) for left in lefts)
         again = np.array([[left.recomputed] for left in lefts])
-        none = np.zeros_like(there_s)
-        costs = StrategyCosts(
-            time_s=there_s * np.where(again, 2.0, 1.0) + back_s,
-            state_bytes=none,
-            saved_bytes=none,
-            whole_bytes=none,
-            forward_s=there_s,
-            backward_s=back_s,
-            sent_forward=there_s > 0,
-            sent_backward=back_s > 0,
-            gradient_bytes=none,
-        )
+        costs = _moving(there_s, back_s, again)
         return TensorLink(last, last + 1, lefts, (leaves,), costs, left, np.zeros(1, np.int64))
+
+
+def _moving(forward_s: Array, backward_s: Array, again: Mask) -> StrategyCosts:
+    """Returns the costs of moving tensors that nobody saves; `again`: the reader is recomputed."""
+    none = np.zeros_like(forward_s)
+    return StrategyCosts(
+        time_s=forward_s * np.where(again, 2.0, 1.0) + backward_s,
+        state_bytes=none,
+        saved_bytes=none,
+        whole_bytes=none,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        sent_forward=forward_s > 0,
+        sent_backward=backward_s > 0,
+        gradient_bytes=none,
+    )
 
 
 def _numbered(values: Sequence[T]) -> tuple[tuple[T, ...], Ints]:

@@ -25,7 +25,19 @@ LIMITS = FrontLimits(points=MOST_LISTS, labels=MOST_LABELS)
 def recompute_lists(
     kind: LayerKey, micro_batch_size: int, sharding: Sharding, price_cache: LayerPriceCache
 ) -> tuple[tuple[str, ...], ...]:
-    """Returns the names of the recomputed operators of each point of the front, fastest first."""
+    """Returns the names of the recomputed operators of each point of the front, fastest first.
+
+    They do not depend on where the states are, and `price_cache` keeps them.
+    """
+    return price_cache.once(
+        ("recompute lists", kind, micro_batch_size, sharding),
+        lambda: _made(kind, micro_batch_size, sharding, price_cache),
+    )
+
+
+def _made(
+    kind: LayerKey, micro_batch_size: int, sharding: Sharding, price_cache: LayerPriceCache
+) -> tuple[tuple[str, ...], ...]:
     strategies = LayerStrategies(
         (price_cache.layer(kind, micro_batch_size),),
         price_cache.inside(sharding.degrees),

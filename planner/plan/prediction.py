@@ -289,3 +289,16 @@ class SearchRecord:
     solver_failure: str | None = None
     preference: TieChoice | None = None
     runners_up: tuple[RunnerUp, ...] = ()
+
+    @staticmethod
+    def of_estimate(step_s: float, closed_form_s: float) -> SearchRecord:
+        """Returns the record of one strategy that was priced without a search."""
+        return SearchRecord(
+            objective=Objective.THROUGHPUT,
+            status=Status.ESTIMATE,
+            value=round(step_s, 6),
+            bound=0.0,
+            gap=1.0,
+            fastest_step_time_s=round(closed_form_s, 6),
+            candidates=Candidates(considered=1, pruned=0, solved=1, left=0),
+        )

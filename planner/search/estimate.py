@@ -26,10 +26,9 @@ from parplan.planner.host_options.activation_options import (
 from parplan.planner.host_options.state_locations import BlockLocations, illegal_chunks
 from parplan.planner.infeasible.shortfall import limit_bytes
 from parplan.planner.layer_options.overlap_levels import illegal_full_recompute, illegal_zero
-from parplan.planner.objective import Objective
 from parplan.planner.plan.assemble import assemble
 from parplan.planner.plan.plan import Plan
-from parplan.planner.plan.prediction import Candidates, SearchRecord, Status
+from parplan.planner.plan.prediction import SearchRecord
 from parplan.planner.request import Constraints, Request, SearchOptions
 from parplan.planner.stage_columns.block_counts import block_counts, to_strategy
 from parplan.planner.stage_columns.columns import RankColumns
@@ -323,13 +322,5 @@ def estimate_plan(
 def _assembled(strategy: Strategy, price_cache: PriceCache) -> Plan:
     price = price_step(strategy, price_cache)
     require_host(price, price_cache.machine.cluster, chunked=strategy.layout.chunked)
-    record = SearchRecord(
-        objective=Objective.THROUGHPUT,
-        status=Status.ESTIMATE,
-        value=round(price.step_s, 6),
-        bound=0.0,
-        gap=1.0,
-        fastest_step_time_s=round(price.closed_form_s, 6),
-        candidates=Candidates(considered=1, pruned=0, solved=1, left=0),
-    )
+    record = SearchRecord.of_estimate(price.step_s, price.closed_form_s)
     return assemble(strategy, price, record, price_cache)

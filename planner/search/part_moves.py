@@ -74,8 +74,7 @@ class PartMoves:
 
     def _column_s(self, column: StageColumn) -> float:
         """Seconds of a micro-batch with its share of the tail, as in the bounds."""
-        repeats = self.layout.num_micro_batches - 1 / self.layout.virtual_stages
-        return column.time_s + column.tail_s / repeats
+        return column.time_s + column.tail_s / self.bounds.repeats
 
     def _moved(self, cuts: Cuts) -> Cuts:
         """Returns the cuts after all moves that shorten the step, as far as it is known."""
@@ -105,8 +104,8 @@ class PartMoves:
         """Returns the seconds of a step, and how uneven its ranks are; known columns count."""
         places = self._places(cuts)
         seconds = [self._rank_s(rank, place) for rank, place in enumerate(places)]
-        pace_s, share = self._pace_s(places, seconds), 1 / self.layout.virtual_stages
-        step_s = (self.layout.num_micro_batches - share) * pace_s + share * sum(seconds)
+        pace_s = self._pace_s(places, seconds)
+        step_s = self.bounds.repeats * pace_s + sum(seconds) / self.layout.virtual_stages
         if pace_s == math.inf:
             missing = sum(each == math.inf for each in seconds)
             return math.inf, float(missing)

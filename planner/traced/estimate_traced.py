@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.strategy import ParallelLayout, Strategy
-from parplan.planner.objective import Objective
-from parplan.planner.plan.prediction import Candidates, SearchRecord, Status
+from parplan.planner.plan.prediction import SearchRecord
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.planner.request import Constraints, TracedRequest
 from parplan.planner.search.estimate import require_host
@@ -34,20 +33,12 @@ def estimate_traced_plan(
     pins = factory.request.constraints
     prices = factory.prices(pins.offload or ())
     (strategy,) = uniform_strategies(prices, pins)
-    record = SearchRecord(
-        objective=Objective.THROUGHPUT,
-        status=Status.ESTIMATE,
-        value=0.0,
-        bound=0.0,
-        gap=1.0,
-        fastest_step_time_s=0.0,
-        candidates=Candidates(considered=1, pruned=0, solved=1, left=0),
-    )
-    priced = priced_module(strategy, module_prices(prices), record)
-    require_host(priced.price, request.cluster, chunked=False)
-    step_s = round(priced.price.step_s, 6)
-    closed_s = round(priced.price.closed_form_s, 6)
-    return replace(priced.plan, search=replace(record, value=step_s, fastest_step_time_s=closed_s))
+    unpriced = SearchRecord.of_estimate(0.0, 0.0)
+    priced = priced_module(strategy, module_prices(prices), unpriced)
+    price = priced.price
+    require_host(price, request.cluster, chunked=False)
+    record = SearchRecord.of_estimate(price.step_s, price.closed_form_s)
+    return replace(priced.plan, search=record)
 
 
 def uniform_strategies(prices: SequencePrices, pins: Constraints) -> Iterator[Strategy]:

@@ -8,7 +8,6 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.operators.sharding import Sharding, placements
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.objective import Objective
 from parplan.planner.plan.derived import blocks_of
 from parplan.planner.plan.pipeline_plan import PipelinePlan
 from parplan.planner.plan.plan import (
@@ -21,13 +20,11 @@ from parplan.planner.plan.plan import (
 )
 from parplan.planner.plan.prediction import (
     Breakdown,
-    Candidates,
     Prediction,
     Quantity,
     Redundancy,
     SearchRecord,
     StageMemory,
-    Status,
 )
 from parplan.profiles.machines.hardware import Cluster, Device, Link
 from parplan.profiles.models.operator_graph import LayerKind, Operator, OperatorKind
@@ -257,15 +254,7 @@ def _memory(stage: int) -> StageMemory:
 
 
 def _search() -> SearchRecord:
-    return SearchRecord(
-        objective=Objective.THROUGHPUT,
-        status=Status.ESTIMATE,
-        value=1.0,
-        bound=0.0,
-        gap=1.0,
-        fastest_step_time_s=1.0,
-        candidates=Candidates(considered=1, pruned=0, solved=1, left=0),
-    )
+    return SearchRecord.of_estimate(1.0, 1.0)
 
 
 # How one operator is divided over the tensor-parallel axis: "features" are its outputs', "sums" the

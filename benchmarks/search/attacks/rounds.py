@@ -33,9 +33,7 @@ from parplan.planner.objective import Objective
 from parplan.planner.plan.assemble import assemble, rounded_figures
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import (
-    Candidates,
     SearchRecord,
-    Status,
 )
 from parplan.planner.plan.reprice import Repriced, reprice
 from parplan.planner.request import PlanRequest
@@ -59,15 +57,7 @@ SHARES = {
     "frames": 0.2,
     "climbed": 0.2,
 }  # of the evaluations
-UNSEARCHED = SearchRecord(
-    objective=Objective.THROUGHPUT,
-    status=Status.ESTIMATE,
-    value=0.0,
-    bound=0.0,
-    gap=1.0,
-    fastest_step_time_s=0.0,
-    candidates=Candidates(considered=1, pruned=0, solved=1, left=0),
-)
+UNSEARCHED = SearchRecord.of_estimate(0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
