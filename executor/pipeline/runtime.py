@@ -2,15 +2,18 @@
 
 Where backwards are split, the runtime computes the gradient of a stage's input first and those of
 its weights later. A stage must then not end in a view, because the runtime could not free its part
-of the graph. The runtime knows no recompute ahead of a gradient; this file adds it.
+of the graph. The runtime knows no recompute ahead of a gradient and no exchange of two messages;
+this file adds them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from enum import StrEnum
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining.schedules import (
     _Action,
@@ -18,14 +21,33 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-from parplan.costmodels.schedules.actions import ActionKind, parse_row
+from parplan.costmodels.schedules.actions import ActionKind
+from parplan.costmodels.schedules.instructions import (
+    Computation,
+    Exchange,
+    Instruction,
+    Message,
+    instruction_lists,
+)
 from parplan.executor.pipeline.messages import LeanStage
 from parplan.executor.pipeline.recompute_action import StageRecompute
 from parplan.executor.sharding.zero_units import settle_weight_gradients
 
 After = Callable[[], None]
 Span = Callable[[str, int, int], AbstractContextManager[Any]]
-_Entry = tuple[int, ActionKind, int]  # virtual stage, work, micro-batch
+_MESSAGES = {  # by whether this rank sends, and whether it is a gradient
+    (True, False): _ComputationType.SEND_F,
+    (False, False): _ComputationType.RECV_F,
+    (True, True): _ComputationType.SEND_B,
+    (False, True): _ComputationType.RECV_B,
+}
+
+
+class _Added(StrEnum):
+    """The kinds of instructions that torch's runtime lacks."""
+
+    RECOMPUTE = "R"
+    EXCHANGE = "EXCHANGE"
 
 
 def do_nothing() -> None:
@@ -44,22 +66,33 @@ def no_span(work: str, stage: int, micro_batch: int) -> AbstractContextManager[A
 class PipelineStep(LeanStage):
     """A pipeline stage that reports its computations.
 
-    `after_backward` is called when the gradients of a micro-batch's weights are there.
+    `after_backward` is called when the gradients of a micro-batch's weights are there. `in_flight`
+    is the most micro-batches that the stage held at once, `in_flight_on_rank` the most of all
+    stages in `on_rank` after a forward pass of this one.
     """
 
     after_backward: After
     after_recompute: After
     span: Span
     early: StageRecompute
+    on_rank: Sequence[PipelineStep]
     forwarded = -1
     in_flight = 0
+    in_flight_on_rank = 0
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.forwarded = fwd_chunk_id
         with self.span("F", self.stage_index, fwd_chunk_id), self.early.forward(fwd_chunk_id):
             out = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self.in_flight = max(self.in_flight, len(self.fwd_cache) + len(self.backward_state))
+        self.in_flight = max(self.in_flight, self.num_held)
+        held = sum(stage.num_held for stage in self.on_rank)
+        self.in_flight_on_rank = max(self.in_flight_on_rank, held)
         return out
+
+    @property
+    def num_held(self) -> int:
+        """The micro-batches between their forward pass and the end of their backward pass."""
+        return len(self.fwd_cache) + len(self.backward_state)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:
         out = super().forward_maybe_with_nosync(*args, **kwargs)
@@ -96,55 +129,74 @@ def build_runtime(
     num_micro_batches: int,
     loss: Callable[[Tensor, Tensor], Tensor],
 ) -> _PipelineScheduleRuntime:
-    """Builds the runtime of pipeline rank `rank`, which has `stages`, from all ranks' lists.
-
-    The runtime completes the lists with sends and receives.
-    """
-    lists = [parse_row(row, index) for index, row in enumerate(rows)]
+    """Builds the runtime of pipeline rank `rank`, which has `stages`, from all ranks' lists."""
+    lists = instruction_lists(rows)
     for stage in stages:
         stage.early = _stage_recompute(stage, lists[rank])
+        stage.on_rank = stages
     schedule = _PipelineScheduleRuntime(list(stages), num_micro_batches, loss, scale_grads=False)
-    schedule._prepare_schedule_with_comms(  # as `_load_csv` does with a file
-        {index: list(map(_action, filter(_is_of_torch, each))) for index, each in enumerate(lists)}
+    schedule._prepare_schedule_with_comms(
+        {index: list(map(_action, each)) for index, each in enumerate(lists)},
+        format="compute_comms",
     )
-    _add_recompute(schedule, stages, lists[rank])
+    _add_functions(schedule, stages)
     return schedule
 
 
-def _stage_recompute(stage: PipelineStep, entries: Sequence[_Entry]) -> StageRecompute:
-    here = [entry for entry in entries if entry[0] == stage.stage_index]
-    recomputed = (i for _, work, i in here if work is ActionKind.RECOMPUTE)
+def _stage_recompute(stage: PipelineStep, instructions: Sequence[Instruction]) -> StageRecompute:
+    recomputed = (
+        each.micro_batch
+        for each in instructions
+        if isinstance(each, Computation)
+        and each.stage == stage.stage_index
+        and each.work is ActionKind.RECOMPUTE
+    )
     return StageRecompute(stage.submod.units, frozenset(recomputed))
 
 
-def _action(entry: _Entry) -> _Action:
-    """Converts an entry to torch's type."""
-    stage, work, micro_batch = entry
-    return _Action(stage, _ComputationType(work.value), micro_batch)
+def _action(instruction: Instruction) -> _Action:
+    """Converts an instruction to torch's type; a kind that torch lacks has a name of its own."""
+    if isinstance(instruction, Exchange):
+        both = (_action(instruction.send), _action(instruction.receive))
+        return _Action(instruction.send.stage, _Added.EXCHANGE, instruction.send.micro_batch, both)
+    if isinstance(instruction, Message):
+        kind = _MESSAGES[instruction.sends, instruction.gradient]
+    elif instruction.work is ActionKind.RECOMPUTE:
+        kind = _Added.RECOMPUTE
+    else:
+        kind = _ComputationType(instruction.work.value)
+    return _Action(instruction.stage, kind, instruction.micro_batch)
 
 
-def _is_of_torch(entry: _Entry) -> bool:
-    return entry[1] is not ActionKind.RECOMPUTE
-
-
-def _add_recompute(
-    schedule: _PipelineScheduleRuntime, stages: Sequence[PipelineStep], entries: Sequence[_Entry]
-) -> None:
-    """Inserts the recomputes of this rank's list, before the receives of the next computation.
-
-    torch's runtime has none; it looks up an unknown action by its type, and starts its receives
-    only there.
-    """
+def _add_functions(schedule: _PipelineScheduleRuntime, stages: Sequence[PipelineStep]) -> None:
+    """Adds the kinds that torch lacks; its runtime looks up an unknown kind by its name."""
     by_index = {stage.stage_index: stage for stage in stages}
-    rest = iter(entries)
-    completed: list[_Action] = []
-    for action in schedule.pipeline_order_with_comms[schedule.rank]:
-        while action.is_compute_op and not _is_of_torch(entry := next(rest)):
-            completed.append(_Action(entry[0], entry[1], entry[2]))
-        completed.append(action)
-    schedule.pipeline_order_with_comms[schedule.rank] = completed
 
     def recompute(action: Any, _: object) -> None:
         by_index[action.stage_index].recompute_one_chunk(action.microbatch_index)
 
-    schedule._comp_type_to_function_map[ActionKind.RECOMPUTE] = recompute
+    def exchange(action: Any, _: object) -> None:
+        sent, received = action.sub_actions
+        works = dist.batch_isend_irecv(
+            [
+                *_operations(by_index[sent.stage_index], sent),
+                *_operations(by_index[received.stage_index], received),
+            ]
+        )
+        gradient = received.computation_type is _ComputationType.RECV_B
+        waiting = schedule.bwd_recv_ops if gradient else schedule.fwd_recv_ops
+        waiting[received.stage_index, received.microbatch_index] = works
+
+    schedule._comp_type_to_function_map[_Added.RECOMPUTE] = recompute
+    schedule._comp_type_to_function_map[_Added.EXCHANGE] = exchange
+
+
+def _operations(stage: PipelineStep, action: _Action) -> list[dist.P2POp]:
+    """Returns the sends or receives of all tensors of one message."""
+    operations: Callable[[int], list[dist.P2POp]] = {
+        _ComputationType.SEND_F: stage.get_fwd_send_ops,
+        _ComputationType.RECV_F: stage.get_fwd_recv_ops,
+        _ComputationType.SEND_B: stage.get_bwd_send_ops,
+        _ComputationType.RECV_B: stage.get_bwd_recv_ops,
+    }[action.computation_type]
+    return operations(action.microbatch_index)
