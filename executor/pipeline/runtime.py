@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining.schedules import (
@@ -129,8 +130,12 @@ def build_runtime(
     num_micro_batches: int,
     loss: Callable[[Tensor, Tensor], Tensor],
 ) -> _PipelineScheduleRuntime:
-    """Builds the runtime of pipeline rank `rank`, which has `stages`, from all ranks' lists."""
+    """Builds the runtime of pipeline rank `rank`, which has `stages`, from all ranks' lists.
+
+    Collective over the pipeline ranks.
+    """
     lists = instruction_lists(rows)
+    _open_communicator(stages[0])
     for stage in stages:
         stage.early = _stage_recompute(stage, lists[rank])
         stage.on_rank = stages
@@ -141,6 +146,16 @@ def build_runtime(
     )
     _add_functions(schedule, stages)
     return schedule
+
+
+def _open_communicator(stage: PipelineStep) -> None:
+    """Makes NCCL's communicator of all pipeline ranks, which exchanges use.
+
+    It is made by all of them together, but some may have no exchange. Untested: no two GPUs were at
+    hand.
+    """
+    if stage.device.type == "cuda":
+        dist.all_reduce(torch.zeros(1, device=stage.device), group=stage.group)
 
 
 def _stage_recompute(stage: PipelineStep, instructions: Sequence[Instruction]) -> StageRecompute:
