@@ -10,12 +10,11 @@ import click
 
 from parplan.commands import user_modules
 from parplan.commands.options import as_json, trust_module_option
-from parplan.commands.output import require_torch
+from parplan.commands.output import chosen_ranks, require_torch
 from parplan.commands.style import Command, option, print_json
 
 if TYPE_CHECKING:
     from parplan.planner.plan.plan import Plan
-    from parplan.planner.plan.traced_plan import TracedPlan
 
 CHECK = "Check"
 
@@ -73,23 +72,10 @@ def check(
         user_modules.say_module(plan, plan_file, trust=trust_module)
         if execute and isinstance(plan, TracedPlan):
             return user_modules.execute(plan, as_json=as_json)
-        chosen = _chosen(plan, ranks)
+        chosen = chosen_ranks(plan, ranks)
         if isinstance(plan, TracedPlan):
             return user_modules.dry_check(plan, chosen, as_json=as_json)
         return _dry_run(plan, chosen, as_json=as_json)
-
-
-def _chosen(plan: Plan | TracedPlan, ranks: tuple[int, ...]) -> list[int]:
-    """Returns the pipeline ranks of --rank, all by default. Raises ConfigError."""
-    from parplan.profiles.errors import ConfigError
-
-    chosen = sorted(set(ranks)) or list(range(plan.mesh.pp))
-    if chosen[-1] >= plan.mesh.pp:
-        raise ConfigError(
-            f"--rank {chosen[-1]}: the plan has pipeline ranks 0 to {plan.mesh.pp - 1}",
-            hint="choose one of them",
-        )
-    return chosen
 
 
 def _dry_run(plan: Plan, chosen: list[int], *, as_json: bool) -> int:

@@ -82,6 +82,19 @@ def print_plan_json(plan: Plan | TracedPlan, elapsed_s: float | None = None) -> 
     print_json(plan_document(plan, elapsed_s))
 
 
+def chosen_ranks(plan: Plan | TracedPlan, ranks: Sequence[int]) -> list[int]:
+    """Returns the pipeline ranks of --rank, all by default. Raises ConfigError."""
+    from parplan.profiles.errors import ConfigError
+
+    chosen = sorted(set(ranks)) or list(range(plan.mesh.pp))
+    if chosen[-1] >= plan.mesh.pp:
+        raise ConfigError(
+            f"--rank {chosen[-1]}: the plan has pipeline ranks 0 to {plan.mesh.pp - 1}",
+            hint="choose one of them",
+        )
+    return chosen
+
+
 def warn_of_solver(plan: Plan | TracedPlan) -> None:
     """Prints a warning on stderr about a solver that failed during the search."""
     if plan.search.solver_failure:

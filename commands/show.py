@@ -8,10 +8,11 @@ from pathlib import Path
 import click
 
 from parplan.commands.options import as_json
-from parplan.commands.output import print_plan, print_plan_json
+from parplan.commands.output import chosen_ranks, print_plan, print_plan_json
 from parplan.commands.style import Command, option, print_json
 
 _CHUNKS = "Chunks"
+_INSTRUCTIONS = "Instructions"
 
 
 @click.command(
@@ -19,7 +20,8 @@ _CHUNKS = "Chunks"
     cls=Command,
     epilog=(
         "  plan show plan.yaml\n  plan show plan.yaml --json | jq .predicted.step_time_s\n"
-        "  plan show plan.yaml --chunks --plot moments.png\n  plan show run.json"
+        "  plan show plan.yaml --chunks --plot moments.png\n"
+        "  plan show plan.yaml --instructions --rank 0\n  plan show run.json"
     ),
 )
 @click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
@@ -34,7 +36,8 @@ _CHUNKS = "Chunks"
     "--rank",
     type=click.IntRange(0),
     metavar="N",
-    help="Pipeline rank of that GPU. [default: the rank that moves most]",
+    help="Pipeline rank of that GPU, or of --instructions. [default: the rank that moves most, or "
+    "all]",
 )
 @option(
     _CHUNKS,
@@ -43,11 +46,26 @@ _CHUNKS = "Chunks"
     metavar="FILE",
     help="File for a plot of every moment: .png, .svg or .pdf.",
 )
+@option(
+    _INSTRUCTIONS,
+    "--instructions",
+    is_flag=True,
+    help="Print what every pipeline rank does in a step instead: passes, sends and receives.",
+)
 @as_json
-def show(plan_file: Path, chunks: bool, rank: int | None, plot: Path | None, as_json: bool) -> None:
+def show(
+    plan_file: Path,
+    chunks: bool,
+    rank: int | None,
+    plot: Path | None,
+    instructions: bool,
+    as_json: bool,
+) -> None:
     """Print a plan file: summary, layer plans, chunks, placements and redundancy.
 
-    For the file of a run, run.json, print predictions beside measurements.
+    For the file of a run, run.json, print predictions beside measurements. The line idle is the
+    share of the step in which a pipeline stage waits, for its turn in the schedule (the bubble) or
+    for a transfer: the mean, then each stage.
     """
     from parplan.planner.plan.plan_file import read_any_plan
     from parplan.planner.plan.traced_plan import TracedPlan
@@ -59,17 +77,25 @@ def show(plan_file: Path, chunks: bool, rank: int | None, plot: Path | None, as_
     from parplan.report.text import console
 
     if is_run(plan_file):
-        if chunks or rank is not None or plot is not None:
+        if chunks or instructions or rank is not None or plot is not None:
+            wrong = "--instructions" if instructions else "--chunks"
             raise click.UsageError(
-                f"{plan_file} is of a run, --chunks is for plans: give the plan that was run"
+                f"{plan_file} is of a run, {wrong} is for plans: give the plan that was run"
             )
         _show_run(plan_file, as_json=as_json)
+        return
+    if chunks and instructions:
+        raise click.UsageError("--chunks and --instructions are two outputs: choose one")
+    if instructions and plot is None:
+        _show_instructions(plan_file, rank, as_json=as_json)
         return
     if chunks:
         _show_chunks(plan_file, rank, plot, as_json=as_json)
         return
     if rank is not None or plot is not None:
-        raise click.UsageError(f"{'--plot' if rank is None else '--rank'} is for --chunks")
+        raise click.UsageError(
+            "--plot is for --chunks" if plot else "--rank is for --chunks and --instructions"
+        )
     plan = read_any_plan(plan_file)
     if as_json:
         print_plan_json(plan)
@@ -94,6 +120,20 @@ def _show_run(run_file: Path, *, as_json: bool) -> None:
         print_json(document(run))
     else:
         print_record(run, console(sys.stdout))
+
+
+def _show_instructions(plan_file: Path, rank: int | None, *, as_json: bool) -> None:
+    from parplan.executor.placed_layers import plan_instructions
+    from parplan.planner.plan.plan_file import read_any_plan
+    from parplan.report.plans.instruction_text import instructions_document, print_instructions
+    from parplan.report.text import console
+
+    plan = read_any_plan(plan_file)
+    ranks = chosen_ranks(plan, () if rank is None else (rank,))
+    if as_json:
+        print_json(instructions_document(plan, plan_instructions(plan), ranks))
+    else:
+        print_instructions(plan, plan_instructions(plan), ranks, console(sys.stdout))
 
 
 def _show_chunks(plan_file: Path, rank: int | None, plot: Path | None, *, as_json: bool) -> None:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.schedules.actions import ActionKind
-from parplan.costmodels.schedules.schedule import csv_rows
+from parplan.costmodels.schedules.instructions import Instruction, instruction_lists
+from parplan.costmodels.schedules.schedule import Schedule, csv_rows
 from parplan.planner.plan.plan import LayerPlan, LayerRun, Plan
-from parplan.planner.plan.traced_plan import TracedPlan
+from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.operator_graph import LayerKind, layer_kind
 from parplan.profiles.models.transformer import build_graph
@@ -67,7 +68,7 @@ def local_stages(plan: Plan, pipeline_rank: int) -> tuple[int, ...]:
     return tuple(k for k, stage in enumerate(plan.stages) if stage.rank == pipeline_rank)
 
 
-def action_rows(plan: Plan) -> tuple[str, ...]:
+def action_rows(plan: AnyPlan) -> tuple[str, ...]:
     """Return the actions of every pipeline rank, one CSV line each. Raises ConfigError.
 
     costmodels/schedules/actions.py defines the format.
@@ -76,6 +77,17 @@ def action_rows(plan: Plan) -> tuple[str, ...]:
     return pipeline.actions or csv_rows(
         pipeline.schedule, plan.mesh.pp, pipeline.num_micro_batches, pipeline.virtual_stages
     )
+
+
+def plan_instructions(plan: AnyPlan) -> tuple[tuple[Instruction, ...], ...]:
+    """Return what every pipeline rank does in a step. Raises ConfigError.
+
+    A plan without a pipeline runs one micro-batch after the other, whatever its schedule.
+    """
+    if plan.mesh.pp == 1:
+        alone = csv_rows(Schedule.ONE_F_ONE_B, 1, plan.pipeline.num_micro_batches)
+        return instruction_lists(alone)
+    return instruction_lists(action_rows(plan))
 
 
 def recomputes_ahead(plan: Plan) -> bool:

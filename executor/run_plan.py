@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from parplan.executor import launch
 from parplan.executor.checkpoint.checkpoints import Checkpoints
 from parplan.executor.checkpoint.resume import CheckpointOptions
+from parplan.executor.pipeline.runtime import most_in_flight
 from parplan.executor.placed_layers import torchrun_line
 from parplan.executor.rules.external_rules import has_even_shards
 from parplan.executor.run_options import Options
@@ -160,7 +161,15 @@ def _train(
     checkpoints.finish(options.steps)
     rows, held = [None] * dist.get_world_size(), trainer.state_bytes()
     dist.all_gather_object(rows, held)
-    run = collect(plan, trainer.recorder, held, device, trainer.moved(), trainer.on_host_bytes)
+    run = collect(
+        plan,
+        trainer.recorder,
+        held,
+        device,
+        trainer.moved(),
+        trainer.on_host_bytes,
+        in_flight=most_in_flight(trainer.pipeline.steps),
+    )
     if speaks:
         compared = isinstance(plan, TracedPlan) or has_even_shards(plan)
         report.line(table(rows, compared=compared))

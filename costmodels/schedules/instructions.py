@@ -31,7 +31,7 @@ _RETURNS = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
 
 
 @dataclass(frozen=True, slots=True)
-class Computation:
+class StagePass:
     """One pass of one micro-batch through a virtual stage."""
 
     stage: int
@@ -64,7 +64,7 @@ class Exchange:
     receive: Message
 
 
-Instruction = Computation | Message | Exchange
+Instruction = StagePass | Message | Exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +86,7 @@ def instruction_lists(rows: Sequence[str]) -> tuple[tuple[Instruction, ...], ...
 
     The lines are those that `check_rows` accepts. Raises ConfigError for a line without form.
     """
-    lists = [
-        [Computation(*entry) for entry in parse_row(row, rank)] for rank, row in enumerate(rows)
-    ]
+    lists = [[StagePass(*entry) for entry in parse_row(row, rank)] for rank, row in enumerate(rows)]
     rank_of = {each.stage: rank for rank, row in enumerate(lists) for each in row}
     return _Lists(lists, rank_of).completed()
 
@@ -96,7 +94,7 @@ def instruction_lists(rows: Sequence[str]) -> tuple[tuple[Instruction, ...], ...
 class _Lists:
     """Instruction lists as they grow, all ranks at once."""
 
-    def __init__(self, rows: Sequence[Sequence[Computation]], rank_of: dict[int, int]) -> None:
+    def __init__(self, rows: Sequence[Sequence[StagePass]], rank_of: dict[int, int]) -> None:
         self._rows = rows
         self._rank_of = rank_of
         self._last = max(rank_of)
@@ -113,7 +111,7 @@ class _Lists:
             assert any(moved), "the action lists wait for each other"
         return tuple(map(tuple, self._lists))
 
-    def _advance(self, rank: int, rest: list[Computation]) -> bool:
+    def _advance(self, rank: int, rest: list[StagePass]) -> bool:
         """Does the rank's next computation, after the recomputes in front of it."""
         place = next(
             i for i in reversed(range(len(rest))) if rest[i].work is not ActionKind.RECOMPUTE
@@ -158,7 +156,7 @@ class _Lists:
         )
         return send, replace(send, sends=False, stage=made.reader, peer=here)
 
-    def _made(self, computation: Computation) -> _Made | None:
+    def _made(self, computation: StagePass) -> _Made | None:
         stage, work = computation.stage, computation.work
         if work is ActionKind.FORWARD and stage < self._last:
             return _Made(False, stage, computation.micro_batch)
@@ -166,7 +164,7 @@ class _Lists:
             return _Made(True, stage, computation.micro_batch)
         return None
 
-    def _awaited(self, computation: Computation) -> _Made | None:
+    def _awaited(self, computation: StagePass) -> _Made | None:
         stage, work = computation.stage, computation.work
         if work is ActionKind.FORWARD and stage > 0:
             return _Made(False, stage - 1, computation.micro_batch)
@@ -179,7 +177,7 @@ class _Lists:
         meeting = {pair for row in self._rows for pair in self._candidates(row)}
         return {sent: received for sent, received in meeting if (received, sent) in meeting}
 
-    def _candidates(self, row: Sequence[Computation]) -> Iterator[tuple[_Made, _Made]]:
+    def _candidates(self, row: Sequence[StagePass]) -> Iterator[tuple[_Made, _Made]]:
         """Yields the messages that a rank sends and awaits with nothing between, of one peer."""
         for before, after in pairwise(row):
             sent, received = self._made(before), self._awaited(after)

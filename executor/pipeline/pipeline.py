@@ -52,7 +52,7 @@ class RankPipeline:
     tied: bool
     tied_group: dist.ProcessGroup | None
     span: Span = no_span
-    piped: tuple[PipelineStep, ...] = ()
+    steps: tuple[PipelineStep, ...] = ()
     scale: LossScale | None = None
     chunks: ChunkManager | None = None
 
@@ -66,7 +66,7 @@ class RankPipeline:
     @property
     def in_flight(self) -> dict[int, int]:
         """Returns by pipeline stage the most micro-batches in flight at once."""
-        return {stage.stage_index: stage.in_flight for stage in self.piped}
+        return {stage.stage_index: stage.in_flight for stage in self.steps}
 
     def step(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Computes the gradients of one batch of [sequences, sequence length] ids.
@@ -121,13 +121,13 @@ def build_pipeline(
     if chunks is not None:
         chunks.built()
         span = _with_chunks(span, chunks)
-    piped: tuple[PipelineStep, ...] = ()
+    steps: tuple[PipelineStep, ...] = ()
     if plan.mesh.pp == 1:
         mean_loss = partial(_mean_loss, stages[0], plan, scale)
         run = partial(_loop, stages[0], mean_loss, plan, after_backward, span)
     else:
-        schedule, piped = _schedule(plan, ranks, stages, scale)
-        for stage in piped:
+        schedule, steps = _schedule(plan, ranks, stages, scale)
+        for stage in steps:
             stage.after_backward = after_backward
             stage.after_recompute = after_recompute
             stage.span = span
@@ -139,7 +139,7 @@ def build_pipeline(
         tied=plan.model.tied_embeddings and plan.mesh.pp > 1,
         tied_group=_tied_group(plan, ranks),
         span=span,
-        piped=piped,
+        steps=steps,
         scale=scale,
         chunks=chunks,
     )

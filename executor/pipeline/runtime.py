@@ -24,10 +24,10 @@ from torch.distributed.pipelining.schedules import (
 
 from parplan.costmodels.schedules.actions import ActionKind
 from parplan.costmodels.schedules.instructions import (
-    Computation,
     Exchange,
     Instruction,
     Message,
+    StagePass,
     instruction_lists,
 )
 from parplan.executor.pipeline.messages import LeanStage
@@ -123,6 +123,11 @@ class PipelineStep(LeanStage):
         self.after_backward()
 
 
+def most_in_flight(steps: Sequence[PipelineStep]) -> int | None:
+    """Returns the most micro-batches that all stages of a rank held at once; None without any."""
+    return max((step.in_flight_on_rank for step in steps), default=None)
+
+
 def build_runtime(
     rows: Sequence[str],
     rank: int,
@@ -162,7 +167,7 @@ def _stage_recompute(stage: PipelineStep, instructions: Sequence[Instruction]) -
     recomputed = (
         each.micro_batch
         for each in instructions
-        if isinstance(each, Computation)
+        if isinstance(each, StagePass)
         and each.stage == stage.stage_index
         and each.work is ActionKind.RECOMPUTE
     )

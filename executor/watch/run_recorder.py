@@ -198,10 +198,12 @@ def collect(
     device: torch.device,
     chunks: ChunkMoved | None = None,
     on_host_bytes: int = 0,
+    in_flight: int | None = None,
 ) -> RunFile | None:
     """Returns the run on rank 0; None on other ranks and where nothing was recorded. Collective.
 
-    `chunks`: chunk copies of the last step
+    chunks      chunk copies of the last step
+    in_flight   the most micro-batches that this rank held at once, None without a pipeline
     """
     if not recorder.steps:
         return None
@@ -214,6 +216,7 @@ def collect(
         held=held,
         steps=tuple(recorder.steps),
         chunks=chunks,
+        in_flight=in_flight,
         **memory_peaks(device, recorder.cpu_peak, on_host_bytes),
     )
     gathered: list[tuple[RankMeasured, Clock] | None] | None = (

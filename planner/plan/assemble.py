@@ -11,6 +11,7 @@ from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.memory.rank_memory import RankMemory
 from parplan.costmodels.operators.sharding import placements
 from parplan.costmodels.price_cache import PriceCache
+from parplan.costmodels.schedules.simulator import SimulatedStep
 from parplan.costmodels.step import StepPrice, model_flops_utilization
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.costmodels.usage.redundancy import (
@@ -39,6 +40,7 @@ from parplan.planner.plan.prediction import (
     RunnerUp,
     SearchRecord,
     StageMemory,
+    StageWait,
 )
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.provenance import Kind, Seconds, weakest_kind
@@ -47,6 +49,7 @@ from parplan.profiles.units import gib
 GIB_DIGITS = 4
 _CLASSES = ("parameters", "gradients", "optimizer", "activations", "temporaries")
 SIGNIFICANT = 6
+SHARE_DIGITS = 6
 
 
 def rounded_figures(value: float) -> float:
@@ -157,6 +160,22 @@ def prediction_of(
             for rank, memory in enumerate(price.memory)
         ),
         redundancy_gib=_redundancy_of_ranks(layout, price),
+        waits=tuple(
+            replace(each, idle_share=round(each.idle_share, SHARE_DIGITS))
+            for each in stage_waits(price.simulated)
+        ),
+    )
+
+
+def stage_waits(simulated: SimulatedStep) -> tuple[StageWait, ...]:
+    """Returns the waits of every pipeline rank in a simulated step."""
+    return tuple(
+        StageWait(
+            stage=rank,
+            idle_share=(line.bubble_s + line.transfer_s) / simulated.step_s,
+            in_flight=line.in_flight,
+        )
+        for rank, line in enumerate(simulated.ranks)
     )
 
 

@@ -6,9 +6,10 @@ predicted number states whether it was measured, interpolated or computed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from statistics import fmean
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.planner.objective import Objective, Prefer
@@ -81,6 +82,28 @@ class StageMemory:
     capacity: float
     host: float = 0.0
     kind: Kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageWait:
+    """One pipeline rank in the schedule of a step.
+
+    idle_share   share of the step in which it waits for its turn in the schedule (the bubble) or
+                 for a transfer
+    in_flight    the most micro-batches between their forward pass and the end of their backward
+                 pass at once, counted in each of its virtual stages
+    """
+
+    __pydantic_config__ = _FORBID
+
+    stage: int
+    idle_share: float
+    in_flight: int
+
+
+def mean_idle_share(waits: Sequence[StageWait]) -> float | None:
+    """Returns the mean share of the step in which a pipeline rank waits; None without ranks."""
+    return fmean(each.idle_share for each in waits) if waits else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +193,7 @@ class Prediction:
     """The predicted cost of a plan.
 
     error_band   None where nothing was measured on the device
+    waits        by pipeline rank; empty in older files
     """
 
     __pydantic_config__ = _FORBID
@@ -181,6 +205,7 @@ class Prediction:
     breakdown: Breakdown
     memory_gib: tuple[StageMemory, ...]
     redundancy_gib: Redundancy
+    waits: tuple[StageWait, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

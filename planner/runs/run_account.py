@@ -10,6 +10,7 @@ from parplan.costmodels.layers.model_states import StateBytes
 from parplan.costmodels.step import model_flops_utilization, price_step
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.plan_strategy import prices_of_plan, strategy_of
+from parplan.planner.plan.prediction import StageWait, mean_idle_share
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.planner.runs.run_file import (
     RUN_VERSION,
@@ -45,6 +46,8 @@ class RankMeasured:
     predicted, held                   bytes of states by the plan, and those that the rank holds
     allocated_bytes, reserved_bytes   peaks, None where they were not counted
     ahead_s                           seconds by which its clock is ahead of rank 0's
+    in_flight                         the most micro-batches that it held at once, None without a
+                                      pipeline
     """
 
     pp: int
@@ -58,6 +61,14 @@ class RankMeasured:
     steps: tuple[RecordedStep, ...]
     ahead_s: float = 0.0
     chunks: ChunkMoved | None = None
+    in_flight: int | None = None
+
+    @property
+    def idle_share(self) -> float:
+        """The share of the recorded steps that is in no span."""
+        return fmean(
+            1 - sum(span.seconds for span in step.spans) / step.seconds for step in self.steps
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,12 +91,14 @@ class Predicted:
 
     mfu      function from the seconds of a step to its MFU
     memory   by pipeline rank, the allocated and the reserved bytes
+    waits    by pipeline rank
     """
 
     mfu: Callable[[float], float]
     step_s: float | None
     timeline: Timeline | None
     memory: tuple[tuple[int | float, int | float], ...]
+    waits: tuple[StageWait, ...] = ()
 
 
 def predict(plan: Plan | TracedPlan) -> Predicted:
@@ -108,6 +121,7 @@ def predict(plan: Plan | TracedPlan) -> Predicted:
         step_s=timeline.step_s,
         timeline=timeline,
         memory=tuple((rank.allocated, rank.reserved) for rank in memory),
+        waits=timeline.waits,
     )
 
 
@@ -123,6 +137,7 @@ def _as_written(plan: TracedPlan) -> Predicted:
         step_s=plan.predicted.step_time_s.value,
         timeline=None,
         memory=memory,
+        waits=plan.predicted.waits,
     )
 
 
@@ -157,7 +172,9 @@ def make_run(
             most_s=max(counted),
             skipped=tuple(steps.skipped),
         ),
-        figures=_figures(plan, predicted, median(counted), _idle_share(ranks)),
+        figures=_figures(
+            plan, predicted, median(counted), fmean(rank.idle_share for rank in ranks)
+        ),
         parts=_parts(predicted.timeline, measured_parts_s(recorded)),
         ranks=tuple(recorded[-1]),
     )
@@ -176,6 +193,7 @@ def _record(
     number: int, rank: RankMeasured, step: RecordedStep, origin_s: float, predicted: Predicted
 ) -> RankRecord:
     allocated, reserved = predicted.memory[rank.pp] if predicted.memory else (None, None)
+    waits = predicted.waits[rank.pp] if predicted.waits else None
     return RankRecord(
         rank=number,
         pp=rank.pp,
@@ -196,19 +214,16 @@ def _record(
         peak_reserved_bytes=PredictedAndMeasured(predicted=reserved, measured=rank.reserved_bytes),
         host_rss_bytes=rank.host_rss_bytes,
         chunks=rank.chunks,
+        idle_share=PredictedAndMeasured(
+            predicted=waits.idle_share if waits else None, measured=rank.idle_share
+        ),
+        in_flight=PredictedAndMeasured(
+            predicted=waits.in_flight if waits else None, measured=rank.in_flight
+        ),
         spans=tuple(
             replace(span, start_s=span.start_s - origin_s, end_s=span.end_s - origin_s)
             for span in step.spans
         ),
-    )
-
-
-def _idle_share(ranks: Sequence[RankMeasured]) -> float:
-    """Returns the share of the ranks' time in recorded steps that is in no span."""
-    return fmean(
-        1 - sum(span.seconds for span in step.spans) / step.seconds
-        for rank in ranks
-        for step in rank.steps
     )
 
 
@@ -229,7 +244,7 @@ def _figures(
         tokens_per_s_per_gpu=both(lambda seconds: tokens / seconds / num_ranks),
         mfu=both(predicted.mfu),
         idle_share=PredictedAndMeasured(
-            predicted=predicted.timeline.idle_share if predicted.timeline else None,
+            predicted=mean_idle_share(predicted.waits),
             measured=idle_share,
         ),
     )

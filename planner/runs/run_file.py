@@ -171,6 +171,11 @@ class RankRecord:
     peak_reserved_bytes    of the CUDA allocator, predicted with its reserve; measured on GPUs only
     host_rss_bytes         peak resident set of the process, with libraries: not comparable with a
                            prediction
+    idle_share             share of the recorded steps in which it does no work: it waits for its
+                           turn in the schedule or for a transfer
+    in_flight              the most micro-batches between their forward pass and the end of their
+                           backward pass at once, counted in each of its virtual stages; measured
+                           in pipelines only
     """
 
     __pydantic_config__ = _FORBID
@@ -187,6 +192,8 @@ class RankRecord:
     host_rss_bytes: int
     spans: tuple[WorkSpan, ...]
     chunks: ChunkMoved | None = None
+    idle_share: PredictedAndMeasured | None = None
+    in_flight: PredictedAndMeasured | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,12 @@ from statistics import fmean, median
 
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.actions import ActionKind
-from parplan.costmodels.schedules.simulator import RankTimeline, SimulatedStep, StageCost
+from parplan.costmodels.schedules.simulator import RankTimeline, StageCost
 from parplan.costmodels.stage_costs import StepCosts, step_costs
 from parplan.costmodels.step import simulated_step
 from parplan.costmodels.strategy import Strategy
+from parplan.planner.plan.assemble import stage_waits
+from parplan.planner.plan.prediction import StageWait
 from parplan.planner.runs.run_file import WHOLE_RANK, RankRecord, WorkSpan
 
 Key = tuple[str, int]  # the work, and its stage, or its pipeline rank for work of a whole rank
@@ -23,10 +25,10 @@ _PASS = {"I": "B", "W": "B", "R": "B"}  # by work, the pass that it is a part of
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A predicted step: its spans by pipeline rank, and the seconds of every part."""
+    """A predicted step: its waits and spans by pipeline rank, and the seconds of every part."""
 
     step_s: float
-    idle_share: float
+    waits: tuple[StageWait, ...]
     spans: tuple[tuple[WorkSpan, ...], ...]
     parts_s: Mapping[Key, float]
 
@@ -39,13 +41,7 @@ def predicted_timeline(strategy: Strategy, price_cache: PriceCache) -> Timeline:
         tuple(_rank_spans(strategy, rank, timeline, costs))
         for rank, timeline in enumerate(step.ranks)
     )
-    return Timeline(step.step_s, _idle_share(step), spans, parts_s(strategy, costs))
-
-
-def _idle_share(step: SimulatedStep) -> float:
-    return sum(rank.bubble_s + rank.transfer_s for rank in step.ranks) / (
-        step.step_s * len(step.ranks)
-    )
+    return Timeline(step.step_s, stage_waits(step), spans, parts_s(strategy, costs))
 
 
 def _rank_spans(

@@ -32,6 +32,7 @@ from parplan.report.plans.chunk_tables import chunks_fact
 from parplan.report.plans.coverage_notes import coverage_notes, coverage_of_profile, coverage_text
 from parplan.report.plans.memory_table import fullest, print_stages
 from parplan.report.plans.notes import notes
+from parplan.report.plans.stage_waits import wait_lines
 from parplan.report.text import (
     LABEL_WIDTH,
     aligned,
@@ -90,6 +91,8 @@ def print_summary(plan: AnyPlan, out: Console, context: SummaryContext) -> None:
         say(out, line)
     say(out)
     say(out, _time_line(plan, out.width))
+    for line in wait_lines(plan, out.width, whole=context.whole):
+        say(out, line)
     say(out, _redundancy_line(plan, out.width))
     say(out)
     print_stages(plan, out, whole=context.whole)

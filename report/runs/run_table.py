@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from statistics import fmean
 
 from rich.console import Console
 
 from parplan.planner.plan.traced_plan import TracedPlan
-from parplan.planner.runs.run_file import ChunkMoved, PredictedAndMeasured, RunFile
+from parplan.planner.runs.run_file import ChunkMoved, PredictedAndMeasured, RankRecord, RunFile
 from parplan.profiles.units import format_bytes
 from parplan.report.text import joined, labelled, percent, print_table, say, seconds_text
 
@@ -120,6 +121,28 @@ def _step(run: RunFile) -> Iterator[tuple[str, str, str, str]]:
     yield _row("tokens/s/GPU", figures.tokens_per_s_per_gpu, "{:,.0f}".format)
     yield _row("MFU", figures.mfu, percent)
     yield (*_row("idle", figures.idle_share, percent)[:3], "")
+    yield from _waits(run)
+
+
+def _waits(run: RunFile) -> Iterator[tuple[str, str, str, str]]:
+    """Yields for the first pipeline ranks the idle share of the mean device and what it holds."""
+    by_stage: dict[int, list[RankRecord]] = {}
+    for rank in run.ranks:
+        if rank.idle_share is not None and rank.in_flight is not None:
+            by_stage.setdefault(rank.pp, []).append(rank)
+    if len(by_stage) < 2:
+        return
+    shown = sorted(by_stage)[:MOST_STAGES]
+    for stage in shown:
+        shares = [rank.idle_share for rank in by_stage[stage] if rank.idle_share is not None]
+        share = PredictedAndMeasured(
+            predicted=shares[0].predicted, measured=fmean(each.measured or 0 for each in shares)
+        )
+        yield (*_row(f"idle, stage {stage}", share, percent)[:3], "")
+    for stage in shown:
+        held = [rank.in_flight for rank in by_stage[stage] if rank.in_flight is not None]
+        most = max(held, key=_measured)
+        yield (*_row(f"in flight, stage {stage}", most, "{:,}".format)[:3], "")
 
 
 def _parts(run: RunFile) -> Iterator[tuple[str, str, str, str]]:

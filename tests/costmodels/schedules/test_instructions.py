@@ -11,10 +11,10 @@ import pytest
 from parplan.costmodels.schedules.action_lists import action_lists
 from parplan.costmodels.schedules.actions import ActionKind, orders_of, placement_of
 from parplan.costmodels.schedules.instructions import (
-    Computation,
     Exchange,
     Instruction,
     Message,
+    StagePass,
     instruction_lists,
 )
 from parplan.costmodels.schedules.schedule import Schedule, csv_rows, legal
@@ -51,7 +51,7 @@ def exchanges(rows: Sequence[str]) -> list[int]:
 @pytest.mark.parametrize("rows", CASES)
 def test_the_computations_are_those_of_the_action_list_in_its_order(rows):
     for row, instructions in zip(rows, instruction_lists(rows), strict=True):
-        computed = [each for each in instructions if isinstance(each, Computation)]
+        computed = [each for each in instructions if isinstance(each, StagePass)]
         assert [f"{each.stage}{each.work}{each.micro_batch}" for each in computed] == row.split(",")
 
 
@@ -74,7 +74,7 @@ def test_no_rank_waits_for_ever_where_every_send_waits_for_its_receiver(rows):
     while moved:
         moved = False
         for rank, row in rest.items():
-            while row and isinstance(row[-1], Computation):
+            while row and isinstance(row[-1], StagePass):
                 row.pop()
                 moved = True
             if not row:
@@ -94,10 +94,10 @@ def test_no_rank_waits_for_ever_where_every_send_waits_for_its_receiver(rows):
 def test_a_computation_comes_after_the_messages_that_it_reads(rows):
     last = max(stage for stages in placement_of(rows) for stage in stages)
     for row in instruction_lists(rows):
-        stages = {each.stage for each in row if isinstance(each, Computation)}
+        stages = {each.stage for each in row if isinstance(each, StagePass)}
         received: set[tuple[bool, int, int]] = set()
         for each in row:
-            if isinstance(each, Computation):
+            if isinstance(each, StagePass):
                 if each.work is ActionKind.FORWARD and each.stage - 1 not in {-1, *stages}:
                     assert (False, each.stage, each.micro_batch) in received
                 if each.work in "BIR" and each.stage != last and each.stage + 1 not in stages:

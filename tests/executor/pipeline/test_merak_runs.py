@@ -194,7 +194,7 @@ def _watch(trainer: Trainer, store: dist.Store, spans: list[str]) -> None:
         if work == "R":
             store.set(f"{stage}R{micro_batch} {replica}", "")
 
-    for stage in trainer.pipeline.piped:
+    for stage in trainer.pipeline.steps:
         stage.span = span
 
 

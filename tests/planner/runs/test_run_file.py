@@ -62,9 +62,8 @@ def test_the_parts_of_a_run_are_the_prices_that_made_its_timeline(mesh):
     assert {key for key, seconds in priced.items() if seconds} == set(measured)
     for key, seconds in measured.items():
         assert seconds == pytest.approx(priced[key], rel=1e-6, abs=1e-12), key
-    assert run.figures.idle_share.measured == pytest.approx(
-        run.figures.idle_share.predicted, abs=1e-9
-    )
+    for share in (run.figures.idle_share, *(rank.idle_share for rank in run.ranks)):
+        assert share.measured == pytest.approx(share.predicted, abs=1e-9)
 
 
 def test_waits_for_transfers_are_measured_where_there_are_stages():
