@@ -68,6 +68,16 @@ def local_stages(plan: Plan, pipeline_rank: int) -> tuple[int, ...]:
     return tuple(k for k, stage in enumerate(plan.stages) if stage.rank == pipeline_rank)
 
 
+def reads_batches(plan: Plan, pipeline_rank: int) -> bool:
+    """Return True if a pipeline rank reads the batches of its data-parallel rank.
+
+    The first stage reads ids and the last one targets. Each stage of an external module runs the
+    module's own forward pass, which reads the ids.
+    """
+    ends = {plan.stages[0].rank, plan.stages[-1].rank}
+    return plan.module is not None or pipeline_rank in ends
+
+
 def action_rows(plan: AnyPlan) -> tuple[str, ...]:
     """Return the actions of every pipeline rank, one CSV line each. Raises ConfigError.
 

@@ -22,6 +22,7 @@ from parplan.costmodels.usage.rank_usage import RankUse
 from parplan.executor.checking.lone_rank import alone
 from parplan.executor.checking.observed_rank import OTHER, Observed
 from parplan.executor.models.loss import Loss
+from parplan.executor.placed_layers import reads_batches
 from parplan.executor.run_options import Options
 from parplan.executor.sharding.rank_place import RankPlace
 from parplan.executor.tensors import part
@@ -66,7 +67,8 @@ def dry_run(plan: Plan, pipeline_rank: int, on_backward: OnBackward = lambda: No
         ranks = ranks_of(plan, torch.device("cpu"))
         for count in counts:
             runs.append(_step(with_micro_batches(plan, count), ranks, on_backward))
-    use = runs[0] if len(runs) == 1 else extrapolated(*runs, counts, plan)
+    reads = reads_batches(plan, pipeline_rank)
+    use = runs[0] if len(runs) == 1 else extrapolated(*runs, counts, plan, reads=reads)
     return DryRun(pipeline_rank=pipeline_rank, use=use, micro_batches=counts)
 
 
@@ -111,11 +113,13 @@ def with_micro_batches(plan: Plan, count: int) -> Plan:
     )
 
 
-def extrapolated(first: RankUse, last: RankUse, counts: tuple[int, ...], plan: Plan) -> RankUse:
+def extrapolated(
+    first: RankUse, last: RankUse, counts: tuple[int, ...], plan: Plan, *, reads: bool
+) -> RankUse:
     """Return the use of a whole step of the plan, from two steps of `counts` micro-batches.
 
-    Collectives are linear in the number of micro-batches. Memory is not, except for token ids and,
-    in GPipe, activations.
+    Collectives are linear in the number of micro-batches. Memory is not, except for the token ids
+    of a rank that `reads` batches and, in GPipe, for activations.
     """
     pipeline = plan.pipeline
     more = pipeline.num_micro_batches - counts[1]
@@ -134,8 +138,9 @@ def extrapolated(first: RankUse, last: RankUse, counts: tuple[int, ...], plan: P
                 num_bytes=line(earlier.num_bytes, later.num_bytes),
             )
         )
-    # ids and targets, in int64
-    ids = 2 * 8 * more * pipeline.micro_batch_size * plan.training.seq_length
+    ids = 0
+    if reads:  # ids and targets, in int64
+        ids = 2 * 8 * more * pipeline.micro_batch_size * plan.training.seq_length
     gpipe = pipeline.schedule is Schedule.GPIPE
     return replace(
         last,
@@ -152,10 +157,11 @@ def _step(plan: Plan, ranks: RankPlace, on_backward: OnBackward) -> RankUse:
         memory.axes = _axes(trainer)
         sequences = plan.pipeline.micro_batch_size * plan.pipeline.num_micro_batches
         shape = (sequences, plan.training.seq_length)
-        ids = torch.empty(shape, dtype=torch.int64)
-        targets = torch.empty(shape, dtype=torch.int64)
+        batch = None
+        if trainer.pipeline.reads:
+            batch = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.int64)
         memory.start()
-        trainer.pipeline.step(ids, targets)
+        trainer.pipeline.step(batch)
         fullest, sent = sum(memory.fullest().values()), memory.sent()
         trainer.optimizer.step()
     states = moments.measured(trainer.optimizer)

@@ -28,7 +28,12 @@ from parplan.executor.pipeline.runtime import (
     no_span,
 )
 from parplan.executor.pipeline.stages import Stage, border_example, build_stages
-from parplan.executor.placed_layers import action_rows, local_stages, stage_layers
+from parplan.executor.placed_layers import (
+    action_rows,
+    local_stages,
+    reads_batches,
+    stage_layers,
+)
 from parplan.executor.sharding.rank_place import RankPlace
 from parplan.executor.sharding.zero_units import all_reduce
 from parplan.executor.tensors import local
@@ -36,18 +41,21 @@ from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.plan_chunks import rank_chunks_of
 
 Run = Callable[[Tensor, Tensor], Tensor]
+Batch = tuple[Tensor, Tensor]  # ids and targets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPipeline:
-    """This rank's stages; `run` does all forward and backward passes of (ids, targets).
+    """This rank's stages; `run` does all forward and backward passes of a batch.
 
+    reads   whether the rank reads batches; the first and the last stage do
     scale   of the loss; `run` returns the scaled loss
     chunks  holds the states of the blocks, if they lie in chunks; their gradients stay scaled
     """
 
     stages: tuple[Stage, ...]
-    run: Run
+    run: Callable[[Batch | None], Tensor]
+    reads: bool
     tp_mesh: DeviceMesh | None
     tied: bool
     tied_group: dist.ProcessGroup | None
@@ -68,16 +76,16 @@ class RankPipeline:
         """Returns by pipeline stage the most micro-batches in flight at once."""
         return {stage.stage_index: stage.in_flight for stage in self.steps}
 
-    def step(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Computes the gradients of one batch of [sequences, sequence length] ids.
+    def step(self, batch: Batch | None) -> Tensor:
+        """Computes the gradients of one batch: ids and targets of [sequences, sequence length].
 
-        Returns this rank's share of the mean loss.
+        A rank that reads no batches has None. Returns this rank's share of the mean loss.
         """
         for stage in self.stages:
             stage.begin_step()
         if self.chunks is not None:
             self.chunks.begin_step()
-        loss = self.run(ids, targets)
+        loss = self.run(batch)
         with self.span("reduce", -1, -1):
             for stage in self.stages:
                 stage.reduce_gradients(self.tp_mesh)
@@ -131,10 +139,11 @@ def build_pipeline(
             stage.after_backward = after_backward
             stage.after_recompute = after_recompute
             stage.span = span
-        run = partial(_scheduled, schedule, stages, plan.module is not None)
+        run = partial(_scheduled, schedule, stages, ranks.device, plan.module is not None)
     return RankPipeline(
         stages=stages,
         run=run,
+        reads=reads_batches(plan, ranks.coordinate("pp")),
         tp_mesh=ranks.tp_mesh,
         tied=plan.model.tied_embeddings and plan.mesh.pp > 1,
         tied_group=_tied_group(plan, ranks),
@@ -183,10 +192,11 @@ def _loop(
     plan: Plan,
     after_backward: After,
     span: Span,
-    ids: Tensor,
-    targets: Tensor,
+    batch: Batch | None,
 ) -> Tensor:
     """Runs forward and backward of one micro-batch after the other, on one pipeline rank."""
+    assert batch is not None, "one pipeline rank has the first stage"
+    ids, targets = batch
     total = torch.zeros((), device=ids.device)
     size = plan.pipeline.micro_batch_size
     micro_batches = zip(ids.split(size), targets.split(size), strict=True)
@@ -203,15 +213,16 @@ def _loop(
 def _scheduled(
     schedule: _PipelineScheduleRuntime,
     stages: Sequence[Stage],
+    device: torch.device,
     ids_everywhere: bool,
-    ids: Tensor,
-    targets: Tensor,
+    batch: Batch | None,
 ) -> Tensor:
     """Runs one step of the runtime.
 
     With `ids_everywhere` every stage gets the ids, because each stage of an external module runs
     the module's own forward pass.
     """
+    ids, targets = batch or (None, None)
     losses: list[Tensor] = []
     ends_model = any(stage.ends_model for stage in stages)
     first = (ids,) if any(stage.begins_model for stage in stages) else ()
@@ -223,7 +234,7 @@ def _scheduled(
         return_outputs=False,
         **inputs,
     )
-    return torch.stack(losses).sum().detach() if ends_model else torch.zeros((), device=ids.device)
+    return torch.stack(losses).sum().detach() if ends_model else torch.zeros((), device=device)
 
 
 def _schedule(

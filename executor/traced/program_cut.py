@@ -61,6 +61,14 @@ class StageCut:
     sends: Nodes
 
     @property
+    def batch_keys(self) -> frozenset[str]:
+        """The keys of the batch that its operators read."""
+        parts = (self.constants, *self.shards)
+        return frozenset(
+            str(node.target) for part in parts for node in part.reads if node.op == "placeholder"
+        )
+
+    @property
     def parameters(self) -> tuple[str, ...]:
         """The full names of the parameters that its shards read."""
         return tuple(

@@ -1,9 +1,9 @@
 """The schedule of a traced module: the plan's action lists, or a plain loop without a pipeline.
 
 The action lists run through torch.distributed.pipelining. Stages send each other tuples of tensors;
-every stage gets the batch by key. The loss of a micro-batch is the mean over its samples, as the
-module computes it; it is divided by the number of micro-batches of the global batch, so that all
-reductions are sums.
+every stage gets the values of the batch that its operators read, by key, and most read none. The
+loss of a micro-batch is the mean over its samples, as the module computes it; it is divided by the
+number of micro-batches of the global batch, so that all reductions are sums.
 """
 
 from __future__ import annotations
@@ -54,12 +54,14 @@ class _TracedStep(PipelineStep):
 class TracedPipeline:
     """This rank's stages and the function that runs them.
 
+    reads    the keys of the batch that the stages read
     copies   the names of parameters that several stages hold, with the indices of those stages
     shared   this rank's copies of such parameters
     """
 
     stages: tuple[TracedStage, ...]
     run: Callable[[Batch], Tensor]
+    reads: frozenset[str]
     copies: Mapping[str, tuple[int, ...]]
     shared: tuple[SharedParameters, ...]
     span: Span = no_span
@@ -90,11 +92,14 @@ class TracedPipeline:
         """The peak in-flight micro-batches by stage of this rank; empty without a pipeline."""
         return {step.stage_index: step.in_flight for step in self.steps}
 
-    def step(self, batch: Batch) -> Tensor:
-        """Computes the gradients of this rank's samples and returns its share of the mean loss."""
+    def step(self, batch: Batch | None) -> Tensor:
+        """Computes the gradients of this rank's samples and returns its share of the mean loss.
+
+        A rank whose stages read nothing of the batch has None.
+        """
         for stage in self.stages:
             stage.begin_step()
-        loss = self.run(batch)
+        loss = self.run(batch or {})
         with self.span("reduce", -1, -1):
             for stage in self.stages:
                 stage.reduce_gradients()
@@ -133,12 +138,13 @@ def build_traced_pipeline(
             plan.pipeline.num_micro_batches,
             lambda loss, _: loss.float() / _share(plan),
         )
-        run = partial(_scheduled, schedule, stages, plan)
+        run = partial(_scheduled, schedule, stages, plan, ranks.device)
     else:
         run = partial(_loop, stages[0], plan, after_backward, span)
     return TracedPipeline(
         stages=stages,
         run=run,
+        reads=frozenset(key for k in here for key in cuts[k].batch_keys),
         copies=shared_names(cuts),
         shared=build_shared(plan, cuts, stages),
         span=span,
@@ -173,11 +179,11 @@ def _scheduled(
     schedule: _PipelineScheduleRuntime,
     stages: Sequence[TracedStage],
     plan: TracedPlan,
+    device: torch.device,
     batch: Batch,
 ) -> Tensor:
     losses: list[Tensor] = []
     ends = any(stage.ends_model for stage in stages)
-    device = next(iter(batch.values())).device
     # The module computes its loss itself, but the runtime expects a target for each micro-batch.
     no_targets = torch.empty(plan.pipeline.num_micro_batches, device=device)
     schedule.step(

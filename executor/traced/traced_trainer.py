@@ -38,9 +38,10 @@ class TracedTrainer(Trainer):
     plan: TracedPlan  # type: ignore[assignment]
     pipeline: TracedPipeline  # type: ignore[assignment]
 
-    def batch(self, step: int) -> tuple[Any, ...]:
-        """Returns the batch by key on the rank's device."""
-        return ({key: value.to(self.ranks.device) for key, value in self.batches(step).items()},)
+    def batch(self, step: int) -> dict[str, Tensor]:
+        """Returns the values of the batch that this rank's stages read, on the device."""
+        batch: Mapping[str, Tensor] = self.batches(step)  # type: ignore[assignment]
+        return {key: batch[key].to(self.ranks.device) for key in sorted(self.pipeline.reads)}
 
     @property
     def scale(self) -> None:

@@ -85,15 +85,15 @@ class Trainer:
         """
         self.progress.begin_step(step)
         with self.recorder.span("data", -1, -1):
-            batch = self.batch(step)
+            batch = self.batch(step) if self.pipeline.reads else None
         self.progress.at("runs forward and backward passes")
-        loss = self.pipeline.step(*batch)
+        loss = self.pipeline.step(batch)
         # Every tensor-parallel rank of the last stage has the loss of its data-parallel rank.
         counts = self.ranks.coordinate("tp") == 0
         return self.shares.sum_loss(loss if counts else torch.zeros_like(loss))
 
-    def batch(self, step: int) -> tuple[Any, ...]:
-        """Return the arguments of the pipeline's step on the rank's device."""
+    def batch(self, step: int) -> Any:
+        """Return this data-parallel rank's part of a batch, on the device."""
         ids, targets = self.batches(step)
         return ids.to(self.ranks.device), targets.to(self.ranks.device)
 

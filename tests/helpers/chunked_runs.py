@@ -115,7 +115,7 @@ def first_step(plan: Plan) -> Found:
     pipeline = build_pipeline(plan, ranks, seed=SEED, after_backward=lambda: None)
     batch = synthetic_batches(plan, ranks.coordinate("dp"), SEED)(0)
     torch.manual_seed(ranks.coordinate("dp"))
-    loss = pipeline.step(*batch).item()
+    loss = pipeline.step(batch).item()
     gradients = {name: whole(tensor) for name, tensor in _gradients(pipeline).items()}
     if pipeline.chunks is None:
         return Found(
@@ -150,7 +150,7 @@ def _second_step(pipeline: RankPipeline, batch: tuple[Tensor, Tensor]) -> int:
     gc.collect()
     peak = PeakBytes()
     with peak.counted():
-        pipeline.step(*batch)
+        pipeline.step(batch)
     assert peak.num_bytes is not None
     return peak.num_bytes - pipeline.chunks.host_bytes
 

@@ -278,7 +278,7 @@ def test_during_every_pass_chunks_hold_the_bytes_that_the_schedule_counts(step, 
 
     monkeypatch.setattr(ChunkStates, "begin", begun)
     monkeypatch.setattr(ChunkStates, "end", ended)
-    built.step(*synthetic_batches(plan, 0, 7)(0))
+    built.step(synthetic_batches(plan, 0, 7)(0))
 
     assert held == [moment.chunk_bytes for moment in built.chunks.schedule.moments]
     assert len(set(held)) > 1

@@ -80,7 +80,7 @@ def _posted(plan: Plan) -> tuple[Counter[str], int]:
 
     trainer = build_trainer(plan, OPTIONS, torch.device("cpu"))
     with patch.object(dist, "batch_isend_irecv", batch):
-        trainer.pipeline.step(*trainer.batches(0))
+        trainer.pipeline.step(trainer.batches(0))
     held = most_in_flight(trainer.pipeline.steps)
     assert held is not None
     return posted, held

@@ -107,7 +107,7 @@ def _observed(plan) -> tuple[list[str], Counter[str]]:
         for name, module in stage.body.named_modules():
             if isinstance(module, Linear) and "lm_head" not in name:
                 module.register_forward_pre_hook(lambda *_: calls.update(["products"]))
-    trainer.pipeline.step(*trainer.batches(0))
+    trainer.pipeline.step(trainer.batches(0))
     missing = [
         name
         for stage in trainer.pipeline.stages
@@ -128,7 +128,7 @@ def _spans(plan) -> list[str]:
 
     trainer = build_trainer(plan, OPTIONS, torch.device("cpu"))
     pipeline = build_pipeline(plan, trainer.ranks, seed=0, after_backward=lambda: None, span=span)
-    pipeline.step(*trainer.batches(0))
+    pipeline.step(trainer.batches(0))
     return seen
 
 
