@@ -91,6 +91,9 @@ class Stack:
                              (costmodels/layers/sub_pipeline.py)
     overlap_transfers        under the interleaved schedule, transfers between stages run under the
                              compute of other micro-batches
+    paired_exchanges         the tensors of a message between stages, and those of the message that
+                             it meets in the other direction, are one operation: a transfer has one
+                             latency, however many tensors it has
     overlap_grad_reduce      gradient reduction and parameter gathering run under compute
     fused_accumulation       the weight gradient's product adds to the gradient; otherwise it is
                              written and another kernel adds it
@@ -157,6 +160,7 @@ class Stack:
     overlap_tensor_parallel: bool = False
     tp_overlap: int = 0
     overlap_transfers: bool = False
+    paired_exchanges: bool = False
     overlap_grad_reduce: bool = True
     fused_accumulation: bool = True
     schedules: tuple[ScheduleName, ...] = EVERY_SCHEDULE

@@ -558,39 +558,41 @@ class LayerPriceCache(ABC):
 
         sharing    pipeline ranks that leave a node at once
 
-        Each tensor is a message. Without sequence parallelism each tensor-parallel rank sends the
-        whole tensor. If the stack partitions transfers, it sends its part, which the receivers
-        gather (scatter/gather of Narayanan et al. 2021, section 4.1).
+        Each tensor is a message, unless the stack sends all of them as one. Without sequence
+        parallelism each tensor-parallel rank sends the whole tensor. If the stack partitions
+        transfers, it sends its part, which the receivers gather (scatter/gather of Narayanan et al.
+        2021, section 4.1).
         """
 
         def make() -> Seconds:
+            tensors = self.crossing_tensors(cut_class, micro_batch_size)
+            parts = [self._sent_part(tensor, sharding) for tensor in tensors]
+            if self.training.stack.paired_exchanges and parts:
+                parts = [
+                    (sum(n_bytes for n_bytes, _ in parts), sum((each for _, each in parts), ZERO))
+                ]
             total = ZERO
-            for tensor in self.crossing_tensors(cut_class, micro_batch_size):
-                total += self._transferred(
-                    tensor, sharding, crosses_nodes=crosses_nodes, sharing=sharing
-                )
+            for part_bytes, gathered in parts:
+                sent = self.message(part_bytes, crosses_nodes=crosses_nodes, sharing=sharing)
+                total += sent + gathered
             return self.machine.corrected("pipeline", total)
 
         key = ("transfer", cut_class, micro_batch_size, sharding, crosses_nodes, sharing)
         return self._once(key, make)
 
-    def _transferred(
-        self, tensor: Tensor, sharding: Sharding, *, crosses_nodes: bool, sharing: int
-    ) -> Seconds:
+    def _sent_part(self, tensor: Tensor, sharding: Sharding) -> tuple[int, Seconds]:
+        """Returns the bytes of a tensor that a rank sends, and the gather of the parts if any."""
         n_bytes = sharding.local_bytes(tensor, sharding.boundary)
         parted = (
             self.training.stack.partitioned_transfers
             and sharding.tp > 1
             and n_bytes == tensor.num_bytes
         )
-        part_bytes = -(-n_bytes // sharding.tp) if parted else n_bytes
-        sent = self.message(part_bytes, crosses_nodes=crosses_nodes, sharing=sharing)
-        if parted:
-            ranks = place(
-                Mesh(pp=1, dp=1, tp=sharding.tp), Axis.TP, self.machine.cluster.gpus_per_node
-            )
-            sent += collective_time(Collective.ALL_GATHER, n_bytes, ranks, self.machine)
-        return sent
+        if not parted:
+            return n_bytes, ZERO
+        ranks = place(Mesh(pp=1, dp=1, tp=sharding.tp), Axis.TP, self.machine.cluster.gpus_per_node)
+        gathered = collective_time(Collective.ALL_GATHER, n_bytes, ranks, self.machine)
+        return -(-n_bytes // sharding.tp), gathered
 
     def sent_bytes(self, cut_class: int, micro_batch_size: int, sharding: Sharding) -> int:
         """Bytes of the tensors across a cut, zero unless the stack keeps them to the step's end."""

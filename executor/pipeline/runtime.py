@@ -18,8 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining.schedules import (
     _Action,
+    _batch_p2p,
     _ComputationType,
     _PipelineScheduleRuntime,
+    _wait_batch_p2p,
 )
 
 from parplan.costmodels.schedules.actions import ActionKind
@@ -123,6 +125,50 @@ class PipelineStep(LeanStage):
         self.after_backward()
 
 
+class Runtime(_PipelineScheduleRuntime):
+    """torch's runtime with recompute ahead of a gradient, and with messages as one operation each.
+
+    All tensors of a message, or of both messages of an exchange, are posted together. An exchange
+    is over before its receiver computes; other messages are held until the end of the step.
+    """
+
+    def __init__(self, stages: list[PipelineStep], *args: Any, **kwargs: Any) -> None:
+        super().__init__(stages, *args, **kwargs)
+        self._by_index = {stage.stage_index: stage for stage in stages}
+        self._sent: list[list[dist.Work]] = []
+        # torch looks up a kind of action here before it uses its own
+        self._comp_type_to_function_map[_Added.RECOMPUTE] = self._recompute
+        for kind in (_Added.EXCHANGE, *_MESSAGES.values()):
+            self._comp_type_to_function_map[kind] = self._post
+
+    def _step_microbatches(self, *args: Any, **kwargs: Any) -> Any:
+        out = super()._step_microbatches(*args, **kwargs)
+        while self._sent:
+            _wait_batch_p2p(self._sent.pop())
+        return out
+
+    def _recompute(self, action: Any, _: object) -> None:
+        self._by_index[action.stage_index].recompute_one_chunk(action.microbatch_index)
+
+    def _post(self, action: Any, _: object) -> None:
+        """Posts a message, or both messages of an exchange."""
+        messages = action.sub_actions or (action,)
+        operations = [
+            operation
+            for each in messages
+            for operation in _sent_or_received(self._by_index[each.stage_index], each)
+        ]
+        together = dist.batch_isend_irecv if len(operations) > 1 else _batch_p2p
+        works = together(operations)
+        last = messages[-1]  # the one that is received, if any
+        if last.computation_type is _ComputationType.RECV_F:
+            self.fwd_recv_ops[last.stage_index, last.microbatch_index] = works
+        elif last.computation_type is _ComputationType.RECV_B:
+            self.bwd_recv_ops[last.stage_index, last.microbatch_index] = works
+        else:
+            self._sent.append(works)
+
+
 def most_in_flight(steps: Sequence[PipelineStep]) -> int | None:
     """Returns the most micro-batches that all stages of a rank held at once; None without any."""
     return max((step.in_flight_on_rank for step in steps), default=None)
@@ -134,7 +180,7 @@ def build_runtime(
     stages: Sequence[PipelineStep],
     num_micro_batches: int,
     loss: Callable[[Tensor, Tensor], Tensor],
-) -> _PipelineScheduleRuntime:
+) -> Runtime:
     """Builds the runtime of pipeline rank `rank`, which has `stages`, from all ranks' lists.
 
     Collective over the pipeline ranks.
@@ -144,12 +190,11 @@ def build_runtime(
     for stage in stages:
         stage.early = _stage_recompute(stage, lists[rank])
         stage.on_rank = stages
-    schedule = _PipelineScheduleRuntime(list(stages), num_micro_batches, loss, scale_grads=False)
+    schedule = Runtime(list(stages), num_micro_batches, loss, scale_grads=False)
     schedule._prepare_schedule_with_comms(
         {index: list(map(_action, each)) for index, each in enumerate(lists)},
         format="compute_comms",
     )
-    _add_functions(schedule, stages)
     return schedule
 
 
@@ -188,30 +233,7 @@ def _action(instruction: Instruction) -> _Action:
     return _Action(instruction.stage, kind, instruction.micro_batch)
 
 
-def _add_functions(schedule: _PipelineScheduleRuntime, stages: Sequence[PipelineStep]) -> None:
-    """Adds the kinds that torch lacks; its runtime looks up an unknown kind by its name."""
-    by_index = {stage.stage_index: stage for stage in stages}
-
-    def recompute(action: Any, _: object) -> None:
-        by_index[action.stage_index].recompute_one_chunk(action.microbatch_index)
-
-    def exchange(action: Any, _: object) -> None:
-        sent, received = action.sub_actions
-        works = dist.batch_isend_irecv(
-            [
-                *_operations(by_index[sent.stage_index], sent),
-                *_operations(by_index[received.stage_index], received),
-            ]
-        )
-        gradient = received.computation_type is _ComputationType.RECV_B
-        waiting = schedule.bwd_recv_ops if gradient else schedule.fwd_recv_ops
-        waiting[received.stage_index, received.microbatch_index] = works
-
-    schedule._comp_type_to_function_map[_Added.RECOMPUTE] = recompute
-    schedule._comp_type_to_function_map[_Added.EXCHANGE] = exchange
-
-
-def _operations(stage: PipelineStep, action: _Action) -> list[dist.P2POp]:
+def _sent_or_received(stage: PipelineStep, action: _Action) -> list[dist.P2POp]:
     """Returns the sends or receives of all tensors of one message."""
     operations: Callable[[int], list[dist.P2POp]] = {
         _ComputationType.SEND_F: stage.get_fwd_send_ops,

@@ -177,6 +177,20 @@ def transfer(stack, *, sequence_parallel=False, crosses_nodes=True):
     ).value_s
 
 
+def test_tensors_that_are_sent_as_one_operation_have_one_latency(monkeypatch):
+    boundary = build_graph(GPT, TRAINING, 4).block.input
+    one, paired = transfer(NO_HOST), transfer(replace(NO_HOST, paired_exchanges=True))
+    assert paired == one  # a described model sends one tensor
+
+    monkeypatch.setattr(PriceCache, "crossing_tensors", lambda *_: (boundary,) * 3)
+    three, together = transfer(NO_HOST), transfer(replace(NO_HOST, paired_exchanges=True))
+    price_cache = PriceCache(GPT, replace(TRAINING, stack=NO_HOST), MACHINE)
+    as_one = price_cache.message(3 * boundary.num_bytes, crosses_nodes=True, sharing=8).value_s
+    assert three == pytest.approx(3 * one)
+    assert together == as_one
+    assert together < three
+
+
 def test_partitioned_transfers_send_a_part_a_rank_and_gather_it_inside_the_node():
     boundary = build_graph(GPT, TRAINING, 4).block.input.num_bytes
     whole, parted = transfer(NO_HOST), transfer(replace(NO_HOST, partitioned_transfers=True))
