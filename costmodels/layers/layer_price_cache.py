@@ -568,9 +568,8 @@ class LayerPriceCache(ABC):
             tensors = self.crossing_tensors(cut_class, micro_batch_size)
             parts = [self._sent_part(tensor, sharding) for tensor in tensors]
             if self.training.stack.paired_exchanges and parts:
-                parts = [
-                    (sum(n_bytes for n_bytes, _ in parts), sum((each for _, each in parts), ZERO))
-                ]
+                all_gathered = sum((gathered for _, gathered in parts), ZERO)
+                parts = [(sum(part_bytes for part_bytes, _ in parts), all_gathered)]
             total = ZERO
             for part_bytes, gathered in parts:
                 sent = self.message(part_bytes, crosses_nodes=crosses_nodes, sharing=sharing)

@@ -30,6 +30,7 @@ QUICK = (
     "plan explain --model gpt-20b --gpus 64 --tp 8 --operator fc1",
     "plan explain --model gpt-20b --gpus 64 --tp 8 --operator fc2",
     "plan show plan.yaml",
+    "plan show plan.yaml --instructions --rank 0",
     "plan show plan.yaml --chunks --plot moments.png",
     "plan validate --source simumax --rows",
     "plan tokenize corpus/ --glob '**/*.txt' -o tokens.bin",

@@ -1,0 +1,64 @@
+"""plan show --instructions prints the lists that the executor runs, for plans of either kind."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from parplan.executor.placed_layers import action_rows
+from parplan.planner.plan.plan_file import read_any_plan
+from parplan.planner.runs.run_file import write_run
+from tests.helpers.command_runs import fail, succeed
+from tests.helpers.documented import ROOT
+from tests.helpers.synthetic_runs import estimated, run_of
+
+PLANS = [ROOT / "tests/golden" / f"plan-1-{kind}.yaml" for kind in ("described", "traced")]
+
+
+@pytest.mark.parametrize("path", PLANS, ids=["described", "traced"])
+def test_it_prints_every_rank_of_described_and_traced_plans(path):
+    plan = read_any_plan(path)
+    text = succeed("show", str(path), "--instructions").stdout
+    body = json.loads(succeed("show", str(path), "--instructions", "--json").stdout)
+
+    assert [each["rank"] for each in body] == list(range(plan.mesh.pp))
+    for each, row in zip(body, action_rows(plan), strict=True):
+        assert f"rank {each['rank']}, stage " in text
+        passes = [name for name in each["instructions"] if not set(name) & set("><")]
+        assert len(passes) == len(row.split(","))
+        assert each["exchanges"] == sum(name[0] == "[" for name in each["instructions"])
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_one_rank_is_chosen_and_a_rank_that_is_not_there_is_refused():
+    text = succeed("show", str(PLANS[1]), "--instructions", "--rank", "2").stdout
+
+    assert "rank 2, stage 2: 5 batched operations" in text
+    assert "rank 1" not in text.split("rank 2, stage 2", 1)[1]
+    assert "ranks 0 to 3" in fail(2, "show", str(PLANS[1]), "--instructions", "--rank", "4")
+
+
+def test_other_outputs_and_runs_have_no_instructions(tmp_path):
+    described = str(PLANS[0])
+    assert "choose one" in fail(2, "show", described, "--instructions", "--chunks")
+    assert "--plot is for --chunks" in fail(
+        2, "show", described, "--instructions", "--plot", str(tmp_path / "x.png")
+    )
+    assert "--rank is for --chunks and --instructions" in fail(2, "show", described, "--rank", "0")
+    write_run(run_of(estimated(pp=2)), tmp_path / "run.json")
+    assert "--instructions is for plans" in fail(
+        2, "show", str(tmp_path / "run.json"), "--instructions"
+    )
+
+
+def test_show_of_a_run_has_the_waits_and_what_is_in_flight_by_stage(tmp_path):
+    run = run_of(estimated(pp=2))
+    write_run(run, tmp_path / "run.json")
+
+    lines = succeed("show", str(tmp_path / "run.json")).stdout.splitlines()
+
+    idle = {line.split("  ")[1]: line.split()[-4:] for line in lines if "idle, stage" in line}
+    first = run.ranks[0].idle_share
+    assert idle["idle, stage 0"] == f"{100 * first.predicted:.1f} %".split() * 2
+    assert any(line.split()[:5] == ["in", "flight,", "stage", "0", "2"] for line in lines)
