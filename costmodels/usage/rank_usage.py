@@ -22,6 +22,7 @@ class RankUse:
     apart          bytes by which the peak is below both, which never coexist: gradients may be
                    missing at the most activations
     saved          saved tensors of one micro-batch on all layers of the rank
+    host           bytes that the host holds for the device
     """
 
     states: StateBytes
@@ -30,6 +31,7 @@ class RankUse:
     saved: int
     sent: tuple[SentBytes, ...]
     apart: int = 0
+    host: int = 0
 
     @property
     def held(self) -> int:
@@ -58,4 +60,5 @@ def predicted_use(strategy: Strategy, rank: int, price_cache: PriceCache) -> Ran
         saved=saved,
         sent=rank_traffic(strategy, rank, price_cache),
         apart=max(0, -beyond),
+        host=round(memory.host),
     )

@@ -7,9 +7,12 @@ warm-up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +23,9 @@ from parplan.costmodels.schedules.schedule import Schedule, in_flight
 from parplan.costmodels.usage.rank_traffic import SentBytes
 from parplan.costmodels.usage.rank_usage import RankUse
 from parplan.executor.checking.lone_rank import alone
-from parplan.executor.checking.observed_rank import OTHER, Observed
+from parplan.executor.checking.observed_rank import HOST, OTHER, Observed
+from parplan.executor.memory.host_copies import HostCopies
+from parplan.executor.memory.host_table import HostTable
 from parplan.executor.models.loss import Loss
 from parplan.executor.placed_layers import reads_batches
 from parplan.executor.run_options import Options
@@ -151,7 +156,7 @@ def extrapolated(
 
 def _step(plan: Plan, ranks: RankPlace, on_backward: OnBackward) -> RankUse:
     """Return the use of one step and its update on the rank that this process is."""
-    with FakeTensorMode(), Observed() as memory:
+    with FakeTensorMode(), Observed() as memory, _marked_copies(memory):
         moments = _Moments(plan.training.precision, memory, on_backward)
         trainer = trainer_of(plan, Options(), ranks, moments)
         memory.axes = _axes(trainer)
@@ -162,12 +167,13 @@ def _step(plan: Plan, ranks: RankPlace, on_backward: OnBackward) -> RankUse:
             batch = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.int64)
         memory.start()
         trainer.pipeline.step(batch)
-        fullest, sent = sum(memory.fullest().values()), memory.sent()
+        fullest, host, sent = memory.fullest(), memory.fullest_host(), memory.sent()
         trainer.optimizer.step()
     states = moments.measured(trainer.optimizer)
     # The optimizer has states in every step but the first. A parameter gathered for a moment is no
     # state.
-    made = sum(part(tensor).nbytes for tensor in optimizer_states(trainer.optimizer))
+    made = _num_bytes(optimizer_states(trainer.optimizer, moments.hosted))
+    made_on_host = _num_bytes(optimizer_states(trainer.optimizer)) - made
     beyond = fullest + made - states.total - moments.activations
     return RankUse(
         states=states,
@@ -176,7 +182,29 @@ def _step(plan: Plan, ranks: RankPlace, on_backward: OnBackward) -> RankUse:
         saved=sum(moments.saved.values()),
         sent=sent,
         apart=max(0, -beyond),
+        host=host + made_on_host,
     )
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(part(tensor).nbytes for tensor in tensors)
+
+
+@contextmanager
+def _marked_copies(memory: Observed) -> Iterator[None]:
+    """Marks every tensor that the executor copies to the host, or from it, as memory of the host.
+
+    A dry run has one memory: without the mark both ends of a copy would count on the device.
+    """
+    copy = HostCopies.copy
+
+    def marked(copies: HostCopies, tensor: Tensor, *, to_host: bool, **settings: Any) -> Any:
+        copied = copy(copies, tensor, to_host=to_host, **settings)
+        memory.mark(HOST, (copied[0] if to_host else tensor,))
+        return copied
+
+    with patch.object(HostCopies, "copy", marked):
+        yield
 
 
 def _axes(trainer: Trainer) -> dict[str, str]:
@@ -190,6 +218,16 @@ def _axes(trainer: Trainer) -> dict[str, str]:
     return axes | ({tied.group_name: "pp"} if tied is not None else {})
 
 
+def _on_host(stages: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
+    """Yields the parameters whose states the host holds: of offloaded units, and token tables."""
+    for stage in stages:
+        for layer in (layer for unit in stage.units if unit.offloaded for layer in unit.layers):
+            yield from layer.parameters()
+        for module in stage.modules():
+            if isinstance(module, HostTable):
+                yield module.weight
+
+
 class _Moments(Meter):
     """A meter that measures all memory between the actions of the schedule.
 
@@ -197,6 +235,8 @@ class _Moments(Meter):
 
     activations  peak bytes at these moments that are no state
     saved        by stage, bytes that its last micro-batch saved
+
+    The states count that are on the device.
     """
 
     def __init__(self, precision: Precision, memory: Observed, on_backward: OnBackward) -> None:
@@ -205,6 +245,7 @@ class _Moments(Meter):
         self.saved: dict[int, int] = {}
         self._memory, self._on_backward = memory, on_backward
         self._turn = 0  # forward passes begun
+        self.hosted: list[nn.Parameter] = []
 
     def watch(
         self,
@@ -212,7 +253,10 @@ class _Moments(Meter):
         shards: Sequence[nn.Parameter],
         apart: Sequence[nn.Parameter] = (),
     ) -> None:
-        super().watch(stages, shards, apart)
+        hosted = set(_on_host(stages))
+        self.hosted = [parameter for parameter in shards if parameter in hosted]
+        on_device = [parameter for parameter in shards if parameter not in hosted]
+        super().watch(stages, on_device, (*apart, *self.hosted))
         for index, stage in enumerate(stages):
             before = _Before()
             stage.register_forward_pre_hook(partial(self._begin, before))
@@ -236,6 +280,8 @@ class _Moments(Meter):
         )
         self._memory.mark(PARAMETERS, self.gathered())
         self._memory.mark(GRADIENTS, self.gradients())
+        self._memory.mark(HOST, self.hosted)
+        self._memory.mark(HOST, (parameter.grad for parameter in self.hosted))
 
     def _begin(self, before: _Before, *_: object) -> None:
         self._turn += 1

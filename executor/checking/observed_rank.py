@@ -25,6 +25,7 @@ from parplan.costmodels.usage.rank_traffic import MESSAGE, SentBytes, Tally
 from parplan.executor.tensors import memory_of, part
 
 OTHER = "other"  # memory that is no state: activations and temporaries
+HOST = "host"  # memory that a GPU's rank has on its host
 
 # The kind, and the index of the argument whose bytes `collective_time` counts (None: the result):
 # the output of a gather, the input of any other collective.
@@ -119,18 +120,24 @@ class Observed(TorchDispatchMode):
         """Return the bytes that are alive, by kind."""
         return _by_kind({piece: piece.num_bytes for piece in self._pieces.values()})
 
-    def fullest(self) -> Counter[str]:
-        """Return bytes by kind at the peak since `start`."""
-        total = most = sum(self._before.values())
-        at = 0
-        for index, (_, change) in enumerate(self._log, 1):
-            total += change
-            if total > most:
-                most, at = total, index
-        sizes = Counter(self._before)
-        for piece, change in self._log[:at]:
-            sizes[piece] += change
-        return _by_kind(sizes)
+    def fullest(self) -> int:
+        """Return the most bytes of the device since `start`."""
+        return self._most(on_host=False)
+
+    def fullest_host(self) -> int:
+        """Return the most bytes of the host since `start`."""
+        return self._most(on_host=True)
+
+    def _most(self, *, on_host: bool) -> int:
+        """Return the most bytes of one of the two since `start`, by the kinds of today."""
+        total = most = sum(
+            size for piece, size in self._before.items() if (piece.kind == HOST) is on_host
+        )
+        for piece, change in self._log:
+            if (piece.kind == HOST) is on_host:
+                total += change
+                most = max(most, total)
+        return most
 
     def sent(self) -> tuple[SentBytes, ...]:
         """Return the collectives since `start`."""

@@ -179,18 +179,26 @@ class Meter:
         yield from _accumulated_gradients(self.stages)
 
     def measured(self, optimizer: torch.optim.Optimizer) -> StateBytes:
-        """Return the bytes by class, once the optimizer has states; step counters are left out."""
+        """Return the bytes by class, once the optimizer has states.
+
+        Step counters and states of parameters `apart` are left out.
+        """
         masters = 0 if self.precision is Precision.FP32 else _held_bytes(self.shards)
         return StateBytes(
             self.most_parameters,
             self.most_gradients,
-            _held_bytes(optimizer_states(optimizer)) + masters,
+            _held_bytes(optimizer_states(optimizer, self.apart)) + masters,
         )
 
 
-def optimizer_states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Return the optimizer states of every parameter without the step counters."""
-    return (value for state in optimizer.state.values() for value in state.values() if value.ndim)
+def optimizer_states(
+    optimizer: torch.optim.Optimizer, apart: Iterable[nn.Parameter] = ()
+) -> Iterator[Tensor]:
+    """Return the optimizer states of every parameter not `apart`, without the step counters."""
+    excluded = set(apart)
+    for parameter, state in optimizer.state.items():
+        if parameter not in excluded:
+            yield from (value for value in state.values() if value.ndim)
 
 
 def _held_bytes(tensors: Iterable[Tensor | None]) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.plan.plan import LayerRun, Plan
 from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
@@ -9,16 +11,21 @@ from parplan.profiles.models.operator_graph import LayerKind
 
 
 def host_gib(plan: AnyPlan) -> float:
-    """Host GiB that the fullest node holds; the ranks of a pipeline stage are neighbours."""
+    """Host GiB that the fullest node holds."""
+    return fullest_node(plan, [memory.host for memory in plan.predicted.memory_gib])
+
+
+def fullest_node(plan: AnyPlan, by_stage: Sequence[float]) -> float:
+    """The sum of the fullest node, from what one device of each pipeline rank has on its host.
+
+    The ranks of a pipeline stage are neighbours.
+    """
     ranks_per_stage = plan.mesh.dp * plan.mesh.tp
     gpus_per_node = plan.cluster.gpus_per_node
-    rank_gib = [
-        plan.predicted.memory_gib[rank // ranks_per_stage].host
-        for rank in range(plan.mesh.num_ranks)
-    ]
+    by_rank = [by_stage[rank // ranks_per_stage] for rank in range(plan.mesh.num_ranks)]
     return max(
-        sum(rank_gib[first : first + gpus_per_node])
-        for first in range(0, len(rank_gib), gpus_per_node)
+        sum(by_rank[first : first + gpus_per_node])
+        for first in range(0, len(by_rank), gpus_per_node)
     )
 
 

@@ -10,6 +10,7 @@ from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import Strategy
 from parplan.costmodels.usage.rank_traffic import SentBytes
 from parplan.costmodels.usage.rank_usage import RankUse, predicted_use
+from parplan.planner.plan.derived import fullest_node
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.plan_strategy import prices_of_plan, strategy_of
 from parplan.planner.plan.prediction import StageMemory
@@ -18,6 +19,7 @@ from parplan.profiles.units import GIB, MIB
 
 STATES = ("parameters", "gradients", "optimizer")
 CLASSES = (*STATES, "activations", "temporaries", "held")
+HOST = "host"  # a class of plans that use the host
 # Share of the peak that the memory margin of a plan covers (planner/plan/error_band.py).
 CLOSE = 0.05
 
@@ -29,6 +31,8 @@ class RankCheck:
     planned         the predicted peak in the plan file, rounded
     occupied        bytes of the device, including those outside tensors
     micro_batches   the micro-batches that were run, of as many as `of`
+    node_host       bytes that the fullest node's host holds, with the predictions of ranks that
+                    were not run
     """
 
     rank: int
@@ -39,6 +43,8 @@ class RankCheck:
     capacity: int
     micro_batches: tuple[int, ...]
     of: int
+    node_host: float = 0.0
+    node_host_capacity: int = 0
 
     @property
     def outdated(self) -> bool:
@@ -47,7 +53,16 @@ class RankCheck:
 
     @property
     def fits(self) -> bool:
+        """Returns whether the device and the hosts have enough memory."""
+        return self.fits_device and self.fits_host
+
+    @property
+    def fits_device(self) -> bool:
         return self.occupied <= self.capacity
+
+    @property
+    def fits_host(self) -> bool:
+        return self.node_host <= self.node_host_capacity
 
     def share(self, name: str) -> float | None:
         """Returns the relative deviation from the prediction, None where only the latter is 0."""
@@ -78,7 +93,7 @@ class SentCheck:
 
 
 def class_bytes(use: RankUse, name: str) -> int:
-    """Bytes of one of CLASSES."""
+    """Bytes of one of CLASSES, or of HOST."""
     n_bytes: int = getattr(use.states if name in STATES else use, name)
     return n_bytes
 
@@ -95,13 +110,6 @@ def repriced_today(plan: Plan) -> RepricedPlan:
             "a dry run does not hold states in chunks",
             hint="run it on real tensors: plan check --execute",
         )
-    if any(
-        layer_plan.offload or layer_plan.keep_on_host for layer_plan in plan.layer_plans.values()
-    ):
-        raise ConfigError(
-            "a dry run has one memory, it cannot tell what the host keeps",
-            hint="check the plan without offload, or use --execute",
-        )
     price_cache = prices_of_plan(plan)
     return RepricedPlan(plan, strategy_of(plan, price_cache), price_cache)
 
@@ -111,16 +119,23 @@ def check_ranks(
 ) -> tuple[RankCheck, ...]:
     """Returns each pipeline rank of `used` (its use and micro-batches) beside its prediction."""
     plan, price_cache = today.plan, today.price_cache
+    predicted = [predicted_use(today.strategy, rank, price_cache) for rank in range(plan.mesh.pp)]
+    found = {rank: use for rank, (use, _) in used.items()}
+    node_host = fullest_node(
+        plan, [found.get(rank, use).host for rank, use in enumerate(predicted)]
+    )
     return tuple(
         RankCheck(
             rank=rank,
-            predicted=predicted_use(today.strategy, rank, price_cache),
+            predicted=predicted[rank],
             found=use,
             planned=_planned_bytes(plan.predicted.memory_gib[rank]),
             occupied=occupied_bytes(use.held, plan.mesh, price_cache),
             capacity=plan.cluster.device.memory_bytes,
             micro_batches=steps,
             of=plan.pipeline.num_micro_batches,
+            node_host=node_host,
+            node_host_capacity=plan.cluster.host_memory_bytes,
         )
         for rank, (use, steps) in sorted(used.items())
     )
@@ -162,11 +177,15 @@ def class_is_exact(checks: Sequence[RankCheck], name: str) -> bool:
     )
 
 
+def class_names(checks: Sequence[RankCheck]) -> tuple[str, ...]:
+    """Returns CLASSES, and HOST where a rank uses the host."""
+    hosts = any(use.host for check in checks for use in (check.predicted, check.found))
+    return (*CLASSES, HOST) if hosts else CLASSES
+
+
 def all_match(checks: Sequence[RankCheck]) -> bool:
-    """Returns whether every state is as predicted to the byte and every peak is close."""
-    peak = worst_deviation(checks, "held")
-    return (
-        all(class_is_exact(checks, name) for name in STATES)
-        and peak is not None
-        and abs(peak) <= CLOSE
+    """Returns whether every state is as predicted to the byte, and peak and host are close."""
+    close = [worst_deviation(checks, name) for name in ("held", HOST)]
+    return all(class_is_exact(checks, name) for name in STATES) and all(
+        share is not None and abs(share) <= CLOSE for share in close
     )

@@ -16,6 +16,7 @@ from parplan.planner.runs.rank_checks import (
     all_match,
     class_bytes,
     class_is_exact,
+    class_names,
     sent_checks,
     worst_deviation,
 )
@@ -69,7 +70,7 @@ def _peak_row(check: RankCheck) -> tuple[str, ...]:
 
 
 def _class_rows(check: RankCheck, checks: Sequence[RankCheck]) -> Iterator[tuple[str, ...]]:
-    for name in CLASSES:
+    for name in class_names(checks):
         sides = (format_bytes(class_bytes(use, name)) for use in (check.predicted, check.found))
         yield (
             name_text(name),
@@ -103,7 +104,7 @@ def _share(predicted: int, measured: int) -> float | None:
 def device_text(check: RankCheck) -> str:
     """Returns the bytes that are free, or too much, at the measured peak with its reserve."""
     free = check.capacity - check.occupied
-    return f"{format_bytes(free)} free" if check.fits else f"{format_bytes(-free)} too much"
+    return f"{format_bytes(free)} free" if check.fits_device else f"{format_bytes(-free)} too much"
 
 
 def _sent_row(sent: SentCheck) -> tuple[str, ...]:
@@ -143,6 +144,13 @@ def _notes(checks: Sequence[RankCheck]) -> Iterator[str]:
             f"{old[0].rank}, today's prices "
             f"{format_bytes(old[0].predicted.held)}: make the plan again"
         )
+    if class_names(checks) != CLASSES:
+        check = checks[0]
+        yield (
+            f"the host of the fullest node holds {format_bytes(check.node_host)} of "
+            f"{format_bytes(check.node_host_capacity)}; both ends of a copy are in the one memory "
+            "of a dry run, which therefore has no copy on its way to or from the device"
+        )
     yield (
         "found: one rank of the executor, its kernels' own workspace left out; predicted: what "
         "the stack of the plan holds "
@@ -154,22 +162,29 @@ def _notes(checks: Sequence[RankCheck]) -> Iterator[str]:
 
 def verdict(checks: Sequence[RankCheck]) -> str:
     """Returns one line: classes as predicted, deviations of the rest, and if the plan fits."""
-    equal = [name for name in CLASSES if class_is_exact(checks, name)]
+    names = class_names(checks)
+    equal = [name for name in names if class_is_exact(checks, name)]
     deviating = [
         f"{name_text(name)} {share_text(worst_deviation(checks, name))}"
-        for name in CLASSES
+        for name in names
         if name not in equal
     ]
     start = "matches" if all_match(checks) else "differs"
     parts = [f"{', '.join(map(name_text, equal))} to the byte"] if equal else []
     parts += [", ".join(deviating)] if deviating else []
-    full = [check for check in checks if not check.fits]
+    full = [check for check in checks if not check.fits_device]
     if full:
         most = max(full, key=lambda check: check.occupied)
         return (
             f"does not fit: stage {most.rank} needs {format_bytes(most.occupied)} of "
             f"{format_bytes(most.capacity)}, "
             f"{device_text(most)}; {'; '.join(parts)}"
+        )
+    if not checks[0].fits_host:
+        needed, there = checks[0].node_host, checks[0].node_host_capacity
+        return (
+            f"does not fit: the host of a node needs {format_bytes(needed)} of "
+            f"{format_bytes(there)}; {'; '.join(parts)}"
         )
     return f"{start}: {'; '.join(parts)}"
 
@@ -186,12 +201,14 @@ def check_document(checks: Sequence[RankCheck]) -> dict[str, Any]:
                 "rank": check.rank,
                 "predicted": document(check.predicted),
                 "found": document(check.found),
-                "deviation": {name: check.share(name) for name in CLASSES},
+                "deviation": {name: check.share(name) for name in class_names(checks)},
                 "occupied_bytes": round(check.occupied),
                 "capacity_bytes": check.capacity,
                 "fits": check.fits,
                 "micro_batches": list(check.micro_batches),
                 "of": check.of,
+                "node_host_bytes": round(check.node_host),
+                "node_host_capacity_bytes": check.node_host_capacity,
             }
             for check in checks
         ],
