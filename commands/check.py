@@ -51,12 +51,14 @@ def check(
     """Run a plan without its GPUs, or train its model and compare with one process.
 
     Builds one rank of every pipeline stage at full size, on tensors without data, and counts the
-    bytes and the collectives of a step. With --execute, a small model of the same structure is
-    trained as planned, and its losses and gradients are compared with one process. A traced module
-    is traced again, compared with the shards of the plan, and priced again. With --execute it is
-    not shrunk: its plan is executed unchanged, on up to 8 processes. A plan that names a module
-    runs that module's code; the command says which. Exit code 3 when a stage does not fit its
-    device or holds other bytes than predicted, 2 when losses or gradients differ.
+    bytes of device and host and the collectives of a step. A plan with chunks is priced again
+    instead, with the bytes that its chunks move, and compared with its file. With --execute, a
+    small model of the same structure is trained as planned, and its losses and gradients are
+    compared with one process. A traced module is traced again, compared with the shards of the
+    plan, and priced again. With --execute it is not shrunk: its plan is executed unchanged, on up
+    to 8 processes. A plan that names a module runs that module's code; the command says which. Exit
+    code 3 when a stage does not fit its device, or what it keeps on the host does not fit there, or
+    when it holds other bytes than predicted; 2 when losses or gradients differ.
     """
     from parplan.executor.rules.all_rules import validate
     from parplan.planner.plan.plan_file import read_any_plan
@@ -75,7 +77,23 @@ def check(
         chosen = chosen_ranks(plan, ranks)
         if isinstance(plan, TracedPlan):
             return user_modules.dry_check(plan, chosen, as_json=as_json)
+        if plan.chunks is not None:
+            return _check_chunks(plan, chosen, as_json=as_json)
         return _dry_run(plan, chosen, as_json=as_json)
+
+
+def _check_chunks(plan: Plan, chosen: list[int], *, as_json: bool) -> int:
+    """Prices the plan again, with the schedule of its chunks, and compares it with its file."""
+    from parplan.planner.plan.reprice import reprice
+    from parplan.report.runs import chunk_check_table
+    from parplan.report.text import console
+
+    today = reprice(plan).plan
+    if as_json:
+        print_json(chunk_check_table.chunk_check_document(plan, today, chosen))
+    else:
+        chunk_check_table.print_chunk_check(plan, today, chosen, console(sys.stdout))
+    return 0 if chunk_check_table.fits(today, chosen) else user_modules.NOT_FITTING
 
 
 def _dry_run(plan: Plan, chosen: list[int], *, as_json: bool) -> int:

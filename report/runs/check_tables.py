@@ -148,8 +148,8 @@ def _notes(checks: Sequence[RankCheck]) -> Iterator[str]:
         check = checks[0]
         yield (
             f"the host of the fullest node holds {format_bytes(check.node_host)} of "
-            f"{format_bytes(check.node_host_capacity)}; both ends of a copy are in the one memory "
-            "of a dry run, which therefore has no copy on its way to or from the device"
+            f"{format_bytes(check.node_host_capacity)}; a dry run has one memory, so that states "
+            "which FSDP gathers from the host have no copy on the device before the gather"
         )
     yield (
         "found: one rank of the executor, its kernels' own workspace left out; predicted: what "

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from parplan import cli
 from parplan.costmodels.communication.mesh import Mesh
+from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.layers.model_states import StateBytes
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
@@ -24,11 +25,11 @@ from parplan.executor.training import train
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.plan_file import write_plan
 from parplan.planner.runs.rank_checks import RankCheck, all_match, sent_checks, worst_deviation
-from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
+from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
 from parplan.profiles.models.model_catalog import load_model
-from parplan.profiles.models.spec import TrainingSpec
-from parplan.profiles.stack import NEUTRAL
-from parplan.profiles.units import MIB
+from parplan.profiles.models.spec import ModelSpec, TrainingSpec
+from parplan.profiles.stack import NEUTRAL, Stack
+from parplan.profiles.units import GIB, MIB
 from parplan.report.runs.check_tables import verdict
 from parplan.report.runs.parity_table import Parity, parity_document
 from parplan.report.runs.parity_table import parity_verdict as parity_verdict
@@ -41,7 +42,13 @@ pytestmark = [
 ]
 
 
-def tiny(dp: int = 2, pp: int = 1) -> Plan:
+def tiny(
+    dp: int = 2,
+    pp: int = 1,
+    spec: ModelSpec | None = None,
+    stack: Stack = NEUTRAL,
+    **choices: object,
+) -> Plan:
     entry = load_model("gpt-tiny")
     layout = ParallelLayout(
         mesh=Mesh(pp=pp, dp=dp, tp=1),
@@ -52,10 +59,14 @@ def tiny(dp: int = 2, pp: int = 1) -> Plan:
         sequence_parallel=False,
     )
     training = TrainingSpec(
-        global_batch_size=4 * dp, seq_length=entry.seq_length, precision="fp32", stack=NEUTRAL
+        global_batch_size=4 * dp, seq_length=entry.seq_length, precision="fp32", stack=stack
     )
     return estimate_plan(
-        entry.spec, with_gpus(load_cluster("cpu"), dp * pp), training, layout, zero=1
+        spec or entry.spec,
+        with_gpus(load_cluster("cpu"), dp * pp),
+        training,
+        layout,
+        **{"zero": 1, **choices},
     )
 
 
@@ -235,6 +246,52 @@ def use(activations: int, *sent: SentBytes, gradients: int = 4) -> RankUse:
         saved=5,
         sent=sent,
     )
+
+
+def test_a_host_that_is_too_small_does_not_fit_and_its_bytes_are_a_class():
+    with_host = dataclasses.replace(use(1000), host=500)
+    roomy = dataclasses.replace(
+        a_check(with_host, with_host), node_host=1000.0, node_host_capacity=1000
+    )
+    assert verdict([roomy]).endswith("temporaries, peak, host to the byte")
+    assert roomy.fits
+
+    small = dataclasses.replace(roomy, node_host_capacity=999)
+    assert not small.fits
+    assert verdict([small]).startswith("does not fit: the host of a node needs 1000 B of 999 B")
+
+    more = dataclasses.replace(with_host, host=530)
+    assert not all_match([dataclasses.replace(roomy, found=more)])
+
+
+UNTIED = dataclasses.replace(load_model("gpt-tiny").spec, tied_embeddings=False)
+
+
+@pytest.mark.parametrize(
+    ("choices", "exact"),
+    [
+        pytest.param({"zero": 3, "offload": (Offload.STATES,)}, True, id="states"),
+        pytest.param({"zero": 0, "offload": (Offload.ACTIVATIONS,)}, True, id="activations"),
+        # rows of the table on their way to the device are in no price
+        pytest.param({"zero": 1, "offload": (Offload.LOOKUP,), "spec": UNTIED}, False, id="lookup"),
+    ],
+)
+def test_a_dry_run_counts_what_the_host_holds(tmp_path, choices, exact):
+    plan = tiny(stack=load_stack("parplan"), **choices)
+    result = run(plan, tmp_path, "--json")
+    assert result.exit_code == 0, result.stderr
+    (rank,) = json.loads(result.stdout)["ranks"]
+    predicted, found = rank["predicted"], rank["found"]
+
+    assert predicted["host"] == pytest.approx(
+        plan.predicted.memory_gib[0].host * GIB, abs=GIB * 1e-4
+    )
+    assert found["states"] == predicted["states"]
+    assert rank["node_host_bytes"] == 2 * found["host"]
+    if exact:
+        assert found["host"] == predicted["host"] > 0
+    else:
+        assert predicted["host"] < found["host"] < 1.5 * predicted["host"]
 
 
 def a_check(predicted: RankUse, measured: RankUse, capacity: int = 10**6) -> RankCheck:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from parplan.planner.plan.plan_file import read_plan, write_plan
 from parplan.planner.runs.run_file import ChunkMoved, PredictedAndMeasured, write_run
 from tests.helpers.command_runs import fail, run, succeed
 from tests.helpers.synthetic_runs import estimated, run_of
@@ -162,6 +163,26 @@ def test_show_has_the_fullest_moments_for_people_and_all_for_programs(plan_file)
         <= body["device_bytes"]
         for moment in body["moments"]
     )
+
+
+def test_check_prices_the_chunks_again_and_compares_them_with_the_file(plan_file, tmp_path):
+    plan = read_plan(plan_file)
+    as_filed = succeed("check", str(plan_file)).stdout
+    (stage,) = json.loads(succeed("check", str(plan_file), "--json").stdout)["stages"]
+    assert "every stage fits its device and its host, with the bytes of the file" in as_filed
+    assert stage["now"] == stage["file"]
+    assert stage["now"]["chunks"]["in_bytes"] == plan.chunks.ranks[0].in_bytes > 0
+
+    ranks = (replace(plan.chunks.ranks[0], in_bytes=1),)
+    write_plan(replace(plan, chunks=replace(plan.chunks, ranks=ranks)), tmp_path / "changed.yaml")
+    changed = succeed("check", str(tmp_path / "changed.yaml")).stdout
+    assert "stage 0 of the file is not as priced now" in changed
+
+    small = replace(plan, cluster=replace(plan.cluster, host_memory_bytes=1024))
+    write_plan(small, tmp_path / "small.yaml")
+    result = run("check", str(tmp_path / "small.yaml"))
+    assert result.exit_code == 3
+    assert "the host of a node has too little memory for what the plan keeps there" in result.stdout
 
 
 def test_show_draws_the_moments(plan_file, tmp_path):

@@ -1,0 +1,131 @@
+"""The table of `plan check` of a plan with chunks: its bytes in the file and as priced today."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+
+from parplan.planner.plan.derived import host_gib
+from parplan.planner.plan.plan import ChunkRank, Plan
+from parplan.planner.plan.prediction import StageMemory
+from parplan.profiles.units import format_bytes, gib
+from parplan.report.plans.summary import header
+from parplan.report.runs.traced_check_table import FITS, TOO_LARGE, does_fit
+from parplan.report.text import gib_text, joined, print_table, say
+
+_CLASSES = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "temporaries",
+    "reserve",
+    "total",
+    "host",
+)
+_COUNTED = ("device_bytes", "smallest_bytes", "in_bytes", "out_bytes")
+
+
+def print_chunk_check(plan: Plan, today: Plan, ranks: Sequence[int], out: Console) -> None:
+    """Print the bytes of the fullest of the pipeline ranks, the chunks of all, and the verdict.
+
+    plan: the plan of the file; today: the same plan, priced again
+    """
+    say(out, header(today, out.width), "bold")
+    say(out)
+    full = max(ranks, key=lambda rank: _memory(today, rank).total)
+    say(out, f"  GiB of one GPU of stage {full}, the fullest", "dim")
+    rows = [
+        (name, *(gib_text(getattr(_memory(of, full), name)) for of in (plan, today)))
+        for name in _CLASSES
+    ]
+    print_table(out, ("", "file", "now"), rows, left=("",))
+    say(out)
+    say(out, "  chunks of one GPU as scheduled now: bytes that tensors may fill, that move", "dim")
+    print_table(
+        out,
+        ("stage", "GiB", "budget", "smallest", "to the device", "from it", ""),
+        [_chunk_row(plan, today, rank) for rank in ranks],
+        left=("stage", ""),
+    )
+    say(out)
+    for fact in (
+        f"the host of the fullest node holds {gib_text(host_gib(today))} GiB of "
+        f"{gib(today.cluster.host_memory_bytes):,.0f}",
+        "nothing was run: plan check --execute trains a small model of the same structure",
+    ):
+        say(out, joined(fact.split(" "), " ", out.width, start="  note      ", indent=12))
+    say(out, joined(verdict(plan, today, ranks).split(" "), " ", out.width, indent=2), "bold")
+
+
+def fits(today: Plan, ranks: Sequence[int]) -> bool:
+    """Returns whether the devices of all `ranks` and the hosts have enough memory."""
+    return _fits_host(today) and all(does_fit(today.predicted.memory_gib[rank]) for rank in ranks)
+
+
+def verdict(plan: Plan, today: Plan, ranks: Sequence[int]) -> str:
+    """Returns one line: whether all fits, and whether the file is as priced now."""
+    short = [rank for rank in ranks if not does_fit(today.predicted.memory_gib[rank])]
+    if short:
+        return f"stage {short[0]} {TOO_LARGE} its device"
+    if not _fits_host(today):
+        return "the host of a node has too little memory for what the plan keeps there"
+    changed = [rank for rank in ranks if not _as_filed(plan, today, rank)]
+    if changed:
+        return f"every stage fits, but stage {changed[0]} of the file is not as priced now"
+    return "every stage fits its device and its host, with the bytes of the file"
+
+
+def chunk_check_document(plan: Plan, today: Plan, ranks: Sequence[int]) -> dict[str, Any]:
+    """Returns the same as JSON values, in GiB and bytes."""
+    return {
+        "verdict": verdict(plan, today, ranks),
+        "fits": fits(today, ranks),
+        "host_gib": host_gib(today),
+        "host_capacity_gib": gib(today.cluster.host_memory_bytes),
+        "stages": [
+            {
+                "stage": rank,
+                "as_filed": _as_filed(plan, today, rank),
+                **{
+                    name: {
+                        "gib": {each: getattr(_memory(of, rank), each) for each in _CLASSES},
+                        "chunks": {each: getattr(_chunks(of, rank), each) for each in _COUNTED},
+                    }
+                    for name, of in (("file", plan), ("now", today))
+                },
+            }
+            for rank in ranks
+        ],
+    }
+
+
+def _chunk_row(plan: Plan, today: Plan, rank: int) -> tuple[str, ...]:
+    now = _chunks(today, rank)
+    result = FITS if does_fit(_memory(today, rank)) else TOO_LARGE
+    if not _as_filed(plan, today, rank):
+        result += ", not as in the file"
+    total = gib_text(_memory(today, rank).total)
+    return str(rank), total, *(format_bytes(getattr(now, name)) for name in _COUNTED), result
+
+
+def _fits_host(today: Plan) -> bool:
+    return host_gib(today) <= gib(today.cluster.host_memory_bytes)
+
+
+def _as_filed(plan: Plan, today: Plan, rank: int) -> bool:
+    """Returns whether classes and chunks of a rank are those of the file."""
+    return _memory(plan, rank) == _memory(today, rank) and _chunks(plan, rank) == _chunks(
+        today, rank
+    )
+
+
+def _memory(plan: Plan, rank: int) -> StageMemory:
+    return plan.predicted.memory_gib[rank]
+
+
+def _chunks(plan: Plan, rank: int) -> ChunkRank:
+    assert plan.chunks is not None, "it is a plan with chunks"
+    return plan.chunks.ranks[rank]
