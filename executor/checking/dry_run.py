@@ -167,7 +167,8 @@ def _step(plan: Plan, ranks: RankPlace, on_backward: OnBackward) -> RankUse:
             batch = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.int64)
         memory.start()
         trainer.pipeline.step(batch)
-        fullest, host, sent = memory.fullest(), memory.fullest_host(), memory.sent()
+        fullest, host = memory.fullest(), memory.fullest_host()
+        sent = memory.sent()
         trainer.optimizer.step()
     states = moments.measured(trainer.optimizer)
     # The optimizer has states in every step but the first. A parameter gathered for a moment is no
