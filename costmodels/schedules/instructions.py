@@ -22,8 +22,9 @@ M - 3 between each two of the last four (Lai et al. 2023, Merak, arXiv:2206.0495
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from parplan.costmodels.schedules.actions import ActionKind, parse_row
 
@@ -67,8 +68,7 @@ class Exchange:
 Instruction = StagePass | Message | Exchange
 
 
-@dataclass(frozen=True, slots=True)
-class _Made:
+class _Made(NamedTuple):
     """A message by the virtual stage that makes it."""
 
     gradient: bool
@@ -129,32 +129,31 @@ class _Lists:
 
     def _post(self, made: _Made) -> None:
         """Posts a message at both ends, or waits for the other message of its exchange."""
+        here, there = self._rank_of[made.stage], self._rank_of[made.reader]
         partner = self._partner.get(made)
         if partner is None:
-            send, receive = self._ends(made)
-            if send.peer != receive.peer:
-                self._lists[receive.peer].append(send)
-                self._lists[send.peer].append(receive)
+            if here != there:
+                self._lists[here].append(self._end(made, sends=True))
+                self._lists[there].append(self._end(made, sends=False))
             self._posted.add(made)
         elif partner not in self._waiting:
             self._waiting.add(made)
         else:
-            for sent, received in ((made, partner), (partner, made)):
-                exchange = Exchange(self._ends(sent)[0], self._ends(received)[1])
-                self._lists[self._rank_of[sent.stage]].append(exchange)
+            for rank, sent, received in ((here, made, partner), (there, partner, made)):
+                exchange = Exchange(self._end(sent, sends=True), self._end(received, sends=False))
+                self._lists[rank].append(exchange)
             self._posted |= {made, partner}
 
-    def _ends(self, made: _Made) -> tuple[Message, Message]:
-        """Returns the message at the rank that sends it and at the rank that receives it."""
-        here, there = self._rank_of[made.stage], self._rank_of[made.reader]
-        send = Message(
+    def _end(self, made: _Made, *, sends: bool) -> Message:
+        """Returns a message as the rank has it that sends it, or the one that receives it."""
+        stage, other = (made.stage, made.reader) if sends else (made.reader, made.stage)
+        return Message(
             gradient=made.gradient,
-            sends=True,
-            stage=made.stage,
+            sends=sends,
+            stage=stage,
             micro_batch=made.micro_batch,
-            peer=there,
+            peer=self._rank_of[other],
         )
-        return send, replace(send, sends=False, stage=made.reader, peer=here)
 
     def _made(self, computation: StagePass) -> _Made | None:
         stage, work = computation.stage, computation.work

@@ -62,3 +62,16 @@ def test_show_of_a_run_has_the_waits_and_what_is_in_flight_by_stage(tmp_path):
     first = run.ranks[0].idle_share
     assert idle["idle, stage 0"] == f"{100 * first.predicted:.1f} %".split() * 2
     assert any(line.split()[:5] == ["in", "flight,", "stage", "0", "2"] for line in lines)
+
+
+def test_a_run_file_of_before_has_no_rows_of_stages(tmp_path):
+    path = tmp_path / "run.json"
+    write_run(run_of(estimated(pp=2)), path)
+    body = json.loads(path.read_text())
+    for rank in body["ranks"]:
+        del rank["idle_share"], rank["in_flight"]
+    path.write_text(json.dumps(body))
+
+    text = succeed("show", str(path)).stdout
+    assert "idle, stage" not in text
+    assert "idle " in text
