@@ -91,6 +91,7 @@ class SearchFlags:
     prefer: str | None = None
     points: int | None = None
     max_slowdown: float | None = None
+    memory_slack: float | None = None
     memory_margin: float | None = None
     memory_limit: str | None = None
     time_limit: float | None = None
@@ -283,6 +284,14 @@ search_options = together(
         metavar="SHARE",
         help="Largest slowdown against the fastest plan, for the objectives memory and peak. The "
         "fastest plan uses no host memory if one fits without. [default: 0.1]",
+    ),
+    option(
+        AIM,
+        "--memory-slack",
+        type=Number(),
+        metavar="SHARE",
+        help="For the objective memory, memory first: the fastest plan that has at most this share "
+        "more redundant memory than the leanest plan of all, which may take any time.",
     ),
     option(
         AIM,

@@ -140,6 +140,7 @@ class Constraints:
 
 
 DEFAULT_MAX_SLOWDOWN = 0.10
+ANY_SLOWDOWN = 99.0  # finite for the solver's sake: steps up to 100 times the fastest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +148,8 @@ class SearchOptions:
     """Limits of a search.
 
     max_slowdown: bound of the step for the objectives memory and peak, over the fastest
+    memory_slack: bound of the redundant bytes over the least of all plans, within which the
+    objective memory takes the fastest plan; None for the least redundant plan within the slowdown
     memory_margin: share of the device that stays free; None for the margin from the measured runs
     of the stack (planner/plan/error_band.py)
     memory_limit_bytes: limit that replaces capacity minus margin
@@ -155,6 +158,7 @@ class SearchOptions:
     """
 
     max_slowdown: float = DEFAULT_MAX_SLOWDOWN
+    memory_slack: float | None = None
     memory_margin: float | None = None
     memory_limit_bytes: int | None = None
     deadline: Deadline = NEVER
@@ -166,6 +170,11 @@ class SearchOptions:
             raise ConfigError(
                 f"--max-slowdown is {self.max_slowdown}, it must be from 0 to 1000",
                 hint="0.1 is 10 %",
+            )
+        if self.memory_slack is not None and not 0 <= self.memory_slack <= 1000:
+            raise ConfigError(
+                f"--memory-slack is {self.memory_slack}, it must be from 0 to 1000",
+                hint="0.05 is 5 %",
             )
         if self.memory_margin is not None and not 0 <= self.memory_margin < 1:
             raise ConfigError(

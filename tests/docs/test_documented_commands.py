@@ -48,6 +48,7 @@ SLOW = (
     "plan --model gpt-20b --cluster cluster.yaml",
     "plan --model gpt-20b --gpus 64 --memory-limit 60GiB --time-limit 10 --explain",
     "plan --model gpt-20b --gpus 64 --objective memory --max-slowdown 0.05",
+    "plan --model gpt-20b --gpus 64 --objective memory --memory-slack 0.05",
     "plan --model gpt-20b --gpus 64 --tp 4,8 --pp 1,2,4 --zero 1 --schedule 1f1b --recompute none,full",
     "plan --model gpt-20b --gpus 64 --gpu h100-80gb --stack nemo --fp8",
     "plan --model llama3-70b --gpus 16 --gpu h100-80gb --zero 0 --recompute none --micro-batch-size 2 --offload none",
