@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from parplan.costmodels.communication.mesh import MeshOrder
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
@@ -47,6 +48,7 @@ class Constraints:
     Tuples list the allowed values, `forbid` the forbidden ones.
 
     recompute           levels; None also allows any list of operators
+    mesh_order          orders of the axes; None for those that the stack can start in
     zero_ranks          neighbouring ranks that hold one copy of sharded states together, on meshes
                         whose dp it divides
     tp_overlap          levels of sub-pipelined tensor parallelism where tp > 1; None for those that
@@ -63,6 +65,7 @@ class Constraints:
     micro_batch_size: tuple[int, ...] | None = None
     virtual_stages: tuple[int, ...] | None = None
     schedule: tuple[Schedule, ...] | None = None
+    mesh_order: tuple[MeshOrder, ...] | None = None
     sequence_parallel: tuple[bool, ...] | None = None
     recompute: tuple[Recompute, ...] | None = None
     zero: tuple[int, ...] | None = None

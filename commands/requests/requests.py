@@ -10,6 +10,7 @@ from typing import Any
 from parplan.commands.options import STDOUT, PinOptions, SearchFlags, TargetOptions
 from parplan.commands.requests.external import load_module, narrowed
 from parplan.commands.requests.machine import TrainingDefaults, cluster_and_training
+from parplan.costmodels.communication.mesh import MeshOrder
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
@@ -116,6 +117,7 @@ def constraints_of(
         tp_across_nodes=pins.tp_across_nodes,
         megatron_sharding=pins.megatron_sharding,
         schedule=None if pins.schedule is None else tuple(map(Schedule, pins.schedule)),
+        mesh_order=None if pins.mesh_order is None else tuple(map(MeshOrder, pins.mesh_order)),
         recompute=None if pins.recompute is None else tuple(map(Recompute, pins.recompute)),
         sequence_parallel=None if pins.sequence_parallel is None else (pins.sequence_parallel,),
         forbid=parse_bans(pins.forbid),

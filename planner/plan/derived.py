@@ -9,11 +9,10 @@ from parplan.profiles.models.operator_graph import LayerKind
 
 
 def host_gib(plan: AnyPlan) -> float:
-    """Host GiB that the fullest node holds; the ranks of a pipeline stage are neighbours."""
-    ranks_per_stage = plan.mesh.dp * plan.mesh.tp
+    """Host GiB that the fullest node holds."""
     gpus_per_node = plan.cluster.gpus_per_node
     rank_gib = [
-        plan.predicted.memory_gib[rank // ranks_per_stage].host
+        plan.predicted.memory_gib[plan.mesh.coordinates(rank)[0]].host
         for rank in range(plan.mesh.num_ranks)
     ]
     return max(
