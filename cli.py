@@ -18,6 +18,7 @@ main.names = (
     "models",
     "profile",
     "schema",
+    "schemes",
     "show",
     "stacks",
     "tokenize",

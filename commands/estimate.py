@@ -10,6 +10,7 @@ from parplan.commands import user_modules
 from parplan.commands.options import (
     EVICTION,
     LAYOUT,
+    MESH_ORDERS,
     OFFLOAD,
     OUTPUT,
     RECOMPUTE,
@@ -72,6 +73,12 @@ from parplan.commands.style import Command, List, Whole, option, packs
     show_default=True,
     metavar="N",
     help="Expert parallel degree, a divisor of dp.",
+)
+@option(
+    LAYOUT,
+    "--mesh-order",
+    type=click.Choice(MESH_ORDERS),
+    help="Order of the axes over the ranks, outermost first. [default: pp-dp-tp]",
 )
 @micro_batch_option
 @option(

@@ -12,6 +12,7 @@ import click
 from parplan.commands.style import LONGEST_S, List, Number, Whole, option, packs, together
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "early-recompute", "last-no-recompute", "scp", "zbv")
+MESH_ORDERS = ("pp-dp-tp", "dp-pp-tp")
 RECOMPUTE = ("none", "selective", "full")
 OFFLOAD = ("states", "activations", "optimizer", "parameters", "lookup")
 SEARCHED_OFFLOAD = ("optimizer", "parameters", "activations", "lookup", "states", "none")
@@ -72,6 +73,7 @@ class PinOptions:
     micro_batch_size: tuple[int, ...] | None = None
     virtual_stages: tuple[int, ...] | None = None
     schedule: tuple[str, ...] | None = None
+    mesh_order: tuple[str, ...] | None = None
     zero: tuple[int, ...] | None = None
     zero_ranks: int | None = None
     recompute: tuple[str, ...] | None = None
@@ -91,6 +93,7 @@ class SearchFlags:
     prefer: str | None = None
     points: int | None = None
     max_slowdown: float | None = None
+    memory_slack: float | None = None
     memory_margin: float | None = None
     memory_limit: str | None = None
     time_limit: float | None = None
@@ -106,6 +109,7 @@ class LayoutOptions:
     dp: int | None = None
     tp: int = 1
     ep: int = 1
+    mesh_order: str | None = None
     micro_batch_size: int = 1
     schedule: str | None = None
     schedule_file: Path | None = None
@@ -286,6 +290,14 @@ search_options = together(
     ),
     option(
         AIM,
+        "--memory-slack",
+        type=Number(),
+        metavar="SHARE",
+        help="For the objective memory, memory first: the fastest plan that has at most this share "
+        "more redundant memory than the leanest plan of all, which may take any time.",
+    ),
+    option(
+        AIM,
         "--memory-margin",
         type=Number(),
         metavar="SHARE",
@@ -318,6 +330,13 @@ search_options = together(
         click.Choice(SCHEDULES),
         "NAME,..",
         f"Pipeline schedules allowed: {', '.join(SCHEDULES)}.",
+    ),
+    pin(
+        "--mesh-order",
+        click.Choice(MESH_ORDERS),
+        "NAME,..",
+        "Orders of the axes over the ranks allowed, outermost first: "
+        f"{', '.join(MESH_ORDERS)}. [default: those that the stack can start in]",
     ),
     pin("--zero", click.IntRange(0, 3), "0..3,..", "ZeRO stages allowed."),
     option(

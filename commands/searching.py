@@ -62,7 +62,19 @@ def described_question(request: Request, flags: SearchFlags) -> Question:
         assumed_of=assumed_of,
         finished=finished,
         require_possible=partial(require_possible, request),
+        explained=_print_orders,
     )
+
+
+def _print_orders(plan: AnyPlan, to_stderr: bool) -> None:
+    """Prints what the order of the mesh axes gains."""
+    from parplan.planner.plan.mesh_orders import order_prices
+    from parplan.planner.plan.plan import Plan
+    from parplan.report.searches.order_table import print_orders
+    from parplan.report.text import console
+
+    assert isinstance(plan, Plan), "the model is described"
+    print_orders(order_prices(plan), console(sys.stderr if to_stderr else sys.stdout))
 
 
 def answer(question: Question) -> tuple[AnyPlan, bool]:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from parplan.costmodels.chunks.chunk_memory import unchunked_prices
 from parplan.costmodels.communication.collectives import Collective, collective_time
-from parplan.costmodels.communication.mesh import Axis, place_axis
+from parplan.costmodels.communication.mesh import Axis, Mesh, crosses_nodes, place_axis
 from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.data_parallel import DataParallelTime, summed_inside
 from parplan.costmodels.layers.layer_price import contention
@@ -333,10 +333,9 @@ def _received_messages(
     """Returns by rank the messages inside a node, and those between nodes, that it receives."""
     return _messages(
         layout.schedule,
-        layout.mesh.pp,
+        layout.mesh,
         layout.virtual_stages,
         layout.actions,
-        layout.mesh.stride(Axis.PP),
         price_cache.machine.cluster.gpus_per_node,
     )
 
@@ -344,10 +343,9 @@ def _received_messages(
 @lru_cache(maxsize=1024)
 def _messages(
     schedule: Schedule,
-    pp: int,
+    mesh: Mesh,
     virtual_stages: int,
     actions: tuple[str, ...],
-    stride: int,
     gpus_per_node: int,
 ) -> npt.NDArray[np.int64]:
     """Returns the messages of one micro-batch by receiving rank: inside a node, between nodes.
@@ -360,13 +358,13 @@ def _messages(
         at = {stage: rank for rank, stages in enumerate(placement) for stage in stages}
         ranks = np.array([at[stage] for stage in range(len(at))])
     else:
-        stages = range(pp * virtual_stages)
-        ranks = np.array([rank_of(schedule, stage, pp) for stage in stages])
+        stages = range(mesh.pp * virtual_stages)
+        ranks = np.array([rank_of(schedule, stage, mesh.pp) for stage in stages])
     before, after = ranks[:-1], ranks[1:]
-    crosses = before * stride // gpus_per_node != after * stride // gpus_per_node
-    messages = np.zeros((pp, 2), np.int64)
+    crosses = np.asarray(crosses_nodes(mesh, before, after, gpus_per_node), np.int64)
+    messages = np.zeros((mesh.pp, 2), np.int64)
     for receiver in (before, after):
-        np.add.at(messages, (receiver, crosses.astype(np.int64)), before != after)
+        np.add.at(messages, (receiver, crosses), before != after)
     return messages
 
 
@@ -380,14 +378,13 @@ def link_of(here: int, there: int, layout: ParallelLayout, price_cache: LayerPri
     number of ranks that leave a node at once, and whether compute hides the transfer.
     """
     gpus_per_node = price_cache.machine.cluster.gpus_per_node
-    stride = layout.mesh.ranks_per_stage
-    crosses = here * stride // gpus_per_node != there * stride // gpus_per_node
-    return _link(layout, price_cache, crosses=crosses)
+    crosses = crosses_nodes(layout.mesh, here, there, gpus_per_node)
+    return _link(layout, price_cache, crosses=bool(crosses))
 
 
 def _link(layout: ParallelLayout, price_cache: LayerPriceCache, *, crosses: bool) -> Link:
     hidden = layout.virtual_stages > 1 and price_cache.training.stack.overlap_transfers
-    sharing = min(layout.mesh.ranks_per_stage, price_cache.machine.cluster.gpus_per_node)
+    sharing = min(layout.mesh.stride(Axis.PP), price_cache.machine.cluster.gpus_per_node)
     return layout.micro_batch_size, layout.sharding, crosses, sharing, hidden
 
 

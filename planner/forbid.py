@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from parplan.costmodels.communication.mesh import MeshOrder
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.profiles.documents.reader import MAX_DIGITS
@@ -60,6 +61,9 @@ _READERS: dict[str, Callable[[str, str], Value]] = {
     **dict.fromkeys(("zero", "tp_overlap"), lambda name, text: _whole(name, text, 0, 3)),
     "schedule": lambda name, text: _one_of(
         name, text, {member.value: member for member in Schedule}
+    ),
+    "mesh_order": lambda name, text: _one_of(
+        name, text, {member.value: member for member in MeshOrder}
     ),
     "recompute": lambda name, text: _one_of(
         name, text, {member.value: member for member in Recompute}

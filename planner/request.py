@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from parplan.costmodels.communication.mesh import MeshOrder
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
@@ -47,6 +48,7 @@ class Constraints:
     Tuples list the allowed values, `forbid` the forbidden ones.
 
     recompute           levels; None also allows any list of operators
+    mesh_order          orders of the axes; None for those that the stack can start in
     zero_ranks          neighbouring ranks that hold one copy of sharded states together, on meshes
                         whose dp it divides
     tp_overlap          levels of sub-pipelined tensor parallelism where tp > 1; None for those that
@@ -63,6 +65,7 @@ class Constraints:
     micro_batch_size: tuple[int, ...] | None = None
     virtual_stages: tuple[int, ...] | None = None
     schedule: tuple[Schedule, ...] | None = None
+    mesh_order: tuple[MeshOrder, ...] | None = None
     sequence_parallel: tuple[bool, ...] | None = None
     recompute: tuple[Recompute, ...] | None = None
     zero: tuple[int, ...] | None = None
@@ -140,6 +143,7 @@ class Constraints:
 
 
 DEFAULT_MAX_SLOWDOWN = 0.10
+ANY_SLOWDOWN = 99.0  # finite for the solver's sake: steps up to 100 times the fastest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +151,8 @@ class SearchOptions:
     """Limits of a search.
 
     max_slowdown: bound of the step for the objectives memory and peak, over the fastest
+    memory_slack: bound of the redundant bytes over the least of all plans, within which the
+    objective memory takes the fastest plan; None for the least redundant plan within the slowdown
     memory_margin: share of the device that stays free; None for the margin from the measured runs
     of the stack (planner/plan/error_band.py)
     memory_limit_bytes: limit that replaces capacity minus margin
@@ -155,6 +161,7 @@ class SearchOptions:
     """
 
     max_slowdown: float = DEFAULT_MAX_SLOWDOWN
+    memory_slack: float | None = None
     memory_margin: float | None = None
     memory_limit_bytes: int | None = None
     deadline: Deadline = NEVER
@@ -166,6 +173,11 @@ class SearchOptions:
             raise ConfigError(
                 f"--max-slowdown is {self.max_slowdown}, it must be from 0 to 1000",
                 hint="0.1 is 10 %",
+            )
+        if self.memory_slack is not None and not 0 <= self.memory_slack <= 1000:
+            raise ConfigError(
+                f"--memory-slack is {self.memory_slack}, it must be from 0 to 1000",
+                hint="0.05 is 5 %",
             )
         if self.memory_margin is not None and not 0 <= self.memory_margin < 1:
             raise ConfigError(

@@ -23,6 +23,7 @@ _FORBID = {"extra": "forbid"}
 ScheduleName = Literal[
     "gpipe", "1f1b", "interleaved", "early-recompute", "last-no-recompute", "scp", "zbv", "custom"
 ]
+MeshOrderName = Literal["pp-dp-tp", "dp-pp-tp"]
 RecomputeKind = Literal["none", "selective", "full", "operators"]
 EVERY_SCHEDULE: tuple[ScheduleName, ...] = get_args(ScheduleName)
 EVERY_RECOMPUTE: tuple[RecomputeKind, ...] = get_args(RecomputeKind)
@@ -100,6 +101,8 @@ class Stack:
     schedules                the pipeline schedules that it runs
     recompute                the kinds of recompute that it runs; `operators` is any list of
                              operators
+    mesh_orders              the orders of the parallel axes over the ranks, outermost first, that
+                             it can start in (costmodels/communication/mesh.py)
     terms_of                 the stack whose fitted terms it shares, empty for its own
 
     Facts of memory:
@@ -165,6 +168,7 @@ class Stack:
     fused_accumulation: bool = True
     schedules: tuple[ScheduleName, ...] = EVERY_SCHEDULE
     recompute: tuple[RecomputeKind, ...] = EVERY_RECOMPUTE
+    mesh_orders: tuple[MeshOrderName, ...] = ("pp-dp-tp",)
     terms_of: str = ""
     logit_bytes: int = 6
     keeps_gathered_inputs: bool = False

@@ -97,6 +97,8 @@ def search_text(search: SearchRecord) -> str:
         return f"leanest within {100 * front.max_slowdown:g} %"
     if front and front.memory_limit_gib is not None:
         return f"fastest within {gib_text(front.memory_limit_gib)} GiB"
+    if search.memory_first:
+        return f"fastest within {100 * search.memory_first.slack:g} % of the leanest"
     return "leanest" if search.objective is Objective.MEMORY else FASTEST
 
 

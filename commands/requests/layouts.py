@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from parplan.commands.options import LayoutOptions
-from parplan.costmodels.communication.mesh import Mesh
+from parplan.costmodels.communication.mesh import Mesh, MeshOrder
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.host.state_location import Eviction
 from parplan.costmodels.layers.recompute import Recompute
@@ -69,7 +69,13 @@ def layout_of(request: Request, by_hand: LayoutOptions) -> ParallelLayout:
     if by_hand.schedule_file:
         schedule, virtual_stages, actions = _custom(by_hand.schedule_file, by_hand)
     return ParallelLayout(
-        mesh=Mesh(pp=pp, dp=dp, tp=tp, ep=by_hand.ep),
+        mesh=Mesh(
+            pp=pp,
+            dp=dp,
+            tp=tp,
+            ep=by_hand.ep,
+            order=MeshOrder(by_hand.mesh_order or MeshOrder.PP_DP_TP),
+        ),
         schedule=schedule,
         virtual_stages=virtual_stages,
         micro_batch_size=micro_batch_size,

@@ -10,6 +10,7 @@ from typing import Any
 from parplan.commands.options import STDOUT, PinOptions, SearchFlags, TargetOptions
 from parplan.commands.requests.external import load_module, narrowed
 from parplan.commands.requests.machine import TrainingDefaults, cluster_and_training
+from parplan.costmodels.communication.mesh import MeshOrder
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
@@ -116,6 +117,7 @@ def constraints_of(
         tp_across_nodes=pins.tp_across_nodes,
         megatron_sharding=pins.megatron_sharding,
         schedule=None if pins.schedule is None else tuple(map(Schedule, pins.schedule)),
+        mesh_order=None if pins.mesh_order is None else tuple(map(MeshOrder, pins.mesh_order)),
         recompute=None if pins.recompute is None else tuple(map(Recompute, pins.recompute)),
         sequence_parallel=None if pins.sequence_parallel is None else (pins.sequence_parallel,),
         forbid=parse_bans(pins.forbid),
@@ -161,15 +163,33 @@ def options_of(flags: SearchFlags) -> SearchOptions:
         )
     if flags.prefer is not None and flags.objective != Objective.THROUGHPUT:
         raise prefer_error(flags.objective)
+    _require_one_order(flags)
     slowdown, limit = flags.max_slowdown, flags.memory_limit
     return SearchOptions(
         max_slowdown=DEFAULT_MAX_SLOWDOWN if slowdown is None else slowdown,
+        memory_slack=flags.memory_slack,
         memory_margin=flags.memory_margin,
         solver=SolverName(flags.solver),
         deadline=deadline_after(flags.time_limit),
         memory_limit_bytes=None if limit is None else parse_size("--memory-limit", limit),
         prefer=Prefer.FASTEST if flags.prefer is None else Prefer(flags.prefer),
     )
+
+
+def _require_one_order(flags: SearchFlags) -> None:
+    """Raises ConfigError unless time or memory comes first, and only for the memory objective."""
+    if flags.memory_slack is None:
+        return
+    if flags.objective != Objective.MEMORY:
+        raise ConfigError(
+            f"--memory-slack is for --objective memory, the objective is {flags.objective}",
+            hint="leave it out",
+        )
+    if flags.max_slowdown is not None:
+        raise ConfigError(
+            "--memory-slack puts memory first and --max-slowdown puts time first",
+            hint="leave one of them out",
+        )
 
 
 def offload_assumed(constraints: Constraints, plan: Plan) -> tuple[str, ...]:
@@ -193,7 +213,7 @@ def all_assumed(request: PlanRequest[Any], flags: SearchFlags) -> tuple[str, ...
     if flags.memory_margin is None and flags.memory_limit is None:
         stack = request.training.stack
         assumed += (f"--memory-margin {memory_margin(stack, options):g} ({margin_text(stack)})",)
-    if flags.objective in _SLOWED and flags.max_slowdown is None:
+    if flags.objective in _SLOWED and flags.max_slowdown is None and flags.memory_slack is None:
         assumed += (f"--max-slowdown {options.max_slowdown}",)
     return assumed
 

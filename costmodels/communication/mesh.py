@@ -2,31 +2,58 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
+from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import StrEnum
 
+import numpy as np
+
 from parplan.profiles.documents.ranges import DEVICES
-from parplan.profiles.errors import ConfigError
+from parplan.profiles.elementwise import Number
+from parplan.profiles.errors import ConfigError, coerce_choice
 from parplan.profiles.models.spec import ModelSpec
 
 _FORBID = {"extra": "forbid"}
 
 
 class Axis(StrEnum):
-    """Parallel axes in rank order, outermost first: tp ranks are neighbours."""
+    """Parallel axes."""
 
     PP = "pp"
     DP = "dp"
     TP = "tp"
 
 
+class MeshOrder(StrEnum):
+    """Parallel axes in rank order, outermost first.
+
+    Tensor-parallel ranks are always neighbours. With `dp-pp-tp` the stages of a pipeline come
+    before the copies of the model: messages between stages stay inside a node where pp x tp fits
+    one, and data-parallel groups span more nodes.
+    """
+
+    PP_DP_TP = "pp-dp-tp"
+    DP_PP_TP = "dp-pp-tp"
+
+    def inside(self, axis: Axis) -> tuple[Axis, ...]:
+        """Returns the axes whose ranks are nearer to one another than those of `axis`."""
+        return _INSIDE[self][axis]
+
+
+_INSIDE = {
+    MeshOrder.PP_DP_TP: {Axis.PP: (Axis.DP, Axis.TP), Axis.DP: (Axis.TP,), Axis.TP: ()},
+    MeshOrder.DP_PP_TP: {Axis.DP: (Axis.PP, Axis.TP), Axis.PP: (Axis.TP,), Axis.TP: ()},
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
     """Degrees of pipeline, data and tensor parallelism.
 
-    rank = (pp_rank * dp + dp_rank) * tp + tp_rank.
-
+    order: axes in rank order: of pp-dp-tp, rank = (pp_rank * dp + dp_rank) * tp + tp_rank
     ep: number of neighbouring dp ranks over which the experts of a block are divided; dp / ep ranks
     hold the same experts
     """
@@ -37,8 +64,10 @@ class Mesh:
     dp: int
     tp: int
     ep: int = 1
+    order: MeshOrder = MeshOrder.PP_DP_TP
 
     def __post_init__(self) -> None:
+        coerce_choice(self, "order", MeshOrder, where="mesh")
         for axis in Axis:
             if self.degree(axis) not in DEVICES:
                 raise ConfigError(f"mesh: {axis} is {self.degree(axis)}, it must be {DEVICES}")
@@ -48,10 +77,16 @@ class Mesh:
                 "over whose ranks the experts are divided",
                 hint=f"use a divisor of {self.dp}",
             )
+        if self.ep > 1 and self.order is not MeshOrder.PP_DP_TP:
+            raise ConfigError(
+                f"mesh: the order is {self.order} with ep {self.ep}, whose ranks are neighbours",
+                hint=f"use the order {MeshOrder.PP_DP_TP}, or ep 1",
+            )
 
     def __str__(self) -> str:
         experts = f" (ep {self.ep})" if self.ep > 1 else ""
-        return f"pp {self.pp} x dp {self.dp} x tp {self.tp}{experts}"
+        order = "" if self.order is MeshOrder.PP_DP_TP else f" in order {self.order}"
+        return f"pp {self.pp} x dp {self.dp} x tp {self.tp}{experts}{order}"
 
     @property
     def ranks_per_stage(self) -> int:
@@ -73,7 +108,18 @@ class Mesh:
 
     def stride(self, axis: Axis) -> int:
         """Distance in ranks between neighbours along `axis`."""
-        return {Axis.PP: self.ranks_per_stage, Axis.DP: self.tp, Axis.TP: 1}[axis]
+        return math.prod([self.degree(inner) for inner in self.order.inside(axis)])
+
+    def rank(self, pp: int = 0, dp: int = 0, tp: int = 0) -> int:
+        """Returns the rank at these coordinates."""
+        return sum(
+            at * self.stride(axis) for axis, at in ((Axis.PP, pp), (Axis.DP, dp), (Axis.TP, tp))
+        )
+
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
+        """Returns the coordinates (pp, dp, tp) of a rank."""
+        pp, dp, tp = (rank // self.stride(axis) % self.degree(axis) for axis in Axis)
+        return pp, dp, tp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +146,35 @@ class Placement:
 def place(mesh: Mesh, axis: Axis, gpus_per_node: int) -> Placement:
     """Returns the placement of `axis` when ranks fill the nodes in order."""
     return place_axis(mesh.degree(axis), mesh.stride(axis), mesh.num_ranks, gpus_per_node)
+
+
+def crosses_nodes(mesh: Mesh, here: Number, there: Number, gpus_per_node: int) -> Number:
+    """Returns whether a message between two pipeline ranks leaves a node in some copy of them.
+
+    The pipeline ranks may be arrays.
+    """
+    stride = mesh.stride(Axis.PP)
+    starts: tuple[int, ...] = (0,)
+    if mesh.order is MeshOrder.DP_PP_TP:
+        between = mesh.stride(Axis.DP)
+        period = gpus_per_node // math.gcd(between, gpus_per_node)
+        starts = tuple(copy * between % gpus_per_node for copy in range(min(mesh.dp, period)))
+    crosses = [
+        (start + here * stride) // gpus_per_node != (start + there * stride) // gpus_per_node
+        for start in starts
+    ]
+    return functools.reduce(operator.or_, crosses)
+
+
+def where_axes_lie(mesh: Mesh, gpus_per_node: int) -> Hashable:
+    """Returns all that prices know of the order of a mesh: equal for orders that cost the same."""
+    here = np.arange(mesh.pp)
+    crosses = np.asarray(crosses_nodes(mesh, here, (here + 1) % mesh.pp, gpus_per_node))
+    return (
+        place(mesh, Axis.DP, gpus_per_node),
+        crosses.tobytes(),
+        min(mesh.stride(Axis.PP), gpus_per_node) if crosses.any() else 0,
+    )
 
 
 def place_expert_copies(mesh: Mesh, gpus_per_node: int) -> Placement:

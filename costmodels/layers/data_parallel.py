@@ -291,7 +291,7 @@ def shared_reduction(
     holders     layers that hold them, such as the two of a token table tied to the head
     """
     gpus_per_node = machine.cluster.gpus_per_node
-    crosses = mesh.num_ranks > gpus_per_node
+    crosses = mesh.pp * mesh.stride(Axis.PP) > gpus_per_node
     ends = Mesh(pp=min(holders, mesh.pp), dp=gpus_per_node if crosses else 1, tp=1)
     num_bytes = training.gradient_precision.num_bytes * elements
     where = place(ends, Axis.PP, gpus_per_node)

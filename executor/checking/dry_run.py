@@ -68,7 +68,7 @@ def dry_run(plan: Plan, pipeline_rank: int, on_backward: OnBackward = lambda: No
     """
     runs: list[RankUse] = []
     counts = counted_micro_batches(plan, pipeline_rank)
-    with alone(plan, pipeline_rank * plan.mesh.ranks_per_stage):
+    with alone(plan, plan.mesh.rank(pp=pipeline_rank)):
         ranks = ranks_of(plan, torch.device("cpu"))
         for count in counts:
             runs.append(_step(with_micro_batches(plan, count), ranks, on_backward))

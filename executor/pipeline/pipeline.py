@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -285,9 +286,9 @@ def _tied_group(plan: Plan, ranks: RankPlace) -> dist.ProcessGroup | None:
     ends = [plan.stages[index].rank for index in (0, -1)]
     if not plan.model.tied_embeddings or ends[0] == ends[1]:
         return None
-    tied, count = None, plan.mesh.ranks_per_stage
-    for place in range(count):
-        pair = [end * count + place for end in ends]
+    tied, mesh = None, plan.mesh
+    for dp, tp in product(range(mesh.dp), range(mesh.tp)):
+        pair = [mesh.rank(end, dp, tp) for end in ends]
         group = dist.new_group(pair)  # collective: every rank makes every group
         tied = group if dist.get_rank() in pair else tied
     return tied

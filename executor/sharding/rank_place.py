@@ -8,19 +8,27 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from parplan.costmodels.communication.mesh import Axis, Mesh
 from parplan.costmodels.host.offload import Offload
 from parplan.executor.placed_layers import PlacedLayer, effective_zero, zero_ranks
 from parplan.executor.sharding.zero_units import Unit, shard_unit
 from parplan.planner.plan.plan import Plan
 
 
+def rank_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
+    """Returns all ranks by axis, in the order of the mesh. Collective."""
+    names = tuple(mesh.order.split("-"))
+    degrees = tuple(mesh.degree(Axis(name)) for name in names)
+    return init_device_mesh(device.type, degrees, mesh_dim_names=names)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
     """The device and the meshes of this process.
 
-    mesh         all ranks as (pp, dp, tp)
+    mesh         all ranks by pp, dp and tp
     sharded      number of ranks that hold one copy of the states -> dp as (copies, shards)
     expert_mesh  all ranks with dp as (copies, ep), where experts are divided
     """

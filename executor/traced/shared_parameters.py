@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -83,8 +84,8 @@ def build_shared(
 def _group(plan: TracedPlan, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
     """Returns this rank's group; every rank creates the groups of all data-parallel coordinates."""
     here = None
-    for place in range(plan.mesh.ranks_per_stage):
-        members = [pp * plan.mesh.ranks_per_stage + place for pp in ranks]
+    for dp, tp in product(range(plan.mesh.dp), range(plan.mesh.tp)):
+        members = [plan.mesh.rank(pp, dp, tp) for pp in ranks]
         group = dist.new_group(members)
         here = group if dist.get_rank() in members else here
     return here

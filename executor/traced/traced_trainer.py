@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from parplan.costmodels.layers.model_states import StateBytes
 from parplan.executor.rules.traced_rules import validate_traced_plan
 from parplan.executor.run_options import Options, derived_seed
-from parplan.executor.sharding.rank_place import RankPlace
+from parplan.executor.sharding.rank_place import RankPlace, rank_mesh
 from parplan.executor.tensors import local
 from parplan.executor.traced.module_batches import module_batches
 from parplan.executor.traced.stage_values import OpenedModule, open_module
@@ -152,10 +151,7 @@ def build_traced_trainer(
     progress = progress or RankProgress()
     opened = opened or open_plan_module(plan, options.seed)
     program = record(opened.workload, plan.pipeline.micro_batch_size, plan.training.precision)
-    mesh = init_device_mesh(
-        device.type, (plan.mesh.pp, plan.mesh.dp, plan.mesh.tp), mesh_dim_names=("pp", "dp", "tp")
-    )
-    ranks = RankPlace(device=device, mesh=mesh)
+    ranks = RankPlace(device=device, mesh=rank_mesh(plan.mesh, device))
     dp_rank = ranks.coordinate("dp")
     dropout_stream = ranks.coordinate("pp") * plan.mesh.dp + dp_rank
     torch.manual_seed(derived_seed(options.seed, dropout_stream))

@@ -19,7 +19,7 @@ from parplan.executor.data.batches import Batches, build_batches
 from parplan.executor.pipeline.loss_scale import LossScale, loss_scale
 from parplan.executor.pipeline.pipeline import RankPipeline, build_pipeline
 from parplan.executor.run_options import Options, derived_seed
-from parplan.executor.sharding.rank_place import RankPlace
+from parplan.executor.sharding.rank_place import RankPlace, rank_mesh
 from parplan.executor.training.compiled import compile_blocks
 from parplan.executor.training.finite import RankLosses
 from parplan.executor.training.optimizer import (
@@ -245,9 +245,7 @@ def build_trainer(
 
 def ranks_of(plan: Plan, device: torch.device) -> RankPlace:
     """Return this rank's place in the mesh of the plan. Collective."""
-    mesh = init_device_mesh(
-        device.type, (plan.mesh.pp, plan.mesh.dp, plan.mesh.tp), mesh_dim_names=("pp", "dp", "tp")
-    )
+    mesh = rank_mesh(plan.mesh, device)
     return RankPlace(
         device=device,
         mesh=mesh,

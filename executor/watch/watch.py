@@ -214,9 +214,8 @@ class Watch:
         return f"{name} has not moved {since}: {what}{waiting}"
 
     def _name(self, rank: int, num_more: int) -> str:
-        """Return a rank with its coordinates: the mesh counts tp first, then dp, then pp."""
-        rest, tp = divmod(rank, self.mesh.tp)
-        pp, dp = divmod(rest, self.mesh.dp)
+        """Return a rank with its coordinates."""
+        pp, dp, tp = self.mesh.coordinates(rank)
         more = f" and {num_more} more" if num_more > 0 else ""
         return f"rank {rank} (pp {pp}, dp {dp}, tp {tp}){more}"
 

@@ -17,7 +17,12 @@ from parplan.costmodels.communication.collectives import (
     collective_time,
     point_to_point_time,
 )
-from parplan.costmodels.communication.mesh import Axis, Placement, place_axis
+from parplan.costmodels.communication.mesh import (
+    Axis,
+    Placement,
+    crosses_nodes,
+    place_axis,
+)
 from parplan.costmodels.layers.model_states import owned_parameters
 from parplan.costmodels.layers.sub_pipeline import HALVES
 from parplan.costmodels.operators.compute import kernel_time
@@ -208,9 +213,10 @@ def _prices(
     if sent.kind == POINT_TO_POINT:
         stride = layout.mesh.stride(Axis.PP)
         sharing = min(stride, gpus_per_node)
-        node = rank * stride // gpus_per_node
         neighbours = [near for near in (rank - 1, rank + 1) if near in range(layout.mesh.pp)]
-        for crosses in sorted({node != near * stride // gpus_per_node for near in neighbours}):
+        for crosses in sorted(
+            {bool(crosses_nodes(layout.mesh, rank, near, gpus_per_node)) for near in neighbours}
+        ):
             nodes, ranks = (2, 1) if crosses else (1, 2)
             price = point_to_point_time(
                 n_bytes, crosses_nodes=crosses, sharing=sharing, machine=machine

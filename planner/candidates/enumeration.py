@@ -6,11 +6,11 @@ Each illegal candidate has its reason.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass, replace
 from math import gcd
 
-from parplan.costmodels.communication.mesh import Mesh
+from parplan.costmodels.communication.mesh import Mesh, MeshOrder, where_axes_lie
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import AHEAD, Schedule, legal
 from parplan.costmodels.strategy import ParallelLayout
@@ -151,9 +151,30 @@ def _meshes(request: Request) -> Iterator[Mesh | Pruned]:
         for pp in divisors(gpus // tp):
             dp = gpus // tp // pp
             for ep in expert_degrees(dp, model):
-                mesh = Mesh(pp=pp, dp=dp, tp=tp, ep=ep)
-                excluded = excluded_mesh(mesh, pins, model.num_layers, "layers") or reason
-                yield Pruned(str(mesh), excluded) if excluded else mesh
+                plain = Mesh(pp=pp, dp=dp, tp=tp, ep=ep)
+                for mesh in ordered_meshes(plain, request):
+                    excluded = excluded_mesh(mesh, pins, model.num_layers, "layers") or reason
+                    yield Pruned(str(mesh), excluded) if excluded else mesh
+
+
+def ordered_meshes(mesh: Mesh, request: Request | TracedRequest) -> Iterator[Mesh]:
+    """Yields a mesh in each allowed order of its axes, and one of those that cost the same.
+
+    Orders cost the same where the groups of every axis lie on as many nodes.
+    """
+    stack, gpus_per_node = request.training.stack, request.cluster.gpus_per_node
+    orders = request.constraints.mesh_order or tuple(map(MeshOrder, stack.mesh_orders))
+    seen: list[Hashable] = []
+    if mesh.ep > 1:
+        orders = (MeshOrder.PP_DP_TP,)
+    elif 1 in (mesh.pp, mesh.dp):
+        orders = orders[:1]
+    for order in orders:
+        ordered = replace(mesh, order=order)
+        cost = where_axes_lie(ordered, gpus_per_node)
+        if cost not in seen:
+            seen.append(cost)
+            yield ordered
 
 
 def excluded_mesh(mesh: Mesh, pins: Constraints, num_layers: int, what: str) -> str | None:
@@ -161,13 +182,15 @@ def excluded_mesh(mesh: Mesh, pins: Constraints, num_layers: int, what: str) -> 
 
     what    the layers in words
     """
-    ban = pins.ban(pp=mesh.pp, dp=mesh.dp, tp=mesh.tp, ep=mesh.ep)
+    ban = pins.ban(pp=mesh.pp, dp=mesh.dp, tp=mesh.tp, ep=mesh.ep, mesh_order=mesh.order)
     if ban:
         return f"excluded by --forbid {ban}"
     if not (
         _allowed(pins.pp, mesh.pp) and _allowed(pins.dp, mesh.dp) and _allowed(pins.tp, mesh.tp)
     ):
         return f"{OUTSIDE_PINS} --pp, --dp or --tp"
+    if not _allowed(pins.mesh_order, mesh.order):
+        return "excluded by --mesh-order"
     if not _allowed(pins.ep, mesh.ep):
         return "excluded by --ep"
     if mesh.pp > num_layers:
@@ -342,7 +365,7 @@ def enumerate_candidates(request: Request) -> CandidateSpace:
     Raises OutOfTimeError, and ConfigError for pins that the stack does not run.
     """
     stack, pins = request.training.stack, request.constraints
-    require_stack_runs(stack, pins.schedule or (), pins.recompute or ())
+    require_stack_runs(stack, pins)
     resolved = replace(request, constraints=pins.resolved(stack))
     layouts: list[ParallelLayout] = []
     pruned: list[Pruned] = []

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -217,12 +217,13 @@ class PartBounds(RangeBounds):
     def _least_by_count(self, rank: int) -> Array:
         """Least seconds of a rank by the number of its layers, wherever they are."""
         size = self.tables.size
+        ranges, starts = _ranges_by_length(size)
         total: Array | None = None
         for stage in self.layout.stages_of(rank):
             values = self.values(stage)
             least = np.full((len(values), size + 1), np.inf)
-            for count in range(1, size + 1):
-                least[:, count] = np.diagonal(values, count, 1, 2).min(axis=-1)
+            of_range = values.reshape(len(values), -1)[:, ranges]
+            least[:, 1:] = np.minimum.reduceat(of_range, starts, axis=1)
             total = least if total is None else least_sums(total, least)
         assert total is not None, "a rank has stages"
         return self.own_s(rank, total.T)
@@ -303,6 +304,18 @@ class PartBounds(RangeBounds):
             parts = _Parts((*node.classes, number), own[number], there_s)
             longer.append((float(bounds_s[number]), parts))
         return longer
+
+
+@cache
+def _ranges_by_length(num_layers: int) -> tuple[Ints, Ints]:
+    """Returns the flat places of all ranges in a table [first, end], the shortest ranges first.
+
+    The second array has the place at which each length begins.
+    """
+    first, end = np.triu_indices(num_layers, 1, num_layers + 1)
+    order = np.argsort(end - first, kind="stable")
+    lengths = np.arange(num_layers, 0, -1)
+    return (first * (num_layers + 1) + end)[order], np.cumsum(lengths) - lengths
 
 
 def least_sums(left: Array, right: Array) -> Array:

@@ -1,15 +1,13 @@
-"""The schedules and kinds of recompute that a software stack runs.
+"""The schedules, kinds of recompute and orders of mesh axes that a software stack runs.
 
 A search uses no others, and a pin that the stack lacks is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.request import Constraints
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import load_stack, stack_names
 from parplan.profiles.stack import Stack
@@ -32,21 +30,20 @@ def lacking_schedule(layout: ParallelLayout, stack: Stack) -> str | None:
     return f"{stack.name} does not run {layout.schedule}"
 
 
-def require_stack_runs(
-    stack: Stack, schedules: Sequence[Schedule], levels: Sequence[Recompute]
-) -> None:
-    """Raises ConfigError for the first schedule or recompute that the stack does not run."""
-    for option, names in (("schedule", schedules), ("recompute", levels)):
-        has = _runs(stack, option)
-        lacking = next((name.value for name in names if name.value not in has), None)
+# fields of a stack that limit a choice, by the field of the choice's pin
+_RUNS = {"schedule": "schedules", "recompute": "recompute", "mesh_order": "mesh_orders"}
+
+
+def require_stack_runs(stack: Stack, pins: Constraints) -> None:
+    """Raises ConfigError for the first pinned choice that the stack does not run."""
+    for name, field in _RUNS.items():
+        has = getattr(stack, field)
+        pinned = getattr(pins, name) or ()
+        lacking = next((value for value in pinned if value not in has), None)
         if lacking is not None:
-            able = [each for each in stack_names() if lacking in _runs(load_stack(each), option)]
+            able = [each for each in stack_names() if lacking in getattr(load_stack(each), field)]
             raise ConfigError(
-                f"--{option} {lacking}: the stack {stack.name} does not run it, "
+                f"--{name.replace('_', '-')} {lacking}: the stack {stack.name} does not run it, "
                 f"it runs {', '.join(has) or 'none'}",
                 hint=f"choose a --stack that does: {', '.join(able)}",
             )
-
-
-def _runs(stack: Stack, option: str) -> tuple[str, ...]:
-    return stack.schedules if option == "schedule" else stack.recompute

@@ -16,13 +16,9 @@ def host_gib(plan: AnyPlan) -> float:
 
 
 def fullest_node(plan: AnyPlan, by_stage: Sequence[float]) -> float:
-    """The sum of the fullest node, from what one device of each pipeline rank has on its host.
-
-    The ranks of a pipeline stage are neighbours.
-    """
-    ranks_per_stage = plan.mesh.dp * plan.mesh.tp
-    gpus_per_node = plan.cluster.gpus_per_node
-    by_rank = [by_stage[rank // ranks_per_stage] for rank in range(plan.mesh.num_ranks)]
+    """The sum of the fullest node, from what one device of each pipeline rank has on its host."""
+    mesh, gpus_per_node = plan.mesh, plan.cluster.gpus_per_node
+    by_rank = [by_stage[mesh.coordinates(rank)[0]] for rank in range(mesh.num_ranks)]
     return max(
         sum(by_rank[first : first + gpus_per_node])
         for first in range(0, len(by_rank), gpus_per_node)

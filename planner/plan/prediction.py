@@ -285,6 +285,22 @@ class TieChoice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryFirst:
+    """The second half of a search that puts memory first: the fastest plan among the leanest.
+
+    slack         share by which redundant memory may be above the least of all plans
+    step_s        closed form of the plan, the fastest with so little redundant memory
+    step_bound_s  no such plan is faster
+    """
+
+    __pydantic_config__ = _FORBID
+
+    slack: float
+    step_s: float
+    step_bound_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRecord:
     """The result of a search under the closed-form price.
 
@@ -297,6 +313,8 @@ class SearchRecord:
                           plan of a single search
     solver_failure        the number of candidates on which the solver failed, and its failure; None
                           without one
+    memory_first          where memory comes first: value, bound and gap are those of the least
+                          redundant plan of all, and the plan is the fastest with about as little
     preference            the choice among plans that are as fast within the error band; value,
                           bound and gap are those of the fastest. None for other objectives
     """
@@ -312,6 +330,7 @@ class SearchRecord:
     candidates: Candidates
     front: FrontPoint | None = None
     solver_failure: str | None = None
+    memory_first: MemoryFirst | None = None
     preference: TieChoice | None = None
     runners_up: tuple[RunnerUp, ...] = ()
 

@@ -97,10 +97,16 @@ def _check(
     model, cluster = request.model, request.cluster
     training = request.training
     stack = training.stack
-    require_stack_runs(
-        stack, (layout.schedule,) if lacking_schedule(layout, stack) else (), (recompute,)
-    )
     mesh = layout.mesh
+    lacking = lacking_schedule(layout, stack)
+    require_stack_runs(
+        stack,
+        Constraints(
+            schedule=(layout.schedule,) if lacking else None,
+            recompute=(recompute,),
+            mesh_order=(mesh.order,),
+        ),
+    )
     if mesh.num_ranks != cluster.num_gpus:
         raise ConfigError(
             f"{mesh} is {mesh.num_ranks} GPUs, the cluster has {cluster.num_gpus}",

@@ -30,7 +30,7 @@ from parplan.planner.plan.prediction import SearchRecord, Status
 from parplan.planner.request import OnProgress, Request, SearchOptions
 from parplan.planner.search.leaner_with_host import search_leaner
 from parplan.planner.search.least_peak import LeastPeak, least_peak
-from parplan.planner.search.least_redundancy import then_leanest
+from parplan.planner.search.least_redundancy import then_fastest, then_leanest
 from parplan.planner.search.one_candidate import certify, fastest_choice, relaxed_bound_s
 from parplan.planner.search.preference import preferred_plan
 from parplan.planner.search.price_factory import DescribedFactory, Explain, PriceFactory
@@ -38,6 +38,7 @@ from parplan.planner.search.replay import replay_best
 from parplan.planner.search.search_results import (
     SearchResult,
     leanest_result,
+    memory_first_result,
     record_of,
     result_of,
 )
@@ -48,7 +49,7 @@ from parplan.planner.search.search_session import (
     SolvedCandidate,
 )
 from parplan.planner.solver import Unsolved
-from parplan.profiles.errors import OutOfTimeError, SolverError
+from parplan.profiles.errors import ConfigError, OutOfTimeError, SolverError
 from parplan.profiles.units import GIB
 
 Outcome = BranchOutcome[SolvedCandidate]
@@ -225,11 +226,16 @@ def search(
     fastest = outcome.solved[0]
     if objective is Objective.PEAK:
         return _search_least_peak(outcome, session)
+    least = outcome
     if objective is Objective.MEMORY:
-        outcome = then_leanest(outcome, space.layouts, session)
+        least = outcome = then_leanest(outcome, space.layouts, session)
+        if options.memory_slack is not None and not least.interrupted:
+            outcome = then_fastest(least, space.layouts, session, options.memory_slack)
     replayed = replay_best(outcome, objective, session)
     if not replayed:  # the exact schedules of the chunks need more than their closed form says
         return search(prices, objective, options, on_progress, slack=slack + SLACK, prefer=prefer)
+    if outcome is not least:
+        return memory_first_result(replayed, fastest, least, outcome, session)
     if objective is Objective.MEMORY:
         return leanest_result(replayed, fastest, outcome, session)
     record = _of_simulated_steps(
@@ -334,7 +340,14 @@ def _find_leanest(factory: PriceFactory, on_progress: OnProgress | None) -> Sear
     Where the request leaves offload open, the host is used only if nothing fits without it.
     """
     options, offload = factory.request.options, factory.offload
+    if options.memory_slack is not None and offload:
+        raise ConfigError(
+            "--memory-slack plans without the host's memory, and --offload asks for it",
+            hint="leave one of them out",
+        )
     alone = search(factory.prices(()), Objective.MEMORY, options, on_progress)
+    if options.memory_slack is not None:
+        return alone
     if offload is None:
         offload = () if alone else factory.searched
     if not offload or (alone and alone.interrupted):

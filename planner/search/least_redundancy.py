@@ -1,6 +1,7 @@
-"""The second pass of the memory objective (EQUATIONS R3).
+"""The second pass of the memory objective (EQUATIONS R3), in either order.
 
-It finds the least redundant bytes within the slowdown, and among equals the least peak.
+Time first: the least redundant bytes within the slowdown, and among equals the least peak. Memory
+first: the least redundant bytes at any step time, then the fastest plan with at most a share more.
 """
 
 from __future__ import annotations
@@ -111,19 +112,15 @@ class _RedundancyPass:
         self, layout: ParallelLayout, bound: float, cut: float, _: float
     ) -> SolvedCandidate | None:
         session, prices = self.session, self.session.prices
-        options = session.columns(
-            layout,
-            lambda rank, count: prices.lean_columns(rank, count, session.limit_bytes),
-            self.slowest_s,
-        )
+        options = _lean_columns(layout, session, self.slowest_s)
         covers = prices.covers(layout, self.slowest_s, session.limit_bytes)
-        least = self._least(layout, options) if covers else bound
+        least = self._least_in_time(layout, options, session) if covers else bound
         self.least_bytes[layout] = max(bound, least)
         if least >= cut or (covers and options is None):
             return None
         if options is None:
             raise Unsolved(_LEFT_OUT)
-        choice = self._master(layout, options).leanest(
+        choice = _master(layout, options, session).leanest(
             self.slowest_s, session.options.solver, session.solver_limit_s()
         )
         if choice is None and not covers:
@@ -155,34 +152,60 @@ class _RedundancyPass:
             return rank.leanest(count, session.limit_bytes)
 
         options = session.columns(layout, make, self.slowest_s)
-        if options is None or self._least(layout, options) > slackened(redundant_bytes):
+        least = self._least_in_time(layout, options, session)
+        if options is None or least > slackened(redundant_bytes):
             return None
-        choice = self._master(layout, options).fastest_of_redundancy(
+        choice = _master(layout, options, session).fastest_of_redundancy(
             redundant_bytes, session.options.solver, session.solver_limit_s()
         )
         return choice if choice and choice.step_s <= self.slowest_s else None
 
-    def _least(
-        self, layout: ParallelLayout, options: Sequence[Sequence[StageColumn]] | None
+    def _least_in_time(
+        self,
+        layout: ParallelLayout,
+        options: Sequence[Sequence[StageColumn]] | None,
+        session: SearchSession,
     ) -> float:
         """Lower bound of the columns' redundant bytes, infinite where they take too long."""
-        if options is None:
-            return INFINITY
-        num_layers = self.session.num_blocks
-        share = bubble_share(layout, self.session.price_cache)
-        least_s = lower_bound_s(layout, options, num_layers, share)
-        least = columns_redundancy_bound_bytes(layout, options, num_layers)
-        return INFINITY if least_s is None or least is None or least_s > self.slowest_s else least
+        least_s, least = _bounds(layout, options, session)
+        return INFINITY if least_s > self.slowest_s else least
 
-    def _master(self, layout: ParallelLayout, options: Sequence[Sequence[StageColumn]]) -> Master:
-        price_cache = self.session.price_cache
-        return Master(
-            layout,
-            options,
-            self.session.num_blocks,
-            tied=price_cache.tied,
-            share=bubble_share(layout, price_cache),
-        )
+
+def _lean_columns(
+    layout: ParallelLayout, session: SearchSession, slowest_s: float
+) -> list[list[StageColumn]] | None:
+    """Returns the columns of a layout in time, None where a rank has none."""
+    return session.columns(
+        layout,
+        lambda rank, count: session.prices.lean_columns(rank, count, session.limit_bytes),
+        slowest_s,
+    )
+
+
+def _bounds(
+    layout: ParallelLayout,
+    options: Sequence[Sequence[StageColumn]] | None,
+    session: SearchSession,
+) -> tuple[float, float]:
+    """Lower bounds of the columns' seconds and redundant bytes, infinite where nothing fits."""
+    if options is None:
+        return INFINITY, INFINITY
+    share = bubble_share(layout, session.price_cache)
+    least_s = lower_bound_s(layout, options, session.num_blocks, share)
+    least = columns_redundancy_bound_bytes(layout, options, session.num_blocks)
+    return (INFINITY, INFINITY) if least_s is None or least is None else (least_s, least)
+
+
+def _master(
+    layout: ParallelLayout, options: Sequence[Sequence[StageColumn]], session: SearchSession
+) -> Master:
+    return Master(
+        layout,
+        options,
+        session.num_blocks,
+        tied=session.price_cache.tied,
+        share=bubble_share(layout, session.price_cache),
+    )
 
 
 def then_leanest(
@@ -220,3 +243,55 @@ def then_leanest(
 def as_memory(fastest: SolvedCandidate) -> SolvedCandidate:
     """The fastest plan as an answer to the memory objective, with nothing proven about it."""
     return SolvedCandidate(fastest.layout, fastest.choice, fastest.choice.redundant_bytes, 0.0)
+
+
+def then_fastest(
+    least: BranchOutcome[SolvedCandidate],
+    layouts: Sequence[ParallelLayout],
+    session: SearchSession,
+    slack: float,
+) -> BranchOutcome[SolvedCandidate]:
+    """Returns the fastest choices with at most `slack` more redundant bytes than the leanest.
+
+    least    the result of `then_leanest` at any step time; its first choice is the last resort
+    """
+    leanest = least.solved[0]
+    most_bytes = leanest.value + slack * abs(leanest.value)
+    step_s = leanest.choice.step_s
+    known = replace(leanest, value=step_s, bound=step_s)
+    prices, limit = session.prices, session.limit_bytes
+
+    def solve(
+        layout: ParallelLayout, bound: float, cut_s: float, _: float
+    ) -> SolvedCandidate | None:
+        if prices.least_redundant_bytes(layout, cut_s, limit) > slackened(most_bytes):
+            return None
+        options = _lean_columns(layout, session, cut_s)
+        least_s, least_bytes = _bounds(layout, options, session)
+        covers = prices.covers(layout, cut_s, limit)
+        if options is None or least_s >= cut_s or least_bytes > slackened(most_bytes):
+            if covers:
+                return None
+            raise Unsolved(_LEFT_OUT)
+        choice = _master(layout, options, session).fastest_of_redundancy(
+            most_bytes, session.options.solver, session.solver_limit_s()
+        )
+        if choice is None or choice.step_s >= cut_s:
+            return None
+        proven = choice.proven and covers
+        return SolvedCandidate(layout, choice, choice.step_s, choice.step_s if proven else bound)
+
+    outcome = branch_and_bound(
+        ((prices.least_s(each, limit), each) for each in layouts if prices.may_fit(each, limit)),
+        solve,
+        best_of,
+        BranchWatch(
+            objective=Objective.THROUGHPUT, left_s=session.left_s, on_progress=session.on_progress
+        ),
+        incumbents=(known,),
+    )
+    return replace(
+        outcome,
+        finished=least.finished and outcome.finished,
+        failures=least.failures + outcome.failures,
+    )

@@ -39,7 +39,7 @@ from parplan.planner.objective import Objective
 from parplan.planner.plan.derived import host_gib
 from parplan.planner.plan.prediction import FrontPoint
 from parplan.planner.plan.traced_plan import AnyPlan
-from parplan.planner.request import OnProgress, SearchOptions
+from parplan.planner.request import ANY_SLOWDOWN, OnProgress, SearchOptions
 from parplan.planner.search.find_plan import search
 from parplan.planner.search.leaner_with_host import search_leaner
 from parplan.planner.search.memory_descent import halve_in
@@ -49,7 +49,6 @@ from parplan.planner.search.search_session import SearchPrices, SolvedCandidate
 from parplan.profiles.errors import ConfigError, OutOfTimeError, SolverError
 from parplan.profiles.units import GIB, MIB
 
-ANY_SLOWDOWN = 99.0  # finite for the solver's sake: steps up to 100 times the fastest
 SLOWDOWNS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, ANY_SLOWDOWN)
 DEFAULT_POINTS, LEAST_POINTS = 16, 3  # three ends: fastest, least peak, least redundant
 HOST_SHARE = 3  # one memory limit in three is searched with the host

@@ -35,7 +35,7 @@ from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.off_speed import SpeedFactors, at_speeds
 from parplan.profiles.units import gib
 
-CLOSE = 1.002  # simulated step over its bound, up to which scaling was within 0.05 %
+CLOSE = 1.001  # simulated step over its bound, up to which scaling was within 0.05 %
 
 
 def preferred_plan(

@@ -14,7 +14,7 @@ from parplan.planner.candidates.enumeration import CandidateSpace
 from parplan.planner.candidates.solver_faults import failure_text
 from parplan.planner.objective import Objective
 from parplan.planner.plan.assemble import runner_up
-from parplan.planner.plan.prediction import Candidates, SearchRecord, Status
+from parplan.planner.plan.prediction import Candidates, MemoryFirst, SearchRecord, Status
 from parplan.planner.plan.traced_plan import AnyPlan
 from parplan.planner.search.replay import Replayed
 from parplan.planner.search.search_session import SearchPrices, SearchSession, SolvedCandidate
@@ -63,6 +63,30 @@ def leanest_result(
     copy_bytes = copy_on_hosts(price, session.prices)
     space = session.prices.space
     record = record_of(Objective.MEMORY, best, fastest, outcome, space, copy_bytes)
+    return result_of(replayed, record, fastest, session, interrupted=outcome.interrupted)
+
+
+def memory_first_result(
+    replayed: Sequence[Replayed],
+    fastest: SolvedCandidate,
+    least: BranchOutcome[SolvedCandidate],
+    outcome: BranchOutcome[SolvedCandidate],
+    session: SearchSession,
+) -> SearchResult:
+    """Returns the fastest plan with little more redundant memory than the first of `least`."""
+    record = record_of(Objective.MEMORY, least.solved[0], fastest, least, session.prices.space)
+    slack, best = session.options.memory_slack, replayed[0][0]
+    assert slack is not None, "memory comes first"
+    record = replace(
+        record,
+        status=Status.OPTIMAL if outcome.finished else Status.FEASIBLE,
+        memory_first=MemoryFirst(
+            slack=slack,
+            step_s=round(best.choice.step_s, 6),
+            step_bound_s=round(min(outcome.bound, best.choice.step_s), 6),
+        ),
+        solver_failure=failure_text(outcome.failures),
+    )
     return result_of(replayed, record, fastest, session, interrupted=outcome.interrupted)
 
 

@@ -39,7 +39,13 @@ from parplan.planner.master import MasterChoice
 from parplan.planner.plan.assemble import assemble
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import SearchRecord
-from parplan.planner.request import Constraints, OnProgress, Request, SearchOptions
+from parplan.planner.request import (
+    ANY_SLOWDOWN,
+    Constraints,
+    OnProgress,
+    Request,
+    SearchOptions,
+)
 from parplan.planner.stage_columns.block_counts import block_counts, to_strategy
 from parplan.planner.stage_columns.chunk_columns import Columns, rank_columns
 from parplan.planner.stage_columns.columns import RankColumns
@@ -359,7 +365,9 @@ class SearchSession:
     @property
     def slowdown(self) -> float:
         """Largest ratio to the fastest step for a plan of another objective."""
-        return (1 + self.options.max_slowdown) * (1 + ROUNDING)
+        memory_first = self.options.memory_slack is not None
+        slowdown = ANY_SLOWDOWN if memory_first else self.options.max_slowdown
+        return (1 + slowdown) * (1 + ROUNDING)
 
     def within(self, limit_bytes: float) -> SearchSession:
         """Returns the same search with a limit of `limit_bytes` on every device."""

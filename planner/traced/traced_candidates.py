@@ -19,12 +19,12 @@ from parplan.planner.candidates.enumeration import (
     illegal_pipeline,
     layout_text,
     micro_batch_sizes,
+    ordered_meshes,
 )
 from parplan.planner.candidates.stack_rules import require_stack_runs
 from parplan.planner.request import Constraints, TracedRequest
 from parplan.profiles.divisors import divisors
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.stack import Stack
 
 MOST_CHUNKS = 4  # virtual stages of a rank that are searched when none are pinned
@@ -76,13 +76,12 @@ def enumerate_traced_candidates(
     each virtual stage, empty when the search decides. Raises ConfigError for pins that the stack
     does not run.
     """
-    cluster, training = request.cluster, request.training
-    pins = request.constraints
-    require_stack_runs(training.stack, pins.schedule or (), pins.recompute or ())
+    training, pins = request.training, request.constraints
+    require_stack_runs(training.stack, pins)
     pins = pins.resolved(training.stack)
     layouts: list[ParallelLayout] = []
     pruned: list[Pruned] = []
-    for mesh in _meshes(cluster):
+    for mesh in _meshes(request):
         reason = excluded_mesh(mesh, pins, num_shards, "shards that the module can be cut into")
         if not reason and not divides(mesh.tp):
             reason = f"tp {mesh.tp} divides no operator of the module"
@@ -103,12 +102,12 @@ def enumerate_traced_candidates(
     return CandidateSpace(tuple(layouts), tuple(pruned))
 
 
-def _meshes(cluster: Cluster) -> Iterator[Mesh]:
+def _meshes(request: TracedRequest) -> Iterator[Mesh]:
     """Yields the meshes whose tensor-parallel ranks are inside a node."""
-    gpus = cluster.num_gpus
-    for tp in divisors(gcd(gpus, cluster.gpus_per_node)):
+    gpus = request.cluster.num_gpus
+    for tp in divisors(gcd(gpus, request.cluster.gpus_per_node)):
         for pp in divisors(gpus // tp):
-            yield Mesh(pp=pp, dp=gpus // tp // pp, tp=tp)
+            yield from ordered_meshes(Mesh(pp=pp, dp=gpus // tp // pp, tp=tp), request)
 
 
 def _layouts(

@@ -337,6 +337,13 @@ def _proof(plan: AnyPlan, context: SummaryContext) -> tuple[str, str, str]:
         else:
             measure = "the redundancy"
         gap = f"{gap} of {measure}"
+        if first := search.memory_first:
+            step_gap = 1 - first.step_bound_s / first.step_s
+            gap = f"{gap} ({gib_text(search.value)} GiB)"
+            counts = (
+                f"within {100 * first.slack:g} % of it the fastest, gap {percent(step_gap)}; "
+                f"{counts}"
+            )
         counts = f"{percent(slower)} slower than the fastest; {counts}"
     if search.status is Status.OPTIMAL:
         return "proven", gap, counts

@@ -619,6 +619,26 @@ def test_the_choices_of_the_options_are_those_of_the_planner():
             id="no-slowdown",
         ),
         pytest.param(
+            (*BIG, "--memory-slack", "0.1"),
+            r"--memory-slack is for --objective memory, the objective is throughput",
+            id="no-slack",
+        ),
+        pytest.param(
+            (*BIG, "--objective", "memory", "--memory-slack", "0", "--max-slowdown", "0"),
+            r"--memory-slack puts memory first.*\nhint: leave one of them out",
+            id="two-orders",
+        ),
+        pytest.param(
+            (*BIG, "--objective", "memory", "--memory-slack", "-1"),
+            r"--memory-slack is -1.0, it must be from 0 to 1000",
+            id="slack",
+        ),
+        pytest.param(
+            (*BIG, "--objective", "memory", "--memory-slack", "0.1", "--offload", "optimizer"),
+            r"--memory-slack plans without the host's memory",
+            id="slack-with-host",
+        ),
+        pytest.param(
             (*BIG, "--objective", "memory", "--prefer", "fastest"),
             r"--prefer is for --objective throughput, the objective is memory\nhint: leave it out",
             id="no-preference",

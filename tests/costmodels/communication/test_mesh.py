@@ -6,18 +6,29 @@ import itertools
 
 import pytest
 
-from parplan.costmodels.communication.mesh import Axis, Mesh, Placement, place
+from parplan.costmodels.communication.mesh import (
+    Axis,
+    Mesh,
+    MeshOrder,
+    Placement,
+    crosses_nodes,
+    place,
+    where_axes_lie,
+)
 from parplan.profiles.errors import ConfigError
 
 
 def groups(mesh: Mesh, axis: Axis) -> list[list[int]]:
-    """The ranks of every group of `axis`, from rank = (pp_rank * dp + dp_rank) * tp + tp_rank."""
+    """The ranks of every group of `axis`, from the rank formula of the order."""
     coordinates = itertools.product(range(mesh.pp), range(mesh.dp), range(mesh.tp))
     by_rest: dict[tuple[int, ...], list[int]] = {}
     for coordinate in coordinates:
         pp, dp, tp = coordinate
         rest = tuple(c for i, c in enumerate(coordinate) if i != list(Axis).index(axis))
-        by_rest.setdefault(rest, []).append((pp * mesh.dp + dp) * mesh.tp + tp)
+        rank = (pp * mesh.dp + dp) * mesh.tp + tp
+        if mesh.order is MeshOrder.DP_PP_TP:
+            rank = (dp * mesh.pp + pp) * mesh.tp + tp
+        by_rest.setdefault(rest, []).append(rank)
     return list(by_rest.values())
 
 
@@ -90,13 +101,17 @@ def test_placements_by_hand_on_nodes_of_eight(mesh, axis, expected):
 
 
 POWERS = (1, 2, 4, 8, 16)
+MESHES = tuple(
+    Mesh(pp=pp, dp=dp, tp=tp, order=order)
+    for order in MeshOrder
+    for pp, dp, tp in itertools.product(POWERS, repeat=3)
+)
 
 
 @pytest.mark.parametrize("gpus_per_node", [1, 2, 4, 8])
 @pytest.mark.parametrize("axis", list(Axis))
 def test_placements_equal_the_nodes_that_the_ranks_of_each_group_sit_on(axis, gpus_per_node):
-    for pp, dp, tp in itertools.product(POWERS, repeat=3):
-        mesh = Mesh(pp=pp, dp=dp, tp=tp)
+    for mesh in MESHES:
         placement = place(mesh, axis, gpus_per_node)
 
         for group in groups(mesh, axis):
@@ -113,8 +128,7 @@ def test_placements_equal_the_nodes_that_the_ranks_of_each_group_sit_on(axis, gp
 )
 @pytest.mark.parametrize("axis", list(Axis))
 def test_the_groups_that_share_a_nodes_nics_are_the_groups_with_a_rank_on_it(axis, gpus_per_node):
-    for pp, dp, tp in itertools.product(POWERS, repeat=3):
-        mesh = Mesh(pp=pp, dp=dp, tp=tp)
+    for mesh in MESHES:
         placement = place(mesh, axis, gpus_per_node)
         on_first_node = sum(
             any(rank < gpus_per_node for rank in group) for group in groups(mesh, axis)
@@ -130,3 +144,43 @@ def test_degrees_that_do_not_divide_a_node_are_rounded_to_the_widest_spread():
     placement = place(Mesh(pp=1, dp=12, tp=1), Axis.DP, 8)
 
     assert (placement.nodes, placement.ranks_per_node) == (3, 4)
+
+
+@pytest.mark.parametrize("order", list(MeshOrder))
+def test_ranks_and_coordinates_are_inverse(order):
+    mesh = Mesh(pp=3, dp=2, tp=4, order=order)
+    coordinates = [mesh.coordinates(rank) for rank in range(mesh.num_ranks)]
+
+    assert [mesh.rank(*each) for each in coordinates] == list(range(mesh.num_ranks))
+    assert len(set(coordinates)) == mesh.num_ranks
+
+
+@pytest.mark.parametrize("gpus_per_node", [2, 6, 8])
+@pytest.mark.parametrize("order", list(MeshOrder))
+def test_a_message_leaves_a_node_where_one_of_its_copies_does(order, gpus_per_node):
+    for pp, dp, tp in itertools.product((2, 3, 4), (1, 2, 3, 8), (1, 2)):
+        mesh = Mesh(pp=pp, dp=dp, tp=tp, order=order)
+        copies = range(dp if order is MeshOrder.DP_PP_TP else 1)
+        for here, there in itertools.pairwise(range(pp)):
+            nodes = [
+                (mesh.rank(here, dp) // gpus_per_node, mesh.rank(there, dp) // gpus_per_node)
+                for dp in copies
+            ]
+
+            assert crosses_nodes(mesh, here, there, gpus_per_node) == any(
+                sent != received for sent, received in nodes
+            )
+
+
+def test_orders_lie_alike_where_tensor_parallelism_fills_a_node():
+    def where(gpus_per_node, order):
+        return where_axes_lie(Mesh(pp=2, dp=4, tp=4, order=order), gpus_per_node)
+
+    assert where(4, MeshOrder.PP_DP_TP) == where(4, MeshOrder.DP_PP_TP)
+    assert where(8, MeshOrder.PP_DP_TP) != where(8, MeshOrder.DP_PP_TP)
+    assert where(32, MeshOrder.PP_DP_TP) == where(32, MeshOrder.DP_PP_TP)
+
+
+def test_experts_need_neighbours():
+    with pytest.raises(ConfigError, match="the order is dp-pp-tp with ep 2"):
+        Mesh(pp=2, dp=2, tp=1, ep=2, order=MeshOrder.DP_PP_TP)

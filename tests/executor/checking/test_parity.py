@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from parplan.costmodels.communication.mesh import Mesh
+from parplan.costmodels.communication.mesh import Mesh, MeshOrder
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.spec import Positions, Precision
@@ -60,6 +60,11 @@ def half_sequence_parallel() -> Plan:
         **{f"later-{name}": plan for name, plan in second.layer_plans.items()},
     }
     return dataclasses.replace(first, stages=(first.stages[0], later), layer_plans=plans)
+
+
+def stages_first(plan: Plan) -> Plan:
+    """The plan with the stages of a pipeline nearer to one another than the copies of the model."""
+    return dataclasses.replace(plan, mesh=dataclasses.replace(plan.mesh, order=MeshOrder.DP_PP_TP))
 
 
 PLANS: dict[str, Plan] = {
@@ -115,6 +120,10 @@ PLANS: dict[str, Plan] = {
     "pp2-dp2-tp2-sp-llama-zero3-interleaved": make_plan(
         LLAMA, pp=2, dp=2, tp=2, sp=True, zero=(3,), recompute="full", **INTERLEAVED
     ),
+    "stages-first-pp2-dp2-gpt-tied-zero1": stages_first(make_plan(GPT, pp=2, dp=2, zero=(1,))),
+    "stages-first-pp2-dp2-tp2-sp-llama-zero-mixed-interleaved": stages_first(
+        make_plan(LLAMA, pp=2, dp=2, tp=2, sp=True, zero=(3, 1), **INTERLEAVED)
+    ),
     "bf16-one-rank": make_plan(GPT, precision=BF16),
     "bf16-dp2-zero0": make_plan(GPT, dp=2, zero=(0,), precision=BF16),
     "bf16-dp2-zero1": make_plan(GPT, dp=2, zero=(1,), precision=BF16),
@@ -153,7 +162,8 @@ SLOW = {  # what differs in them from the others is in one of those alone
     *(
         name
         for name, plan in PLANS.items()
-        if plan.mesh.num_ranks > 2 and name != "pp2-tp2-sp-on-the-first-stage"
+        if plan.mesh.num_ranks > 2
+        and name not in ("pp2-tp2-sp-on-the-first-stage", "stages-first-pp2-dp2-gpt-tied-zero1")
     ),
 }
 WORLDS = Worlds(PLANS, SLOW)

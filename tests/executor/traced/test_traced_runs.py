@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 
+from parplan.costmodels.communication.mesh import MeshOrder
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.executor.checking.parity import (
@@ -86,6 +87,14 @@ def test_states_on_the_host_and_recompute_lists_leave_the_results_as_they_are():
 @pytest.mark.multiproc
 def test_recompute_lists_run_in_a_pipeline_with_zero_3():
     check(hand_plan(HUGGING_FACE["bert"], pp=2, dp=2, zero=3, lists=True))
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_stages_that_are_nearer_than_copies_train_as_in_one_process():
+    plan = hand_plan(f"{MODULES}:translator", pp=2, dp=2, zero=1, shards_a_stage=2)
+
+    check(replace(plan, mesh=replace(plan.mesh, order=MeshOrder.DP_PP_TP)))
 
 
 @pytest.mark.slow

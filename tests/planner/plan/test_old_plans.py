@@ -51,11 +51,15 @@ def test_the_rest_of_an_old_plan_is_kept_and_written_in_todays_version(path):
 
     assert (old.pop("plan_version"), new.pop("plan_version")) == (1, 2)
     assert old.pop("stages") != new.pop("stages")
-    # newer files have these
-    assert new["predicted"].pop("waits") == []
-    assert new["training"]["stack"].pop("paired_exchanges") is False
-    assert {key: new[key] for key in old} == old  # a newer file may have further keys
+    assert known_keys(new, old) == old  # a newer file may have further keys
     assert any_plan_from_document(plan_to_document(plan), "plan") == plan
+
+
+def known_keys(new, old):
+    """Returns the part of a newer document whose keys the old one has too."""
+    if isinstance(old, dict):
+        return {key: known_keys(new[key], value) for key, value in old.items()}
+    return new
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from tests.helpers.instances import (
 from tests.helpers.planning import find_plan
 
 SLOWDOWN = 0.2
+MEMORY_SLACK = 0.1
 SEEDS = mostly_slow(range(10), {0, 4})
 
 
@@ -84,6 +85,19 @@ def test_search_equals_brute_force_under_both_objectives_with_memory_binding(see
         lean.search.value, rel=1e-4, abs=1e-3
     )
     assert lean.search.value * (1 - lean.search.gap) <= leanest / GIB * (1 + 1e-5) + 1e-5
+
+    least = min(redundant_bytes(s, p) for s, p in fitting)
+    within = [
+        p.closed_form_s for s, p in fitting if redundant_bytes(s, p) <= least * (1 + MEMORY_SLACK)
+    ]
+    first = search(instance, Objective.MEMORY, memory_limit_bytes=limit, memory_slack=MEMORY_SLACK)
+
+    assert first.search.status is Status.OPTIMAL
+    assert first.search.value <= least / GIB * (1 + 1e-5) + 1e-5
+    assert first.predicted.redundancy_gib.total <= first.search.value * (1 + MEMORY_SLACK) + 1e-3
+    if first.search.value >= least / GIB * (1 - 1e-5):  # mixes that the enumeration lacks
+        assert first.search.memory_first.step_s <= min(within) * (1 + 1e-5) + 2e-6
+    assert first.search.memory_first.step_bound_s <= first.search.memory_first.step_s
 
 
 @pytest.mark.parametrize("seed", SEEDS)

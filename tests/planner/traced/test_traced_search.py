@@ -32,7 +32,7 @@ from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.stack import NEUTRAL
-from parplan.profiles.units import MIB
+from parplan.profiles.units import GIB, MIB
 from tests.helpers.cases import mostly_slow
 from tests.helpers.planning import find_traced_plan, traced_prices_of
 from tests.helpers.traced_models import activation, join, linear, model_of, traced_spec, value
@@ -508,7 +508,28 @@ def test_every_objective_over_two_and_three_classes_finds_what_enumeration_finds
         for objective in OBJECTIVES
     }
 
-    check_objectives(found, [plan for plan in plans if plan.peak <= limit], options)
+    fitting = [plan for plan in plans if plan.peak <= limit]
+    check_objectives(found, fitting, options)
+
+    first = replace(options, memory_slack=0.1)
+    prices = searched(sharded, pins, first, training=training, cluster=cluster).prices
+    memory_first = search(prices, Objective.MEMORY, first)
+
+    check_memory_first(memory_first, fitting, first)
+
+
+def check_memory_first(
+    found: SearchResult | None, fitting: list[Point], options: SearchOptions
+) -> None:
+    """Requires the fastest of all plans that hold little more than the leanest of all."""
+    least = min(plan.redundant for plan in fitting)
+    most = least + options.memory_slack * abs(least)
+    fastest_s = min(plan.step_s for plan in fitting if plan.redundant <= most * (1 + 1e-9))
+    record = found.plan.search
+    assert record.value == pytest.approx(least / GIB, rel=1e-5, abs=1e-5)
+    assert found.best.choice.redundant_bytes <= most * (1 + 1e-5)
+    assert found.best.choice.step_s == pytest.approx(fastest_s, rel=1e-6)
+    assert record.memory_first.step_bound_s <= fastest_s + 1e-6
 
 
 OBJECTIVES = (Objective.THROUGHPUT, Objective.MEMORY, Objective.PEAK)

@@ -1,0 +1,47 @@
+"""`plan schemes`: every scheme of parallel training over all GPUs of a request."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from parplan.commands.options import (
+    OUTPUT,
+    TargetOptions,
+    as_json,
+    micro_batch_option,
+    target_options,
+)
+from parplan.commands.style import Command, option, print_json
+
+
+@click.command(
+    cls=Command,
+    epilog="  plan schemes --model gpt-20b --gpus 64\n"
+    "  plan schemes --model llama3-8b --gpus 16 --micro-batch-size 4 --formulas",
+)
+@target_options
+@micro_batch_option
+@option(OUTPUT, "--formulas", is_flag=True, help="Print what each scheme sends and holds.")
+@as_json
+def schemes(target: TargetOptions, micro_batch_size: int, formulas: bool, as_json: bool) -> None:
+    """Price each scheme of parallel training by itself, over all GPUs.
+
+    Schemes that divide the model share micro-batches of that many sequences; with the others every
+    GPU has its own. Schemes that no search uses are marked.
+    """
+    from parplan.commands.requests.requests import request_of
+    from parplan.planner.schemes.every_scheme import priced_schemes
+    from parplan.report.plans.scheme_table import print_formulas, print_schemes, schemes_document
+    from parplan.report.text import console
+
+    request = request_of(target)
+    if formulas:
+        print_formulas(console(sys.stdout))
+        return
+    priced = list(priced_schemes(request, micro_batch_size))
+    if as_json:
+        print_json(schemes_document(priced))
+    else:
+        print_schemes(priced, request, console(sys.stdout))

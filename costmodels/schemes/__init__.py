@@ -1,0 +1,1 @@
+"""Schemes of parallel training that no search uses, priced by their formulas."""

@@ -1,0 +1,293 @@
+"""Schemes that no search uses, priced by the formulas of the survey's table (EQUATIONS T5).
+
+All n devices run one scheme. Products divide evenly, so compute is that of one device over n.
+Nothing is hidden under compute. A step has M micro-batches of b sequences on all devices together;
+a data-parallel scheme has b on each.
+
+    parameter server    p + g of all parameters through one server's network interface, for each
+                        of n workers
+    2-D, n = q q        each product: all-gathers of X over a row and of W over a column, in the
+                        backward pass twice as much (SUMMA; Xu et al. 2021, arXiv 2104.05343)
+    2.5-D, n = q q d    the same on each of d layers, with b / d, and an all-reduce of weight
+                        gradients over d (Wang et al. 2021, arXiv 2105.14500)
+    3-D, n = l l l      each product: all-gathers of X and of W and a reduce-scatter of Y, each over
+                        l, in the backward pass twice as much (Bian et al. 2021, arXiv 2105.14450)
+    context, ring       keys and values of S / n tokens go round in n - 1 messages, in the backward
+                        pass with their gradients (Liu et al. 2023, arXiv 2310.01889)
+    context, all-to-all query, key, value and output each change between tokens and heads (Jacobs et
+                        al. 2023, arXiv 2309.14509)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from parplan.costmodels.communication.collectives import (
+    Collective,
+    collective_time,
+    point_to_point_time,
+)
+from parplan.costmodels.communication.mesh import place_axis
+from parplan.costmodels.layers.model_states import ideal_states
+from parplan.costmodels.operators.sharding import Sharding
+from parplan.costmodels.price_cache import PriceCache
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.models.operator_graph import LayerKind, OperatorKind
+
+WHOLE = Sharding()
+BACKWARD = 2  # passes of communication in the backward pass for one in the forward pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchemeCost:
+    """The price of one scheme in a step, per device.
+
+    compute_s, comm_s   seconds of compute, and of communication that it does not hide
+    wait_s              seconds in which a pipeline stage waits
+    sent_bytes          bytes that a device sends
+    states_bytes        parameters, gradients and optimizer states
+    activation_bytes    saved activations and temporaries at the peak
+    """
+
+    compute_s: float
+    comm_s: float
+    wait_s: float = 0.0
+    sent_bytes: float
+    states_bytes: float
+    activation_bytes: float
+
+    @property
+    def step_s(self) -> float:
+        return self.compute_s + self.comm_s + self.wait_s
+
+
+@dataclass(frozen=True, slots=True)
+class ProductBytes:
+    """Bytes of the input, the weight and the output of one product, and how often it runs."""
+
+    inputs: float
+    weight: float
+    outputs: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class SchemeCase:
+    """A model on n devices, with micro-batches of b sequences on all of them together."""
+
+    price_cache: PriceCache
+    num_devices: int
+    micro_batch_size: int
+
+    @property
+    def num_micro_batches(self) -> int:
+        return self.price_cache.training.global_batch_size // self.micro_batch_size
+
+    def layers(self) -> Iterator[tuple[LayerKind, int]]:
+        """Yields the kinds of layers and their numbers."""
+        yield LayerKind.EMBEDDING, 1
+        yield LayerKind.BLOCK, self.price_cache.model.num_layers
+        yield LayerKind.HEAD, 1
+
+    def products(self, micro_batch_size: int) -> Iterator[ProductBytes]:
+        """Yields the products of a weight with one micro-batch."""
+        width = self.price_cache.training.precision.num_bytes
+        for kind, count in self.layers():
+            for operator in self.price_cache.layer(kind, micro_batch_size).operators:
+                if operator.kind is OperatorKind.MATMUL:
+                    weight = max(operator.parameters, key=lambda each: each.num_elements)
+                    yield ProductBytes(
+                        operator.inputs[0].num_bytes,
+                        width * weight.num_elements,
+                        operator.outputs[0].num_bytes,
+                        count,
+                    )
+
+    def pass_s(self, micro_batch_size: int) -> float:
+        """Seconds of one micro-batch on one device."""
+        return sum(
+            count * self.price_cache.layer_time(kind, micro_batch_size, WHOLE, ()).total_s
+            for kind, count in self.layers()
+        )
+
+    def saved_bytes(self, micro_batch_size: int) -> float:
+        """Bytes that one device saves of one micro-batch, with the largest workspace."""
+        sizes = [
+            (count, self.price_cache.activations(kind, micro_batch_size, WHOLE, ()))
+            for kind, count in self.layers()
+        ]
+        return sum(count * size.saved for count, size in sizes) + max(
+            size.workspace for _, size in sizes
+        )
+
+    def states_bytes(self, ranks: int) -> float:
+        """Bytes of the states over `ranks` devices, with a 16-bit copy of the parameters."""
+        training, parameters = self.price_cache.training, self.price_cache.num_parameters
+        master = sum(ideal_states(parameters, ranks, training))
+        copied = ideal_states(parameters, ranks, training)[0] == 0.0
+        return master + copied * training.precision.num_bytes * parameters / ranks
+
+    def gathered_s(self, num_bytes: float, degree: int, stride: int) -> float:
+        """Seconds to gather `num_bytes`, or to reduce and scatter them, over one axis."""
+        return self._collective_s(Collective.ALL_GATHER, num_bytes, degree, stride)
+
+    def summed_s(self, num_bytes: float, degree: int, stride: int) -> float:
+        """Seconds to all-reduce `num_bytes` over one axis."""
+        return self._collective_s(Collective.ALL_REDUCE, num_bytes, degree, stride)
+
+    def exchanged_s(self, num_bytes: float, degree: int, stride: int) -> float:
+        """Seconds of an all-to-all of send buffers of `num_bytes` over one axis."""
+        return self._collective_s(Collective.ALL_TO_ALL, num_bytes, degree, stride)
+
+    def _collective_s(self, kind: Collective, num_bytes: float, degree: int, stride: int) -> float:
+        machine = self.price_cache.machine
+        where = place_axis(degree, stride, self.num_devices, machine.cluster.gpus_per_node)
+        return collective_time(kind, num_bytes, where, machine).value_s
+
+    def divided(self, comm_s: float, sent_bytes: float) -> SchemeCost:
+        """Returns the cost of a scheme that divides everything over all devices.
+
+        comm_s, sent_bytes    of one micro-batch
+        """
+        b, n = self.micro_batch_size, self.num_devices
+        return SchemeCost(
+            compute_s=self.num_micro_batches * self.pass_s(b) / n,
+            comm_s=self.num_micro_batches * comm_s,
+            sent_bytes=self.num_micro_batches * sent_bytes,
+            states_bytes=self.states_bytes(n),
+            activation_bytes=self.saved_bytes(b) / n,
+        )
+
+
+Formula = Callable[[SchemeCase], SchemeCost]
+
+
+def _root(number: int, power: int, scheme: str) -> int:
+    root: int = round(number ** (1 / power))
+    if math.prod([root] * power) != number:
+        shape = " x ".join("q" * power)
+        raise ConfigError(f"{scheme} needs {shape} devices, there are {number}")
+    return root
+
+
+def parameter_server(case: SchemeCase) -> SchemeCost:
+    """Data parallelism whose workers send gradients to one server and receive parameters."""
+    n, training = case.num_devices, case.price_cache.training
+    b = case.micro_batch_size // n
+    parameters = case.price_cache.num_parameters
+    sent = training.gradient_precision.num_bytes * parameters
+    received = training.precision.num_bytes * parameters
+    nic = case.price_cache.machine.cluster.nic
+    return SchemeCost(
+        compute_s=case.num_micro_batches * case.pass_s(b),
+        comm_s=n * max(sent, received) / nic.bytes_per_s + 2 * nic.latency_s,
+        sent_bytes=sent,
+        states_bytes=case.states_bytes(1),
+        activation_bytes=case.saved_bytes(b),
+    )
+
+
+def tensor_2d(case: SchemeCase) -> SchemeCost:
+    """Products on a square of devices (SUMMA)."""
+    return _summa(case, _root(case.num_devices, 2, "2-D tensor parallelism"), 1)
+
+
+def tensor_25d(case: SchemeCase) -> SchemeCost:
+    """Products on several equal squares of devices, each with its part of the batch."""
+    n = case.num_devices
+    depths = [d for d in range(2, n + 1) if n % d == 0 and math.isqrt(n // d) ** 2 == n // d]
+    squares = [d for d in depths if n // d > 1 and case.micro_batch_size % d == 0]
+    if not squares:
+        raise ConfigError(
+            f"2.5-D tensor parallelism needs q x q x d of {n} devices with d that divides the "
+            f"micro-batch of {case.micro_batch_size}"
+        )
+    return _summa(case, math.isqrt(n // squares[0]), squares[0])
+
+
+def _summa(case: SchemeCase, side: int, depth: int) -> SchemeCost:
+    comm_s = sent = summed_s = summed = 0.0
+    for each in case.products(case.micro_batch_size):
+        x, w = each.inputs / side / depth, each.weight / side
+        once_s = case.gathered_s(x, side, 1) + case.gathered_s(w, side, side)
+        comm_s += each.count * (1 + BACKWARD) * once_s
+        sent += each.count * (1 + BACKWARD) * (x + w) * (side - 1) / side
+        own = each.weight / side**2
+        summed_s += each.count * case.summed_s(own, depth, side**2)
+        summed += each.count * 2 * own * (depth - 1) / depth
+    cost = case.divided(comm_s, sent)
+    return SchemeCost(
+        compute_s=cost.compute_s,
+        comm_s=cost.comm_s + summed_s,
+        sent_bytes=cost.sent_bytes + summed,
+        states_bytes=case.states_bytes(side**2),
+        activation_bytes=cost.activation_bytes,
+    )
+
+
+def tensor_3d(case: SchemeCase) -> SchemeCost:
+    """Products on a cube of devices."""
+    side = _root(case.num_devices, 3, "3-D tensor parallelism")
+    comm_s = sent = 0.0
+    for each in case.products(case.micro_batch_size):
+        parts = [tensor / side**2 for tensor in (each.inputs, each.weight, each.outputs)]
+        once_s = sum(case.gathered_s(part, side, side**axis) for axis, part in enumerate(parts))
+        comm_s += each.count * (1 + BACKWARD) * once_s
+        sent += each.count * (1 + BACKWARD) * sum(parts) * (side - 1) / side
+    return case.divided(comm_s, sent)
+
+
+def context_ring(case: SchemeCase) -> SchemeCost:
+    """Tokens divided, keys and values sent round a ring."""
+    part = _keys_and_values(case)
+    n, machine = case.num_devices, case.price_cache.machine
+    gpus_per_node = machine.cluster.gpus_per_node
+    hop_s = point_to_point_time(
+        part, crosses_nodes=n > gpus_per_node, sharing=1, machine=machine
+    ).value_s
+    hops = (n - 1) * (1 + BACKWARD) * case.price_cache.model.num_layers
+    return _context(case, hops * hop_s, hops * part)
+
+
+def context_all_to_all(case: SchemeCase) -> SchemeCost:
+    """Tokens divided, heads divided inside attention."""
+    model, n = case.price_cache.model, case.num_devices
+    if model.num_heads % n:
+        raise ConfigError(f"{n} devices do not divide {model.num_heads} attention heads")
+    queries = _tokens_bytes(case, model.num_heads * model.head_dim)
+    exchanges = 2 * model.num_layers * (1 + 1)  # queries and output, forward and backward
+    comm_s = exchanges * case.exchanged_s(queries, n, 1)
+    keys = _keys_and_values(case)
+    comm_s += exchanges / 2 * case.exchanged_s(keys, n, 1)
+    sent = exchanges * (queries + keys / 2) * (n - 1) / n
+    return _context(case, comm_s, sent)
+
+
+def _tokens_bytes(case: SchemeCase, width: int) -> float:
+    """Bytes of one value of `width` for the tokens of a device."""
+    training, n = case.price_cache.training, case.num_devices
+    if training.seq_length % n:
+        raise ConfigError(f"{n} devices do not divide a sequence of {training.seq_length}")
+    tokens = case.micro_batch_size * training.seq_length // n
+    return training.precision.num_bytes * width * tokens
+
+
+def _keys_and_values(case: SchemeCase) -> float:
+    model = case.price_cache.model
+    return _tokens_bytes(case, 2 * model.num_kv_heads * model.head_dim)
+
+
+def _context(case: SchemeCase, comm_s: float, sent_bytes: float) -> SchemeCost:
+    """Returns the cost with whole states, whose gradients are summed over all devices."""
+    cost, n = case.divided(comm_s, sent_bytes), case.num_devices
+    training = case.price_cache.training
+    gradients = training.gradient_precision.num_bytes * case.price_cache.num_parameters
+    return SchemeCost(
+        compute_s=cost.compute_s,
+        comm_s=cost.comm_s + case.summed_s(gradients, n, 1),
+        sent_bytes=cost.sent_bytes + 2 * gradients * (n - 1) / n,
+        states_bytes=case.states_bytes(1),
+        activation_bytes=cost.activation_bytes,
+    )

@@ -1,0 +1,1 @@
+"""The schemes of parallel training, each over all GPUs of a request."""

@@ -1,0 +1,147 @@
+"""Formulas of schemes that no search uses, checked against counts of what devices lack."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from parplan.costmodels.price_cache import PriceCache
+from parplan.costmodels.schemes.formula_schemes import (
+    SchemeCase,
+    context_all_to_all,
+    context_ring,
+    parameter_server,
+    tensor_2d,
+    tensor_3d,
+    tensor_25d,
+)
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
+from parplan.profiles.machines.shipped_profiles import machine_for
+from parplan.profiles.models.model_catalog import load_model
+from parplan.profiles.models.spec import TrainingSpec
+from parplan.profiles.stack import NEUTRAL
+
+MODEL = load_model("gpt-2.5b").spec
+TRAINING = TrainingSpec(global_batch_size=64, seq_length=1024, stack=NEUTRAL)
+PASSES = 3  # one forward, two backward
+
+
+def case(num_devices, micro_batch_size=8, model=MODEL):
+    cluster = with_gpus(load_cluster("a100-80gb"), num_devices)
+    prices = PriceCache(model, TRAINING, machine_for(cluster))
+    return SchemeCase(prices, num_devices, micro_batch_size)
+
+
+def products(given):
+    return [(each.inputs, each.weight, each.outputs, each.count) for each in given.products(8)]
+
+
+def lacking(side, needs):
+    """The share of a matrix that one device of a grid needs and does not own, the most of any.
+
+    needs    by device, the tiles of a side x side matrix that it reads; it owns the one at its
+             own place
+    """
+    return max(len(tiles - {own}) for own, tiles in needs.items()) / side**2
+
+
+def test_a_square_sends_the_tiles_of_its_row_and_column_that_a_device_lacks():
+    given, side = case(16), 4
+    grid = list(itertools.product(range(side), repeat=2))
+    rows = {(i, j): {(i, k) for k in range(side)} for i, j in grid}
+    columns = {(i, j): {(k, j) for k in range(side)} for i, j in grid}
+    expected = sum(
+        count * PASSES * (lacking(side, rows) * x + lacking(side, columns) * w)
+        for x, w, _, count in products(given)
+    )
+
+    cost = tensor_2d(given)
+
+    assert cost.sent_bytes == pytest.approx(given.num_micro_batches * expected)
+    assert cost.states_bytes == pytest.approx(given.states_bytes(1) / 16)
+    assert cost.compute_s == pytest.approx(given.num_micro_batches * given.pass_s(8) / 16)
+
+
+def test_a_cube_sends_what_a_device_lacks_of_the_tiles_that_it_multiplies():
+    """Device (i, j, k) multiplies X[i, k] by W[k, j] for Y[i, j]; l devices share each tile."""
+    given, side = case(8), 2
+    share = (side - 1) / side / side**2  # of a tile in l parts it lacks l - 1
+    expected = sum(count * PASSES * share * (x + w + y) for x, w, y, count in products(given))
+
+    assert tensor_3d(given).sent_bytes == pytest.approx(given.num_micro_batches * expected)
+
+
+def test_layers_of_squares_divide_the_batch_and_sum_weight_gradients():
+    given = case(8)  # 2 x 2 x 2
+    m = given.num_micro_batches
+    of_passes = sum(c * PASSES * (x / 2 + w) / 4 for x, w, _, c in products(given))
+    of_weights = sum(c * w / 4 for _, w, _, c in products(given))
+
+    cost = tensor_25d(given)
+
+    assert cost.sent_bytes == pytest.approx(m * of_passes + of_weights)
+    assert cost.states_bytes == pytest.approx(given.states_bytes(1) / 4)
+    assert cost.activation_bytes == pytest.approx(given.saved_bytes(8) / 8)
+
+
+def test_a_ring_sends_its_keys_and_values_to_all_others_one_by_one():
+    given = case(4)
+    held = [{device} for device in range(4)]
+    sends = 0
+    while any(len(each) < 4 for each in held):  # all pass on what they received last
+        held = [each | held[device - 1] for device, each in enumerate(held)]
+        sends += 1
+    part = 2 * MODEL.num_kv_heads * MODEL.head_dim * 2 * 8 * 1024 / 4
+    gradients = 4 * given.price_cache.num_parameters
+
+    cost = context_ring(given)
+
+    assert cost.sent_bytes == pytest.approx(
+        given.num_micro_batches * sends * PASSES * MODEL.num_layers * part + 2 * gradients * 3 / 4
+    )
+
+
+def test_an_exchange_sends_a_quarter_of_heads_to_each_of_four():
+    given = case(4)
+    value = MODEL.hidden_size * 2 * 8 * 1024 / 4  # query, key, value, output of the own tokens
+    gradients = 4 * given.price_cache.num_parameters
+
+    cost = context_all_to_all(given)
+
+    assert cost.sent_bytes == pytest.approx(
+        given.num_micro_batches * MODEL.num_layers * 8 * value * 3 / 4 + 2 * gradients * 3 / 4
+    )
+
+
+def test_a_server_receives_the_gradients_of_all_workers():
+    given = case(4)
+    cost = parameter_server(given)
+    nic = given.price_cache.machine.cluster.nic
+
+    assert cost.sent_bytes == 4 * given.price_cache.num_parameters
+    assert cost.comm_s >= 4 * cost.sent_bytes / nic.bytes_per_s
+    assert cost.states_bytes == given.states_bytes(1)
+
+
+@pytest.mark.parametrize(
+    ("formula", "num_devices", "message"),
+    [
+        (tensor_2d, 8, "2-D tensor parallelism needs q x q devices, there are 8"),
+        (tensor_3d, 4, "3-D tensor parallelism needs q x q x q devices, there are 4"),
+        (tensor_25d, 2, "2.5-D tensor parallelism needs q x q x d of 2 devices"),
+        (context_all_to_all, 8, "8 devices do not divide 20 attention heads"),
+    ],
+)
+def test_a_number_of_devices_that_a_scheme_cannot_use_is_an_error(formula, num_devices, message):
+    with pytest.raises(ConfigError, match=message):
+        formula(case(num_devices))
+
+
+def test_tokens_that_do_not_divide_are_an_error():
+    odd = case(16, model=replace(MODEL, name="odd"))
+    uneven = replace(odd, num_devices=3)
+    with pytest.raises(ConfigError, match="3 devices do not divide a sequence of 1024"):
+        context_ring(uneven)
