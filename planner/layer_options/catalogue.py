@@ -285,6 +285,24 @@ class Catalogue:
         ):
             yield self._option(picked, weight_layout, b, sharding)
 
+    def alternatives(self, micro_batch_size: int, sharding: Sharding) -> Iterator[LayerProblem]:
+        """Yields the choices of blocks that divide their weights as `sharding` does.
+
+        There is one for each allowed level of recompute, or one for all lists of operators.
+        """
+        plain, dims = replace(sharding, own=()), divided_dims(self.price_cache)
+        problem = self.problem(micro_batch_size, plain)
+        divided = frozenset(
+            operator.parallel_dim
+            for operator in self._operators.values()
+            if operator.parallel_dim in dims
+            and operator.parameters
+            and weight_divided(operator, sharding.splits(operator), sharding.degrees)
+        )
+        weight_layout = divided if self.divides(plain) else self._weight_layouts[0]
+        for level in (None,) if self.by_operator else self.levels:
+            yield problem.only(self._allowed(weight_layout, level, plain))
+
     def _allowed(
         self, weight_layout: WeightLayout, level: Recompute | None, sharding: Sharding
     ) -> Allowed:

@@ -6,7 +6,7 @@
     (C2) sum_b e_uv(a, b) = sum_{k: out = a} s_uk   for each link (u, v), placement a of its maker
     (C3) sum_a e_uv(a, b) = sum_{k: in = b} s_vk    for each link (u, v), placement b of its reader
     (C4) workspace >= remade + gradients_i - freed_i   for each operator i
-    (C5) memory <= budget   or   time <= slowest
+    (C5) memory <= budget   or   time <= slowest   or   saved and workspace <= those of a layer
 
 The edges e are continuous: the equalities (C2) and (C3) make them 0 or 1. Workspace is the largest
 need of the backward pass of one operator: the recomputed bytes (`remade`, saved without recompute
@@ -38,6 +38,7 @@ from parplan.planner.solver import Problem, chosen, weighted
 from parplan.profiles.units import MIB, US_PER_S
 
 Terms = list[tuple[Any, float]]
+ROUNDING = 1e-6  # MiB, as large as the feasibility tolerance of CBC
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +246,19 @@ class LayerProgram:
         return self._solve(
             lambda: self.memory_mib, self.time_us <= slowest_s * US_PER_S, solver, time_limit_s
         )
+
+    def fastest_beside(
+        self,
+        saved_bytes: float,
+        workspace_bytes: float,
+        solver: SolverName,
+        time_limit_s: float | None = None,
+    ) -> PickedStrategies | None:
+        """Returns the fastest layer that neither saves more nor has a larger workspace, or None."""
+        saved = [(v, cost.saved_bytes / MIB) for _, v, cost in self.priced]
+        rooms = (saved_bytes / MIB + ROUNDING, workspace_bytes / MIB + ROUNDING)
+        self.program.require(weighted([(self.workspace, 1.0)]) <= rooms[1], "C5_workspace")
+        return self._solve(lambda: self.time_us, weighted(saved) <= rooms[0], solver, time_limit_s)
 
     def _solve(
         self,

@@ -285,6 +285,21 @@ class TieChoice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerProof:
+    """What the integer program of a block says of the blocks of a plan.
+
+    programs   number of programs solved, for every division of operators in the plan
+    gap        largest share by which a layer with no more saved bytes and no larger workspace is
+               faster; 0.0 where none is
+    """
+
+    __pydantic_config__ = _FORBID
+
+    programs: int
+    gap: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFirst:
     """The second half of a search that puts memory first: the fastest plan among the leanest.
 
@@ -315,6 +330,8 @@ class SearchRecord:
                           without one
     memory_first          where memory comes first: value, bound and gap are those of the least
                           redundant plan of all, and the plan is the fastest with about as little
+    layers                the proof of the plan's blocks by their integer program, None where no
+                          operator has a choice, or where it was not solved
     preference            the choice among plans that are as fast within the error band; value,
                           bound and gap are those of the fastest. None for other objectives
     """
@@ -330,6 +347,7 @@ class SearchRecord:
     candidates: Candidates
     front: FrontPoint | None = None
     solver_failure: str | None = None
+    layers: LayerProof | None = None
     memory_first: MemoryFirst | None = None
     preference: TieChoice | None = None
     runners_up: tuple[RunnerUp, ...] = ()

@@ -28,6 +28,7 @@ from parplan.planner.objective import Objective, Prefer
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import SearchRecord, Status
 from parplan.planner.request import OnProgress, Request, SearchOptions
+from parplan.planner.search.layer_proof import with_layer_proof
 from parplan.planner.search.leaner_with_host import search_leaner
 from parplan.planner.search.least_peak import LeastPeak, least_peak
 from parplan.planner.search.least_redundancy import then_fastest, then_leanest
@@ -207,6 +208,21 @@ def search(
     prefer: the choice among the ties of the fastest plan, None to leave them unpriced
     Raises SolverError, and before the first plan KeyboardInterrupt and OutOfTimeError.
     """
+    result = _search(prices, objective, options, on_progress, fastest, slack, prefer)
+    if result is None or result.interrupted:
+        return result
+    return with_layer_proof(result, SearchSession(prices, options, on_progress))
+
+
+def _search(
+    prices: SearchPrices,
+    objective: Objective,
+    options: SearchOptions,
+    on_progress: OnProgress | None,
+    fastest: SolvedCandidate | None,
+    slack: float,
+    prefer: Prefer | None,
+) -> SearchResult | None:
     space, session = prices.space, SearchSession(prices, options, on_progress, slack)
     if not prices.in_reach(session.limit_bytes):
         return None
@@ -233,7 +249,7 @@ def search(
             outcome = then_fastest(least, space.layouts, session, options.memory_slack)
     replayed = replay_best(outcome, objective, session)
     if not replayed:  # the exact schedules of the chunks need more than their closed form says
-        return search(prices, objective, options, on_progress, slack=slack + SLACK, prefer=prefer)
+        return _search(prices, objective, options, on_progress, None, slack + SLACK, prefer)
     if outcome is not least:
         return memory_first_result(replayed, fastest, least, outcome, session)
     if objective is Objective.MEMORY:

@@ -325,6 +325,10 @@ def _proof(plan: AnyPlan, context: SummaryContext) -> tuple[str, str, str]:
         f"{search.candidates.considered:,} candidates: {search.candidates.pruned:,} pruned, "
         f"{search.candidates.solved:,} solved{took}"
     )
+    if layers := search.layers:
+        faster = f"find a block {percent(layers.gap)} faster"
+        found = faster if layers.gap else "agree on the blocks"
+        counts = f"{counts}; {layers.programs} integer programs {found}"
     gap = f"gap {percent(search.gap)}"
     if search.preference and search.preference.slowdown:
         gap = f"{gap} of the fastest"

@@ -1,0 +1,90 @@
+"""The integer program of a block certifies the layers of a plan (EQUATIONS I2).
+
+The catalogue fills a search with the fronts of a walk over the operators. For every division of a
+block's operators that a plan has, the program of the same choices says whether any other division,
+or recompute that is allowed, is faster without more saved bytes and without a larger workspace. A
+block whose operators have one way to run each needs no program.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from parplan.costmodels.strategy import LayerChoice, Strategy
+from parplan.planner.layer_options.catalogue import Catalogue
+from parplan.planner.layer_options.layer_problem import LayerProblem
+from parplan.planner.layer_options.layer_program import LayerProgram
+from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.plan_strategy import strategy_of
+from parplan.planner.plan.prediction import LayerProof
+from parplan.planner.request import SolverName
+from parplan.planner.search.search_results import SearchResult
+from parplan.planner.search.search_session import DescribedPrices, SearchSession
+from parplan.planner.solver import Unsolved
+from parplan.profiles.errors import SolverError
+from parplan.profiles.models.operator_graph import LayerKind
+
+NO_FASTER = 1e-6  # relative, against another order of summation
+
+
+def with_layer_proof(result: SearchResult, session: SearchSession) -> SearchResult:
+    """Returns the result of a search with the proof of its plan's blocks, where time is left.
+
+    The proof is of described models; the shards of a traced module have lists of a front alone.
+    """
+    prices, plan = session.prices, result.plan
+    if not isinstance(prices, DescribedPrices) or session.deadline.is_over:
+        return result
+    assert isinstance(plan, Plan), "the model is described"
+    try:
+        proof = layer_proof(
+            strategy_of(plan, prices.price_cache),
+            prices.table.catalogue,
+            session.options.solver,
+            session.solver_limit_s(),
+        )
+    except (Unsolved, SolverError):  # the plan stands without a proof of its blocks
+        return result
+    return replace(result, plan=replace(plan, search=replace(plan.search, layers=proof)))
+
+
+def layer_proof(
+    strategy: Strategy, catalogue: Catalogue, solver: SolverName, time_limit_s: float
+) -> LayerProof | None:
+    """Returns the proof of a strategy's blocks, None where no operator has a choice.
+
+    Raises SolverError, and Unsolved where the solver's time is over.
+    """
+    layout = strategy.layout
+    if catalogue.price_cache.model.num_experts:
+        return None  # blocks with experts have Megatron's division and the levels of recompute
+    choices = dict.fromkeys(
+        (layout.sharding_of(choice), choice.recompute)
+        for stage in strategy.stages
+        for choice in stage
+        if _may_be_certified(choice, strategy)
+    )
+    prices, b = catalogue.price_cache, layout.micro_batch_size
+    programs, gap = 0, 0.0
+    for sharding, recompute in choices:
+        time_s = prices.layer_time(LayerKind.BLOCK, b, sharding, recompute).total_s
+        size = prices.activations(LayerKind.BLOCK, b, sharding, recompute)
+        for alternatives in catalogue.alternatives(b, sharding):
+            if not _has_choices(alternatives):
+                continue
+            programs += 1
+            faster = LayerProgram(alternatives).fastest_beside(
+                size.saved, size.workspace, solver, time_limit_s
+            )
+            gain = 1 - faster.launched_s / time_s if faster else 0.0
+            gap = max(gap, gain if gain > NO_FASTER else 0.0)
+    return LayerProof(programs=programs, gap=round(gap, 6)) if programs else None
+
+
+def _may_be_certified(choice: LayerChoice, strategy: Strategy) -> bool:
+    """Returns whether a block's price is that of its operators one by one, all on the device."""
+    return choice.kind is LayerKind.BLOCK and not choice.on_host and not strategy.layout.tp_overlap
+
+
+def _has_choices(problem: LayerProblem) -> bool:
+    return all(problem.options) and any(len(options) > 1 for options in problem.options)
