@@ -139,13 +139,14 @@ def traced_again(plan: TracedPlan) -> TracedModel:
 def dry_check(plan: TracedPlan, ranks: Sequence[int], *, as_json: bool) -> int:
     """Traces the module again, compares its shards with the plan, and prices the plan today.
 
-    Returns 0, or NOT_FITTING where a pipeline rank does not fit its device. Raises ConfigError
-    where the trace has other shards.
+    Returns 0, or NOT_FITTING where a pipeline rank does not fit its device, or its states its host.
+    Raises ConfigError where the trace has other shards.
     """
     from parplan.executor.rules.traced_rules import validate_traced_plan
     from parplan.planner.traced.traced_strategy import reprice_traced
     from parplan.report.runs.traced_check_table import (
         does_fit,
+        fits_host,
         print_traced_check,
         traced_check_document,
     )
@@ -157,7 +158,7 @@ def dry_check(plan: TracedPlan, ranks: Sequence[int], *, as_json: bool) -> int:
         print_json(traced_check_document(plan, today, ranks))
     else:
         print_traced_check(plan, today, ranks, console(sys.stdout))
-    fits = all(does_fit(today.predicted.memory_gib[rank]) for rank in ranks)
+    fits = fits_host(today) and all(does_fit(today.predicted.memory_gib[rank]) for rank in ranks)
     return 0 if fits else NOT_FITTING
 
 

@@ -12,7 +12,13 @@ from parplan.planner.plan.plan import ChunkRank, Plan
 from parplan.planner.plan.prediction import StageMemory
 from parplan.profiles.units import format_bytes, gib
 from parplan.report.plans.summary import header
-from parplan.report.runs.traced_check_table import FITS, TOO_LARGE, does_fit
+from parplan.report.runs.traced_check_table import (
+    FITS,
+    HOST_TOO_SMALL,
+    TOO_LARGE,
+    does_fit,
+    fits_host,
+)
 from parplan.report.text import gib_text, joined, print_table, say
 
 _CLASSES = (
@@ -62,7 +68,7 @@ def print_chunk_check(plan: Plan, today: Plan, ranks: Sequence[int], out: Consol
 
 def fits(today: Plan, ranks: Sequence[int]) -> bool:
     """Returns whether the devices of all `ranks` and the hosts have enough memory."""
-    return _fits_host(today) and all(does_fit(today.predicted.memory_gib[rank]) for rank in ranks)
+    return fits_host(today) and all(does_fit(today.predicted.memory_gib[rank]) for rank in ranks)
 
 
 def verdict(plan: Plan, today: Plan, ranks: Sequence[int]) -> str:
@@ -70,8 +76,8 @@ def verdict(plan: Plan, today: Plan, ranks: Sequence[int]) -> str:
     short = [rank for rank in ranks if not does_fit(today.predicted.memory_gib[rank])]
     if short:
         return f"stage {short[0]} {TOO_LARGE} its device"
-    if not _fits_host(today):
-        return "the host of a node has too little memory for what the plan keeps there"
+    if not fits_host(today):
+        return HOST_TOO_SMALL
     changed = [rank for rank in ranks if not _as_filed(plan, today, rank)]
     if changed:
         return f"every stage fits, but stage {changed[0]} of the file is not as priced now"
@@ -109,10 +115,6 @@ def _chunk_row(plan: Plan, today: Plan, rank: int) -> tuple[str, ...]:
         result += ", not as in the file"
     total = gib_text(_memory(today, rank).total)
     return str(rank), total, *(format_bytes(getattr(now, name)) for name in _COUNTED), result
-
-
-def _fits_host(today: Plan) -> bool:
-    return host_gib(today) <= gib(today.cluster.host_memory_bytes)
 
 
 def _as_filed(plan: Plan, today: Plan, rank: int) -> bool:

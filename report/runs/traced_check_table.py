@@ -9,17 +9,23 @@ from rich.console import Console
 
 from parplan.planner.plan.derived import host_gib
 from parplan.planner.plan.prediction import StageMemory
-from parplan.planner.plan.traced_plan import TracedPlan
-from parplan.profiles.units import counted
+from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
+from parplan.profiles.units import counted, gib
 from parplan.report.plans.summary import header
 from parplan.report.text import gib_text, joined, print_table, say, seconds_text
 
 FITS, TOO_LARGE = "fits", "does not fit"
+HOST_TOO_SMALL = "the host of a node has too little memory for what the plan keeps there"
 
 
 def does_fit(stage: StageMemory) -> bool:
     """Returns whether the device holds the stage."""
     return stage.total <= stage.capacity
+
+
+def fits_host(today: AnyPlan) -> bool:
+    """Returns whether the host of the fullest node holds what the plan keeps there."""
+    return host_gib(today) <= gib(today.cluster.host_memory_bytes)
 
 
 def print_traced_check(
@@ -58,9 +64,11 @@ def print_traced_check(
 
 
 def verdict(today: TracedPlan, ranks: Sequence[int]) -> str:
-    """Returns whether all of the pipeline ranks fit their devices."""
+    """Returns whether all of the pipeline ranks fit their devices, and the hosts what they keep."""
     short = [rank for rank in ranks if not does_fit(today.predicted.memory_gib[rank])]
-    return f"stage {short[0]} {TOO_LARGE} its device" if short else "every stage fits its device"
+    if short:
+        return f"stage {short[0]} {TOO_LARGE} its device"
+    return "every stage fits its device" if fits_host(today) else HOST_TOO_SMALL
 
 
 def traced_check_document(

@@ -249,6 +249,25 @@ def test_a_plan_is_priced_again_without_a_run(searched):
     assert one["stages"] == document["stages"][1:]
 
 
+def test_states_that_the_host_of_a_node_cannot_hold_do_not_fit(searched, tmp_path):
+    def keep_on_host(document):
+        document["offload"] = ["states"]
+
+    def on_a_small_host(document):
+        keep_on_host(document)
+        document["cluster"]["node"]["host_memory_gib"] = 1e-5
+
+    assert (
+        json.loads(
+            succeed("check", str(changed(searched[0], tmp_path, keep_on_host)), "--json").stdout
+        )["verdict"]
+        == "every stage fits its device"
+    )
+    result = run("check", str(changed(searched[0], tmp_path, on_a_small_host)))
+    assert result.exit_code == 3
+    assert "the host of a node has too little memory" in result.stdout
+
+
 def test_the_check_of_a_plan_for_other_shards_is_an_error(searched, tmp_path):
     def start_elsewhere(document):
         document["shards"][2]["starts"] = "another"
