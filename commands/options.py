@@ -27,6 +27,11 @@ AIM = "Objective"
 PINS = "Pins"
 SEARCH = "Search"
 OUTPUT = "Output"
+STAGE_RECOMPUTE = (
+    "Recompute by pipeline stage: the share of the first stage's layers that run again, from which "
+    "the others follow by Merak's rule; shares by stage such as 0.5,0.25,0, the last one repeats; "
+    "or memory, the fewest with which each stage fits."
+)
 STDOUT = Path("-")  # the value of --output that writes to stdout
 
 
@@ -75,6 +80,7 @@ class PinOptions:
     zero: tuple[int, ...] | None = None
     zero_ranks: int | None = None
     recompute: tuple[str, ...] | None = None
+    recompute_first_stage: str | None = None
     sequence_parallel: bool | None = None
     tp_overlap: tuple[int, ...] | None = None
     tp_across_nodes: bool = False
@@ -119,6 +125,7 @@ class LayoutOptions:
     memory_limit: str | None = None
     keep_on_host: tuple[str, ...] | None = None
     recompute: str = "none"
+    recompute_first_stage: str | None = None
     sequence_parallel: bool = False
     tp_overlap: int = 0
 
@@ -333,6 +340,12 @@ search_options = together(
         click.Choice(RECOMPUTE),
         "NAME,..",
         f"Recompute levels allowed: {', '.join(RECOMPUTE)}.",
+    ),
+    option(
+        PINS,
+        "--recompute-first-stage",
+        metavar="SHARE,..|memory",
+        help=STAGE_RECOMPUTE,
     ),
     option(
         PINS,

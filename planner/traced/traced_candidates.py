@@ -22,6 +22,7 @@ from parplan.planner.candidates.enumeration import (
 )
 from parplan.planner.candidates.stack_rules import require_stack_runs
 from parplan.planner.request import Constraints, TracedRequest
+from parplan.planner.stage_recompute import illegal_stage_recompute
 from parplan.profiles.divisors import divisors
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
@@ -160,6 +161,8 @@ def _schedules(
 
 def _excluded(layout: ParallelLayout, pins: Constraints, stack: Stack) -> str | None:
     reason = excluded_pipeline(layout, pins, stack)
+    if not reason and pins.recompute_first_stage is not None:
+        reason = illegal_stage_recompute(layout, pins.recompute_first_stage)
     if reason or layout.mesh.pp == 1:
         return reason
     levels = pins.recompute

@@ -99,9 +99,17 @@ def infeasible_error(
     )
 
 
-def estimate_plan(model: Any, cluster: Any, training: Any, layout: Any, **choices: Any) -> Plan:
+def estimate_plan(
+    model: Any,
+    cluster: Any,
+    training: Any,
+    layout: Any,
+    *,
+    options: SearchOptions | None = None,
+    **choices: Any,
+) -> Plan:
     return estimate.estimate_plan(
-        request(model, cluster, training), layout, UniformChoices(**choices)
+        request(model, cluster, training, options=options), layout, UniformChoices(**choices)
     )
 
 
