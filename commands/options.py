@@ -17,6 +17,7 @@ OFFLOAD = ("states", "activations", "optimizer", "parameters", "lookup")
 SEARCHED_OFFLOAD = ("optimizer", "parameters", "activations", "lookup", "states", "none")
 EVICTION = ("opt", "lru", "fifo")
 PREFERENCES = ("fastest", "leanest", "robust")
+SHARDS = ("quota", "merge")
 PRECISIONS = ("bf16", "fp16", "fp32")
 ATTENTION = ("flash", "unfused")
 BASELINES = "Baselines"
@@ -62,6 +63,7 @@ class TraceOptions:
     """Options of traced modules."""
 
     trace: bool = False
+    shards: str | None = None
     stages: str | None = None
     cross_skips: bool = False
 
@@ -269,10 +271,17 @@ trace_options = together(
     ),
     option(
         PINS,
+        "--shards",
+        type=click.Choice(SHARDS),
+        help="Cut of a traced module into the shards that stages consist of: quota, equal "
+        "parameters; or merge, the narrowest cuts. [default: quota]",
+    ),
+    option(
+        PINS,
         "--stages",
-        metavar="RULE|N,..",
-        help="Stages of a traced module: uniform, parameters, ilp, or shards by stage. [default: "
-        "ilp]",
+        metavar="RULE|N,..|NAME,..",
+        help="Stages of a traced module: uniform, parameters, ilp, shards by stage, or the "
+        "submodules at which all but the first stage begin. [default: ilp]",
     ),
     option(
         PINS,

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from parplan.planner.plan.plan import Plan
     from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
     from parplan.planner.traced.plan_traced import TracedFactory
+    from parplan.planner.traced.shards import Cutting
     from parplan.profiles.models.module_source import ModuleSource
     from parplan.profiles.models.traced_model import TracedModel
 
@@ -43,7 +44,7 @@ def source_of(target: TargetOptions, tracing: TraceOptions) -> ModuleSource | No
     from parplan.profiles.errors import ConfigError
 
     source = traced_source(target.model, trace=tracing.trace)
-    for name in ("stages", "cross_skips") if source is None else ():
+    for name in ("shards", "stages", "cross_skips") if source is None else ():
         if getattr(tracing, name):
             raise ConfigError(
                 f"--{name.replace('_', '-')} is for traced modules, --model is {target.model}",
@@ -81,13 +82,19 @@ def traced_question(
 
     with users_modules():
         traced = traced_request(request)
-    factory = TracedFactory(traced, rule, cross_skips=tracing.cross_skips)
+    factory = TracedFactory(traced, rule, _cutting(tracing))
     return Question(
         factory=factory,
         assumed_of=assumed_of,
         explained=partial(_print_whole, factory),
         started_s=started_s,
     )
+
+
+def _cutting(tracing: TraceOptions) -> Cutting:
+    from parplan.planner.traced.shards import Cutting, CutWay
+
+    return Cutting(way=CutWay(tracing.shards or "quota"), cross_skips=tracing.cross_skips)
 
 
 def _print_whole(factory: TracedFactory, plan: AnyPlan, to_stderr: bool) -> None:
@@ -121,7 +128,7 @@ def estimate(
     require_torch("a module is traced, which needs torch")
     with users_modules():
         traced = traced_request(request)
-    plan = estimate_traced_plan(traced, rule, cross_skips=tracing.cross_skips)
+    plan = estimate_traced_plan(traced, rule, _cutting(tracing))
     return plan, with_assumed_of(plan, request).assumed
 
 

@@ -18,12 +18,13 @@ from parplan.planner.stage_columns.stage_contents import Range
 from parplan.planner.stage_recompute import RecomputeRule, stage_too_large_error
 from parplan.planner.traced.plan_traced import TracedFactory
 from parplan.planner.traced.shard_price_cache import ShardPriceCache
+from parplan.planner.traced.shards import Cutting
 from parplan.planner.traced.stage_rules import StageRule
 from parplan.planner.traced.traced_strategy import every_block, priced_module, strategy_on
 
 
 def estimate_traced_plan(
-    request: TracedRequest, rule: StageRule | None = None, *, cross_skips: bool = False
+    request: TracedRequest, rule: StageRule | None = None, cutting: Cutting | None = None
 ) -> TracedPlan:
     """Returns the plan of one configuration, without a search.
 
@@ -32,7 +33,7 @@ def estimate_traced_plan(
     configuration that no search allows, with the reason, and InfeasibleError where the hosts cannot
     hold its states.
     """
-    factory = TracedFactory(request, rule, cross_skips=cross_skips)
+    factory = TracedFactory(request, rule, cutting)
     pins = factory.request.constraints
     prices = factory.prices(pins.offload or ())
     limit = limit_bytes(request.cluster, request.training.stack, request.options)

@@ -9,7 +9,7 @@ from parplan.planner.candidates.never_searched import HOST_WHERE_NEEDED, Unsearc
 from parplan.planner.request import TRACED_OFFLOAD, ModuleRequest, TracedRequest
 from parplan.planner.search.price_factory import Hosted, PriceFactory
 from parplan.planner.search.sequence_prices import SequencePrices
-from parplan.planner.traced.shards import Sharded, shard
+from parplan.planner.traced.shards import Cutting, Sharded, shard
 from parplan.planner.traced.stage_rules import StageRule
 from parplan.planner.traced.traced_prices import traced_prices
 from parplan.planner.traced.traced_shortfall import (
@@ -45,7 +45,7 @@ class TracedFactory(PriceFactory):
     """The prices of a traced module, whose states may lie on the hosts.
 
     rule: the way to give shards to stages (--stages)
-    cross_skips: skip connections may cross stages (--cross-skips)
+    cutting: the way to cut the module into shards (--shards, --cross-skips)
 
     In a plan of samples the sequence has one token, so speeds are samples a second.
     """
@@ -55,17 +55,25 @@ class TracedFactory(PriceFactory):
     prefer = None  # no error band is known
 
     def __init__(
-        self, request: TracedRequest, rule: StageRule | None = None, *, cross_skips: bool = False
+        self,
+        request: TracedRequest,
+        rule: StageRule | None = None,
+        cutting: Cutting | None = None,
     ) -> None:
         if request.model.unit == SAMPLES:
             request = replace(request, training=replace(request.training, seq_length=1))
-        self.request, self.rule = request, rule or StageRule()
-        self.cross_skips, self.offload = cross_skips, request.constraints.offload
+        self.request, self._named = request, rule or StageRule()
+        self.cutting, self.offload = cutting or Cutting(), request.constraints.offload
         self._prices: dict[Hosted, SequencePrices] = {}
 
     @cached_property
     def _sharded(self) -> Sharded:
-        return shard(self.request.model, cross_skips=self.cross_skips)
+        return shard(self.request.model, replace(self.cutting, splits=self._named.names))
+
+    @cached_property
+    def rule(self) -> StageRule:
+        """The way to give shards to stages, by counts where the user named submodules."""
+        return self._named.of(self._sharded)
 
     def prices(self, offload: Hosted) -> SequencePrices:
         if offload not in self._prices:

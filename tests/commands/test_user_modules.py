@@ -304,6 +304,40 @@ def test_a_baseline_of_described_models_is_none_of_a_traced_module(searched):
     assert "megatron" in message
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--stages", "h.9"), "--stages has 'h.9', Gpt has no such submodule"),
+        (("--stages", "blocks.0,blocks.1"), "--stages gives 3 stages, not 2"),
+        (("--recompute-first-stage", "0.5,0.5,0.5"), "has 3 shares, --pp has at most 2 stages"),
+        (("--recompute-first-stage", "1", "--recompute", "full"), "none is excluded"),
+    ],
+)
+def test_cuts_and_rules_that_a_search_cannot_have_are_errors(options, message):
+    assert message in fail(2, *DIVIDED, *options)
+
+
+def test_an_estimate_has_the_recompute_of_a_rule_for_its_stages():
+    options = ("--recompute-first-stage", "1", "--json")
+    plan = json.loads(succeed("estimate", *DIVIDED, *options).stdout)
+
+    assert [stage["recompute"] for stage in plan["stages"]] == [[1, 2], []]
+
+
+@pytest.mark.multiproc
+def test_a_plan_with_merged_shards_and_a_named_stage_trains_as_one_process_does(tmp_path):
+    plan_file = str(tmp_path / "plan.yaml")
+    where = ("--gpus", "2", "--pp", "2", "--global-batch-size", "16")
+    succeed(*MODEL, *where, "--shards", "merge", "--stages", "blocks.1", "-o", plan_file)
+    plan = yaml.safe_load(Path(plan_file).read_text())
+
+    document = json.loads(succeed("check", plan_file, "--execute", "--json").stdout)
+
+    second = plan["stages"][1]["layers"][0]["first"]
+    assert plan["shards"][second]["name"].startswith("blocks.1")
+    assert document["passed"]
+
+
 @pytest.mark.multiproc
 def test_a_searched_plan_with_tensor_parallelism_trains_as_one_process_does(tmp_path):
     plan_file = str(tmp_path / "plan.yaml")
