@@ -66,6 +66,7 @@ class TraceOptions:
     shards: str | None = None
     stages: str | None = None
     cross_skips: bool = False
+    tp_rules: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,6 +289,14 @@ trace_options = together(
         "--cross-skips",
         is_flag=True,
         help="Let skip connections of a traced module cross stages.",
+    ),
+    option(
+        PINS,
+        "--tp-rules",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="YAML with names of submodules under column, row, vocabulary and replicated, which "
+        "override the tensor parallelism that a trace derives.",
     ),
     packs("tracing", TraceOptions),
 )

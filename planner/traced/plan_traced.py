@@ -17,6 +17,7 @@ from parplan.planner.traced.traced_shortfall import (
     least_traced_peak_bytes,
 )
 from parplan.profiles.errors import InfeasibleError
+from parplan.profiles.models.tp_rules import TpRules
 
 SAMPLES = "samples"
 _UNSEARCHED = (
@@ -92,10 +93,11 @@ class TracedFactory(PriceFactory):
         return infeasible_traced_error(request, self.prices(offload), self.rule)
 
 
-def traced_request(request: ModuleRequest) -> TracedRequest:
+def traced_request(request: ModuleRequest, rules: TpRules | None = None) -> TracedRequest:
     """Returns the request for the trace of its module, made without memory for its weights.
 
-    Raises ConfigError when the module cannot be traced.
+    `rules` override the tensor parallelism that is derived. Raises ConfigError when the module
+    cannot be traced, or cannot have the rules.
     """
     from parplan.profiles.tracing.trace import trace  # loads torch
 
@@ -106,6 +108,7 @@ def traced_request(request: ModuleRequest) -> TracedRequest:
         precision=training.precision,
         attention=training.attention,
         on_cpu=request.cluster.device.is_host,
+        rules=rules,
         check=request.options.deadline.check,
     )
     return request.of_model(model)

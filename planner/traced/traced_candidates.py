@@ -68,13 +68,13 @@ def require_known(pins: Constraints) -> None:
 def enumerate_traced_candidates(
     num_shards: int,
     request: TracedRequest,
-    divides: Callable[[int], bool],
+    illegal_tp: Callable[[int], str | None],
     counts: tuple[int, ...] = (),
 ) -> CandidateSpace:
     """Returns all candidates of a module of `num_shards` shards.
 
-    `divides` says whether a tensor-parallel degree divides any operator. `counts` are the shards of
-    each virtual stage, empty when the search decides. Raises ConfigError for pins that the stack
+    `illegal_tp` says why a tensor-parallel degree cannot divide the module. `counts` are the shards
+    of each virtual stage, empty when the search decides. Raises ConfigError for pins that the stack
     does not run.
     """
     cluster, training = request.cluster, request.training
@@ -85,8 +85,7 @@ def enumerate_traced_candidates(
     pruned: list[Pruned] = []
     for mesh in _meshes(cluster):
         reason = excluded_mesh(mesh, pins, num_shards, "shards that the module can be cut into")
-        if not reason and not divides(mesh.tp):
-            reason = f"tp {mesh.tp} divides no operator of the module"
+        reason = reason or illegal_tp(mesh.tp)
         if reason:
             pruned.append(Pruned(str(mesh), reason))
             continue
