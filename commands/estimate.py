@@ -15,6 +15,7 @@ from parplan.commands.options import (
     OUTPUT,
     RECOMPUTE,
     SCHEDULES,
+    STAGE_RECOMPUTE,
     LayoutOptions,
     ResultOptions,
     TargetOptions,
@@ -152,7 +153,8 @@ from parplan.commands.style import Command, List, Whole, option, packs
     LAYOUT,
     "--memory-limit",
     metavar="SIZE",
-    help="Memory that chunks and all else may fill on a device. [default: as in a search]",
+    help="Memory that chunks and all else, or stages with recompute by memory, may fill on a "
+    "device. [default: as in a search]",
 )
 @option(
     LAYOUT,
@@ -169,6 +171,12 @@ from parplan.commands.style import Command, List, Whole, option, packs
     default="none",
     show_default=True,
     help="Recompute level of every block.",
+)
+@option(
+    LAYOUT,
+    "--recompute-first-stage",
+    metavar="SHARE,..|memory",
+    help=STAGE_RECOMPUTE,
 )
 @option(
     LAYOUT,
@@ -202,7 +210,7 @@ def estimate(
 
     A traced module is cut at even times, or as --stages says.
     """
-    from parplan.commands.requests.layouts import choices_of, layout_of
+    from parplan.commands.requests.layouts import choices_of, layout_of, with_limit
     from parplan.commands.requests.requests import request_of
     from parplan.planner.plan.traced_plan import AnyPlan
     from parplan.planner.search.estimate import estimate_plan
@@ -212,7 +220,7 @@ def estimate(
     source = user_modules.source_of(target, tracing)
     plan: AnyPlan
     if source is None:
-        request = request_of(target)
+        request = with_limit(request_of(target), by_hand)
         choices = choices_of(request, by_hand)
         plan = estimate_plan(request, layout_of(request, by_hand), choices)
         plan, assumed = with_module(plan, request), request.assumed

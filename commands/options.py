@@ -18,6 +18,7 @@ OFFLOAD = ("states", "activations", "optimizer", "parameters", "lookup")
 SEARCHED_OFFLOAD = ("optimizer", "parameters", "activations", "lookup", "states", "none")
 EVICTION = ("opt", "lru", "fifo")
 PREFERENCES = ("fastest", "leanest", "robust")
+SHARDS = ("quota", "merge")
 PRECISIONS = ("bf16", "fp16", "fp32")
 ATTENTION = ("flash", "unfused")
 BASELINES = "Baselines"
@@ -28,6 +29,11 @@ AIM = "Objective"
 PINS = "Pins"
 SEARCH = "Search"
 OUTPUT = "Output"
+STAGE_RECOMPUTE = (
+    "Recompute by pipeline stage: the share of the first stage's layers that run again, from which "
+    "the others follow by Merak's rule; shares by stage such as 0.5,0.25,0, the last one repeats; "
+    "or memory, the fewest with which each stage fits."
+)
 STDOUT = Path("-")  # the value of --output that writes to stdout
 
 
@@ -58,8 +64,10 @@ class TraceOptions:
     """Options of traced modules."""
 
     trace: bool = False
+    shards: str | None = None
     stages: str | None = None
     cross_skips: bool = False
+    tp_rules: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +85,7 @@ class PinOptions:
     zero: tuple[int, ...] | None = None
     zero_ranks: int | None = None
     recompute: tuple[str, ...] | None = None
+    recompute_first_stage: str | None = None
     sequence_parallel: bool | None = None
     tp_overlap: tuple[int, ...] | None = None
     tp_across_nodes: bool = False
@@ -123,6 +132,7 @@ class LayoutOptions:
     memory_limit: str | None = None
     keep_on_host: tuple[str, ...] | None = None
     recompute: str = "none"
+    recompute_first_stage: str | None = None
     sequence_parallel: bool = False
     tp_overlap: int = 0
 
@@ -266,16 +276,31 @@ trace_options = together(
     ),
     option(
         PINS,
+        "--shards",
+        type=click.Choice(SHARDS),
+        help="Cut of a traced module into the shards that stages consist of: quota, equal "
+        "parameters; or merge, the narrowest cuts. [default: quota]",
+    ),
+    option(
+        PINS,
         "--stages",
-        metavar="RULE|N,..",
-        help="Stages of a traced module: uniform, parameters, ilp, or shards by stage. [default: "
-        "ilp]",
+        metavar="RULE|N,..|NAME,..",
+        help="Stages of a traced module: uniform, parameters, ilp, shards by stage, or the "
+        "submodules at which all but the first stage begin. [default: ilp]",
     ),
     option(
         PINS,
         "--cross-skips",
         is_flag=True,
         help="Let skip connections of a traced module cross stages.",
+    ),
+    option(
+        PINS,
+        "--tp-rules",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="YAML with names of submodules under column, row, vocabulary and replicated, which "
+        "override the tensor parallelism that a trace derives.",
     ),
     packs("tracing", TraceOptions),
 )
@@ -352,6 +377,12 @@ search_options = together(
         click.Choice(RECOMPUTE),
         "NAME,..",
         f"Recompute levels allowed: {', '.join(RECOMPUTE)}.",
+    ),
+    option(
+        PINS,
+        "--recompute-first-stage",
+        metavar="SHARE,..|memory",
+        help=STAGE_RECOMPUTE,
     ),
     option(
         PINS,

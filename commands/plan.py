@@ -149,6 +149,7 @@ def _search(
         interrupted=interrupted,
         profile=target.profile or "",
         plan_file=result.plan_file,
+        ruled=question.factory.request.constraints.recompute_first_stage is not None,
     )
     deliver(plan, context, result.output, as_json=result.as_json)
     if flags.explain:

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from parplan.planner.plan.plan import Plan
     from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
     from parplan.planner.traced.plan_traced import TracedFactory
+    from parplan.planner.traced.shards import Cutting
     from parplan.profiles.models.module_source import ModuleSource
+    from parplan.profiles.models.tp_rules import TpRules
     from parplan.profiles.models.traced_model import TracedModel
 
 NOT_EQUAL = 2  # the plan does not train as one process does
@@ -43,7 +45,7 @@ def source_of(target: TargetOptions, tracing: TraceOptions) -> ModuleSource | No
     from parplan.profiles.errors import ConfigError
 
     source = traced_source(target.model, trace=tracing.trace)
-    for name in ("stages", "cross_skips") if source is None else ():
+    for name in ("shards", "stages", "cross_skips", "tp_rules") if source is None else ():
         if getattr(tracing, name):
             raise ConfigError(
                 f"--{name.replace('_', '-')} is for traced modules, --model is {target.model}",
@@ -80,14 +82,26 @@ def traced_question(
         return *assumed, *offload_assumed(request.constraints, plan)
 
     with users_modules():
-        traced = traced_request(request)
-    factory = TracedFactory(traced, rule, cross_skips=tracing.cross_skips)
+        traced = traced_request(request, _tp_rules(tracing))
+    factory = TracedFactory(traced, rule, _cutting(tracing))
     return Question(
         factory=factory,
         assumed_of=assumed_of,
         explained=partial(_print_whole, factory),
         started_s=started_s,
     )
+
+
+def _tp_rules(tracing: TraceOptions) -> TpRules | None:
+    from parplan.profiles.models.tp_rules import read_tp_rules
+
+    return None if tracing.tp_rules is None else read_tp_rules(tracing.tp_rules)
+
+
+def _cutting(tracing: TraceOptions) -> Cutting:
+    from parplan.planner.traced.shards import Cutting, CutWay
+
+    return Cutting(way=CutWay(tracing.shards or "quota"), cross_skips=tracing.cross_skips)
 
 
 def _print_whole(factory: TracedFactory, plan: AnyPlan, to_stderr: bool) -> None:
@@ -120,8 +134,8 @@ def estimate(
     rule = parse_stages(tracing.stages) if tracing.stages else StageRule()
     require_torch("a module is traced, which needs torch")
     with users_modules():
-        traced = traced_request(request)
-    plan = estimate_traced_plan(traced, rule, cross_skips=tracing.cross_skips)
+        traced = traced_request(request, _tp_rules(tracing))
+    plan = estimate_traced_plan(traced, rule, _cutting(tracing))
     return plan, with_assumed_of(plan, request).assumed
 
 
@@ -133,7 +147,7 @@ def traced_again(plan: TracedPlan) -> TracedModel:
     require_torch("a module is traced, which needs torch")
     request = PlanRequest(model=plan.module, cluster=plan.cluster, training=plan.training)
     with users_modules():
-        return traced_request(request).model
+        return traced_request(request, plan.tp_rules).model
 
 
 def dry_check(plan: TracedPlan, ranks: Sequence[int], *, as_json: bool) -> int:

@@ -15,6 +15,7 @@ from parplan.costmodels.strategy import TP_OVERLAP_LEVELS
 from parplan.planner.deadline import NEVER, Deadline
 from parplan.planner.forbid import NAMES, Ban, Value
 from parplan.planner.objective import Objective, Prefer
+from parplan.planner.stage_recompute import OPTION, RecomputeRule, illegal_pins
 from parplan.profiles.documents.ranges import require_range
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
@@ -29,6 +30,7 @@ ZERO_STAGES = (0, 1, 2, 3)
 MAX_MICRO_BATCH_SIZE = 64  # the largest that a search tries without a pin
 SEARCHED_OFFLOAD = (Offload.OPTIMIZER, Offload.PARAMETERS, Offload.ACTIVATIONS, Offload.LOOKUP)
 TRACED_OFFLOAD = (Offload.STATES,)  # what a search of a traced module may leave to the host
+STAGE_LEVELS = (Recompute.NONE, Recompute.FULL)  # of the layers of a stage under a rule
 _EVERY: Mapping[str, tuple[Value, ...]] = {
     "zero": ZERO_STAGES,
     "recompute": tuple(Recompute),
@@ -49,6 +51,8 @@ class Constraints:
 
     recompute           levels; None also allows any list of operators
     mesh_order          orders of the axes; None for those that the stack can start in
+    recompute_first_stage   a rule for the recompute of the pipeline stages, which then have whole
+                        layers at the levels none and full
     zero_ranks          neighbouring ranks that hold one copy of sharded states together, on meshes
                         whose dp it divides
     tp_overlap          levels of sub-pipelined tensor parallelism where tp > 1; None for those that
@@ -68,6 +72,7 @@ class Constraints:
     mesh_order: tuple[MeshOrder, ...] | None = None
     sequence_parallel: tuple[bool, ...] | None = None
     recompute: tuple[Recompute, ...] | None = None
+    recompute_first_stage: RecomputeRule | None = None
     zero: tuple[int, ...] | None = None
     zero_ranks: int | None = None
     tp_overlap: tuple[int, ...] | None = None
@@ -86,7 +91,28 @@ class Constraints:
         for value in self.tp_overlap or ():
             if value not in TP_OVERLAP_LEVELS:
                 raise ConfigError(f"--tp-overlap is {value}, it must be 0, 1, 2 or 3")
+        if self.recompute_first_stage is not None:
+            reason = illegal_pins(
+                self.recompute_first_stage, self.pp, self.schedule, self.virtual_stages
+            )
+            if reason:
+                raise ConfigError(reason, hint=f"drop that pin, or {OPTION}")
+            self._levels_of_stages()
         self._require_something_left()
+
+    def _levels_of_stages(self) -> tuple[Recompute, ...]:
+        """Returns the levels that a rule for the stages deals out. Raises ConfigError."""
+        excluded = [
+            level
+            for level in STAGE_LEVELS
+            if level not in (self.recompute or STAGE_LEVELS) or self.ban(recompute=level)
+        ]
+        if excluded:
+            raise ConfigError(
+                f"{OPTION} needs the recompute levels none and full, {excluded[0]} is excluded",
+                hint="drop --recompute and its bans, or drop " + OPTION,
+            )
+        return STAGE_LEVELS
 
     def _require_something_left(self) -> None:
         for name in NAMES:
@@ -123,6 +149,8 @@ class Constraints:
                     level for level in self.recompute or Recompute if not self.ban(recompute=level)
                 ),
             )
+        if self.recompute_first_stage is not None:
+            pins = replace(pins, recompute=self._levels_of_stages())
         return (
             pins
             if set(stack.recompute) == set(EVERY_RECOMPUTE)
@@ -138,6 +166,12 @@ class Constraints:
                 f"--recompute and --forbid leave nothing that the stack {stack.name} runs: "
                 f"{', '.join(stack.recompute)}",
                 hint="forbid less, or choose another --stack",
+            )
+        if self.recompute_first_stage is not None and len(levels) < len(STAGE_LEVELS):
+            raise ConfigError(
+                f"{OPTION} needs whole layers with and without recompute, the stack {stack.name} "
+                f"runs {', '.join(stack.recompute)}",
+                hint="choose another --stack",
             )
         return replace(self, recompute=levels)
 

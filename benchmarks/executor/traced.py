@@ -26,7 +26,9 @@ from parplan.executor.checking.parity import gradient_errors, joined, loss_error
 from parplan.executor.traced.traced_parity import run_traced_reference, train_traced
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.planner.request import Constraints, PlanRequest
-from parplan.planner.traced.plan_traced import find_traced_plan
+from parplan.planner.search.find_plan import find_best
+from parplan.planner.traced.plan_traced import TracedFactory
+from parplan.planner.traced.shards import Cutting
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.models.spec import Precision, TrainingSpec
@@ -62,17 +64,14 @@ def planned(name: str) -> TracedPlan:
         stack=NEUTRAL,
     )
     model = trace(source, seq_length=SEQ_LENGTH, precision=Precision.FP32)
-    return find_traced_plan(
-        PlanRequest(
-            model=model,
-            cluster=with_gpus(load_cluster("a100-80gb"), 4),
-            training=training,
-            constraints=Constraints(
-                **pins, micro_batch_size=(2,), schedule=(Schedule.ONE_F_ONE_B,)
-            ),
-        ),
-        cross_skips=name == "unet",
-    ).plan
+    request = PlanRequest(
+        model=model,
+        cluster=with_gpus(load_cluster("a100-80gb"), 4),
+        training=training,
+        constraints=Constraints(**pins, micro_batch_size=(2,), schedule=(Schedule.ONE_F_ONE_B,)),
+    )
+    cutting = Cutting(cross_skips=name == "unet")
+    return find_best(TracedFactory(request, cutting=cutting)).plan
 
 
 def _train(plan: TracedPlan) -> Any:

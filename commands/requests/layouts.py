@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from parplan.commands.options import LayoutOptions
@@ -15,8 +16,9 @@ from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.enumeration import illegal_tensor_parallel
 from parplan.planner.infeasible.shortfall import price_cache_of
-from parplan.planner.request import Request
+from parplan.planner.request import Request, SearchOptions
 from parplan.planner.search.estimate import ChunkRequest, UniformChoices
+from parplan.planner.stage_recompute import MEMORY, RecomputeRule, parse_stage_recompute
 from parplan.profiles.documents.reader import Hints, read_text
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.units import parse_size
@@ -120,11 +122,25 @@ def choices_of(request: Request, by_hand: LayoutOptions) -> UniformChoices:
     return UniformChoices(
         zero=by_hand.zero,
         recompute=Recompute(by_hand.recompute),
+        recompute_first_stage=_rule(by_hand),
         zero_ranks=by_hand.zero_ranks,
         offload=offload,
         keep_on_host=by_hand.keep_on_host or (),
         chunks=chunks,
     )
+
+
+def _rule(by_hand: LayoutOptions) -> RecomputeRule | None:
+    text = by_hand.recompute_first_stage
+    return None if text is None else parse_stage_recompute(text)
+
+
+def with_limit(request: Request, by_hand: LayoutOptions) -> Request:
+    """Returns the request with the memory limit of a layout by hand. Raises ConfigError."""
+    if by_hand.memory_limit is None:
+        return request
+    limit_bytes = parse_size("--memory-limit", by_hand.memory_limit)
+    return replace(request, options=SearchOptions(memory_limit_bytes=limit_bytes))
 
 
 def chunk_request(
@@ -170,6 +186,8 @@ def chunk_request(
 
 def _require_none(by_hand: LayoutOptions) -> None:
     for name in _OF_CHUNKS:
+        if name == "memory_limit" and by_hand.recompute_first_stage == MEMORY:
+            continue
         if getattr(by_hand, name) is not None:
             raise ConfigError(
                 f"{_option(name)} is of chunks", hint="add --offload optimizer,parameters"

@@ -30,6 +30,7 @@ from parplan.planner.request import (
     SolverName,
     prefer_error,
 )
+from parplan.planner.stage_recompute import parse_stage_recompute
 from parplan.profiles.documents.files import require_writable
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Device
@@ -119,6 +120,11 @@ def constraints_of(
         schedule=None if pins.schedule is None else tuple(map(Schedule, pins.schedule)),
         mesh_order=None if pins.mesh_order is None else tuple(map(MeshOrder, pins.mesh_order)),
         recompute=None if pins.recompute is None else tuple(map(Recompute, pins.recompute)),
+        recompute_first_stage=(
+            None
+            if pins.recompute_first_stage is None
+            else parse_stage_recompute(pins.recompute_first_stage)
+        ),
         sequence_parallel=None if pins.sequence_parallel is None else (pins.sequence_parallel,),
         forbid=parse_bans(pins.forbid),
         offload=_offload(pins.offload, searched if target.host_memory else None),

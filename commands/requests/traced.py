@@ -105,6 +105,11 @@ def estimate_request(
     Raises ConfigError as `module_request` does, and for choices of described models.
     """
     _require_known(by_hand, _BY_HAND_REFUSED)
+    if by_hand.recompute_first_stage and by_hand.recompute != "none":
+        raise ConfigError(
+            f"--recompute {by_hand.recompute} and --recompute-first-stage exclude each other",
+            hint="leave one of them out",
+        )
     pins = PinOptions(
         pp=(by_hand.pp,),
         dp=None if by_hand.dp is None else (by_hand.dp,),
@@ -114,7 +119,8 @@ def estimate_request(
         virtual_stages=(by_hand.virtual_stages,),
         schedule=(by_hand.schedule or ("interleaved" if by_hand.virtual_stages > 1 else "1f1b"),),
         zero=(by_hand.zero,),
-        recompute=(by_hand.recompute,),
+        recompute=None if by_hand.recompute_first_stage else (by_hand.recompute,),
+        recompute_first_stage=by_hand.recompute_first_stage,
         offload=by_hand.offload or (),
     )
     if by_hand.ep > 1:

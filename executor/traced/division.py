@@ -55,7 +55,7 @@ class Division:
 
     def __init__(self, plan: TracedPlan, program: Program, mesh: DeviceMesh) -> None:
         self.mesh = mesh
-        self.divisible = Divisible(program)
+        self.divisible = Divisible(program, plan.tp_rules)
         self.factors: dict[fx.Node, int] = {}
         for shard in plan.shards:
             for split in plan.shardings.get(shard.layer, ()):

@@ -1,23 +1,15 @@
-"""Merak's stage-aware recompute: one knob for all stages of a pipeline, or a share for each.
+"""Merak's stage-aware recompute as strategies: every value of its knob, and the least that fits.
 
-The knob is r0, the recomputed share of the first stage's layers (EQUATIONS P7). A later stage holds
-fewer micro-batches and recomputes less:
-
-    r_s = max(0, 1 - (1 - r0) (P - 1) / (P - 1 - s))    for s < P - 1
-    r_{P-1} = 0,    under SCP r_{P-2} = r_{P-3}
-
-The last floor(n_s r_s) of the n_s layers of stage s are recomputed in full. The rules were read in
-HPDL-Group/Merak at 1593043, Merak/core/pipeline/module.py (activation_checkpoint_ratio) and
-Merak/core/merak_engine.py (scheduler_method). The layers of Merak are halves of blocks, here they
-are blocks. A user of Merak finds r0 by trial; here the least one that fits is computed.
+The rule is in planner/stage_recompute.py (EQUATIONS P7). The last floor(n_s r_s) of the n_s blocks
+of stage s are recomputed in full. A user of Merak finds the knob r0 by trial; here the least one
+that fits is computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
-from math import floor
 
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.price_cache import PriceCache
@@ -25,33 +17,12 @@ from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.planner.baselines.optimum import rank_bytes
 from parplan.planner.baselines.uniform_strategies import staged
-
-Counts = tuple[int, ...]
-
-
-def one_knob(r0: Fraction, layout: ParallelLayout) -> tuple[Fraction, ...]:
-    """Returns the recomputed share of every stage of a pipeline with one chunk a rank."""
-    return _shares(r0, layout.mesh.pp, layout.schedule)
-
-
-def _shares(r0: Fraction, num_stages: int, schedule: Schedule) -> tuple[Fraction, ...]:
-    last = num_stages - 1
-    shares = [
-        max(Fraction(0), 1 - (1 - r0) * Fraction(last, last - stage)) for stage in range(last)
-    ]
-    if schedule is Schedule.SCP and last > 1:
-        shares[-1] = shares[-2]
-    return (*shares, Fraction(0))
-
-
-def listed(shares: Sequence[Fraction], layout: ParallelLayout) -> tuple[Fraction, ...]:
-    """Returns a share for every stage: the last of `shares` holds for the stages after it."""
-    return (*shares, *[shares[-1]] * (layout.mesh.pp - len(shares)))
-
-
-def recomputed(blocks: Sequence[int], shares: Iterable[Fraction]) -> Counts:
-    """Returns the number of recomputed blocks of every stage, floor(n_s r_s)."""
-    return tuple(floor(count * share) for count, share in zip(blocks, shares, strict=True))
+from parplan.planner.stage_recompute import (
+    Counts,
+    recomputed,
+    shares_of,
+    stage_too_large_error,
+)
 
 
 def stage_aware(
@@ -91,7 +62,7 @@ def _every_knob(blocks: Counts, schedule: Schedule) -> tuple[Counts, ...]:
         ),
     }
     return tuple(
-        dict.fromkeys(recomputed(blocks, _shares(r0, len(blocks), schedule)) for r0 in sorted(at))
+        dict.fromkeys(recomputed(blocks, shares_of(r0, len(blocks), schedule)) for r0 in sorted(at))
     )
 
 
@@ -145,6 +116,21 @@ class StageAwareRoom:
             return self.fits(stage, count)
         least = self.least(stage)
         return least is not None and count >= least
+
+    def least_counts(self) -> Counts:
+        """Returns the fewest recomputed blocks with which each stage fits.
+
+        Raises InfeasibleError for the first stage that fits with none.
+        """
+        return tuple(map(self._fewest, range(len(self.blocks))))
+
+    def _fewest(self, stage: int) -> int:
+        if self.fits(stage, 0):
+            return 0
+        least = None if self.layout.keeps_all(stage) else self.least(stage)
+        if least is None:
+            raise stage_too_large_error(stage, self.limit_bytes)
+        return least
 
     def least_knob(self) -> Counts | None:
         """Returns the counts of the least r0 that fits, which is the fastest, or None."""

@@ -28,6 +28,7 @@ from parplan.planner.request import (
     TracedRequest,
 )
 from parplan.planner.stage_columns.block_counts import shorter_ends
+from parplan.planner.stage_recompute import illegal_stage_recompute
 from parplan.profiles.divisors import divisors
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
@@ -308,7 +309,7 @@ def _levels(layout: ParallelLayout, request: Request) -> Iterator[ParallelLayout
         overlapped = replace(layout, tp_overlap=level)
         ban = pins.ban(tp_overlap=level) if layout.mesh.tp > 1 else None
         reason = f"excluded by --forbid {ban}" if ban else illegal_overlap(overlapped, model)
-        if pins.recompute == (Recompute.FULL,):
+        if pins.recompute == (Recompute.FULL,) or pins.recompute_first_stage is not None:
             reason = reason or illegal_full_recompute(level, model)
         yield Pruned(layout_text(overlapped), reason) if reason else overlapped
         if not reason and has_chunks(pins.offload):
@@ -321,6 +322,8 @@ def _in_chunks(layout: ParallelLayout, pins: Constraints) -> ParallelLayout | Pr
     """Returns the layout with the states of its blocks in chunks."""
     chunked = replace(layout, chunked=True)
     reason = illegal_chunks(layout, pins.zero, pins.zero_ranks)
+    if pins.recompute_first_stage is not None:
+        reason = reason or illegal_stage_recompute(chunked, pins.recompute_first_stage)
     return Pruned(layout_text(chunked), reason) if reason else chunked
 
 
@@ -350,6 +353,10 @@ def _excluded(layout: ParallelLayout, pins: Constraints, stack: Stack) -> str | 
         return f"excluded by --forbid {ban}"
     if layout.splits_backward and not _allowed(pins.recompute, Recompute.NONE):
         return f"{layout.schedule} runs without recompute, --recompute or --forbid excludes that"
+    rule = pins.recompute_first_stage
+    reason = illegal_stage_recompute(layout, rule) if rule is not None else None
+    if reason:
+        return reason
     reason = illegal_zero(layout, 3) if pins.zero == (3,) else None
     if reason:
         return f"{reason}, --zero or --forbid leaves no other"

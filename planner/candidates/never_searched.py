@@ -69,6 +69,13 @@ def unsearched_parts(pins: Constraints, stack: Stack = NEUTRAL) -> tuple[Unsearc
                 "--tp-overlap asks for it",
             )
         )
+    if pins.recompute_first_stage is not None:
+        parts.append(
+            UnsearchedPart(
+                "blocks of one stage that recompute alike with other ZeRO stages or divisions",
+                "under --recompute-first-stage they are alike",
+            )
+        )
     if pins.zero_ranks is None:
         parts.append(
             UnsearchedPart(

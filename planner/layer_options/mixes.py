@@ -140,6 +140,30 @@ def near_mixes(
     return _joined(mixes, _spread(options, whole, num_blocks, num_chunks))
 
 
+def staged_mixes(options: tuple[LayerOption, ...], num_blocks: int, counts: range) -> Mixes:
+    """Returns mixes with `counts` recomputed blocks, of one model chunk.
+
+    The recomputed blocks have one option, and the others have one with the same layout of the
+    weights. All counts of one pair of options follow one another.
+    """
+    kept = [i for i, option in enumerate(options) if not option.recompute]
+    again = [i for i, option in enumerate(options) if option.recompute]
+    if counts.stop == 1 or counts.start == num_blocks:
+        pairs = [(i, i) for i in (kept if counts.stop == 1 else again)]
+    else:
+        pairs = [
+            (i, j)
+            for i in kept
+            for j in again
+            if options[i].weight_layout == options[j].weight_layout
+        ]
+    whole = np.zeros((len(pairs), len(counts), len(options)), np.int64)
+    for row, (i, j) in enumerate(pairs):
+        whole[row, :, i] = num_blocks - np.array(counts)
+        whole[row, :, j] += np.array(counts)
+    return _mixes(options, whole.reshape(-1, len(options)), num_blocks, 1)
+
+
 def all_tried(options: Sequence[LayerOption], num_blocks: int, num_chunks: int) -> bool:
     """Returns whether `near_mixes` has every choice of an option for each block.
 

@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from parplan.costmodels.operators.sharding import Sharding, Split, operator_splits
 from parplan.planner.plan.traced_plan import SplitPlan
 from parplan.profiles.models.operator_graph import LayerClass, Operator, OperatorKind
-from parplan.profiles.models.traced_model import BATCH
+from parplan.profiles.models.tp_rules import OPTION, TpRules
+from parplan.profiles.models.traced_model import BATCH, TracedOperator
 
 _WHOLE = (Split(),)
 
@@ -36,6 +37,19 @@ def divisible_dims(layer: LayerClass, tp: int) -> frozenset[str]:
     parallel = [operator for operator in layer.operators if operator.parallel_dim is not None]
     illegal = {each.parallel_dim for each in parallel if not _divides(each, tp)}
     return frozenset(str(each.parallel_dim) for each in parallel) - illegal
+
+
+def ruled_but_whole(operators: Iterable[TracedOperator], rules: TpRules, tp: int) -> str | None:
+    """The reason why `tp` ranks cannot divide an operator that a rule divides, or None."""
+    for traced in operators:
+        operator = traced.operator
+        role = rules.role(traced.path, (each.name for each in operator.parameters))
+        split = (Split(operator.parallel_dim),)
+        rejected = operator_splits(operator, (tp,))[1] if role and operator.parallel_dim else ()
+        for each in rejected:
+            if each.splits == split:
+                return f"{OPTION} divides {operator.name}: {each.reason}"
+    return None
 
 
 def replicated_operators(layer: LayerClass, sharding: Sharding) -> tuple[tuple[str, str], ...]:

@@ -20,6 +20,7 @@ from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.models.spec import TrainingSpec
+from parplan.profiles.models.tp_rules import TpRules
 
 _FORBID = {"extra": "forbid"}
 
@@ -114,6 +115,7 @@ class TracedPlan:
 
     shardings   by `layer` of the shards, the operators that the tensor-parallel ranks divide; every
                 rank computes all others whole, and views follow the tensors that they view
+    tp_rules    what the user says of tensor parallelism; None where all of it was derived
     offload     states that the host holds: `states` (fp32 parameters, gradients and optimizer
                 states of all shards), or none
 
@@ -134,6 +136,7 @@ class TracedPlan:
     predicted: Prediction
     search: SearchRecord
     shardings: Mapping[str, tuple[SplitPlan, ...]] = field(default_factory=dict)
+    tp_rules: TpRules | None = None
     offload: tuple[Offload, ...] = ()
 
     def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ from parplan.costmodels.schedules.actions import check_rows
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import StepPrice, price_step
 from parplan.costmodels.strategy import ParallelLayout, Strategy
+from parplan.planner.baselines.stage_aware import StageAwareRoom, stage_aware
 from parplan.planner.candidates.enumeration import illegal_layout, illegal_tensor_parallel
 from parplan.planner.candidates.stack_rules import lacking_schedule, require_stack_runs
 from parplan.planner.host_options.activation_options import (
@@ -33,6 +34,12 @@ from parplan.planner.request import Constraints, Request, SearchOptions
 from parplan.planner.stage_columns.block_counts import block_counts, to_strategy
 from parplan.planner.stage_columns.columns import RankColumns
 from parplan.planner.stage_columns.mix_table import MixTable
+from parplan.planner.stage_recompute import (
+    OPTION,
+    RecomputeRule,
+    illegal_stage_recompute,
+    recomputed,
+)
 from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.shipped_profiles import machine_for
@@ -217,6 +224,39 @@ def _check_offload(
         raise ConfigError(f"--offload lookup: {reason}", hint="leave lookup out")
 
 
+def _check_rule(rule: RecomputeRule, layout: ParallelLayout, choices: UniformChoices) -> None:
+    if choices.recompute is not Recompute.NONE:
+        raise ConfigError(
+            f"--recompute {choices.recompute} and {OPTION} exclude each other",
+            hint="leave one of them out",
+        )
+    if choices.chunks is not None or choices.keep_on_host or Offload.ACTIVATIONS in choices.offload:
+        raise ConfigError(
+            f"{OPTION} does not go with chunks or activations on the host",
+            hint="drop them, or use --recompute",
+        )
+    reason = illegal_stage_recompute(layout, rule)
+    if reason:
+        raise ConfigError(reason, hint="change that option")
+
+
+def _as_the_rule(
+    rule: RecomputeRule,
+    layout: ParallelLayout,
+    blocks: Sequence[int],
+    zero: int,
+    price_cache: PriceCache,
+    limit: float,
+) -> Strategy:
+    """The strategy with the recompute of a rule, by memory within `limit` bytes."""
+    zero = zero if layout.mesh.dp > 1 or price_cache.offloads_states else 0
+    if rule.by_memory:
+        counts = StageAwareRoom(layout, blocks, zero, price_cache, limit).least_counts()
+    else:
+        counts = recomputed(blocks, rule.of_stages(layout))
+    return stage_aware(layout, blocks, counts, zero)
+
+
 def with_homes(strategy: Strategy, request: ChunkRequest) -> Strategy:
     """The strategy with its blocks in chunks and their states at the locations of `request`.
 
@@ -262,6 +302,7 @@ class UniformChoices:
 
     zero            ZeRO stage; with chunks that of embedding and head, which is 3 where dp > 1
     recompute       recompute level
+    recompute_first_stage   a rule for the recompute of the stages, in place of a level
     blocks          blocks of each pipeline rank; an even split by default
     zero_ranks      neighbours that hold one copy of sharded states; all of dp by default
     offload         host contents: states of every layer, all activations, the token table
@@ -271,6 +312,7 @@ class UniformChoices:
 
     zero: int = 0
     recompute: Recompute = Recompute.NONE
+    recompute_first_stage: RecomputeRule | None = None
     blocks: Sequence[int] | None = None
     zero_ranks: int | None = None
     offload: tuple[Offload, ...] = ()
@@ -295,6 +337,10 @@ def estimate_plan(
     blocks = default_blocks(layout, model.num_layers)
     if choices.blocks is not None:
         blocks = tuple(choices.blocks)
+    rule = choices.recompute_first_stage
+    if rule is not None:
+        _check_rule(rule, layout, choices)
+        recompute = Recompute.FULL  # the most of any stage
     _check(layout, blocks, request, recompute)
     _check_holders(layout, zero, choices.zero_ranks)
     _check_offload(offload, chunks, layout.mesh, model)
@@ -316,9 +362,13 @@ def estimate_plan(
         offload=tuple(each for each in offload if each is not Offload.ACTIVATIONS),
         chunking=None if chunks is None else chunks.chunking(cluster, training.stack),
     )
-    strategy = uniform_strategy(
-        layout, blocks, zero=zero, recompute=recompute, price_cache=price_cache
-    )
+    if rule is None:
+        strategy = uniform_strategy(
+            layout, blocks, zero=zero, recompute=recompute, price_cache=price_cache
+        )
+    else:
+        limit = limit_bytes(cluster, training.stack, request.options)
+        strategy = _as_the_rule(rule, layout, blocks, zero, price_cache, limit)
     strategy = with_offloaded_activations(strategy, named_operators(names, recompute, price_cache))
     if chunks is not None:
         strategy = with_homes(strategy, chunks)

@@ -61,7 +61,10 @@ Changes = Callable[[Strategy], Iterable[tuple[Strategy, tuple[int, ...]]]]
 def _changes(solved: SolvedCandidate, session: SearchSession) -> tuple[Changes, ...]:
     """The changes of a described model's strategy."""
     columns = _other_columns(solved, session)
-    return partial(_with_other_columns, alternatives=columns, solved=solved), _moved
+    others = partial(_with_other_columns, alternatives=columns, solved=solved)
+    if session.table.stage_recompute is not None:
+        return others, partial(_moved_under_a_rule, session=session)
+    return others, _moved
 
 
 def _climbed(
@@ -178,6 +181,45 @@ def _moved(strategy: Strategy) -> Iterator[tuple[Strategy, tuple[int, int]]]:
                 replace(strategy, stages=tuple(stages)),
                 (layout.rank_of(here), layout.rank_of(there)),
             )
+
+
+def _moved_under_a_rule(
+    strategy: Strategy, session: SearchSession
+) -> Iterator[tuple[Strategy, tuple[int, int]]]:
+    """The strategy with one block on another stage, both stages on their fastest columns.
+
+    A rule for the recompute of the stages gives a stage of another length other recompute.
+    """
+    ranks = range(len(strategy.stages))
+    counts = [len(_blocks(stage)) for stage in strategy.stages]
+    pairs = [(here, there) for here in ranks for there in ranks if here != there]
+    for here, there in sorted(pairs, key=lambda pair: abs(pair[0] - pair[1])):
+        if counts[here] == 1:
+            continue
+        stages = list(strategy.stages)
+        for rank, count in ((here, counts[here] - 1), (there, counts[there] + 1)):
+            stages[rank] = _fastest_stage(rank, count, strategy, session)
+        if all(stages):
+            yield replace(strategy, stages=tuple(stages)), (here, there)
+
+
+def _fastest_stage(
+    rank: int, num_blocks: int, strategy: Strategy, session: SearchSession
+) -> tuple[LayerChoice, ...]:
+    """The fastest stage of a number of blocks whose ends match the present ones, or nothing."""
+    layout = strategy.layout
+    ends = [choice for choice in strategy.stages[rank] if choice.kind is not LayerKind.BLOCK]
+    columns = [
+        column
+        for column in rank_columns(rank, layout, session.table).fastest(
+            num_blocks, session.limit_bytes
+        )
+        if all((column.zero > 0) == (choice.zero > 0) for choice in ends)
+    ]
+    if not columns:
+        return ()
+    fastest = min(columns, key=lambda column: column.alone_s(layout.num_micro_batches))
+    return to_strategy(layout, (fastest,) * layout.mesh.pp).stages[rank]
 
 
 def _blocks(stage: Sequence[LayerChoice]) -> list[LayerChoice]:

@@ -36,6 +36,7 @@ MARGIN_STEP = 0.001
 LIMIT_STEP_GIB = 0.1
 GPUS = "--gpus"
 MOST_STEPS = 3  # the need of the leanest plan is known to 1 MiB
+RULE = "recompute_first_stage"  # it is dropped, since no one value of it is a plan's
 PINS = (  # the easiest to give up last
     "schedule",
     "virtual_stages",
@@ -48,6 +49,7 @@ PINS = (  # the easiest to give up last
     "zero",
     "tp_overlap",
     "recompute",
+    RULE,
 )
 MESH = frozenset({"tp", "pp", "dp"})
 Item = str | Ban  # a pin by its name, or a ban
@@ -192,7 +194,7 @@ def _relaxation(
     request: Request,
     plan: Plan | None,
     *,
-    dropped: Iterable[Ban] = (),
+    dropped: Iterable[Item] = (),
     note: str = "",
 ) -> Relaxation:
     return Relaxation(
@@ -200,7 +202,7 @@ def _relaxation(
         request=request,
         step_s=plan.predicted.step_time_s.value if plan else None,
         proven=plan is not None and plan.search.status is Status.OPTIMAL,
-        dropped=tuple(f"--forbid {ban}" for ban in dropped),
+        dropped=tuple(_named([item]) for item in dropped),
         note=note,
     )
 
@@ -243,15 +245,14 @@ def _without(request: Request, items: Sequence[Item], searches: _Searches) -> Re
     plan = searches.plan(freed)
     if plan is None:
         return None
-    values = {name: _used(plan, name) for name in items if isinstance(name, str)}
+    dropped = [item for item in items if isinstance(item, Ban) or item == RULE]
+    values = {name: _used(plan, name) for name in items if isinstance(name, str) and name != RULE}
     narrowed = replace(freed, constraints=replace(freed.constraints, **values))  # type: ignore[arg-type]
     confirmed = searches.plan(narrowed) if values else plan
     if confirmed is None:
         return None
     flags = [_setting(name, values[name]) for name in PINS if name in values]
-    return _relaxation(
-        flags, narrowed, confirmed, dropped=[item for item in items if isinstance(item, Ban)]
-    )
+    return _relaxation(flags, narrowed, confirmed, dropped=dropped)
 
 
 def _fewest_changes(

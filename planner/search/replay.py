@@ -81,6 +81,8 @@ def _by_the_rule(solved: SolvedCandidate, session: SearchSession) -> Iterator[St
     num_layers = session.num_blocks
     if layout.mesh.pp == 1 or layout.virtual_stages > 1 or layout.chunked:
         return
+    if session.table.stage_recompute is not None:
+        return  # the user's rule is another
     allowed = session.prices.recompute or tuple(Recompute)
     if not {Recompute.NONE, Recompute.FULL} <= set(allowed) or illegal_full_recompute(
         layout.tp_overlap, price_cache.model

@@ -266,6 +266,8 @@ class DescribedPrices(SearchPrices):
         return self.time_bound(layout).total_s
 
     def ahead_bound_s(self, layout: ParallelLayout, usual_s: float) -> float:
+        if self.table.stage_recompute is not None:
+            return 0.0  # its recompute depends on the schedule
         return ahead_bound_s(layout, usual_s, self.table)
 
     def least_redundant_bytes(

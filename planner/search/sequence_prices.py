@@ -140,7 +140,10 @@ class SequencePrices(SearchPrices):
 
     def ahead_bound_s(self, layout: ParallelLayout, usual_s: float) -> float:
         """Returns `planner.candidates.lower_bounds.ahead_bound_s` with the share of any layer."""
-        if layout.schedule in LAST_KEEPS_ALL and Recompute.NONE not in self._table(layout).levels:
+        table = self._table(layout)
+        if table.stage_recompute is not None:
+            return 0.0  # its recompute depends on the schedule
+        if layout.schedule in LAST_KEEPS_ALL and Recompute.NONE not in table.levels:
             return 0.0
         share = self.bounds(layout, float("inf")).most_share
         ranks = layout.mesh.pp

@@ -115,7 +115,18 @@ class RankColumns(MixPrices):
         usable = usable_bytes(limit_bytes, self.layout.mesh, self.table.price_cache)
         for priced in self.candidates(num_blocks):
             fits = (priced.allocated <= usable) & self.host_fits(priced.mixes)
-            yield priced, np.flatnonzero(fits)
+            yield priced, self._as_the_rule(np.flatnonzero(fits), num_blocks)
+
+    def _as_the_rule(self, fits: Ints, num_blocks: int) -> Ints:
+        """Returns the rows that a rule for the recompute of the stages leaves of those that fit.
+
+        By memory these are the rows with the fewest recomputed blocks of each pair of options.
+        """
+        rule = self.table.stage_recompute
+        if rule is None:
+            return fits
+        pair = fits // len(rule.counts(num_blocks, self.rank, self.layout))
+        return fits[np.diff(pair, prepend=-1) > 0]
 
     def _unbeaten(self, rows: Sequence[MixRow], names: Sequence[str]) -> list[StageColumn]:
         """Returns the rows that are undominated in the values of `names`.
@@ -156,9 +167,7 @@ class RankColumns(MixPrices):
         plain    the time of a micro-batch is without recompute, a bound for every schedule that
                  recomputes ahead of the gradient
         """
-        if not plain and all_tried(
-            self._unbeaten_blocks.options, num_blocks, self.layout.virtual_stages
-        ):
+        if not plain and self._tries_all(num_blocks):
             return self.fastest(num_blocks, limit_bytes)
         usable = usable_bytes(limit_bytes, self.layout.mesh, self.table.price_cache)
         hides = self.layout.recomputes_ahead and not plain
@@ -172,6 +181,12 @@ class RankColumns(MixPrices):
                     for corner in self._corners(num_blocks, zero, least_s)
                 )
         return bounds
+
+    def _tries_all(self, num_blocks: int) -> bool:
+        """Returns whether the mixes are all that the search states."""
+        return self.table.stage_recompute is not None or all_tried(
+            self._unbeaten_blocks.options, num_blocks, self.layout.virtual_stages
+        )
 
     def _corners(self, num_blocks: int, zero: int, least_s: Array) -> list[tuple[float, float]]:
         if self.layout.mesh.pp == 1:
@@ -303,11 +318,14 @@ class RankColumns(MixPrices):
         All its blocks have one option: of two mixed options, the one with fewer bytes already has
         the larger workspace or buffer.
         """
-        pure = pure_mixes(self.block.options, num_blocks, self.layout.virtual_stages)
-        fits = self.host_fits(pure)
+        if self.table.stage_recompute is not None:
+            every = self.candidates(num_blocks)
+        else:
+            pure = pure_mixes(self.block.options, num_blocks, self.layout.virtual_stages)
+            every = [self.priced(pure, zero) for zero in self.end_stages]
         columns = []
-        for zero in self.end_stages:
-            priced = self.priced(pure, zero)
+        for priced in every:
+            fits = self.host_fits(priced.mixes)
             row = int(np.where(fits, priced.allocated, np.inf).argmin())
             columns.append(self.column(priced, row))
         return min(columns, key=lambda column: column.memory_bytes)

@@ -136,8 +136,13 @@ class MixPrices:
     def candidates(self, num_blocks: int) -> list[PricedMixes]:
         """Returns mixes at one ZeRO stage, with embedding and head, and mixes of two stages.
 
-        The latter exist if there are several stages.
+        The latter exist if there are several stages. Under a rule for the recompute of the stages
+        they are the mixes with its number of recomputed blocks.
         """
+        if self.table.stage_recompute is not None:
+            counts = self.table.stage_recompute.counts(num_blocks, self.rank, self.layout)
+            mixes = self.mix_table.staged(self.layout, self.rank, num_blocks, counts)
+            return [self.priced(mixes, zero) for zero in self.end_stages]
         candidates = [
             self.priced(self.mix_table.get(self.layout, self.rank, num_blocks, zero), zero)
             for zero in self.stages

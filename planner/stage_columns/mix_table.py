@@ -34,6 +34,7 @@ from parplan.planner.layer_options.mixes import (
     hulls,
     make_mixes,
     option_pairs,
+    staged_mixes,
 )
 from parplan.planner.layer_options.overlap_levels import illegal_zero
 from parplan.planner.request import Constraints
@@ -52,6 +53,7 @@ class StageTable:
         self.price_cache = price_cache
         self.offload = pins.offload or ()
         self.host_share_bytes = host_share_bytes(price_cache.machine.cluster)
+        self.stage_recompute = pins.recompute_first_stage
         self._zero_stages = pins.zero or (0, 1, 2, 3)
         self.deadline = deadline
         self.once = KeyedCache(deadline.check)
@@ -235,6 +237,19 @@ class MixTable(StageTable):
                 for option in self.options(layout, rank)
             },
         )
+
+    def staged(self, layout: ParallelLayout, rank: int, num_blocks: int, counts: range) -> Mixes:
+        """Returns the mixes of `num_blocks` blocks with given counts of recomputed blocks.
+
+        Blocks that recompute alike have one option at one ZeRO stage.
+        """
+        stages = self.zero_stages(layout)
+
+        def make() -> Mixes:
+            placed = (self.placed(layout, rank, zero) for zero in stages)
+            return staged_mixes(tuple(chain.from_iterable(placed)), num_blocks, counts)
+
+        return self.once(("staged", self._kind(layout, rank), stages, num_blocks, counts), make)
 
     def get(self, layout: ParallelLayout, rank: int, num_blocks: int, zero: int) -> Mixes:
         """Returns the mixes of `num_blocks` blocks of one rank at one ZeRO stage.

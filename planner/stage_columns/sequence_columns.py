@@ -45,6 +45,7 @@ from parplan.planner.stage_columns.stage_prices import (
     block_prices,
     end_costs,
 )
+from parplan.planner.stage_recompute import RecomputeRule
 from parplan.profiles.models.operator_graph import LayerKey, LayerKind
 
 LEVELS = (Recompute.NONE, Recompute.FULL)
@@ -229,10 +230,23 @@ class SequenceColumns(RankColumns):
     @cached_property
     def front(self) -> tuple[bool, Ints]:
         """The front: whether it is exact, and by choice and layer the number of the option."""
+        if self.table.stage_recompute is not None:
+            return True, self._firsts + self._staged(self.table.stage_recompute)
         ends = np.cumsum([0, *map(len, self.chunks)])
         chunks = [self._layers[first:end] for first, end in pairwise(ends)]
         labels = self._sequence_table.front(chunks)
         return labels.exact, self._firsts + labels.options
+
+    def _staged(self, rule: RecomputeRule) -> Ints:
+        """Returns the choices of a rule: the last layers run again, if that frees memory."""
+        whole = [
+            next((n for n, option in enumerate(options) if option.recompute is Recompute.FULL), 0)
+            for options in self._layers
+        ]
+        counts = rule.counts(self.num_blocks, self.rank, self.layout)
+        again = np.arange(self.num_blocks) >= self.num_blocks - np.array(counts)[:, None]
+        rows: Ints = np.where(again, np.array(whole, np.int64), 0)
+        return rows
 
     def _mixes(self, zero: int, most: int | None = None) -> Mixes:
         """Returns the front, or its fastest choices, as mixes.
@@ -361,10 +375,12 @@ class SequenceColumns(RankColumns):
         """Returns columns of a bound on any choice of an option for every layer.
 
         An exact front has every choice that is worth one, unless layers free gradients: their
-        peak also depends on the order of the recomputed layers. Else the seconds are those of a
+        peak also depends on the order of the recomputed layers, which a rule for the recompute of
+        the stages says. Else the seconds are those of a
         Lagrangian bound: saved bytes beyond the limit cost seconds.
         """
-        if not plain and not self._freed and self.front[0]:
+        ruled = self.table.stage_recompute is not None
+        if not plain and (ruled or (not self._freed and self.front[0])):
             return self.fastest(num_blocks, limit_bytes)
         return self.bounds(limit_bytes, plain=plain)
 

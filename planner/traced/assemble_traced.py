@@ -52,6 +52,7 @@ def assembled(
         stages=tuple(_stage(strategy, index, price_cache) for index in range(len(strategy.stages))),
         predicted=prediction_of(layout, price, price_cache),
         search=record,
+        tp_rules=model.tp_rules,
         offload=(Offload.STATES,) if layout.states_on_host else (),
     )
 

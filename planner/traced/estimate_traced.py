@@ -8,19 +8,23 @@ from dataclasses import replace
 
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.strategy import ParallelLayout, Strategy
+from parplan.planner.infeasible.shortfall import limit_bytes
 from parplan.planner.plan.prediction import SearchRecord
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.planner.request import Constraints, TracedRequest
 from parplan.planner.search.estimate import require_host
 from parplan.planner.search.sequence_prices import SequencePrices
+from parplan.planner.stage_columns.stage_contents import Range
+from parplan.planner.stage_recompute import RecomputeRule, stage_too_large_error
 from parplan.planner.traced.plan_traced import TracedFactory
 from parplan.planner.traced.shard_price_cache import ShardPriceCache
+from parplan.planner.traced.shards import Cutting
 from parplan.planner.traced.stage_rules import StageRule
 from parplan.planner.traced.traced_strategy import every_block, priced_module, strategy_on
 
 
 def estimate_traced_plan(
-    request: TracedRequest, rule: StageRule | None = None, *, cross_skips: bool = False
+    request: TracedRequest, rule: StageRule | None = None, cutting: Cutting | None = None
 ) -> TracedPlan:
     """Returns the plan of one configuration, without a search.
 
@@ -29,10 +33,11 @@ def estimate_traced_plan(
     configuration that no search allows, with the reason, and InfeasibleError where the hosts cannot
     hold its states.
     """
-    factory = TracedFactory(request, rule, cross_skips=cross_skips)
+    factory = TracedFactory(request, rule, cutting)
     pins = factory.request.constraints
     prices = factory.prices(pins.offload or ())
-    (strategy,) = uniform_strategies(prices, pins)
+    limit = limit_bytes(request.cluster, request.training.stack, request.options)
+    (strategy,) = uniform_strategies(prices, pins, limit)
     unpriced = SearchRecord.of_estimate(0.0, 0.0)
     priced = priced_module(strategy, module_prices(prices), unpriced)
     price = priced.price
@@ -41,15 +46,21 @@ def estimate_traced_plan(
     return replace(priced.plan, search=record)
 
 
-def uniform_strategies(prices: SequencePrices, pins: Constraints) -> Iterator[Strategy]:
+def uniform_strategies(
+    prices: SequencePrices, pins: Constraints, limit: float = math.inf
+) -> Iterator[Strategy]:
     """Yields each layout with each pinned ZeRO stage and recompute level, the same for all shards.
 
     The stages have the cuts of the user, or the cuts at which their times are even. The states are
-    on the hosts if the pins name them.
+    on the hosts if the pins name them. Recompute by memory is within `limit` bytes a device. Raises
+    InfeasibleError where a stage does not fit them.
     """
     on_host = bool(pins.offload)
     for layout in (each for each in prices.space.layouts if each.states_on_host == on_host):
         for zero in pins.zero or (0,):
+            if pins.recompute_first_stage is not None:
+                yield _as_the_rule(layout, pins.recompute_first_stage, prices, limit)
+                continue
             for level in pins.recompute or (Recompute.NONE,):
                 yield _uniform(layout, zero, level, prices)
 
@@ -57,9 +68,8 @@ def uniform_strategies(prices: SequencePrices, pins: Constraints) -> Iterator[St
 def _uniform(
     layout: ParallelLayout, zero: int, level: Recompute, prices: SequencePrices
 ) -> Strategy:
-    price_cache, bounds = module_prices(prices), prices.bounds(layout, math.inf)
-    cuts = bounds.cuts or bounds.even_cuts
-    assert cuts is not None, "a candidate has no more stages than layers"
+    price_cache = module_prices(prices)
+    cuts = _cuts(layout, prices)
     kept = {
         shard
         for stage, (first, end) in enumerate(cuts)
@@ -68,6 +78,27 @@ def _uniform(
     }
     recomputed = dict.fromkeys(every_block(price_cache) - kept, Recompute.FULL)
     return strategy_on(layout, cuts, [zero] * len(cuts), recomputed, price_cache)
+
+
+def _cuts(layout: ParallelLayout, prices: SequencePrices) -> tuple[Range, ...]:
+    bounds = prices.bounds(layout, math.inf)
+    cuts = bounds.cuts or bounds.even_cuts
+    assert cuts is not None, "a candidate has no more stages than layers"
+    return cuts
+
+
+def _as_the_rule(
+    layout: ParallelLayout, rule: RecomputeRule, prices: SequencePrices, limit: float
+) -> Strategy:
+    """The strategy with the recompute of a rule, at the one ZeRO stage of the prices."""
+    chosen = []
+    for rank, layers in enumerate(_cuts(layout, prices)):
+        columns = prices.columns_of(layout, rank, (layers,))
+        fits = columns.fastest(columns.num_blocks, limit if rule.by_memory else math.inf)
+        if not fits:
+            raise stage_too_large_error(rank, limit)
+        chosen.append(fits[0])
+    return prices.strategy(layout, chosen)
 
 
 def module_prices(prices: SequencePrices) -> ShardPriceCache:

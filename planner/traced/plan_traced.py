@@ -9,7 +9,7 @@ from parplan.planner.candidates.never_searched import HOST_WHERE_NEEDED, Unsearc
 from parplan.planner.request import TRACED_OFFLOAD, ModuleRequest, TracedRequest
 from parplan.planner.search.price_factory import Hosted, PriceFactory
 from parplan.planner.search.sequence_prices import SequencePrices
-from parplan.planner.traced.shards import Sharded, shard
+from parplan.planner.traced.shards import Cutting, Sharded, shard
 from parplan.planner.traced.stage_rules import StageRule
 from parplan.planner.traced.traced_prices import traced_prices
 from parplan.planner.traced.traced_shortfall import (
@@ -17,6 +17,7 @@ from parplan.planner.traced.traced_shortfall import (
     least_traced_peak_bytes,
 )
 from parplan.profiles.errors import InfeasibleError
+from parplan.profiles.models.tp_rules import TpRules
 
 SAMPLES = "samples"
 _UNSEARCHED = (
@@ -45,7 +46,7 @@ class TracedFactory(PriceFactory):
     """The prices of a traced module, whose states may lie on the hosts.
 
     rule: the way to give shards to stages (--stages)
-    cross_skips: skip connections may cross stages (--cross-skips)
+    cutting: the way to cut the module into shards (--shards, --cross-skips)
 
     In a plan of samples the sequence has one token, so speeds are samples a second.
     """
@@ -55,17 +56,25 @@ class TracedFactory(PriceFactory):
     prefer = None  # no error band is known
 
     def __init__(
-        self, request: TracedRequest, rule: StageRule | None = None, *, cross_skips: bool = False
+        self,
+        request: TracedRequest,
+        rule: StageRule | None = None,
+        cutting: Cutting | None = None,
     ) -> None:
         if request.model.unit == SAMPLES:
             request = replace(request, training=replace(request.training, seq_length=1))
-        self.request, self.rule = request, rule or StageRule()
-        self.cross_skips, self.offload = cross_skips, request.constraints.offload
+        self.request, self._named = request, rule or StageRule()
+        self.cutting, self.offload = cutting or Cutting(), request.constraints.offload
         self._prices: dict[Hosted, SequencePrices] = {}
 
     @cached_property
     def _sharded(self) -> Sharded:
-        return shard(self.request.model, cross_skips=self.cross_skips)
+        return shard(self.request.model, replace(self.cutting, splits=self._named.names))
+
+    @cached_property
+    def rule(self) -> StageRule:
+        """The way to give shards to stages, by counts where the user named submodules."""
+        return self._named.of(self._sharded)
 
     def prices(self, offload: Hosted) -> SequencePrices:
         if offload not in self._prices:
@@ -84,10 +93,11 @@ class TracedFactory(PriceFactory):
         return infeasible_traced_error(request, self.prices(offload), self.rule)
 
 
-def traced_request(request: ModuleRequest) -> TracedRequest:
+def traced_request(request: ModuleRequest, rules: TpRules | None = None) -> TracedRequest:
     """Returns the request for the trace of its module, made without memory for its weights.
 
-    Raises ConfigError when the module cannot be traced.
+    `rules` override the tensor parallelism that is derived. Raises ConfigError when the module
+    cannot be traced, or cannot have the rules.
     """
     from parplan.profiles.tracing.trace import trace  # loads torch
 
@@ -98,6 +108,7 @@ def traced_request(request: ModuleRequest) -> TracedRequest:
         precision=training.precision,
         attention=training.attention,
         on_cpu=request.cluster.device.is_host,
+        rules=rules,
         check=request.options.deadline.check,
     )
     return request.of_model(model)

@@ -17,7 +17,11 @@ from parplan.costmodels.layers.recompute import RecomputedOperators, recompute_o
 from parplan.costmodels.operators.compute import operator_time
 from parplan.costmodels.operators.host_launch import launch_s
 from parplan.costmodels.operators.sharding import Sharding
-from parplan.planner.layer_options.traced_shardings import divisible_dims, traced_shardings
+from parplan.planner.layer_options.traced_shardings import (
+    divisible_dims,
+    ruled_but_whole,
+    traced_shardings,
+)
 from parplan.planner.traced.shard_classes import ShardClasses, ShardKey
 from parplan.planner.traced.shard_flow import Array, Flow
 from parplan.planner.traced.shards import Sharded
@@ -137,7 +141,17 @@ class ShardPriceCache(LayerPriceCache):
             for parameter in operator.parameters
         )
 
-    def divides(self, tp: int) -> bool:
+    def illegal_tp(self, tp: int) -> str | None:
+        """Returns why `tp` ranks cannot divide the model, or None."""
+        model = self.sharded.model
+        if tp == 1:
+            return None
+        if not self._divides(tp):
+            return f"tp {tp} divides no operator of the module"
+        rules = model.tp_rules
+        return None if rules is None else ruled_but_whole(model.operators, rules, tp)
+
+    def _divides(self, tp: int) -> bool:
         """True if `tp` ranks divide some operator of the model."""
         traced = self.sharded.model.micro_batch_size
         keys = dict.fromkeys(self.key(layer, layer) for layer in range(self.num_layers))

@@ -3,13 +3,13 @@
     target   2 L shards for L repeated blocks, their attention and their MLP; without blocks the
              number of legal cuts, at most 64
     quota    the parameters of all blocks (without blocks: of all but embeddings) over the target
-    walk     from one legal cut to the next, in the order in which the operators ran; the shard ends
-             at the cut whose parameters are nearest to the quota, and among cuts with equal
-             parameters at the one that hands on least
-    apart    embeddings, and operators before, between and behind the runs of blocks, have shards
-             of their own
-    merge    a shard of less than a quarter of the quota goes to the neighbour with which it shares
-             more, so that no cut grows
+
+By quota, a walk goes from one legal cut to the next, in the order in which the operators ran. The
+shard ends at the cut whose parameters are nearest to the quota, and among cuts with equal
+parameters at the one that hands on least. Embeddings, and operators before, between and behind the
+runs of blocks, have shards of their own. By merging, neighbours join as long as that narrows what
+they hand on (planner/traced/merged_neighbours.py). In both, a shard of less than a quarter of the
+quota then goes to the neighbour with which it shares more. Named split points are always cuts.
 
 No skip connection crosses a legal cut (planner/traced/boundary_values.py). Merak pulls readers of
 an older value back into the shard that made it, which is the same. Source: Merak, arXiv 2206.04959,
@@ -18,21 +18,48 @@ section 3.1 (EQUATIONS G2).
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
 
 from parplan.planner.traced.boundary_values import Values
+from parplan.planner.traced.counted_operators import CountedOperators
+from parplan.planner.traced.merged_neighbours import merged_neighbours
 from parplan.planner.traced.repeated_blocks import OperatorRange, repeated_blocks, units
-from parplan.profiles.models.operator_graph import OperatorKind, Tensor
+from parplan.planner.traced.split_points import split_places
+from parplan.profiles.models.operator_graph import Tensor
 from parplan.profiles.models.traced_model import TracedModel
 
 MOST_WITHOUT_BLOCKS = 64  # shards of a model in which nothing repeats
 SMALL = 0.25  # share of the quota; a shard with fewer parameters is merged
 # share of the quota; cuts whose parameters differ by less are ranked by the bytes they hand on
 NEAR = 0.05
+
+
+class CutWay(StrEnum):
+    """Ways to cut a model into shards.
+
+    quota   equal parameters
+    merge   narrow cuts: neighbours join as long as that narrows what they hand on
+    """
+
+    QUOTA = "quota"
+    MERGE = "merge"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cutting:
+    """The way in which a model is cut into shards.
+
+    cross_skips   skip connections may pass between stages
+    splits        names of submodules at whose first operator a shard begins in any case
+    """
+
+    way: CutWay = CutWay.QUOTA
+    cross_skips: bool = False
+    splits: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +80,17 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class Sharded:
-    """A traced model cut into shards; `cuts[k]` has the values that shard k receives, by name."""
+    """A traced model cut into shards; `cuts[k]` has the values that shard k receives, by name.
+
+    splits   the places of its named split points
+    """
 
     model: TracedModel
     values: Values
     shards: tuple[Shard, ...]
     blocks: tuple[OperatorRange, ...]
     quota: float
+    splits: tuple[int, ...] = ()
 
     @cached_property
     def cuts(self) -> tuple[tuple[tuple[str, Tensor], ...], ...]:
@@ -91,16 +122,38 @@ class Sharded:
         )
 
 
-def shard(model: TracedModel, *, cross_skips: bool = False) -> Sharded:
-    """Cuts `model` into shards; with `cross_skips`, skip connections may pass between stages."""
+def shard(model: TracedModel, cutting: Cutting | None = None) -> Sharded:
+    """Cuts `model` into shards. Raises ConfigError for split points that it cannot have."""
+    cutting = cutting or Cutting()
     blocks = repeated_blocks(model)
     values = Values(model, units(model, blocks))
-    cuts = values.legal_cuts(cross_skips=cross_skips)
-    counted = _Counted(model, values, blocks)
-    segments = list(_segments(counted, cuts))
-    quota = _quota(counted, segments, cuts)
-    ends = [end for first, stop in segments for end in _walked(counted, first, stop, cuts, quota)]
-    firsts = _merged(counted, [0, *ends], quota)
+    cuts = values.legal_cuts(cross_skips=cutting.cross_skips)
+    counted = CountedOperators(model, values, blocks)
+    splits = split_places(counted, cuts, cutting.splits)
+    quota = _quota(counted, cuts)
+    if cutting.way is CutWay.MERGE:
+        parts = merged_neighbours(values, cuts, splits)
+        firsts = _embeddings_joined(counted, parts, quota, splits)
+    else:
+        segments = _segments(counted, cuts, splits)
+        ends = (_walked(counted, first, stop, cuts, quota) for first, stop in segments)
+        firsts = [0, *(end for each in ends for end in each)]
+    sharded = _of_places(counted, _merged(counted, firsts, quota, splits), quota)
+    return replace(sharded, splits=splits)
+
+
+def cut_at(model: TracedModel, firsts: Sequence[int]) -> Sharded | None:
+    """Returns `model` in shards that begin at given places, None where these are no legal cuts."""
+    blocks = repeated_blocks(model)
+    values = Values(model, units(model, blocks))
+    cuts = values.legal_cuts(cross_skips=True)
+    if firsts[0] != 0 or not set(firsts[1:]) <= set(cuts) or sorted(set(firsts)) != [*firsts]:
+        return None
+    counted = CountedOperators(model, values, blocks)
+    return _of_places(counted, [*firsts, len(model.operators)], _quota(counted, cuts))
+
+
+def _of_places(counted: CountedOperators, bounds: Sequence[int], quota: float) -> Sharded:
     shards = tuple(
         Shard(
             name=counted.name(first, end),
@@ -109,98 +162,34 @@ def shard(model: TracedModel, *, cross_skips: bool = False) -> Sharded:
             parameters=counted.parameters(first, end),
             apart=counted.is_apart(first, end),
         )
-        for first, end in pairwise(firsts)
+        for first, end in pairwise(bounds)
     )
-    return Sharded(model=model, values=values, shards=shards, blocks=blocks, quota=quota)
+    return Sharded(
+        model=counted.model,
+        values=counted.values,
+        shards=shards,
+        blocks=tuple(counted.blocks),
+        quota=quota,
+    )
 
 
-class _Counted:
-    """Parameters by range, ranks of cuts, and names, for the walk over a model."""
+def _segments(
+    counted: CountedOperators, cuts: Sequence[int], splits: Collection[int]
+) -> Iterator[tuple[int, int]]:
+    """Yields ranges that no shard may leave: runs of blocks, and the operators around them.
 
-    def __init__(self, model: TracedModel, values: Values, blocks: Sequence[OperatorRange]) -> None:
-        self.model = model
-        self.values = values
-        self.blocks = blocks
-        self.paths = [traced.path.split(".") if traced.path else [] for traced in model.operators]
-        self.holds = [
-            {p.name: p.num_elements for p in traced.operator.parameters}
-            for traced in model.operators
-        ]
-        self.embeds = [traced.operator.kind is OperatorKind.EMBEDDING for traced in model.operators]
-
-    def parameters(self, first: int, end: int, *, embeddings: bool = True) -> int:
-        """Number of parameters of operators [first, end), each counted once."""
-        elements: dict[str, int] = {}
-        for place in range(first, end):
-            if embeddings or not self.embeds[place]:
-                elements.update(self.holds[place])
-        return sum(elements.values())
-
-    def is_apart(self, first: int, end: int) -> bool:
-        """True if operators [first, end) have embeddings and no block begins among them."""
-        return any(self.embeds[first:end]) and not any(
-            first <= block.first < end for block in self.blocks
-        )
-
-    def depth(self, place: int) -> int:
-        """Number of modules that enclose both sides of a cut; a better place has fewer."""
-        before, behind = self.paths[place - 1], self.paths[place]
-        return next(
-            (index for index, (a, b) in enumerate(zip(before, behind, strict=False)) if a != b),
-            min(len(before), len(behind)),
-        )
-
-    def rank(self, place: int) -> tuple[int, int, int]:
-        """Returns a key that orders cuts of equal parameters, the best first."""
-        return self.values.alive_bytes[place], self.depth(place), place
-
-    def name(self, first: int, end: int) -> str:
-        """Names the module of the operators [first, end) with parameters, or its parts."""
-        paths = [
-            self.paths[place] for place in range(first, end) if self.holds[place]
-        ] or self.paths[first:end]
-        common = _prefix(paths)
-        whole = [
-            place
-            for place in range(len(self.paths))
-            if self.holds[place] and self.paths[place][: len(common)] == common
-        ]
-        if common and all(first <= place < end for place in whole):
-            return ".".join(common)
-        depth = len(common) + 1 if common else None
-        parts = list(
-            dict.fromkeys(
-                ".".join(path[len(common) : depth]) for path in paths if len(path) > len(common)
-            )
-        )
-        inner = f"{parts[0]} to {parts[-1]}" if len(parts) > 2 else ", ".join(parts)
-        if not common:
-            return inner or f"operators {first} to {end - 1}"
-        return ".".join(common) + (f" ({inner})" if inner else "")
-
-
-def _prefix(paths: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the modules that all paths begin with."""
-    shared = []
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return shared
-
-
-def _segments(counted: _Counted, cuts: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yields ranges that no shard may leave: runs of blocks, and the operators around them."""
+    They end at the split points too.
+    """
     size, bounds = len(counted.model.operators), [0]
     for run in _runs(counted):
         for place in (run[0].first, run[-1].end):
-            cut = _snapped(counted, place, cuts)
+            cut = counted.snapped(place, cuts)
             if cut is not None and cut > bounds[-1]:
                 bounds.append(cut)
-    yield from pairwise((*bounds, size) if bounds[-1] < size else bounds)
+    yield from pairwise(sorted({*bounds, *splits, size}))
 
 
-def _runs(counted: _Counted) -> Iterator[list[OperatorRange]]:
+def _runs(counted: CountedOperators) -> Iterator[list[OperatorRange]]:
     """Yields runs of blocks between which no operator has parameters."""
     run: list[OperatorRange] = []
     for block in counted.blocks:
@@ -212,18 +201,7 @@ def _runs(counted: _Counted) -> Iterator[list[OperatorRange]]:
         yield run
 
 
-def _snapped(counted: _Counted, place: int, cuts: Sequence[int]) -> int | None:
-    """Returns the legal cut nearest to a place, None if all have parameters between."""
-    index = bisect_left(cuts, place)
-    near = [
-        cut
-        for cut in cuts[max(0, index - 1) : index + 1]
-        if not any(counted.holds[min(cut, place) : max(cut, place)])
-    ]
-    return min(near, key=lambda cut: abs(cut - place), default=None)
-
-
-def _quota(counted: _Counted, segments: Sequence[tuple[int, int]], cuts: Sequence[int]) -> float:
+def _quota(counted: CountedOperators, cuts: Sequence[int]) -> float:
     """Parameters of a shard: those of L blocks over 2 L.
 
     Without blocks, parameters outside embeddings are divided by the number of shards.
@@ -237,7 +215,7 @@ def _quota(counted: _Counted, segments: Sequence[tuple[int, int]], cuts: Sequenc
 
 
 def _walked(
-    counted: _Counted, first: int, stop: int, cuts: Sequence[int], quota: float
+    counted: CountedOperators, first: int, stop: int, cuts: Sequence[int], quota: float
 ) -> Iterator[int]:
     """Yields the ends of the shards of a segment."""
     inside = [cut for cut in cuts if first < cut < stop]
@@ -250,7 +228,9 @@ def _walked(
     yield stop
 
 
-def _next_end(counted: _Counted, first: int, cuts: Sequence[int], quota: float) -> int | None:
+def _next_end(
+    counted: CountedOperators, first: int, cuts: Sequence[int], quota: float
+) -> int | None:
     """Returns the cut with parameters since `first` nearest to the quota, None if all have few."""
     sizes: dict[int, int] = {}
     names: dict[str, int] = {}
@@ -274,29 +254,51 @@ def _next_end(counted: _Counted, first: int, cuts: Sequence[int], quota: float) 
     )
 
 
-def _merged(counted: _Counted, firsts: list[int], quota: float) -> list[int]:
+def _merged(
+    counted: CountedOperators, firsts: list[int], quota: float, splits: Collection[int]
+) -> list[int]:
     """Merges shards that are too small, smallest first, and returns the bounds.
 
-    Embeddings stay apart.
+    Embeddings stay apart, and so do the sides of a split point.
     """
+    fixed = {0, len(counted.model.operators), *splits}
     while len(firsts) > 2:
         small = sorted(
             (size, index)
             for index, (first, end) in enumerate(pairwise(firsts))
             if (size := counted.parameters(first, end)) < SMALL * quota
             and not counted.is_apart(first, end)
+            and not {first, end} <= fixed
         )
         if not small:
             break
         _, index = small[0]
-        sides = [side for side in (index, index + 1) if 0 < side < len(firsts) - 1]
+        sides = [side for side in (index, index + 1) if firsts[side] not in fixed]
         sides = _without_apart(counted, firsts, index, sides) or sides
         firsts.pop(max(sides, key=lambda side: counted.values.alive_bytes[firsts[side]]))
     return firsts
 
 
+def _embeddings_joined(
+    counted: CountedOperators, bounds: Sequence[int], quota: float, splits: Collection[int]
+) -> list[int]:
+    """Returns the bounds without those behind embeddings.
+
+    Other embeddings join them, and small parts outside blocks.
+    """
+    kept, apart = [0], counted.is_apart(*bounds[:2])
+    for first, end in pairwise(bounds[1:]):
+        inside = any(block.first <= first < block.end for block in counted.blocks)
+        small = counted.parameters(first, end) < SMALL * quota and not inside
+        joins = small or counted.is_apart(first, end)
+        if not (apart and joins) or first in splits:
+            kept.append(first)
+            apart = counted.is_apart(first, end)
+    return [*kept, bounds[-1]]
+
+
 def _without_apart(
-    counted: _Counted, firsts: Sequence[int], index: int, sides: Iterable[int]
+    counted: CountedOperators, firsts: Sequence[int], index: int, sides: Iterable[int]
 ) -> list[int]:
     """Returns the sides of shard `index` that do not border on embeddings."""
     return [side for side in sides if not counted.is_apart(*_neighbour(firsts, index, side))]

@@ -21,35 +21,56 @@ class StageRuleKind(StrEnum):
     parameters  the least parameters in the largest stage
     ilp         the fastest plan
     custom      given counts
+    names       stages begin at given submodules
     """
 
     UNIFORM = "uniform"
     PARAMETERS = "parameters"
     ILP = "ilp"
     CUSTOM = "custom"
+    NAMES = "names"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRule:
-    """A rule that assigns shards to stages; `counts` has the shards of each for a custom rule."""
+    """A rule that assigns shards to stages.
+
+    counts   the shards of each stage, for a custom rule
+    names    submodules at whose first operator a stage begins, besides the first stage
+    """
 
     rule: StageRuleKind = StageRuleKind.ILP
     counts: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+
+    def of(self, sharded: Sharded) -> StageRule:
+        """Returns the rule with counts in place of names, which are cuts of `sharded`."""
+        if self.rule is not StageRuleKind.NAMES:
+            return self
+        firsts = [shard.first for shard in sharded.shards]
+        cuts = [0, *(firsts.index(place) for place in sharded.splits), len(firsts)]
+        counts = tuple(end - first for first, end in pairwise(cuts))
+        return StageRule(rule=StageRuleKind.CUSTOM, counts=counts)
 
 
 def parse_stages(text: str) -> StageRule:
-    """Parses --stages: uniform, parameters, ilp, or counts like 5,6,6,5. Raises ConfigError."""
+    """Parses --stages: uniform, parameters, ilp, counts like 5,6,6,5, or names of submodules.
+
+    Raises ConfigError.
+    """
     if re.fullmatch(r"\d{1,9}(,\d{1,9})*", text, re.ASCII):
         counts = tuple(map(int, text.split(",")))
         if min(counts) < 1:
             raise ConfigError(f"--stages is {text}, every stage needs at least one shard")
         return StageRule(rule=StageRuleKind.CUSTOM, counts=counts)
-    if text not in (StageRuleKind.UNIFORM, StageRuleKind.PARAMETERS, StageRuleKind.ILP):
+    if text in (StageRuleKind.UNIFORM, StageRuleKind.PARAMETERS, StageRuleKind.ILP):
+        return StageRule(rule=StageRuleKind(text))
+    if not re.fullmatch(r"[A-Za-z_][\w.]*(,[A-Za-z_][\w.]*)*", text):
         raise ConfigError(
-            f"--stages is {text!r}, it must be uniform, parameters, ilp, or counts",
-            hint="for example --stages 5,6,6,5",
+            f"--stages is {text!r}, it must be uniform, parameters, ilp, counts, or submodules",
+            hint="for example --stages 5,6,6,5 or --stages transformer.h.12,transformer.h.24",
         )
-    return StageRule(rule=StageRuleKind(text))
+    return StageRule(rule=StageRuleKind.NAMES, names=tuple(text.split(",")))
 
 
 def ranges(how: StageRule, sharded: Sharded, num_stages: int) -> tuple[tuple[int, int], ...] | None:

@@ -23,6 +23,7 @@ from parplan.planner.candidates.enumeration import (
 )
 from parplan.planner.candidates.stack_rules import require_stack_runs
 from parplan.planner.request import Constraints, TracedRequest
+from parplan.planner.stage_recompute import illegal_stage_recompute
 from parplan.profiles.divisors import divisors
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.stack import Stack
@@ -67,13 +68,13 @@ def require_known(pins: Constraints) -> None:
 def enumerate_traced_candidates(
     num_shards: int,
     request: TracedRequest,
-    divides: Callable[[int], bool],
+    illegal_tp: Callable[[int], str | None],
     counts: tuple[int, ...] = (),
 ) -> CandidateSpace:
     """Returns all candidates of a module of `num_shards` shards.
 
-    `divides` says whether a tensor-parallel degree divides any operator. `counts` are the shards of
-    each virtual stage, empty when the search decides. Raises ConfigError for pins that the stack
+    `illegal_tp` says why a tensor-parallel degree cannot divide the module. `counts` are the shards
+    of each virtual stage, empty when the search decides. Raises ConfigError for pins that the stack
     does not run.
     """
     training, pins = request.training, request.constraints
@@ -83,8 +84,7 @@ def enumerate_traced_candidates(
     pruned: list[Pruned] = []
     for mesh in _meshes(request):
         reason = excluded_mesh(mesh, pins, num_shards, "shards that the module can be cut into")
-        if not reason and not divides(mesh.tp):
-            reason = f"tp {mesh.tp} divides no operator of the module"
+        reason = reason or illegal_tp(mesh.tp)
         if reason:
             pruned.append(Pruned(str(mesh), reason))
             continue
@@ -159,6 +159,8 @@ def _schedules(
 
 def _excluded(layout: ParallelLayout, pins: Constraints, stack: Stack) -> str | None:
     reason = excluded_pipeline(layout, pins, stack)
+    if not reason and pins.recompute_first_stage is not None:
+        reason = illegal_stage_recompute(layout, pins.recompute_first_stage)
     if reason or layout.mesh.pp == 1:
         return reason
     levels = pins.recompute

@@ -27,8 +27,8 @@ def traced_prices(request: TracedRequest, sharded: Sharded, rule: StageRule) -> 
     require_known(pins)
     machine = machine_for(request.cluster)
     price_cache = ShardPriceCache(sharded, training, machine, zero_ranks=pins.zero_ranks)
-    divides = cache(lambda tp: tp == 1 or price_cache.divides(tp))
-    space = enumerate_traced_candidates(len(sharded.shards), request, divides, rule.counts)
+    illegal_tp = cache(price_cache.illegal_tp)
+    space = enumerate_traced_candidates(len(sharded.shards), request, illegal_tp, rule.counts)
 
     def given(layout: ParallelLayout) -> tuple[Range, ...] | None:
         return ranges(rule, sharded, layout.num_virtual_stages)

@@ -17,8 +17,9 @@ from parplan.planner.plan.reprice import Repriced
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.planner.stage_columns.stage_contents import Range
 from parplan.planner.traced.assemble_traced import assembled, shard_plans, split_plans_of
+from parplan.planner.traced.shard_classes import ShardClasses
 from parplan.planner.traced.shard_price_cache import ShardPriceCache
-from parplan.planner.traced.shards import Sharded, shard
+from parplan.planner.traced.shards import Sharded, cut_at
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.models.operator_graph import LayerKind
@@ -78,12 +79,10 @@ def _recompute_of(plan: TracedPlan, price_cache: ShardPriceCache) -> dict[int, R
 
 
 def _sharded_alike(plan: TracedPlan, model: TracedModel) -> Sharded:
-    """Returns the model cut as the plan has it, with or without skip connections across stages."""
-    for cross_skips in (False, True):
-        sharded = shard(model, cross_skips=cross_skips)
-        classes = ShardPriceCache(sharded, plan.training, machine_for(plan.cluster)).classes
-        if shard_plans(sharded, classes.of) == plan.shards:
-            return sharded
+    """Returns the model cut where the plan cuts it, in whatever way the plan was cut."""
+    sharded = cut_at(model, [each.first for each in plan.shards])
+    if sharded is not None and shard_plans(sharded, ShardClasses(sharded).of) == plan.shards:
+        return sharded
     raise ConfigError(
         f"shards: a new trace of {plan.module.text} has other shards than the {len(plan.shards)} "
         "of the plan",

@@ -15,6 +15,7 @@ from functools import cached_property
 
 from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.models.operator_graph import Dim, Operator, Tensor
+from parplan.profiles.models.tp_rules import TpRules
 
 BATCH = (
     "batch"  # the name of every dim whose size is a multiple of the micro-batch, and of no other
@@ -49,12 +50,12 @@ class TracedOperator:
 
     @property
     def signature(self) -> Hashable:
-        """The operator without names: two operators with equal signatures cost the same."""
+        """The operator without names, and without its division over ranks."""
         operator = self.operator
         return (
             operator.function,
             operator.kind,
-            operator.dims,
+            _sizes(operator.dims),
             *(_shapes(tensors) for tensors in (operator.inputs, operator.outputs, operator.saved)),
             tuple(parameter.shape for parameter in operator.parameters),
             operator.flops_forward,
@@ -76,6 +77,7 @@ class TracedModel:
     inputs: the tensors of the batch
     shared: for each parameter that several modules hold, all its names; operators name it by the
         first
+    tp_rules: what the user says of its tensor parallelism, which the operators obey
     """
 
     name: str
@@ -85,6 +87,7 @@ class TracedModel:
     inputs: tuple[Tensor, ...]
     operators: tuple[TracedOperator, ...]
     shared: tuple[tuple[str, ...], ...] = ()
+    tp_rules: TpRules | None = None
 
     @cached_property
     def num_parameters(self) -> int:
@@ -116,7 +119,11 @@ class TracedModel:
 
 
 def _shapes(tensors: tuple[Tensor, ...]) -> Hashable:
-    return tuple((tensor.dims, tensor.element_bytes) for tensor in tensors)
+    return tuple((_sizes(tensor.dims), tensor.element_bytes) for tensor in tensors)
+
+
+def _sizes(dims: tuple[Dim, ...]) -> Hashable:
+    return tuple((dim.size, dim.name == BATCH) for dim in dims)
 
 
 _Share = tuple[int, int]

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models import operator_graph as model
 from parplan.profiles.models.operator_graph import Dim, Operator, OperatorKind, Parameter
+from parplan.profiles.models.tp_rules import TpRules
 from parplan.profiles.models.traced_model import BATCH, TracedModel, TracedOperator
 from parplan.profiles.tracing.divisible import Divisible, outputs_of
 from parplan.profiles.tracing.program import (
@@ -31,20 +32,23 @@ from parplan.profiles.tracing.torch_functions import UNNAMED, Computation, compu
 _MASK_BYTES, _FP32_BYTES = 1, 4
 
 
-def describe(program: Program, second: Program, *, on_cpu: bool = False) -> TracedModel:
+def describe(
+    program: Program, second: Program, *, on_cpu: bool = False, rules: TpRules | None = None
+) -> TracedModel:
     """Returns the operators of `program`.
 
     A dim is the batch's if it is proportional to the micro-batch size, which differs in `second`.
     With `on_cpu` operators save the observed tensors, else dropout, attention and norms save
-    those of their GPU kernels. Raises ConfigError for a module that calls other functions for
-    another micro-batch size, or whose sizes are not proportional.
+    those of their GPU kernels. `rules` override the derived tensor parallelism. Raises ConfigError
+    for a module that calls other functions for another micro-batch size, or whose sizes are not
+    proportional, and for rules that it cannot have.
     """
     if [node.target for node in program.calls] != [node.target for node in second.calls]:
         raise ConfigError(
             f"module: {program.workload.name} calls other functions in a larger micro-batch",
             hint="let the module do the same for every micro-batch size",
         )
-    describer = _Describer(program, second, on_cpu)
+    describer = _Describer(program, second, on_cpu, rules)
     return TracedModel(
         name=program.workload.name,
         source=program.workload.source,
@@ -53,16 +57,19 @@ def describe(program: Program, second: Program, *, on_cpu: bool = False) -> Trac
         inputs=describer.inputs(),
         operators=tuple(describer.traced(node) for node in program.calls),
         shared=program.shared,
+        tp_rules=rules,
     )
 
 
 class _Describer:
     """Names and dims of a program's tensors, by comparison with another micro-batch size."""
 
-    def __init__(self, program: Program, second: Program, on_cpu: bool) -> None:
+    def __init__(
+        self, program: Program, second: Program, on_cpu: bool, rules: TpRules | None
+    ) -> None:
         self.sizes = program.micro_batch_size, second.micro_batch_size
         self.program, self.on_cpu = program, on_cpu
-        self.divisible = Divisible(program)
+        self.divisible = Divisible(program, rules)
         nodes = [node for node in program.graph.nodes if node.op != "output"]
         self.counterparts = dict(
             zip(nodes, (node for node in second.graph.nodes if node.op != "output"), strict=True)

@@ -22,7 +22,9 @@ from functools import cached_property
 
 from torch import Tensor, fx
 
+from parplan.profiles.errors import ConfigError, did_you_mean
 from parplan.profiles.models.operator_graph import Dim
+from parplan.profiles.models.tp_rules import OPTION, POINTWISE, TpRole, TpRules
 from parplan.profiles.models.traced_model import BATCH
 from parplan.profiles.tracing.factors import Axes, Axis
 from parplan.profiles.tracing.index_rules import ProgramIndices
@@ -39,21 +41,26 @@ class Divisible:
     """The indices of `program` with names, and the index by which each call is divided.
 
     parallel  by call that computes, the factor that tensor parallelism divides
+    rules     what a user says of some calls, before the others are derived
+
+    Raises ConfigError for a rule that names nothing, or a division that a call cannot have.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, rules: TpRules | None = None) -> None:
         self.program = program
-        self._indices = ProgramIndices(program)
+        self._indices = ProgramIndices(program, rules)
         self._factors = self._indices.factors
         self._axes = {
             node: tuple(map(self._factors.leaves, axes))
             for node, axes in self._indices.axes.items()
         }
         self._parameters = {
-            memory_of(node.meta["val"])
+            memory_of(node.meta["val"]): str(node.target)
             for node in program.graph.nodes
             if node.meta.get("origin") == PARAMETER
         }
+        self._roles_of_rules = {} if rules is None else self._ruled(rules)
+        self._require_calls(() if rules is None else rules.pointwise)
         self._met = {node: self._factors_of(node) for node in program.calls}
         self._calls: dict[int, list[fx.Node]] = {}  # by factor, the calls on its way
         for node, met in self._met.items():
@@ -61,6 +68,8 @@ class Divisible:
                 self._calls.setdefault(factor, []).append(node)
         self.parallel: dict[fx.Node, int] = {}
         self._rejected: dict[int, str] = {}  # by index that a matrix makes, why it is whole
+        for node, (role, pattern) in self._roles_of_rules.items():
+            self._divide_as_ruled(node, role, pattern)
         for factor in dict.fromkeys(self._columns()):
             self._divide(factor)
         self._divided = set(self.parallel.values())
@@ -143,6 +152,9 @@ class Divisible:
         }
         for node in self.program.calls:
             found = reasons[node] = {}
+            if self._roles_of_rules.get(node, ("",))[0] == TpRole.REPLICATED:
+                for axis in (axis for each in self._tensors(node) for axis in self.axes(each)):
+                    found.update(dict.fromkeys(axis, "a rule leaves it whole"))
             for axis, reason in self._indices.whole.get(node, ()):
                 for factor in self._factors.leaves(axis):
                     found.setdefault(factor, reason)
@@ -183,6 +195,67 @@ class Divisible:
                 if ids in self._of_batch:
                     yield from self.axes(table)[0]
                 yield from self._features(node)
+
+    def _ruled(self, rules: TpRules) -> dict[fx.Node, tuple[TpRole, str]]:
+        """Returns the calls with a role, in order. Raises ConfigError for a pattern without any."""
+        found: dict[fx.Node, tuple[TpRole, str]] = {}
+        able: dict[str, None] = {}
+        for node in self.program.calls:
+            read = (memory_of(each.meta["val"]) for each in self._tensors_read(node))
+            names = [self._parameters[each] for each in read if each in self._parameters]
+            matrix = self._is_matrix(node)
+            if matrix or node.meta["function"] == _LOOKUP:
+                able |= dict.fromkeys((node.meta["path"], *names))
+            role = rules.role(node.meta["path"], names)
+            if role is not None and (role[0] is TpRole.REPLICATED or self._may_have(node, role[0])):
+                found[node] = role
+        for role in rules.all_patterns():
+            if role not in found.values():
+                raise ConfigError(
+                    f"{OPTION}: {role[0]} {role[1]} names no matrix or table of "
+                    f"{self.program.workload.name} that no earlier rule names",
+                    hint=did_you_mean(role[1], able) or f"such names are {', '.join([*able][:6])}",
+                )
+        return found
+
+    def _require_calls(self, pointwise: Iterable[str]) -> None:
+        for pattern in pointwise:
+            if pattern not in self._indices.pointwise:
+                paths = {node.meta["path"]: None for node in self._indices.unruled}
+                raise ConfigError(
+                    f"{OPTION}: {POINTWISE} {pattern} names no call that has no rule",
+                    hint=did_you_mean(pattern, filter(None, paths)) or "take that pattern out",
+                )
+
+    def _may_have(self, node: fx.Node, role: TpRole) -> bool:
+        if node.meta["function"] == _LOOKUP:
+            return role is TpRole.VOCABULARY
+        return self._is_matrix(node)
+
+    def _tensors_read(self, node: fx.Node) -> Iterator[fx.Node]:
+        return (each for each in node.all_input_nodes if each in self._axes)
+
+    def _divide_as_ruled(self, node: fx.Node, role: TpRole, pattern: str) -> None:
+        """Divides the index that a rule names. Raises ConfigError where a call needs it whole."""
+        if role is TpRole.REPLICATED:
+            return
+        read = node.all_input_nodes
+        if role is TpRole.ROW:
+            factors = self._features(read[0])
+        elif node.meta["function"] == _LOOKUP:
+            factors = self.axes(read[1])[0]
+        else:
+            factors = self._features(node)
+        for factor in factors:
+            if node not in self.parallel:
+                self._divide(factor)
+        if self.parallel.get(node) not in factors:
+            reasons = [self._rejected[each] for each in factors if each in self._rejected]
+            raise ConfigError(
+                f"{OPTION}: {role} {pattern}: {node.meta['name']} at {node.meta['line']} cannot be "
+                f"divided so: {reasons[0] if reasons else 'another rule divides it'}",
+                hint="take that rule out",
+            )
 
     def _features(self, node: fx.Node) -> Axis:
         """The factors of the last axis of a tensor."""

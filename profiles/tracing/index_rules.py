@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
+from parplan.profiles.models.tp_rules import TpRules
 from parplan.profiles.tracing.factors import Axes, Axis, Factors
 from parplan.profiles.tracing.program import Program
 from parplan.profiles.tracing.torch_functions import argument
@@ -35,10 +36,12 @@ class ProgramIndices:
     axes    by node, its tensor's axes
     whole   by call, pairs of an axis and the reason why the call cannot divide its indices
     unruled by call without a rule, the reason why it divides nothing
+    pointwise   the user's patterns of calls without a rule that are divided all the same
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, rules: TpRules | None = None) -> None:
         self.factors = Factors()
+        self._rules, self.pointwise = rules, set[str]()
         self.axes: dict[fx.Node, Axes] = {}
         self.items: dict[fx.Node, Sequence[Axes]] = {}  # of calls that return several tensors
         self.whole: dict[fx.Node, list[tuple[Axis, str]]] = {}
@@ -52,8 +55,12 @@ class ProgramIndices:
                 self.axes[node] = tuple(map(self.factors.new, node.meta["val"].shape))
 
     def _follow(self, node: fx.Node) -> None:
-        call = Call(self, node)
-        made = _rule(node)(call)
+        call, rule = Call(self, node), _rule(node)
+        pattern = self._rules.pointwise_pattern(node.meta["path"]) if self._rules else None
+        if rule is _unknown and pattern is not None:
+            self.pointwise.add(pattern)
+            rule = _pointwise
+        made = rule(call)
         if made is None:
             made = _unknown(call)
         if isinstance(node.meta["val"], Tensor):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.models.spec import Precision
+from parplan.profiles.models.tp_rules import TpRules
 from parplan.profiles.models.traced_model import TracedModel
 from parplan.profiles.stack import AttentionKernel
 from parplan.profiles.tracing.describe import describe
@@ -20,14 +21,16 @@ def trace(
     precision: Precision = Precision.BF16,
     attention: AttentionKernel = AttentionKernel.FLASH,
     on_cpu: bool = False,
+    rules: TpRules | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> TracedModel:
     """Returns the operators of `source`, on sequences of `seq_length` tokens if it reads tokens.
 
     With `on_cpu` operators save the tensors of CPU kernels, else those of GPU kernels. `check` is
-    called at every call of torch and may raise. Raises ConfigError.
+    called at every call of torch and may raise. `rules` override the tensor parallelism that is
+    derived. Raises ConfigError.
     """
     workload = open_workload(source, seq_length=seq_length, attention=attention)
     first = record(workload, 2, precision, on_cpu=on_cpu, check=check)
     second = record(workload, 3, precision, on_cpu=on_cpu, check=check)
-    return describe(first, second, on_cpu=on_cpu)
+    return describe(first, second, on_cpu=on_cpu, rules=rules)

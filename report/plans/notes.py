@@ -24,12 +24,15 @@ _TRACED_NOTES = {
 }
 
 
-def notes(plan: AnyPlan) -> Iterator[str]:
-    """Yields failures of the solver, the kind of the step time, and the rows of the error band."""
+def notes(plan: AnyPlan, *, ruled: bool = False) -> Iterator[str]:
+    """Yields failures of the solver, the kind of the step time, and the rows of the error band.
+
+    ruled    a rule of the user said the recompute of the stages
+    """
     traced = isinstance(plan, TracedPlan)
     if plan.search.solver_failure:
         yield plan.search.solver_failure
-    space = None if isinstance(plan, TracedPlan) else _space_text(plan)
+    space = None if isinstance(plan, TracedPlan) else _space_text(plan, ruled=ruled)
     if space:
         yield space
     note = (_TRACED_NOTES if traced else _PRICE_NOTES).get(plan.predicted.step_time_s.kind)
@@ -71,7 +74,7 @@ def _band_notes(plan: AnyPlan) -> Iterator[str]:
         yield "band unknown: no measured steps on this device"
 
 
-def _space_text(plan: Plan) -> str | None:
+def _space_text(plan: Plan, *, ruled: bool) -> str | None:
     """Names the space that the gap of a search covers."""
     search = plan.search
     if search.status is Status.ESTIMATE:
@@ -91,6 +94,12 @@ def _space_text(plan: Plan) -> str | None:
         if plan.mesh.pp > 1
         else ""
     )
+    if ruled:
+        return (
+            "the gap is over all candidates whose blocks that recompute alike have, in one stage, "
+            f"one ZeRO stage and one division of their operators{measured}; --explain says what is "
+            "not searched"
+        )
     return (
         f"the gap is over all candidates, with {choices} for each block by itself{measured}; "
         f"--explain says what is not searched"

@@ -70,6 +70,7 @@ class SummaryContext:
     whole        true to print every stage and every runner-up
     profile      file of --profile as the user named it, empty when unknown
     plan_file    file of the plan as the user named it, empty when unknown
+    ruled        a rule of the user said the recompute of the stages
     """
 
     assumed: tuple[str, ...] = ()
@@ -78,6 +79,7 @@ class SummaryContext:
     whole: bool = False
     profile: str = ""
     plan_file: str = ""
+    ruled: bool = False
 
 
 def print_summary(plan: AnyPlan, out: Console, context: SummaryContext) -> None:
@@ -99,7 +101,7 @@ def print_summary(plan: AnyPlan, out: Console, context: SummaryContext) -> None:
     say(out)
     _print_runners_up(plan, out, whole=context.whole)
     _print_ties(plan, out)
-    printed = list(notes(plan))
+    printed = list(notes(plan, ruled=context.ruled))
     if measured and not isinstance(plan, TracedPlan):
         printed += coverage_notes(measured, plan, context.profile, context.plan_file)
     for index, note in enumerate(printed):

@@ -323,6 +323,78 @@ def test_a_baseline_of_described_models_is_none_of_a_traced_module(searched):
     assert "megatron" in message
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--stages", "h.9"), "--stages has 'h.9', Gpt has no such submodule"),
+        (("--stages", "blocks.0,blocks.1"), "--stages gives 3 stages, not 2"),
+        (("--recompute-first-stage", "0.5,0.5,0.5"), "has 3 shares, --pp has at most 2 stages"),
+        (("--recompute-first-stage", "1", "--recompute", "full"), "none is excluded"),
+    ],
+)
+def test_cuts_and_rules_that_a_search_cannot_have_are_errors(options, message):
+    assert message in fail(2, *DIVIDED, *options)
+
+
+def test_an_estimate_has_the_recompute_of_a_rule_for_its_stages():
+    options = ("--recompute-first-stage", "1", "--json")
+    plan = json.loads(succeed("estimate", *DIVIDED, *options).stdout)
+
+    assert [stage["recompute"] for stage in plan["stages"]] == [[1, 2], []]
+
+
+def test_a_plan_keeps_the_rules_of_its_tensor_parallelism(tmp_path):
+    rules, plan_file = tmp_path / "rules.yaml", str(tmp_path / "plan.yaml")
+    rules.write_text("replicated: [blocks.0]\ncolumn: [blocks.1.qkv]\n")
+
+    succeed(*DIVIDED, "--tp-rules", str(rules), "-o", plan_file)
+
+    plan = yaml.safe_load(Path(plan_file).read_text())
+    layers = {shard["name"]: shard["layer"] for shard in plan["shards"]}
+    whole = [layer for name, layer in layers.items() if name.startswith("blocks.0")]
+    assert plan["tp_rules"]["replicated"] == ["blocks.0"]
+    assert [plan["shardings"][layer] for layer in whole] == [[], []], "both halves"
+    assert sum(map(len, plan["shardings"].values())) > 2
+    checked = json.loads(succeed("check", plan_file, "--json").stdout)
+    assert checked["step_time_s"]["now"] == checked["step_time_s"]["file"]
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        ("column: [blocks.7.qkv]", (), "column blocks.7.qkv names no matrix or table of Gpt"),
+        ("column: [blocks.0.out]", (), "column blocks.0.out: blocks.0.out.linear at "),
+        ("column: [blocks.0.qkv]", ("--tp", "8", "--pp", "1"), "--tp-rules divides blocks.0.qkv"),
+        ("column: [blocks.0.qkv", (), "rules.yaml"),
+    ],
+)
+def test_rules_that_the_module_cannot_have_are_errors(tmp_path, text, options, message):
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(text)
+
+    assert message in fail(2, *DIVIDED, *options, "--tp-rules", str(rules))
+
+
+def test_rules_are_for_traced_modules(tmp_path):
+    where = ("--model", "gpt-tiny", "--gpus", "2", "--tp-rules", str(tmp_path / "rules.yaml"))
+
+    assert "--tp-rules is for traced modules" in fail(2, *where)
+
+
+@pytest.mark.multiproc
+def test_a_plan_with_merged_shards_and_a_named_stage_trains_as_one_process_does(tmp_path):
+    plan_file = str(tmp_path / "plan.yaml")
+    where = ("--gpus", "2", "--pp", "2", "--global-batch-size", "16")
+    succeed(*MODEL, *where, "--shards", "merge", "--stages", "blocks.1", "-o", plan_file)
+    plan = yaml.safe_load(Path(plan_file).read_text())
+
+    document = json.loads(succeed("check", plan_file, "--execute", "--json").stdout)
+
+    second = plan["stages"][1]["layers"][0]["first"]
+    assert plan["shards"][second]["name"].startswith("blocks.1")
+    assert document["passed"]
+
+
 @pytest.mark.multiproc
 def test_a_searched_plan_with_tensor_parallelism_trains_as_one_process_does(tmp_path):
     plan_file = str(tmp_path / "plan.yaml")

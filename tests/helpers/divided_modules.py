@@ -74,6 +74,60 @@ def gpt() -> MadeWithLoss:
     return Gpt(), batch, loss
 
 
+class ThreeInARow(nn.Module):
+    """Three matrices in a row: the first two are divided, unless a rule divides the last two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = (WIDTH, WIDTH), (WIDTH, 2 * WIDTH), (2 * WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(first, second) for first, second in sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third = self.layers
+        made = third(functional.gelu(second(first(x))))
+        return (functional.layer_norm(x + made, (WIDTH,)) * x).mean()
+
+
+def three_in_a_row() -> Made:
+    return ThreeInARow(), lambda size: {"x": torch.randn(size, LENGTH, WIDTH)}
+
+
+class _Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        (x,) = ctx.saved_tensors
+        made: Tensor = 3 * x**2 * gradient
+        return made
+
+
+class _Cube(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = _Cubed.apply(x)
+        return made
+
+
+class OwnActivation(nn.Module):
+    """The activation is a torch.autograd.Function, which the tracer has no rule for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.cube = _Cube()
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.down(self.cube(self.up(x)))
+        return (functional.layer_norm(x + made, (WIDTH,)) * x).mean()
+
+
+def own_activation() -> Made:
+    return OwnActivation(), lambda size: {"x": torch.randn(size, LENGTH, WIDTH)}
+
+
 class StoppedGate(nn.Module):
     """The same tensor is first read without gradient, and then with it."""
 

@@ -19,6 +19,7 @@ from parplan.planner.search.pareto import ParetoFront
 from parplan.planner.search.price_factory import DescribedFactory
 from parplan.planner.traced import plan_traced, traced_prices
 from parplan.planner.traced.plan_traced import TracedFactory
+from parplan.planner.traced.shards import Cutting
 from parplan.profiles.errors import InfeasibleError
 
 
@@ -99,9 +100,17 @@ def infeasible_error(
     )
 
 
-def estimate_plan(model: Any, cluster: Any, training: Any, layout: Any, **choices: Any) -> Plan:
+def estimate_plan(
+    model: Any,
+    cluster: Any,
+    training: Any,
+    layout: Any,
+    *,
+    options: SearchOptions | None = None,
+    **choices: Any,
+) -> Plan:
     return estimate.estimate_plan(
-        request(model, cluster, training), layout, UniformChoices(**choices)
+        request(model, cluster, training, options=options), layout, UniformChoices(**choices)
     )
 
 
@@ -109,13 +118,13 @@ def plan_traced_module(
     *parts: Any, how: Any = None, cross_skips: bool = False, **choices: Any
 ) -> Any:
     traced = plan_traced.traced_request(request(*parts, **choices))
-    return searches.find_best(TracedFactory(traced, how, cross_skips=cross_skips)).plan
+    return searches.find_best(TracedFactory(traced, how, Cutting(cross_skips=cross_skips))).plan
 
 
 def find_traced_plan(
     *parts: Any, how: Any = None, cross_skips: bool = False, on_progress: Any = None, **choices: Any
 ) -> Any:
-    factory = TracedFactory(request(*parts, **choices), how, cross_skips=cross_skips)
+    factory = TracedFactory(request(*parts, **choices), how, Cutting(cross_skips=cross_skips))
     return searches.find_best(factory, on_progress)
 
 

@@ -27,6 +27,7 @@ from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.models.operator_graph import LayerKind, layer_class
 from parplan.profiles.models.spec import Precision
+from parplan.profiles.models.tp_rules import TpRules
 from parplan.profiles.tracing.program import Program
 from parplan.profiles.tracing.record import record
 from parplan.profiles.tracing.trace import trace
@@ -50,6 +51,7 @@ def hand_plan(
     schedule: Schedule = Schedule.ONE_F_ONE_B,
     precision: Precision = Precision.FP32,
     offload: tuple[Offload, ...] = (),
+    rules: TpRules | None = None,
 ) -> TracedPlan:
     """A plan of a factory's module, or of a Hugging Face config's.
 
@@ -104,6 +106,7 @@ def hand_plan(
         predicted=like.predicted,
         search=like.search,
         offload=offload,
+        tp_rules=rules,
     )
     cut = _with_shards(plan, program, count * shards_a_stage)
     cut = _with_lists(cut, program) if lists else cut
@@ -127,7 +130,10 @@ def _with_lists(plan: TracedPlan, program: Program) -> TracedPlan:
 def _shardings(plan: TracedPlan) -> dict[str, tuple[SplitPlan, ...]]:
     """The first sharding of every shard that is worth searching."""
     model = trace(
-        plan.module, seq_length=plan.training.seq_length, precision=plan.training.precision
+        plan.module,
+        seq_length=plan.training.seq_length,
+        precision=plan.training.precision,
+        rules=plan.tp_rules,
     )
     shardings = {}
     for shard in plan.shards:

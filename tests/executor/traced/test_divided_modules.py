@@ -31,6 +31,7 @@ from parplan.planner.plan.plan_file import any_plan_from_document, plan_to_docum
 from parplan.planner.plan.traced_plan import SplitPlan, TracedPlan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import Precision
+from parplan.profiles.models.tp_rules import TpRules
 from parplan.profiles.tracing.record import record
 from tests.helpers.builtin_modules import CONFIGS
 from tests.helpers.divided_modules import OPT
@@ -66,6 +67,35 @@ def test_divided_modules_train_as_in_one_process(module, divided):
     plan = hand_plan(module, tp=2, num_micro_batches=2)
 
     assert sum(map(len, plan.shardings.values())) == divided
+    check(plan)
+
+
+THREE = f"{MODULES}:three_in_a_row"
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    ("module", "rules", "divided"),
+    [
+        pytest.param(THREE, None, 2, id="three-in-a-row"),
+        pytest.param(THREE, TpRules(column=("layers.1",)), 3, id="three-by-column"),
+        pytest.param(THREE, TpRules(row=("layers.2",)), 3, id="three-by-row"),
+        pytest.param(
+            f"{MODULES}:own_activation", TpRules(pointwise=("cube",)), 3, id="own-activation"
+        ),
+        pytest.param(
+            f"{MODULES}:gpt",
+            TpRules(replicated=("blocks.0",), vocabulary=("table",)),
+            10,
+            id="gpt-one-block-whole",
+        ),
+    ],
+)
+def test_modules_train_as_in_one_process_as_rules_divide_them(module, rules, divided):
+    plan = hand_plan(module, tp=2, num_micro_batches=2, rules=rules)
+
+    assert sum(map(len, plan.shardings.values())) == divided
+    assert any_plan_from_document(plan_to_document(plan), "plan").tp_rules == rules
     check(plan)
 
 

@@ -21,7 +21,7 @@ from parplan.executor.checking.parity import (
 from parplan.executor.traced.program_cut import cut_program
 from parplan.executor.traced.traced_parity import run_traced_plans, run_traced_reference
 from parplan.planner.request import Constraints
-from parplan.planner.traced.shards import shard
+from parplan.planner.traced.shards import Cutting, shard
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
 from parplan.profiles.models.module_source import ModuleSource
@@ -196,13 +196,13 @@ def test_no_stage_ends_where_a_value_without_gradient_would_be_handed_on():
     )
     assert [
         value.tensor.name
-        for value in shard(traced("masks_late"), cross_skips=True).values.by_name.values()
+        for value in shard(traced("masks_late"), Cutting(cross_skips=True)).values.by_name.values()
         if not value.gradient
     ]
     assert all(
         value.gradient
         for cross in (False, True)
-        for model in [shard(traced("masks_late"), cross_skips=cross)]
+        for model in [shard(traced("masks_late"), Cutting(cross_skips=cross))]
         for later_shard in model.shards[1:]
         for value in model.values.by_name.values()
         if value.crosses(later_shard.first)
@@ -220,7 +220,7 @@ def test_what_reads_and_what_writes_a_buffer_stay_together():
     assert len(places) == 2
     assert not any(
         min(places) < one_shard.first <= max(places)
-        for one_shard in shard(model, cross_skips=True).shards
+        for one_shard in shard(model, Cutting(cross_skips=True)).shards
     )
 
 

@@ -20,13 +20,11 @@ from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.baselines.stage_aware import (
     StageAwareRoom,
     every_knob,
-    listed,
-    one_knob,
-    recomputed,
     stage_aware,
 )
 from parplan.planner.baselines.uniform_strategies import counted_ends, equal_blocks
 from parplan.planner.request import Constraints, SearchOptions
+from parplan.planner.stage_recompute import one_knob, recomputed
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.models.model_catalog import load_model
@@ -54,27 +52,6 @@ def book_of(model="gpt-1.5b", gpu="a10g-24gb", gpus=8):
     return PriceCache(
         load_model(model).spec, TRAINING, machine_for(with_gpus(load_cluster(gpu), gpus))
     )
-
-
-@pytest.mark.parametrize(
-    ("layout", "r0", "shares"),
-    [
-        (FRAME, "1/2", ("1/2", "1/4", 0, 0)),  # 1 - 3/2 * 1/2, and 1 - 3 * 1/2 below 0
-        (SHIFTED, "1/2", ("1/2", "1/4", "1/4", 0)),
-        (FRAME, "9/10", ("9/10", "17/20", "7/10", 0)),
-        (FRAME, 1, (1, 1, 1, 0)),
-        (FRAME, 0, (0, 0, 0, 0)),
-    ],
-)
-def test_one_knob_by_hand(layout, r0, shares):
-    assert one_knob(Fraction(r0), layout) == tuple(map(Fraction, shares))
-
-
-def test_a_short_list_goes_on_with_its_last_share_and_layers_are_rounded_down():
-    assert listed((Fraction(1, 2), Fraction(1, 4)), FRAME) == tuple(
-        map(Fraction, ("1/2", "1/4", "1/4", "1/4"))
-    )
-    assert recomputed((5, 7, 8, 3), listed((Fraction(1, 2), Fraction(1, 4)), FRAME)) == (2, 1, 2, 0)
 
 
 @pytest.mark.parametrize("layout", [FRAME, SHIFTED])
@@ -131,7 +108,7 @@ def test_the_least_knob_is_the_first_that_fits_and_the_fastest(layout, limit_gib
 def test_the_list_form_recomputes_what_memory_by_its_formula_says(limit_gib):
     price_cache, zero = book_of(), 1
     room = StageAwareRoom(FRAME, BLOCKS, zero, price_cache, limit_gib * GIB)
-    counts = [0 if room.fits(stage, 0) else room.least(stage) for stage in range(len(BLOCKS) - 1)]
+    counts = list(room.least_counts()[:-1])
     recomputed = []
     whole = price_cache.activations(LayerKind.BLOCK, 2, FRAME.sharding, Recompute.NONE)
     checkpoint = price_cache.activations(LayerKind.BLOCK, 2, FRAME.sharding, Recompute.FULL)

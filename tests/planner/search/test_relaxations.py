@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 
@@ -14,6 +15,7 @@ from parplan.planner.plan.error_band import residuals_of
 from parplan.planner.plan.prediction import Status
 from parplan.planner.request import Constraints, PlanRequest, Request, SearchOptions
 from parplan.planner.search.relaxations import Relaxations, relaxations
+from parplan.planner.stage_recompute import RecomputeRule
 from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.models.model_catalog import load_model
@@ -350,3 +352,15 @@ def test_a_budget_that_is_spent_says_what_was_not_tried():
         None
     ]  # the number of GPUs is known from the memory alone
     assert answer.unlimited_s is None
+
+
+def test_a_rule_for_the_recompute_of_the_stages_is_dropped_where_that_fits():
+    rule = RecomputeRule((Fraction(0),))
+    pins = Constraints(pp=(2,), tp=(2,), micro_batch_size=(1,))
+    tight = between(replace(pins, recompute_first_stage=rule), pins)
+
+    answer = relaxed(tight)
+
+    dropped = [way for way in answer.found if way.dropped == ("--recompute-first-stage",)]
+    assert [way.request.constraints for way in dropped] == [pins]
+    require_true(tight, answer)

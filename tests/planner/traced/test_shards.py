@@ -13,7 +13,7 @@ from parplan.planner.traced.repeated_blocks import repeated_blocks
 from parplan.planner.traced.shard_classes import ShardClasses
 from parplan.planner.traced.shard_flow import Flow
 from parplan.planner.traced.shard_price_cache import ShardPriceCache
-from parplan.planner.traced.shards import shard
+from parplan.planner.traced.shards import Cutting, shard
 from parplan.planner.traced.stage_rules import StageRule, StageRuleKind, parse_stages, ranges
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import load_cluster
@@ -117,7 +117,7 @@ def test_a_skip_connection_is_never_crossed_unless_it_is_asked_for():
     model = model_of(*operators)
 
     held = shard(model)
-    crossed = shard(model, cross_skips=True)
+    crossed = shard(model, Cutting(cross_skips=True))
 
     assert [shard_.name for shard_ in held.shards] == ["l0", "l1 to l3", "last"]
     assert cuts(held) == [["y0"], ["sum"]]
@@ -282,7 +282,7 @@ def test_what_stages_says(text, expected):
     assert parse_stages(text) == expected
 
 
-@pytest.mark.parametrize("text", ["even", "0,4", "1,,2", "-1"])
+@pytest.mark.parametrize("text", ["h 1", "0,4", "1,,2", "-1", "h.1,", "h.1,2"])
 def test_what_stages_cannot_say(text):
     with pytest.raises(ConfigError, match="--stages"):
         parse_stages(text)

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.operator_graph import Operator
+from parplan.profiles.models.tp_rules import TpRules
 from parplan.profiles.models.traced_model import BATCH
 from parplan.profiles.tracing import traced_source as source_module
 from parplan.profiles.tracing.describe import describe
@@ -33,7 +35,9 @@ class Layers(nn.Module):
         return self.body(self.layers, x).square().mean()
 
 
-def operators(body: Body, *sizes: tuple[int, int]) -> dict[str, Operator]:
+def operators(
+    body: Body, *sizes: tuple[int, int], rules: TpRules | None = None
+) -> dict[str, Operator]:
     """The operators that compute, by the last part of their names."""
     made = Layers(body, sizes), lambda size: {"x": torch.randn(size, 6, WIDTH)}
     with (
@@ -41,7 +45,7 @@ def operators(body: Body, *sizes: tuple[int, int]) -> dict[str, Operator]:
         patch.object(source_module, "_check_parameters"),
     ):
         workload = open_workload(ModuleSource(factory="tests:made"), seq_length=1)
-    model = describe(record(workload, 2), record(workload, 3))
+    model = describe(record(workload, 2), record(workload, 3), rules=rules)
     computing = (each.operator for each in model.operators if not each.view)
     return {operator.name.removeprefix("layers."): operator for operator in computing}
 
@@ -175,3 +179,98 @@ def test_samples_are_never_divided():
     divided = operators(lambda f, x: f[1](f[0](x)), SQUARE, SQUARE)
 
     assert all(BATCH in dict(each.undivided) for each in divided.values())
+
+
+def chain(f: nn.ModuleList, x: Tensor) -> Tensor:
+    return functional.layer_norm(f[2](f[1](f[0](x)).relu()), (WIDTH,))
+
+
+def divided(rules: TpRules | None) -> list[str | None]:
+    """The dims by which the matrices of a chain of three are divided."""
+    made = operators(chain, SQUARE, SQUARE, SQUARE, rules=rules)
+    return [made[f"{number}.linear"].parallel_dim for number in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        (None, ["ffn", "ffn", None]),
+        (TpRules(column=("layers.1",)), [None, "ffn", "ffn"]),
+        (TpRules(row=("layers.2",)), [None, "ffn", "ffn"]),
+        (TpRules(row=("layers.2.weight",)), [None, "ffn", "ffn"]),
+        (TpRules(column=("layers.0",), row=("layers.1",)), ["ffn", "ffn", None]),
+        (TpRules(replicated=("layers.0",)), [None, "ffn", "ffn"]),
+        (TpRules(replicated=("layers.1",)), [None, None, None]),
+        (TpRules(replicated=("layers",)), [None, None, None]),
+    ],
+)
+def test_rules_override_the_choice_of_the_matrices_that_divide(rules, expected):
+    assert divided(rules) == expected
+
+
+def test_what_a_rule_leaves_whole_says_so():
+    made = operators(chain, SQUARE, SQUARE, SQUARE, rules=TpRules(replicated=("layers.1",)))
+
+    assert "a rule leaves it whole" in dict(made["1.linear"].undivided).values()
+
+
+@pytest.mark.parametrize(
+    ("rules", "match", "hint"),
+    [
+        (
+            TpRules(column=("layers.2",)),
+            r"column layers\.2: layers\.2\.linear at .*test_divisible\.py:\d+ cannot be divided "
+            "so: a norm is over the whole of it",
+            "take that rule out",
+        ),
+        (
+            TpRules(column=("layers.0", "layers.1")),
+            r"column layers\.1: .* another rule divides it",
+            "take that rule out",
+        ),
+        (
+            TpRules(column=("layers.1",), replicated=("layers.2",)),
+            r"column layers\.1: .* a rule leaves it whole",
+            "take that rule out",
+        ),
+        (TpRules(column=("layer.1",)), "column layer.1 names no matrix", "'layers.1'"),
+        (TpRules(vocabulary=("zzz",)), "vocabulary zzz names no matrix", "such names are"),
+        (TpRules(column=("layers",)), "column layers names no matrix", "'layers.2'"),
+    ],
+)
+def test_rules_that_no_operator_can_have_are_errors(rules, match, hint):
+    with pytest.raises(ConfigError, match=match) as caught:
+        divided(rules)
+
+    assert hint in caught.value.hint
+
+
+class Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * gradient
+
+
+def cubed(f: nn.ModuleList, x: Tensor) -> Tensor:
+    return functional.layer_norm(f[1](Cubed.apply(f[0](x))), (WIDTH,))
+
+
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [(None, [None, None]), (TpRules(pointwise=("",)), ["ffn", "ffn"])],
+)
+def test_a_function_without_a_rule_is_divided_where_the_user_calls_it_pointwise(rules, expected):
+    made = operators(cubed, SQUARE, SQUARE, rules=rules)
+
+    assert [made[f"{number}.linear"].parallel_dim for number in range(2)] == expected
+
+
+def test_only_calls_without_a_rule_are_pointwise_by_a_rule():
+    with pytest.raises(ConfigError, match=r"pointwise layers\.1 names no call that has no rule"):
+        operators(cubed, SQUARE, SQUARE, rules=TpRules(pointwise=("layers.1",)))
