@@ -14,12 +14,24 @@ from parplan.profiles.models.operator_graph import Dim, LayerClass, Operator, Te
 def of_all_sizes(layers: Sequence[LayerClass]) -> LayerClass:
     """Returns one layer of several micro-batch sizes, given as the layer of each.
 
-    A size that differs between them is an array with a row for each.
+    A size that differs between them is an array with a row for each. The layers have equal
+    `numbers_of_tensors`.
     """
     if len(layers) == 1:
         return layers[0]
     operators = zip(*(layer.operators for layer in layers), strict=True)
     return replace(layers[0], operators=tuple(_operator(each) for each in operators))
+
+
+def numbers_of_tensors(layer: LayerClass) -> tuple[tuple[int, ...], ...]:
+    """Returns by operator how many tensors it reads, makes and saves; `of_all_sizes` needs equal.
+
+    Some stacks save one more tensor where a micro-batch has several sequences.
+    """
+    return tuple(
+        (len(operator.inputs), len(operator.outputs), len(operator.saved))
+        for operator in layer.operators
+    )
 
 
 def _operator(each: Sequence[Operator]) -> Operator:

@@ -17,6 +17,7 @@ from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.operator_price import single_operator_sharding
 from parplan.costmodels.layers.recompute import Recompute, RecomputedOperators, ideal_saved_bytes
 from parplan.costmodels.layers.tensor_flow import shared_beside_a_copy
+from parplan.costmodels.operators.micro_batches import numbers_of_tensors
 from parplan.costmodels.operators.sharding import Sharding, Split, Splits
 from parplan.costmodels.price_cache import PriceCache
 from parplan.planner.layer_options.layer_front import Allowed, layer_fronts, least_times_s
@@ -139,7 +140,7 @@ class BlockProblems:
 
     def __call__(self, micro_batch_size: int, sharding: Sharding) -> LayerProblem:
         price_cache, degrees = self.price_cache, sharding.degrees
-        sizes = _sizes_with(micro_batch_size)
+        sizes = self._alike(micro_batch_size)
         strategies = self._once(
             (sizes, degrees),
             lambda: LayerStrategies(
@@ -152,6 +153,17 @@ class BlockProblems:
             (sizes, degrees, sharding.boundary), lambda: strategies.problems(sharding.boundary)
         )
         return problems[sizes.index(micro_batch_size)]
+
+    def _alike(self, micro_batch_size: int) -> tuple[int, ...]:
+        """Returns the sizes that are priced with a size, whose blocks have the same tensors."""
+
+        def tensors(size: int) -> tuple[tuple[int, ...], ...]:
+            return self._once(
+                ("tensors", size), lambda: numbers_of_tensors(self.price_cache.graph(size).block)
+            )
+
+        mine = tensors(micro_batch_size)
+        return tuple(size for size in _sizes_with(micro_batch_size) if tensors(size) == mine)
 
 
 def _sizes_with(micro_batch_size: int) -> tuple[int, ...]:

@@ -286,7 +286,7 @@ class TieChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProof:
-    """What the integer program of a block says of the blocks of a plan.
+    """The proof of a plan's blocks by the integer program of a block.
 
     programs   number of programs solved, for every division of operators in the plan
     gap        largest share by which a layer with no more saved bytes and no larger workspace is

@@ -16,7 +16,7 @@ from parplan.planner.layer_options.layer_problem import LayerProblem
 from parplan.planner.layer_options.layer_program import LayerProgram
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.plan_strategy import strategy_of
-from parplan.planner.plan.prediction import LayerProof
+from parplan.planner.plan.prediction import LayerProof, Status
 from parplan.planner.request import SolverName
 from parplan.planner.search.search_results import SearchResult
 from parplan.planner.search.search_session import DescribedPrices, SearchSession
@@ -28,12 +28,13 @@ NO_FASTER = 1e-6  # relative, against another order of summation
 
 
 def with_layer_proof(result: SearchResult, session: SearchSession) -> SearchResult:
-    """Returns the result of a search with the proof of its plan's blocks, where time is left.
+    """Returns the result of a search that ran to its end with the proof of its plan's blocks.
 
     The proof is of described models; the shards of a traced module have lists of a front alone.
     """
     prices, plan = session.prices, result.plan
-    if not isinstance(prices, DescribedPrices) or session.deadline.is_over:
+    finished = plan.search.status is Status.OPTIMAL and not session.deadline.is_over
+    if not isinstance(prices, DescribedPrices) or not finished:
         return result
     assert isinstance(plan, Plan), "the model is described"
     try:

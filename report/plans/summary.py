@@ -328,9 +328,10 @@ def _proof(plan: AnyPlan, context: SummaryContext) -> tuple[str, str, str]:
         f"{search.candidates.solved:,} solved{took}"
     )
     if layers := search.layers:
-        faster = f"find a block {percent(layers.gap)} faster"
-        found = faster if layers.gap else "agree on the blocks"
-        counts = f"{counts}; {layers.programs} integer programs {found}"
+        found = (
+            f"find a block {percent(layers.gap)} faster" if layers.gap else "find no faster block"
+        )
+        counts = f"{counts}; integer programs {found}"
     gap = f"gap {percent(search.gap)}"
     if search.preference and search.preference.slowdown:
         gap = f"{gap} of the fastest"

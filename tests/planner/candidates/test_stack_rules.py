@@ -46,6 +46,16 @@ def test_the_names_that_a_stack_may_use_are_those_of_the_planner():
 
 
 @pytest.mark.parametrize("name", stack_names())
+def test_every_packaged_stack_is_planned_with_tensor_parallelism(name):
+    """Some stacks save more tensors of a micro-batch of several sequences."""
+    pins = Constraints(pp=(1,), tp=(2,), micro_batch_size=(1, 2, 4))
+
+    plan = find_plan(MODEL, CLUSTER, of(name), constraints=pins)
+
+    assert plan.mesh.tp == 2
+
+
+@pytest.mark.parametrize("name", stack_names())
 def test_every_packaged_stack_can_leave_recompute_away_and_only_the_executors_runs_merak_s(name):
     stack = load_stack(name)
 
