@@ -116,12 +116,12 @@ def estimate(
     from parplan.planner.traced.plan_traced import traced_request
     from parplan.planner.traced.stage_rules import StageRule, parse_stages
 
-    request = estimate_request(source, target, by_hand)
+    request, chunks = estimate_request(source, target, by_hand)
     rule = parse_stages(tracing.stages) if tracing.stages else StageRule()
     require_torch("a module is traced, which needs torch")
     with users_modules():
         traced = traced_request(request)
-    plan = estimate_traced_plan(traced, rule, cross_skips=tracing.cross_skips)
+    plan = estimate_traced_plan(traced, rule, cross_skips=tracing.cross_skips, chunks=chunks)
     return plan, with_assumed_of(plan, request).assumed
 
 

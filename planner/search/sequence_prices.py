@@ -77,6 +77,13 @@ class SequencePrices(SearchPrices):
         pruned = (Pruned(layout_text(layout), reason) for layout in beaten)
         return CandidateSpace(tuple(layouts), (*space.pruned, *pruned))
 
+    def illegal_shards(self, layout: ParallelLayout) -> str | None:
+        """Returns the reason why layers of a layout cannot be sharded over dp, or None."""
+        table, sharded = self._table(layout), replace(layout, chunked=True)
+        if table.zero_stages(sharded):
+            return None
+        return "chunks are sharded as with ZeRO 3, which fused matrices that tp divides are not"
+
     def _table(self, layout: ParallelLayout) -> SequenceTable:
         return self._tables[layout.states_on_host]
 

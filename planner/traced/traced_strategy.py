@@ -7,11 +7,13 @@ shards are compared with those of the plan, and the price is that of the search.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from parplan.costmodels.layers.recompute import Recompute, RecomputedOperators
 from parplan.costmodels.step import price_step
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.plan.derived import layout_of
+from parplan.planner.plan.plan_strategy import chunking_of, require_groups
 from parplan.planner.plan.prediction import SearchRecord
 from parplan.planner.plan.reprice import Repriced
 from parplan.planner.plan.traced_plan import TracedPlan
@@ -63,7 +65,39 @@ def reprice_traced(plan: TracedPlan, model: TracedModel) -> PricedModule:
         _recompute_of(plan, price_cache),
         price_cache,
     )
+    if plan.chunks is not None:
+        strategy = _with_homes(plan, strategy)
+        price_cache = price_cache.within(chunking_of(plan.chunks) or price_cache.chunking)
+        require_groups(plan.chunks, strategy, price_cache)
     return priced_module(strategy, price_cache, plan.search)
+
+
+def _with_homes(plan: TracedPlan, strategy: Strategy) -> Strategy:
+    """Returns the strategy with the state locations of a plan.
+
+    Raises ConfigError where other shards lie in chunks, or the ZeRO stage is not that of chunks.
+    """
+    zero = 3 if plan.mesh.dp > 1 else 0
+    stages = []
+    for planned, choices in zip(plan.stages, strategy.stages, strict=True):
+        homes = planned.home_of
+        in_chunks = [
+            shard for shard, choice in enumerate(choices, planned.first) if choice.kind.in_chunks
+        ]
+        if sorted(homes) != in_chunks or planned.zero != zero:
+            raise ConfigError(
+                f"stages: with chunks a stage has zero {zero}, and homes for the shards "
+                f"{', '.join(map(str, in_chunks))}; this one has zero {planned.zero}, and homes "
+                f"for {', '.join(map(str, sorted(homes))) or 'none'}",
+                hint=_AGAIN.format(plan.module.text),
+            )
+        stages.append(
+            tuple(
+                replace(choice, home=homes[shard]) if shard in homes else choice
+                for shard, choice in enumerate(choices, planned.first)
+            )
+        )
+    return replace(strategy, stages=tuple(stages))
 
 
 def _recompute_of(plan: TracedPlan, price_cache: ShardPriceCache) -> dict[int, RecomputedOperators]:

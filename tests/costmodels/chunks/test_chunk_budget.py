@@ -177,8 +177,8 @@ def test_norms_keep_two_numbers_of_a_token_unless_recomputed_and_the_batch_is_al
         passes = tuple(layer_passes(strategy, 0))
         non_chunk = non_chunk_bytes(strategy, 0, passes, prices)
         with pytest.MonkeyPatch.context() as patch:
-            for name in ("IDS_BYTES", "NORM_BYTES"):
-                patch.setattr(room, name, 0)
+            patch.setattr(layer_price_cache, "IDS_BYTES", 0)
+            patch.setattr(room, "NORM_BYTES", 0)
             without = non_chunk_bytes(strategy, 0, passes, prices)
 
         assert [a - b for a, b in zip(non_chunk.rests, without.rests, strict=True)][:2] == [
