@@ -25,6 +25,7 @@ from parplan.commands.searching import Question
 from parplan.commands.style import print_json
 
 if TYPE_CHECKING:
+    from parplan.costmodels.chunks.chunk_operations import RankChunks
     from parplan.executor.checking.parity import TrainingOutcome
     from parplan.planner.plan.plan import Plan
     from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
@@ -136,6 +137,20 @@ def traced_again(plan: TracedPlan) -> TracedModel:
         return traced_request(request).model
 
 
+def chunk_schedules_of(plan: AnyPlan) -> tuple[RankChunks, ...]:
+    """Returns the chunk schedule of each pipeline rank of a traced plan with chunks, else none.
+
+    Raises ConfigError where a new trace of its module has other shards or chunks.
+    """
+    from parplan.planner.plan.traced_plan import TracedPlan
+    from parplan.planner.traced.traced_chunks import chunk_schedules
+    from parplan.planner.traced.traced_strategy import reprice_traced
+
+    if not isinstance(plan, TracedPlan) or plan.chunks is None:
+        return ()
+    return chunk_schedules(reprice_traced(plan, traced_again(plan)))
+
+
 def dry_check(plan: TracedPlan, ranks: Sequence[int], *, as_json: bool) -> int:
     """Traces the module again, compares its shards with the plan, and prices the plan today.
 
@@ -173,12 +188,17 @@ def execute(plan: TracedPlan, *, as_json: bool) -> int:
         run_traced_plans,
         run_traced_reference,
     )
+    from parplan.planner.traced.traced_chunks import chunk_schedules, in_smallest_budget
     from parplan.report.text import console
 
     torch.set_num_threads(1)  # a fork must not inherit a pool of threads
     with console(sys.stderr).status(f"training {plan.mesh} of {plan.traced.name}, and one process"):
         small = comparable(plan)
-        outcome = run_traced_plans([small])[0]
+        schedules: tuple[RankChunks, ...] = ()
+        if small.chunks is not None:
+            priced = in_smallest_budget(small, traced_again(small))
+            small, schedules = priced.plan, chunk_schedules(priced)
+        outcome = run_traced_plans([small], schedules)[0]
         expected = run_traced_reference(small, by_micro_batch=True)
     return say_parity(plan, small, outcome, expected, as_json=as_json)
 

@@ -45,8 +45,19 @@ def priced_module(
 def reprice_traced(plan: TracedPlan, model: TracedModel) -> PricedModule:
     """Returns a plan with all predictions computed again for a new trace of its module.
 
-    Raises ConfigError where the shards of the trace, or the divisions of their operators over the
-    tensor-parallel ranks, are not those of the plan.
+    Raises ConfigError where the shards of the trace, the divisions of their operators over the
+    tensor-parallel ranks, or the chunks that they fill are not those of the plan.
+    """
+    strategy, price_cache = planned_strategy(plan, model)
+    if plan.chunks is not None:
+        require_groups(plan.chunks, strategy, price_cache)
+    return priced_module(strategy, price_cache, plan.search)
+
+
+def planned_strategy(plan: TracedPlan, model: TracedModel) -> tuple[Strategy, ShardPriceCache]:
+    """Returns the strategy of a plan for a new trace of its module, and its prices.
+
+    Raises ConfigError as `reprice_traced` does, but for its chunks.
     """
     price_cache = ShardPriceCache(
         _sharded_alike(plan, model), plan.training, machine_for(plan.cluster)
@@ -65,11 +76,10 @@ def reprice_traced(plan: TracedPlan, model: TracedModel) -> PricedModule:
         _recompute_of(plan, price_cache),
         price_cache,
     )
-    if plan.chunks is not None:
-        strategy = _with_homes(plan, strategy)
-        price_cache = price_cache.within(chunking_of(plan.chunks) or price_cache.chunking)
-        require_groups(plan.chunks, strategy, price_cache)
-    return priced_module(strategy, price_cache, plan.search)
+    chunking = chunking_of(plan.chunks)
+    if chunking is None:
+        return strategy, price_cache
+    return _with_homes(plan, strategy), price_cache.within(chunking)
 
 
 def _with_homes(plan: TracedPlan, strategy: Strategy) -> Strategy:
