@@ -102,16 +102,17 @@ def whole_traced_gradients(trainer: TracedTrainer) -> dict[str, Tensor]:
     The keys are the names in the user's module.
     """
     chunks = trainer.pipeline.chunks
-    gradients = {}
-    if chunks is not None:
-        gradients.update({name: each.clone() for name, each in chunks.gradients().items()})
-    for stage in trainer.pipeline.stages:
-        for name, parameter in stage.named():
-            gradient = parameter.grad
-            if gradient is not None and name not in gradients:
-                whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-                gradients[name] = whole.clone()
-    return gradients
+    gradients = {
+        name: parameter.grad
+        for stage in trainer.pipeline.stages
+        for name, parameter in stage.named()
+        if not trainer.pipeline.in_chunks(parameter)
+    }
+    return {
+        name: (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).clone()
+        for name, gradient in (gradients | (chunks.gradients() if chunks else {})).items()
+        if gradient is not None
+    }
 
 
 def run_traced_reference(plan: TracedPlan, *, by_micro_batch: bool = False) -> TrainingOutcome:
