@@ -61,7 +61,7 @@ def traced_question(
     flags: SearchFlags,
 ) -> Question:
     """Traces the module and returns the question about it. Raises ConfigError."""
-    from parplan.commands.requests.requests import all_assumed, with_flags
+    from parplan.commands.requests.requests import FRONT, all_assumed, with_flags
     from parplan.commands.requests.traced import module_request, offload_assumed, with_assumed_of
     from parplan.planner.plan.traced_plan import TracedPlan
     from parplan.planner.traced.plan_traced import TracedFactory, traced_request
@@ -82,7 +82,8 @@ def traced_question(
 
     with users_modules():
         traced = traced_request(request)
-    factory = TracedFactory(traced, rule, cross_skips=tracing.cross_skips)
+    front = flags.objective == FRONT
+    factory = TracedFactory(traced, rule, cross_skips=tracing.cross_skips, front=front)
     return Question(
         factory=factory,
         assumed_of=assumed_of,

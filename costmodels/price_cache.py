@@ -7,8 +7,7 @@ from dataclasses import replace
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.host_embedding import HostEmbedding, host_embedding_of, without_table
 from parplan.costmodels.host.offload import Offload
-from parplan.costmodels.host.state_location import StateLocation
-from parplan.costmodels.layers.chunked_layer import BlockCost, Chunking, block_cost
+from parplan.costmodels.layers.chunked_layer import Chunking
 from parplan.costmodels.layers.data_parallel import DataParallelTime, has_tied_head
 from parplan.costmodels.layers.halved_layer import (
     HalvedOperators,
@@ -236,39 +235,6 @@ class PriceCache(LayerPriceCache):
             return price_halves(half, whole, sharding, self.machine, self.training)
 
         return self._once(("operators", kind, micro_batch_size, sharding), make)
-
-    def chunked(
-        self,
-        location: StateLocation,
-        micro_batch_size: int,
-        mesh: Mesh,
-        sharding: Sharding,
-        *,
-        in_parameters: bool,
-        elements: int | None = None,
-    ) -> BlockCost:
-        """Returns the cost of one block held in chunks at `location`.
-
-        elements    of its chunks on all data-parallel ranks together; without padding by default
-        """
-        if elements is None:
-            elements = owned_parameters(self.layer(LayerKind.BLOCK, 1), sharding)
-
-        def make() -> BlockCost:
-            time = self.layer_time(LayerKind.BLOCK, micro_batch_size, sharding)
-            return block_cost(
-                location,
-                elements,
-                time,
-                mesh=mesh,
-                in_parameters=in_parameters,
-                machine=self.machine,
-                training=self.training,
-            )
-
-        return self._once(
-            ("chunked", location, micro_batch_size, mesh, sharding, in_parameters, elements), make
-        )
 
     def row_edges(self, micro_batch_size: int, sharding: Sharding) -> tuple[Seconds, Seconds]:
         """Returns the seconds that blocks of a stage pay beside `layer_time`, forward and backward.

@@ -17,8 +17,9 @@ from parplan.costmodels.communication.collectives import (
 )
 from parplan.costmodels.communication.mesh import Axis, Mesh, place
 from parplan.costmodels.host.offload import COPIED_BYTES, HOST_STATE_BYTES, Offload, copy_time
+from parplan.costmodels.host.state_location import StateLocation
 from parplan.costmodels.keyed_cache import KeyedCache
-from parplan.costmodels.layers.chunked_layer import Chunking
+from parplan.costmodels.layers.chunked_layer import BlockCost, Chunking, block_cost
 from parplan.costmodels.layers.data_parallel import (
     DataParallelTime,
     data_parallel_moves,
@@ -40,6 +41,7 @@ from parplan.costmodels.layers.model_states import (
     held_states,
     ideal_states,
     local_parameters,
+    owned_parameters,
     step_copy_bytes,
     zero_buffer_bytes,
 )
@@ -580,6 +582,41 @@ class LayerPriceCache(ABC):
             )
 
         return self._once(("states", kind, mesh, parameters, zero, self.offloads_states), make)
+
+    def chunked(
+        self,
+        kind: LayerKey,
+        location: StateLocation,
+        micro_batch_size: int,
+        mesh: Mesh,
+        sharding: Sharding,
+        *,
+        in_parameters: bool,
+        elements: int | None = None,
+    ) -> BlockCost:
+        """Returns the cost of one layer held in chunks at `location`.
+
+        elements    of its chunks on all data-parallel ranks together; without padding by default
+        """
+        if elements is None:
+            elements = owned_parameters(self.layer(kind, 1), sharding)
+
+        def make() -> BlockCost:
+            time = self.layer_time(kind, micro_batch_size, sharding)
+            return block_cost(
+                location,
+                elements,
+                time,
+                mesh=mesh,
+                in_parameters=in_parameters,
+                machine=self.machine,
+                training=self.training,
+            )
+
+        return self._once(
+            ("chunked", kind, location, micro_batch_size, mesh, sharding, in_parameters, elements),
+            make,
+        )
 
     def transfer(
         self,

@@ -60,7 +60,7 @@ def _in_chunks(prices: SequencePrices, pins: Constraints) -> Constraints:
 
     Raises ConfigError where chunks cannot hold the states of the pinned layout.
     """
-    (layout,) = (each for each in prices.space.layouts if not each.states_on_host)
+    (layout,) = prices.space.layouts
     zeros = tuple(zero for zero in pins.zero or () if zero) or None
     reason = illegal_chunks(layout, zeros) or prices.illegal_shards(layout)
     if reason:

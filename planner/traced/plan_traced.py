@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cached_property
 
+from parplan.costmodels.host.offload import Offload
 from parplan.planner.candidates.never_searched import HOST_WHERE_NEEDED, UnsearchedPart
+from parplan.planner.objective import Objective
 from parplan.planner.request import TRACED_OFFLOAD, ModuleRequest, TracedRequest
 from parplan.planner.search.price_factory import Hosted, PriceFactory
 from parplan.planner.search.sequence_prices import SequencePrices
@@ -20,10 +22,15 @@ from parplan.profiles.errors import InfeasibleError
 
 SAMPLES = "samples"
 _UNSEARCHED = (
-    UnsearchedPart("states of some shards on the host", "the hosts hold all states or none"),
     UnsearchedPart(
-        "activations and chunks on the host", "a traced module has only its states there"
+        "any shards on the host",
+        "they are the last of a pipeline rank in chunks, or all without chunks",
     ),
+    UnsearchedPart(
+        "chunks with several virtual stages, or for another objective than throughput",
+        "plan estimate prices them by hand",
+    ),
+    UnsearchedPart("activations on the host", "a traced module has only its states there"),
     UnsearchedPart(
         "other recompute lists",
         "a class of shards has the eight that save most for their time",
@@ -46,6 +53,7 @@ class TracedFactory(PriceFactory):
 
     rule: the way to give shards to stages (--stages)
     cross_skips: skip connections may cross stages (--cross-skips)
+    front: the request begins a front, which other objectives go on
 
     In a plan of samples the sequence has one token, so speeds are samples a second.
     """
@@ -55,12 +63,18 @@ class TracedFactory(PriceFactory):
     prefer = None  # no error band is known
 
     def __init__(
-        self, request: TracedRequest, rule: StageRule | None = None, *, cross_skips: bool = False
+        self,
+        request: TracedRequest,
+        rule: StageRule | None = None,
+        *,
+        cross_skips: bool = False,
+        front: bool = False,
     ) -> None:
         if request.model.unit == SAMPLES:
             request = replace(request, training=replace(request.training, seq_length=1))
         self.request, self.rule = request, rule or StageRule()
         self.cross_skips, self.offload = cross_skips, request.constraints.offload
+        self._chunks = request.objective is Objective.THROUGHPUT and not front
         self._prices: dict[Hosted, SequencePrices] = {}
 
     @cached_property
@@ -69,7 +83,8 @@ class TracedFactory(PriceFactory):
 
     def prices(self, offload: Hosted) -> SequencePrices:
         if offload not in self._prices:
-            request = self.request.with_offload(offload)
+            searched = tuple(each for each in offload if self._chunks or each is Offload.STATES)
+            request = self.request.with_offload(searched)
             self._prices[offload] = traced_prices(request, self._sharded, self.rule)
         return self._prices[offload]
 
