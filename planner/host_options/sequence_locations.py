@@ -58,10 +58,13 @@ def sequence_locations(
     layout: ParallelLayout,
     offload: Collection[Offload],
     price_cache: LayerPriceCache,
+    workspace_bytes: float = 0.0,
 ) -> LocationCosts:
     """Returns the costs of all ways to place the layers of a rank that chunks hold.
 
-    keys    the classes of these layers in the order of the model, at least one
+    keys               the classes of these layers in the order of the model, at least one
+    workspace_bytes    least temporaries of the largest pass; they are free again before gradients
+                       get memory of their own
     """
     sharding, ranks = layout.sharding, layout.mesh.dp
     tensors = {key: _tensors(key, layout, price_cache) for key in dict.fromkeys(keys)}
@@ -109,14 +112,24 @@ def sequence_locations(
         values = [counts[each] * _value(cost, name) for each, cost in units.items()]
         return np.asarray(np.sum(values, axis=0))
 
-    apart = 0 if in_parameters else gradient
-    inside = ranks * own * (width + apart) if ranks > 1 else 0
-    there = own * (width if ranks > 1 else width + apart)
+    fresh = 0 if in_parameters else gradient
+
+    def running(key: LayerKey, count: int, *, on_host: bool) -> float:
+        """Bytes of a layer's pass: its parameters, and its gradients before and in chunks."""
+        own, taken = count * chunk, on_host or ranks > 1
+        gathered = ranks * own * width if ranks > 1 else 0
+        made = width * sum(tensors[key])
+        apart = max(0.0, ranks * own * fresh - workspace_bytes) if taken else 0.0
+        return gathered + made + apart + (own * width if on_host else 0)
+
+    passes = list(zip(keys, groups.of_layer, strict=True))
+    on_device = max(running(*each, on_host=False) for each in passes)
+    on_host = max(running(*each, on_host=True) for each in passes)
     return LocationCosts(
         host=host,
         optimizer=optimizer,
         always_bytes=summed("device"),
-        working_bytes=width * max(map(sum, tensors.values())) + inside + there * has_host,
+        working_bytes=np.where(host > 0, on_host, on_device),
         update_bytes=UPDATE_BYTES * chunk * (filled[StateLocation.DEVICE] > 0).astype(np.float64),
         host_bytes=summed("host") + staged * has_host,
         parts=filled[StateLocation.HOST].astype(np.float64),

@@ -39,6 +39,7 @@ from parplan.profiles.models.operator_graph import LayerKey, LayerKind
 
 # the ranges that a user gives to the virtual stages of a layout, None where the search cuts
 GivenCuts = Callable[[ParallelLayout], tuple[Range, ...] | None]
+SCHEDULED = 4  # columns of one layout in chunks whose exact schedules are compared
 Bounds = TypeVar("Bounds", bound=RangeBounds)
 Assembler = Callable[[Strategy, StepPrice, SearchRecord], Any]
 
@@ -320,6 +321,12 @@ class SequencePrices(SearchPrices):
         if layout.virtual_stages > 1 and layout.mesh.pp > 1:
             for choice in self._first_cuts(layout, session.limit_bytes):
                 yield choice.columns
+        if layout.chunked and layout.mesh.pp == 1:
+            # exact schedules know the waits for copies better than the closed form
+            columns = self.columns_of(layout, 0, ((0, self.price_cache.num_layers),))
+            located = columns.fastest(columns.num_blocks, session.limit_bytes)
+            alone = sorted(located, key=lambda each: each.alone_s(layout.num_micro_batches))
+            yield from ((column,) for column in alone[:SCHEDULED])
 
     def _fastest_of(
         self, layout: ParallelLayout, rank: int, place: tuple[Range, ...], limit_bytes: float

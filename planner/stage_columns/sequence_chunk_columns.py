@@ -66,10 +66,11 @@ class SequenceChunkColumns(LocatedColumns):
         keys = tuple(key for key in self._keys if key.in_chunks)
         if not keys:
             return None
-        table, layout = self.compute.table, self.layout
+        table, layout, b = self.compute.table, self.layout, self.layout.micro_batch_size
+        least = float(self.compute.front_mixes(self.zero).workspace_bytes.min())
         return table.once(
-            ("locations", keys, layout.mesh, layout.micro_batch_size, layout.num_micro_batches),
-            lambda: sequence_locations(keys, layout, table.offload, self.price_cache),
+            ("locations", keys, layout.mesh, b, layout.num_micro_batches, least),
+            lambda: sequence_locations(keys, layout, table.offload, self.price_cache, least),
         )
 
     def _outside(self, kinds: Sequence[LayerKind]) -> Sequence[LayerKey]:
