@@ -176,18 +176,22 @@ def _besides_bytes(strategy: Strategy, rank: int, price_cache: LayerPriceCache) 
 
 def handed_bytes(layout: ParallelLayout, price_cache: LayerPriceCache) -> int:
     """Most bytes of the activations between two layers, or of their gradients."""
-    sharding = layout.sharding
-    cuts = {price_cache.cut_class(cut) for cut in range(1, price_cache.num_layers)}
-    return max(
-        (
-            sum(
-                sharding.local_bytes(tensor, sharding.boundary)
-                for tensor in price_cache.crossing_tensors(cut, layout.micro_batch_size)
-            )
-            for cut in cuts
-        ),
-        default=0,
-    )
+    sharding, b = layout.sharding, layout.micro_batch_size
+
+    def make() -> int:
+        cuts = {price_cache.cut_class(cut) for cut in range(1, price_cache.num_layers)}
+        return max(
+            (
+                sum(
+                    sharding.local_bytes(tensor, sharding.boundary)
+                    for tensor in price_cache.crossing_tensors(cut, b)
+                )
+                for cut in cuts
+            ),
+            default=0,
+        )
+
+    return price_cache.once(("handed", b, sharding), make)
 
 
 def _layer(
@@ -336,8 +340,13 @@ def _batch_bytes(layout: ParallelLayout, price_cache: LayerPriceCache) -> int:
     batch = price_cache.batch_bytes * layout.micro_batch_size * layout.num_micro_batches
     if layout.mesh.pp == 1:
         return batch
-    cuts = range(1, price_cache.num_layers)
-    return batch + POSTED * max(_kept_bytes(cut, layout, price_cache) for cut in cuts)
+    received = price_cache.once(
+        ("received", layout.micro_batch_size, layout.sharding),
+        lambda: max(
+            _kept_bytes(cut, layout, price_cache) for cut in range(1, price_cache.num_layers)
+        ),
+    )
+    return batch + POSTED * received
 
 
 def _always(strategy: Strategy, rank: int, price_cache: LayerPriceCache) -> int:

@@ -32,6 +32,8 @@ from parplan.planner.host_options.location_costs import LocationCosts, Tensors, 
 from parplan.planner.host_options.state_locations import counts_of_locations, locations_allowed
 from parplan.profiles.models.operator_graph import LayerKey
 
+MOST_COUNTS = 17  # counts of HOST layers, and of OPTIMIZER layers, that a search tries
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Groups:
@@ -94,7 +96,7 @@ def sequence_locations(
         for key, count in zip(keys, groups.of_layer, strict=True)
     )
     size = len(keys)
-    host, optimizer = counts_of_locations(size, units)
+    host, optimizer = tried_counts(size, units)
     ends = size - host
     filled = {
         StateLocation.HOST: groups.of_runs(ends, np.full_like(ends, size)),
@@ -142,6 +144,21 @@ def sequence_locations(
         added_s=summed("added_s"),
         once_s=once_s(counts, units, sum(t.backward_s for t in times) / groups.after[-1]),
     )
+
+
+def tried_counts(num_layers: int, allowed: Collection[StateLocation]) -> tuple[Ints, Ints]:
+    """Returns the counts of HOST and of OPTIMIZER layers that a search tries.
+
+    They are all counts of few layers. Of more, they are `MOST_COUNTS` host counts at even
+    distances, each with as many counts of OPTIMIZER layers, and with all others as such.
+    """
+    host, optimizer = counts_of_locations(num_layers, allowed)
+    if num_layers < MOST_COUNTS:
+        return host, optimizer
+    some = np.unique(np.linspace(0, num_layers, MOST_COUNTS).round().astype(np.int64))
+    full = host + optimizer == num_layers
+    tried = np.isin(host, some) & (np.isin(optimizer, some) | full)
+    return host[tried], optimizer[tried]
 
 
 def _tensors(key: LayerKey, layout: ParallelLayout, price_cache: LayerPriceCache) -> Tensors:

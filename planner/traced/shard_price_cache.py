@@ -111,7 +111,7 @@ class ShardPriceCache(LayerPriceCache):
         """Returns False: `ShardKey.elsewhere` counts a parameter at the first shard of a stage."""
         return False
 
-    @property
+    @cached_property
     def batch_bytes(self) -> int:
         return sum(tensor.num_bytes for tensor in self.sharded.model.scaled(1).inputs)
 
