@@ -26,6 +26,7 @@ from parplan.commands.style import print_json
 
 if TYPE_CHECKING:
     from parplan.costmodels.chunks.chunk_operations import RankChunks
+    from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
     from parplan.executor.checking.parity import TrainingOutcome
     from parplan.planner.plan.plan import Plan
     from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
@@ -152,16 +153,32 @@ def chunk_schedules_of(plan: AnyPlan) -> tuple[RankChunks, ...]:
     return chunk_schedules(reprice_traced(plan, traced_again(plan)))
 
 
+def chunks_of_module(
+    plan: TracedPlan, plan_file: Path, rank: int
+) -> tuple[RankChunks, LayerPriceCache]:
+    """Traces the module of a plan with chunks again, and returns a rank's chunks and the prices.
+
+    Raises ConfigError as `chunk_schedules_of` does, and where the module is not trusted.
+    """
+    from parplan.planner.traced.traced_chunks import chunk_schedules
+    from parplan.planner.traced.traced_strategy import reprice_traced
+
+    with users_modules():
+        say_module(plan, plan_file, trust=False)
+        priced = reprice_traced(plan, traced_again(plan))
+    return chunk_schedules(priced)[rank], priced.price_cache
+
+
 def dry_check(plan: TracedPlan, ranks: Sequence[int], *, as_json: bool) -> int:
     """Traces the module again, compares its shards with the plan, and prices the plan today.
 
-    Returns 0, or NOT_FITTING where a pipeline rank does not fit its device. Raises ConfigError
-    where the trace has other shards.
+    Returns 0, or NOT_FITTING where a pipeline rank does not fit its device, or the plan the memory
+    of a host. Raises ConfigError where the trace has other shards.
     """
     from parplan.executor.rules.traced_rules import validate_traced_plan
     from parplan.planner.traced.traced_strategy import reprice_traced
     from parplan.report.runs.traced_check_table import (
-        does_fit,
+        all_fits,
         print_traced_check,
         traced_check_document,
     )
@@ -173,8 +190,7 @@ def dry_check(plan: TracedPlan, ranks: Sequence[int], *, as_json: bool) -> int:
         print_json(traced_check_document(plan, today, ranks))
     else:
         print_traced_check(plan, today, ranks, console(sys.stdout))
-    fits = all(does_fit(today.predicted.memory_gib[rank]) for rank in ranks)
-    return 0 if fits else NOT_FITTING
+    return 0 if all_fits(today, ranks) else NOT_FITTING
 
 
 def execute(plan: TracedPlan, *, as_json: bool) -> int:

@@ -25,6 +25,7 @@ from parplan.executor.traced.program_cut import ShardCut, StageCut, check_recomp
 from parplan.executor.traced.shard_module import ShardModule
 from parplan.executor.traced.stage_values import OpenedModule
 from parplan.planner.plan.traced_plan import TracedPlan
+from parplan.profiles.errors import ConfigError
 from parplan.profiles.tracing.program import PARAMETER, Program
 
 _BATCH = "batch."
@@ -144,6 +145,8 @@ def build_stage(
             for place in group
             for name in _parameters(cut.shards[place])
         }
+        if planned.first + group[0] in planned.home_of:
+            _require_trained(parameters)
         if division is not None:
             parameters = {
                 name: division.placed(name, value, zero) for name, value in parameters.items()
@@ -176,6 +179,16 @@ def build_stage(
     body = TracedBody(cut, ShardModule(cut.constants, values, ranks.device), named, _loss(program))
     shard_root(body, units, ranks.dp_mesh, chunks.parameters if chunks is not None else ())
     return TracedStage(body, tuple(units), [shards[place] for place in sorted(shards)], index)
+
+
+def _require_trained(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raises ConfigError for parameters that training leaves as they are, which chunks update."""
+    still = next((name for name, each in parameters.items() if not each.requires_grad), None)
+    if still is not None:
+        raise ConfigError(
+            f"module: {still} is not trained, its shard lies in chunks, which update all parameters",
+            hint="use --offload states, or train it",
+        )
 
 
 def _require_chunks(chunks: ChunkManager | None) -> ChunkManager:

@@ -10,7 +10,7 @@ from rich.console import Console
 from parplan.planner.plan.derived import host_gib
 from parplan.planner.plan.prediction import StageMemory
 from parplan.planner.plan.traced_plan import TracedPlan
-from parplan.profiles.units import counted
+from parplan.profiles.units import counted, gib
 from parplan.report.plans.summary import header
 from parplan.report.text import gib_text, joined, print_table, say, seconds_text
 
@@ -20,6 +20,17 @@ FITS, TOO_LARGE = "fits", "does not fit"
 def does_fit(stage: StageMemory) -> bool:
     """Returns whether the device holds the stage."""
     return stage.total <= stage.capacity
+
+
+def host_fits(plan: TracedPlan) -> bool:
+    """Returns whether the fullest node's host has room for what the plan keeps there."""
+    return host_gib(plan) <= gib(plan.cluster.host_memory_bytes)
+
+
+def all_fits(today: TracedPlan, ranks: Sequence[int]) -> bool:
+    """Returns whether all of the pipeline ranks fit their devices, and the plan its hosts."""
+    devices = (does_fit(today.predicted.memory_gib[rank]) for rank in ranks)
+    return all(devices) and host_fits(today)
 
 
 def print_traced_check(
@@ -50,17 +61,25 @@ def print_traced_check(
         f"step {seconds_text(filed_s)} in the file, {seconds_text(now_s)} as priced now",
         "nothing was run: plan check --execute trains the module as planned",
     ]
-    if today.states_on_host:
-        facts.insert(2, f"the states take {gib_text(host_gib(today))} GiB of host memory a node")
+    if host_gib(today):
+        facts.insert(
+            2,
+            f"the states take {gib_text(host_gib(today))} GiB of host memory a node, which has "
+            f"{gib(today.cluster.host_memory_bytes):,.0f}",
+        )
     for fact in facts:
         say(out, joined(fact.split(" "), " ", out.width, start="  note      ", indent=12))
     say(out, f"  {verdict(today, ranks)}", "bold")
 
 
 def verdict(today: TracedPlan, ranks: Sequence[int]) -> str:
-    """Returns whether all of the pipeline ranks fit their devices."""
+    """Returns whether all of the pipeline ranks fit their devices, and the plan its hosts."""
     short = [rank for rank in ranks if not does_fit(today.predicted.memory_gib[rank])]
-    return f"stage {short[0]} {TOO_LARGE} its device" if short else "every stage fits its device"
+    if short:
+        return f"stage {short[0]} {TOO_LARGE} its device"
+    if not host_fits(today):
+        return "every stage fits its device, but the states do not fit the hosts"
+    return "every stage fits its device"
 
 
 def traced_check_document(
@@ -68,7 +87,8 @@ def traced_check_document(
 ) -> dict[str, Any]:
     """Returns the same as JSON values: GiB and seconds.
 
-    `host_gib` is the memory of the fullest node's host that the plan takes.
+    `host_gib` is the memory of the fullest node's host that the plan takes, `host_fits` whether the
+    node has it.
     """
     return {
         "verdict": verdict(today, ranks),
@@ -77,6 +97,7 @@ def traced_check_document(
             "now": today.predicted.step_time_s.value,
         },
         "host_gib": host_gib(today),
+        "host_fits": host_fits(today),
         "stages": [
             {
                 "stage": rank,
