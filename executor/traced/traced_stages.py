@@ -186,7 +186,7 @@ def _require_trained(parameters: Mapping[str, nn.Parameter]) -> None:
     still = next((name for name, each in parameters.items() if not each.requires_grad), None)
     if still is not None:
         raise ConfigError(
-            f"module: {still} is not trained, its shard lies in chunks, which update all parameters",
+            f"module: {still} is not trained, but lies in chunks, which update all parameters",
             hint="use --offload states, or train it",
         )
 

@@ -30,6 +30,14 @@ _UNSEARCHED = (
         "chunks with several virtual stages, or for another objective than throughput",
         "plan estimate prices them by hand",
     ),
+    UnsearchedPart(
+        "every count of shards on the host",
+        "of more than 16 shards in chunks a rank, the counts are on a grid of 17",
+    ),
+    UnsearchedPart(
+        "chunks that only their exact schedule fits",
+        "the closed form counts a few percent more bytes",
+    ),
     UnsearchedPart("activations on the host", "a traced module has only its states there"),
     UnsearchedPart(
         "other recompute lists",
