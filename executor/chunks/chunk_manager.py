@@ -13,7 +13,7 @@ earlier nodes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,6 @@ from parplan.costmodels.layers.chunked_layer import sent_precision
 from parplan.costmodels.schedules.actions import ActionKind
 from parplan.executor.chunks.chunk import Chunk, ChunkedParameter, ChunkSetting, own_part
 from parplan.executor.chunks.chunk_buffers import ChunkCopies, CopyCounts, DeviceLedger
-from parplan.executor.pipeline.runtime import Span
 from parplan.executor.sharding.place import parameters_summed_over_tp
 from parplan.executor.sharding.zero_units import all_reduce
 from parplan.executor.tensors import DTYPES, local
@@ -44,6 +43,8 @@ from parplan.profiles.errors import PlannerError
 from parplan.profiles.models.spec import TrainingSpec
 
 Outputs = Tensor | tuple[Tensor, ...]
+# around a computation: its kind, the stage and the micro-batch (executor/pipeline/runtime.py)
+Span = Callable[[str, int, int], AbstractContextManager[None]]
 _OUTER = ("mixture", "experts")  # modules around operators, without names in the model graph
 
 

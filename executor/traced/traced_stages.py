@@ -110,7 +110,7 @@ class TracedStage(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSetting:
-    """What the stages of a rank share.
+    """The place and the helpers that all stages of a rank share.
 
     division   of the tensor-parallel ranks, None where there is one
     chunks     hold the states of shards, None in a plan without chunks
@@ -130,7 +130,8 @@ def build_stage(
     setting: StageSetting,
 ) -> TracedStage:
     """Builds stage `index` of the plan with the values of its parameters. Raises ConfigError."""
-    ranks, division, chunks = setting.ranks, setting.division, setting.chunks
+    ranks, division = setting.ranks, setting.division
+    chunks = setting.chunks
     planned, zero = plan.stages[index], zero_of(plan, index)
     values: dict[str, Tensor] = dict(program.constants)
     values.update(

@@ -54,7 +54,8 @@ class LocatedColumns(ABC):
     """
 
     def __init__(self, compute: MixPrices) -> None:
-        self.rank, self.layout, self.compute = compute.rank, compute.layout, compute
+        self.compute = compute
+        self.rank, self.layout = compute.rank, compute.layout
         (self.zero,) = compute.table.zero_stages(compute.layout)
         self.fixed = compute.fixed[self.zero]
         self.host_share_bytes = compute.table.host_share_bytes - self.fixed.host

@@ -66,7 +66,8 @@ class SequenceChunkColumns(LocatedColumns):
         keys = tuple(key for key in self._keys if key.in_chunks)
         if not keys:
             return None
-        table, layout, b = self.compute.table, self.layout, self.layout.micro_batch_size
+        table, layout = self.compute.table, self.layout
+        b = layout.micro_batch_size
         least = float(self.compute.front_mixes(self.zero).workspace_bytes.min())
         return table.once(
             ("locations", keys, layout.mesh, b, layout.num_micro_batches, least),
