@@ -138,7 +138,7 @@ def with_assumed_of(plan: TracedPlan, request: ModuleRequest) -> ModuleRequest:
 
 def offload_assumed(constraints: Constraints, plan: TracedPlan) -> tuple[str, ...]:
     """Returns a phrase where a plan uses the host's memory and no option asked for it."""
-    needed = plan.offload and constraints.offload is None
+    needed = (plan.offload or plan.chunks) and constraints.offload is None
     return (offload_phrase(TRACED_OFFLOAD),) if needed else ()
 
 

@@ -18,7 +18,7 @@ from parplan.planner.traced.traced_shortfall import (
     infeasible_traced_error,
     least_traced_peak_bytes,
 )
-from parplan.profiles.errors import InfeasibleError
+from parplan.profiles.errors import ConfigError, InfeasibleError
 
 SAMPLES = "samples"
 _UNSEARCHED = (
@@ -62,6 +62,7 @@ class TracedFactory(PriceFactory):
     rule: the way to give shards to stages (--stages)
     cross_skips: skip connections may cross stages (--cross-skips)
     front: the request begins a front, which other objectives go on
+    Raises ConfigError for states in chunks alone with another objective than throughput.
 
     In a plan of samples the sequence has one token, so speeds are samples a second.
     """
@@ -83,6 +84,12 @@ class TracedFactory(PriceFactory):
         self.request, self.rule = request, rule or StageRule()
         self.cross_skips, self.offload = cross_skips, request.constraints.offload
         self._chunks = request.objective is Objective.THROUGHPUT and not front
+        if not self._chunks and self.offload and Offload.STATES not in self.offload:
+            raise ConfigError(
+                f"--offload {','.join(self.offload)} is of chunks, which are searched for "
+                f"--objective {Objective.THROUGHPUT} alone where a module is traced",
+                hint="use --offload states, or that objective",
+            )
         self._prices: dict[Hosted, SequencePrices] = {}
 
     @cached_property
