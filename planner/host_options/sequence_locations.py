@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -25,6 +26,7 @@ from parplan.costmodels.layers.chunked_layer import (
     block_cost,
     writes_over_parameters,
 )
+from parplan.costmodels.layers.layer_price import LayerTime
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.dominance import Array, Ints
@@ -68,34 +70,18 @@ def sequence_locations(
     workspace_bytes    least temporaries of the largest pass; they are free again before gradients
                        get memory of their own
     """
-    sharding, ranks = layout.sharding, layout.mesh.dp
     tensors = {key: _tensors(key, layout, price_cache) for key in dict.fromkeys(keys)}
-    groups = _groups([tensors[key] for key in keys], ranks, price_cache)
-    chunk = groups.elements // ranks
-    in_parameters = writes_over_parameters(price_cache.training, layout.num_micro_batches)
-    times = [
-        price_cache.layer_time(
-            key, layout.micro_batch_size, price_cache.own_sharding(key, sharding)
-        )
-        for key in keys
-    ]
+    groups = _groups([tensors[key] for key in keys], layout.mesh.dp, price_cache)
+    times = [_time(key, layout, price_cache) for key in keys]
     units = {
-        location: block_cost(
-            location,
-            groups.elements,
-            times[0],
-            mesh=layout.mesh,
-            in_parameters=in_parameters,
-            machine=price_cache.machine,
-            training=price_cache.training,
-        )
+        location: _unit(location, groups.elements, times[0], layout, price_cache)
         for location in locations_allowed(offload)
     }
+    passes = list(zip(keys, groups.of_layer, strict=True))
     gathered_s = sum(
-        _gathered_s(key, count * groups.elements, layout, price_cache)
-        for key, count in zip(keys, groups.of_layer, strict=True)
+        _gathered_s(key, count * groups.elements, layout, price_cache) for key, count in passes
     )
-    size = len(keys)
+    size, chunk = len(keys), groups.elements // layout.mesh.dp
     host, optimizer = tried_counts(size, units)
     ends = size - host
     filled = {
@@ -104,46 +90,91 @@ def sequence_locations(
         StateLocation.DEVICE: groups.of_runs(np.zeros_like(ends), ends - optimizer),
     }
     counts = {location: filled[location].astype(np.float64) for location in units}
-    has_host = (host > 0).astype(np.float64)
-    width = price_cache.training.precision.num_bytes
-    gradient = price_cache.training.gradient_precision.num_bytes
-    own = max(groups.of_layer) * chunk  # of the running layer
-    staged = STAGED_CHUNKS * gradient * chunk
 
     def summed(name: str) -> Array:
         values = [counts[each] * _value(cost, name) for each, cost in units.items()]
         return np.asarray(np.sum(values, axis=0))
 
-    fresh = 0 if in_parameters else gradient
+    sizes = [(sum(tensors[key]), count * chunk) for key, count in passes]
 
-    def running(key: LayerKey, count: int, *, on_host: bool) -> float:
-        """Bytes of a layer's pass: its parameters, and its gradients before and in chunks."""
-        own, taken = count * chunk, on_host or ranks > 1
-        gathered = ranks * own * width if ranks > 1 else 0
-        made = width * sum(tensors[key])
-        apart = max(0.0, ranks * own * fresh - workspace_bytes) if taken else 0.0
-        return gathered + made + apart + (own * width if on_host else 0)
+    def largest_pass(*, on_host: bool) -> float:
+        beside = partial(_pass_bytes, on_host, layout, price_cache, workspace_bytes)
+        return max(beside(*each) for each in sizes)
 
-    passes = list(zip(keys, groups.of_layer, strict=True))
-    on_device = max(running(*each, on_host=False) for each in passes)
-    on_host = max(running(*each, on_host=True) for each in passes)
+    width = price_cache.training.precision.num_bytes
+    gradient = price_cache.training.gradient_precision.num_bytes
+    largest = max(groups.of_layer)
+    has_host = (host > 0).astype(np.float64)
     return LocationCosts(
         host=host,
         optimizer=optimizer,
         always_bytes=summed("device"),
-        working_bytes=np.where(host > 0, on_host, on_device),
+        working_bytes=np.where(host > 0, largest_pass(on_host=True), largest_pass(on_host=False)),
         update_bytes=UPDATE_BYTES * chunk * (filled[StateLocation.DEVICE] > 0).astype(np.float64),
-        host_bytes=summed("host") + staged * has_host,
+        host_bytes=summed("host") + STAGED_CHUNKS * gradient * chunk * has_host,
         parts=filled[StateLocation.HOST].astype(np.float64),
-        running=float(max(groups.of_layer)),
+        running=float(largest),
         block_bytes=float(width * chunk),
-        ahead_bytes=own * (width + gradient) * has_host,
+        ahead_bytes=largest * chunk * (width + gradient) * has_host,
         gathered_s=np.full(len(host), gathered_s),
         fetch_s=summed("fetch_s"),
         send_s=summed("send_s"),
         added_s=summed("added_s"),
         once_s=once_s(counts, units, sum(t.backward_s for t in times) / groups.after[-1]),
     )
+
+
+def _time(key: LayerKey, layout: ParallelLayout, price_cache: LayerPriceCache) -> LayerTime:
+    own = price_cache.own_sharding(key, layout.sharding)
+    return price_cache.layer_time(key, layout.micro_batch_size, own)
+
+
+def _unit(
+    location: StateLocation,
+    elements: int,
+    time: LayerTime,
+    layout: ParallelLayout,
+    price_cache: LayerPriceCache,
+) -> BlockCost:
+    """Returns the cost of one communication group, whose bytes and copies do not depend on time."""
+    training = price_cache.training
+    return block_cost(
+        location,
+        elements,
+        time,
+        mesh=layout.mesh,
+        in_parameters=writes_over_parameters(training, layout.num_micro_batches),
+        machine=price_cache.machine,
+        training=training,
+    )
+
+
+def _pass_bytes(
+    on_host: bool,
+    layout: ParallelLayout,
+    price_cache: LayerPriceCache,
+    workspace_bytes: float,
+    made: int,
+    own: int,
+) -> float:
+    """Bytes that a layer's pass needs beside states that stay, activations and workspace.
+
+    They are its gathered parameters, its gradients in autograd, and those in chunks, which come
+    after the workspace is free.
+
+    made, own    elements of its tensors, and of the rank's chunks that hold them
+    on_host      some chunks are copied to the device
+    """
+    training, ranks = price_cache.training, layout.mesh.dp
+    width = training.precision.num_bytes
+    gradient = training.gradient_precision.num_bytes
+    if writes_over_parameters(training, layout.num_micro_batches):
+        gradient = 0
+    several = ranks > 1
+    gathered = ranks * own * width if several else 0.0
+    fresh = ranks * own * gradient if several or on_host else 0.0
+    fetched = own * width if on_host else 0.0
+    return width * made + gathered + fetched + max(0.0, fresh - workspace_bytes)
 
 
 def tried_counts(num_layers: int, allowed: Collection[StateLocation]) -> tuple[Ints, Ints]:
