@@ -318,3 +318,20 @@ def test_a_searched_plan_with_tensor_parallelism_trains_as_one_process_does(tmp_
     document = json.loads(succeed("check", plan_file, "--execute", "--json").stdout)
 
     assert document["passed"]
+
+
+def test_a_plan_that_the_hosts_have_no_room_for_does_not_pass_the_check(large, tmp_path):
+    plan_file = tmp_path / "plan.yaml"
+    chunks = ("--offload", "optimizer,parameters", "--host-blocks", "2")
+    succeed("estimate", *large, *chunks, "-o", str(plan_file))
+    plan = yaml.safe_load(plan_file.read_text())
+    assert [group["home"] for group in plan["chunks"]["groups"]] == ["optimizer", "host"]
+    assert "moments of stage 0" in succeed("show", str(plan_file), "--chunks").stdout
+    assert json.loads(succeed("check", str(plan_file), "--json").stdout)["host_fits"]
+
+    plan["cluster"]["node"]["host_memory_gib"] = 0.1
+    plan_file.write_text(yaml.safe_dump(plan, sort_keys=False))
+
+    verdict = run("check", str(plan_file), "--json")
+    assert verdict.exit_code == 3
+    assert json.loads(verdict.stdout)["verdict"].endswith("the states do not fit the hosts")
