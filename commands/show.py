@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from parplan.commands import user_modules
 from parplan.commands.options import as_json
 from parplan.commands.output import chosen_ranks, print_plan, print_plan_json
 from parplan.commands.style import Command, option, print_json
@@ -103,6 +104,7 @@ def show(
     out = console(sys.stdout)
     print_plan(plan, out, SummaryContext(whole=True, plan_file=str(plan_file)))
     if isinstance(plan, TracedPlan):
+        print_chunks(plan, out)
         return
     print_layers(plan, out)
     print_chunks(plan, out)
@@ -138,9 +140,10 @@ def _show_instructions(plan_file: Path, rank: int | None, *, as_json: bool) -> N
 
 def _show_chunks(plan_file: Path, rank: int | None, plot: Path | None, *, as_json: bool) -> None:
     from parplan.planner.plan.chunk_levels import levels
-    from parplan.planner.plan.plan_chunks import busiest_rank, rank_chunks_of
-    from parplan.planner.plan.plan_file import read_plan
+    from parplan.planner.plan.plan_chunks import busiest_rank, rank_chunks_of, require_chunks
+    from parplan.planner.plan.plan_file import read_any_plan
     from parplan.planner.plan.plan_strategy import prices_of_plan
+    from parplan.planner.plan.traced_plan import TracedPlan
     from parplan.report.plans.chunk_tables import levels_document, print_levels
     from parplan.report.plots.chunk_plot import draw_levels
     from parplan.report.plots.scatter_plot import require_plot
@@ -148,10 +151,14 @@ def _show_chunks(plan_file: Path, rank: int | None, plot: Path | None, *, as_jso
 
     if plot:
         require_plot(plot)
-    plan = read_plan(plan_file)
+    plan = read_any_plan(plan_file)
     rank = busiest_rank(plan) if rank is None else rank
-    rank_chunks = rank_chunks_of(plan, rank)
-    moments = levels(rank_chunks, prices_of_plan(plan))
+    require_chunks(plan, rank)
+    if isinstance(plan, TracedPlan):
+        rank_chunks, prices = user_modules.chunks_of_module(plan, plan_file, rank)
+    else:
+        rank_chunks, prices = rank_chunks_of(plan, rank), prices_of_plan(plan)
+    moments = levels(rank_chunks, prices)
     if plot:
         draw_levels(moments, plan, rank, rank_chunks.device_bytes, plot)
     if as_json:

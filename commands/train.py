@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from parplan.commands.style import LONGEST_S, Command, Number, fail, option, packs, run_command
+from parplan.commands.user_modules import chunk_schedules_of
 from parplan.executor import launch
 from parplan.executor.checkpoint.resume import CheckpointOptions
 from parplan.executor.data.tokens import TOKEN_TYPES
@@ -319,7 +320,12 @@ def main(plan_file: Path, trained: Options, flags: RunFlags) -> int:
         resume=flags.resume,
         keep=flags.keep,
     )
-    setting = RunSetting(checkpoints=checkpoints, device=device, timeout_s=flags.timeout)
+    setting = RunSetting(
+        checkpoints=checkpoints,
+        device=device,
+        timeout_s=flags.timeout,
+        schedules=chunk_schedules_of(plan),
+    )
     report = RunReport(line=click.echo, note=_note, fail=_fail, recorded=files.write)
     return run_plan(plan, trained, setting, report)
 

@@ -25,6 +25,8 @@ from parplan.commands.searching import Question
 from parplan.commands.style import print_json
 
 if TYPE_CHECKING:
+    from parplan.costmodels.chunks.chunk_operations import RankChunks
+    from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
     from parplan.executor.checking.parity import TrainingOutcome
     from parplan.planner.plan.plan import Plan
     from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
@@ -62,7 +64,7 @@ def traced_question(
     flags: SearchFlags,
 ) -> Question:
     """Traces the module and returns the question about it. Raises ConfigError."""
-    from parplan.commands.requests.requests import all_assumed, with_flags
+    from parplan.commands.requests.requests import FRONT, all_assumed, with_flags
     from parplan.commands.requests.traced import module_request, offload_assumed, with_assumed_of
     from parplan.planner.plan.traced_plan import TracedPlan
     from parplan.planner.traced.plan_traced import TracedFactory, traced_request
@@ -83,7 +85,7 @@ def traced_question(
 
     with users_modules():
         traced = traced_request(request, _tp_rules(tracing))
-    factory = TracedFactory(traced, rule, _cutting(tracing))
+    factory = TracedFactory(traced, rule, _cutting(tracing), front=flags.objective == FRONT)
     return Question(
         factory=factory,
         assumed_of=assumed_of,
@@ -130,12 +132,12 @@ def estimate(
     from parplan.planner.traced.plan_traced import traced_request
     from parplan.planner.traced.stage_rules import StageRule, parse_stages
 
-    request = estimate_request(source, target, by_hand)
+    request, chunks = estimate_request(source, target, by_hand)
     rule = parse_stages(tracing.stages) if tracing.stages else StageRule()
     require_torch("a module is traced, which needs torch")
     with users_modules():
         traced = traced_request(request, _tp_rules(tracing))
-    plan = estimate_traced_plan(traced, rule, _cutting(tracing))
+    plan = estimate_traced_plan(traced, rule, _cutting(tracing), chunks)
     return plan, with_assumed_of(plan, request).assumed
 
 
@@ -150,17 +152,46 @@ def traced_again(plan: TracedPlan) -> TracedModel:
         return traced_request(request, plan.tp_rules).model
 
 
+def chunk_schedules_of(plan: AnyPlan) -> tuple[RankChunks, ...]:
+    """Returns the chunk schedule of each pipeline rank of a traced plan with chunks, else none.
+
+    Raises ConfigError where a new trace of its module has other shards or chunks.
+    """
+    from parplan.planner.plan.traced_plan import TracedPlan
+    from parplan.planner.traced.traced_chunks import chunk_schedules
+    from parplan.planner.traced.traced_strategy import reprice_traced
+
+    if not isinstance(plan, TracedPlan) or plan.chunks is None:
+        return ()
+    return chunk_schedules(reprice_traced(plan, traced_again(plan)))
+
+
+def chunks_of_module(
+    plan: TracedPlan, plan_file: Path, rank: int
+) -> tuple[RankChunks, LayerPriceCache]:
+    """Traces the module of a plan with chunks again, and returns a rank's chunks and the prices.
+
+    Raises ConfigError as `chunk_schedules_of` does, and where the module is not trusted.
+    """
+    from parplan.planner.traced.traced_chunks import chunk_schedules
+    from parplan.planner.traced.traced_strategy import reprice_traced
+
+    with users_modules():
+        say_module(plan, plan_file, trust=False)
+        priced = reprice_traced(plan, traced_again(plan))
+    return chunk_schedules(priced)[rank], priced.price_cache
+
+
 def dry_check(plan: TracedPlan, ranks: Sequence[int], *, as_json: bool) -> int:
     """Traces the module again, compares its shards with the plan, and prices the plan today.
 
-    Returns 0, or NOT_FITTING where a pipeline rank does not fit its device, or its states its host.
-    Raises ConfigError where the trace has other shards.
+    Returns 0, or NOT_FITTING where a pipeline rank does not fit its device, or the plan the memory
+    of a host. Raises ConfigError where the trace has other shards.
     """
     from parplan.executor.rules.traced_rules import validate_traced_plan
     from parplan.planner.traced.traced_strategy import reprice_traced
     from parplan.report.runs.traced_check_table import (
-        does_fit,
-        fits_host,
+        all_fits,
         print_traced_check,
         traced_check_document,
     )
@@ -172,8 +203,7 @@ def dry_check(plan: TracedPlan, ranks: Sequence[int], *, as_json: bool) -> int:
         print_json(traced_check_document(plan, today, ranks))
     else:
         print_traced_check(plan, today, ranks, console(sys.stdout))
-    fits = fits_host(today) and all(does_fit(today.predicted.memory_gib[rank]) for rank in ranks)
-    return 0 if fits else NOT_FITTING
+    return 0 if all_fits(today, ranks) else NOT_FITTING
 
 
 def execute(plan: TracedPlan, *, as_json: bool) -> int:
@@ -188,12 +218,17 @@ def execute(plan: TracedPlan, *, as_json: bool) -> int:
         run_traced_plans,
         run_traced_reference,
     )
+    from parplan.planner.traced.traced_chunks import chunk_schedules, in_smallest_budget
     from parplan.report.text import console
 
     torch.set_num_threads(1)  # a fork must not inherit a pool of threads
     with console(sys.stderr).status(f"training {plan.mesh} of {plan.traced.name}, and one process"):
         small = comparable(plan)
-        outcome = run_traced_plans([small])[0]
+        schedules: tuple[RankChunks, ...] = ()
+        if small.chunks is not None:
+            priced = in_smallest_budget(small, traced_again(small))
+            small, schedules = priced.plan, chunk_schedules(priced)
+        outcome = run_traced_plans([small], schedules)[0]
         expected = run_traced_reference(small, by_micro_batch=True)
     return say_parity(plan, small, outcome, expected, as_json=as_json)
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import replace
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.host_embedding import HostEmbedding, host_embedding_of, without_table
 from parplan.costmodels.host.offload import Offload
-from parplan.costmodels.host.state_location import StateLocation
-from parplan.costmodels.layers.chunked_layer import BlockCost, Chunking, block_cost
+from parplan.costmodels.layers.chunked_layer import Chunking
 from parplan.costmodels.layers.data_parallel import DataParallelTime, has_tied_head
 from parplan.costmodels.layers.halved_layer import (
     HalvedOperators,
@@ -35,16 +33,13 @@ from parplan.profiles.models.operator_graph import (
     Tensor,
     layer_kind,
 )
-from parplan.profiles.models.spec import ModelSpec, Precision, TrainingSpec
+from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.provenance import ZERO, Seconds
 
 
 class PriceCache(LayerPriceCache):
-    """Prices of the layers of `model`; the head's recompute is always none.
-
-    chunking    how a device holds chunks in layouts with chunks; no other price depends on it
-    """
+    """Prices of the layers of `model`; the head's recompute is always none."""
 
     def __init__(
         self,
@@ -56,15 +51,10 @@ class PriceCache(LayerPriceCache):
         offload: tuple[Offload, ...] = (),
         chunking: Chunking | None = None,
     ) -> None:
-        super().__init__(training, machine, zero_ranks=zero_ranks, offload=offload)
+        super().__init__(
+            training, machine, zero_ranks=zero_ranks, offload=offload, chunking=chunking
+        )
         self.model = model
-        self.chunking = chunking or Chunking()
-
-    def within(self, chunking: Chunking) -> PriceCache:
-        """Returns the same prices for devices that hold chunks in another way."""
-        prices = copy(self)  # shares the cache of layers
-        prices.chunking = chunking
-        return prices
 
     def on(self, machine: Machine) -> PriceCache:
         return PriceCache(
@@ -81,6 +71,8 @@ class PriceCache(LayerPriceCache):
             ("graph", micro_batch_size),
             lambda: build_graph(self.model, self.training, micro_batch_size),
         )
+
+    counts_small_tensors = False
 
     @property
     def num_layers(self) -> int:
@@ -137,27 +129,6 @@ class PriceCache(LayerPriceCache):
             return layer
         return self._once(key, lambda: without_table(layer))
 
-    @property
-    def outside(self) -> PriceCache:
-        """Prices of embedding and head if blocks are in chunks.
-
-        FSDP2 keeps and reduces gradients of fp32 shards in fp32; gradients of chunks may have the
-        training's gradient precision.
-        """
-        if self.training.gradient_precision is Precision.FP32:
-            return self
-        return self._once(
-            ("outside", self.offload),
-            lambda: PriceCache(
-                self.model,
-                replace(self.training, gradient_precision=Precision.FP32),
-                self.machine,
-                zero_ranks=self.zero_ranks,
-                offload=self.offload,
-                chunking=self.chunking,
-            ),
-        )
-
     def with_table(self, *, on_host: bool) -> PriceCache:
         """Returns the same prices with the token table on the host, or on the device."""
         if self.looks_up(LayerKind.EMBEDDING) == on_host:
@@ -175,6 +146,9 @@ class PriceCache(LayerPriceCache):
         return self._once(
             ("other table", self.offload, self.chunking), lambda: moved.within(self.chunking)
         )
+
+    def stays_gathered(self, kind: LayerKey, mesh: Mesh) -> bool:
+        return self.tied and mesh.pp == 1
 
     def looks_up(self, kind: LayerKey) -> bool:
         return kind is LayerKind.EMBEDDING and Offload.LOOKUP in self.offload
@@ -262,39 +236,6 @@ class PriceCache(LayerPriceCache):
 
         return self._once(("operators", kind, micro_batch_size, sharding), make)
 
-    def chunked(
-        self,
-        location: StateLocation,
-        micro_batch_size: int,
-        mesh: Mesh,
-        sharding: Sharding,
-        *,
-        in_parameters: bool,
-        elements: int | None = None,
-    ) -> BlockCost:
-        """Returns the cost of one block held in chunks at `location`.
-
-        elements    of its chunks on all data-parallel ranks together; without padding by default
-        """
-        if elements is None:
-            elements = owned_parameters(self.layer(LayerKind.BLOCK, 1), sharding)
-
-        def make() -> BlockCost:
-            time = self.layer_time(LayerKind.BLOCK, micro_batch_size, sharding)
-            return block_cost(
-                location,
-                elements,
-                time,
-                mesh=mesh,
-                in_parameters=in_parameters,
-                machine=self.machine,
-                training=self.training,
-            )
-
-        return self._once(
-            ("chunked", location, micro_batch_size, mesh, sharding, in_parameters, elements), make
-        )
-
     def row_edges(self, micro_batch_size: int, sharding: Sharding) -> tuple[Seconds, Seconds]:
         """Returns the seconds that blocks of a stage pay beside `layer_time`, forward and backward.
 
@@ -355,6 +296,6 @@ class PriceCache(LayerPriceCache):
 
 
 def described_prices(price_cache: LayerPriceCache) -> PriceCache:
-    """Returns the prices of a described model, which alone has layouts with chunks."""
-    assert isinstance(price_cache, PriceCache), "only described models have chunks"
+    """Returns the prices of a described model."""
+    assert isinstance(price_cache, PriceCache), "the model is described"
     return price_cache

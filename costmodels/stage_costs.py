@@ -24,7 +24,6 @@ from parplan.costmodels.memory.activation_copies import exposed_copies
 from parplan.costmodels.memory.rank_memory import rank_layers
 from parplan.costmodels.operators.host_launch import measured_layout_costs
 from parplan.costmodels.operators.sharding import Sharding
-from parplan.costmodels.price_cache import described_prices
 from parplan.costmodels.schedules.actions import ActionKind, placement_of
 from parplan.costmodels.schedules.schedule import LAST_KEEPS_ALL, Schedule, rank_of
 from parplan.costmodels.schedules.simulator import StageCost
@@ -175,7 +174,7 @@ def _stage_cost(strategy: Strategy, stage: int, price_cache: LayerPriceCache) ->
     if layout.chunked:
         from parplan.costmodels.chunks.chunk_time import chunk_time
 
-        added = chunk_time(strategy, layout.rank_of(stage), described_prices(price_cache))
+        added = chunk_time(strategy, layout.rank_of(stage), price_cache)
         forward_s += added.of_pass(ActionKind.FORWARD, stage).value_s
         backward_s += added.of_pass(ActionKind.BACKWARD, stage).value_s
     receive_forward, receive_backward = receive_times(strategy, stage, price_cache)
@@ -203,7 +202,7 @@ def data_parallel(
 ) -> DataParallelTime:
     """Returns the data-parallel time of one layer.
 
-    A block in chunks has only the sums inside the stage; `chunk_time` has the rest.
+    A layer in chunks has only the sums inside the stage; `chunk_time` has the rest.
     """
     sharding = layout.sharding_of(choice)
     if not in_chunks(choice, layout):
@@ -236,7 +235,7 @@ def _tail(
     if layout.chunked:
         from parplan.costmodels.chunks.chunk_time import chunk_time
 
-        added = chunk_time(strategy, rank, described_prices(price_cache))
+        added = chunk_time(strategy, rank, price_cache)
         reduced = reduced + added.step + added.host_step
         updated += added.optimizer
     return (

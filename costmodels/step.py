@@ -21,7 +21,6 @@ from parplan.costmodels.chunks.chunk_memory import device_memory
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.memory.activation_copies import exposed_copies
 from parplan.costmodels.memory.rank_memory import RankMemory, rank_layers
-from parplan.costmodels.price_cache import described_prices
 from parplan.costmodels.schedules.action_lists import ActionLists, lists_of
 from parplan.costmodels.schedules.hidden_recompute import (
     HiddenRecompute,
@@ -277,7 +276,7 @@ def _rank_time(strategy: Strategy, rank: int, price_cache: LayerPriceCache) -> R
     if layout.chunked:
         from parplan.costmodels.chunks.chunk_time import chunk_time
 
-        added = chunk_time(strategy, rank, described_prices(price_cache))
+        added = chunk_time(strategy, rank, price_cache)
         per_micro_batch = sum(added.collectives.values(), per_micro_batch)
         host = sum(added.host.values(), host)
         per_step += added.step

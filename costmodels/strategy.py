@@ -20,7 +20,7 @@ from parplan.costmodels.schedules.schedule import (
     rank_of,
     stages_of,
 )
-from parplan.profiles.models.operator_graph import LayerKey, LayerKind
+from parplan.profiles.models.operator_graph import LayerKey
 
 TP_OVERLAP_LEVELS = (0, 1, 2, 3)
 
@@ -31,7 +31,7 @@ class LayerChoice:
 
     kind        its layer class
     sharding    None for that of the layout
-    home        location of a block's states in a layout with chunks
+    home        location of the states of a layer in chunks
     on_host     operators of a block, in their order, whose saved tensors are offloaded
                 (costmodels/memory/activation_copies.py)
     """
@@ -54,8 +54,8 @@ class ParallelLayout:
                          (costmodels/schedules/actions.py)
     tp_overlap           level of sub-pipelined tensor parallelism in the blocks, 0 (none) to 3
                          (EQUATIONS P8)
-    chunked              states of the blocks lie in chunks (EQUATIONS O3), which data-parallel
-                         ranks own and gather as in ZeRO 3
+    chunked              states of the blocks, or of the shards of a traced module, lie in chunks
+                         (EQUATIONS O3), which data-parallel ranks own and gather as in ZeRO 3
     states_on_host       the hosts hold the states of all layers, as FSDP2 moves them (EQUATIONS O9)
     """
 
@@ -138,8 +138,8 @@ class ParallelLayout:
 
 
 def in_chunks(choice: LayerChoice, layout: ParallelLayout) -> bool:
-    """True if the states of a layer of `layout` lie in chunks, as blocks of chunked layouts do."""
-    return layout.chunked and choice.kind.role is LayerKind.BLOCK
+    """True if the states of a layer of `layout` lie in chunks."""
+    return layout.chunked and choice.kind.in_chunks
 
 
 @lru_cache(maxsize=1024)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from parplan.costmodels.chunks.chunk_operations import RankChunks
 from parplan.executor import launch
 from parplan.executor.checkpoint.checkpoints import Checkpoints
 from parplan.executor.checkpoint.resume import CheckpointOptions
@@ -54,11 +55,15 @@ class RunReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSetting:
-    """The choices of a run that neither the plan nor its training options make."""
+    """The choices of a run that neither the plan nor its training options make.
+
+    schedules   those of the chunks of each pipeline rank, of a traced plan with chunks
+    """
 
     checkpoints: CheckpointOptions
     device: torch.device
     timeout_s: float
+    schedules: tuple[RankChunks, ...] = ()
 
 
 def run_plan(
@@ -140,7 +145,7 @@ def _train(
     """Trains to the last step and writes checkpoints; only rank 0 prints."""
     speaks, device = dist.get_rank() == 0, setting.device
     if isinstance(plan, TracedPlan):
-        trainer = _traced_trainer(plan, options, device, progress, report)
+        trainer = _traced_trainer(plan, options, setting, progress, report)
     else:
         trainer = build_trainer(plan, options, device, progress)
     for group in trainer.ranks.groups:
@@ -180,14 +185,14 @@ def _train(
 def _traced_trainer(
     plan: TracedPlan,
     options: Options,
-    device: torch.device,
+    setting: RunSetting,
     progress: RankProgress,
     report: RunReport,
 ) -> TracedTrainer:
     opened = open_plan_module(plan, options.seed)
     if opened.note and dist.get_rank() == 0:
         report.note(opened.note)
-    return build_traced_trainer(plan, options, device, progress, opened)
+    return build_traced_trainer(plan, options, setting.device, progress, opened, setting.schedules)
 
 
 def _step_line(plan: Plan | TracedPlan, options: Options, result: StepResult) -> str:

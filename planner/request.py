@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 ZERO_STAGES = (0, 1, 2, 3)
 MAX_MICRO_BATCH_SIZE = 64  # the largest that a search tries without a pin
 SEARCHED_OFFLOAD = (Offload.OPTIMIZER, Offload.PARAMETERS, Offload.ACTIVATIONS, Offload.LOOKUP)
-TRACED_OFFLOAD = (Offload.STATES,)  # what a search of a traced module may leave to the host
+# what a search of a traced module may leave to the host
+TRACED_OFFLOAD = (Offload.STATES, Offload.OPTIMIZER, Offload.PARAMETERS)
 STAGE_LEVELS = (Recompute.NONE, Recompute.FULL)  # of the layers of a stage under a rule
 _EVERY: Mapping[str, tuple[Value, ...]] = {
     "zero": ZERO_STAGES,

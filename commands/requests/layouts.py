@@ -146,21 +146,28 @@ def with_limit(request: Request, by_hand: LayoutOptions) -> Request:
 def chunk_request(
     request: Request, by_hand: LayoutOptions
 ) -> tuple[tuple[Offload, ...], ChunkRequest | None]:
-    """Returns the host contents of whole layers, and the blocks in chunks.
+    """Returns the host contents of whole layers, and the blocks in chunks. Raises ConfigError."""
+    whole, chunks = offload_by_hand(by_hand, request.model.num_layers)
+    if chunks is not None and request.module:
+        raise ConfigError(
+            "only the executor's own blocks are held in chunks",
+            hint="drop --module, or use --offload states",
+        )
+    return whole, chunks
 
-    All blocks are meant unless a count says less. Raises ConfigError.
+
+def offload_by_hand(
+    by_hand: LayoutOptions, num_layers: int
+) -> tuple[tuple[Offload, ...], ChunkRequest | None]:
+    """Returns the host contents of whole layers, and those in chunks, of `num_layers` layers.
+
+    All of them are meant unless a count says less. Raises ConfigError.
     """
     named = tuple(map(Offload, by_hand.offload or ()))
     whole = tuple(what for what in named if what not in _COUNTS.values())
     if len(whole) == len(named):
         _require_none(by_hand)
         return whole, None
-    if request.module:
-        raise ConfigError(
-            "only the executor's own blocks are held in chunks",
-            hint="drop --module, or use --offload states",
-        )
-    num_layers = request.model.num_layers
     host = _count("host_blocks", Offload.PARAMETERS, named, num_layers, by_hand)
     optimizer = _count("host_optimizer", Offload.OPTIMIZER, named, num_layers, by_hand)
     if by_hand.host_blocks is None and host and by_hand.host_optimizer:
@@ -168,12 +175,11 @@ def chunk_request(
             "--host-optimizer is of blocks whose parameters stay, with parameters all go",
             hint="add --host-blocks N",
         )
-    blocks = request.model.num_layers
-    if by_hand.host_blocks is not None and host + (by_hand.host_optimizer or 0) > blocks:
+    if by_hand.host_blocks is not None and host + (by_hand.host_optimizer or 0) > num_layers:
         raise ConfigError(
             f"--host-blocks {host} and --host-optimizer {optimizer} are {host + optimizer} "
-            f"blocks, the model has {blocks}",
-            hint=f"use --host-optimizer {blocks - host}, or leave it out for all the others",
+            f"blocks, the model has {num_layers}",
+            hint=f"use --host-optimizer {num_layers - host}, or leave it out for all the others",
         )
     limit = by_hand.memory_limit
     return whole, ChunkRequest(

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parplan.commands.options import LayoutOptions, PinOptions, SearchFlags, TargetOptions
+from parplan.commands.requests.layouts import offload_by_hand
 from parplan.commands.requests.machine import TrainingDefaults, cluster_and_training
 from parplan.commands.requests.requests import constraints_of, offload_phrase
 from parplan.planner.request import TRACED_OFFLOAD, Constraints, ModuleRequest, PlanRequest
+from parplan.planner.search.estimate import ChunkRequest
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.model_catalog import find_config
 from parplan.profiles.models.module_source import ModuleSource
@@ -25,7 +27,8 @@ EXECUTORS_STACK = "parplan"  # no other runs a module as it was traced
 SEQ_LENGTH = 1024  # of a module that says no number of positions
 _POSITIONS = ("max_position_embeddings", "n_positions")
 _WHOLE = "tensor parallelism of a traced module is inside a node and as its matrices allow"
-_ONLY_STATES = "the host holds the states of a traced module alone, all of them: --offload states"
+_ONLY_STATES = "the host holds the states of a traced module, no activations"
+ANY_NUMBER = 10**6  # of shards in chunks, which only the trace knows
 _REFUSED = {  # options that a traced module cannot have, and why
     "module": "the traced module is what runs",
     "fp8": "products of a traced module run in --precision",
@@ -42,8 +45,7 @@ _BY_HAND_REFUSED = {  # options of a layout by hand that a traced module cannot 
     "sequence_parallel": _WHOLE,
     "tp_overlap": _WHOLE,
     "zero_ranks": _REFUSED["zero_ranks"],
-    "memory_limit": "it is of chunks, which a traced module has none of",
-    **dict.fromkeys(("host_blocks", "host_optimizer", "eviction", "keep_on_host"), _ONLY_STATES),
+    "keep_on_host": _ONLY_STATES,
 }
 
 
@@ -99,10 +101,11 @@ def module_request(
 
 def estimate_request(
     source: ModuleSource, target: TargetOptions, by_hand: LayoutOptions
-) -> ModuleRequest:
-    """Returns the request whose pins are the layout by hand.
+) -> tuple[ModuleRequest, ChunkRequest | None]:
+    """Returns the request whose pins are the layout by hand, and the states in chunks.
 
-    Raises ConfigError as `module_request` does, and for choices of described models.
+    Counts of shards on the host beyond those of a rank are all of them. Raises ConfigError as
+    `module_request` does, and for choices of described models.
     """
     _require_known(by_hand, _BY_HAND_REFUSED)
     if by_hand.recompute_first_stage and by_hand.recompute != "none":
@@ -110,6 +113,7 @@ def estimate_request(
             f"--recompute {by_hand.recompute} and --recompute-first-stage exclude each other",
             hint="leave one of them out",
         )
+    whole, chunks = offload_by_hand(by_hand, ANY_NUMBER)
     pins = PinOptions(
         pp=(by_hand.pp,),
         dp=None if by_hand.dp is None else (by_hand.dp,),
@@ -121,11 +125,11 @@ def estimate_request(
         zero=(by_hand.zero,),
         recompute=None if by_hand.recompute_first_stage else (by_hand.recompute,),
         recompute_first_stage=by_hand.recompute_first_stage,
-        offload=by_hand.offload or (),
+        offload=whole,
     )
     if by_hand.ep > 1:
         _require_plain(target, pins, SearchFlags())
-    return module_request(source, target, replace(pins, ep=None), SearchFlags())
+    return module_request(source, target, replace(pins, ep=None), SearchFlags()), chunks
 
 
 def with_assumed_of(plan: TracedPlan, request: ModuleRequest) -> ModuleRequest:
@@ -140,7 +144,7 @@ def with_assumed_of(plan: TracedPlan, request: ModuleRequest) -> ModuleRequest:
 
 def offload_assumed(constraints: Constraints, plan: TracedPlan) -> tuple[str, ...]:
     """Returns a phrase where a plan uses the host's memory and no option asked for it."""
-    needed = plan.offload and constraints.offload is None
+    needed = (plan.offload or plan.chunks) and constraints.offload is None
     return (offload_phrase(TRACED_OFFLOAD),) if needed else ()
 
 

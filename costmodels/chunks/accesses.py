@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 from parplan.costmodels.chunks.chunk_operations import ChunkedBlocks
 from parplan.costmodels.schedules.actions import ActionKind
@@ -21,7 +22,7 @@ from parplan.profiles.models.operator_graph import LayerKind
 class LayerPass:
     """The forward or backward pass of one layer for one micro-batch.
 
-    block    the block's number in the model, None for embedding and head
+    block    the number in the model of a layer in chunks, None for all others
     """
 
     work: ActionKind
@@ -74,16 +75,19 @@ class GroupUses:
 
 
 def numbered_layers(strategy: Strategy) -> tuple[tuple[tuple[LayerChoice, int | None], ...], ...]:
-    """Returns the layers of each virtual stage; blocks have their numbers in the model."""
-    stages = []
-    number = 0
-    for layers in strategy.stages:
-        numbered: list[tuple[LayerChoice, int | None]] = []
-        for layer in layers:
-            numbered.append((layer, number if layer.kind.role is LayerKind.BLOCK else None))
-            number += layer.kind.role is LayerKind.BLOCK
-        stages.append(tuple(numbered))
-    return tuple(stages)
+    """Returns the layers of each virtual stage; those in chunks have their numbers in the model.
+
+    The blocks of a described model count from 0, without its embedding.
+    """
+    begins_with_embedding = strategy.stages[0][0].kind is LayerKind.EMBEDDING
+    numbers = count(-1 if begins_with_embedding else 0)
+    return tuple(
+        tuple(
+            (layer, number if layer.kind.in_chunks else None)
+            for layer, number in zip(layers, numbers, strict=False)
+        )
+        for layers in strategy.stages
+    )
 
 
 def layer_passes(strategy: Strategy, rank: int) -> Iterator[LayerPass]:
@@ -135,15 +139,12 @@ def group_uses(
 def blocks_of(
     index: int, group: ChunkedBlocks
 ) -> Iterator[tuple[int, tuple[tuple[int, int], ...]]]:
-    """Yields each block of a group with the communication groups that hold its tensors.
-
-    All blocks have the same number of tensors.
-    """
-    group_of = group.chunk_layout.group_of
-    count = len(group.chunk_layout.tensors) // len(group.blocks)
-    for place, block in enumerate(group.blocks):
-        numbers = dict.fromkeys(group_of[place * count : (place + 1) * count])
+    """Yields each block of a group with the communication groups that hold its tensors."""
+    first = 0
+    for block, tensors in zip(group.blocks, group.chunk_layout.counts, strict=True):
+        numbers = dict.fromkeys(group.chunk_layout.group_of[first : first + tensors])
         yield block, tuple((index, number) for number in numbers)
+        first += tensors
 
 
 def _uses(

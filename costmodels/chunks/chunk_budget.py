@@ -15,6 +15,8 @@ while it is on the device:
     ids and targets                     of all micro-batches, always; norms and the loss also save
                                         a few numbers of every token
     output of a layer                   until the next layer has read it
+    bytes besides the layers            of a stage of a traced module, from its forward pass to the
+                                        end of its backward pass
     sent messages                       to the end of the step, if the stack keeps them; logits in
                                         a pipeline to their backward pass
     gradient of a shared token table    from the head's backward pass to the embedding's
@@ -22,21 +24,25 @@ while it is on the device:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from parplan.costmodels.chunks.accesses import LayerPass
-from parplan.costmodels.layers.layer_price_cache import ActivationBytes
+from parplan.costmodels.layers.layer_price_cache import ActivationBytes, LayerPriceCache
 from parplan.costmodels.layers.model_states import StateBytes, owned_parameters
-from parplan.costmodels.memory.rank_memory import rank_activations, rank_layers, stashes
+from parplan.costmodels.memory.rank_memory import (
+    besides_bytes,
+    rank_activations,
+    rank_layers,
+    stashes,
+)
 from parplan.costmodels.operators.sharding import Sharding
-from parplan.costmodels.price_cache import PriceCache
-from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
-from parplan.profiles.models.operator_graph import LayerKind, OperatorKind
+from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy, in_chunks
+from parplan.profiles.models.operator_graph import LayerKey, LayerKind, OperatorKind
 
 # FSDP2 keeps and reduces the gradients of fp32 shards in fp32; only chunks have 16-bit gradients
 SHARD_GRADIENT_BYTES = 4
-IDS_BYTES = 16  # id and target of a token, as int64
 # received messages: the gradient that a backward pass began with, and one for the next pass
 # (executor/pipeline/messages.py)
 POSTED = 2
@@ -87,15 +93,15 @@ class _Layer:
 
 
 def non_chunk_bytes(
-    strategy: Strategy, rank: int, passes: Iterable[LayerPass], price_cache: PriceCache
+    strategy: Strategy, rank: int, passes: Iterable[LayerPass], price_cache: LayerPriceCache
 ) -> NonChunkBytes:
     """Returns the bytes on a device of pipeline rank `rank` outside the chunks of its blocks."""
     layers = {
         choice: _layer(choice, size, strategy, price_cache)
         for choice, size in rank_activations(strategy, rank, price_cache).items()
     }
-    sent = price_cache.sent_bytes(0, strategy.layout.micro_batch_size, strategy.layout.sharding)
-    handed = _handed_bytes(strategy, price_cache)
+    handed = handed_bytes(strategy.layout, price_cache)
+    beside = _besides_bytes(strategy, rank, price_cache)
     moments = list[int]()
     gaps = list[int]()
     rests = list[int]()
@@ -107,10 +113,15 @@ def non_chunk_bytes(
     lasting, before = 0, None
     for layer_pass in passes:
         layer = layers[layer_pass.layer]
-        if before is not None and not layer_pass.same_action(before):
-            level += (sent if _sends(before, strategy) else 0) - lasting
-            lasting = 0
-            fullest = max(fullest, level + handed)
+        if before is None or not layer_pass.same_action(before):
+            if before is not None:
+                level += _sent_bytes(before, strategy, price_cache) - lasting
+                lasting = 0
+                if before.backward:
+                    level -= beside[before.stage]
+                fullest = max(fullest, level + handed)
+            if not layer_pass.backward:
+                level += beside[layer_pass.stage]
         before = layer_pass
         if layer_pass.backward:
             during = level + layer.backward
@@ -139,43 +150,63 @@ def non_chunk_bytes(
     )
 
 
-def _sends(layer_pass: LayerPass, strategy: Strategy) -> bool:
-    """True if a stage sends the output of this pass to another stage.
+def _sent_bytes(layer_pass: LayerPass, strategy: Strategy, price_cache: LayerPriceCache) -> int:
+    """Bytes that a stage sends to another stage after the action of this pass, and keeps.
 
     Activations go to the next stage, gradients to the previous one.
     """
-    return (
-        layer_pass.stage > 0
-        if layer_pass.backward
-        else layer_pass.stage < strategy.layout.num_virtual_stages - 1
-    )
+    first, end = strategy.layers_of(layer_pass.stage)
+    cut = first if layer_pass.backward else end
+    return _kept_bytes(cut, strategy.layout, price_cache)
 
 
-def _handed_bytes(strategy: Strategy, price_cache: PriceCache) -> int:
-    """Bytes of the activation between two layers, or of its gradient."""
-    boundary = price_cache.graph(strategy.layout.micro_batch_size).block.input
-    sharding = strategy.layout.sharding
-    assert boundary is not None, "a block reads what the layer before it made"
-    return sharding.local_bytes(boundary, sharding.boundary)
+def _kept_bytes(cut: int, layout: ParallelLayout, price_cache: LayerPriceCache) -> int:
+    """Bytes of the message across a cut, zero at the ends of the model."""
+    if not 0 < cut < price_cache.num_layers:
+        return 0
+    cut_class = price_cache.cut_class(cut)
+    return price_cache.sent_bytes(cut_class, layout.micro_batch_size, layout.sharding)
+
+
+def _besides_bytes(strategy: Strategy, rank: int, price_cache: LayerPriceCache) -> dict[int, int]:
+    """Bytes of a micro-batch that each stage of a rank saves besides its layers."""
+    saved = besides_bytes(strategy, rank, price_cache)
+    return dict(zip(strategy.layout.stages_of(rank), map(math.ceil, saved), strict=True))
+
+
+def handed_bytes(layout: ParallelLayout, price_cache: LayerPriceCache) -> int:
+    """Most bytes of the activations between two layers, or of their gradients."""
+    sharding, b = layout.sharding, layout.micro_batch_size
+
+    def make() -> int:
+        cuts = {price_cache.cut_class(cut) for cut in range(1, price_cache.num_layers)}
+        return max(
+            (
+                sum(
+                    sharding.local_bytes(tensor, sharding.boundary)
+                    for tensor in price_cache.crossing_tensors(cut, b)
+                )
+                for cut in cuts
+            ),
+            default=0,
+        )
+
+    return price_cache.once(("handed", b, sharding), make)
 
 
 def _layer(
-    choice: LayerChoice, size: ActivationBytes, strategy: Strategy, price_cache: PriceCache
+    choice: LayerChoice, size: ActivationBytes, strategy: Strategy, price_cache: LayerPriceCache
 ) -> _Layer:
     layout, training = strategy.layout, price_cache.training
     tokens = layout.micro_batch_size * training.seq_length
-    norms = {
-        operator.name
-        for operator in price_cache.layer(choice.kind, 1).operators
-        if operator.kind is OperatorKind.NORM
-    }
+    norms = _uncounted_norms(choice.kind, price_cache)
     kept = (
         NORM_BYTES
         * tokens
         * len(norms.difference(price_cache.recompute_operators(choice.kind, choice.recompute)))
     )
     made = size.workspace + NORM_BYTES * tokens * len(norms)
-    if choice.kind.role is LayerKind.BLOCK:
+    if in_chunks(choice, layout):
         # the workspace counts the gradients of one operator a second time: an upper bound
         gradients = _parameter_bytes(choice, strategy, price_cache)
         return _Layer(
@@ -184,7 +215,8 @@ def _layer(
             backward=made + gradients,
             made=gradients,
         )
-    has_loss = choice.kind.role is LayerKind.HEAD
+    is_head = choice.kind.role is LayerKind.HEAD
+    has_loss = is_head and not price_cache.counts_small_tensors
     freed = training.stack.frees_gradients and not price_cache.offloads_states
     if has_loss:
         made += LOSS_MADE_BYTES * tokens
@@ -195,7 +227,7 @@ def _layer(
         saved=size.saved + kept,
         forward=made,
         backward=made,
-        lasting=price_cache.shared_table_bytes(layout.mesh, layout.sharding) if has_loss else 0,
+        lasting=price_cache.shared_table_bytes(layout.mesh, layout.sharding) if is_head else 0,
         gradients=_states(choice, strategy, price_cache).gradients if freed else 0,
     )
     if price_cache.offloads_states:
@@ -206,7 +238,18 @@ def _layer(
     return _sharded(plain, choice, strategy, price_cache) if choice.zero == 3 else plain
 
 
-def _logits_bytes(layout: ParallelLayout, sharding: Sharding, price_cache: PriceCache) -> int:
+def _uncounted_norms(kind: LayerKey, price_cache: LayerPriceCache) -> frozenset[str]:
+    """Returns the norms of a layer whose statistics its saved bytes leave out."""
+    if price_cache.counts_small_tensors:
+        return frozenset()
+    return frozenset(
+        operator.name
+        for operator in price_cache.layer(kind, 1).operators
+        if operator.kind is OperatorKind.NORM
+    )
+
+
+def _logits_bytes(layout: ParallelLayout, sharding: Sharding, price_cache: LayerPriceCache) -> int:
     """Bytes of the logits of one micro-batch in a pipeline.
 
     The last stage keeps them until their backward pass, like any activation that was sent.
@@ -217,7 +260,7 @@ def _logits_bytes(layout: ParallelLayout, sharding: Sharding, price_cache: Price
     return sharding.tensor_bytes(loss, loss.inputs[0])
 
 
-def _random_bytes(choice: LayerChoice, price_cache: PriceCache) -> int:
+def _random_bytes(choice: LayerChoice, price_cache: LayerPriceCache) -> int:
     """Bytes of the random state that a block's recompute restores.
 
     On GPUs the host keeps that state.
@@ -229,7 +272,7 @@ def _random_bytes(choice: LayerChoice, price_cache: PriceCache) -> int:
 
 
 def _sharded(
-    plain: _Layer, choice: LayerChoice, strategy: Strategy, price_cache: PriceCache
+    plain: _Layer, choice: LayerChoice, strategy: Strategy, price_cache: LayerPriceCache
 ) -> _Layer:
     """Returns a ZeRO-3 embedding or head as FSDP2 runs it.
 
@@ -254,12 +297,12 @@ def _sharded(
     )
 
 
-def _joined(choice: LayerChoice, strategy: Strategy, price_cache: PriceCache) -> bool:
-    """True if embedding and head are one FSDP2 unit, which begins and ends the passes."""
-    return choice.zero == 3 and price_cache.tied and strategy.layout.mesh.pp == 1
+def _joined(choice: LayerChoice, strategy: Strategy, price_cache: LayerPriceCache) -> bool:
+    """True if a layer is one FSDP2 unit with others, which begins and ends the passes."""
+    return choice.zero == 3 and price_cache.stays_gathered(choice.kind, strategy.layout.mesh)
 
 
-def _parameter_bytes(choice: LayerChoice, strategy: Strategy, price_cache: PriceCache) -> int:
+def _parameter_bytes(choice: LayerChoice, strategy: Strategy, price_cache: LayerPriceCache) -> int:
     """Bytes of a layer's parameters on one tensor-parallel rank, in the compute precision."""
     layout = strategy.layout
     owned = owned_parameters(
@@ -271,7 +314,7 @@ def _parameter_bytes(choice: LayerChoice, strategy: Strategy, price_cache: Price
 
 
 def uncounted_bytes(
-    layout: ParallelLayout, rank: int, num_blocks: int, price_cache: PriceCache
+    layout: ParallelLayout, rank: int, num_blocks: int, price_cache: LayerPriceCache
 ) -> int:
     """Upper bound of the bytes that a peak without chunks leaves out (`rank_memory`).
 
@@ -279,14 +322,12 @@ def uncounted_bytes(
     logits of a pipeline, and the few numbers of every token that norms and the loss save.
     """
     tokens = layout.micro_batch_size * price_cache.training.seq_length
-    norms = sum(
-        operator.kind is OperatorKind.NORM
-        for operator in price_cache.layer(LayerKind.BLOCK, 1).operators
-    )
+    described = not price_cache.counts_small_tensors
+    norms = len(_uncounted_norms(LayerKind.BLOCK, price_cache)) if described else 0
     random = RANDOM_STATE_BYTES if price_cache.machine.cluster.device.is_host else 0
     in_flight = stashes(LayerKind.BLOCK, rank, layout) * -(-num_blocks // layout.virtual_stages) + 1
     total = _batch_bytes(layout, price_cache) + (NORM_BYTES * norms * tokens + random) * in_flight
-    if rank == layout.rank_of(layout.num_virtual_stages - 1):
+    if described and rank == layout.rank_of(layout.num_virtual_stages - 1):
         each = (2 * NORM_BYTES + LOSS_KEPT_BYTES) * tokens + _logits_bytes(
             layout, layout.sharding, price_cache
         )
@@ -294,23 +335,24 @@ def uncounted_bytes(
     return total
 
 
-def _batch_bytes(layout: ParallelLayout, price_cache: PriceCache) -> int:
-    """Bytes of the ids and targets of a step, and of received messages."""
-    batch = (
-        IDS_BYTES
-        * price_cache.training.seq_length
-        * layout.micro_batch_size
-        * layout.num_micro_batches
-    )
+def _batch_bytes(layout: ParallelLayout, price_cache: LayerPriceCache) -> int:
+    """Bytes of the batch of a step, and of received messages, the largest of all cuts."""
+    batch = price_cache.batch_bytes * layout.micro_batch_size * layout.num_micro_batches
     if layout.mesh.pp == 1:
         return batch
-    return batch + POSTED * price_cache.sent_bytes(0, layout.micro_batch_size, layout.sharding)
+    received = price_cache.once(
+        ("received", layout.micro_batch_size, layout.sharding),
+        lambda: max(
+            _kept_bytes(cut, layout, price_cache) for cut in range(1, price_cache.num_layers)
+        ),
+    )
+    return batch + POSTED * received
 
 
-def _always(strategy: Strategy, rank: int, price_cache: PriceCache) -> int:
+def _always(strategy: Strategy, rank: int, price_cache: LayerPriceCache) -> int:
     """Bytes that stay all step: states of embedding and head, the batch, received messages."""
     outside = [
-        choice for choice in rank_layers(strategy, rank) if choice.kind.role is not LayerKind.BLOCK
+        choice for choice in rank_layers(strategy, rank) if not in_chunks(choice, strategy.layout)
     ]
     held = [_states(choice, strategy, price_cache) for choice in outside]
     return (
@@ -324,7 +366,7 @@ def _always(strategy: Strategy, rank: int, price_cache: PriceCache) -> int:
     )
 
 
-def _states(choice: LayerChoice, strategy: Strategy, price_cache: PriceCache) -> StateBytes:
+def _states(choice: LayerChoice, strategy: Strategy, price_cache: LayerPriceCache) -> StateBytes:
     """States of embedding or head, with fp32 gradients as FSDP2 has them."""
     layout = strategy.layout
     states = price_cache.states(

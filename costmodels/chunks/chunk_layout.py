@@ -2,7 +2,8 @@
 
 All groups have one element count, and each rank owns a chunk of every group.
 
-    D = 1    a group is a chunk; no tensor is split, and a block begins where the previous one ends
+    D = 1    a group is a chunk; no tensor is split, and a block begins where the previous one ends.
+             Blocks of several sizes, as the shards of a traced module, each begin a group
     D > 1    a group is one run of D chunks and is gathered whole. No tensor is split over two
              groups, but it may cross the border between two chunks of its group: one rank owns a
              part of its elements, the next rank the rest. Every block begins a group, so that a
@@ -42,6 +43,7 @@ class ChunkLayout:
     """The communication group of each tensor, and its offset in elements there.
 
     ranks    data-parallel ranks; in their order, each owns one chunk of every group
+    counts   tensors of each block
     """
 
     group_elements: int
@@ -50,6 +52,7 @@ class ChunkLayout:
     group_of: tuple[int, ...]
     offset_of: tuple[int, ...]
     num_groups: int
+    counts: tuple[int, ...]
 
     @property
     def chunk_elements(self) -> int:
@@ -73,7 +76,7 @@ class ChunkLayout:
 def block_tensors(layer: LayerClass, sharding: Sharding) -> tuple[SizedTensor, ...]:
     """Returns the parameters of a layer in use order, as one tensor-parallel rank has them.
 
-    Their names have the form `qkv.weight`.
+    Their names have the form `qkv.weight`; each is there once.
     """
     return tuple(
         SizedTensor(
@@ -82,16 +85,22 @@ def block_tensors(layer: LayerClass, sharding: Sharding) -> tuple[SizedTensor, .
         )
         for operator in layer.operators
         for parameter in operator.parameters
+        if not parameter.tied
     )
 
 
 def pack(
-    tensors: Sequence[SizedTensor], group_elements: int, ranks: int = 1, num_blocks: int = 1
+    tensors: Sequence[SizedTensor],
+    group_elements: int,
+    ranks: int = 1,
+    counts: Sequence[int] = (),
+    *,
+    apart: bool = False,
 ) -> ChunkLayout:
     """Packs each tensor behind the previous one, or into the next group if it does not fit.
 
-    tensors    the tensors of `num_blocks` blocks, the same number for each block
-    ranks      with several ranks, every block begins a group
+    counts     the tensors of each block; by default all are of one block
+    apart      every block begins a group, as it does with several ranks
 
     Raises ConfigError if there is no tensor, a tensor is larger than a group, or `ranks` do not
     divide a group.
@@ -108,10 +117,10 @@ def pack(
     group = 0
     filled = 0
     places = []
-    per_block = len(tensors) // num_blocks
+    counts = tuple(counts) or (len(tensors),)
+    firsts = set(accumulate(counts[:-1])) if apart or ranks > 1 else set[int]()
     for index, tensor in enumerate(tensors):
-        begins = ranks > 1 and index > 0 and index % per_block == 0
-        if begins or filled + tensor.elements > group_elements:
+        if index in firsts or filled + tensor.elements > group_elements:
             group += 1
             filled = 0
         places.append((group, filled))
@@ -124,6 +133,7 @@ def pack(
         group_of=group_of,
         offset_of=offset_of,
         num_groups=group + 1,
+        counts=counts,
     )
 
 

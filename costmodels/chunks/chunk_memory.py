@@ -27,6 +27,7 @@ from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.layers.model_states import StateBytes
 from parplan.costmodels.memory.rank_memory import (
     RankMemory,
+    besides_bytes,
     communicator_bytes,
     held_bytes,
     rank_activations,
@@ -35,12 +36,10 @@ from parplan.costmodels.memory.rank_memory import (
     sent_bytes,
     usable_bytes,
 )
-from parplan.costmodels.price_cache import PriceCache, described_prices
-from parplan.costmodels.strategy import ParallelLayout, Strategy
-from parplan.profiles.models.operator_graph import LayerKind
+from parplan.costmodels.strategy import ParallelLayout, Strategy, in_chunks
 
 
-def budget_bytes(rank: int, mesh: Mesh, price_cache: PriceCache) -> int:
+def budget_bytes(rank: int, mesh: Mesh, price_cache: LayerPriceCache) -> int:
     """Bytes that tensors may fill on a device of pipeline rank `rank`.
 
     The budget is the stated one, or the memory limit less context, communicators and allocator.
@@ -65,7 +64,7 @@ def unchunked_prices(layout: ParallelLayout, price_cache: LayerPriceCache) -> La
     return price_cache.outside if layout.chunked else price_cache
 
 
-def chunks_of_rank(strategy: Strategy, rank: int, price_cache: PriceCache) -> RankChunks:
+def chunks_of_rank(strategy: Strategy, rank: int, price_cache: LayerPriceCache) -> RankChunks:
     """Returns the chunk schedule of a device under the price cache's eviction and budget.
 
     Raises InfeasibleError with the smallest budget.
@@ -75,7 +74,7 @@ def chunks_of_rank(strategy: Strategy, rank: int, price_cache: PriceCache) -> Ra
 
 @lru_cache(maxsize=64)
 def _chunks_of_rank(
-    strategy: Strategy, rank: int, price_cache: PriceCache, chunking: Chunking
+    strategy: Strategy, rank: int, price_cache: LayerPriceCache, chunking: Chunking
 ) -> RankChunks:
     from parplan.costmodels.chunks.chunk_schedule import rank_chunks
 
@@ -88,7 +87,7 @@ def _chunks_of_rank(
     )
 
 
-def chunk_states(chunks: RankChunks, price_cache: PriceCache) -> tuple[StateBytes, StateBytes]:
+def chunk_states(chunks: RankChunks, price_cache: LayerPriceCache) -> tuple[StateBytes, StateBytes]:
     """Returns the states of all own chunks on the device and on the host, with padding.
 
     The states on the device are those that stay there all step.
@@ -103,7 +102,7 @@ def chunk_states(chunks: RankChunks, price_cache: PriceCache) -> tuple[StateByte
     return device, host
 
 
-def staging_bytes(chunks: RankChunks, price_cache: PriceCache) -> int:
+def staging_bytes(chunks: RankChunks, price_cache: LayerPriceCache) -> int:
     """Bytes of two chunks, in which the host receives gradients of HOST blocks.
 
     The host adds them to the gradients of earlier micro-batches.
@@ -122,13 +121,13 @@ def staging_bytes(chunks: RankChunks, price_cache: PriceCache) -> int:
 def device_memory(strategy: Strategy, rank: int, price_cache: LayerPriceCache) -> RankMemory:
     """Returns the peak bytes of one device of a pipeline rank by class, with chunks or without."""
     return (
-        chunked_memory(strategy, rank, described_prices(price_cache))
+        chunked_memory(strategy, rank, price_cache)
         if strategy.layout.chunked
         else rank_memory(strategy, rank, price_cache)
     )
 
 
-def chunked_memory(strategy: Strategy, rank: int, price_cache: PriceCache) -> RankMemory:
+def chunked_memory(strategy: Strategy, rank: int, price_cache: LayerPriceCache) -> RankMemory:
     """Returns the peak bytes of one device by class, for blocks in chunks.
 
     Raises InfeasibleError if the budget is too small.
@@ -141,12 +140,15 @@ def chunked_memory(strategy: Strategy, rank: int, price_cache: PriceCache) -> Ra
             choice.kind, layout.mesh, layout.sharding_of(choice), choice.zero
         )
         for choice in rank_layers(strategy, rank)
-        if choice.kind.role is not LayerKind.BLOCK
+        if not in_chunks(choice, layout)
     ]
     device, host = chunk_states(chunks, price_cache)
     states = sum((layer.states for layer in outside), device)
-    activations = sent_bytes(rank, layout, price_cache) + held_bytes(
-        strategy, rank, {choice: float(size.saved) for choice, size in saved.items()}
+    activations = sent_bytes(rank, layout, price_cache, strategy.layers_of) + held_bytes(
+        strategy,
+        rank,
+        {choice: float(size.saved) for choice, size in saved.items()},
+        besides_bytes(strategy, rank, price_cache),
     )
     beyond = chunks.most_bytes - states.total - activations
     return RankMemory(

@@ -27,7 +27,7 @@ from parplan.costmodels.chunks.chunk_layout import SizedTensor, block_tensors, p
 from parplan.costmodels.chunks.chunk_operations import BlockPass, ChunkedBlocks, RankChunks
 from parplan.costmodels.chunks.chunk_states import check_states
 from parplan.costmodels.chunks.eviction import Residency, residencies
-from parplan.costmodels.chunks.group_size import group_size_of, widest_group
+from parplan.costmodels.chunks.group_size import common_group_size, widest_group
 from parplan.costmodels.chunks.prefetch import issue_moments
 from parplan.costmodels.chunks.slots import (
     ChunkBytes,
@@ -43,10 +43,9 @@ from parplan.costmodels.layers.chunked_layer import (
     state_widths,
     writes_over_parameters,
 )
-from parplan.costmodels.price_cache import PriceCache
+from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.strategy import Strategy
-from parplan.profiles.errors import InfeasibleError
-from parplan.profiles.models.operator_graph import LayerKind
+from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.units import format_bytes
 
 # per parameter of the chunk that the device updates: its fp32 gradient and one more term of Adam
@@ -54,11 +53,11 @@ UPDATE_BYTES = 8
 
 
 def rank_groups(
-    strategy: Strategy, rank: int, price_cache: PriceCache
+    strategy: Strategy, rank: int, price_cache: LayerPriceCache
 ) -> tuple[ChunkedBlocks, ...]:
     """Returns the blocks of a pipeline rank by location, in communication groups of one size.
 
-    Raises ConfigError.
+    Raises ConfigError, also where a rank has no layer that chunks can hold.
     """
     layout = strategy.layout
     layers = numbered_layers(strategy)
@@ -68,18 +67,30 @@ def rank_groups(
         for choice, block in layers[stage]
         if block is not None
     ]
+    if not blocks:
+        raise ConfigError(
+            f"pipeline rank {rank} has no layer that chunks can hold",
+            hint="use fewer stages, or give the rank a layer with parameters of its own",
+        )
     tensors = {
-        choice: block_tensors(price_cache.layer(LayerKind.BLOCK, 1), layout.sharding_of(choice))
+        choice: block_tensors(price_cache.layer(choice.kind, 1), layout.sharding_of(choice))
         for _, choice in blocks
     }
-    sizes = widest_group(tuple(tensor.elements for tensor in sized) for sized in tensors.values())
-    elements = group_size_of(
-        sizes,
-        len(blocks),
+    sizes = {
+        choice.kind: widest_group(
+            tuple(tensor.elements for tensor in sized)
+            for other, sized in tensors.items()
+            if other.kind == choice.kind
+        )
+        for choice in tensors
+    }
+    elements = common_group_size(
+        [sizes[choice.kind] for _, choice in blocks],
         layout.mesh.dp,
         price_cache.machine.cluster,
         price_cache.training.precision.num_bytes,
     )
+    apart = len(set(sizes.values())) > 1
     groups = []
     for location in StateLocation:
         here = [(block, choice) for block, choice in blocks if choice.home is location]
@@ -93,7 +104,13 @@ def rank_groups(
                 ChunkedBlocks(
                     home=location,
                     blocks=tuple(block for block, _ in here),
-                    chunk_layout=pack(named, elements, layout.mesh.dp, len(here)),
+                    chunk_layout=pack(
+                        named,
+                        elements,
+                        layout.mesh.dp,
+                        [len(tensors[choice]) for _, choice in here],
+                        apart=apart,
+                    ),
                 )
             )
     return tuple(groups)
@@ -102,7 +119,7 @@ def rank_groups(
 def rank_chunks(
     strategy: Strategy,
     rank: int,
-    price_cache: PriceCache,
+    price_cache: LayerPriceCache,
     *,
     eviction: Eviction,
     device_bytes: int,
@@ -185,7 +202,7 @@ def _slots(
     groups: tuple[ChunkedBlocks, ...],
     moments: Sequence[LayerPass],
     strategy: Strategy,
-    price_cache: PriceCache,
+    price_cache: LayerPriceCache,
     clean_copies: bool,
 ) -> Slots:
     training, elements = price_cache.training, groups[0].chunk_layout.chunk_elements
@@ -207,7 +224,7 @@ def _slots(
 
 
 def always_bytes(
-    groups: Sequence[ChunkedBlocks], price_cache: PriceCache, *, in_parameters: bool
+    groups: Sequence[ChunkedBlocks], price_cache: LayerPriceCache, *, in_parameters: bool
 ) -> int:
     """Bytes of the own chunks that stay on the device all step."""
     return sum(

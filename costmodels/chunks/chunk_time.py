@@ -30,12 +30,11 @@ from parplan.costmodels.layers.chunked_layer import (
     host_update_time,
 )
 from parplan.costmodels.layers.layer_price import contention
+from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.memory.activation_copies import copies_s, exposed_copies
 from parplan.costmodels.operators.compute import optimizer_time
-from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.actions import ActionKind
 from parplan.costmodels.strategy import Strategy
-from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.provenance import ZERO, Kind, Seconds
 
 PassKey = tuple[ActionKind, int]  # the forward or backward passes of a virtual stage
@@ -76,7 +75,7 @@ class _Waits:
     tail_s: float
 
 
-def chunk_time(strategy: Strategy, rank: int, price_cache: PriceCache) -> ChunkTime:
+def chunk_time(strategy: Strategy, rank: int, price_cache: LayerPriceCache) -> ChunkTime:
     """Returns the seconds that the chunks of pipeline rank `rank` add.
 
     Raises InfeasibleError if the budget is too small.
@@ -85,7 +84,9 @@ def chunk_time(strategy: Strategy, rank: int, price_cache: PriceCache) -> ChunkT
 
 
 @lru_cache(maxsize=64)
-def _chunk_time(strategy: Strategy, rank: int, price_cache: PriceCache, _: Chunking) -> ChunkTime:
+def _chunk_time(
+    strategy: Strategy, rank: int, price_cache: LayerPriceCache, _: Chunking
+) -> ChunkTime:
     layout = strategy.layout
     chunks = chunks_of_rank(strategy, rank, price_cache)
     gather, reduce = group_collectives(
@@ -139,7 +140,7 @@ def chunk_elements(chunks: RankChunks) -> int:
     return chunks.groups[0].chunk_layout.chunk_elements
 
 
-def _paid_s(waited_s: float, sent_s: float, price_cache: PriceCache) -> float:
+def _paid_s(waited_s: float, sent_s: float, price_cache: LayerPriceCache) -> float:
     """Seconds that collectives of `sent_s` add to passes that wait `waited_s` for them."""
     return (
         waited_s + contention(price_cache.machine) * max(0.0, sent_s - waited_s)
@@ -148,13 +149,13 @@ def _paid_s(waited_s: float, sent_s: float, price_cache: PriceCache) -> float:
     )
 
 
-def _kind(price_cache: PriceCache) -> Kind:
+def _kind(price_cache: LayerPriceCache) -> Kind:
     cluster = price_cache.machine.cluster
     return (copy_time(1.0, cluster) + copy_time(1.0, cluster, to_host=True)).kind
 
 
 def stream_costs(
-    strategy: Strategy, rank: int, chunks: RankChunks, price_cache: PriceCache
+    strategy: Strategy, rank: int, chunks: RankChunks, price_cache: LayerPriceCache
 ) -> StreamCosts:
     """Seconds of passes, copies and updates of one rank, without collectives."""
     layout = strategy.layout
@@ -165,17 +166,18 @@ def stream_costs(
     backward_s = dict[int, float]()
     ends_s = defaultdict[tuple[ActionKind, int, bool], float](float)
     for stage in layout.stages_of(rank):
+        first = True  # until the first layer in chunks
         for choice, block in layers[stage]:
             time = price_cache.layer_time(
                 choice.kind, layout.micro_batch_size, layout.sharding_of(choice), choice.recompute
             )
             if block is not None:
+                first = False
                 forward_s[block] = time.forward_s
                 backward_s[block] = time.backward_s + time.recompute_s
                 continue
-            first = choice.kind.role is LayerKind.EMBEDDING
             ends_s[ActionKind.FORWARD, stage, first] += time.forward_s
-            ends_s[ActionKind.BACKWARD, stage, not first] += time.backward_s
+            ends_s[ActionKind.BACKWARD, stage, not first] += time.backward_s + time.recompute_s
     return StreamCosts(
         forward_s=forward_s,
         backward_s=backward_s,
@@ -190,7 +192,7 @@ def stream_costs(
     )
 
 
-def _waits(chunks: RankChunks, costs: StreamCosts, price_cache: PriceCache) -> _Waits:
+def _waits(chunks: RankChunks, costs: StreamCosts, price_cache: LayerPriceCache) -> _Waits:
     if price_cache.machine.cluster.device.is_host:
         return _one_by_one(chunks, costs)
     run = run_streams(chunks, costs)
@@ -236,7 +238,7 @@ def _crowded(
     chunks: RankChunks,
     costs: StreamCosts,
     waited: Mapping[PassKey, float],
-    price_cache: PriceCache,
+    price_cache: LayerPriceCache,
 ) -> defaultdict[PassKey, float]:
     """Seconds of a step that backward passes wait beyond `waited`, by pass.
 
@@ -269,7 +271,7 @@ def _crowded(
     return crowded_s
 
 
-def _added(chunks: RankChunks, price_cache: PriceCache) -> defaultdict[PassKey, float]:
+def _added(chunks: RankChunks, price_cache: LayerPriceCache) -> defaultdict[PassKey, float]:
     """Seconds of a step in which the host adds gradients of HOST blocks up, by pass."""
     once_s = added_time(chunk_elements(chunks), price_cache.machine, price_cache.training).value_s
     added_s = defaultdict[PassKey, float](float)
@@ -292,7 +294,7 @@ def _own_chunks(chunks: RankChunks) -> tuple[int, int]:
     return sum(group.chunk_layout.num_groups for group in chunks.groups) - device, device
 
 
-def _update(chunks: RankChunks, costs: StreamCosts, price_cache: PriceCache) -> Seconds:
+def _update(chunks: RankChunks, costs: StreamCosts, price_cache: LayerPriceCache) -> Seconds:
     """Seconds of the update of all chunks, on host and device at once."""
     host, device = _own_chunks(chunks)
     elements = chunk_elements(chunks)

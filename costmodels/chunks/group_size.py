@@ -14,6 +14,9 @@ size before it chooses locations.
              gathered, with no fewer empty places, and a larger group would bring tensors that the
              pass does not need: no size has a lower score (a test checks it)
 
+Blocks of several sizes, such as the shards of a traced module, each begin a group. Their score is
+that of all blocks together, over the sums of consecutive tensors of a block.
+
 PatrickStar scores the chunk for every D, where a chunk is no smaller than a tensor.
 """
 
@@ -21,8 +24,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import accumulate
 
 from parplan.costmodels.chunks.chunk_layout import first_tensors
 from parplan.profiles.machines.hardware import Cluster
@@ -124,3 +129,47 @@ def group_size_of(
     if ranks > 1:
         return _aligned(sum(block), ranks)
     return _best(block, num_blocks, least_bytes(cluster) / width_bytes, width_bytes)
+
+
+def common_group_size(
+    blocks: Sequence[tuple[int, ...]], ranks: int, cluster: Cluster, width_bytes: int = 2
+) -> int:
+    """Elements of all groups of a pipeline rank whose blocks have these tensors, in use order.
+
+    Blocks of one size have that of `group_size_of`. Else it is the size with the least score, the
+    larger of equals.
+    """
+    counts = Counter(blocks)
+    if len(counts) == 1:
+        return group_size_of(blocks[0], len(blocks), ranks, cluster, width_bytes)
+    least = least_bytes(cluster) / width_bytes if ranks == 1 else 0.0
+    return _best_of_several(frozenset(counts.items()), ranks, least, width_bytes)
+
+
+@lru_cache(maxsize=256)
+def _best_of_several(
+    counts: frozenset[tuple[tuple[int, ...], int]],
+    ranks: int,
+    least_elements: float,
+    width_bytes: int,
+) -> int:
+    blocks = [block for block, _ in counts]
+    largest = max(map(sum, blocks))
+    least = min(max(max(map(max, blocks)), least_elements), largest)
+    sums = {
+        size
+        for block in blocks
+        for first in range(len(block))
+        for size in accumulate(block[first:])
+        if size >= least
+    }
+    sizes = {_aligned(math.ceil(size), ranks) for size in (*sums, least)}
+
+    def score(size: int) -> tuple[float, int]:
+        groups = {block: len(first_tensors(block, 1, size)) for block in blocks}
+        empty = sum(count * (groups[block] * size - sum(block)) for block, count in counts)
+        needed = max(groups.values()) * size
+        gathered = 2 * width_bytes * needed
+        return (OPTIMIZER_BYTES + 2 * width_bytes) * empty / ranks + gathered, -size
+
+    return min(sizes, key=score)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from parplan.costmodels.communication.collectives import (
@@ -17,7 +17,9 @@ from parplan.costmodels.communication.collectives import (
 )
 from parplan.costmodels.communication.mesh import Axis, Mesh, place
 from parplan.costmodels.host.offload import COPIED_BYTES, HOST_STATE_BYTES, Offload, copy_time
+from parplan.costmodels.host.state_location import StateLocation
 from parplan.costmodels.keyed_cache import KeyedCache
+from parplan.costmodels.layers.chunked_layer import BlockCost, Chunking, block_cost
 from parplan.costmodels.layers.data_parallel import (
     DataParallelTime,
     data_parallel_moves,
@@ -39,6 +41,7 @@ from parplan.costmodels.layers.model_states import (
     held_states,
     ideal_states,
     local_parameters,
+    owned_parameters,
     step_copy_bytes,
     zero_buffer_bytes,
 )
@@ -57,9 +60,11 @@ from parplan.costmodels.operators.kernels import fused_kernel_of
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.models.operator_graph import LayerClass, LayerKey, Operator, Tensor
-from parplan.profiles.models.spec import TrainingSpec
+from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.provenance import ZERO, Seconds
 from parplan.profiles.stack import AttentionKernel
+
+IDS_BYTES = 16  # id and target of a token, as int64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +121,7 @@ class LayerPriceCache(ABC):
     zero_ranks  neighbours that hold one copy of sharded states together, on meshes whose dp it
                 divides; None for all of dp
     offload     parts of every layer that the host holds
+    chunking    how a device holds chunks in layouts with chunks; no other price depends on it
 
     Raises ConfigError where the stack has no kernel for the chosen attention.
     """
@@ -127,6 +133,7 @@ class LayerPriceCache(ABC):
         *,
         zero_ranks: int | None = None,
         offload: tuple[Offload, ...] = (),
+        chunking: Chunking | None = None,
     ) -> None:
         if training.attention is AttentionKernel.FLASH:
             fused_kernel_of(training.stack, machine.cluster.device)
@@ -134,6 +141,7 @@ class LayerPriceCache(ABC):
         self.machine = machine
         self.zero_ranks = zero_ranks
         self.offload = offload
+        self.chunking = chunking or Chunking()
         self.once = self._once = KeyedCache()
 
     @abstractmethod
@@ -226,6 +234,17 @@ class LayerPriceCache(ABC):
         """Bytes that a stage of layers [first, end) saves of a micro-batch besides its layers."""
         return 0.0
 
+    counts_small_tensors = True  # saved bytes have statistics of norms, and what the loss makes
+
+    @property
+    def batch_bytes(self) -> int:
+        """Bytes of the batch of one sequence or sample."""
+        return IDS_BYTES * self.training.seq_length
+
+    def stays_gathered(self, kind: LayerKey, mesh: Mesh) -> bool:
+        """True if a layer is one ZeRO-3 unit with others, which begins and ends the passes."""
+        return False
+
     def looks_up(self, kind: LayerKey) -> bool:
         """True if the host holds the table of a layer of `kind`."""
         return False
@@ -260,10 +279,29 @@ class LayerPriceCache(ABC):
         prices.offload = (*others, Offload.STATES) if on_host else others
         return prices
 
+    def within(self, chunking: Chunking) -> Self:
+        """Returns the same prices for devices that hold chunks in another way."""
+        prices = copy(self)  # shares the cache of layers
+        prices.chunking = chunking
+        return prices
+
     @property
-    def outside(self) -> LayerPriceCache:
-        """Prices of layers outside chunks in a layout with chunks."""
-        return self
+    def outside(self) -> Self:
+        """Prices of layers outside chunks in a layout with chunks.
+
+        FSDP2 keeps and reduces gradients of fp32 shards in fp32; gradients of chunks may have the
+        training's gradient precision.
+        """
+        if self.training.gradient_precision is Precision.FP32:
+            return self
+
+        return self._once(("outside", self.offload), self._with_fp32_gradients)
+
+    def _with_fp32_gradients(self) -> Self:
+        prices = copy(self)
+        prices.training = replace(self.training, gradient_precision=Precision.FP32)
+        prices.once = prices._once = KeyedCache()
+        return prices
 
     def counts_tied(self, mesh: Mesh) -> bool:
         """Returns true when copies of tied parameters are counted: stages are apart."""
@@ -544,6 +582,41 @@ class LayerPriceCache(ABC):
             )
 
         return self._once(("states", kind, mesh, parameters, zero, self.offloads_states), make)
+
+    def chunked(
+        self,
+        kind: LayerKey,
+        location: StateLocation,
+        micro_batch_size: int,
+        mesh: Mesh,
+        sharding: Sharding,
+        *,
+        in_parameters: bool,
+        elements: int | None = None,
+    ) -> BlockCost:
+        """Returns the cost of one layer held in chunks at `location`.
+
+        elements    of its chunks on all data-parallel ranks together; without padding by default
+        """
+        if elements is None:
+            elements = owned_parameters(self.layer(kind, 1), sharding)
+
+        def make() -> BlockCost:
+            time = self.layer_time(kind, micro_batch_size, sharding)
+            return block_cost(
+                location,
+                elements,
+                time,
+                mesh=mesh,
+                in_parameters=in_parameters,
+                machine=self.machine,
+                training=self.training,
+            )
+
+        return self._once(
+            ("chunked", kind, location, micro_batch_size, mesh, sharding, in_parameters, elements),
+            make,
+        )
 
     def transfer(
         self,

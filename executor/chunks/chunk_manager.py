@@ -1,17 +1,19 @@
 """The chunk manager of one rank, which holds the states of its blocks in chunks.
 
+The blocks of a traced module are its shards, which may take and return several tensors.
+
 Around every pass of a block it runs the operations of the schedule. Parameters are permanent views
 into a chunk (one data-parallel rank) or a gathered group of chunks; their memory comes and goes. A
 block's forward pass begins and ends with its module's call. Its backward pass begins with the
-gradient of its output and ends with the gradient of its input, or with the action: autograd runs
-the nodes of a later block first, and accumulates a parameter's gradient before it goes on to
+first gradient of an output and ends with the gradient of an input, or with the action: autograd
+runs the nodes of a later block first, and accumulates a parameter's gradient before it goes on to
 earlier nodes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -40,6 +42,9 @@ from parplan.planner.runs.run_file import ChunkMoved, PredictedAndMeasured
 from parplan.profiles.errors import PlannerError
 from parplan.profiles.models.spec import TrainingSpec
 
+Outputs = Tensor | tuple[Tensor, ...]
+# around a computation: its kind, the stage and the micro-batch (executor/pipeline/runtime.py)
+Span = Callable[[str, int, int], AbstractContextManager[None]]
 _OUTER = ("mixture", "experts")  # modules around operators, without names in the model graph
 
 
@@ -54,9 +59,10 @@ class ChunkManager:
     the passes inside `action`, `end_step`, the update of every chunk in `chunks` where its
     `gradient` is (`Chunk`), and `end_update`.
 
-    `group` are the data-parallel ranks, None where there is one. Raises BudgetError where the
-    device would hold more than the schedule says, OrderError where passes run in another order, and
-    TransitionError where a pass does not find its parameters.
+    `group` are the data-parallel ranks, None where there is one. With `whole_names` the names of a
+    block's parameters are those of the whole model, else those inside the block. Raises BudgetError
+    where the device would hold more than the schedule says, OrderError where passes run in another
+    order, and TransitionError where a pass does not find its parameters.
     """
 
     def __init__(
@@ -65,8 +71,11 @@ class ChunkManager:
         training: TrainingSpec,
         device: torch.device,
         group: dist.ProcessGroup | None = None,
+        *,
+        whole_names: bool = False,
     ) -> None:
         self.schedule = schedule
+        self._whole_names = whole_names
         self.counts = CopyCounts()
         self.ledger = DeviceLedger(limit_bytes=schedule.device_bytes)
         compute = DTYPES[training.precision]
@@ -167,7 +176,8 @@ class ChunkManager:
 
         They become views of the chunks.
         """
-        named = {_short(name): name for name, _ in module.named_parameters()}
+        shorter = str if self._whole_names else _short
+        named = {shorter(name): name for name, _ in module.named_parameters()}
         summed = {
             id(parameter)
             for each in module.modules()
@@ -194,7 +204,7 @@ class ChunkManager:
         path, _, last = name.rpartition(".")
         module.get_submodule(path).register_parameter(last, parameter)
         place = ChunkedParameter(
-            name=f"block{block}.{name}",
+            name=name if self._whole_names else f"block{block}.{name}",
             block=block,
             parameter=parameter,
             offset=offset,
@@ -208,7 +218,10 @@ class ChunkManager:
             chunks.append(chunk)
 
     def watch(self, block: int, module: nn.Module) -> None:
-        """Follows the passes of `block`, whose outermost module is called once a forward pass."""
+        """Follows the passes of `block`, whose outermost module is called once a forward pass.
+
+        It takes and returns tensors, one or a tuple of them.
+        """
         module.register_forward_pre_hook(
             lambda _, inputs: self._begin(ActionKind.FORWARD, self._micro_batch, block)
         )
@@ -220,6 +233,16 @@ class ChunkManager:
             chunk.cast_master()
 
     # a step
+
+    def around(self, span: Span) -> Span:
+        """Returns spans that also tell the manager of each computation."""
+
+        @contextmanager
+        def entered(work: str, stage: int, micro_batch: int) -> Iterator[None]:
+            with span(work, stage, micro_batch), self.action(work, stage, micro_batch):
+                yield
+
+        return entered
 
     def begin_step(self) -> None:
         self.setting.copies.counts = self.counts = CopyCounts()
@@ -276,15 +299,26 @@ class ChunkManager:
         return self._action[2] if self._action is not None else -1
 
     def _forwarded(
-        self, block: int, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
+        self, block: int, module: nn.Module, inputs: tuple[Tensor, ...], output: Outputs
     ) -> None:
         self._end()
-        micro_batch = self._micro_batch
-        if output.requires_grad:
-            output.register_hook(lambda _: self._begin(ActionKind.BACKWARD, micro_batch, block))
+        outputs = (output,) if isinstance(output, Tensor) else output
+        begins = partial(self._begin_backward, self._micro_batch, block, begun=[])
+        for each in outputs:
+            if each.requires_grad:
+                each.register_hook(begins)
         # a leaf's gradient may come before those of parameters: then the action's end counts
-        if inputs[0].grad_fn is not None:
-            inputs[0].register_hook(lambda _: self._end(block))
+        for each in inputs:
+            if each.grad_fn is not None:
+                each.register_hook(lambda _: self._end(block))
+
+    def _begin_backward(
+        self, micro_batch: int, block: int, _: Tensor, *, begun: list[bool]
+    ) -> None:
+        """Begins a block's backward pass with the first gradient of its outputs."""
+        if not begun:
+            begun.append(True)
+            self._begin(ActionKind.BACKWARD, micro_batch, block)
 
     def _begin(self, work: ActionKind, micro_batch: int, block: int) -> None:
         """Begins a block's pass.

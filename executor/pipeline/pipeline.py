@@ -6,8 +6,8 @@ pipeline rank runs a plain loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -129,7 +129,7 @@ def build_pipeline(
     stages = build_stages(plan, ranks, seed, chunks)
     if chunks is not None:
         chunks.built()
-        span = _with_chunks(span, chunks)
+        span = chunks.around(span)
     steps: tuple[PipelineStep, ...] = ()
     if plan.mesh.pp == 1:
         mean_loss = partial(_mean_loss, stages[0], plan, scale)
@@ -163,17 +163,6 @@ def _chunk_manager(plan: Plan, ranks: RankPlace) -> ChunkManager:
     group = ranks.dp_mesh.get_group() if plan.mesh.dp > 1 else None
     schedule = rank_chunks_of(plan, ranks.coordinate("pp"))
     return ChunkManager(schedule, plan.training, ranks.device, group)
-
-
-def _with_chunks(span: Span, chunks: ChunkManager) -> Span:
-    """Returns spans that also tell `chunks` of each computation."""
-
-    @contextmanager
-    def around(work: str, stage: int, micro_batch: int) -> Iterator[None]:
-        with span(work, stage, micro_batch), chunks.action(work, stage, micro_batch):
-            yield
-
-    return around
 
 
 def _mean_loss(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.executor.run_options import Options
+from parplan.planner.plan.derived import layout_of
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import Precision
@@ -24,6 +25,7 @@ def validate_traced_plan(plan: TracedPlan, options: Options | None = None) -> No
             hint="use bf16 or fp32, and fp32 gradients",
         )
     _check_stages(plan)
+    _check_chunks(plan)
     if options is not None and options.data is not None:
         raise ConfigError(
             "--data: a traced module draws its own batches",
@@ -33,6 +35,30 @@ def validate_traced_plan(plan: TracedPlan, options: Options | None = None) -> No
         raise ConfigError(
             "--compile: the shards of a traced module are not compiled", hint="leave --compile out"
         )
+
+
+def _check_chunks(plan: TracedPlan) -> None:
+    if plan.chunks is None:
+        return
+    zero = 3 if plan.mesh.dp > 1 else 0
+    other = next((stage for stage in plan.stages if stage.zero != zero), None)
+    if other is not None:
+        raise ConfigError(
+            f"stages: zero {other.zero} of a stage with chunks", hint=f"set zero to {zero}"
+        )
+    if layout_of(plan).recomputes_ahead:
+        raise ConfigError(
+            f"pipeline: schedule {plan.pipeline.schedule} recomputes shards in chunks ahead of "
+            "their backward passes",
+            hint="use 1f1b, gpipe or interleaved",
+        )
+    for rank in plan.chunks.ranks:
+        if rank.device_bytes < rank.smallest_bytes:
+            raise ConfigError(
+                f"chunks.ranks: stage {rank.stage} has device_bytes {rank.device_bytes}, it needs "
+                f"{rank.smallest_bytes}",
+                hint=f"set device_bytes to {rank.smallest_bytes}",
+            )
 
 
 def _check_stages(plan: TracedPlan) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from parplan.costmodels.chunks.chunk_operations import RankChunks
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.executor.checking.parity import (
@@ -76,17 +78,22 @@ def comparable(plan: TracedPlan) -> TracedPlan:
     return small
 
 
-def run_traced_plans(plans: Sequence[TracedPlan]) -> list[TrainingOutcome]:
-    """Trains the plans one by one, each in a new world of ranks, and ends all processes."""
-    return [joined(results) for results in run_ranks(plans, train_traced)]
+def run_traced_plans(
+    plans: Sequence[TracedPlan], schedules: Sequence[RankChunks] = ()
+) -> list[TrainingOutcome]:
+    """Trains the plans one by one, each in a new world of ranks, and ends all processes.
+
+    `schedules` are those of the chunks of each pipeline rank, for plans with chunks.
+    """
+    train = partial(train_traced, schedules=schedules)
+    return [joined(results) for results in run_ranks(plans, train)]
 
 
-def train_traced(plan: TracedPlan) -> Result:
+def train_traced(plan: TracedPlan, schedules: Sequence[RankChunks] = ()) -> Result:
     """Trains the plan on this rank. Raises ConfigError, also for errors in the module's calls."""
     with explained_user_errors("the module, run in stages,"):
-        return observed(
-            build_traced_trainer(plan, OPTIONS, torch.device("cpu")), whole_traced_gradients
-        )
+        trainer = build_traced_trainer(plan, OPTIONS, torch.device("cpu"), schedules=schedules)
+        return observed(trainer, whole_traced_gradients)
 
 
 def whole_traced_gradients(trainer: TracedTrainer) -> dict[str, Tensor]:
@@ -94,14 +101,18 @@ def whole_traced_gradients(trainer: TracedTrainer) -> dict[str, Tensor]:
 
     The keys are the names in the user's module.
     """
-    gradients = {}
-    for stage in trainer.pipeline.stages:
-        for name, parameter in stage.named():
-            gradient = parameter.grad
-            if gradient is not None:
-                whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-                gradients[name] = whole.clone()
-    return gradients
+    chunks = trainer.pipeline.chunks
+    gradients = {
+        name: parameter.grad
+        for stage in trainer.pipeline.stages
+        for name, parameter in stage.named()
+        if not trainer.pipeline.in_chunks(parameter)
+    }
+    return {
+        name: (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).clone()
+        for name, gradient in (gradients | (chunks.gradients() if chunks else {})).items()
+        if gradient is not None
+    }
 
 
 def run_traced_reference(plan: TracedPlan, *, by_micro_batch: bool = False) -> TrainingOutcome:

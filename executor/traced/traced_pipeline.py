@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
+from parplan.costmodels.chunks.chunk_operations import RankChunks
+from parplan.executor.chunks.chunk_manager import ChunkManager
 from parplan.executor.pipeline.runtime import (
     After,
     PipelineStep,
@@ -36,7 +38,12 @@ from parplan.executor.traced.shared_parameters import (
     shared_names,
 )
 from parplan.executor.traced.stage_values import OpenedModule
-from parplan.executor.traced.traced_stages import TracedStage, argument_names, build_stage
+from parplan.executor.traced.traced_stages import (
+    StageSetting,
+    TracedStage,
+    argument_names,
+    build_stage,
+)
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.profiles.tracing.program import Program
 
@@ -57,6 +64,7 @@ class TracedPipeline:
     reads    the keys of the batch that the stages read
     copies   the names of parameters that several stages hold, with the indices of those stages
     shared   this rank's copies of such parameters
+    chunks   hold the states of shards, if they lie in chunks
     """
 
     stages: tuple[TracedStage, ...]
@@ -66,25 +74,30 @@ class TracedPipeline:
     shared: tuple[SharedParameters, ...]
     span: Span = no_span
     steps: tuple[PipelineStep, ...] = ()
+    chunks: ChunkManager | None = None
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that this rank updates; they are sharded between steps."""
+        """This rank's parameters outside of chunks; they are sharded between steps."""
         return [
             parameter
             for stage in self.stages
             for _, parameter in stage.named()
-            if parameter.requires_grad
+            if parameter.requires_grad and not self.in_chunks(parameter)
         ]
+
+    def in_chunks(self, parameter: nn.Parameter) -> bool:
+        """True if a parameter lies in a chunk."""
+        return self.chunks is not None and any(parameter is each for each in self.chunks.parameters)
 
     @property
     def own(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters by name, without copies of an earlier stage's parameters."""
+        """This rank's parameters by name, without those in chunks and copies of earlier stages."""
         return {
             name: p
             for stage in self.stages
             for name, p in stage.named()
-            if self.copies.get(name, (stage.index,))[0] == stage.index
+            if self.copies.get(name, (stage.index,))[0] == stage.index and not self.in_chunks(p)
         }
 
     @property
@@ -99,10 +112,14 @@ class TracedPipeline:
         """
         for stage in self.stages:
             stage.begin_step()
+        if self.chunks is not None:
+            self.chunks.begin_step()
         loss = self.run(batch or {})
         with self.span("reduce", -1, -1):
             for stage in self.stages:
                 stage.reduce_gradients()
+            if self.chunks is not None:
+                self.chunks.end_step(None)
         for shared in self.shared:
             with self.span("tied", -1, -1):
                 shared.sum_gradients()
@@ -117,28 +134,41 @@ def build_traced_pipeline(
     *,
     after_backward: After,
     span: Span = no_span,
+    schedule: RankChunks | None = None,
 ) -> TracedPipeline:
-    """Builds this rank's part of the plan, ready to step; collective. Raises ConfigError."""
+    """Builds this rank's part of the plan, ready to step; collective.
+
+    `schedule` is that of the chunks of a plan with chunks. Raises ConfigError, and BudgetError
+    where the chunks on the device exceed the budget.
+    """
     cuts = cut_program(plan, program)
     check_shared(plan, cuts)
     here = [k for k, stage in enumerate(plan.stages) if stage.rank == ranks.coordinate("pp")]
     tp_mesh = ranks.tp_mesh
-    division = None if tp_mesh is None else Division(plan, program, tp_mesh)
-    stages = tuple(build_stage(plan, k, cuts[k], program, opened, ranks, division) for k in here)
+    chunks = None if schedule is None else _chunk_manager(plan, schedule, ranks)
+    setting = StageSetting(
+        ranks=ranks,
+        division=None if tp_mesh is None else Division(plan, program, tp_mesh),
+        chunks=chunks,
+    )
+    stages = tuple(build_stage(plan, k, cuts[k], program, opened, setting) for k in here)
+    if chunks is not None:
+        chunks.built()
+        span = chunks.around(span)
     steps = (
         tuple(_step(plan, ranks, stage, cuts, after_backward, span) for stage in stages)
         if len(cuts) > 1
         else ()
     )
     if steps:
-        schedule = build_runtime(
+        runtime = build_runtime(
             action_rows(plan),
             ranks.coordinate("pp"),
             steps,
             plan.pipeline.num_micro_batches,
             lambda loss, _: loss.float() / _share(plan),
         )
-        run = partial(_scheduled, schedule, stages, plan, ranks.device)
+        run = partial(_scheduled, runtime, stages, plan, ranks.device)
     else:
         run = partial(_loop, stages[0], plan, after_backward, span)
     return TracedPipeline(
@@ -149,7 +179,13 @@ def build_traced_pipeline(
         shared=build_shared(plan, cuts, stages),
         span=span,
         steps=steps,
+        chunks=chunks,
     )
+
+
+def _chunk_manager(plan: TracedPlan, schedule: RankChunks, ranks: RankPlace) -> ChunkManager:
+    group = ranks.dp_mesh.get_group() if plan.mesh.dp > 1 else None
+    return ChunkManager(schedule, plan.training, ranks.device, group, whole_names=True)
 
 
 def _share(plan: TracedPlan) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from parplan.executor.chunks.chunk_manager import ChunkManager
 from parplan.executor.memory.early_recompute import checkpointed
 from parplan.executor.sharding.rank_place import RankPlace
 from parplan.executor.sharding.zero_units import (
@@ -23,6 +25,7 @@ from parplan.executor.traced.program_cut import ShardCut, StageCut, check_recomp
 from parplan.executor.traced.shard_module import ShardModule
 from parplan.executor.traced.stage_values import OpenedModule
 from parplan.planner.plan.traced_plan import TracedPlan
+from parplan.profiles.errors import ConfigError
 from parplan.profiles.tracing.program import PARAMETER, Program
 
 _BATCH = "batch."
@@ -105,16 +108,30 @@ class TracedStage(nn.Module):
         return (pair for shard in self._shards for pair in shard.counted())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSetting:
+    """The place and the helpers that all stages of a rank share.
+
+    division   of the tensor-parallel ranks, None where there is one
+    chunks     hold the states of shards, None in a plan without chunks
+    """
+
+    ranks: RankPlace
+    division: Division | None = None
+    chunks: ChunkManager | None = None
+
+
 def build_stage(
     plan: TracedPlan,
     index: int,
     cut: StageCut,
     program: Program,
     opened: OpenedModule,
-    ranks: RankPlace,
-    division: Division | None = None,
+    setting: StageSetting,
 ) -> TracedStage:
     """Builds stage `index` of the plan with the values of its parameters. Raises ConfigError."""
+    ranks, division = setting.ranks, setting.division
+    chunks = setting.chunks
     planned, zero = plan.stages[index], zero_of(plan, index)
     values: dict[str, Tensor] = dict(program.constants)
     values.update(
@@ -129,6 +146,8 @@ def build_stage(
             for place in group
             for name in _parameters(cut.shards[place])
         }
+        if planned.first + group[0] in planned.home_of:
+            _require_trained(parameters)
         if division is not None:
             parameters = {
                 name: division.placed(name, value, zero) for name, value in parameters.items()
@@ -138,10 +157,14 @@ def build_stage(
             again = calls_again(program, plan.shards[number], planned.places_again(number))
             shards[place] = ShardModule(part, values | parameters, ranks.device, division, again)
             modules[place] = shards[place]
+            if number in planned.home_of:
+                _require_chunks(chunks).take(number, shards[place].holder)
             if number in planned.recompute:
                 check_recompute(part, plan.shards[number])
                 modules[place] = checkpointed(shards[place], shards[place].once)
-        if parameters:
+            if number in planned.home_of:
+                _require_chunks(chunks).watch(number, modules[place])
+        if parameters and planned.first + group[0] not in planned.home_of:
             units.append(
                 Unit(
                     layers=tuple(modules[place] for place in group),
@@ -155,8 +178,23 @@ def build_stage(
             shard_unit(units[-1], plan.training.precision)
     named = {f"shard{planned.first + place}": modules[place] for place in sorted(modules)}
     body = TracedBody(cut, ShardModule(cut.constants, values, ranks.device), named, _loss(program))
-    shard_root(body, units, ranks.dp_mesh)
+    shard_root(body, units, ranks.dp_mesh, chunks.parameters if chunks is not None else ())
     return TracedStage(body, tuple(units), [shards[place] for place in sorted(shards)], index)
+
+
+def _require_trained(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raises ConfigError for parameters that training leaves as they are, which chunks update."""
+    still = next((name for name, each in parameters.items() if not each.requires_grad), None)
+    if still is not None:
+        raise ConfigError(
+            f"module: {still} is not trained, but lies in chunks, which update all parameters",
+            hint="use --offload states, or train it",
+        )
+
+
+def _require_chunks(chunks: ChunkManager | None) -> ChunkManager:
+    assert chunks is not None, "a plan with homes of shards has chunks"
+    return chunks
 
 
 def zero_of(plan: TracedPlan, index: int) -> int:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from parplan.costmodels.chunks.chunk_operations import RankChunks
 from parplan.costmodels.layers.model_states import StateBytes
+from parplan.executor.chunks.chunk_adam import ChunkAdam
 from parplan.executor.rules.traced_rules import validate_traced_plan
 from parplan.executor.run_options import Options, derived_seed
 from parplan.executor.sharding.rank_place import RankPlace, rank_mesh
@@ -25,7 +27,7 @@ from parplan.executor.training.train import Trainer
 from parplan.executor.training.training_states import RankTensors
 from parplan.executor.watch.rank_progress import RankProgress
 from parplan.executor.watch.run_recorder import RunRecorder
-from parplan.executor.watch.state_bytes import Meter, Row, shard_states
+from parplan.executor.watch.state_bytes import Meter, Row, chunk_state_bytes, shard_states
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.profiles.tracing.record import record
 
@@ -50,9 +52,14 @@ class TracedTrainer(Trainer):
     def norm(self) -> Tensor:
         """The 2-norm of the whole model's gradients, the same on every rank; collective.
 
-        Each parameter is counted once.
+        Each parameter is counted once. No other data-parallel rank has the gradients in this rank's
+        chunks.
         """
         by_copies: dict[int, list[Tensor]] = {}
+        in_chunks = self.adam.gradients() if self.adam is not None else {}
+        for parameter, gradient in in_chunks.items():
+            copies = num_copies(replace(self.plan.mesh, dp=1), parameter)
+            by_copies.setdefault(copies, []).append(gradient)
         for parameter in self.pipeline.own.values():
             if parameter.grad is not None:
                 by_copies.setdefault(num_copies(self.plan.mesh, parameter), []).append(
@@ -67,7 +74,7 @@ class TracedTrainer(Trainer):
             name: p
             for stage in self.pipeline.stages
             for name, p in stage.named()
-            if name not in saved
+            if name not in saved and not self.pipeline.in_chunks(p)
         }
         return RankTensors(own=_learning(saved), copies=_learning(copies))
 
@@ -90,10 +97,11 @@ class TracedTrainer(Trainer):
         """This rank's coordinates, and its predicted and measured bytes."""
         pp = self.ranks.coordinate("pp")
         dp = self.ranks.coordinate("dp")
+        in_chunks = self.adam.state_bytes() if self.adam is not None else StateBytes()
         return (
             (pp, dp, self.ranks.coordinate("tp")),
-            predicted_states(self.plan, self.pipeline, dp),
-            self.meter.measured(self.optimizer),
+            predicted_states(self.plan, self.pipeline, dp) + chunk_state_bytes(self.plan, pp),
+            self.meter.measured(self.optimizer) + in_chunks,
         )
 
 
@@ -109,12 +117,12 @@ def _copy(source: nn.Parameter, target: nn.Parameter, optimizer: torch.optim.Opt
 
 
 def predicted_states(plan: TracedPlan, pipeline: TracedPipeline, dp_rank: int) -> StateBytes:
-    """Bytes that the memory model predicts for a rank's states of its stages (EQUATIONS M2)."""
+    """Bytes that the memory model predicts for a rank's states outside of chunks (EQUATIONS M2)."""
     total = StateBytes()
     for stage in pipeline.stages:
         zero = zero_of(plan, stage.index)
         for _, parameter in stage.named():
-            if parameter.requires_grad:
+            if parameter.requires_grad and not pipeline.in_chunks(parameter):
                 total += shard_states(
                     divided_shape(parameter),
                     (dp_rank, plan.mesh.dp),
@@ -142,10 +150,12 @@ def build_traced_trainer(
     device: torch.device,
     progress: RankProgress | None = None,
     opened: OpenedModule | None = None,
+    schedules: Sequence[RankChunks] = (),
 ) -> TracedTrainer:
     """Builds this rank's trainer; collective, in a group of `plan.mesh.num_ranks` ranks.
 
-    Raises ConfigError.
+    `schedules` are those of the chunks of each pipeline rank, in a plan with chunks. Raises
+    ConfigError.
     """
     validate_traced_plan(plan, options)
     progress = progress or RankProgress()
@@ -167,9 +177,18 @@ def build_traced_trainer(
         return recorder.span(work, stage, micro_batch)
 
     pipeline = build_traced_pipeline(
-        plan, program, opened, ranks, after_backward=after_backward, span=span
+        plan,
+        program,
+        opened,
+        ranks,
+        after_backward=after_backward,
+        span=span,
+        schedule=schedules[ranks.coordinate("pp")] if plan.chunks is not None else None,
     )
-    meter.watch(pipeline.stages, pipeline.parameters)
+    chunks = pipeline.chunks
+    meter.watch(
+        pipeline.stages, pipeline.parameters, apart=chunks.parameters if chunks is not None else ()
+    )
     batches = module_batches(plan, opened.workload, dp_rank, options.seed)
     return TracedTrainer(
         plan=plan,
@@ -181,6 +200,7 @@ def build_traced_trainer(
         meter=meter,
         recorder=recorder,
         progress=progress,
+        adam=ChunkAdam(chunks, options) if chunks is not None else None,
     )
 
 

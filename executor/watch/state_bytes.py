@@ -29,6 +29,7 @@ from parplan.executor.placed_layers import (
 from parplan.executor.rules.divisions import Entries, local_shape
 from parplan.executor.tensors import part
 from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.traced_plan import AnyPlan
 from parplan.profiles.models.operator_graph import LayerKind, Parameter
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
@@ -42,7 +43,7 @@ def predicted_state_bytes(plan: Plan, pipeline_rank: int, dp_rank: int) -> State
     """
     graph = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size)
     stages = stage_layers(plan)
-    total = _in_chunks(plan, pipeline_rank)
+    total = chunk_state_bytes(plan, pipeline_rank)
     if plan.chunks is not None:  # only chunks have 16-bit gradients
         plan = replace(plan, training=replace(plan.training, gradient_precision=Precision.FP32))
     for layer in (layer for k in local_stages(plan, pipeline_rank) for layer in stages[k]):
@@ -56,7 +57,7 @@ def predicted_state_bytes(plan: Plan, pipeline_rank: int, dp_rank: int) -> State
     return total
 
 
-def _in_chunks(plan: Plan, pipeline_rank: int) -> StateBytes:
+def chunk_state_bytes(plan: AnyPlan, pipeline_rank: int) -> StateBytes:
     """Return the bytes of a rank's chunks with their padding, on device and host."""
     total = StateBytes()
     training = plan.training

@@ -8,19 +8,23 @@ stage holds counts there. Entries with j <= i mean nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
 from parplan.costmodels.communication.mesh import Mesh
+from parplan.costmodels.host.state_location import StateLocation
 from parplan.costmodels.keyed_cache import KeyedCache
+from parplan.costmodels.layers.chunked_layer import state_widths, writes_over_parameters
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
+from parplan.costmodels.layers.model_states import owned_parameters
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.stage_costs import link_of, time_between
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.dominance import Array, Ints, hull_prices
+from parplan.planner.host_options.location_costs import host_share_bytes
 from parplan.planner.layer_options.catalogue import LayerOption
 from parplan.profiles.models.operator_graph import LayerKey, LayerKind
 
@@ -194,10 +198,19 @@ class RangeTables:
         )
 
     def _states(self, b: int, mesh: Mesh, sharding: Sharding, zero: int) -> RangeStates:
+        return self._of_layers(b, mesh, sharding, zero, lambda _: True)
+
+    def _of_layers(
+        self,
+        b: int,
+        mesh: Mesh,
+        sharding: Sharding,
+        zero: int,
+        counts: Callable[[LayerKey], bool],
+    ) -> RangeStates:
+        """Returns the prices of the states of the layers that count."""
         price_cache = self.price_cache
-
         keys, number = self._keys
-
         own = [price_cache.own_sharding(key, sharding) for key in keys]
         data, held = [], []
         for key, split in zip(keys, own, strict=True):
@@ -215,10 +228,13 @@ class RangeTables:
             ],
             np.float64,
         )
+        counted = np.array([counts(key) for key in keys], np.float64)
+        by_key *= counted
         per_micro_batch_s, per_step_s, states, step_copies, gradients, ideal, host = sums(
             by_key[:, number]
         )
-        buffer = largest_of(np.array([each.zero_buffer for each in held], np.float64)[number])
+        buffers = np.array([each.zero_buffer for each in held], np.float64) * counted
+        buffer = largest_of(buffers[number])
         spare = 1 + price_cache.training.stack.allocator_share
         return RangeStates(
             per_micro_batch_s=per_micro_batch_s,
@@ -283,6 +299,67 @@ class RangeTables:
             seconds = self.price_cache.shared_reduction(shared, mesh, sharding).value_s
             total += np.where(partly, seconds, 0.0)
         return total
+
+
+class ChunkedRangeTables(RangeTables):
+    """The tables of layouts in chunks, whose states may have some locations.
+
+    Copies and updates of chunks take no time here, and chunks have no padding. The states of a
+    range that cannot all be on the host are on the device.
+    """
+
+    def __init__(
+        self,
+        price_cache: LayerPriceCache,
+        options_of: OptionsOf,
+        check: Callable[[], None],
+        locations: Sequence[StateLocation],
+    ) -> None:
+        super().__init__(price_cache, options_of, check)
+        # the fewest bytes of gradients are those of one micro-batch a step
+        self._over = writes_over_parameters(price_cache.training, 1)
+        self._widths = [
+            tuple(
+                float(widths.total)
+                for widths in state_widths(each, price_cache.training, self._over)
+            )
+            for each in locations
+        ]
+
+    def _states(self, b: int, mesh: Mesh, sharding: Sharding, zero: int) -> RangeStates:
+        outside = self._of_layers(b, mesh, sharding, zero, lambda key: not key.in_chunks)
+        price_cache = self.price_cache
+        keys, number = self._keys
+        by_key = np.zeros((2, len(keys)))
+        for place, key in enumerate(keys):
+            if key.in_chunks:
+                own = price_cache.own_sharding(key, sharding)
+                cost = price_cache.chunked(
+                    key, StateLocation.DEVICE, b, mesh, own, in_parameters=self._over
+                )
+                elements = owned_parameters(price_cache.layer(key, 1), own)
+                by_key[:, place] = cost.forward_s + cost.backward_s, elements / mesh.dp
+        gathered_s, elements = sums(by_key[:, number])
+        return replace(
+            outside,
+            per_micro_batch_s=outside.per_micro_batch_s + gathered_s,
+            held=outside.held + self._least_device_bytes(elements),
+        )
+
+    def _least_device_bytes(self, elements: Array) -> Array:
+        """Least bytes of states on a device whose share of the host holds as much as it can.
+
+        With d bytes a parameter on the device and h on the host by location, and a share H, n
+        parameters take no less than n min(d + p h) - p H at any price p of a host byte.
+        """
+        share = host_share_bytes(self.price_cache.machine.cluster)
+        most = max(device for device, _ in self._widths)
+        prices = {0.0, *((most - device) / host for device, host in self._widths if host)}
+        least = [
+            elements * min(device + price * host for device, host in self._widths) - price * share
+            for price in prices
+        ]
+        return np.asarray(np.maximum.reduce(least))
 
 
 def _prices(layers: Iterable[_LayerPasses]) -> tuple[float, ...]:

@@ -162,11 +162,12 @@ class ChunkMixes:
     def _fetched_s(self, location: Ints, held: Array) -> Array:
         """Seconds of copies to the device in a micro-batch.
 
-        held    HOST blocks that the device has room for beside the block that runs
+        held    parts of HOST blocks that the device has room for beside the block that runs
         """
         passes = self.layout.num_micro_batches
-        on_host = self.costs.host[location]
-        swept = on_host + (2 * passes - 1) * np.maximum(0.0, on_host - 1 - held)
+        on_host = self.costs.parts[location]
+        missed = np.maximum(0.0, on_host - self.costs.running - held)
+        swept = on_host + (2 * passes - 1) * missed
         fetched_s: Array = swept / (np.maximum(on_host, 1) * passes) * self.costs.fetch_s[location]
         return fetched_s
 

@@ -19,6 +19,7 @@ from parplan.costmodels.layers.chunked_layer import (
     BlockCost,
     writes_over_parameters,
 )
+from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import ParallelLayout
@@ -42,7 +43,9 @@ class LocationCosts:
     working_bytes      bytes beside them that the running block needs
     update_bytes       bytes that the device needs to update a chunk
     host_bytes         host bytes for the device
-    block_bytes        parameters of one HOST block that could stay on the device
+    parts              HOST blocks; where layers are of several sizes, the chunks that they fill
+    running            such parts that the running block needs at once
+    block_bytes        parameters of one such part, which could stay on the device
     ahead_bytes        room that lets copies of HOST blocks run beside compute: parameters of the
                        next block, gradients of the last
     gathered_s         exposed collectives of a micro-batch
@@ -58,6 +61,8 @@ class LocationCosts:
     working_bytes: Array
     update_bytes: Array
     host_bytes: Array
+    parts: Array
+    running: float
     block_bytes: float
     ahead_bytes: Array
     gathered_s: Array
@@ -94,7 +99,12 @@ def block_costs(
     in_parameters = writes_over_parameters(price_cache.training, layout.num_micro_batches)
     return {
         location: price_cache.chunked(
-            location, layout.micro_batch_size, layout.mesh, sharding, in_parameters=in_parameters
+            LayerKind.BLOCK,
+            location,
+            layout.micro_batch_size,
+            layout.mesh,
+            sharding,
+            in_parameters=in_parameters,
         )
         for location in locations_allowed(offload)
     }
@@ -179,6 +189,8 @@ def location_costs(
         always_bytes=summed(lambda cost: cost.device.total),
         host_bytes=summed(lambda cost: cost.host.total)
         + _staging_bytes(chunk, price_cache) * has_host_blocks,
+        parts=host.astype(np.float64),
+        running=1.0,
         block_bytes=block_bytes,
         ahead_bytes=block_bytes
         * (1 + price_cache.training.gradient_precision.num_bytes / width)
@@ -193,7 +205,7 @@ def location_costs(
     )
 
 
-def _staging_bytes(chunk_elements: int, price_cache: PriceCache) -> int:
+def _staging_bytes(chunk_elements: int, price_cache: LayerPriceCache) -> int:
     """Host bytes that receive gradients to be added to earlier ones.
 
     (costmodels/chunks/chunk_memory.py)

@@ -1,8 +1,9 @@
-"""Locations of the states of a rank's blocks, and candidates that may have chunks (EQUATIONS O3).
+"""Locations of the states of layers in chunks, and candidates with chunks (EQUATIONS O3).
 
 The locations of a rank are two counts: all states of its last `host` blocks lie on the host, and
 the master weights and moments of the `optimizer` blocks before them; the rest lies on the device.
-Blocks of one location are adjacent, so that a chunk has one location.
+Blocks of one location are adjacent, so that a chunk has one location. The blocks of a traced module
+are its shards with parameters that no other shard holds, without embedding and head.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.host.state_location import StateLocation
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout
 from parplan.planner.dominance import Ints
-from parplan.profiles.models.operator_graph import LayerKind
 
 _NEEDS = {StateLocation.OPTIMIZER: Offload.OPTIMIZER, StateLocation.HOST: Offload.PARAMETERS}
 
@@ -114,7 +114,7 @@ def with_locations(
         rank: iter(
             locations[rank].of(
                 sum(
-                    choice.kind is LayerKind.BLOCK
+                    choice.kind.in_chunks
                     for stage in layout.stages_of(rank)
                     for choice in stages[stage]
                 )
@@ -125,7 +125,7 @@ def with_locations(
     return tuple(
         tuple(
             replace(choice, home=next(left[layout.rank_of(number)]))
-            if choice.kind is LayerKind.BLOCK
+            if choice.kind.in_chunks
             else choice
             for choice in stage
         )

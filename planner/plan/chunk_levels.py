@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from parplan.costmodels.chunks.chunk_memory import chunk_states
 from parplan.costmodels.chunks.chunk_operations import BlockPass, ChunkAction, ChunkOp, RankChunks
 from parplan.costmodels.host.state_location import StateLocation
-from parplan.costmodels.price_cache import PriceCache
+from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.profiles.models.spec import Precision
 
 CLASSES = ("always", "pool", "gathered", "other")
@@ -44,7 +44,7 @@ class ChunkLevel:
         return self.always + self.pool + self.gathered + self.other
 
 
-def levels(schedule: RankChunks, price_cache: PriceCache) -> tuple[ChunkLevel, ...]:
+def levels(schedule: RankChunks, price_cache: LayerPriceCache) -> tuple[ChunkLevel, ...]:
     """Returns every moment of a schedule; transfers of the update come after the last one."""
     always = chunk_states(schedule, price_cache)[0].total
     chunk_bytes = _parameter_bytes(schedule, price_cache.training.precision)

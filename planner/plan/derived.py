@@ -38,7 +38,7 @@ def layout_of(plan: AnyPlan) -> ParallelLayout:
         sequence_parallel=any(each.sequence_parallel for each in layer_plans),
         actions=pipeline.actions,
         tp_overlap=pipeline.tp_overlap,
-        chunked=not isinstance(plan, TracedPlan) and plan.chunks is not None,
+        chunked=plan.chunks is not None,
         states_on_host=isinstance(plan, TracedPlan) and plan.states_on_host,
     )
 

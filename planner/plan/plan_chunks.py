@@ -11,11 +11,11 @@ from dataclasses import replace
 
 from parplan.costmodels.chunks.chunk_memory import chunks_of_rank
 from parplan.costmodels.chunks.chunk_operations import RankChunks
-from parplan.costmodels.layers.chunked_layer import Chunking
-from parplan.costmodels.price_cache import PriceCache
+from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.strategy import Strategy
 from parplan.planner.plan.plan import ChunkGroup, ChunkPlan, ChunkRank, Plan
 from parplan.planner.plan.plan_strategy import layers_of, prices_of_plan, strategy_of
+from parplan.planner.plan.traced_plan import AnyPlan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.provenance import Kind
 
@@ -23,7 +23,7 @@ DIGITS = 6  # of a utilisation
 _AMPLE = 2**62
 
 
-def chunks_of(strategy: Strategy, price_cache: PriceCache) -> ChunkPlan | None:
+def chunks_of(strategy: Strategy, price_cache: LayerPriceCache) -> ChunkPlan | None:
     """Returns the section of the plan file, or None without chunks. Raises InfeasibleError."""
     if not strategy.layout.chunked:
         return None
@@ -59,7 +59,7 @@ def _rank(stage: int, rank_chunks: RankChunks) -> ChunkRank:
     )
 
 
-def busiest_rank(plan: Plan) -> int:
+def busiest_rank(plan: AnyPlan) -> int:
     """Returns the pipeline rank whose devices move the most bytes, 0 without chunks."""
     if plan.chunks is None:
         return 0
@@ -71,14 +71,15 @@ def rechunked(plan: Plan) -> Plan:
     assert plan.chunks is not None, "it has chunks"
     price_cache = prices_of_plan(plan)
     strategy = layers_of(plan, price_cache)
-    ample = price_cache.within(Chunking(eviction=plan.chunks.eviction, device_bytes=_AMPLE))
-    smallest = max(
-        chunks_of_rank(strategy, rank, ample).smallest_bytes for rank in range(plan.mesh.pp)
-    )
-    return replace(
-        plan,
-        chunks=chunks_of(strategy, ample.within(replace(ample.chunking, device_bytes=smallest))),
-    )
+    smallest = replace(price_cache.chunking, device_bytes=smallest_bytes(strategy, price_cache))
+    return replace(plan, chunks=chunks_of(strategy, price_cache.within(smallest)))
+
+
+def smallest_bytes(strategy: Strategy, price_cache: LayerPriceCache) -> int:
+    """The least bytes of a device with which the chunks of every rank can run."""
+    ample = price_cache.within(replace(price_cache.chunking, device_bytes=_AMPLE))
+    ranks = range(strategy.layout.mesh.pp)
+    return max(chunks_of_rank(strategy, rank, ample).smallest_bytes for rank in ranks)
 
 
 def require_matching_chunks(plan: Plan) -> None:
@@ -92,6 +93,13 @@ def rank_chunks_of(plan: Plan, pipeline_rank: int) -> RankChunks:
     Raises ConfigError where the plan has no chunks, or others than its blocks fill; InfeasibleError
     where its budget is too small.
     """
+    require_chunks(plan, pipeline_rank)
+    price_cache = prices_of_plan(plan)
+    return chunks_of_rank(strategy_of(plan, price_cache), pipeline_rank, price_cache)
+
+
+def require_chunks(plan: AnyPlan, pipeline_rank: int = 0) -> None:
+    """Raises ConfigError where a plan has no chunks or no such pipeline rank."""
     if plan.chunks is None:
         raise ConfigError(
             "the plan has no chunks",
@@ -102,5 +110,3 @@ def rank_chunks_of(plan: Plan, pipeline_rank: int) -> RankChunks:
             f"pipeline rank {pipeline_rank}: the plan has 0 to {plan.mesh.pp - 1}",
             hint="choose one of them",
         )
-    price_cache = prices_of_plan(plan)
-    return chunks_of_rank(strategy_of(plan, price_cache), pipeline_rank, price_cache)

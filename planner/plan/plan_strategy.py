@@ -10,12 +10,13 @@ from parplan.costmodels.host.host_embedding import illegal_host_embedding
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.host.state_location import OFFLOAD_OF, StateLocation
 from parplan.costmodels.layers.chunked_layer import Chunking
+from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.operators.sharding import Placements, Splits, placed_splits
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import LayerChoice, Strategy
 from parplan.planner.plan.consistency import IN_CHUNKS
 from parplan.planner.plan.derived import layout_of
-from parplan.planner.plan.plan import LayerPlan, Plan, StagePlan
+from parplan.planner.plan.plan import ChunkPlan, LayerPlan, Plan, StagePlan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.models.operator_graph import LayerKind, Operator
@@ -61,7 +62,7 @@ def prices_of_plan(plan: Plan) -> PriceCache:
         machine_for(plan.cluster),
         zero_ranks=next(iter(sharded), None),
         offload=kept,
-        chunking=_chunking(plan),
+        chunking=chunking_of(plan.chunks),
     )
 
 
@@ -91,12 +92,13 @@ def _kept_of_ends(ends: Iterable[LayerPlan]) -> tuple[Offload, ...]:
     return (*((Offload.STATES,) if True in offloads_states else ()), *_lookup(ends))
 
 
-def _chunking(plan: Plan) -> Chunking | None:
-    if plan.chunks is None:
+def chunking_of(chunks: ChunkPlan | None) -> Chunking | None:
+    """Returns the settings of the chunks of a plan."""
+    if chunks is None:
         return None
     return Chunking(
-        eviction=plan.chunks.eviction,
-        device_bytes=tuple(rank.device_bytes for rank in plan.chunks.ranks) or None,
+        eviction=chunks.eviction,
+        device_bytes=tuple(rank.device_bytes for rank in chunks.ranks) or None,
     )
 
 
@@ -237,13 +239,18 @@ def _require_groups(plan: Plan, strategy: Strategy, price_cache: PriceCache) -> 
                 f"layer_plans.{name}: a block in chunks has zero {layer_plan.zero}, not {zero}",
                 hint="make the plan again",
             )
+    require_groups(plan.chunks, strategy, price_cache)
+
+
+def require_groups(chunks: ChunkPlan, strategy: Strategy, price_cache: LayerPriceCache) -> None:
+    """Raises ConfigError unless the layers of a strategy fill the groups of chunks."""
     stated = {
         (group.stage, group.home): (group.num_chunks, group.chunk_elements)
-        for group in plan.chunks.groups
+        for group in chunks.groups
     }
     filled = {
         (stage, group.home): (group.chunk_layout.num_chunks, group.chunk_layout.chunk_elements)
-        for stage in range(plan.mesh.pp)
+        for stage in range(strategy.layout.mesh.pp)
         for group in rank_groups(strategy, stage, price_cache)
     }
     for stage, home in sorted(stated.keys() | filled.keys()):

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.offload import Offload
+from parplan.costmodels.host.state_location import StateLocation
 from parplan.planner.plan.pipeline_plan import PipelinePlan, PipelineStage
-from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.plan import ChunkPlan, Plan
 from parplan.planner.plan.prediction import Prediction, SearchRecord
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
@@ -75,12 +76,27 @@ class RecomputeList:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShardHome:
+    """Shards of a stage whose states lie in chunks, with one location.
+
+    home     location of the states
+    shards   the shards
+    """
+
+    __pydantic_config__ = _FORBID
+
+    home: StateLocation
+    shards: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShardStage(PipelineStage):
     """One (virtual) pipeline stage of a traced module.
 
     zero              its ZeRO stage
     recompute         the layers that run again as a whole in the backward pass
     recompute_lists   the shards of which some operators run again
+    homes             in a plan with chunks, the shards that they hold, by location
     """
 
     __pydantic_config__ = _FORBID
@@ -88,11 +104,17 @@ class ShardStage(PipelineStage):
     zero: int
     recompute: tuple[int, ...] = ()
     recompute_lists: tuple[RecomputeList, ...] = ()
+    homes: tuple[ShardHome, ...] = ()
 
     def places_again(self, shard: int) -> tuple[int, ...]:
         """Returns the places of the operators of a shard's recompute list, if it has one."""
         lists = (each.places for each in self.recompute_lists if shard in each.shards)
         return next(lists, ())
+
+    @property
+    def home_of(self) -> dict[int, StateLocation]:
+        """The location of the states of each shard in chunks."""
+        return {shard: each.home for each in self.homes for shard in each.shards}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +140,10 @@ class TracedPlan:
     tp_rules    what the user says of tensor parallelism; None where all of it was derived
     offload     states that the host holds: `states` (fp32 parameters, gradients and optimizer
                 states of all shards), or none
+    chunks      the chunks that hold the states of shards, without embedding, head and shards with
+                shared parameters; None where there are none
 
-    Raises ConfigError for any other offload.
+    Raises ConfigError for any other offload, and for locations of chunks in a plan without any.
     """
 
     __pydantic_config__ = _FORBID
@@ -138,6 +162,7 @@ class TracedPlan:
     shardings: Mapping[str, tuple[SplitPlan, ...]] = field(default_factory=dict)
     tp_rules: TpRules | None = None
     offload: tuple[Offload, ...] = ()
+    chunks: ChunkPlan | None = None
 
     def __post_init__(self) -> None:
         for what in self.offload:
@@ -146,6 +171,17 @@ class TracedPlan:
                     f"offload has {what}, the host holds the states of a traced module or nothing",
                     hint="use states, or leave offload out",
                 )
+        homes = any(stage.homes for stage in self.stages)
+        if homes != (self.chunks is not None):
+            raise ConfigError(
+                "chunks and the homes of shards are there together, this plan has one of them",
+                hint="make the plan again",
+            )
+        if self.chunks is not None and self.states_on_host:
+            raise ConfigError(
+                "offload has states, which are of whole layers, beside chunks",
+                hint="use one of them",
+            )
 
     @property
     def states_on_host(self) -> bool:

@@ -43,7 +43,6 @@ from parplan.planner.stage_recompute import (
 from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.shipped_profiles import machine_for
-from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec
 from parplan.profiles.stack import Stack
 from parplan.profiles.units import gib
@@ -269,7 +268,7 @@ def with_homes(strategy: Strategy, request: ChunkRequest) -> Strategy:
             (stage, index)
             for stage in sorted(layout.stages_of(rank))
             for index, choice in enumerate(stages[stage])
-            if choice.kind is LayerKind.BLOCK
+            if choice.kind.in_chunks
         ]
         for (stage, index), home in zip(places, request.homes(len(places)), strict=True):
             stages[stage][index] = replace(stages[stage][index], zero=zero, home=home)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from parplan.costmodels.layers.chunked_layer import Chunking
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.layers.model_states import ideal_states
 from parplan.costmodels.layers.recompute import Recompute, RecomputedOperators
@@ -22,13 +23,15 @@ from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.candidates.enumeration import CandidateSpace, Pruned, layout_text
 from parplan.planner.candidates.part_bounds import PartBounds, RankParts
 from parplan.planner.candidates.range_bounds import CloserBounds, RangeBounds
-from parplan.planner.candidates.range_tables import RangeTables, even_path
+from parplan.planner.candidates.range_tables import ChunkedRangeTables, RangeTables, even_path
 from parplan.planner.deadline import Deadline
+from parplan.planner.host_options.state_locations import locations_allowed, with_locations
 from parplan.planner.master import MasterChoice, evaluate
 from parplan.planner.plan.prediction import SearchRecord
 from parplan.planner.request import Constraints
 from parplan.planner.search.part_moves import PartMoves
 from parplan.planner.search.search_session import ContentsMaker, SearchPrices, SearchSession
+from parplan.planner.stage_columns.sequence_chunk_columns import SequenceChunkColumns
 from parplan.planner.stage_columns.sequence_columns import SequenceColumns, SequenceTable
 from parplan.planner.stage_columns.stage_column import StageColumn
 from parplan.planner.stage_columns.stage_contents import Range, StageContents
@@ -36,6 +39,7 @@ from parplan.profiles.models.operator_graph import LayerKey, LayerKind
 
 # the ranges that a user gives to the virtual stages of a layout, None where the search cuts
 GivenCuts = Callable[[ParallelLayout], tuple[Range, ...] | None]
+SCHEDULED = 4  # columns of one layout in chunks whose exact schedules are compared
 Bounds = TypeVar("Bounds", bound=RangeBounds)
 Assembler = Callable[[Strategy, StepPrice, SearchRecord], Any]
 
@@ -63,6 +67,12 @@ class SequencePrices(SearchPrices):
             )
             for there, table in self._tables.items()
         }
+        self._in_chunks = ChunkedRangeTables(
+            self._tables[False].price_cache,
+            partial(self._tables[False].options, levels=self._tables[False].levels),
+            deadline.check,
+            locations_allowed(allowed.offload or ()),
+        )
         super().__init__(self._shardable(space), price_cache, allowed, deadline)
         self._given, self._assembler = given, assembler
         self._classes: dict[Hashable, int] = {}  # of ranges with equal prices
@@ -77,6 +87,13 @@ class SequencePrices(SearchPrices):
         pruned = (Pruned(layout_text(layout), reason) for layout in beaten)
         return CandidateSpace(tuple(layouts), (*space.pruned, *pruned))
 
+    def illegal_shards(self, layout: ParallelLayout) -> str | None:
+        """Returns the reason why layers of a layout cannot be sharded over dp, or None."""
+        table, sharded = self._table(layout), replace(layout, chunked=True)
+        if table.zero_stages(sharded):
+            return None
+        return "chunks are sharded as with ZeRO 3, which fused matrices that tp divides are not"
+
     def _table(self, layout: ParallelLayout) -> SequenceTable:
         return self._tables[layout.states_on_host]
 
@@ -87,7 +104,7 @@ class SequencePrices(SearchPrices):
         return sum(key.role is LayerKind.BLOCK for key in keys)
 
     def within(self, limit_bytes: float) -> LayerPriceCache:
-        return self.price_cache
+        return self.price_cache.within(Chunking(limit_bytes=limit_bytes))
 
     def in_reach(self, limit_bytes: float) -> bool:
         training = self.price_cache.training
@@ -96,7 +113,8 @@ class SequencePrices(SearchPrices):
         )
         least = parameters + optimizer + (0.0 if training.stack.frees_gradients else gradients)
         cluster = self.price_cache.machine.cluster
-        hosts = any(layout.states_on_host for layout in self.space.layouts)
+        layouts = self.space.layouts
+        hosts = any(layout.states_on_host or layout.chunked for layout in layouts)
         host_bytes = cluster.nodes * cluster.host_memory_bytes if hosts else 0
         return least <= cluster.num_gpus * limit_bytes + host_bytes
 
@@ -122,6 +140,8 @@ class SequencePrices(SearchPrices):
 
     def _bounds(self, kind: type[Bounds], layout: ParallelLayout, limit_bytes: float) -> Bounds:
         table, ranges = self._table(layout), self._ranges[layout.states_on_host]
+        if layout.chunked:
+            ranges = self._in_chunks
         zeros = table.zero_stages(layout)
         return kind(layout, ranges, table.levels, zeros, limit_bytes, self._given(layout))
 
@@ -202,12 +222,13 @@ class SequencePrices(SearchPrices):
 
     def columns_of(
         self, layout: ParallelLayout, rank: int, place: tuple[Range, ...]
-    ) -> SequenceColumns:
+    ) -> SequenceColumns | SequenceChunkColumns:
         """Returns the columns of a rank whose chunks have these layers."""
         contents = StageContents(layout.stages_of(rank), place)
+        make = SequenceChunkColumns if layout.chunked else SequenceColumns
         return self._once(
             ("columns", layout, rank, place),
-            lambda: SequenceColumns(contents, rank, layout, self._table(layout)),
+            lambda: make(contents, rank, layout, self._table(layout)),
         )
 
     def first_choice(
@@ -303,6 +324,12 @@ class SequencePrices(SearchPrices):
         if layout.virtual_stages > 1 and layout.mesh.pp > 1:
             for choice in self._first_cuts(layout, session.limit_bytes):
                 yield choice.columns
+        if layout.chunked and layout.mesh.pp == 1:
+            # exact schedules know the waits for copies better than the closed form
+            columns = self.columns_of(layout, 0, ((0, self.price_cache.num_layers),))
+            located = columns.fastest(columns.num_blocks, session.limit_bytes)
+            alone = sorted(located, key=lambda each: each.alone_s(layout.num_micro_batches))
+            yield from ((column,) for column in alone[:SCHEDULED])
 
     def _fastest_of(
         self, layout: ParallelLayout, rank: int, place: tuple[Range, ...], limit_bytes: float
@@ -338,18 +365,19 @@ class SequencePrices(SearchPrices):
                     )
                     for key in keys
                 )
-        return Strategy(
-            layout=layout, stages=tuple(stages[k] for k in range(layout.num_virtual_stages))
-        )
+        in_order = tuple(stages[k] for k in range(layout.num_virtual_stages))
+        if layout.chunked:
+            in_order = with_locations(in_order, layout, [column.homes for column in columns])
+        return Strategy(layout=layout, stages=in_order)
 
     def moved(self, strategy: Strategy) -> Iterator[tuple[Strategy, tuple[int, ...]]]:
         """Yields the strategy with some cuts shifted by one layer, few of them first.
 
         A layer on another part has its ZeRO stage, and is recomputed as before. None where the cuts
-        are given.
+        are given, and where states lie in chunks, whose locations are counted from a rank's end.
         """
         layout, count = strategy.layout, len(strategy.stages)
-        if self._given(layout) is not None:
+        if self._given(layout) is not None or layout.chunked:
             return
         recomputed = [choice.recompute for stage in strategy.stages for choice in stage]
         ends = [0, *accumulate(map(len, strategy.stages))]

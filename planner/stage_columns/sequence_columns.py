@@ -221,7 +221,8 @@ class SequenceColumns(RankColumns):
             every = tuple(option for zero in self.stages for option in self._at(zero))
             return block_prices(every, layout, self.table.price_cache)
 
-        return self.table.once(("blocks", *key, self.stages, layout.keeps_all(self.rank)), make)
+        way = self.stages, layout.keeps_all(self.rank), layout.chunked
+        return self.table.once(("blocks", *key, *way), make)
 
     @property
     def end_stages(self) -> tuple[int, ...]:
@@ -247,6 +248,14 @@ class SequenceColumns(RankColumns):
         again = np.arange(self.num_blocks) >= self.num_blocks - np.array(counts)[:, None]
         rows: Ints = np.where(again, np.array(whole, np.int64), 0)
         return rows
+
+    def front_mixes(self, zero: int) -> Mixes:
+        """Returns the front as mixes at a ZeRO stage."""
+        return self._mixes(zero)
+
+    def least_states(self, zero: int) -> float:
+        """Bytes of the states of all layers but embedding and head, without those in chunks."""
+        return float(self.block.of(self._at(zero)).states[self._firsts].sum())
 
     def _mixes(self, zero: int, most: int | None = None) -> Mixes:
         """Returns the front, or its fastest choices, as mixes.

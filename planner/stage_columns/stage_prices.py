@@ -205,9 +205,26 @@ def block_prices(
 ) -> BlockCosts:
     """Returns the costs of a block of `layout` on each option at its ZeRO stage."""
     time_s = column_of(options, "time_s")
-    if layout.chunked:
+    outside = [not (layout.chunked and option.kind.in_chunks) for option in options]
+    if not any(outside):
         zeros = dict.fromkeys(_ARRAYS, np.zeros(len(options)))
         return BlockCosts(options=options, **zeros | {"time_s": time_s})
+    priced = _priced_alone(options, layout, price_cache)
+    if all(outside):
+        return priced
+    # layers in chunks have their states in the costs of locations
+    alone = {name: np.where(outside, getattr(priced, name), 0.0) for name in _ARRAYS}
+    return BlockCosts(
+        options=options, **alone | {"time_s": np.where(outside, priced.time_s, time_s)}
+    )
+
+
+def _priced_alone(
+    options: tuple[LayerOption, ...], layout: ParallelLayout, price_cache: LayerPriceCache
+) -> BlockCosts:
+    """Returns the costs of blocks that are not in chunks."""
+    price_cache = unchunked_prices(layout, price_cache)
+    time_s = column_of(options, "time_s")
     b = layout.micro_batch_size
     mesh = layout.mesh
     ways = list(dict.fromkeys((o.kind, o.sharding, o.zero) for o in options))

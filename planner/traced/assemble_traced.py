@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from parplan.costmodels.host.offload import Offload
+from parplan.costmodels.host.state_location import StateLocation
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.step import StepPrice
@@ -13,9 +14,11 @@ from parplan.planner.layer_options.traced_shardings import split_plans
 from parplan.planner.plan.assemble import letters, pipeline_of, prediction_of
 from parplan.planner.plan.pipeline_plan import LayerRange
 from parplan.planner.plan.plan import PLAN_VERSION
+from parplan.planner.plan.plan_chunks import chunks_of
 from parplan.planner.plan.prediction import SearchRecord
 from parplan.planner.plan.traced_plan import (
     RecomputeList,
+    ShardHome,
     ShardPlan,
     ShardStage,
     SplitPlan,
@@ -54,6 +57,7 @@ def assembled(
         search=record,
         tp_rules=model.tp_rules,
         offload=(Offload.STATES,) if layout.states_on_host else (),
+        chunks=chunks_of(strategy, price_cache),
     )
 
 
@@ -70,7 +74,17 @@ def _stage(strategy: Strategy, index: int, price_cache: ShardPriceCache) -> Shar
             if choice.recompute is Recompute.FULL
         ),
         recompute_lists=_recompute_lists(choices, first, price_cache),
+        homes=_homes(choices, first) if strategy.layout.chunked else (),
     )
+
+
+def _homes(choices: Sequence[LayerChoice], first: int) -> tuple[ShardHome, ...]:
+    """Returns the shards in chunks of a stage that begins with shard `first`, by location."""
+    shards: dict[StateLocation, list[int]] = {}
+    for shard, choice in enumerate(choices, first):
+        if choice.kind.in_chunks:
+            shards.setdefault(choice.home, []).append(shard)
+    return tuple(ShardHome(home=home, shards=tuple(each)) for home, each in shards.items())
 
 
 def _recompute_lists(

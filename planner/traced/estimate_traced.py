@@ -8,11 +8,12 @@ from dataclasses import replace
 
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.strategy import ParallelLayout, Strategy
+from parplan.planner.host_options.state_locations import illegal_chunks
 from parplan.planner.infeasible.shortfall import limit_bytes
 from parplan.planner.plan.prediction import SearchRecord
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.planner.request import Constraints, TracedRequest
-from parplan.planner.search.estimate import require_host
+from parplan.planner.search.estimate import ChunkRequest, require_host, with_homes
 from parplan.planner.search.sequence_prices import SequencePrices
 from parplan.planner.stage_columns.stage_contents import Range
 from parplan.planner.stage_recompute import RecomputeRule, stage_too_large_error
@@ -21,14 +22,19 @@ from parplan.planner.traced.shard_price_cache import ShardPriceCache
 from parplan.planner.traced.shards import Cutting
 from parplan.planner.traced.stage_rules import StageRule
 from parplan.planner.traced.traced_strategy import every_block, priced_module, strategy_on
+from parplan.profiles.errors import ConfigError
 
 
 def estimate_traced_plan(
-    request: TracedRequest, rule: StageRule | None = None, cutting: Cutting | None = None
+    request: TracedRequest,
+    rule: StageRule | None = None,
+    cutting: Cutting | None = None,
+    chunks: ChunkRequest | None = None,
 ) -> TracedPlan:
     """Returns the plan of one configuration, without a search.
 
-    The constraints of the request pin all of its choices. Without a rule the stages are cut at even
+    With `chunks` the states of shards lie in chunks, and ZeRO 3 shards the others where dp > 1. The
+    constraints of the request pin all of its choices. Without a rule the stages are cut at even
     times. A plan that does not fit the devices is priced all the same. Raises ConfigError for a
     configuration that no search allows, with the reason, and InfeasibleError where the hosts cannot
     hold its states.
@@ -36,14 +42,36 @@ def estimate_traced_plan(
     factory = TracedFactory(request, rule, cutting)
     pins = factory.request.constraints
     prices = factory.prices(pins.offload or ())
+    price_cache = module_prices(prices)
+    if chunks is not None:
+        stack = request.training.stack
+        price_cache = price_cache.within(chunks.chunking(request.cluster, stack))
+        pins = _in_chunks(prices, pins)
     limit = limit_bytes(request.cluster, request.training.stack, request.options)
     (strategy,) = uniform_strategies(prices, pins, limit)
+    if chunks is not None:
+        strategy = with_homes(strategy, chunks)
     unpriced = SearchRecord.of_estimate(0.0, 0.0)
-    priced = priced_module(strategy, module_prices(prices), unpriced)
+    priced = priced_module(strategy, price_cache, unpriced)
     price = priced.price
-    require_host(price, request.cluster, chunked=False)
+    require_host(price, request.cluster, chunked=chunks is not None)
     record = SearchRecord.of_estimate(price.step_s, price.closed_form_s)
     return replace(priced.plan, search=record)
+
+
+def _in_chunks(prices: SequencePrices, pins: Constraints) -> Constraints:
+    """Returns the pins with the ZeRO stage of layers outside chunks.
+
+    Raises ConfigError where chunks cannot hold the states of the pinned layout.
+    """
+    (layout,) = prices.space.layouts
+    zeros = tuple(zero for zero in pins.zero or () if zero) or None
+    reason = illegal_chunks(layout, zeros) or prices.illegal_shards(layout)
+    if reason:
+        raise ConfigError(
+            reason, hint="change that option, or drop optimizer and parameters of --offload"
+        )
+    return replace(pins, zero=(3 if layout.mesh.dp > 1 else 0,))
 
 
 def uniform_strategies(

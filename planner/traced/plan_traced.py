@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cached_property
 
+from parplan.costmodels.host.offload import Offload
 from parplan.planner.candidates.never_searched import HOST_WHERE_NEEDED, UnsearchedPart
+from parplan.planner.objective import Objective
 from parplan.planner.request import TRACED_OFFLOAD, ModuleRequest, TracedRequest
 from parplan.planner.search.price_factory import Hosted, PriceFactory
 from parplan.planner.search.sequence_prices import SequencePrices
@@ -16,15 +18,28 @@ from parplan.planner.traced.traced_shortfall import (
     infeasible_traced_error,
     least_traced_peak_bytes,
 )
-from parplan.profiles.errors import InfeasibleError
+from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.models.tp_rules import TpRules
 
 SAMPLES = "samples"
 _UNSEARCHED = (
-    UnsearchedPart("states of some shards on the host", "the hosts hold all states or none"),
     UnsearchedPart(
-        "activations and chunks on the host", "a traced module has only its states there"
+        "any shards on the host",
+        "they are the last of a pipeline rank in chunks, or all without chunks",
     ),
+    UnsearchedPart(
+        "chunks with several virtual stages, or for another objective than throughput",
+        "plan estimate prices them by hand",
+    ),
+    UnsearchedPart(
+        "every count of shards on the host",
+        "of more than 16 shards in chunks a rank, the counts are on a grid of 17",
+    ),
+    UnsearchedPart(
+        "chunks that only their exact schedule fits",
+        "the closed form counts a few percent more bytes",
+    ),
+    UnsearchedPart("activations on the host", "a traced module has only its states there"),
     UnsearchedPart(
         "other recompute lists",
         "a class of shards has the eight that save most for their time",
@@ -47,6 +62,8 @@ class TracedFactory(PriceFactory):
 
     rule: the way to give shards to stages (--stages)
     cutting: the way to cut the module into shards (--shards, --cross-skips)
+    front: the request begins a front, which other objectives go on
+    Raises ConfigError for states in chunks alone with another objective than throughput.
 
     In a plan of samples the sequence has one token, so speeds are samples a second.
     """
@@ -60,11 +77,20 @@ class TracedFactory(PriceFactory):
         request: TracedRequest,
         rule: StageRule | None = None,
         cutting: Cutting | None = None,
+        *,
+        front: bool = False,
     ) -> None:
         if request.model.unit == SAMPLES:
             request = replace(request, training=replace(request.training, seq_length=1))
         self.request, self._named = request, rule or StageRule()
         self.cutting, self.offload = cutting or Cutting(), request.constraints.offload
+        self._chunks = request.objective is Objective.THROUGHPUT and not front
+        if not self._chunks and self.offload and Offload.STATES not in self.offload:
+            raise ConfigError(
+                f"--offload {','.join(self.offload)} is of chunks, which are searched for "
+                f"--objective {Objective.THROUGHPUT} alone where a module is traced",
+                hint="use --offload states, or that objective",
+            )
         self._prices: dict[Hosted, SequencePrices] = {}
 
     @cached_property
@@ -78,7 +104,8 @@ class TracedFactory(PriceFactory):
 
     def prices(self, offload: Hosted) -> SequencePrices:
         if offload not in self._prices:
-            request = self.request.with_offload(offload)
+            searched = tuple(each for each in offload if self._chunks or each is Offload.STATES)
+            request = self.request.with_offload(searched)
             self._prices[offload] = traced_prices(request, self._sharded, self.rule)
         return self._prices[offload]
 

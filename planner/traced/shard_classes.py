@@ -30,12 +30,16 @@ class ShardKey:
     outside    names of the class's tensors that count once a stage (planner/traced/shard_flow.py)
     role       whether it is the first shard, before all repeated blocks, the last one, behind them,
                or another one
+    shares     another shard of the model holds some of its parameters
+    in_chunks  it is no end, and has parameters that no other shard holds
     """
 
     number: int
     elsewhere: tuple[int, ...] = ()
     outside: frozenset[str] = frozenset()
     role: LayerKind = LayerKind.BLOCK
+    shares: bool = False
+    in_chunks: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +103,10 @@ class ShardClasses:
     def places(self, shard: int) -> tuple[int, ...]:
         """Returns the places in a shard of the operators of its class."""
         return tuple(place for place, _ in _in_pass(self.sharded, self.sharded.shards[shard]))
+
+    def shares(self, shard: int) -> bool:
+        """Returns whether another shard holds some of the parameters of a shard."""
+        return any(shard in shards for _, _, shards in self.sharded.shared)
 
     def role(self, shard: int) -> LayerKind:
         """Returns the role of a shard: at an end of the model outside repeated blocks, or not."""

@@ -26,7 +26,7 @@ from parplan.planner.traced.shard_classes import ShardClasses, ShardKey
 from parplan.planner.traced.shard_flow import Array, Flow
 from parplan.planner.traced.shards import Sharded
 from parplan.profiles.machines.shipped_profiles import Machine
-from parplan.profiles.models.operator_graph import LayerClass, LayerKey, Tensor
+from parplan.profiles.models.operator_graph import LayerClass, LayerKey, LayerKind, Tensor
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.models.traced_model import TracedModel
 from parplan.profiles.provenance import Kind, Seconds
@@ -70,10 +70,19 @@ class ShardPriceCache(LayerPriceCache):
 
     def key(self, layer: int, first: int) -> ShardKey:
         key = self.classes.key(layer, first)
-        return self._once(
-            ("key", layer, key),
-            lambda: replace(key, outside=self.flow.outside(layer), role=self.classes.role(layer)),
-        )
+
+        def make() -> ShardKey:
+            role, shares = self.classes.role(layer), self.classes.shares(layer)
+            alone = role is LayerKind.BLOCK and not shares
+            return replace(
+                key,
+                outside=self.flow.outside(layer),
+                role=role,
+                shares=shares,
+                in_chunks=alone and self.sharded.shards[layer].parameters > 0,
+            )
+
+        return self._once(("key", layer, key), make)
 
     def layer(self, kind: LayerKey, micro_batch_size: int) -> LayerClass:
         assert isinstance(kind, ShardKey)
@@ -105,6 +114,15 @@ class ShardPriceCache(LayerPriceCache):
     def counts_tied(self, mesh: Mesh) -> bool:
         """Returns False: `ShardKey.elsewhere` counts a parameter at the first shard of a stage."""
         return False
+
+    @cached_property
+    def batch_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.sharded.model.scaled(1).inputs)
+
+    def stays_gathered(self, kind: LayerKey, mesh: Mesh) -> bool:
+        """True for shards with shared parameters: those of a stage are one unit."""
+        assert isinstance(kind, ShardKey)
+        return kind.shares
 
     def cut_class(self, cut: int) -> int:
         return cut

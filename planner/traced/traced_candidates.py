@@ -22,6 +22,7 @@ from parplan.planner.candidates.enumeration import (
     ordered_meshes,
 )
 from parplan.planner.candidates.stack_rules import require_stack_runs
+from parplan.planner.host_options.state_locations import has_chunks, illegal_chunks
 from parplan.planner.request import Constraints, TracedRequest
 from parplan.planner.stage_recompute import illegal_stage_recompute
 from parplan.profiles.divisors import divisors
@@ -99,7 +100,20 @@ def enumerate_traced_candidates(
             layouts.append(layout)
             if Offload.STATES in (pins.offload or ()):
                 layouts.append(replace(layout, states_on_host=True))
+            if has_chunks(pins.offload):
+                chunked = replace(layout, chunked=True)
+                if reason := _unchunkable(layout, pins):
+                    pruned.append(Pruned(layout_text(chunked), reason))
+                else:
+                    layouts.append(chunked)
     return CandidateSpace(tuple(layouts), tuple(pruned))
+
+
+def _unchunkable(layout: ParallelLayout, pins: Constraints) -> str | None:
+    """Returns the reason why no search holds states of a layout in chunks, or None."""
+    if layout.virtual_stages > 1:
+        return "chunks of a traced module are searched with one part a pipeline rank"
+    return illegal_chunks(layout, pins.zero)
 
 
 def _meshes(request: TracedRequest) -> Iterator[Mesh]:

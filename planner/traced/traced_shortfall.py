@@ -12,6 +12,7 @@ from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.host_options.location_costs import host_share_bytes
 from parplan.planner.infeasible.shortfall import MOST_TIMES_LARGER, limit_bytes
 from parplan.planner.plan.error_band import memory_margin
+from parplan.planner.plan.plan_chunks import smallest_bytes
 from parplan.planner.request import TracedRequest
 from parplan.planner.search.sequence_prices import SequencePrices
 from parplan.planner.traced.shard_price_cache import ShardPriceCache
@@ -66,7 +67,7 @@ def _explained(request: TracedRequest, prices: SequencePrices, rule: StageRule) 
         f"{name} does not fit on {cluster.num_gpus} x {cluster.device.name}: the leanest plan "
         f"({strategy.layout.mesh}, zero {run[0].zero}, "
         f"{_recompute_text(run)} recompute, micro-batch {strategy.layout.micro_batch_size}"
-        f"{', states on the host' if strategy.layout.states_on_host else ''}) needs "
+        f"{_host_text(strategy.layout)}) needs "
         f"{gib(memory.total):.1f} GiB on stage "
         f"{rank} ({shards[first].name} to {shards[end - 1].name}), {gib(limit):.1f} "
         f"usable{margin}: "
@@ -74,6 +75,12 @@ def _explained(request: TracedRequest, prices: SequencePrices, rule: StageRule) 
         f"{gib(parts[largest]):.1f} GiB",
         hint=_hint(request, prices, rule),
     )
+
+
+def _host_text(layout: ParallelLayout) -> str:
+    if layout.states_on_host:
+        return ", states on the host"
+    return ", states in chunks" if layout.chunked else ""
 
 
 def least_traced_peak_bytes(prices: SequencePrices) -> float:
@@ -90,8 +97,11 @@ def _leanest(prices: SequencePrices) -> tuple[Strategy, StepPrice]:
 
 
 def _price(strategy: Strategy, prices: SequencePrices) -> StepPrice:
-    on_host = strategy.layout.states_on_host
-    return price_step(strategy, prices.price_cache.with_states(on_host=on_host))
+    price_cache = prices.price_cache.with_states(on_host=strategy.layout.states_on_host)
+    if strategy.layout.chunked:
+        least = smallest_bytes(strategy, price_cache)
+        price_cache = price_cache.within(replace(price_cache.chunking, device_bytes=least))
+    return price_step(strategy, price_cache)
 
 
 def _peak_bytes(price: StepPrice) -> float:
@@ -126,7 +136,7 @@ def _layouts(prices: SequencePrices) -> Iterator[ParallelLayout]:
     """
     seen: dict[object, ParallelLayout] = {}
     for layout in prices.space.layouts:
-        place = layout.mesh, layout.states_on_host
+        place = layout.mesh, layout.states_on_host, layout.chunked
         known = seen.get(place)
         if known is None or (layout.micro_batch_size, layout.virtual_stages) < (
             known.micro_batch_size,

@@ -7,11 +7,13 @@ shards are compared with those of the plan, and the price is that of the search.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from parplan.costmodels.layers.recompute import Recompute, RecomputedOperators
 from parplan.costmodels.step import price_step
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.plan.derived import layout_of
+from parplan.planner.plan.plan_strategy import chunking_of, require_groups
 from parplan.planner.plan.prediction import SearchRecord
 from parplan.planner.plan.reprice import Repriced
 from parplan.planner.plan.traced_plan import TracedPlan
@@ -44,8 +46,19 @@ def priced_module(
 def reprice_traced(plan: TracedPlan, model: TracedModel) -> PricedModule:
     """Returns a plan with all predictions computed again for a new trace of its module.
 
-    Raises ConfigError where the shards of the trace, or the divisions of their operators over the
-    tensor-parallel ranks, are not those of the plan.
+    Raises ConfigError where the shards of the trace, the divisions of their operators over the
+    tensor-parallel ranks, or the chunks that they fill are not those of the plan.
+    """
+    strategy, price_cache = planned_strategy(plan, model)
+    if plan.chunks is not None:
+        require_groups(plan.chunks, strategy, price_cache)
+    return priced_module(strategy, price_cache, plan.search)
+
+
+def planned_strategy(plan: TracedPlan, model: TracedModel) -> tuple[Strategy, ShardPriceCache]:
+    """Returns the strategy of a plan for a new trace of its module, and its prices.
+
+    Raises ConfigError as `reprice_traced` does, but for its chunks.
     """
     price_cache = ShardPriceCache(
         _sharded_alike(plan, model), plan.training, machine_for(plan.cluster)
@@ -64,7 +77,38 @@ def reprice_traced(plan: TracedPlan, model: TracedModel) -> PricedModule:
         _recompute_of(plan, price_cache),
         price_cache,
     )
-    return priced_module(strategy, price_cache, plan.search)
+    chunking = chunking_of(plan.chunks)
+    if chunking is None:
+        return strategy, price_cache
+    return _with_homes(plan, strategy), price_cache.within(chunking)
+
+
+def _with_homes(plan: TracedPlan, strategy: Strategy) -> Strategy:
+    """Returns the strategy with the state locations of a plan.
+
+    Raises ConfigError where other shards lie in chunks, or the ZeRO stage is not that of chunks.
+    """
+    zero = 3 if plan.mesh.dp > 1 else 0
+    stages = []
+    for planned, choices in zip(plan.stages, strategy.stages, strict=True):
+        homes = planned.home_of
+        in_chunks = [
+            shard for shard, choice in enumerate(choices, planned.first) if choice.kind.in_chunks
+        ]
+        if sorted(homes) != in_chunks or planned.zero != zero:
+            raise ConfigError(
+                f"stages: with chunks a stage has zero {zero}, and homes for the shards "
+                f"{', '.join(map(str, in_chunks))}; this one has zero {planned.zero}, and homes "
+                f"for {', '.join(map(str, sorted(homes))) or 'none'}",
+                hint=_AGAIN.format(plan.module.text),
+            )
+        stages.append(
+            tuple(
+                replace(choice, home=homes[shard]) if shard in homes else choice
+                for shard, choice in enumerate(choices, planned.first)
+            )
+        )
+    return replace(strategy, stages=tuple(stages))
 
 
 def _recompute_of(plan: TracedPlan, price_cache: ShardPriceCache) -> dict[int, RecomputedOperators]:

@@ -168,6 +168,10 @@ class LayerKind(StrEnum):
     def role(self) -> LayerKind:
         return self
 
+    @property
+    def in_chunks(self) -> bool:
+        return self is LayerKind.BLOCK
+
 
 def layer_kind(index: int, num_blocks: int) -> LayerKind:
     """Returns the kind of a layer of a described model: the embedding, the blocks, the head."""
@@ -176,10 +180,17 @@ def layer_kind(index: int, num_blocks: int) -> LayerKind:
 
 
 class LayerKey(Hashable, Protocol):
-    """The name of a layer class in a model, with the role of its layers."""
+    """The name of a layer class in a model.
+
+    role        the role of its layers
+    in_chunks   whether the states of its layers lie in chunks, in a layout with chunks
+    """
 
     @property
     def role(self) -> LayerKind: ...
+
+    @property
+    def in_chunks(self) -> bool: ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,8 @@ from parplan.costmodels.chunks.chunk_operations import RankChunks
 from parplan.costmodels.host.state_location import OFFLOAD_OF, StateLocation
 from parplan.planner.plan.chunk_levels import CLASSES, ChunkLevel
 from parplan.planner.plan.derived import blocks_of
-from parplan.planner.plan.plan import ChunkGroup, ChunkPlan, Plan
+from parplan.planner.plan.plan import ChunkGroup, ChunkPlan
+from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
 from parplan.profiles.documents.schema import document
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.units import format_bytes, gib, spans_text
@@ -26,9 +27,14 @@ _LOCATIONS = {
 }
 
 
-def blocks_by_location(plan: Plan) -> dict[tuple[int, StateLocation], list[int]]:
-    """Returns the blocks in chunks by pipeline rank and state location, in model order."""
+def blocks_by_location(plan: AnyPlan) -> dict[tuple[int, StateLocation], list[int]]:
+    """Returns the blocks or shards in chunks by pipeline rank and location, in model order."""
     blocks: dict[tuple[int, StateLocation], list[int]] = {}
+    if isinstance(plan, TracedPlan):
+        for shards in plan.stages:
+            for each in shards.homes:
+                blocks.setdefault((shards.rank, each.home), []).extend(each.shards)
+        return blocks
     for stage in plan.stages:
         for run in stage.layers:
             layer_plan = plan.layer_plans[run.plan]
@@ -39,7 +45,12 @@ def blocks_by_location(plan: Plan) -> dict[tuple[int, StateLocation], list[int]]
     return blocks
 
 
-def chunks_fact(plan: Plan, chunks: ChunkPlan) -> tuple[str, str, str]:
+def _unit(plan: AnyPlan) -> str:
+    """The word for the layers in chunks."""
+    return "shards" if isinstance(plan, TracedPlan) else "blocks"
+
+
+def chunks_fact(plan: AnyPlan, chunks: ChunkPlan) -> tuple[str, str, str]:
     """The summary's line: blocks with states on the host, and bytes that the busiest rank moves."""
     counts = Counter[StateLocation]()
     for (_, location), blocks in blocks_by_location(plan).items():
@@ -47,11 +58,12 @@ def chunks_fact(plan: Plan, chunks: ChunkPlan) -> tuple[str, str, str]:
     busiest = max(chunks.ranks, key=lambda rank: rank.in_bytes + rank.out_bytes)
     host = counts[StateLocation.HOST]
     optimizer = counts[StateLocation.OPTIMIZER]
+    every = f"{counts.total()} {_unit(plan)}"
     if optimizer and not host:
-        whose = f"the optimizer of {optimizer} of {plan.model.num_layers} blocks on the host"
+        whose = f"the optimizer of {optimizer} of {every} on the host"
         more = ""
     else:
-        whose = f"{host} of {plan.model.num_layers} blocks on the host"
+        whose = f"{host} of {every} on the host"
         more = f"the optimizer of {optimizer} more, " if optimizer else ""
     return (
         "chunks",
@@ -61,14 +73,14 @@ def chunks_fact(plan: Plan, chunks: ChunkPlan) -> tuple[str, str, str]:
     )
 
 
-def print_chunks(plan: Plan, out: Console) -> None:
+def print_chunks(plan: AnyPlan, out: Console) -> None:
     """Print groups of chunks and the bytes they move by pipeline rank; nothing without chunks."""
     chunks = plan.chunks
     if chunks is None:
         return
     blocks = blocks_by_location(plan)
     width = plan.training.precision.num_bytes
-    heading = ("stage", "home", "blocks", "chunks", "elements", "of parameters", "used")
+    heading = ("stage", "home", _unit(plan), "chunks", "elements", "of parameters", "used")
     rows = [_group_row(group, blocks[group.stage, group.home], width) for group in chunks.groups]
     say(out)
     gathered = (
@@ -77,7 +89,7 @@ def print_chunks(plan: Plan, out: Console) -> None:
         else ""
     )
     say(out, f"  states in chunks, whose parameters lie as their states do{gathered}", "dim")
-    print_table(out, heading, rows, left=("home", "blocks"))
+    print_table(out, heading, rows, left=("home", _unit(plan)))
     say(out)
     say(
         out,
@@ -123,7 +135,10 @@ def fullest_levels(levels: Sequence[ChunkLevel]) -> list[ChunkLevel]:
 
 
 def print_levels(levels: Sequence[ChunkLevel], rank: int, chunks: RankChunks, out: Console) -> None:
-    """Print the fullest moments of a pipeline rank's device, and the bytes moved in all of them."""
+    """Print the fullest moments of a pipeline rank's device, and the bytes moved in all of them.
+
+    The blocks of a traced module are its shards.
+    """
     shown = fullest_levels(levels)
     budget = gib_text(gib(chunks.device_bytes))
     say(

@@ -182,7 +182,7 @@ def _facts(
     predicted = plan.predicted
     yield "mesh", str(plan.mesh), ", ".join(pipeline_phrases(plan.pipeline, plan.mesh))
     yield ("stages" if traced else "layers", *layers_phrases(plan))
-    if isinstance(plan, Plan) and plan.chunks:
+    if plan.chunks:
         yield chunks_fact(plan, plan.chunks)
     yield ("stack", *_stack_phrases(plan))
     if measured:
@@ -255,7 +255,7 @@ def _host_fact(plan: AnyPlan, host_gib: float) -> tuple[str, str, str]:
         f"{gib(plan.cluster.host_memory_bytes):,.0f}"
     )
     if isinstance(plan, TracedPlan):
-        use = "; all states are there"
+        use = "; all states are there" if plan.states_on_host else ""
     elif any(Offload.LOOKUP in layer_plan.offload for layer_plan in plan.layer_plans.values()):
         use = "; tokens are looked up there"
     else:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parplan.planner.plan.chunk_levels import CLASSES, ChunkLevel
-from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.traced_plan import AnyPlan, model_name
 from parplan.profiles.units import format_number, gib
 from parplan.report.plots.scatter_plot import save
 
@@ -26,7 +26,7 @@ _LIMIT_COLOUR = "#D55E00"
 
 
 def draw_levels(
-    levels: Sequence[ChunkLevel], plan: Plan, rank: int, budget_bytes: int, path: Path
+    levels: Sequence[ChunkLevel], plan: AnyPlan, rank: int, budget_bytes: int, path: Path
 ) -> None:
     """Draw the moments and write them to `path`; raises ConfigError if it cannot be written."""
     from matplotlib.figure import Figure
@@ -36,7 +36,7 @@ def draw_levels(
     _draw_bytes(axes, levels, budget_bytes)
     _draw_marks(marks, levels)
     axes.set_title(
-        f"{plan.model.name}, stage {rank}: {plan.mesh}, {plan.pipeline.num_micro_batches} "
+        f"{model_name(plan)}, stage {rank}: {plan.mesh}, {plan.pipeline.num_micro_batches} "
         f"micro-batches"
     )
     handles, names = axes.get_legend_handles_labels()

@@ -28,6 +28,12 @@ def fits_host(today: AnyPlan) -> bool:
     return host_gib(today) <= gib(today.cluster.host_memory_bytes)
 
 
+def all_fits(today: TracedPlan, ranks: Sequence[int]) -> bool:
+    """Returns whether all of the pipeline ranks fit their devices, and the plan its hosts."""
+    devices = (does_fit(today.predicted.memory_gib[rank]) for rank in ranks)
+    return all(devices) and fits_host(today)
+
+
 def print_traced_check(
     plan: TracedPlan, today: TracedPlan, ranks: Sequence[int], out: Console
 ) -> None:
@@ -56,8 +62,12 @@ def print_traced_check(
         f"step {seconds_text(filed_s)} in the file, {seconds_text(now_s)} as priced now",
         "nothing was run: plan check --execute trains the module as planned",
     ]
-    if today.states_on_host:
-        facts.insert(2, f"the states take {gib_text(host_gib(today))} GiB of host memory a node")
+    if host_gib(today):
+        facts.insert(
+            2,
+            f"the states take {gib_text(host_gib(today))} GiB of host memory a node, which has "
+            f"{gib(today.cluster.host_memory_bytes):,.0f}",
+        )
     for fact in facts:
         say(out, joined(fact.split(" "), " ", out.width, start="  note      ", indent=12))
     say(out, f"  {verdict(today, ranks)}", "bold")
@@ -76,7 +86,8 @@ def traced_check_document(
 ) -> dict[str, Any]:
     """Returns the same as JSON values: GiB and seconds.
 
-    `host_gib` is the memory of the fullest node's host that the plan takes.
+    `host_gib` is the memory of the fullest node's host that the plan takes, `host_fits` whether the
+    node has it.
     """
     return {
         "verdict": verdict(today, ranks),
@@ -85,6 +96,7 @@ def traced_check_document(
             "now": today.predicted.step_time_s.value,
         },
         "host_gib": host_gib(today),
+        "host_fits": fits_host(today),
         "stages": [
             {
                 "stage": rank,

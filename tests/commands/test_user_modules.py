@@ -97,11 +97,13 @@ def test_a_front_of_a_traced_module_has_no_point_that_another_beats(tmp_path):
     assert "every stage fits" in succeed("check", front["points"][-1]["plan_file"]).stdout
 
 
-def test_the_host_may_have_all_states_of_a_traced_module_and_nothing_else():
-    message = fail(2, *ON_EIGHT, "--offload", "optimizer", "--objective", "memory")
+def test_the_host_may_have_states_of_a_traced_module_and_nothing_else():
+    message = fail(2, *ON_EIGHT, "--offload", "activations")
+    chunks = fail(2, *ON_EIGHT, "--offload", "optimizer", "--objective", "memory")
 
-    assert "--offload optimizer is of described models" in message
-    assert "this search has states and none" in message
+    assert "--offload activations is of described models" in message
+    assert "this search has states, optimizer, parameters and none" in message
+    assert "--offload optimizer is of chunks, which are searched for --objective" in chunks
 
 
 @pytest.fixture(scope="module")
@@ -155,8 +157,10 @@ def test_the_host_has_states_without_being_asked_only_where_nothing_fits_without
 
     text = succeed(*within, "-o", plan_file).stdout
 
-    assert "--offload states (nothing fits the devices alone)" in " ".join(text.split())
-    assert yaml.safe_load(Path(plan_file).read_text())["offload"] == ["states"]
+    assumed = "--offload states,optimizer,parameters (nothing fits the devices alone)"
+    assert assumed in " ".join(text.split())
+    plan = yaml.safe_load(Path(plan_file).read_text())
+    assert bool(plan["offload"]) != bool(plan["chunks"])
     assert "GiB short" in fail(3, *within, "--offload", "none")
     too_little = fail(3, *within, "--host-memory", "100MiB")
     assert "of host memory a node are enough (--host-memory)" in too_little
@@ -183,7 +187,7 @@ def test_explain_lists_pruned_candidates_and_operators_that_stay_whole(searched)
     _, text = searched
 
     assert "excluded by --pp, --dp or --tp" in text
-    assert "states of some shards on the host: the hosts hold all states or none" in text
+    assert "activations on the host: a traced module has only its states there" in text
     assert "the host, where something fits without it: --host-memory or --offload asks" in text
     assert "operators that each of the 2 tensor-parallel ranks computes whole:" in text
     assert "embedding#1 of table, positions: dim0: a norm is over the whole of it" in text
@@ -226,8 +230,9 @@ def test_an_estimate_cuts_at_even_times_and_recomputes_every_block(tmp_path):
     [
         (("--pp", "8", "--tp", "1"), "pp 8 is more than the 6 shards"),
         (("--stages", "1,2,3"), "--stages gives 3 stages, not 2"),
-        (("--offload", "parameters"), "--offload parameters is of described models"),
-        (("--host-blocks", "2"), "--host-blocks: the host holds the states of a traced module"),
+        (("--offload", "lookup"), "--offload lookup is of described models"),
+        (("--host-blocks", "2"), "--host-blocks is of chunks"),
+        (("--keep-on-host", "all"), "--keep-on-host: the host holds the states of a traced module"),
         (("--sequence-parallel",), "--sequence-parallel: "),
         (("--ep", "2"), "--ep: "),
         (("--zero", "1"), "ZeRO cannot shard fused matrices that tp divides"),
@@ -404,3 +409,20 @@ def test_a_searched_plan_with_tensor_parallelism_trains_as_one_process_does(tmp_
     document = json.loads(succeed("check", plan_file, "--execute", "--json").stdout)
 
     assert document["passed"]
+
+
+def test_a_plan_that_the_hosts_have_no_room_for_does_not_pass_the_check(large, tmp_path):
+    plan_file = tmp_path / "plan.yaml"
+    chunks = ("--offload", "optimizer,parameters", "--host-blocks", "2")
+    succeed("estimate", *large, *chunks, "-o", str(plan_file))
+    plan = yaml.safe_load(plan_file.read_text())
+    assert [group["home"] for group in plan["chunks"]["groups"]] == ["optimizer", "host"]
+    assert "moments of stage 0" in succeed("show", str(plan_file), "--chunks").stdout
+    assert json.loads(succeed("check", str(plan_file), "--json").stdout)["host_fits"]
+
+    plan["cluster"]["node"]["host_memory_gib"] = 0.1
+    plan_file.write_text(yaml.safe_dump(plan, sort_keys=False))
+
+    verdict = run("check", str(plan_file), "--json")
+    assert verdict.exit_code == 3
+    assert json.loads(verdict.stdout)["verdict"].endswith("the states do not fit the hosts")

@@ -71,9 +71,10 @@ def chunks_of_blocks(share):
     Blocks thus share groups and have several.
     """
 
-    def elements(block, num_blocks, ranks, cluster, width_bytes=2):
+    def elements(blocks, ranks, cluster, width_bytes=2):
+        block = blocks[0]
         return -(-max(max(block), int(share * sum(block))) // ranks) * ranks
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("parplan.costmodels.chunks.chunk_schedule.group_size_of", elements)
+        patch.setattr("parplan.costmodels.chunks.chunk_schedule.common_group_size", elements)
         yield

@@ -111,6 +111,44 @@ class UNet(nn.Module):
         return self.out(x)
 
 
+class Unlike(nn.Module):
+    """Residual parts of two widths in turn, so that neighbouring shards have unlike sizes."""
+
+    def __init__(self, widths: tuple[int, ...] = (16, 64, 16, 64, 16, 64)) -> None:
+        super().__init__()
+        self.enter = nn.Linear(12, 16)
+        self.up = nn.ModuleList(nn.Linear(16, width) for width in widths)
+        self.down = nn.ModuleList(nn.Linear(width, 16) for width in widths)
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in widths)
+        self.leave = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for norm, up, down in zip(self.norms, self.up, self.down, strict=True):
+            x = x + down(functional.gelu(up(norm(x))))
+        return self.leave(x)
+
+
+def unlike() -> MadeWithLoss:
+    return (
+        Unlike(),
+        lambda size: {"x": torch.randn(size, 12), "labels": torch.randint(3, (size,))},
+        _of_images,
+    )
+
+
+class _Frozen(Unlike):
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.up[3].parameters():
+            parameter.requires_grad_(False)
+
+
+def frozen() -> MadeWithLoss:
+    _, batch, loss = unlike()
+    return _Frozen(), batch, loss
+
+
 def unet() -> MadeWithLoss:
     return (
         UNet(),

@@ -28,7 +28,7 @@ def group_of(blocks, elements, group_elements, ranks=1, home=HOST):
     return ChunkedBlocks(
         home=home,
         blocks=tuple(blocks),
-        chunk_layout=pack(tensors, group_elements, ranks, len(blocks)),
+        chunk_layout=pack(tensors, group_elements, ranks, (3,) * len(blocks)),
     )
 
 

@@ -63,7 +63,7 @@ def chunk_layouts(draw: st.DrawFn) -> ChunkLayout:
         sized(block, num_blocks),
         whole(draw(st.integers(max(block), 2 * sum(block) + 1)), ranks),
         ranks,
-        num_blocks,
+        (len(block),) * num_blocks,
     )
 
 
@@ -150,7 +150,7 @@ def test_nothing_cannot_be_packed():
 def test_groups_after_x_blocks_are_those_of_x_blocks_packed(block, num_blocks, more, ranks):
     size = whole(max(block) + more, ranks)
     packed = [
-        pack(sized(block, count), size, ranks, count).num_groups
+        pack(sized(block, count), size, ranks, (len(block),) * count).num_groups
         for count in range(1, num_blocks + 1)
     ]
 
@@ -161,7 +161,10 @@ def test_groups_after_x_blocks_are_those_of_x_blocks_packed(block, num_blocks, m
 @given(BLOCKS, st.integers(1, 6), st.integers(0, 100), RANKS)
 def test_the_widest_pass_needs_the_groups_that_its_tensors_are_in(block, num_blocks, more, ranks):
     chunk_layout = pack(
-        sized(block, num_blocks), whole(max(block) + more, ranks), ranks, num_blocks
+        sized(block, num_blocks),
+        whole(max(block) + more, ranks),
+        ranks,
+        (len(block),) * num_blocks,
     )
     needed = [
         len(set(chunk_layout.group_of[number * len(block) : (number + 1) * len(block)]))
@@ -201,7 +204,10 @@ def test_the_score_is_what_lies_empty_on_a_rank_and_what_a_pass_gathers(
     block, num_blocks, ranks, more
 ):
     chunk_layout = pack(
-        sized(block, num_blocks), whole(max(block) + more, ranks), ranks, num_blocks
+        sized(block, num_blocks),
+        whole(max(block) + more, ranks),
+        ranks,
+        (len(block),) * num_blocks,
     )
     empty = chunk_layout.num_groups * chunk_layout.group_elements - sum(block) * num_blocks
     gathered = (
@@ -229,7 +235,7 @@ def test_published_models_use_more_than_95_percent_of_their_chunks(hidden, num_l
         sized(block, num_layers),
         group_size_of(block, num_layers, ranks, cluster),
         ranks,
-        num_layers,
+        (len(block),) * num_layers,
     )
 
     assert chunk_layout.utilisation > 0.95

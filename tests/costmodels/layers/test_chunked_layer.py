@@ -85,7 +85,9 @@ def test_gradients_take_the_place_of_parameters_only_in_16_bits_with_one_micro_b
 def test_a_host_block_moves_its_share_of_parameters_in_and_of_gradients_out():
     prices, mesh = price_cache(MIXED), Mesh(pp=1, dp=4, tp=1)
     elements = owned_parameters(prices.layer(LayerKind.BLOCK, 1), Sharding())
-    cost = prices.chunked(StateLocation.HOST, 1, mesh, Sharding(), in_parameters=False)
+    cost = prices.chunked(
+        LayerKind.BLOCK, StateLocation.HOST, 1, mesh, Sharding(), in_parameters=False
+    )
 
     rank_elements = -(-elements // 4)
     assert (cost.fetched_bytes, cost.sent_bytes, cost.returned_bytes, cost.left_bytes) == (
@@ -108,8 +110,12 @@ def test_a_host_block_moves_its_share_of_parameters_in_and_of_gradients_out():
 def test_an_optimizer_block_moves_once_a_step_and_a_device_block_never():
     prices, mesh = price_cache(HALF), Mesh(pp=1, dp=4, tp=1)
     rank_elements = -(-owned_parameters(prices.layer(LayerKind.BLOCK, 1), Sharding()) // 4)
-    once = prices.chunked(StateLocation.OPTIMIZER, 1, mesh, Sharding(), in_parameters=True)
-    never = prices.chunked(StateLocation.DEVICE, 1, mesh, Sharding(), in_parameters=True)
+    once = prices.chunked(
+        LayerKind.BLOCK, StateLocation.OPTIMIZER, 1, mesh, Sharding(), in_parameters=True
+    )
+    never = prices.chunked(
+        LayerKind.BLOCK, StateLocation.DEVICE, 1, mesh, Sharding(), in_parameters=True
+    )
 
     assert (once.fetched_bytes, once.sent_bytes, once.returned_bytes, once.left_bytes) == (
         0,
@@ -133,7 +139,13 @@ def test_padding_is_moved_gathered_and_updated_like_everything_else():
     prices, mesh = price_cache(), Mesh(pp=1, dp=4, tp=1)
     tight, padded = (
         prices.chunked(
-            StateLocation.HOST, 1, mesh, Sharding(), in_parameters=False, elements=elements
+            LayerKind.BLOCK,
+            StateLocation.HOST,
+            1,
+            mesh,
+            Sharding(),
+            in_parameters=False,
+            elements=elements,
         )
         for elements in (10**7, 2 * 10**7)
     )
@@ -147,7 +159,7 @@ def test_padding_is_moved_gathered_and_updated_like_everything_else():
 def test_one_rank_gathers_nothing_and_uses_a_device_block_where_it_lies():
     prices, mesh = price_cache(gpus=1), Mesh(pp=1, dp=1, tp=1)
     costs = {
-        home: prices.chunked(home, 1, mesh, Sharding(), in_parameters=False)
+        home: prices.chunked(LayerKind.BLOCK, home, 1, mesh, Sharding(), in_parameters=False)
         for home in StateLocation
     }
 

@@ -48,7 +48,9 @@ def group(
         for block in blocks
         for tensor in tensors_of_block
     )
-    return ChunkedBlocks(home=home, blocks=blocks, chunk_layout=pack(tensors, chunk_elements))
+    counts = (len(tensors_of_block),) * len(blocks)
+    chunk_layout = pack(tensors, chunk_elements, counts=counts)
+    return ChunkedBlocks(home=home, blocks=blocks, chunk_layout=chunk_layout)
 
 
 def users(groups: tuple[ChunkedBlocks, ...]) -> dict[tuple[int, int], set[int]]:

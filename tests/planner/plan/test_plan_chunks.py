@@ -141,7 +141,10 @@ def test_groups_are_the_tensors_of_their_blocks_packed():
     block = (h, h, 3 * h * h, 3 * h, h * h, h, h, h, 4 * h * h, 4 * h, 4 * h * h, h)
     for group, count in zip(plan.chunks.groups, (3, 2, 3), strict=True):
         chunk_layout = pack(
-            [SizedTensor("", size) for size in block * count], 2 * group.chunk_elements, 2, count
+            [SizedTensor("", size) for size in block * count],
+            2 * group.chunk_elements,
+            2,
+            (len(block),) * count,
         )
 
         assert (group.num_chunks, group.utilisation) == (

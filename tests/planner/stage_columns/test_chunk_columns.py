@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from parplan.commands.requests.requests import offload_assumed
-from parplan.costmodels.chunks.chunk_budget import IDS_BYTES
 from parplan.costmodels.chunks.chunk_memory import chunked_memory
 from parplan.costmodels.chunks.chunk_schedule import rank_chunks
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.host.state_location import Eviction, StateLocation
 from parplan.costmodels.layers.chunked_layer import Chunking
+from parplan.costmodels.layers.layer_price_cache import IDS_BYTES
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.memory.rank_memory import occupied_bytes, stashes, usable_bytes
 from parplan.costmodels.schedules.schedule import Schedule
