@@ -425,4 +425,4 @@ def test_a_plan_that_the_hosts_have_no_room_for_does_not_pass_the_check(large, t
 
     verdict = run("check", str(plan_file), "--json")
     assert verdict.exit_code == 3
-    assert json.loads(verdict.stdout)["verdict"].endswith("the states do not fit the hosts")
+    assert json.loads(verdict.stdout)["verdict"].startswith("the host of a node has too little")
