@@ -122,7 +122,8 @@ def plan_of(layout: ParallelLayout, num_layers: int, recompute: Recompute) -> Pl
     return plan
 
 
-def _layout(mesh: Mesh, micro_batch_size: int, num_micro_batches: int) -> ParallelLayout:
+def layout_of(mesh: Mesh, micro_batch_size: int, num_micro_batches: int) -> ParallelLayout:
+    """Returns a layout under 1F1B, without halves."""
     return ParallelLayout(
         mesh=mesh,
         schedule=Schedule.ONE_F_ONE_B,
@@ -135,7 +136,7 @@ def _layout(mesh: Mesh, micro_batch_size: int, num_micro_batches: int) -> Parall
 
 def pipeline_cases(pp: int, num_micro_batches: int, seconds: Seconds) -> list[Case]:
     """Returns Merak's schedules on stages of one block each, all recomputed where it is legal."""
-    layout = _layout(Mesh(pp=pp, dp=1, tp=1), 1, num_micro_batches)
+    layout = layout_of(Mesh(pp=pp, dp=1, tp=1), 1, num_micro_batches)
     plans = {
         name: plan_of(replace(layout, schedule=schedule), pp, Recompute.FULL)
         for name, schedule in SCHEDULES.items()
@@ -171,7 +172,7 @@ def pipeline_s(plan: Plan, seconds: Seconds) -> float:
 
 def level_cases(num_layers: int, num_micro_batches: int, seconds: Seconds) -> list[Case]:
     """Returns the levels of sub-pipelined tensor parallelism on two ranks."""
-    layout = _layout(Mesh(pp=1, dp=1, tp=2), HALVES, num_micro_batches)
+    layout = layout_of(Mesh(pp=1, dp=1, tp=2), HALVES, num_micro_batches)
     return [
         Case(
             name=f"level {level}",

@@ -17,12 +17,19 @@ from benchmarks.executor import artificial_times, merak_on_gloo
 from benchmarks.executor.artificial_times import Seconds, sleep_until
 from benchmarks.executor.merak_on_gloo import (
     SCHEDULES,
+    Case,
+    layout_of,
     level_cases,
     measure,
     pipeline_cases,
+    pipeline_s,
+    plan_of,
     planned_order,
     table,
 )
+from parplan.costmodels.communication.mesh import Mesh
+from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.schedules.schedule import Schedule
 from tests.benchmarks.test_artificial_times import VirtualTime
 
 pytestmark = pytest.mark.multiproc
@@ -95,6 +102,19 @@ def test_the_executor_takes_the_simulated_step_in_the_order_of_the_lists(pp, mic
         assert run.order == planned_order(case.plan), case.name
         hidden_s = sooner.get(case.name, 0) * PIPELINE.message_s
         assert run.step_s == [pytest.approx(case.predicted_s - hidden_s)], case.name
+
+
+def test_gpipe_hides_messages_that_the_simulator_charges_in_full():
+    pp, micro_batches = 4, 4
+    layout = replace(layout_of(Mesh(pp=pp, dp=1, tp=1), 1, micro_batches), schedule=Schedule.GPIPE)
+    plan = plan_of(layout, pp, Recompute.NONE)
+    predicted_s = pipeline_s(plan, PIPELINE)
+    case = Case(name="GPipe", plan=plan, seconds=PIPELINE, predicted_s=predicted_s)
+
+    (run,) = measure([case], rounds=1)
+
+    hidden_s = 2 * (micro_batches - 1) * PIPELINE.message_s
+    assert run.step_s == [pytest.approx(predicted_s - hidden_s)]
 
 
 @pytest.mark.parametrize("sum_s", [4.0, 15.0, 30.0, 50.0], ids="{:.0f} s".format)
