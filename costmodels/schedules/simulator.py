@@ -21,8 +21,7 @@ is received while it runs. The backward after it is the backward alone; recomput
 held until that is over.
 
 Leaves out: sends that block the sender, links shared by several transfers, and receives under the
-receiver's computation before, as in the warm-up of GPipe: each takes its full time
-(tests/benchmarks/test_merak_on_gloo.py).
+receiver's computation before, as in the warm-up of GPipe: each takes its full time.
 """
 
 from __future__ import annotations
