@@ -16,7 +16,7 @@ The predictions have the same seconds: of the pipeline by the event simulator
 a table step in turn in the same processes, and a time is the median over the rounds. A measured
 step has the executor's own time as well, some milliseconds a pass; on a clock that only the stated
 times move, such steps take what is predicted to the last digit, except for SCP at pp 2
-(tests/benchmarks/test_merak_on_gloo.py). There one message is sent early and costs nothing, and
+(tests/benchmarks/test_merak_on_gloo.py). There messages arrive while their receiver computes, and
 the simulator charges every receive in full.
 """
 

@@ -87,8 +87,8 @@ def virtual(monkeypatch):
     ("pp", "micro_batches", "sooner"),
     [
         pytest.param(4, 5, {}, id="pp4"),
-        # the third forward of SCP receives its message while its rank still computes, and the
-        # simulator charges every receive in full
+        # under SCP the inputs of the second and third forward arrive while the last rank still
+        # computes, and the simulator charges every receive in full
         pytest.param(2, 4, {"SCP": 1}, id="pp2"),
     ],
 )
