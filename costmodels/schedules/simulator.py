@@ -20,7 +20,8 @@ A recompute ahead of the gradient (R) waits for nothing but its turn in the list
 is received while it runs. The backward after it is the backward alone; recomputed activations are
 held until that is over.
 
-Leaves out: sends that block the sender, links shared by several transfers.
+Leaves out: sends that block the sender, links shared by several transfers, and receives under the
+receiver's computation before, as in the warm-up of GPipe: each takes its full time.
 """
 
 from __future__ import annotations
