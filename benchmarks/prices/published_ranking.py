@@ -29,6 +29,7 @@ from rich.table import Table
 from parplan.commands.options import TargetOptions
 from parplan.commands.requests.machine import DEFAULT_STACK
 from parplan.commands.requests.requests import request_of as planning_request_of
+from parplan.costmodels.communication.mesh import MeshOrder
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
@@ -343,6 +344,7 @@ def frames_of(published: Published, request: Request) -> list[ParallelLayout]:
     pins = Constraints(
         pp=(published.pp,),
         tp=(published.tp,),
+        mesh_order=(MeshOrder.PP_DP_TP,),
         micro_batch_size=None if size is None else (size,),
         sequence_parallel=(published.tp > 1,),
         schedule=(Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED),

@@ -148,6 +148,7 @@ def test_a_plan_with_states_on_the_hosts_is_smaller_and_says_so(leanest):
     assert all(each["peak_memory_gib"] > peak_gib(hosted) for each in document["baselines"])
 
 
+@pytest.mark.slow
 def test_the_host_has_states_without_being_asked_only_where_nothing_fits_without(
     leanest, large, tmp_path
 ):
@@ -313,6 +314,7 @@ def test_a_plan_is_compared_with_strategies_that_any_module_has(searched):
     assert {each["mesh"]["tp"] for each in document["baselines"]} == {1}
 
 
+@pytest.mark.slow
 def test_no_baseline_is_faster_than_the_plan_of_a_free_search(tmp_path):
     plan_file = str(tmp_path / "plan.yaml")
     succeed(*MODEL, "--gpus", "8", "--global-batch-size", "64", "-o", plan_file)
@@ -386,6 +388,7 @@ def test_rules_are_for_traced_modules(tmp_path):
     assert "--tp-rules is for traced modules" in fail(2, *where)
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_a_plan_with_merged_shards_and_a_named_stage_trains_as_one_process_does(tmp_path):
     plan_file = str(tmp_path / "plan.yaml")

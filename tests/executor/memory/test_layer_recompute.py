@@ -236,7 +236,7 @@ def _lists(operators: tuple[str, ...], number: int) -> list[tuple[str, ...]]:
     ("model", "attention"),
     [
         pytest.param(GPT, "flash", id="gpt-flash", marks=pytest.mark.slow),
-        pytest.param(GPT, "unfused", id="gpt-unfused"),
+        pytest.param(GPT, "unfused", id="gpt-unfused", marks=pytest.mark.slow),
         # torch has a fused RMS norm on GPUs only; the one on CPUs keeps more
         pytest.param(dataclasses.replace(LLAMA, norm="layer_norm"), "flash", id="llama-flash"),
     ],

@@ -19,6 +19,7 @@ MODEL = load_model("gpt-8.3b").spec
 CLUSTER = with_gpus(load_cluster("a100-80gb"), 16)
 TRAINING = TrainingSpec(global_batch_size=64, seq_length=1024, stack=load_stack("megatron-core"))
 PINS = Constraints(pp=(2, 4), dp=(2, 4), zero=(0, 1))
+FEW = replace(PINS, pp=(2,), micro_batch_size=(1, 2))
 
 
 def orders(num_gpus=16, **pins):
@@ -39,11 +40,11 @@ def test_a_mesh_is_searched_in_every_order_that_lies_differently_on_the_nodes():
 def test_the_search_finds_the_better_of_the_searches_in_each_order():
     found = {
         order: find_plan(
-            MODEL, CLUSTER, TRAINING, constraints=replace(PINS, mesh_order=(order,))
+            MODEL, CLUSTER, TRAINING, constraints=replace(FEW, mesh_order=(order,))
         ).search.value
         for order in MeshOrder
     }
-    plan = find_plan(MODEL, CLUSTER, TRAINING, constraints=PINS)
+    plan = find_plan(MODEL, CLUSTER, TRAINING, constraints=FEW)
 
     assert len(set(found.values())) == 2
     assert plan.search.value == pytest.approx(min(found.values()), rel=1e-6)
@@ -51,7 +52,7 @@ def test_the_search_finds_the_better_of_the_searches_in_each_order():
 
 
 def test_the_prices_of_the_orders_say_what_the_chosen_one_gains():
-    plan = find_plan(MODEL, CLUSTER, TRAINING, constraints=PINS)
+    plan = find_plan(MODEL, CLUSTER, TRAINING, constraints=FEW)
     chosen, other = order_prices(plan)
 
     assert (chosen.chosen, other.chosen) == (True, False)

@@ -332,6 +332,7 @@ def test_searches_are_told_of_before_they_start():
     assert all(done < planned for _, done, planned in told)
 
 
+@pytest.mark.slow
 def test_what_one_search_learned_does_not_change_what_another_finds():
     instance = random_instance(6)
     shared = DescribedPrices(

@@ -132,6 +132,7 @@ def test_a_preferred_plan_reads_again_as_it_was_written(plans):
     assert plan_from_document(plan_to_document(lean), "plan.yaml") == lean
 
 
+@pytest.mark.slow
 def test_the_same_request_prefers_the_same_bytes_twice(plans):
     assert plan_to_yaml(preferring(Prefer.ROBUST)) == plan_to_yaml(plans[Prefer.ROBUST])
 

@@ -354,6 +354,7 @@ def test_a_budget_that_is_spent_says_what_was_not_tried():
     assert answer.unlimited_s is None
 
 
+@pytest.mark.slow
 def test_a_rule_for_the_recompute_of_the_stages_is_dropped_where_that_fits():
     rule = RecomputeRule((Fraction(0),))
     pins = Constraints(pp=(2,), tp=(2,), micro_batch_size=(1,))

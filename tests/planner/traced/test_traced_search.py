@@ -584,7 +584,7 @@ def within_limits(
 
 @pytest.mark.parametrize(
     "pattern",
-    mostly_slow(["aabab", "abcab", "adbad", "abbaab", "bcabcb"], {"aabab", "abcab", "adbad"}),
+    mostly_slow(["aabab", "abcab", "adbad", "abbaab", "bcabcb"], {"aabab"}),
 )
 def test_parts_that_share_their_ranks_are_those_that_enumeration_finds(pattern):
     training, cuts = TrainingSpec(global_batch_size=65536, seq_length=1, stack=NEUTRAL), set()
@@ -601,7 +601,13 @@ def test_parts_that_share_their_ranks_are_those_that_enumeration_finds(pattern):
 
 
 @pytest.mark.parametrize("pattern", mostly_slow(["aabab", "adbad", "abbaab"], {"aabab"}))
-@pytest.mark.parametrize("pins", [INTERLEAVED, ONE_PART], ids=["interleaved", "one part"])
+@pytest.mark.parametrize(
+    "pins",
+    [
+        pytest.param(INTERLEAVED, id="interleaved", marks=pytest.mark.slow),
+        pytest.param(ONE_PART, id="one part"),
+    ],
+)
 def test_bounds_hold_where_gradients_come_and_go(pattern, pins):
     """The peak depends on the order of recomputed layers, which no front of columns knows."""
     training = TrainingSpec(global_batch_size=65536, seq_length=1, stack=load_stack("parplan"))
