@@ -176,6 +176,7 @@ def test_recompute_changes_no_gradient(operators, dropout, attention):
     )
 
 
+@pytest.mark.slow
 def test_what_was_made_again_is_gone_when_the_backward_pass_is_over():
     """Without the garbage collector's help; MemTracker holds recipes of other tests for ever."""
     gc.collect()

@@ -32,6 +32,7 @@ from parplan.profiles.machines.machine_catalog import load_cluster
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.tracing.record import record
 from parplan.profiles.tracing.trace import trace
+from tests.helpers.cases import mostly_slow
 from tests.helpers.traced_modules import HUGGING_FACE
 from tests.helpers.traced_plans import hand_plan
 
@@ -168,7 +169,7 @@ def runs(name: str) -> Runs:
     return Runs(name)
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", mostly_slow(MODULES, {"bert"}))
 def test_lists_free_the_bytes_that_they_say_and_change_no_gradient(name):
     module = runs(name)
     freed = 0

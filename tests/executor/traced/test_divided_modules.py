@@ -148,6 +148,7 @@ def test_modules_of_the_zoo_are_divided_and_train_as_in_one_process(name):
     check(plan)
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_a_checkpoint_of_fused_matrices_is_read_with_another_tp(tmp_path):
     """Every rank has a part of the queries, of the keys and of the values in one matrix."""

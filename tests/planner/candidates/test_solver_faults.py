@@ -222,6 +222,7 @@ def test_a_fault_on_one_candidate_leaves_only_that_one_open(fake_cbc, whole):
     )
 
 
+@pytest.mark.slow
 def test_a_fault_on_the_first_candidate_does_not_end_the_search(fake_cbc):
     fake_cbc("exit 3", times=1)
 
@@ -273,6 +274,7 @@ def test_a_fault_in_the_first_pass_leaves_the_memory_objective_unproven(fake_cbc
     assert "failed on 1 candidate," in plan.search.solver_failure
 
 
+@pytest.mark.slow
 def test_no_fault_leaves_no_word(fake_cbc, whole):
     fake_cbc("exit 3", after=1000)
 
@@ -308,6 +310,7 @@ def test_the_command_warns_and_notes_what_the_solver_failed_on(fake_cbc, tmp_pat
     assert read_plan(tmp_path / "plan.yaml").search.solver_failure in done.stderr
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_4_when_no_plan_was_found(fake_cbc, tmp_path):
     fake_cbc("exit 3")
 

@@ -199,6 +199,7 @@ def test_a_ban_that_stands_in_the_way_is_named(text, remaining):
     assert way.request.constraints.forbid == bans
 
 
+@pytest.mark.slow
 def test_a_whole_mesh_that_is_pinned_is_relaxed_with_the_dp_that_follows():
     pins = Constraints(tp=(1,), pp=(1,), dp=(8,), zero=(0,))
     tight = between(pins, replace(pins, tp=None, dp=None))
