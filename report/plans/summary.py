@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 
-from parplan.costmodels.communication.mesh import Mesh
+from parplan.costmodels.communication.mesh import Mesh, MeshOrder
 from parplan.costmodels.host.offload import Offload
 from parplan.planner.calibration.profile_coverage import Coverage
 from parplan.planner.objective import Objective, Prefer
@@ -406,9 +406,10 @@ def _print_runners_up(plan: AnyPlan, out: Console, *, whole: bool) -> None:
 
 
 def _best_of_each_mesh(runners_up: Sequence[RunnerUp]) -> tuple[RunnerUp, ...]:
+    """Returns the first of the runners-up with the same degrees, in any order of the axes."""
     best: dict[Mesh, RunnerUp] = {}
     for runner_up in runners_up:
-        best.setdefault(runner_up.mesh, runner_up)
+        best.setdefault(replace(runner_up.mesh, order=MeshOrder.PP_DP_TP), runner_up)
     return tuple(best.values())
 
 
