@@ -146,6 +146,7 @@ def _allowed(pinned: Collection[object] | None, value: object) -> bool:
 def _meshes(request: Request) -> Iterator[Mesh | Pruned]:
     model, cluster = request.model, request.cluster
     pins = request.constraints
+    orders = pins.mesh_order or tuple(map(MeshOrder, request.training.stack.mesh_orders))
     gpus = cluster.num_gpus
     for tp in divisors(gpus):
         reason = illegal_tensor_parallel(tp, model, cluster, across_nodes=pins.tp_across_nodes)
@@ -153,18 +154,16 @@ def _meshes(request: Request) -> Iterator[Mesh | Pruned]:
             dp = gpus // tp // pp
             for ep in expert_degrees(dp, model):
                 plain = Mesh(pp=pp, dp=dp, tp=tp, ep=ep)
-                for mesh in ordered_meshes(plain, request):
+                for mesh in ordered_meshes(plain, orders, cluster.gpus_per_node):
                     excluded = excluded_mesh(mesh, pins, model.num_layers, "layers") or reason
                     yield Pruned(str(mesh), excluded) if excluded else mesh
 
 
-def ordered_meshes(mesh: Mesh, request: Request | TracedRequest) -> Iterator[Mesh]:
-    """Yields a mesh in each allowed order of its axes, and one of those that cost the same.
+def ordered_meshes(mesh: Mesh, orders: tuple[MeshOrder, ...], gpus_per_node: int) -> Iterator[Mesh]:
+    """Yields a mesh in each of the orders of its axes, and one of those that cost the same.
 
     Orders cost the same where the groups of every axis lie on as many nodes.
     """
-    stack, gpus_per_node = request.training.stack, request.cluster.gpus_per_node
-    orders = request.constraints.mesh_order or tuple(map(MeshOrder, stack.mesh_orders))
     seen: list[Hashable] = []
     if mesh.ep > 1:
         orders = (MeshOrder.PP_DP_TP,)

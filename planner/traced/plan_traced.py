@@ -23,6 +23,7 @@ from parplan.profiles.models.tp_rules import TpRules
 
 SAMPLES = "samples"
 _UNSEARCHED = (
+    UnsearchedPart("other orders of the mesh axes than pp-dp-tp", "--mesh-order asks for them"),
     UnsearchedPart(
         "any shards on the host",
         "they are the last of a pipeline rank in chunks, or all without chunks",

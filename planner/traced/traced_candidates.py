@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import gcd
 
-from parplan.costmodels.communication.mesh import Mesh
+from parplan.costmodels.communication.mesh import Mesh, MeshOrder
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import AHEAD, LAST_KEEPS_ALL, Schedule
@@ -119,9 +119,11 @@ def _unchunkable(layout: ParallelLayout, pins: Constraints) -> str | None:
 def _meshes(request: TracedRequest) -> Iterator[Mesh]:
     """Yields the meshes whose tensor-parallel ranks are inside a node."""
     gpus = request.cluster.num_gpus
+    orders = request.constraints.mesh_order or (MeshOrder.PP_DP_TP,)
     for tp in divisors(gcd(gpus, request.cluster.gpus_per_node)):
         for pp in divisors(gpus // tp):
-            yield from ordered_meshes(Mesh(pp=pp, dp=gpus // tp // pp, tp=tp), request)
+            mesh = Mesh(pp=pp, dp=gpus // tp // pp, tp=tp)
+            yield from ordered_meshes(mesh, orders, request.cluster.gpus_per_node)
 
 
 def _layouts(
