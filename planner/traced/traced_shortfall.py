@@ -90,10 +90,24 @@ def least_traced_peak_bytes(prices: SequencePrices) -> float:
 
 def _leanest(prices: SequencePrices) -> tuple[Strategy, StepPrice]:
     """Returns the leanest strategy that fits the hosts, with its price."""
-    strategies = (leanest_traced(prices, layout) for layout in _layouts(prices))
-    priced = [(strategy, _price(strategy, prices)) for strategy in strategies]
+    priced = [(strategy, _price(strategy, prices)) for strategy in _leanest_of_each(prices)]
     fit = [each for each in priced if _host_bytes(each[1]) <= _host_share(prices)]
     return min(fit, key=lambda each: _peak_bytes(each[1]))
+
+
+def _leanest_of_each(prices: SequencePrices) -> Iterator[Strategy]:
+    """Yields the leanest strategy of each layout of `_layouts`.
+
+    Those in chunks are left out where a rank has no layer that chunks can hold.
+    """
+    for layout in _layouts(prices):
+        strategy = leanest_traced(prices, layout)
+        ranks = (
+            [choice for stage in layout.stages_of(rank) for choice in strategy.stages[stage]]
+            for rank in range(layout.mesh.pp)
+        )
+        if not layout.chunked or all(any(c.kind.in_chunks for c in of_rank) for of_rank in ranks):
+            yield strategy
 
 
 def _price(strategy: Strategy, prices: SequencePrices) -> StepPrice:
@@ -177,8 +191,8 @@ def _hint(request: TracedRequest, prices: SequencePrices, rule: StageRule) -> st
             larger = traced_prices(more, _sharded(prices), rule)
         except ConfigError:
             continue
-        for layout in _layouts(larger):
-            price = _price(leanest_traced(larger, layout), larger)
+        for strategy in _leanest_of_each(larger):
+            price = _price(strategy, larger)
             if _peak_bytes(price) <= limit and _host_bytes(price) <= _host_share(larger):
                 num_gpus = more.cluster.num_gpus
                 return f"{num_gpus} GPUs are enough (--gpus {num_gpus})"
