@@ -86,6 +86,7 @@ def _check_chunks(plan: Plan, chosen: list[int], *, as_json: bool) -> int:
     """Prices the plan again, with the schedule of its chunks, and compares it with its file."""
     from parplan.planner.plan.reprice import reprice
     from parplan.report.runs import chunk_check_table
+    from parplan.report.runs.traced_check_table import shortage
     from parplan.report.text import console
 
     today = reprice(plan).plan
@@ -93,7 +94,7 @@ def _check_chunks(plan: Plan, chosen: list[int], *, as_json: bool) -> int:
         print_json(chunk_check_table.chunk_check_document(plan, today, chosen))
     else:
         chunk_check_table.print_chunk_check(plan, today, chosen, console(sys.stdout))
-    return 0 if chunk_check_table.fits(today, chosen) else user_modules.NOT_FITTING
+    return user_modules.NOT_FITTING if shortage(today, chosen) else 0
 
 
 def _dry_run(plan: Plan, chosen: list[int], *, as_json: bool) -> int:

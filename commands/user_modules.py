@@ -191,8 +191,8 @@ def dry_check(plan: TracedPlan, ranks: Sequence[int], *, as_json: bool) -> int:
     from parplan.executor.rules.traced_rules import validate_traced_plan
     from parplan.planner.traced.traced_strategy import reprice_traced
     from parplan.report.runs.traced_check_table import (
-        all_fits,
         print_traced_check,
+        shortage,
         traced_check_document,
     )
     from parplan.report.text import console
@@ -203,7 +203,7 @@ def dry_check(plan: TracedPlan, ranks: Sequence[int], *, as_json: bool) -> int:
         print_json(traced_check_document(plan, today, ranks))
     else:
         print_traced_check(plan, today, ranks, console(sys.stdout))
-    return 0 if all_fits(today, ranks) else NOT_FITTING
+    return NOT_FITTING if shortage(today, ranks) else 0
 
 
 def execute(plan: TracedPlan, *, as_json: bool) -> int:

@@ -81,6 +81,13 @@ def parse_stage_recompute(text: str) -> RecomputeRule:
     return RecomputeRule(shares)
 
 
+def two_recomputes_error(level: str) -> ConfigError:
+    """Returns the error of a recompute level beside a rule for the stages."""
+    return ConfigError(
+        f"--recompute {level} and {OPTION} exclude each other", hint="leave one of them out"
+    )
+
+
 def stage_too_large_error(stage: int, limit_bytes: float) -> InfeasibleError:
     """Returns the error of a stage that no recompute makes fit."""
     return InfeasibleError(

@@ -93,6 +93,8 @@ def coerce_choice(instance: object, field: str, choices: type[StrEnum], *, where
     Raises ConfigError.
     """
     value = getattr(instance, field)
+    if isinstance(value, choices):
+        return
     names = [choice.value for choice in choices]
     if value not in names:
         raise unknown_name_error(field, str(value), names, where=where)

@@ -14,6 +14,7 @@ from parplan.commands.requests.machine import TrainingDefaults, cluster_and_trai
 from parplan.commands.requests.requests import constraints_of, offload_phrase
 from parplan.planner.request import TRACED_OFFLOAD, Constraints, ModuleRequest, PlanRequest
 from parplan.planner.search.estimate import ChunkRequest
+from parplan.planner.stage_recompute import two_recomputes_error
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.model_catalog import find_config
 from parplan.profiles.models.module_source import ModuleSource
@@ -109,10 +110,7 @@ def estimate_request(
     """
     _require_known(by_hand, _BY_HAND_REFUSED)
     if by_hand.recompute_first_stage and by_hand.recompute != "none":
-        raise ConfigError(
-            f"--recompute {by_hand.recompute} and --recompute-first-stage exclude each other",
-            hint="leave one of them out",
-        )
+        raise two_recomputes_error(by_hand.recompute)
     whole, chunks = offload_by_hand(by_hand, ANY_NUMBER)
     pins = PinOptions(
         pp=(by_hand.pp,),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
@@ -175,6 +175,22 @@ def where_axes_lie(mesh: Mesh, gpus_per_node: int) -> Hashable:
         crosses.tobytes(),
         min(mesh.stride(Axis.PP), gpus_per_node) if crosses.any() else 0,
     )
+
+
+def distinct_orders(
+    mesh: Mesh, orders: Iterable[MeshOrder], gpus_per_node: int
+) -> tuple[Mesh, ...]:
+    """Returns a mesh in each of the orders, of those that cost the same only the first.
+
+    Ranks that divide experts are neighbours, which pp-dp-tp alone has.
+    """
+    if mesh.ep > 1:
+        orders = (MeshOrder.PP_DP_TP,)
+    meshes: dict[Hashable, Mesh] = {}
+    for order in orders:
+        ordered = replace(mesh, order=order)
+        meshes.setdefault(where_axes_lie(ordered, gpus_per_node), ordered)
+    return tuple(meshes.values())
 
 
 def place_expert_copies(mesh: Mesh, gpus_per_node: int) -> Placement:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parplan.costmodels.communication.collectives import (
     Collective,
@@ -125,9 +125,9 @@ class SchemeCase:
     def states_bytes(self, ranks: int) -> float:
         """Bytes of the states over `ranks` devices, with a 16-bit copy of the parameters."""
         training, parameters = self.price_cache.training, self.price_cache.num_parameters
-        master = sum(ideal_states(parameters, ranks, training))
-        copied = ideal_states(parameters, ranks, training)[0] == 0.0
-        return master + copied * training.precision.num_bytes * parameters / ranks
+        ideal = ideal_states(parameters, ranks, training)
+        copied_bytes = training.precision.num_bytes * parameters / ranks if ideal[0] == 0.0 else 0.0
+        return sum(ideal) + copied_bytes
 
     def gathered_s(self, num_bytes: float, degree: int, stride: int) -> float:
         """Seconds to gather `num_bytes`, or to reduce and scatter them, over one axis."""
@@ -218,12 +218,11 @@ def _summa(case: SchemeCase, side: int, depth: int) -> SchemeCost:
         summed_s += each.count * case.summed_s(own, depth, side**2)
         summed += each.count * 2 * own * (depth - 1) / depth
     cost = case.divided(comm_s, sent)
-    return SchemeCost(
-        compute_s=cost.compute_s,
+    return replace(
+        cost,
         comm_s=cost.comm_s + summed_s,
         sent_bytes=cost.sent_bytes + summed,
         states_bytes=case.states_bytes(side**2),
-        activation_bytes=cost.activation_bytes,
     )
 
 
@@ -284,10 +283,9 @@ def _context(case: SchemeCase, comm_s: float, sent_bytes: float) -> SchemeCost:
     cost, n = case.divided(comm_s, sent_bytes), case.num_devices
     training = case.price_cache.training
     gradients = training.gradient_precision.num_bytes * case.price_cache.num_parameters
-    return SchemeCost(
-        compute_s=cost.compute_s,
+    return replace(
+        cost,
         comm_s=cost.comm_s + case.summed_s(gradients, n, 1),
         sent_bytes=cost.sent_bytes + 2 * gradients * (n - 1) / n,
         states_bytes=case.states_bytes(1),
-        activation_bytes=cost.activation_bytes,
     )

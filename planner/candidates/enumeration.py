@@ -6,11 +6,11 @@ Each illegal candidate has its reason.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from math import gcd
 
-from parplan.costmodels.communication.mesh import Mesh, MeshOrder, where_axes_lie
+from parplan.costmodels.communication.mesh import Mesh, MeshOrder, distinct_orders
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import AHEAD, Schedule, legal
 from parplan.costmodels.strategy import ParallelLayout
@@ -154,27 +154,9 @@ def _meshes(request: Request) -> Iterator[Mesh | Pruned]:
             dp = gpus // tp // pp
             for ep in expert_degrees(dp, model):
                 plain = Mesh(pp=pp, dp=dp, tp=tp, ep=ep)
-                for mesh in ordered_meshes(plain, orders, cluster.gpus_per_node):
+                for mesh in distinct_orders(plain, orders, cluster.gpus_per_node):
                     excluded = excluded_mesh(mesh, pins, model.num_layers, "layers") or reason
                     yield Pruned(str(mesh), excluded) if excluded else mesh
-
-
-def ordered_meshes(mesh: Mesh, orders: tuple[MeshOrder, ...], gpus_per_node: int) -> Iterator[Mesh]:
-    """Yields a mesh in each of the orders of its axes, and one of those that cost the same.
-
-    Orders cost the same where the groups of every axis lie on as many nodes.
-    """
-    seen: list[Hashable] = []
-    if mesh.ep > 1:
-        orders = (MeshOrder.PP_DP_TP,)
-    elif 1 in (mesh.pp, mesh.dp):
-        orders = orders[:1]
-    for order in orders:
-        ordered = replace(mesh, order=order)
-        cost = where_axes_lie(ordered, gpus_per_node)
-        if cost not in seen:
-            seen.append(cost)
-            yield ordered
 
 
 def excluded_mesh(mesh: Mesh, pins: Constraints, num_layers: int, what: str) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from parplan.costmodels.communication.mesh import Axis, MeshOrder, place, where_axes_lie
+from parplan.costmodels.communication.mesh import Axis, MeshOrder, distinct_orders, place
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.reprice import reprice
 
@@ -33,13 +33,9 @@ def order_prices(plan: Plan) -> tuple[OrderPrice, ...]:
     Of orders that lie alike on the nodes there is one, so that one price means no choice.
     """
     gpus_per_node = plan.cluster.gpus_per_node
-    meshes = {where_axes_lie(plan.mesh, gpus_per_node): plan.mesh}
-    if plan.mesh.ep == 1:
-        for name in plan.training.stack.mesh_orders:
-            mesh = replace(plan.mesh, order=MeshOrder(name))
-            meshes.setdefault(where_axes_lie(mesh, gpus_per_node), mesh)
+    orders = (plan.mesh.order, *map(MeshOrder, plan.training.stack.mesh_orders))
     prices = []
-    for mesh in meshes.values():
+    for mesh in distinct_orders(plan.mesh, orders, gpus_per_node):
         predicted = reprice(replace(plan, mesh=mesh)).plan.predicted
         prices.append(
             OrderPrice(

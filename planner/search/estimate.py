@@ -39,6 +39,7 @@ from parplan.planner.stage_recompute import (
     RecomputeRule,
     illegal_stage_recompute,
     recomputed,
+    two_recomputes_error,
 )
 from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.machines.hardware import Cluster
@@ -225,10 +226,7 @@ def _check_offload(
 
 def _check_rule(rule: RecomputeRule, layout: ParallelLayout, choices: UniformChoices) -> None:
     if choices.recompute is not Recompute.NONE:
-        raise ConfigError(
-            f"--recompute {choices.recompute} and {OPTION} exclude each other",
-            hint="leave one of them out",
-        )
+        raise two_recomputes_error(choices.recompute)
     if choices.chunks is not None or choices.keep_on_host or Offload.ACTIVATIONS in choices.offload:
         raise ConfigError(
             f"{OPTION} does not go with chunks or activations on the host",

@@ -28,10 +28,9 @@ from parplan.planner.search.search_session import (
 )
 from parplan.planner.stage_columns.block_counts import to_strategy
 from parplan.planner.stage_columns.chunk_columns import rank_columns
-from parplan.planner.stage_columns.stage_column import interchangeable_ends
+from parplan.planner.stage_columns.stage_column import interchangeable_ends, worth_scheduling
 from parplan.profiles.errors import InfeasibleError, OutOfTimeError
 
-SCHEDULED = 4  # columns of one layout whose exact schedules are compared
 IMPROVED = 3  # strategies whose blocks are moved between stages
 TOLD_APART = 9  # significant digits of a step, against another order of summation
 WORTH_CHUNKS = 0.01  # share by which chunks must be faster where nothing leaves the device
@@ -99,10 +98,7 @@ def _by_the_rule(solved: SolvedCandidate, session: SearchSession) -> Iterator[St
 
 
 def _other_homes(solved: SolvedCandidate, session: SearchSession) -> Iterator[Strategy]:
-    """The best columns of a chunked layout without a pipeline.
-
-    The exact schedules know the waits for copies better than the closed form.
-    """
+    """The best columns of a chunked layout without a pipeline."""
     layout = solved.layout
     if layout.chunked and layout.mesh.pp == 1:
         columns = rank_columns(0, layout, session.table).fastest(
@@ -111,7 +107,7 @@ def _other_homes(solved: SolvedCandidate, session: SearchSession) -> Iterator[St
         alike = (
             column for column in columns if column.looks_up == solved.choice.columns[0].looks_up
         )
-        for column in sorted(alike, key=lambda c: c.alone_s(layout.num_micro_batches))[:SCHEDULED]:
+        for column in worth_scheduling(alike, layout.num_micro_batches):
             yield to_strategy(layout, (column,))
 
 

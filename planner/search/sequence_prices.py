@@ -33,13 +33,12 @@ from parplan.planner.search.part_moves import PartMoves
 from parplan.planner.search.search_session import ContentsMaker, SearchPrices, SearchSession
 from parplan.planner.stage_columns.sequence_chunk_columns import SequenceChunkColumns
 from parplan.planner.stage_columns.sequence_columns import SequenceColumns, SequenceTable
-from parplan.planner.stage_columns.stage_column import StageColumn
+from parplan.planner.stage_columns.stage_column import StageColumn, worth_scheduling
 from parplan.planner.stage_columns.stage_contents import Range, StageContents
 from parplan.profiles.models.operator_graph import LayerKey, LayerKind
 
 # the ranges that a user gives to the virtual stages of a layout, None where the search cuts
 GivenCuts = Callable[[ParallelLayout], tuple[Range, ...] | None]
-SCHEDULED = 4  # columns of one layout in chunks whose exact schedules are compared
 Bounds = TypeVar("Bounds", bound=RangeBounds)
 Assembler = Callable[[Strategy, StepPrice, SearchRecord], Any]
 
@@ -325,11 +324,10 @@ class SequencePrices(SearchPrices):
             for choice in self._first_cuts(layout, session.limit_bytes):
                 yield choice.columns
         if layout.chunked and layout.mesh.pp == 1:
-            # exact schedules know the waits for copies better than the closed form
             columns = self.columns_of(layout, 0, ((0, self.price_cache.num_layers),))
             located = columns.fastest(columns.num_blocks, session.limit_bytes)
-            alone = sorted(located, key=lambda each: each.alone_s(layout.num_micro_batches))
-            yield from ((column,) for column in alone[:SCHEDULED])
+            alone = worth_scheduling(located, layout.num_micro_batches)
+            yield from ((column,) for column in alone)
 
     def _fastest_of(
         self, layout: ParallelLayout, rank: int, place: tuple[Range, ...], limit_bytes: float

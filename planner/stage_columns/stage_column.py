@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,8 @@ from parplan.planner.dominance import Array
 from parplan.planner.host_options.state_locations import NOTHING, BlockLocations
 from parplan.planner.layer_options.catalogue import LayerOption
 from parplan.planner.stage_columns.stage_prices import end_kinds
+
+SCHEDULED = 4  # columns of one layout whose exact schedules are compared
 
 Mix = tuple[tuple[LayerOption, int], ...]
 
@@ -69,6 +71,14 @@ class StageColumn:
     def alone_s(self, num_micro_batches: int) -> float:
         """Seconds of all micro-batches of the rank and of its tail, for any other ranks."""
         return num_micro_batches * self.time_s + self.tail_s
+
+
+def worth_scheduling(columns: Iterable[StageColumn], num_micro_batches: int) -> list[StageColumn]:
+    """Returns the fastest columns of a rank with chunks and no pipeline, whose schedules differ.
+
+    The exact schedules know the waits for copies better than the closed form.
+    """
+    return sorted(columns, key=lambda column: column.alone_s(num_micro_batches))[:SCHEDULED]
 
 
 @dataclass(frozen=True, slots=True)

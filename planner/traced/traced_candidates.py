@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import gcd
 
-from parplan.costmodels.communication.mesh import Mesh, MeshOrder
+from parplan.costmodels.communication.mesh import Mesh, MeshOrder, distinct_orders
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import AHEAD, LAST_KEEPS_ALL, Schedule
@@ -19,7 +19,6 @@ from parplan.planner.candidates.enumeration import (
     illegal_pipeline,
     layout_text,
     micro_batch_sizes,
-    ordered_meshes,
 )
 from parplan.planner.candidates.stack_rules import require_stack_runs
 from parplan.planner.host_options.state_locations import has_chunks, illegal_chunks
@@ -123,7 +122,7 @@ def _meshes(request: TracedRequest) -> Iterator[Mesh]:
     for tp in divisors(gcd(gpus, request.cluster.gpus_per_node)):
         for pp in divisors(gpus // tp):
             mesh = Mesh(pp=pp, dp=gpus // tp // pp, tp=tp)
-            yield from ordered_meshes(mesh, orders, request.cluster.gpus_per_node)
+            yield from distinct_orders(mesh, orders, request.cluster.gpus_per_node)
 
 
 def _layouts(

@@ -14,10 +14,9 @@ from parplan.profiles.units import format_bytes, gib
 from parplan.report.plans.summary import header
 from parplan.report.runs.traced_check_table import (
     FITS,
-    HOST_TOO_SMALL,
     TOO_LARGE,
     does_fit,
-    fits_host,
+    shortage,
 )
 from parplan.report.text import gib_text, joined, print_table, say
 
@@ -66,18 +65,11 @@ def print_chunk_check(plan: Plan, today: Plan, ranks: Sequence[int], out: Consol
     say(out, joined(verdict(plan, today, ranks).split(" "), " ", out.width, indent=2), "bold")
 
 
-def fits(today: Plan, ranks: Sequence[int]) -> bool:
-    """Returns whether the devices of all `ranks` and the hosts have enough memory."""
-    return fits_host(today) and all(does_fit(today.predicted.memory_gib[rank]) for rank in ranks)
-
-
 def verdict(plan: Plan, today: Plan, ranks: Sequence[int]) -> str:
     """Returns one line: whether all fits, and whether the file is as priced now."""
-    short = [rank for rank in ranks if not does_fit(today.predicted.memory_gib[rank])]
+    short = shortage(today, ranks)
     if short:
-        return f"stage {short[0]} {TOO_LARGE} its device"
-    if not fits_host(today):
-        return HOST_TOO_SMALL
+        return short
     changed = [rank for rank in ranks if not _as_filed(plan, today, rank)]
     if changed:
         return f"every stage fits, but stage {changed[0]} of the file is not as priced now"
@@ -88,7 +80,7 @@ def chunk_check_document(plan: Plan, today: Plan, ranks: Sequence[int]) -> dict[
     """Returns the same as JSON values, in GiB and bytes."""
     return {
         "verdict": verdict(plan, today, ranks),
-        "fits": fits(today, ranks),
+        "fits": shortage(today, ranks) is None,
         "host_gib": host_gib(today),
         "host_capacity_gib": gib(today.cluster.host_memory_bytes),
         "stages": [

@@ -28,10 +28,12 @@ def fits_host(today: AnyPlan) -> bool:
     return host_gib(today) <= gib(today.cluster.host_memory_bytes)
 
 
-def all_fits(today: TracedPlan, ranks: Sequence[int]) -> bool:
-    """Returns whether all of the pipeline ranks fit their devices, and the plan its hosts."""
-    devices = (does_fit(today.predicted.memory_gib[rank]) for rank in ranks)
-    return all(devices) and fits_host(today)
+def shortage(today: AnyPlan, ranks: Sequence[int]) -> str | None:
+    """Returns what does not fit: the first such device of the pipeline ranks, the host, or None."""
+    for rank in ranks:
+        if not does_fit(today.predicted.memory_gib[rank]):
+            return f"stage {rank} {TOO_LARGE} its device"
+    return None if fits_host(today) else HOST_TOO_SMALL
 
 
 def print_traced_check(
@@ -75,10 +77,7 @@ def print_traced_check(
 
 def verdict(today: TracedPlan, ranks: Sequence[int]) -> str:
     """Returns whether all of the pipeline ranks fit their devices, and the hosts what they keep."""
-    short = [rank for rank in ranks if not does_fit(today.predicted.memory_gib[rank])]
-    if short:
-        return f"stage {short[0]} {TOO_LARGE} its device"
-    return "every stage fits its device" if fits_host(today) else HOST_TOO_SMALL
+    return shortage(today, ranks) or "every stage fits its device"
 
 
 def traced_check_document(

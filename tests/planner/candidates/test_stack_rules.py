@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
-from parplan.costmodels.communication.mesh import Mesh
+from parplan.commands.options import MESH_ORDERS
+from parplan.costmodels.communication.mesh import Mesh, MeshOrder
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
@@ -21,7 +23,7 @@ from parplan.profiles.machines.machine_catalog import (
 )
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import TrainingSpec
-from parplan.profiles.stack import EVERY_RECOMPUTE, EVERY_SCHEDULE, NEUTRAL
+from parplan.profiles.stack import EVERY_RECOMPUTE, EVERY_SCHEDULE, NEUTRAL, MeshOrderName
 from tests.helpers.planning import enumerate_candidates, estimate_plan, find_plan
 
 MODEL, CLUSTER = load_model("gpt-tiny").spec, with_gpus(load_cluster("a100-80gb"), 4)
@@ -43,6 +45,7 @@ def searched(name, **pins):
 def test_the_names_that_a_stack_may_use_are_those_of_the_planner():
     assert tuple(schedule.value for schedule in Schedule) == EVERY_SCHEDULE
     assert (*(level.value for level in Recompute), "operators") == EVERY_RECOMPUTE
+    assert tuple(order.value for order in MeshOrder) == get_args(MeshOrderName) == MESH_ORDERS
 
 
 @pytest.mark.parametrize("name", stack_names())
