@@ -90,6 +90,7 @@ class PinOptions:
     tp_overlap: tuple[int, ...] | None = None
     tp_across_nodes: bool = False
     megatron_sharding: bool = False
+    weights_over_data: bool | None = None
     offload: tuple[str, ...] | None = None
     forbid: tuple[str, ...] = ()
 
@@ -403,6 +404,13 @@ search_options = together(
         "--megatron-sharding",
         is_flag=True,
         help="Divide every operator over tp as Megatron does.",
+    ),
+    option(
+        PINS,
+        "--weights-over-data/--no-weights-over-data",
+        default=None,
+        help="Require or forbid that operators of a block are divided over dp as well as tp: by "
+        "batch or by weight, each by its own. [default: tried where the stack runs it]",
     ),
     pin(
         "--offload",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from parplan.costmodels.communication.mesh import Mesh
@@ -57,6 +57,7 @@ class ParallelLayout:
     chunked              states of the blocks, or of the shards of a traced module, lie in chunks
                          (EQUATIONS O3), which data-parallel ranks own and gather as in ZeRO 3
     states_on_host       the hosts hold the states of all layers, as FSDP2 moves them (EQUATIONS O9)
+    weights_over_data    blocks divide weights over the data-parallel ranks too
     """
 
     mesh: Mesh
@@ -69,10 +70,21 @@ class ParallelLayout:
     tp_overlap: int = 0
     chunked: bool = False
     states_on_host: bool = False
+    weights_over_data: bool = False
 
     @property
     def sharding(self) -> Sharding:
         return _sharding(self.mesh.tp, self.sequence_parallel, self.mesh.ep, self.tp_overlap)
+
+    @property
+    def over_data(self) -> Sharding:
+        """Megatron's sharding over the data-parallel and the tensor-parallel axis."""
+        return replace(self.sharding, data=self.mesh.dp)
+
+    @property
+    def of_blocks(self) -> Sharding:
+        """The axes that the operators of blocks are divided over."""
+        return self.over_data if self.weights_over_data else self.sharding
 
     def sharding_of(self, choice: LayerChoice) -> Sharding:
         """Returns the sharding of a layer of this layout."""

@@ -59,6 +59,7 @@ class Constraints:
     tp_overlap          levels of sub-pipelined tensor parallelism where tp > 1; None for those that
                         the stack runs
     megatron_sharding   tensor parallelism divides every operator as Megatron does
+    weights_over_data   blocks divide weights over data-parallel ranks; None where the stack runs it
     offload             allowed host contents, of SEARCHED_OFFLOAD or for a traced module of
                         TRACED_OFFLOAD; None allows all of them where nothing fits without
     """
@@ -79,6 +80,7 @@ class Constraints:
     tp_overlap: tuple[int, ...] | None = None
     tp_across_nodes: bool = False
     megatron_sharding: bool = False
+    weights_over_data: bool | None = None
     offload: tuple[Offload, ...] | None = ()
     forbid: tuple[Ban, ...] = ()
 

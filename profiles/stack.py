@@ -90,6 +90,7 @@ class Stack:
                              products before and after them
     tp_overlap               highest level of sub-pipelined tensor parallelism that it runs, 0 to 3
                              (costmodels/layers/sub_pipeline.py)
+    weights_over_data        operators of a block may be divided over data-parallel ranks as well
     overlap_transfers        under the interleaved schedule, transfers between stages run under the
                              compute of other micro-batches
     paired_exchanges         the tensors of a message between stages, and those of the message that
@@ -162,6 +163,7 @@ class Stack:
     partitioned_transfers: bool = False
     overlap_tensor_parallel: bool = False
     tp_overlap: int = 0
+    weights_over_data: bool = False
     overlap_transfers: bool = False
     paired_exchanges: bool = False
     overlap_grad_reduce: bool = True

@@ -117,6 +117,7 @@ def constraints_of(
         tp_overlap=pins.tp_overlap,
         tp_across_nodes=pins.tp_across_nodes,
         megatron_sharding=pins.megatron_sharding,
+        weights_over_data=pins.weights_over_data,
         schedule=None if pins.schedule is None else tuple(map(Schedule, pins.schedule)),
         mesh_order=None if pins.mesh_order is None else tuple(map(MeshOrder, pins.mesh_order)),
         recompute=None if pins.recompute is None else tuple(map(Recompute, pins.recompute)),

@@ -39,6 +39,7 @@ _REFUSED = {  # options that a traced module cannot have, and why
     "tp_overlap": _WHOLE,
     "tp_across_nodes": _WHOLE,
     "megatron_sharding": _WHOLE,
+    "weights_over_data": _WHOLE,
     "zero_ranks": "all data parallel ranks hold one copy of a traced module's states",
 }
 _BY_HAND_REFUSED = {  # options of a layout by hand that a traced module cannot have

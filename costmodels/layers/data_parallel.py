@@ -120,8 +120,9 @@ def data_parallel_moves(
     gather, reduce, over_copies = _over_data(parameters, mesh, shards, machine, training, with_tied)
     # without ZeRO in fp32 the gradients are reduced as they are
     if states.zero or training.precision is not Precision.FP32:
-        gather = gather + _layout_cost("gather", local, machine, training)
-        reduce = reduce + _layout_cost("reduce", local, machine, training)
+        copied = sum(parameters.owned(with_tied=with_tied, of_experts=own) for own in (False, True))
+        gather = gather + _layout_cost("gather", copied, machine, training)
+        reduce = reduce + _layout_cost("reduce", copied, machine, training)
     moves = DataParallelMoves(
         gather=gather, reduce=reduce, over_copies=over_copies, inside=inside, optimizer=optimizer
     )

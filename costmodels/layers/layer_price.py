@@ -134,7 +134,7 @@ def edge_time(edge: TensorFlow, alone: OperatorTime, inside: StageAxes) -> Opera
     backward = ZERO
     if edge.gathers(inside.degrees) and edge.reader.saved:
         backward += inside.under(read, gradient_s)
-    if PARTIAL in edge.gradient and not any(edge.source):
+    if _whole_where_partial(edge.gradient, edge.source):
         asynchronous = inside.stack.async_tensor_parallel
         backward += inside.under(returned, gradient_s) if asynchronous else returned
     else:
@@ -155,10 +155,17 @@ def ending_time(
         if summed == ended:
             continue
         reduced = inside.moved(tensor, summed, ended)
-        forward += inside.beside(reduced, alone.forward.value_s) if any(ended) else reduced
-        whole = tuple(None if place == PARTIAL else place for place in summed)
-        backward += inside.beside(inside.moved(tensor, ended, whole), alone.backward.value_s / 2)
+        whole = _whole_where_partial(summed, ended)
+        forward += reduced if whole else inside.beside(reduced, alone.forward.value_s)
+        read = tuple(None if place == PARTIAL else place for place in summed)
+        backward += inside.beside(inside.moved(tensor, ended, read), alone.backward.value_s / 2)
     return OperatorTime(forward, backward)
+
+
+def _whole_where_partial(summed: Place, ended: Place) -> bool:
+    """True if there are partial sums, and a rank holds all of the tensor where they end."""
+    ends = [end for place, end in zip(summed, ended, strict=True) if place == PARTIAL]
+    return bool(ends) and not any(ends)
 
 
 def _loss_reductions(operator: Operator, sharding: Sharding, inside: StageAxes) -> OperatorTime:
@@ -190,7 +197,7 @@ def _communication(
 ) -> dict[str, OperatorTime]:
     """Collectives of each operator over the axes inside the stage, and exchanges of tokens."""
     exchanges = {op.name: _exchange_time(op, sharding, inside) for op in layer.operators}
-    if sharding.tp == 1:
+    if sharding.ranks == 1:
         return exchanges
     times = {
         operator.name: ending_time(operator, sharding, compute[operator.name], inside)

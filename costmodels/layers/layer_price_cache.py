@@ -325,11 +325,23 @@ class LayerPriceCache(ABC):
     def offloads_states(self) -> bool:
         return Offload.STATES in self.offload
 
+    def divided_layer(
+        self, kind: LayerKey, micro_batch_size: int, sharding: Sharding
+    ) -> LayerClass:
+        """The layer with the batch of all ranks on the axes of `sharding`."""
+        return self.layer(kind, micro_batch_size * sharding.data)
+
+    def divided_kept_layer(
+        self, kind: LayerKey, micro_batch_size: int, sharding: Sharding
+    ) -> LayerClass:
+        """As `divided_layer`, with the tensors that its operators save on this device."""
+        return self.kept_layer(kind, micro_batch_size * sharding.data)
+
     def _operators(
         self, kind: LayerKey, micro_batch_size: int, sharding: Sharding
     ) -> LayerOperators | HalvedOperators:
         def time_of(operator: Operator) -> OperatorTime:
-            way = sharding.splits(operator), sharding.degrees, sharding.ep
+            way = sharding.splits(operator), sharding.degrees, sharding.ep, sharding.data
             return self._once(
                 ("operator", kind, micro_batch_size, operator.name, way),
                 lambda: operator_time(operator, sharding, self.machine, self.training),
@@ -337,7 +349,7 @@ class LayerPriceCache(ABC):
 
         def make() -> LayerOperators | HalvedOperators:
             return price_operators(
-                self.layer(kind, micro_batch_size),
+                self.divided_layer(kind, micro_batch_size, sharding),
                 sharding,
                 self.machine,
                 self.training,
@@ -383,7 +395,8 @@ class LayerPriceCache(ABC):
         """
 
         def make() -> float:
-            weighty = (op for op in self.layer(kind, micro_batch_size).operators if op.parameters)
+            layer = self.divided_layer(kind, micro_batch_size, sharding)
+            weighty = (op for op in layer.operators if op.parameters)
             return float(
                 sum(
                     sharding.local_bytes(out, sharding.place_inside(op, out))
@@ -417,7 +430,10 @@ class LayerPriceCache(ABC):
         return self._once(
             ("saved", kind, micro_batch_size, sharding, recomputed),
             lambda: saved_bytes(
-                self.kept_layer(kind, micro_batch_size), sharding, recomputed, self.training.stack
+                self.divided_kept_layer(kind, micro_batch_size, sharding),
+                sharding,
+                recomputed,
+                self.training.stack,
             ),
         )
 
@@ -436,7 +452,7 @@ class LayerPriceCache(ABC):
         """
 
         def make() -> ActivationBytes:
-            layer = self.kept_layer(kind, micro_batch_size)
+            layer = self.divided_kept_layer(kind, micro_batch_size, sharding)
             recomputed = self.recompute_operators(kind, level)
             ideal = self.ideal_saved_bytes(kind, micro_batch_size, sharding, level, on_host)
             if on_host:
@@ -482,7 +498,7 @@ class LayerPriceCache(ABC):
         """Bytes that each operator of one layer sends to the host if it is among `on_host`."""
 
         def make() -> dict[str, int]:
-            layer = self.kept_layer(kind, micro_batch_size)
+            layer = self.divided_kept_layer(kind, micro_batch_size, sharding)
             recomputed = self.recompute_operators(kind, level)
             return host_bytes_by_operator(layer, sharding, recomputed, self.training.stack)
 

@@ -92,13 +92,15 @@ def chunk_elements(shape: tuple[int, ...], parts: int, index: int = 0) -> int:
 class LocalParameter:
     """One parameter on one tensor-parallel rank.
 
-    ep           data-parallel ranks over which its experts are divided; None for no expert's
+    over_data    data-parallel ranks that it is divided over; None where each has a copy
+    of_experts   its experts are divided so
     summed_axes  axes inside a stage over which the gradient of a product's weight is a sum
     """
 
     shape: tuple[int, ...]
     tied: bool
-    ep: int | None
+    over_data: int | None
+    of_experts: bool
     summed_axes: tuple[int, ...]
 
     @property
@@ -106,11 +108,8 @@ class LocalParameter:
         return math.prod(self.shape)
 
     def holders(self, dp: int) -> int:
-        """The number of `dp` data-parallel ranks with the same part of it.
-
-        The parts of experts are held by one rank in ep.
-        """
-        return dp if self.ep is None else max(1, dp // self.ep)
+        """The number of `dp` data-parallel ranks with the same part of it."""
+        return dp if self.over_data is None else max(1, dp // self.over_data)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,7 +130,10 @@ class LocalParameters:
             chunk_elements(parameter.shape, parameter.holders(shards))
             for parameter in self.each
             if (with_tied or not parameter.tied)
-            and (of_experts is None or of_experts == (parameter.ep is not None))
+            and (
+                of_experts is None
+                or (parameter.of_experts if of_experts else parameter.over_data is None)
+            )
         )
 
 
@@ -143,7 +145,8 @@ def _local(
         LocalParameter(
             sharding.parameter_shape(operator, parameter),
             parameter.tied,
-            sharding.ep if parameter.of_experts else None,
+            sharding.over_data(operator, parameter),
+            parameter.of_experts,
             sharding.summed_axes(operator, parameter)
             if sums_weights and len(parameter.dims) > 1
             else (),
@@ -295,7 +298,7 @@ def owned_parameters(
     """Parameters of `layer` on one tensor-parallel rank.
 
     shards: the largest of so many data-parallel shards of them; of_experts: only expert parameters,
-    or only the rest
+    or only those of which every data-parallel rank has a copy
     """
     return local_parameters(layer, sharding).owned(
         shards, with_tied=with_tied, of_experts=of_experts

@@ -124,8 +124,8 @@ def operator_time(
     divided_forward_s = divided_backward_s = 0.0
     layout_cost = measured_layout_costs(machine, training.stack)
     if layout_cost is not None:
-        divided_forward_s = chosen(sizes.tp > 1, layout_cost.divided_forward_s, 0.0)
-        divided_backward_s = chosen(sizes.tp > 1, layout_cost.divided_backward_s, 0.0)
+        divided_forward_s = chosen(sizes.ranks > 1, layout_cost.divided_forward_s, 0.0)
+        divided_backward_s = chosen(sizes.ranks > 1, layout_cost.divided_backward_s, 0.0)
     return OperatorTime(
         in_step("forward", forward, pace.forward_s + divided_forward_s),
         in_step("backward", inputs + weights, gradients * (pace.backward_s + divided_backward_s)),

@@ -12,8 +12,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from operator import and_
 from typing import Protocol
 
@@ -30,7 +30,8 @@ from parplan.profiles.models.operator_graph import (
 )
 
 PARTIAL = "partial"  # a placement: every rank holds a summand
-SCATTERED = ("batch", "sequence")  # dims that the executor can reduce-scatter partial sums over
+BATCH = "batch"
+SCATTERED = (BATCH, "sequence")  # dims that the executor can reduce-scatter partial sums over
 # placement of a tensor, by axis: the divided dim, None where every rank holds it whole, or PARTIAL
 Place = tuple[str | None, ...]
 
@@ -56,7 +57,7 @@ Splits = tuple[Split, ...]
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """The division of one layer over `tp` ranks.
+    """The division of one layer over `tp` ranks, and over `data` ranks besides.
 
     sequence_parallel  activations between layers are split by token
     own                the operators that are not divided as in Megatron
@@ -64,6 +65,9 @@ class Sharding:
     ep                 number of data-parallel ranks over which the experts are divided
     overlap            sub-pipelining level of a block, 0 to 3: it divides the micro-batch in time,
                        not over ranks (costmodels/layers/halved_layer.py)
+    data               number of data-parallel ranks that operators may divide their weights over.
+                       They are the first axis, where every other operator divides the batch, which
+                       is then that of all these ranks; 1 where data parallelism is no axis
     """
 
     tp: int = 1
@@ -72,24 +76,32 @@ class Sharding:
     axes: tuple[int, ...] = ()
     ep: int = 1
     overlap: int = 0
+    data: int = 1
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        return self.axes or (self.tp,)
+        inside = self.axes or (self.tp,)
+        return (self.data, *inside) if self.data > 1 else inside
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks on all axes."""
+        return self.tp * self.data
 
     @property
     def boundary(self) -> Place:
         """The placement of activations between layers."""
-        return ("sequence" if self.sequence_parallel else None,) * len(self.degrees)
+        inside = ("sequence" if self.sequence_parallel else None,) * len(self.axes or (self.tp,))
+        return (BATCH, *inside) if self.data > 1 else inside
 
     def splits(self, operator: Operator) -> Splits:
         """The split of `operator` by each axis."""
         for name, splits in self.own:
             if name == operator.name:
                 return splits
-        return (megatron_split(operator, sequence_parallel=self.sequence_parallel),) * len(
-            self.degrees
-        )
+        inside = megatron_split(operator, sequence_parallel=self.sequence_parallel)
+        count = len(self.axes or (self.tp,))
+        return (Split(BATCH), *(inside,) * count) if self.data > 1 else (inside,) * count
 
     def parts(self, operator: Operator, dim_name: str) -> int:
         """The number of parts into which the operator's dim of that name is divided."""
@@ -144,21 +156,32 @@ class Sharding:
         )
 
     def summed_axes(self, operator: Operator, parameter: Parameter) -> tuple[int, ...]:
-        """The axes over which a parameter's gradient is a sum: they split a dim that it lacks."""
+        """The axes over which a parameter's gradient is a sum: they split a dim that it lacks.
+
+        The sum over an axis of data-parallel ranks belongs to data parallelism.
+        """
         return tuple(
             axis
             for axis, split in enumerate(self.splits(operator))
             if self.degrees[axis] > 1
+            and not (axis == 0 and self.data > 1)
             and split.dim is not None
             and parameter.tensor_dim(split.dim) is None
         )
+
+    def over_data(self, operator: Operator, parameter: Parameter) -> int | None:
+        """The data-parallel ranks that a parameter is divided over, None where each has a copy."""
+        if parameter.of_experts:
+            return self.ep
+        divided = self.data > 1 and parameter.tensor_dim(self.splits(operator)[0].dim) is not None
+        return self.data if divided else None
 
 
 class LocalSizes(Protocol):
     """Sizes of an operator on one rank: numbers of one sharding, arrays of several."""
 
     @property
-    def tp(self) -> Number: ...
+    def ranks(self) -> Number: ...
 
     @property
     def ep(self) -> Number: ...
@@ -179,8 +202,8 @@ class Shardings:
     each: tuple[Sharding, ...]
 
     @property
-    def tp(self) -> Number:
-        return np.array([sharding.tp for sharding in self.each])
+    def ranks(self) -> Number:
+        return np.array([sharding.ranks for sharding in self.each])
 
     @property
     def ep(self) -> Number:
@@ -251,17 +274,20 @@ class Rejected:
 
 
 def operator_splits(
-    operator: Operator, degrees: tuple[int, ...]
+    operator: Operator, degrees: tuple[int, ...], *, over_data: bool = False
 ) -> tuple[tuple[Splits, ...], tuple[Rejected, ...]]:
     """Returns every legal way to divide `operator` over axes of `degrees`, and the rejected.
 
-    A way is legal for several micro-batch sizes if it is for one of them (`divides`).
+    A way is legal for several micro-batch sizes if it is for one of them (`divides`). With
+    `over_data` the first axis are data-parallel ranks.
     """
     legal, rejected = [], []
     for splits in itertools.product(
         *(tuple(_axis_splits(operator)) if p > 1 else (Split(),) for p in degrees)
     ):
         reason = _illegal(operator, splits, degrees)
+        if over_data and reason is None:
+            reason = _illegal_over_data(operator, splits[0])
         if reason is None:
             legal.append(splits)
         else:
@@ -276,6 +302,20 @@ def _axis_splits(operator: Operator) -> Iterator[Split]:
         yield Split(dim.name)
         if dim.name == operator.contracted:
             yield from (Split(dim.name, d.name) for d in operator.outputs[0].dims)
+
+
+def _illegal_over_data(operator: Operator, split: Split) -> str | None:
+    """Returns why data-parallel ranks cannot divide the operator so, or None.
+
+    They divide its batch or its weight, or what such a weight leaves divided. Anything else would
+    do the same work on every rank, or leave partial sums of a weight's gradient on part of them.
+    """
+    follows = not operator.parameters and split.dim == operator.parallel_dim
+    by_weight = any(p.tensor_dim(split.dim) is not None for p in operator.parameters)
+    whole = split.dim == operator.contracted and split.result != BATCH
+    if split.dim == BATCH or (split.dim is not None and (follows or by_weight) and not whole):
+        return None
+    return "data-parallel ranks divide the batch or the weight, and end partial sums by batch"
 
 
 def _illegal(operator: Operator, splits: Splits, degrees: tuple[int, ...]) -> str | None:
@@ -311,9 +351,9 @@ def divides(operator: Operator, splits: Splits, degrees: tuple[int, ...]) -> Num
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placements:
-    """DTensor placements over the tensor-parallel axis, as `Shard(0)@tp`.
+    """DTensor placements, as `Shard(0)@tp`: over the data-parallel axis, and the tensor-parallel.
 
-    An empty tuple is Replicate.
+    An axis without an entry is Replicate.
     """
 
     parameters: dict[str, tuple[str, ...]]
@@ -322,36 +362,50 @@ class Placements:
 
 
 def placements(operator: Operator, sharding: Sharding) -> Placements:
-    """The placements of an operator's parameters, input and output under a sharding of one axis.
+    """The placements of an operator's parameters, input and output.
 
+    The sharding has one tensor-parallel axis, and the data-parallel axis where it divides that.
     Activations are [batch, sequence, feature]: `Shard(2)@tp` splits features, `Shard(1)@tp` tokens.
     """
-    (split,) = sharding.splits(operator)
+    axes = ("dp", "tp") if sharding.data > 1 else ("tp",)
+
+    def entries(dims: Iterable[int | None]) -> tuple[str, ...]:
+        return tuple(
+            f"Shard({dim})@{axis}"
+            for axis, dim in zip(axes, dims, strict=True)
+            if dim is not None
+        )
 
     def activation(tensors: tuple[Tensor, ...]) -> tuple[str, ...]:
-        (where,) = sharding.place(operator, tensors[0]) if tensors else (None,)
-        return (f"Shard({[dim.name for dim in tensors[0].dims].index(where)})@tp",) if where else ()
+        if not tensors:
+            return ()
+        names = [dim.name for dim in tensors[0].dims]
+        places = sharding.place(operator, tensors[0])
+        return entries(None if place is None else names.index(place) for place in places)
 
-    def parameter_placement(parameter: Parameter) -> tuple[str, ...]:
-        dim = parameter.tensor_dim(split.dim)
-        return () if dim is None else (f"Shard({dim})@tp",)
-
+    splits = sharding.splits(operator)
     scalar = operator.kind is OperatorKind.CROSS_ENTROPY  # the loss of the tokens is one sum
     return Placements(
-        parameters={each.name: parameter_placement(each) for each in operator.parameters},
+        parameters={
+            parameter.name: entries(parameter.tensor_dim(split.dim) for split in splits)
+            for parameter in operator.parameters
+        },
         input=activation(operator.inputs),
         output=() if scalar else activation(operator.outputs),
     )
 
 
-def placed_splits(operator: Operator, tp: int, expected: Placements) -> Splits | None:
-    """Returns the legal way to divide `operator` over `tp` ranks that gives `expected`, or None."""
-    legal, _ = operator_splits(operator, (tp,))
+def placed_splits(operator: Operator, over: Sharding, expected: Placements) -> Splits | None:
+    """Returns the legal way to divide `operator` over the ranks of `over` for `expected`, or None.
+
+    An operator that is divided over data-parallel ranks has the batch of all of them.
+    """
+    legal, _ = operator_splits(operator, over.degrees, over_data=over.data > 1)
     return next(
         (
             splits
             for splits in legal
-            if placements(operator, Sharding(tp, own=((operator.name, splits),))) == expected
+            if placements(operator, replace(over, own=((operator.name, splits),))) == expected
         ),
         None,
     )

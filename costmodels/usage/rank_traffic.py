@@ -121,14 +121,16 @@ def _gradient_bytes(elements: int, price_cache: LayerPriceCache) -> int:
 def _add_layer(
     tally: Tally, choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCache, ahead: int
 ) -> None:
-    layer = price_cache.layer(choice.kind, layout.micro_batch_size)
     sharding = layout.sharding_of(choice)
+    layer = price_cache.divided_layer(choice.kind, layout.micro_batch_size, sharding)
     recomputed = price_cache.recompute_operators(choice.kind, choice.recompute)
-    if sharding.tp > 1:
+    if sharding.ranks > 1:
         parts = HALVES if sharding.overlap and choice.kind.role is LayerKind.BLOCK else 1
-        sending = price_cache.graph(layout.micro_batch_size // parts).layer_class(choice.kind.role)
+        batch = layout.micro_batch_size * sharding.data // parts
+        sending = price_cache.graph(batch).layer_class(choice.kind.role)
         for move in layer_moves(sending, sharding, recomputed):
-            tally.add(Axis.TP, move.collective, move.num_bytes, parts * layout.num_micro_batches)
+            axis = Axis.DP if sharding.data > 1 and move.axis == 0 else Axis.TP
+            tally.add(axis, move.collective, move.num_bytes, parts * layout.num_micro_batches)
         shards = price_cache.shards(layout.mesh) if choice.zero else 1
         for num_bytes in _summed_inside(layer, sharding, shards):
             tally.add(Axis.TP, Collective.ALL_REDUCE, num_bytes)
@@ -267,8 +269,13 @@ def _add_data_parallel(
     mesh = layout.mesh
     sharding = layout.sharding_of(choice)
     shards = price_cache.shards(mesh) if choice.zero else 1
-    whole = owned_parameters(layer, sharding, 1, with_tied=mesh.pp > 1)
-    owned = owned_parameters(layer, sharding, shards, with_tied=mesh.pp > 1)
+    whole, owned = (
+        sum(
+            owned_parameters(layer, sharding, parts, with_tied=mesh.pp > 1, of_experts=of_experts)
+            for of_experts in (False, True)
+        )
+        for parts in (1, shards)
+    )
     if mesh.dp == 1 or not whole:
         return
     if shards > 1:

@@ -145,13 +145,13 @@ def operator_redundancy(
     the rank alone. Temporaries here are those of the operator's own backward pass: the largest
     moment counts for a layer and for a rank, not the sum.
     """
-    layer = price_cache.kept_layer(choice.kind, layout.micro_batch_size)
     sharding = layout.sharding_of(choice)
+    layer = price_cache.divided_kept_layer(choice.kind, layout.micro_batch_size, sharding)
     is_block = choice.kind.role is LayerKind.BLOCK
     recomputed = recompute_operators(layer, choice.recompute) if is_block else ()
     stack = price_cache.training.stack
     saved = saved_bytes_by_operator(layer, sharding, recomputed, stack, choice.on_host)
-    ideal = ideal_bytes_by_operator(layer, sharding.tp, recomputed, choice.on_host)
+    ideal = ideal_bytes_by_operator(layer, sharding.ranks, recomputed, choice.on_host)
     num_stashes = stashes(choice.kind.role, rank, layout)
 
     def of(operator: Operator) -> RedundantBytes:

@@ -30,7 +30,7 @@ from parplan.executor.measuring.products import Sizes
 from parplan.executor.measuring.update_operations import world_of_one
 from parplan.executor.models.transformer_layers import build_layer
 from parplan.executor.run_options import Options
-from parplan.executor.sharding.place import place_layer
+from parplan.executor.sharding.place import Axes, place_layer
 from parplan.executor.sharding.zero_units import (
     Unit,
     begin_step,
@@ -216,7 +216,7 @@ def _divided(
     }
     layers = _blocks(model, training, device)
     for layer in layers:
-        place_layer(layer, operators, mesh, "block")
+        place_layer(layer, operators, Axes(tp=mesh), "block")
 
     def enter(x: Tensor) -> Tensor:
         return DTensor.from_local(x, mesh, (Replicate(),), run_check=False)

@@ -36,7 +36,14 @@ from parplan.executor.sharding.overlap import (
     LastChoice,
     block_in_halves,
 )
-from parplan.executor.sharding.place import parse_placement, place_layer, place_parameters
+from parplan.executor.sharding.place import (
+    Axes,
+    of_axis,
+    parameters_over_data,
+    parse_placement,
+    place_layer,
+    place_parameters,
+)
 from parplan.executor.sharding.rank_place import RankPlace
 from parplan.executor.sharding.zero_units import (
     Unit,
@@ -212,7 +219,26 @@ def _units(
     for each in experts:
         shard_unit(each, plan.training.precision)
     apart = (*tables, *(each.layers[0] for each in experts))
-    return ranks.unit(plan, placed, layers, apart=apart), *experts
+    whole = ranks.unit(plan, placed, layers, apart=apart)
+    divided = _units_over_data(ranks, layers)
+    for each in divided:
+        shard_unit(each, plan.training.precision)
+    return whole, *experts, *divided
+
+
+def _units_over_data(ranks: RankPlace, layers: tuple[nn.Module, ...]) -> tuple[Unit, ...]:
+    """Returns units of the weights that data-parallel ranks divide, of which each has one holder.
+
+    They are sharded after the unit of their layer, which has their biases.
+    """
+    if ranks.data_mesh is None:
+        return ()
+    return tuple(
+        Unit(layers=(module,), zero=0, mesh=ranks.data_mesh["copies"], over_data=True)
+        for layer in layers
+        for module in layer.modules()
+        if parameters_over_data(module)
+    )
 
 
 def _expert_units(
@@ -246,20 +272,21 @@ def _build_placed_layer(
         plan.model, plan.training, placed.kind, placed.index, seed, ranks.device, ranks.ep_mesh
     )
     level = plan.pipeline.tp_overlap if placed.kind is LayerKind.BLOCK else 0
-    if ranks.tp_mesh is None:
+    both = ranks.both_mesh if placed.plan.divides_over_data else None
+    if ranks.tp_mesh is None and both is None:
         return layer
-    if level > PER_LINEAR:
+    if level > PER_LINEAR and ranks.tp_mesh is not None:
         place_parameters(layer, placed.plan.operators, ranks.tp_mesh, placed.name)
     else:
         place_layer(
             layer,
             placed.plan.operators,
-            ranks.tp_mesh,
+            Axes(tp=ranks.tp_mesh, both=both),
             placed.name,
             recipes,
             in_halves=level == PER_LINEAR,
         )
-    if placed.kind is LayerKind.HEAD:
+    if placed.kind is LayerKind.HEAD and ranks.tp_mesh is not None:
         layer.loss.group = ranks.tp_mesh.get_group()
     return layer
 
@@ -288,7 +315,8 @@ def _overlap(
 def _recipes(plan: Plan, placed: PlacedLayer, ranks: RankPlace, host: HostCopies) -> Recipes | None:
     """Returns the recipes of a layer with gathered inputs or saved tensors on the host."""
     if not placed.plan.keep_on_host:
-        return Recipes() if ranks.tp_mesh is not None else None
+        divided = ranks.tp_mesh is not None or placed.plan.divides_over_data
+        return Recipes() if divided else None
     graph = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size)
     layer = graph.layer_class(placed.kind)
     layer_plan = placed.plan
@@ -304,7 +332,7 @@ def border(plan: Plan, after: PlacedLayer) -> tuple[str, ...]:
         LayerKind.BLOCK: "residual2",
         LayerKind.HEAD: "lm_head",
     }[after.kind]
-    return after.plan.operators[name].output if plan.mesh.tp > 1 else ()
+    return of_axis(after.plan.operators[name].output, "tp") if plan.mesh.tp > 1 else ()
 
 
 def _entry(plan: Plan, ranks: RankPlace, first: PlacedLayer) -> Callable[[Tensor], Tensor]:
@@ -322,7 +350,7 @@ def _entry(plan: Plan, ranks: RankPlace, first: PlacedLayer) -> Callable[[Tensor
 def border_example(plan: Plan, after: PlacedLayer) -> Tensor:
     """Returns a tensor without data of the shape and type that leave `after` on this rank."""
     whole = (plan.pipeline.micro_batch_size, plan.training.seq_length, plan.model.hidden_size)
-    shape = local_shape(whole, border(plan, after), plan.mesh.tp)
+    shape = local_shape(whole, border(plan, after), tp=plan.mesh.tp)
     return torch.empty(
         shape, dtype=compute_dtype(plan.training.precision), device="meta", requires_grad=True
     )

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from parplan.executor.rules.chunk_rules import CHUNKS
 from parplan.executor.rules.layer_rules import LAYERS
+from parplan.executor.rules.over_data_rules import over_data_rule
 from parplan.executor.rules.overlap_rules import halves
 from parplan.executor.rules.rule import Refusal, Rule
 from parplan.executor.rules.schedule_rules import SCHEDULE
@@ -19,7 +20,14 @@ from parplan.executor.rules.training_rules import TRAINING
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.errors import ConfigError
 
-RULES: tuple[Rule, ...] = (*SCHEDULE, *TRAINING, *LAYERS, halves, *CHUNKS)
+RULES: tuple[Rule, ...] = (
+    *SCHEDULE,
+    *TRAINING,
+    *LAYERS,
+    over_data_rule,
+    halves,
+    *CHUNKS,
+)
 # A repair changes a field for good, so a plan of a few hundred layers needs fewer.
 MAX_REPAIRS = 1000
 

@@ -42,10 +42,16 @@ def shard_dim(entries: Entries) -> int | None:
     return int(match[1]) if match else None
 
 
-def local_shape(shape: Sequence[int], entries: Entries, tp: int) -> tuple[int, ...]:
-    """Return the shape of one rank's part of a tensor that `entries` divide over `tp` ranks."""
-    divided = shard_dim(entries)
-    return tuple(size // tp if i == divided else size for i, size in enumerate(shape))
+def local_shape(shape: Sequence[int], entries: Entries, **degrees: int) -> tuple[int, ...]:
+    """Return the shape of one rank's part of a tensor that `entries` divide.
+
+    degrees    the number of ranks on each axis that has an entry
+    """
+    parts = [1] * len(shape)
+    for entry in entries:
+        dim, axis = entry.removeprefix("Shard(").split(")@")
+        parts[int(dim)] *= degrees[axis]
+    return tuple(size // count for size, count in zip(shape, parts, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +129,8 @@ def _operators(plan: Plan) -> Iterator[tuple[str, LayerKind, Operator]]:
     if plan.mesh.tp > 1:
         graph = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size)
         for name, layer_plan in plan.layer_plans.items():
+            if layer_plan.divides_over_data:  # executor/rules/over_data_rules.py
+                continue
             for operator in graph.layer_class(layer_plan.layer).operators:
                 yield name, layer_plan.layer, operator
 

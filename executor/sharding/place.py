@@ -1,4 +1,4 @@
-"""Per-operator placements over the tensor-parallel mesh.
+"""Per-operator placements over the tensor-parallel mesh, or over data-parallel ranks as well.
 
 Every parameter becomes a DTensor on the mesh, and every activation gets the placement of the plan.
 A module is placed by name with two hooks: its inputs are redistributed before it runs, and its
@@ -16,8 +16,10 @@ declares the placements of their outputs and gradients:
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,35 +43,67 @@ from parplan.profiles.errors import ConfigError
 
 _PLACEMENT = re.compile(r"Shard\((\d+)\)@(\w+)")
 
-Over = tuple[Placement, ...]  # one entry, for the tp axis
+Over = tuple[Placement, ...]  # one entry for each axis
+TP_AXES = ("tp",)
+BOTH_AXES = ("dp", "tp")
 
 
-def parse_placement(entries: tuple[str, ...], where: str) -> Over:
-    """Returns the plan's `("Shard(0)@tp",)` as DTensor placements over the tp mesh.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axes:
+    """The meshes that the operators of a layer are divided over.
 
-    No entry means Replicate. Raises ConfigError.
+    tp     the tensor-parallel ranks, None for one
+    both   the data-parallel and the tensor-parallel ranks, where operators are divided over both
     """
-    if not entries:
-        return (Replicate(),)
-    match = _PLACEMENT.fullmatch(entries[0])
-    if len(entries) > 1 or match is None or match[2] != "tp":
-        raise ConfigError(
-            f"{where}: placement {list(entries)} is not one Shard(d)@tp",
-            hint="operators are divided over the tp axis only",
-        )
-    return (Shard(int(match[1])),)
+
+    tp: DeviceMesh | None
+    both: DeviceMesh | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return TP_AXES if self.both is None else BOTH_AXES
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh of activations inside the layer."""
+        mesh = self.tp if self.both is None else self.both
+        assert mesh is not None, "one rank divides nothing"
+        return mesh
+
+
+def parse_placement(entries: tuple[str, ...], where: str, axes: tuple[str, ...] = TP_AXES) -> Over:
+    """Returns the plan's `("Shard(0)@tp",)` as DTensor placements over `axes`.
+
+    No entry of an axis means Replicate. Raises ConfigError.
+    """
+    found: dict[str, Placement] = {}
+    for entry in entries:
+        match = _PLACEMENT.fullmatch(entry)
+        if match is None or match[2] not in axes or match[2] in found:
+            raise ConfigError(
+                f"{where}: placement {list(entries)} is not one Shard(d) on each of "
+                f"{', '.join(axes)}, or fewer",
+                hint="make the plan again, or see plan explain",
+            )
+        found[match[2]] = Shard(int(match[1]))
+    return tuple(found.get(axis, Replicate()) for axis in axes)
+
+
+def of_axis(entries: tuple[str, ...], axis: str) -> tuple[str, ...]:
+    """Returns the entries of a placement that are of one axis."""
+    return tuple(entry for entry in entries if entry.endswith(f"@{axis}"))
 
 
 def place_layer(
     layer: nn.Module,
     operators: Mapping[str, OperatorPlacement],
-    mesh: DeviceMesh,
+    axes: Axes,
     where: str,
     recipes: Recipes | None = None,
     *,
     in_halves: bool = False,
 ) -> None:
-    """Gives every operator of `layer` its placements over `mesh`.
+    """Gives every operator of `layer` its placements over `axes`.
 
     With `in_halves` a product that is divided by rows or columns sums one half of a micro-batch
     under the product of the other.
@@ -85,8 +119,10 @@ def place_layer(
             module.placement(operators) if isinstance(module, MixtureOfExperts) else operators[name]
         )
         _place_operator(
-            module, placement, mesh, f"{where}.operators.{name}", recipes or Recipes(), in_halves
+            module, placement, axes, f"{where}.operators.{name}", recipes or Recipes(), in_halves
         )
+    if axes.both is not None:
+        _enter_and_leave(layer, axes)
 
 
 def place_parameters(
@@ -97,7 +133,9 @@ def place_parameters(
     Its operators compute on this rank's shards, and nothing is sent.
     """
     for name, module in layer.named_children():
-        weights = _place_parameters(module, operators[name], mesh, f"{where}.operators.{name}")
+        weights = _place_parameters(
+            module, operators[name], Axes(tp=mesh), f"{where}.operators.{name}"
+        )
         if isinstance(module, Linear) and weights["weight"] == (Shard(1),):
             module.adds_bias = False
 
@@ -110,29 +148,68 @@ def parameters_summed_over_tp(module: nn.Module) -> tuple[nn.Parameter, ...]:
     return tuple(getattr(module, name) for name in getattr(module, "summed_over_tp", ()))
 
 
+def parameters_over_data(module: nn.Module) -> tuple[str, ...]:
+    """Returns the names of a module's own parameters that data-parallel ranks divide."""
+    return getattr(module, "divided_over_data", ())
+
+
+def _enter_and_leave(layer: nn.Module, axes: Axes) -> None:
+    """Places the input of a layer on both axes, and its output on those of its neighbours.
+
+    Neighbours know the batch of a data-parallel rank alone; nothing is sent.
+    """
+    both = axes.mesh
+
+    def enter(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        (x,) = args
+        over_tp = x.placements if isinstance(x, DTensor) else (Replicate(),)
+        return (DTensor.from_local(local(x), both, (Shard(0), *over_tp), run_check=False),)
+
+    def leave(_: nn.Module, args: Any, out: DTensor) -> Tensor:
+        part = out.to_local()
+        if axes.tp is None:
+            return part
+        return DTensor.from_local(part, axes.tp, out.placements[1:], run_check=False)
+
+    layer.register_forward_pre_hook(enter)
+    layer.register_forward_hook(leave)
+
+
 def _place_operator(
     module: nn.Module,
     placement: OperatorPlacement,
-    mesh: DeviceMesh,
+    axes: Axes,
     where: str,
     recipes: Recipes,
     in_halves: bool,
 ) -> None:
-    inputs = parse_placement(placement.input, where)
-    output = parse_placement(placement.output, where)
-    weights = _place_parameters(module, placement, mesh, where)
+    mesh = axes.mesh
+    inputs = parse_placement(placement.input, where, axes.names)
+    output = parse_placement(placement.output, where, axes.names)
+    weights = _place_parameters(module, placement, axes, where)
     if not getattr(module, "on_shards", False):
         _place_whole(module, mesh, inputs, output)
         return
-    if output in ((Shard(0),), (Shard(1),)):
+    if axes.tp is not None and output[-1] in (Shard(0), Shard(1)):
         module.summed_over_tp = tuple(
-            name for name, over in weights.items() if over == (Replicate(),)
+            name for name, over in weights.items() if over[-1] == Replicate()
         )
         if isinstance(module, MixtureOfExperts):
             module.sum_over_tensor_parallel()
-    rows = isinstance(module, Linear) and weights["weight"] == (Shard(0),)
-    columns = isinstance(module, Linear) and weights["weight"] == (Shard(1),)
-    gradients = (Partial(),) if rows and inputs == (Replicate(),) and not in_halves else inputs
+    weight = weights["weight"] if isinstance(module, Linear) else ()
+    rows, columns = Shard(0) in weight, Shard(1) in weight
+    sums = output
+    if weight and not in_halves:
+        sums = tuple(
+            Partial() if over == Shard(1) else gives
+            for over, gives in zip(weight, output, strict=True)
+        )
+    gradients = inputs
+    if weight and not in_halves:
+        gradients = tuple(
+            Partial() if over == Shard(0) and read == Replicate() else read
+            for over, read in zip(weight, inputs, strict=True)
+        )
 
     def before(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         # a plain tensor is targets, or the local inputs of a recomputed operator
@@ -143,9 +220,8 @@ def _place_operator(
 
     def after(_: nn.Module, args: Any, out: Tensor) -> DTensor:
         if columns:
-            placements = output if in_halves else (Partial(),)
-            sums = DTensor.from_local(out, mesh, placements, run_check=False)
-            return _with_bias(sums.redistribute(mesh, output), module.bias)
+            summed = DTensor.from_local(out, mesh, sums, run_check=False)
+            return _with_bias(summed.redistribute(mesh, output), module.bias)
         return DTensor.from_local(out, mesh, output, run_check=False)
 
     module.register_forward_pre_hook(before)
@@ -157,14 +233,24 @@ def _place_operator(
 
 
 def _place_parameters(
-    module: nn.Module, placement: OperatorPlacement, mesh: DeviceMesh, where: str
+    module: nn.Module, placement: OperatorPlacement, axes: Axes, where: str
 ) -> dict[str, Over]:
     placements = {}
+    over_data = []
     for name, parameter in list(module.named_parameters(recurse=False)):
-        placements[name] = parse_placement(placement.parameters.get(name, ()), where)
-        # src_data_rank=None: every rank made the same values, so nothing is broadcast
-        shard = distribute_tensor(parameter.data, mesh, placements[name], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(shard))
+        entries = placement.parameters.get(name, ())
+        over = placements[name] = parse_placement(entries, where, axes.names)
+        mesh: DeviceMesh | None = axes.tp
+        if axes.both is not None and over[0] != Replicate():
+            over_data.append(name)
+            mesh = axes.both
+        if mesh is not None:
+            # src_data_rank=None: every rank made the same values, so nothing is broadcast
+            on_mesh = over[-mesh.ndim :]
+            shard = distribute_tensor(parameter.data, mesh, on_mesh, src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(shard))
+    if over_data:
+        module.divided_over_data = tuple(over_data)
     return placements
 
 
@@ -196,9 +282,16 @@ def _part(
         placed = DTensor.from_local(local(saved), mesh, source, run_check=False)
         return (_moved(placed, mesh, target, gradients),)
 
-    if recipes.active and source != target and (target == (Replicate(),) or recipes.knows(tensor)):
+    gathers = _parts(source, mesh) > _parts(target, mesh)
+    if recipes.active and source != target and (gathers or recipes.knows(tensor)):
         recipes.remember((part,), move_again, tensor, ahead=False)
     return part
+
+
+def _parts(placements: Over, mesh: DeviceMesh) -> int:
+    """Returns the number of parts that placements divide a tensor into."""
+    degrees = zip(placements, mesh.shape, strict=True)
+    return math.prod(degree for over, degree in degrees if over.is_shard())
 
 
 def _moved(tensor: DTensor, mesh: DeviceMesh, target: Over, gradients: Over) -> Tensor:

@@ -31,12 +31,15 @@ class RankPlace:
     mesh         all ranks by pp, dp and tp
     sharded      number of ranks that hold one copy of the states -> dp as (copies, shards)
     expert_mesh  all ranks with dp as (copies, ep), where experts are divided
+    data_mesh    all ranks with dp as (copies, data) of one copy, where blocks divide weights over
+                 data-parallel ranks
     """
 
     device: torch.device
     mesh: DeviceMesh
     sharded: Mapping[int, DeviceMesh] = field(default_factory=dict)
     expert_mesh: DeviceMesh | None = None
+    data_mesh: DeviceMesh | None = None
 
     def coordinate(self, axis: str) -> int:
         return int(self.mesh.get_local_rank(axis))
@@ -50,11 +53,17 @@ class RankPlace:
         return (
             *self.mesh.get_all_groups(),
             *(self.expert_mesh.get_all_groups() if self.expert_mesh is not None else ()),
+            *(self.data_mesh.get_all_groups() if self.data_mesh is not None else ()),
         )
 
     @property
     def ep_mesh(self) -> DeviceMesh | None:
         return self.expert_mesh["ep"] if self.expert_mesh is not None else None
+
+    @property
+    def both_mesh(self) -> DeviceMesh | None:
+        """The data-parallel and tensor-parallel ranks that divide weights of blocks together."""
+        return self.data_mesh["data", "tp"] if self.data_mesh is not None else None
 
     @property
     def dp_mesh(self) -> DeviceMesh:

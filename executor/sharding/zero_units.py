@@ -18,7 +18,8 @@ gradients are also added over the copies once, at the end of the step: FSDP2's o
 do so after every micro-batch.
 
 bf16 and fp16 run on a compute copy of fp32 shards (FSDP2's mixed precision), which for stage 0 is
-torch's `replicate`. Every reduction is a sum: the loss is already this rank's share of the mean
+torch's `replicate`. Weights that data-parallel ranks divide have one holder: they are units of
+their own, which reduce nothing. Every reduction is a sum: the loss is already this rank's share of the mean
 over the global batch.
 """
 
@@ -43,7 +44,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from parplan.executor.sharding.place import parameters_summed_over_tp
+from parplan.executor.sharding.place import parameters_over_data, parameters_summed_over_tp
 from parplan.executor.tensors import DTYPES, local
 from parplan.profiles.models.spec import Precision
 from parplan.profiles.units import MIB
@@ -60,6 +61,7 @@ class Unit:
     copies        the ranks that hold the same shards of other copies, if there are any
     offloaded     whether the host holds the shards, their gradients and the optimizer's states
     casts_inputs  whether the inputs of the layers are cast to the compute precision
+    over_data     whether it has the parameters that data-parallel ranks divide, or all others
     """
 
     layers: tuple[nn.Module, ...]
@@ -69,6 +71,7 @@ class Unit:
     copies: DeviceMesh | None = None
     offloaded: bool = False
     casts_inputs: bool = True
+    over_data: bool = False
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:
@@ -92,6 +95,7 @@ def shard_unit(unit: Unit, precision: Precision) -> None:
     )
     modules = list(unit.layers) if len(unit.layers) > 1 else unit.layers[0]
     ignored = {parameter for module in unit.apart for parameter in module.parameters()}
+    ignored.update(_parameters(unit, others=True))
     if unit.zero:
         fully_shard(
             modules,
@@ -211,9 +215,16 @@ def _fsdp_modules(unit: Unit) -> list[FSDPModule]:
     return [layer for layer in unit.layers if isinstance(layer, FSDPModule)]
 
 
-def _parameters(unit: Unit) -> list[nn.Parameter]:
+def _parameters(unit: Unit, *, others: bool = False) -> list[nn.Parameter]:
+    """Returns the parameters of a unit, or the `others` of its layers that are not apart."""
     apart = {parameter for module in unit.apart for parameter in module.parameters()}
-    in_order = dict.fromkeys(p for layer in unit.layers for p in layer.parameters())
+    in_order = dict.fromkeys(
+        parameter
+        for layer in unit.layers
+        for module in layer.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if ((name in parameters_over_data(module)) == unit.over_data) != others
+    )
     return [parameter for parameter in in_order if parameter not in apart]
 
 

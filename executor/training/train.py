@@ -251,6 +251,7 @@ def ranks_of(plan: Plan, device: torch.device) -> RankPlace:
         mesh=mesh,
         sharded=_sharded(plan, mesh),
         expert_mesh=_expert_mesh(plan, device),
+        data_mesh=_data_mesh(plan, device),
     )
 
 
@@ -327,4 +328,16 @@ def _expert_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
         device.type,
         (mesh.pp, mesh.expert_dp, mesh.ep, mesh.tp),
         mesh_dim_names=("pp", "copies", "ep", "tp"),
+    )
+
+
+def _data_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
+    """Return the mesh of weights that data-parallel ranks divide: each has one holder."""
+    if not any(layer_plan.divides_over_data for layer_plan in plan.layer_plans.values()):
+        return None
+    mesh = plan.mesh
+    return init_device_mesh(
+        device.type,
+        (mesh.pp, 1, mesh.dp, mesh.tp),
+        mesh_dim_names=("pp", "copies", "data", "tp"),
     )

@@ -28,7 +28,7 @@ from parplan.executor.placed_layers import (
 )
 from parplan.executor.rules.divisions import Entries, local_shape
 from parplan.executor.tensors import part
-from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.plan import OVER_DATA, Plan
 from parplan.planner.plan.traced_plan import AnyPlan
 from parplan.profiles.models.operator_graph import LayerKind, Parameter
 from parplan.profiles.models.spec import Precision, TrainingSpec
@@ -85,9 +85,11 @@ def _parameter_states(
         return states_of(elements, elements, 3, plan.training)
     shards, zero = zero_ranks(layer, plan.mesh), effective_zero(layer, plan.mesh)
     entries: Entries = ()
-    if plan.mesh.tp > 1:
+    if layer.plan.operators:
         entries = layer.plan.operators[operator].parameters.get(parameter.name, ())
-    shape = local_shape(parameter.shape, entries, plan.mesh.tp)
+    shape = local_shape(parameter.shape, entries, tp=plan.mesh.tp, dp=plan.mesh.dp)
+    if any(entry.endswith(OVER_DATA) for entry in entries):
+        return shard_states(shape, (0, 1), 0, plan.training, on_host=False)
     index, on_host = dp_rank % shards, Offload.STATES in layer.plan.offload
     return shard_states(shape, (index, shards), zero, plan.training, on_host=on_host)
 

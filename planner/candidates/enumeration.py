@@ -61,11 +61,12 @@ def layout_text(layout: ParallelLayout) -> str:
     )
     sequence = ", sequence parallel" if layout.sequence_parallel else ""
     overlap = f", sub-pipelined at level {layout.tp_overlap}" if layout.tp_overlap else ""
+    weights = ", weights over data" if layout.weights_over_data else ""
     chunks = ", in chunks" if layout.chunked else ""
     states = ", states on the host" if layout.states_on_host else ""
     return (
         f"{layout.mesh}, {schedule}, micro-batch {layout.micro_batch_size} x "
-        f"{layout.num_micro_batches}{sequence}{overlap}{chunks}{states}"
+        f"{layout.num_micro_batches}{sequence}{overlap}{weights}{chunks}{states}"
     )
 
 

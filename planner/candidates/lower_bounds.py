@@ -133,7 +133,7 @@ def _alike(layout: ParallelLayout, table: MixTable) -> tuple[Hashable, ...]:
     return (
         layout.mesh,
         layout.micro_batch_size,
-        layout.sharding,
+        layout.of_blocks,
         layout.chunked and layout.num_micro_batches,
         table.zero_stages(layout),
     )
@@ -182,15 +182,15 @@ def _least_block(layout: ParallelLayout, table: MixTable) -> tuple[float, float]
     per_micro_batch_s: list[float] = []
     per_step_s: list[float] = []
     hidden_s = _always_recomputed_s(layout, table)
-    for weight_layout, fastest_s in catalogue.fastest_s(b, layout.sharding).items():
+    for weight_layout, fastest_s in catalogue.fastest_s(b, layout.of_blocks).items():
         for zero in table.zero_stages(layout):
-            if not catalogue.divides(layout.sharding):
-                data = price_cache.data_parallel(LayerKind.BLOCK, b, mesh, layout.sharding, zero)
+            if not catalogue.divides(layout.of_blocks):
+                data = price_cache.data_parallel(LayerKind.BLOCK, b, mesh, layout.of_blocks, zero)
             else:
                 data = price_cache.hidden_data_parallel(
                     LayerKind.BLOCK,
                     mesh,
-                    catalogue.with_weight_layout(weight_layout, layout.sharding),
+                    catalogue.with_weight_layout(weight_layout, layout.of_blocks),
                     zero,
                 )
             per_micro_batch_s.append(fastest_s - hidden_s + data.per_micro_batch_s)
@@ -207,14 +207,14 @@ def _least_chunked_block(layout: ParallelLayout, table: MixTable) -> tuple[float
     catalogue = table.catalogue
     per_micro_batch_s: list[float] = []
     for weight_layout, fastest_s in catalogue.fastest_s(
-        layout.micro_batch_size, layout.sharding
+        layout.micro_batch_size, layout.of_blocks
     ).items():
         costs = table.block_costs(
-            layout, catalogue.with_weight_layout(weight_layout, layout.sharding)
+            layout, catalogue.with_weight_layout(weight_layout, layout.of_blocks)
         ).values()
         gathered_s = (
             0.0
-            if catalogue.divides(layout.sharding)
+            if catalogue.divides(layout.of_blocks)
             else min(cost.forward_s + cost.backward_s for cost in costs)
         )
         per_micro_batch_s.append(fastest_s + gathered_s)
@@ -229,10 +229,10 @@ def _always_recomputed_s(layout: ParallelLayout, table: MixTable) -> float:
     """
     catalogue = table.catalogue
     b = layout.micro_batch_size
-    if not layout.recomputes_ahead or catalogue.divides(layout.sharding):
+    if not layout.recomputes_ahead or catalogue.divides(layout.of_blocks):
         return 0.0
     return min(
-        table.price_cache.layer_time(LayerKind.BLOCK, b, layout.sharding, level).recompute_s
+        table.price_cache.layer_time(LayerKind.BLOCK, b, layout.of_blocks, level).recompute_s
         for level in catalogue.levels
     )
 
@@ -357,10 +357,9 @@ def _fewest_blocks(layout: ParallelLayout, num_layers: int) -> Array:
 def _block_bytes(layout: ParallelLayout, zero: int, table: MixTable) -> tuple[float, float]:
     """Least bytes of the states of a block on its device, and on device and host together."""
     if not layout.chunked:
-        state_bytes = float(
-            table.price_cache.states(
-                LayerKind.BLOCK, layout.mesh, layout.sharding, zero
-            ).states.total
+        state_bytes = min(
+            float(table.price_cache.states(LayerKind.BLOCK, layout.mesh, way, zero).states.total)
+            for way in divisions_of_weights(layout, table)
         )
         return state_bytes, state_bytes
 
@@ -379,6 +378,23 @@ def _block_bytes(layout: ParallelLayout, zero: int, table: MixTable) -> tuple[fl
     in_parameters = writes_over_parameters(table.price_cache.training, layout.num_micro_batches)
     return table.once(
         ("states", layout.mesh, layout.micro_batch_size, layout.sharding, in_parameters), make
+    )
+
+
+def divisions_of_weights(layout: ParallelLayout, table: MixTable) -> tuple[Sharding, ...]:
+    """Returns the shardings that divide the weights of a block in the ways with the least bytes.
+
+    Megatron's divides all over the tensor-parallel ranks. Over data-parallel ranks as well no way
+    has the least bytes at every ZeRO stage.
+    """
+    if not layout.weights_over_data:
+        return (layout.sharding,)
+    return table.once(
+        ("divisions of weights", layout.of_blocks),
+        lambda: tuple(
+            table.catalogue.with_weight_layout(each, layout.of_blocks)
+            for each in table.catalogue.weight_layouts(layout.of_blocks)
+        ),
     )
 
 
@@ -406,14 +422,16 @@ def redundancy_bound_bytes(layout: ParallelLayout, table: MixTable) -> float:
     stages = table.zero_stages(layout)
     options = {*table.options(layout), *table.options(layout, mesh.pp - 1)}
     stored = 0.0
+    divisions = divisions_of_weights(layout, table)
     for kind, count in (
         (LayerKind.BLOCK, price_cache.model.num_layers),
         (LayerKind.EMBEDDING, 1),
         (LayerKind.HEAD, 1),
     ):
         held = [
-            unchunked_prices(layout, ends).states(kind, mesh, sharding, zero)
+            unchunked_prices(layout, ends).states(kind, mesh, way, zero)
             for ends in table.price_caches_of_ends(layout, kind)
+            for way in (divisions if kind is LayerKind.BLOCK else (sharding,))
             for zero in stages
         ]
         there: list[float] = [states.states.total for states in held]
@@ -428,7 +446,9 @@ def redundancy_bound_bytes(layout: ParallelLayout, table: MixTable) -> float:
     buffers = 0
     if not layout.chunked:
         buffers = min(
-            price_cache.states(LayerKind.BLOCK, mesh, sharding, zero).zero_buffer for zero in stages
+            price_cache.states(LayerKind.BLOCK, mesh, way, zero).zero_buffer
+            for way in divisions
+            for zero in stages
         )
     head = price_cache.activations(LayerKind.HEAD, b, sharding)
     workspace = min(option.workspace_bytes for option in options)

@@ -14,11 +14,10 @@ from functools import lru_cache
 import numpy as np
 
 from parplan.costmodels.keyed_cache import KeyedCache
-from parplan.costmodels.layers.operator_price import single_operator_sharding
 from parplan.costmodels.layers.recompute import Recompute, RecomputedOperators, ideal_saved_bytes
 from parplan.costmodels.layers.tensor_flow import shared_beside_a_copy
 from parplan.costmodels.operators.micro_batches import numbers_of_tensors
-from parplan.costmodels.operators.sharding import Sharding, Split, Splits
+from parplan.costmodels.operators.sharding import BATCH, Sharding, Split, Splits
 from parplan.costmodels.price_cache import PriceCache
 from parplan.planner.layer_options.layer_front import Allowed, layer_fronts, least_times_s
 from parplan.planner.layer_options.layer_problem import (
@@ -33,7 +32,8 @@ from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.models.operator_graph import LayerKey, LayerKind, Operator
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 
-WeightLayout = frozenset[str]  # the parallel dims whose weights are divided
+# the weights that are divided, by parallel dim: over tensor-parallel ranks, or data-parallel ones
+WeightLayout = frozenset[tuple[str, bool]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -139,20 +139,22 @@ class BlockProblems:
         self._once = KeyedCache()
 
     def __call__(self, micro_batch_size: int, sharding: Sharding) -> LayerProblem:
-        price_cache, degrees = self.price_cache, sharding.degrees
-        sizes = self._alike(micro_batch_size)
-        strategies = self._once(
-            (sizes, degrees),
-            lambda: LayerStrategies(
-                [price_cache.graph(size).block for size in sizes],
-                price_cache.inside(degrees),
-                price_cache.training,
-            ),
-        )
+        sizes = self._alike(micro_batch_size * sharding.data)
+        axes = sharding.degrees, sharding.data
+        strategies = self._once((sizes, axes), lambda: self._strategies(sizes, sharding))
         problems = self._once(
-            (sizes, degrees, sharding.boundary), lambda: strategies.problems(sharding.boundary)
+            (sizes, axes, sharding.boundary), lambda: strategies.problems(sharding.boundary)
         )
-        return problems[sizes.index(micro_batch_size)]
+        return problems[sizes.index(micro_batch_size * sharding.data)]
+
+    def _strategies(self, sizes: tuple[int, ...], sharding: Sharding) -> LayerStrategies:
+        price_cache = self.price_cache
+        return LayerStrategies(
+            [price_cache.graph(size).block for size in sizes],
+            price_cache.inside(sharding.degrees),
+            price_cache.training,
+            over_data=sharding.data > 1,
+        )
 
     def _alike(self, micro_batch_size: int) -> tuple[int, ...]:
         """Returns the sizes that are priced with a size, whose blocks have the same tensors."""
@@ -202,13 +204,31 @@ class Catalogue:
         }
         self._once = KeyedCache()
         self._fastest_s: dict[tuple[int, Sharding], dict[WeightLayout, float]] = {}
-        dims = divided_dims(price_cache)
-        subsets = (
-            frozenset(d for i, d in enumerate(dims) if bits >> i & 1)
-            for bits in reversed(range(2 ** len(dims)))
-        )
-        # without any divided weight the layout would be data parallelism, which is another mesh
-        self._weight_layouts = [weight_layout for weight_layout in subsets if weight_layout]
+        self._dims = divided_dims(price_cache)
+
+    def weight_layouts(self, sharding: Sharding) -> list[WeightLayout]:
+        """Returns the divisions of the weights over the axes of `sharding`, the whole one first.
+
+        Weights that data-parallel ranks divide are divided over the tensor-parallel ranks too, and
+        the others over these or over none. Some weight is always divided over the first axis:
+        otherwise the layout would be that of another mesh.
+        """
+        subsets = [
+            frozenset(dim for i, dim in enumerate(self._dims) if bits >> i & 1)
+            for bits in reversed(range(1, 2 ** len(self._dims)))
+        ]
+        inside = [frozenset((dim, False) for dim in subset) for subset in subsets]
+        if sharding.data == 1:
+            return inside
+        over_data = [frozenset((dim, True) for dim in subset) for subset in subsets]
+        if sharding.tp == 1:
+            return over_data
+        return [
+            over | within
+            for over in over_data
+            for within in inside
+            if {dim for dim, _ in over} <= {dim for dim, _ in within}
+        ]
 
     @property
     def least_levels(self) -> tuple[Recompute, ...]:
@@ -227,12 +247,12 @@ class Catalogue:
 
     def divides(self, sharding: Sharding) -> bool:
         """Returns whether operators may have other shardings than Megatron's."""
-        return self.free and sharding.tp > 1 and not sharding.overlap
+        return self.free and sharding.ranks > 1 and not sharding.overlap
 
     def _least_s(self, b: int, sharding: Sharding) -> Iterator[tuple[WeightLayout, float]]:
         if not self.divides(sharding):
             yield (
-                self._weight_layouts[0],
+                self.weight_layouts(sharding)[0],
                 min(
                     self.price_cache.layer_time(LayerKind.BLOCK, b, sharding, level).total_s
                     for level in self.levels
@@ -240,24 +260,37 @@ class Catalogue:
             )
             return
         problem = self.problem(b, sharding).only(lambda _, option: not option.recomputed)
-        variants = [self._allowed(layout, None, sharding) for layout in self._weight_layouts]
+        weight_layouts = self.weight_layouts(sharding)
+        variants = [self._allowed(each, None, sharding) for each in weight_layouts]
         for weight_layout, least_s in zip(
-            self._weight_layouts, least_times_s(problem, variants), strict=True
+            weight_layouts, least_times_s(problem, variants), strict=True
         ):
             if least_s is not None:
                 yield weight_layout, least_s
 
     def with_weight_layout(self, weight_layout: WeightLayout, sharding: Sharding) -> Sharding:
         """Returns a sharding with that weight layout; other operators are replicated."""
-        whole = (Split(),) * len(sharding.degrees)
-        products = (
-            operator
+        megatron = replace(sharding, data=1)
+
+        def splits(operator: Operator, dim: str) -> Splits:
+            inside = megatron.splits(operator)
+            if (dim, False) not in weight_layout:
+                inside = (Split(),) * len(inside)
+            if sharding.data == 1:
+                return inside
+            ends = BATCH if dim == operator.contracted else None
+            return (Split(dim, ends) if (dim, True) in weight_layout else Split(BATCH), *inside)
+
+        own = (
+            (operator.name, splits(operator, operator.parallel_dim))
             for operator in self._operators.values()
             if operator.parameters and operator.parallel_dim
         )
         return replace(
             sharding,
-            own=tuple((op.name, whole) for op in products if op.parallel_dim not in weight_layout),
+            own=tuple(
+                (name, each) for name, each in own if each != sharding.splits(self._operators[name])
+            ),
         )
 
     def options(self, micro_batch_size: int, sharding: Sharding) -> tuple[LayerOption, ...]:
@@ -271,7 +304,7 @@ class Catalogue:
         return self._options[key]
 
     def _found(self, b: int, sharding: Sharding) -> Iterator[LayerOption]:
-        for level in self.levels:
+        for level in self.levels if sharding.data == 1 else ():
             if level is not Recompute.FULL or not illegal_full_recompute(
                 sharding.overlap, self.price_cache.model
             ):
@@ -280,7 +313,7 @@ class Catalogue:
         if not divides and not self.by_operator:
             return
         problem = self.problem(b, replace(sharding, overlap=0))
-        weight_layouts = self._weight_layouts if divides else self._weight_layouts[:1]
+        weight_layouts = self.weight_layouts(sharding)[: None if divides else 1]
         variants = [
             (weight_layout, recompute)
             for weight_layout in weight_layouts
@@ -302,16 +335,15 @@ class Catalogue:
 
         There is one for each allowed level of recompute, or one for all lists of operators.
         """
-        plain, dims = replace(sharding, own=()), divided_dims(self.price_cache)
+        plain = replace(sharding, own=())
         problem = self.problem(micro_batch_size, plain)
         divided = frozenset(
-            operator.parallel_dim
+            (operator.parallel_dim, over_data)
             for operator in self._operators.values()
-            if operator.parallel_dim in dims
-            and operator.parameters
-            and weight_divided(operator, sharding.splits(operator), sharding.degrees)
+            if operator.parallel_dim in self._dims and operator.parameters
+            for over_data in weight_divided(operator, sharding.splits(operator), sharding)
         )
-        weight_layout = divided if self.divides(plain) else self._weight_layouts[0]
+        weight_layout = divided if self.divides(plain) else self.weight_layouts(plain)[0]
         for level in (None,) if self.by_operator else self.levels:
             yield problem.only(self._allowed(weight_layout, level, plain))
 
@@ -331,17 +363,18 @@ class Catalogue:
                 return False
             if not self.free or sharding.overlap:
                 return option.splits == sharding.splits(operator)
-            weighty = sharding.tp > 1 and operator.parameters and operator.parallel_dim
-            return not weighty or self._weight_divided(name, option.splits, sharding.degrees) == (
-                operator.parallel_dim in weight_layout
-            )
+            dim = operator.parallel_dim
+            if sharding.ranks == 1 or not operator.parameters or dim is None:
+                return True
+            axes = self._weight_divided(name, option.splits, sharding)
+            return axes == {over_data for divided, over_data in weight_layout if divided == dim}
 
         return allowed
 
-    def _weight_divided(self, name: str, splits: Splits, degrees: tuple[int, ...]) -> bool:
+    def _weight_divided(self, name: str, splits: Splits, sharding: Sharding) -> frozenset[bool]:
         return self._once(
-            (name, splits, degrees),
-            lambda: weight_divided(self._operators[name], splits, degrees),
+            (name, splits, sharding.degrees, sharding.data),
+            lambda: weight_divided(self._operators[name], splits, sharding),
         )
 
     def _option(
@@ -356,7 +389,7 @@ class Catalogue:
         )
         names = tuple(op.name for op, option in chosen if option.recomputed)
         divided = replace(sharding, own=splits)
-        block = self.price_cache.kept_graph(b).block
+        block = self.price_cache.kept_graph(b * sharding.data).block
         saved_bytes = picked.saved_bytes
         workspace_bytes = picked.workspace_bytes
         time_s = (
@@ -379,7 +412,7 @@ class Catalogue:
             weight_layout=weight_layout,
             time_s=time_s,
             saved_bytes=saved_bytes,
-            ideal_saved_bytes=ideal_saved_bytes(block, sharding.tp, names),
+            ideal_saved_bytes=ideal_saved_bytes(block, sharding.ranks, names),
             workspace_bytes=workspace_bytes,
         )
 
@@ -389,7 +422,7 @@ class Catalogue:
         return LayerOption(
             recompute=self.price_cache.recompute_operators(LayerKind.BLOCK, level),
             sharding=sharding,
-            weight_layout=self._weight_layouts[0],
+            weight_layout=self.weight_layouts(sharding)[0],
             time_s=self.price_cache.layer_time(LayerKind.BLOCK, b, sharding, level).total_s,
             saved_bytes=float(size.saved),
             ideal_saved_bytes=size.ideal_saved,
@@ -397,13 +430,16 @@ class Catalogue:
         )
 
 
-def weight_divided(operator: Operator, splits: Splits, degrees: tuple[int, ...]) -> bool:
-    """Returns whether each rank of the axes holds only a part of the operator's weight."""
-    sharding = single_operator_sharding(operator, splits, degrees)
-    return any(
-        sharding.parameter_shape(operator, p) != p.shape
-        for p in operator.parameters
-        if len(p.dims) > 1
+def weight_divided(operator: Operator, splits: Splits, sharding: Sharding) -> frozenset[bool]:
+    """Returns the axes of `sharding` that divide the operator's weight.
+
+    True stands for the axis of data-parallel ranks, False for the others.
+    """
+    weights = [parameter for parameter in operator.parameters if len(parameter.dims) > 1]
+    return frozenset(
+        axis == 0 and sharding.data > 1
+        for axis, (split, degree) in enumerate(zip(splits, sharding.degrees, strict=True))
+        if degree > 1 and any(weight.tensor_dim(split.dim) is not None for weight in weights)
     )
 
 

@@ -257,7 +257,8 @@ class LayerStrategies:
     """The strategies of every operator of a layer on the axes `inside`, and the links between them.
 
     All boundaries of the layer share them. The layer is given once for each micro-batch size, and
-    all sizes are priced at once. With a `sharding` its split is the only one of each operator.
+    all sizes are priced at once. With a `sharding` its split is the only one of each operator. With
+    `over_data` the first axis are data-parallel ranks.
 
     savers   by tensor, the first operator that saves it: its bytes count there
     alone    by reader and the placements of an input and of its gradient, the reader's seconds
@@ -273,8 +274,11 @@ class LayerStrategies:
         zero: int = 0,
         dp: int = 1,
         sharding: Sharding | None = None,
+        *,
+        over_data: bool = False,
     ) -> None:
         self.layer = layer = of_all_sizes(layers)
+        self.over_data = over_data
         self.sizes = len(layers)
         self.inside = inside
         self.given = sharding
@@ -344,7 +348,7 @@ class LayerStrategies:
         degrees = self.sharding.degrees
         ways: tuple[Splits, ...]
         if self.given is None:
-            ways, _ = operator_splits(operator, degrees)
+            ways, _ = operator_splits(operator, degrees, over_data=self.over_data)
         else:
             ways = (self.given.splits(operator),)
         prices = operator_prices(operator, ways, self.inside, self.training, self.states)

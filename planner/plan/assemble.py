@@ -63,10 +63,9 @@ def _gib(n_bytes: float) -> float:
 
 def _layer_plan(choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCache) -> LayerPlan:
     layer = price_cache.graph(1).layer_class(choice.kind.role)
+    sharding = layout.sharding_of(choice)
     placed = (
-        {op.name: placements(op, layout.sharding_of(choice)) for op in layer.operators}
-        if layout.mesh.tp > 1
-        else {}
+        {op.name: placements(op, sharding) for op in layer.operators} if sharding.ranks > 1 else {}
     )
     shards = price_cache.shards(layout.mesh)
     zero = choice.zero if layout.mesh.dp > 1 or price_cache.offloads_states else 0

@@ -40,6 +40,7 @@ def layout_of(plan: AnyPlan) -> ParallelLayout:
         tp_overlap=pipeline.tp_overlap,
         chunked=plan.chunks is not None,
         states_on_host=isinstance(plan, TracedPlan) and plan.states_on_host,
+        weights_over_data=any(each.divides_over_data for each in layer_plans),
     )
 
 

@@ -21,9 +21,16 @@ PLAN_VERSION = 2
 _FORBID = {"extra": "forbid"}
 
 
+OVER_DATA = "@dp"  # the end of a placement over the data-parallel axis
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorPlacement:
-    """DTensor placements such as `Shard(0)@tp`, for each mesh axis that is not Replicate."""
+    """DTensor placements such as `Shard(0)@tp`, for each mesh axis that is not Replicate.
+
+    The data-parallel axis has entries where some operator of the layer divides its weight over it:
+    then the batch is that of all data-parallel ranks.
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -58,6 +65,16 @@ class LayerPlan:
     recompute: tuple[str, ...] = ()
     keep_on_host: tuple[str, ...] = ()
     operators: Mapping[str, OperatorPlacement] = field(default_factory=dict)
+
+    @property
+    def divides_over_data(self) -> bool:
+        """True if data-parallel ranks divide the weight of an operator."""
+        return any(
+            entry.endswith(OVER_DATA)
+            for placed in self.operators.values()
+            for entries in placed.parameters.values()
+            for entry in entries
+        )
 
     def __post_init__(self) -> None:
         if self.zero not in (0, 1, 2, 3):

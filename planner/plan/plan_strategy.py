@@ -11,9 +11,9 @@ from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.host.state_location import OFFLOAD_OF, StateLocation
 from parplan.costmodels.layers.chunked_layer import Chunking
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
-from parplan.costmodels.operators.sharding import Placements, Splits, placed_splits
+from parplan.costmodels.operators.sharding import Placements, Sharding, Splits, placed_splits
 from parplan.costmodels.price_cache import PriceCache
-from parplan.costmodels.strategy import LayerChoice, Strategy
+from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.plan.consistency import IN_CHUNKS
 from parplan.planner.plan.derived import layout_of
 from parplan.planner.plan.plan import ChunkPlan, LayerPlan, Plan, StagePlan
@@ -135,9 +135,9 @@ def _home(name: str, layer_plan: LayerPlan, plan: Plan) -> StateLocation:
 def _choice(name: str, layer_plan: LayerPlan, plan: Plan, price_cache: PriceCache) -> LayerChoice:
     """Returns the choice behind a layer plan, with a sharding where it is not the layout's."""
     layout = layout_of(plan)
-    operators = (
-        price_cache.graph(plan.pipeline.micro_batch_size).layer_class(layer_plan.layer).operators
-    )
+    over = _axes_of(layer_plan, layout)
+    batch = plan.pipeline.micro_batch_size * over.data
+    operators = price_cache.graph(batch).layer_class(layer_plan.layer).operators
     known = [operator.name for operator in operators]
     for field, names in (
         ("recompute", layer_plan.recompute),
@@ -152,8 +152,7 @@ def _choice(name: str, layer_plan: LayerPlan, plan: Plan, price_cache: PriceCach
     divided = tuple(
         (operator.name, split)
         for operator in operators
-        if (split := _splits(operator, name, layer_plan, plan.mesh.tp))
-        not in (None, layout.sharding.splits(operator))
+        if (split := _splits(operator, name, layer_plan, over)) not in (None, over.splits(operator))
     )
     if divided and layout.tp_overlap:
         raise ConfigError(
@@ -161,7 +160,7 @@ def _choice(name: str, layer_plan: LayerPlan, plan: Plan, price_cache: PriceCach
             "sub-pipelined tensor parallelism is priced for nothing else",
             hint="set pipeline.tp_overlap to 0",
         )
-    sharding = replace(layout.sharding, own=divided) if divided else None
+    sharding = replace(over, own=divided) if divided else None
     return LayerChoice(
         layer_plan.layer,
         tuple(layer_plan.recompute),
@@ -172,9 +171,19 @@ def _choice(name: str, layer_plan: LayerPlan, plan: Plan, price_cache: PriceCach
     )
 
 
-def _splits(operator: Operator, name: str, layer_plan: LayerPlan, tp: int) -> Splits | None:
-    """Returns the tensor-parallel splits of one operator of a layer plan, None with tp 1."""
-    if tp == 1:
+def _axes_of(layer_plan: LayerPlan, layout: ParallelLayout) -> Sharding:
+    """Returns Megatron's sharding over the axes of a layer's operators.
+
+    They are the tensor-parallel axis, and the data-parallel one where some weight is divided so.
+    """
+    return layout.over_data if layer_plan.divides_over_data else layout.sharding
+
+
+def _splits(
+    operator: Operator, name: str, layer_plan: LayerPlan, over: Sharding
+) -> Splits | None:
+    """Returns the splits of one operator of a layer plan, None where no axis divides it."""
+    if over.ranks == 1:
         return None
     placed = layer_plan.operators.get(operator.name)
     splits = None
@@ -182,14 +191,18 @@ def _splits(operator: Operator, name: str, layer_plan: LayerPlan, tp: int) -> Sp
         placements = Placements(
             parameters=dict(placed.parameters), input=placed.input, output=placed.output
         )
-        splits = placed_splits(operator, tp, placements)
+        splits = placed_splits(operator, over, placements)
     if splits is None:
         raise ConfigError(
-            f"layer_plans.{name}.operators.{operator.name}: its placements are none that tp {tp} "
-            "can give it",
+            f"layer_plans.{name}.operators.{operator.name}: its placements are none that "
+            f"{_axes_text(over)} can give it",
             hint="make the plan again, or see plan explain",
         )
     return splits
+
+
+def _axes_text(over: Sharding) -> str:
+    return f"dp {over.data} x tp {over.tp}" if over.data > 1 else f"tp {over.tp}"
 
 
 def _layers(stage: StagePlan, choices: dict[str, LayerChoice]) -> tuple[LayerChoice, ...]:

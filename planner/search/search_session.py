@@ -34,6 +34,7 @@ from parplan.planner.candidates.lower_bounds import (
 from parplan.planner.candidates.redundancy_bounds import RedundancyBound
 from parplan.planner.deadline import Deadline, in_time
 from parplan.planner.infeasible.shortfall import limit_bytes, price_cache_of
+from parplan.planner.layer_options.over_data import with_weights_over_data
 from parplan.planner.layer_options.overlap_levels import paying_layouts
 from parplan.planner.master import MasterChoice
 from parplan.planner.plan.assemble import assemble
@@ -231,10 +232,11 @@ class DescribedPrices(SearchPrices):
         deadline = request.options.deadline
         price_cache = price_cache_of(request)
         layouts, beaten = paying_layouts(space.layouts, price_cache, deadline)
-        space = CandidateSpace(
-            layouts,
-            (*space.pruned, *(Pruned(layout_text(layout), reason) for layout, reason in beaten)),
-        )
+        layouts, unpaid = with_weights_over_data(layouts, request, price_cache)
+        dropped = (Pruned(layout_text(layout), reason) for layout, reason in (*beaten, *unpaid))
+        space = CandidateSpace(layouts, (*space.pruned, *dropped))
+        if not layouts:
+            raise no_candidate_error(space, request.cluster)
         allowed = request.constraints.resolved(request.training.stack)
         super().__init__(space, price_cache, allowed, deadline)
         self.table = MixTable(price_cache, allowed, deadline)

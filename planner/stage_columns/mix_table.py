@@ -111,7 +111,7 @@ class MixTable(StageTable):
     def _kind(self, layout: ParallelLayout, rank: int) -> _Kind:
         return (
             layout.micro_batch_size,
-            layout.sharding,
+            layout.of_blocks,
             layout.keeps_all(rank),
             may_offload_activations(layout, self.offload),
         )
@@ -122,7 +122,7 @@ class MixTable(StageTable):
         A rank that recomputes nothing has those without recompute, or Megatron's if none is
         allowed. If blocks may offload activations, the variants that do are included.
         """
-        key = layout.micro_batch_size, layout.sharding
+        key = layout.micro_batch_size, layout.of_blocks
         if may_offload_activations(layout, self.offload):
             return self.once(
                 ("sending", *key),

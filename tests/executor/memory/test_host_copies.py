@@ -30,7 +30,7 @@ from parplan.executor.memory.saved_tensors import Recipes
 from parplan.executor.models.transformer_layers import build_layer
 from parplan.executor.rules.all_rules import nearest_legal, refusals, validate
 from parplan.executor.run_options import Options
-from parplan.executor.sharding.place import place_layer
+from parplan.executor.sharding.place import Axes, place_layer
 from parplan.executor.training.train import build_trainer
 from parplan.planner.plan.derived import layout_of
 from parplan.planner.plan.plan import Plan
@@ -246,7 +246,7 @@ def test_a_rank_sends_its_part_of_what_is_divided(mesh, division_name, recompute
         copies = HostCopies(CPU)
         recipes = Recipes(on_host=HostOffload(names, graph, recompute_names, copies))
         layer = build_layer(GPT, training, LayerKind.BLOCK, 1, 0, CPU)
-        place_layer(layer, operators, mesh, "block0", recipes)
+        place_layer(layer, operators, Axes(tp=mesh), "block0", recipes)
         layer = recomputed(layer, recompute_names, "block0", recipes)
 
         out = layer(

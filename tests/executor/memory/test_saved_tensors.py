@@ -20,7 +20,7 @@ from parplan.costmodels.operators.sharding import Sharding, placements
 from parplan.executor.memory.layer_recompute import recomputed
 from parplan.executor.memory.saved_tensors import Recipes
 from parplan.executor.models.transformer_layers import build_layer
-from parplan.executor.sharding.place import place_layer
+from parplan.executor.sharding.place import Axes, place_layer
 from parplan.planner.plan.plan import OperatorPlacement
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, Positions, TrainingSpec
@@ -61,7 +61,7 @@ def _held_bytes(mesh, sharding: Sharding, level: Recompute) -> int:
         name: OperatorPlacement(parameters=p.parameters, input=p.input, output=p.output)
         for name, p in derived.items()
     }
-    place_layer(layer, operators, mesh, "block0", recipes)
+    place_layer(layer, operators, Axes(tp=mesh), "block0", recipes)
     layer = recomputed(layer, recompute_operators(BLOCK, level), "block0", recipes)
     tokens = 128 // TP if sharding.sequence_parallel else 128
     x = torch.randn(2, tokens, 256, requires_grad=True)
@@ -158,7 +158,7 @@ def _divided_held_bytes(
     """
     recipes = Recipes()
     layer = build_layer(model, training, LayerKind.BLOCK, 1, 0, torch.device("cpu"))
-    place_layer(layer, operators, mesh, "block0", recipes)
+    place_layer(layer, operators, Axes(tp=mesh), "block0", recipes)
     layer = recomputed(layer, recompute, "block0", recipes)
     x = torch.randn(4, 128 // TP, 256, requires_grad=True)
     tracker = MemTracker()

@@ -19,7 +19,7 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.executor.models.transformer_layers import build_layer
 from parplan.executor.rules.all_rules import validate
-from parplan.executor.sharding.place import place_layer
+from parplan.executor.sharding.place import Axes, place_layer
 from parplan.planner.plan.plan import LayerPlan, OperatorPlacement, Plan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.operator_graph import LayerKind
@@ -392,7 +392,7 @@ def test_shapes_show_why_other_divisions_are_refused(plan, error):
     try:
         mesh = init_device_mesh("cpu", (plan.mesh.tp,), mesh_dim_names=("tp",))
         block = build_layer(plan.model, plan.training, LayerKind.BLOCK, 1, 0, torch.device("cpu"))
-        place_layer(block, plan.layer_plans["block-0"].operators, mesh, "block0")
+        place_layer(block, plan.layer_plans["block-0"].operators, Axes(tp=mesh), "block0")
         x = torch.randn(2, SEQ_LENGTH, plan.model.hidden_size)
         with pytest.raises((RuntimeError, ValueError), match=error):
             block(DTensor.from_local(x, mesh, (Replicate(),)))

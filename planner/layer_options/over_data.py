@@ -1,0 +1,119 @@
+"""Weights of blocks over the data-parallel ranks: the layouts that may have them.
+
+In such a layout the operators of a block lie on a mesh of two axes. Over the data-parallel axis
+each divides its batch, as in data parallelism, or its weight, as in tensor parallelism: then the
+activations of all these ranks are gathered for it, and nobody reduces the weight's gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from parplan.costmodels.communication.mesh import Mesh, MeshOrder
+from parplan.costmodels.operators.sharding import BATCH, PARTIAL
+from parplan.costmodels.price_cache import PriceCache
+from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.layer_options.overlap_levels import illegal_zero
+from parplan.planner.objective import Objective
+from parplan.planner.request import Constraints, Request
+from parplan.profiles.models.operator_graph import LayerKind
+from parplan.profiles.models.spec import ModelSpec
+from parplan.profiles.units import US_PER_S
+
+ZERO_STAGES = (0, 1, 2, 3)
+
+
+def illegal_over_data(layout: ParallelLayout, model: ModelSpec) -> str | None:
+    """Returns why the blocks of a layout cannot divide weights over data-parallel ranks, or None.
+    """
+    if layout.mesh.dp == 1:
+        return "there is one data-parallel rank"
+    if model.num_experts:
+        return "experts are divided over data-parallel ranks by expert parallelism"
+    if layout.tp_overlap:
+        return "sub-pipelined tensor parallelism divides every operator as Megatron does"
+    if layout.chunked or layout.states_on_host:
+        return "chunks and states on the host are gathered over all data-parallel ranks"
+    if layout.splits_backward:
+        return f"{layout.schedule} defers the gradients of weights, which is not priced for it"
+    if layout.mesh.order is not MeshOrder.PP_DP_TP:
+        return f"data-parallel ranks are no neighbours in the order {layout.mesh.order}"
+    return None
+
+
+def with_weights_over_data(
+    layouts: Sequence[ParallelLayout], request: Request, price_cache: PriceCache
+) -> tuple[tuple[ParallelLayout, ...], tuple[tuple[ParallelLayout, str], ...]]:
+    """Returns the layouts with those that divide weights over data, and the dropped ones.
+
+    A block saves at most the time of its data parallelism so, and pays for at least one gather and
+    one reduction of its activations. Where these take longer the layout is dropped, unless it is
+    pinned. For the objectives memory and peak they may take the allowed slowdown besides.
+    """
+    pins, stack = request.constraints, request.training.stack
+    pinned = pins.weights_over_data
+    tried = stack.weights_over_data if pinned is None else pinned
+    if not tried or pins.megatron_sharding or pins.offload:
+        return (() if pinned else tuple(layouts)), ()
+    kept: list[ParallelLayout] = [] if pinned else list(layouts)
+    dropped: list[tuple[ParallelLayout, str]] = []
+    known: dict[tuple[Mesh, int, bool], str | None] = {}
+    for plain in layouts:
+        if illegal_over_data(plain, request.model):
+            continue
+        layout = replace(plain, weights_over_data=True)
+        key = plain.mesh, plain.micro_batch_size, plain.sequence_parallel
+        if not pinned and key not in known:
+            known[key] = _not_worth_it(plain, request, price_cache)
+        reason = known.get(key)
+        if reason is None:
+            kept.append(layout)
+        else:
+            dropped.append((layout, reason))
+    return tuple(kept), tuple(dropped)
+
+
+def _not_worth_it(
+    layout: ParallelLayout, request: Request, price_cache: PriceCache
+) -> str | None:
+    """Returns why no block is faster with weights over data, or None."""
+    sent_s = _least_sent_s(layout, price_cache)
+    saved_s = max(_data_parallel_s(layout, request.constraints, price_cache))
+    if request.objective in (Objective.MEMORY, Objective.PEAK):
+        block = price_cache.layer_time(
+            LayerKind.BLOCK, layout.micro_batch_size, layout.sharding
+        )
+        saved_s += request.options.max_slowdown * block.total_s
+    if sent_s < saved_s:
+        return None
+    return (
+        f"a block with weights over dp {layout.mesh.dp} sends activations for "
+        f"{sent_s * US_PER_S:,.0f} us, which may save {saved_s * US_PER_S:,.0f} us"
+    )
+
+
+def _data_parallel_s(
+    layout: ParallelLayout, pins: Constraints, price_cache: PriceCache
+) -> Iterator[float]:
+    """Yields by ZeRO stage the exposed seconds of data parallelism of a block and micro-batch."""
+    for zero in pins.zero or ZERO_STAGES:
+        if not illegal_zero(layout, zero):
+            data = price_cache.data_parallel(
+                LayerKind.BLOCK, layout.micro_batch_size, layout.mesh, layout.sharding, zero
+            )
+            yield data.per_micro_batch_s + data.step.value_s / layout.num_micro_batches
+
+
+def _least_sent_s(layout: ParallelLayout, price_cache: PriceCache) -> float:
+    """Returns the least seconds in which the ranks gather and reduce one tensor of a block."""
+    over = layout.over_data
+    inside = price_cache.inside(over.degrees)
+    tokens = price_cache.graph(layout.micro_batch_size * over.data).block.input
+    assert tokens is not None, "a block has an input"
+    divided = ("sequence",) * (len(over.degrees) - 1)  # over the tensor-parallel ranks
+    read = inside.moved(tokens, (BATCH, *divided), (None, *divided))
+    returned = inside.moved(tokens, (PARTIAL, *divided), (BATCH, *divided))
+    if price_cache.training.stack.overlap_tensor_parallel:
+        read, returned = inside.under(read, float("inf")), inside.under(returned, float("inf"))
+    return read.value_s + returned.value_s
