@@ -216,6 +216,10 @@ def _axes(trainer: Trainer) -> dict[str, str]:
         for axis in ("pp", "dp", "tp")
         if mesh[axis].size() > 1
     }
+    data_mesh = trainer.ranks.data_mesh
+    if data_mesh is not None:
+        for name, axis in (("data", "dp"), ("tp", "tp")):
+            axes[data_mesh[name].get_group().group_name] = axis
     return axes | ({tied.group_name: "pp"} if tied is not None else {})
 
 

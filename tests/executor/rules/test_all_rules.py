@@ -15,6 +15,7 @@ import pytest
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.offload import Offload
+from parplan.costmodels.operators.sharding import Sharding, Split, placements
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.executor.rules.all_rules import RULES, nearest_legal, refusals, validate
 from parplan.planner.plan.plan import LayerRun, OperatorPlacement, Plan, StagePlan
@@ -22,6 +23,7 @@ from parplan.planner.search.estimate import ChunkRequest
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import Precision
 from tests.helpers.chunked_runs import chunked_plan
+from parplan.profiles.models.transformer import build_graph
 from tests.helpers.executor_plans import GPT, LLAMA, MIXTRAL, make_plan
 from tests.helpers.executor_world import (
     GRADIENT_TOLERANCE,
@@ -93,6 +95,7 @@ class Broken:
 
 GPT1 = make_plan(GPT)
 GPT2 = make_plan(GPT, dp=2)
+FC1_OVER_DATA = Sharding(data=2, own=(("fc1", (Split("ffn"), Split())),))
 PP2 = make_plan(GPT, pp=2)
 TP2, DROPOUT = make_plan(GPT, tp=2), dataclasses.replace(GPT, dropout=0.5)
 FIRST, LAST = PP2.stages
@@ -325,6 +328,23 @@ BROKEN = {
         ),
         "attention: it cannot be divided by sequence: queries need every key",
         r"set input to \[.*, output to \[",
+        "other gradients",
+    ),
+    "norm-over-the-batch-of-both-ranks": Broken(
+        "over data",
+        with_layer_plan(
+            GPT2,
+            "block-0",
+            operators={
+                operator.name: OperatorPlacement(
+                    **dataclasses.asdict(placements(operator, FC1_OVER_DATA))
+                )
+                for operator in build_graph(GPT, GPT2.training, 1).block.operators
+            }
+            | {"norm1": OperatorPlacement()},
+        ),
+        "operator norm1 has placements that dp 2 x tp 1 cannot give it",
+        "set every operator to Megatron's placement",
         "other gradients",
     ),
     "kv-heads": Broken(
