@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import click
 
@@ -14,6 +15,8 @@ from parplan.commands.options import (
     target_options,
 )
 from parplan.commands.style import Command, Whole, option, print_json
+
+AXIS = "tensor-parallel axis"
 
 
 @click.command(
@@ -42,6 +45,12 @@ from parplan.commands.style import Command, Whole, option, print_json
     metavar="0..3",
     help="ZeRO stage of the states.",
 )
+@option(
+    LAYOUT,
+    "--weights-over-data",
+    is_flag=True,
+    help="List those of a block over dp and tp, where both may divide weights.",
+)
 @option(LAYOUT, "--operator", metavar="NAME", help="Operator to list. [default: all]")
 @as_json
 def explain(
@@ -49,6 +58,7 @@ def explain(
     tp: int,
     micro_batch_size: int,
     zero: int,
+    weights_over_data: bool,
     operator: str | None,
     as_json: bool,
 ) -> None:
@@ -60,8 +70,10 @@ def explain(
     from parplan.report.text import console
 
     layout, price_cache = layout_prices(request_of(target), tp, micro_batch_size)
+    layout = replace(layout, weights_over_data=weights_over_data and layout.mesh.dp > 1)
     strategies = list(operator_strategies(layout, zero, price_cache, operator))
     if as_json:
         print_json(strategies_document(strategies))
     else:
-        print_strategies(strategies, console(sys.stdout), str(layout.mesh))
+        axes = "data-parallel and the tensor-parallel axis" if layout.weights_over_data else AXIS
+        print_strategies(strategies, console(sys.stdout), f"{axes} of {layout.mesh}")

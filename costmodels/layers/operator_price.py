@@ -54,14 +54,24 @@ class OperatorPrice:
 
 
 def single_operator_sharding(
-    operator: Operator, splits: Splits, degrees: tuple[int, ...], *, sequence_parallel: bool = False
+    operator: Operator,
+    splits: Splits,
+    degrees: tuple[int, ...],
+    *,
+    sequence_parallel: bool = False,
+    over_data: bool = False,
 ) -> Sharding:
-    """Returns a sharding of the axes of `degrees` that divides `operator` by `splits`."""
+    """Returns a sharding of the axes of `degrees` that divides `operator` by `splits`.
+
+    With `over_data` the first axis are data-parallel ranks.
+    """
+    data, inside = (degrees[0], degrees[1:]) if over_data else (1, degrees)
     return Sharding(
-        math.prod(degrees),
+        math.prod(inside),
         sequence_parallel,
         ((operator.name, splits),),
-        degrees if len(degrees) > 1 else (),
+        inside if len(inside) > 1 else (),
+        data=data,
     )
 
 
@@ -74,9 +84,13 @@ def operator_price(
     recomputed: bool = False,
     zero: int = 0,
     dp: int = 1,
+    over_data: bool = False,
 ) -> OperatorPrice:
-    """Prices one strategy; `zero` shards the states over `dp` data-parallel ranks."""
-    sharding = single_operator_sharding(operator, splits, inside.degrees)
+    """Prices one strategy; `zero` shards the states over `dp` data-parallel ranks.
+
+    With `over_data` these ranks are the first axis of `inside`.
+    """
+    sharding = single_operator_sharding(operator, splits, inside.degrees, over_data=over_data)
     compute = operator_time(operator, sharding, inside.machine, training)
     states = StateSharding(zero, dp)
     price = _price(operator, sharding, compute, inside, training, states)
@@ -91,12 +105,17 @@ def operator_prices(
     inside: StageAxes,
     training: TrainingSpec,
     states: StateSharding,
+    *,
+    over_data: bool = False,
 ) -> list[OperatorPrice]:
     """Prices several strategies at once, none of which recomputes.
 
     An operator of several micro-batch sizes gives arrays with a row for each.
     """
-    each = tuple(single_operator_sharding(operator, splits, inside.degrees) for splits in ways)
+    each = tuple(
+        single_operator_sharding(operator, splits, inside.degrees, over_data=over_data)
+        for splits in ways
+    )
     compute = operator_time(operator, Shardings(each), inside.machine, training)
     return [
         _price(operator, sharding, compute.of_sharding(number), inside, training, states)

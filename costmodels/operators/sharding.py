@@ -371,9 +371,7 @@ def placements(operator: Operator, sharding: Sharding) -> Placements:
 
     def entries(dims: Iterable[int | None]) -> tuple[str, ...]:
         return tuple(
-            f"Shard({dim})@{axis}"
-            for axis, dim in zip(axes, dims, strict=True)
-            if dim is not None
+            f"Shard({dim})@{axis}" for axis, dim in zip(axes, dims, strict=True) if dim is not None
         )
 
     def activation(tensors: tuple[Tensor, ...]) -> tuple[str, ...]:

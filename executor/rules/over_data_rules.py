@@ -49,9 +49,7 @@ def over_data_rule(plan: Plan) -> Iterator[Refusal]:
 
 def _placed(layer_plan: LayerPlan, operator: Operator) -> Placements:
     placed = layer_plan.operators.get(operator.name, OperatorPlacement())
-    return Placements(
-        parameters=dict(placed.parameters), input=placed.input, output=placed.output
-    )
+    return Placements(parameters=dict(placed.parameters), input=placed.input, output=placed.output)
 
 
 def _unrunnable(plan: Plan, layer_plan: LayerPlan) -> str | None:

@@ -19,8 +19,8 @@ do so after every micro-batch.
 
 bf16 and fp16 run on a compute copy of fp32 shards (FSDP2's mixed precision), which for stage 0 is
 torch's `replicate`. Weights that data-parallel ranks divide have one holder: they are units of
-their own, which reduce nothing. Every reduction is a sum: the loss is already this rank's share of the mean
-over the global batch.
+their own, which reduce nothing. Every reduction is a sum: the loss is already this rank's share of
+the mean over the global batch.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from parplan.costmodels.memory.rank_memory import (
     stashes,
     usable_bytes,
 )
+from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.hidden_recompute import hidden_passes
 from parplan.costmodels.schedules.schedule import LAST_KEEPS_ALL

@@ -351,7 +351,9 @@ class LayerStrategies:
             ways, _ = operator_splits(operator, degrees, over_data=self.over_data)
         else:
             ways = (self.given.splits(operator),)
-        prices = operator_prices(operator, ways, self.inside, self.training, self.states)
+        prices = operator_prices(
+            operator, ways, self.inside, self.training, self.states, over_data=self.over_data
+        )
         repeats = (False, True) if may_recompute(operator) else (False,)
         options = tuple(
             self._option(operator, splits, price, recomputed=recomputed)

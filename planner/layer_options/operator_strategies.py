@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from parplan.costmodels.host.offload import copy_time
-from parplan.costmodels.layers.layer_price import StageAxes
 from parplan.costmodels.layers.operator_price import OperatorPrice, operator_price
 from parplan.costmodels.layers.recompute import host_bytes_by_operator
 from parplan.costmodels.operators.sharding import Rejected, Splits, operator_splits
@@ -49,10 +48,16 @@ def operator_strategies(
 ) -> Iterator[OperatorStrategies]:
     """Yields the strategies of every operator on the tensor-parallel axis of `layout`.
 
+    Where the layout divides weights over data, they are those of a block on both axes.
     `zero` is the ZeRO stage of the states. With `only` it yields the operator of that name. Raises
     ConfigError when the model has no operator of that name.
     """
-    graph = price_cache.graph(layout.micro_batch_size)
+    over = layout.of_blocks
+    graph = [
+        layer
+        for layer in price_cache.graph(layout.micro_batch_size * over.data)
+        if over.data == 1 or layer.kind is LayerKind.BLOCK
+    ]
     names = [operator.name for layer in graph for operator in layer.operators]
     if only is not None and only not in names:
         raise unknown_name_error("operator", only, names)
@@ -62,16 +67,22 @@ def operator_strategies(
         (),
         price_cache.training.stack,
     )
-    inside = StageAxes(layout.sharding.degrees, price_cache.machine, price_cache.training.stack)
+    inside = price_cache.inside(over.degrees)
     for layer in graph:
         for operator in layer.operators:
             if only in (None, operator.name):
-                legal, rejected = operator_splits(operator, inside.degrees)
+                legal, rejected = operator_splits(operator, inside.degrees, over_data=over.data > 1)
                 priced = (
                     PricedStrategy(
                         splits=s,
                         price=operator_price(
-                            operator, s, inside, price_cache.training, zero=zero, dp=layout.mesh.dp
+                            operator,
+                            s,
+                            inside,
+                            price_cache.training,
+                            zero=zero,
+                            dp=layout.mesh.dp,
+                            over_data=over.data > 1,
                         ),
                     )
                     for s in legal

@@ -25,8 +25,7 @@ ZERO_STAGES = (0, 1, 2, 3)
 
 
 def illegal_over_data(layout: ParallelLayout, model: ModelSpec) -> str | None:
-    """Returns why the blocks of a layout cannot divide weights over data-parallel ranks, or None.
-    """
+    """Returns why blocks of a layout cannot divide weights over data-parallel ranks, or None."""
     if layout.mesh.dp == 1:
         return "there is one data-parallel rank"
     if model.num_experts:
@@ -74,16 +73,12 @@ def with_weights_over_data(
     return tuple(kept), tuple(dropped)
 
 
-def _not_worth_it(
-    layout: ParallelLayout, request: Request, price_cache: PriceCache
-) -> str | None:
+def _not_worth_it(layout: ParallelLayout, request: Request, price_cache: PriceCache) -> str | None:
     """Returns why no block is faster with weights over data, or None."""
     sent_s = _least_sent_s(layout, price_cache)
     saved_s = max(_data_parallel_s(layout, request.constraints, price_cache))
     if request.objective in (Objective.MEMORY, Objective.PEAK):
-        block = price_cache.layer_time(
-            LayerKind.BLOCK, layout.micro_batch_size, layout.sharding
-        )
+        block = price_cache.layer_time(LayerKind.BLOCK, layout.micro_batch_size, layout.sharding)
         saved_s += request.options.max_slowdown * block.total_s
     if sent_s < saved_s:
         return None

@@ -179,9 +179,7 @@ def _axes_of(layer_plan: LayerPlan, layout: ParallelLayout) -> Sharding:
     return layout.over_data if layer_plan.divides_over_data else layout.sharding
 
 
-def _splits(
-    operator: Operator, name: str, layer_plan: LayerPlan, over: Sharding
-) -> Splits | None:
+def _splits(operator: Operator, name: str, layer_plan: LayerPlan, over: Sharding) -> Splits | None:
     """Returns the splits of one operator of a layer plan, None where no axis divides it."""
     if over.ranks == 1:
         return None

@@ -24,15 +24,14 @@ HEADING = (
 )
 
 
-def print_strategies(operators: Iterable[OperatorStrategies], out: Console, mesh: str) -> None:
+def print_strategies(operators: Iterable[OperatorStrategies], out: Console, axes: str) -> None:
     """Print one table an operator, fastest strategy first.
 
     Times are forward and backward of one micro-batch on one GPU.
     """
     say(
         out,
-        f"strategies over the tensor-parallel axis of {mesh}; what lies between operators is "
-        f"priced by placement pair",
+        f"strategies over the {axes}; what lies between operators is priced by placement pair",
         "bold",
     )
     for operator in operators:

@@ -200,7 +200,8 @@ def test_placements_say_how_an_operator_is_divided(graph):
             for splits in operator_splits(op, (4,))[0]:
                 placed = placements(op, Sharding(4, own=((op.name, splits),)))
                 assert (
-                    placed_splits(op, Sharding(4), placed) == splits or op.kind is OperatorKind.CROSS_ENTROPY
+                    placed_splits(op, Sharding(4), placed) == splits
+                    or op.kind is OperatorKind.CROSS_ENTROPY
                 )
 
 

@@ -230,7 +230,7 @@ def test_a_rank_sends_its_part_of_what_is_divided(mesh, division_name, recompute
     splits = {
         op.name: placed_splits(
             op,
-            TP,
+            Sharding(TP),
             Placements(
                 parameters=dict(operators[op.name].parameters),
                 input=operators[op.name].input,

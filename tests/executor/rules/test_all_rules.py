@@ -22,8 +22,8 @@ from parplan.planner.plan.plan import LayerRun, OperatorPlacement, Plan, StagePl
 from parplan.planner.search.estimate import ChunkRequest
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import Precision
-from tests.helpers.chunked_runs import chunked_plan
 from parplan.profiles.models.transformer import build_graph
+from tests.helpers.chunked_runs import chunked_plan
 from tests.helpers.executor_plans import GPT, LLAMA, MIXTRAL, make_plan
 from tests.helpers.executor_world import (
     GRADIENT_TOLERANCE,

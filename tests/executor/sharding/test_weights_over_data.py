@@ -125,7 +125,8 @@ def test_a_division_that_leaves_partial_gradients_is_refused():
     wrong = replace(
         plan,
         layer_plans={
-            **plan.layer_plans, name: replace(plan.layer_plans[name], operators=operators)
+            **plan.layer_plans,
+            name: replace(plan.layer_plans[name], operators=operators),
         },
     )
 
