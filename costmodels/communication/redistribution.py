@@ -9,10 +9,11 @@ On each axis of the mesh a tensor is whole, divided along one of its dims, or a 
     partial -> whole      all-reduce of the local bytes
     divided -> whole      all-gather to the bytes that are local afterwards
 
-The axes follow each other in the order of torch's DTensor; a test counts its collectives. The outer
-axis cuts first a dim that several axes divide: to remove an outer cut, the cuts inside it are
-gathered before and made again after. Between CPUs torch runs an all-gather in place of the
-all-to-all.
+Inner axes, whose ranks are neighbours, reduce and cut first, and outer axes gather first: they send
+as few bytes as can be. Where several axes divide one dim, the outer one cuts first, and the order
+is that of torch's DTensor: to remove an outer cut, the cuts inside it are gathered before and made
+again after. The executor takes the same steps (executor/sharding/moves.py); a test counts its
+collectives. Between CPUs torch runs an all-gather in place of the all-to-all.
 """
 
 from __future__ import annotations
@@ -60,25 +61,22 @@ def redistribute(
     The innermost axis is last. A target is never PARTIAL: a whole gradient serves as well in a
     backward pass.
     """
-    steps = tuple(moves(num_bytes, source, target, degrees))
+    taken = tuple(moves(num_bytes, source, target, degrees))
     time = ZERO
     num_ranks = math.prod(degrees)
-    for move in steps:
+    for move in taken:
         stride = math.prod(degrees[move.axis + 1 :])
         where = place_axis(degrees[move.axis], stride, num_ranks, machine.cluster.gpus_per_node)
         time += collective_time(move.collective, move.num_bytes, where, machine)
     return Redistribution(
-        steps, time, functools.reduce(larger_of, (move.left_bytes for move in steps), 0)
+        taken, time, functools.reduce(larger_of, (move.left_bytes for move in taken), 0)
     )
 
 
 def moves(
     num_bytes: Number, source: Place, target: Place, degrees: tuple[int, ...]
 ) -> Iterator[RedistributionStep]:
-    """Yields the collectives from `source` to `target` in the order of torch's DTensor.
-
-    Axes of one rank take none.
-    """
+    """Yields the collectives from `source` to `target`. Axes of one rank take none."""
     here = [
         place if p > 1 else goal for p, place, goal in zip(degrees, source, target, strict=True)
     ]
@@ -86,15 +84,39 @@ def moves(
     def local() -> Number:
         return -(-num_bytes // placed_parts(tuple(here), degrees))
 
-    for axis, goal in (*_inward_out(tuple(here), target), *enumerate(target)):
-        if here[axis] == goal:
-            continue
+    for axis, goal in steps(tuple(here), target):
         collective = _collective(here[axis], goal)
         before = local()
         here[axis] = goal
         if collective is not None:
             num_bytes_sent = local() if collective is Collective.ALL_GATHER else before
             yield RedistributionStep(collective, axis, num_bytes_sent, local())
+
+
+def steps(source: Place, target: Place) -> Iterator[tuple[int, str | None]]:
+    """Yields the axes that change from `source` to `target` in order, each with its new place."""
+    here = list(source)
+    for axis, goal in _order(source, target):
+        if here[axis] != goal:
+            here[axis] = goal
+            yield axis, goal
+
+
+def _order(source: Place, target: Place) -> Iterator[tuple[int, str | None]]:
+    dims = [
+        dim
+        for place, goal in zip(source, target, strict=True)
+        for dim in {place, goal}
+        if dim not in (None, PARTIAL)
+    ]
+    if len(set(dims)) < len(dims):  # several axes divide one dim
+        yield from _inward_out(source, target)
+        yield from enumerate(target)
+        return
+    inward = list(reversed(range(len(source))))
+    yield from ((axis, target[axis]) for axis in inward if target[axis] is not None)
+    yield from ((axis, None) for axis in inward if source[axis] == PARTIAL and not target[axis])
+    yield from enumerate(target)
 
 
 def _inward_out(source: Place, target: Place) -> Iterator[tuple[int, str | None]]:

@@ -36,6 +36,7 @@ from torch.distributed.tensor import (
 from parplan.executor.memory.saved_tensors import Recipes
 from parplan.executor.models.mixture_of_experts import MixtureOfExperts
 from parplan.executor.models.transformer_layers import Linear
+from parplan.executor.sharding.moves import moved
 from parplan.executor.sharding.overlap import linear_in_halves
 from parplan.executor.tensors import as_dtensor, local
 from parplan.planner.plan.plan import OperatorPlacement
@@ -221,7 +222,7 @@ def _place_operator(
     def after(_: nn.Module, args: Any, out: Tensor) -> DTensor:
         if columns:
             summed = DTensor.from_local(out, mesh, sums, run_check=False)
-            return _with_bias(summed.redistribute(mesh, output), module.bias)
+            return _with_bias(_ended(summed, mesh, output), module.bias)
         return DTensor.from_local(out, mesh, output, run_check=False)
 
     module.register_forward_pre_hook(before)
@@ -288,6 +289,13 @@ def _part(
     return part
 
 
+def _ended(summed: DTensor, mesh: DeviceMesh, output: Over) -> DTensor:
+    """Ends the partial sums of a product."""
+    if mesh.ndim == 1:
+        return summed.redistribute(mesh, output)
+    return DTensor.from_local(moved(summed, output, output), mesh, output, run_check=False)
+
+
 def _parts(placements: Over, mesh: DeviceMesh) -> int:
     """Returns the number of parts that placements divide a tensor into."""
     degrees = zip(placements, mesh.shape, strict=True)
@@ -295,6 +303,8 @@ def _parts(placements: Over, mesh: DeviceMesh) -> int:
 
 
 def _moved(tensor: DTensor, mesh: DeviceMesh, target: Over, gradients: Over) -> Tensor:
+    if mesh.ndim > 1:
+        return moved(tensor, target, gradients)
     part = tensor.redistribute(mesh, target).to_local(grad_placements=gradients)
     # Shard -> Shard(0) between CPUs gives a view of a gathered copy, which would be saved whole
     is_view = tensor.placements != target and part.untyped_storage().nbytes() > part.nbytes

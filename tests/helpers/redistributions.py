@@ -1,4 +1,4 @@
-"""Collectives that `DTensor.redistribute` really sends for one transition, in both passes.
+"""Collectives that the executor really sends for one transition, in both passes.
 
 `python -m tests.helpers.redistributions` prints the table of meshes of 2, 4, 2 x 2 and 2 x 2 x 2
 gloo ranks.
@@ -23,6 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from parplan.executor.sharding.moves import moved
 
 PLACEMENTS = (Replicate(), Shard(0), Shard(1), Shard(2), Partial())
 SHAPE = (8, 8, 8)  # [batch, sequence, feature]: every mesh here divides every dim
@@ -117,12 +119,9 @@ def sent(transition: Transition, mesh: DeviceMesh) -> Sent:
     part = torch.ones(_local_shape(transition.source, mesh), device=mesh.device_type)
     source = DTensor.from_local(part, mesh, transition.source, run_check=False).requires_grad_()
     with _Record(mesh) as forward:
-        result = source.redistribute(mesh, transition.target)
-    gradient = DTensor.from_local(
-        torch.ones_like(result.to_local()), mesh, transition.gradient, run_check=False
-    )
+        result = moved(source, transition.target, transition.gradient)
     with _Record(mesh) as backward:
-        result.backward(gradient)
+        result.backward(torch.ones_like(result))
     return Sent(
         forward=tuple(forward.found),
         backward=tuple(backward.found),

@@ -47,13 +47,19 @@ def pairs(num_axes):
             (PARTIAL, PARTIAL),
             ("batch", None),
             [(SCATTER, 0, 1024), (REDUCE, 1, 512)],
-            id="outer-axis-first",
+            id="a-cut-before-a-whole-sum",
+        ),
+        pytest.param(
+            (PARTIAL, PARTIAL),
+            ("batch", "sequence"),
+            [(SCATTER, 1, 1024), (SCATTER, 0, 512)],
+            id="the-inner-axis-reduces-first",
         ),
         pytest.param(
             (PARTIAL, "batch"),
             (None, None),
-            [(GATHER, 1, 1024), (REDUCE, 0, 1024)],
-            id="a-divided-tensor-inner-axis-first",
+            [(REDUCE, 0, 512), (GATHER, 1, 1024)],
+            id="a-sum-before-a-gather",
         ),
         pytest.param(
             ("batch", "batch"),
@@ -70,8 +76,8 @@ def pairs(num_axes):
         pytest.param(
             ("sequence", "hidden"),
             (None, None),
-            [(GATHER, 1, 512), (GATHER, 0, 1024)],
-            id="two-gathers",
+            [(GATHER, 0, 512), (GATHER, 1, 1024)],
+            id="the-outer-axis-gathers-first",
         ),
     ],
 )

@@ -67,7 +67,7 @@ def test_a_transition_on_one_axis_sends_what_the_textbook_says(tp, run, between_
     ("source", "target", "steps"),
     [
         pytest.param(
-            "PP", "RR", ["all-reduce@0", "all-reduce@1"], id="two-sums-are-two-all-reduces"
+            "PP", "RR", ["all-reduce@1", "all-reduce@0"], id="two-sums-are-two-all-reduces"
         ),
         pytest.param(
             "S1S1", "RR", ["all-gather@1", "all-gather@0"], id="the-inner-shard-is-gathered-first"
@@ -132,7 +132,7 @@ def _priced(source, target, shape: tuple[int, ...]) -> list[tuple[str, int, int]
 
 
 @pytest.mark.parametrize("shape", [(2,), (4,), (2, 2), (2, 4), (2, 2, 2)], ids=str)
-def test_the_cost_model_prices_what_dtensor_sends(shape):
+def test_the_cost_model_prices_what_the_executor_sends(shape):
     requested = transitions(len(shape))
     if len(shape) == 3:
         requested = random.Random(1).sample(requested, 100)
