@@ -25,10 +25,12 @@ from parplan.profiles.models.operator_graph import LayerKind
 def may_offload_activations(layout: ParallelLayout, offload: Collection[Offload]) -> bool:
     """True if blocks of a layout may offload activations.
 
-    Their backward passes are whole, and no recompute runs ahead of its gradient.
+    Their backward passes are whole, no recompute runs ahead of its gradient, and their weights are
+    not divided over data.
     """
     return (
         Offload.ACTIVATIONS in offload
+        and not layout.weights_over_data
         and not layout.splits_backward
         and not layout.recomputes_ahead
     )

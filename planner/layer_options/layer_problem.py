@@ -226,7 +226,8 @@ def layer_problem(
 ) -> LayerProblem:
     """Returns the problem of `layer` over the axes and with the boundary of `sharding`."""
     inside = StageAxes(sharding.degrees, machine, training.stack)
-    (problem,) = LayerStrategies((layer,), inside, training, zero, dp).problems(sharding.boundary)
+    strategies = LayerStrategies((layer,), inside, training, zero, dp, over_data=sharding.data > 1)
+    (problem,) = strategies.problems(sharding.boundary)
     return problem
 
 

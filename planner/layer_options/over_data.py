@@ -53,7 +53,7 @@ def with_weights_over_data(
     pins, stack = request.constraints, request.training.stack
     pinned = pins.weights_over_data
     tried = stack.weights_over_data if pinned is None else pinned
-    if not tried or pins.megatron_sharding or pins.offload:
+    if not tried or pins.megatron_sharding:
         return (() if pinned else tuple(layouts)), ()
     kept: list[ParallelLayout] = [] if pinned else list(layouts)
     dropped: list[tuple[ParallelLayout, str]] = []

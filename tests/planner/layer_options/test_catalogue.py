@@ -110,9 +110,10 @@ def test_weights_of_at_least_one_part_are_divided_and_what_they_are_is_said():
         assert option.weight_layout
         for operator in price_cache.graph(1).block.operators:
             if operator.parameters and operator.parallel_dim:
-                assert weight_divided(operator, option.sharding.splits(operator), (2,)) == (
-                    operator.parallel_dim in option.weight_layout
-                )
+                axes = weight_divided(operator, option.sharding.splits(operator), option.sharding)
+                assert {(operator.parallel_dim, over_data) for over_data in axes} == {
+                    each for each in option.weight_layout if each[0] == operator.parallel_dim
+                }
 
 
 def test_requests_that_differ_in_nodes_and_memory_share_a_catalogue():
@@ -134,8 +135,8 @@ def test_ways_to_divide_that_are_not_megatrons_are_found():
     """Under sequence parallelism an MLP can keep its tokens, with a whole weight on every rank."""
     options = Catalogue(BOOKS["llama3-8b"]).options(2, Sharding(2, True))
 
-    heads_only = [option for option in options if option.weight_layout == {"heads"}]
+    heads_only = [option for option in options if option.weight_layout == {("heads", False)}]
     assert any(("fc1", (Split("sequence"),)) in option.sharding.own for option in heads_only)
     assert min(o.time_s for o in heads_only) < min(
-        o.time_s for o in options if o.weight_layout == {"heads", "ffn"}
+        o.time_s for o in options if o.weight_layout == {("heads", False), ("ffn", False)}
     )

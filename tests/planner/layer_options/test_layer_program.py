@@ -42,6 +42,8 @@ SHARDINGS = {
     "tp4-sp": Sharding(4, True),
     "2x2": Sharding(4, False, (), (2, 2)),
     "2x2-sp": Sharding(4, True, (), (2, 2)),
+    "dp2-tp2": Sharding(2, data=2),
+    "dp2-tp2-sp": Sharding(2, True, data=2),
 }
 SEEDS = mostly_slow(range(50), {1, 3, 4, 5, 6, 7})
 HOST_S = 20e-6  # as long as some of these operators
@@ -62,7 +64,7 @@ def sharding_of(problem, options, sharding):
 
 
 @pytest.mark.parametrize("kernel", list(AttentionKernel))
-@pytest.mark.parametrize("sharding", named(SHARDINGS, {"one", "tp4-sp", "2x2-sp"}))
+@pytest.mark.parametrize("sharding", named(SHARDINGS, {"one", "tp4-sp", "2x2-sp", "dp2-tp2-sp"}))
 @pytest.mark.parametrize("model", named(MODELS, {"gpt", "llama"}))
 def test_options_add_up_to_the_price_of_the_layer(model, sharding, kernel):
     training = replace(
@@ -96,7 +98,10 @@ def test_options_add_up_to_the_price_of_the_layer(model, sharding, kernel):
 
 @cache
 def instance(seed):
-    """Returns 2 to 5 operators of a random block on a 1x2 or 2x2 mesh, a few strategies each."""
+    """Returns 2 to 5 operators of a random block on a mesh of 2 or 4 ranks, with a few strategies.
+
+    With an odd seed the axes are dp 2 x tp 2.
+    """
     draw = random.Random(seed)
     model = draw.choice(list(MODELS.values()))
     training = replace(
@@ -106,6 +111,8 @@ def instance(seed):
     sharding = Sharding(
         2 ** len(degrees), draw.random() < 0.5, (), degrees if len(degrees) > 1 else ()
     )
+    if seed % 2:
+        sharding = Sharding(2, sharding.sequence_parallel, data=2)
     operators = build_graph(model, training, draw.choice((2, 4))).block.operators
     count = draw.randint(2, 5)
     first = draw.randint(0, len(operators) - count)
@@ -227,15 +234,16 @@ def test_an_operator_without_a_strategy_leaves_nothing():
     assert LayerProgram(problem).fastest(1e15, SolverName.CBC) is None
 
 
-@pytest.mark.parametrize("sharding", named(SHARDINGS, {"one", "tp4-sp", "2x2-sp"}))
+@pytest.mark.parametrize("sharding", named(SHARDINGS, {"one", "tp4-sp", "2x2-sp", "dp2-tp2-sp"}))
 @pytest.mark.parametrize("model", named(MODELS, {"gpt", "llama"}))
 def test_all_micro_batch_sizes_at_once_have_the_prices_of_each(model, sharding):
     """Size 3 forbids splits of the batch that the others allow."""
-    sizes = (1, 2, 3, 4, 8)
+    sizes = tuple(sharding.data * size for size in (1, 2, 3, 4, 8))
     layers = [build_graph(model, TRAINING, size).block for size in sizes]
     inside = StageAxes(sharding.degrees, MACHINE, TRAINING.stack)
 
-    together = LayerStrategies(layers, inside, TRAINING).problems(sharding.boundary)
+    strategies = LayerStrategies(layers, inside, TRAINING, over_data=sharding.data > 1)
+    together = strategies.problems(sharding.boundary)
 
     for layer, found in zip(layers, together, strict=True):
         alone = layer_problem(layer, sharding, MACHINE, TRAINING)
