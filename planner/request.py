@@ -80,7 +80,7 @@ class Constraints:
     tp_overlap: tuple[int, ...] | None = None
     tp_across_nodes: bool = False
     megatron_sharding: bool = False
-    weights_over_data: bool | None = None
+    weights_over_data: tuple[bool, ...] | None = None
     offload: tuple[Offload, ...] | None = ()
     forbid: tuple[Ban, ...] = ()
 

@@ -117,7 +117,7 @@ def constraints_of(
         tp_overlap=pins.tp_overlap,
         tp_across_nodes=pins.tp_across_nodes,
         megatron_sharding=pins.megatron_sharding,
-        weights_over_data=pins.weights_over_data,
+        weights_over_data=None if pins.weights_over_data is None else (pins.weights_over_data,),
         schedule=None if pins.schedule is None else tuple(map(Schedule, pins.schedule)),
         mesh_order=None if pins.mesh_order is None else tuple(map(MeshOrder, pins.mesh_order)),
         recompute=None if pins.recompute is None else tuple(map(Recompute, pins.recompute)),
@@ -128,9 +128,21 @@ def constraints_of(
         ),
         sequence_parallel=None if pins.sequence_parallel is None else (pins.sequence_parallel,),
         forbid=parse_bans(pins.forbid),
-        offload=_offload(pins.offload, searched if target.host_memory else None),
+        offload=_offload(pins.offload, _unnamed_offload(pins, target, searched)),
     )
     return narrowed(constraints, load_module(target.module, target.model))
+
+
+def _unnamed_offload(
+    pins: PinOptions, target: TargetOptions, searched: tuple[Offload, ...]
+) -> tuple[Offload, ...] | None:
+    """Returns what the host may hold where --offload is not given.
+
+    The host holds nothing of blocks whose weights are divided over data.
+    """
+    if pins.weights_over_data:
+        return ()
+    return searched if target.host_memory else None
 
 
 def _offload(

@@ -15,6 +15,7 @@ from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.candidates.lower_bounds import in_reach, may_fit
 from parplan.planner.host_options.state_locations import has_chunks
+from parplan.planner.layer_options.over_data import with_weights_over_data
 from parplan.planner.plan.error_band import memory_margin
 from parplan.planner.request import Constraints, Request, SearchOptions
 from parplan.planner.stage_columns.block_counts import block_counts, to_strategy
@@ -156,8 +157,10 @@ def _least_memory_layouts(request: Request) -> Iterator[ParallelLayout]:
     Each has the smallest micro-batch, the leanest virtual stages and sequence parallelism.
     """
     seen: dict[object, ParallelLayout] = {}
-    for layout in enumerate_candidates(request).layouts:
-        alike = layout.mesh, layout.tp_overlap, layout.chunked
+    legal = enumerate_candidates(request).layouts
+    layouts, _ = with_weights_over_data(legal, request, price_cache_of(request))
+    for layout in layouts:
+        alike = layout.mesh, layout.tp_overlap, layout.chunked, layout.weights_over_data
         known = seen.get(alike)
         if known is None or _thirst(layout) < _thirst(known):
             seen[alike] = layout

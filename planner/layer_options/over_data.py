@@ -51,11 +51,11 @@ def with_weights_over_data(
     pinned. For the objectives memory and peak they may take the allowed slowdown besides.
     """
     pins, stack = request.constraints, request.training.stack
-    pinned = pins.weights_over_data
-    tried = stack.weights_over_data if pinned is None else pinned
-    if not tried or pins.megatron_sharding:
-        return (() if pinned else tuple(layouts)), ()
+    allowed = pins.weights_over_data or ((False, True) if stack.weights_over_data else (False,))
+    pinned = False not in allowed
     kept: list[ParallelLayout] = [] if pinned else list(layouts)
+    if True not in allowed or pins.megatron_sharding:
+        return tuple(kept), ()
     dropped: list[tuple[ParallelLayout, str]] = []
     known: dict[tuple[Mesh, int, bool], str | None] = {}
     for plain in layouts:

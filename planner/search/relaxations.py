@@ -41,6 +41,7 @@ PINS = (  # the easiest to give up last
     "schedule",
     "virtual_stages",
     "sequence_parallel",
+    "weights_over_data",
     "tp",
     "pp",
     "dp",
@@ -51,6 +52,7 @@ PINS = (  # the easiest to give up last
     "recompute",
     RULE,
 )
+SWITCHES = ("sequence_parallel", "weights_over_data")
 MESH = frozenset({"tp", "pp", "dp"})
 Item = str | Ban  # a pin by its name, or a ban
 
@@ -285,12 +287,14 @@ def _used(plan: Plan, name: str) -> tuple[Value, ...]:
         )
     if name == "sequence_parallel":
         return (any(layer.sequence_parallel for layer in layers),)
+    if name == "weights_over_data":
+        return (any(layer.divides_over_data for layer in layers),)
     return (getattr(plan.mesh if name in MESH else plan.pipeline, name),)
 
 
 def _setting(name: str, values: Sequence[Value]) -> str:
-    if name == "sequence_parallel":
-        return _flag(name) if values[0] else "--no-sequence-parallel"
+    if name in SWITCHES:
+        return _flag(name) if values[0] else _flag(f"no_{name}")
     return f"{_flag(name)} {','.join(map(str, values))}"
 
 
