@@ -1,4 +1,4 @@
-"""What each system and each of Merak's techniques reaches at its fastest, as chains of shares.
+"""The fastest plan of each system and of each of Merak's techniques, in chains of shares.
 
 A chain begins with a baseline and adds one technique of Merak a link. The share of a link is the
 step before it over its own, so the product of all shares is the step of the baseline over that of
