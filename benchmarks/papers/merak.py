@@ -159,6 +159,7 @@ def sensitivity(model: str) -> Iterator[tuple[str, float | None]]:
             setting, tp=cluster.gpus_per_node, micro_batch_size=2
         ),
         "all memory of a device": replace(setting, limit_bytes=float(cluster.device.memory_bytes)),
+        "half the bandwidth in a node": setting_of(model, GPUS, BATCH, link_share=0.5),
         **{f"a batch of {size}": setting_of(model, GPUS, size) for size in (64, 256, 512, 1024)},
     }
     for name, case in cases.items():

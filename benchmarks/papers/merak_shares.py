@@ -87,10 +87,11 @@ class Link:
 Chain = tuple[Link, ...]
 
 
-def setting_of(model: str, gpus: int, global_batch_size: int) -> Setting:
+def setting_of(model: str, gpus: int, global_batch_size: int, link_share: float = 1.0) -> Setting:
     """Return the setting with fp16 and fp16 gradients, which the step copies to fp32.
 
-    Megatron-LM and DeepSpeed train in fp16 so.
+    Megatron-LM and DeepSpeed train in fp16 so. `link_share` is the share that is left of the
+    bandwidth inside a node.
     """
     problem = request_of(
         TargetOptions(
@@ -106,12 +107,15 @@ def setting_of(model: str, gpus: int, global_batch_size: int) -> Setting:
     )
     # Merak's runtime has schedules that no stack of its year has.
     runtime = replace(problem.training.stack, schedules=EVERY_SCHEDULE, recompute=EVERY_RECOMPUTE)
+    link = problem.cluster.intra_node
+    slower = replace(link, bytes_per_s=link.bytes_per_s * link_share)
+    cluster = replace(problem.cluster, intra_node=slower)
     return Setting(
         model=model,
         price_cache=PriceCache(
-            problem.model, replace(problem.training, stack=runtime), machine_for(problem.cluster)
+            problem.model, replace(problem.training, stack=runtime), machine_for(cluster)
         ),
-        limit_bytes=limit_bytes(problem.cluster, problem.training.stack, SearchOptions()),
+        limit_bytes=limit_bytes(cluster, problem.training.stack, SearchOptions()),
     )
 
 

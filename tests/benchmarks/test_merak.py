@@ -143,3 +143,12 @@ def test_pins_hold_for_every_system(setting):
 
     assert optimum is not None
     assert (optimum.strategy.layout.mesh.tp, optimum.strategy.layout.micro_batch_size) == (4, 2)
+
+
+def test_a_slower_link_makes_tensor_parallel_steps_longer(setting):
+    slower = setting_of("gpt-2.5b", 8, 16, link_share=0.5)
+    ends = [
+        min(links[-1].step_s for links in same_layout_chains(case)) for case in (setting, slower)
+    ]
+
+    assert ends[0] < ends[1]
