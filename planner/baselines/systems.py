@@ -42,6 +42,7 @@ from parplan.planner.baselines.optimum import Leanest, Optimum, fastest, leanest
 from parplan.planner.baselines.uniform_strategies import (
     any_stages,
     data_parallel_layouts,
+    equal_stages,
     megatron_layouts,
     megatron_meshes,
     plain_layouts,
@@ -110,22 +111,38 @@ def _layouts(meshes: Iterable[Mesh], price_cache: PriceCache) -> Iterable[Parall
     )
 
 
-def _megatron(
-    chunks: Callable[[ParallelLayout], bool] = lambda _: True, *, in_2021: bool = False
-) -> _Make:
-    """Returns a maker of every layout that `chunks` accepts by its virtual stages.
-
-    `in_2021` keeps what v2.5 (2021-08-10) had.
-    """
-    zeros, levels = ((0,), WHOLE_LAYERS) if in_2021 else ((0, 1), LEVELS)
+def _megatron(chunks: Callable[[ParallelLayout], bool] = lambda _: True) -> _Make:
+    """Returns a maker of every layout that `chunks` accepts by its virtual stages."""
 
     def make(price_cache: PriceCache, _: float) -> _Space:
+        layouts = filter(chunks, _layouts(_meshes(price_cache), price_cache))
+        return _Space((strategies(layouts, price_cache.model.num_layers, (0, 1), LEVELS),))
+
+    return make
+
+
+def _megatron_2021(chunks: Callable[[ParallelLayout], bool]) -> _Make:
+    """Returns a maker of the layouts that `chunks` accepts, with what v2.5 had (2021-08-10).
+
+    Every stage has as many blocks as every other, the ends not counted.
+    """
+
+    def make(price_cache: PriceCache, _: float) -> _Space:
+        num_layers = price_cache.model.num_layers
         layouts = (
             layout
-            for layout in _layouts(_meshes(price_cache), price_cache)
-            if chunks(layout) and not (in_2021 and layout.sequence_parallel)
+            for layout in filter(chunks, _layouts(_meshes(price_cache), price_cache))
+            if not layout.sequence_parallel and num_layers % layout.num_virtual_stages == 0
         )
-        return _Space((strategies(layouts, price_cache.model.num_layers, zeros, levels),))
+        return _Space(
+            (
+                tuple(
+                    equal_stages(layout, num_layers, 0, level)
+                    for layout in layouts
+                    for level in WHOLE_LAYERS
+                ),
+            )
+        )
 
     return make
 
@@ -257,11 +274,11 @@ _SYSTEMS: dict[str, tuple[str, _Make]] = {
     "megatron-1f1b-2021": (
         "Megatron-LM v2.5 without interleaving: tp in the node, pp of equal stages, all layers "
         "recomputed or none, any micro-batch",
-        _megatron(_one_chunk, in_2021=True),
+        _megatron_2021(_one_chunk),
     ),
     "megatron-interleaved-2021": (
         "Megatron-LM v2.5 with interleaving: the same, with two model chunks a rank or more",
-        _megatron(_more_chunks, in_2021=True),
+        _megatron_2021(_more_chunks),
     ),
     "deepspeed-3d": (
         "DeepSpeed's 3D parallelism with Megatron's layers: tp in the node, 1F1B on stages cut "

@@ -107,6 +107,21 @@ def _size(link):
     return link.optimum.strategy.layout.micro_batch_size
 
 
+def test_the_best_baseline_is_the_one_with_the_least_speed_up_over_it(document):
+    (summary,) = document["summaries"]
+
+    assert min(summary["over"].values()) == pytest.approx(summary["speedup"][merak.BEST])
+
+
+def test_stages_of_megatron_in_2021_have_equally_many_blocks(setting):
+    for name in ("megatron-1f1b-2021", "megatron-interleaved-2021"):
+        for strategy in baseline_strategies(name, setting.price_cache, setting.limit_bytes):
+            counts = [
+                sum(choice.kind is LayerKind.BLOCK for choice in stage) for stage in strategy.stages
+            ]
+            assert len(set(counts)) == 1
+
+
 @pytest.mark.parametrize("name", BASELINES.values())
 def test_baselines_have_what_they_had_in_2022(setting, name):
     space = baseline_strategies(name, setting.price_cache, setting.limit_bytes)
