@@ -49,6 +49,12 @@ def blocks_of_stages(
     return tuple(blocks) if min(blocks) > 0 else None
 
 
+def partitions(num_stages: int, price_cache: PriceCache) -> tuple[tuple[int, ...], ...]:
+    """Returns the different blocks of the stages that the rules give."""
+    every = (blocks_of_stages(method, num_stages, price_cache) for method in Partition)
+    return tuple(dict.fromkeys(filter(None, every)))
+
+
 def _weights(method: Partition, price_cache: PriceCache) -> tuple[int, ...]:
     """Returns the weights of the embedding, every block and the head in a partition."""
     num_layers = price_cache.model.num_layers

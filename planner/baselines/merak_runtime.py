@@ -1,4 +1,4 @@
-"""Merak's runtime as a list of strategies on equal stages.
+"""Merak's runtime as a list of strategies.
 
 Each of its schedules has the least recompute of its knob that fits. The parts of the runtime can be
 left out one by one, so that a benchmark can measure the gain of each.
@@ -6,7 +6,7 @@ left out one by one, so that a benchmark can measure the gain of each.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -25,6 +25,7 @@ from parplan.planner.baselines.uniform_strategies import (
 from parplan.planner.layer_options.overlap_levels import illegal_full_recompute, illegal_overlap
 
 ZEROS = (0, 1)
+Choice = tuple[ParallelLayout, tuple[int, ...], int]  # with the blocks of stages, and ZeRO
 
 
 def one_chunk_layouts(price_cache: PriceCache) -> Iterator[ParallelLayout]:
@@ -43,9 +44,9 @@ def shifted(layouts: Iterable[ParallelLayout]) -> Iterator[ParallelLayout]:
             yield replace(layout, schedule=Schedule.SCP)
 
 
-def last_keeps_all(layouts: Iterable[ParallelLayout], num_layers: int) -> Iterator[Strategy]:
+def last_keeps_all(choices: Iterable[Choice]) -> Iterator[Strategy]:
     """Yields strategies that recompute every block except those of the last stage."""
-    for layout, blocks, zero in _equal(layouts, num_layers):
+    for layout, blocks, zero in choices:
         yield stage_aware(layout, blocks, (*blocks[:-1], 0), zero)
 
 
@@ -63,10 +64,10 @@ def overlapped(
 
 
 def least_recompute(
-    layouts: Iterable[ParallelLayout], price_cache: PriceCache, limit_bytes: float
+    choices: Iterable[Choice], price_cache: PriceCache, limit_bytes: float
 ) -> Iterator[Strategy]:
-    """Yields every layout with the least of the knob that fits, or all of it where none fits."""
-    for layout, blocks, zero in _equal(layouts, price_cache.model.num_layers):
+    """Yields every choice with the least of the knob that fits, or all of it where none fits."""
+    for layout, blocks, zero in choices:
         counts = (
             StageAwareRoom(layout, blocks, zero, price_cache, limit_bytes).least_knob()
             or every_knob(blocks, layout)[-1]
@@ -76,7 +77,7 @@ def least_recompute(
 
 
 def without_pipeline(
-    layouts: Iterable[ParallelLayout], price_cache: PriceCache
+    layouts: Iterable[ParallelLayout], price_cache: PriceCache, zeros: Sequence[int] = ZEROS
 ) -> Iterator[Strategy]:
     """Yields the layouts without stages: every block recomputed, or none."""
     for layout in layouts:
@@ -86,12 +87,11 @@ def without_pipeline(
             else (Recompute.NONE, Recompute.FULL)
         )
         if layout.mesh.pp == 1:
-            yield from strategies((layout,), price_cache.model.num_layers, ZEROS, levels)
+            yield from strategies((layout,), price_cache.model.num_layers, zeros, levels)
 
 
-def _equal(
-    layouts: Iterable[ParallelLayout], num_layers: int
-) -> Iterator[tuple[ParallelLayout, tuple[int, ...], int]]:
+def equal_stages(layouts: Iterable[ParallelLayout], num_layers: int) -> Iterator[Choice]:
+    """Yields the layouts that have a pipeline, on stages of equal length."""
     for layout in layouts:
         for ends in counted_ends(num_layers, layout.mesh.pp) if layout.mesh.pp > 1 else ():
             for zero in ZEROS if layout.mesh.dp > 1 else ZEROS[:1]:
@@ -104,5 +104,9 @@ def merak_strategies(price_cache: PriceCache, limit_bytes: float) -> tuple[Strat
     layouts = (*plain, *overlapped(plain, price_cache))
     return (
         *without_pipeline(layouts, price_cache),
-        *least_recompute((*layouts, *shifted(layouts)), price_cache, limit_bytes),
+        *least_recompute(
+            equal_stages((*layouts, *shifted(layouts)), price_cache.model.num_layers),
+            price_cache,
+            limit_bytes,
+        ),
     )

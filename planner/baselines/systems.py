@@ -11,7 +11,9 @@ parallelism only, tensor parallelism if the model does not fit, pipeline paralle
 models; "Always enable [sequence parallelism] when using TP"; the distributed optimizer "Recommended
 for all multi-GPU training"; activation checkpointing "for extreme cases"), with the takeaways of
 Narayanan et al. 2021 (arXiv 2104.04473, section 3: tensor parallelism up to the size of a node,
-then pipeline parallelism; the best micro-batch depends on the model and is searched).
+then pipeline parallelism; the best micro-batch depends on the model and is searched). The main
+branch has --sequence-parallel and selective recompute since its merge 32132c6e84 (2022-05-20), and
+--use-distributed-optimizer since d07d29df14 (2022-06-08): the baselines of 2021 have neither.
 
 DeepSpeed's pipeline engine refuses ZeRO 2 and 3 (deepspeed/runtime/pipe/engine.py) and partitions
 the model by one of its own rules (planner/baselines/deepspeed_stages.py). With Megatron's layers it
@@ -34,12 +36,13 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import ParallelLayout, Strategy
-from parplan.planner.baselines.deepspeed_stages import Partition, blocks_of_stages
+from parplan.planner.baselines.deepspeed_stages import partitions
 from parplan.planner.baselines.merak_runtime import merak_strategies
 from parplan.planner.baselines.optimum import Leanest, Optimum, fastest, leanest
 from parplan.planner.baselines.uniform_strategies import (
     any_stages,
     data_parallel_layouts,
+    equal_stages,
     megatron_layouts,
     megatron_meshes,
     plain_layouts,
@@ -118,6 +121,40 @@ def _megatron(chunks: Callable[[ParallelLayout], bool] = lambda _: True) -> _Mak
     return make
 
 
+def _megatron_2021(chunks: Callable[[ParallelLayout], bool]) -> _Make:
+    """Returns a maker of the layouts that `chunks` accepts, with what v2.5 had (2021-08-10).
+
+    Every stage has as many blocks as every other, the ends not counted.
+    """
+
+    def make(price_cache: PriceCache, _: float) -> _Space:
+        num_layers = price_cache.model.num_layers
+        layouts = (
+            layout
+            for layout in filter(chunks, _layouts(_meshes(price_cache), price_cache))
+            if not layout.sequence_parallel and num_layers % layout.num_virtual_stages == 0
+        )
+        return _Space(
+            (
+                tuple(
+                    equal_stages(layout, num_layers, 0, level)
+                    for layout in layouts
+                    for level in WHOLE_LAYERS
+                ),
+            )
+        )
+
+    return make
+
+
+def _one_chunk(layout: ParallelLayout) -> bool:
+    return layout.virtual_stages == 1
+
+
+def _more_chunks(layout: ParallelLayout) -> bool:
+    return layout.virtual_stages > 1
+
+
 def _defaults(price_cache: PriceCache, _: float) -> _Space:
     """Returns micro-batch 1 with ascending model parallelism, tensor parallelism first."""
     whole = (
@@ -178,15 +215,6 @@ def _deepspeed(price_cache: PriceCache, _: float) -> _Space:
             return (0,)
         return (0, 1) if mesh.pp > 1 else (0, 1, 2, 3)
 
-    def partitions(mesh: Mesh) -> tuple[tuple[int, ...], ...]:
-        return tuple(
-            dict.fromkeys(
-                filter(
-                    None, (blocks_of_stages(method, mesh.pp, price_cache) for method in Partition)
-                )
-            )
-        )
-
     return _Space(
         (
             tuple(
@@ -194,7 +222,7 @@ def _deepspeed(price_cache: PriceCache, _: float) -> _Space:
                 for mesh in any_stages(
                     price_cache.model, price_cache.machine.cluster, price_cache.training
                 )
-                for blocks in partitions(mesh)
+                for blocks in partitions(mesh.pp, price_cache)
                 for layout in plain_layouts(mesh, price_cache.training)
                 for zero in zeros(mesh)
                 for level in WHOLE_LAYERS
@@ -237,11 +265,20 @@ _SYSTEMS: dict[str, tuple[str, _Make]] = {
     ),
     "megatron-1f1b": (
         "Megatron-LM without interleaving: the same, with one model chunk a rank",
-        _megatron(lambda layout: layout.virtual_stages == 1),
+        _megatron(_one_chunk),
     ),
     "megatron-interleaved": (
         "Megatron-LM with interleaving: the same, with two model chunks a rank or more",
-        _megatron(lambda layout: layout.virtual_stages > 1),
+        _megatron(_more_chunks),
+    ),
+    "megatron-1f1b-2021": (
+        "Megatron-LM v2.5 without interleaving: tp in the node, pp of equal stages, all layers "
+        "recomputed or none, any micro-batch",
+        _megatron_2021(_one_chunk),
+    ),
+    "megatron-interleaved-2021": (
+        "Megatron-LM v2.5 with interleaving: the same, with two model chunks a rank or more",
+        _megatron_2021(_more_chunks),
     ),
     "deepspeed-3d": (
         "DeepSpeed's 3D parallelism with Megatron's layers: tp in the node, 1F1B on stages cut "
@@ -277,8 +314,10 @@ ALL = "all"
 GROUPS = {
     "megatron": ("megatron", "megatron-defaults", "megatron-guide"),
     "3d": ("megatron-1f1b", "megatron-interleaved", "deepspeed-3d", "merak"),
-    # the other two are parts of "megatron"
-    ALL: tuple(name for name in _SYSTEMS if name not in ("megatron-1f1b", "megatron-interleaved")),
+    # the others are parts of "megatron"
+    ALL: tuple(
+        name for name in _SYSTEMS if not name.startswith(("megatron-1f1b", "megatron-interleaved"))
+    ),
 }
 
 
@@ -296,6 +335,13 @@ def baseline_names(requested: Iterable[str]) -> tuple[str, ...]:
             )
         names.update(dict.fromkeys(GROUPS.get(name, (name,))))
     return tuple(names)
+
+
+def baseline_strategies(
+    name: str, price_cache: PriceCache, limit_bytes: float
+) -> tuple[Strategy, ...]:
+    """Returns every strategy of the system called `name`; stage-aware ones fill `limit_bytes`."""
+    return _SYSTEMS[name][1](price_cache, limit_bytes).strategies
 
 
 def price_baseline(

@@ -74,6 +74,38 @@ def gpt() -> MadeWithLoss:
     return Gpt(), batch, loss
 
 
+class Woven(nn.Module):
+    """Tied tables, a block that has two names, and skips from the first stage to the last.
+
+    One table is the table of both languages and the head; the block is called once by each name.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source, self.target = nn.Embedding(VOCAB, WIDTH), nn.Embedding(VOCAB, WIDTH)
+        self.target.weight = self.source.weight
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head.weight = self.source.weight
+        self.shared = _Block(causal=True)
+        self.blocks = nn.ModuleList([_Block(causal=True), self.shared])
+        self.join = nn.Linear(2 * WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        read, x = self.source(source), self.shared(self.target(target))
+        first = x
+        for block in self.blocks:
+            x = block(x)
+        x = self.join(torch.cat((x, read), dim=-1)) + first
+        return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), source.flatten())
+
+
+def woven() -> Made:
+    return Woven(), lambda size: {
+        key: torch.randint(VOCAB, (size, LENGTH)) for key in ("source", "target")
+    }
+
+
 class ThreeInARow(nn.Module):
     """Three matrices in a row: the first two are divided, unless a rule divides the last two."""
 
