@@ -26,6 +26,7 @@ from parplan.commands.style import print_json
 
 if TYPE_CHECKING:
     from parplan.costmodels.chunks.chunk_operations import RankChunks
+    from parplan.costmodels.chunks.measured_bytes import ChunkScheduler
     from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
     from parplan.executor.checking.parity import TrainingOutcome
     from parplan.planner.plan.plan import Plan
@@ -152,18 +153,31 @@ def traced_again(plan: TracedPlan) -> TracedModel:
         return traced_request(request, plan.tp_rules).model
 
 
-def chunk_schedules_of(plan: AnyPlan) -> tuple[RankChunks, ...]:
-    """Returns the chunk schedule of each pipeline rank of a traced plan with chunks, else none.
+def chunk_schedulers_of(plan: AnyPlan, *, traces: bool) -> tuple[ChunkScheduler, ...]:
+    """Returns what makes the chunk schedule of each pipeline rank, where a run needs it.
 
-    Raises ConfigError where a new trace of its module has other shards or chunks.
+    That is in a traced plan with chunks, and with `traces` in a described one. Raises ConfigError
+    where a new trace of its module has other shards or chunks, and with `traces` for a plan without
+    chunks.
     """
+    from parplan.planner.plan import plan_chunks
     from parplan.planner.plan.traced_plan import TracedPlan
-    from parplan.planner.traced.traced_chunks import chunk_schedules
+    from parplan.planner.traced.traced_chunks import chunk_schedulers
     from parplan.planner.traced.traced_strategy import reprice_traced
+    from parplan.profiles.errors import ConfigError
 
-    if not isinstance(plan, TracedPlan) or plan.chunks is None:
-        return ()
-    return chunk_schedules(reprice_traced(plan, traced_again(plan)))
+    if traces and plan.chunks is None:
+        raise ConfigError(
+            "--trace-memory: the plan has no chunks, whose schedule it corrects",
+            hint="leave it out, or make a plan with --offload optimizer,parameters",
+        )
+    if isinstance(plan, TracedPlan):
+        return (
+            chunk_schedulers(reprice_traced(plan, traced_again(plan)))
+            if plan.chunks is not None
+            else ()
+        )
+    return plan_chunks.chunk_schedulers_of(plan) if traces else ()
 
 
 def chunks_of_module(
@@ -171,7 +185,7 @@ def chunks_of_module(
 ) -> tuple[RankChunks, LayerPriceCache]:
     """Traces the module of a plan with chunks again, and returns a rank's chunks and the prices.
 
-    Raises ConfigError as `chunk_schedules_of` does, and where the module is not trusted.
+    Raises ConfigError as `chunk_schedulers_of` does, and where the module is not trusted.
     """
     from parplan.planner.traced.traced_chunks import chunk_schedules
     from parplan.planner.traced.traced_strategy import reprice_traced

@@ -73,6 +73,15 @@ class BlockPass:
     device_bytes: int
     chunk_bytes: int = 0
 
+    def __str__(self) -> str:
+        return pass_name(self.work, self.block, self.micro_batch)
+
+
+def pass_name(work: ActionKind, block: int | None, micro_batch: int) -> str:
+    """Returns the name of a block's pass for messages."""
+    direction = "backward" if work is ActionKind.BACKWARD else "forward"
+    return f"{direction} pass of block {block}, micro-batch {micro_batch}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkedBlocks:

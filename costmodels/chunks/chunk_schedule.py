@@ -124,6 +124,7 @@ def rank_chunks(
     eviction: Eviction,
     device_bytes: int,
     clean_copies: bool = True,
+    outside: NonChunkBytes | None = None,
 ) -> RankChunks:
     """Returns the chunks of one device of pipeline rank `rank` and their operations in a step.
 
@@ -131,6 +132,7 @@ def rank_chunks(
     clean_copies    the host keeps a copy of the parameters that it sends. False prices
                     PatrickStar's scheme, which the executor never runs: an evicted chunk is copied
                     to the host, and updated parameters return in fp32
+    outside         bytes on the device outside of chunks; by default the predicted ones
 
     Raises InfeasibleError with the smallest budget if the budget is too small, ConfigError for
     schedules that chunks do not support.
@@ -141,7 +143,9 @@ def rank_chunks(
     chunk_bytes = step.chunk_bytes(
         always_bytes(groups, price_cache, in_parameters=step.in_parameters)
     )
-    fixed = _fixed_bytes(chunk_bytes, step, non_chunk_bytes(strategy, rank, passes, price_cache))
+    if outside is None:
+        outside = non_chunk_bytes(strategy, rank, passes, price_cache)
+    fixed = _fixed_bytes(chunk_bytes, step, outside)
     needs = step.needs()
     chunk = step.sizes.parameters
     least = [there + len(needed) * chunk for there, needed in zip(fixed, needs, strict=True)]

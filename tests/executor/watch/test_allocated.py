@@ -92,7 +92,10 @@ def test_inside_a_profile_of_ones_own_nothing_is_counted():
 
 
 def test_blocks_that_another_thread_gave_back_are_left_out():
-    assert _most([(1, 10), (2, 5), (1, -10), (3, 100), (2, -5), (4, 7), (4, -7)]) == 15
+    assert (
+        _most([(0, 1, 10), (1, 2, 5), (2, 1, -10), (3, 3, 100), (4, 2, -5), (5, 4, 7), (6, 4, -7)])
+        == 15
+    )
 
 
 def test_memory_of_numpy_and_a_second_view_are_not_the_allocators():
