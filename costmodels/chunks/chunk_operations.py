@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from parplan.costmodels.chunks.chunk_layout import ChunkLayout
-from parplan.costmodels.host.state_location import StateLocation
+from parplan.costmodels.host.state_location import ChunkCommunication, StateLocation
 from parplan.costmodels.schedules.actions import ActionKind
 
 
@@ -100,6 +100,7 @@ class RankChunks:
                      gradients)
     closing          operations after the last backward pass, around the update
     most_bytes       bytes of tensors on the device at the peak of the step, also between passes
+    communication    how data-parallel ranks gather and reduce the chunks of a group
     """
 
     groups: tuple[ChunkedBlocks, ...]
@@ -109,6 +110,7 @@ class RankChunks:
     device_bytes: int
     smallest_bytes: int
     most_bytes: int = 0
+    communication: ChunkCommunication = ChunkCommunication.GROUP
 
     def moved(self, does: ChunkAction) -> int:
         """Bytes of all operations with one action in a step."""

@@ -174,6 +174,7 @@ def rank_chunks(
         device_bytes=device_bytes,
         smallest_bytes=max(least),
         most_bytes=max(whole),
+        communication=price_cache.chunking.communication,
     )
     check_states(chunks)
     return chunks
@@ -195,7 +196,10 @@ def _fixed_bytes(chunk_bytes: Sequence[int], step: Slots, room: NonChunkBytes) -
         zip(room.moments, room.rests, room.made, strict=True)
     ):
         slot = moment_slot(moment)
-        besides[slot] = max(inside - begun[slot], rest + made, rest + reduced.get(slot, 0))
+        apart = reduced.get(slot, 0)
+        # one chunk after the other, autograd's gradients stay until the last is reduced
+        waiting = (rest + made + apart,) if step.single else (rest + made, rest + apart)
+        besides[slot] = max(inside - begun[slot], *waiting)
     updates = any(group.home is StateLocation.DEVICE for group in step.groups)
     elements = step.groups[0].chunk_layout.chunk_elements if updates else 0
     besides[-1] = max(besides[-1], room.end + UPDATE_BYTES * elements)
@@ -224,6 +228,7 @@ def _slots(
         ),
         adds_up=strategy.layout.num_micro_batches > 1,
         clean_copies=clean_copies,
+        communication=price_cache.chunking.communication,
     )
 
 

@@ -30,7 +30,7 @@ from parplan.costmodels.chunks.chunk_operations import (
     RankChunks,
 )
 from parplan.costmodels.chunks.chunk_states import ChunkStates
-from parplan.costmodels.host.state_location import StateLocation
+from parplan.costmodels.host.state_location import ChunkCommunication, StateLocation
 from parplan.costmodels.layers.chunked_layer import sent_precision
 from parplan.costmodels.schedules.actions import ActionKind
 from parplan.executor.chunks.chunk import Chunk, ChunkedParameter, ChunkSetting, own_part
@@ -92,6 +92,7 @@ class ChunkManager:
             copies=ChunkCopies(device, self.counts, staged, gradient),
             group=group,
             rank=group.rank() if group is not None else 0,
+            single=schedule.communication is ChunkCommunication.SINGLE and group is not None,
         )
         self._groups = [self._chunks_of(each) for each in schedule.groups]
         self._of_block: dict[int, list[Chunk]] = {}

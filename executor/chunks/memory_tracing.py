@@ -57,7 +57,9 @@ class MemoryTracing:
         device: torch.device,
         outside_bytes: Callable[[], int],
     ) -> None:
-        self._manager, self._request, self._rank = manager, request, rank
+        self._manager = manager
+        self._request = request
+        self._rank = rank
         self._scheduler = request.schedulers[rank]
         self._warm_up = self._scheduler.warm_up(request.share)
         self._trace = MomentTrace(manager.ledger, device, outside_bytes)
