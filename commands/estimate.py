@@ -8,6 +8,7 @@ import click
 
 from parplan.commands import user_modules
 from parplan.commands.options import (
+    CHUNK_COMMUNICATION,
     EVICTION,
     LAYOUT,
     MESH_ORDERS,
@@ -148,6 +149,13 @@ from parplan.commands.style import Command, List, Whole, option, packs
     "--eviction",
     type=click.Choice(EVICTION),
     help="Rule that picks the chunk to evict from a full device. [default: opt]",
+)
+@option(
+    LAYOUT,
+    "--chunk-communication",
+    type=click.Choice(CHUNK_COMMUNICATION),
+    help="Gather and reduce all chunks of a group at once, or a single one after the other: less "
+    "memory for gradients, more bytes and smaller messages. [default: group]",
 )
 @option(
     LAYOUT,

@@ -17,6 +17,7 @@ RECOMPUTE = ("none", "selective", "full")
 OFFLOAD = ("states", "activations", "optimizer", "parameters", "lookup")
 SEARCHED_OFFLOAD = ("optimizer", "parameters", "activations", "lookup", "states", "none")
 EVICTION = ("opt", "lru", "fifo")
+CHUNK_COMMUNICATION = ("group", "single")
 PREFERENCES = ("fastest", "leanest", "robust")
 SHARDS = ("quota", "merge")
 PRECISIONS = ("bf16", "fp16", "fp32")
@@ -92,6 +93,7 @@ class PinOptions:
     megatron_sharding: bool = False
     weights_over_data: bool | None = None
     offload: tuple[str, ...] | None = None
+    chunk_communication: str | None = None
     forbid: tuple[str, ...] = ()
 
 
@@ -130,6 +132,7 @@ class LayoutOptions:
     host_blocks: int | None = None
     host_optimizer: int | None = None
     eviction: str | None = None
+    chunk_communication: str | None = None
     memory_limit: str | None = None
     keep_on_host: tuple[str, ...] | None = None
     recompute: str = "none"
@@ -419,6 +422,13 @@ search_options = together(
         "Host contents: of the blocks optimizer (states), parameters (with the optimizer's), "
         "activations; lookup, the token table; of a traced module states; or none. [default, for "
         "every objective: all with --host-memory, else only if nothing fits without]",
+    ),
+    option(
+        PINS,
+        "--chunk-communication",
+        type=click.Choice(CHUNK_COMMUNICATION),
+        help="Gather and reduce all chunks of a group at once, or a single one after the other. "
+        "[default: group]",
     ),
     option(
         PINS,

@@ -11,7 +11,8 @@ from pathlib import Path
 import click
 
 from parplan.commands.style import LONGEST_S, Command, Number, fail, option, packs, run_command
-from parplan.commands.user_modules import chunk_schedules_of
+from parplan.commands.user_modules import chunk_schedulers_of
+from parplan.costmodels.chunks.measured_bytes import WARM_UP_SHARE
 from parplan.executor import launch
 from parplan.executor.checkpoint.resume import CheckpointOptions
 from parplan.executor.data.tokens import TOKEN_TYPES
@@ -270,6 +271,25 @@ class RunFiles:
 )
 @option(
     RUN,
+    "--trace-memory",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Measure in the first N steps the memory that is outside of chunks, moment by moment, and "
+    "schedule the chunks anew with it.",
+)
+@option(
+    RUN,
+    "--trace-share",
+    type=Number(),
+    default=WARM_UP_SHARE,
+    show_default=True,
+    metavar="SHARE",
+    help="Share of the chunks' budget that they may fill in these steps, if they can run in it.",
+)
+@option(
+    RUN,
     "--allow-non-finite",
     is_flag=True,
     help="Continue after a loss or gradient that is not finite, which otherwise ends the run.",
@@ -324,7 +344,7 @@ def main(plan_file: Path, trained: Options, flags: RunFlags) -> int:
         checkpoints=checkpoints,
         device=device,
         timeout_s=flags.timeout,
-        schedules=chunk_schedules_of(plan),
+        schedulers=chunk_schedulers_of(plan, traces=trained.trace_memory > 0),
     )
     report = RunReport(line=click.echo, note=_note, fail=_fail, recorded=files.write)
     return run_plan(plan, trained, setting, report)

@@ -26,6 +26,7 @@ from parplan.commands.style import print_json
 
 if TYPE_CHECKING:
     from parplan.costmodels.chunks.chunk_operations import RankChunks
+    from parplan.costmodels.chunks.measured_bytes import ChunkScheduler
     from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
     from parplan.executor.checking.parity import TrainingOutcome
     from parplan.planner.plan.plan import Plan
@@ -152,18 +153,31 @@ def traced_again(plan: TracedPlan) -> TracedModel:
         return traced_request(request, plan.tp_rules).model
 
 
-def chunk_schedules_of(plan: AnyPlan) -> tuple[RankChunks, ...]:
-    """Returns the chunk schedule of each pipeline rank of a traced plan with chunks, else none.
+def chunk_schedulers_of(plan: AnyPlan, *, traces: bool) -> tuple[ChunkScheduler, ...]:
+    """Returns what makes the chunk schedule of each pipeline rank, where a run needs it.
 
-    Raises ConfigError where a new trace of its module has other shards or chunks.
+    That is in a traced plan with chunks, and with `traces` in a described one. Raises ConfigError
+    where a new trace of its module has other shards or chunks, and with `traces` for a plan without
+    chunks.
     """
+    from parplan.planner.plan import plan_chunks
     from parplan.planner.plan.traced_plan import TracedPlan
-    from parplan.planner.traced.traced_chunks import chunk_schedules
+    from parplan.planner.traced.traced_chunks import chunk_schedulers
     from parplan.planner.traced.traced_strategy import reprice_traced
+    from parplan.profiles.errors import ConfigError
 
-    if not isinstance(plan, TracedPlan) or plan.chunks is None:
-        return ()
-    return chunk_schedules(reprice_traced(plan, traced_again(plan)))
+    if traces and plan.chunks is None:
+        raise ConfigError(
+            "--trace-memory: the plan has no chunks, whose schedule it corrects",
+            hint="leave it out, or make a plan with --offload optimizer,parameters",
+        )
+    if isinstance(plan, TracedPlan):
+        return (
+            chunk_schedulers(reprice_traced(plan, traced_again(plan)))
+            if plan.chunks is not None
+            else ()
+        )
+    return plan_chunks.chunk_schedulers_of(plan) if traces else ()
 
 
 def chunks_of_module(
@@ -171,7 +185,7 @@ def chunks_of_module(
 ) -> tuple[RankChunks, LayerPriceCache]:
     """Traces the module of a plan with chunks again, and returns a rank's chunks and the prices.
 
-    Raises ConfigError as `chunk_schedules_of` does, and where the module is not trusted.
+    Raises ConfigError as `chunk_schedulers_of` does, and where the module is not trusted.
     """
     from parplan.planner.traced.traced_chunks import chunk_schedules
     from parplan.planner.traced.traced_strategy import reprice_traced
@@ -190,19 +204,26 @@ def dry_check(plan: TracedPlan, ranks: Sequence[int], *, as_json: bool) -> int:
     """
     from parplan.executor.rules.traced_rules import validate_traced_plan
     from parplan.planner.traced.traced_strategy import reprice_traced
+    from parplan.report.runs.chunk_check_table import chunk_stages, print_chunks
     from parplan.report.runs.traced_check_table import (
         print_traced_check,
         shortage,
         traced_check_document,
     )
-    from parplan.report.text import console
+    from parplan.report.text import console, say
 
     validate_traced_plan(plan)
     today = reprice_traced(plan, traced_again(plan)).plan
+    chunked = plan.chunks is not None
     if as_json:
-        print_json(traced_check_document(plan, today, ranks))
-    else:
-        print_traced_check(plan, today, ranks, console(sys.stdout))
+        chunks = {"chunks": chunk_stages(plan, today, ranks)} if chunked else {}
+        print_json({**traced_check_document(plan, today, ranks), **chunks})
+        return NOT_FITTING if shortage(today, ranks) else 0
+    out = console(sys.stdout)
+    print_traced_check(plan, today, ranks, out)
+    if chunked:
+        say(out)
+        print_chunks(plan, today, ranks, out)
     return NOT_FITTING if shortage(today, ranks) else 0
 
 

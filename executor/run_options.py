@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from parplan.costmodels.chunks.measured_bytes import WARM_UP_SHARE
 from parplan.profiles.errors import ConfigError, coerce_choice
 
 LARGEST_SEED = 2**64 - 1  # the limit of torch's generators
@@ -30,6 +31,8 @@ class Options:
     data              token file; tokens are random without it
     clip_gradients    the largest gradient norm; 0 is no clipping
     allow_non_finite  True if a loss or gradient that is not finite does not end the run
+    trace_memory      first steps that measure the memory outside of chunks; 0 for none
+    trace_share       share of the chunks' budget that they may fill in these steps
     """
 
     steps: int = 5
@@ -47,6 +50,8 @@ class Options:
     compile: bool = False
     record: bool = True
     allow_non_finite: bool = False
+    trace_memory: int = 0
+    trace_share: float = WARM_UP_SHARE
 
     def __post_init__(self) -> None:
         coerce_choice(self, "lr_schedule", LearningRateSchedule, where="--lr-schedule")
@@ -66,10 +71,23 @@ class Options:
             if not 0 <= beta < 1:
                 raise ConfigError(f"--betas has {beta:g}, both must be in [0, 1)")
         self._check_least()
+        self._check_trace()
 
     @property
     def lr_varies(self) -> bool:
         return self.warmup_steps > 0 or self.lr_schedule is not LearningRateSchedule.CONSTANT
+
+    def _check_trace(self) -> None:
+        if self.trace_memory >= self.steps:
+            raise ConfigError(
+                f"--trace-memory {self.trace_memory} of --steps {self.steps}: no step is left for "
+                "the schedule that it corrects",
+                hint="take more steps, or trace fewer",
+            )
+        if not 0 < self.trace_share <= 1:
+            raise ConfigError(
+                f"--trace-share is {self.trace_share:g}, it must be above 0 and at most 1"
+            )
 
     def _check_least(self) -> None:
         if self.min_learning_rate > self.learning_rate:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from parplan.costmodels.chunks.chunk_operations import RankChunks
+from parplan.costmodels.chunks.measured_bytes import ChunkScheduler
 from parplan.executor import launch
 from parplan.executor.checkpoint.checkpoints import Checkpoints
 from parplan.executor.checkpoint.resume import CheckpointOptions
@@ -57,13 +57,14 @@ class RunReport:
 class RunSetting:
     """The choices of a run that neither the plan nor its training options make.
 
-    schedules   those of the chunks of each pipeline rank, of a traced plan with chunks
+    schedulers   of the chunks of each pipeline rank, in a traced plan with chunks and where the run
+                 traces its memory
     """
 
     checkpoints: CheckpointOptions
     device: torch.device
     timeout_s: float
-    schedules: tuple[RankChunks, ...] = ()
+    schedulers: tuple[ChunkScheduler, ...] = ()
 
 
 def run_plan(
@@ -148,6 +149,7 @@ def _train(
         trainer = _traced_trainer(plan, options, setting, progress, report)
     else:
         trainer = build_trainer(plan, options, device, progress)
+    trainer = trainer.traced(setting.schedulers)
     for group in trainer.ranks.groups:
         _set_pg_timeout(timeout, group)  # torch gives a mesh's groups its own default instead
     checkpoints = Checkpoints(trainer, setting.checkpoints, timeout=timeout, note=report.note)
@@ -192,7 +194,8 @@ def _traced_trainer(
     opened = open_plan_module(plan, options.seed)
     if opened.note and dist.get_rank() == 0:
         report.note(opened.note)
-    return build_traced_trainer(plan, options, setting.device, progress, opened, setting.schedules)
+    schedules = tuple(each.planned() for each in setting.schedulers)
+    return build_traced_trainer(plan, options, setting.device, progress, opened, schedules)
 
 
 def _step_line(plan: Plan | TracedPlan, options: Options, result: StepResult) -> str:

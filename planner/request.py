@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from parplan.costmodels.communication.mesh import MeshOrder
 from parplan.costmodels.host.offload import Offload
+from parplan.costmodels.host.state_location import ChunkCommunication
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import TP_OVERLAP_LEVELS
@@ -62,6 +63,7 @@ class Constraints:
     weights_over_data   blocks divide weights over data-parallel ranks; None where the stack runs it
     offload             allowed host contents, of SEARCHED_OFFLOAD or for a traced module of
                         TRACED_OFFLOAD; None allows all of them where nothing fits without
+    chunk_communication   how data-parallel ranks gather and reduce the chunks of a group
     """
 
     pp: tuple[int, ...] | None = None
@@ -82,6 +84,7 @@ class Constraints:
     megatron_sharding: bool = False
     weights_over_data: tuple[bool, ...] | None = None
     offload: tuple[Offload, ...] | None = ()
+    chunk_communication: ChunkCommunication = ChunkCommunication.GROUP
     forbid: tuple[Ban, ...] = ()
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ from parplan.commands.requests.external import load_module, narrowed
 from parplan.commands.requests.machine import TrainingDefaults, cluster_and_training
 from parplan.costmodels.communication.mesh import MeshOrder
 from parplan.costmodels.host.offload import Offload
+from parplan.costmodels.host.state_location import ChunkCommunication
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.planner.deadline import deadline_after
@@ -129,6 +130,9 @@ def constraints_of(
         sequence_parallel=None if pins.sequence_parallel is None else (pins.sequence_parallel,),
         forbid=parse_bans(pins.forbid),
         offload=_offload(pins.offload, _unnamed_offload(pins, target, searched)),
+        chunk_communication=ChunkCommunication(
+            pins.chunk_communication or ChunkCommunication.GROUP
+        ),
     )
     return narrowed(constraints, load_module(target.module, target.model))
 

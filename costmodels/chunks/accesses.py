@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from parplan.costmodels.chunks.chunk_operations import ChunkedBlocks
+from parplan.costmodels.chunks.chunk_operations import ChunkedBlocks, pass_name
 from parplan.costmodels.schedules.actions import ActionKind
 from parplan.costmodels.strategy import LayerChoice, Strategy
 from parplan.profiles.errors import ConfigError
@@ -44,8 +44,7 @@ class LayerPass:
         )
 
     def __str__(self) -> str:
-        direction = "backward" if self.backward else "forward"
-        return f"{direction} pass of block {self.block}, micro-batch {self.micro_batch}"
+        return pass_name(self.work, self.block, self.micro_batch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from parplan.costmodels.chunks.chunk_layout import ChunkLayout
-from parplan.costmodels.host.state_location import StateLocation
+from parplan.costmodels.host.state_location import ChunkCommunication, StateLocation
 from parplan.costmodels.schedules.actions import ActionKind
 
 
@@ -73,6 +73,15 @@ class BlockPass:
     device_bytes: int
     chunk_bytes: int = 0
 
+    def __str__(self) -> str:
+        return pass_name(self.work, self.block, self.micro_batch)
+
+
+def pass_name(work: ActionKind, block: int | None, micro_batch: int) -> str:
+    """Returns the name of a block's pass for messages."""
+    direction = "backward" if work is ActionKind.BACKWARD else "forward"
+    return f"{direction} pass of block {block}, micro-batch {micro_batch}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkedBlocks:
@@ -91,6 +100,7 @@ class RankChunks:
                      gradients)
     closing          operations after the last backward pass, around the update
     most_bytes       bytes of tensors on the device at the peak of the step, also between passes
+    communication    how data-parallel ranks gather and reduce the chunks of a group
     """
 
     groups: tuple[ChunkedBlocks, ...]
@@ -100,6 +110,7 @@ class RankChunks:
     device_bytes: int
     smallest_bytes: int
     most_bytes: int = 0
+    communication: ChunkCommunication = ChunkCommunication.GROUP
 
     def moved(self, does: ChunkAction) -> int:
         """Bytes of all operations with one action in a step."""

@@ -124,6 +124,7 @@ def rank_chunks(
     eviction: Eviction,
     device_bytes: int,
     clean_copies: bool = True,
+    outside: NonChunkBytes | None = None,
 ) -> RankChunks:
     """Returns the chunks of one device of pipeline rank `rank` and their operations in a step.
 
@@ -131,6 +132,7 @@ def rank_chunks(
     clean_copies    the host keeps a copy of the parameters that it sends. False prices
                     PatrickStar's scheme, which the executor never runs: an evicted chunk is copied
                     to the host, and updated parameters return in fp32
+    outside         bytes on the device outside of chunks; by default the predicted ones
 
     Raises InfeasibleError with the smallest budget if the budget is too small, ConfigError for
     schedules that chunks do not support.
@@ -141,7 +143,9 @@ def rank_chunks(
     chunk_bytes = step.chunk_bytes(
         always_bytes(groups, price_cache, in_parameters=step.in_parameters)
     )
-    fixed = _fixed_bytes(chunk_bytes, step, non_chunk_bytes(strategy, rank, passes, price_cache))
+    if outside is None:
+        outside = non_chunk_bytes(strategy, rank, passes, price_cache)
+    fixed = _fixed_bytes(chunk_bytes, step, outside)
     needs = step.needs()
     chunk = step.sizes.parameters
     least = [there + len(needed) * chunk for there, needed in zip(fixed, needs, strict=True)]
@@ -170,6 +174,7 @@ def rank_chunks(
         device_bytes=device_bytes,
         smallest_bytes=max(least),
         most_bytes=max(whole),
+        communication=price_cache.chunking.communication,
     )
     check_states(chunks)
     return chunks
@@ -191,7 +196,10 @@ def _fixed_bytes(chunk_bytes: Sequence[int], step: Slots, room: NonChunkBytes) -
         zip(room.moments, room.rests, room.made, strict=True)
     ):
         slot = moment_slot(moment)
-        besides[slot] = max(inside - begun[slot], rest + made, rest + reduced.get(slot, 0))
+        apart = reduced.get(slot, 0)
+        # one chunk after the other, autograd's gradients stay until the last is reduced
+        waiting = (rest + made + apart,) if step.single else (rest + made, rest + apart)
+        besides[slot] = max(inside - begun[slot], *waiting)
     updates = any(group.home is StateLocation.DEVICE for group in step.groups)
     elements = step.groups[0].chunk_layout.chunk_elements if updates else 0
     besides[-1] = max(besides[-1], room.end + UPDATE_BYTES * elements)
@@ -220,6 +228,7 @@ def _slots(
         ),
         adds_up=strategy.layout.num_micro_batches > 1,
         clean_copies=clean_copies,
+        communication=price_cache.chunking.communication,
     )
 
 

@@ -95,6 +95,7 @@ def _chunk_time(
         price_cache.machine,
         price_cache.training,
         in_parameters=chunks.in_parameters,
+        communication=chunks.communication,
     )
     costs = stream_costs(strategy, rank, chunks, price_cache)
     copies = _waits(chunks, costs, price_cache)

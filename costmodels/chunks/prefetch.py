@@ -136,9 +136,10 @@ def _latest(step: Slots, group: GroupUses) -> Iterator[tuple[int, int]]:
 def _reduces(step: Slots) -> Iterator[_Movable]:
     """Yields the reductions of whole groups of gradients, with their inputs and outputs.
 
-    Gradients that overwrite parameters are reduced at once.
+    Gradients that overwrite parameters, or that go through one buffer, are reduced at once.
     """
-    for group in step.uses if step.gathers and not step.in_parameters else ():
+    late = step.gathers and not step.in_parameters and not step.single
+    for group in step.uses if late else ():
         chunks = step.sizes.ranks + 1 if step.reduces_apart(group) else step.sizes.ranks
         size = step.sizes.gradients * chunks
         yield from (

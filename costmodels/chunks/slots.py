@@ -13,7 +13,8 @@ from itertools import accumulate
 from parplan.costmodels.chunks.accesses import GroupUses
 from parplan.costmodels.chunks.chunk_operations import ChunkAction, ChunkedBlocks, ChunkOp
 from parplan.costmodels.chunks.eviction import Residency
-from parplan.costmodels.host.state_location import StateLocation
+from parplan.costmodels.host.state_location import ChunkCommunication, StateLocation
+from parplan.costmodels.layers.chunked_layer import gradient_chunks
 from parplan.costmodels.operators.kernels import FP32_BYTES
 
 OpKey = tuple[ChunkAction, int, int, int]  # action, group, communication group, moment
@@ -52,6 +53,7 @@ class Slots:
     adds_up          gradients of several micro-batches are added up
     clean_copies     the host keeps copies of fetched parameters; else evicted parameters are copied
                      to the host, and parameters that the host updated return in fp32
+    communication    one chunk after the other, gradients are reduced through one buffer at once
     """
 
     groups: tuple[ChunkedBlocks, ...]
@@ -61,6 +63,7 @@ class Slots:
     in_parameters: bool
     adds_up: bool
     clean_copies: bool = True
+    communication: ChunkCommunication = ChunkCommunication.GROUP
 
     @property
     def count(self) -> int:
@@ -76,9 +79,22 @@ class Slots:
     def reduces_apart(self, use: GroupUses) -> bool:
         """True if gradients are reduced into separate memory.
 
-        They are then sent, or added to those of other micro-batches.
+        They are then sent, or added to those of other micro-batches. One chunk after the other,
+        they are added where they are.
         """
-        return self.gathers and (self.adds_up or self.home(use) is StateLocation.HOST)
+        adds_up = self.adds_up and not self.single
+        return self.gathers and (adds_up or self.home(use) is StateLocation.HOST)
+
+    @property
+    def single(self) -> bool:
+        """True if gradients wait in autograd's tensors until their chunk is reduced."""
+        single = self.communication is ChunkCommunication.SINGLE
+        return single and self.gathers and not self.in_parameters
+
+    @property
+    def fresh_bytes(self) -> int:
+        """Bytes of a group's gradients that are not yet reduced or sent."""
+        return self.sizes.gradients * gradient_chunks(self.sizes.ranks, self.communication)
 
     def needs(self) -> list[list[int]]:
         """Returns for each slot the numbers of the own chunks of HOST blocks that it needs."""
@@ -127,7 +143,7 @@ class Slots:
         for use in self.uses:
             if self._makes_apart(use):
                 for run in use.runs:
-                    begun[moment_slot(run.first)] += self.sizes.ranks * self.sizes.gradients
+                    begun[moment_slot(run.first)] += self.fresh_bytes
         return begun
 
     def _makes_apart(self, use: GroupUses) -> bool:
@@ -143,7 +159,7 @@ class Slots:
                     (moment_slot(span.first), moment_slot(span.last), whole) for span in use.spans
                 )
             if self._makes_apart(use):
-                whole = self.sizes.ranks * self.sizes.gradients
+                whole = self.fresh_bytes
                 yield from (
                     (moment_slot(run.first), moment_slot(run.last), whole) for run in use.runs
                 )

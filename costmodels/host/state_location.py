@@ -37,6 +37,18 @@ class Eviction(StrEnum):
     FIFO = "fifo"
 
 
+class ChunkCommunication(StrEnum):
+    """The ways in which data-parallel ranks gather the chunks of a group and reduce gradients.
+
+    GROUP     all chunks at once
+    SINGLE    one chunk after the other: its owner broadcasts it, and gets the sum of its gradients,
+              which pass through one buffer (PatrickStar's memory saving communication)
+    """
+
+    GROUP = "group"
+    SINGLE = "single"
+
+
 OFFLOAD_OF = {
     StateLocation.DEVICE: (),
     StateLocation.OPTIMIZER: (Offload.OPTIMIZER,),

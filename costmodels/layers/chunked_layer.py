@@ -20,12 +20,12 @@ Work of the host is not hidden: the host is the process that launches kernels.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parplan.costmodels.communication.collectives import Collective, collective_time
 from parplan.costmodels.communication.mesh import Axis, Mesh, place
 from parplan.costmodels.host.offload import copy_time, host_adam_time, host_time
-from parplan.costmodels.host.state_location import Eviction, StateLocation
+from parplan.costmodels.host.state_location import ChunkCommunication, Eviction, StateLocation
 from parplan.costmodels.layers.layer_price import LayerTime, under
 from parplan.costmodels.layers.model_states import MASTER_BYTES, MOMENTS_BYTES, StateBytes
 from parplan.costmodels.operators.compute import optimizer_time
@@ -33,6 +33,8 @@ from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.provenance import ZERO, Seconds
 
+# A broadcast scatters the chunk and gathers it again: twice the bytes of a gather (EQUATIONS O5).
+BROADCAST_GATHERS = 2
 STAGED_CHUNKS = 2  # gradient chunks of HOST blocks on their way to be added up
 ADDED_WIDTHS = 3  # accesses per gradient that the host adds: two are read and one written
 
@@ -45,9 +47,11 @@ class Chunking:
                   memory limit leaves of each mesh's devices (costmodels/memory/rank_memory.py,
                   `usable_bytes`)
     limit_bytes   the memory limit of a device, None for all of its memory
+    communication   how data-parallel ranks gather and reduce the chunks of a group
     """
 
     eviction: Eviction = Eviction.OPT
+    communication: ChunkCommunication = ChunkCommunication.GROUP
     device_bytes: int | tuple[int, ...] | None = None
     limit_bytes: float | None = None
 
@@ -191,6 +195,32 @@ def block_cost(
     )
 
 
+def chunk_by_chunk(
+    cost: BlockCost,
+    collectives: tuple[Seconds, Seconds],
+    time: LayerTime,
+    machine: Machine,
+    training: TrainingSpec,
+) -> BlockCost:
+    """Returns the cost of a block whose chunks are gathered and reduced one after the other.
+
+    Nothing hides the reduction: autograd's gradients wait for it.
+
+    collectives    of `group_collectives`
+    """
+    gather, reduce = collectives
+    forward, backward = gather, gather
+    if training.overlap_grad_reduce:
+        forward = under(gather, time.forward_s, machine)
+        backward = under(gather, time.backward_s, machine)
+    return replace(cost, forward_s=forward.value_s, backward_s=(backward + reduce).value_s)
+
+
+def gradient_chunks(ranks: int, communication: ChunkCommunication) -> int:
+    """Returns the chunks of gradients that a rank holds at once of a group that is reduced."""
+    return 1 if communication is ChunkCommunication.SINGLE else ranks
+
+
 def group_collectives(
     elements: int,
     mesh: Mesh,
@@ -198,18 +228,26 @@ def group_collectives(
     training: TrainingSpec,
     *,
     in_parameters: bool,
+    communication: ChunkCommunication = ChunkCommunication.GROUP,
 ) -> tuple[Seconds, Seconds]:
     """Seconds of one gather of `elements` parameters and one reduce-scatter of their gradients.
 
-    They are the parameters of all data-parallel ranks together.
+    They are the parameters of all data-parallel ranks together. One chunk after the other, each of
+    dp chunks is broadcast and reduced in messages that are as much smaller (EQUATIONS O5).
     """
     if mesh.dp == 1:
         return ZERO, ZERO
     width = training.precision.num_bytes
     where = place(mesh, Axis.DP, machine.cluster.gpus_per_node)
     gradient = sent_precision(training, in_parameters).num_bytes
-    gather = collective_time(Collective.ALL_GATHER, width * elements, where, machine)
-    reduce = collective_time(Collective.REDUCE_SCATTER, gradient * elements, where, machine)
+    single = communication is ChunkCommunication.SINGLE
+    messages = mesh.dp if single else 1
+    part = elements / messages
+    gather = collective_time(Collective.ALL_GATHER, width * part, where, machine)
+    reduce = collective_time(Collective.REDUCE_SCATTER, gradient * part, where, machine)
+    gather, reduce = gather.scaled(messages), reduce.scaled(messages)
+    if single:
+        gather = gather.scaled(BROADCAST_GATHERS)
     return machine.corrected("data", gather), machine.corrected("data", reduce)
 
 

@@ -17,9 +17,15 @@ from parplan.costmodels.communication.collectives import (
 )
 from parplan.costmodels.communication.mesh import Axis, Mesh, place
 from parplan.costmodels.host.offload import COPIED_BYTES, HOST_STATE_BYTES, Offload, copy_time
-from parplan.costmodels.host.state_location import StateLocation
+from parplan.costmodels.host.state_location import ChunkCommunication, StateLocation
 from parplan.costmodels.keyed_cache import KeyedCache
-from parplan.costmodels.layers.chunked_layer import BlockCost, Chunking, block_cost
+from parplan.costmodels.layers.chunked_layer import (
+    BlockCost,
+    Chunking,
+    block_cost,
+    chunk_by_chunk,
+    group_collectives,
+)
 from parplan.costmodels.layers.data_parallel import (
     DataParallelTime,
     data_parallel_moves,
@@ -619,7 +625,7 @@ class LayerPriceCache(ABC):
 
         def make() -> BlockCost:
             time = self.layer_time(kind, micro_batch_size, sharding)
-            return block_cost(
+            cost = block_cost(
                 location,
                 elements,
                 time,
@@ -628,11 +634,21 @@ class LayerPriceCache(ABC):
                 machine=self.machine,
                 training=self.training,
             )
+            if communication is ChunkCommunication.GROUP:
+                return cost
+            collectives = group_collectives(
+                elements,
+                mesh,
+                self.machine,
+                self.training,
+                in_parameters=in_parameters,
+                communication=communication,
+            )
+            return chunk_by_chunk(cost, collectives, time, self.machine, self.training)
 
-        return self._once(
-            ("chunked", kind, location, micro_batch_size, mesh, sharding, in_parameters, elements),
-            make,
-        )
+        communication = self.chunking.communication
+        which = kind, location, micro_batch_size, mesh, sharding, in_parameters, elements
+        return self._once(("chunked", communication, *which), make)
 
     def transfer(
         self,

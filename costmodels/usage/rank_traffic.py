@@ -20,6 +20,8 @@ from parplan.costmodels.communication.collectives import Collective
 from parplan.costmodels.communication.mesh import Axis
 from parplan.costmodels.communication.redistribution import RedistributionStep, moves
 from parplan.costmodels.host.host_embedding import TOKEN_BYTES, HostEmbedding
+from parplan.costmodels.host.state_location import ChunkCommunication
+from parplan.costmodels.layers.chunked_layer import BROADCAST_GATHERS
 from parplan.costmodels.layers.layer_price import LOSS_REDUCTIONS
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.layers.model_states import owned_parameters
@@ -160,7 +162,13 @@ def _add_lookup(
 
 
 def _add_chunks(tally: Tally, chunks: RankChunks) -> None:
-    """Adds gathers and reductions of whole communication groups of chunks."""
+    """Adds gathers and reductions of whole communication groups of chunks, or of one chunk each.
+
+    A broadcast counts as a scatter and a gather (EQUATIONS O5).
+    """
+    messages = 1
+    if chunks.communication is ChunkCommunication.SINGLE:
+        messages = chunks.groups[0].chunk_layout.ranks
     kinds = {
         ChunkAction.GATHER: Collective.ALL_GATHER,
         ChunkAction.REDUCE: Collective.REDUCE_SCATTER,
@@ -168,7 +176,9 @@ def _add_chunks(tally: Tally, chunks: RankChunks) -> None:
     for moment in chunks.moments:
         for op in (*moment.before, *moment.after):
             if op.does in kinds:
-                tally.add(Axis.DP, kinds[op.does], op.num_bytes)
+                twice = messages > 1 and op.does is ChunkAction.GATHER
+                calls = messages * (BROADCAST_GATHERS if twice else 1)
+                tally.add(Axis.DP, kinds[op.does], op.num_bytes // messages, calls)
 
 
 def layer_moves(

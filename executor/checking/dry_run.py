@@ -25,8 +25,8 @@ from parplan.costmodels.usage.rank_usage import RankUse
 from parplan.executor.checking.lone_rank import alone
 from parplan.executor.checking.observed_rank import HOST, OTHER, Observed
 from parplan.executor.memory.host_copies import HostCopies
-from parplan.executor.memory.host_table import HostTable
 from parplan.executor.models.loss import Loss
+from parplan.executor.pipeline.stages import parameters_on_host
 from parplan.executor.placed_layers import reads_batches
 from parplan.executor.run_options import Options
 from parplan.executor.sharding.rank_place import RankPlace
@@ -223,16 +223,6 @@ def _axes(trainer: Trainer) -> dict[str, str]:
     return axes | ({tied.group_name: "pp"} if tied is not None else {})
 
 
-def _on_host(stages: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
-    """Yields the parameters whose states the host holds: of offloaded units, and token tables."""
-    for stage in stages:
-        for layer in (layer for unit in stage.units if unit.offloaded for layer in unit.layers):
-            yield from layer.parameters()
-        for module in stage.modules():
-            if isinstance(module, HostTable):
-                yield module.weight
-
-
 class _Moments(Meter):
     """A meter that measures all memory between the actions of the schedule.
 
@@ -258,7 +248,7 @@ class _Moments(Meter):
         shards: Sequence[nn.Parameter],
         apart: Sequence[nn.Parameter] = (),
     ) -> None:
-        hosted = set(_on_host(stages))
+        hosted = set(parameters_on_host(stages))
         self.hosted = [parameter for parameter in shards if parameter in hosted]
         on_device = [parameter for parameter in shards if parameter not in hosted]
         super().watch(stages, on_device, (*apart, *self.hosted))

@@ -48,6 +48,7 @@ class ChunkSetting:
     in_parameters  whether gradients are written over the parameters
     group          the data-parallel ranks, None where there is one
     rank           this rank's number in the group
+    single         whether chunks are gathered and reduced one after the other
     """
 
     device: torch.device
@@ -58,6 +59,7 @@ class ChunkSetting:
     copies: ChunkCopies
     group: dist.ProcessGroup | None = None
     rank: int = 0
+    single: bool = False
 
     @property
     def ranks(self) -> int:
@@ -164,14 +166,17 @@ class Chunk:
     def _make_gradients(self, several: bool) -> None:
         """Makes the gradients' buffers, which are the same buffer where they hold the same.
 
-        `_fresh` has the gradients of a backward pass, of all ranks' chunks; `_summed` those of this
-        rank's chunk for the whole step; `_leaving` those of this rank's chunk on their way to the
-        host.
+        `_fresh` has the gradients of a backward pass, of all ranks' chunks or of a single one;
+        `_summed` those of this rank's chunk for the whole step; `_leaving` those of this rank's
+        chunk on their way to the host.
         """
         setting = self._setting
         self._written: set[int] = set()
         self._has_reduced = self._has_sent = False
         self._reduces = self._to_send = False
+        # one chunk after the other, the blocks whose gradients wait in their parameters
+        self._one_by_one = setting.single and several and not setting.in_parameters
+        self._waiting: list[int] = []
 
         def buffer(ranks: int = 1) -> Buffer:
             return setting.buffer(self.elements * ranks, setting.gradient, ByteClass.GRADIENTS)
@@ -184,7 +189,7 @@ class Chunk:
         elif self._summed is not None and not several:
             self._fresh = self._summed
         else:
-            self._fresh = buffer(setting.ranks)
+            self._fresh = buffer(1 if self._one_by_one else setting.ranks)
         self._leaving = buffer() if several else self._fresh
         if self._summed is not None and not setting.in_parameters:
             self._summed.bring(zero=True)
@@ -285,6 +290,9 @@ class Chunk:
     def gather(self) -> None:
         counts = self._setting.copies.counts
         self.group_buffer.bring()
+        if self._setting.single:
+            self._broadcast()
+            return
         with self._setting.copies.aside() as aside:
             self.chunk_buffer.wait()
             work = _GATHER(
@@ -299,14 +307,34 @@ class Chunk:
         counts.gathered_bytes += self.group_buffer.num_bytes
         counts.gathers += 1
 
+    def _broadcast(self) -> None:
+        """Gathers the chunks one after the other, each from its owner."""
+        setting, counts = self._setting, self._setting.copies.counts
+        self.chunk_buffer.wait()
+        for owner in range(setting.ranks):
+            part = self._part(self.group_buffer.flat, owner)
+            if owner == setting.rank:
+                part.copy_(self.chunk_buffer.flat)
+            dist.broadcast(part, group=setting.group, group_src=owner)
+            counts.gathered_bytes += part.nbytes
+            counts.gathers += 1
+
+    def _part(self, flat: Tensor, owner: int) -> Tensor:
+        """Returns the chunk of a rank in a gathered group, as a view."""
+        return flat.narrow(0, owner * self.elements, self.elements)
+
     def release(self) -> None:
         self.group_buffer.free()
 
     def collect(self, block: int) -> None:
         """Takes the gradients of a backward pass from the parameters of `block`.
 
-        They are summed as autograd sums them.
+        They are summed as autograd sums them. One chunk after the other, they stay where they are
+        until they are reduced.
         """
+        if self._one_by_one:
+            self._waiting.append(block)
+            return
         if not self._fresh.there:
             self._fresh.bring(zero=True)
         for place in self.places:
@@ -315,13 +343,11 @@ class Chunk:
         self._written.add(block)
 
     def _collect(self, place: ChunkedParameter, *, add: bool) -> None:
-        gradient = place.parameter.grad
+        gradient = _gradient(place)
         target = self._fresh.flat.narrow(0, place.offset, place.shape.numel()).view(place.shape)
-        if isinstance(gradient, DTensor) and gradient.placements != place.parameter.placements:
-            gradient = gradient.redistribute(placements=place.parameter.placements)
         if gradient is not None:
             write = target.add_ if add else target.copy_
-            write(local(gradient))
+            write(gradient)
         elif not add:  # no loss depends on the parameter
             target.zero_()
         place.parameter.grad = None
@@ -331,6 +357,9 @@ class Chunk:
 
         Each rank gets the sum of its chunk.
         """
+        if self._setting.single:
+            self._reduce_one_by_one()
+            return
         counts = self._setting.copies.counts
         buffer, reduced = self._reduced_to()
         self._reduces = not self._setting.in_parameters
@@ -341,6 +370,52 @@ class Chunk:
             buffer.is_over(work.wait)
         counts.reduced_bytes += self._fresh.num_bytes
         counts.reduces += 1
+
+    def _reduce_one_by_one(self) -> None:
+        """Sums the gradients of one chunk after the other, for its owner.
+
+        They pass through one buffer, or lie where the parameters were.
+        """
+        setting, counts = self._setting, self._setting.copies.counts
+        waiting = [place for place in self.places if place.block in self._waiting]
+        for owner in range(setting.ranks):
+            if self._one_by_one:
+                self._fresh.bring(zero=True)
+                part = self._fresh.flat
+                self._fill(part, waiting, owner)
+            else:
+                part = self._part(self._fresh.flat, owner)
+            dist.reduce(part, group=setting.group, group_dst=owner)
+            counts.reduced_bytes += part.nbytes
+            counts.reduces += 1
+            if owner == setting.rank:
+                self._keep(part)
+            if self._one_by_one:
+                self._fresh.free()
+        for place in waiting:
+            place.parameter.grad = None
+        self._waiting.clear()
+
+    def _fill(self, part: Tensor, waiting: list[ChunkedParameter], owner: int) -> None:
+        """Copies into `part` the gradients of the chunk that a rank owns."""
+        for place in waiting:
+            owned = own_part(place.offset, place.shape.numel(), self.elements, owner)
+            gradient = _gradient(place) if owned.count else None
+            if gradient is not None:
+                owned.of(part).copy_(gradient.flatten().narrow(0, owned.first, owned.count))
+
+    def _keep(self, reduced: Tensor) -> None:
+        """Keeps the sum of the own chunk's gradients, for the host or for the update."""
+        if not self.on_device:
+            self._leaving.bring()
+            self._leaving.flat.copy_(reduced)
+        elif self._setting.in_parameters:
+            self.chunk_buffer.flat.copy_(reduced)
+        else:
+            assert self._summed is not None, "the device has its gradients"
+            write = self._summed.flat.add_ if self._has_reduced else self._summed.flat.copy_
+            write(reduced)
+            self._has_reduced = True
 
     def _reduced_to(self) -> tuple[Buffer, Tensor]:
         """Returns the target of the reduction.
@@ -361,7 +436,7 @@ class Chunk:
 
         It frees the summands and adds up the chunk's gradients over micro-batches.
         """
-        if self._setting.in_parameters:
+        if self._setting.in_parameters or self._one_by_one:
             return
         if self._summed is not None:
             self._fresh.wait()
@@ -406,3 +481,11 @@ class Chunk:
     def bring_back(self) -> None:
         """Runs RETURN: fetches parameters that the host has updated."""
         self._setting.copies.fetch(self.parameters, self.chunk_buffer)
+
+
+def _gradient(place: ChunkedParameter) -> Tensor | None:
+    """Returns this tensor-parallel rank's part of a parameter's gradient, None without one."""
+    gradient = place.parameter.grad
+    if isinstance(gradient, DTensor) and gradient.placements != place.parameter.placements:
+        gradient = gradient.redistribute(placements=place.parameter.placements)
+    return None if gradient is None else local(gradient)

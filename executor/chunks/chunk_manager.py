@@ -30,15 +30,16 @@ from parplan.costmodels.chunks.chunk_operations import (
     RankChunks,
 )
 from parplan.costmodels.chunks.chunk_states import ChunkStates
-from parplan.costmodels.host.state_location import StateLocation
+from parplan.costmodels.host.state_location import ChunkCommunication, StateLocation
 from parplan.costmodels.layers.chunked_layer import sent_precision
 from parplan.costmodels.schedules.actions import ActionKind
 from parplan.executor.chunks.chunk import Chunk, ChunkedParameter, ChunkSetting, own_part
 from parplan.executor.chunks.chunk_buffers import ChunkCopies, CopyCounts, DeviceLedger
+from parplan.executor.chunks.moment_trace import Mark, MomentTrace
 from parplan.executor.sharding.place import parameters_summed_over_tp
 from parplan.executor.sharding.zero_units import all_reduce
 from parplan.executor.tensors import DTYPES, local
-from parplan.planner.runs.run_file import ChunkMoved, PredictedAndMeasured
+from parplan.planner.runs.run_file import ChunkMoved, MemoryTrace, PredictedAndMeasured
 from parplan.profiles.errors import PlannerError
 from parplan.profiles.models.spec import TrainingSpec
 
@@ -91,6 +92,7 @@ class ChunkManager:
             copies=ChunkCopies(device, self.counts, staged, gradient),
             group=group,
             rank=group.rank() if group is not None else 0,
+            single=schedule.communication is ChunkCommunication.SINGLE and group is not None,
         )
         self._groups = [self._chunks_of(each) for each in schedule.groups]
         self._of_block: dict[int, list[Chunk]] = {}
@@ -100,6 +102,8 @@ class ChunkManager:
         self._action: tuple[ActionKind, int, int] | None = None
         self._open: BlockPass | None = None
         self._next = 0
+        self.trace: MomentTrace | None = None
+        self.traced: MemoryTrace | None = None
 
     def _chunks_of(self, group: ChunkedBlocks) -> list[Chunk]:
         if group.chunk_layout.ranks != self.setting.ranks:
@@ -141,6 +145,7 @@ class ChunkManager:
             device_bytes=PredictedAndMeasured(
                 predicted=schedule.device_bytes, measured=self.ledger.most_bytes
             ),
+            traced=self.traced,
         )
 
     @property
@@ -244,6 +249,13 @@ class ChunkManager:
 
         return entered
 
+    def follow(self, schedule: RankChunks) -> None:
+        """Goes on with another schedule of the same chunks, between two steps."""
+        assert schedule.groups == self.schedule.groups, "chunks stay what they are"
+        self.schedule = schedule
+        self._early = _issued_early(schedule.moments)
+        self.ledger.limit_bytes = schedule.device_bytes
+
     def begin_step(self) -> None:
         self.setting.copies.counts = self.counts = CopyCounts()
         self._next = 0
@@ -265,6 +277,7 @@ class ChunkManager:
                 f"the step ended after {self._next} of {len(self.schedule.moments)} "
                 "passes of blocks"
             )
+        self._mark(Mark.CLOSING)
         self.ledger.limit_bytes = self.schedule.device_bytes
         for op in self.schedule.closing[: self._updated]:
             self._do(op)
@@ -280,9 +293,11 @@ class ChunkManager:
                 if place.over_tp
             ]
             all_reduce(summed, tp_group)
+        self._mark(Mark.CLOSED)
 
     def end_update(self) -> None:
         """Returns parameters that the host has updated to the device."""
+        self._mark(Mark.UPDATED)
         for op in self.schedule.closing[self._updated :]:
             self._do(op)
         self._states.update()
@@ -326,6 +341,7 @@ class ChunkManager:
         It runs the operations that the pass needs, and starts copies for later passes.
         """
         self._end()
+        self._mark(Mark.ARRIVED)
         moment = self._expected(work, micro_batch, block)
         self.ledger.limit_bytes = min(moment.chunk_bytes, self.schedule.device_bytes)
         on_time = [op for op in moment.before if not _is_early(op, self._next)]
@@ -336,6 +352,7 @@ class ChunkManager:
             chunk.group_buffer.wait()
         self._open = moment
         self._next += 1
+        self._mark(Mark.BEGUN)
 
     def _expected(self, work: ActionKind, micro_batch: int, block: int) -> BlockPass:
         """Returns the next pass of the schedule, which must be this. Raises OrderError."""
@@ -360,13 +377,20 @@ class ChunkManager:
         if moment is None or block not in (None, moment.block):
             return
         self._open = None
+        self._mark(Mark.ENDED)
         self._settle((self._next - 1,))
         if moment.work is ActionKind.BACKWARD:
             for chunk in self._of_block[moment.block]:
                 chunk.collect(moment.block)
+        self._mark(Mark.COLLECTED)
         self._states.end(moment.block, moment.work)
         for op in moment.after:
             self._do(op)
+        self._mark(Mark.LEFT)
+
+    def _mark(self, mark: Mark) -> None:
+        if self.trace is not None:
+            self.trace.mark(mark)
 
     def _do(self, op: ChunkOp) -> None:
         """Runs an operation; `_late` has the ends of operations that may outlast it, by pass."""

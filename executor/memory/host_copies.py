@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.profiler import record_function
 
 from parplan.costmodels.layers.recompute import made_inside
 from parplan.executor.tensors import local, memory_of
@@ -32,6 +33,7 @@ from parplan.profiles.models.operator_graph import LayerClass
 _Key = tuple[int, ...]
 # batch, sequence or heads, features of an activation; masks and states without a batch have fewer
 FEWEST_DIMS = 3
+ON_HOST = "parplan.on_host"  # the profiler's event around allocations of the host's memory
 
 
 class HostCopies:
@@ -82,11 +84,12 @@ class HostCopies:
         else:
             self.back_bytes += tensor.nbytes
         stream = self._streams[to_host] if self._streams else None
-        copy = torch.empty_like(
-            tensor,
-            device="cpu" if to_host else self.device,
-            pin_memory=to_host and stream is not None,
-        )
+        with record_function(ON_HOST) if to_host else nullcontext():
+            copy = torch.empty_like(
+                tensor,
+                device="cpu" if to_host else self.device,
+                pin_memory=to_host and stream is not None,
+            )
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(self.device))
             if after is not None:

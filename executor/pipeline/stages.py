@@ -6,7 +6,7 @@ The layers of each stage are placed, recomputed and sharded as planned.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -354,3 +354,13 @@ def border_example(plan: Plan, after: PlacedLayer) -> Tensor:
     return torch.empty(
         shape, dtype=compute_dtype(plan.training.precision), device="meta", requires_grad=True
     )
+
+
+def parameters_on_host(stages: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
+    """Yields the parameters whose states the host holds: of offloaded units, and token tables."""
+    for stage in stages:
+        for layer in (layer for unit in stage.units if unit.offloaded for layer in unit.layers):
+            yield from layer.parameters()
+        for module in stage.modules():
+            if isinstance(module, HostTable):
+                yield module.weight

@@ -67,6 +67,9 @@ class TracedTrainer(Trainer):
                 )
         return self.shares.sum_norm(squared_norm(by_copies, self.ranks.device))
 
+    def _on_host(self) -> tuple[nn.Parameter, ...]:
+        return ()  # chunks exclude states of whole stages on the host
+
     def held(self) -> RankTensors:
         """The parameters that this rank saves, and its copies of those that another rank saves."""
         saved = self.pipeline.own

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from parplan.costmodels.chunks.measured_bytes import ChunkScheduler
 from parplan.costmodels.layers.model_states import StateBytes
 from parplan.executor.chunks.chunk_adam import ChunkAdam
+from parplan.executor.chunks.memory_tracing import MemoryTracing, TraceRequest
 from parplan.executor.data.batches import Batches, build_batches
 from parplan.executor.pipeline.loss_scale import LossScale, loss_scale
 from parplan.executor.pipeline.pipeline import RankPipeline, build_pipeline
+from parplan.executor.pipeline.stages import parameters_on_host
 from parplan.executor.run_options import Options, derived_seed
 from parplan.executor.sharding.rank_place import RankPlace, rank_mesh
+from parplan.executor.tensors import memory_of, part
 from parplan.executor.training.compiled import compile_blocks
 from parplan.executor.training.finite import RankLosses
 from parplan.executor.training.optimizer import (
@@ -33,7 +37,12 @@ from parplan.executor.training.optimizer import (
 from parplan.executor.training.training_states import RankTensors, held
 from parplan.executor.watch.rank_progress import RankProgress
 from parplan.executor.watch.run_recorder import RunRecorder
-from parplan.executor.watch.state_bytes import Meter, Row, predicted_state_bytes
+from parplan.executor.watch.state_bytes import (
+    Meter,
+    Row,
+    optimizer_states,
+    predicted_state_bytes,
+)
 from parplan.planner.plan.plan import Plan
 from parplan.planner.runs.run_file import ChunkMoved
 
@@ -63,7 +72,8 @@ class StepResult:
 class Trainer:
     """One rank of a training run.
 
-    `optimizer` updates the parameters outside of chunks, `adam` those in chunks.
+    `optimizer` updates the parameters outside of chunks, `adam` those in chunks. `tracing` measures
+    the first steps of a run with chunks, if that is asked for.
     """
 
     plan: Plan
@@ -77,6 +87,7 @@ class Trainer:
     progress: RankProgress = field(default_factory=RankProgress)
     adam: ChunkAdam | None = None
     shares: RankLosses = field(default_factory=RankLosses)
+    tracing: MemoryTracing | None = None
 
     def gradients(self, step: int) -> Tensor:
         """Run forward, backward and reduction of the batch of `step`.
@@ -100,12 +111,13 @@ class Trainer:
     def run(self, first: int = 0) -> Iterator[StepResult]:
         """Train from step `first` to `options.steps` and yield each result. Raises RunError."""
         if self.options.record:
-            self.recorder.expect(self.options.steps - first)
+            self.recorder.expect(self.options.steps - first, traced=self.options.trace_memory)
         for step in range(first, self.options.steps):
             started = time.perf_counter()
             self.meter.active = step - first < METERED_STEPS
             self.recorder.start()
-            with self.recorder.counted():
+            traced = self.tracing.step() if self.tracing is not None else nullcontext()
+            with self.recorder.counted(), traced:
                 loss, norm = self._step(step)
             if not self.options.allow_non_finite:
                 self.shares.require_finite(step, loss, norm if self.scale is None else None)
@@ -120,6 +132,8 @@ class Trainer:
                 skipped=self.scale is not None and not math.isfinite(norm),
             )
             self.recorder.finish(result.seconds, result.loss, skipped=result.skipped)
+            if self.tracing is not None:
+                self.tracing.end_step(skipped=result.skipped)
             yield result
 
     def _step(self, step: int) -> tuple[float, float]:
@@ -208,6 +222,43 @@ class Trainer:
     def moved(self) -> ChunkMoved | None:
         """Return the transfers of this rank's chunks in the last step, beside the planned ones."""
         return self.adam.manager.moved if self.adam is not None else None
+
+    def traced(self, schedulers: tuple[ChunkScheduler, ...]) -> Trainer:
+        """Return a trainer whose first steps trace the memory, if its options ask for it.
+
+        `schedulers` are those of the chunks of all pipeline ranks. Raises InfeasibleError.
+        """
+        if self.adam is None or not self.options.trace_memory:
+            return self
+        request = TraceRequest(
+            steps=self.options.trace_memory, schedulers=schedulers, share=self.options.trace_share
+        )
+        tracing = MemoryTracing(
+            self.adam.manager,
+            request,
+            self.ranks.coordinate("pp"),
+            self.ranks.device,
+            self._outside_bytes,
+        )
+        return replace(self, tracing=tracing)
+
+    def _on_host(self) -> Iterable[nn.Parameter]:
+        return parameters_on_host(self.pipeline.stages)
+
+    def _outside_bytes(self) -> int:
+        """Bytes that the device holds between two steps outside of chunks.
+
+        They are parameters, buffers and optimizer states that are not on the host.
+        """
+        stages = self.pipeline.stages
+        apart = {*self.meter.apart, *self._on_host()}
+        tensors = (
+            *(p for stage in stages for p in stage.parameters() if p not in apart),
+            *(buffer for stage in stages for buffer in stage.buffers()),
+            *optimizer_states(self.optimizer, apart),
+        )
+        sizes = {memory_of(each): part(each).untyped_storage().nbytes() for each in tensors}
+        return sum(sizes.values())
 
     @property
     def on_host_bytes(self) -> int:

@@ -59,9 +59,9 @@ class RunRecorder:
         self._started_s = 0.0
         self._anchor: Mark = 0.0
 
-    def expect(self, num_steps: int) -> None:
-        """Sets the number of steps that will be run."""
-        self.warm_up = min(WARM_UP_STEPS, max(0, num_steps - 1))
+    def expect(self, num_steps: int, traced: int = 0) -> None:
+        """Sets the number of steps that will be run, of which the first `traced` are profiled."""
+        self.warm_up = min(WARM_UP_STEPS + traced, max(0, num_steps - 1))
         self.first = max(self.warm_up, num_steps - RECORDED_STEPS) if num_steps > 0 else sys.maxsize
 
     def start(self) -> None:
@@ -84,6 +84,7 @@ class RunRecorder:
         """
         done = len(self.seconds)
         counts = not self.on_gpu and 0 < done == self.warm_up - 1 and self.first < sys.maxsize
+        # a step that traces its memory is profiled already (executor/watch/allocated.py)
         return self.cpu_peak.counted() if counts else _NOTHING
 
     def span(self, work: str, stage: int, micro_batch: int) -> AbstractContextManager[Any]:

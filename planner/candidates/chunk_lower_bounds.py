@@ -17,7 +17,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from parplan.costmodels.host.state_location import StateLocation
-from parplan.costmodels.layers.chunked_layer import BlockCost, writes_over_parameters
+from parplan.costmodels.layers.chunked_layer import (
+    BlockCost,
+    gradient_chunks,
+    writes_over_parameters,
+)
 from parplan.costmodels.memory.rank_memory import stashes, usable_bytes
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.lower_bounds import TimeBound, ends_bytes, least_kept_bytes
@@ -161,7 +165,8 @@ class ChunkBound:
         training, mesh = table.price_cache.training, self.layout.mesh
         in_parameters = writes_over_parameters(training, self.layout.num_micro_batches)
         gradient = 0 if in_parameters else training.gradient_precision.num_bytes
-        gathered = training.precision.num_bytes + gradient if mesh.dp > 1 else 0
+        at_once = gradient_chunks(mesh.dp, table.price_cache.chunking.communication) / mesh.dp
+        gathered = training.precision.num_bytes + gradient * at_once if mesh.dp > 1 else 0
         return float(
             (training.precision.num_bytes + gathered) * sum(table.tensors(self.layout.sharding))
         )

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from parplan.costmodels.host.offload import Offload
-from parplan.costmodels.host.state_location import StateLocation
+from parplan.costmodels.host.state_location import ChunkCommunication, StateLocation
 from parplan.costmodels.layers.chunked_layer import (
     STAGED_CHUNKS,
     BlockCost,
+    gradient_chunks,
     writes_over_parameters,
 )
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
@@ -235,9 +236,12 @@ def _working_bytes(
     gradient = 0 if in_parameters else price_cache.training.gradient_precision.num_bytes
     gathered = widest_groups(tensors, num_blocks, group_elements, ranks) * group_elements
     chunks = gathered // ranks
+    communication = price_cache.chunking.communication
+    fresh = chunks * gradient_chunks(ranks, communication) * gradient
     has_host_blocks = (counts[StateLocation.HOST] > 0).astype(np.float64)
+    kept = gradient if communication is ChunkCommunication.SINGLE else 0  # the sum, for the host
     if ranks > 1:
-        working = gathered * (width + gradient) + chunks * width * has_host_blocks
+        working = gathered * width + fresh + chunks * (width + kept) * has_host_blocks
     else:
         working = chunks * (width + gradient) * has_host_blocks
     return width * sum(tensors) + working

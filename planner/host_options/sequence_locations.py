@@ -19,11 +19,12 @@ from parplan.costmodels.chunks.chunk_layout import block_tensors, first_tensors,
 from parplan.costmodels.chunks.chunk_schedule import UPDATE_BYTES
 from parplan.costmodels.chunks.group_size import common_group_size, widest_groups
 from parplan.costmodels.host.offload import Offload
-from parplan.costmodels.host.state_location import StateLocation
+from parplan.costmodels.host.state_location import ChunkCommunication, StateLocation
 from parplan.costmodels.layers.chunked_layer import (
     STAGED_CHUNKS,
     BlockCost,
     block_cost,
+    gradient_chunks,
     writes_over_parameters,
 )
 from parplan.costmodels.layers.layer_price import LayerTime
@@ -172,7 +173,11 @@ def _pass_bytes(
         gradient = 0
     several = ranks > 1
     gathered = ranks * own * width if several else 0.0
-    fresh = ranks * own * gradient if several or on_host else 0.0
+    at_once = gradient_chunks(ranks, price_cache.chunking.communication)
+    single = price_cache.chunking.communication is ChunkCommunication.SINGLE
+    if single and several and on_host:  # the sum goes to the host
+        at_once += 1
+    fresh = at_once * own * gradient if several or on_host else 0.0
     fetched = own * width if on_host else 0.0
     return width * made + gathered + fetched + max(0.0, fresh - workspace_bytes)
 

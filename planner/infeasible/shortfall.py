@@ -50,7 +50,10 @@ def price_cache_of(request: Request) -> PriceCache:
     """Returns an empty price cache for the request."""
     machine = machine_for(request.cluster)
     zero_ranks = request.constraints.zero_ranks
-    return PriceCache(request.model, request.training, machine, zero_ranks=zero_ranks)
+    chunking = Chunking(communication=request.constraints.chunk_communication)
+    return PriceCache(
+        request.model, request.training, machine, zero_ranks=zero_ranks, chunking=chunking
+    )
 
 
 def mix_table(request: Request) -> MixTable:
@@ -297,9 +300,8 @@ def enough_host_bytes(request: Request, limit: float) -> int | None:
 
 
 def _largest_part(lean: _LeastPeakCandidate, price_cache: PriceCache) -> str:
-    as_large = (
-        Chunking(limit_bytes=2 * lean.column.memory_bytes) if lean.layout.chunked else Chunking()
-    )
+    limit_bytes = 2 * lean.column.memory_bytes if lean.layout.chunked else None
+    as_large = replace(price_cache.chunking, limit_bytes=limit_bytes)
     price_cache = price_cache.with_table(on_host=lean.looks_up).within(as_large)
     memory = device_memory(to_strategy(_shorter(lean.layout), lean.columns), lean.rank, price_cache)
     parts = {

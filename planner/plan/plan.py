@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.offload import Offload
-from parplan.costmodels.host.state_location import Eviction, StateLocation
+from parplan.costmodels.host.state_location import ChunkCommunication, Eviction, StateLocation
 from parplan.planner.plan.pipeline_plan import LayerRange, PipelinePlan, PipelineStage
 from parplan.planner.plan.prediction import Prediction, SearchRecord
 from parplan.profiles.errors import ConfigError
@@ -156,13 +156,18 @@ class ChunkRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkPlan:
-    """The chunks that hold the states of the blocks (EQUATIONS O1, O3, O4), and their transfers."""
+    """The chunks that hold the states of the blocks (EQUATIONS O1, O3, O4), and their transfers.
+
+    communication    how data-parallel ranks gather and reduce the chunks of a group: all at once,
+                     or one after the other
+    """
 
     __pydantic_config__ = _FORBID
 
     eviction: Eviction
     groups: tuple[ChunkGroup, ...]
     ranks: tuple[ChunkRank, ...]
+    communication: ChunkCommunication = ChunkCommunication.GROUP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from parplan.costmodels.chunks.chunk_memory import chunks_of_rank
 from parplan.costmodels.chunks.chunk_operations import RankChunks
+from parplan.costmodels.chunks.measured_bytes import ChunkScheduler
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.strategy import Strategy
 from parplan.planner.plan.plan import ChunkGroup, ChunkPlan, ChunkRank, Plan
@@ -32,6 +33,7 @@ def chunks_of(strategy: Strategy, price_cache: LayerPriceCache) -> ChunkPlan | N
         eviction=price_cache.chunking.eviction,
         groups=tuple(_groups(ranks)),
         ranks=tuple(_rank(stage, rank_chunks) for stage, rank_chunks in enumerate(ranks)),
+        communication=price_cache.chunking.communication,
     )
 
 
@@ -96,6 +98,20 @@ def rank_chunks_of(plan: Plan, pipeline_rank: int) -> RankChunks:
     require_chunks(plan, pipeline_rank)
     price_cache = prices_of_plan(plan)
     return chunks_of_rank(strategy_of(plan, price_cache), pipeline_rank, price_cache)
+
+
+def chunk_schedulers_of(plan: Plan) -> tuple[ChunkScheduler, ...]:
+    """Returns what makes the chunk schedule of every pipeline rank again.
+
+    Raises ConfigError as `rank_chunks_of` does.
+    """
+    require_chunks(plan)
+    price_cache = prices_of_plan(plan)
+    strategy = strategy_of(plan, price_cache)
+    return tuple(
+        ChunkScheduler(strategy=strategy, rank=rank, price_cache=price_cache)
+        for rank in range(plan.mesh.pp)
+    )
 
 
 def require_chunks(plan: AnyPlan, pipeline_rank: int = 0) -> None:

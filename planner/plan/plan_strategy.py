@@ -98,6 +98,7 @@ def chunking_of(chunks: ChunkPlan | None) -> Chunking | None:
         return None
     return Chunking(
         eviction=chunks.eviction,
+        communication=chunks.communication,
         device_bytes=tuple(rank.device_bytes for rank in chunks.ranks) or None,
     )
 

@@ -137,12 +137,49 @@ class MeasuredPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedAndCorrected:
+    """A figure of the plan's schedule of chunks, and of the one that measured bytes gave."""
+
+    __pydantic_config__ = _FORBID
+
+    planned: int
+    corrected: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryTrace:
+    """The bytes outside of chunks that the first steps of a run measured (--trace-memory).
+
+    steps                 steps that were measured
+    warm_up_bytes         bytes that chunks might fill in these steps
+    most_bytes            at the moment that has most of them, as predicted and as measured
+    worst_moment          the moment with the largest difference
+    worst_bytes           at that moment, as predicted and as measured
+    device_bytes          of the whole device at its fullest moment: of the plan's schedule by its
+                          own prediction, and of the corrected schedule by what was measured
+    in_bytes, out_bytes   of a step, to the device and from it
+    """
+
+    __pydantic_config__ = _FORBID
+
+    steps: int
+    warm_up_bytes: int
+    most_bytes: PredictedAndMeasured
+    worst_moment: str
+    worst_bytes: PredictedAndMeasured
+    device_bytes: PlannedAndCorrected
+    in_bytes: PlannedAndCorrected
+    out_bytes: PlannedAndCorrected
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkMoved:
     """Bytes of the chunks of one rank that move in a step.
 
     in_bytes, out_bytes   to the device, and from it
     device_bytes          the budget of all tensors as predicted, and the most that chunks held of
                           it
+    traced                the correction of the schedule by measured bytes, None without one
     """
 
     __pydantic_config__ = _FORBID
@@ -152,6 +189,7 @@ class ChunkMoved:
     gathered_bytes: PredictedAndMeasured
     reduced_bytes: PredictedAndMeasured
     device_bytes: PredictedAndMeasured
+    traced: MemoryTrace | None = None
 
     @property
     def as_predicted(self) -> bool:

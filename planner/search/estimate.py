@@ -8,7 +8,12 @@ from dataclasses import dataclass, replace
 from parplan.costmodels.communication.mesh import Mesh, illegal_expert_parallel
 from parplan.costmodels.host.host_embedding import illegal_host_embedding
 from parplan.costmodels.host.offload import Offload
-from parplan.costmodels.host.state_location import OFFLOAD_OF, Eviction, StateLocation
+from parplan.costmodels.host.state_location import (
+    OFFLOAD_OF,
+    ChunkCommunication,
+    Eviction,
+    StateLocation,
+)
 from parplan.costmodels.layers.chunked_layer import Chunking
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.price_cache import PriceCache
@@ -60,6 +65,7 @@ class ChunkRequest:
     device_bytes: bytes that tensors may fill on a device; None for `limit_bytes` less context,
     communicators and allocator
     limit_bytes: bytes of a device in all; None for its memory less the margin of a search
+    communication: how data-parallel ranks gather and reduce the chunks of a group
     """
 
     host_blocks: int
@@ -67,6 +73,7 @@ class ChunkRequest:
     eviction: Eviction = Eviction.OPT
     device_bytes: int | None = None
     limit_bytes: int | None = None
+    communication: ChunkCommunication = ChunkCommunication.GROUP
 
     def __post_init__(self) -> None:
         if self.host_blocks < 0 or self.optimizer_blocks < 0:
@@ -83,7 +90,12 @@ class ChunkRequest:
     def chunking(self, cluster: Cluster, stack: Stack) -> Chunking:
         """Returns the eviction rule and the limits, which the prices need."""
         limit = limit_bytes(cluster, stack, SearchOptions(memory_limit_bytes=self.limit_bytes))
-        return Chunking(eviction=self.eviction, device_bytes=self.device_bytes, limit_bytes=limit)
+        return Chunking(
+            eviction=self.eviction,
+            device_bytes=self.device_bytes,
+            limit_bytes=limit,
+            communication=self.communication,
+        )
 
 
 def even_split(num_layers: int, pp: int) -> tuple[int, ...]:

@@ -10,7 +10,6 @@ from math import ceil
 from typing import Any
 
 from parplan.costmodels.keyed_cache import KeyedCache
-from parplan.costmodels.layers.chunked_layer import Chunking
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.price_cache import PriceCache, described_prices
 from parplan.costmodels.step import StepPrice, bubble_share
@@ -247,7 +246,7 @@ class DescribedPrices(SearchPrices):
         return self.price_cache.model.num_layers
 
     def within(self, limit_bytes: float) -> LayerPriceCache:
-        return self.price_cache.within(Chunking(limit_bytes=limit_bytes))
+        return self.price_cache.within(replace(self.price_cache.chunking, limit_bytes=limit_bytes))
 
     def in_reach(self, limit_bytes: float) -> bool:
         return in_reach(self.table, limit_bytes)

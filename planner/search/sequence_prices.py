@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from parplan.costmodels.layers.chunked_layer import Chunking
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.layers.model_states import ideal_states
 from parplan.costmodels.layers.recompute import Recompute, RecomputedOperators
@@ -103,7 +102,7 @@ class SequencePrices(SearchPrices):
         return sum(key.role is LayerKind.BLOCK for key in keys)
 
     def within(self, limit_bytes: float) -> LayerPriceCache:
-        return self.price_cache.within(Chunking(limit_bytes=limit_bytes))
+        return self.price_cache.within(replace(self.price_cache.chunking, limit_bytes=limit_bytes))
 
     def in_reach(self, limit_bytes: float) -> bool:
         training = self.price_cache.training

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from parplan.costmodels.chunks.chunk_layout import SizedTensor
-from parplan.costmodels.chunks.chunk_memory import chunks_of_rank
 from parplan.costmodels.chunks.chunk_operations import ChunkedBlocks, RankChunks
+from parplan.costmodels.chunks.measured_bytes import ChunkScheduler
 from parplan.planner.plan.plan_chunks import smallest_bytes
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.planner.traced.shard_price_cache import ShardPriceCache
@@ -19,16 +19,23 @@ def chunk_schedules(priced: PricedModule) -> tuple[RankChunks, ...]:
 
     Tensors are named by shard and by parameter of the module: `block3.encoder.0.weight` of shard 3.
     """
+    return tuple(scheduler.planned() for scheduler in chunk_schedulers(priced))
+
+
+def chunk_schedulers(priced: PricedModule) -> tuple[ChunkScheduler, ...]:
+    """Returns what makes the schedules of `chunk_schedules`, also for measured memory."""
+
+    def named(schedule: RankChunks) -> RankChunks:
+        groups = (_named(group, priced.price_cache) for group in schedule.groups)
+        return replace(schedule, groups=tuple(groups))
+
     if priced.plan.chunks is None:
         return ()
-    ranks = range(priced.plan.mesh.pp)
-    schedules = (chunks_of_rank(priced.strategy, rank, priced.price_cache) for rank in ranks)
     return tuple(
-        replace(
-            schedule,
-            groups=tuple(_named(group, priced.price_cache) for group in schedule.groups),
+        ChunkScheduler(
+            strategy=priced.strategy, rank=rank, price_cache=priced.price_cache, named=named
         )
-        for schedule in schedules
+        for rank in range(priced.plan.mesh.pp)
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache, partial
 
+from parplan.costmodels.layers.chunked_layer import Chunking
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.enumeration import OUTSIDE_PINS, no_candidate_error
 from parplan.planner.request import TracedRequest
@@ -26,7 +27,9 @@ def traced_prices(request: TracedRequest, sharded: Sharded, rule: StageRule) -> 
     pins, training = request.constraints, request.training
     require_known(pins)
     machine = machine_for(request.cluster)
-    price_cache = ShardPriceCache(sharded, training, machine, zero_ranks=pins.zero_ranks)
+    price_cache = ShardPriceCache(sharded, training, machine, zero_ranks=pins.zero_ranks).within(
+        Chunking(communication=pins.chunk_communication)
+    )
     illegal_tp = cache(price_cache.illegal_tp)
     space = enumerate_traced_candidates(len(sharded.shards), request, illegal_tp, rule.counts)
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from parplan.planner.plan.derived import host_gib
 from parplan.planner.plan.plan import ChunkRank, Plan
 from parplan.planner.plan.prediction import StageMemory
+from parplan.planner.plan.traced_plan import AnyPlan
 from parplan.profiles.units import format_bytes, gib
 from parplan.report.plans.summary import header
 from parplan.report.runs.traced_check_table import (
@@ -48,6 +49,18 @@ def print_chunk_check(plan: Plan, today: Plan, ranks: Sequence[int], out: Consol
     ]
     print_table(out, ("", "file", "now"), rows, left=("",))
     say(out)
+    print_chunks(plan, today, ranks, out)
+    for fact in (
+        f"the host of the fullest node holds {gib_text(host_gib(today))} GiB of "
+        f"{gib(today.cluster.host_memory_bytes):,.0f}",
+        "nothing was run: plan check --execute trains a small model of the same structure",
+    ):
+        say(out, joined(fact.split(" "), " ", out.width, start="  note      ", indent=12))
+    say(out, joined(verdict(plan, today, ranks).split(" "), " ", out.width, indent=2), "bold")
+
+
+def print_chunks(plan: AnyPlan, today: AnyPlan, ranks: Sequence[int], out: Console) -> None:
+    """Print the bytes of the chunks of each pipeline rank as scheduled now."""
     say(out, "  chunks of one GPU as scheduled now: bytes that tensors may fill, that move", "dim")
     print_table(
         out,
@@ -56,13 +69,6 @@ def print_chunk_check(plan: Plan, today: Plan, ranks: Sequence[int], out: Consol
         left=("stage", ""),
     )
     say(out)
-    for fact in (
-        f"the host of the fullest node holds {gib_text(host_gib(today))} GiB of "
-        f"{gib(today.cluster.host_memory_bytes):,.0f}",
-        "nothing was run: plan check --execute trains a small model of the same structure",
-    ):
-        say(out, joined(fact.split(" "), " ", out.width, start="  note      ", indent=12))
-    say(out, joined(verdict(plan, today, ranks).split(" "), " ", out.width, indent=2), "bold")
 
 
 def verdict(plan: Plan, today: Plan, ranks: Sequence[int]) -> str:
@@ -83,24 +89,29 @@ def chunk_check_document(plan: Plan, today: Plan, ranks: Sequence[int]) -> dict[
         "fits": shortage(today, ranks) is None,
         "host_gib": host_gib(today),
         "host_capacity_gib": gib(today.cluster.host_memory_bytes),
-        "stages": [
-            {
-                "stage": rank,
-                "as_filed": _as_filed(plan, today, rank),
-                **{
-                    name: {
-                        "gib": {each: getattr(_memory(of, rank), each) for each in _CLASSES},
-                        "chunks": {each: getattr(_chunks(of, rank), each) for each in _COUNTED},
-                    }
-                    for name, of in (("file", plan), ("now", today))
-                },
-            }
-            for rank in ranks
-        ],
+        "stages": chunk_stages(plan, today, ranks),
     }
 
 
-def _chunk_row(plan: Plan, today: Plan, rank: int) -> tuple[str, ...]:
+def chunk_stages(plan: AnyPlan, today: AnyPlan, ranks: Sequence[int]) -> list[dict[str, Any]]:
+    """Returns the bytes of each pipeline rank and its chunks, in the file and as priced now."""
+    return [
+        {
+            "stage": rank,
+            "as_filed": _as_filed(plan, today, rank),
+            **{
+                name: {
+                    "gib": {each: getattr(_memory(of, rank), each) for each in _CLASSES},
+                    "chunks": {each: getattr(_chunks(of, rank), each) for each in _COUNTED},
+                }
+                for name, of in (("file", plan), ("now", today))
+            },
+        }
+        for rank in ranks
+    ]
+
+
+def _chunk_row(plan: AnyPlan, today: AnyPlan, rank: int) -> tuple[str, ...]:
     now = _chunks(today, rank)
     result = FITS if does_fit(_memory(today, rank)) else TOO_LARGE
     if not _as_filed(plan, today, rank):
@@ -109,17 +120,17 @@ def _chunk_row(plan: Plan, today: Plan, rank: int) -> tuple[str, ...]:
     return str(rank), total, *(format_bytes(getattr(now, name)) for name in _COUNTED), result
 
 
-def _as_filed(plan: Plan, today: Plan, rank: int) -> bool:
+def _as_filed(plan: AnyPlan, today: AnyPlan, rank: int) -> bool:
     """Returns whether classes and chunks of a rank are those of the file."""
     return _memory(plan, rank) == _memory(today, rank) and _chunks(plan, rank) == _chunks(
         today, rank
     )
 
 
-def _memory(plan: Plan, rank: int) -> StageMemory:
+def _memory(plan: AnyPlan, rank: int) -> StageMemory:
     return plan.predicted.memory_gib[rank]
 
 
-def _chunks(plan: Plan, rank: int) -> ChunkRank:
+def _chunks(plan: AnyPlan, rank: int) -> ChunkRank:
     assert plan.chunks is not None, "it is a plan with chunks"
     return plan.chunks.ranks[rank]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
 
 from rich.console import Console
@@ -85,6 +85,27 @@ def print_record(run: RunFile, out: Console) -> None:
             else "NOT as predicted"
         )
         say(out, f"  {verdict}{f', {more} ranks more in the file' if more > 0 else ''}")
+        _print_traces(moved, out)
+
+
+def _print_traces(ranks: Sequence[RankRecord], out: Console) -> None:
+    """Prints for the first ranks what the warm-up measured, and the schedule that it gave."""
+    for rank in ranks[:MOST_RANKS]:
+        trace = rank.chunks.traced if rank.chunks is not None else None
+        if trace is None:
+            continue
+        most, worst = trace.most_bytes, trace.worst_bytes
+        say(
+            out,
+            f"  {rank.pp} {rank.dp} {rank.tp}: outside of chunks {_bytes(most.measured)} at most, "
+            f"{_bytes(most.predicted)} predicted; {_bytes(worst.measured)} for "
+            f"{_bytes(worst.predicted)} {trace.worst_moment}; to the device "
+            f"{_bytes(trace.in_bytes.corrected)} a step, {_bytes(trace.in_bytes.planned)} planned",
+        )
+
+
+def _bytes(figure: float | None) -> str:
+    return "-" if figure is None else format_bytes(int(figure))
 
 
 def _moved_cells(moved: ChunkMoved) -> Iterator[str]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from parplan.planner.plan.plan_file import read_plan, write_plan
+from parplan.planner.plan.plan_file import read_any_plan, read_plan, write_plan
 from parplan.planner.runs.run_file import ChunkMoved, PredictedAndMeasured, write_run
 from tests.helpers.command_runs import fail, run, succeed
 from tests.helpers.synthetic_runs import estimated, run_of
@@ -234,3 +234,33 @@ def test_show_of_a_run_has_what_chunks_moved_beside_what_was_predicted(
     assert (
         json.loads(succeed("show", str(tmp_path / "run.json"), "--json").stdout)["run_version"] == 1
     )
+
+
+def test_check_compares_the_chunks_of_a_traced_module_with_the_file(tmp_path):
+    path = tmp_path / "plan.yaml"
+    source = ("--model", "tests.helpers.traced_modules:unlike", "--trace", "--seq-length", "16")
+    machine = ("--gpus", "2", "--gpu", "a100-40gb", "--stack", "parplan", "--dp", "2")
+    sizes = ("--global-batch-size", "4", "--micro-batch-size", "1")
+    succeed("estimate", *source, *machine, *sizes, *CHUNKS, "-o", str(path))
+
+    text = succeed("check", str(path)).stdout
+    (stage,) = json.loads(succeed("check", str(path), "--json").stdout)["chunks"]
+
+    plan = read_any_plan(path)
+    assert "chunks of one GPU as scheduled now" in text
+    assert stage["as_filed"] is True
+    assert stage["now"]["chunks"]["in_bytes"] == plan.chunks.ranks[0].in_bytes > 0
+    ranks = (replace(plan.chunks.ranks[0], in_bytes=1),)
+    write_plan(replace(plan, chunks=replace(plan.chunks, ranks=ranks)), path)
+    assert "not as in the file" in succeed("check", str(path)).stdout
+
+
+def test_the_communication_of_chunks_is_asked_for_and_in_the_file(tmp_path):
+    path = tmp_path / "plan.yaml"
+    single = ("--chunk-communication", "single")
+
+    succeed("estimate", *ASKED, *CHUNKS, *single, "-o", str(path))
+
+    assert read_any_plan(path).chunks.communication == "single"
+    error = fail(2, "estimate", *ASKED, *single)
+    assert "--chunk-communication is of chunks" in " ".join(error.split())

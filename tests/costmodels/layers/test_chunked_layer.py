@@ -7,8 +7,13 @@ from dataclasses import replace
 import pytest
 
 from parplan.costmodels.communication.mesh import Mesh
-from parplan.costmodels.host.state_location import StateLocation
-from parplan.costmodels.layers.chunked_layer import state_widths, writes_over_parameters
+from parplan.costmodels.host.state_location import ChunkCommunication, StateLocation
+from parplan.costmodels.layers.chunked_layer import (
+    Chunking,
+    group_collectives,
+    state_widths,
+    writes_over_parameters,
+)
 from parplan.costmodels.layers.model_states import owned_parameters
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.price_cache import PriceCache
@@ -168,3 +173,51 @@ def test_one_rank_gathers_nothing_and_uses_a_device_block_where_it_lies():
     )
     assert costs[StateLocation.DEVICE].used_bytes == 0
     assert costs[StateLocation.HOST].used_bytes == costs[StateLocation.HOST].fetched_bytes
+
+
+def test_one_chunk_after_the_other_is_broadcast_in_twice_the_bytes_and_smaller_messages():
+    cache, mesh, elements = price_cache(MIXED), Mesh(pp=1, dp=4, tp=1), 4 * 10**6
+    machine = cache.machine
+    prices = {"in_parameters": False}
+    gather, reduce = group_collectives(elements, mesh, machine, MIXED, **prices)
+
+    single = group_collectives(
+        elements, mesh, machine, MIXED, **prices, communication=ChunkCommunication.SINGLE
+    )
+
+    chunk_gather, chunk_reduce = group_collectives(elements // 4, mesh, machine, MIXED, **prices)
+    assert single[0].value_s == pytest.approx(2 * 4 * chunk_gather.value_s)
+    assert single[1].value_s == pytest.approx(4 * chunk_reduce.value_s)
+    assert single[0].value_s > 2 * gather.value_s
+    assert single[1].value_s > reduce.value_s
+    nothing = Mesh(pp=1, dp=1, tp=1)
+    for communication in ChunkCommunication:
+        both = group_collectives(
+            elements, nothing, machine, MIXED, **prices, communication=communication
+        )
+        assert [each.value_s for each in both] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("training", [HALF, MIXED])
+def test_no_reduction_of_single_chunks_is_hidden(training):
+    cache, mesh = price_cache(training), Mesh(pp=1, dp=4, tp=1)
+    single = cache.within(Chunking(communication=ChunkCommunication.SINGLE))
+    where = LayerKind.BLOCK, StateLocation.HOST, 1, mesh, Sharding(tp=1)
+
+    group, alone = (each.chunked(*where, in_parameters=False) for each in (cache, single))
+
+    reduce = group_collectives(
+        owned_parameters(cache.layer(LayerKind.BLOCK, 1), Sharding(tp=1)),
+        mesh,
+        cache.machine,
+        training,
+        in_parameters=False,
+        communication=ChunkCommunication.SINGLE,
+    )[1]
+    assert alone.backward_s >= reduce.value_s
+    assert alone.backward_s > group.backward_s
+    assert alone.forward_s >= group.forward_s
+    assert (alone.gathered_bytes, alone.reduced_bytes) == (
+        group.gathered_bytes,
+        group.reduced_bytes,
+    )

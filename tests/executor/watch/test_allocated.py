@@ -16,9 +16,10 @@ import torch.multiprocessing as mp
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from benchmarks.prices.peaks import Case
+from parplan.executor.memory.host_copies import HostCopies
 from parplan.executor.run_options import Options
 from parplan.executor.training.train import build_trainer
-from parplan.executor.watch.allocated import PeakBytes, _most, allocated_bytes
+from parplan.executor.watch.allocated import MarkedBytes, PeakBytes, _most, allocated_bytes
 from parplan.executor.watch.run_recorder import collect
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.model_catalog import load_model
@@ -92,7 +93,10 @@ def test_inside_a_profile_of_ones_own_nothing_is_counted():
 
 
 def test_blocks_that_another_thread_gave_back_are_left_out():
-    assert _most([(1, 10), (2, 5), (1, -10), (3, 100), (2, -5), (4, 7), (4, -7)]) == 15
+    assert (
+        _most([(0, 1, 10), (1, 2, 5), (2, 1, -10), (3, 3, 100), (4, 2, -5), (5, 4, 7), (6, 4, -7)])
+        == 15
+    )
 
 
 def test_memory_of_numpy_and_a_second_view_are_not_the_allocators():
@@ -102,3 +106,24 @@ def test_memory_of_numpy_and_a_second_view_are_not_the_allocators():
         allocated_bytes([tensor, tensor[:2], torch.from_numpy(np.zeros(1000)), "text"])
         == tensor.nbytes
     )
+
+
+def test_marks_divide_a_step_and_copies_on_the_host_are_left_out():
+    marked = MarkedBytes(lambda: 1000)
+
+    with marked.counted():
+        first = torch.empty(100)
+        del first
+        second = torch.empty(25)
+        marked.mark()
+        copy, _ = HostCopies(CPU).copy(second, to_host=True)
+        del copy
+        marked.mark()
+        del second
+        marked.mark()
+
+    assert [(span.most, span.end) for span in marked.spans] == [
+        (1400, 1100),
+        (1100, 1100),
+        (1100, 1000),
+    ]

@@ -12,7 +12,7 @@ from parplan.commands.requests.requests import offload_assumed
 from parplan.costmodels.chunks.chunk_memory import chunked_memory
 from parplan.costmodels.chunks.chunk_schedule import rank_chunks
 from parplan.costmodels.host.offload import Offload
-from parplan.costmodels.host.state_location import Eviction, StateLocation
+from parplan.costmodels.host.state_location import ChunkCommunication, Eviction, StateLocation
 from parplan.costmodels.layers.chunked_layer import Chunking
 from parplan.costmodels.layers.layer_price_cache import IDS_BYTES
 from parplan.costmodels.layers.recompute import Recompute
@@ -85,26 +85,30 @@ def chunked_frames(case: Instance, pins: Constraints = PINS) -> list[ParallelLay
     ]
 
 
+GROUP = ChunkCommunication.GROUP
 CASES = [
-    (1, Precision.FP32, 4),
-    (2, Precision.FP32, 4),
-    (2, Precision.BF16, 2),
-    pytest.param(4, Precision.BF16, 8, marks=pytest.mark.slow),
+    (1, Precision.FP32, 4, GROUP),
+    (2, Precision.FP32, 4, GROUP),
+    (2, Precision.FP32, 4, ChunkCommunication.SINGLE),
+    (2, Precision.BF16, 2, GROUP),
+    pytest.param(4, Precision.BF16, 8, GROUP, marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize(("gpus", "precision", "batch"), CASES)
+@pytest.mark.parametrize(("gpus", "precision", "batch", "communication"), CASES)
 def test_no_exact_schedule_needs_more_than_its_column_says(
-    gpus: int, precision: Precision, batch: int
+    gpus: int, precision: Precision, batch: int, communication: ChunkCommunication
 ) -> None:
     """The host suffices too. Columns are exact on one rank without embedding and head."""
     memory_bytes = 6 * STATES // gpus
     case = instance(gpus, memory_bytes, precision, batch)
-    price_cache = case.price_cache()
-    table = MixTable(case.price_cache(), PINS)
+    chunking = Chunking(communication=communication)
+    price_cache = case.price_cache().within(chunking)
+    table = MixTable(price_cache, PINS)
     tried = 0
     for layout, share in itertools.product(chunked_frames(case)[:: 2 * gpus], (0.5, 0.8)):
-        limit, budget = share * memory_bytes, Chunking(limit_bytes=float(memory_bytes * 100))
+        limit = share * memory_bytes
+        budget = replace(chunking, limit_bytes=float(memory_bytes * 100))
         ranks = [ChunkColumns(rank, layout, table) for rank in range(layout.mesh.pp)]
         counts = [
             next(block_counts(rank, layout, 6)) if layout.equal_ranks else 6 // layout.mesh.pp
@@ -174,12 +178,13 @@ def test_the_best_of_all_counts_is_found() -> None:
         assert all(c.homes.host + c.homes.optimizer for c in columns)
 
 
-@pytest.mark.parametrize(("gpus", "precision", "batch"), CASES)
+@pytest.mark.parametrize(("gpus", "precision", "batch", "communication"), CASES)
 def test_no_column_is_below_the_relaxation_nor_any_below_the_bound(
-    gpus: int, precision: Precision, batch: int
+    gpus: int, precision: Precision, batch: int, communication: ChunkCommunication
 ) -> None:
     case = instance(gpus, 5 * STATES // (2 * gpus), precision, batch, pcie_bytes_per_s=5e9)
-    table = MixTable(case.price_cache(), PINS)
+    price_cache = case.price_cache().within(Chunking(communication=communication))
+    table = MixTable(price_cache, PINS)
     limit = float(case.cluster.device.memory_bytes)
     seen = 0
     for layout in chunked_frames(case)[:: 2 * gpus]:
