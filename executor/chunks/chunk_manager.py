@@ -2,6 +2,10 @@
 
 The blocks of a traced module are its shards, which may take and return several tensors.
 
+By operators, every part of a block is an access: in its forward pass from the call of its first
+operator on, in its backward pass from the gradient of its last operator's output on, and where the
+block runs again for its backward pass.
+
 Around every pass of a block it runs the operations of the schedule. Parameters are permanent views
 into a chunk (one data-parallel rank) or a gathered group of chunks; their memory comes and goes. A
 block's forward pass begins and ends with its module's call. Its backward pass begins with the
@@ -93,7 +97,7 @@ class ChunkManager:
             rank=group.rank() if group is not None else 0,
         )
         self._groups = [self._chunks_of(each) for each in schedule.groups]
-        self._of_block: dict[int, list[Chunk]] = {}
+        self._of_part: dict[tuple[int, int], list[Chunk]] = {}
         self._states = ChunkStates(schedule.groups, in_parameters=schedule.in_parameters)
         self._early = _issued_early(schedule.moments)
         self._late: dict[int, list[Callable[[], None]]] = {}
@@ -184,19 +188,27 @@ class ChunkManager:
             for parameter in parameters_summed_over_tp(each)
         }
         index = next(i for i, group in enumerate(self.schedule.groups) if block in group.blocks)
-        chunk_layout, prefix = self.schedule.groups[index].chunk_layout, f"block{block}."
+        group, prefix = self.schedule.groups[index], f"block{block}."
+        chunk_layout, parts = group.chunk_layout, iter(_parts(group, block))
         for tensor, number, offset in zip(
             chunk_layout.tensors, chunk_layout.group_of, chunk_layout.offset_of, strict=True
         ):
             if tensor.name.startswith(prefix):
-                name = named.pop(tensor.name.removeprefix(prefix))
-                self._take(self._groups[index][number], offset, block, module, name, summed)
+                name, part = named.pop(tensor.name.removeprefix(prefix)), (block, next(parts))
+                self._take(self._groups[index][number], offset, part, module, name, summed)
         if named:
             raise OrderError(f"block {block} has {', '.join(named)}, of which no chunk knows")
 
     def _take(
-        self, chunk: Chunk, offset: int, block: int, module: nn.Module, name: str, summed: set[int]
+        self,
+        chunk: Chunk,
+        offset: int,
+        part: tuple[int, int],
+        module: nn.Module,
+        name: str,
+        summed: set[int],
     ) -> None:
+        block = part[0]
         old = module.get_parameter(name)
         value = local(old.detach())
         with chunk.group_buffer.viewed(offset, value.shape) as view:
@@ -206,6 +218,7 @@ class ChunkManager:
         place = ChunkedParameter(
             name=name if self._whole_names else f"block{block}.{name}",
             block=block,
+            part=part[1],
             parameter=parameter,
             offset=offset,
             shape=value.shape,
@@ -213,19 +226,50 @@ class ChunkManager:
             over_tp=id(old) in summed,
         )
         chunk.take(place, value)
-        chunks = self._of_block.setdefault(block, [])
+        chunks = self._of_part.setdefault(part, [])
         if chunk not in chunks:
             chunks.append(chunk)
 
-    def watch(self, block: int, module: nn.Module) -> None:
+    def watch(
+        self, block: int, module: nn.Module, parts: Sequence[Sequence[nn.Module]] = ()
+    ) -> None:
         """Follows the passes of `block`, whose outermost module is called once a forward pass.
 
-        It takes and returns tensors, one or a tuple of them.
+        It takes and returns tensors, one or a tuple of them. `parts` are the operators of each part
+        of the block in their order, where a pass has several accesses.
         """
         module.register_forward_pre_hook(
             lambda _, inputs: self._begin(ActionKind.FORWARD, self._micro_batch, block)
         )
+        for number, operators in enumerate(parts):
+            if number:
+                operators[0].register_forward_pre_hook(partial(self._enter_part, block, number))
+            if number < len(parts) - 1:
+                operators[-1].register_forward_hook(partial(self._left_part, block, number))
         module.register_forward_hook(partial(self._forwarded, block))
+
+    def _enter_part(
+        self, block: int, part: int, module: nn.Module, inputs: tuple[Tensor, ...]
+    ) -> None:
+        """Begins a part with the call of its first operator, also where its block runs again."""
+        open_pass = self._open
+        if self._action is None or open_pass is None or open_pass.block != block:
+            return
+        # an operator that runs again alone begins no access
+        if self._action[0] is ActionKind.FORWARD or open_pass.access.rerun:
+            self._begin(self._action[0], self._micro_batch, block, part)
+
+    def _left_part(
+        self, block: int, part: int, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
+    ) -> None:
+        """Begins the backward pass of a part with the gradient of its output.
+
+        Outputs of a forward pass that runs again get no gradient: the graph of the first run does.
+        """
+        forward = self._action is not None and self._action[0] is ActionKind.FORWARD
+        if forward and output.requires_grad:
+            begins = partial(self._begin_backward, self._micro_batch, block, begun=[], part=part)
+            output.register_hook(begins)
 
     def built(self) -> None:
         """Casts all parameters from their masters, after the last block was taken."""
@@ -313,31 +357,36 @@ class ChunkManager:
                 each.register_hook(lambda _: self._end(block))
 
     def _begin_backward(
-        self, micro_batch: int, block: int, _: Tensor, *, begun: list[bool]
+        self, micro_batch: int, block: int, _: Tensor, *, begun: list[bool], part: int | None = None
     ) -> None:
-        """Begins a block's backward pass with the first gradient of its outputs."""
+        """Begins the backward pass of a block or a part with the first gradient of its outputs."""
         if not begun:
             begun.append(True)
-            self._begin(ActionKind.BACKWARD, micro_batch, block)
+            self._begin(ActionKind.BACKWARD, micro_batch, block, part)
 
-    def _begin(self, work: ActionKind, micro_batch: int, block: int) -> None:
-        """Begins a block's pass.
+    def _begin(
+        self, work: ActionKind, micro_batch: int, block: int, part: int | None = None
+    ) -> None:
+        """Begins a block's pass, or the access of a part of it.
 
         It runs the operations that the pass needs, and starts copies for later passes.
         """
         self._end()
-        moment = self._expected(work, micro_batch, block)
+        moment = self._expected(work, micro_batch, block, part)
         self.ledger.limit_bytes = min(moment.chunk_bytes, self.schedule.device_bytes)
         on_time = [op for op in moment.before if not _is_early(op, self._next)]
         for op in (*on_time, *self._early.get(self._next, ())):
             self._do(op)
-        self._states.begin(block)
-        for chunk in self._of_block[block]:
-            chunk.group_buffer.wait()
+        self._states.begin(block, moment.access)
+        for part in moment.access.reads:
+            for chunk in self._of_part[block, part]:
+                chunk.group_buffer.wait()
         self._open = moment
         self._next += 1
 
-    def _expected(self, work: ActionKind, micro_batch: int, block: int) -> BlockPass:
+    def _expected(
+        self, work: ActionKind, micro_batch: int, block: int, part: int | None
+    ) -> BlockPass:
         """Returns the next pass of the schedule, which must be this. Raises OrderError."""
         stage = self._action[1] if self._action is not None else -1
         actual = (work, stage, micro_batch, block)
@@ -347,10 +396,11 @@ class ChunkManager:
         if moment is not None:
             expected = (moment.work, moment.stage, moment.micro_batch, moment.block)
         in_action = self._action is not None and self._action[0] is work
-        if moment is None or actual != expected or not in_action:
+        same = moment is not None and part in (None, moment.access.part)
+        if moment is None or actual != expected or not in_action or not same:
             raise OrderError(
-                f"pass {self._next} of the step is {_text(actual)}, "
-                f"the chunks' schedule has {_text(expected)}"
+                f"pass {self._next} of the step is {_text(actual, part)}, "
+                f"the chunks' schedule has {_text(expected, moment and moment.access.part)}"
             )
         return moment
 
@@ -362,9 +412,10 @@ class ChunkManager:
         self._open = None
         self._settle((self._next - 1,))
         if moment.work is ActionKind.BACKWARD:
-            for chunk in self._of_block[moment.block]:
-                chunk.collect(moment.block)
-        self._states.end(moment.block, moment.work)
+            made = moment.access.makes
+            for chunk in dict.fromkeys(c for p in made for c in self._of_part[moment.block, p]):
+                chunk.collect(moment.block, made)
+        self._states.end(moment.block, moment.work, moment.access)
         for op in moment.after:
             self._do(op)
 
@@ -391,6 +442,13 @@ class ChunkManager:
         for index in moments:
             for over in self._late.pop(index, ()):
                 over()
+
+
+def _parts(group: ChunkedBlocks, block: int) -> list[int]:
+    """Returns the part of each tensor of a block."""
+    index = group.blocks.index(block)
+    counts = group.parts[index] if group.parts else (group.chunk_layout.counts[index],)
+    return [part for part, count in enumerate(counts) for _ in range(count)]
 
 
 def _is_early(op: ChunkOp, index: int) -> bool:
@@ -427,8 +485,9 @@ def _short(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _OUTER)
 
 
-def _text(block_pass: tuple[Any, ...] | None) -> str:
+def _text(block_pass: tuple[Any, ...] | None, part: int | None) -> str:
     if block_pass is None:
         return "no more"
     work, stage, micro_batch, block = block_pass
-    return f"{stage}{work}{micro_batch} of block {block}"
+    of_part = f", part {part}" if part else ""
+    return f"{stage}{work}{micro_batch} of block {block}{of_part}"

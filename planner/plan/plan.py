@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.offload import Offload
-from parplan.costmodels.host.state_location import Eviction, StateLocation
+from parplan.costmodels.host.state_location import Access, Eviction, StateLocation
 from parplan.planner.plan.pipeline_plan import LayerRange, PipelinePlan, PipelineStage
 from parplan.planner.plan.prediction import Prediction, SearchRecord
 from parplan.profiles.errors import ConfigError
@@ -139,13 +139,17 @@ class ChunkRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkPlan:
-    """The chunks that hold the states of the blocks (EQUATIONS O1, O3, O4), and their transfers."""
+    """The chunks that hold the states of the blocks (EQUATIONS O1, O3, O4), and their transfers.
+
+    access    the unit of a block that has to be on the device together: `block`, or `operator`
+    """
 
     __pydantic_config__ = _FORBID
 
     eviction: Eviction
     groups: tuple[ChunkGroup, ...]
     ranks: tuple[ChunkRank, ...]
+    access: Access = Access.BLOCK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,7 @@ def chunks_of(strategy: Strategy, price_cache: LayerPriceCache) -> ChunkPlan | N
         eviction=price_cache.chunking.eviction,
         groups=tuple(_groups(ranks)),
         ranks=tuple(_rank(stage, rank_chunks) for stage, rank_chunks in enumerate(ranks)),
+        access=strategy.layout.access,
     )
 
 
