@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from parplan.costmodels.communication.mesh import MeshOrder
 from parplan.costmodels.host.offload import Offload
+from parplan.costmodels.host.state_location import Access
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import TP_OVERLAP_LEVELS
@@ -61,6 +62,8 @@ class Constraints:
     megatron_sharding   tensor parallelism divides every operator as Megatron does
     offload             allowed host contents, of SEARCHED_OFFLOAD or for a traced module of
                         TRACED_OFFLOAD; None allows all of them where nothing fits without
+    access              the units of blocks in chunks that have to be on the device together; None
+                        for blocks, and for operators where nothing fits by blocks
     """
 
     pp: tuple[int, ...] | None = None
@@ -80,6 +83,7 @@ class Constraints:
     tp_across_nodes: bool = False
     megatron_sharding: bool = False
     offload: tuple[Offload, ...] | None = ()
+    access: tuple[Access, ...] | None = None
     forbid: tuple[Ban, ...] = ()
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ Embedding and head run between moments.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -169,6 +170,14 @@ def keys_of_parts(groups: Sequence[ChunkedBlocks]) -> dict[tuple[int, int], tupl
                 held[block, part] = tuple((index, number) for number in numbers)
                 first += tensors
     return held
+
+
+def parts_in_group(groups: Sequence[ChunkedBlocks]) -> int:
+    """Returns the most parts of a block that lie in one communication group."""
+    most = Counter(
+        (block, key) for (block, _), keys in keys_of_parts(groups).items() for key in keys
+    )
+    return max(most.values())
 
 
 def _uses(

@@ -157,7 +157,7 @@ def _least_memory_layouts(request: Request) -> Iterator[ParallelLayout]:
     """
     seen: dict[object, ParallelLayout] = {}
     for layout in enumerate_candidates(request).layouts:
-        alike = layout.mesh, layout.tp_overlap, layout.chunked
+        alike = layout.mesh, layout.tp_overlap, layout.chunked, layout.access
         known = seen.get(alike)
         if known is None or _thirst(layout) < _thirst(known):
             seen[alike] = layout
