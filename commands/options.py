@@ -17,6 +17,7 @@ RECOMPUTE = ("none", "selective", "full")
 OFFLOAD = ("states", "activations", "optimizer", "parameters", "lookup")
 SEARCHED_OFFLOAD = ("optimizer", "parameters", "activations", "lookup", "states", "none")
 EVICTION = ("opt", "lru", "fifo")
+ACCESS = ("block", "operator")
 PREFERENCES = ("fastest", "leanest", "robust")
 SHARDS = ("quota", "merge")
 PRECISIONS = ("bf16", "fp16", "fp32")
@@ -91,6 +92,7 @@ class PinOptions:
     tp_across_nodes: bool = False
     megatron_sharding: bool = False
     offload: tuple[str, ...] | None = None
+    chunk_access: tuple[str, ...] | None = None
     forbid: tuple[str, ...] = ()
 
 
@@ -129,6 +131,7 @@ class LayoutOptions:
     host_blocks: int | None = None
     host_optimizer: int | None = None
     eviction: str | None = None
+    chunk_access: str | None = None
     memory_limit: str | None = None
     keep_on_host: tuple[str, ...] | None = None
     recompute: str = "none"
@@ -411,6 +414,13 @@ search_options = together(
         "Host contents: of the blocks optimizer (states), parameters (with the optimizer's), "
         "activations; lookup, the token table; of a traced module states; or none. [default, for "
         "every objective: all with --host-memory, else only if nothing fits without]",
+    ),
+    pin(
+        "--chunk-access",
+        click.Choice(ACCESS),
+        "WHAT,..",
+        "Unit of a block in chunks that has to be on the device together: block, operator. "
+        "[default: block, and operator if nothing fits by blocks]",
     ),
     option(
         PINS,

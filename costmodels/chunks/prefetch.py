@@ -5,9 +5,8 @@ allows (EQUATIONS O7). The set of transfers and evictions does not change: an op
 one moment only if the device has room for its bytes during that moment and the gap beside it. Every
 operation is moved by one moment before any is moved by two. Copies to the device keep their order.
 
-    FETCH, GATHER    begin a limited number of moments earlier (more by operators, several of
-                     which use one group),  a GATHER not before the FETCH of its
-                     own chunk
+    FETCH, GATHER    begin a limited number of moments earlier, more where several parts of a
+                     block use one group; a GATHER not before the FETCH of its own chunk
     REDUCE, SEND     end a limited number of moments later; their inputs and outputs are counted
                      until then
 """
@@ -24,7 +23,8 @@ from parplan.costmodels.chunks.eviction import Residency
 from parplan.costmodels.chunks.slots import OpKey, Slots
 from parplan.costmodels.host.state_location import StateLocation
 
-# times the moments in which blocks use one group: enough to copy a chunk under the previous backward pass if forward passes are too short
+# moments: enough to copy a chunk under the previous backward pass if forward passes are too short;
+# several times as many where several parts of a block use one group
 COPIES = 4
 COLLECTIVES = 1  # whole groups are large
 
