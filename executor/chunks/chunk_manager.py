@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,6 +38,7 @@ from parplan.costmodels.layers.chunked_layer import sent_precision
 from parplan.costmodels.schedules.actions import ActionKind
 from parplan.executor.chunks.chunk import Chunk, ChunkedParameter, ChunkSetting, own_part
 from parplan.executor.chunks.chunk_buffers import ChunkCopies, CopyCounts, DeviceLedger
+from parplan.executor.chunks.passes import is_early, issued_early, parts_of_tensors, pass_text
 from parplan.executor.sharding.place import parameters_summed_over_tp
 from parplan.executor.sharding.zero_units import all_reduce
 from parplan.executor.tensors import DTYPES, local
@@ -99,7 +99,7 @@ class ChunkManager:
         self._groups = [self._chunks_of(each) for each in schedule.groups]
         self._of_part: dict[tuple[int, int], list[Chunk]] = {}
         self._states = ChunkStates(schedule.groups, in_parameters=schedule.in_parameters)
-        self._early = _issued_early(schedule.moments)
+        self._early = issued_early(schedule.moments)
         self._late: dict[int, list[Callable[[], None]]] = {}
         self._action: tuple[ActionKind, int, int] | None = None
         self._open: BlockPass | None = None
@@ -189,7 +189,7 @@ class ChunkManager:
         }
         index = next(i for i, group in enumerate(self.schedule.groups) if block in group.blocks)
         group, prefix = self.schedule.groups[index], f"block{block}."
-        chunk_layout, parts = group.chunk_layout, iter(_parts(group, block))
+        chunk_layout, parts = group.chunk_layout, iter(parts_of_tensors(group, block))
         for tensor, number, offset in zip(
             chunk_layout.tensors, chunk_layout.group_of, chunk_layout.offset_of, strict=True
         ):
@@ -374,7 +374,7 @@ class ChunkManager:
         self._end()
         moment = self._expected(work, micro_batch, block, part)
         self.ledger.limit_bytes = min(moment.chunk_bytes, self.schedule.device_bytes)
-        on_time = [op for op in moment.before if not _is_early(op, self._next)]
+        on_time = [op for op in moment.before if not is_early(op, self._next)]
         for op in (*on_time, *self._early.get(self._next, ())):
             self._do(op)
         self._states.begin(block, moment.access)
@@ -399,8 +399,8 @@ class ChunkManager:
         same = moment is not None and part in (None, moment.access.part)
         if moment is None or actual != expected or not in_action or not same:
             raise OrderError(
-                f"pass {self._next} of the step is {_text(actual, part)}, "
-                f"the chunks' schedule has {_text(expected, moment and moment.access.part)}"
+                f"pass {self._next} of the step is {pass_text(actual, part)}, "
+                f"the chunks' schedule has {pass_text(expected, moment and moment.access.part)}"
             )
         return moment
 
@@ -444,28 +444,6 @@ class ChunkManager:
                 over()
 
 
-def _parts(group: ChunkedBlocks, block: int) -> list[int]:
-    """Returns the part of each tensor of a block."""
-    index = group.blocks.index(block)
-    counts = group.parts[index] if group.parts else (group.chunk_layout.counts[index],)
-    return [part for part, count in enumerate(counts) for _ in range(count)]
-
-
-def _is_early(op: ChunkOp, index: int) -> bool:
-    """Returns True for an operation before pass `index` that is issued at an earlier pass."""
-    return op.does in (ChunkAction.FETCH, ChunkAction.GATHER) and 0 <= op.issued < index
-
-
-def _issued_early(moments: Sequence[BlockPass]) -> dict[int, list[ChunkOp]]:
-    """Returns by pass the fetches and gathers that it issues for a later pass."""
-    issued: dict[int, list[ChunkOp]] = {}
-    for index, moment in enumerate(moments):
-        for op in moment.before:
-            if _is_early(op, index):
-                issued.setdefault(op.issued, []).append(op)
-    return issued
-
-
 def _placed_as(whole: Tensor, part: Tensor) -> Tensor:
     """Places this rank's `part` of a tensor as `whole` is placed."""
     if not isinstance(whole, DTensor):
@@ -483,11 +461,3 @@ def _placed_as(whole: Tensor, part: Tensor) -> Tensor:
 def _short(name: str) -> str:
     """Returns the name in the model graph: `fc1.weight` for `mixture.experts.fc1.weight`."""
     return ".".join(part for part in name.split(".") if part not in _OUTER)
-
-
-def _text(block_pass: tuple[Any, ...] | None, part: int | None) -> str:
-    if block_pass is None:
-        return "no more"
-    work, stage, micro_batch, block = block_pass
-    of_part = f", part {part}" if part else ""
-    return f"{stage}{work}{micro_batch} of block {block}{of_part}"
