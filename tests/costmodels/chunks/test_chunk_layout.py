@@ -284,7 +284,9 @@ def test_tensors_of_a_block_are_in_the_order_of_its_operators_with_local_shapes(
 
 
 def test_the_tensors_of_a_unit_lie_in_one_group():
-    tensors = [SizedTensor(name, elements) for name, elements in zip("abcde", (4, 1, 2, 3, 4))]
+    tensors = [
+        SizedTensor(name, elements) for name, elements in zip("abcde", (4, 1, 2, 3, 4), strict=True)
+    ]
 
     layout = pack(tensors, 6, units=(2, 2, 1))
 
