@@ -8,6 +8,7 @@ import click
 
 from parplan.commands import user_modules
 from parplan.commands.options import (
+    ACCESS,
     CHUNK_COMMUNICATION,
     EVICTION,
     LAYOUT,
@@ -149,6 +150,12 @@ from parplan.commands.style import Command, List, Whole, option, packs
     "--eviction",
     type=click.Choice(EVICTION),
     help="Rule that picks the chunk to evict from a full device. [default: opt]",
+)
+@option(
+    LAYOUT,
+    "--chunk-access",
+    type=click.Choice(ACCESS),
+    help="Unit of a block in chunks that has to be on the device together. [default: block]",
 )
 @option(
     LAYOUT,

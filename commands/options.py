@@ -18,6 +18,7 @@ OFFLOAD = ("states", "activations", "optimizer", "parameters", "lookup")
 SEARCHED_OFFLOAD = ("optimizer", "parameters", "activations", "lookup", "states", "none")
 EVICTION = ("opt", "lru", "fifo")
 CHUNK_COMMUNICATION = ("group", "single")
+ACCESS = ("block", "operator")
 PREFERENCES = ("fastest", "leanest", "robust")
 SHARDS = ("quota", "merge")
 PRECISIONS = ("bf16", "fp16", "fp32")
@@ -94,6 +95,7 @@ class PinOptions:
     weights_over_data: bool | None = None
     offload: tuple[str, ...] | None = None
     chunk_communication: str | None = None
+    chunk_access: tuple[str, ...] | None = None
     forbid: tuple[str, ...] = ()
 
 
@@ -133,6 +135,7 @@ class LayoutOptions:
     host_optimizer: int | None = None
     eviction: str | None = None
     chunk_communication: str | None = None
+    chunk_access: str | None = None
     memory_limit: str | None = None
     keep_on_host: tuple[str, ...] | None = None
     recompute: str = "none"
@@ -422,6 +425,13 @@ search_options = together(
         "Host contents: of the blocks optimizer (states), parameters (with the optimizer's), "
         "activations; lookup, the token table; of a traced module states; or none. [default, for "
         "every objective: all with --host-memory, else only if nothing fits without]",
+    ),
+    pin(
+        "--chunk-access",
+        click.Choice(ACCESS),
+        "WHAT,..",
+        "Unit of a block in chunks that has to be on the device together: block, operator. "
+        "[default: block, and operator if nothing fits by blocks]",
     ),
     option(
         PINS,

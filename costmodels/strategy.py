@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from parplan.costmodels.communication.mesh import Mesh
-from parplan.costmodels.host.state_location import StateLocation
+from parplan.costmodels.host.state_location import Access, StateLocation
 from parplan.costmodels.layers.recompute import RecomputedOperators
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.schedules.actions import Action, orders_of, placement_of
@@ -56,6 +56,7 @@ class ParallelLayout:
                          (EQUATIONS P8)
     chunked              states of the blocks, or of the shards of a traced module, lie in chunks
                          (EQUATIONS O3), which data-parallel ranks own and gather as in ZeRO 3
+    access               the unit of a block in chunks that has to be on the device together
     states_on_host       the hosts hold the states of all layers, as FSDP2 moves them (EQUATIONS O9)
     weights_over_data    blocks divide weights over the data-parallel ranks too
     """
@@ -69,6 +70,7 @@ class ParallelLayout:
     actions: tuple[str, ...] = ()
     tp_overlap: int = 0
     chunked: bool = False
+    access: Access = Access.BLOCK
     states_on_host: bool = False
     weights_over_data: bool = False
 

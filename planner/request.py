@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from parplan.costmodels.communication.mesh import MeshOrder
 from parplan.costmodels.host.offload import Offload
-from parplan.costmodels.host.state_location import ChunkCommunication
+from parplan.costmodels.host.state_location import Access, ChunkCommunication
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import TP_OVERLAP_LEVELS
@@ -64,6 +64,8 @@ class Constraints:
     offload             allowed host contents, of SEARCHED_OFFLOAD or for a traced module of
                         TRACED_OFFLOAD; None allows all of them where nothing fits without
     chunk_communication   how data-parallel ranks gather and reduce the chunks of a group
+    access              the units of blocks in chunks that have to be on the device together; None
+                        for blocks, and for operators where nothing fits by blocks
     """
 
     pp: tuple[int, ...] | None = None
@@ -85,6 +87,7 @@ class Constraints:
     weights_over_data: tuple[bool, ...] | None = None
     offload: tuple[Offload, ...] | None = ()
     chunk_communication: ChunkCommunication = ChunkCommunication.GROUP
+    access: tuple[Access, ...] | None = None
     forbid: tuple[Ban, ...] = ()
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from parplan.commands.options import LayoutOptions
 from parplan.costmodels.communication.mesh import Mesh, MeshOrder
 from parplan.costmodels.host.offload import Offload
-from parplan.costmodels.host.state_location import ChunkCommunication, Eviction
+from parplan.costmodels.host.state_location import Access, ChunkCommunication, Eviction
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.actions import placement_of
@@ -113,7 +113,7 @@ def layout_prices(
 
 
 _COUNTS = {"host_blocks": Offload.PARAMETERS, "host_optimizer": Offload.OPTIMIZER}
-_OF_CHUNKS = (*_COUNTS, "eviction", "chunk_communication", "memory_limit")
+_OF_CHUNKS = (*_COUNTS, "eviction", "chunk_access", "chunk_communication", "memory_limit")
 
 
 def choices_of(request: Request, by_hand: LayoutOptions) -> UniformChoices:
@@ -187,6 +187,7 @@ def offload_by_hand(
         optimizer_blocks=optimizer,
         eviction=Eviction(by_hand.eviction or Eviction.OPT),
         communication=ChunkCommunication(by_hand.chunk_communication or ChunkCommunication.GROUP),
+        access=Access(by_hand.chunk_access or Access.BLOCK),
         limit_bytes=None if limit is None else parse_size("--memory-limit", limit),
     )
 

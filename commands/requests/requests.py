@@ -12,7 +12,7 @@ from parplan.commands.requests.external import load_module, narrowed
 from parplan.commands.requests.machine import TrainingDefaults, cluster_and_training
 from parplan.costmodels.communication.mesh import MeshOrder
 from parplan.costmodels.host.offload import Offload
-from parplan.costmodels.host.state_location import ChunkCommunication
+from parplan.costmodels.host.state_location import Access, ChunkCommunication
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.planner.deadline import deadline_after
@@ -128,6 +128,7 @@ def constraints_of(
             else parse_stage_recompute(pins.recompute_first_stage)
         ),
         sequence_parallel=None if pins.sequence_parallel is None else (pins.sequence_parallel,),
+        access=None if pins.chunk_access is None else tuple(map(Access, pins.chunk_access)),
         forbid=parse_bans(pins.forbid),
         offload=_offload(pins.offload, _unnamed_offload(pins, target, searched)),
         chunk_communication=ChunkCommunication(
@@ -216,13 +217,17 @@ def _require_one_order(flags: SearchFlags) -> None:
 
 
 def offload_assumed(constraints: Constraints, plan: Plan) -> tuple[str, ...]:
-    """Returns a phrase where a plan uses the host's memory and no option asked for it."""
+    """Returns phrases where a plan uses the host, or operators of blocks, and no option asks."""
+    finer: tuple[str, ...] = ()
+    by_operators = plan.chunks is not None and plan.chunks.access is Access.OPERATOR
+    if by_operators and constraints.access is None:
+        finer = ("--chunk-access operator (nothing fits by blocks)",)
     uses_host = plan.chunks or any(
         layer.keep_on_host or layer.offload for layer in plan.layer_plans.values()
     )
     if constraints.offload is not None or not uses_host:
-        return ()
-    return (offload_phrase(SEARCHED_OFFLOAD),)
+        return finer
+    return (offload_phrase(SEARCHED_OFFLOAD), *finer)
 
 
 def offload_phrase(searched: tuple[Offload, ...]) -> str:

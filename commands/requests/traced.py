@@ -30,6 +30,7 @@ _POSITIONS = ("max_position_embeddings", "n_positions")
 _WHOLE = "tensor parallelism of a traced module is inside a node and as its matrices allow"
 _ONLY_STATES = "the host holds the states of a traced module, no activations"
 ANY_NUMBER = 10**6  # of shards in chunks, which only the trace knows
+_WHOLE_SHARDS = "a shard is one function to the executor, and all of it is used at once"
 _REFUSED = {  # options that a traced module cannot have, and why
     "module": "the traced module is what runs",
     "fp8": "products of a traced module run in --precision",
@@ -41,6 +42,7 @@ _REFUSED = {  # options that a traced module cannot have, and why
     "megatron_sharding": _WHOLE,
     "weights_over_data": _WHOLE,
     "zero_ranks": "all data parallel ranks hold one copy of a traced module's states",
+    "chunk_access": _WHOLE_SHARDS,
 }
 _BY_HAND_REFUSED = {  # options of a layout by hand that a traced module cannot have
     "schedule_file": "the stages of a traced module run a named schedule",
@@ -48,6 +50,7 @@ _BY_HAND_REFUSED = {  # options of a layout by hand that a traced module cannot 
     "tp_overlap": _WHOLE,
     "zero_ranks": _REFUSED["zero_ranks"],
     "keep_on_host": _ONLY_STATES,
+    "chunk_access": _WHOLE_SHARDS,
 }
 
 

@@ -29,6 +29,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from parplan.costmodels.chunks.accesses import LayerPass
+from parplan.costmodels.host.state_location import Access
+from parplan.costmodels.layers.block_parts import parts_of
 from parplan.costmodels.layers.layer_price_cache import ActivationBytes, LayerPriceCache
 from parplan.costmodels.layers.model_states import StateBytes, owned_parameters
 from parplan.costmodels.memory.rank_memory import (
@@ -123,23 +125,28 @@ def non_chunk_bytes(
             if not layer_pass.backward:
                 level += beside[layer_pass.stage]
         before = layer_pass
+        of_pass = _made(layer_pass, layer.made, price_cache, strategy.layout)
         if layer_pass.backward:
-            during = level + layer.backward
-            level += (
-                layer.lasting - layer.saved + (0 if layer_pass.layer in begun else layer.gradients)
-            )
-            lasting += layer.lasting
-            begun.add(layer_pass.layer)
+            during = level + layer.backward - layer.made + of_pass
+            if layer_pass.access.ends:
+                level += (
+                    layer.lasting
+                    - layer.saved
+                    + (0 if layer_pass.layer in begun else layer.gradients)
+                )
+                lasting += layer.lasting
+                begun.add(layer_pass.layer)
         else:
-            level += layer.saved
+            level += layer.saved if layer_pass.begins else 0
             during = level + layer.forward
         if layer_pass.block is None:
             fullest = max(fullest, during)
             continue
         moments.append(during)
-        made.append(layer.made if layer_pass.backward else 0)
+        made.append(of_pass)
         gaps.append(fullest)
-        fullest = level + handed
+        # between the parts of a block its temporaries stay
+        fullest = level + (handed if layer_pass.access.ends else max(handed, layer.forward))
         rests.append(fullest)
     return NonChunkBytes(
         moments=tuple(moments),
@@ -148,6 +155,26 @@ def non_chunk_bytes(
         made=tuple(made),
         end=level,
     )
+
+
+def _made(
+    layer_pass: LayerPass, made: int, price_cache: LayerPriceCache, layout: ParallelLayout
+) -> int:
+    """Bytes of the gradients at the end of a pass, of the `made` bytes of the whole layer."""
+    if layer_pass.block is None or not layer_pass.makes:
+        return 0
+    if layout.access is Access.BLOCK:
+        return made
+    choice = layer_pass.layer
+    sharding = layout.sharding_of(choice)
+    parts = parts_of(price_cache.layer(choice.kind, 1), layout.access)
+    owned = (
+        sharding.parameter_elements(operator)
+        for part in layer_pass.makes
+        for operator in parts[part]
+        if operator.parameters
+    )
+    return price_cache.training.precision.num_bytes * sum(owned)
 
 
 def _sent_bytes(layer_pass: LayerPass, strategy: Strategy, price_cache: LayerPriceCache) -> int:

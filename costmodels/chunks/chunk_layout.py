@@ -96,10 +96,12 @@ def pack(
     counts: Sequence[int] = (),
     *,
     apart: bool = False,
+    units: Sequence[int] = (),
 ) -> ChunkLayout:
     """Packs each tensor behind the previous one, or into the next group if it does not fit.
 
     counts     the tensors of each block; by default all are of one block
+    units      the tensors that lie in one group together; by default each is alone
     apart      every block begins a group, as it does with several ranks
 
     Raises ConfigError if there is no tensor, a tensor is larger than a group, or `ranks` do not
@@ -112,15 +114,20 @@ def pack(
             f"a group of {group_elements} elements is not divided by {ranks} ranks",
             hint=f"use a multiple of {ranks}",
         )
-    largest = max(tensors, key=lambda tensor: tensor.elements)
-    _require_room(largest.name, largest.elements, group_elements)
+    ends = tuple(accumulate(units or (1,) * len(tensors)))
+    begins = {
+        first: sum(tensor.elements for tensor in tensors[first:end])
+        for first, end in zip((0, *ends), ends, strict=False)
+    }
+    largest = max(begins, key=begins.__getitem__)
+    _require_room(tensors[largest].name, begins[largest], group_elements)
     group = 0
     filled = 0
     places = []
     counts = tuple(counts) or (len(tensors),)
     firsts = set(accumulate(counts[:-1])) if apart or ranks > 1 else set[int]()
     for index, tensor in enumerate(tensors):
-        if index in firsts or filled + tensor.elements > group_elements:
+        if index in firsts or filled + begins.get(index, 0) > group_elements:
             group += 1
             filled = 0
         places.append((group, filled))

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from parplan.costmodels.chunks.chunk_layout import ChunkLayout
 from parplan.costmodels.host.state_location import ChunkCommunication, StateLocation
+from parplan.costmodels.layers.block_parts import WHOLE, PartPass
 from parplan.costmodels.schedules.actions import ActionKind
 
 
@@ -52,13 +53,14 @@ class ChunkOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPass:
-    """One pass of a block for one micro-batch, with the operations before and after it.
+    """One pass of a block or of a part of it, with the operations before and after it.
 
     Chunks take the gradients that autograd made after the pass, before the operations in `after`:
     only then is there memory for them.
 
     stage           the virtual stage
     block           the block's number in the model
+    access          the part of the block that passes (costmodels/layers/block_parts.py)
     device_bytes    bytes of all tensors on the device during the pass
     chunk_bytes     bytes of chunks until the operations after the pass are done: parameters,
                     gathered groups, gradients and optimizer states
@@ -72,6 +74,7 @@ class BlockPass:
     after: tuple[ChunkOp, ...]
     device_bytes: int
     chunk_bytes: int = 0
+    access: PartPass = WHOLE
 
     def __str__(self) -> str:
         return pass_name(self.work, self.block, self.micro_batch)
@@ -85,11 +88,15 @@ def pass_name(work: ActionKind, block: int | None, micro_batch: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkedBlocks:
-    """Blocks of one pipeline rank whose states have one location, and their chunk layout."""
+    """Blocks of one pipeline rank whose states have one location, and their chunk layout.
+
+    parts    tensors of each part of each block; empty where a block is one part
+    """
 
     home: StateLocation
     blocks: tuple[int, ...]
     chunk_layout: ChunkLayout
+    parts: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,14 +20,25 @@ No parameter of HOST blocks on the device stays valid past the end of a step: th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
-from parplan.costmodels.chunks.accesses import LayerPass, group_uses, layer_passes, numbered_layers
+from parplan.costmodels.chunks.accesses import (
+    LayerPass,
+    PartsOf,
+    group_uses,
+    layer_passes,
+    numbered_layers,
+)
 from parplan.costmodels.chunks.chunk_budget import NonChunkBytes, non_chunk_bytes
 from parplan.costmodels.chunks.chunk_layout import SizedTensor, block_tensors, pack
 from parplan.costmodels.chunks.chunk_operations import BlockPass, ChunkedBlocks, RankChunks
 from parplan.costmodels.chunks.chunk_states import check_states
 from parplan.costmodels.chunks.eviction import Residency, residencies
-from parplan.costmodels.chunks.group_size import common_group_size, widest_group
+from parplan.costmodels.chunks.group_size import (
+    common_group_size,
+    summed_by_part,
+    widest_group,
+)
 from parplan.costmodels.chunks.prefetch import issue_moments
 from parplan.costmodels.chunks.slots import (
     ChunkBytes,
@@ -37,13 +48,14 @@ from parplan.costmodels.chunks.slots import (
     moment_slot,
     summed_by_slot,
 )
-from parplan.costmodels.host.state_location import Eviction, StateLocation
+from parplan.costmodels.host.state_location import Access, Eviction, StateLocation
 from parplan.costmodels.layers.chunked_layer import (
     sent_precision,
     state_widths,
     writes_over_parameters,
 )
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
+from parplan.costmodels.schedules.actions import ActionKind
 from parplan.costmodels.strategy import Strategy
 from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.units import format_bytes
@@ -84,13 +96,18 @@ def rank_groups(
         )
         for choice in tensors
     }
+    parts = {kind: price_cache.tensors_by_part(kind, layout.access) for kind in sizes}
+    by_part = layout.access is Access.OPERATOR
+    if by_part:
+        sizes = {kind: summed_by_part(sizes[kind], parts[kind]) for kind in sizes}
     elements = common_group_size(
         [sizes[choice.kind] for _, choice in blocks],
         layout.mesh.dp,
         price_cache.machine.cluster,
         price_cache.training.precision.num_bytes,
+        by_part=by_part,
     )
-    apart = len(set(sizes.values())) > 1
+    apart = by_part or len(set(sizes.values())) > 1
     groups = []
     for location in StateLocation:
         here = [(block, choice) for block, choice in blocks if choice.home is location]
@@ -110,7 +127,11 @@ def rank_groups(
                         layout.mesh.dp,
                         [len(tensors[choice]) for _, choice in here],
                         apart=apart,
+                        units=tuple(chain.from_iterable(parts[choice.kind] for _, choice in here))
+                        if by_part
+                        else (),
                     ),
+                    parts=tuple(parts[choice.kind] for _, choice in here),
                 )
             )
     return tuple(groups)
@@ -137,7 +158,8 @@ def rank_chunks(
     Raises InfeasibleError with the smallest budget if the budget is too small, ConfigError for
     schedules that chunks do not support.
     """
-    groups, passes = rank_groups(strategy, rank, price_cache), tuple(layer_passes(strategy, rank))
+    groups = rank_groups(strategy, rank, price_cache)
+    passes = tuple(layer_passes(strategy, rank, parts_in(strategy, price_cache)))
     moments = tuple(layer_pass for layer_pass in passes if layer_pass.block is not None)
     step = _slots(groups, moments, strategy, price_cache, clean_copies)
     chunk_bytes = step.chunk_bytes(
@@ -178,6 +200,16 @@ def rank_chunks(
     )
     check_states(chunks)
     return chunks
+
+
+def parts_in(strategy: Strategy, price_cache: LayerPriceCache) -> PartsOf | None:
+    """Returns the accesses of a block's pass in a strategy, None where a pass is one."""
+    access = strategy.layout.access
+    if access is Access.BLOCK:
+        return None
+    return lambda choice, work: price_cache.part_passes(
+        choice.kind, access, choice.recompute, backward=work is ActionKind.BACKWARD
+    )
 
 
 def _fixed_bytes(chunk_bytes: Sequence[int], step: Slots, room: NonChunkBytes) -> list[int]:
@@ -285,6 +317,7 @@ def _moments(
             after=after[index],
             device_bytes=whole[moment_slot(index)],
             chunk_bytes=of_chunks[moment_slot(index)],
+            access=layer_pass.access,
         )
         for index, layer_pass in enumerate(moments)
     )

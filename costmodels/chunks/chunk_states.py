@@ -7,9 +7,10 @@
     HOLD_AFTER_BWD    on the device, not in use since a backward pass; it holds the gradient if
                       gradients overwrite parameters
 
-The states are those of PatrickStar, arXiv:2108.05818, section 6. The parameters of one block in one
-communication group change together. They lie in the own chunk for one data-parallel rank, else in
-the gathered group; the own chunk then has a separate state, COMPUTE while it is gathered.
+The states are those of PatrickStar, arXiv:2108.05818, section 6. The parameters of one block, or of
+one part of it, in one communication group change together. They lie in the own chunk for one
+data-parallel rank, else in the gathered group; the own chunk then has a separate state, COMPUTE
+while it is gathered.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 
-from parplan.costmodels.chunks.accesses import blocks_of
+from parplan.costmodels.chunks.accesses import Key, keys_of_parts
 from parplan.costmodels.chunks.chunk_operations import (
     ChunkAction,
     ChunkedBlocks,
@@ -25,6 +26,7 @@ from parplan.costmodels.chunks.chunk_operations import (
     RankChunks,
 )
 from parplan.costmodels.host.state_location import StateLocation
+from parplan.costmodels.layers.block_parts import WHOLE, PartPass
 from parplan.costmodels.schedules.actions import ActionKind
 from parplan.profiles.errors import PlannerError
 
@@ -55,7 +57,7 @@ _COMING = {
     state: frozenset({ChunkState.HOLD} if state is ChunkState.FREE else ()) for state in ChunkState
 }
 
-Key = tuple[int, int]  # index of the group, and the communication group's number in it
+Part = tuple[int, int]  # a block, and the number of its part
 
 
 class TransitionError(PlannerError):
@@ -79,16 +81,12 @@ class ChunkStates:
     def __init__(self, groups: tuple[ChunkedBlocks, ...], *, in_parameters: bool) -> None:
         self._legal = LEGAL_IN_PARAMETERS if in_parameters else LEGAL
         self._gathers = groups[0].chunk_layout.ranks > 1
-        self._of_block = {
-            block: keys
-            for index, group in enumerate(groups)
-            for block, keys in blocks_of(index, group)
-        }
-        self._tensors: dict[Key, dict[int, ChunkState]] = {}
-        for block, keys in self._of_block.items():
+        self._of_part = keys_of_parts(groups)
+        self._tensors: dict[Key, dict[Part, ChunkState]] = {}
+        for part, keys in self._of_part.items():
             for key in keys:
                 there = groups[key[0]].home is not StateLocation.HOST and not self._gathers
-                self._tensors.setdefault(key, {})[block] = (
+                self._tensors.setdefault(key, {})[part] = (
                     ChunkState.HOLD if there else ChunkState.FREE
                 )
         self._own: dict[Key, ChunkState] = {}
@@ -104,17 +102,19 @@ class ChunkStates:
         """Returns the state of the own chunk."""
         return self._own[key] if self._gathers else self.state(key)
 
-    def begin(self, block: int) -> None:
-        """Begins a pass of a block."""
-        for key in self._of_block[block]:
-            self._to(key, (block,), ChunkState.COMPUTE, self._legal)
+    def begin(self, block: int, access: PartPass = WHOLE) -> None:
+        """Begins a pass of a block, or one access of it."""
+        for part in access.reads:
+            for key in self._of_part[block, part]:
+                self._to(key, ((block, part),), ChunkState.COMPUTE, self._legal)
 
-    def end(self, block: int, work: ActionKind) -> None:
-        """Ends a pass of a block."""
-        backward = work is ActionKind.BACKWARD
-        state = ChunkState.HOLD_AFTER_BWD if backward else ChunkState.HOLD_AFTER_FWD
-        for key in self._of_block[block]:
-            self._to(key, (block,), state, self._legal)
+    def end(self, block: int, work: ActionKind, access: PartPass = WHOLE) -> None:
+        """Ends a pass of a block, or one access of it."""
+        for part in access.reads:
+            backward = work is ActionKind.BACKWARD and part in access.makes
+            state = ChunkState.HOLD_AFTER_BWD if backward else ChunkState.HOLD_AFTER_FWD
+            for key in self._of_part[block, part]:
+                self._to(key, ((block, part),), state, self._legal)
 
     def do(self, op: ChunkOp) -> None:
         """Applies an operation of the schedule; copies of gradients change no state."""
@@ -136,7 +136,7 @@ class ChunkStates:
             if self._gathers and self._own[key] is not ChunkState.FREE:
                 self._own[key] = ChunkState.HOLD
             settled = (ChunkState.FREE, ChunkState.HOLD)
-            used = [block for block, state in tensors.items() if state not in settled]
+            used = [part for part, state in tensors.items() if state not in settled]
             self._to(key, used, ChunkState.HOLD, self._legal)
 
     def _own_to(
@@ -152,19 +152,19 @@ class ChunkStates:
     def _to(
         self,
         key: Key,
-        blocks: Iterable[int],
+        parts: Iterable[Part],
         state: ChunkState,
         legal: Mapping[ChunkState, frozenset[ChunkState]],
     ) -> None:
         tensors = self._tensors[key]
-        for block in blocks:
-            if state not in legal[tensors[block]]:
+        for part in parts:
+            if state not in legal[tensors[part]]:
                 raise _illegal(
-                    f"chunk {key[1]} of group {key[0]}, parameters of block {block}: they are",
-                    tensors[block],
+                    f"chunk {key[1]} of group {key[0]}, parameters of block {part[0]}: they are",
+                    tensors[part],
                     state,
                 )
-            tensors[block] = state
+            tensors[part] = state
 
 
 def _illegal(what: str, old: ChunkState, new: ChunkState) -> TransitionError:
@@ -182,8 +182,8 @@ def check_states(chunks: RankChunks) -> None:
     for moment in chunks.moments:
         for op in moment.before:
             states.do(op)
-        states.begin(moment.block)
-        states.end(moment.block, moment.work)
+        states.begin(moment.block, moment.access)
+        states.end(moment.block, moment.work, moment.access)
         for op in moment.after:
             states.do(op)
     for op in chunks.closing:

@@ -20,9 +20,9 @@ from functools import lru_cache
 from parplan.costmodels.chunks.accesses import numbered_layers
 from parplan.costmodels.chunks.chunk_memory import chunks_of_rank
 from parplan.costmodels.chunks.chunk_operations import BlockPass, ChunkAction, ChunkOp, RankChunks
-from parplan.costmodels.chunks.copy_streams import StreamCosts, run_streams
+from parplan.costmodels.chunks.copy_streams import PartKey, StreamCosts, run_streams
 from parplan.costmodels.host.offload import copy_time
-from parplan.costmodels.host.state_location import StateLocation
+from parplan.costmodels.host.state_location import Access, StateLocation
 from parplan.costmodels.layers.chunked_layer import (
     Chunking,
     added_time,
@@ -34,7 +34,7 @@ from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.memory.activation_copies import copies_s, exposed_copies
 from parplan.costmodels.operators.compute import optimizer_time
 from parplan.costmodels.schedules.actions import ActionKind
-from parplan.costmodels.strategy import Strategy
+from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.profiles.provenance import ZERO, Kind, Seconds
 
 PassKey = tuple[ActionKind, int]  # the forward or backward passes of a virtual stage
@@ -165,6 +165,7 @@ def stream_costs(
     layers = numbered_layers(strategy)
     forward_s = dict[int, float]()
     backward_s = dict[int, float]()
+    parts_s = dict[int, dict[PartKey, float]]()
     ends_s = defaultdict[tuple[ActionKind, int, bool], float](float)
     for stage in layout.stages_of(rank):
         first = True  # until the first layer in chunks
@@ -176,12 +177,15 @@ def stream_costs(
                 first = False
                 forward_s[block] = time.forward_s
                 backward_s[block] = time.backward_s + time.recompute_s
+                if layout.access is Access.OPERATOR:
+                    parts_s[block] = _parts_s(choice, layout, price_cache)
                 continue
             ends_s[ActionKind.FORWARD, stage, first] += time.forward_s
             ends_s[ActionKind.BACKWARD, stage, not first] += time.backward_s + time.recompute_s
     return StreamCosts(
         forward_s=forward_s,
         backward_s=backward_s,
+        parts_s=parts_s,
         ends_s={
             (work, stage): (ends_s[work, stage, True], ends_s[work, stage, False])
             for work, stage, _ in tuple(ends_s)
@@ -191,6 +195,28 @@ def stream_costs(
         device_adam_s=optimizer_time(elements, price_cache.machine, price_cache.training).value_s,
         host_adam_s=host_update_time(elements, price_cache.machine, price_cache.training).value_s,
     )
+
+
+def _parts_s(
+    choice: LayerChoice, layout: ParallelLayout, price_cache: LayerPriceCache
+) -> dict[PartKey, float]:
+    """Seconds of each access of a block's passes."""
+    times = price_cache.part_time(
+        choice.kind,
+        layout.micro_batch_size,
+        layout.sharding_of(choice),
+        choice.recompute,
+        layout.access,
+    )
+    backward = price_cache.part_passes(choice.kind, layout.access, choice.recompute, backward=True)
+    again = {access.part for access in backward if access.rerun}
+    seconds: dict[PartKey, float] = {}
+    for part, time in enumerate(times):
+        rerun_s = time.recompute_s if part in again else 0.0
+        seconds[ActionKind.FORWARD, part, False] = time.forward_s
+        seconds[ActionKind.BACKWARD, part, True] = rerun_s
+        seconds[ActionKind.BACKWARD, part, False] = time.backward_s + time.recompute_s - rerun_s
+    return seconds
 
 
 def _waits(chunks: RankChunks, costs: StreamCosts, price_cache: LayerPriceCache) -> _Waits:

@@ -32,6 +32,8 @@ from parplan.costmodels.schedules.actions import ActionKind
 
 ActionKey = tuple[ActionKind, int, int]  # F or B, virtual stage, micro-batch
 
+PartKey = tuple[ActionKind, int, bool]  # F or B, part of a block, whether it is a rerun
+
 
 class Stream(StrEnum):
     IN = "in"
@@ -55,6 +57,8 @@ class StreamCosts:
     """Seconds and rates of one device.
 
     forward_s, backward_s              one pass, by block number; backward includes recompute
+    parts_s                            one access of a pass, by block number; empty where a pass is
+                                       one
     ends_s                             passes of embedding and head by (F or B, virtual stage):
                                        before the first block of the stage's pass, and after the
                                        last
@@ -67,6 +71,7 @@ class StreamCosts:
 
     forward_s: Mapping[int, float]
     backward_s: Mapping[int, float]
+    parts_s: Mapping[int, Mapping[PartKey, float]] = field(default_factory=dict)
     in_bytes_per_s: float
     out_bytes_per_s: float
     ends_s: Mapping[tuple[ActionKind, int], tuple[float, float]] = field(default_factory=dict)
@@ -85,6 +90,9 @@ class StreamCosts:
         return {ChunkAction.GATHER: self.gather_s, ChunkAction.REDUCE: self.reduce_s}[op.does]
 
     def pass_s(self, moment: BlockPass) -> float:
+        if moment.block in self.parts_s:
+            access = moment.access
+            return self.parts_s[moment.block][moment.work, access.part, access.rerun]
         by_block = self.backward_s if moment.work is ActionKind.BACKWARD else self.forward_s
         return by_block[moment.block]
 

@@ -47,6 +47,12 @@ def widest_group(blocks: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(map(max, zip(*blocks, strict=True)))
 
 
+def summed_by_part(tensors: Sequence[int], counts: Sequence[int]) -> tuple[int, ...]:
+    """Returns the sizes of the parts of a block, which have so many of its tensors each."""
+    left = iter(tensors)
+    return tuple(sum(next(left) for _ in range(count)) for count in counts)
+
+
 def least_bytes(cluster: Cluster, share: float = MOVED_WELL) -> float:
     """Bytes of a chunk whose copy over PCIe reaches `share` of the bandwidth."""
     return COPY_LATENCY_S * cluster.pcie_bytes_per_s * share / (1 - share)
@@ -132,18 +138,26 @@ def group_size_of(
 
 
 def common_group_size(
-    blocks: Sequence[tuple[int, ...]], ranks: int, cluster: Cluster, width_bytes: int = 2
+    blocks: Sequence[tuple[int, ...]],
+    ranks: int,
+    cluster: Cluster,
+    width_bytes: int = 2,
+    *,
+    by_part: bool = False,
 ) -> int:
     """Elements of all groups of a pipeline rank whose blocks have these tensors, in use order.
 
     Blocks of one size have that of `group_size_of`. Else it is the size with the least score, the
     larger of equals.
+
+    by_part    `blocks` are the sizes of their parts, of which a pass needs one; a group is smaller
+               than a block, unless such a chunk copies badly
     """
     counts = Counter(blocks)
-    if len(counts) == 1:
+    if len(counts) == 1 and not by_part:
         return group_size_of(blocks[0], len(blocks), ranks, cluster, width_bytes)
     least = least_bytes(cluster) / width_bytes if ranks == 1 else 0.0
-    return _best_of_several(frozenset(counts.items()), ranks, least, width_bytes)
+    return _best_of_several(frozenset(counts.items()), ranks, least, width_bytes, by_part)
 
 
 @lru_cache(maxsize=256)
@@ -152,6 +166,7 @@ def _best_of_several(
     ranks: int,
     least_elements: float,
     width_bytes: int,
+    by_part: bool,
 ) -> int:
     blocks = [block for block, _ in counts]
     largest = max(map(sum, blocks))
@@ -164,11 +179,13 @@ def _best_of_several(
         if size >= least
     }
     sizes = {_aligned(math.ceil(size), ranks) for size in (*sums, least)}
+    if by_part:
+        sizes = {size for size in sizes if size < largest} or sizes
 
     def score(size: int) -> tuple[float, int]:
         groups = {block: len(first_tensors(block, 1, size)) for block in blocks}
         empty = sum(count * (groups[block] * size - sum(block)) for block, count in counts)
-        needed = max(groups.values()) * size
+        needed = size if by_part else max(groups.values()) * size
         gathered = 2 * width_bytes * needed
         return (OPTIMIZER_BYTES + 2 * width_bytes) * empty / ranks + gathered, -size
 

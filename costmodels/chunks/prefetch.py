@@ -5,8 +5,8 @@ allows (EQUATIONS O7). The set of transfers and evictions does not change: an op
 one moment only if the device has room for its bytes during that moment and the gap beside it. Every
 operation is moved by one moment before any is moved by two. Copies to the device keep their order.
 
-    FETCH, GATHER    begin a limited number of moments earlier, a GATHER not before the FETCH of its
-                     own chunk
+    FETCH, GATHER    begin a limited number of moments earlier, more where several parts of a
+                     block use one group; a GATHER not before the FETCH of its own chunk
     REDUCE, SEND     end a limited number of moments later; their inputs and outputs are counted
                      until then
 """
@@ -17,13 +17,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from parplan.costmodels.chunks.accesses import GroupUses
+from parplan.costmodels.chunks.accesses import GroupUses, parts_in_group
 from parplan.costmodels.chunks.chunk_operations import ChunkAction
 from parplan.costmodels.chunks.eviction import Residency
 from parplan.costmodels.chunks.slots import OpKey, Slots
 from parplan.costmodels.host.state_location import StateLocation
 
-# moments: enough to copy a chunk under the previous backward pass if forward passes are too short
+# moments: enough to copy a chunk under the previous backward pass if forward passes are too short;
+# several times as many where several parts of a block use one group
 COPIES = 4
 COLLECTIVES = 1  # whole groups are large
 
@@ -56,9 +57,10 @@ def issue_moments(
     sends = tuple(_sends(step))
     fetched = {fetch.key[1:]: fetch for fetch in fetches}
     reduced = {reduce.key[1:]: reduce for reduce in reduces}
-    for depth in range(COPIES):
+    pace = parts_in_group(step.groups)
+    for depth in range(COPIES * pace):
         _fetch_earlier(fetches, free_bytes)
-        if depth < COLLECTIVES:
+        if depth < COLLECTIVES * pace:
             for gather in gathers:
                 fetch = fetched.get(gather.key[1:])
                 _earlier(gather, fetch.at if fetch else 0, free_bytes)

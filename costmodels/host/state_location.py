@@ -49,6 +49,17 @@ class ChunkCommunication(StrEnum):
     SINGLE = "single"
 
 
+class Access(StrEnum):
+    """The unit of a block that has to be on the device together.
+
+    BLOCK       the pass of a block uses all its parameters at once
+    OPERATOR    an operator at a time (costmodels/layers/block_parts.py)
+    """
+
+    BLOCK = "block"
+    OPERATOR = "operator"
+
+
 OFFLOAD_OF = {
     StateLocation.DEVICE: (),
     StateLocation.OPTIMIZER: (Offload.OPTIMIZER,),

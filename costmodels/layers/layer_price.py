@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from parplan.costmodels.communication.collectives import Collective, collective_time
@@ -263,6 +263,40 @@ class LayerOperators:
             tp_forward=tp_forward,
             tp_backward=tp_backward,
             tp_recompute=tp_repeated,
+        )
+
+    def by_part(
+        self,
+        whole: LayerTime,
+        recompute: Collection[str],
+        parts: Sequence[Sequence[Operator]],
+    ) -> tuple[LayerTime, ...]:
+        """Divides the seconds of a layer over its parts, in shares of their operators' seconds."""
+
+        def shares(times: Mapping[str, float]) -> list[float]:
+            sums = [sum(times.get(operator.name, 0.0) for operator in part) for part in parts]
+            return [each / (sum(sums) or 1.0) for each in sums]
+
+        def seconds(name: str) -> dict[str, float]:
+            return {
+                key: getattr(time, name).value_s + getattr(self.tensor_parallel[key], name).value_s
+                for key, time in self.compute.items()
+            }
+
+        forward = seconds("forward")
+        repeated = shares({name: forward[name] for name in recompute})
+        return tuple(
+            LayerTime(
+                forward=whole.forward.scaled(ahead),
+                backward=whole.backward.scaled(back),
+                recompute=whole.recompute.scaled(again),
+                tp_forward=whole.tp_forward.scaled(ahead),
+                tp_backward=whole.tp_backward.scaled(back),
+                tp_recompute=whole.tp_recompute.scaled(again),
+            )
+            for ahead, back, again in zip(
+                shares(forward), shares(seconds("backward")), repeated, strict=True
+            )
         )
 
     @property

@@ -17,8 +17,14 @@ from parplan.costmodels.communication.collectives import (
 )
 from parplan.costmodels.communication.mesh import Axis, Mesh, place
 from parplan.costmodels.host.offload import COPIED_BYTES, HOST_STATE_BYTES, Offload, copy_time
-from parplan.costmodels.host.state_location import ChunkCommunication, StateLocation
+from parplan.costmodels.host.state_location import Access, ChunkCommunication, StateLocation
 from parplan.costmodels.keyed_cache import KeyedCache
+from parplan.costmodels.layers.block_parts import (
+    PartPass,
+    part_passes,
+    parts_of,
+    tensor_counts,
+)
 from parplan.costmodels.layers.chunked_layer import (
     BlockCost,
     Chunking,
@@ -649,6 +655,48 @@ class LayerPriceCache(ABC):
         communication = self.chunking.communication
         which = kind, location, micro_batch_size, mesh, sharding, in_parameters, elements
         return self._once(("chunked", communication, *which), make)
+
+    def tensors_by_part(self, kind: LayerKey, access: Access) -> tuple[int, ...]:
+        """Returns the number of tensors of each part of a layer in chunks."""
+        return self._once(
+            ("tensors by part", kind, access), lambda: tensor_counts(self.layer(kind, 1), access)
+        )
+
+    def part_passes(
+        self, kind: LayerKey, access: Access, level: RecomputedOperators, *, backward: bool
+    ) -> tuple[PartPass, ...]:
+        """Returns the accesses of a layer's pass that recomputes `level`."""
+        return self._once(
+            ("part passes", kind, access, level, backward),
+            lambda: part_passes(
+                self.layer(kind, 1),
+                access,
+                self.recompute_operators(kind, level),
+                backward=backward,
+            ),
+        )
+
+    def part_time(
+        self,
+        kind: LayerKey,
+        micro_batch_size: int,
+        sharding: Sharding,
+        level: RecomputedOperators,
+        access: Access,
+    ) -> tuple[LayerTime, ...]:
+        """Returns `layer_time` by part: in shares of the seconds of its operators."""
+
+        def make() -> tuple[LayerTime, ...]:
+            priced = self._operators(kind, micro_batch_size, sharding)
+            assert isinstance(priced, LayerOperators), "blocks in chunks run one after the other"
+            whole = self.layer_time(kind, micro_batch_size, sharding, level)
+            return priced.by_part(
+                whole,
+                self.recompute_operators(kind, level),
+                parts_of(self.layer(kind, micro_batch_size), access),
+            )
+
+        return self._once(("part time", kind, micro_batch_size, sharding, level, access), make)
 
     def transfer(
         self,

@@ -104,6 +104,7 @@ class ChunkedParameter:
     """A parameter with its place in a chunk.
 
     name     `block3.qkv.weight`, as in the stage's body
+    part     the part of the block (costmodels/layers/block_parts.py)
     offset   elements from the beginning of the gathered group
     shape    on this tensor-parallel rank
     owned    its elements in this rank's chunk; the other ranks' chunks have the rest
@@ -112,6 +113,7 @@ class ChunkedParameter:
 
     name: str
     block: int
+    part: int
     parameter: nn.Parameter
     offset: int
     shape: torch.Size
@@ -171,7 +173,7 @@ class Chunk:
         chunk on their way to the host.
         """
         setting = self._setting
-        self._written: set[int] = set()
+        self._written: set[tuple[int, int]] = set()
         self._has_reduced = self._has_sent = False
         self._reduces = self._to_send = False
         # one chunk after the other, the blocks whose gradients wait in their parameters
@@ -326,8 +328,8 @@ class Chunk:
     def release(self) -> None:
         self.group_buffer.free()
 
-    def collect(self, block: int) -> None:
-        """Takes the gradients of a backward pass from the parameters of `block`.
+    def collect(self, block: int, parts: tuple[int, ...]) -> None:
+        """Takes the gradients of a backward pass from the parameters of some parts of `block`.
 
         They are summed as autograd sums them. One chunk after the other, they stay where they are
         until they are reduced.
@@ -337,10 +339,11 @@ class Chunk:
             return
         if not self._fresh.there:
             self._fresh.bring(zero=True)
+        made = {(block, part) for part in parts}
         for place in self.places:
-            if place.block == block:
-                self._collect(place, add=block in self._written)
-        self._written.add(block)
+            if (place.block, place.part) in made:
+                self._collect(place, add=(place.block, place.part) in self._written)
+        self._written |= made
 
     def _collect(self, place: ChunkedParameter, *, add: bool) -> None:
         gradient = _gradient(place)

@@ -2,6 +2,10 @@
 
 The blocks of a traced module are its shards, which may take and return several tensors.
 
+By operators, every part of a block is an access: in its forward pass from the call of its first
+operator on, in its backward pass from the gradient of its last operator's output on, and where the
+block runs again for its backward pass.
+
 Around every pass of a block it runs the operations of the schedule. Parameters are permanent views
 into a chunk (one data-parallel rank) or a gathered group of chunks; their memory comes and goes. A
 block's forward pass begins and ends with its module's call. Its backward pass begins with the
@@ -15,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +39,7 @@ from parplan.costmodels.schedules.actions import ActionKind
 from parplan.executor.chunks.chunk import Chunk, ChunkedParameter, ChunkSetting, own_part
 from parplan.executor.chunks.chunk_buffers import ChunkCopies, CopyCounts, DeviceLedger
 from parplan.executor.chunks.moment_trace import Mark, MomentTrace
+from parplan.executor.chunks.passes import is_early, issued_early, parts_of_tensors, pass_text
 from parplan.executor.sharding.place import parameters_summed_over_tp
 from parplan.executor.sharding.zero_units import all_reduce
 from parplan.executor.tensors import DTYPES, local
@@ -95,9 +99,9 @@ class ChunkManager:
             single=schedule.communication is ChunkCommunication.SINGLE and group is not None,
         )
         self._groups = [self._chunks_of(each) for each in schedule.groups]
-        self._of_block: dict[int, list[Chunk]] = {}
+        self._of_part: dict[tuple[int, int], list[Chunk]] = {}
         self._states = ChunkStates(schedule.groups, in_parameters=schedule.in_parameters)
-        self._early = _issued_early(schedule.moments)
+        self._early = issued_early(schedule.moments)
         self._late: dict[int, list[Callable[[], None]]] = {}
         self._action: tuple[ActionKind, int, int] | None = None
         self._open: BlockPass | None = None
@@ -189,19 +193,27 @@ class ChunkManager:
             for parameter in parameters_summed_over_tp(each)
         }
         index = next(i for i, group in enumerate(self.schedule.groups) if block in group.blocks)
-        chunk_layout, prefix = self.schedule.groups[index].chunk_layout, f"block{block}."
+        group, prefix = self.schedule.groups[index], f"block{block}."
+        chunk_layout, parts = group.chunk_layout, iter(parts_of_tensors(group, block))
         for tensor, number, offset in zip(
             chunk_layout.tensors, chunk_layout.group_of, chunk_layout.offset_of, strict=True
         ):
             if tensor.name.startswith(prefix):
-                name = named.pop(tensor.name.removeprefix(prefix))
-                self._take(self._groups[index][number], offset, block, module, name, summed)
+                name, part = named.pop(tensor.name.removeprefix(prefix)), (block, next(parts))
+                self._take(self._groups[index][number], offset, part, module, name, summed)
         if named:
             raise OrderError(f"block {block} has {', '.join(named)}, of which no chunk knows")
 
     def _take(
-        self, chunk: Chunk, offset: int, block: int, module: nn.Module, name: str, summed: set[int]
+        self,
+        chunk: Chunk,
+        offset: int,
+        part: tuple[int, int],
+        module: nn.Module,
+        name: str,
+        summed: set[int],
     ) -> None:
+        block = part[0]
         old = module.get_parameter(name)
         value = local(old.detach())
         with chunk.group_buffer.viewed(offset, value.shape) as view:
@@ -211,6 +223,7 @@ class ChunkManager:
         place = ChunkedParameter(
             name=name if self._whole_names else f"block{block}.{name}",
             block=block,
+            part=part[1],
             parameter=parameter,
             offset=offset,
             shape=value.shape,
@@ -218,19 +231,50 @@ class ChunkManager:
             over_tp=id(old) in summed,
         )
         chunk.take(place, value)
-        chunks = self._of_block.setdefault(block, [])
+        chunks = self._of_part.setdefault(part, [])
         if chunk not in chunks:
             chunks.append(chunk)
 
-    def watch(self, block: int, module: nn.Module) -> None:
+    def watch(
+        self, block: int, module: nn.Module, parts: Sequence[Sequence[nn.Module]] = ()
+    ) -> None:
         """Follows the passes of `block`, whose outermost module is called once a forward pass.
 
-        It takes and returns tensors, one or a tuple of them.
+        It takes and returns tensors, one or a tuple of them. `parts` are the operators of each part
+        of the block in their order, where a pass has several accesses.
         """
         module.register_forward_pre_hook(
             lambda _, inputs: self._begin(ActionKind.FORWARD, self._micro_batch, block)
         )
+        for number, operators in enumerate(parts):
+            if number:
+                operators[0].register_forward_pre_hook(partial(self._enter_part, block, number))
+            if number < len(parts) - 1:
+                operators[-1].register_forward_hook(partial(self._left_part, block, number))
         module.register_forward_hook(partial(self._forwarded, block))
+
+    def _enter_part(
+        self, block: int, part: int, module: nn.Module, inputs: tuple[Tensor, ...]
+    ) -> None:
+        """Begins a part with the call of its first operator, also where its block runs again."""
+        open_pass = self._open
+        if self._action is None or open_pass is None or open_pass.block != block:
+            return
+        # an operator that runs again alone begins no access
+        if self._action[0] is ActionKind.FORWARD or open_pass.access.rerun:
+            self._begin(self._action[0], self._micro_batch, block, part)
+
+    def _left_part(
+        self, block: int, part: int, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
+    ) -> None:
+        """Begins the backward pass of a part with the gradient of its output.
+
+        Outputs of a forward pass that runs again get no gradient: the graph of the first run does.
+        """
+        forward = self._action is not None and self._action[0] is ActionKind.FORWARD
+        if forward and output.requires_grad:
+            begins = partial(self._begin_backward, self._micro_batch, block, begun=[], part=part)
+            output.register_hook(begins)
 
     def built(self) -> None:
         """Casts all parameters from their masters, after the last block was taken."""
@@ -253,7 +297,7 @@ class ChunkManager:
         """Goes on with another schedule of the same chunks, between two steps."""
         assert schedule.groups == self.schedule.groups, "chunks stay what they are"
         self.schedule = schedule
-        self._early = _issued_early(schedule.moments)
+        self._early = issued_early(schedule.moments)
         self.ledger.limit_bytes = schedule.device_bytes
 
     def begin_step(self) -> None:
@@ -328,33 +372,38 @@ class ChunkManager:
                 each.register_hook(lambda _: self._end(block))
 
     def _begin_backward(
-        self, micro_batch: int, block: int, _: Tensor, *, begun: list[bool]
+        self, micro_batch: int, block: int, _: Tensor, *, begun: list[bool], part: int | None = None
     ) -> None:
-        """Begins a block's backward pass with the first gradient of its outputs."""
+        """Begins the backward pass of a block or a part with the first gradient of its outputs."""
         if not begun:
             begun.append(True)
-            self._begin(ActionKind.BACKWARD, micro_batch, block)
+            self._begin(ActionKind.BACKWARD, micro_batch, block, part)
 
-    def _begin(self, work: ActionKind, micro_batch: int, block: int) -> None:
-        """Begins a block's pass.
+    def _begin(
+        self, work: ActionKind, micro_batch: int, block: int, part: int | None = None
+    ) -> None:
+        """Begins a block's pass, or the access of a part of it.
 
         It runs the operations that the pass needs, and starts copies for later passes.
         """
         self._end()
         self._mark(Mark.ARRIVED)
-        moment = self._expected(work, micro_batch, block)
+        moment = self._expected(work, micro_batch, block, part)
         self.ledger.limit_bytes = min(moment.chunk_bytes, self.schedule.device_bytes)
-        on_time = [op for op in moment.before if not _is_early(op, self._next)]
+        on_time = [op for op in moment.before if not is_early(op, self._next)]
         for op in (*on_time, *self._early.get(self._next, ())):
             self._do(op)
-        self._states.begin(block)
-        for chunk in self._of_block[block]:
-            chunk.group_buffer.wait()
+        self._states.begin(block, moment.access)
+        for part in moment.access.reads:
+            for chunk in self._of_part[block, part]:
+                chunk.group_buffer.wait()
         self._open = moment
         self._next += 1
         self._mark(Mark.BEGUN)
 
-    def _expected(self, work: ActionKind, micro_batch: int, block: int) -> BlockPass:
+    def _expected(
+        self, work: ActionKind, micro_batch: int, block: int, part: int | None
+    ) -> BlockPass:
         """Returns the next pass of the schedule, which must be this. Raises OrderError."""
         stage = self._action[1] if self._action is not None else -1
         actual = (work, stage, micro_batch, block)
@@ -364,10 +413,11 @@ class ChunkManager:
         if moment is not None:
             expected = (moment.work, moment.stage, moment.micro_batch, moment.block)
         in_action = self._action is not None and self._action[0] is work
-        if moment is None or actual != expected or not in_action:
+        same = moment is not None and part in (None, moment.access.part)
+        if moment is None or actual != expected or not in_action or not same:
             raise OrderError(
-                f"pass {self._next} of the step is {_text(actual)}, "
-                f"the chunks' schedule has {_text(expected)}"
+                f"pass {self._next} of the step is {pass_text(actual, part)}, "
+                f"the chunks' schedule has {pass_text(expected, moment and moment.access.part)}"
             )
         return moment
 
@@ -380,10 +430,11 @@ class ChunkManager:
         self._mark(Mark.ENDED)
         self._settle((self._next - 1,))
         if moment.work is ActionKind.BACKWARD:
-            for chunk in self._of_block[moment.block]:
-                chunk.collect(moment.block)
+            made = moment.access.makes
+            for chunk in dict.fromkeys(c for p in made for c in self._of_part[moment.block, p]):
+                chunk.collect(moment.block, made)
         self._mark(Mark.COLLECTED)
-        self._states.end(moment.block, moment.work)
+        self._states.end(moment.block, moment.work, moment.access)
         for op in moment.after:
             self._do(op)
         self._mark(Mark.LEFT)
@@ -417,21 +468,6 @@ class ChunkManager:
                 over()
 
 
-def _is_early(op: ChunkOp, index: int) -> bool:
-    """Returns True for an operation before pass `index` that is issued at an earlier pass."""
-    return op.does in (ChunkAction.FETCH, ChunkAction.GATHER) and 0 <= op.issued < index
-
-
-def _issued_early(moments: Sequence[BlockPass]) -> dict[int, list[ChunkOp]]:
-    """Returns by pass the fetches and gathers that it issues for a later pass."""
-    issued: dict[int, list[ChunkOp]] = {}
-    for index, moment in enumerate(moments):
-        for op in moment.before:
-            if _is_early(op, index):
-                issued.setdefault(op.issued, []).append(op)
-    return issued
-
-
 def _placed_as(whole: Tensor, part: Tensor) -> Tensor:
     """Places this rank's `part` of a tensor as `whole` is placed."""
     if not isinstance(whole, DTensor):
@@ -449,10 +485,3 @@ def _placed_as(whole: Tensor, part: Tensor) -> Tensor:
 def _short(name: str) -> str:
     """Returns the name in the model graph: `fc1.weight` for `mixture.experts.fc1.weight`."""
     return ".".join(part for part in name.split(".") if part not in _OUTER)
-
-
-def _text(block_pass: tuple[Any, ...] | None) -> str:
-    if block_pass is None:
-        return "no more"
-    work, stage, micro_batch, block = block_pass
-    return f"{stage}{work}{micro_batch} of block {block}"

@@ -98,6 +98,15 @@ def _check_random(layer: nn.Module, operators: list[str], where: str) -> None:
         )
 
 
+def operator_module(layer: nn.Module, name: str) -> nn.Module | None:
+    """Returns the module of an operator of the layer, its mixture or the experts, None if none."""
+    mixture = getattr(layer, "mixture", None)
+    for holder in (layer, mixture, getattr(mixture, "experts", None)):
+        if hasattr(holder, name):
+            return getattr(holder, name)
+    return None
+
+
 def _operator(layer: nn.Module, name: str) -> nn.Module:
     """Returns the module of an operator, from the layer or from its experts."""
     if hasattr(layer, name):

@@ -14,12 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from parplan.costmodels.host.offload import Offload
+from parplan.costmodels.host.state_location import Access
+from parplan.costmodels.layers.block_parts import parts_of
 from parplan.executor.chunks.chunk_manager import ChunkManager
 from parplan.executor.external.external_body import ExternalBody
 from parplan.executor.external.external_stage import build_external
 from parplan.executor.memory.host_copies import HostCopies, HostOffload
 from parplan.executor.memory.host_table import HostTable
-from parplan.executor.memory.layer_recompute import recomputed
+from parplan.executor.memory.layer_recompute import operator_module, recomputed
 from parplan.executor.memory.saved_tensors import Recipes
 from parplan.executor.models.mixture_of_experts import experts_of
 from parplan.executor.models.transformer_layers import Block, build_layer
@@ -177,7 +179,8 @@ def _build_stage(
             for layer in group
         }
         if is_chunked:
-            chunks.watch(group[0].block, whole[group[0].name])
+            parts = _part_modules(plan, built[group[0].name])
+            chunks.watch(group[0].block, whole[group[0].name], parts)
         else:
             units += _units(plan, ranks, group[0], tuple(whole.values()), tuple(tables))
         layers |= whole
@@ -186,6 +189,16 @@ def _build_stage(
     apart = (*in_chunks, *(table.weight for table in tables))
     shard_root(body, units, ranks.dp_mesh, apart)
     return Stage(body, tuple(units), _entry(plan, ranks, placed[0]), *ends, host)
+
+
+def _part_modules(plan: Plan, block: nn.Module) -> tuple[tuple[nn.Module, ...], ...]:
+    """Returns the modules of the parts of a block in chunks, empty where a block is one access."""
+    if plan.chunks is None or plan.chunks.access is Access.BLOCK:
+        return ()
+    graph = build_graph(plan.model, plan.training, 1)
+    parts = parts_of(graph.block, plan.chunks.access)
+    modules = (tuple(operator_module(block, each.name) for each in part) for part in parts)
+    return tuple(tuple(each for each in part if each is not None) for part in modules)
 
 
 def _host_tables(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from parplan.costmodels.chunks.group_size import summed_by_part
 from parplan.costmodels.host.state_location import StateLocation
 from parplan.costmodels.layers.chunked_layer import (
     BlockCost,
@@ -161,15 +162,15 @@ class ChunkBound:
         self.num_layers = price_cache.model.num_layers
 
     def _inside_bytes(self, table: MixTable) -> float:
-        """Least bytes of gradients and gathered groups of a block in its backward pass."""
+        """Least bytes of gradients and gathered groups in a backward pass of a block."""
         training, mesh = table.price_cache.training, self.layout.mesh
         in_parameters = writes_over_parameters(training, self.layout.num_micro_batches)
         gradient = 0 if in_parameters else training.gradient_precision.num_bytes
         at_once = gradient_chunks(mesh.dp, table.price_cache.chunking.communication) / mesh.dp
         gathered = training.precision.num_bytes + gradient * at_once if mesh.dp > 1 else 0
-        return float(
-            (training.precision.num_bytes + gathered) * sum(table.tensors(self.layout.sharding))
-        )
+        counts = table.price_cache.tensors_by_part(LayerKind.BLOCK, self.layout.access)
+        widest = max(summed_by_part(table.tensors(self.layout.sharding), counts))
+        return float((training.precision.num_bytes + gathered) * widest)
 
     def step_s(self, num_blocks: int | None = None) -> float:
         """Seconds of a step in which some rank has `num_blocks` blocks, by default the fewest."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 from parplan.costmodels.communication.mesh import Mesh, MeshOrder, distinct_orders
+from parplan.costmodels.host.state_location import Access
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import AHEAD, Schedule, legal
 from parplan.costmodels.strategy import ParallelLayout
@@ -63,6 +64,8 @@ def layout_text(layout: ParallelLayout) -> str:
     overlap = f", sub-pipelined at level {layout.tp_overlap}" if layout.tp_overlap else ""
     weights = ", weights over data" if layout.weights_over_data else ""
     chunks = ", in chunks" if layout.chunked else ""
+    if layout.access is Access.OPERATOR:
+        chunks += " by operators"
     states = ", states on the host" if layout.states_on_host else ""
     return (
         f"{layout.mesh}, {schedule}, micro-batch {layout.micro_batch_size} x "
@@ -295,7 +298,8 @@ def _levels(layout: ParallelLayout, request: Request) -> Iterator[ParallelLayout
             reason = reason or illegal_full_recompute(level, model)
         yield Pruned(layout_text(overlapped), reason) if reason else overlapped
         if not reason and has_chunks(pins.offload):
-            yield _in_chunks(overlapped, pins)
+            for access in pins.access or (Access.BLOCK,):
+                yield _in_chunks(replace(overlapped, access=access), pins)
         if reason and not ban:
             return  # a rule against one level holds for the levels above it
 

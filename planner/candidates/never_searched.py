@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from parplan.planner.host_options.state_locations import has_chunks
 from parplan.planner.request import Constraints
 from parplan.profiles.stack import NEUTRAL, Stack
 
@@ -41,6 +42,11 @@ _ALWAYS = (
 )
 HOST_WHERE_NEEDED = UnsearchedPart(
     "the host, where something fits without it", "--host-memory or --offload asks for it"
+)
+
+OPERATORS_WHERE_NEEDED = UnsearchedPart(
+    "blocks in chunks that are used an operator at a time, where something fits by blocks",
+    "--chunk-access block,operator asks for both",
 )
 
 
@@ -84,4 +90,6 @@ def unsearched_parts(pins: Constraints, stack: Stack = NEUTRAL) -> tuple[Unsearc
         )
     if pins.offload is None:
         parts.append(HOST_WHERE_NEEDED)
+    if has_chunks(pins.offload) and pins.access is None:
+        parts.append(OPERATORS_WHERE_NEEDED)
     return tuple(parts)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from parplan.costmodels.host.offload import Offload
-from parplan.costmodels.host.state_location import ChunkCommunication, StateLocation
+from parplan.costmodels.host.state_location import Access, ChunkCommunication, StateLocation
 from parplan.costmodels.layers.chunked_layer import (
     STAGED_CHUNKS,
     BlockCost,
@@ -153,21 +153,21 @@ def location_costs(
 
     costs    the cost of one block by location
     """
-    from parplan.costmodels.chunks.chunk_layout import groups_after
     from parplan.costmodels.chunks.chunk_schedule import UPDATE_BYTES
-    from parplan.costmodels.chunks.group_size import group_size_of
 
     backward_s = price_cache.layer_time(
         LayerKind.BLOCK, layout.micro_batch_size, layout.sharding
     ).backward_s
     ranks = layout.mesh.dp
     width = price_cache.training.precision.num_bytes
-    size = group_size_of(tensors, num_blocks, ranks, price_cache.machine.cluster, width)
+    packed = _packed(tensors, num_blocks, layout, price_cache)
+    size, by_part = packed.elements, layout.access is Access.OPERATOR
     chunk = size // ranks
     # blocks with their padding, by number of blocks
-    groups = np.array(groups_after(tensors, num_blocks, size, ranks), dtype=np.float64)
-    padded = groups * (size / sum(tensors))
+    padded = packed.groups * (size / sum(tensors))
     block_bytes = width * padded[-1] / num_blocks * sum(tensors) / ranks
+    per_block = packed.groups[-1] / num_blocks if by_part else 1.0
+    block_bytes /= per_block  # of one group
     host, optimizer = counts_of_locations(num_blocks, costs)
     has_host_blocks = (host > 0).astype(np.float64)
     counts = {
@@ -186,11 +186,11 @@ def location_costs(
         host=host,
         optimizer=optimizer,
         update_bytes=UPDATE_BYTES * chunk * (counts[StateLocation.DEVICE] > 0).astype(np.float64),
-        working_bytes=_working_bytes(tensors, num_blocks, size, counts, layout, price_cache),
+        working_bytes=_working_bytes(packed, counts, layout, price_cache),
         always_bytes=summed(lambda cost: cost.device.total),
         host_bytes=summed(lambda cost: cost.host.total)
         + _staging_bytes(chunk, price_cache) * has_host_blocks,
-        parts=host.astype(np.float64),
+        parts=per_block * host.astype(np.float64),
         running=1.0,
         block_bytes=block_bytes,
         ahead_bytes=block_bytes
@@ -214,27 +214,64 @@ def _staging_bytes(chunk_elements: int, price_cache: LayerPriceCache) -> int:
     return STAGED_CHUNKS * price_cache.training.gradient_precision.num_bytes * chunk_elements
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Packed:
+    """The groups of a rank's blocks.
+
+    elements    of a group
+    groups      of x blocks, by x
+    needed      groups that the widest pass needs
+    made        elements of the tensors whose gradients it makes
+    """
+
+    elements: int
+    groups: Array
+    needed: int
+    made: int
+
+
+def _packed(
+    tensors: Tensors, num_blocks: int, layout: ParallelLayout, price_cache: PriceCache
+) -> _Packed:
+    from parplan.costmodels.chunks.chunk_layout import first_tensors, groups_after
+    from parplan.costmodels.chunks.group_size import (
+        common_group_size,
+        group_size_of,
+        summed_by_part,
+        widest_groups,
+    )
+
+    ranks, cluster = layout.mesh.dp, price_cache.machine.cluster
+    width = price_cache.training.precision.num_bytes
+    if layout.access is Access.BLOCK:
+        size = group_size_of(tensors, num_blocks, ranks, cluster, width)
+        groups = np.array(groups_after(tensors, num_blocks, size, ranks), dtype=np.float64)
+        needed = widest_groups(tensors, num_blocks, size, ranks)
+        return _Packed(elements=size, groups=groups, needed=needed, made=sum(tensors))
+    counts = price_cache.tensors_by_part(LayerKind.BLOCK, layout.access)
+    parts = summed_by_part(tensors, counts)
+    size = common_group_size([parts] * num_blocks, ranks, cluster, width, by_part=True)
+    groups = len(first_tensors(parts, 1, size)) * np.arange(num_blocks + 1, dtype=np.float64)
+    return _Packed(elements=size, groups=groups, needed=1, made=max(parts))
+
+
 def _working_bytes(
-    tensors: Tensors,
-    num_blocks: int,
-    group_elements: int,
+    packed: _Packed,
     counts: dict[StateLocation, Ints],
     layout: ParallelLayout,
     price_cache: PriceCache,
 ) -> Array:
-    """Upper bound of the widest block's bytes beside the states that stay and its activations.
+    """Upper bound of the widest pass's bytes beside the states that stay and its activations.
 
     They include its gradients in autograd (costmodels/chunks/slots.py). With several ranks: its
     gathered groups of parameters and of gradients, and the own chunks of a HOST block that are
     gathered. With one rank: the chunks of HOST blocks, in place.
     """
-    from parplan.costmodels.chunks.group_size import widest_groups
-
     ranks = layout.mesh.dp
     width = price_cache.training.precision.num_bytes
     in_parameters = writes_over_parameters(price_cache.training, layout.num_micro_batches)
     gradient = 0 if in_parameters else price_cache.training.gradient_precision.num_bytes
-    gathered = widest_groups(tensors, num_blocks, group_elements, ranks) * group_elements
+    gathered = packed.needed * packed.elements
     chunks = gathered // ranks
     communication = price_cache.chunking.communication
     fresh = chunks * gradient_chunks(ranks, communication) * gradient
@@ -244,4 +281,4 @@ def _working_bytes(
         working = gathered * width + fresh + chunks * (width + kept) * has_host_blocks
     else:
         working = chunks * (width + gradient) * has_host_blocks
-    return width * sum(tensors) + working
+    return width * packed.made + working

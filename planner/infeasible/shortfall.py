@@ -163,7 +163,13 @@ def _least_memory_layouts(request: Request) -> Iterator[ParallelLayout]:
     legal = enumerate_candidates(request).layouts
     layouts, _ = with_weights_over_data(legal, request, price_cache_of(request))
     for layout in layouts:
-        alike = layout.mesh, layout.tp_overlap, layout.chunked, layout.weights_over_data
+        alike = (
+            layout.mesh,
+            layout.tp_overlap,
+            layout.chunked,
+            layout.access,
+            layout.weights_over_data,
+        )
         known = seen.get(alike)
         if known is None or _thirst(layout) < _thirst(known):
             seen[alike] = layout

@@ -30,6 +30,8 @@ class ChunkLevel:
     stage: int
     micro_batch: int
     block: int
+    part: int
+    again: bool
     always: int
     pool: int
     gathered: int
@@ -62,6 +64,8 @@ def levels(schedule: RankChunks, price_cache: LayerPriceCache) -> tuple[ChunkLev
                 stage=moment.stage,
                 micro_batch=moment.micro_batch,
                 block=moment.block,
+                part=moment.access.part,
+                again=moment.access.rerun,
                 always=always,
                 pool=here,
                 gathered=whole,

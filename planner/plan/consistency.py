@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from parplan.costmodels.communication.mesh import Mesh, illegal_expert_parallel
-from parplan.costmodels.host.state_location import OFFLOAD_OF, StateLocation
+from parplan.costmodels.host.state_location import OFFLOAD_OF, Access, StateLocation
 from parplan.costmodels.schedules.actions import check_rows
 from parplan.costmodels.schedules.schedule import Schedule, legal, rank_of
 from parplan.planner.plan.pipeline_plan import PipelinePlan, PipelineStage
@@ -85,6 +85,10 @@ def _require_described(plan: Plan, where: str) -> None:
 
 def _require_traced(plan: TracedPlan, where: str) -> None:
     """Raises ConfigError for shards, or choices of stages, that do not fit the module."""
+    if plan.chunks is not None and plan.chunks.access is Access.OPERATOR:
+        raise _unfit(
+            where, "chunks", "access is operator, the shards of a traced module are used whole"
+        )
     ranges = [(f"shards.{i}", each.first, each.end) for i, each in enumerate(plan.shards)]
     _require_gapless("shards", ranges, plan.traced.num_operators, "operators", where)
     if plan.mesh.ep > 1 or (plan.mesh.tp > 1 and not plan.shardings):

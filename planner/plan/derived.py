@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from parplan.costmodels.host.state_location import Access
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.plan.plan import LayerRun, Plan
 from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
@@ -39,6 +40,7 @@ def layout_of(plan: AnyPlan) -> ParallelLayout:
         actions=pipeline.actions,
         tp_overlap=pipeline.tp_overlap,
         chunked=plan.chunks is not None,
+        access=Access.BLOCK if plan.chunks is None else plan.chunks.access,
         states_on_host=isinstance(plan, TracedPlan) and plan.states_on_host,
         weights_over_data=any(each.divides_over_data for each in layer_plans),
     )

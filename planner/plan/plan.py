@@ -7,7 +7,12 @@ from dataclasses import dataclass, field
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.offload import Offload
-from parplan.costmodels.host.state_location import ChunkCommunication, Eviction, StateLocation
+from parplan.costmodels.host.state_location import (
+    Access,
+    ChunkCommunication,
+    Eviction,
+    StateLocation,
+)
 from parplan.planner.plan.pipeline_plan import LayerRange, PipelinePlan, PipelineStage
 from parplan.planner.plan.prediction import Prediction, SearchRecord
 from parplan.profiles.errors import ConfigError
@@ -160,6 +165,7 @@ class ChunkPlan:
 
     communication    how data-parallel ranks gather and reduce the chunks of a group: all at once,
                      or one after the other
+    access    the unit of a block that has to be on the device together: `block`, or `operator`
     """
 
     __pydantic_config__ = _FORBID
@@ -168,6 +174,7 @@ class ChunkPlan:
     groups: tuple[ChunkGroup, ...]
     ranks: tuple[ChunkRank, ...]
     communication: ChunkCommunication = ChunkCommunication.GROUP
+    access: Access = Access.BLOCK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

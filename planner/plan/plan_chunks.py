@@ -34,6 +34,7 @@ def chunks_of(strategy: Strategy, price_cache: LayerPriceCache) -> ChunkPlan | N
         groups=tuple(_groups(ranks)),
         ranks=tuple(_rank(stage, rank_chunks) for stage, rank_chunks in enumerate(ranks)),
         communication=price_cache.chunking.communication,
+        access=strategy.layout.access,
     )
 
 

@@ -10,6 +10,7 @@ from parplan.costmodels.host.host_embedding import illegal_host_embedding
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.host.state_location import (
     OFFLOAD_OF,
+    Access,
     ChunkCommunication,
     Eviction,
     StateLocation,
@@ -62,6 +63,7 @@ class ChunkRequest:
     Of the `optimizer_blocks` blocks before them only the optimizer states lie there. All other
     states lie on the device.
 
+    access: the unit of a block that has to be on the device together
     device_bytes: bytes that tensors may fill on a device; None for `limit_bytes` less context,
     communicators and allocator
     limit_bytes: bytes of a device in all; None for its memory less the margin of a search
@@ -71,6 +73,7 @@ class ChunkRequest:
     host_blocks: int
     optimizer_blocks: int
     eviction: Eviction = Eviction.OPT
+    access: Access = Access.BLOCK
     device_bytes: int | None = None
     limit_bytes: int | None = None
     communication: ChunkCommunication = ChunkCommunication.GROUP
@@ -282,7 +285,10 @@ def with_homes(strategy: Strategy, request: ChunkRequest) -> Strategy:
         ]
         for (stage, index), home in zip(places, request.homes(len(places)), strict=True):
             stages[stage][index] = replace(stages[stage][index], zero=zero, home=home)
-    return Strategy(layout=replace(layout, chunked=True), stages=tuple(map(tuple, stages)))
+    return Strategy(
+        layout=replace(layout, chunked=True, access=request.access),
+        stages=tuple(map(tuple, stages)),
+    )
 
 
 def uniform_strategy(

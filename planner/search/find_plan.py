@@ -331,15 +331,24 @@ def find_plan(
 def find_best(factory: PriceFactory, on_progress: OnProgress | None = None) -> SearchResult:
     """Returns the best plan by the objective of a request for any kind of model.
 
-    Where the request leaves offload open, the host is used only if nothing fits without it. Raises
+    Where the request leaves offload open, the host is used only if nothing fits without it. Where
+    nothing fits and it leaves that open, blocks in chunks are used an operator at a time. Raises
     errors as `find_plan` does.
     """
+    result = _find_best(factory, on_progress)
+    finer = factory.by_operators() if result is None else None
+    if finer is not None:
+        result = _find_best(finer, on_progress)
+    if result is None:
+        raise factory.error(factory.searched if factory.offload is None else factory.offload)
+    return result
+
+
+def _find_best(factory: PriceFactory, on_progress: OnProgress | None) -> SearchResult | None:
+    """Returns the best plan, None where nothing fits."""
     objective, options = factory.request.objective, factory.request.options
     if objective is Objective.MEMORY:
-        result = _find_leanest(factory, on_progress)
-        if result is not None:
-            return result
-        raise factory.error(factory.searched if factory.offload is None else factory.offload)
+        return _find_leanest(factory, on_progress)
     prefer = factory.prefer if objective is Objective.THROUGHPUT else None
     uses = ((), factory.searched) if factory.offload is None else (factory.offload,)
     for allowed in uses:
@@ -347,7 +356,7 @@ def find_best(factory: PriceFactory, on_progress: OnProgress | None = None) -> S
         result = search(prices, objective, options, on_progress, prefer=prefer)
         if result is not None:
             return result
-    raise factory.error(uses[-1])
+    return None
 
 
 def _find_leanest(factory: PriceFactory, on_progress: OnProgress | None) -> SearchResult | None:

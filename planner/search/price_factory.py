@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from parplan.costmodels.host.offload import Offload
+from parplan.costmodels.host.state_location import Access
 from parplan.planner.candidates.never_searched import UnsearchedPart, unsearched_parts
+from parplan.planner.host_options.state_locations import has_chunks
 from parplan.planner.infeasible.shortfall import infeasible_error, least_peak_bytes
 from parplan.planner.objective import Prefer
 from parplan.planner.request import SEARCHED_OFFLOAD, PlanRequest, Request
@@ -43,6 +46,13 @@ class PriceFactory(ABC):
         Raises OutOfTimeError.
         """
 
+    def by_operators(self) -> PriceFactory | None:
+        """Returns the request whose blocks in chunks are used an operator at a time.
+
+        It is None where the request leaves no chunks, or says how they are used.
+        """
+        return None
+
     @abstractmethod
     def unsearched(self) -> tuple[UnsearchedPart, ...]:
         """Returns the parts of a plan that no search tries."""
@@ -63,6 +73,14 @@ class DescribedFactory(PriceFactory):
 
     def prices(self, offload: Hosted) -> DescribedPrices:
         return DescribedPrices(self.request.with_offload(offload))
+
+    def by_operators(self) -> DescribedFactory | None:
+        offload, pins = self.offload, self.request.constraints
+        offload = self.searched if offload is None else offload
+        if pins.access is not None or not has_chunks(offload):
+            return None
+        finer = replace(pins, access=(Access.OPERATOR,), offload=offload)
+        return DescribedFactory(replace(self.request, constraints=finer), self._explain)
 
     def least_peak_bytes(self, offload: Hosted) -> float | None:
         return least_peak_bytes(self.request.with_offload(offload))

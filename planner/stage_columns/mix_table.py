@@ -8,7 +8,7 @@ from itertools import chain
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.host_embedding import illegal_host_embedding
 from parplan.costmodels.host.offload import Offload
-from parplan.costmodels.host.state_location import StateLocation
+from parplan.costmodels.host.state_location import Access, StateLocation
 from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.chunked_layer import BlockCost
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
@@ -41,7 +41,7 @@ from parplan.planner.request import Constraints
 from parplan.planner.stage_columns.stage_prices import BlockCosts, block_prices, unbeaten_options
 from parplan.profiles.models.operator_graph import LayerKind
 
-_Kind = tuple[int, Sharding, bool, bool]  # the arguments of options
+_Kind = tuple[int, Sharding, bool, bool, Access]  # the arguments of options
 
 
 class StageTable:
@@ -114,9 +114,30 @@ class MixTable(StageTable):
             layout.of_blocks,
             layout.keeps_all(rank),
             may_offload_activations(layout, self.offload),
+            layout.access,
         )
 
     def options(self, layout: ParallelLayout, rank: int = 0) -> tuple[LayerOption, ...]:
+        """Returns the options of a rank.
+
+        Of blocks that are used an operator at a time, they are those whose recompute needs the
+        parameters of one part of the block at a time (costmodels/layers/block_parts.py).
+        """
+        if layout.access is Access.BLOCK:
+            return self._options(layout, rank)
+
+        def apart(option: LayerOption) -> bool:
+            passes = self.price_cache.part_passes(
+                LayerKind.BLOCK, layout.access, option.recompute, backward=True
+            )
+            return all(len(each.reads) == 1 for each in passes)
+
+        return self.once(
+            ("options by part", self._kind(layout, rank)),
+            lambda: tuple(filter(apart, self._options(layout, rank))),
+        )
+
+    def _options(self, layout: ParallelLayout, rank: int) -> tuple[LayerOption, ...]:
         """Returns the options of the catalogue.
 
         A rank that recomputes nothing has those without recompute, or Megatron's if none is
@@ -186,7 +207,14 @@ class MixTable(StageTable):
 
     def homes(self, layout: ParallelLayout, sharding: Sharding, num_blocks: int) -> LocationCosts:
         """Returns the costs of placing the blocks of a rank, for a layout in chunks."""
-        key = layout.mesh, layout.micro_batch_size, layout.num_micro_batches, sharding, num_blocks
+        key = (
+            layout.mesh,
+            layout.micro_batch_size,
+            layout.num_micro_batches,
+            sharding,
+            num_blocks,
+            layout.access,
+        )
         return self.once(
             ("homes", *key),
             lambda: location_costs(

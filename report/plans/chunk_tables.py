@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from parplan.costmodels.chunks.chunk_operations import RankChunks
-from parplan.costmodels.host.state_location import OFFLOAD_OF, StateLocation
+from parplan.costmodels.host.state_location import OFFLOAD_OF, Access, StateLocation
 from parplan.planner.plan.chunk_levels import CLASSES, ChunkLevel
 from parplan.planner.plan.derived import blocks_of
 from parplan.planner.plan.plan import ChunkGroup, ChunkPlan
@@ -93,8 +93,8 @@ def print_chunks(plan: AnyPlan, out: Console) -> None:
     say(out)
     say(
         out,
-        f"  what a step moves of one GPU, evicting by {chunks.eviction}; tensors may fill the "
-        f"budget",
+        f"  what a step moves of one GPU, evicting by {chunks.eviction}{_finer(chunks)}; tensors "
+        f"may fill the budget",
         "dim",
     )
     print_table(
@@ -114,6 +114,11 @@ def print_chunks(plan: AnyPlan, out: Console) -> None:
     )
 
 
+def _finer(chunks: ChunkPlan) -> str:
+    by_block = chunks.access is Access.BLOCK
+    return "" if by_block else ", blocks used an operator at a time"
+
+
 def _group_row(group: ChunkGroup, blocks: Sequence[int], width: int) -> tuple[str, ...]:
     return (
         f"{group.stage}",
@@ -127,10 +132,10 @@ def _group_row(group: ChunkGroup, blocks: Sequence[int], width: int) -> tuple[st
 
 
 def fullest_levels(levels: Sequence[ChunkLevel]) -> list[ChunkLevel]:
-    """Returns the fullest moments in the order of the step, one for each pass of a block."""
-    fullest: dict[tuple[str, int], ChunkLevel] = {}
+    """Returns the fullest moments in the order of the step, one for each access of a block."""
+    fullest: dict[tuple[str, int, int, bool], ChunkLevel] = {}
     for level in sorted(levels, key=lambda level: (-level.total, level.moment)):
-        fullest.setdefault((level.work, level.block), level)
+        fullest.setdefault((level.work, level.block, level.part, level.again), level)
     return sorted(list(fullest.values())[:MOST_ROWS], key=lambda level: level.moment)
 
 
@@ -147,8 +152,11 @@ def print_levels(levels: Sequence[ChunkLevel], rank: int, chunks: RankChunks, ou
         f"{budget}",
         "dim",
     )
-    heading = ("moment", "pass", "micro-batch", "block", *CLASSES, "total", "in", "out")
-    print_table(out, heading, map(_level_row, shown), left=("pass",))
+    by_part = any(level.part for level in levels)
+    block = ("block", "part") if by_part else ("block",)
+    heading = ("moment", "pass", "micro-batch", *block, *CLASSES, "total", "in", "out")
+    rows = (_level_row(level, by_part=by_part) for level in shown)
+    print_table(out, heading, rows, left=("pass",))
     sums = {
         name: sum(getattr(level, f"{name}_bytes") for level in levels)
         for name in ("in", "out", "gathered", "reduced")
@@ -163,7 +171,7 @@ def print_levels(levels: Sequence[ChunkLevel], rank: int, chunks: RankChunks, ou
     )
 
 
-def _level_row(level: ChunkLevel) -> tuple[str, ...]:
+def _level_row(level: ChunkLevel, *, by_part: bool) -> tuple[str, ...]:
     sizes = (
         *(getattr(level, name) for name in CLASSES),
         level.total,
@@ -172,9 +180,10 @@ def _level_row(level: ChunkLevel) -> tuple[str, ...]:
     )
     return (
         f"{level.moment}",
-        level.work,
+        f"{level.work} again" if level.again else level.work,
         f"{level.micro_batch}",
         f"{level.block}",
+        *((f"{level.part}",) if by_part else ()),
         *(gib_text(gib(size)) if size else "-" for size in sizes),
     )
 

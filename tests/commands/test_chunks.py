@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from parplan.costmodels.host.state_location import Access
 from parplan.planner.plan.plan_file import read_any_plan, read_plan, write_plan
 from parplan.planner.runs.run_file import ChunkMoved, PredictedAndMeasured, write_run
 from tests.helpers.command_runs import fail, run, succeed
@@ -84,6 +85,11 @@ def test_options_say_the_homes_of_blocks(options, expected):
         pytest.param((*CHUNKS[:1], "optimizer,states"), "states is of whole layers", id="states"),
         pytest.param(("--host-blocks", "1"), "--host-blocks is of chunks", id="without-chunks"),
         pytest.param(
+            ("--chunk-access", "operator"),
+            "--chunk-access is of chunks",
+            id="operators-without-chunks",
+        ),
+        pytest.param(
             ("--memory-limit", "2GiB"), "--memory-limit is of chunks", id="a-limit-of-nothing"
         ),
         pytest.param(
@@ -113,6 +119,44 @@ def test_options_say_the_homes_of_blocks(options, expected):
 )
 def test_what_does_not_fit_together_is_said(options, message):
     assert message in " ".join(fail(2, "estimate", *ASKED, *options).split())
+
+
+def test_blocks_used_an_operator_at_a_time_are_in_the_file_the_check_and_the_moments(tmp_path):
+    path = tmp_path / "plan.yaml"
+    more = ("--recompute", "full", "--chunk-access", "operator", "-o", str(path))
+    succeed("estimate", *ASKED, *CHUNKS, "--host-blocks", "2", *more)
+
+    assert read_plan(path).chunks.access is Access.OPERATOR
+    assert "blocks used an operator at a time" in " ".join(
+        succeed("show", str(path)).stdout.split()
+    )
+    assert "with the bytes of the file" in succeed("check", str(path)).stdout
+    moments = succeed("show", str(path), "--chunks").stdout
+    assert "part" in moments.splitlines()[1].split()
+    document = json.loads(succeed("show", str(path), "--chunks", "--json").stdout)
+    backward = [each for each in document["moments"] if each["work"] == "B" and each["block"] == 3]
+    # gpt-tiny has four parts; three of them run again before the backward pass
+    assert [(each["part"], each["again"]) for each in backward[:7]] == [
+        *((part, True) for part in (0, 1, 2)),
+        *((part, False) for part in (3, 2, 1, 0)),
+    ]
+
+
+def test_a_search_takes_the_access_that_is_pinned(tmp_path):
+    path = tmp_path / "plan.yaml"
+    pins = ("--tp", "1", "--dp", "2", "--micro-batch-size", "1", "--memory-limit", "1.2GiB")
+    succeed("--model", *ASKED[1:], *CHUNKS, *pins, "--chunk-access", "operator", "-o", str(path))
+
+    chunks = read_plan(path).chunks
+    assert chunks is None or chunks.access is Access.OPERATOR
+
+
+def test_a_traced_module_is_used_a_shard_at_a_time():
+    module = ("--model", "tests.helpers.external_modules:small", "--gpus", "1", "--gpu", "cpu")
+
+    error = fail(2, *module, "--chunk-access", "operator")
+
+    assert "a shard is one function to the executor" in " ".join(error.split())
 
 
 def test_a_limit_that_is_too_small_says_the_smallest():

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from parplan.costmodels.chunks.chunk_schedule import rank_chunks
-from parplan.costmodels.host.state_location import Eviction, StateLocation
+from parplan.costmodels.host.state_location import Access, Eviction, StateLocation
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.strategy import Strategy
 from parplan.profiles.errors import InfeasibleError
@@ -29,7 +29,7 @@ BOOKS = {
 }
 
 
-def chunked(homes, *, dp=1, recompute=Recompute.FULL, ends=True, **layout):
+def chunked(homes, *, dp=1, recompute=Recompute.FULL, ends=True, access=Access.BLOCK, **layout):
     """One block of each of `homes`, in model order, on equal stages."""
     plain = uniform(
         frame_of(dp=dp, **layout),
@@ -46,7 +46,7 @@ def chunked(homes, *, dp=1, recompute=Recompute.FULL, ends=True, **layout):
         )
         for stage in plain.stages
     )
-    return Strategy(layout=replace(plain.layout, chunked=True), stages=stages)
+    return Strategy(layout=replace(plain.layout, chunked=True, access=access), stages=stages)
 
 
 def smallest_bytes(strategy, rank, prices):
@@ -71,7 +71,7 @@ def chunks_of_blocks(share):
     Blocks thus share groups and have several.
     """
 
-    def elements(blocks, ranks, cluster, width_bytes=2):
+    def elements(blocks, ranks, cluster, width_bytes=2, *, by_part=False):
         block = blocks[0]
         return -(-max(max(block), int(share * sum(block))) // ranks) * ranks
 

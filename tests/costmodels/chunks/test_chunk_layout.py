@@ -281,3 +281,15 @@ def test_tensors_of_a_block_are_in_the_order_of_its_operators_with_local_shapes(
         whole[2].elements // 2,
         3 * model.hidden_size // 2,
     ]
+
+
+def test_the_tensors_of_a_unit_lie_in_one_group():
+    tensors = [
+        SizedTensor(name, elements) for name, elements in zip("abcde", (4, 1, 2, 3, 4), strict=True)
+    ]
+
+    layout = pack(tensors, 6, units=(2, 2, 1))
+
+    assert layout.group_of == (0, 0, 1, 1, 2)  # c would fit behind b, d behind it would not
+    with pytest.raises(ConfigError, match="c has 5 elements"):
+        pack(tensors, 4, units=(1, 1, 2, 1))

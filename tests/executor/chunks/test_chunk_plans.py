@@ -15,11 +15,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from parplan.costmodels.chunks.chunk_states import ChunkStates
 from parplan.costmodels.host.offload import Offload
-from parplan.costmodels.host.state_location import Eviction
+from parplan.costmodels.host.state_location import Access, Eviction
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.executor.chunks import chunk_manager as manager
 from parplan.executor.chunks.chunk_buffers import BudgetError, Buffer, ChunkCopies
+from parplan.executor.chunks.chunk_manager import OrderError
 from parplan.executor.data.batches import synthetic_batches
 from parplan.executor.pipeline import pipeline
 from parplan.executor.training.train import ranks_of
@@ -35,6 +36,7 @@ from tests.helpers.executor_plans import GPT, LLAMA, MIXTRAL
 DEEP = replace(GPT, num_layers=6)
 HOST = ChunkRequest(host_blocks=6, optimizer_blocks=0)
 MIXED = ChunkRequest(host_blocks=2, optimizer_blocks=1)
+OPERATORS = replace(MIXED, access=Access.OPERATOR)
 RELATIVE = 1e-6  # of sums in another order, to the largest entry of a gradient
 LEAST = 1e-4  # of what gradients are compared with: some are zero
 
@@ -146,6 +148,58 @@ def test_what_is_recomputed_drops_out_is_routed_or_leaves_the_device_is_the_same
 
     require_equal(chunk_step, step(chunked_plan(None, **choices)))
     require_bytes([chunk_step])
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        pytest.param({}, id="no-recompute"),
+        pytest.param({"recompute": Recompute.FULL}, id="recomputed-blocks"),
+        pytest.param({"recompute": Recompute.SELECTIVE}, id="recomputed-attention"),
+        pytest.param(
+            {"model": replace(LLAMA, dropout=0.1), "recompute": Recompute.FULL},
+            id="recomputed-blocks-that-drop-out",
+        ),
+        pytest.param(
+            {"model": MIXTRAL, "recompute": Recompute.FULL}, id="a-recomputed-mixture-of-experts"
+        ),
+        pytest.param(
+            {"model": replace(GPT, parallel_residual=True), "recompute": Recompute.FULL},
+            id="parallel-residual",
+        ),
+        pytest.param(
+            {
+                "num_micro_batches": 1,
+                "recompute": Recompute.FULL,
+                "precision": Precision.BF16,
+                "gradients": Precision.BF16,
+            },
+            id="gradients-in-the-place-of-parameters",
+        ),
+        pytest.param({"offload": (Offload.ACTIVATIONS,)}, id="activations-on-the-host"),
+    ],
+)
+def test_blocks_that_are_used_an_operator_at_a_time_give_the_same_and_move_what_is_predicted(
+    step, choices
+):
+    choices = {"num_micro_batches": 2, **choices}
+
+    chunk_step = step(at(smallest(OPERATORS, **choices), OPERATORS, **choices))
+
+    require_equal(chunk_step, step(chunked_plan(None, **choices)))
+    require_bytes([chunk_step])
+
+
+def test_a_rank_that_runs_operators_in_another_order_is_stopped(step, monkeypatch):
+    plan = at(10**9, OPERATORS)
+    by_block = replace(plan, chunks=replace(plan.chunks, access=Access.BLOCK))
+    monkeypatch.setattr(
+        pipeline, "rank_chunks_of", lambda _, rank: rank_chunks_of(at(10**9, MIXED), rank)
+    )
+
+    assert step(by_block).loss > 0
+    with pytest.raises(OrderError, match="of block 0, part 1"):
+        step(plan)
 
 
 @pytest.mark.parametrize("gradients", [Precision.BF16, Precision.FP32])
@@ -332,14 +386,17 @@ FOUR_RANKS = {
 
 
 def require_like_plain(
-    cases: dict[str, dict], budgets: tuple[float, ...], evictions: tuple[Eviction, ...]
+    cases: dict[str, dict],
+    budgets: tuple[float, ...],
+    evictions: tuple[Eviction, ...],
+    request: ChunkRequest = MIXED,
 ) -> None:
     """Every case in one world, with every budget, in shares of the smallest, and policy."""
     plans, names = [], []
     for name, choices in cases.items():
-        least = smallest(MIXED, **choices)
+        least = smallest(request, **choices)
         chunked = [
-            at(int(share * least), replace(MIXED, eviction=eviction), **choices)
+            at(int(share * least), replace(request, eviction=eviction), **choices)
             for share in budgets
             for eviction in evictions
         ]
@@ -367,6 +424,19 @@ def _copied_by_gloo(plan: Plan) -> int:
 @pytest.mark.multiproc
 def test_two_ranks_move_gather_and_reduce_what_is_predicted():
     require_like_plain(TWO_RANKS, (1.0,), (Eviction.OPT,))
+
+
+BY_OPERATORS = {
+    "data-parallel": {"dp": 2, "num_micro_batches": 2},
+    "data-parallel-recomputed": {"dp": 2, "num_micro_batches": 2, "recompute": Recompute.FULL},
+    "1f1b-recomputed": {"pp": 2, "num_micro_batches": 4, "recompute": Recompute.FULL},
+    "tensor-parallel-recomputed": {"tp": 2, "sp": True, "recompute": Recompute.FULL},
+}
+
+
+@pytest.mark.multiproc
+def test_two_ranks_that_use_an_operator_at_a_time_move_gather_and_reduce_what_is_predicted():
+    require_like_plain(BY_OPERATORS, (1.0, 1.1), (Eviction.OPT,), OPERATORS)
 
 
 @pytest.mark.slow
