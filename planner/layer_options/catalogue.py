@@ -19,7 +19,7 @@ from parplan.costmodels.layers.recompute import Recompute, RecomputedOperators, 
 from parplan.costmodels.layers.tensor_flow import shared_beside_a_copy
 from parplan.costmodels.operators.micro_batches import numbers_of_tensors
 from parplan.costmodels.operators.sharding import Sharding, Split, Splits
-from parplan.costmodels.price_cache import PriceCache
+from parplan.costmodels.price_cache import PriceCache, table_division, table_of
 from parplan.planner.layer_options.layer_front import Allowed, layer_fronts, least_times_s
 from parplan.planner.layer_options.layer_problem import (
     LayerProblem,
@@ -132,25 +132,28 @@ def _block_problems(model: ModelSpec, training: TrainingSpec, node: _OneNode) ->
 
 
 class BlockProblems:
-    """The choices of a strategy for every operator of a block, each made once."""
+    """The choices of a strategy for every operator of a layer, mostly a block, each made once."""
 
     def __init__(self, price_cache: PriceCache) -> None:
         self.price_cache = price_cache
         self._once = KeyedCache()
 
-    def __call__(self, micro_batch_size: int, sharding: Sharding) -> LayerProblem:
+    def __call__(
+        self, micro_batch_size: int, sharding: Sharding, kind: LayerKind = LayerKind.BLOCK
+    ) -> LayerProblem:
         price_cache, degrees = self.price_cache, sharding.degrees
         sizes = self._alike(micro_batch_size)
         strategies = self._once(
-            (sizes, degrees),
+            (kind, sizes, degrees),
             lambda: LayerStrategies(
-                [price_cache.graph(size).block for size in sizes],
+                [price_cache.graph(size).layer_class(kind) for size in sizes],
                 price_cache.inside(degrees),
                 price_cache.training,
             ),
         )
         problems = self._once(
-            (sizes, degrees, sharding.boundary), lambda: strategies.problems(sharding.boundary)
+            (kind, sizes, degrees, sharding.boundary),
+            lambda: strategies.problems(sharding.boundary),
         )
         return problems[sizes.index(micro_batch_size)]
 
@@ -174,12 +177,13 @@ def _sizes_with(micro_batch_size: int) -> tuple[int, ...]:
 
 
 class Catalogue:
-    """The options of a block by micro-batch and sharding, each list computed once.
+    """The options of a layer by micro-batch and sharding, each list computed once.
 
     recompute   the levels that are allowed, None for any list of operators
     problems    the choices of a strategy for every operator of a block
 
-    Blocks with experts have Megatron's sharding and the three levels of recompute.
+    Blocks with experts have Megatron's sharding and the three levels of recompute, and the
+    embedding and head beside them have Megatron's sharding.
     """
 
     def __init__(
@@ -297,6 +301,82 @@ class Catalogue:
         ):
             yield self._option(picked, weight_layout, b, sharding)
 
+    def ends(
+        self, kind: LayerKind, micro_batch_size: int, sharding: Sharding
+    ) -> tuple[LayerOption, ...]:
+        """Returns the ways to divide embedding or head, Megatron's first.
+
+        For every division of the token table they are the front of seconds and saved bytes. No
+        operator is recomputed.
+        """
+        key = kind, micro_batch_size, sharding
+        return self._once(("ends", *key), lambda: self._ends(*key))
+
+    def _ends(self, kind: LayerKind, b: int, sharding: Sharding) -> tuple[LayerOption, ...]:
+        level = Recompute.NONE
+        size = self.price_cache.activations(kind, b, sharding, level)
+        megatron = LayerOption(
+            recompute=(),
+            sharding=sharding,
+            weight_layout=_divided(table_division(self.price_cache.layer(kind, 1), sharding)),
+            time_s=self.price_cache.layer_time(kind, b, sharding, level).total_s,
+            saved_bytes=float(size.saved),
+            ideal_saved_bytes=size.ideal_saved,
+            workspace_bytes=float(size.workspace),
+            kind=kind,
+        )
+        if not self.divides(sharding):
+            return (megatron,)
+        operators = self.price_cache.layer(kind, 1).operators
+        problem, divisions = self.end_choices(kind, b, sharding)
+        fronts = layer_fronts(problem, list(divisions.values()))
+        layouts = [layout for layout, front in zip(divisions, fronts, strict=True) for _ in front]
+        options = {sharding: megatron}
+        for weight_layout, picked in zip(
+            layouts, evaluate(problem, np.concatenate(fronts)), strict=True
+        ):
+            own = tuple(
+                (op.name, option.splits)
+                for op, option in zip(operators, picked.options, strict=True)
+                if option.splits != sharding.splits(op)
+            )
+            divided = replace(sharding, own=own)
+            option = replace(
+                megatron,
+                sharding=divided,
+                weight_layout=weight_layout,
+                time_s=picked.launched_s,
+                saved_bytes=picked.saved_bytes,
+                workspace_bytes=picked.workspace_bytes,
+            )
+            options.setdefault(divided, option)
+        return tuple(options.values())
+
+    def end_choices(
+        self, kind: LayerKind, micro_batch_size: int, sharding: Sharding
+    ) -> tuple[LayerProblem, dict[WeightLayout, Allowed]]:
+        """Returns the choices of embedding or head, and by division of the table those with it."""
+        problem = self.problem(micro_batch_size, sharding, kind).only(
+            lambda _, option: not option.recomputed
+        )
+        layer = self.price_cache.layer(kind, 1)
+        table = table_of(layer)
+        divisions = {
+            option.splits: _divided(
+                table_division(
+                    layer, single_operator_sharding(table, option.splits, sharding.degrees)
+                )
+            )
+            for option in problem.options[problem.names.index(table.name)]
+        }
+
+        def allowed(division: WeightLayout) -> Allowed:
+            return lambda name, option: (
+                name != table.name or divisions[option.splits] == division
+            )
+
+        return problem, {division: allowed(division) for division in divisions.values()}
+
     def alternatives(self, micro_batch_size: int, sharding: Sharding) -> Iterator[LayerProblem]:
         """Yields the choices of blocks that divide their weights as `sharding` does.
 
@@ -395,6 +475,10 @@ class Catalogue:
             ideal_saved_bytes=size.ideal_saved,
             workspace_bytes=float(size.workspace),
         )
+
+
+def _divided(division: tuple[str | None, ...]) -> WeightLayout:
+    return frozenset(dim for dim in division if dim)
 
 
 def weight_divided(operator: Operator, splits: Splits, degrees: tuple[int, ...]) -> bool:

@@ -12,6 +12,7 @@ from parplan.costmodels.chunks.chunk_memory import unchunked_prices
 from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.memory.rank_memory import sent_bytes, stashes, zero_passes_bytes
+from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.stage_costs import rank_edges, rank_receives
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.dominance import Array
@@ -151,8 +152,9 @@ def end_costs(
         shared = contents.shared(price_cache) if mesh.pp > 1 else ()
         besides = contents.besides_bytes(b, price_cache)
     time_s += rank_edges(layout, price_cache).value_s
-    tail_s = sum(outside.shared_reduction(each, mesh, sharding).value_s for each in shared)
-    table = price_cache.shared_table_bytes(mesh, sharding)
+    table_sharding = sharding if contents else _table_sharding(ends, sharding, price_cache)
+    tail_s = sum(outside.shared_reduction(each, mesh, table_sharding).value_s for each in shared)
+    table = price_cache.shared_table_bytes(mesh, table_sharding)
     states = gradients = ideal = saved = used_up = waiting = host = 0.0
     ideal_held = stashes(LayerKind.BLOCK, rank, layout) * besides
     held_bytes = table + ideal_held
@@ -177,10 +179,12 @@ def end_costs(
         workspaces[kind.role] = size.workspace
         buffer = max(buffer, held.zero_buffer)
         if kind.role is LayerKind.HEAD and layout.splits_backward:
-            waiting += price_cache.waiting_bytes(kind, b, sharding)
+            waiting += price_cache.waiting_bytes(kind, b, own)
         elif kind.role is LayerKind.HEAD:
             used_up += size.saved
-    workspaces[LayerKind.EMBEDDING] += price_cache.table_workspace_bytes(mesh, sharding)
+    workspaces[LayerKind.EMBEDDING] += price_cache.table_workspace_bytes(
+        mesh, table_sharding
+    )
     return EndCosts(
         time_s=time_s,
         tail_s=tail_s,
@@ -198,6 +202,68 @@ def end_costs(
         waiting=waiting,
         host=host,
     )
+
+
+def _table_sharding(
+    ends: tuple[LayerKey, ...], sharding: Sharding, price_cache: LayerPriceCache
+) -> Sharding:
+    """Returns the sharding of the rank's first layer that has the token table."""
+    return price_cache.own_sharding(ends[0], sharding) if ends else sharding
+
+
+def unbeaten_ends(
+    rank: int, layout: ParallelLayout, stages: Sequence[int], ways: Sequence[LayerPriceCache]
+) -> list[LayerPriceCache]:
+    """Returns the ways of a rank's embedding and head that no other dominates.
+
+    ways    the prices with each; the first of equals remains
+
+    Ways with different divisions of a table that another rank holds too are all kept.
+    """
+    if len(ways) == 1:
+        return list(ways)
+    values = np.array([_end_values(rank, layout, stages, way) for way in ways])
+    tied = rank in tied_ends(layout)
+    kinds = end_kinds(rank, layout)
+    tables = [way.table_division(kinds[0], layout.sharding) if tied else () for way in ways]
+    no_worse = (values[:, None] <= values[None, :]).all(axis=2)
+    return [
+        way
+        for i, way in enumerate(ways)
+        if not any(
+            no_worse[j, i] and tables[j] == tables[i] and (not no_worse[i, j] or j < i)
+            for j in range(len(ways))
+            if j != i
+        )
+    ]
+
+
+def _end_values(
+    rank: int, layout: ParallelLayout, stages: Sequence[int], way: LayerPriceCache
+) -> list[float]:
+    """Returns the costs of embedding and head at all ZeRO stages; less of each is never worse."""
+    values: list[float] = []
+    for zero in stages:
+        costs = end_costs(rank, layout, zero, way)
+        values += (
+            costs.time_s,
+            costs.tail_s,
+            costs.states,
+            costs.states - costs.gradients,
+            costs.held,
+            costs.held - costs.used_up,
+            costs.embedding_workspace,
+            costs.head_workspace,
+            costs.zero_buffer,
+            costs.step_copies,
+            costs.waiting,
+        )
+        for kind in end_kinds(rank, layout):  # each for itself, where gradients come and go
+            own = way.own_sharding(kind, layout.sharding)
+            size = way.activations(kind, layout.micro_batch_size, own)
+            held = way.states(kind, layout.mesh, own, zero)
+            values += size.saved, held.states.gradients, held.zero_buffer
+    return [max(value, -1.0) for value in values]
 
 
 def block_prices(
