@@ -20,6 +20,7 @@ from parplan.costmodels.layers.tensor_flow import shared_beside_a_copy
 from parplan.costmodels.operators.micro_batches import numbers_of_tensors
 from parplan.costmodels.operators.sharding import Sharding, Split, Splits
 from parplan.costmodels.price_cache import PriceCache, table_division, table_of
+from parplan.planner.dominance import Array, Ints
 from parplan.planner.layer_options.layer_front import Allowed, layer_fronts, least_times_s
 from parplan.planner.layer_options.layer_problem import (
     LayerProblem,
@@ -306,8 +307,8 @@ class Catalogue:
     ) -> tuple[LayerOption, ...]:
         """Returns the ways to divide embedding or head, Megatron's first.
 
-        For every division of the token table they are the front of seconds and saved bytes. No
-        operator is recomputed.
+        For every division of the token table they are all that no other equals or beats in seconds,
+        saved bytes and workspace. No operator is recomputed.
         """
         key = kind, micro_batch_size, sharding
         return self._once(("ends", *key), lambda: self._ends(*key))
@@ -318,7 +319,7 @@ class Catalogue:
         megatron = LayerOption(
             recompute=(),
             sharding=sharding,
-            weight_layout=_divided(table_division(self.price_cache.layer(kind, 1), sharding)),
+            weight_layout=self._table_layout(kind, sharding),
             time_s=self.price_cache.layer_time(kind, b, sharding, level).total_s,
             saved_bytes=float(size.saved),
             ideal_saved_bytes=size.ideal_saved,
@@ -327,62 +328,74 @@ class Catalogue:
         )
         if not self.divides(sharding):
             return (megatron,)
+        return (megatron, *self._other_ends(megatron, b))
+
+    def _other_ends(self, megatron: LayerOption, b: int) -> Iterator[LayerOption]:
+        """Yields the ways that no way with the same division of the table equals or beats."""
+        kind, sharding = megatron.kind.role, megatron.sharding
         operators = self.price_cache.layer(kind, 1).operators
-        problem, divisions = self.end_choices(kind, b, sharding)
-        fronts = layer_fronts(problem, list(divisions.values()))
-        layouts = [layout for layout, front in zip(divisions, fronts, strict=True) for _ in front]
-        options = {sharding: megatron}
-        for weight_layout, picked in zip(
-            layouts, evaluate(problem, np.concatenate(fronts)), strict=True
-        ):
+        problem = self._end_choices(kind, b, sharding)
+        every = np.indices([len(options) for options in problem.options])
+        rows = every.reshape(len(operators), -1).T
+        picked = evaluate(problem, rows)
+        table = operators.index(table_of(self.price_cache.layer(kind, 1)))
+        layouts = [
+            self._table_layout(kind, replace(sharding, own=((operators[table].name, each.splits),)))
+            for each in problem.options[table]
+        ]
+        numbers = np.array([layouts.index(layout) for layout in layouts])
+        values = [[p.launched_s, p.saved_bytes, p.workspace_bytes] for p in picked]
+        for row in _unbeaten_rows(np.array(values), numbers[rows[:, table]]):
             own = tuple(
                 (op.name, option.splits)
-                for op, option in zip(operators, picked.options, strict=True)
+                for op, option in zip(operators, picked[row].options, strict=True)
                 if option.splits != sharding.splits(op)
             )
-            divided = replace(sharding, own=own)
-            option = replace(
-                megatron,
-                sharding=divided,
-                weight_layout=weight_layout,
-                time_s=picked.launched_s,
-                saved_bytes=picked.saved_bytes,
-                workspace_bytes=picked.workspace_bytes,
-            )
-            options.setdefault(divided, option)
-        return tuple(options.values())
-
-    def end_choices(
-        self, kind: LayerKind, micro_batch_size: int, sharding: Sharding
-    ) -> tuple[LayerProblem, dict[WeightLayout, Allowed]]:
-        """Returns the choices of embedding or head, and by division of the table those with it."""
-        problem = self.problem(micro_batch_size, sharding, kind).only(
-            lambda _, option: not option.recomputed
-        )
-        layer = self.price_cache.layer(kind, 1)
-        table = table_of(layer)
-        divisions = {
-            option.splits: _divided(
-                table_division(
-                    layer, single_operator_sharding(table, option.splits, sharding.degrees)
+            if own:
+                yield replace(
+                    megatron,
+                    sharding=replace(sharding, own=own),
+                    weight_layout=layouts[rows[row, table]],
+                    time_s=picked[row].launched_s,
+                    saved_bytes=picked[row].saved_bytes,
+                    workspace_bytes=picked[row].workspace_bytes,
                 )
-            )
-            for option in problem.options[problem.names.index(table.name)]
-        }
 
-        def allowed(division: WeightLayout) -> Allowed:
-            return lambda name, option: (
-                name != table.name or divisions[option.splits] == division
-            )
+    def _end_choices(self, kind: LayerKind, b: int, sharding: Sharding) -> LayerProblem:
+        return self.problem(b, sharding, kind).only(lambda _, option: not option.recomputed)
 
-        return problem, {division: allowed(division) for division in divisions.values()}
+    def _table_layout(self, kind: LayerKind, sharding: Sharding) -> WeightLayout:
+        """Returns the division of the token table in embedding or head."""
+        division = table_division(self.price_cache.layer(kind, 1), sharding)
+        return frozenset(dim for dim in division if dim)
 
-    def alternatives(self, micro_batch_size: int, sharding: Sharding) -> Iterator[LayerProblem]:
-        """Yields the choices of blocks that divide their weights as `sharding` does.
+    def _tables_as(self, kind: LayerKind, sharding: Sharding) -> Allowed:
+        """Returns a test of options that divide the token table as `sharding` does."""
+        table = table_of(self.price_cache.layer(kind, 1))
+        weight_layout = self._table_layout(kind, sharding)
+
+        def allowed(name: str, option: StrategyOption) -> bool:
+            if name != table.name:
+                return True
+            alone = single_operator_sharding(table, option.splits, sharding.degrees)
+            return self._table_layout(kind, alone) == weight_layout
+
+        return allowed
+
+    def alternatives(
+        self, micro_batch_size: int, sharding: Sharding, kind: LayerKind = LayerKind.BLOCK
+    ) -> Iterator[LayerProblem]:
+        """Yields the choices of layers that divide their weights as `sharding` does.
 
         There is one for each allowed level of recompute, or one for all lists of operators.
         """
         plain, dims = replace(sharding, own=()), divided_dims(self.price_cache)
+        if kind is not LayerKind.BLOCK:
+            if self.divides(plain):
+                yield self._end_choices(kind, micro_batch_size, plain).only(
+                    self._tables_as(kind, sharding)
+                )
+            return
         problem = self.problem(micro_batch_size, plain)
         divided = frozenset(
             operator.parallel_dim
@@ -477,8 +490,12 @@ class Catalogue:
         )
 
 
-def _divided(division: tuple[str | None, ...]) -> WeightLayout:
-    return frozenset(dim for dim in division if dim)
+def _unbeaten_rows(values: Array, group: Ints) -> list[int]:
+    """Returns the rows that no other of the same group equals or beats, the first of equals."""
+    no_worse = (values[:, None] <= values[None, :]).all(axis=2) & (group[:, None] == group)
+    first = np.arange(len(values))
+    beats = no_worse & (~no_worse.T | (first[:, None] < first))
+    return np.flatnonzero(~beats.any(axis=0)).tolist()
 
 
 def weight_divided(operator: Operator, splits: Splits, degrees: tuple[int, ...]) -> bool:
