@@ -37,7 +37,6 @@ from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.provenance import ZERO, Seconds
 
-
 TOKENS = "tokens"  # what a sharding divides where a table is whole over divided tokens
 
 

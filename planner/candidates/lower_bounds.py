@@ -435,7 +435,9 @@ def redundancy_bound_bytes(layout: ParallelLayout, table: MixTable) -> float:
         (LayerKind.HEAD, 1),
     ):
         held = [
-            unchunked_prices(layout, ends).states(kind, mesh, ends.own_sharding(kind, sharding), zero)
+            unchunked_prices(layout, ends).states(
+                kind, mesh, ends.own_sharding(kind, sharding), zero
+            )
             for ends in _ways(kind, layout, table)
             for zero in stages
         ]

@@ -182,9 +182,7 @@ def end_costs(
             waiting += price_cache.waiting_bytes(kind, b, own)
         elif kind.role is LayerKind.HEAD:
             used_up += size.saved
-    workspaces[LayerKind.EMBEDDING] += price_cache.table_workspace_bytes(
-        mesh, table_sharding
-    )
+    workspaces[LayerKind.EMBEDDING] += price_cache.table_workspace_bytes(mesh, table_sharding)
     return EndCosts(
         time_s=time_s,
         tail_s=tail_s,

@@ -85,7 +85,10 @@ PLANS: dict[str, Plan] = {
         make_plan(SHORT_LLAMA, tp=2), tokens=BATCH, norm=SEQUENCE, lm_head=HIDDEN, loss=VOCAB
     ),
     "pp2-gpt-tied-by-hidden": with_ends(
-        make_plan(SHORT_GPT, pp=2, tp=2), tokens=HIDDEN, lm_head=Split("hidden", "batch"), loss=BATCH
+        make_plan(SHORT_GPT, pp=2, tp=2),
+        tokens=HIDDEN,
+        lm_head=Split("hidden", "batch"),
+        loss=BATCH,
     ),
     "pp2-gpt-tied-over-tokens": with_ends(
         make_plan(SHORT_GPT, pp=2, tp=2, sp=True), tokens=SEQUENCE, lm_head=SEQUENCE, loss=SEQUENCE

@@ -69,9 +69,7 @@ def ends_of(strategy: Strategy) -> tuple[LayerChoice, LayerChoice]:
 
 @pytest.mark.parametrize(
     "case",
-    mostly_slow(
-        itertools.product(range(6), (False, True), (1, 2)), {(0, False, 1), (0, True, 1)}
-    ),
+    mostly_slow(itertools.product(range(6), (False, True), (1, 2)), {(0, False, 1), (0, True, 1)}),
 )
 def test_no_division_of_embedding_and_head_is_faster_than_the_plans(case):
     seed, tied, pp = case
