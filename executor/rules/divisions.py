@@ -252,9 +252,9 @@ def _embedding_rule(operator: Operator, placement: OperatorPlacement) -> Iterato
     """Yield faults of the token table, which reads ids, and of the position table."""
     is_table = operator.kind is OperatorKind.EMBEDDING
     weight = placement.parameters.get("weight", ())
-    legal_weights = (COLUMNS,) if placement.output == FEATURES else (WHOLE,)
+    legal_weights = [COLUMNS] if placement.output == FEATURES else [WHOLE]
     if is_table and placement.output != FEATURES:
-        legal_weights = (WHOLE, ROWS)
+        legal_weights.append(ROWS)
     if weight not in legal_weights:
         legal = " or ".join(map(_text, legal_weights))
         yield f"weight {_text(weight)} with output {_text(placement.output)}, it must be {legal}"
