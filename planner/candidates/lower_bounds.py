@@ -161,11 +161,19 @@ def _end_seconds(
     for option in table.catalogue.ends(kind, layout.micro_batch_size, layout.sharding):
         known_s = seconds.get(option.weight_layout, math.inf)
         least_s = min(
-            option.time_s + _end_data_s(option, layout, ends, table)
+            _end_compute_s(option, layout, ends) + _end_data_s(option, layout, ends, table)
             for ends in table.tables_of_ends(layout, (kind,))
         )
         seconds[option.weight_layout] = min(known_s, least_s)
     return seconds
+
+
+def _end_compute_s(option: LayerOption, layout: ParallelLayout, price_cache: PriceCache) -> float:
+    """Seconds of embedding or head on the device, with its table in one place."""
+    if not price_cache.looks_up(option.kind):
+        return option.time_s
+    b = layout.micro_batch_size
+    return price_cache.layer_time(option.kind, b, option.sharding).total_s
 
 
 def _end_data_s(
