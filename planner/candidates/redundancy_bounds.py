@@ -83,7 +83,7 @@ def _prices(rank: int, layout: ParallelLayout, table: MixTable) -> list[MixPrice
     """Returns the prices of a rank with each way to run its embedding and head."""
     columns = rank_columns(rank, layout, table)
     ways = columns.ways if isinstance(columns, AnyEnds) else (columns,)
-    mixes = [way for way in ways if isinstance(way, MixPrices)]
+    mixes: list[MixPrices] = [way for way in ways if isinstance(way, MixPrices)]
     assert len(mixes) == len(ways), "the memory objective has no chunks and no host"
     return mixes
 

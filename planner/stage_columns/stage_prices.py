@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,6 +21,8 @@ from parplan.planner.layer_options.catalogue import LayerOption
 from parplan.planner.layer_options.mixes import Mixes, column_of, widest_mixes
 from parplan.planner.stage_columns.stage_contents import StageContents
 from parplan.profiles.models.operator_graph import LayerKey, LayerKind
+
+Prices = TypeVar("Prices", bound=LayerPriceCache)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,8 +213,8 @@ def _table_sharding(
 
 
 def unbeaten_ends(
-    rank: int, layout: ParallelLayout, stages: Sequence[int], ways: Sequence[LayerPriceCache]
-) -> list[LayerPriceCache]:
+    rank: int, layout: ParallelLayout, stages: Sequence[int], ways: Sequence[Prices]
+) -> list[Prices]:
     """Returns the ways of a rank's embedding and head that no other dominates.
 
     ways    the prices with each; the first of equals remains
@@ -224,7 +227,7 @@ def unbeaten_ends(
     tied = rank in tied_ends(layout)
     kinds = end_kinds(rank, layout)
     tables = [way.table_division(kinds[0], layout.sharding) if tied else () for way in ways]
-    no_worse = (values[:, None] <= values[None, :]).all(axis=2)
+    no_worse = np.asarray((values[:, None] <= values[None, :]).all(axis=2))
     return [
         way
         for i, way in enumerate(ways)
