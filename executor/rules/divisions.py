@@ -104,7 +104,9 @@ def table_division(layer_plan: LayerPlan) -> tuple[Entries, bool]:
 def table_placement(division: tuple[Entries, bool]) -> OperatorPlacement:
     """Return a placement of the token table of an embedding with a division."""
     weight, summed = division
-    output = FEATURES if weight == COLUMNS else SEQUENCE if summed else WHOLE
+    output = SEQUENCE if summed else WHOLE
+    if weight == COLUMNS:
+        output = FEATURES
     return OperatorPlacement(parameters={"weight": weight}, input=WHOLE, output=output)
 
 
