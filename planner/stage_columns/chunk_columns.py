@@ -35,7 +35,7 @@ from parplan.planner.stage_columns.embedding_columns import AnyEnds
 from parplan.planner.stage_columns.mix_prices import MixPrices, PricedMixes
 from parplan.planner.stage_columns.mix_table import MixTable
 from parplan.planner.stage_columns.stage_column import RankTimeLimit, StageColumn, unbeaten_rows
-from parplan.planner.stage_columns.stage_prices import end_kinds, unbeaten_ends
+from parplan.planner.stage_columns.stage_prices import end_kinds, tied_ends, unbeaten_ends
 from parplan.profiles.models.operator_graph import LayerKey, LayerKind
 
 LEAN_STEP = 1 / 256  # share of one copy of the states
@@ -446,10 +446,15 @@ def rank_columns(rank: int, layout: ParallelLayout, table: MixTable) -> Columns:
     make = ChunkColumns if layout.chunked else RankColumns
 
     def both() -> Columns:
-        every = table.price_caches_of_ends(layout, end_kinds(rank, layout))
-        ways = every
-        if layout.mesh.tp > 1:
-            ways = tuple(unbeaten_ends(rank, layout, table.zero_stages(layout), every))
+        kinds, stages = end_kinds(rank, layout), table.zero_stages(layout)
+        ways = table.price_caches_of_ends(layout, kinds)
+        if len(ways) > 1 and layout.mesh.tp > 1:
+            tied = rank in tied_ends(layout)
+            alike = layout.mesh, layout.micro_batch_size, layout.sharding, stages
+            ways = table.once(
+                ("ways", kinds, tied, *alike, layout.splits_backward, layout.chunked),
+                lambda: tuple(unbeaten_ends(rank, layout, stages, ways)),
+            )
         columns = [make(rank, layout, table, ends) for ends in ways]
         return AnyEnds(columns) if len(columns) > 1 else columns[0]
 

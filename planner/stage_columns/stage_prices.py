@@ -244,21 +244,22 @@ def _end_values(
 ) -> list[float]:
     """Returns the costs of embedding and head at all ZeRO stages; less of each is never worse."""
     values: list[float] = []
-    b, mesh, prices = layout.micro_batch_size, layout.mesh, unchunked_prices(layout, way)
+    b, mesh = layout.micro_batch_size, layout.mesh
+    prices = unchunked_prices(layout, way)
     for kind in end_kinds(rank, layout):
         own = way.own_sharding(kind, layout.sharding)
         size = way.activations(kind, b, own)
         compute_s = way.layer_time(kind, b, own).total_s
         waiting = way.waiting_bytes(kind, b, own) if layout.splits_backward else 0.0
         table = way.table_workspace_bytes(mesh, own)
-        values += size.saved, size.workspace + table, waiting
+        values.extend((size.saved, size.workspace + table, waiting))
         for zero in stages:
             data = prices.data_parallel(kind, b, mesh, own, zero)
             held = prices.states(kind, mesh, own, zero)
             states = held.states
-            values += compute_s + data.per_micro_batch_s, data.per_step_s
-            values += states.total, states.gradients, states.total - states.gradients
-            values += held.zero_buffer, held.step_copies
+            values.extend((compute_s + data.per_micro_batch_s, data.per_step_s))
+            values.extend((states.total, states.gradients, states.total - states.gradients))
+            values.extend((held.zero_buffer, held.step_copies))
     return values
 
 
