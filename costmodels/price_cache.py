@@ -20,22 +20,24 @@ from parplan.costmodels.layers.layer_price_cache import (
     LayerStates,
     ParameterSharing,
 )
-from parplan.costmodels.layers.model_states import owned_parameters
 from parplan.costmodels.layers.recompute import RecomputedOperators, recompute_operators
 from parplan.costmodels.layers.sub_pipeline import HALVES
-from parplan.costmodels.operators.sharding import Sharding
+from parplan.costmodels.operators.sharding import SCATTERED, Sharding
 from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.models.operator_graph import (
     LayerClass,
     LayerKey,
     LayerKind,
     ModelGraph,
+    Operator,
     Tensor,
     layer_kind,
 )
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.provenance import ZERO, Seconds
+
+TOKENS = "tokens"  # what a sharding divides where a table is whole over divided tokens
 
 
 class PriceCache(LayerPriceCache):
@@ -108,6 +110,20 @@ class PriceCache(LayerPriceCache):
             if operator.parallel_dim == "vocab"
         )
         return (ParameterSharing((0, self.model.num_layers + 1), table),)
+
+    def _shared_elements(self, shared: ParameterSharing, sharding: Sharding) -> int:
+        return sharding.parameter_elements(self._table(sharding))
+
+    def _table(self, sharding: Sharding) -> Operator:
+        """Returns the token table of the layer, embedding or head, that has `sharding`."""
+        tables = table_of(self.graph(1).embedding), table_of(self.graph(1).head)
+        named = {name for name, _ in sharding.own}
+        return next((table for table in tables if table.name in named), tables[0])
+
+    def table_division(self, kind: LayerKey, sharding: Sharding) -> tuple[str | None, ...]:
+        if not self.tied:
+            return ()
+        return table_division(self.layer(kind, 1), self.own_sharding(kind, sharding))
 
     def layer(self, kind: LayerKey, micro_batch_size: int) -> LayerClass:
         return self._on_device(
@@ -265,13 +281,13 @@ class PriceCache(LayerPriceCache):
         return halved_workspace_bytes(half, layer, sharding, recomputed, self.training.stack)
 
     def table_workspace_bytes(self, mesh: Mesh, sharding: Sharding) -> int:
-        """Bytes of temporaries beside the embedding's gradient.
+        """Bytes of temporaries beside the gradient of an embedding with `sharding`.
 
         They are the sum with the head's gradient of a shared table, or the whole gradient of a
         divided table, if the stack makes that before it is cut. The larger counts.
         """
-        embedding = self.graph(1).embedding.operators[0]
-        whole = sum(parameter.num_elements for parameter in embedding.parameters)
+        embedding = table_of(self.graph(1).embedding)
+        whole = embedding.num_parameters
         made = (
             self.training.stack.whole_table_gradients
             and sharding.parameter_elements(embedding) < whole
@@ -284,15 +300,30 @@ class PriceCache(LayerPriceCache):
     def shared_table_bytes(self, mesh: Mesh, sharding: Sharding) -> int:
         """Bytes of the token table's gradient in autograd, if head and embedding are one parameter.
 
+        sharding    that of the embedding, or of the head
+
         Autograd holds the head's gradient until the embedding's exists, and allocates a third
         tensor for their sum. Zero unless the stack frees gradients.
         """
         if not self.tied or mesh.pp > 1 or not self.training.stack.frees_gradients:
             return 0
-        head = self.graph(1).head
-        elements = owned_parameters(head, sharding)
-        elements -= owned_parameters(head, sharding, with_tied=False)
+        elements = sharding.parameter_elements(self._table(sharding))
         return self.training.precision.num_bytes * elements
+
+
+def table_of(layer: LayerClass) -> Operator:
+    """Returns the operator of embedding or head whose matrix is the token table."""
+    return next(op for op in layer.operators if op.parameters and op.parallel_dim == "vocab")
+
+
+def table_division(layer: LayerClass, sharding: Sharding) -> tuple[str | None, ...]:
+    """Returns by axis the division of the token table in embedding or head.
+
+    It is the dim of the table, TOKENS where the ranks hold all of it and parts of its gradient, or
+    None. Gradients of two copies can be added as they are where both have the same.
+    """
+    splits = sharding.splits(table_of(layer))
+    return tuple(TOKENS if split.dim in SCATTERED else split.dim for split in splits)
 
 
 def described_prices(price_cache: LayerPriceCache) -> PriceCache:

@@ -260,7 +260,7 @@ def shared_reductions(strategy: Strategy, rank: int, price_cache: LayerPriceCach
         }
         if len(holders) > 1 and rank in holders:
             outside = unchunked_prices(layout, price_cache)
-            total += outside.shared_reduction(shared, layout.mesh, layout.sharding)
+            total += outside.shared_reduction(shared, layout.mesh, strategy.first_sharding)
     return total
 
 

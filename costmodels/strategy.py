@@ -175,6 +175,11 @@ class Strategy:
     layout: ParallelLayout
     stages: tuple[tuple[LayerChoice, ...], ...]
 
+    @property
+    def first_sharding(self) -> Sharding:
+        """The sharding of the first layer, which has the token table of a described model."""
+        return self.layout.sharding_of(self.stages[0][0])
+
     def layers_of(self, stage: int) -> tuple[int, int]:
         """Returns the first layer of a virtual stage in the model, and the end."""
         first = sum(map(len, self.stages[:stage]))

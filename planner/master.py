@@ -11,7 +11,8 @@
     (C5) time <= slowest allowed           memory objective
     (C6) sum_s D T rho_s <= (1 + eps) R*   second phase of the memory objective
     (C7) sharded_first = sharded_last      a tied embedding: the gradients of both copies are whole,
-                                           or both are sharded (ZeRO > 0)
+                                           or both are sharded (ZeRO > 0), and one division over
+                                           tensor-parallel ranks cuts both tables
     (C8) sum_c n_c z_sc <= N               for each rank s: the pass without recompute, where e > 0
     (C9) sum_c z_sc = sum_p w_kp           where layers differ: for each content of a virtual stage
          sum of w that end at a cut        k, its places; what ends at a cut on stage k begins there
@@ -42,7 +43,7 @@ from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.dominance import Array, distinct
 from parplan.planner.request import SolverName
 from parplan.planner.solver import Problem, Unsolved, chosen, weighted
-from parplan.planner.stage_columns.stage_column import StageColumn
+from parplan.planner.stage_columns.stage_column import StageColumn, alike_ends
 from parplan.planner.stage_columns.stage_prices import tied_ends
 from parplan.profiles.units import MIB, US_PER_S
 
@@ -141,13 +142,16 @@ class Master:
             self.problem.require(weighted(blocks) == num_layers, "C2_blocks")
         if tied and tied_ends(layout):
             first, last = tied_ends(layout)
-            self.problem.require(self._sharded(first) == self._sharded(last), "C7_tied")
+            values = {c.tied_as for rank in (first, last) for c in self.picks[rank]}
+            for n, value in enumerate(sorted(values, key=str)[1:]):
+                alike = self._tied_as(first, value) == self._tied_as(last, value)
+                self.problem.require(alike, f"C7_tied_{n}")
 
     def _variables(self, s: int, columns: Sequence[StageColumn]) -> dict[StageColumn, Any]:
         """Returns the z of every column of rank s: binary, or a share of a corner."""
         variable = {True: self.problem.continuous, False: self.problem.binary}
         picks = {column: variable[column.corner](f"z_{s}_{c}") for c, column in enumerate(columns)}
-        groups: dict[tuple[Hashable, int, bool], list[tuple[Any, float]]] = {}
+        groups: dict[Hashable, list[tuple[Any, float]]] = {}
         for column, z in picks.items():
             if column.corner:
                 groups.setdefault(column.group, []).append((z, 1.0))
@@ -209,8 +213,8 @@ class Master:
                 )
             before = flow
 
-    def _sharded(self, rank: int) -> Any:
-        return weighted((z, 1.0) for column, z in self.picks[rank].items() if column.zero)
+    def _tied_as(self, rank: int, value: Hashable) -> Any:
+        return weighted((z, 1.0) for c, z in self.picks[rank].items() if c.tied_as == value)
 
     @property
     def time_us(self) -> Any:
@@ -318,20 +322,10 @@ def fastest_apart(
 
     With a longest tail E, the fastest column of each rank with at most that tail has the least
     pace and the least ramp. So the optimum is the best over all E, which are the tails of columns;
-    where an embedding is tied, the best with both of its copies sharded, or with neither.
+    where an embedding is tied, the best over all ways in which its copies are alike (C7).
     """
     ends = tied_ends(layout) if tied else ()
-    choices = [
-        _fastest_by_tail(
-            layout,
-            [
-                [c for c in columns if rank not in ends or (c.zero > 0) == sharded]
-                for rank, columns in enumerate(options)
-            ],
-            share,
-        )
-        for sharded in ((False, True) if ends else (False,))
-    ]
+    choices = [_fastest_by_tail(layout, alike, share) for alike in alike_ends(options, ends)]
     return min(filter(None, choices), key=lambda choice: choice.step_s, default=None)
 
 

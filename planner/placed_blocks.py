@@ -20,7 +20,7 @@ from parplan.costmodels.schedules.hidden_recompute import hidden_passes
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.dominance import Array, distinct
 from parplan.planner.master import MasterChoice, evaluate, smallest_pace_s
-from parplan.planner.stage_columns.stage_column import StageColumn
+from parplan.planner.stage_columns.stage_column import StageColumn, alike_ends
 from parplan.planner.stage_columns.stage_prices import tied_ends
 
 Options = Sequence[Sequence[StageColumn]]
@@ -48,16 +48,12 @@ def fastest_placed(
 ) -> MasterChoice | None:
     """Returns the optimum of `Master.fastest` of ranks `joined_by_blocks`, or None.
 
-    None where no choice takes less than `cut_s`. Where an embedding is tied, both of its copies are
-    sharded, or neither is. `check` is called before each box and may raise if no time is left.
+    None where no choice takes less than `cut_s`. Where an embedding is tied, its copies are alike
+    (C7). `check` is called before each box and may raise if no time is left.
     """
     ends = tied_ends(layout) if tied else ()
     best: MasterChoice | None = None
-    for sharded in (False, True) if ends else (False,):
-        allowed = [
-            [c for c in columns if rank not in ends or (c.zero > 0) == sharded]
-            for rank, columns in enumerate(options)
-        ]
+    for allowed in alike_ends(options, ends):
         if all(allowed):
             for choice in _descent(layout, allowed, num_blocks, share, cut_s, check):
                 best, cut_s = choice, choice.step_s

@@ -254,7 +254,9 @@ def _layer(
         saved=size.saved + kept,
         forward=made,
         backward=made,
-        lasting=price_cache.shared_table_bytes(layout.mesh, layout.sharding) if is_head else 0,
+        lasting=price_cache.shared_table_bytes(layout.mesh, strategy.first_sharding)
+        if is_head
+        else 0,
         gradients=_states(choice, strategy, price_cache).gradients if freed else 0,
     )
     if price_cache.offloads_states:
@@ -355,9 +357,9 @@ def uncounted_bytes(
     in_flight = stashes(LayerKind.BLOCK, rank, layout) * -(-num_blocks // layout.virtual_stages) + 1
     total = _batch_bytes(layout, price_cache) + (NORM_BYTES * norms * tokens + random) * in_flight
     if described and rank == layout.rank_of(layout.num_virtual_stages - 1):
-        each = (2 * NORM_BYTES + LOSS_KEPT_BYTES) * tokens + _logits_bytes(
-            layout, layout.sharding, price_cache
-        )
+        head = price_cache.own_sharding(LayerKind.HEAD, layout.sharding)
+        logits_bytes = _logits_bytes(layout, head, price_cache)
+        each = (2 * NORM_BYTES + LOSS_KEPT_BYTES) * tokens + logits_bytes
         total += stashes(LayerKind.HEAD, rank, layout) * each + LOSS_MADE_BYTES * tokens
     return total
 

@@ -76,6 +76,7 @@ from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.provenance import ZERO, Seconds
 from parplan.profiles.stack import AttentionKernel
 
+Ends = tuple[tuple[LayerKey, Sharding], ...]  # embedding and head with their shardings
 IDS_BYTES = 16  # id and target of a token, as int64
 
 
@@ -134,6 +135,7 @@ class LayerPriceCache(ABC):
                 divides; None for all of dp
     offload     parts of every layer that the host holds
     chunking    how a device holds chunks in layouts with chunks; no other price depends on it
+    ends        the shardings of embedding and head where they are not those of a layout
 
     Raises ConfigError where the stack has no kernel for the chosen attention.
     """
@@ -154,6 +156,7 @@ class LayerPriceCache(ABC):
         self.zero_ranks = zero_ranks
         self.offload = offload
         self.chunking = chunking or Chunking()
+        self.ends: Ends = ()
         self.once = self._once = KeyedCache()
 
     @abstractmethod
@@ -218,7 +221,17 @@ class LayerPriceCache(ABC):
 
     def own_sharding(self, kind: LayerKey, sharding: Sharding) -> Sharding:
         """Returns the sharding of a layer in a layout with `sharding`."""
-        return sharding
+        return next((own for end, own in self.ends if end is kind), sharding)
+
+    def with_ends(self, ends: Ends) -> Self:
+        """Returns the same prices for layouts whose embedding and head have these shardings."""
+        prices = copy(self)  # shares the cache of layers
+        prices.ends = ends
+        return prices
+
+    def table_division(self, kind: LayerKey, sharding: Sharding) -> tuple[str | None, ...]:
+        """Returns the division of a tied token table in embedding or head, which must be alike."""
+        return ()
 
     @property
     def shared_parameters(self) -> tuple[ParameterSharing, ...]:
@@ -226,17 +239,25 @@ class LayerPriceCache(ABC):
         return ()
 
     def shared_reduction(self, shared: ParameterSharing, mesh: Mesh, sharding: Sharding) -> Seconds:
-        """Seconds a step to sum the gradients of parameters that several pipeline ranks hold."""
+        """Seconds a step to sum the gradients of parameters that several pipeline ranks hold.
+
+        sharding    that of a layer with these parameters
+        """
+        elements = self._shared_elements(shared, sharding)
         return self._once(
-            ("shared", shared, mesh, sharding.tp),
+            ("shared", shared, mesh, elements),
             lambda: shared_reduction(
-                shared.elements // sharding.tp,
+                elements,
                 len(shared.layers),
                 mesh=mesh,
                 machine=self.machine,
                 training=self.training,
             ),
         )
+
+    def _shared_elements(self, shared: ParameterSharing, sharding: Sharding) -> int:
+        """Returns the shared parameters that one tensor-parallel rank holds."""
+        return shared.elements // sharding.tp
 
     def constants(self, first: int, end: int, micro_batch_size: int) -> Seconds:
         """Seconds a micro-batch of the values that layers [first, end) make of the batch alone."""
@@ -307,7 +328,8 @@ class LayerPriceCache(ABC):
         if self.training.gradient_precision is Precision.FP32:
             return self
 
-        return self._once(("outside", self.offload), self._with_fp32_gradients)
+        alike = self._once(("outside", self.offload), self._with_fp32_gradients)
+        return alike.with_ends(self.ends)
 
     def _with_fp32_gradients(self) -> Self:
         prices = copy(self)

@@ -41,6 +41,8 @@ MASTER_BYTES = 4
 MOMENTS_BYTES = 8
 # fp32 copies of a layer's parameters that ZeRO holds beside them (`zero_buffer_bytes`)
 ZERO_2_COPIES, ZERO_3_COPIES = 2, 4
+# operators whose whole matrix over divided tokens has a gradient to sum inside a stage
+SUMMED = (*PRODUCTS, OperatorKind.EMBEDDING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ class LocalParameter:
 
     over_data    data-parallel ranks that it is divided over; None where each has a copy
     of_experts   its experts are divided so
-    summed_axes  axes inside a stage over which the gradient of a product's weight is a sum
+    summed_axes  axes inside a stage over which the gradient of a matrix is a sum
     """
 
     shape: tuple[int, ...]
@@ -140,7 +142,7 @@ class LocalParameters:
 def _local(
     operator: Operator, sharding: Sharding, *, sums_weights: bool
 ) -> tuple[LocalParameter, ...]:
-    sums_weights = sums_weights and operator.kind in PRODUCTS
+    sums_weights = sums_weights and operator.kind in SUMMED
     return tuple(
         LocalParameter(
             sharding.parameter_shape(operator, parameter),

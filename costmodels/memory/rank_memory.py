@@ -220,7 +220,7 @@ def rank_memory(strategy: Strategy, rank: int, price_cache: LayerPriceCache) -> 
     layout = strategy.layout
     layers = rank_layers(strategy, rank)
     sizes = rank_activations(strategy, rank, price_cache)
-    table = price_cache.shared_table_bytes(layout.mesh, layout.sharding)
+    table = price_cache.shared_table_bytes(layout.mesh, strategy.first_sharding)
     of_choice = {
         choice: price_cache.states(
             choice.kind, layout.mesh, layout.sharding_of(choice), choice.zero
@@ -345,7 +345,7 @@ def layer_activations(
     )
     if choice.kind.role is not LayerKind.EMBEDDING:
         return size
-    table = price_cache.table_workspace_bytes(layout.mesh, layout.sharding)
+    table = price_cache.table_workspace_bytes(layout.mesh, layout.sharding_of(choice))
     return replace(size, workspace=size.workspace + table)
 
 
@@ -399,7 +399,7 @@ def _apart_bytes(
         constant_bytes(
             rank,
             layout,
-            None if embedding is None else embedding.zero,
+            embedding,
             reduced,
             price_cache,
             strategy.layers_of,
@@ -411,7 +411,7 @@ def _apart_bytes(
 def constant_bytes(
     rank: int,
     layout: ParallelLayout,
-    embedding_zero: int | None,
+    embedding: LayerChoice | None,
     reduced: Bytes,
     price_cache: LayerPriceCache,
     layers_of: LayersOf | None = None,
@@ -421,14 +421,16 @@ def constant_bytes(
     Messages count with their mean size. Without the layers of the virtual stages all cuts are
     alike.
 
-    embedding_zero    the ZeRO stage of the embedding if the rank has it
-    reduced           the largest buffer of its ZeRO-1 layers
+    embedding    the rank's embedding, if it has it
+    reduced      the largest buffer of its ZeRO-1 layers
     """
-    table = price_cache.shared_table_bytes(layout.mesh, layout.sharding)
-    gathered = 0.0
-    if table and embedding_zero == 3:
-        embedding = price_cache.states(LayerKind.EMBEDDING, layout.mesh, layout.sharding, 3)
-        gathered = embedding.zero_buffer / ZERO_3_COPIES
+    table = gathered = 0.0
+    if embedding is not None:
+        sharding = layout.sharding_of(embedding)
+        table = price_cache.shared_table_bytes(layout.mesh, sharding)
+        if table and embedding.zero == 3:
+            states = price_cache.states(LayerKind.EMBEDDING, layout.mesh, sharding, 3)
+            gathered = states.zero_buffer / ZERO_3_COPIES
     return ConstantBytes(
         sent=sent_bytes(rank, layout, price_cache, layers_of) / max(1, num_sent(rank, layout)),
         shared_table=table,

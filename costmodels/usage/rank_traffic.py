@@ -24,12 +24,12 @@ from parplan.costmodels.host.state_location import ChunkCommunication
 from parplan.costmodels.layers.chunked_layer import BROADCAST_GATHERS
 from parplan.costmodels.layers.layer_price import LOSS_REDUCTIONS
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
-from parplan.costmodels.layers.model_states import owned_parameters
+from parplan.costmodels.layers.model_states import SUMMED, owned_parameters
 from parplan.costmodels.layers.sub_pipeline import HALVES
 from parplan.costmodels.layers.tensor_flow import TensorFlow, leaving_tensor, tensor_flows_of
 from parplan.costmodels.operators.kernels import FP32_BYTES
 from parplan.costmodels.operators.sharding import PARTIAL, Place, Sharding
-from parplan.costmodels.price_cache import PriceCache
+from parplan.costmodels.price_cache import PriceCache, table_of
 from parplan.costmodels.schedules.actions import ActionKind
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy, in_chunks
 from parplan.profiles.models.operator_graph import (
@@ -98,13 +98,8 @@ def rank_tally(strategy: Strategy, rank: int, price_cache: PriceCache) -> Tally:
         _add_chunks(tally, chunks_of_rank(strategy, rank, price_cache))
     ends = {layout.rank_of(0), layout.rank_of(layout.num_virtual_stages - 1)}
     if price_cache.tied and len(ends) > 1 and rank in ends:
-        tables = (
-            p
-            for op in price_cache.graph(1).embedding.operators
-            for p in op.parameters
-            if op.parallel_dim == "vocab"
-        )
-        elements = sum(p.num_elements for p in tables) // layout.mesh.tp
+        table = table_of(price_cache.graph(1).embedding)
+        elements = strategy.first_sharding.parameter_elements(table)
         num_bytes = _gradient_bytes(elements, unchunked_prices(layout, price_cache))
         tally.add(Axis.PP, Collective.ALL_REDUCE, num_bytes)
     return tally
@@ -258,7 +253,7 @@ def _summed_inside(layer: LayerClass, sharding: Sharding, shards: int) -> Iterat
     (`parplan.costmodels.layers.data_parallel.summed_inside`)
     """
     for operator in layer.operators if sharding.own else ():
-        for parameter in operator.parameters if operator.kind is OperatorKind.MATMUL else ():
+        for parameter in operator.parameters if operator.kind in SUMMED else ():
             if len(parameter.dims) > 1 and sharding.summed_axes(operator, parameter):
                 elements = math.prod(sharding.parameter_shape(operator, parameter))
                 yield -(-elements // shards) * FP32_BYTES

@@ -1,4 +1,4 @@
-"""Cross entropy over a vocabulary that tensor-parallel ranks may share.
+"""Cross entropy over a vocabulary or over tokens that tensor-parallel ranks may share.
 
 The forward pass saves four bytes a logit, and the backward pass turns them into the gradient in
 place. torch's own cross entropy holds a second fp32 copy of the logits, and a third for their
@@ -56,7 +56,8 @@ def _all_reduce(
 class Loss(nn.Module):
     """Cross entropy summed over the tokens.
 
-    The ranks of `group` hold equal slices of the vocabulary, in rank order. logits [batch,
+    The ranks of `group` hold equal slices of the vocabulary, in rank order. Without a group it is
+    the sum over the given tokens, which may be a part of all. logits [batch,
     sequence, vocabulary of this rank], targets [batch, sequence] -> a scalar in fp32. The backward
     pass works in place, so it can run only once.
     """

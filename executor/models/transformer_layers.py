@@ -65,10 +65,18 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Tokens(nn.Embedding):
-    """The token table, divided over the vocabulary under tensor parallelism."""
+    """The token table.
+
+    `on_shards` is false where it is divided over the vocabulary: the rows of other ranks are masked
+    by DTensor.
+    """
+
+    on_shards = False
 
     def forward(self, ids: Tensor) -> Tensor:
         weight = self.weight
+        if self.on_shards:
+            return functional.embedding(ids, local(weight))
         if isinstance(weight, DTensor):
             # DTensor makes the gradient of a vocabulary shard whole; this no-op cuts it at once
             weight = weight.redistribute(placements=weight.placements)

@@ -30,7 +30,7 @@ from parplan.executor.placed_layers import (
     local_stages,
     stage_layers,
 )
-from parplan.executor.rules.divisions import local_shape
+from parplan.executor.rules.divisions import FEATURES, SEQUENCE, WHOLE, local_shape
 from parplan.executor.sharding.overlap import (
     PER_LINEAR,
     PER_STAGE,
@@ -58,7 +58,6 @@ from parplan.executor.sharding.zero_units import (
 from parplan.executor.tensors import as_dtensor, local
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.operator_graph import LayerKind
-from parplan.profiles.models.spec import Positions
 from parplan.profiles.models.transformer import build_graph
 
 
@@ -299,8 +298,11 @@ def _build_placed_layer(
             recipes,
             in_halves=level == PER_LINEAR,
         )
-    if placed.kind is LayerKind.HEAD and ranks.tp_mesh is not None:
+    if placed.kind is LayerKind.HEAD and placed.plan.operators["loss"].input == FEATURES:
         layer.loss.group = ranks.tp_mesh.get_group()
+    if placed.kind is LayerKind.EMBEDDING:
+        boundary = parse_placement(border(plan, placed), placed.name)
+        layer.register_forward_hook(lambda _, ids, x: x.redistribute(ranks.tp_mesh, boundary))
     return layer
 
 
@@ -338,14 +340,16 @@ def _recipes(plan: Plan, placed: PlacedLayer, ranks: RankPlace, host: HostCopies
 
 
 def border(plan: Plan, after: PlacedLayer) -> tuple[str, ...]:
-    """Returns the placement of the activation that leaves a stage after the layer `after`."""
-    embedding = "positions" if plan.model.positions is Positions.LEARNED else "tokens"
-    name = {
-        LayerKind.EMBEDDING: embedding,
-        LayerKind.BLOCK: "residual2",
-        LayerKind.HEAD: "lm_head",
-    }[after.kind]
-    return of_axis(after.plan.operators[name].output, "tp") if plan.mesh.tp > 1 else ()
+    """Returns the placement of the activation that leaves a stage after the layer `after`.
+
+    The embedding leaves it as blocks read it, however its tables are divided.
+    """
+    if plan.mesh.tp == 1:
+        return WHOLE
+    if after.kind is LayerKind.EMBEDDING:
+        return SEQUENCE if after.plan.sequence_parallel else WHOLE
+    name = "residual2" if after.kind is LayerKind.BLOCK else "lm_head"
+    return of_axis(after.plan.operators[name].output, "tp")
 
 
 def _entry(plan: Plan, ranks: RankPlace, first: PlacedLayer) -> Callable[[Tensor], Tensor]:

@@ -9,9 +9,15 @@
     attention, rotary         Shard(0) or Shard(2), whole heads; the same output
     norm                      Shard(0) or Shard(1); the same output
     activation, residual      Shard(0), Shard(1) or Shard(2); the same output
+    token table, by rows      ids whole  Shard(0)               whole, Shard(0) or Shard(1)
+            by columns        ids whole  Shard(1)               Shard(2)
+            by tokens         ids cut    whole                  Shard(0) or Shard(1)
+    position table            Shard(0), Shard(1) or Shard(2), where Shard(1) cuts the table too;
+                              the same output
+    loss                      Shard(0), Shard(1) or Shard(2) of the logits; the sum is whole
 
-Every operator may also be whole. The token table and the head's product are divided over the
-vocabulary, as the loss reads them. Activations are [batch, sequence, feature].
+Every operator may also be whole. The head's product is like any other. A tied table is divided
+alike in embedding and head. Activations are [batch, sequence, feature].
 """
 
 from __future__ import annotations
@@ -21,7 +27,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from parplan.planner.plan.plan import OperatorPlacement, Plan
+from parplan.planner.plan.plan import LayerPlan, OperatorPlacement, Plan
+from parplan.planner.plan.traced_plan import AnyPlan
 from parplan.profiles.models.operator_graph import LayerKind, Operator, OperatorKind
 from parplan.profiles.models.transformer import build_graph
 
@@ -31,7 +38,8 @@ WHOLE: Entries = ()
 BATCH: Entries = ("Shard(0)@tp",)
 SEQUENCE: Entries = ("Shard(1)@tp",)
 FEATURES: Entries = ("Shard(2)@tp",)
-ROWS = BATCH  # of a weight [features out, features in]
+ROWS, COLUMNS = BATCH, SEQUENCE  # of a weight [features out, features in], and of a table
+TOKENS = (BATCH, SEQUENCE)
 
 _SHARD = re.compile(r"Shard\((\d+)\)@tp")
 
@@ -86,6 +94,38 @@ def misplaced(plan: Plan) -> Iterator[Misplaced]:
         for problem in _problems(operator, layer, placement):
             yield Misplaced(layer_plan=name, layer=layer, operator=operator, problem=problem)
             break
+
+
+def table_division(layer_plan: LayerPlan) -> tuple[Entries, bool]:
+    """Return how embedding or head divides the token table.
+
+    The second value is true where ranks hold parts of the gradient of a whole table.
+    """
+    name = "tokens" if layer_plan.layer is LayerKind.EMBEDDING else "lm_head"
+    placement = layer_plan.operators.get(name, OperatorPlacement())
+    weight = placement.parameters.get("weight", WHOLE)
+    return weight, weight == WHOLE and placement.output in TOKENS
+
+
+def table_placement(division: tuple[Entries, bool]) -> OperatorPlacement:
+    """Return a placement of the token table of an embedding with a division."""
+    weight, summed = division
+    output = SEQUENCE if summed else WHOLE
+    if weight == COLUMNS:
+        output = FEATURES
+    return OperatorPlacement(parameters={"weight": weight}, input=WHOLE, output=output)
+
+
+def loses_by_tokens(plan: AnyPlan) -> bool:
+    """Return whether every tensor-parallel rank has the loss of its part of the tokens.
+
+    The ranks of a traced module all have the whole loss.
+    """
+    return isinstance(plan, Plan) and any(
+        layer_plan.operators["loss"].input in TOKENS
+        for layer_plan in plan.layer_plans.values()
+        if "loss" in layer_plan.operators
+    )
 
 
 def undivided(plan: Plan) -> Iterator[Undivided]:
@@ -165,8 +205,8 @@ def _rule(operator: Operator, layer: LayerKind, placement: OperatorPlacement) ->
     """Yield faults against the rule of the operator's kind."""
     if operator.kind is OperatorKind.EMBEDDING or layer is LayerKind.EMBEDDING:
         yield from _embedding_rule(operator, placement)
-    elif operator.kind is OperatorKind.CROSS_ENTROPY or operator.parallel_dim == "vocab":
-        yield from _vocabulary_rule(operator, placement)
+    elif operator.kind is OperatorKind.CROSS_ENTROPY:
+        yield from _loss_rule(placement)
     elif operator.kind is OperatorKind.MATMUL:
         yield from _matmul_rule(operator, placement)
     else:
@@ -219,32 +259,24 @@ def _same_rule(operator: Operator, placement: OperatorPlacement) -> Iterator[str
 
 
 def _embedding_rule(operator: Operator, placement: OperatorPlacement) -> Iterator[str]:
+    """Yield faults of the token table, which reads ids, and of the position table."""
     is_table = operator.kind is OperatorKind.EMBEDDING
     weight = placement.parameters.get("weight", ())
-    legal_weight = ROWS if is_table else WHOLE
-    legal_input = WHOLE if is_table else placement.output
-    if weight != legal_weight:
-        yield f"weight {_text(weight)}, it must be {_text(legal_weight)}"
-    if placement.output not in (WHOLE, SEQUENCE) or placement.input != legal_input:
-        yield (
-            f"input {_text(placement.input)} and output {_text(placement.output)}: its output is "
-            "whole or divided by sequence"
-        )
+    legal_weights = [COLUMNS] if placement.output == FEATURES else [WHOLE]
+    if is_table and placement.output != FEATURES:
+        legal_weights.append(ROWS)
+    if weight not in legal_weights:
+        legal = " or ".join(map(_text, legal_weights))
+        yield f"weight {_text(weight)} with output {_text(placement.output)}, it must be {legal}"
+    if placement.input != (WHOLE if is_table else placement.output):
+        expected = "whole" if is_table else "as its output"
+        yield f"input {_text(placement.input)}, it must be {expected}"
 
 
-def _vocabulary_rule(operator: Operator, placement: OperatorPlacement) -> Iterator[str]:
-    """Yield faults of the head's product and the loss.
-
-    The product gives a rank's share of the vocabulary, which the loss reads.
-    """
-    is_loss = operator.kind is OperatorKind.CROSS_ENTROPY
-    weight = placement.parameters.get("weight", ())
-    legal_weight = WHOLE if is_loss else ROWS
-    ends = (FEATURES, WHOLE) if is_loss else (WHOLE, FEATURES)
-    if weight != legal_weight or (placement.input, placement.output) != ends:
-        yield (
-            f"it must read {_text(ends[0])} and give {_text(ends[1])}, divided over the vocabulary"
-        )
+def _loss_rule(placement: OperatorPlacement) -> Iterator[str]:
+    """Yield faults of the loss, whose output is one sum."""
+    if placement.output != WHOLE or any(placement.parameters.values()):
+        yield f"output {_text(placement.output)}, the loss is one sum"
 
 
 def _divided_sizes(

@@ -15,7 +15,13 @@ from parplan.executor.placed_layers import (
     stage_layers,
 )
 from parplan.executor.placed_layers import zero_ranks as held_by
-from parplan.executor.rules.divisions import misplaced, nearest_placement, undivided
+from parplan.executor.rules.divisions import (
+    misplaced,
+    nearest_placement,
+    table_division,
+    table_placement,
+    undivided,
+)
 from parplan.executor.rules.expert_rules import mixture_problems
 from parplan.executor.rules.external_rules import module_problems
 from parplan.executor.rules.rule import Refusal, rule, with_layer_plan
@@ -100,6 +106,30 @@ def tied(plan: Plan) -> Iterator[Refusal]:
             action=f"set zero to {zero}, zero_ranks to {ranks} and offload to "
             f"{list(map(str, offload))} on layer plan {name}",
             nearest=with_layer_plan(plan, name, zero=zero, zero_ranks=ranks, offload=offload),
+        )
+
+
+@rule(
+    why="the two gradients of the one weight are added part by part",
+    action="divide the table alike in embedding and head",
+)
+def tied_tables(plan: Plan) -> Iterator[Refusal]:
+    if not plan.model.tied_embeddings or plan.mesh.tp == 1:
+        return
+    stages = stage_layers(plan)
+    first, last = stages[0][0], stages[-1][-1]
+    division = table_division(last.plan)
+    if table_division(first.plan) != division:
+        name = _plan_name(plan, first)
+        table = table_placement(division)
+        yield Refusal(
+            problem=f"layer_plans: embedding {name} divides the tied table in another way than "
+            f"head {_plan_name(plan, last)}",
+            action=f"set tokens of layer plan {name} to weight "
+            f"{list(table.parameters['weight'])} and output {list(table.output)}",
+            nearest=with_layer_plan(
+                plan, name, operators={**first.plan.operators, "tokens": table}
+            ),
         )
 
 
@@ -237,6 +267,7 @@ LAYERS = (
     divisible,
     zero_ranks,
     tied,
+    tied_tables,
     recompute_names_rule,
     recomputed_dropout,
     kept_on_host,

@@ -34,8 +34,9 @@ from torch.distributed.tensor import (
 )
 
 from parplan.executor.memory.saved_tensors import Recipes
+from parplan.executor.models.loss import Loss
 from parplan.executor.models.mixture_of_experts import MixtureOfExperts
-from parplan.executor.models.transformer_layers import Linear
+from parplan.executor.models.transformer_layers import Linear, Tokens
 from parplan.executor.sharding.moves import moved
 from parplan.executor.sharding.overlap import linear_in_halves
 from parplan.executor.tensors import as_dtensor, local
@@ -45,6 +46,7 @@ from parplan.profiles.errors import ConfigError
 _PLACEMENT = re.compile(r"Shard\((\d+)\)@(\w+)")
 
 Over = tuple[Placement, ...]  # one entry for each axis
+TOKENS = (Shard(0), Shard(1))  # of activations by batch or by sequence
 TP_AXES = ("tp",)
 BOTH_AXES = ("dp", "tp")
 
@@ -188,10 +190,16 @@ def _place_operator(
     inputs = parse_placement(placement.input, where, axes.names)
     output = parse_placement(placement.output, where, axes.names)
     weights = _place_parameters(module, placement, axes, where)
+    if isinstance(module, Tokens):
+        module.on_shards = weights["weight"] != (Shard(0),)
+        inputs = output if output[-1] in TOKENS else inputs  # the ids of the tokens that it gives
     if not getattr(module, "on_shards", False):
         _place_whole(module, mesh, inputs, output)
         return
-    if axes.tp is not None and output[-1] in (Shard(0), Shard(1)):
+    if isinstance(module, Loss) and inputs[-1] in TOKENS:
+        module.register_forward_pre_hook(lambda _, args: _tokens_of(args, mesh, inputs))
+        return
+    if axes.tp is not None and output[-1] in TOKENS:
         module.summed_over_tp = tuple(
             name for name, over in weights.items() if over[-1] == Replicate()
         )
@@ -233,6 +241,11 @@ def _place_operator(
         linear_in_halves(module, mesh.get_group(), rows=rows)
 
 
+def _tokens_of(args: tuple[Tensor, ...], mesh: DeviceMesh, over: Over) -> tuple[Tensor, ...]:
+    """Returns this rank's tokens of logits and targets, whose loss is a part of the sum."""
+    return tuple(_moved(as_dtensor(arg, mesh), mesh, over, over) for arg in args)
+
+
 def _place_parameters(
     module: nn.Module, placement: OperatorPlacement, axes: Axes, where: str
 ) -> dict[str, Over]:
@@ -259,7 +272,7 @@ def _place_whole(module: nn.Module, mesh: DeviceMesh, inputs: Over, output: Over
     """Places an operator that runs on DTensors: the token and position tables."""
 
     def before(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        # a plain tensor is token ids, which no plan divides
+        # a plain tensor is token ids, which a table divided by rows reads whole
         return tuple(
             arg.redistribute(mesh, inputs) if isinstance(arg, DTensor) else as_dtensor(arg, mesh)
             for arg in args

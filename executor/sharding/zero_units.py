@@ -189,7 +189,9 @@ def reduce_gradients(body: nn.Module, units: Sequence[Unit], tp_mesh: DeviceMesh
         gradients = [local(parameter.grad) for parameter in summed if parameter.grad is not None]
         all_reduce(gradients, mesh.get_group())
     if tp_mesh is not None:
-        gradients = [local(parameter.grad) for parameter in _summed_over_tp(units)]
+        # embedding and head may share a table
+        summed_over_tp = dict.fromkeys(_summed_over_tp(units))
+        gradients = [local(parameter.grad) for parameter in summed_over_tp]
         all_reduce(gradients, tp_mesh.get_group())
 
 

@@ -21,6 +21,7 @@ from parplan.executor.data.batches import Batches, build_batches
 from parplan.executor.pipeline.loss_scale import LossScale, loss_scale
 from parplan.executor.pipeline.pipeline import RankPipeline, build_pipeline
 from parplan.executor.pipeline.stages import parameters_on_host
+from parplan.executor.rules.divisions import loses_by_tokens
 from parplan.executor.run_options import Options, derived_seed
 from parplan.executor.sharding.rank_place import RankPlace, rank_mesh
 from parplan.executor.tensors import memory_of, part
@@ -99,8 +100,9 @@ class Trainer:
             batch = self.batch(step) if self.pipeline.reads else None
         self.progress.at("runs forward and backward passes")
         loss = self.pipeline.step(batch)
-        # Every tensor-parallel rank of the last stage has the loss of its data-parallel rank.
-        counts = self.ranks.coordinate("tp") == 0
+        # Every tensor-parallel rank of the last stage has the loss of its data-parallel rank, or
+        # of its part of the tokens.
+        counts = self.ranks.coordinate("tp") == 0 or loses_by_tokens(self.plan)
         return self.shares.sum_loss(loss if counts else torch.zeros_like(loss))
 
     def batch(self, step: int) -> Any:

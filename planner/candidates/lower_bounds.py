@@ -30,6 +30,7 @@ from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.dominance import Array
 from parplan.planner.host_options.activation_options import ALL, named_operators
 from parplan.planner.host_options.host_variants import may_offload_activations
+from parplan.planner.layer_options.catalogue import LayerOption, WeightLayout
 from parplan.planner.layer_options.mixes import column_of
 from parplan.planner.stage_columns.block_counts import block_counts
 from parplan.planner.stage_columns.mix_table import MixTable
@@ -141,32 +142,55 @@ def _alike(layout: ParallelLayout, table: MixTable) -> tuple[Hashable, ...]:
 
 
 def _ends_s(layout: ParallelLayout, table: MixTable) -> float:
-    """Least seconds of embedding and head per micro-batch."""
-    return sum(_least_end_s(kind, layout, table) for kind in ENDS)
+    """Least seconds of embedding and head per micro-batch, which divide a tied table alike."""
+    first_s, last_s = (_end_seconds(kind, layout, table) for kind in ENDS)
+    if table.price_cache.tied:
+        return min(first_s[division] + last_s[division] for division in first_s.keys() & last_s)
+    return min(first_s.values()) + min(last_s.values())
 
 
 def _least_end_s(kind: LayerKind, layout: ParallelLayout, table: MixTable) -> float:
     """Least seconds of embedding or head per micro-batch."""
-    return min(
-        _end_s(kind, layout, ends, table) for ends in table.price_caches_of_ends(layout, kind)
-    )
+    return min(_end_seconds(kind, layout, table).values())
 
 
-def _end_s(
-    kind: LayerKind, layout: ParallelLayout, price_cache: PriceCache, table: MixTable
-) -> float:
-    """Least seconds of embedding or head per micro-batch, with its table in one place."""
+def _end_seconds(
+    kind: LayerKind, layout: ParallelLayout, table: MixTable
+) -> dict[WeightLayout, float]:
+    """Least seconds of embedding or head per micro-batch, by division of the token table."""
+    seconds: dict[WeightLayout, float] = {}
+    for option in table.catalogue.ends(kind, layout.micro_batch_size, layout.sharding):
+        known_s = seconds.get(option.weight_layout, math.inf)
+        least_s = min(
+            _end_compute_s(option, layout, ends) + _end_data_s(option, layout, ends, table)
+            for ends in table.tables_of_ends(layout, (kind,))
+        )
+        seconds[option.weight_layout] = min(known_s, least_s)
+    return seconds
+
+
+def _end_compute_s(option: LayerOption, layout: ParallelLayout, price_cache: PriceCache) -> float:
+    """Seconds of embedding or head on the device, with its table in one place."""
+    if not price_cache.looks_up(option.kind):
+        return option.time_s
     b = layout.micro_batch_size
-    mesh = layout.mesh
-    sharding = layout.sharding
+    return price_cache.layer_time(option.kind, b, option.sharding).total_s
+
+
+def _end_data_s(
+    option: LayerOption, layout: ParallelLayout, price_cache: PriceCache, table: MixTable
+) -> float:
+    """Least seconds of data parallelism of embedding or head per micro-batch."""
     outside = unchunked_prices(layout, price_cache)
     data_s = math.inf
     for zero in table.zero_stages(layout):
-        data = outside.data_parallel(kind, b, mesh, sharding, zero)
+        if zero < 2 and not price_cache.looks_up(option.kind):
+            return 0.0  # ZeRO 0 and 1 communicate once a step
+        data = outside.data_parallel(
+            option.kind, layout.micro_batch_size, layout.mesh, option.sharding, zero
+        )
         data_s = min(data_s, data.per_micro_batch_s)
-        if not data_s:  # ZeRO 0 and 1 communicate once a step
-            break
-    return price_cache.layer_time(kind, b, sharding).total_s + data_s
+    return data_s
 
 
 def _least_block(layout: ParallelLayout, table: MixTable) -> tuple[float, float]:
@@ -405,9 +429,16 @@ def ends_bytes(rank: int, layout: ParallelLayout, zero: int, table: MixTable) ->
     if not kinds:
         return 0.0
     prices = (
-        end_costs(rank, layout, zero, ends) for ends in table.price_caches_of_ends(layout, kinds[0])
+        end_costs(rank, layout, zero, ends) for ends in table.price_caches_of_ends(layout, kinds)
     )
     return min(fixed.states + fixed.held + max(0.0, fixed.head_workspace) for fixed in prices)
+
+
+def _ways(kind: LayerKind, layout: ParallelLayout, table: MixTable) -> tuple[PriceCache, ...]:
+    """Returns the prices with each way to run a layer alone."""
+    if kind is LayerKind.BLOCK:
+        return (table.price_cache,)
+    return table.price_caches_of_ends(layout, (kind,))
 
 
 def redundancy_bound_bytes(layout: ParallelLayout, table: MixTable) -> float:
@@ -430,8 +461,8 @@ def redundancy_bound_bytes(layout: ParallelLayout, table: MixTable) -> float:
         (LayerKind.HEAD, 1),
     ):
         held = [
-            unchunked_prices(layout, ends).states(kind, mesh, way, zero)
-            for ends in table.price_caches_of_ends(layout, kind)
+            unchunked_prices(layout, ends).states(kind, mesh, ends.own_sharding(kind, way), zero)
+            for ends in _ways(kind, layout, table)
             for way in (divisions if kind is LayerKind.BLOCK else (sharding,))
             for zero in stages
         ]
@@ -451,9 +482,10 @@ def redundancy_bound_bytes(layout: ParallelLayout, table: MixTable) -> float:
             for way in divisions
             for zero in stages
         )
-    head = price_cache.activations(LayerKind.HEAD, b, sharding)
     workspace = min(option.workspace_bytes for option in options)
-    temporaries = (
-        (mesh.pp - 1) * workspace + max(workspace - head.saved, head.workspace) + mesh.pp * buffers
+    at_head = min(
+        max(workspace - head.saved_bytes, head.workspace_bytes)
+        for head in table.catalogue.ends(LayerKind.HEAD, b, sharding)
     )
+    temporaries = (mesh.pp - 1) * workspace + at_head + mesh.pp * buffers
     return mesh.ranks_per_stage * (stored + kept + temporaries)

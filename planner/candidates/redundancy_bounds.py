@@ -31,6 +31,7 @@ from parplan.planner.dominance import Array, Ints
 from parplan.planner.layer_options.mixes import column_of
 from parplan.planner.stage_columns.block_counts import block_counts
 from parplan.planner.stage_columns.chunk_columns import rank_columns
+from parplan.planner.stage_columns.embedding_columns import AnyEnds
 from parplan.planner.stage_columns.mix_prices import MixPrices
 from parplan.planner.stage_columns.mix_table import MixTable
 
@@ -53,7 +54,8 @@ class RedundancyBound:
         repeats = layout.num_micro_batches - share - hidden_passes(layout.schedule)
         self.num_layers = table.price_cache.model.num_layers
         self.ranks = [
-            _RankBound(_prices(rank, layout, table), repeats) for rank in range(layout.mesh.pp)
+            [_RankBound(costs, repeats) for costs in _prices(rank, layout, table)]
+            for rank in range(layout.mesh.pp)
         ]
 
     def least_bytes(self, slowest_s: float, longest: int | None) -> float:
@@ -66,20 +68,24 @@ class RedundancyBound:
         room_s = slowest_s * (1 + ROUNDING) - self.fixed_s
         least = np.full(self.num_layers + 1, np.inf)  # by number of blocks placed so far
         least[0] = 0.0
-        for rank, costs in enumerate(self.ranks):
+        for rank, ways in enumerate(self.ranks):
             counts = np.array(list(block_counts(rank, self.layout, self.num_layers, longest)), int)
             placed = np.full_like(least, np.inf)
-            for count, of_rank in zip(counts, costs.least_bytes(counts, room_s), strict=True):
+            by_count = np.min([costs.least_bytes(counts, room_s) for costs in ways], axis=0)
+            for count, of_rank in zip(counts, by_count, strict=True):
                 placed[count:] = np.minimum(placed[count:], least[: len(least) - count] + of_rank)
             least = placed
         cluster_bytes = self.layout.mesh.ranks_per_stage * float(least[-1])
         return cluster_bytes - ROUNDING * abs(cluster_bytes) if cluster_bytes < inf else inf
 
 
-def _prices(rank: int, layout: ParallelLayout, table: MixTable) -> MixPrices:
+def _prices(rank: int, layout: ParallelLayout, table: MixTable) -> list[MixPrices]:
+    """Returns the prices of a rank with each way to run its embedding and head."""
     columns = rank_columns(rank, layout, table)
-    assert isinstance(columns, MixPrices), "the memory objective has no chunks and no host"
-    return columns
+    ways = columns.ways if isinstance(columns, AnyEnds) else (columns,)
+    mixes: list[MixPrices] = [way for way in ways if isinstance(way, MixPrices)]
+    assert len(mixes) == len(ways), "the memory objective has no chunks and no host"
+    return mixes
 
 
 class _RankBound:

@@ -12,7 +12,7 @@ from operator import or_
 from typing import TypeVar
 
 from parplan.planner.solver import Unsolved
-from parplan.planner.stage_columns.stage_column import StageColumn
+from parplan.planner.stage_columns.stage_column import StageColumn, alike_ends
 from parplan.profiles.errors import SolverError
 
 T = TypeVar("T")
@@ -67,16 +67,14 @@ def failure_text(failures: Sequence[SolverError]) -> str | None:
 def can_place(options: Sequence[Sequence[StageColumn]], num_layers: int, *, tied: bool) -> bool:
     """Returns whether one column a rank can hold `num_layers` blocks.
 
-    Then the throughput master is feasible. `tied`: the first and the last rank must both shard
-    their states, or neither (C7). Bit n of `reachable`: n blocks can be held.
+    Then the throughput master is feasible. `tied`: the first and the last rank must be
+    alike (C7). Bit n of `reachable`: n blocks can be held.
     """
-    for sharded in (False, True) if tied and len(options) > 1 else (None,):
+    ends = (0, len(options) - 1) if tied and len(options) > 1 else ()
+    for alike in alike_ends(options, ends):
         reachable = 1
-        for rank, columns in enumerate(options):
-            free = sharded is None or 0 < rank < len(options) - 1
-            counts = {
-                column.num_blocks for column in columns if free or (column.zero > 0) is sharded
-            }
+        for columns in alike:
+            counts = {column.num_blocks for column in columns}
             reachable = reduce(or_, (reachable << count for count in counts), 0)
         if reachable >> num_layers & 1:
             return True

@@ -14,11 +14,13 @@ from functools import lru_cache
 import numpy as np
 
 from parplan.costmodels.keyed_cache import KeyedCache
+from parplan.costmodels.layers.operator_price import single_operator_sharding
 from parplan.costmodels.layers.recompute import Recompute, RecomputedOperators, ideal_saved_bytes
 from parplan.costmodels.layers.tensor_flow import shared_beside_a_copy
 from parplan.costmodels.operators.micro_batches import numbers_of_tensors
 from parplan.costmodels.operators.sharding import BATCH, Sharding, Split, Splits
-from parplan.costmodels.price_cache import PriceCache
+from parplan.costmodels.price_cache import PriceCache, table_division, table_of
+from parplan.planner.dominance import Array, Ints
 from parplan.planner.layer_options.layer_front import Allowed, layer_fronts, least_times_s
 from parplan.planner.layer_options.layer_problem import (
     LayerProblem,
@@ -132,25 +134,29 @@ def _block_problems(model: ModelSpec, training: TrainingSpec, node: _OneNode) ->
 
 
 class BlockProblems:
-    """The choices of a strategy for every operator of a block, each made once."""
+    """The choices of a strategy for every operator of a layer, mostly a block, each made once."""
 
     def __init__(self, price_cache: PriceCache) -> None:
         self.price_cache = price_cache
         self._once = KeyedCache()
 
-    def __call__(self, micro_batch_size: int, sharding: Sharding) -> LayerProblem:
+    def __call__(
+        self, micro_batch_size: int, sharding: Sharding, kind: LayerKind = LayerKind.BLOCK
+    ) -> LayerProblem:
         sizes = self._alike(micro_batch_size * sharding.data)
-        axes = sharding.degrees, sharding.data
-        strategies = self._once((sizes, axes), lambda: self._strategies(sizes, sharding))
+        axes = kind, sharding.degrees, sharding.data
+        strategies = self._once((sizes, axes), lambda: self._strategies(kind, sizes, sharding))
         problems = self._once(
             (sizes, axes, sharding.boundary), lambda: strategies.problems(sharding.boundary)
         )
         return problems[sizes.index(micro_batch_size * sharding.data)]
 
-    def _strategies(self, sizes: tuple[int, ...], sharding: Sharding) -> LayerStrategies:
+    def _strategies(
+        self, kind: LayerKind, sizes: tuple[int, ...], sharding: Sharding
+    ) -> LayerStrategies:
         price_cache = self.price_cache
         return LayerStrategies(
-            [price_cache.graph(size).block for size in sizes],
+            [price_cache.graph(size).layer_class(kind) for size in sizes],
             price_cache.inside(sharding.degrees),
             price_cache.training,
             over_data=sharding.data > 1,
@@ -176,12 +182,13 @@ def _sizes_with(micro_batch_size: int) -> tuple[int, ...]:
 
 
 class Catalogue:
-    """The options of a block by micro-batch and sharding, each list computed once.
+    """The options of a layer by micro-batch and sharding, each list computed once.
 
     recompute   the levels that are allowed, None for any list of operators
     problems    the choices of a strategy for every operator of a block
 
-    Blocks with experts have Megatron's sharding and the three levels of recompute.
+    Blocks with experts have Megatron's sharding and the three levels of recompute, and the
+    embedding and head beside them have Megatron's sharding.
     """
 
     def __init__(
@@ -330,12 +337,100 @@ class Catalogue:
         ):
             yield self._option(picked, weight_layout, b, sharding)
 
-    def alternatives(self, micro_batch_size: int, sharding: Sharding) -> Iterator[LayerProblem]:
-        """Yields the choices of blocks that divide their weights as `sharding` does.
+    def ends(
+        self, kind: LayerKind, micro_batch_size: int, sharding: Sharding
+    ) -> tuple[LayerOption, ...]:
+        """Returns the ways to divide embedding or head, Megatron's first.
+
+        For every division of the token table they are all that no other equals or beats in seconds,
+        saved bytes and workspace. No operator is recomputed.
+        """
+        key = kind, micro_batch_size, sharding
+        return self._once(("ends", *key), lambda: self._ends(*key))
+
+    def _ends(self, kind: LayerKind, b: int, sharding: Sharding) -> tuple[LayerOption, ...]:
+        level = Recompute.NONE
+        size = self.price_cache.activations(kind, b, sharding, level)
+        megatron = LayerOption(
+            recompute=(),
+            sharding=sharding,
+            weight_layout=self._table_layout(kind, sharding),
+            time_s=self.price_cache.layer_time(kind, b, sharding, level).total_s,
+            saved_bytes=float(size.saved),
+            ideal_saved_bytes=size.ideal_saved,
+            workspace_bytes=float(size.workspace),
+            kind=kind,
+        )
+        if not self.divides(sharding):
+            return (megatron,)
+        return (megatron, *self._other_ends(megatron, b))
+
+    def _other_ends(self, megatron: LayerOption, b: int) -> Iterator[LayerOption]:
+        """Yields the ways that no way with the same division of the table equals or beats."""
+        kind, sharding = megatron.kind.role, megatron.sharding
+        operators = self.price_cache.layer(kind, 1).operators
+        problem = self._end_choices(kind, b, sharding)
+        every = np.indices([len(options) for options in problem.options])
+        rows = every.reshape(len(operators), -1).T
+        picked = evaluate(problem, rows)
+        table = operators.index(table_of(self.price_cache.layer(kind, 1)))
+        layouts = [
+            self._table_layout(kind, replace(sharding, own=((operators[table].name, each.splits),)))
+            for each in problem.options[table]
+        ]
+        numbers = np.array([layouts.index(layout) for layout in layouts])
+        values = [[p.launched_s, p.saved_bytes, p.workspace_bytes] for p in picked]
+        for row in _unbeaten_rows(np.array(values), numbers[rows[:, table]]):
+            own = tuple(
+                (op.name, option.splits)
+                for op, option in zip(operators, picked[row].options, strict=True)
+                if option.splits != sharding.splits(op)
+            )
+            if own:
+                yield replace(
+                    megatron,
+                    sharding=replace(sharding, own=own),
+                    weight_layout=layouts[rows[row, table]],
+                    time_s=picked[row].launched_s,
+                    saved_bytes=picked[row].saved_bytes,
+                    workspace_bytes=picked[row].workspace_bytes,
+                )
+
+    def _end_choices(self, kind: LayerKind, b: int, sharding: Sharding) -> LayerProblem:
+        return self.problem(b, sharding, kind).only(lambda _, option: not option.recomputed)
+
+    def _table_layout(self, kind: LayerKind, sharding: Sharding) -> WeightLayout:
+        """Returns the division of the token table in embedding or head."""
+        division = table_division(self.price_cache.layer(kind, 1), sharding)
+        return frozenset((dim, False) for dim in division if dim)
+
+    def _tables_as(self, kind: LayerKind, sharding: Sharding) -> Allowed:
+        """Returns a test of options that divide the token table as `sharding` does."""
+        table = table_of(self.price_cache.layer(kind, 1))
+        weight_layout = self._table_layout(kind, sharding)
+
+        def allowed(name: str, option: StrategyOption) -> bool:
+            if name != table.name:
+                return True
+            alone = single_operator_sharding(table, option.splits, sharding.degrees)
+            return self._table_layout(kind, alone) == weight_layout
+
+        return allowed
+
+    def alternatives(
+        self, micro_batch_size: int, sharding: Sharding, kind: LayerKind = LayerKind.BLOCK
+    ) -> Iterator[LayerProblem]:
+        """Yields the choices of layers that divide their weights as `sharding` does.
 
         There is one for each allowed level of recompute, or one for all lists of operators.
         """
         plain = replace(sharding, own=())
+        if kind is not LayerKind.BLOCK:
+            if self.divides(plain):
+                yield self._end_choices(kind, micro_batch_size, plain).only(
+                    self._tables_as(kind, sharding)
+                )
+            return
         problem = self.problem(micro_batch_size, plain)
         divided = frozenset(
             (operator.parallel_dim, over_data)
@@ -428,6 +523,14 @@ class Catalogue:
             ideal_saved_bytes=size.ideal_saved,
             workspace_bytes=float(size.workspace),
         )
+
+
+def _unbeaten_rows(values: Array, group: Ints) -> list[int]:
+    """Returns the rows that no other of the same group equals or beats, the first of equals."""
+    no_worse = (values[:, None] <= values[None, :]).all(axis=2) & (group[:, None] == group)
+    first = np.arange(len(values))
+    beats = no_worse & (~no_worse.T | (first[:, None] < first))
+    return np.flatnonzero(~beats.any(axis=0)).tolist()
 
 
 def weight_divided(operator: Operator, splits: Splits, sharding: Sharding) -> frozenset[bool]:

@@ -1,9 +1,10 @@
-"""The integer program of a block certifies the layers of a plan (EQUATIONS I2).
+"""The integer program of a layer certifies the layers of a plan (EQUATIONS I2).
 
-The catalogue fills a search with the fronts of a walk over the operators. For every division of a
-block's operators that a plan has, the program of the same choices says whether any other division,
-or recompute that is allowed, is faster without more saved bytes and without a larger workspace. A
-block whose operators have one way to run each needs no program.
+The catalogue fills a search with the fronts of a walk over the operators. For every division of the
+operators of a block, of the embedding and of the head that a plan has, the program of the same
+choices says whether any other division, or recompute that is allowed, is faster without more saved
+bytes and without a larger workspace. A layer whose operators have one way to run each needs no
+program.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from parplan.planner.search.search_results import SearchResult
 from parplan.planner.search.search_session import DescribedPrices, SearchSession
 from parplan.planner.solver import Unsolved
 from parplan.profiles.errors import SolverError
-from parplan.profiles.models.operator_graph import LayerKind
+from parplan.profiles.models.operator_graph import LayerKey
 
 NO_FASTER = 1e-6  # relative, against another order of summation
 
 
 def with_layer_proof(result: SearchResult, session: SearchSession) -> SearchResult:
-    """Returns the result of a search that ran to its end with the proof of its plan's blocks.
+    """Returns the result of a search that ran to its end with the proof of its plan's layers.
 
     The proof is of described models; the shards of a traced module have lists of a front alone.
     """
@@ -47,7 +48,7 @@ def with_layer_proof(result: SearchResult, session: SearchSession) -> SearchResu
             session.options.solver,
             session.solver_limit_s(),
         )
-    except (Unsolved, SolverError):  # the plan stands without a proof of its blocks
+    except (Unsolved, SolverError):  # the plan stands without a proof of its layers
         return result
     return replace(result, plan=replace(plan, search=replace(plan.search, layers=proof)))
 
@@ -55,7 +56,7 @@ def with_layer_proof(result: SearchResult, session: SearchSession) -> SearchResu
 def layer_proof(
     strategy: Strategy, catalogue: Catalogue, solver: SolverName, time_limit_s: float
 ) -> LayerProof | None:
-    """Returns the proof of a strategy's blocks, None where no operator has a choice.
+    """Returns the proof of a strategy's layers, None where no operator has a choice.
 
     Raises SolverError, and Unsolved where the solver's time is over.
     """
@@ -63,7 +64,7 @@ def layer_proof(
     if catalogue.price_cache.model.num_experts:
         return None  # blocks with experts have Megatron's division and the levels of recompute
     choices = dict.fromkeys(
-        (layout.sharding_of(choice), choice.recompute)
+        (choice.kind, layout.sharding_of(choice), choice.recompute)
         for stage in strategy.stages
         for choice in stage
         if _may_be_certified(choice, strategy)
@@ -71,10 +72,10 @@ def layer_proof(
     b = layout.micro_batch_size
     gains = [
         gain
-        for sharding, recompute in choices
+        for layer in choices
         for gain in catalogue.price_cache.once(
-            ("layer proof", b, sharding, recompute, solver),
-            partial(_gains, b, sharding, recompute, catalogue, solver, time_limit_s),
+            ("layer proof", b, layer, solver),
+            partial(_gains, b, layer, catalogue, solver, time_limit_s),
         )
     ]
     return LayerProof(programs=len(gains), gap=round(max(gains), 6)) if gains else None
@@ -82,18 +83,18 @@ def layer_proof(
 
 def _gains(
     micro_batch_size: int,
-    sharding: Sharding,
-    recompute: RecomputedOperators,
+    layer: tuple[LayerKey, Sharding, RecomputedOperators],
     catalogue: Catalogue,
     solver: SolverName,
     time_limit_s: float,
 ) -> list[float]:
-    """Returns by program of a block the share by which the best alternative is faster."""
-    block = LayerKind.BLOCK, micro_batch_size, sharding, recompute
-    time_s = catalogue.price_cache.layer_time(*block).total_s
-    size = catalogue.price_cache.activations(*block)
+    """Returns by program of a layer the share by which the best alternative is faster."""
+    kind, sharding, recompute = layer
+    priced = kind, micro_batch_size, sharding, recompute
+    time_s = catalogue.price_cache.layer_time(*priced).total_s
+    size = catalogue.price_cache.activations(*priced)
     gains = []
-    for alternatives in catalogue.alternatives(micro_batch_size, sharding):
+    for alternatives in catalogue.alternatives(micro_batch_size, sharding, kind.role):
         if _has_choices(alternatives):
             faster = LayerProgram(alternatives).fastest_beside(
                 size.saved, size.workspace, solver, time_limit_s
@@ -104,8 +105,8 @@ def _gains(
 
 
 def _may_be_certified(choice: LayerChoice, strategy: Strategy) -> bool:
-    """Returns whether a block's price is that of its operators one by one, all on the device."""
-    return choice.kind is LayerKind.BLOCK and not choice.on_host and not strategy.layout.tp_overlap
+    """Returns whether a layer's price is that of its operators one by one, all on the device."""
+    return not choice.on_host and not strategy.layout.tp_overlap
 
 
 def _has_choices(problem: LayerProblem) -> bool:

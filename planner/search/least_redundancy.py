@@ -25,6 +25,7 @@ from parplan.planner.search.search_session import INFINITY, SearchSession, Solve
 from parplan.planner.solver import Unsolved
 from parplan.planner.stage_columns.chunk_columns import Columns
 from parplan.planner.stage_columns.columns import RankColumns
+from parplan.planner.stage_columns.embedding_columns import AnyEnds
 from parplan.planner.stage_columns.stage_column import StageColumn
 
 _LEFT_OUT = "some cuts into stages were not tried, and the others are not in time"
@@ -148,7 +149,7 @@ class _RedundancyPass:
             return None
 
         def make(rank: Columns, count: int) -> list[StageColumn]:
-            assert isinstance(rank, RankColumns), "the memory objective has no chunks"
+            assert isinstance(rank, RankColumns | AnyEnds), "the memory objective has no chunks"
             return rank.leanest(count, session.limit_bytes)
 
         options = session.columns(layout, make, self.slowest_s)

@@ -32,7 +32,7 @@ from parplan.planner.objective import Objective
 from parplan.planner.search.search_session import ROUNDING, SearchSession
 from parplan.planner.stage_columns.block_counts import to_strategy
 from parplan.planner.stage_columns.chunk_columns import ChunkColumns, Columns, lean_step_bytes
-from parplan.planner.stage_columns.embedding_columns import ColumnMaker, EitherTable
+from parplan.planner.stage_columns.embedding_columns import AnyEnds, ColumnMaker
 from parplan.planner.stage_columns.stage_column import RankTimeLimit, StageColumn
 from parplan.profiles.errors import InfeasibleError
 
@@ -202,7 +202,7 @@ def _least_home_bytes(layout: ParallelLayout, session: SearchSession, slowest_s:
 def _columns(
     session: SearchSession, pace: RankTimeLimit, rank: Columns | ColumnMaker, count: int
 ) -> list[StageColumn]:
-    if isinstance(rank, EitherTable):
+    if isinstance(rank, AnyEnds):
         return [column for way in rank.ways for column in _columns(session, pace, way, count)]
     if isinstance(rank, ChunkColumns):
         return rank.leanest(count, session.limit_bytes, pace)

@@ -18,7 +18,7 @@ from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.schedules.simulator import least_step_s
 from parplan.costmodels.stage_costs import StepCosts, step_costs, with_other_ranks
 from parplan.costmodels.step import StepPrice, price_step, simulated_step_s
-from parplan.costmodels.strategy import LayerChoice, Strategy
+from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.deadline import in_time
 from parplan.planner.search.search_session import DescribedPrices, SearchSession, SolvedCandidate
 from parplan.planner.stage_columns.block_counts import to_strategy
@@ -214,12 +214,18 @@ def _fastest_stage(
         for column in rank_columns(rank, layout, session.table).fastest(
             num_blocks, session.limit_bytes
         )
-        if all((column.zero > 0) == (choice.zero > 0) for choice in ends)
+        if all(_alike_end(column, choice, layout) for choice in ends)
     ]
     if not columns:
         return ()
     fastest = min(columns, key=lambda column: column.alone_s(layout.num_micro_batches))
     return to_strategy(layout, (fastest,) * layout.mesh.pp).stages[rank]
+
+
+def _alike_end(column: StageColumn, choice: LayerChoice, layout: ParallelLayout) -> bool:
+    """True if embedding or head of a column is sharded over both axes as in the present stage."""
+    sharding = dict(column.ends).get(choice.kind, layout.sharding)
+    return (column.zero > 0) == (choice.zero > 0) and sharding == layout.sharding_of(choice)
 
 
 def _blocks(stage: Sequence[LayerChoice]) -> list[LayerChoice]:

@@ -49,7 +49,7 @@ from parplan.planner.request import (
 from parplan.planner.stage_columns.block_counts import block_counts, to_strategy
 from parplan.planner.stage_columns.chunk_columns import Columns, rank_columns
 from parplan.planner.stage_columns.columns import RankColumns
-from parplan.planner.stage_columns.embedding_columns import ColumnMaker
+from parplan.planner.stage_columns.embedding_columns import AnyEnds, ColumnMaker
 from parplan.planner.stage_columns.mix_table import MixTable
 from parplan.planner.stage_columns.stage_column import StageColumn
 
@@ -211,7 +211,7 @@ class SearchPrices(ABC):
         self, rank: Columns | ColumnMaker, num_blocks: int, limit_bytes: float
     ) -> list[StageColumn]:
         """Returns the columns of the memory objective, made once: no slowdown enters them."""
-        assert isinstance(rank, RankColumns), "the memory objective has no chunks"
+        assert isinstance(rank, RankColumns | AnyEnds), "the memory objective has no chunks"
         key = rank, num_blocks, limit_bytes
         return self._once(("lean", *key), lambda: rank.leanest(num_blocks, limit_bytes))
 

@@ -55,14 +55,21 @@ def to_strategy(layout: ParallelLayout, columns: tuple[StageColumn, ...]) -> Str
             layout.stages_of(rank), _chunks_of(rank, column, layout), strict=True
         ):
             if stage == 0:
-                blocks = [LayerChoice(LayerKind.EMBEDDING, Recompute.NONE, column.zero), *blocks]
+                blocks = [_end(LayerKind.EMBEDDING, column, layout), *blocks]
             if stage == layout.num_virtual_stages - 1:
-                blocks = [*blocks, LayerChoice(LayerKind.HEAD, Recompute.NONE, column.zero)]
+                blocks = [*blocks, _end(LayerKind.HEAD, column, layout)]
             stages[stage] = tuple(blocks)
     in_order = tuple(stages[stage] for stage in range(layout.num_virtual_stages))
     if layout.chunked:
         in_order = with_locations(in_order, layout, [column.homes for column in columns])
     return Strategy(layout=layout, stages=in_order)
+
+
+def _end(kind: LayerKind, column: StageColumn, layout: ParallelLayout) -> LayerChoice:
+    """Returns the embedding or the head of a rank."""
+    sharding = dict(column.ends).get(kind, layout.sharding)
+    own = sharding if sharding != layout.sharding else None
+    return LayerChoice(kind, Recompute.NONE, column.zero, own)
 
 
 def _chunks_of(rank: int, column: StageColumn, layout: ParallelLayout) -> list[list[LayerChoice]]:

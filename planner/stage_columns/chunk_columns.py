@@ -31,11 +31,11 @@ from parplan.planner.host_options.chunk_mixes import ChunkMixes, OffloadedActiva
 from parplan.planner.host_options.location_costs import LocationCosts, Tensors
 from parplan.planner.layer_options.mixes import Mixes, column_of, pure_mixes, skyline
 from parplan.planner.stage_columns.columns import RankColumns
-from parplan.planner.stage_columns.embedding_columns import EitherTable
+from parplan.planner.stage_columns.embedding_columns import AnyEnds
 from parplan.planner.stage_columns.mix_prices import MixPrices, PricedMixes
 from parplan.planner.stage_columns.mix_table import MixTable
 from parplan.planner.stage_columns.stage_column import RankTimeLimit, StageColumn, unbeaten_rows
-from parplan.planner.stage_columns.stage_prices import end_kinds
+from parplan.planner.stage_columns.stage_prices import end_kinds, tied_ends, unbeaten_ends
 from parplan.profiles.models.operator_graph import LayerKey, LayerKind
 
 LEAN_STEP = 1 / 256  # share of one copy of the states
@@ -127,7 +127,7 @@ class LocatedColumns(ABC):
         bytes, and in bytes that are no ideal activations together.
         """
         priced = self.compute.priced(mixes, self.zero)
-        uncounted = uncounted_bytes(self.layout, self.rank, num_blocks, self.price_cache)
+        uncounted = uncounted_bytes(self.layout, self.rank, num_blocks, self.compute.ends)
         allocated = self._in_blocks(priced)
         for costs, alike in self._located(priced):
             for sends in (False, True):
@@ -422,6 +422,8 @@ class ChunkColumns(LocatedColumns):
             plain_s=time_s,
             ramp_s=time_s,
             homes=costs.homes(location),
+            ends=self.compute.ends.ends,
+            table=self.compute.tied_table,
             looks_up=self.compute.looks_up,
         )
 
@@ -436,7 +438,7 @@ def lean_step_bytes(layout: ParallelLayout, price_cache: LayerPriceCache) -> flo
     )
 
 
-Columns = RankColumns | LocatedColumns | EitherTable
+Columns = RankColumns | LocatedColumns | AnyEnds
 
 
 def rank_columns(rank: int, layout: ParallelLayout, table: MixTable) -> Columns:
@@ -444,11 +446,17 @@ def rank_columns(rank: int, layout: ParallelLayout, table: MixTable) -> Columns:
     make = ChunkColumns if layout.chunked else RankColumns
 
     def both() -> Columns:
-        first, *_ = (*end_kinds(rank, layout), LayerKind.BLOCK)
-        columns = [
-            make(rank, layout, table, ends) for ends in table.price_caches_of_ends(layout, first)
-        ]
-        return EitherTable(*columns) if len(columns) == 2 else columns[0]
+        kinds, stages = end_kinds(rank, layout), table.zero_stages(layout)
+        ways = table.price_caches_of_ends(layout, kinds)
+        if len(ways) > 1 and layout.mesh.tp > 1:
+            tied = rank in tied_ends(layout)
+            alike = layout.mesh, layout.micro_batch_size, layout.sharding, stages
+            ways = table.once(
+                ("ways", kinds, tied, *alike, layout.splits_backward, layout.chunked),
+                lambda: tuple(unbeaten_ends(rank, layout, stages, ways)),
+            )
+        columns = [make(rank, layout, table, ends) for ends in ways]
+        return AnyEnds(columns) if len(columns) > 1 else columns[0]
 
     return table.once(("columns", rank, layout), both)
 

@@ -215,6 +215,8 @@ class RankColumns(MixPrices):
             redundant_bytes=0.0,
             plain_s=plain_s,
             ramp_s=ramp_s,
+            ends=self.ends.ends,
+            table=self.tied_table,
             looks_up=self.looks_up,
             corner=True,
         )

@@ -1,15 +1,17 @@
-"""Columns of the pipeline rank with the embedding, with the token table on device or host.
+"""Columns of a pipeline rank with embedding or head, which may run in one of several ways.
 
-The table's location (costmodels/host/host_embedding.py) is a choice of the rank like its ZeRO
-stage: it changes the rank's costs besides its blocks, and the memory that is left for them. So the
-columns of both locations are made, and dominated ones are dropped.
+A way is a division of embedding and head over the tensor-parallel ranks, or a location of the token
+table, on the device or on the host (costmodels/host/host_embedding.py). It is a choice of the rank
+like their ZeRO stage: it changes the rank's costs besides its blocks, and the memory that is left
+for them. So the columns of all ways are made, and dominated ones are dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Protocol
 
+from parplan.planner.stage_columns.columns import RankColumns
 from parplan.planner.stage_columns.stage_column import StageColumn, unbeaten
 
 
@@ -23,21 +25,21 @@ class ColumnMaker(Protocol):
     def smallest(self, num_blocks: int) -> StageColumn: ...
 
 
-class EitherTable:
-    """Makes columns with the table on the device (`here`) and on the host (`there`)."""
+class AnyEnds:
+    """Makes columns in each of several ways to run embedding and head."""
 
-    def __init__(self, here: ColumnMaker, there: ColumnMaker) -> None:
-        self.ways = here, there
+    def __init__(self, ways: Sequence[ColumnMaker]) -> None:
+        self.ways = tuple(ways)
 
     def fastest(self, num_blocks: int, limit_bytes: float) -> list[StageColumn]:
-        return _both(way.fastest(num_blocks, limit_bytes) for way in self.ways)
+        return _unbeaten(way.fastest(num_blocks, limit_bytes) for way in self.ways)
 
     def relaxed(
         self, num_blocks: int, limit_bytes: float, *, plain: bool = False
     ) -> list[StageColumn]:
-        """Returns all columns of both locations.
+        """Returns all columns of all ways.
 
-        An average is over columns of one location, so that no column can replace one of the other.
+        An average is over columns of one way, so that no column can replace one of another.
         """
         return [
             column
@@ -45,11 +47,24 @@ class EitherTable:
             for column in way.relaxed(num_blocks, limit_bytes, plain=plain)
         ]
 
+    def leanest(self, num_blocks: int, limit_bytes: float) -> list[StageColumn]:
+        """Returns the columns of all ways that `RankColumns.leanest` gives."""
+        columns: list[StageColumn] = []
+        for way in self.ways:
+            assert isinstance(way, RankColumns), "the memory objective has no chunks"
+            columns += way.leanest(num_blocks, limit_bytes)
+        return columns
+
     def smallest(self, num_blocks: int) -> StageColumn:
         return min(
             (way.smallest(num_blocks) for way in self.ways), key=lambda column: column.memory_bytes
         )
 
 
-def _both(columns_by_way: Iterable[list[StageColumn]]) -> list[StageColumn]:
-    return unbeaten([column for columns in columns_by_way for column in columns])
+def _unbeaten(columns_by_way: Iterable[list[StageColumn]]) -> list[StageColumn]:
+    """Returns the undominated columns among those whose tied ends are alike."""
+    alike: dict[Hashable, list[StageColumn]] = {}
+    for columns in columns_by_way:
+        for column in columns:
+            alike.setdefault(column.table and column.tied_as, []).append(column)
+    return [column for columns in alike.values() for column in unbeaten(columns)]

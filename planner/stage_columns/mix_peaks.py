@@ -90,19 +90,22 @@ class MixPeaks:
         return end_kinds(self.rank, self.layout)
 
     def _constant(self, zero: int, reduced: Bytes) -> ConstantBytes:
-        embeds = any(kind.role is LayerKind.EMBEDDING for kind in self._kinds)
-        embedding_zero = zero if embeds else None
+        embeddings = (kind for kind in self._kinds if kind.role is LayerKind.EMBEDDING)
         return constant_bytes(
             self.rank,
             self.layout,
-            embedding_zero,
+            next((self._choice(kind, zero) for kind in embeddings), None),
             reduced,
             self.price_cache,
             self._layers_of,
         )
 
+    def _choice(self, kind: LayerKey, zero: int) -> LayerChoice:
+        own = self.price_cache.own_sharding(kind, self.layout.sharding)
+        return LayerChoice(kind, Recompute.NONE, zero, own)
+
     def _end(self, kind: LayerKey, zero: int) -> AlikeLayers:
-        choice = LayerChoice(kind, Recompute.NONE, zero)
+        choice = self._choice(kind, zero)
         return self._once(
             (kind, zero),
             lambda: AlikeLayers(

@@ -123,7 +123,14 @@ class MixPrices:
     @property
     def looks_up(self) -> bool:
         """True if the host holds the token table of this rank."""
-        return self.ends is not self.table.price_cache
+        return self.ends.offload != self.table.price_cache.offload
+
+    @cached_property
+    def tied_table(self) -> tuple[str | None, ...]:
+        """The division of a tied token table in embedding or head of this rank."""
+        for kind in end_kinds(self.rank, self.layout):
+            return self.ends.table_division(kind, self.layout.sharding)
+        return ()
 
     @property
     def end_stages(self) -> tuple[int, ...]:
@@ -304,5 +311,7 @@ class MixPrices:
             float(priced.redundant[row]),
             float(priced.plain_s[row]),
             float(priced.ramp_s[row]),
+            ends=self.ends.ends,
+            table=self.tied_table,
             looks_up=self.looks_up,
         )

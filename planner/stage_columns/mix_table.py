@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, product
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.host_embedding import illegal_host_embedding
@@ -89,16 +90,25 @@ class MixTable(StageTable):
         self.catalogue = catalogue_of(price_cache, pins)
 
     def price_caches_of_ends(
-        self, layout: ParallelLayout, kind: LayerKind
+        self, layout: ParallelLayout, kinds: tuple[LayerKind, ...]
     ) -> tuple[PriceCache, ...]:
-        """Returns the prices that a rank whose first layer is of `kind` may have.
+        """Returns the prices that a rank with the layers `kinds` besides blocks may have.
 
-        The embedding has its table on the device, or on the host if that is allowed and has room
-        for it.
+        Tensor parallelism divides embedding and head in one of several ways, alike where they share
+        a table. Without it the embedding has its table on the device, or on the host if that is
+        allowed and has room for it.
         """
-        price_cache = self.price_cache
-        mesh = layout.mesh
-        looks_up = kind is LayerKind.EMBEDDING and Offload.LOOKUP in self.offload
+        if kinds and self.catalogue.divides(layout.sharding):
+            key = kinds, layout.micro_batch_size, layout.sharding
+            return self.once(("ends", *key), lambda: tuple(self._divided_ends(*key)))
+        return self.tables_of_ends(layout, kinds)
+
+    def tables_of_ends(
+        self, layout: ParallelLayout, kinds: tuple[LayerKind, ...]
+    ) -> tuple[PriceCache, ...]:
+        """Returns the prices with each location of the token table that layers `kinds` may have."""
+        price_cache, mesh = self.price_cache, layout.mesh
+        looks_up = LayerKind.EMBEDDING in kinds and Offload.LOOKUP in self.offload
         if not looks_up or illegal_host_embedding(
             mesh, price_cache.model.hidden_size, price_cache.tied
         ):
@@ -107,6 +117,17 @@ class MixTable(StageTable):
         if there.lookup(1, mesh).host_bytes > self.host_share_bytes:
             return (price_cache,)
         return price_cache, there
+
+    def _divided_ends(
+        self, kinds: tuple[LayerKind, ...], micro_batch_size: int, sharding: Sharding
+    ) -> Iterator[PriceCache]:
+        """Yields the prices of every way to divide embedding and head of a rank."""
+        ways = [self.catalogue.ends(kind, micro_batch_size, sharding) for kind in kinds]
+        for options in product(*ways):
+            if not self.price_cache.tied or len({option.weight_layout for option in options}) == 1:
+                yield self.price_cache.with_ends(
+                    tuple((option.kind, option.sharding) for option in options)
+                )
 
     def _kind(self, layout: ParallelLayout, rank: int) -> _Kind:
         return (

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from parplan.costmodels.layers.layer_price_cache import Ends
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.dominance import Array
 from parplan.planner.host_options.state_locations import NOTHING, BlockLocations
@@ -29,6 +30,8 @@ class StageColumn:
     redundant_bytes    per device
     plain_s, ramp_s    the part of time_s without recompute, and in the ramps of the pipeline
                        (costmodels/schedules/hidden_recompute.py)
+    ends               shardings of embedding and head, where they are not those of the layout
+    table              the division of a tied token table in them, alike on both ranks with it
     homes              locations of the states of its blocks, in a layout with chunks
     looks_up           the host holds its token table
     layers             by chunk, the ranges [first, end) of a model of several layer classes that
@@ -45,6 +48,8 @@ class StageColumn:
     redundant_bytes: float
     plain_s: float
     ramp_s: float
+    ends: Ends = ()
+    table: tuple[str | None, ...] = ()
     homes: BlockLocations = NOTHING
     looks_up: bool = False
     layers: tuple[tuple[tuple[int, int], ...], ...] = ()
@@ -57,12 +62,20 @@ class StageColumn:
         return self.layers or self.num_blocks
 
     @property
-    def group(self) -> tuple[Hashable, int, bool]:
-        """Its contents, ZeRO stage of the ends and location of the token table.
+    def group(self) -> Hashable:
+        """Its contents, ZeRO stage and shardings of the ends and location of the token table.
 
         All columns of an average share them.
         """
-        return self.contents, self.zero, self.looks_up
+        return self.contents, self.zero, self.ends, self.looks_up
+
+    @property
+    def tied_as(self) -> Hashable:
+        """The value in which two ranks with a tied embedding must be alike.
+
+        Gradients of both copies are whole, or both are sharded, and one division cuts both tables.
+        """
+        return self.zero > 0, self.table
 
     @property
     def num_blocks(self) -> int:
@@ -93,13 +106,28 @@ class RankTimeLimit:
         return within
 
 
+def alike_ends(
+    options: Sequence[Sequence[StageColumn]], ends: Sequence[int]
+) -> Iterator[list[list[StageColumn]]]:
+    """Yields the columns of all ranks with which the ranks `ends` are tied alike, by that value."""
+    if not ends:
+        yield [list(columns) for columns in options]
+        return
+    shared = set.intersection(*({column.tied_as for column in options[rank]} for rank in ends))
+    for tied_as in sorted(shared, key=str):
+        yield [
+            [column for column in columns if rank not in ends or column.tied_as == tied_as]
+            for rank, columns in enumerate(options)
+        ]
+
+
 def interchangeable_ends(
     rank: int, layout: ParallelLayout, column: StageColumn, rival: StageColumn
 ) -> bool:
     """True if either column may replace the other beside tied ends and a fixed token table."""
     if not end_kinds(rank, layout):
         return True
-    return (column.zero > 0) == (rival.zero > 0) and column.looks_up == rival.looks_up
+    return column.tied_as == rival.tied_as and column.looks_up == rival.looks_up
 
 
 def unbeaten(columns: Sequence[StageColumn]) -> list[StageColumn]:

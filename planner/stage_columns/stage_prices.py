@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from parplan.costmodels.chunks.chunk_memory import unchunked_prices
 from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.memory.rank_memory import sent_bytes, stashes, zero_passes_bytes
+from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.stage_costs import rank_edges, rank_receives
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.dominance import Array
@@ -19,6 +21,8 @@ from parplan.planner.layer_options.catalogue import LayerOption
 from parplan.planner.layer_options.mixes import Mixes, column_of, widest_mixes
 from parplan.planner.stage_columns.stage_contents import StageContents
 from parplan.profiles.models.operator_graph import LayerKey, LayerKind
+
+Prices = TypeVar("Prices", bound=LayerPriceCache)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,8 +155,9 @@ def end_costs(
         shared = contents.shared(price_cache) if mesh.pp > 1 else ()
         besides = contents.besides_bytes(b, price_cache)
     time_s += rank_edges(layout, price_cache).value_s
-    tail_s = sum(outside.shared_reduction(each, mesh, sharding).value_s for each in shared)
-    table = price_cache.shared_table_bytes(mesh, sharding)
+    table_sharding = sharding if contents else _table_sharding(ends, sharding, price_cache)
+    tail_s = sum(outside.shared_reduction(each, mesh, table_sharding).value_s for each in shared)
+    table = price_cache.shared_table_bytes(mesh, table_sharding)
     states = gradients = ideal = saved = used_up = waiting = host = 0.0
     ideal_held = stashes(LayerKind.BLOCK, rank, layout) * besides
     held_bytes = table + ideal_held
@@ -177,10 +182,10 @@ def end_costs(
         workspaces[kind.role] = size.workspace
         buffer = max(buffer, held.zero_buffer)
         if kind.role is LayerKind.HEAD and layout.splits_backward:
-            waiting += price_cache.waiting_bytes(kind, b, sharding)
+            waiting += price_cache.waiting_bytes(kind, b, own)
         elif kind.role is LayerKind.HEAD:
             used_up += size.saved
-    workspaces[LayerKind.EMBEDDING] += price_cache.table_workspace_bytes(mesh, sharding)
+    workspaces[LayerKind.EMBEDDING] += price_cache.table_workspace_bytes(mesh, table_sharding)
     return EndCosts(
         time_s=time_s,
         tail_s=tail_s,
@@ -198,6 +203,64 @@ def end_costs(
         waiting=waiting,
         host=host,
     )
+
+
+def _table_sharding(
+    ends: tuple[LayerKey, ...], sharding: Sharding, price_cache: LayerPriceCache
+) -> Sharding:
+    """Returns the sharding of the rank's first layer that has the token table."""
+    return price_cache.own_sharding(ends[0], sharding) if ends else sharding
+
+
+def unbeaten_ends(
+    rank: int, layout: ParallelLayout, stages: Sequence[int], ways: Sequence[Prices]
+) -> list[Prices]:
+    """Returns the ways of a rank's embedding and head that no other dominates.
+
+    ways    the prices with each; the first of equals remains
+
+    Ways with different divisions of a table that another rank holds too are all kept.
+    """
+    if len(ways) == 1:
+        return list(ways)
+    values = np.array([_end_values(rank, layout, stages, way) for way in ways])
+    tied = rank in tied_ends(layout)
+    kinds = end_kinds(rank, layout)
+    tables = [way.table_division(kinds[0], layout.sharding) if tied else () for way in ways]
+    no_worse = np.asarray((values[:, None] <= values[None, :]).all(axis=2))
+    return [
+        way
+        for i, way in enumerate(ways)
+        if not any(
+            no_worse[j, i] and tables[j] == tables[i] and (not no_worse[i, j] or j < i)
+            for j in range(len(ways))
+            if j != i
+        )
+    ]
+
+
+def _end_values(
+    rank: int, layout: ParallelLayout, stages: Sequence[int], way: LayerPriceCache
+) -> list[float]:
+    """Returns the costs of embedding and head at all ZeRO stages; less of each is never worse."""
+    values: list[float] = []
+    b, mesh = layout.micro_batch_size, layout.mesh
+    prices = unchunked_prices(layout, way)
+    for kind in end_kinds(rank, layout):
+        own = way.own_sharding(kind, layout.sharding)
+        size = way.activations(kind, b, own)
+        compute_s = way.layer_time(kind, b, own).total_s
+        waiting = way.waiting_bytes(kind, b, own) if layout.splits_backward else 0.0
+        table = way.table_workspace_bytes(mesh, own)
+        values.extend((size.saved, size.workspace + table, waiting))
+        for zero in stages:
+            data = prices.data_parallel(kind, b, mesh, own, zero)
+            held = prices.states(kind, mesh, own, zero)
+            states = held.states
+            values.extend((compute_s + data.per_micro_batch_s, data.per_step_s))
+            values.extend((states.total, states.gradients, states.total - states.gradients))
+            values.extend((held.zero_buffer, held.step_copies))
+    return values
 
 
 def block_prices(

@@ -396,6 +396,19 @@ BROKEN = {
         r"set zero to 1, zero_ranks to 2 and offload to \[\] on layer plan embedding-0",
         "fails",
     ),
+    "tied-columns-and-rows": Broken(
+        "tied tables",
+        with_operator(
+            TP2,
+            "embedding-0",
+            "tokens",
+            parameters={"weight": ("Shard(1)@tp",)},
+            output=("Shard(2)@tp",),
+        ),
+        "embedding-0 divides the tied table in another way than head head-0",
+        r"set tokens of layer plan embedding-0 to weight \['Shard\(0\)@tp'\] and output \[\]",
+        "fails",
+    ),
     "recompute-what-is-not-there": Broken(
         "recompute names",
         make_plan(GPT, recompute=("rotary", "norm1")),

@@ -20,7 +20,7 @@ from parplan.costmodels.schedules.schedule import Schedule
 from parplan.executor.models.transformer_layers import build_layer
 from parplan.executor.rules.all_rules import validate
 from parplan.executor.sharding.place import Axes, place_layer
-from parplan.planner.plan.plan import LayerPlan, OperatorPlacement, Plan
+from parplan.planner.plan.plan import LayerPlan, Plan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import Positions, Precision
@@ -334,21 +334,6 @@ SPLIT = {"weight": BATCHED, "bias": BATCHED}
 def test_a_division_that_cannot_run_is_refused_and_its_operator_named(plan, message):
     with pytest.raises(ConfigError, match=message):
         validate(plan)
-
-
-def test_the_vocabulary_is_divided_and_its_table_only_so():
-    head = GPT2.layer_plans["head-0"]
-    whole = OperatorPlacement(parameters={}, input=(), output=())
-    for name, operator, message in (
-        ("head-0", "lm_head", "operator lm_head: it must read whole and give Shard.2."),
-        ("head-0", "loss", "operator loss: it must read Shard.2."),
-        ("embedding-0", "tokens", "operator tokens: weight whole, it must be Shard.0."),
-    ):
-        actual = GPT2.layer_plans[name]
-        changed = dataclasses.replace(actual, operators={**actual.operators, operator: whole})
-        with pytest.raises(ConfigError, match=message):
-            validate(dataclasses.replace(GPT2, layer_plans={**GPT2.layer_plans, name: changed}))
-    assert head.operators["loss"].input == FEATURES
 
 
 @pytest.mark.slow

@@ -120,7 +120,7 @@ def test_a_longer_step_never_raises_the_bound_and_no_time_leaves_nothing(seed):
 
 @pytest.mark.parametrize("seed", mostly_slow(range(10), {5, 9}))
 def test_without_a_pipeline_the_bound_of_any_step_is_nearly_the_leanest_strategy(seed):
-    table = MixTable(random_instance(seed).price_cache(), Constraints())
+    table = MixTable(random_instance(seed).price_cache(), Constraints(megatron_sharding=True))
     leanest = {}
     for strategy, price in prices(seed):
         if strategy.layout.mesh.pp == 1:

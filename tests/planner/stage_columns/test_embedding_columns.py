@@ -20,7 +20,7 @@ from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import SEARCHED_OFFLOAD, SearchOptions
 from parplan.planner.search.comparison import compare
 from parplan.planner.stage_columns.chunk_columns import rank_columns
-from parplan.planner.stage_columns.embedding_columns import EitherTable
+from parplan.planner.stage_columns.embedding_columns import AnyEnds
 from parplan.planner.stage_columns.mix_table import MixTable
 from parplan.profiles.units import GIB
 from tests.helpers.instances import (
@@ -149,10 +149,8 @@ def test_only_the_first_rank_has_both_and_only_where_that_is_legal_and_there_is_
     for layout in layouts(instance):
         legal = layout.mesh.tp == 1
         for rank in range(layout.mesh.pp):
-            assert isinstance(rank_columns(rank, layout, table), EitherTable) == (
-                legal and rank == 0
-            )
-            assert not isinstance(rank_columns(rank, layout, small), EitherTable)
+            assert isinstance(rank_columns(rank, layout, table), AnyEnds) == (legal and rank == 0)
+            assert not isinstance(rank_columns(rank, layout, small), AnyEnds)
 
 
 def test_real_numbers_of_blocks_are_a_bound_of_both_in_chunks_or_not():
@@ -161,7 +159,7 @@ def test_real_numbers_of_blocks_are_a_bound_of_both_in_chunks_or_not():
     checked = set()
     for layout in layouts(instance):
         columns = rank_columns(0, layout, table)
-        if not isinstance(columns, EitherTable) or layout.mesh.pp > 1:
+        if not isinstance(columns, AnyEnds) or layout.mesh.pp > 1:
             continue
         limit = columns.smallest(2).memory_bytes * 1.1
         for column in columns.fastest(2, limit):
