@@ -84,6 +84,7 @@ class PinOptions:
     mesh_order: tuple[str, ...] | None = None
     zero: tuple[int, ...] | None = None
     zero_ranks: int | None = None
+    zero_by_operator: bool = False
     recompute: tuple[str, ...] | None = None
     recompute_first_stage: str | None = None
     sequence_parallel: bool | None = None
@@ -398,6 +399,12 @@ search_options = together(
         "that the stack runs]",
     ),
     option(PINS, "--tp-across-nodes", is_flag=True, help="Let tensor parallelism leave the node."),
+    option(
+        PINS,
+        "--zero-by-operator",
+        is_flag=True,
+        help="Also try two ZeRO stages for the operators of a block, which takes longer.",
+    ),
     option(
         PINS,
         "--megatron-sharding",

@@ -58,6 +58,7 @@ class Constraints:
                         whose dp it divides
     tp_overlap          levels of sub-pipelined tensor parallelism where tp > 1; None for those that
                         the stack runs
+    zero_by_operator    operators of a block may have two ZeRO stages
     megatron_sharding   tensor parallelism divides every operator as Megatron does
     offload             allowed host contents, of SEARCHED_OFFLOAD or for a traced module of
                         TRACED_OFFLOAD; None allows all of them where nothing fits without
@@ -78,6 +79,7 @@ class Constraints:
     zero_ranks: int | None = None
     tp_overlap: tuple[int, ...] | None = None
     tp_across_nodes: bool = False
+    zero_by_operator: bool = False
     megatron_sharding: bool = False
     offload: tuple[Offload, ...] | None = ()
     forbid: tuple[Ban, ...] = ()

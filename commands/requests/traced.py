@@ -40,6 +40,7 @@ _REFUSED = {  # options that a traced module cannot have, and why
     "tp_across_nodes": _WHOLE,
     "megatron_sharding": _WHOLE,
     "zero_ranks": "all data parallel ranks hold one copy of a traced module's states",
+    "zero_by_operator": "all operators of a stage of a traced module have one ZeRO stage",
 }
 _BY_HAND_REFUSED = {  # options of a layout by hand that a traced module cannot have
     "schedule_file": "the stages of a traced module run a named schedule",

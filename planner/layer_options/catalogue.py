@@ -68,6 +68,10 @@ class LayerOption:
     last_s: float = 0.0
 
     @property
+    def highest_zero(self) -> int:
+        return max(self.zero, *(zero for _, zero in self.own_zero), 0)
+
+    @property
     def values(self) -> tuple[float, float, float, float]:
         return (
             self.time_s,
