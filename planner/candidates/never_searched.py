@@ -76,6 +76,12 @@ def unsearched_parts(pins: Constraints, stack: Stack = NEUTRAL) -> tuple[Unsearc
                 "under --recompute-first-stage they are alike",
             )
         )
+    if not pins.zero_by_operator:
+        parts.append(
+            UnsearchedPart(
+                "two ZeRO stages among the operators of a block", "--zero-by-operator asks for it"
+            )
+        )
     if pins.zero_ranks is None:
         parts.append(
             UnsearchedPart(
