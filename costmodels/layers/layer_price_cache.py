@@ -620,7 +620,9 @@ class LayerPriceCache(ABC):
 
         def make() -> LayerStates:
             on_host = self.offloads_states
-            states, owned, buffers = StateBytes(), 0, []
+            states = StateBytes()
+            owned = 0
+            buffers: list[tuple[int, int]] = []
             for stage, parameters in groups:
                 sharded = self._state_sharding(mesh, stage)
                 states += held_states(parameters.each, sharded, self.training)

@@ -221,14 +221,14 @@ def _priced_alone(
     time_s = column_of(options, "time_s")
     b = layout.micro_batch_size
     mesh = layout.mesh
-    each = [(o.kind, o.sharding, o.zero, o.own_zero) for o in options]
+    each = [(o.kind, (o.sharding, o.zero, o.own_zero)) for o in options]
     ways = list(dict.fromkeys(each))
     way = np.array([ways.index(key) for key in each], np.int64)
-    data = [price_cache.data_parallel(kind, b, mesh, *zeros) for kind, *zeros in ways]
-    held = [price_cache.states(kind, mesh, *zeros) for kind, *zeros in ways]
+    data = [price_cache.data_parallel(kind, b, mesh, *way_of) for kind, way_of in ways]
+    held = [price_cache.states(kind, mesh, *way_of) for kind, way_of in ways]
     waiting = [
         price_cache.waiting_bytes(kind, b, sharding) if layout.splits_backward else 0.0
-        for kind, sharding, *_ in ways
+        for kind, (sharding, _, _) in ways
     ]
     timed = [
         price_cache.layer_time(o.kind, b, o.sharding, o.recompute)
