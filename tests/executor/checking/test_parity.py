@@ -240,6 +240,13 @@ LAYERS = LLAMA.num_layers + 2
         pytest.param(
             "llama-dp2-zero3", 8 * LAYERS, 4 * LAYERS, 0, id="zero3-gathers-twice-every-micro-batch"
         ),
+        pytest.param(
+            "dp2-llama-zero-by-operator-selective-recompute",
+            LLAMA.num_layers * (1 + 1 + 8),
+            LLAMA.num_layers * (1 + 4 + 4),
+            1,
+            id="groups-of-a-block-are-gathered-and-reduced-as-their-own-stage-says",
+        ),
     ],
 )
 def test_a_step_of_four_micro_batches_communicates_as_its_zero_stage_says(

@@ -112,7 +112,7 @@ def test_the_walk_finds_the_front_of_brute_force_over_all_lasting_bytes(seed):
 
 
 def test_stages_of_several_operators_are_chosen_apart():
-    seconds = {
+    chosen = {
         tuple(option.zero for option in layer.options if option.zero is not None)
         for seed in range(4)
         for layer in (
@@ -125,4 +125,4 @@ def test_stages_of_several_operators_are_chosen_apart():
         )
     }
 
-    assert any(len(set(stages)) > 1 for stages in seconds)
+    assert any(len(set(stages)) > 1 for stages in chosen)
