@@ -125,6 +125,7 @@ class LayoutOptions:
     schedule_file: Path | None = None
     virtual_stages: int = 1
     zero: int = 0
+    own_zero: tuple[str, ...] = ()
     zero_ranks: int | None = None
     offload: tuple[str, ...] | None = None
     host_blocks: int | None = None

@@ -47,6 +47,7 @@ _BY_HAND_REFUSED = {  # options of a layout by hand that a traced module cannot 
     "sequence_parallel": _WHOLE,
     "tp_overlap": _WHOLE,
     "zero_ranks": _REFUSED["zero_ranks"],
+    "own_zero": "all operators of a stage of a traced module have one ZeRO stage",
     "keep_on_host": _ONLY_STATES,
 }
 

@@ -78,9 +78,7 @@ def unsearched_parts(pins: Constraints, stack: Stack = NEUTRAL) -> tuple[Unsearc
         )
     if not pins.zero_by_operator:
         parts.append(
-            UnsearchedPart(
-                "two ZeRO stages among the operators of a block", "--zero-by-operator asks for it"
-            )
+            UnsearchedPart("two ZeRO stages in one block", "--zero-by-operator asks for them")
         )
     if pins.zero_ranks is None:
         parts.append(

@@ -14,6 +14,7 @@ from parplan.planner.plan.plan_file import plan_from_document, plan_to_document
 from parplan.planner.plan.plan_strategy import prices_of_plan, strategy_of
 from parplan.planner.plan.prediction import Status
 from parplan.planner.request import SearchOptions
+from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.units import GIB
 from tests.helpers.cases import mostly_slow
@@ -25,7 +26,7 @@ from tests.helpers.instances import (
     redundant_bytes,
     same_sharding,
 )
-from tests.helpers.planning import enumerate_candidates, find_plan
+from tests.helpers.planning import enumerate_candidates, estimate_plan, find_plan
 
 BY_OPERATOR = replace(PINS, zero_by_operator=True)
 DRAWN = 40  # strategies of each layout with a drawn way for every block
@@ -157,3 +158,31 @@ def test_one_stage_for_all_is_what_no_stage_by_operator_is():
         assert price_cache.states(args[0], *args[2:], 0, own_zero) == price_cache.states(
             args[0], *args[2:], zero
         )
+
+
+def estimated(**choices):
+    instance = random_instance(11)
+    space = enumerate_candidates(instance.model, instance.cluster, instance.training, PINS)
+    layout = next(each for each in space.layouts if each.mesh.dp == 4)
+    return estimate_plan(instance.model, instance.cluster, instance.training, layout, **choices)
+
+
+def test_an_estimate_prices_stages_by_hand_between_those_of_all_operators():
+    lean, mixed, whole = (
+        estimated(zero=zero, own_zero=own_zero)
+        for zero, own_zero in ((3, ()), (1, (("fc1", 3), ("fc2", 3))), (1, ()))
+    )
+
+    (layer_plan,) = (each for each in mixed.layer_plans.values() if each.own_zero)
+    assert (layer_plan.zero, dict(layer_plan.own_zero)) == (1, {"fc1": 3, "fc2": 3})
+    states = [
+        memory.parameters + memory.gradients + memory.optimizer
+        for memory in (plan.predicted.memory_gib[0] for plan in (lean, mixed, whole))
+    ]
+    assert states == sorted(states)
+    assert states[0] < states[1] < states[2]
+
+
+def test_an_estimate_refuses_an_operator_without_parameters():
+    with pytest.raises(ConfigError, match="unknown operator 'activation'"):
+        estimated(zero=1, own_zero=(("activation", 3),))
