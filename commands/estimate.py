@@ -173,6 +173,14 @@ from parplan.commands.style import Command, List, Whole, option, packs
 )
 @option(
     LAYOUT,
+    "--own-zero",
+    type=List(click.STRING),
+    default=(),
+    metavar="NAME=0..3,..",
+    help="Operators of every block with another ZeRO stage than --zero.",
+)
+@option(
+    LAYOUT,
     "--keep-on-host",
     type=List(click.STRING),
     metavar="NAME,..",

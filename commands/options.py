@@ -86,6 +86,7 @@ class PinOptions:
     mesh_order: tuple[str, ...] | None = None
     zero: tuple[int, ...] | None = None
     zero_ranks: int | None = None
+    zero_by_operator: bool = False
     recompute: tuple[str, ...] | None = None
     recompute_first_stage: str | None = None
     sequence_parallel: bool | None = None
@@ -129,6 +130,7 @@ class LayoutOptions:
     schedule_file: Path | None = None
     virtual_stages: int = 1
     zero: int = 0
+    own_zero: tuple[str, ...] = ()
     zero_ranks: int | None = None
     offload: tuple[str, ...] | None = None
     host_blocks: int | None = None
@@ -405,6 +407,12 @@ search_options = together(
         "that the stack runs]",
     ),
     option(PINS, "--tp-across-nodes", is_flag=True, help="Let tensor parallelism leave the node."),
+    option(
+        PINS,
+        "--zero-by-operator",
+        is_flag=True,
+        help="Also try two ZeRO stages for the operators of a block, which takes longer.",
+    ),
     option(
         PINS,
         "--megatron-sharding",

@@ -20,6 +20,7 @@ from parplan.costmodels.layers.layer_price_cache import (
     LayerStates,
     ParameterSharing,
 )
+from parplan.costmodels.layers.model_states import OwnZero
 from parplan.costmodels.layers.recompute import RecomputedOperators, recompute_operators
 from parplan.costmodels.layers.sub_pipeline import HALVES
 from parplan.costmodels.operators.sharding import SCATTERED, Sharding
@@ -177,14 +178,20 @@ class PriceCache(LayerPriceCache):
         )
 
     def data_parallel(
-        self, kind: LayerKey, micro_batch_size: int, mesh: Mesh, sharding: Sharding, zero: int
+        self,
+        kind: LayerKey,
+        micro_batch_size: int,
+        mesh: Mesh,
+        sharding: Sharding,
+        zero: int,
+        own_zero: OwnZero = (),
     ) -> DataParallelTime:
         """Returns the data-parallel time of a layer.
 
         An embedding on the host adds its look-up, the exchange of activations and the update of the
         table.
         """
-        plain = super().data_parallel(kind, micro_batch_size, mesh, sharding, zero)
+        plain = super().data_parallel(kind, micro_batch_size, mesh, sharding, zero, own_zero)
         if not self.looks_up(kind):
             return plain
         lookup = self.lookup(micro_batch_size, mesh)
@@ -196,12 +203,19 @@ class PriceCache(LayerPriceCache):
             host=plain.host + lookup.forward + lookup.backward,
         )
 
-    def states(self, kind: LayerKey, mesh: Mesh, sharding: Sharding, zero: int) -> LayerStates:
+    def states(
+        self,
+        kind: LayerKey,
+        mesh: Mesh,
+        sharding: Sharding,
+        zero: int,
+        own_zero: OwnZero = (),
+    ) -> LayerStates:
         """Returns the states of a layer, with a token table on the host.
 
         One copy of that table is ideal at any location.
         """
-        plain = super().states(kind, mesh, sharding, zero)
+        plain = super().states(kind, mesh, sharding, zero, own_zero)
         if not self.looks_up(kind):
             return plain
         whole = self.with_table(on_host=False).states(kind, mesh, sharding, zero)

@@ -207,7 +207,12 @@ def data_parallel(
     sharding = layout.sharding_of(choice)
     if not in_chunks(choice, layout):
         return unchunked_prices(layout, price_cache).data_parallel(
-            choice.kind, layout.micro_batch_size, layout.mesh, sharding, choice.zero
+            choice.kind,
+            layout.micro_batch_size,
+            layout.mesh,
+            sharding,
+            choice.zero,
+            choice.own_zero,
         )
     summed = summed_inside(
         price_cache.layer(choice.kind, 1),

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.state_location import Access, StateLocation
+from parplan.costmodels.layers.model_states import OwnZero
 from parplan.costmodels.layers.recompute import RecomputedOperators
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.schedules.actions import Action, orders_of, placement_of
@@ -34,6 +35,7 @@ class LayerChoice:
     home        location of the states of a layer in chunks
     on_host     operators of a block, in their order, whose saved tensors are offloaded
                 (costmodels/memory/activation_copies.py)
+    own_zero    operators whose parameters have another ZeRO stage than `zero`, and that stage
     """
 
     kind: LayerKey
@@ -42,6 +44,11 @@ class LayerChoice:
     sharding: Sharding | None = None
     home: StateLocation = StateLocation.DEVICE
     on_host: tuple[str, ...] = ()
+    own_zero: OwnZero = ()
+
+    def zero_of(self, operator: str) -> int:
+        """Returns the ZeRO stage of an operator's parameters."""
+        return dict(self.own_zero).get(operator, self.zero)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,18 +109,18 @@ def recomputes_ahead(plan: Plan) -> bool:
 
 def zero_ranks(layer: PlacedLayer, mesh: Mesh) -> int:
     """Return how many neighbouring dp ranks hold one copy of the layer's states together."""
-    if layer.plan.zero and layer.plan.zero_ranks:
+    if layer.plan.highest_zero and layer.plan.zero_ranks:
         return layer.plan.zero_ranks
     return mesh.dp
 
 
-def effective_zero(layer: PlacedLayer, mesh: Mesh) -> int:
-    """Return the ZeRO stage that runs.
+def effective_zero(layer: PlacedLayer, mesh: Mesh, operator: str = "") -> int:
+    """Return the ZeRO stage that runs, that of the layer or of one of its operators.
 
     A copy on one rank has nothing to shard, but states on the host can be gathered.
     """
     gathers = zero_ranks(layer, mesh) > 1 or Offload.STATES in layer.plan.offload
-    return layer.plan.zero if gathers else 0
+    return layer.plan.own_zero.get(operator, layer.plan.zero) if gathers else 0
 
 
 def torchrun_line(plan: Plan | TracedPlan, path: str = "plan.yaml") -> str:

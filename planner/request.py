@@ -59,6 +59,7 @@ class Constraints:
                         whose dp it divides
     tp_overlap          levels of sub-pipelined tensor parallelism where tp > 1; None for those that
                         the stack runs
+    zero_by_operator    operators of a block may have two ZeRO stages
     megatron_sharding   tensor parallelism divides every operator as Megatron does
     weights_over_data   blocks divide weights over data-parallel ranks; None where the stack runs it
     offload             allowed host contents, of SEARCHED_OFFLOAD or for a traced module of
@@ -83,6 +84,7 @@ class Constraints:
     zero_ranks: int | None = None
     tp_overlap: tuple[int, ...] | None = None
     tp_across_nodes: bool = False
+    zero_by_operator: bool = False
     megatron_sharding: bool = False
     weights_over_data: tuple[bool, ...] | None = None
     offload: tuple[Offload, ...] | None = ()

@@ -103,7 +103,7 @@ def search_text(search: SearchRecord) -> str:
 
 
 def zero_text(layer_plan: LayerPlan, *, chunk_states: bool = True) -> str:
-    """Returns the ZeRO stage with its exceptions: `3`, `3 over 8 ranks, states on the host`.
+    """Returns the ZeRO stage with its exceptions: `3`, `2 (fc1, fc2: 3)`, `3 over 8 ranks`.
 
     Without `chunk_states` the states that chunks hold on the host are left out.
     """
@@ -111,7 +111,13 @@ def zero_text(layer_plan: LayerPlan, *, chunk_states: bool = True) -> str:
     in_chunks = () if chunk_states else OFFLOAD_OF[StateLocation.HOST]
     offload = [name for name in layer_plan.offload if name not in in_chunks]
     on_host = f", {' and '.join(offload)} on the host" if offload else ""
-    return f"{layer_plan.zero}{ranks}{on_host}"
+    stages = sorted(set(layer_plan.own_zero.values()))
+    own = [
+        f"{', '.join(name for name, its in layer_plan.own_zero.items() if its == stage)}: {stage}"
+        for stage in stages
+    ]
+    own_text = f" ({'; '.join(own)})" if own else ""
+    return f"{layer_plan.zero}{own_text}{ranks}{on_host}"
 
 
 def host_activations_text(layer_plan: LayerPlan, graph: ModelGraph) -> str:

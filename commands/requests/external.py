@@ -51,6 +51,11 @@ def narrowed(pins: Constraints, module: ModuleSource | None) -> Constraints:
             f"halves",
             hint="use --tp-overlap 0",
         )
+    if pins.zero_by_operator:
+        raise ConfigError(
+            "--zero-by-operator: only the executor's own blocks have operators with stages",
+            hint="leave it out",
+        )
     if pins.offload:
         raise ConfigError(
             "only the executor's own blocks leave the device, and a host's memory is for them",

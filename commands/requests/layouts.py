@@ -121,6 +121,7 @@ def choices_of(request: Request, by_hand: LayoutOptions) -> UniformChoices:
     offload, chunks = chunk_request(request, by_hand)
     return UniformChoices(
         zero=by_hand.zero,
+        own_zero=tuple(map(_own_zero, by_hand.own_zero)),
         recompute=Recompute(by_hand.recompute),
         recompute_first_stage=_rule(by_hand),
         zero_ranks=by_hand.zero_ranks,
@@ -128,6 +129,17 @@ def choices_of(request: Request, by_hand: LayoutOptions) -> UniformChoices:
         keep_on_host=by_hand.keep_on_host or (),
         chunks=chunks,
     )
+
+
+def _own_zero(text: str) -> tuple[str, int]:
+    """Returns the operator and the stage of `fc1=3`. Raises ConfigError."""
+    name, _, stage = text.partition("=")
+    if stage not in ("0", "1", "2", "3"):
+        raise ConfigError(
+            f"--own-zero is {text}, it must be an operator and its ZeRO stage",
+            hint="for example --own-zero fc1=3,fc2=3",
+        )
+    return name.strip(), int(stage)
 
 
 def _rule(by_hand: LayoutOptions) -> RecomputeRule | None:

@@ -115,6 +115,7 @@ def constraints_of(
         virtual_stages=pins.virtual_stages,
         zero=pins.zero,
         zero_ranks=pins.zero_ranks,
+        zero_by_operator=pins.zero_by_operator,
         tp_overlap=pins.tp_overlap,
         tp_across_nodes=pins.tp_across_nodes,
         megatron_sharding=pins.megatron_sharding,

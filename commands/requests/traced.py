@@ -43,12 +43,14 @@ _REFUSED = {  # options that a traced module cannot have, and why
     "weights_over_data": _WHOLE,
     "zero_ranks": "all data parallel ranks hold one copy of a traced module's states",
     "chunk_access": _WHOLE_SHARDS,
+    "zero_by_operator": "all operators of a stage of a traced module have one ZeRO stage",
 }
 _BY_HAND_REFUSED = {  # options of a layout by hand that a traced module cannot have
     "schedule_file": "the stages of a traced module run a named schedule",
     "sequence_parallel": _WHOLE,
     "tp_overlap": _WHOLE,
     "zero_ranks": _REFUSED["zero_ranks"],
+    "own_zero": "all operators of a stage of a traced module have one ZeRO stage",
     "keep_on_host": _ONLY_STATES,
     "chunk_access": _WHOLE_SHARDS,
 }

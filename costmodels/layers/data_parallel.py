@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from parplan.costmodels.communication.collectives import Collective, collective_time
@@ -138,18 +139,23 @@ def data_parallel_moves(
 
 
 def exposed_moves(
-    moves: DataParallelMoves,
+    groups: Sequence[tuple[int, DataParallelMoves]],
     time: LayerTime,
-    states: StateSharding,
     machine: Machine,
     training: TrainingSpec,
 ) -> DataParallelTime:
-    """The seconds of `moves` that the layer's compute, `time`, does not hide."""
-    whole = _phases(moves, states.zero, time, machine, training)
-    if not states.offloaded:
+    """The seconds of the moves of a layer that its compute, `time`, does not hide.
+
+    groups    the ZeRO stage and the moves of each group of parameters, which share what compute
+              hides
+    """
+    whole = _phases(groups, time, machine, training)
+    if all(ZERO == moved.brought == moved.taken == moved.added for _, moved in groups):
         return whole
-    on_device = replace(moves, brought=ZERO, taken=ZERO, added=ZERO)
-    alone = _phases(on_device, states.zero, time, machine, training)
+    on_device = [
+        (zero, replace(moved, brought=ZERO, taken=ZERO, added=ZERO)) for zero, moved in groups
+    ]
+    alone = _phases(on_device, time, machine, training)
     return replace(
         whole,
         host=_beyond(whole.forward + whole.backward, alone.forward + alone.backward),
@@ -162,36 +168,47 @@ def _beyond(whole: Seconds, part: Seconds) -> Seconds:
 
 
 def _phases(
-    moved: DataParallelMoves,
-    zero: int,
+    groups: Sequence[tuple[int, DataParallelMoves]],
     time: LayerTime,
     machine: Machine,
     training: TrainingSpec,
 ) -> DataParallelTime:
-    """Sorts the communication by the time when it runs, without the part that compute hides."""
-    optimizer = moved.optimizer
+    """Sorts the communication by the time when it runs, without the part that compute hides.
 
-    def exposed(communication: Seconds, window_s: float) -> Seconds:
+    A pass hides the communication of every micro-batch first, and that of the step in the rest of
+    its window.
+    """
+    optimizer = inside = over_copies = added = ZERO
+    forward = backward = ZERO  # of every micro-batch
+    gathered = reduced = ZERO  # of the step
+    for zero, moved in groups:
+        optimizer += moved.optimizer
+        inside += moved.inside
+        if zero == 3:
+            forward += moved.gather + moved.brought
+            backward += moved.gather + moved.reduce + moved.brought + moved.taken
+        else:
+            gathered += moved.gather + moved.brought
+        if zero == 2:
+            backward += moved.reduce + moved.taken
+        if zero < 2:
+            reduced += moved.reduce + moved.over_copies + moved.taken
+        else:
+            over_copies += moved.over_copies
+            added += moved.added
+
+    def exposed(every: Seconds, once: Seconds, window_s: float) -> tuple[Seconds, Seconds]:
         if not training.overlap_grad_reduce:
-            return communication
-        return under(communication, window_s, machine)
+            return every, once
+        left_s = max(0.0, window_s - every.value_s)
+        return under(every, window_s, machine), under(once, left_s, machine)
 
-    gathered = exposed(moved.gather + moved.brought, time.forward_s)
-    if zero < 2:
-        reduced = exposed(moved.reduce + moved.over_copies + moved.taken, time.backward_s)
-        step = gathered + reduced + moved.inside
-        return DataParallelTime(forward=ZERO, backward=ZERO, step=step, optimizer=optimizer)
-    if zero == 2:
-        reduced = exposed(moved.reduce + moved.taken, time.backward_s)
-        step = gathered + moved.over_copies + moved.inside
-        return DataParallelTime(
-            forward=ZERO, backward=reduced + moved.added, step=step, optimizer=optimizer
-        )
-    both = moved.gather + moved.reduce + moved.brought + moved.taken
+    forward, gathered = exposed(forward, gathered, time.forward_s)
+    backward, reduced = exposed(backward, reduced, time.backward_s)
     return DataParallelTime(
-        forward=gathered,
-        backward=exposed(both, time.backward_s) + moved.added,
-        step=moved.over_copies + moved.inside,
+        forward=forward,
+        backward=backward + added,
+        step=gathered + reduced + over_copies + inside,
         optimizer=optimizer,
     )
 

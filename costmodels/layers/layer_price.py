@@ -74,6 +74,14 @@ ENDLESS = LayerTime(  # hides whatever can be hidden
     tp_backward=ZERO,
     tp_recompute=ZERO,
 )
+UNHIDING = LayerTime(  # hides nothing
+    forward=ZERO,
+    backward=ZERO,
+    recompute=ZERO,
+    tp_forward=ZERO,
+    tp_backward=ZERO,
+    tp_recompute=ZERO,
+)
 
 
 def _sum(parts: Iterable[Seconds]) -> Seconds:

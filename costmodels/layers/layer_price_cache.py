@@ -33,6 +33,7 @@ from parplan.costmodels.layers.chunked_layer import (
     group_collectives,
 )
 from parplan.costmodels.layers.data_parallel import (
+    DataParallelMoves,
     DataParallelTime,
     data_parallel_moves,
     exposed_moves,
@@ -47,13 +48,17 @@ from parplan.costmodels.layers.layer_price import (
     price_operators,
 )
 from parplan.costmodels.layers.model_states import (
+    ZERO_2_COPIES,
+    ZERO_3_COPIES,
     LocalParameters,
+    OwnZero,
     StateBytes,
     StateSharding,
     held_states,
     ideal_states,
     local_parameters,
     owned_parameters,
+    stage_groups,
     step_copy_bytes,
     zero_buffer_bytes,
 )
@@ -77,6 +82,7 @@ from parplan.profiles.provenance import ZERO, Seconds
 from parplan.profiles.stack import AttentionKernel
 
 Ends = tuple[tuple[LayerKey, Sharding], ...]  # embedding and head with their shardings
+Groups = tuple[tuple[int, LocalParameters], ...]  # ZeRO stage and parameters of each
 IDS_BYTES = 16  # id and target of a token, as int64
 
 
@@ -102,16 +108,42 @@ class LayerStates:
 
     states       on the device
     ideal        one copy over all ranks, wherever it lies, by class
-    zero_buffer  ZeRO's buffers
+    buffers      ZeRO's buffers by stage, one for each group of parameters
     step_copies  fp32 copies for the optimizer's step
     host         on the host for this rank
     """
 
     states: StateBytes
     ideal: tuple[float, float, float]
-    zero_buffer: int
+    buffers: tuple[tuple[int, int], ...]
     step_copies: int
     host: int = 0
+
+    @property
+    def zero_buffer(self) -> int:
+        """Bytes of ZeRO's buffers at their fullest moment.
+
+        Groups at stages 2 and 3 are gathered and reduced in the same backward pass, the others one
+        after the other at the end of the step.
+        """
+        after = max((size for stage, size in self.buffers if stage < 2), default=0)
+        return max(after, sum(size for stage, size in self.buffers if stage >= 2))
+
+    @property
+    def gathered_bytes(self) -> float:
+        """Bytes of the buffers that hold gathered parameters in a backward pass."""
+        return sum(2 * (size / ZERO_3_COPIES) for stage, size in self.buffers if stage == 3)
+
+    @property
+    def reduced_bytes(self) -> float:
+        """Bytes of the buffers that hold gradients in a backward pass."""
+        copies = {2: ZERO_2_COPIES, 3: ZERO_3_COPIES}
+        return sum(size / copies[stage] for stage, size in self.buffers if stage >= 2)
+
+    @property
+    def reduced_after_bytes(self) -> int:
+        """Bytes of the buffers that hold gradients after the backward pass."""
+        return sum(size for stage, size in self.buffers if stage == 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -550,13 +582,24 @@ class LayerPriceCache(ABC):
         return max(0, whole.saved - kept.saved)
 
     def data_parallel(
-        self, kind: LayerKey, micro_batch_size: int, mesh: Mesh, sharding: Sharding, zero: int
+        self,
+        kind: LayerKey,
+        micro_batch_size: int,
+        mesh: Mesh,
+        sharding: Sharding,
+        zero: int,
+        own_zero: OwnZero = (),
     ) -> DataParallelTime:
-        """Gradient reduction, gathers and the optimizer step of one layer at ZeRO stage `zero`."""
+        """Gradient reduction, gathers and the optimizer step of one layer at ZeRO stage `zero`.
+
+        The operators of `own_zero` have another stage.
+        """
         return self._once(
-            ("dp", kind, micro_batch_size, mesh, sharding, zero, self.offloads_states),
+            ("dp", kind, micro_batch_size, mesh, sharding, zero, own_zero, self.offloads_states),
             lambda: self._data_parallel(
-                kind, self.layer_time(kind, micro_batch_size, sharding), mesh, sharding, zero
+                self.layer_time(kind, micro_batch_size, sharding),
+                mesh,
+                self._groups(kind, sharding, zero, own_zero),
             ),
         )
 
@@ -575,63 +618,88 @@ class LayerPriceCache(ABC):
         return copy_time(host, self.machine.cluster, to_host=to_host) if host else ZERO
 
     def hidden_data_parallel(
-        self, kind: LayerKey, mesh: Mesh, sharding: Sharding, zero: int
+        self, kind: LayerKey, mesh: Mesh, sharding: Sharding, zero: int, own_zero: OwnZero = ()
     ) -> DataParallelTime:
         """A lower bound of `data_parallel`: endless compute hides all that the stack can hide."""
         return self._once(
-            ("hidden dp", kind, mesh, sharding, zero, self.offloads_states),
-            lambda: self._data_parallel(kind, ENDLESS, mesh, sharding, zero),
+            ("hidden dp", kind, mesh, sharding, zero, own_zero, self.offloads_states),
+            lambda: self._data_parallel(
+                ENDLESS, mesh, self._groups(kind, sharding, zero, own_zero)
+            ),
         )
 
-    def _data_parallel(
-        self, kind: LayerKey, time: LayerTime, mesh: Mesh, sharding: Sharding, zero: int
-    ) -> DataParallelTime:
-        parameters = self._parameters(kind, sharding)
-        states = self._state_sharding(mesh, zero)
-        moves = self._once(
-            ("dp moves", parameters, mesh, zero > 0, states.offloaded),
-            lambda: data_parallel_moves(parameters, mesh, states, self.machine, self.training),
+    def _data_parallel(self, time: LayerTime, mesh: Mesh, groups: Groups) -> DataParallelTime:
+        def moves(zero: int, parameters: LocalParameters) -> DataParallelMoves:
+            states = self._state_sharding(mesh, zero)
+            return self._once(
+                ("dp moves", parameters, mesh, zero > 0, states.offloaded),
+                lambda: data_parallel_moves(parameters, mesh, states, self.machine, self.training),
+            )
+
+        moved = [(zero, moves(zero, parameters)) for zero, parameters in groups]
+        return exposed_moves(moved, time, self.machine, self.training)
+
+    def _groups(self, kind: LayerKey, sharding: Sharding, zero: int, own_zero: OwnZero) -> Groups:
+        """Returns the ZeRO stage and the parameters of each group of a layer."""
+        if not own_zero:
+            return ((zero, self._parameters(kind, sharding)),)
+        layer = self.layer(kind, 1)
+        return tuple(
+            (stage, local_parameters(layer, sharding, names))
+            for stage, names in stage_groups(layer, zero, own_zero)
         )
-        return exposed_moves(moves, time, states, self.machine, self.training)
 
     def _parameters(self, kind: LayerKey, sharding: Sharding) -> LocalParameters:
         return self._once(
             ("parameters", kind, sharding), lambda: local_parameters(self.layer(kind, 1), sharding)
         )
 
-    def states(self, kind: LayerKey, mesh: Mesh, sharding: Sharding, zero: int) -> LayerStates:
-        """State bytes of one layer of `kind`.
+    def states(
+        self,
+        kind: LayerKey,
+        mesh: Mesh,
+        sharding: Sharding,
+        zero: int,
+        own_zero: OwnZero = (),
+    ) -> LayerStates:
+        """State bytes of one layer of `kind`, whose operators of `own_zero` have another stage.
 
         A tied head holds its own copy only when stages are apart.
         """
-        layer = self.layer(kind, 1)
-        parameters = self._parameters(kind, sharding)
+        groups = self._groups(kind, sharding, zero, own_zero)
 
         def make() -> LayerStates:
-            sharded = self._state_sharding(mesh, zero)
-            with_tied, shards = sharded.with_tied, sharded.shards
             on_host = self.offloads_states
-            owned = parameters.owned(shards if zero else 1, with_tied=with_tied)
-            local = parameters.owned(with_tied=with_tied, of_experts=False)
-            of_experts = parameters.owned(of_experts=True)
-            holding = max(mesh.dp, 2) if on_host else mesh.dp  # the host counts as a holder
-            buffer = zero_buffer_bytes(local, zero, holding, self.training)
-            if on_host:
-                buffer += COPIED_BYTES * owned
-            if of_experts:
-                buffer += zero_buffer_bytes(of_experts, zero, mesh.expert_dp, self.training)
+            states = StateBytes()
+            owned = 0
+            buffers: list[tuple[int, int]] = []
+            for stage, parameters in groups:
+                sharded = self._state_sharding(mesh, stage)
+                states += held_states(parameters.each, sharded, self.training)
+                shards = sharded.shards if stage else 1
+                updated = parameters.owned(shards, with_tied=sharded.with_tied)
+                owned += updated
+                buffer = self._zero_buffer(parameters, mesh, sharded)
+                buffers.append((stage, buffer + (COPIED_BYTES * updated if on_host else 0)))
             whole = self._parameters(kind, Sharding()).owned(with_tied=False)
             return LayerStates(
-                states=held_states(parameters.each, sharded, self.training),
+                states=states,
                 ideal=ideal_states(whole, mesh.ranks_per_stage, self.training),
-                zero_buffer=buffer,
-                step_copies=step_copy_bytes(
-                    layer, sharding, zero, shards, self.training, with_tied=with_tied
-                ),
+                buffers=tuple(buffers),
+                step_copies=step_copy_bytes(owned, self.training),
                 host=HOST_STATE_BYTES * owned if on_host else 0,
             )
 
-        return self._once(("states", kind, mesh, parameters, zero, self.offloads_states), make)
+        return self._once(("states", kind, mesh, groups, self.offloads_states), make)
+
+    def _zero_buffer(self, parameters: LocalParameters, mesh: Mesh, states: StateSharding) -> int:
+        local = parameters.owned(with_tied=states.with_tied, of_experts=False)
+        of_experts = parameters.owned(of_experts=True)
+        holding = max(mesh.dp, 2) if states.offloaded else mesh.dp  # the host counts as a holder
+        buffer = zero_buffer_bytes(local, states.zero, holding, self.training)
+        if of_experts:
+            buffer += zero_buffer_bytes(of_experts, states.zero, mesh.expert_dp, self.training)
+        return buffer
 
     def chunked(
         self,

@@ -39,6 +39,7 @@ from parplan.profiles.models.spec import Precision, TrainingSpec
 
 MASTER_BYTES = 4
 MOMENTS_BYTES = 8
+OwnZero = tuple[tuple[str, int], ...]  # operators whose ZeRO stage is not the layer's
 # fp32 copies of a layer's parameters that ZeRO holds beside them (`zero_buffer_bytes`)
 ZERO_2_COPIES, ZERO_3_COPIES = 2, 4
 # operators whose whole matrix over divided tokens has a gradient to sum inside a stage
@@ -158,16 +159,38 @@ def _local(
 
 
 @functools.lru_cache(maxsize=4096)
-def local_parameters(layer: LayerClass, sharding: Sharding) -> LocalParameters:
-    """Returns the parameters of `layer` on one tensor-parallel rank.
+def local_parameters(
+    layer: LayerClass, sharding: Sharding, names: frozenset[str] | None = None
+) -> LocalParameters:
+    """Returns the parameters of `layer` on one tensor-parallel rank, or of its operators `names`.
 
     Megatron's sharding sums gradients of weights inside a stage only in layers with experts.
     """
     sums_weights = bool(sharding.own) or any(
         operator.kind is OperatorKind.EXPERTS for operator in layer.operators
     )
-    each = (_local(op, sharding, sums_weights=sums_weights) for op in layer.operators)
+    each = (
+        _local(op, sharding, sums_weights=sums_weights)
+        for op in layer.operators
+        if names is None or op.name in names
+    )
     return _alike(tuple(parameter for some in each for parameter in some), sharding.degrees)
+
+
+def stage_groups(
+    layer: LayerClass, zero: int, own_zero: OwnZero
+) -> tuple[tuple[int, frozenset[str]], ...]:
+    """Returns by ZeRO stage, ascending, the operators whose parameters are one group.
+
+    The parameters of a group are gathered and reduced together. Operators without parameters are
+    in no group; a layer without any is one group at stage `zero`.
+    """
+    own = dict(own_zero)
+    stages = {op.name: own.get(op.name, zero) for op in layer.operators if op.parameters}
+    return tuple(
+        (stage, frozenset(name for name, its in stages.items() if its == stage))
+        for stage in sorted(set(stages.values())) or [zero]
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -272,21 +295,14 @@ def held_states(
     return total
 
 
-def step_copy_bytes(
-    layer: LayerClass,
-    sharding: Sharding,
-    zero: int,
-    dp: int,
-    training: TrainingSpec,
-    *,
-    with_tied: bool = True,
-) -> int:
-    """Bytes of the fp32 gradient copies for the optimizer's step, where the stack makes them."""
+def step_copy_bytes(owned: int, training: TrainingSpec) -> int:
+    """Bytes of the fp32 gradient copies of `owned` parameters for the optimizer's step.
+
+    Zero unless the stack makes them.
+    """
     if training.gradient_precision is Precision.FP32:
         return 0
-    return training.stack.step_copy_bytes * owned_parameters(
-        layer, sharding, dp if zero else 1, with_tied=with_tied
-    )
+    return training.stack.step_copy_bytes * owned
 
 
 def owned_parameters(

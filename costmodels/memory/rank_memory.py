@@ -8,8 +8,12 @@ from functools import lru_cache
 from itertools import accumulate
 
 from parplan.costmodels.communication.mesh import Axis, Mesh
-from parplan.costmodels.layers.layer_price_cache import ActivationBytes, LayerPriceCache
-from parplan.costmodels.layers.model_states import ZERO_2_COPIES, ZERO_3_COPIES, StateBytes
+from parplan.costmodels.layers.layer_price_cache import (
+    ActivationBytes,
+    LayerPriceCache,
+    LayerStates,
+)
+from parplan.costmodels.layers.model_states import ZERO_3_COPIES, StateBytes
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.memory.peak_candidates import peak_candidates
 from parplan.costmodels.memory.peak_memory import Bytes, ConstantBytes, LayerBytes, peak_bytes
@@ -221,12 +225,7 @@ def rank_memory(strategy: Strategy, rank: int, price_cache: LayerPriceCache) -> 
     layers = rank_layers(strategy, rank)
     sizes = rank_activations(strategy, rank, price_cache)
     table = price_cache.shared_table_bytes(layout.mesh, strategy.first_sharding)
-    of_choice = {
-        choice: price_cache.states(
-            choice.kind, layout.mesh, layout.sharding_of(choice), choice.zero
-        )
-        for choice in sizes
-    }
+    of_choice = {choice: choice_states(choice, layout, price_cache) for choice in sizes}
     held = [of_choice[choice] for choice in layers]
     states = sum((layer.states for layer in held), StateBytes())
     between, running = _held_and_running(strategy, rank, sizes, price_cache)
@@ -367,6 +366,15 @@ def gradients_come_and_go(layout: ParallelLayout, price_cache: LayerPriceCache) 
     )
 
 
+def choice_states(
+    choice: LayerChoice, layout: ParallelLayout, price_cache: LayerPriceCache
+) -> LayerStates:
+    """Returns the bytes of the states of one layer on a device."""
+    return price_cache.states(
+        choice.kind, layout.mesh, layout.sharding_of(choice), choice.zero, choice.own_zero
+    )
+
+
 def _apart_bytes(
     strategy: Strategy,
     rank: int,
@@ -381,14 +389,9 @@ def _apart_bytes(
     layout = strategy.layout
     if not gradients_come_and_go(layout, price_cache) or any(size.host for size in sizes.values()):
         return 0.0
-    held = {
-        choice: price_cache.states(
-            choice.kind, layout.mesh, layout.sharding_of(choice), choice.zero
-        )
-        for choice in sizes
-    }
+    held = {choice: choice_states(choice, layout, price_cache) for choice in sizes}
     embedding = next((choice for choice in sizes if choice.kind.role is LayerKind.EMBEDDING), None)
-    reduced = max(held[choice].zero_buffer if choice.zero == 1 else 0 for choice in sizes)
+    reduced = max(states.reduced_after_bytes for states in held.values())
     return together - peak_bytes(
         strategy,
         rank,
@@ -447,7 +450,7 @@ def held_in_passes(
     ZeRO 1 reduces after that pass. Embedding and head with one table are gathered and reduced
     together, as one layer that begins and ends the passes.
     """
-    states = price_cache.states(choice.kind, layout.mesh, layout.sharding_of(choice), choice.zero)
+    states = choice_states(choice, layout, price_cache)
     joined = price_cache.shared_table_bytes(layout.mesh, layout.sharding) > 0
     remade = alone = 0.0
     if layout.recomputes_ahead:
@@ -462,18 +465,12 @@ def held_in_passes(
     )
     if joined and choice.kind.role is LayerKind.HEAD:
         return held
-    gathered, reduced = zero_passes_bytes(states.zero_buffer, choice.zero)
+    embeds = joined and choice.kind.role is LayerKind.EMBEDDING
     return replace(
         held,
-        gathered=0.0 if joined and choice.kind.role is LayerKind.EMBEDDING else gathered,
-        reduced=reduced,
+        gathered=0.0 if embeds else states.gathered_bytes,
+        reduced=states.reduced_bytes,
     )
-
-
-def zero_passes_bytes(zero_buffer: float, zero: int) -> tuple[float, float]:
-    """Returns the gathered and the reduced bytes of a ZeRO buffer in a backward pass."""
-    whole = zero_buffer / {2: ZERO_2_COPIES, 3: ZERO_3_COPIES}.get(zero, 1)
-    return (2 * whole if zero == 3 else 0.0), (whole if zero >= 2 else 0.0)
 
 
 def _workspace_bytes(

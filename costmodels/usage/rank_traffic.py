@@ -24,7 +24,7 @@ from parplan.costmodels.host.state_location import ChunkCommunication
 from parplan.costmodels.layers.chunked_layer import BROADCAST_GATHERS
 from parplan.costmodels.layers.layer_price import LOSS_REDUCTIONS
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
-from parplan.costmodels.layers.model_states import SUMMED, owned_parameters
+from parplan.costmodels.layers.model_states import SUMMED, local_parameters, stage_groups
 from parplan.costmodels.layers.sub_pipeline import HALVES
 from parplan.costmodels.layers.tensor_flow import TensorFlow, leaving_tensor, tensor_flows_of
 from parplan.costmodels.operators.kernels import FP32_BYTES
@@ -128,8 +128,7 @@ def _add_layer(
         for move in layer_moves(sending, sharding, recomputed):
             axis = Axis.DP if sharding.data > 1 and move.axis == 0 else Axis.TP
             tally.add(axis, move.collective, move.num_bytes, parts * layout.num_micro_batches)
-        shards = price_cache.shards(layout.mesh) if choice.zero else 1
-        for num_bytes in _summed_inside(layer, sharding, shards):
+        for num_bytes in _summed_inside(choice, layer, layout, price_cache):
             tally.add(Axis.TP, Collective.ALL_REDUCE, num_bytes)
     if price_cache.looks_up(choice.kind) and layout.mesh.dp > 1:
         _add_lookup(
@@ -247,12 +246,16 @@ def _moved(
     return moves(tensor.num_bytes, source, target, sharding.degrees)
 
 
-def _summed_inside(layer: LayerClass, sharding: Sharding, shards: int) -> Iterator[int]:
+def _summed_inside(
+    choice: LayerChoice, layer: LayerClass, layout: ParallelLayout, price_cache: LayerPriceCache
+) -> Iterator[int]:
     """Yields the bytes of each weight gradient that the tensor-parallel axis sums once a step.
 
     (`parplan.costmodels.layers.data_parallel.summed_inside`)
     """
+    sharding = layout.sharding_of(choice)
     for operator in layer.operators if sharding.own else ():
+        shards = price_cache.shards(layout.mesh) if choice.zero_of(operator.name) else 1
         for parameter in operator.parameters if operator.kind in SUMMED else ():
             if len(parameter.dims) > 1 and sharding.summed_axes(operator, parameter):
                 elements = math.prod(sharding.parameter_shape(operator, parameter))
@@ -273,25 +276,27 @@ def _add_data_parallel(
     """
     mesh = layout.mesh
     sharding = layout.sharding_of(choice)
-    shards = price_cache.shards(mesh) if choice.zero else 1
-    whole, owned = (
-        sum(
-            owned_parameters(layer, sharding, parts, with_tied=mesh.pp > 1, of_experts=of_experts)
-            for of_experts in (False, True)
+    for zero, names in stage_groups(layer, choice.zero, choice.own_zero):
+        parameters = local_parameters(layer, sharding, names)
+        shards = price_cache.shards(mesh) if zero else 1
+        whole, owned = (
+            sum(
+                parameters.owned(parts, with_tied=mesh.pp > 1, of_experts=of_experts)
+                for of_experts in (False, True)
+            )
+            for parts in (1, shards)
         )
-        for parts in (1, shards)
-    )
-    if mesh.dp == 1 or not whole:
-        return
-    if shards > 1:
-        gathers = 2 * layout.num_micro_batches + ahead if choice.zero == 3 else 1
-        reductions = layout.num_micro_batches if choice.zero >= 2 else 1
-        gathered = price_cache.training.precision.num_bytes * whole
-        reduced = _gradient_bytes(whole, price_cache)
-        tally.add(Axis.DP, Collective.ALL_GATHER, gathered, gathers)
-        tally.add(Axis.DP, Collective.REDUCE_SCATTER, reduced, reductions)
-    if mesh.dp > shards:
-        tally.add(Axis.DP, Collective.ALL_REDUCE, _gradient_bytes(owned, price_cache))
+        if mesh.dp == 1 or not whole:
+            continue
+        if shards > 1:
+            gathers = 2 * layout.num_micro_batches + ahead if zero == 3 else 1
+            reductions = layout.num_micro_batches if zero >= 2 else 1
+            gathered = price_cache.training.precision.num_bytes * whole
+            reduced = _gradient_bytes(whole, price_cache)
+            tally.add(Axis.DP, Collective.ALL_GATHER, gathered, gathers)
+            tally.add(Axis.DP, Collective.REDUCE_SCATTER, reduced, reductions)
+        if mesh.dp > shards:
+            tally.add(Axis.DP, Collective.ALL_REDUCE, _gradient_bytes(owned, price_cache))
 
 
 def _add_messages(

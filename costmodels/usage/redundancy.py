@@ -198,7 +198,10 @@ def _operator_states(
         operator,
         sharding,
         StateSharding(
-            choice.zero, price_cache.shards(mesh), mesh.pp > 1, price_cache.offloads_states
+            choice.zero_of(operator.name),
+            price_cache.shards(mesh),
+            mesh.pp > 1,
+            price_cache.offloads_states,
         ),
         outside,
     )

@@ -96,7 +96,7 @@ def _mesh(plan: Plan) -> Mesh:
 
 def _holds_copies(layer_plan: LayerPlan, mesh: Mesh) -> bool:
     """Return True if fewer than all data-parallel ranks hold one copy of the layer's states."""
-    return layer_plan.zero > 0 and layer_plan.zero_ranks not in (None, mesh.dp)
+    return layer_plan.highest_zero > 0 and layer_plan.zero_ranks not in (None, mesh.dp)
 
 
 def _layer_plan(layer_plan: LayerPlan, before: Mesh, mesh: Mesh) -> LayerPlan:

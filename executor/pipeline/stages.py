@@ -27,6 +27,7 @@ from parplan.executor.models.mixture_of_experts import experts_of
 from parplan.executor.models.transformer_layers import Block, build_layer
 from parplan.executor.placed_layers import (
     PlacedLayer,
+    effective_zero,
     local_stages,
     stage_layers,
 )
@@ -223,19 +224,42 @@ def _units(
     layers: tuple[nn.Module, ...],
     tables: tuple[HostTable, ...],
 ) -> tuple[Unit, ...]:
-    """Returns the sharded unit of `layers` without `tables`, and units of their experts.
+    """Returns the sharded unit of `layers` without `tables`, and units inside it.
 
-    Experts get a unit where not every data-parallel rank holds them.
+    Experts get a unit where not every data-parallel rank holds them, and so do the operators of a
+    block at each lower ZeRO stage.
     """
     experts = _expert_units(plan, ranks, placed, layers)
     for each in experts:
         shard_unit(each, plan.training.precision)
-    apart = (*tables, *(each.layers[0] for each in experts))
-    whole = ranks.unit(plan, placed, layers, apart=apart)
+    (highest, _), *lower = _stage_modules(plan, placed, layers)
+    inner = tuple(
+        ranks.unit(plan, placed, modules, zero=zero, casts_inputs=False) for zero, modules in lower
+    )
+    apart = (*tables, *(module for each in (*experts, *inner) for module in each.layers))
+    whole = ranks.unit(plan, placed, layers, apart, highest)
     divided = _units_over_data(ranks, layers)
     for each in divided:
         shard_unit(each, plan.training.precision)
-    return whole, *experts, *divided
+    return whole, *experts, *inner, *divided
+
+
+def _stage_modules(
+    plan: Plan, placed: PlacedLayer, layers: tuple[nn.Module, ...]
+) -> list[tuple[int, tuple[nn.Module, ...]]]:
+    """Returns the ZeRO stages of a layer, the highest first, and the operators at each.
+
+    A layer at one stage is taken as a whole. Only the highest stage frees parameters between the
+    passes, so that the unit that it does so for is the layer, whose hooks surround any recompute.
+    """
+    if not placed.plan.own_zero:
+        return [(effective_zero(placed, plan.mesh), layers)]
+    (block,) = (module for module in layers[0].modules() if isinstance(module, Block))
+    by_stage: dict[int, list[nn.Module]] = {}
+    for name, module in block.named_children():
+        if any(True for _ in module.parameters()):
+            by_stage.setdefault(effective_zero(placed, plan.mesh, name), []).append(module)
+    return [(zero, tuple(modules)) for zero, modules in sorted(by_stage.items(), reverse=True)]
 
 
 def _units_over_data(ranks: RankPlace, layers: tuple[nn.Module, ...]) -> tuple[Unit, ...]:

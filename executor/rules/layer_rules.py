@@ -71,7 +71,7 @@ def zero_ranks(plan: Plan) -> Iterator[Refusal]:
     dp = plan.mesh.dp
     for name, layer_plan in plan.layer_plans.items():
         ranks = layer_plan.zero_ranks
-        if layer_plan.zero and ranks and dp % ranks:
+        if layer_plan.highest_zero and ranks and dp % ranks:
             nearest = min(divisors(dp), key=lambda n: (abs(n - ranks), -n))
             yield Refusal(
                 problem=f"layer_plans.{name}: zero_ranks {ranks} does not divide dp {dp}",
@@ -144,6 +144,21 @@ def _sharded_as(layer: PlacedLayer, mesh: Mesh) -> tuple[int, int, bool]:
 def _zero_text(sharded_as: tuple[int, int, bool]) -> str:
     zero, ranks, on_host = sharded_as
     return (f"{zero} over {ranks} ranks" if zero else "0") + (" on the host" if on_host else "")
+
+
+@rule(
+    why="only in the executor's own blocks, without experts, are operators units of their own",
+    action="give all operators one zero",
+)
+def zero_by_operator(plan: Plan) -> Iterator[Refusal]:
+    for name, layer_plan in plan.layer_plans.items():
+        if layer_plan.own_zero and (plan.module is not None or plan.model.num_experts):
+            operators = "a module" if plan.module is not None else "a mixture of experts"
+            yield Refusal(
+                problem=f"layer_plans.{name}: own_zero names operators of {operators}",
+                action=f"leave own_zero out of layer plan {name}",
+                nearest=with_layer_plan(plan, name, own_zero={}),
+            )
 
 
 @rule(why="only operators of the layer can run again", action="leave out the others")
@@ -268,6 +283,7 @@ LAYERS = (
     zero_ranks,
     tied,
     tied_tables,
+    zero_by_operator,
     recompute_names_rule,
     recomputed_dropout,
     kept_on_host,

@@ -58,6 +58,8 @@ def _unrunnable(plan: Plan, layer_plan: LayerPlan) -> str | None:
         return f"a weight of the {layer_plan.layer} is divided over dp, only blocks can be"
     if plan.module is not None:
         return "a module of your own is divided over tp alone"
+    if layer_plan.own_zero:
+        return "its weights are divided over dp, and its operators differ in ZeRO"
     if layer_plan.keep_on_host or layer_plan.offload:
         return "its weights are divided over dp, and it has tensors on the host"
     layout = replace(layout_of(plan), chunked=plan.chunks is not None)

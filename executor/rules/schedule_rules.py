@@ -232,12 +232,13 @@ def action_lists(plan: Plan) -> Iterator[Refusal]:
 )
 def split_zero(plan: Plan) -> Iterator[Refusal]:
     for name, layer_plan in plan.layer_plans.items() if _splits(plan) else ():
-        if layer_plan.zero == 3 and plan.mesh.dp > 1:
+        if layer_plan.highest_zero == 3 and plan.mesh.dp > 1:
             yield Refusal(
                 problem=f"layer_plans.{name}: {plan.pipeline.schedule} splits the backward pass of "
                 "a layer of zero 3",
-                action=f"set zero to 2 on layer plan {name}",
-                nearest=with_layer_plan(plan, name, zero=2),
+                action=f"set zero to 2 on layer plan {name}"
+                + (" and leave own_zero out" if layer_plan.own_zero else ""),
+                nearest=with_layer_plan(plan, name, zero=2, own_zero={}),
             )
 
 

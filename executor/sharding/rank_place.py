@@ -79,9 +79,15 @@ class RankPlace:
         placed: PlacedLayer,
         layers: tuple[nn.Module, ...],
         apart: tuple[nn.Module, ...] = (),
+        zero: int | None = None,
+        *,
+        casts_inputs: bool = True,
     ) -> Unit:
-        """Returns the sharded unit of a layer's modules, or of two tied layers' modules."""
-        zero = effective_zero(placed, plan.mesh)
+        """Returns the sharded unit of a layer, of two tied layers, or of operators of a layer.
+
+        zero    its ZeRO stage, None for that of the layer
+        """
+        zero = effective_zero(placed, plan.mesh) if zero is None else zero
         num_shards = zero_ranks(placed, plan.mesh)
         unit = Unit(
             layers=layers,
@@ -90,6 +96,7 @@ class RankPlace:
             apart=apart,
             copies=self.copies_mesh(num_shards) if zero else None,
             offloaded=Offload.STATES in placed.plan.offload,
+            casts_inputs=casts_inputs,
         )
         shard_unit(unit, plan.training.precision)
         return unit

@@ -1,5 +1,8 @@
 """ZeRO through FSDP2: one unit per layer and one mechanism for the stages 1, 2 and 3.
 
+Where the operators of a block have several stages, those at the highest one are the unit of the
+block, and those at each lower stage are a unit inside it.
+
 Stages 0 and 1 take one reduction per step.
 
 stage | parameters during the step | gradients of a micro-batch
@@ -54,7 +57,9 @@ BUCKET_BYTES = 25 * MIB  # DistributedDataParallel's default bucket_cap_mb
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Layers that are gathered and reduced together: one layer, or tied embedding and head.
+    """Modules that are gathered and reduced together.
+
+    They are one layer, tied embedding and head, or the operators of a block at one ZeRO stage.
 
     mesh          the ranks that hold one copy together, or with ZeRO 0 the same states
     apart         modules inside the layers that are separate units
@@ -210,7 +215,8 @@ def _summed_after(units: Sequence[Unit]) -> dict[DeviceMesh, list[nn.Parameter]]
 
 def _summed_over_tp(units: Sequence[Unit]) -> list[nn.Parameter]:
     modules = (module for unit in units for layer in unit.layers for module in layer.modules())
-    return [parameter for module in modules for parameter in parameters_summed_over_tp(module)]
+    once = dict.fromkeys(modules)  # a unit inside a layer has its modules too
+    return [parameter for module in once for parameter in parameters_summed_over_tp(module)]
 
 
 def _fsdp_modules(unit: Unit) -> list[FSDPModule]:

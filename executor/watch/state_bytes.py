@@ -83,7 +83,7 @@ def _parameter_states(
         # The host holds columns, in fp32 at any precision.
         elements = math.prod(parameter.shape) // plan.mesh.dp
         return states_of(elements, elements, 3, plan.training)
-    shards, zero = zero_ranks(layer, plan.mesh), effective_zero(layer, plan.mesh)
+    shards, zero = zero_ranks(layer, plan.mesh), effective_zero(layer, plan.mesh, operator)
     entries: Entries = ()
     if layer.plan.operators:
         entries = layer.plan.operators[operator].parameters.get(parameter.name, ())

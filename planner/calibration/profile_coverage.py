@@ -23,7 +23,7 @@ from parplan.costmodels.communication.mesh import (
     crosses_nodes,
     place_axis,
 )
-from parplan.costmodels.layers.model_states import owned_parameters
+from parplan.costmodels.layers.model_states import local_parameters, stage_groups
 from parplan.costmodels.layers.sub_pipeline import HALVES
 from parplan.costmodels.operators.compute import kernel_time
 from parplan.costmodels.operators.kernels import Kernel, StreamKernel
@@ -147,10 +147,11 @@ def _of_updates(strategy: Strategy, price_cache: PriceCache) -> dict[Case, Kind]
     if price_cache.offloads_states:
         return {}
     counts = Counter(
-        _owned(choice, strategy.layout, price_cache)
+        owned
         for stage in strategy.stages
         for choice in stage
         if not in_chunks(choice, strategy.layout)
+        for owned in _owned(choice, strategy.layout, price_cache)
     )
     prices = {
         case: kernel_time(kernel, price_cache.machine, price_cache.training)
@@ -172,12 +173,14 @@ def _of_updates(strategy: Strategy, price_cache: PriceCache) -> dict[Case, Kind]
     }
 
 
-def _owned(choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCache) -> int:
-    """Number of parameters of one layer that a rank updates."""
+def _owned(choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCache) -> Iterator[int]:
+    """Yields the number of parameters that a rank updates of each group of one layer."""
     layer = price_cache.layer(choice.kind, 1)
-    shards = price_cache.shards(layout.mesh) if choice.zero else 1
     sharding = layout.sharding_of(choice)
-    return owned_parameters(layer, sharding, shards, with_tied=layout.mesh.pp > 1)
+    for zero, names in stage_groups(layer, choice.zero, choice.own_zero):
+        shards = price_cache.shards(layout.mesh) if zero else 1
+        parameters = local_parameters(layer, sharding, names)
+        yield parameters.owned(shards, with_tied=layout.mesh.pp > 1)
 
 
 def _of_traffic(strategy: Strategy, rank: int, price_cache: PriceCache) -> dict[Case, Kind]:

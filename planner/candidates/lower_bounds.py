@@ -137,7 +137,7 @@ def _alike(layout: ParallelLayout, table: MixTable) -> tuple[Hashable, ...]:
         layout.micro_batch_size,
         layout.of_blocks,
         layout.chunked and layout.num_micro_batches,
-        table.zero_stages(layout),
+        table.zero_ways(layout),
     )
 
 
@@ -208,15 +208,18 @@ def _least_block(layout: ParallelLayout, table: MixTable) -> tuple[float, float]
     per_step_s: list[float] = []
     hidden_s = _always_recomputed_s(layout, table)
     for weight_layout, fastest_s in catalogue.fastest_s(b, layout.of_blocks).items():
-        for zero in table.zero_stages(layout):
+        for zero, own_zero in table.zero_ways(layout):
             if not catalogue.divides(layout.of_blocks):
-                data = price_cache.data_parallel(LayerKind.BLOCK, b, mesh, layout.of_blocks, zero)
+                data = price_cache.data_parallel(
+                    LayerKind.BLOCK, b, mesh, layout.of_blocks, zero, own_zero
+                )
             else:
                 data = price_cache.hidden_data_parallel(
                     LayerKind.BLOCK,
                     mesh,
                     catalogue.with_weight_layout(weight_layout, layout.of_blocks),
                     zero,
+                    own_zero,
                 )
             per_micro_batch_s.append(fastest_s - hidden_s + data.per_micro_batch_s)
             per_step_s.append(data.per_step_s)
@@ -478,9 +481,9 @@ def redundancy_bound_bytes(layout: ParallelLayout, table: MixTable) -> float:
     buffers = 0
     if not layout.chunked:
         buffers = min(
-            price_cache.states(LayerKind.BLOCK, mesh, way, zero).zero_buffer
-            for way in divisions
-            for zero in stages
+            price_cache.states(LayerKind.BLOCK, mesh, division, *way).zero_buffer
+            for division in divisions
+            for way in table.zero_ways(layout)
         )
     workspace = min(option.workspace_bytes for option in options)
     at_head = min(

@@ -82,6 +82,10 @@ def unsearched_parts(pins: Constraints, stack: Stack = NEUTRAL) -> tuple[Unsearc
                 "under --recompute-first-stage they are alike",
             )
         )
+    if not pins.zero_by_operator:
+        parts.append(
+            UnsearchedPart("two ZeRO stages in one block", "--zero-by-operator asks for them")
+        )
     if pins.zero_ranks is None:
         parts.append(
             UnsearchedPart(

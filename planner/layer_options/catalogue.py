@@ -14,6 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from parplan.costmodels.keyed_cache import KeyedCache
+from parplan.costmodels.layers.model_states import OwnZero
 from parplan.costmodels.layers.operator_price import single_operator_sharding
 from parplan.costmodels.layers.recompute import Recompute, RecomputedOperators, ideal_saved_bytes
 from parplan.costmodels.layers.tensor_flow import shared_beside_a_copy
@@ -45,6 +46,7 @@ class LayerOption:
     kind            the layer class
     weight_layout   the weights that are divided over the tensor-parallel ranks
     zero            ZeRO stage of its states; 0 in the catalogue, until a rank sets it
+    own_zero        operators whose states have another stage
     on_host         operators whose saved tensors are offloaded, host_bytes of them
                     (planner/host_options/host_variants.py)
     out_s, back_s   seconds of the copies of these bytes to the host and back
@@ -60,11 +62,16 @@ class LayerOption:
     workspace_bytes: float
     kind: LayerKey = LayerKind.BLOCK
     zero: int = 0
+    own_zero: OwnZero = ()
     on_host: tuple[str, ...] = ()
     host_bytes: float = 0.0
     out_s: float = 0.0
     back_s: float = 0.0
     last_s: float = 0.0
+
+    @property
+    def highest_zero(self) -> int:
+        return max(self.zero, *(zero for _, zero in self.own_zero), 0)
 
     @property
     def values(self) -> tuple[float, float, float, float]:

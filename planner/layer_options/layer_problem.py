@@ -112,12 +112,16 @@ _COSTS = tuple(each.name for each in fields(StrategyCosts))
 
 @dataclass(frozen=True, slots=True)
 class StrategyOption:
-    """One strategy of one operator; `inputs` are in the order of the operator's links."""
+    """One strategy of one operator; `inputs` are in the order of the operator's links.
+
+    zero    the ZeRO stage of its parameters where it is a choice (`OperatorZero`), else None
+    """
 
     splits: Splits
     recomputed: bool
     inputs: tuple[InputPlacement, ...]
     output: OutputPlacement
+    zero: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -301,11 +301,11 @@ def chains(options: Sequence[LayerOption], seconds: Array, held: Array) -> list[
     """
     distinct: dict[tuple[int, ...], None] = {}
     for weight_layout in dict.fromkeys(option.weight_layout for option in options):
-        for most in sorted({option.zero for option in options}):
+        for most in sorted({option.highest_zero for option in options}):
             allowed = [
                 i
                 for i, option in enumerate(options)
-                if option.weight_layout == weight_layout and option.zero <= most
+                if option.weight_layout == weight_layout and option.highest_zero <= most
             ]
             for some in (allowed, [i for i in allowed if not options[i].on_host]):
                 points = ((float(seconds[i]), float(held[i]), i) for i in some)

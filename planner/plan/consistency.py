@@ -62,6 +62,12 @@ def _require_described(plan: Plan, where: str) -> None:
                 f"layer_plans.{name}",
                 f"offload is {', '.join(layer_plan.offload)}, and the plan has no chunks",
             )
+        if plan.chunks is not None and layer_plan.own_zero:
+            raise _unfit(
+                where,
+                f"layer_plans.{name}",
+                f"own_zero names {next(iter(layer_plan.own_zero))}, and chunks are sharded alike",
+            )
     if plan.mesh.tp == 1 and plan.pipeline.tp_overlap:
         raise _unfit(
             where, "pipeline", f"tp_overlap is {plan.pipeline.tp_overlap}, the mesh has tp 1"
@@ -217,13 +223,13 @@ def _require_layer_plan(
     layer_plan: LayerPlan, mesh: Mesh, operators: list[str], where: str
 ) -> None:
     """Raises ConfigError unless a layer plan fits the mesh and names operators of its layer."""
-    if layer_plan.zero and layer_plan.zero_ranks is not None and mesh.dp % layer_plan.zero_ranks:
-        raise ConfigError(
-            f"{where}: zero_ranks {layer_plan.zero_ranks} does not divide dp {mesh.dp}", hint=_AGAIN
-        )
+    ranks = layer_plan.zero_ranks
+    if layer_plan.highest_zero and ranks is not None and mesh.dp % ranks:
+        raise ConfigError(f"{where}: zero_ranks {ranks} does not divide dp {mesh.dp}", hint=_AGAIN)
     for key, names in (
         ("recompute", layer_plan.recompute),
         ("keep_on_host", layer_plan.keep_on_host),
+        ("own_zero", tuple(layer_plan.own_zero)),
     ):
         unknown = next((name for name in names if name not in operators), None)
         if unknown is not None:

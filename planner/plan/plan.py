@@ -58,6 +58,8 @@ class LayerPlan:
     recompute      the operators that run again in the backward pass (all: full recompute)
     keep_on_host   the operators of a block whose saved tensors the host holds between the forward
                    and the backward pass
+    own_zero       the operators of a block whose parameters have another ZeRO stage than `zero`,
+                   and that stage; the file has it only where there are any
     """
 
     __pydantic_config__ = _FORBID
@@ -70,6 +72,12 @@ class LayerPlan:
     recompute: tuple[str, ...] = ()
     keep_on_host: tuple[str, ...] = ()
     operators: Mapping[str, OperatorPlacement] = field(default_factory=dict)
+    own_zero: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def highest_zero(self) -> int:
+        """The highest ZeRO stage of its operators."""
+        return max(self.zero, *self.own_zero.values()) if self.own_zero else self.zero
 
     @property
     def divides_over_data(self) -> bool:
@@ -84,6 +92,14 @@ class LayerPlan:
     def __post_init__(self) -> None:
         if self.zero not in (0, 1, 2, 3):
             raise ConfigError(f"zero is {self.zero}, it must be 0, 1, 2 or 3")
+        for name, zero in self.own_zero.items():
+            if zero not in (0, 1, 2, 3):
+                raise ConfigError(f"own_zero.{name} is {zero}, it must be 0, 1, 2 or 3")
+        if self.own_zero and self.layer is not LayerKind.BLOCK:
+            raise ConfigError(
+                f"own_zero is of operators of a block, this is the {self.layer}",
+                hint="leave own_zero out",
+            )
         if self.zero_ranks is not None and self.zero_ranks < 1:
             raise ConfigError(
                 f"zero_ranks is {self.zero_ranks}, it must be at least 1",

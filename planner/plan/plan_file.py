@@ -24,6 +24,9 @@ from parplan.profiles.machines.machine_catalog import cluster_document, cluster_
 def plan_to_document(plan: AnyPlan) -> dict[str, Any]:
     """Returns the plan as plain dicts, lists, strings and numbers, as the file holds it."""
     body: dict[str, Any] = document(plan)
+    for layer_plan in body.get("layer_plans", {}).values():
+        if not layer_plan["own_zero"]:  # few plans have any
+            del layer_plan["own_zero"]
     body["cluster"] = cluster_document(plan.cluster)
     return body
 

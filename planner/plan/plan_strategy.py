@@ -27,7 +27,9 @@ def prices_of_plan(plan: Plan) -> PriceCache:
 
     Raises ConfigError where its layers differ in a choice that the prices make once for all layers.
     """
-    sharded = {layer_plan.zero_ranks for layer_plan in plan.layer_plans.values() if layer_plan.zero}
+    sharded = {
+        layer_plan.zero_ranks for layer_plan in plan.layer_plans.values() if layer_plan.highest_zero
+    }
     blocks = [
         layer_plan
         for layer_plan in plan.layer_plans.values()
@@ -143,6 +145,7 @@ def _choice(name: str, layer_plan: LayerPlan, plan: Plan, price_cache: PriceCach
     for field, names in (
         ("recompute", layer_plan.recompute),
         ("keep_on_host", layer_plan.keep_on_host),
+        ("own_zero", tuple(layer_plan.own_zero)),
     ):
         unknown = next((each for each in names if each not in known), None)
         if unknown:
@@ -169,6 +172,7 @@ def _choice(name: str, layer_plan: LayerPlan, plan: Plan, price_cache: PriceCach
         sharding,
         _home(name, layer_plan, plan),
         tuple(layer_plan.keep_on_host),
+        tuple(layer_plan.own_zero.items()),
     )
 
 

@@ -16,6 +16,7 @@ from parplan.costmodels.host.state_location import (
     StateLocation,
 )
 from parplan.costmodels.layers.chunked_layer import Chunking
+from parplan.costmodels.layers.model_states import OwnZero
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.actions import check_rows
@@ -47,9 +48,10 @@ from parplan.planner.stage_recompute import (
     recomputed,
     two_recomputes_error,
 )
-from parplan.profiles.errors import ConfigError, InfeasibleError
+from parplan.profiles.errors import ConfigError, InfeasibleError, unknown_name_error
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.shipped_profiles import machine_for
+from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec
 from parplan.profiles.stack import Stack
 from parplan.profiles.units import gib
@@ -316,6 +318,7 @@ class UniformChoices:
     """The choices of a configuration by hand: every block has the same.
 
     zero            ZeRO stage; with chunks that of embedding and head, which is 3 where dp > 1
+    own_zero        operators of a block with another stage
     recompute       recompute level
     recompute_first_stage   a rule for the recompute of the stages, in place of a level
     blocks          blocks of each pipeline rank; an even split by default
@@ -326,6 +329,7 @@ class UniformChoices:
     """
 
     zero: int = 0
+    own_zero: OwnZero = ()
     recompute: Recompute = Recompute.NONE
     recompute_first_stage: RecomputeRule | None = None
     blocks: Sequence[int] | None = None
@@ -348,6 +352,7 @@ def estimate_plan(
     training = request.training
     choices = choices or UniformChoices()
     zero, recompute = choices.zero, choices.recompute
+    highest = max(zero, *(stage for _, stage in choices.own_zero), 0)
     chunks, offload = choices.chunks, choices.offload
     blocks = default_blocks(layout, model.num_layers)
     if choices.blocks is not None:
@@ -357,7 +362,7 @@ def estimate_plan(
         _check_rule(rule, layout, choices)
         recompute = Recompute.FULL  # the most of any stage
     _check(layout, blocks, request, recompute)
-    _check_holders(layout, zero, choices.zero_ranks)
+    _check_holders(layout, highest, choices.zero_ranks)
     _check_offload(offload, chunks, layout.mesh, model)
     if chunks is not None:
         reason = illegal_chunks(layout, (zero,) if zero else None, choices.zero_ranks)
@@ -365,8 +370,10 @@ def estimate_plan(
             raise ConfigError(
                 reason, hint="change that option, or drop optimizer and parameters of --offload"
             )
-        zero = 3 if layout.mesh.dp > 1 else 0
-    _check_split(layout, zero, recompute)
+        if choices.own_zero:
+            raise ConfigError("--own-zero: chunks are sharded alike", hint="leave it out")
+        zero = highest = 3 if layout.mesh.dp > 1 else 0
+    _check_split(layout, highest, recompute)
     names = (ALL,) if Offload.ACTIVATIONS in offload else choices.keep_on_host
     _check_halves(layout, model, recompute, on_host=bool(names))
     price_cache = PriceCache(
@@ -384,10 +391,31 @@ def estimate_plan(
     else:
         limit = limit_bytes(cluster, training.stack, request.options)
         strategy = _as_the_rule(rule, layout, blocks, zero, price_cache, limit)
+    strategy = _with_own_zero(strategy, choices.own_zero, price_cache)
     strategy = with_offloaded_activations(strategy, named_operators(names, recompute, price_cache))
     if chunks is not None:
         strategy = with_homes(strategy, chunks)
     return _assembled(strategy, price_cache)
+
+
+def _with_own_zero(strategy: Strategy, own_zero: OwnZero, price_cache: PriceCache) -> Strategy:
+    """The strategy with other ZeRO stages of operators in every block. Raises ConfigError."""
+    weighty = [op.name for op in price_cache.graph(1).block.operators if op.parameters]
+    for name, _ in own_zero:
+        if name not in weighty:
+            raise unknown_name_error("operator", name, weighty)
+    if not own_zero:
+        return strategy
+    return replace(
+        strategy,
+        stages=tuple(
+            tuple(
+                replace(choice, own_zero=own_zero) if choice.kind is LayerKind.BLOCK else choice
+                for choice in stage
+            )
+            for stage in strategy.stages
+        ),
+    )
 
 
 def _assembled(strategy: Strategy, price_cache: PriceCache) -> Plan:

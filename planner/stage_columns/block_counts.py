@@ -81,6 +81,7 @@ def _chunks_of(rank: int, column: StageColumn, layout: ParallelLayout) -> list[l
             option.zero,
             option.sharding if option.sharding != layout.sharding else None,
             on_host=option.on_host,
+            own_zero=option.own_zero,
         )
         for option, count in column.mix
         for _ in range(count)

@@ -182,7 +182,7 @@ class MixPeaks:
         block = self.block.of(mixes.options)
         saved = column_of(block.options, "saved_bytes")
         workspace = column_of(block.options, "workspace_bytes")
-        gathered, reduced = block.passes_bytes
+        gathered, reduced = block.gathered_bytes, block.reduced_bytes
         remade = np.zeros(len(saved))
         if self.layout.recomputes_ahead:
             remade = block.whole_saved - saved
@@ -221,15 +221,10 @@ class MixPeaks:
         """
         fixed = self.fixed[zero]
         block = self.block.of(mixes.options)
-        reduces = np.array(
-            [
-                buffer if option.zero == 1 else 0.0
-                for option, buffer in zip(block.options, block.zero_buffer, strict=True)
-            ]
-        )
         kinds = self._kinds
         reduced = np.maximum(
-            widest_mixes(mixes.counts, reduces), fixed.zero_buffer if zero == 1 and kinds else 0.0
+            widest_mixes(mixes.counts, block.reduced_after_bytes),
+            fixed.zero_buffer if zero == 1 and kinds else 0.0,
         )
         lasting = self._constant(zero, reduced)
         fullest = peak_of_runs(self.layout, self.rank, list(self._chunks(mixes, zero)), lasting)

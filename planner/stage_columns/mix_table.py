@@ -13,6 +13,7 @@ from parplan.costmodels.host.state_location import Access, StateLocation
 from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.chunked_layer import BlockCost
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
+from parplan.costmodels.layers.model_states import OwnZero
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.price_cache import PriceCache
@@ -38,6 +39,7 @@ from parplan.planner.layer_options.mixes import (
     staged_mixes,
 )
 from parplan.planner.layer_options.overlap_levels import illegal_zero
+from parplan.planner.layer_options.zero_ways import ZeroWay, zero_ways
 from parplan.planner.request import Constraints
 from parplan.planner.stage_columns.stage_prices import BlockCosts, block_prices, unbeaten_options
 from parplan.profiles.models.operator_graph import LayerKind
@@ -88,6 +90,18 @@ class MixTable(StageTable):
     ) -> None:
         super().__init__(price_cache, pins, deadline)
         self.catalogue = catalogue_of(price_cache, pins)
+        self._zero_by_operator = pins.zero_by_operator
+
+    def zero_ways(self, layout: ParallelLayout) -> tuple[ZeroWay, ...]:
+        """Returns the ZeRO stages of a block's operators to choose from, alike ones first."""
+        stages = self.zero_stages(layout)
+        alike: tuple[ZeroWay, ...] = tuple((zero, ()) for zero in stages)
+        if not self._zero_by_operator or layout.chunked or layout.weights_over_data:
+            return alike
+        key = layout.mesh, layout.micro_batch_size, layout.num_micro_batches, layout.sharding
+        return self.once(
+            ("zero ways", *key, stages), lambda: alike + zero_ways(layout, stages, self.price_cache)
+        )
 
     def price_caches_of_ends(
         self, layout: ParallelLayout, kinds: tuple[LayerKind, ...]
@@ -188,11 +202,16 @@ class MixTable(StageTable):
 
         return self.once(("whole", *key), whole)
 
-    def placed(self, layout: ParallelLayout, rank: int, zero: int) -> tuple[LayerOption, ...]:
-        """Returns the options of a rank at one ZeRO stage."""
+    def placed(
+        self, layout: ParallelLayout, rank: int, zero: int, own_zero: OwnZero = ()
+    ) -> tuple[LayerOption, ...]:
+        """Returns the options of a rank at one ZeRO stage, with another for some operators."""
         return self.once(
-            ("placed", self._kind(layout, rank), zero),
-            lambda: tuple(replace(option, zero=zero) for option in self.options(layout, rank)),
+            ("placed", self._kind(layout, rank), zero, own_zero),
+            lambda: tuple(
+                replace(option, zero=zero, own_zero=own_zero)
+                for option in self.options(layout, rank)
+            ),
         )
 
     def per_block(self, layout: ParallelLayout, rank: int) -> BlockCosts:
@@ -203,10 +222,11 @@ class MixTable(StageTable):
             layout.splits_backward,
             layout.recomputes_ahead,
             layout.chunked,
+            self.zero_ways(layout),
         )
 
         def make() -> BlockCosts:
-            every = (self.placed(layout, rank, zero) for zero in self.zero_stages(layout))
+            every = (self.placed(layout, rank, *way) for way in self.zero_ways(layout))
             return block_prices(tuple(chain.from_iterable(every)), layout, self.price_cache)
 
         return self.once(("blocks", *key), make)
@@ -217,7 +237,13 @@ class MixTable(StageTable):
         The options are at ZeRO stages. No mix gets worse by an option that costs no more in any
         way.
         """
-        key = layout.mesh, self._kind(layout, rank), layout.splits_backward, layout.recomputes_ahead
+        key = (
+            layout.mesh,
+            self._kind(layout, rank),
+            layout.splits_backward,
+            layout.recomputes_ahead,
+            self.zero_ways(layout),
+        )
 
         def make() -> tuple[BlockCosts, OptionPairs]:
             block = self.per_block(layout, rank)
@@ -292,13 +318,13 @@ class MixTable(StageTable):
 
         Blocks that recompute alike have one option at one ZeRO stage.
         """
-        stages = self.zero_stages(layout)
+        ways = self.zero_ways(layout)
 
         def make() -> Mixes:
-            placed = (self.placed(layout, rank, zero) for zero in stages)
+            placed = (self.placed(layout, rank, *way) for way in ways)
             return staged_mixes(tuple(chain.from_iterable(placed)), num_blocks, counts)
 
-        return self.once(("staged", self._kind(layout, rank), stages, num_blocks, counts), make)
+        return self.once(("staged", self._kind(layout, rank), ways, num_blocks, counts), make)
 
     def get(self, layout: ParallelLayout, rank: int, num_blocks: int, zero: int) -> Mixes:
         """Returns the mixes of `num_blocks` blocks of one rank at one ZeRO stage.

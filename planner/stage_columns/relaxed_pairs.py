@@ -33,7 +33,7 @@ class RelaxedPairs:
         self.whole_workspace = block.whole_workspace[index].max(axis=0)
         self.waiting = block.waiting[index].min(axis=0)
         self.gradients = block.gradients[index]
-        gathered, reduced = block.passes_bytes
+        gathered, reduced = block.gathered_bytes, block.reduced_bytes
         workspaces = column_of(block.options, "workspace_bytes"), block.whole_workspace
         self._inside: list[Array] = [
             (gathered + np.maximum(workspace, reduced))[index].min(axis=0)

@@ -12,7 +12,7 @@ import numpy as np
 from parplan.costmodels.chunks.chunk_memory import unchunked_prices
 from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
-from parplan.costmodels.memory.rank_memory import sent_bytes, stashes, zero_passes_bytes
+from parplan.costmodels.memory.rank_memory import sent_bytes, stashes
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.stage_costs import rank_edges, rank_receives
 from parplan.costmodels.strategy import ParallelLayout
@@ -71,22 +71,15 @@ class BlockCosts:
     gradients: Array
     ideal_states: Array
     zero_buffer: Array
+    gathered_bytes: Array
+    reduced_bytes: Array
+    reduced_after_bytes: Array
     step_copies: Array
     waiting: Array
 
     @cached_property
     def _index(self) -> dict[LayerOption, int]:
         return {option: index for index, option in enumerate(self.options)}
-
-    @cached_property
-    def passes_bytes(self) -> tuple[Array, Array]:
-        """Bytes gathered and reduced in the backward pass of a block."""
-        by_option = [
-            zero_passes_bytes(buffer, option.zero)
-            for buffer, option in zip(self.zero_buffer, self.options, strict=True)
-        ]
-        gathered, reduced = np.array(by_option, np.float64).reshape(-1, 2).T
-        return gathered, reduced
 
     def of(self, options: Sequence[LayerOption]) -> BlockCosts:
         """Returns the costs of some of the options, in their order."""
@@ -111,6 +104,7 @@ class BlockCosts:
         return np.stack([self.waiting, self.whole_saved], axis=1)
 
 
+_BUFFERS = ("zero_buffer", "gathered_bytes", "reduced_bytes", "reduced_after_bytes")
 _ARRAYS = tuple(field.name for field in fields(BlockCosts) if field.name != "options")
 
 
@@ -290,13 +284,14 @@ def _priced_alone(
     time_s = column_of(options, "time_s")
     b = layout.micro_batch_size
     mesh = layout.mesh
-    ways = list(dict.fromkeys((o.kind, o.sharding, o.zero) for o in options))
-    way = np.array([ways.index((o.kind, o.sharding, o.zero)) for o in options], np.int64)
-    data = [price_cache.data_parallel(kind, b, mesh, split, zero) for kind, split, zero in ways]
-    held = [price_cache.states(kind, mesh, split, zero) for kind, split, zero in ways]
+    each = [(o.kind, (o.sharding, o.zero, o.own_zero)) for o in options]
+    ways = list(dict.fromkeys(each))
+    way = np.array([ways.index(key) for key in each], np.int64)
+    data = [price_cache.data_parallel(kind, b, mesh, *way_of) for kind, way_of in ways]
+    held = [price_cache.states(kind, mesh, *way_of) for kind, way_of in ways]
     waiting = [
         price_cache.waiting_bytes(kind, b, sharding) if layout.splits_backward else 0.0
-        for kind, sharding, _ in ways
+        for kind, (sharding, _, _) in ways
     ]
     timed = [
         price_cache.layer_time(o.kind, b, o.sharding, o.recompute)
@@ -318,7 +313,7 @@ def _priced_alone(
         states=np.array([float(layer.states.total) for layer in held])[way],
         gradients=np.array([float(layer.states.gradients) for layer in held])[way],
         ideal_states=np.array([sum(layer.ideal) for layer in held])[way],
-        zero_buffer=column_of(held, "zero_buffer")[way],
+        **{name: column_of(held, name)[way] for name in _BUFFERS},
         step_copies=column_of(held, "step_copies")[way],
         waiting=np.array(waiting)[way],
     )

@@ -84,10 +84,12 @@ def _space_text(plan: Plan, *, ruled: bool) -> str | None:
             "the gap is over all candidates whose stages run mixes of at most two options; "
             "--explain says what is not searched"
         )
+    by_operator = any(layer_plan.own_zero for layer_plan in plan.layer_plans.values())
+    stages = "one or two ZeRO stages" if by_operator else "a ZeRO stage"
     choices = (
-        "a ZeRO stage, a recompute list and a division of its operators"
+        f"{stages}, a recompute list and a division of its operators"
         if plan.mesh.tp > 1
-        else "a ZeRO stage and a recompute list"
+        else f"{stages} and a recompute list"
     )
     measured = (
         "; how far simulated steps are below the closed form is measured, not proven"

@@ -44,7 +44,7 @@ def priced(layer, sharding=WHOLE, training=TRAINING, recompute=()):
 
 def data_parallel_time(layer, time, *, mesh, sharding, states, machine, training):
     moves = data_parallel_moves(local_parameters(layer, sharding), mesh, states, machine, training)
-    return exposed_moves(moves, time, states, machine, training)
+    return exposed_moves([(states.zero, moves)], time, machine, training)
 
 
 @pytest.mark.parametrize("kind", list(LayerKind))

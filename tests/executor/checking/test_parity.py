@@ -10,6 +10,7 @@ import pytest
 from parplan.costmodels.communication.mesh import Mesh, MeshOrder
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.planner.plan.plan import Plan
+from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import Positions, Precision
 from parplan.profiles.stack import AttentionKernel
 from tests.helpers.executor_plans import GPT, LLAMA, make_plan
@@ -67,6 +68,20 @@ def stages_first(plan: Plan) -> Plan:
     return dataclasses.replace(plan, mesh=dataclasses.replace(plan.mesh, order=MeshOrder.DP_PP_TP))
 
 
+def zero_by_operator(plan: Plan) -> Plan:
+    """The plan with every ZeRO stage among the operators of a block."""
+    stages = {"qkv": 0, "attention_out": 2, "norm2": 2, "fc1": 3, "fc2": 3}
+    return dataclasses.replace(
+        plan,
+        layer_plans={
+            name: dataclasses.replace(each, zero=1, own_zero=stages)
+            if each.layer is LayerKind.BLOCK
+            else each
+            for name, each in plan.layer_plans.items()
+        },
+    )
+
+
 PLANS: dict[str, Plan] = {
     "pp2-gpt-tied-across-stages": make_plan(GPT, pp=2),
     "pp2-llama-uneven-gpipe": make_plan(LLAMA, pp=2, blocks=(1, 3), schedule=Schedule.GPIPE),
@@ -88,6 +103,16 @@ PLANS: dict[str, Plan] = {
         f"llama-dp2-zero{zero}": make_plan(LLAMA, dp=2, zero=(zero,), num_micro_batches=4)
         for zero in range(4)
     },
+    "dp2-gpt-zero-by-operator": zero_by_operator(make_plan(GPT, dp=2)),
+    "dp2-llama-zero-by-operator-selective-recompute": zero_by_operator(
+        make_plan(LLAMA, dp=2, num_micro_batches=4, recompute=(*CHEAP, "fc1"))
+    ),
+    "dp2-tp2-sp-gpt-zero-by-operator": zero_by_operator(make_plan(GPT, dp=2, tp=2, sp=True)),
+    "bf16-dp2-gpt-zero-by-operator": zero_by_operator(make_plan(GPT, dp=2, precision=BF16)),
+    "dp2-gpt-zero-by-operator-full-recompute": zero_by_operator(
+        make_plan(GPT, dp=2, recompute="full")
+    ),
+    "pp2-dp2-llama-zero-by-operator": zero_by_operator(make_plan(LLAMA, pp=2, dp=2)),
     "dp2-zero3-full-recompute": make_plan(
         GPT, dp=2, zero=(3,), recompute="full", recompute_ends=True
     ),
@@ -154,6 +179,7 @@ SLOW = {  # what differs in them from the others is in one of those alone
     "dp2-zero2",
     "dp2-zero3",
     "tp2-gpt",
+    "dp2-gpt-zero-by-operator-full-recompute",
     "bf16-dp2-zero0",
     "bf16-dp2-zero1",
     "bf16-dp2-zero2",
@@ -213,6 +239,13 @@ LAYERS = LLAMA.num_layers + 2
         ),
         pytest.param(
             "llama-dp2-zero3", 8 * LAYERS, 4 * LAYERS, 0, id="zero3-gathers-twice-every-micro-batch"
+        ),
+        pytest.param(
+            "dp2-llama-zero-by-operator-selective-recompute",
+            LLAMA.num_layers * (1 + 1 + 8),
+            LLAMA.num_layers * (1 + 4 + 4),
+            1,
+            id="groups-of-a-block-are-gathered-and-reduced-as-their-own-stage-says",
         ),
     ],
 )

@@ -234,6 +234,24 @@ def _at(body, path):
         ),
         (
             "one-device",
+            ("layer_plans", "A", "own_zero"),
+            {"fc9": 3},
+            "layer_plans.A: own_zero: it names fc9, the layer has norm1, qkv",
+        ),
+        (
+            "one-device",
+            ("layer_plans", "A", "own_zero"),
+            {"fc1": 4},
+            "own_zero.fc1 is 4, it must be 0, 1, 2 or 3",
+        ),
+        (
+            "one-device",
+            ("layer_plans", "head", "own_zero"),
+            {"lm_head": 3},
+            "own_zero is of operators of a block, this is the head",
+        ),
+        (
+            "one-device",
             ("layer_plans", "embedding", "keep_on_host"),
             ["fc1"],
             "keep_on_host: it names fc1, the layer has tokens",
