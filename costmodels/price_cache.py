@@ -15,11 +15,8 @@ from parplan.costmodels.layers.halved_layer import (
     price_halves,
 )
 from parplan.costmodels.layers.layer_price import LayerOperators
-from parplan.costmodels.layers.layer_price_cache import (
-    LayerPriceCache,
-    LayerStates,
-    ParameterSharing,
-)
+from parplan.costmodels.layers.layer_price_cache import LayerPriceCache, LayerStates
+from parplan.costmodels.layers.model_layers import ParameterSharing
 from parplan.costmodels.layers.model_states import OwnZero
 from parplan.costmodels.layers.recompute import RecomputedOperators, recompute_operators
 from parplan.costmodels.layers.sub_pipeline import HALVES

@@ -31,7 +31,8 @@ from dataclasses import dataclass, replace
 from parplan.costmodels.chunks.accesses import LayerPass
 from parplan.costmodels.host.state_location import Access
 from parplan.costmodels.layers.block_parts import parts_of
-from parplan.costmodels.layers.layer_price_cache import ActivationBytes, LayerPriceCache
+from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
+from parplan.costmodels.layers.layer_times import ActivationBytes
 from parplan.costmodels.layers.model_states import StateBytes, owned_parameters
 from parplan.costmodels.memory.rank_memory import (
     besides_bytes,

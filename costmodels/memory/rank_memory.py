@@ -8,11 +8,8 @@ from functools import lru_cache
 from itertools import accumulate
 
 from parplan.costmodels.communication.mesh import Axis, Mesh
-from parplan.costmodels.layers.layer_price_cache import (
-    ActivationBytes,
-    LayerPriceCache,
-    LayerStates,
-)
+from parplan.costmodels.layers.layer_price_cache import LayerPriceCache, LayerStates
+from parplan.costmodels.layers.layer_times import ActivationBytes
 from parplan.costmodels.layers.model_states import ZERO_3_COPIES, StateBytes
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.memory.peak_candidates import peak_candidates

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from parplan.costmodels.layers.layer_price_cache import Ends
+from parplan.costmodels.layers.model_layers import Ends
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.dominance import Array
 from parplan.planner.host_options.state_locations import NOTHING, BlockLocations

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from parplan.costmodels.layers.layer_price_cache import LayerPriceCache, ParameterSharing
+from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
+from parplan.costmodels.layers.model_layers import ParameterSharing
 from parplan.costmodels.stage_costs import time_between
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.profiles.models.operator_graph import LayerKey, LayerKind

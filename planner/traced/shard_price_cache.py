@@ -12,7 +12,8 @@ from functools import cached_property
 import numpy as np
 
 from parplan.costmodels.communication.mesh import Mesh
-from parplan.costmodels.layers.layer_price_cache import LayerPriceCache, ParameterSharing
+from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
+from parplan.costmodels.layers.model_layers import ParameterSharing
 from parplan.costmodels.layers.recompute import RecomputedOperators, recompute_operators
 from parplan.costmodels.operators.compute import operator_time
 from parplan.costmodels.operators.host_launch import launch_s

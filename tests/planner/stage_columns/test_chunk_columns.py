@@ -14,7 +14,7 @@ from parplan.costmodels.chunks.chunk_schedule import rank_chunks
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.host.state_location import ChunkCommunication, Eviction, StateLocation
 from parplan.costmodels.layers.chunked_layer import Chunking
-from parplan.costmodels.layers.layer_price_cache import IDS_BYTES
+from parplan.costmodels.layers.model_layers import IDS_BYTES
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.memory.rank_memory import occupied_bytes, stashes, usable_bytes
 from parplan.costmodels.schedules.schedule import Schedule

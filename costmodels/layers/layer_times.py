@@ -1,0 +1,252 @@
+"""Seconds and saved bytes of one layer and micro-batch, each priced once per way of running it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parplan.costmodels.host.offload import copy_time
+from parplan.costmodels.layers.halved_layer import HalvedOperators
+from parplan.costmodels.layers.layer_price import (
+    LayerOperators,
+    LayerTime,
+    StageAxes,
+    price_operators,
+)
+from parplan.costmodels.layers.model_layers import ModelLayers
+from parplan.costmodels.layers.recompute import (
+    Recompute,
+    RecomputedOperators,
+    backward_bytes,
+    host_bytes_by_operator,
+    ideal_saved_bytes,
+    saved_bytes,
+    workspace_of,
+)
+from parplan.costmodels.operators.compute import OperatorTime, operator_time
+from parplan.costmodels.operators.sharding import Sharding
+from parplan.profiles.models.operator_graph import LayerClass, LayerKey, Operator
+from parplan.profiles.provenance import ZERO, Seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationBytes:
+    """Bytes of one layer and one micro-batch on one rank.
+
+    saved        held on the device for the backward pass
+    ideal_saved  without redundancy
+    workspace    temporary
+    host         held by the host
+    """
+
+    saved: int
+    ideal_saved: float
+    workspace: int
+    host: int = 0
+
+
+class LayerTimes(ModelLayers):
+    """Seconds and saved bytes of one layer and micro-batch, without data parallelism."""
+
+    def divided_layer(
+        self, kind: LayerKey, micro_batch_size: int, sharding: Sharding
+    ) -> LayerClass:
+        """The layer with the batch of all ranks on the axes of `sharding`."""
+        return self.layer(kind, micro_batch_size * sharding.data)
+
+    def divided_kept_layer(
+        self, kind: LayerKey, micro_batch_size: int, sharding: Sharding
+    ) -> LayerClass:
+        """As `divided_layer`, with the tensors that its operators save on this device."""
+        return self.kept_layer(kind, micro_batch_size * sharding.data)
+
+    def _operators(
+        self, kind: LayerKey, micro_batch_size: int, sharding: Sharding
+    ) -> LayerOperators | HalvedOperators:
+        def time_of(operator: Operator) -> OperatorTime:
+            way = sharding.splits(operator), sharding.degrees, sharding.ep, sharding.data
+            return self._once(
+                ("operator", kind, micro_batch_size, operator.name, way),
+                lambda: operator_time(operator, sharding, self.machine, self.training),
+            )
+
+        def make() -> LayerOperators | HalvedOperators:
+            return price_operators(
+                self.divided_layer(kind, micro_batch_size, sharding),
+                sharding,
+                self.machine,
+                self.training,
+                self.inside(sharding.degrees),
+                time_of,
+            )
+
+        return self._once(("operators", kind, micro_batch_size, sharding), make)
+
+    def inside(self, degrees: tuple[int, ...]) -> StageAxes:
+        """The axes inside a stage, with the prices of their redistributions."""
+        return self._once(
+            ("inside", degrees), lambda: StageAxes(degrees, self.machine, self.training.stack)
+        )
+
+    def layer_time(
+        self,
+        kind: LayerKey,
+        micro_batch_size: int,
+        sharding: Sharding,
+        level: RecomputedOperators = Recompute.NONE,
+    ) -> LayerTime:
+        """One micro-batch through one layer of `kind`, without data-parallel communication."""
+        return self._once(
+            ("time", kind, micro_batch_size, sharding, level),
+            lambda: self._operators(kind, micro_batch_size, sharding).time(
+                self.recompute_operators(kind, level)
+            ),
+        )
+
+    def weight_s(self, kind: LayerKey, micro_batch_size: int, sharding: Sharding) -> float:
+        """Seconds of the backward pass of one layer of `kind` for the gradients of its weights."""
+        return self._once(
+            ("weight", kind, micro_batch_size, sharding),
+            lambda: self._operators(kind, micro_batch_size, sharding).weight_s,
+        )
+
+    def waiting_bytes(self, kind: LayerKey, micro_batch_size: int, sharding: Sharding) -> float:
+        """Bytes that a layer holds between the gradients of its input and of its weights.
+
+        They are held besides the stash: the gradients of the outputs of operators with weights, as
+        torch.distributed.pipelining stores them.
+        """
+
+        def make() -> float:
+            layer = self.divided_layer(kind, micro_batch_size, sharding)
+            weighty = (op for op in layer.operators if op.parameters)
+            return float(
+                sum(
+                    sharding.local_bytes(out, sharding.place_inside(op, out))
+                    for op in weighty
+                    for out in op.outputs
+                )
+            )
+
+        return self._once(("waiting", kind, micro_batch_size, sharding), make)
+
+    def _workspace_bytes(
+        self,
+        kind: LayerKey,
+        layer: LayerClass,
+        micro_batch_size: int,
+        sharding: Sharding,
+        recomputed: tuple[str, ...],
+    ) -> int:
+        stack = self.training.stack
+        widest = self._once(
+            ("widest", kind, micro_batch_size, sharding),
+            lambda: max(backward_bytes(layer, sharding, stack)),
+        )
+        whole = self._saved_bytes(kind, micro_batch_size, sharding, ())
+        kept = self._saved_bytes(kind, micro_batch_size, sharding, recomputed)
+        return workspace_of(whole, kept, widest, stack)
+
+    def _saved_bytes(
+        self, kind: LayerKey, micro_batch_size: int, sharding: Sharding, recomputed: tuple[str, ...]
+    ) -> int:
+        return self._once(
+            ("saved", kind, micro_batch_size, sharding, recomputed),
+            lambda: saved_bytes(
+                self.divided_kept_layer(kind, micro_batch_size, sharding),
+                sharding,
+                recomputed,
+                self.training.stack,
+            ),
+        )
+
+    def activations(
+        self,
+        kind: LayerKey,
+        micro_batch_size: int,
+        sharding: Sharding,
+        level: RecomputedOperators = Recompute.NONE,
+        on_host: tuple[str, ...] = (),
+    ) -> ActivationBytes:
+        """Saved and temporary bytes of one layer of `kind` for one micro-batch.
+
+        The host holds the saved tensors of the operators `on_host`; they are back on the device
+        while the layer runs backward.
+        """
+
+        def make() -> ActivationBytes:
+            layer = self.divided_kept_layer(kind, micro_batch_size, sharding)
+            recomputed = self.recompute_operators(kind, level)
+            ideal = self.ideal_saved_bytes(kind, micro_batch_size, sharding, level, on_host)
+            if on_host:
+                whole = self.activations(kind, micro_batch_size, sharding, level)
+                sent = self.host_bytes(kind, micro_batch_size, sharding, level)
+                host = sum(num_bytes for name, num_bytes in sent.items() if name in on_host)
+                return ActivationBytes(
+                    saved=whole.saved - host,
+                    ideal_saved=ideal,
+                    workspace=whole.workspace + host,
+                    host=host,
+                )
+            return ActivationBytes(
+                saved=self._saved_bytes(kind, micro_batch_size, sharding, recomputed),
+                ideal_saved=ideal,
+                workspace=self._workspace_bytes(
+                    kind, layer, micro_batch_size, sharding, recomputed
+                ),
+                host=0,
+            )
+
+        return self._once(("activations", kind, micro_batch_size, sharding, level, on_host), make)
+
+    def ideal_saved_bytes(
+        self,
+        kind: LayerKey,
+        micro_batch_size: int,
+        sharding: Sharding,
+        level: RecomputedOperators = Recompute.NONE,
+        on_host: tuple[str, ...] = (),
+    ) -> float:
+        """Saved bytes of one layer and micro-batch without redundancy, outside the host."""
+        layer = self.kept_layer(kind, micro_batch_size)
+        recomputed = self.recompute_operators(kind, level)
+        return self._once(
+            ("ideal", kind, micro_batch_size, sharding.tp, recomputed, on_host),
+            lambda: ideal_saved_bytes(layer, sharding.tp, recomputed, on_host),
+        )
+
+    def host_bytes(
+        self, kind: LayerKey, micro_batch_size: int, sharding: Sharding, level: RecomputedOperators
+    ) -> dict[str, int]:
+        """Bytes that each operator of one layer sends to the host if it is among `on_host`."""
+
+        def make() -> dict[str, int]:
+            layer = self.divided_kept_layer(kind, micro_batch_size, sharding)
+            recomputed = self.recompute_operators(kind, level)
+            return host_bytes_by_operator(layer, sharding, recomputed, self.training.stack)
+
+        return self._once(("sent", kind, micro_batch_size, sharding, level), make)
+
+    def remade_bytes(
+        self, kind: LayerKey, micro_batch_size: int, sharding: Sharding, level: RecomputedOperators
+    ) -> int:
+        """Extra bytes of a layer after a recompute ahead of the gradient.
+
+        They are its saved bytes without recompute, less those with it.
+        """
+        whole = self.activations(kind, micro_batch_size, sharding, Recompute.NONE)
+        kept = self.activations(kind, micro_batch_size, sharding, level)
+        return max(0, whole.saved - kept.saved)
+
+    def host_copy(
+        self,
+        kind: LayerKey,
+        micro_batch_size: int,
+        sharding: Sharding,
+        level: RecomputedOperators,
+        on_host: tuple[str, ...],
+        *,
+        to_host: bool,
+    ) -> Seconds:
+        """Seconds to copy a layer's host activations of one micro-batch to the host, or back."""
+        host = self.activations(kind, micro_batch_size, sharding, level, on_host).host
+        return copy_time(host, self.machine.cluster, to_host=to_host) if host else ZERO
