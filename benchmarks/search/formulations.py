@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.layer_options.catalogue import LayerOption
+from parplan.planner.layer_options.layer_option import LayerOption
 from parplan.planner.layer_options.layer_problem import BEFORE, LayerProblem
 from parplan.planner.layer_options.layer_program import LayerProgram, PickedStrategies
 from parplan.planner.request import SolverName

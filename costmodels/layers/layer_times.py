@@ -56,7 +56,7 @@ class LayerTimes(ModelLayers):
     def divided_kept_layer(
         self, kind: LayerKey, micro_batch_size: int, sharding: Sharding
     ) -> LayerClass:
-        """As `divided_layer`, with the tensors that its operators save on this device."""
+        """The layer of `divided_layer` with the tensors that its operators save on this device."""
         return self.kept_layer(kind, micro_batch_size * sharding.data)
 
     def _operators(

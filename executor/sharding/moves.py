@@ -34,11 +34,11 @@ def moved(tensor: DTensor, target: Placed, gradients: Placed) -> Tensor:
     part = tensor.to_local(grad_placements=read)
     if source == target and read == gradients:
         return part
-    result: Tensor = _Move.apply(part, tensor.device_mesh, source, target, gradients, read)
+    result: Tensor = _MoveOverAxes.apply(part, tensor.device_mesh, source, target, gradients, read)
     return result
 
 
-class _Move(torch.autograd.Function):
+class _MoveOverAxes(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -72,7 +72,10 @@ def _redistributed(part: Tensor, mesh: DeviceMesh, source: Placed, target: Place
 
 
 def _places(placements: Sequence[Placement]) -> tuple[str | None, ...]:
-    return tuple(
-        PARTIAL if isinstance(over, Partial) else str(over.dim) if isinstance(over, Shard) else None
-        for over in placements
-    )
+    return tuple(_place(over) for over in placements)
+
+
+def _place(over: Placement) -> str | None:
+    if isinstance(over, Partial):
+        return PARTIAL
+    return str(over.dim) if isinstance(over, Shard) else None

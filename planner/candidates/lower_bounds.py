@@ -30,7 +30,7 @@ from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.dominance import Array
 from parplan.planner.host_options.activation_options import ALL, named_operators
 from parplan.planner.host_options.host_variants import may_offload_activations
-from parplan.planner.layer_options.catalogue import LayerOption, WeightLayout
+from parplan.planner.layer_options.layer_option import LayerOption, WeightLayout
 from parplan.planner.layer_options.mixes import column_of
 from parplan.planner.stage_columns.block_counts import block_counts
 from parplan.planner.stage_columns.mix_table import MixTable

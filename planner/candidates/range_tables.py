@@ -25,7 +25,7 @@ from parplan.costmodels.stage_costs import link_of, time_between
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.dominance import Array, Ints, hull_prices
 from parplan.planner.host_options.location_costs import host_share_bytes
-from parplan.planner.layer_options.catalogue import LayerOption
+from parplan.planner.layer_options.layer_option import LayerOption
 from parplan.profiles.models.operator_graph import LayerKey, LayerKind
 
 PRICES = 8  # prices of a saved byte at which the seconds of a range are bounded

@@ -16,7 +16,7 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.host_options.activation_options import HostOption, offload_all, offload_hidden
-from parplan.planner.layer_options.catalogue import LayerOption
+from parplan.planner.layer_options.layer_option import LayerOption
 from parplan.planner.layer_options.mixes import hull_options
 from parplan.planner.layer_options.overlap_levels import illegal_full_recompute
 from parplan.profiles.models.operator_graph import LayerKind

@@ -7,22 +7,21 @@ sharding, when the search needs it. The exact prices of the options come from th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
 
 from parplan.costmodels.keyed_cache import KeyedCache
-from parplan.costmodels.layers.model_states import OwnZero
-from parplan.costmodels.layers.operator_price import single_operator_sharding
-from parplan.costmodels.layers.recompute import Recompute, RecomputedOperators, ideal_saved_bytes
+from parplan.costmodels.layers.recompute import Recompute, ideal_saved_bytes
 from parplan.costmodels.layers.tensor_flow import shared_beside_a_copy
 from parplan.costmodels.operators.micro_batches import numbers_of_tensors
 from parplan.costmodels.operators.sharding import BATCH, Sharding, Split, Splits
-from parplan.costmodels.price_cache import PriceCache, table_division, table_of
-from parplan.planner.dominance import Array, Ints
+from parplan.costmodels.price_cache import PriceCache
+from parplan.planner.layer_options.end_options import EndOptions
 from parplan.planner.layer_options.layer_front import Allowed, layer_fronts, least_times_s
+from parplan.planner.layer_options.layer_option import LayerOption, WeightLayout, unbeaten
 from parplan.planner.layer_options.layer_problem import (
     LayerProblem,
     LayerStrategies,
@@ -32,55 +31,8 @@ from parplan.planner.layer_options.layer_program import PickedStrategies, evalua
 from parplan.planner.layer_options.overlap_levels import illegal_full_recompute
 from parplan.planner.request import MAX_MICRO_BATCH_SIZE, Constraints
 from parplan.profiles.machines.shipped_profiles import Machine
-from parplan.profiles.models.operator_graph import LayerKey, LayerKind, Operator
+from parplan.profiles.models.operator_graph import LayerKind, Operator
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
-
-# the weights that are divided, by parallel dim: over tensor-parallel ranks, or data-parallel ones
-WeightLayout = frozenset[tuple[str, bool]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LayerOption:
-    """One way to run a layer, mostly a block, priced for one micro-batch without data parallelism.
-
-    kind            the layer class
-    weight_layout   the weights that are divided over the tensor-parallel ranks
-    zero            ZeRO stage of its states; 0 in the catalogue, until a rank sets it
-    own_zero        operators whose states have another stage
-    on_host         operators whose saved tensors are offloaded, host_bytes of them
-                    (planner/host_options/host_variants.py)
-    out_s, back_s   seconds of the copies of these bytes to the host and back
-    last_s          extra wait of the last block of a stage that has any
-    """
-
-    recompute: RecomputedOperators
-    sharding: Sharding
-    weight_layout: WeightLayout
-    time_s: float
-    saved_bytes: float
-    ideal_saved_bytes: float
-    workspace_bytes: float
-    kind: LayerKey = LayerKind.BLOCK
-    zero: int = 0
-    own_zero: OwnZero = ()
-    on_host: tuple[str, ...] = ()
-    host_bytes: float = 0.0
-    out_s: float = 0.0
-    back_s: float = 0.0
-    last_s: float = 0.0
-
-    @property
-    def highest_zero(self) -> int:
-        return max(self.zero, *(zero for _, zero in self.own_zero), 0)
-
-    @property
-    def values(self) -> tuple[float, float, float, float]:
-        return (
-            self.time_s,
-            self.saved_bytes,
-            self.workspace_bytes,
-            self.saved_bytes - self.ideal_saved_bytes,
-        )
 
 
 def divided_dims(price_cache: PriceCache) -> tuple[str, ...]:
@@ -347,82 +299,16 @@ class Catalogue:
     def ends(
         self, kind: LayerKind, micro_batch_size: int, sharding: Sharding
     ) -> tuple[LayerOption, ...]:
-        """Returns the ways to divide embedding or head, Megatron's first.
+        """Returns the ways to divide embedding or head, Megatron's first."""
 
-        For every division of the token table they are all that no other equals or beats in seconds,
-        saved bytes and workspace. No operator is recomputed.
-        """
-        key = kind, micro_batch_size, sharding
-        return self._once(("ends", *key), lambda: self._ends(*key))
+        def make() -> tuple[LayerOption, ...]:
+            ways = EndOptions(kind, micro_batch_size, sharding, self.price_cache)
+            if not self.divides(sharding):
+                return (ways.megatron(),)
+            others = ways.others(self.problem(micro_batch_size, sharding, kind))
+            return (ways.megatron(), *others)
 
-    def _ends(self, kind: LayerKind, b: int, sharding: Sharding) -> tuple[LayerOption, ...]:
-        level = Recompute.NONE
-        size = self.price_cache.activations(kind, b, sharding, level)
-        megatron = LayerOption(
-            recompute=(),
-            sharding=sharding,
-            weight_layout=self._table_layout(kind, sharding),
-            time_s=self.price_cache.layer_time(kind, b, sharding, level).total_s,
-            saved_bytes=float(size.saved),
-            ideal_saved_bytes=size.ideal_saved,
-            workspace_bytes=float(size.workspace),
-            kind=kind,
-        )
-        if not self.divides(sharding):
-            return (megatron,)
-        return (megatron, *self._other_ends(megatron, b))
-
-    def _other_ends(self, megatron: LayerOption, b: int) -> Iterator[LayerOption]:
-        """Yields the ways that no way with the same division of the table equals or beats."""
-        kind, sharding = megatron.kind.role, megatron.sharding
-        operators = self.price_cache.layer(kind, 1).operators
-        problem = self._end_choices(kind, b, sharding)
-        every = np.indices([len(options) for options in problem.options])
-        rows = every.reshape(len(operators), -1).T
-        picked = evaluate(problem, rows)
-        table = operators.index(table_of(self.price_cache.layer(kind, 1)))
-        layouts = [
-            self._table_layout(kind, replace(sharding, own=((operators[table].name, each.splits),)))
-            for each in problem.options[table]
-        ]
-        numbers = np.array([layouts.index(layout) for layout in layouts])
-        values = [[p.launched_s, p.saved_bytes, p.workspace_bytes] for p in picked]
-        for row in _unbeaten_rows(np.array(values), numbers[rows[:, table]]):
-            own = tuple(
-                (op.name, option.splits)
-                for op, option in zip(operators, picked[row].options, strict=True)
-                if option.splits != sharding.splits(op)
-            )
-            if own:
-                yield replace(
-                    megatron,
-                    sharding=replace(sharding, own=own),
-                    weight_layout=layouts[rows[row, table]],
-                    time_s=picked[row].launched_s,
-                    saved_bytes=picked[row].saved_bytes,
-                    workspace_bytes=picked[row].workspace_bytes,
-                )
-
-    def _end_choices(self, kind: LayerKind, b: int, sharding: Sharding) -> LayerProblem:
-        return self.problem(b, sharding, kind).only(lambda _, option: not option.recomputed)
-
-    def _table_layout(self, kind: LayerKind, sharding: Sharding) -> WeightLayout:
-        """Returns the division of the token table in embedding or head."""
-        division = table_division(self.price_cache.layer(kind, 1), sharding)
-        return frozenset((dim, False) for dim in division if dim)
-
-    def _tables_as(self, kind: LayerKind, sharding: Sharding) -> Allowed:
-        """Returns a test of options that divide the token table as `sharding` does."""
-        table = table_of(self.price_cache.layer(kind, 1))
-        weight_layout = self._table_layout(kind, sharding)
-
-        def allowed(name: str, option: StrategyOption) -> bool:
-            if name != table.name:
-                return True
-            alone = single_operator_sharding(table, option.splits, sharding.degrees)
-            return self._table_layout(kind, alone) == weight_layout
-
-        return allowed
+        return self._once(("ends", kind, micro_batch_size, sharding), make)
 
     def alternatives(
         self, micro_batch_size: int, sharding: Sharding, kind: LayerKind = LayerKind.BLOCK
@@ -434,9 +320,8 @@ class Catalogue:
         plain = replace(sharding, own=())
         if kind is not LayerKind.BLOCK:
             if self.divides(plain):
-                yield self._end_choices(kind, micro_batch_size, plain).only(
-                    self._tables_as(kind, sharding)
-                )
+                ways = EndOptions(kind, micro_batch_size, plain, self.price_cache)
+                yield ways.alike(self.problem(micro_batch_size, plain, kind), sharding)
             return
         problem = self.problem(micro_batch_size, plain)
         divided = frozenset(
@@ -532,14 +417,6 @@ class Catalogue:
         )
 
 
-def _unbeaten_rows(values: Array, group: Ints) -> list[int]:
-    """Returns the rows that no other of the same group equals or beats, the first of equals."""
-    no_worse = (values[:, None] <= values[None, :]).all(axis=2) & (group[:, None] == group)
-    first = np.arange(len(values))
-    beats = no_worse & (~no_worse.T | (first[:, None] < first))
-    return np.flatnonzero(~beats.any(axis=0)).tolist()
-
-
 def weight_divided(operator: Operator, splits: Splits, sharding: Sharding) -> frozenset[bool]:
     """Returns the axes of `sharding` that divide the operator's weight.
 
@@ -551,15 +428,3 @@ def weight_divided(operator: Operator, splits: Splits, sharding: Sharding) -> fr
         for axis, (split, degree) in enumerate(zip(splits, sharding.degrees, strict=True))
         if degree > 1 and any(weight.tensor_dim(split.dim) is not None for weight in weights)
     )
-
-
-def unbeaten(options: Iterable[LayerOption]) -> tuple[LayerOption, ...]:
-    """Returns the options that no other of the same weight layout equals or beats, by time."""
-    kept: list[LayerOption] = []
-    for option in sorted(options, key=lambda option: option.values):
-        alike = (rival for rival in kept if rival.weight_layout == option.weight_layout)
-        if not any(
-            all(a <= b for a, b in zip(rival.values, option.values, strict=True)) for rival in alike
-        ):
-            kept.append(option)
-    return tuple(kept)

@@ -17,7 +17,7 @@ from itertools import combinations, combinations_with_replacement, pairwise
 import numpy as np
 
 from parplan.planner.dominance import Array, Ints, lower_hull, new_lows
-from parplan.planner.layer_options.catalogue import LayerOption
+from parplan.planner.layer_options.layer_option import LayerOption
 
 _BY_ROW = (
     "counts",

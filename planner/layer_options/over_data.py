@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from parplan.costmodels.communication.mesh import Mesh, MeshOrder
+from parplan.costmodels.communication.mesh import Mesh
+from parplan.costmodels.layers.over_data import illegal_over_data
 from parplan.costmodels.operators.sharding import BATCH, PARTIAL
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import ParallelLayout
@@ -18,27 +19,9 @@ from parplan.planner.layer_options.overlap_levels import illegal_zero
 from parplan.planner.objective import Objective
 from parplan.planner.request import Constraints, Request
 from parplan.profiles.models.operator_graph import LayerKind
-from parplan.profiles.models.spec import ModelSpec
 from parplan.profiles.units import US_PER_S
 
 ZERO_STAGES = (0, 1, 2, 3)
-
-
-def illegal_over_data(layout: ParallelLayout, model: ModelSpec) -> str | None:
-    """Returns why blocks of a layout cannot divide weights over data-parallel ranks, or None."""
-    if layout.mesh.dp == 1:
-        return "there is one data-parallel rank"
-    if model.num_experts:
-        return "experts are divided over data-parallel ranks by expert parallelism"
-    if layout.tp_overlap:
-        return "sub-pipelined tensor parallelism divides every operator as Megatron does"
-    if layout.chunked or layout.states_on_host:
-        return "chunks and states on the host are gathered over all data-parallel ranks"
-    if layout.splits_backward:
-        return f"{layout.schedule} defers the gradients of weights, which is not priced for it"
-    if layout.mesh.order is not MeshOrder.PP_DP_TP:
-        return f"data-parallel ranks are no neighbours in the order {layout.mesh.order}"
-    return None
 
 
 def with_weights_over_data(

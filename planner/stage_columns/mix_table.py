@@ -28,7 +28,8 @@ from parplan.planner.host_options.location_costs import (
     location_costs,
     tensors_of,
 )
-from parplan.planner.layer_options.catalogue import LayerOption, catalogue_of
+from parplan.planner.layer_options.catalogue import catalogue_of
+from parplan.planner.layer_options.layer_option import LayerOption
 from parplan.planner.layer_options.mixes import (
     Mixes,
     MixHulls,

@@ -26,8 +26,8 @@ from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.deadline import NEVER, Deadline
 from parplan.planner.dominance import Array, Ints, hull_prices
-from parplan.planner.layer_options.catalogue import LayerOption, unbeaten
 from parplan.planner.layer_options.chunk_labels import ChunkLabels, of_chunk, of_chunks
+from parplan.planner.layer_options.layer_option import LayerOption, unbeaten
 from parplan.planner.layer_options.mixes import Mixes, column_of
 from parplan.planner.layer_options.recompute_labels import LabelTable
 from parplan.planner.layer_options.recompute_lists import recompute_lists

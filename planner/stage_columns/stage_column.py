@@ -12,7 +12,7 @@ from parplan.costmodels.layers.model_layers import Ends
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.dominance import Array
 from parplan.planner.host_options.state_locations import NOTHING, BlockLocations
-from parplan.planner.layer_options.catalogue import LayerOption
+from parplan.planner.layer_options.layer_option import LayerOption
 from parplan.planner.stage_columns.stage_prices import end_kinds
 
 SCHEDULED = 4  # columns of one layout whose exact schedules are compared

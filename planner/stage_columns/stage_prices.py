@@ -17,7 +17,7 @@ from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.stage_costs import rank_edges, rank_receives
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.dominance import Array
-from parplan.planner.layer_options.catalogue import LayerOption
+from parplan.planner.layer_options.layer_option import LayerOption
 from parplan.planner.layer_options.mixes import Mixes, column_of, widest_mixes
 from parplan.planner.stage_columns.stage_contents import StageContents
 from parplan.profiles.models.operator_graph import LayerKey, LayerKind

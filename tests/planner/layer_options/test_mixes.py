@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from parplan.costmodels.operators.sharding import Sharding
-from parplan.planner.layer_options.catalogue import LayerOption
+from parplan.planner.layer_options.layer_option import LayerOption
 from parplan.planner.layer_options.mixes import (
     MOST_TUPLES,
     exhaustive,
