@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 
-from parplan.costmodels.layers.over_data import illegal_over_data
+from parplan.costmodels.divided_weights import illegal_over_data
 from parplan.costmodels.operators.sharding import Placements, placed_splits, placements
 from parplan.executor.rules.rule import Refusal, rule, with_layer_plan
 from parplan.planner.plan.derived import layout_of

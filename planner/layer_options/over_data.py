@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from parplan.costmodels.communication.mesh import Mesh
-from parplan.costmodels.layers.over_data import illegal_over_data
+from parplan.costmodels.divided_weights import illegal_over_data
 from parplan.costmodels.operators.sharding import BATCH, PARTIAL
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import ParallelLayout
