@@ -90,6 +90,7 @@ class Stack:
                              products before and after them
     tp_overlap               highest level of sub-pipelined tensor parallelism that it runs, 0 to 3
                              (costmodels/layers/sub_pipeline.py)
+    divided_ends             embedding and head may be divided in other ways than by vocabulary
     weights_over_data        operators of a block may be divided over data-parallel ranks as well
     overlap_transfers        under the interleaved schedule, transfers between stages run under the
                              compute of other micro-batches
@@ -163,6 +164,7 @@ class Stack:
     partitioned_transfers: bool = False
     overlap_tensor_parallel: bool = False
     tp_overlap: int = 0
+    divided_ends: bool = False
     weights_over_data: bool = False
     overlap_transfers: bool = False
     paired_exchanges: bool = False

@@ -18,6 +18,7 @@ rank with n blocks is a minimum over pairs, and the least of all ranks follows b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -34,6 +35,7 @@ from parplan.planner.stage_columns.chunk_columns import rank_columns
 from parplan.planner.stage_columns.embedding_columns import AnyEnds
 from parplan.planner.stage_columns.mix_prices import MixPrices
 from parplan.planner.stage_columns.mix_table import MixTable
+from parplan.planner.stage_columns.stage_prices import EndCosts
 
 ROUNDING = 1e-9  # relative, against another order of summation
 LEAST_S = 1e-12  # in place of no difference between two options
@@ -54,8 +56,7 @@ class RedundancyBound:
         repeats = layout.num_micro_batches - share - hidden_passes(layout.schedule)
         self.num_layers = table.price_cache.model.num_layers
         self.ranks = [
-            [_RankBound(costs, repeats) for costs in _prices(rank, layout, table)]
-            for rank in range(layout.mesh.pp)
+            _RankBound(_prices(rank, layout, table), repeats) for rank in range(layout.mesh.pp)
         ]
 
     def least_bytes(self, slowest_s: float, longest: int | None) -> float:
@@ -68,11 +69,10 @@ class RedundancyBound:
         room_s = slowest_s * (1 + ROUNDING) - self.fixed_s
         least = np.full(self.num_layers + 1, np.inf)  # by number of blocks placed so far
         least[0] = 0.0
-        for rank, ways in enumerate(self.ranks):
+        for rank, costs in enumerate(self.ranks):
             counts = np.array(list(block_counts(rank, self.layout, self.num_layers, longest)), int)
             placed = np.full_like(least, np.inf)
-            by_count = np.min([costs.least_bytes(counts, room_s) for costs in ways], axis=0)
-            for count, of_rank in zip(counts, by_count, strict=True):
+            for count, of_rank in zip(counts, costs.least_bytes(counts, room_s), strict=True):
                 placed[count:] = np.minimum(placed[count:], least[: len(least) - count] + of_rank)
             least = placed
         cluster_bytes = self.layout.mesh.ranks_per_stage * float(least[-1])
@@ -89,12 +89,13 @@ def _prices(rank: int, layout: ParallelLayout, table: MixTable) -> list[MixPrice
 
 
 class _RankBound:
-    """The pairs of options of one rank, and its costs besides blocks by ZeRO stage of its ends.
+    """The pairs of options of one rank, and its costs besides blocks by way to run its ends.
 
     Arrays are by pair: the block on the faster option, and the difference of the slower one to it.
     """
 
-    def __init__(self, costs: MixPrices, repeats: float) -> None:
+    def __init__(self, ways: Sequence[MixPrices], repeats: float) -> None:
+        costs = ways[0]  # blocks are alike in all ways
         self.costs, self.repeats = costs, repeats
         block = costs.block
         self.moment = _moment(costs)
@@ -112,15 +113,33 @@ class _RankBound:
         self.held, self.more_held = held[faster], held[slower] - held[faster]
         self.workspace = np.maximum(workspace[faster], workspace[slower])
         self.zero_buffer = np.maximum(block.zero_buffer[faster], block.zero_buffer[slower])
+        ends = [way.fixed[zero] for way in ways for zero in way.end_stages]
+        values = np.array([self._end_values(fixed) for fixed in ends])
+        self.ends = [ends[number] for number in _undominated(values.T)]
+
+    def _end_values(self, fixed: EndCosts) -> tuple[float, ...]:
+        """Returns what `_least_bytes` reads of the ends; less of each is never worse."""
+        return (
+            self.repeats * fixed.time_s + fixed.tail_s,
+            self._end_bytes(fixed),
+            -fixed.used_up,
+            fixed.head_workspace,
+            fixed.zero_buffer,
+        )
+
+    def _end_bytes(self, fixed: EndCosts) -> float:
+        ends_bytes = (
+            fixed.states - fixed.ideal_states + fixed.held - fixed.ideal_held + fixed.waiting
+        )
+        return ends_bytes + (self.moment.stashes - self.costs.stashes) * fixed.saved
 
     def least_bytes(self, counts: Ints, room_s: float) -> Array:
         """Least redundant bytes of a device by number of blocks, within `room_s` for the rank."""
-        by_stage = [self._least_bytes(zero, counts, room_s) for zero in self.costs.end_stages]
-        least: Array = np.min(by_stage, axis=0)
+        by_way = [self._least_bytes(fixed, counts, room_s) for fixed in self.ends]
+        least: Array = np.min(by_way, axis=0)
         return least
 
-    def _least_bytes(self, zero: int, counts: Ints, room_s: float) -> Array:
-        fixed, moment = self.costs.fixed[zero], self.moment
+    def _least_bytes(self, fixed: EndCosts, counts: Ints, room_s: float) -> Array:
         block_s = (room_s - self.repeats * fixed.time_s - fixed.tail_s) / counts
         over_s = block_s - self.seconds[:, None]  # by pair and number of blocks
         share = np.clip(over_s / np.maximum(self.longer_s, LEAST_S)[:, None], 0.0, 1.0)
@@ -129,11 +148,7 @@ class _RankBound:
         buffers = np.maximum(self.zero_buffer, fixed.zero_buffer)
         largest = (temporaries + buffers)[:, None]
         least = np.where(over_s < 0.0, np.inf, held + largest).min(axis=0)
-        ends_bytes = (
-            fixed.states - fixed.ideal_states + fixed.held - fixed.ideal_held + fixed.waiting
-        )
-        stashed = (moment.stashes - self.costs.stashes) * fixed.saved
-        of_rank: Array = least + ends_bytes + stashed
+        of_rank: Array = least + self._end_bytes(fixed)
         return of_rank
 
 

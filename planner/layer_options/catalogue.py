@@ -215,6 +215,10 @@ class Catalogue:
         """Returns whether operators may have other shardings than Megatron's."""
         return self.free and sharding.ranks > 1 and not sharding.overlap
 
+    def divides_ends(self, sharding: Sharding) -> bool:
+        """Returns whether embedding and head may have other shardings than Megatron's."""
+        return self.price_cache.training.stack.divided_ends and self.divides(sharding)
+
     def _least_s(self, b: int, sharding: Sharding) -> Iterator[tuple[WeightLayout, float]]:
         if not self.divides(sharding):
             yield (
@@ -303,7 +307,7 @@ class Catalogue:
 
         def make() -> tuple[LayerOption, ...]:
             ways = EndOptions(kind, micro_batch_size, sharding, self.price_cache)
-            if not self.divides(sharding):
+            if not self.divides_ends(sharding):
                 return (ways.megatron(),)
             others = ways.others(self.problem(micro_batch_size, sharding, kind))
             return (ways.megatron(), *others)
@@ -319,7 +323,7 @@ class Catalogue:
         """
         plain = replace(sharding, own=())
         if kind is not LayerKind.BLOCK:
-            if self.divides(plain):
+            if self.divides_ends(plain):
                 ways = EndOptions(kind, micro_batch_size, plain, self.price_cache)
                 yield ways.alike(self.problem(micro_batch_size, plain, kind), sharding)
             return

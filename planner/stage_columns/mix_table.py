@@ -113,7 +113,7 @@ class MixTable(StageTable):
         a table. Without it the embedding has its table on the device, or on the host if that is
         allowed and has room for it.
         """
-        if kinds and self.catalogue.divides(layout.sharding):
+        if kinds and self.catalogue.divides_ends(layout.sharding):
             key = kinds, layout.micro_batch_size, layout.sharding
             return self.once(("ends", *key), lambda: tuple(self._divided_ends(*key)))
         return self.tables_of_ends(layout, kinds)

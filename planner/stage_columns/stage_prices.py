@@ -11,7 +11,9 @@ import numpy as np
 
 from parplan.costmodels.chunks.chunk_memory import unchunked_prices
 from parplan.costmodels.keyed_cache import KeyedCache
-from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
+from parplan.costmodels.layers.data_parallel import DataParallelTime
+from parplan.costmodels.layers.layer_price_cache import LayerPriceCache, LayerStates
+from parplan.costmodels.layers.layer_times import ActivationBytes
 from parplan.costmodels.memory.rank_memory import sent_bytes, stashes
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.stage_costs import rank_edges, rank_receives
@@ -160,11 +162,10 @@ def end_costs(
     workspaces = dict.fromkeys(LayerKind, -np.inf)
     for kind in ends:
         own = price_cache.own_sharding(kind, sharding)
-        data = outside.data_parallel(kind, b, mesh, own, zero)
-        size = price_cache.activations(kind, b, own)
-        held = outside.states(kind, mesh, own, zero)
-        time_s += price_cache.layer_time(kind, b, own).total_s + data.per_micro_batch_s
-        tail_s += data.per_step_s
+        end = _end_price(kind, own, zero, layout, price_cache)
+        size, held = end.size, end.held
+        time_s += end.compute_s + end.data.per_micro_batch_s
+        tail_s += end.data.per_step_s
         states += held.states.total
         gradients += held.states.gradients
         ideal += sum(held.ideal)
@@ -197,6 +198,34 @@ def end_costs(
         waiting=waiting,
         host=host,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _EndPrice:
+    """The prices of embedding or head, of one way and ZeRO stage."""
+
+    compute_s: float
+    data: DataParallelTime
+    size: ActivationBytes
+    held: LayerStates
+
+
+def _end_price(
+    kind: LayerKey, own: Sharding, zero: int, layout: ParallelLayout, price_cache: LayerPriceCache
+) -> _EndPrice:
+    b, mesh = layout.micro_batch_size, layout.mesh
+    outside = unchunked_prices(layout, price_cache)
+
+    def make() -> _EndPrice:
+        return _EndPrice(
+            price_cache.layer_time(kind, b, own).total_s,
+            outside.data_parallel(kind, b, mesh, own, zero),
+            price_cache.activations(kind, b, own),
+            outside.states(kind, mesh, own, zero),
+        )
+
+    key = kind, own, zero, b, mesh, layout.chunked, price_cache.offload
+    return price_cache.once(("end price", *key), make)
 
 
 def _table_sharding(
@@ -239,19 +268,16 @@ def _end_values(
     """Returns the costs of embedding and head at all ZeRO stages; less of each is never worse."""
     values: list[float] = []
     b, mesh = layout.micro_batch_size, layout.mesh
-    prices = unchunked_prices(layout, way)
     for kind in end_kinds(rank, layout):
         own = way.own_sharding(kind, layout.sharding)
         size = way.activations(kind, b, own)
-        compute_s = way.layer_time(kind, b, own).total_s
         waiting = way.waiting_bytes(kind, b, own) if layout.splits_backward else 0.0
         table = way.table_workspace_bytes(mesh, own)
         values.extend((size.saved, size.workspace + table, waiting))
         for zero in stages:
-            data = prices.data_parallel(kind, b, mesh, own, zero)
-            held = prices.states(kind, mesh, own, zero)
-            states = held.states
-            values.extend((compute_s + data.per_micro_batch_s, data.per_step_s))
+            end = _end_price(kind, own, zero, layout, way)
+            held, states = end.held, end.held.states
+            values.extend((end.compute_s + end.data.per_micro_batch_s, end.data.per_step_s))
             values.extend((states.total, states.gradients, states.total - states.gradients))
             values.extend((held.zero_buffer, held.step_copies))
     return values

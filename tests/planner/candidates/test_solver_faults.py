@@ -14,7 +14,7 @@ from itertools import product
 import pulp
 import pytest
 from click.testing import CliRunner
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from parplan.cli import main
@@ -340,6 +340,7 @@ def column(num_blocks, zero):
     return StageColumn(((None, num_blocks),), zero, 1.0, 0.0, 0.0, 0.0, 1.0, 1.0)
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # other work may run beside it
 @given(
     ranks=st.lists(
         st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), min_size=1, max_size=3),

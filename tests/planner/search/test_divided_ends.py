@@ -29,7 +29,12 @@ MICROSECOND = 1e-6  # of its bound
 
 def instance_of(seed: int, *, tied: bool) -> Instance:
     instance = random_instance(seed)
-    return replace(instance, model=replace(instance.model, tied_embeddings=tied))
+    stack = replace(instance.training.stack, divided_ends=True)
+    return replace(
+        instance,
+        model=replace(instance.model, tied_embeddings=tied),
+        training=replace(instance.training, stack=stack),
+    )
 
 
 def shardings(kind: LayerKind, layout_sharding: Sharding, b: int, price_cache: PriceCache):
