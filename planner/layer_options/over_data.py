@@ -7,6 +7,7 @@ activations of all these ranks are gathered for it, and nobody reduces the weigh
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -18,8 +19,9 @@ from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.layer_options.overlap_levels import illegal_zero
 from parplan.planner.objective import Objective
 from parplan.planner.request import Constraints, Request
+from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.operator_graph import LayerKind
-from parplan.profiles.units import US_PER_S
+from parplan.profiles.units import US_PER_S, counted
 
 ZERO_STAGES = (0, 1, 2, 3)
 
@@ -31,7 +33,8 @@ def with_weights_over_data(
 
     A block saves at most the time of its data parallelism so, and pays for at least one gather and
     one reduction of its activations. Where these take longer the layout is dropped, unless it is
-    pinned. For the objectives memory and peak they may take the allowed slowdown besides.
+    pinned. For the objectives memory and peak they may take the allowed slowdown besides. Raises
+    ConfigError where they are pinned and no layout can have them.
     """
     pins, stack = request.constraints, request.training.stack
     allowed = pins.weights_over_data or ((False, True) if stack.weights_over_data else (False,))
@@ -41,19 +44,32 @@ def with_weights_over_data(
         return tuple(kept), ()
     dropped: list[tuple[ParallelLayout, str]] = []
     known: dict[tuple[Mesh, int, bool], str | None] = {}
+    illegal = Counter[str]()
     for plain in layouts:
-        if illegal_over_data(plain, request.model):
+        if reason := illegal_over_data(plain, request.model):
+            illegal[reason] += 1
             continue
         layout = replace(plain, weights_over_data=True)
         key = plain.mesh, plain.micro_batch_size, plain.sequence_parallel
         if not pinned and key not in known:
             known[key] = _not_worth_it(plain, request, price_cache)
-        reason = known.get(key)
-        if reason is None:
+        unpaid = known.get(key)
+        if unpaid is None:
             kept.append(layout)
         else:
-            dropped.append((layout, reason))
+            dropped.append((layout, unpaid))
+    if pinned and not kept:
+        raise _no_layout_error(illegal)
     return tuple(kept), tuple(dropped)
+
+
+def _no_layout_error(illegal: Counter[str]) -> ConfigError:
+    (reason, count), *_ = illegal.most_common()
+    return ConfigError(
+        f"--weights-over-data: of {counted(illegal.total(), 'candidate')} none can have them, "
+        f"{count} because {reason}",
+        hint="drop --weights-over-data, or the pins that leave only these candidates",
+    )
 
 
 def _not_worth_it(layout: ParallelLayout, request: Request, price_cache: PriceCache) -> str | None:

@@ -365,6 +365,7 @@ def runner_up(strategy: Strategy, price: StepPrice) -> RunnerUp:
         mesh=layout.mesh,
         pipeline=pipeline_of(layout),
         sequence_parallel=layout.sequence_parallel,
+        weights_over_data=layout.weights_over_data,
         step_time_s=Quantity(value=rounded_figures(price.step_s), kind=step_kind(price)),
         peak_memory_gib=_gib(max(memory.total for memory in price.memory)),
         redundancy_gib=_gib(

@@ -229,6 +229,7 @@ class RunnerUp:
     redundancy_gib: float
     inside_error_band: bool = False
     worst_loss: float | None = None
+    weights_over_data: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

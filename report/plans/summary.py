@@ -12,7 +12,7 @@ from parplan.costmodels.communication.mesh import Mesh, MeshOrder
 from parplan.costmodels.host.offload import Offload
 from parplan.planner.calibration.profile_coverage import Coverage
 from parplan.planner.objective import Objective, Prefer
-from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.plan import OVER_DATA, Plan
 from parplan.planner.plan.prediction import ErrorBand, RunnerUp, Status
 from parplan.planner.plan.ties import Tie, preferred
 from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
@@ -283,7 +283,29 @@ def layers_phrases(plan: AnyPlan) -> tuple[str, str]:
         else ""
     )
     host = f"; kept on the host: {', '.join(_shares(kept))}" if set(kept) != {"nothing"} else ""
-    return ", ".join(_shares(zero)), f"recompute {', '.join(_shares(recompute))}{sequence}{host}"
+    recomputed = f"recompute {', '.join(_shares(recompute))}{sequence}{host}{_over_data(plan)}"
+    return ", ".join(_shares(zero)), recomputed
+
+
+def _over_data(plan: Plan) -> str:
+    """Returns the operators whose weights data-parallel ranks divide, in words."""
+    divided = Counter[str]()
+    for name, count in blocks_by_plan(plan).items():
+        operators = plan.layer_plans[name].operators.items()
+        names = [
+            operator
+            for operator, placed in operators
+            if any(entry.endswith(OVER_DATA) for e in placed.parameters.values() for entry in e)
+        ]
+        if names:
+            divided[f"weights of {' and '.join(names)} over dp too"] += count
+    if not divided:
+        return ""
+    every = divided.total() == plan.model.num_layers
+    return "; " + ", ".join(
+        text if every and len(divided) == 1 else f"{text} on {counted(count, 'block')}"
+        for text, count in divided.items()
+    )
 
 
 def _shard_phrases(plan: TracedPlan) -> tuple[str, str]:
@@ -429,9 +451,9 @@ def _runner_up(runner_up: RunnerUp, plan: AnyPlan) -> tuple[str, str, str, str]:
 
 def _name(runner_up: RunnerUp) -> str:
     sequence = ("sequence parallel",) if runner_up.sequence_parallel else ()
-    return ", ".join(
-        (str(runner_up.mesh), *pipeline_phrases(runner_up.pipeline, runner_up.mesh), *sequence)
-    )
+    weights = ("weights over dp too",) if runner_up.weights_over_data else ()
+    phrases = pipeline_phrases(runner_up.pipeline, runner_up.mesh)
+    return ", ".join((str(runner_up.mesh), *phrases, *sequence, *weights))
 
 
 def _is_tie(runner_up: RunnerUp, plan: AnyPlan) -> bool:
