@@ -281,8 +281,22 @@ def _executed_part(out: Console | None) -> list[dict[str, Any]]:
 
     rows = executed(plans())
     if out:
-        say(out, "gpt-tiny on 8 gloo ranks: MiB of states over all ranks, measured", "bold")
-        heading = ("plan", "held", "predicted", "redundant", "predicted", "loss error", "")
+        say(
+            out,
+            "gpt-tiny on 8 gloo ranks: MiB of states over all ranks, held and redundant; with work "
+            "are predicted redundant states, activations and temporaries",
+            "bold",
+        )
+        heading = (
+            "plan",
+            "held",
+            "predicted",
+            "redundant",
+            "predicted",
+            "with work",
+            "loss error",
+            "",
+        )
         cells = [
             (
                 f"{row.name}: {row.mesh}",
@@ -290,6 +304,7 @@ def _executed_part(out: Console | None) -> list[dict[str, Any]]:
                 mib_text(sum(row.predicted.values())),
                 mib_text(row.redundant_held),
                 mib_text(row.redundant_predicted),
+                mib_text(row.with_work),
                 f"{row.loss_error:.1e}",
                 f"{row.ranks_as_predicted} of 8 ranks "
                 + ("as predicted" if row.as_predicted else "NOT AS PREDICTED"),

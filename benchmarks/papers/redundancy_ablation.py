@@ -28,10 +28,10 @@ ZERO, SPLITS, RECOMPUTE = "ZeRO", "operator splits", "recompute"
 OVER_DATA = "weights over data"
 ALL = "all choices"
 # Llama 3 on few tokens a step, where weights are large beside activations
-SHORT = Case(model="llama3-70b", gpus=32, gpu="h100-80gb", seq_length=512, batch=32)
+SHORT = Case(model="llama3-70b", gpus=64, gpu="h100-80gb", seq_length=512, batch=64)
 CASES = (
     SHORT,
-    replace(SHORT, tp=8),
+    replace(SHORT, gpus=32, batch=32, tp=8),
     replace(SHORT, pipelines=True),
     Case(model="gpt-8.3b", gpus=64),
     Case(model="gpt-20b", gpus=64),

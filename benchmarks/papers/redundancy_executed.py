@@ -44,7 +44,9 @@ class Executed:
     """A plan that ran: bytes of states over all ranks, predicted and held.
 
     predicted, held             those of all ranks, by class
-    redundant_predicted, _held  beyond one copy, of all classes
+    redundant_predicted, _held  states beyond one copy
+    with_work                   predicted redundant bytes of states, activations and temporaries,
+                                which is what the memory objective minimises
     ranks_as_predicted          ranks whose three classes each hold exactly what is predicted
     loss_error                  the largest relative difference of a loss from one process
     """
@@ -55,6 +57,7 @@ class Executed:
     held: dict[str, int]
     redundant_predicted: int
     redundant_held: int
+    with_work: int
     ranks_as_predicted: int
     loss_error: float
 
@@ -124,26 +127,26 @@ def _over_ranks(states: Iterable[StateBytes]) -> StateBytes:
     return sum(states, start=StateBytes())
 
 
-def _redundant_predicted(plan: Plan) -> int:
-    """Return the redundant bytes of states over all ranks, by the price of the search."""
-    redundant = reprice(plan).price.redundant
-    return round(
-        plan.mesh.ranks_per_stage
-        * sum(each.parameters + each.gradients + each.optimizer for each in redundant)
-    )
+def _redundant_predicted(plan: Plan) -> tuple[int, int]:
+    """Return the redundant bytes of states, and of all classes, by the price of the search."""
+    redundant, ranks = reprice(plan).price.redundant, plan.mesh.ranks_per_stage
+    states = sum(each.parameters + each.gradients + each.optimizer for each in redundant)
+    return round(ranks * states), round(ranks * sum(each.total for each in redundant))
 
 
 def _executed(name: str, plan: Plan, outcome: TrainingOutcome, alone: TrainingOutcome) -> Executed:
     predicted = _over_ranks(predicted for predicted, _ in outcome.states.values())
     held = _over_ranks(measured for _, measured in outcome.states.values())
     copy = _over_ranks(measured for _, measured in alone.states.values())
+    redundant, with_work = _redundant_predicted(plan)
     return Executed(
         name=name,
         mesh=str(plan.mesh),
         predicted=asdict(predicted),
         held=asdict(held),
-        redundant_predicted=_redundant_predicted(plan),
+        redundant_predicted=redundant,
         redundant_held=held.total - copy.total,
+        with_work=with_work,
         ranks_as_predicted=sum(first == second for first, second in outcome.states.values()),
         loss_error=max(loss_errors(outcome, alone)),
     )
