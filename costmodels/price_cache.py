@@ -18,9 +18,10 @@ from parplan.costmodels.layers.layer_price import LayerOperators
 from parplan.costmodels.layers.layer_price_cache import (
     LayerPriceCache,
     LayerStates,
+    ParameterGroup,
     ParameterSharing,
 )
-from parplan.costmodels.layers.model_states import OwnZero
+from parplan.costmodels.layers.model_states import OwnZero, local_parameters
 from parplan.costmodels.layers.recompute import RecomputedOperators, recompute_operators
 from parplan.costmodels.layers.sub_pipeline import HALVES
 from parplan.costmodels.operators.sharding import SCATTERED, Sharding
@@ -148,7 +149,7 @@ class PriceCache(LayerPriceCache):
 
     def with_table(self, *, on_host: bool) -> PriceCache:
         """Returns the same prices with the token table on the host, or on the device."""
-        if self.looks_up(LayerKind.EMBEDDING) == on_host:
+        if self.table_on_host == on_host:
             return self
         offload = (
             *(offloaded for offloaded in self.offload if offloaded is not Offload.LOOKUP),
@@ -161,14 +162,40 @@ class PriceCache(LayerPriceCache):
             ),
         )
         return self._once(
-            ("other table", self.offload, self.chunking), lambda: moved.within(self.chunking)
+            ("other table", self.offload, self.chunking, self.ends),
+            lambda: moved.within(self.chunking).with_ends(self.ends),
         )
 
     def stays_gathered(self, kind: LayerKey, mesh: Mesh) -> bool:
         return self.tied and mesh.pp == 1
 
+    @property
+    def table_on_host(self) -> bool:
+        """True if the host holds the states of the token table."""
+        return Offload.LOOKUP in self.offload
+
     def looks_up(self, kind: LayerKey) -> bool:
-        return kind is LayerKind.EMBEDDING and Offload.LOOKUP in self.offload
+        return kind is LayerKind.EMBEDDING and self.table_on_host and not self.tied
+
+    def groups(
+        self, kind: LayerKey, mesh: Mesh, sharding: Sharding, zero: int, own_zero: OwnZero = ()
+    ) -> tuple[ParameterGroup, ...]:
+        """Returns the groups of the parameters of a layer.
+
+        A tied table on the host is one of embedding or head, beside their other parameters. On one
+        rank it is at stage 0, as they are.
+        """
+        groups = super().groups(kind, mesh, sharding, zero, own_zero)
+        ends = kind in (LayerKind.EMBEDDING, LayerKind.HEAD)
+        if not (ends and self.tied and self.table_on_host) or self.offloads_states:
+            return groups
+        layer = self.layer(kind, 1)
+        name, stage = table_of(layer).name, zero if self.shards(mesh) > 1 else 0
+        others = frozenset(op.name for op in layer.operators if op.name != name)
+        return (
+            ParameterGroup(stage, local_parameters(layer, sharding, frozenset((name,))), True),
+            ParameterGroup(stage, local_parameters(layer, sharding, others)),
+        )
 
     def lookup(self, micro_batch_size: int, mesh: Mesh) -> HostEmbedding:
         """Returns the cost of the host's look-up (call only if the host holds the table)."""

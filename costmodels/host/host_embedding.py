@@ -84,9 +84,9 @@ def without_table(embedding: LayerClass) -> LayerClass:
 
 
 def illegal_host_embedding(mesh: Mesh, hidden_size: int, tied: bool) -> str | None:
-    """Returns why the host cannot look tokens up on a mesh, or None."""
+    """Returns why the host cannot hold the token table on a mesh, or None."""
     if tied:
-        return "the token table is tied to the head, which multiplies by it on the device"
+        return None
     if mesh.tp > 1:
         return f"tp {mesh.tp} divides the rows of the token table, the host looks up in all of them"
     if hidden_size % mesh.dp:
