@@ -174,6 +174,11 @@ class PriceCache(LayerPriceCache):
         """True if the host holds the states of the token table."""
         return Offload.LOOKUP in self.offload
 
+    @property
+    def gradients_on_host(self) -> bool:
+        """True if gradients of layers are summed on the host; a tied table's are on the device."""
+        return self.offloads_states or (self.table_on_host and not self.tied)
+
     def looks_up(self, kind: LayerKey) -> bool:
         return kind is LayerKind.EMBEDDING and self.table_on_host and not self.tied
 

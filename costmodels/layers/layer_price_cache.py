@@ -403,6 +403,11 @@ class LayerPriceCache(ABC):
     def offloads_states(self) -> bool:
         return Offload.STATES in self.offload
 
+    @property
+    def gradients_on_host(self) -> bool:
+        """True if gradients of layers are summed on the host, micro-batch by micro-batch."""
+        return bool(self.offload)
+
     def divided_layer(
         self, kind: LayerKey, micro_batch_size: int, sharding: Sharding
     ) -> LayerClass:
@@ -699,7 +704,8 @@ class LayerPriceCache(ABC):
                 if group.offloaded:
                     buffer += COPIED_BYTES * updated
                     host += HOST_STATE_BYTES * updated
-                buffers.append((group.zero, buffer))
+                # without ZeRO a copy to the host comes when ZeRO 1 would reduce
+                buffers.append((group.zero or int(group.offloaded), buffer))
             whole = self._parameters(kind, Sharding()).owned(with_tied=False)
             return LayerStates(
                 states=states,

@@ -11,6 +11,7 @@ import pytest
 from parplan.costmodels.host.host_embedding import illegal_host_embedding
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.step import price_step
+from parplan.costmodels.strategy import Strategy
 from parplan.planner.candidates.branch_and_bound import WORTH_REPLAYING
 from parplan.planner.candidates.lower_bounds import may_fit, redundancy_bound_bytes, time_bound
 from parplan.planner.objective import Objective
@@ -35,22 +36,31 @@ from tests.helpers.planning import enumerate_candidates, estimate_plan, find_pla
 from tests.helpers.uniform_strategies import frame_of
 
 LOOKUP = replace(PINS, offload=(Offload.LOOKUP,))
-SEEDS = [pytest.param(seed, marks=() if seed in (3, 5) else pytest.mark.slow) for seed in range(8)]
+SEEDS = [
+    pytest.param(seed, tied, marks=() if seed in (3, 5) else pytest.mark.slow)
+    for tied in (False, True)
+    for seed in range(8)
+]
 
 
-def untied(seed: int) -> Instance:
+def with_large_table(seed: int, *, tied: bool = False) -> Instance:
     """Returns an instance whose token table is large beside its blocks."""
     instance = random_instance(seed)
     return replace(
         instance,
-        model=replace(instance.model, num_layers=2, vocab_size=8192, tied_embeddings=False),
+        model=replace(instance.model, num_layers=2, vocab_size=8192, tied_embeddings=tied),
     )
 
 
+def alike_ends(strategy: Strategy) -> bool:
+    """True if both copies of a tied table have whole gradients, or both have sharded ones."""
+    return (strategy.stages[0][0].zero > 0) == (strategy.stages[-1][-1].zero > 0)
+
+
 @cache
-def prices(seed: int):
+def prices(seed: int, tied: bool):
     """Prices each strategy with the token table on the device and, where legal, on the host."""
-    instance = untied(seed)
+    instance = with_large_table(seed, tied=tied)
     here = instance.price_cache()
     there, priced = here.with_table(on_host=True), []
     for layout in enumerate_candidates(
@@ -58,34 +68,37 @@ def prices(seed: int):
     ).layouts:
         books = (
             (here,)
-            if illegal_host_embedding(layout.mesh, instance.model.hidden_size, tied=False)
+            if illegal_host_embedding(layout.mesh, instance.model.hidden_size, tied)
             else (here, there)
         )
         for strategy, price_cache in itertools.product(
             every_strategy(layout, instance.model.num_layers), books
         ):
+            if tied and not alike_ends(strategy):
+                continue
             priced.append((strategy, price_step(strategy, price_cache), price_cache is there))
     return priced
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_no_strategy_is_below_the_bounds_of_its_frame_wherever_its_table_is(seed):
-    table = MixTable(untied(seed).price_cache(), LOOKUP)
+@pytest.mark.parametrize(("seed", "tied"), SEEDS)
+def test_no_strategy_is_below_the_bounds_of_its_frame_wherever_its_table_is(seed, tied):
+    table = MixTable(with_large_table(seed, tied=tied).price_cache(), LOOKUP)
     time_s = cache(lambda layout: time_bound(layout, table).step_s)
     redundant = cache(lambda layout: redundancy_bound_bytes(layout, table))
 
-    assert {there for _, _, there in prices(seed)} == {False, True}
-    for strategy, price, _ in prices(seed):
+    assert {there for _, _, there in prices(seed, tied)} == {False, True}
+    for strategy, price, _ in prices(seed, tied):
         assert time_s(strategy.layout) <= price.closed_form_s * (1 + 1e-12)
         assert redundant(strategy.layout) <= redundant_bytes(strategy, price) * (1 + 1e-12) + 1
         assert may_fit(strategy.layout, table, peak_bytes(price) * (1 + 1e-9))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_search_equals_the_enumeration_of_both(seed, tmp_path):
-    instance, peaks = untied(seed), sorted(peak_bytes(price) for _, price, _ in prices(seed))
+@pytest.mark.parametrize(("seed", "tied"), SEEDS)
+def test_a_search_equals_the_enumeration_of_both(seed, tied, tmp_path):
+    instance = with_large_table(seed, tied=tied)
+    peaks = sorted(peak_bytes(price) for _, price, _ in prices(seed, tied))
     limit = int(peaks[len(peaks) // 20])
-    fitting = [price for _, price, _ in prices(seed) if peak_bytes(price) <= limit]
+    fitting = [price for _, price, _ in prices(seed, tied) if peak_bytes(price) <= limit]
     fastest_s = min(price.closed_form_s for price in fitting)
 
     plan = find_plan(
@@ -105,13 +118,17 @@ def test_a_search_equals_the_enumeration_of_both(seed, tmp_path):
     assert reprice(read_plan(tmp_path / "plan.yaml")).plan.predicted == plan.predicted
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_the_least_redundant_plan_is_that_of_both_within_the_peak_of_the_one_without_the_host(seed):
-    instance = untied(seed)
-    slowest_s = 1.2 * min(price.closed_form_s for _, price, there in prices(seed) if not there)
+@pytest.mark.parametrize(("seed", "tied"), SEEDS)
+def test_the_least_redundant_plan_is_that_of_both_within_the_peak_of_the_one_without_the_host(
+    seed, tied
+):
+    instance = with_large_table(seed, tied=tied)
+    slowest_s = 1.2 * min(
+        price.closed_form_s for _, price, there in prices(seed, tied) if not there
+    )
     values = [
         (redundant_bytes(strategy, price), peak_bytes(price), there)
-        for strategy, price, there in prices(seed)
+        for strategy, price, there in prices(seed, tied)
         if max(price.closed_form_s, price.step_s) <= slowest_s
     ]
     alone = min(redundant for redundant, _, there in values if not there)
@@ -142,7 +159,7 @@ def layouts(instance: Instance, offload: tuple[Offload, ...] = SEARCHED_OFFLOAD)
 
 
 def test_only_the_first_rank_has_both_and_only_where_that_is_legal_and_there_is_room():
-    instance = untied(0)
+    instance = with_large_table(0)
     table = MixTable(instance.price_cache(), replace(PINS, offload=SEARCHED_OFFLOAD))
     small = MixTable(instance.price_cache(), replace(PINS, offload=SEARCHED_OFFLOAD))
     small.host_share_bytes = 1
@@ -154,7 +171,7 @@ def test_only_the_first_rank_has_both_and_only_where_that_is_legal_and_there_is_
 
 
 def test_real_numbers_of_blocks_are_a_bound_of_both_in_chunks_or_not():
-    instance = untied(0)
+    instance = with_large_table(0)
     table = MixTable(instance.price_cache(), replace(PINS, offload=SEARCHED_OFFLOAD))
     checked = set()
     for layout in layouts(instance):
@@ -173,7 +190,7 @@ def test_real_numbers_of_blocks_are_a_bound_of_both_in_chunks_or_not():
 
 
 def test_baselines_beside_a_plan_that_looks_up_on_the_host_have_their_tables_on_the_device():
-    instance = untied(5)
+    instance = with_large_table(5)
     plan = estimate_plan(
         instance.model,
         instance.cluster,
