@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.host_embedding import HostEmbedding, host_embedding_of, without_table
-from parplan.costmodels.host.offload import Offload
+from parplan.costmodels.host.offload import COPIED_BYTES, Offload, copy_time
 from parplan.costmodels.layers.chunked_layer import Chunking
 from parplan.costmodels.layers.data_parallel import DataParallelTime, has_tied_head
 from parplan.costmodels.layers.halved_layer import (
@@ -112,6 +112,20 @@ class PriceCache(LayerPriceCache):
             if operator.parallel_dim == "vocab"
         )
         return (ParameterSharing((0, self.model.num_layers + 1), table),)
+
+    def shared_reduction(self, shared: ParameterSharing, mesh: Mesh, sharding: Sharding) -> Seconds:
+        """Seconds a step to sum the gradients of both copies of a tied table.
+
+        Gradients on the host are copied to the devices for it, and back.
+        """
+        reduced = super().shared_reduction(shared, mesh, sharding)
+        if not self.table_on_host:
+            return reduced
+        copied, cluster = (
+            COPIED_BYTES * self._shared_elements(shared, sharding),
+            self.machine.cluster,
+        )
+        return reduced + copy_time(copied, cluster) + copy_time(copied, cluster, to_host=True)
 
     def _shared_elements(self, shared: ParameterSharing, sharding: Sharding) -> int:
         return sharding.parameter_elements(self._table(sharding))

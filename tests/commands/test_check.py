@@ -272,6 +272,8 @@ UNTIED = dataclasses.replace(load_model("gpt-tiny").spec, tied_embeddings=False)
     [
         pytest.param({"zero": 3, "offload": (Offload.STATES,)}, True, id="states"),
         pytest.param({"zero": 0, "offload": (Offload.ACTIVATIONS,)}, True, id="activations"),
+        pytest.param({"zero": 2, "offload": (Offload.LOOKUP,)}, True, id="tied table zero 2"),
+        pytest.param({"zero": 3, "offload": (Offload.LOOKUP,)}, True, id="tied table zero 3"),
         # rows of the table on their way to the device are in no price
         pytest.param({"zero": 1, "offload": (Offload.LOOKUP,), "spec": UNTIED}, False, id="lookup"),
     ],
