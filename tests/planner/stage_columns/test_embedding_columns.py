@@ -18,11 +18,15 @@ from parplan.planner.objective import Objective
 from parplan.planner.plan.plan_file import read_plan, write_plan
 from parplan.planner.plan.prediction import Status
 from parplan.planner.plan.reprice import reprice
-from parplan.planner.request import SEARCHED_OFFLOAD, SearchOptions
+from parplan.planner.request import SEARCHED_OFFLOAD, Constraints, SearchOptions
 from parplan.planner.search.comparison import compare
 from parplan.planner.stage_columns.chunk_columns import rank_columns
 from parplan.planner.stage_columns.embedding_columns import AnyEnds
 from parplan.planner.stage_columns.mix_table import MixTable
+from parplan.profiles.errors import InfeasibleError
+from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
+from parplan.profiles.models.model_catalog import load_family
+from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.units import GIB
 from tests.helpers.instances import (
     PINS,
@@ -151,6 +155,25 @@ def test_the_least_redundant_plan_is_that_of_both_within_the_peak_of_the_one_wit
 
     assert plan.predicted.redundancy_gib.total <= most + 1e-4
     assert plan.search.bound <= least + 1e-4
+
+
+def test_a_tied_model_with_a_large_vocabulary_fits_one_gpu_only_with_its_table_on_the_host():
+    gpu = replace(with_gpus(load_cluster("rtx3090-24gb"), 1), host_memory_bytes=240 * GIB)
+    model = replace(load_family("gpt").of_width(5120, 12).spec, vocab_size=256_000)
+    training = TrainingSpec(
+        global_batch_size=64, seq_length=1024, stack=load_stack("megatron-core")
+    )
+    on_device = tuple(each for each in SEARCHED_OFFLOAD if each is not Offload.LOOKUP)
+
+    with pytest.raises(InfeasibleError):
+        find_plan(model, gpu, training, constraints=Constraints(offload=on_device))
+    plan = find_plan(model, gpu, training, constraints=Constraints(offload=SEARCHED_OFFLOAD))
+
+    assert model.tied_embeddings
+    assert Offload.LOOKUP in plan.layer_plans["embedding"].offload
+    assert Offload.LOOKUP in plan.layer_plans["head"].offload
+    assert plan.predicted.memory_gib[0].total < 24
+    assert plan.predicted.memory_gib[0].host > 16 * model.padded_vocab_size * 5120 / GIB
 
 
 def layouts(instance: Instance, offload: tuple[Offload, ...] = SEARCHED_OFFLOAD):
