@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.host_embedding import HostEmbedding, host_embedding_of, without_table
-from parplan.costmodels.host.offload import Offload
+from parplan.costmodels.host.offload import COPIED_BYTES, Offload, copy_time
 from parplan.costmodels.layers.chunked_layer import Chunking
 from parplan.costmodels.layers.data_parallel import DataParallelTime, has_tied_head
 from parplan.costmodels.layers.halved_layer import (
@@ -15,9 +15,13 @@ from parplan.costmodels.layers.halved_layer import (
     price_halves,
 )
 from parplan.costmodels.layers.layer_price import LayerOperators
-from parplan.costmodels.layers.layer_price_cache import LayerPriceCache, LayerStates
+from parplan.costmodels.layers.layer_price_cache import (
+    LayerPriceCache,
+    LayerStates,
+    ParameterGroup,
+)
 from parplan.costmodels.layers.model_layers import ParameterSharing
-from parplan.costmodels.layers.model_states import OwnZero
+from parplan.costmodels.layers.model_states import OwnZero, local_parameters
 from parplan.costmodels.layers.recompute import RecomputedOperators, recompute_operators
 from parplan.costmodels.layers.sub_pipeline import HALVES
 from parplan.costmodels.operators.sharding import SCATTERED, Sharding
@@ -109,6 +113,20 @@ class PriceCache(LayerPriceCache):
         )
         return (ParameterSharing((0, self.model.num_layers + 1), table),)
 
+    def shared_reduction(self, shared: ParameterSharing, mesh: Mesh, sharding: Sharding) -> Seconds:
+        """Seconds a step to sum the gradients of both copies of a tied table.
+
+        Gradients on the host are copied to the devices for it, and back.
+        """
+        reduced = super().shared_reduction(shared, mesh, sharding)
+        if not self.table_on_host:
+            return reduced
+        copied, cluster = (
+            COPIED_BYTES * self._shared_elements(shared, sharding),
+            self.machine.cluster,
+        )
+        return reduced + copy_time(copied, cluster) + copy_time(copied, cluster, to_host=True)
+
     def _shared_elements(self, shared: ParameterSharing, sharding: Sharding) -> int:
         return sharding.parameter_elements(self._table(sharding))
 
@@ -145,7 +163,7 @@ class PriceCache(LayerPriceCache):
 
     def with_table(self, *, on_host: bool) -> PriceCache:
         """Returns the same prices with the token table on the host, or on the device."""
-        if self.looks_up(LayerKind.EMBEDDING) == on_host:
+        if self.table_on_host == on_host:
             return self
         offload = (
             *(offloaded for offloaded in self.offload if offloaded is not Offload.LOOKUP),
@@ -158,14 +176,45 @@ class PriceCache(LayerPriceCache):
             ),
         )
         return self._once(
-            ("other table", self.offload, self.chunking), lambda: moved.within(self.chunking)
+            ("other table", self.offload, self.chunking, self.ends),
+            lambda: moved.within(self.chunking).with_ends(self.ends),
         )
 
     def stays_gathered(self, kind: LayerKey, mesh: Mesh) -> bool:
         return self.tied and mesh.pp == 1
 
+    @property
+    def table_on_host(self) -> bool:
+        """True if the host holds the states of the token table."""
+        return Offload.LOOKUP in self.offload
+
+    @property
+    def gradients_on_host(self) -> bool:
+        """True if gradients of layers are summed on the host; a tied table's are on the device."""
+        return self.offloads_states or (self.table_on_host and not self.tied)
+
     def looks_up(self, kind: LayerKey) -> bool:
-        return kind is LayerKind.EMBEDDING and Offload.LOOKUP in self.offload
+        return kind is LayerKind.EMBEDDING and self.table_on_host and not self.tied
+
+    def groups(
+        self, kind: LayerKey, mesh: Mesh, sharding: Sharding, zero: int, own_zero: OwnZero = ()
+    ) -> tuple[ParameterGroup, ...]:
+        """Returns the groups of the parameters of a layer.
+
+        A tied table on the host is one of embedding or head, beside their other parameters. On one
+        rank it is at stage 0, as they are.
+        """
+        groups = super().groups(kind, mesh, sharding, zero, own_zero)
+        ends = kind in (LayerKind.EMBEDDING, LayerKind.HEAD)
+        if not (ends and self.tied and self.table_on_host) or self.offloads_states:
+            return groups
+        layer = self.layer(kind, 1)
+        name, stage = table_of(layer).name, zero if self.shards(mesh) > 1 else 0
+        others = frozenset(op.name for op in layer.operators if op.name != name)
+        return (
+            ParameterGroup(stage, local_parameters(layer, sharding, frozenset((name,))), True),
+            ParameterGroup(stage, local_parameters(layer, sharding, others)),
+        )
 
     def lookup(self, micro_batch_size: int, mesh: Mesh) -> HostEmbedding:
         """Returns the cost of the host's look-up (call only if the host holds the table)."""

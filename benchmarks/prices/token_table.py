@@ -4,9 +4,9 @@
     python benchmarks/prices/token_table.py
     python benchmarks/prices/token_table.py --json
 
-Blocks of GPT's width 4096, 256k tokens, a head of its own. The same search runs twice, with and
-without `lookup` among the offload choices. Every figure is predicted and analytic.
-docs/design/chunks.md has the table.
+Blocks of GPT's width 4096, 256k tokens, a head of its own or one that is tied to the table. The
+same search runs twice, with and without `lookup` among the offload choices. Every figure is
+predicted and analytic. docs/design/chunks.md has the table.
 """
 
 from __future__ import annotations
@@ -44,16 +44,17 @@ NODES = (  # GPUs of a node, blocks
     ("v100-32gb", 2, 12),
     ("v100-32gb", 8, 60),
 )
-HEADING = ("node", "blocks", "table", "step", "GPU GiB", "host GiB", "plan")
+TIED_NODES = (("rtx3090-24gb", 1, 12), ("rtx3090-24gb", 4, 12))
+HEADING = ("node", "blocks", "head", "table", "step", "GPU GiB", "host GiB", "plan")
 
 
-def model_of(num_blocks: int) -> ModelSpec:
-    """Return the model of the blocks under a table of their own."""
+def model_of(num_blocks: int, *, tied: bool = False) -> ModelSpec:
+    """Return the model of the blocks, whose head has a matrix of its own or the token table."""
     return replace(
         load_family("gpt").of_width(WIDTH, num_blocks).spec,
         name="gpt-256k",
         vocab_size=VOCABULARY,
-        tied_embeddings=False,
+        tied_embeddings=tied,
     )
 
 
@@ -74,7 +75,7 @@ def plan_of(model: ModelSpec, cluster: Cluster, offload: tuple[Offload, ...]) ->
         return None
 
 
-def rows_of(gpu: str, gpus: int, num_blocks: int) -> list[tuple[str, ...]]:
+def rows_of(gpu: str, gpus: int, num_blocks: int, *, tied: bool = False) -> list[tuple[str, ...]]:
     """Return rows with the table on the devices, and with the location that the search chooses."""
     cluster = replace(with_gpus(load_cluster(gpu), gpus), host_memory_bytes=HOST_BYTES)
     node = f"{gpus} x {gpu}"
@@ -83,8 +84,9 @@ def rows_of(gpu: str, gpus: int, num_blocks: int) -> list[tuple[str, ...]]:
         tuple(what for what in SEARCHED_OFFLOAD if what is not Offload.LOOKUP),
         SEARCHED_OFFLOAD,
     ):
-        plan = plan_of(model_of(num_blocks), cluster, offload)
-        rows.append((node, str(num_blocks), *_cells(plan)))
+        plan = plan_of(model_of(num_blocks, tied=tied), cluster, offload)
+        head = "tied" if tied else "its own"
+        rows.append((node, str(num_blocks), head, *_cells(plan)))
     return rows
 
 
@@ -107,6 +109,7 @@ def _cells(plan: Plan | None) -> tuple[str, ...]:
 def main(*, as_json: bool) -> None:
     """Print the table."""
     rows = [row for node in NODES for row in rows_of(*node)]
+    rows += [row for node in TIED_NODES for row in rows_of(*node, tied=True)]
     if as_json:
         click.echo(json.dumps([dict(zip(HEADING, row, strict=True)) for row in rows], indent=2))
         return
@@ -116,7 +119,7 @@ def main(*, as_json: bool) -> None:
         f"{VOCABULARY:,} tokens, width {WIDTH}, {SEQUENCES} sequences; predicted, all "
         "of it analytic",
     )
-    print_table(out, HEADING, rows, left=("node", "table", "plan"))
+    print_table(out, HEADING, rows, left=("node", "head", "table", "plan"))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,11 @@ in the precision of compute. Adam updates all rows once a step. Nothing of it is
 pass needs it, and the host is the process that launches kernels. The price of a look-up is that of
 its bytes. Left out: the scattered rows in memory, and the zeros that the gradients start from.
 [derived]
+
+A table that the head shares is needed whole on the device, since the head multiplies by it. Its
+states alone are on the host then, as those of a layer are with `Offload.STATES` (EQUATIONS O9):
+`PriceCache.groups` makes it a group of its own. The device has a copy in the compute precision and
+the gradient, of the rows of its tensor-parallel rank, and ZeRO divides both as it does elsewhere.
 """
 
 from __future__ import annotations
@@ -84,9 +89,12 @@ def without_table(embedding: LayerClass) -> LayerClass:
 
 
 def illegal_host_embedding(mesh: Mesh, hidden_size: int, tied: bool) -> str | None:
-    """Returns why the host cannot look tokens up on a mesh, or None."""
+    """Returns why the host cannot hold the token table on a mesh, or None.
+
+    A tied table is looked up on the device, so that no mesh is in its way.
+    """
     if tied:
-        return "the token table is tied to the head, which multiplies by it on the device"
+        return None
     if mesh.tp > 1:
         return f"tp {mesh.tp} divides the rows of the token table, the host looks up in all of them"
     if hidden_size % mesh.dp:

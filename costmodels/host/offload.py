@@ -48,7 +48,8 @@ class Offload(StrEnum):
                            (`LayerChoice.on_host`)
     OPTIMIZER, PARAMETERS  of blocks held in chunks (costmodels/chunks): master and moments, and the
                            parameters too
-    LOOKUP                 of the embedding: the token table, which is looked up and updated there
+    LOOKUP                 of the embedding: the token table, which is looked up and updated there;
+                           a table that the head shares is only updated there
     """
 
     STATES = "states"

@@ -63,7 +63,17 @@ from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.models.operator_graph import LayerKey, Tensor
 from parplan.profiles.provenance import ZERO, Seconds
 
-Groups = tuple[tuple[int, LocalParameters], ...]  # ZeRO stage and parameters of each
+
+@dataclass(frozen=True, slots=True)
+class ParameterGroup:
+    """Parameters of a layer that are gathered and reduced together.
+
+    offloaded    the host holds their states
+    """
+
+    zero: int
+    parameters: LocalParameters
+    offloaded: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +134,10 @@ class LayerPriceCache(LayerTimes):
         """Returns the same prices with the token table on the host, or on the device."""
         return self
 
+    def _state_sharding(self, mesh: Mesh, group: ParameterGroup) -> StateSharding:
+        shards, with_tied = self.shards(mesh), self.counts_tied(mesh)
+        return StateSharding(group.zero, shards, with_tied, group.offloaded)
+
     def data_parallel(
         self,
         kind: LayerKey,
@@ -142,7 +156,7 @@ class LayerPriceCache(LayerTimes):
             lambda: self._data_parallel(
                 self.layer_time(kind, micro_batch_size, sharding),
                 mesh,
-                self._groups(kind, sharding, zero, own_zero),
+                self.groups(kind, mesh, sharding, zero, own_zero),
             ),
         )
 
@@ -153,28 +167,33 @@ class LayerPriceCache(LayerTimes):
         return self._once(
             ("hidden dp", kind, mesh, sharding, zero, own_zero, self.offloads_states),
             lambda: self._data_parallel(
-                ENDLESS, mesh, self._groups(kind, sharding, zero, own_zero)
+                ENDLESS, mesh, self.groups(kind, mesh, sharding, zero, own_zero)
             ),
         )
 
-    def _data_parallel(self, time: LayerTime, mesh: Mesh, groups: Groups) -> DataParallelTime:
-        def moves(zero: int, parameters: LocalParameters) -> DataParallelMoves:
-            states = self._state_sharding(mesh, zero)
+    def _data_parallel(
+        self, time: LayerTime, mesh: Mesh, groups: tuple[ParameterGroup, ...]
+    ) -> DataParallelTime:
+        def moves(group: ParameterGroup) -> DataParallelMoves:
+            parameters, states = group.parameters, self._state_sharding(mesh, group)
             return self._once(
-                ("dp moves", parameters, mesh, zero > 0, states.offloaded),
+                ("dp moves", parameters, mesh, group.zero > 0, group.offloaded),
                 lambda: data_parallel_moves(parameters, mesh, states, self.machine, self.training),
             )
 
-        moved = [(zero, moves(zero, parameters)) for zero, parameters in groups]
+        moved = [(group.zero, moves(group)) for group in groups]
         return exposed_moves(moved, time, self.machine, self.training)
 
-    def _groups(self, kind: LayerKey, sharding: Sharding, zero: int, own_zero: OwnZero) -> Groups:
-        """Returns the ZeRO stage and the parameters of each group of a layer."""
+    def groups(
+        self, kind: LayerKey, mesh: Mesh, sharding: Sharding, zero: int, own_zero: OwnZero = ()
+    ) -> tuple[ParameterGroup, ...]:
+        """Returns the groups of the parameters of a layer."""
+        on_host = self.offloads_states
         if not own_zero:
-            return ((zero, self._parameters(kind, sharding)),)
+            return (ParameterGroup(zero, self._parameters(kind, sharding), on_host),)
         layer = self.layer(kind, 1)
         return tuple(
-            (stage, local_parameters(layer, sharding, names))
+            ParameterGroup(stage, local_parameters(layer, sharding, names), on_host)
             for stage, names in stage_groups(layer, zero, own_zero)
         )
 
@@ -195,28 +214,31 @@ class LayerPriceCache(LayerTimes):
 
         A tied head holds its own copy only when stages are apart.
         """
-        groups = self._groups(kind, sharding, zero, own_zero)
+        groups = self.groups(kind, mesh, sharding, zero, own_zero)
 
         def make() -> LayerStates:
-            on_host = self.offloads_states
             states = StateBytes()
-            owned = 0
+            owned = host = 0
             buffers: list[tuple[int, int]] = []
-            for stage, parameters in groups:
-                sharded = self._state_sharding(mesh, stage)
-                states += held_states(parameters.each, sharded, self.training)
-                shards = sharded.shards if stage else 1
-                updated = parameters.owned(shards, with_tied=sharded.with_tied)
+            for group in groups:
+                sharded = self._state_sharding(mesh, group)
+                states += held_states(group.parameters.each, sharded, self.training)
+                shards = sharded.shards if group.zero else 1
+                updated = group.parameters.owned(shards, with_tied=sharded.with_tied)
                 owned += updated
-                buffer = self._zero_buffer(parameters, mesh, sharded)
-                buffers.append((stage, buffer + (COPIED_BYTES * updated if on_host else 0)))
+                buffer = self._zero_buffer(group.parameters, mesh, sharded)
+                if group.offloaded:
+                    buffer += COPIED_BYTES * updated
+                    host += HOST_STATE_BYTES * updated
+                # without ZeRO a copy to the host comes when ZeRO 1 would reduce
+                buffers.append((group.zero or int(group.offloaded), buffer))
             whole = self._parameters(kind, Sharding()).owned(with_tied=False)
             return LayerStates(
                 states=states,
                 ideal=ideal_states(whole, mesh.ranks_per_stage, self.training),
                 buffers=tuple(buffers),
                 step_copies=step_copy_bytes(owned, self.training),
-                host=HOST_STATE_BYTES * owned if on_host else 0,
+                host=host,
             )
 
         return self._once(("states", kind, mesh, groups, self.offloads_states), make)

@@ -19,9 +19,6 @@ from parplan.costmodels.layers.chunked_layer import (
 from parplan.costmodels.layers.data_parallel import (
     shared_reduction,
 )
-from parplan.costmodels.layers.model_states import (
-    StateSharding,
-)
 from parplan.costmodels.layers.recompute import (
     RecomputedOperators,
 )
@@ -263,9 +260,6 @@ class ModelLayers(ABC):
             return self.zero_ranks
         return mesh.dp
 
-    def _state_sharding(self, mesh: Mesh, zero: int) -> StateSharding:
-        return StateSharding(zero, self.shards(mesh), self.counts_tied(mesh), self.offloads_states)
-
     def split_s(self, kind: LayerKey) -> float:
         """Extra host seconds of a layer's backward pass in two parts, where they were measured."""
         added = measured_layout_costs(self.machine, self.training.stack)
@@ -274,3 +268,8 @@ class ModelLayers(ABC):
     @property
     def offloads_states(self) -> bool:
         return Offload.STATES in self.offload
+
+    @property
+    def gradients_on_host(self) -> bool:
+        """True if gradients of layers are summed on the host, micro-batch by micro-batch."""
+        return bool(self.offload)

@@ -359,7 +359,7 @@ def gradients_come_and_go(layout: ParallelLayout, price_cache: LayerPriceCache) 
     return (
         price_cache.training.stack.frees_gradients
         and not layout.splits_backward
-        and not price_cache.offload
+        and not price_cache.gradients_on_host
     )
 
 

@@ -24,7 +24,7 @@ from parplan.costmodels.host.state_location import ChunkCommunication
 from parplan.costmodels.layers.chunked_layer import BROADCAST_GATHERS
 from parplan.costmodels.layers.layer_price import LOSS_REDUCTIONS
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
-from parplan.costmodels.layers.model_states import SUMMED, local_parameters, stage_groups
+from parplan.costmodels.layers.model_states import SUMMED
 from parplan.costmodels.layers.sub_pipeline import HALVES
 from parplan.costmodels.layers.tensor_flow import TensorFlow, leaving_tensor, tensor_flows_of
 from parplan.costmodels.operators.kernels import FP32_BYTES
@@ -138,7 +138,6 @@ def _add_layer(
         _add_data_parallel(
             tally,
             choice,
-            layer,
             layout,
             unchunked_prices(layout, price_cache),
             ahead if recomputed else 0,
@@ -265,7 +264,6 @@ def _summed_inside(
 def _add_data_parallel(
     tally: Tally,
     choice: LayerChoice,
-    layer: LayerClass,
     layout: ParallelLayout,
     price_cache: LayerPriceCache,
     ahead: int,
@@ -276,8 +274,8 @@ def _add_data_parallel(
     """
     mesh = layout.mesh
     sharding = layout.sharding_of(choice)
-    for zero, names in stage_groups(layer, choice.zero, choice.own_zero):
-        parameters = local_parameters(layer, sharding, names)
+    for group in price_cache.groups(choice.kind, mesh, sharding, choice.zero, choice.own_zero):
+        zero, parameters = group.zero, group.parameters
         shards = price_cache.shards(mesh) if zero else 1
         whole, owned = (
             sum(

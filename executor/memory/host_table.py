@@ -4,7 +4,9 @@ costmodels/host/host_embedding.py prices it: each of D data-parallel ranks has h
 rows of the table, in fp32. A rank looks up its columns of the tokens of all ranks, and an
 all-to-all gives every rank all columns of its tokens; the backward pass does the same in reverse.
 No gradient of the table is reduced, and the optimizer updates it on the host. Copies are counted
-and waited for, because the next pass needs them. On a CPU the "device" gets copies as well.
+and waited for, because the next pass needs them. On a CPU the "device" gets copies as well. A table
+that the head shares is looked up on the device, and is an FSDP2 unit with its states on the host
+(executor/pipeline/stages.py).
 """
 
 from __future__ import annotations

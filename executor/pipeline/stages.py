@@ -24,7 +24,7 @@ from parplan.executor.memory.host_table import HostTable
 from parplan.executor.memory.layer_recompute import operator_module, recomputed
 from parplan.executor.memory.saved_tensors import Recipes
 from parplan.executor.models.mixture_of_experts import experts_of
-from parplan.executor.models.transformer_layers import Block, build_layer
+from parplan.executor.models.transformer_layers import Block, Embedding, build_layer
 from parplan.executor.placed_layers import (
     PlacedLayer,
     effective_zero,
@@ -182,7 +182,9 @@ def _build_stage(
             parts = _part_modules(plan, built[group[0].name])
             chunks.watch(group[0].block, whole[group[0].name], parts)
         else:
-            units += _units(plan, ranks, group[0], tuple(whole.values()), tuple(tables))
+            table = _tied_table(plan, ranks, group[0], tuple(built.values()))
+            apart = (*tables, *(module for unit in table for module in unit.layers))
+            units += (*_units(plan, ranks, group[0], tuple(whole.values()), apart), *table)
         layers |= whole
     body = Body({layer.name: layers[layer.name] for layer in placed})
     in_chunks = chunks.parameters if chunks is not None else []
@@ -206,9 +208,9 @@ def _host_tables(
 ) -> tuple[HostTable, ...]:
     """Moves the token table to the host where the plan says so, and returns it.
 
-    No unit has the table then.
+    No unit has the table then. A tied table is a unit of its own instead (`_tied_table`).
     """
-    if Offload.LOOKUP not in placed.plan.offload:
+    if Offload.LOOKUP not in placed.plan.offload or plan.model.tied_embeddings:
         return ()
     embedding = built[placed.name]
     embedding.tokens = HostTable(
@@ -217,12 +219,27 @@ def _host_tables(
     return (embedding.tokens,)
 
 
+def _tied_table(
+    plan: Plan, ranks: RankPlace, placed: PlacedLayer, built: tuple[nn.Module, ...]
+) -> tuple[Unit, ...]:
+    """Returns the unit of a tied table whose states are on the host, if the plan says so.
+
+    built    the embedding, the head or both, as they are on this stage
+    """
+    if Offload.LOOKUP not in placed.plan.offload or not plan.model.tied_embeddings:
+        return ()
+    tables = tuple(
+        layer.tokens if isinstance(layer, Embedding) else layer.lm_head for layer in built
+    )
+    return (ranks.unit(plan, placed, tables, casts_inputs=False, offloaded=True),)
+
+
 def _units(
     plan: Plan,
     ranks: RankPlace,
     placed: PlacedLayer,
     layers: tuple[nn.Module, ...],
-    tables: tuple[HostTable, ...],
+    tables: tuple[nn.Module, ...],
 ) -> tuple[Unit, ...]:
     """Returns the sharded unit of `layers` without `tables`, and units inside it.
 

@@ -94,12 +94,11 @@ def tied(plan: Plan) -> Iterator[Refusal]:
     if plan.mesh.pp == 1:
         alike = embedding == head
     else:
-        alike = (embedding[0] == 0) == (head[0] == 0) and embedding[1] == head[1]
+        alike = (embedding[0] == 0) == (head[0] == 0) and embedding[1:] == head[1:]
     if not alike:
         to_head = embedding[0] >= head[0]
         name = _plan_name(plan, stages[-1][-1] if to_head else stages[0][0])
-        zero, ranks, on_host = embedding if to_head else head
-        offload = (Offload.STATES,) if on_host else ()
+        zero, ranks, offload = embedding if to_head else head
         yield Refusal(
             problem=f"layer_plans: the tied embedding has zero {_zero_text(embedding)} and the "
             f"head zero {_zero_text(head)}",
@@ -137,13 +136,17 @@ def _plan_name(plan: Plan, layer: PlacedLayer) -> str:
     return next(name for name, each in plan.layer_plans.items() if each is layer.plan)
 
 
-def _sharded_as(layer: PlacedLayer, mesh: Mesh) -> tuple[int, int, bool]:
-    return effective_zero(layer, mesh), held_by(layer, mesh), Offload.STATES in layer.plan.offload
+def _sharded_as(layer: PlacedLayer, mesh: Mesh) -> tuple[int, int, tuple[Offload, ...]]:
+    on_host = tuple(sorted({Offload.STATES, Offload.LOOKUP} & set(layer.plan.offload)))
+    return effective_zero(layer, mesh), held_by(layer, mesh), on_host
 
 
-def _zero_text(sharded_as: tuple[int, int, bool]) -> str:
+def _zero_text(sharded_as: tuple[int, int, tuple[Offload, ...]]) -> str:
     zero, ranks, on_host = sharded_as
-    return (f"{zero} over {ranks} ranks" if zero else "0") + (" on the host" if on_host else "")
+    return (f"{zero} over {ranks} ranks" if zero else "0") + "".join(
+        " on the host" if each is Offload.STATES else " with its table on the host"
+        for each in on_host
+    )
 
 
 @rule(
@@ -208,7 +211,8 @@ def lookup(plan: Plan) -> Iterator[Refusal]:
             reason = illegal_host_embedding(
                 plan.mesh, plan.model.hidden_size, plan.model.tied_embeddings
             )
-            if layer_plan.layer is not LayerKind.EMBEDDING:
+            tied = plan.model.tied_embeddings and layer_plan.layer is LayerKind.HEAD
+            if layer_plan.layer is not LayerKind.EMBEDDING and not tied:
                 reason = f"the {layer_plan.layer} has no token table"
             elif plan.module is not None:
                 reason = "the module looks tokens up itself"

@@ -82,10 +82,12 @@ class RankPlace:
         zero: int | None = None,
         *,
         casts_inputs: bool = True,
+        offloaded: bool | None = None,
     ) -> Unit:
         """Returns the sharded unit of a layer, of two tied layers, or of operators of a layer.
 
-        zero    its ZeRO stage, None for that of the layer
+        zero       its ZeRO stage, None for that of the layer
+        offloaded  whether the host holds its states, None for as the layer says
         """
         zero = effective_zero(placed, plan.mesh) if zero is None else zero
         num_shards = zero_ranks(placed, plan.mesh)
@@ -95,7 +97,7 @@ class RankPlace:
             mesh=self.shard_mesh(num_shards) if zero else self.dp_mesh,
             apart=apart,
             copies=self.copies_mesh(num_shards) if zero else None,
-            offloaded=Offload.STATES in placed.plan.offload,
+            offloaded=Offload.STATES in placed.plan.offload if offloaded is None else offloaded,
             casts_inputs=casts_inputs,
         )
         shard_unit(unit, plan.training.precision)

@@ -79,7 +79,8 @@ def _parameter_states(
 ) -> StateBytes:
     if parameter.of_experts:
         return _expert_states(plan, layer, operator, parameter, dp_rank)
-    if Offload.LOOKUP in layer.plan.offload and operator == "tokens":
+    looks_up = Offload.LOOKUP in layer.plan.offload and not plan.model.tied_embeddings
+    if looks_up and operator == "tokens":
         # The host holds columns, in fp32 at any precision.
         elements = math.prod(parameter.shape) // plan.mesh.dp
         return states_of(elements, elements, 3, plan.training)
@@ -90,8 +91,11 @@ def _parameter_states(
     shape = local_shape(parameter.shape, entries, tp=plan.mesh.tp, dp=plan.mesh.dp)
     if any(entry.endswith(OVER_DATA) for entry in entries):
         return shard_states(shape, (0, 1), 0, plan.training, on_host=False)
-    index, on_host = dp_rank % shards, Offload.STATES in layer.plan.offload
-    return shard_states(shape, (index, shards), zero, plan.training, on_host=on_host)
+    on_host = Offload.STATES in layer.plan.offload
+    if Offload.LOOKUP in layer.plan.offload:
+        on_host = on_host or operator in ("tokens", "lm_head")
+    shard = dp_rank % shards, shards
+    return shard_states(shape, shard, zero, plan.training, on_host=on_host)
 
 
 def _expert_states(

@@ -92,7 +92,11 @@ def _offload(
 ) -> tuple[Offload, ...]:
     """Returns the offload of a layer, by its state location in chunks and by the price cache."""
     chunked = layout.chunked and choice.kind.role is LayerKind.BLOCK
-    applies = {Offload.STATES: not chunked, Offload.LOOKUP: choice.kind.role is LayerKind.EMBEDDING}
+    table = choice.kind.role is LayerKind.EMBEDDING or price_cache.tied
+    applies = {
+        Offload.STATES: not chunked,
+        Offload.LOOKUP: table and choice.kind.role is not LayerKind.BLOCK,
+    }
     return (
         *(OFFLOAD_OF[choice.home] if chunked else ()),
         *(offload for offload in price_cache.offload if applies[offload]),

@@ -54,7 +54,8 @@ class LayerPlan:
                    None for all of dp
     offload        states that the host holds: `states` (fp32 parameters, gradients and optimizer
                    states); in a plan with chunks `optimizer` (master parameters and moments), and
-                   `parameters` too; of the embedding `lookup` (the table, looked up on the host)
+                   `parameters` too; of the embedding `lookup` (the table, looked up on the host),
+                   and of the head too where it shares the table, whose states alone are there
     recompute      the operators that run again in the backward pass (all: full recompute)
     keep_on_host   the operators of a block whose saved tensors the host holds between the forward
                    and the backward pass

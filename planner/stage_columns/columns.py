@@ -114,7 +114,7 @@ class RankColumns(MixPrices):
         """Yields the candidates with their rows that fit the device and its share of the host."""
         usable = usable_bytes(limit_bytes, self.layout.mesh, self.table.price_cache)
         for priced in self.candidates(num_blocks):
-            fits = (priced.allocated <= usable) & self.host_fits(priced.mixes)
+            fits = (priced.allocated <= usable) & self.host_fits(priced)
             yield priced, self._as_the_rule(np.flatnonzero(fits), num_blocks)
 
     def _as_the_rule(self, fits: Ints, num_blocks: int) -> Ints:
@@ -327,7 +327,7 @@ class RankColumns(MixPrices):
             every = [self.priced(pure, zero) for zero in self.end_stages]
         columns = []
         for priced in every:
-            fits = self.host_fits(priced.mixes)
+            fits = self.host_fits(priced)
             row = int(np.where(fits, priced.allocated, np.inf).argmin())
             columns.append(self.column(priced, row))
         return min(columns, key=lambda column: column.memory_bytes)

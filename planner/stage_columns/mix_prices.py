@@ -285,12 +285,10 @@ class MixPrices:
         )
         return largest + fullest - self.stashes * saved + fixed.waiting
 
-    def host_fits(self, mixes: Mixes) -> npt.NDArray[np.bool_]:
+    def host_fits(self, priced: PricedMixes) -> npt.NDArray[np.bool_]:
         """Returns for each mix whether a device's share of the host holds its bytes."""
-        fixed = self.fixed[self.stages[0]].host
-        fits: npt.NDArray[np.bool_] = (
-            self.stashes * mixes.host_bytes + fixed <= self.table.host_share_bytes
-        )
+        fixed, in_flight = self.fixed[priced.zero].host, self.stashes * priced.mixes.host_bytes
+        fits: npt.NDArray[np.bool_] = in_flight + fixed <= self.table.host_share_bytes
         return fits
 
     def column(self, priced: PricedMixes, row: int) -> StageColumn:

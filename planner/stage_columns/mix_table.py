@@ -13,6 +13,7 @@ from parplan.costmodels.host.state_location import Access, StateLocation
 from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.chunked_layer import BlockCost
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
+from parplan.costmodels.layers.model_layers import Ends
 from parplan.costmodels.layers.model_states import OwnZero
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.operators.sharding import Sharding
@@ -110,39 +111,41 @@ class MixTable(StageTable):
         """Returns the prices that a rank with the layers `kinds` besides blocks may have.
 
         Tensor parallelism divides embedding and head in one of several ways, alike where they share
-        a table. Without it the embedding has its table on the device, or on the host if that is
-        allowed and has room for it.
+        a table. The table is on the device, or on the host if that is allowed and has room for it.
         """
-        if kinds and self.catalogue.divides_ends(layout.sharding):
-            key = kinds, layout.micro_batch_size, layout.sharding
-            return self.once(("ends", *key), lambda: tuple(self._divided_ends(*key)))
-        return self.tables_of_ends(layout, kinds)
+        tables = self.tables_of_ends(layout, kinds)
+        if not (kinds and self.catalogue.divides_ends(layout.sharding)):
+            return tables
+        key = kinds, layout.micro_batch_size, layout.sharding
+        divided = self.once(("ends", *key), lambda: tuple(self._divided_ends(*key)))
+        return self.once(
+            ("divided tables", *key, tables),
+            lambda: tuple(table.with_ends(ends) for table in tables for ends in divided),
+        )
 
     def tables_of_ends(
         self, layout: ParallelLayout, kinds: tuple[LayerKind, ...]
     ) -> tuple[PriceCache, ...]:
         """Returns the prices with each location of the token table that layers `kinds` may have."""
         price_cache, mesh = self.price_cache, layout.mesh
-        looks_up = LayerKind.EMBEDDING in kinds and Offload.LOOKUP in self.offload
-        if not looks_up or illegal_host_embedding(
+        has_table = LayerKind.EMBEDDING in kinds or (kinds and price_cache.tied)
+        if not (has_table and Offload.LOOKUP in self.offload) or illegal_host_embedding(
             mesh, price_cache.model.hidden_size, price_cache.tied
         ):
             return (price_cache,)
         there = price_cache.with_table(on_host=True)
-        if there.lookup(1, mesh).host_bytes > self.host_share_bytes:
-            return (price_cache,)
-        return price_cache, there
+        sharding, zero = layout.sharding, max(self.zero_stages(layout))
+        host = sum(there.states(kind, mesh, sharding, zero).host for kind in kinds)
+        return (price_cache, there) if host <= self.host_share_bytes else (price_cache,)
 
     def _divided_ends(
         self, kinds: tuple[LayerKind, ...], micro_batch_size: int, sharding: Sharding
-    ) -> Iterator[PriceCache]:
-        """Yields the prices of every way to divide embedding and head of a rank."""
+    ) -> Iterator[Ends]:
+        """Yields every way to divide embedding and head of a rank."""
         ways = [self.catalogue.ends(kind, micro_batch_size, sharding) for kind in kinds]
         for options in product(*ways):
             if not self.price_cache.tied or len({option.weight_layout for option in options}) == 1:
-                yield self.price_cache.with_ends(
-                    tuple((option.kind, option.sharding) for option in options)
-                )
+                yield tuple((option.kind, option.sharding) for option in options)
 
     def _kind(self, layout: ParallelLayout, rank: int) -> _Kind:
         return (

@@ -33,7 +33,7 @@ class StageColumn:
     ends               shardings of embedding and head, where they are not those of the layout
     table              the division of a tied token table in them, alike on both ranks with it
     homes              locations of the states of its blocks, in a layout with chunks
-    looks_up           the host holds its token table
+    looks_up           the host holds its token table, or the states of a tied one
     layers             by chunk, the ranges [first, end) of a model of several layer classes that
                        it may be; none where all blocks are alike
     shares             layers of other ranks hold some of its parameters, where layers differ
@@ -73,9 +73,10 @@ class StageColumn:
     def tied_as(self) -> Hashable:
         """The value in which two ranks with a tied embedding must be alike.
 
-        Gradients of both copies are whole, or both are sharded, and one division cuts both tables.
+        Gradients of both copies are whole, or both are sharded, one division cuts both tables, and
+        both are on the device or on the host.
         """
-        return self.zero > 0, self.table
+        return self.zero > 0, self.table, self.looks_up
 
     @property
     def num_blocks(self) -> int:

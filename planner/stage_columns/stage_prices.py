@@ -242,14 +242,16 @@ def unbeaten_ends(
 
     ways    the prices with each; the first of equals remains
 
-    Ways with different divisions of a table that another rank holds too are all kept.
+    Ways with different divisions or locations of a table that another rank holds too are all kept.
     """
     if len(ways) == 1:
         return list(ways)
     values = np.array([_end_values(rank, layout, stages, way) for way in ways])
     tied = rank in tied_ends(layout)
     kinds = end_kinds(rank, layout)
-    tables = [way.table_division(kinds[0], layout.sharding) if tied else () for way in ways]
+    tables = [
+        (way.table_division(kinds[0], layout.sharding), way.offload) if tied else () for way in ways
+    ]
     no_worse = np.asarray((values[:, None] <= values[None, :]).all(axis=2))
     return [
         way

@@ -257,7 +257,8 @@ def _host_fact(plan: AnyPlan, host_gib: float) -> tuple[str, str, str]:
     if isinstance(plan, TracedPlan):
         use = "; all states are there" if plan.states_on_host else ""
     elif any(Offload.LOOKUP in layer_plan.offload for layer_plan in plan.layer_plans.values()):
-        use = "; tokens are looked up there"
+        tied = plan.model.tied_embeddings
+        use = "; the token table is there" if tied else "; tokens are looked up there"
     else:
         use = ""
     return "host", f"{gib_text(host_gib)} GiB for a GPU", node + use

@@ -272,6 +272,8 @@ UNTIED = dataclasses.replace(load_model("gpt-tiny").spec, tied_embeddings=False)
     [
         pytest.param({"zero": 3, "offload": (Offload.STATES,)}, True, id="states"),
         pytest.param({"zero": 0, "offload": (Offload.ACTIVATIONS,)}, True, id="activations"),
+        pytest.param({"zero": 2, "offload": (Offload.LOOKUP,)}, True, id="tied table zero 2"),
+        pytest.param({"zero": 3, "offload": (Offload.LOOKUP,)}, True, id="tied table zero 3"),
         # rows of the table on their way to the device are in no price
         pytest.param({"zero": 1, "offload": (Offload.LOOKUP,), "spec": UNTIED}, False, id="lookup"),
     ],
@@ -292,6 +294,19 @@ def test_a_dry_run_counts_what_the_host_holds(tmp_path, choices, exact):
         assert found["host"] == predicted["host"] > 0
     else:
         assert predicted["host"] < found["host"] < 1.5 * predicted["host"]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_tied_table_on_the_host_is_sent_as_predicted(tmp_path, zero):
+    plan = tiny(stack=load_stack("parplan"), zero=zero, offload=(Offload.LOOKUP,))
+    (rank,) = json.loads(run(plan, tmp_path, "--json").stdout)["ranks"]
+    predicted, found = (
+        {sent["kind"]: sent["num_bytes"] for sent in rank[which]["sent"]}
+        for which in ("predicted", "found")
+    )
+
+    assert predicted
+    assert found == predicted
 
 
 def a_check(predicted: RankUse, measured: RankUse, capacity: int = 10**6) -> RankCheck:

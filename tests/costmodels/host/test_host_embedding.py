@@ -33,6 +33,7 @@ TRAINING = TrainingSpec(
     global_batch_size=32, seq_length=128, overlap_grad_reduce=False, stack=NEUTRAL
 )
 LLAMA = replace(load_model("llama2-7b").spec, num_layers=8)  # its tables are apart
+TIED = replace(LLAMA, tied_embeddings=True)
 V, H = LLAMA.vocab_size, LLAMA.hidden_size
 CLUSTER = load_cluster("h100-80gb")
 LOOKUP = (Offload.LOOKUP,)
@@ -136,7 +137,7 @@ def test_what_is_left_of_the_embedding_has_its_output_and_no_kernel():
 @pytest.mark.parametrize(
     ("mesh", "hidden", "tied", "reason"),
     [
-        (Mesh(pp=1, dp=1, tp=1), 64, True, "tied to the head"),
+        (Mesh(pp=2, dp=3, tp=2), 64, True, None),
         (Mesh(pp=1, dp=1, tp=2), 64, False, "tp 2 divides the rows"),
         (Mesh(pp=1, dp=3, tp=1), 64, False, "dp 3 does not divide the 64 columns"),
         (Mesh(pp=2, dp=4, tp=1), 64, False, None),
@@ -166,8 +167,89 @@ def test_an_estimate_of_it_is_priced_again_from_its_file(tmp_path):
     assert reprice(read_plan(tmp_path / "plan.yaml")).plan == plan
 
 
-def test_a_tied_table_is_refused():
-    tied = replace(LLAMA, tied_embeddings=True)
+def test_a_mesh_without_a_look_up_is_refused():
+    with pytest.raises(ConfigError, match="--offload lookup: tp 2 divides the rows"):
+        estimate_plan(
+            LLAMA, with_gpus(CLUSTER, 4), TRAINING, frame_of(dp=2, tp=2, m=16), offload=LOOKUP
+        )
 
-    with pytest.raises(ConfigError, match="--offload lookup: the token table is tied"):
-        estimate_plan(tied, with_gpus(CLUSTER, 4), TRAINING, frame_of(dp=4), offload=LOOKUP)
+
+def tied_prices(offload=()):
+    return PriceCache(TIED, TRAINING, machine_for(with_gpus(CLUSTER, 4)), offload=offload)
+
+
+@pytest.mark.parametrize(
+    ("dp", "zero", "left"),
+    [
+        pytest.param(1, 0, 2 + 4, id="one-rank"),
+        pytest.param(4, 1, 2 + 4, id="zero-1"),
+        pytest.param(4, 2, 2, id="zero-2"),
+        pytest.param(4, 3, 0, id="zero-3"),
+    ],
+)
+def test_the_device_holds_a_copy_of_a_tied_table_and_its_gradient_and_the_host_the_rest(
+    dp, zero, left
+):
+    mesh = Mesh(pp=1, dp=dp, tp=1)
+    plain, kept = (
+        tied_prices(offload).states(LayerKind.EMBEDDING, mesh, Sharding(), zero)
+        for offload in ((), LOOKUP)
+    )
+    on_device = {0: 18, 1: 6 + 12 / dp, 2: 2 + 16 / dp, 3: 16 / dp}
+
+    assert plain.states.total - kept.states.total == (on_device[zero] - left) * V * H
+    assert (plain.host, kept.host) == (0, 16 * V * H // dp)
+    assert kept.ideal == plain.ideal
+
+
+def test_tensor_parallel_ranks_hold_their_rows_of_a_tied_table():
+    mesh, halves = Mesh(pp=1, dp=2, tp=2), Sharding(tp=2)
+    kept = tied_prices(LOOKUP).states(LayerKind.EMBEDDING, mesh, halves, 1)
+
+    assert kept.states.total == 6 * V * H // 2
+    assert kept.host == 16 * V * H // 4
+
+
+def test_a_step_with_a_tied_table_on_the_host_by_hand():
+    """The step copies the fp32 table to the device and its gradient back, and runs Adam there."""
+    table, rate = V * H, NUMA_SHARE * 614.4e9 / 2
+    plain, kept = (
+        PriceCache(
+            TIED, TRAINING, machine_for(with_gpus(CLUSTER, 1)), offload=offload
+        ).data_parallel(LayerKind.EMBEDDING, 2, Mesh(pp=1, dp=1, tp=1), Sharding(), 0)
+        for offload in ((), LOOKUP)
+    )
+
+    assert kept.per_micro_batch_s == plain.per_micro_batch_s == 0.0
+    assert kept.host_step.value_s == pytest.approx(2 * 4 * table / 63e9, rel=1e-12)
+    assert kept.optimizer.value_s == pytest.approx(28 * table / rate, rel=1e-12)
+
+
+def test_two_stages_bring_the_gradients_of_both_copies_to_the_devices_to_sum_them():
+    mesh = Mesh(pp=2, dp=1, tp=1)
+    plain, kept = (
+        prices.shared_reduction(prices.shared_parameters[0], mesh, Sharding()).value_s
+        for prices in (tied_prices(), tied_prices(LOOKUP))
+    )
+
+    assert kept - plain == pytest.approx(2 * 4 * V * H / 63e9, rel=1e-9)
+
+
+def test_a_tied_table_on_the_host_is_gathered_and_reduced_apart_from_its_layer():
+    plain, kept = (
+        {sent.kind: sent for sent in rank_traffic(uniform(frame_of(dp=4), 8, zero=1), 0, prices)}
+        for prices in (tied_prices(), tied_prices(LOOKUP))
+    )
+
+    for kind in ("all_gather", "reduce_scatter"):
+        assert kept[kind].num_bytes == plain[kind].num_bytes
+
+
+def test_an_estimate_with_a_tied_table_on_the_host_is_priced_again_from_its_file(tmp_path):
+    for layout in (frame_of(dp=4), frame_of(pp=2, dp=2, m=16), frame_of(dp=2, tp=2, m=16)):
+        plan = estimate_plan(TIED, with_gpus(CLUSTER, 4), TRAINING, layout, offload=LOOKUP)
+        write_plan(plan, tmp_path / "plan.yaml")
+
+        assert plan.layer_plans["embedding"].offload == LOOKUP
+        assert plan.layer_plans["head"].offload == LOOKUP
+        assert reprice(read_plan(tmp_path / "plan.yaml")).plan == plan

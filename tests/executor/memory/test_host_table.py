@@ -40,10 +40,11 @@ UNTIED = dataclasses.replace(GPT, name="tiny-untied", tied_embeddings=False)
 
 
 def looked_up(plan: Plan) -> Plan:
-    """With the token table on the host."""
+    """With the token table on the host; a tied one is the head's too."""
+    holders = ("embedding", "head") if plan.model.tied_embeddings else ("embedding",)
     plans = {
         name: dataclasses.replace(layer_plan, offload=(Offload.LOOKUP,))
-        if name.startswith("embedding")
+        if name.startswith(holders)
         else layer_plan
         for name, layer_plan in plan.layer_plans.items()
     }
@@ -70,6 +71,21 @@ PLANS = {
         )
     ),
 }
+TIED = {
+    "tied": looked_up(make_plan()),
+    "tied-dp2-zero0": looked_up(make_plan(dp=2)),
+    "tied-dp2-zero1": looked_up(make_plan(dp=2, zero=(1,))),
+    "tied-dp2-zero2-bf16": looked_up(make_plan(dp=2, zero=(2,), precision=Precision.BF16)),
+    "tied-dp2-zero3": looked_up(make_plan(dp=2, zero=(3,), recompute="full")),
+    "tied-tp2": looked_up(make_plan(tp=2, sp=True)),
+    "tied-dp2-tp2-zero1": looked_up(make_plan(dp=2, tp=2, zero=(1,))),
+    "tied-pp2": looked_up(make_plan(pp=2)),
+    "tied-pp2-dp2-zero1": looked_up(make_plan(pp=2, dp=2, zero=(1,))),
+    "tied-pp2-zbv": looked_up(
+        make_plan(pp=2, schedule=Schedule.ZBV, virtual_stages=2, num_micro_batches=4)
+    ),
+}
+PLANS |= TIED
 PLAIN = {
     "dp2-zero0": make_plan(UNTIED, dp=2),
     "dp2-zero3-llama": make_plan(LLAMA, dp=2, zero=(3,), num_micro_batches=4),

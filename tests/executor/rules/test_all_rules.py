@@ -250,12 +250,19 @@ BROKEN = {
         r"set keep_on_host to \['fc1'\]",
         "no effect",
     ),
-    "a-tied-table-on-the-host": Broken(
+    "divided-rows-on-the-host": Broken(
         "lookup",
-        with_layer_plan(GPT1, "embedding-0", offload=(Offload.LOOKUP,)),
-        "offload has lookup: the token table is tied to",
+        with_layer_plan(make_plan(LLAMA, tp=2), "embedding-0", offload=(Offload.LOOKUP,)),
+        "offload has lookup: tp 2 divides the rows of the token table",
         r"set offload to \[\]",
         "other gradients",
+    ),
+    "half-of-a-tied-table-on-the-host": Broken(
+        "tied",
+        with_layer_plan(GPT1, "embedding-0", offload=(Offload.LOOKUP,)),
+        "embedding has zero 0 with its table on the host and the head zero 0:",
+        r"offload to \['lookup'\] on layer plan head-0",
+        "other bytes",
     ),
     "half-of-a-foreign-block-again": Broken(
         "modules",
