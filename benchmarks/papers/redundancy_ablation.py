@@ -1,4 +1,4 @@
-"""What ZeRO, operator splits and recompute each take off the redundant bytes of our plan.
+"""Our plans with ZeRO, operator splits and recompute switched off, to see what each of them saves.
 
 Every row is the plan of least redundant bytes in the same seconds: 1.1 times the fastest step of
 the search with all choices. A choice is switched off by pins of the search:

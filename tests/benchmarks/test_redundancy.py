@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
+from benchmarks.papers import redundancy
 from benchmarks.papers.redundancy import Compared, compare, main
 from benchmarks.papers.redundancy_ablation import (
     ALL,
@@ -235,7 +236,7 @@ def test_every_choice_is_switched_off_alone_and_left_on_alone():
 
 
 @pytest.mark.slow
-def test_what_is_switched_off_is_in_no_plan_and_all_choices_are_least_redundant(ablated):
+def test_what_is_switched_off_is_in_no_plan_and_more_is_redundant_without_it(ablated):
     least = ablated[()]
     assert least.in_time
     for off, row in ablated.items():
@@ -247,6 +248,8 @@ def test_what_is_switched_off_is_in_no_plan_and_all_choices_are_least_redundant(
         assert row.fastest_s >= ablated[()].fastest_s - 1e-6
         if row.in_time:
             assert row.step_s <= row.limit_s * (1 + 1e-5)
+        # The search with recompute may hold more than without (docs/design/redundancy.md).
+        if row.in_time and RECOMPUTE not in off:
             assert row.redundant_gib >= least.redundant_gib - 1e-3
 
 
@@ -281,7 +284,8 @@ def test_ranks_hold_the_bytes_of_states_that_are_predicted_of_winner_and_baselin
 
 
 @pytest.mark.slow
-def test_the_command_prints_tables_and_with_json_all_rows():
+def test_the_command_prints_tables_and_with_json_all_rows(monkeypatch):
+    monkeypatch.setattr(redundancy, "SHORT", TWO)
     options = ["--part", "pipelines", "--models", "gpt-1.5b", "--gpus", "2", "--processes", "1"]
     text = CliRunner().invoke(main, options)
     document = json.loads(CliRunner().invoke(main, [*options, "--json"]).stdout)
