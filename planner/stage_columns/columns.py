@@ -98,7 +98,8 @@ class RankColumns(MixPrices):
         micro-batches with the tail.
         """
         leanest: list[MixRow] = []
-        for priced, rows in self._fitting(num_blocks, limit_bytes):
+        more = self.redundancy_mixes(num_blocks)
+        for priced, rows in self._fitting(num_blocks, limit_bytes, more):
             step_s = priced.time_s[rows] + priced.tail_s[rows] / self.layout.num_micro_batches
             front = undominated_rows(
                 step_s if priced.mixed else priced.time_s[rows],
@@ -110,10 +111,12 @@ class RankColumns(MixPrices):
             leanest += [(priced, int(row)) for row in rows[front]]
         return self._unbeaten(leanest, ("time_s", "tail_s", "redundant"))
 
-    def _fitting(self, num_blocks: int, limit_bytes: float) -> Iterator[tuple[PricedMixes, Ints]]:
+    def _fitting(
+        self, num_blocks: int, limit_bytes: float, more: Sequence[PricedMixes] = ()
+    ) -> Iterator[tuple[PricedMixes, Ints]]:
         """Yields the candidates with their rows that fit the device and its share of the host."""
         usable = usable_bytes(limit_bytes, self.layout.mesh, self.table.price_cache)
-        for priced in self.candidates(num_blocks):
+        for priced in (*self.candidates(num_blocks), *more):
             fits = (priced.allocated <= usable) & self.host_fits(priced)
             yield priced, self._as_the_rule(np.flatnonzero(fits), num_blocks)
 

@@ -45,6 +45,8 @@ from parplan.planner.stage_columns.stage_prices import (
 )
 from parplan.profiles.models.operator_graph import LayerKind
 
+Chains = tuple[tuple[int, ...], ...]  # options that are near one another, by number
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedMixes:
@@ -162,12 +164,25 @@ class MixPrices:
             ]
         return candidates
 
-    def _mixed(self, num_blocks: int) -> Mixes:
+    def redundancy_mixes(self, num_blocks: int) -> list[PricedMixes]:
+        """Returns mixes of options that are near in seconds and redundant bytes.
+
+        Recompute frees bytes that need not be redundant, so that `candidates`, whose options are
+        near in seconds and held bytes, may lack the mix with the least redundant bytes.
+        """
+        if self.table.stage_recompute is not None or len(self.stages) == 1:
+            return []
+        mixes = self._mixed(num_blocks, self._redundancy_chains)
+        sums = sums_of(mixes, self.block)
+        return [self.priced(mixes, zero, mixed=True, sums=sums) for zero in self.end_stages]
+
+    def _mixed(self, num_blocks: int, chained: Chains | None = None) -> Mixes:
         options = self._unbeaten_blocks.options
+        near = self._chains if chained is None else chained
         virtual_stages = self.layout.virtual_stages
         return self.table.once(
-            ("mixed", options, self._chains, virtual_stages, num_blocks),
-            lambda: near_mixes(options, self._chains, num_blocks, virtual_stages),
+            ("mixed", options, near, virtual_stages, num_blocks),
+            lambda: near_mixes(options, near, num_blocks, virtual_stages),
         )
 
     @cached_property
@@ -175,7 +190,19 @@ class MixPrices:
         return self.mix_table.unbeaten_blocks(self.layout, self.rank)[0]
 
     @cached_property
-    def _chains(self) -> tuple[tuple[int, ...], ...]:
+    def _redundancy_chains(self) -> Chains:
+        """The chains of the seconds and redundant bytes that a block adds to the step."""
+        block = self._unbeaten_blocks
+        step_s = self.layout.num_micro_batches * block.time_s + block.tail_s
+        saved, ideal = (
+            column_of(block.options, name) for name in ("saved_bytes", "ideal_saved_bytes")
+        )
+        in_flight = self.stashes / self.layout.virtual_stages
+        redundant = block.states - block.ideal_states + in_flight * (saved - ideal)
+        return tuple(map(tuple, chains(block.options, step_s, redundant)))
+
+    @cached_property
+    def _chains(self) -> Chains:
         """The chains of the seconds and bytes that a block adds to the step and the peak."""
         block = self._unbeaten_blocks
         step_s = self.layout.num_micro_batches * block.time_s + block.tail_s

@@ -304,6 +304,10 @@ class SequenceColumns(RankColumns):
         """Returns the front of the layers at each ZeRO stage that fits the host."""
         return [self._priced(zero) for zero in self._hosted]
 
+    def redundancy_mixes(self, num_blocks: int) -> list[PricedMixes]:
+        """Returns none: the front of the layers is not made of pairs of options."""
+        return []
+
     def _priced(self, zero: int) -> PricedMixes:
         if zero not in self._prices:
             self._prices[zero] = self.priced(self._mixes(zero), zero)

@@ -81,7 +81,8 @@ def _space_text(plan: Plan, *, ruled: bool) -> str | None:
         return None
     if search.objective is Objective.MEMORY:
         return (
-            "the gap is over all candidates whose stages run mixes of at most two options; "
+            "the gap is over all candidates whose stages run mixes of at most two options that are "
+            "near in seconds and bytes; "
             "--explain says what is not searched"
         )
     by_operator = any(layer_plan.own_zero for layer_plan in plan.layer_plans.values())
