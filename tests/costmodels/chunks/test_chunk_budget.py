@@ -10,7 +10,7 @@ from parplan.costmodels.chunks import chunk_budget as room
 from parplan.costmodels.chunks.accesses import layer_passes
 from parplan.costmodels.chunks.chunk_budget import non_chunk_bytes
 from parplan.costmodels.communication.mesh import Mesh
-from parplan.costmodels.layers import layer_price_cache
+from parplan.costmodels.layers import model_layers
 from parplan.costmodels.layers.model_states import owned_parameters
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.memory.rank_memory import layer_activations, rank_memory
@@ -27,7 +27,7 @@ def large_tensors_alone(monkeypatch):
 
     The small tensors are ids, statistics of norms, tensors saved by the loss and received messages.
     """
-    monkeypatch.setattr(layer_price_cache, "IDS_BYTES", 0)
+    monkeypatch.setattr(model_layers, "IDS_BYTES", 0)
     for name in ("NORM_BYTES", "LOSS_KEPT_BYTES", "LOSS_MADE_BYTES", "POSTED"):
         monkeypatch.setattr(room, name, 0)
     monkeypatch.setattr(room, "_logits_bytes", lambda *_: 0)
@@ -177,12 +177,12 @@ def test_norms_keep_two_numbers_of_a_token_unless_recomputed_and_the_batch_is_al
         passes = tuple(layer_passes(strategy, 0))
         non_chunk = non_chunk_bytes(strategy, 0, passes, prices)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(layer_price_cache, "IDS_BYTES", 0)
+            patch.setattr(model_layers, "IDS_BYTES", 0)
             patch.setattr(room, "NORM_BYTES", 0)
             without = non_chunk_bytes(strategy, 0, passes, prices)
 
         assert [a - b for a, b in zip(non_chunk.rests, without.rests, strict=True)][:2] == [
-            layer_price_cache.IDS_BYTES * 3 * tokens + kept * blocks for blocks in (1, 2)
+            model_layers.IDS_BYTES * 3 * tokens + kept * blocks for blocks in (1, 2)
         ]
         assert non_chunk.made[:4] == (0, 0, non_chunk.made[2], non_chunk.made[2])
         assert non_chunk.made[2] == 2 * owned_parameters(
