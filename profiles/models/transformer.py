@@ -12,6 +12,7 @@ tokens. The FLOPs are those of the experts that a token passes (*active*).
 from __future__ import annotations
 
 from parplan.profiles.models.operator_graph import (
+    EXPERT_WIDTH,
     EXPERTS_DIM,
     Dim,
     LayerKind,
@@ -31,9 +32,8 @@ FP32_BYTES = 4
 CHOICE_BYTES = 12  # number (int64) and weight (fp32) of one chosen expert
 _POSITIONED = (("sequence", "positions are counted from the first token of a rank's part"),)
 _CHOICE = "the choice of a token's experts needs all of its scores"
-_WHOLE_EXPERTS = "tensor parallel ranks hold whole experts and divide their tokens"
 _EXPERTS_UNDIVIDED = (
-    *((dim, _WHOLE_EXPERTS) for dim in ("ffn", "hidden")),
+    ("hidden", "the ranks of an expert divide its width"),
     ("chosen", "the experts of a token are on the ranks that hold them"),
 )
 
@@ -42,7 +42,7 @@ class _Shapes:
     """The dims and tensors that the operators share, for micro-batches of `batch` sequences."""
 
     def __init__(
-        self, model: ModelSpec, training: TrainingSpec, batch: int, plain_dropout: bool
+        self, model: ModelSpec, training: TrainingSpec, batch: int, plain_dropout: bool, cp: int
     ) -> None:
         self.element_bytes = training.precision.num_bytes
         self.mask_bytes = self.element_bytes if plain_dropout else MASK_BYTES
@@ -50,7 +50,7 @@ class _Shapes:
             plain_dropout and model.dropout > 0
         )
         self.batch = Dim("batch", batch)
-        self.sequence = Dim("sequence", training.seq_length)
+        self.sequence = Dim("sequence", -(-training.seq_length // cp))
         self.keys = Dim("keys", training.seq_length)
         self.hidden = Dim("hidden", model.hidden_size)
         qkv_size = model.q_size + 2 * model.kv_size
@@ -60,8 +60,9 @@ class _Shapes:
         self.head_dim = Dim("head_dim", model.head_dim)
         halves = 2 if model.gated_ffn else 1
         width = model.expert_ffn_hidden_size or model.ffn_hidden_size
-        self.fc1 = Dim("ffn", width * halves, halves)
-        self.ffn = Dim("ffn", width)
+        name = EXPERT_WIDTH if model.num_experts else "ffn"
+        self.fc1 = Dim(name, width * halves, halves)
+        self.ffn = Dim(name, width)
         self.experts = Dim(EXPERTS_DIM, model.num_experts)
         self.routes = Dim("routes", model.num_experts)
         self.chosen = Dim("chosen", model.experts_per_token)
@@ -159,7 +160,7 @@ def _attention(
                 Tensor(name="attention_dropped", dims=scores, element_bytes=shapes.element_bytes),
             )
     saved += _attention_copies(context, model, training, shapes)
-    flops = 4 * shapes.batch.size * training.seq_length**2 * model.q_size
+    flops = 4 * shapes.batch.size * shapes.sequence.size * shapes.keys.size * model.q_size
     return Operator(
         name="attention",
         kind=OperatorKind.ATTENTION,
@@ -362,7 +363,14 @@ def _expert_operators(
         ),
         _exchange("dispatch", OperatorKind.DISPATCH, (x, choice), sent, ()),
         _grouped("fc1", sent, fc1, shapes.experts),
-        _elementwise("activation", (fc1,), activated, (fc1, *gate), undivided=_EXPERTS_UNDIVIDED),
+        _elementwise(
+            "activation",
+            (fc1,),
+            activated,
+            (fc1, *gate),
+            parallel_dim=EXPERT_WIDTH,
+            undivided=_EXPERTS_UNDIVIDED,
+        ),
         _grouped("fc2", activated, fc2, shapes.experts),
         _exchange("combine", OperatorKind.COMBINE, (fc2, choice), combined, (fc2, choice)),
     )
@@ -402,6 +410,7 @@ def _grouped(name: str, x: Tensor, out: Tensor, experts: Dim) -> Operator:
         saved=(x,),
         parameters=(Parameter(name="weight", dims=(experts, features, contracted)),),
         contracted=contracted.name,
+        parallel_dim=EXPERT_WIDTH,
         undivided=_EXPERTS_UNDIVIDED,
         flops_forward=flops,
         flops_backward=2 * flops,
@@ -450,15 +459,21 @@ def _head_operators(model: ModelSpec, shapes: _Shapes) -> tuple[Operator, ...]:
 
 
 def build_graph(
-    model: ModelSpec, training: TrainingSpec, micro_batch_size: int, *, plain_dropout: bool = False
+    model: ModelSpec,
+    training: TrainingSpec,
+    micro_batch_size: int,
+    *,
+    plain_dropout: bool = False,
+    cp: int = 1,
 ) -> ModelGraph:
     """Returns the operator graph of `model` for micro-batches of `micro_batch_size` sequences.
 
-    A sequence has `training.seq_length` tokens.
+    A sequence has `training.seq_length` tokens, of which the operators have one of `cp` parts, and
+    attention reads the keys of all.
     plain_dropout: dropout is no fused kernel, it saves a mask of its input's type; attention that
     drops out saves its scores
     """
-    shapes = _Shapes(model, training, micro_batch_size, plain_dropout)
+    shapes = _Shapes(model, training, micro_batch_size, plain_dropout, cp)
     return ModelGraph(
         name=model.name,
         micro_batch_size=micro_batch_size,
