@@ -14,12 +14,12 @@ from parplan.executor.measuring.trials import Graph, TimedPasses, Trial, both
 from parplan.executor.models.loss import Loss
 from parplan.executor.models.transformer_layers import (
     Activation,
-    SelfAttention,
     LayerNorm,
     LearnedPositions,
     Residual,
     RMSNorm,
     Rotary,
+    SelfAttention,
     Tokens,
 )
 from parplan.profiles.stack import AttentionKernel
