@@ -33,7 +33,6 @@ from parplan.profiles.models.operator_graph import (
     ModelGraph,
     Operator,
     Tensor,
-    layer_kind,
 )
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
@@ -83,7 +82,7 @@ class PriceCache(LayerPriceCache):
         return self.model.num_layers + 2
 
     def key(self, layer: int, first: int) -> LayerKey:
-        return layer_kind(layer, self.model.num_layers)
+        return self.graph(1).key(layer)
 
     def cut_class(self, cut: int) -> int:
         return 0
@@ -91,9 +90,7 @@ class PriceCache(LayerPriceCache):
     def crossing_tensors(
         self, cut_class: int, micro_batch_size: int, cp: int = 1
     ) -> tuple[Tensor, ...]:
-        boundary = self.graph(micro_batch_size, cp).block.input
-        assert boundary is not None
-        return (boundary,)
+        return (self.graph(micro_batch_size, cp).boundary,)
 
     @property
     def num_parameters(self) -> int:
@@ -145,15 +142,15 @@ class PriceCache(LayerPriceCache):
 
     def layer(self, kind: LayerKey, micro_batch_size: int, cp: int = 1) -> LayerClass:
         return self._on_device(
-            self.graph(micro_batch_size, cp).layer_class(kind.role), ("layer", micro_batch_size, cp)
+            self.graph(micro_batch_size, cp).layer_class(kind), ("layer", micro_batch_size, cp)
         )
 
     def whole_layer(self, kind: LayerKey) -> LayerClass:
-        return self.graph(1).layer_class(kind.role)
+        return self.graph(1).layer_class(kind)
 
     def kept_layer(self, kind: LayerKey, micro_batch_size: int, cp: int = 1) -> LayerClass:
         return self._on_device(
-            self.kept_graph(micro_batch_size, cp).layer_class(kind.role),
+            self.kept_graph(micro_batch_size, cp).layer_class(kind),
             ("kept layer", micro_batch_size, cp),
         )
 
@@ -298,15 +295,15 @@ class PriceCache(LayerPriceCache):
 
     def recompute_operators(self, kind: LayerKey, level: RecomputedOperators) -> tuple[str, ...]:
         """Returns the operators that `level` recomputes in a layer; only blocks recompute."""
-        if kind is not LayerKind.BLOCK:
+        if kind.role is not LayerKind.BLOCK:
             return ()
-        return recompute_operators(self.kept_graph(1).layer_class(kind.role), level)
+        return recompute_operators(self.kept_graph(1).layer_class(kind), level)
 
     def _operators(
         self, kind: LayerKey, micro_batch_size: int, sharding: Sharding
     ) -> LayerOperators | HalvedOperators:
         """Prices operators; blocks with overlap run as two halves of the micro-batch."""
-        if not (kind is LayerKind.BLOCK and sharding.overlap):
+        if not (kind.role is LayerKind.BLOCK and sharding.overlap):
             return super()._operators(kind, micro_batch_size, sharding)
 
         def make() -> HalvedOperators:
@@ -339,7 +336,7 @@ class PriceCache(LayerPriceCache):
         sharding: Sharding,
         recomputed: tuple[str, ...],
     ) -> int:
-        if not (kind is LayerKind.BLOCK and sharding.overlap):
+        if not (kind.role is LayerKind.BLOCK and sharding.overlap):
             return super()._workspace_bytes(kind, layer, micro_batch_size, sharding, recomputed)
         half = self.kept_layer(kind, micro_batch_size // HALVES, sharding.cp)
         return halved_workspace_bytes(half, layer, sharding, recomputed, self.training.stack)

@@ -29,7 +29,7 @@ from parplan.costmodels.operators.sharding import Sharding
 from parplan.profiles.divisors import divisors
 from parplan.profiles.elementwise import Number
 from parplan.profiles.machines.shipped_profiles import Machine
-from parplan.profiles.models.operator_graph import Operator, Tensor
+from parplan.profiles.models.operator_graph import Operator
 from parplan.profiles.provenance import ZERO, Seconds
 from parplan.profiles.stack import ContextForm
 
@@ -67,8 +67,9 @@ def context_time(
     if near > 1:
         where = place_axis(near, tp, cp * tp, gpus_per_node)
         copies = max(1, near * tp * operator.unit("heads") // operator.size("heads"))
-        read = _local_bytes(operator.inputs, operator, sharding) + (copies - 1) * kv_bytes
-        for n_bytes in (read, _local_bytes(operator.outputs, operator, sharding)):
+        queries = operator.size("heads") * operator.size("head_dim")
+        read = _bytes_of(queries, operator, sharding) + copies * kv_bytes
+        for n_bytes in (read, sharding.tensor_bytes(operator, operator.outputs[0])):
             exchanged = collective_time(Collective.ALL_TO_ALL, n_bytes, where, machine)
             forward, backward = forward + exchanged, backward + exchanged
         kv_bytes = copies * kv_bytes
@@ -99,10 +100,10 @@ def context_time(
 def keys_and_values_bytes(operator: Operator, sharding: Sharding) -> Number:
     """Bytes of the keys and values of a rank's tokens that its heads read."""
     assert operator.attention is not None
-    features = sum(tensor.dims[-1].size for tensor in operator.inputs)
-    read_bytes = _local_bytes(operator.inputs, operator, sharding)
-    return read_bytes * operator.attention.kv_features // features
+    return _bytes_of(operator.attention.kv_features, operator, sharding)
 
 
-def _local_bytes(tensors: tuple[Tensor, ...], operator: Operator, sharding: Sharding) -> Number:
-    return sum(sharding.tensor_bytes(operator, tensor) for tensor in tensors)
+def _bytes_of(features: int, operator: Operator, sharding: Sharding) -> Number:
+    """Bytes on one rank of as many features of a token, divided as the output is."""
+    out = operator.outputs[0]
+    return sharding.tensor_bytes(operator, out) * features // out.dims[-1].size
