@@ -43,6 +43,7 @@ from parplan.planner.dominance import Array, Ints, Mask
 from parplan.profiles.elementwise import Number
 from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.models.operator_graph import (
+    PRODUCTS,
     LayerClass,
     LayerKind,
     Operator,
@@ -335,9 +336,7 @@ class LayerStrategies:
             self.costs,
             tuple(links),
             workspace_bytes=self.training.stack.workspace_bytes,
-            products=tuple(
-                operator.kind is OperatorKind.MATMUL for operator in self.layer.operators
-            ),
+            products=tuple(operator.kind in PRODUCTS for operator in self.layer.operators),
             host_forward_s=host_forward_s,
             host_backward_s=host_backward_s,
         )
