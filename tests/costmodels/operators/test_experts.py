@@ -338,6 +338,21 @@ def test_an_imbalance_or_a_capacity_that_cannot_be_is_refused(change):
         replace(TRAINING, **change)
 
 
+def test_a_stack_that_overlaps_exchanges_hides_them_under_the_experts():
+    waits, overlaps = (
+        replace(TRAINING, stack=replace(NEUTRAL, overlap_exchanges=hides))
+        for hides in (False, True)
+    )
+    sharding = Sharding(ep=8)
+    exposed, hidden = (
+        book_of(MIXTRAL, 8, training=each).layer_time(BLOCK, 1, sharding)
+        for each in (waits, overlaps)
+    )
+
+    assert 0 < hidden.tp_forward.value_s < 0.3 * exposed.tp_forward.value_s
+    assert hidden.forward.value_s == exposed.forward.value_s
+
+
 # The search
 
 

@@ -107,11 +107,19 @@ def test_options_add_up_to_the_price_of_the_layer(model, sharding, kernel):
     ],
     ids=str,
 )
-def test_options_of_a_block_of_experts_add_up_to_its_price(sharding):
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_options_of_a_block_of_experts_add_up_to_its_price(sharding, overlaps):
     """The divisions of attention and norms, and recompute, are free beside those of the experts."""
+    training = replace(TRAINING, stack=replace(NO_HOST, overlap_exchanges=overlaps))
     part = sharding.part
-    layer = build_graph(MIXTRAL, TRAINING, 4, cp=part.cp, exchanged=part.exchanged).block
-    problem, draw = layer_problem(layer, sharding, MACHINE, TRAINING), random.Random(0)
+    layer = build_graph(MIXTRAL, training, 4, cp=part.cp, exchanged=part.exchanged).block
+    problem = layer_problem(layer, sharding, MACHINE, training).only(
+        lambda name, option: (
+            not layer.operator(name).in_mixture
+            or option.splits == sharding.splits(layer.operator(name))
+        )
+    )
+    draw = random.Random(0)
     for _ in range(12):
         (evaluated,) = evaluate(problem, drawn(problem, draw))
         recomputed = tuple(
@@ -119,9 +127,9 @@ def test_options_of_a_block_of_experts_add_up_to_its_price(sharding):
         )
         divided = sharding_of(problem, evaluated.options, sharding)
 
-        priced = price_operators(layer, divided, MACHINE, TRAINING).time(recomputed)
+        priced = price_operators(layer, divided, MACHINE, training).time(recomputed)
         assert evaluated.time_s == pytest.approx(priced.total_s, rel=1e-12)
-        exact = saved_bytes(layer, divided, recomputed, TRAINING.stack)
+        exact = saved_bytes(layer, divided, recomputed, training.stack)
         assert evaluated.saved_bytes <= exact
         if not shared_beside_a_copy(layer, divided):
             assert evaluated.saved_bytes == exact
