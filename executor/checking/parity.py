@@ -32,6 +32,7 @@ from parplan.executor.data.batches import synthetic_batches
 from parplan.executor.models.transformer_layers import build_layer
 from parplan.executor.run_options import Options
 from parplan.executor.tensors import begin_fork, forget_meshes
+from parplan.executor.training.optimizer import build_optimizer, layout_of
 from parplan.executor.training.train import Trainer, build_trainer
 from parplan.planner.plan.plan import Plan
 from parplan.planner.runs.relative_error import relative_error
@@ -39,7 +40,7 @@ from parplan.planner.runs.run_file import ChunkMoved, PredictedAndMeasured
 from parplan.profiles.errors import PlannerError
 from parplan.profiles.interrupts import leave_signals_to_parent
 from parplan.profiles.models.operator_graph import layer_kind
-from parplan.profiles.models.spec import ModelSpec, TrainingSpec
+from parplan.profiles.models.spec import ModelSpec, Optimizer, TrainingSpec
 
 # Tolerances of `plan check --execute` in fp32: of first-step gradients as `gradient_error` measures
 # them, and relative ones of losses.
@@ -269,8 +270,16 @@ def forward(layers: nn.ModuleDict, ids: Tensor) -> Tensor:
     return x
 
 
-def reference_optimizer(layers: nn.Module, options: Options) -> torch.optim.Optimizer:
-    """Return AdamW in torch's plain loop, without decay of vectors."""
+def reference_optimizer(
+    layers: nn.Module, options: Options, optimizer: Optimizer = Optimizer.ADAM
+) -> torch.optim.Optimizer:
+    """Return the optimizer of one process, without decay of vectors.
+
+    AdamW runs in torch's plain loop; others are those of a run, on whole tensors.
+    """
+    if optimizer is not Optimizer.ADAM:
+        parameters = list(layers.parameters())
+        return build_optimizer(parameters, options, optimizer, layout_of(layers))
     decays = {
         True: [p for p in layers.parameters() if p.ndim > 1],
         False: [p for p in layers.parameters() if p.ndim == 1],
@@ -288,7 +297,7 @@ def run_reference(plan: Plan) -> TrainingOutcome:
     A batch runs whole: there is no mesh, no micro-batch and no wrapper.
     """
     layers = reference_layers(plan.model, plan.training, OPTIONS.seed)
-    optimizer = reference_optimizer(layers, OPTIONS)
+    optimizer = reference_optimizer(layers, OPTIONS, plan.training.optimizer)
     batches = synthetic_batches(replace(plan, mesh=Mesh(pp=1, dp=1, tp=1)), 0, OPTIONS.seed)
     losses, norms = [], []
     first = {}
