@@ -3,10 +3,11 @@
 Every optimizer streams the parameters that the rank owns. Muon and Adafactor also need more than a
 rank's part of a matrix:
 
-Muon makes the momentum of a whole matrix orthogonal. Each rank that holds a part gathers the matrix
-in 16 bits, first over the ranks of ZeRO and then over those inside the stage, computes the whole,
-and keeps its own part: the distributed Muon of Liu et al. 2025, arXiv 2502.16982, algorithm 1. The
-momentum stays divided. Ranks with copies of a matrix compute the same.
+Muon makes the momentum of a whole matrix orthogonal: the distributed Muon of Liu et al. 2025, arXiv
+2502.16982, algorithm 1. The momentum stays divided. Ranks that ZeRO divides a matrix over deal the
+matrices out: each gathers some in 16 bits, computes them and sends the others their parts, so that
+the work is divided too. Inside a stage the ranks gather the matrix and all compute it. Ranks with
+copies of a matrix compute the same. Left out: matrices that cannot be dealt out evenly.
 
 Adafactor adds up the row sums of a matrix whose columns are divided, and the column sums of one
 whose rows are (Shazeer and Stern 2018, arXiv 1804.04235, algorithm 4). Left out: single numbers.
@@ -15,7 +16,7 @@ whose rows are (Shazeer and Stern 2018, arXiv 1804.04235, algorithm 4). Left out
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 from parplan.costmodels.communication.collectives import Collective, collective_time
 from parplan.costmodels.communication.mesh import (
@@ -67,12 +68,12 @@ def update_time(
         moved_bytes += width * math.prod(shape)
         moved_bytes += 2 * moments.num_bytes(shape, parameter.whole)
     total = optimizer_time(owned, machine, training, moved_bytes)
-    for parameter in each:
-        if not parameter.whole.matrix or not parameter.elements:
-            continue
-        if updates.orthogonal and not parameter.whole.table:
-            total += _orthogonal(parameter, mesh, shards, machine, training)
-        elif updates.of_matrices.factored:
+    matrices = [p for p in each if p.whole.matrix and p.elements]
+    if updates.orthogonal:
+        blocks = [p for p in matrices if not p.whole.table]
+        return total + _orthogonal(blocks, mesh, shards, machine, training)
+    if updates.of_matrices.factored:
+        for parameter in matrices:
             total += _factors(parameter, mesh, shards, machine)
     return total
 
@@ -100,27 +101,36 @@ def newton_schulz_time(
 
 
 def _orthogonal(
-    parameter: LocalParameter, mesh: Mesh, shards: int, machine: Machine, training: TrainingSpec
+    matrices: Sequence[LocalParameter],
+    mesh: Mesh,
+    shards: int,
+    machine: Machine,
+    training: TrainingSpec,
 ) -> Seconds:
-    """The gathers of one tensor's matrices, and their products."""
-    gathered = ZERO
-    for num_bytes, where in _wider(parameter, mesh, shards, machine):
-        gathered += collective_time(Collective.ALL_GATHER, num_bytes, where, machine)
-    rows, columns = parameter.whole.matrix
-    products = newton_schulz_time(rows, columns, machine, training).scaled(parameter.matrices)
-    return machine.corrected("data", gathered) + products
-
-
-def _wider(
-    parameter: LocalParameter, mesh: Mesh, shards: int, machine: Machine
-) -> Iterator[tuple[int, Placement]]:
-    """Yields the bytes of a matrix after each gather, and the ranks of the gather."""
-    inside, holders = parts_inside(parameter), parameter.holders(shards)
-    if holders > 1:
-        yield GATHERED_BYTES * parameter.elements, _over_data(parameter, mesh, holders, machine)
-    if inside > 1:
-        whole = parameter.matrices * math.prod(parameter.whole.matrix)
-        yield GATHERED_BYTES * whole, _over_stage(inside, mesh, machine)
+    """The exchanges of a layer's matrices with their owners, their gathers and their products."""
+    moved, products = ZERO, ZERO
+    for of_experts in (False, True):
+        some = [p for p in matrices if p.of_experts is of_experts]
+        holders = some[0].holders(shards) if some else 1
+        if holders > 1:
+            parts = sum(math.prod(chunk_shape(p.shape, holders)) for p in some)
+            where = _over_data(some[0], mesh, holders, machine)
+            sent = collective_time(Collective.ALL_TO_ALL, GATHERED_BYTES * parts, where, machine)
+            moved += sent.scaled(2)  # to the owners and back
+        for parameter in some:
+            inside = parts_inside(parameter)
+            if inside > 1:
+                gathered = collective_time(
+                    Collective.ALL_GATHER,
+                    GATHERED_BYTES * parameter.elements * inside,
+                    _over_stage(inside, mesh, machine),
+                    machine,
+                )
+                moved += gathered.scaled(1 / holders)
+            rows, columns = parameter.whole.matrix
+            each = newton_schulz_time(rows, columns, machine, training)
+            products += each.scaled(parameter.matrices / holders)
+    return machine.corrected("data", moved) + products
 
 
 def _factors(parameter: LocalParameter, mesh: Mesh, shards: int, machine: Machine) -> Seconds:

@@ -8,7 +8,9 @@ from functools import cache
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.model_states import StateBytes
@@ -133,6 +135,46 @@ def test_a_divided_model_ends_with_the_parameters_of_one_process(
             moved = sum((expected[n] - before[n]).square().sum() for n in parameters) ** 0.5
             off = sum((expected[n] - parameters[n]).square().sum() for n in parameters) ** 0.5
             assert off / moved <= TOLERANCE[optimizer]
+
+
+SHAPE = (24, 512)  # its rows are two blocks of 8-bit moments, of which tensor parallelism has one
+
+
+def _parts(plan: Plan) -> dict[str, Tensor]:
+    """Returns by optimizer and placement how far divided tensors are from whole ones."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return {
+        f"{optimizer} {dim}": _error(optimizer, mesh, dim) for optimizer in OTHERS for dim in (0, 1)
+    }
+
+
+def _error(optimizer: Optimizer, mesh: DeviceMesh, dim: int) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    start = torch.randn(SHAPE, generator=generator)
+    layer = nn.Linear(SHAPE[1], SHAPE[0], bias=False)
+    layer.weight = nn.Parameter(distribute_tensor(start, mesh["tp"], (Shard(dim),)))
+    fully_shard(layer, mesh=mesh["dp"])
+    alone = nn.Parameter(start.clone())
+    for divided, gradients in ((layer.weight, torch.Generator()), (alone, torch.Generator())):
+        gradients.manual_seed(4)
+        steps = build_optimizer([divided], OPTIONS, optimizer)
+        for _ in range(3):
+            gradient = torch.randn(SHAPE, generator=gradients)
+            if isinstance(divided, DTensor):
+                whole_gradient = DTensor.from_local(gradient, mesh, (Replicate(), Replicate()))
+                gradient = whole_gradient.redistribute(placements=divided.placements)
+            divided.grad = gradient
+            steps.step()
+    return (whole(layer.weight) - alone.detach()).abs().max()
+
+
+@pytest.mark.multiproc
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
+def test_a_tensor_that_zero_and_tensor_parallelism_divide_ends_as_the_whole_one() -> None:
+    for errors in run_ranks([make_plan(GPT, dp=2, tp=2)], _parts)[0]:
+        for name, error in errors.items():
+            sums = name.startswith(Optimizer.ADAFACTOR)  # it adds up in another order
+            assert error <= (1e-6 if sums else 0), name
 
 
 def updated(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> list[Tensor]:
