@@ -32,7 +32,7 @@ from parplan.executor.data.batches import synthetic_batches
 from parplan.executor.models.transformer_layers import build_layer
 from parplan.executor.run_options import Options
 from parplan.executor.tensors import begin_fork, forget_meshes
-from parplan.executor.training.optimizer import build_optimizer, layout_of
+from parplan.executor.training.optimizer import build_optimizer, decays, layout_of
 from parplan.executor.training.train import Trainer, build_trainer
 from parplan.planner.plan.plan import Plan
 from parplan.planner.runs.relative_error import relative_error
@@ -280,13 +280,12 @@ def reference_optimizer(
     if optimizer is not Optimizer.ADAM:
         parameters = list(layers.parameters())
         return build_optimizer(parameters, options, optimizer, layout_of(layers))
-    decays = {
-        True: [p for p in layers.parameters() if p.ndim > 1],
-        False: [p for p in layers.parameters() if p.ndim == 1],
-    }
     groups = [
-        {"params": decays[True], "weight_decay": options.weight_decay},
-        {"params": decays[False], "weight_decay": 0.0},
+        {
+            "params": [p for p in layers.parameters() if decays(p) is decay],
+            "weight_decay": options.weight_decay if decay else 0.0,
+        }
+        for decay in (True, False)
     ]
     return torch.optim.AdamW(groups, lr=options.learning_rate, betas=options.betas, foreach=False)
 

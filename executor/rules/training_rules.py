@@ -68,8 +68,8 @@ def rotary_pairs(plan: Plan) -> Iterator[Refusal]:
 
 
 @rule(
-    why="states on the host are updated there by Adam alone, and a module that is not parplan's does "
-    "not say which of its tensors are tables and experts",
+    why="states on the host are updated there by Adam alone, and a module that is not parplan's "
+    "does not say which of its tensors are tables and experts",
     action="use adam",
 )
 def optimizer_rule(plan: Plan) -> Iterator[Refusal]:

@@ -136,7 +136,7 @@ def header(plan: AnyPlan, width: int) -> str:
             f"{model.name}, {_parameters(plan)}, {model.num_layers} layers",
             f"{cluster.num_gpus} x {cluster.device.name}, {cluster.gpus_per_node} a node",
             f"{training.global_batch_size:,} x {training.seq_length:,} tokens, {precision}, "
-            OPTIMIZER_NAMES[training.optimizer],
+            f"{OPTIMIZER_NAMES[training.optimizer]}",
         ),
         " | ",
         width,
