@@ -1,4 +1,4 @@
-"""Bytes of parameters, gradients and optimizer states on one rank (EQUATIONS M1, M2).
+"""Bytes of parameters, gradients and optimizer states on one rank (EQUATIONS M1, M2, M7).
 
 They are exact to the row. Data-parallel shards are those of torch.chunk along the first dim of each
 tensor-parallel shard, as FSDP2 lays them out: the prediction is compared with the bytes that the

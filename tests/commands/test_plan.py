@@ -91,7 +91,7 @@ def test_every_default_that_was_taken_is_printed_and_no_other():
     residuals = shipped_terms().residuals_of("megatron-core")
     assert assumed(*TINY) == (
         "--gpus-per-node 2, --global-batch-size 16 (the model's), --seq-length 64 (the model's), "
-        "--precision bf16, --gradient-precision fp32, --stack megatron-core, "
+        "--precision bf16, --gradient-precision fp32, --optimizer adam, --stack megatron-core, "
         f"--attention flash (the stack's), --memory-margin {residuals.memory_margin:g} "
         f"({margin_text(load_stack('megatron-core'))})"
     )
@@ -107,7 +107,7 @@ def test_every_default_that_was_taken_is_printed_and_no_other():
         "memory",
     ) == (
         "--gpus-per-node 2, --seq-length 64 (the model's), --gradient-precision fp32, "
-        "--stack megatron-core, --attention flash (the stack's), --max-slowdown 0.1"
+        "--optimizer adam, --stack megatron-core, --attention flash (the stack's), --max-slowdown 0.1"
     )
     assert assumed(
         *TINY,
@@ -121,7 +121,7 @@ def test_every_default_that_was_taken_is_printed_and_no_other():
         "bf16",
     ) == (
         "--gpus-per-node 2, --global-batch-size 16 (the model's), --seq-length 64 (the model's), "
-        "--gradient-precision fp32"
+        "--gradient-precision fp32, --optimizer adam"
     )
 
 
