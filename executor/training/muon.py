@@ -11,7 +11,7 @@ as experts have them, are orthogonalized one by one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,13 +40,14 @@ MOMENTUM = 0.95  # torch.optim.Muon's default
 RATE = "match_rms_adamw"
 INSIDE = ("tp", "data")  # axes that divide matrices for compute; those of ZeRO are others
 EXPERTS = "ep"  # the axis whose ranks hold different matrices
+Sizes = Sequence[Sequence[tuple[int, ...]]]  # the shape of each matrix's part, by rank
 
 
 @dataclass(frozen=True, slots=True)
 class _Division:
     """The division of a tensor of matrices over the axes of its mesh.
 
-    zero      the group over which ZeRO divides rows, if any, and its axis
+    zero      the axis over which ZeRO divides rows, if any
     inside    the axes that divide the matrices for compute, each with the dim that it divides
     """
 
@@ -114,12 +115,12 @@ class Muon(torch.optim.Optimizer):
         names = parameter.device_mesh.mesh_dim_names or ()
         return here * (parameter.device_mesh[EXPERTS].size() if EXPERTS in names else 1)
 
-    def _updates(self, parameters: Sequence[nn.Parameter], division: _Division) -> Iterator[Tensor]:
+    def _updates(self, parameters: Sequence[nn.Parameter], division: _Division) -> list[Tensor]:
         """Returns this rank's part of the update of each matrix. Collective."""
         parts = [self._ahead(parameter) for parameter in parameters]
         if division.owners == 1:
-            whole = zip(parameters, parts, strict=True)
-            return iter([self._orthogonal(p, part, division) for p, part in whole])
+            each = zip(parameters, parts, strict=True)
+            return [self._orthogonal(parameter, part, division) for parameter, part in each]
         shapes = [_shape(parameter, division) for parameter in parameters]
         owners = _owners(shapes, division.owners)
         rank = dist.get_rank(division.group)
@@ -130,7 +131,7 @@ class Muon(torch.optim.Optimizer):
         arrived = _exchange(parts, owners, sizes, division.group)
         mine = [i for i, owner in enumerate(owners) if owner == rank]
         made = {i: self._orthogonal(parameters[i], torch.cat(arrived[i]), division) for i in mine}
-        return iter(_return(made, owners, sizes, division.group))
+        return _return(made, owners, sizes, division.group)
 
     def _ahead(self, parameter: nn.Parameter) -> Tensor:
         """Updates the momentum of this rank's part; returns it with Nesterov's step ahead."""
@@ -198,9 +199,6 @@ def _owners(shapes: Sequence[tuple[int, int]], ranks: int) -> list[int]:
         owners[i] = loads.index(min(loads))
         loads[owners[i]] += costs[i]
     return owners
-
-
-Sizes = Sequence[Sequence[tuple[int, ...]]]  # the shape of each matrix's part, by rank
 
 
 def _exchange(
