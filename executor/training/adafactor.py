@@ -41,36 +41,37 @@ class Adafactor(torch.optim.Optimizer):
         if not state:
             state.update(_states(parameter))
         state["step"] += 1
-        step = state["step"].item()
-        gradient = local(parameter.grad)
-        decayed = step**BETA2_DECAY
-        count = parameter.numel()
-        rms = (_summed(values.square().sum(), parameter).item() / count) ** 0.5
-        size = max(LEAST_RMS, rms) * min(rate, step**-0.5)
+        step, gradient = state["step"], local(parameter.grad)
+        size = _rms(values, parameter).clamp(min=LEAST_RMS) * (step**-0.5).clamp(max=rate)
         values.mul_(1 - rate * decay)
         least = torch.finfo(values.dtype).eps
-        variance = _variance(parameter, gradient, state, decayed, least)
+        variance = _variance(parameter, gradient, state, least)
         update = variance.clamp_(min=least**2).rsqrt_().mul_(gradient)
-        moved = (_summed(update.square().sum(), parameter).item() / count) ** 0.5
-        values.add_(update, alpha=-size / max(1.0, moved / LARGEST_RMS))
+        larger = (_rms(update, parameter) / LARGEST_RMS).clamp(min=1.0)
+        values.sub_(update * (size / larger))
+
+
+def _rms(part: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Returns the root mean square of a tensor of which this rank has a part."""
+    return (_summed(part.square().sum(), parameter) / parameter.numel()).sqrt_()
 
 
 def _variance(
-    parameter: nn.Parameter,
-    gradient: Tensor,
-    state: dict[str, Any],
-    decayed: float,
-    least: float,
+    parameter: nn.Parameter, gradient: Tensor, state: dict[str, Any], least: float
 ) -> Tensor:
     """Returns the mean square of each gradient of this rank, a new tensor, after its update."""
-    squares = gradient.square()
+    squares, decayed = gradient.square(), state["step"] ** BETA2_DECAY
     if parameter.ndim == 1:
-        return local(state["variance"]).lerp_(squares, decayed).clone()
-    rows, columns = local(state["row_var"]), local(state["col_var"])
-    rows.lerp_(_mean(squares, parameter, 1), decayed)
-    columns.lerp_(_mean(squares, parameter, 0), decayed)
+        return _moved(local(state["variance"]), squares, decayed).clone()
+    rows = _moved(local(state["row_var"]), _mean(squares, parameter, 1), decayed)
+    columns = _moved(local(state["col_var"]), _mean(squares, parameter, 0), decayed)
     mean = _summed(rows.sum(), parameter, 0) / parameter.shape[0]
     return (rows @ columns).div_(mean.clamp_(min=least))
+
+
+def _moved(moment: Tensor, latest: Tensor, share: Tensor) -> Tensor:
+    """Moves a moment towards its latest value; the share is a number on the CPU."""
+    return moment.mul_(1 - share).add_(latest * share)
 
 
 def _mean(squares: Tensor, parameter: nn.Parameter, dim: int) -> Tensor:

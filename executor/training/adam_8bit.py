@@ -49,14 +49,14 @@ class Adam8bit(torch.optim.Optimizer):
             for name in MOMENTS:
                 state.update(_zeros(name, parameter))
         state["step"] += 1
-        step, gradient = state["step"].item(), local(parameter.grad)
+        step, gradient = state["step"], local(parameter.grad)
         (beta1, beta2), rate = group["betas"], group["lr"]
         mean, square = (_read(name, state, values.shape) for name in MOMENTS)
         mean.lerp_(gradient, 1 - beta1)
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         values.mul_(1 - rate * group["weight_decay"])
         scale = (square / (1 - beta2**step)).sqrt_().add_(EPSILON)
-        values.addcdiv_(mean, scale, value=-rate / (1 - beta1**step))
+        values.sub_(mean / scale * (rate / (1 - beta1**step)))
         for name, moment in zip(MOMENTS, (mean, square), strict=True):
             _write(name, state, moment)
 
@@ -66,7 +66,8 @@ def _zeros(name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
     if parameter.ndim == 1 or parameter.numel() < LEAST_8BIT_ELEMENTS:
         return {name: torch.zeros_like(parameter)}
     part = local(parameter)
-    codes = torch.full_like(part, _zero_code(signed=MOMENTS[name]), dtype=torch.uint8)
+    zero = _numbers(signed=MOMENTS[name]).index(0.0)
+    codes = torch.full_like(part, zero, dtype=torch.uint8)
     scales = part.new_zeros(part.shape[0], -(-part.shape[1] // BLOCK_ELEMENTS))
     return {name: _placed(codes, parameter), f"{name}_scale": _placed(scales, parameter)}
 
@@ -91,7 +92,7 @@ def _read(name: str, state: dict[str, Tensor], shape: torch.Size) -> Tensor:
     scales = state.get(f"{name}_scale")
     if scales is None:
         return local(state[name])
-    numbers = _numbers(signed=MOMENTS[name]).to(local(scales).device)
+    numbers = torch.tensor(_numbers(signed=MOMENTS[name]), device=local(scales).device)
     whole = _blocks(numbers[local(state[name]).int()]) * local(scales).unsqueeze(-1)
     return whole.flatten(1)[:, : shape[1]].contiguous()
 
@@ -101,7 +102,7 @@ def _write(name: str, state: dict[str, Tensor], moment: Tensor) -> None:
     scales = state.get(f"{name}_scale")
     if scales is None:
         return
-    numbers = _numbers(signed=MOMENTS[name]).to(moment.device)
+    numbers = torch.tensor(_numbers(signed=MOMENTS[name]), device=moment.device)
     blocks = _blocks(moment)
     largest = blocks.abs().amax(dim=-1)
     shares = blocks / largest.clamp(min=torch.finfo(moment.dtype).tiny).unsqueeze(-1)
@@ -117,18 +118,15 @@ def _blocks(matrix: Tensor) -> Tensor:
 
 
 @functools.cache
-def _numbers(*, signed: bool) -> Tensor:
+def _numbers(*, signed: bool) -> tuple[float, ...]:
     """Returns the 256 numbers that a code stands for, ascending.
 
     There are 2^e of them in each decade 10^(e - 6), or 2^(e + 1) without a sign, and 0 and 1.
     """
-    found = [torch.tensor([0.0, 1.0])]
+    found = [0.0, 1.0]
     for exponent in range(EXPONENT_BITS):
-        ends = torch.linspace(0.1, 1, 2 ** (exponent + (0 if signed else 1)) + 1)
-        decade = (ends[:-1] + ends[1:]) / 2 * 10.0 ** (exponent - EXPONENT_BITS + 1)
-        found += [decade, -decade] if signed else [decade]
-    return torch.cat(found).sort().values
-
-
-def _zero_code(*, signed: bool) -> int:
-    return int((_numbers(signed=signed) == 0).nonzero().item())
+        count = 2 ** (exponent + (0 if signed else 1))
+        middles = (0.1 + 0.9 * (number + 0.5) / count for number in range(count))
+        decade = [middle * 10.0 ** (exponent - EXPONENT_BITS + 1) for middle in middles]
+        found += [*decade, *(-number for number in decade)] if signed else decade
+    return tuple(sorted(found))

@@ -108,7 +108,8 @@ def test_every_default_that_was_taken_is_printed_and_no_other():
         "memory",
     ) == (
         "--gpus-per-node 2, --seq-length 64 (the model's), --gradient-precision fp32, "
-        "--optimizer adam, --stack megatron-core, --attention flash (the stack's), --max-slowdown 0.1"
+        "--optimizer adam, --stack megatron-core, --attention flash (the stack's), "
+        "--max-slowdown 0.1"
     )
     assert assumed(
         *TINY,

