@@ -63,7 +63,14 @@ class Precision(StrEnum):
 
 
 class Optimizer(StrEnum):
+    """The optimizers whose states and update are priced (costmodels/operators/optimizers.py)."""
+
     ADAM = "adam"
+    ADAM_8BIT = "adam-8bit"
+    MUON = "muon"
+    ADAFACTOR = "adafactor"
+    SGD = "sgd"
+    SGD_MOMENTUM = "sgd-momentum"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
