@@ -36,6 +36,7 @@ class OperatorKind(StrEnum):
 # products have two gradients, of the input and of the weight
 PRODUCTS = (OperatorKind.MATMUL, OperatorKind.EXPERTS)
 EXPERTS_DIM = "experts"  # the dim of parameters that expert parallelism divides
+EXPERT_WIDTH = "expert_width"  # the dim along which ranks may divide each expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +185,13 @@ class Operator:
         for dim in self.dims:
             if dim.name == dim_name:
                 return dim.size
+        raise KeyError(f"{self.name} has no dim {dim_name}")
+
+    def unit(self, dim_name: str) -> int:
+        """Returns how many neighbours of the dim of that name stay together. Raises KeyError."""
+        for dim in self.dims:
+            if dim.name == dim_name:
+                return dim.unit
         raise KeyError(f"{self.name} has no dim {dim_name}")
 
     @property
