@@ -198,7 +198,7 @@ def _layers(reader: ConfigReader, family: Family, family_name: str) -> dict[str,
 def _attention(
     reader: ConfigReader, family: Family, family_name: str, hidden: int, heads: int
 ) -> dict[str, Any]:
-    fields = _biases(reader, family)
+    fields: dict[str, Any] = dict(_biases(reader, family))
     norms = family.qk_norm_key is None or reader.flag(*family.qk_norm_key)
     fields |= {"qk_norm": family.qk_norm if norms else QkNorm.NONE, "sinks": family.sinks}
     if family.latent:
