@@ -1,0 +1,101 @@
+"""The prices of a search over a described model whose blocks are of several classes.
+
+Its layers are cut into stages anywhere, as those of a traced module are. With several virtual
+stages a rank the cuts are given: the stages hold equal numbers of blocks, or one less on the first
+and the last, as where all blocks are alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+from parplan.costmodels.host.offload import Offload
+from parplan.costmodels.price_cache import PriceCache
+from parplan.costmodels.step import StepPrice
+from parplan.costmodels.strategy import ParallelLayout, Strategy
+from parplan.planner.candidates.enumeration import (
+    CandidateSpace,
+    Pruned,
+    enumerate_candidates,
+    layout_text,
+    no_candidate_error,
+)
+from parplan.planner.infeasible.shortfall import price_cache_of
+from parplan.planner.plan.assemble import assemble
+from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.prediction import SearchRecord
+from parplan.planner.request import Request
+from parplan.planner.search.sequence_prices import SequencePrices
+from parplan.planner.stage_columns.block_counts import shorter_ends
+from parplan.planner.stage_columns.sequence_table import BlockClassTable
+from parplan.planner.stage_columns.stage_contents import Range
+
+HALVES = "blocks of several classes are not searched in two halves of a micro-batch"
+
+
+class BlockClassPrices(SequencePrices):
+    """The prices of a described model whose blocks are of several classes.
+
+    Raises ConfigError when no mesh is legal, OutOfTimeError at the end of the deadline.
+    """
+
+    price_cache: PriceCache
+
+    def __init__(self, request: Request) -> None:
+        price_cache = price_cache_of(request)
+        space = _searched(enumerate_candidates(request), request)
+        if not space.layouts:
+            raise no_candidate_error(space, request.cluster)
+        num_blocks = request.model.num_layers
+        super().__init__(
+            space,
+            price_cache,
+            request.constraints.resolved(request.training.stack),
+            request.options.deadline,
+            lambda layout: given_cuts(layout, num_blocks),
+            self._assembled,
+            BlockClassTable,
+        )
+
+    def _assembled(self, strategy: Strategy, price: StepPrice, record: SearchRecord) -> Plan:
+        prices = self.price_cache.with_states(on_host=strategy.layout.states_on_host)
+        return assemble(strategy, price, record, prices)
+
+
+def _searched(space: CandidateSpace, request: Request) -> CandidateSpace:
+    """Returns the candidates of `space` that this search tries, and those with states on hosts."""
+    halves = [layout for layout in space.layouts if layout.tp_overlap]
+    whole = (layout for layout in space.layouts if not layout.tp_overlap)
+    layouts = tuple(_with_hosts(whole, request.constraints.offload or ()))
+    pruned = (Pruned(layout_text(layout), HALVES) for layout in halves)
+    return CandidateSpace(layouts, (*space.pruned, *pruned))
+
+
+def _with_hosts(
+    layouts: Iterator[ParallelLayout], offload: tuple[Offload, ...]
+) -> Iterator[ParallelLayout]:
+    for layout in layouts:
+        yield layout
+        if Offload.STATES in offload:
+            yield replace(layout, states_on_host=True)
+
+
+def given_cuts(layout: ParallelLayout, num_blocks: int) -> tuple[Range, ...] | None:
+    """Returns the layers of each virtual stage, None where the search cuts.
+
+    Blocks that equal stages leave over are on stages in the middle, whose ranks have no embedding.
+    """
+    if layout.virtual_stages == 1:
+        return None
+    stages = layout.num_virtual_stages
+    fewer = 2 if shorter_ends(layout, num_blocks) else 0
+    each, over = divmod(num_blocks + fewer, stages)
+    counts = [each] * stages
+    first = (stages - over) // 2
+    counts[first : first + over] = [each + 1] * over
+    # the embedding and the head are layers of the first and the last stage
+    counts[0] += 1 - fewer // 2
+    counts[-1] += 1 - fewer // 2
+    return tuple(pairwise(accumulate(counts, initial=0)))
