@@ -33,7 +33,6 @@ from parplan.profiles.models.operator_graph import (
     ModelGraph,
     Operator,
     Tensor,
-    layer_kind,
 )
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
@@ -83,15 +82,13 @@ class PriceCache(LayerPriceCache):
         return self.model.num_layers + 2
 
     def key(self, layer: int, first: int) -> LayerKey:
-        return layer_kind(layer, self.model.num_layers)
+        return self.graph(1).key(layer)
 
     def cut_class(self, cut: int) -> int:
         return 0
 
     def crossing_tensors(self, cut_class: int, micro_batch_size: int) -> tuple[Tensor, ...]:
-        boundary = self.graph(micro_batch_size).block.input
-        assert boundary is not None
-        return (boundary,)
+        return (self.graph(micro_batch_size).boundary,)
 
     @property
     def num_parameters(self) -> int:
@@ -143,15 +140,15 @@ class PriceCache(LayerPriceCache):
 
     def layer(self, kind: LayerKey, micro_batch_size: int) -> LayerClass:
         return self._on_device(
-            self.graph(micro_batch_size).layer_class(kind.role), ("layer", micro_batch_size)
+            self.graph(micro_batch_size).layer_class(kind), ("layer", micro_batch_size)
         )
 
     def whole_layer(self, kind: LayerKey) -> LayerClass:
-        return self.graph(1).layer_class(kind.role)
+        return self.graph(1).layer_class(kind)
 
     def kept_layer(self, kind: LayerKey, micro_batch_size: int) -> LayerClass:
         return self._on_device(
-            self.kept_graph(micro_batch_size).layer_class(kind.role),
+            self.kept_graph(micro_batch_size).layer_class(kind),
             ("kept layer", micro_batch_size),
         )
 
@@ -294,15 +291,15 @@ class PriceCache(LayerPriceCache):
 
     def recompute_operators(self, kind: LayerKey, level: RecomputedOperators) -> tuple[str, ...]:
         """Returns the operators that `level` recomputes in a layer; only blocks recompute."""
-        if kind is not LayerKind.BLOCK:
+        if kind.role is not LayerKind.BLOCK:
             return ()
-        return recompute_operators(self.kept_graph(1).layer_class(kind.role), level)
+        return recompute_operators(self.kept_graph(1).layer_class(kind), level)
 
     def _operators(
         self, kind: LayerKey, micro_batch_size: int, sharding: Sharding
     ) -> LayerOperators | HalvedOperators:
         """Prices operators; blocks with overlap run as two halves of the micro-batch."""
-        if not (kind is LayerKind.BLOCK and sharding.overlap):
+        if not (kind.role is LayerKind.BLOCK and sharding.overlap):
             return super()._operators(kind, micro_batch_size, sharding)
 
         def make() -> HalvedOperators:
@@ -335,7 +332,7 @@ class PriceCache(LayerPriceCache):
         sharding: Sharding,
         recomputed: tuple[str, ...],
     ) -> int:
-        if not (kind is LayerKind.BLOCK and sharding.overlap):
+        if not (kind.role is LayerKind.BLOCK and sharding.overlap):
             return super()._workspace_bytes(kind, layer, micro_batch_size, sharding, recomputed)
         half = self.kept_layer(kind, micro_batch_size // HALVES)
         return halved_workspace_bytes(half, layer, sharding, recomputed, self.training.stack)
