@@ -410,7 +410,9 @@ def _with_own_zero(strategy: Strategy, own_zero: OwnZero, price_cache: PriceCach
         strategy,
         stages=tuple(
             tuple(
-                replace(choice, own_zero=own_zero) if choice.kind is LayerKind.BLOCK else choice
+                replace(choice, own_zero=own_zero)
+                if choice.kind.role is LayerKind.BLOCK
+                else choice
                 for choice in stage
             )
             for stage in strategy.stages
