@@ -201,6 +201,8 @@ class PartBounds(RangeBounds):
         alone_s = float(self._paces[0][-1][-1])
         if not np.isfinite(alone_s):
             return np.inf
+        if self.cuts is not None:
+            return max(alone_s, *(self._given_s(rank) for rank in range(self.layout.mesh.pp)))
         by_count = [self._least_by_count(rank) for rank in range(self.layout.mesh.pp)]
         paces = np.unique(np.concatenate(by_count))
         paces = paces[np.isfinite(paces)]
@@ -213,6 +215,14 @@ class PartBounds(RangeBounds):
             else:
                 low = middle + 1
         return max(alone_s, float(paces[low])) if low < len(paces) else np.inf
+
+    def _given_s(self, rank: int) -> float:
+        """Least seconds of a rank where the cuts are given."""
+        assert self.cuts is not None
+        own = [
+            self.values(k)[:, self.cuts[k][0], self.cuts[k][1]] for k in self.layout.stages_of(rank)
+        ]
+        return float(self.own_s(rank, np.sum(own, axis=0)))
 
     def _least_by_count(self, rank: int) -> Array:
         """Least seconds of a rank by the number of its layers, wherever they are."""

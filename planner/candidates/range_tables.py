@@ -137,8 +137,8 @@ class RangeTables:
         besides, made_s = self._once(("besides", b), lambda: self._besides(b))
 
         def priced(price: float) -> Array:
-            least = np.array([(one.again_s + price * one.saved).min() for one in each])
-            return sum_of(least) + price * besides
+            least = {key: (one.again_s + price * one.saved).min() for key, one in by_class.items()}
+            return sum_of(np.array([least[key] for key in keys])) + price * besides
 
         return RangePasses(
             time_s=sum_of(plain) + made_s,

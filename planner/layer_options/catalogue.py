@@ -31,7 +31,7 @@ from parplan.planner.layer_options.layer_program import PickedStrategies, evalua
 from parplan.planner.layer_options.overlap_levels import illegal_full_recompute
 from parplan.planner.request import MAX_MICRO_BATCH_SIZE, Constraints
 from parplan.profiles.machines.shipped_profiles import Machine
-from parplan.profiles.models.operator_graph import LayerKey, LayerKind, Operator, OperatorKind
+from parplan.profiles.models.operator_graph import LayerKey, LayerKind, Operator
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 
 
@@ -157,8 +157,8 @@ class Catalogue:
     problems    the choices of a strategy for every operator of a block
     key         the class of the blocks
 
-    Blocks with experts have Megatron's sharding and the three levels of recompute, and the
-    embedding and head beside them have Megatron's sharding.
+    All layers of a model with experts have Megatron's sharding, and its blocks the three levels of
+    recompute.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class Catalogue:
         self.problem = problems or BlockProblems(price_cache)
         self.levels = tuple(level for level in Recompute if recompute is None or level in recompute)
         operators = price_cache.layer(key, 1).operators
-        experts = any(operator.kind is OperatorKind.EXPERTS for operator in operators)
+        experts = price_cache.model.num_experts > 0
         self.by_operator = recompute is None and not experts
         self.free = not megatron_sharding and not experts
         self._options: dict[tuple[int, Sharding], tuple[LayerOption, ...]] = {}
@@ -333,7 +333,7 @@ class Catalogue:
         There is one for each allowed level of recompute, or one for all lists of operators.
         """
         plain = replace(sharding, own=())
-        if kind is not LayerKind.BLOCK:
+        if kind.role is not LayerKind.BLOCK:
             if self.divides_ends(plain):
                 ways = EndOptions(kind, micro_batch_size, plain, self.price_cache)
                 yield ways.alike(self.problem(micro_batch_size, plain, kind), sharding)

@@ -55,10 +55,10 @@ def _require_described(plan: Plan, where: str) -> None:
     graph = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size)
     for name, layer_plan in plan.layer_plans.items():
         try:
-            layer = graph.layer_class(layer_plan.key(graph))
+            layer_class = graph.layer_class(layer_plan.key(graph))
         except ConfigError as error:
             raise _unfit(where, f"layer_plans.{name}", error.message) from None
-        operators = [operator.name for operator in layer.operators]
+        operators = [operator.name for operator in layer_class.operators]
         _require_layer_plan(layer_plan, plan.mesh, operators, f"{where}: layer_plans.{name}")
         if plan.chunks is None and any(what in IN_CHUNKS for what in layer_plan.offload):
             raise _unfit(

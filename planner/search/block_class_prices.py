@@ -22,6 +22,7 @@ from parplan.planner.candidates.enumeration import (
     layout_text,
     no_candidate_error,
 )
+from parplan.planner.candidates.whole_bounds import WholeBounds
 from parplan.planner.infeasible.shortfall import price_cache_of
 from parplan.planner.plan.assemble import assemble
 from parplan.planner.plan.plan import Plan
@@ -58,6 +59,22 @@ class BlockClassPrices(SequencePrices):
             self._assembled,
             BlockClassTable,
         )
+
+    def may_fit(self, layout: ParallelLayout, limit_bytes: float) -> bool:
+        return self._whole(layout).may_fit(layout, limit_bytes)
+
+    def step_bound_s(self, layout: ParallelLayout, limit_bytes: float) -> float:
+        return self._once(("passes", layout), lambda: self._whole(layout).passes_s(layout))
+
+    def closer_bounds_s(self, layout: ParallelLayout, limit_bytes: float) -> Iterator[float]:
+        yield self._whole(layout).within_s(layout, limit_bytes)
+        yield from super().closer_bounds_s(layout, limit_bytes)
+
+    def _whole(self, layout: ParallelLayout) -> WholeBounds:
+        """Returns the bounds before any range of layers."""
+        table = self._table(layout)
+        assert isinstance(table, BlockClassTable)
+        return self._once(("whole", table), lambda: WholeBounds(table))
 
     def _assembled(self, strategy: Strategy, price: StepPrice, record: SearchRecord) -> Plan:
         prices = self.price_cache.with_states(on_host=strategy.layout.states_on_host)

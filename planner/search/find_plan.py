@@ -104,10 +104,11 @@ def _search_fastest(
                 return None
         if layout in last:
             cut_s = min(cut_s, least_of_one_s)  # no slower choice is worth its columns
-        prices.raise_bound(layout, limit, prices.memory_bound_s(layout, limit))
-        if prices.least_s(layout, limit) >= cut_s:
-            relaxed_values_s[layout] = cut_s
-            return None
+        for closer_s in prices.closer_bounds_s(layout, limit):
+            prices.raise_bound(layout, limit, closer_s)
+            if prices.least_s(layout, limit) >= cut_s:
+                relaxed_values_s[layout] = cut_s
+                return None
         known = prices.first_choice(layout, cut_s, session)
         if known:
             cut_s = min(cut_s, known.step_s)

@@ -83,8 +83,10 @@ class SequencePrices(SearchPrices):
         reason = (
             "ZeRO cannot shard fused matrices that tp divides, and --zero or --forbid excludes 0"
         )
-        layouts = [layout for layout in space.layouts if self._table(layout).zero_stages(layout)]
-        beaten = [layout for layout in space.layouts if layout not in layouts]
+        layouts: list[ParallelLayout] = []
+        beaten: list[ParallelLayout] = []
+        for layout in space.layouts:
+            (layouts if self._table(layout).zero_stages(layout) else beaten).append(layout)
         pruned = (Pruned(layout_text(layout), reason) for layout in beaten)
         return CandidateSpace(tuple(layouts), (*space.pruned, *pruned))
 

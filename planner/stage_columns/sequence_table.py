@@ -123,6 +123,15 @@ class BlockClassTable(SequenceTable):
         self.levels = tuple(level for level in Recompute if level in (pins.recompute or Recompute))
         self._pins = pins
 
+    def least_s(self, key: LayerKey, b: int, sharding: Sharding) -> float:
+        """Returns the least seconds of the passes of a layer, without recompute."""
+        if key.role is not LayerKind.BLOCK:
+            return self.price_cache.layer_time(key, b, sharding).total_s
+        catalogue = catalogue_of(self.price_cache, self._pins, key)
+        if catalogue.divides(sharding):
+            return min(catalogue.fastest_s(b, sharding).values())
+        return self.price_cache.layer_time(key, b, sharding).total_s
+
     def _options(
         self, key: LayerKey, b: int, sharding: Sharding, levels: Sequence[Recompute]
     ) -> tuple[LayerOption, ...]:
