@@ -348,7 +348,8 @@ class SequencePrices(SearchPrices):
         chosen = [column for column in columns if column is not None]
         if len({column.zero > 0 for column in chosen if column.shares}) > 1:
             return None
-        choice = evaluate(layout, chosen, proven=False)
+        share = bubble_share(layout, self.price_cache)
+        choice = evaluate(layout, chosen, proven=False, share=share)
         return choice if choice.step_s < cut_s else None
 
     def strategy(self, layout: ParallelLayout, columns: Sequence[StageColumn]) -> Strategy:
