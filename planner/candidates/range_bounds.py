@@ -208,6 +208,13 @@ class RangeBounds:
         held = np.minimum.reduce([self._held(states) for states in self._states])
         return self._leanest(self._least_held) or self._leanest(np.asarray(held))
 
+    @property
+    def leanest_bytes(self) -> float:
+        """Least bytes of the fullest stage, infinite where the states fit no host."""
+        cuts = self.cuts or self.leanest_cuts
+        assert cuts is not None, "a candidate has no more stages than layers"
+        return max(float(self.least_bytes(stage)[layers]) for stage, layers in enumerate(cuts))
+
     def _leanest(self, held: Array) -> tuple[Range, ...] | None:
         stages = range(self.layout.num_virtual_stages)
         finite = [np.isfinite(self.unlimited_s(stage)) for stage in stages]

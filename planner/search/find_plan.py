@@ -22,12 +22,12 @@ from parplan.planner.candidates.branch_and_bound import (
     branch_and_bound,
     worth_replaying,
 )
-from parplan.planner.infeasible.shortfall import infeasible_error
 from parplan.planner.master import MasterChoice
 from parplan.planner.objective import Objective, Prefer
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import SearchRecord, Status
 from parplan.planner.request import OnProgress, Request, SearchOptions
+from parplan.planner.search.described_shortfall import infeasible_error
 from parplan.planner.search.layer_proof import with_layer_proof
 from parplan.planner.search.leaner_with_host import search_leaner
 from parplan.planner.search.least_peak import LeastPeak, least_peak

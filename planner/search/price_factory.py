@@ -11,10 +11,10 @@ from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.host.state_location import Access
 from parplan.planner.candidates.never_searched import UnsearchedPart, unsearched_parts
 from parplan.planner.host_options.state_locations import has_chunks
-from parplan.planner.infeasible.shortfall import infeasible_error, least_peak_bytes
 from parplan.planner.objective import Prefer
 from parplan.planner.request import PlanRequest, Request, searched_offload
 from parplan.planner.search.block_class_prices import BlockClassPrices
+from parplan.planner.search.described_shortfall import infeasible_error, least_peak_bytes
 from parplan.planner.search.search_session import DescribedPrices, SearchPrices
 from parplan.profiles.errors import InfeasibleError
 from parplan.profiles.models.transformer import has_unlike_blocks
