@@ -27,11 +27,12 @@ from parplan.planner.infeasible.shortfall import price_cache_of
 from parplan.planner.plan.assemble import assemble
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import SearchRecord
-from parplan.planner.request import Request
+from parplan.planner.request import Constraints, Request
 from parplan.planner.search.sequence_prices import SequencePrices
 from parplan.planner.stage_columns.block_counts import shorter_ends
 from parplan.planner.stage_columns.sequence_table import BlockClassTable
 from parplan.planner.stage_columns.stage_contents import Range
+from parplan.profiles.errors import ConfigError
 
 HALVES = "blocks of several classes are not searched in two halves of a micro-batch"
 
@@ -45,6 +46,7 @@ class BlockClassPrices(SequencePrices):
     price_cache: PriceCache
 
     def __init__(self, request: Request) -> None:
+        _require_searched(request.constraints, request.model.name)
         price_cache = price_cache_of(request)
         space = _searched(enumerate_candidates(request), request)
         if not space.layouts:
@@ -79,6 +81,21 @@ class BlockClassPrices(SequencePrices):
     def _assembled(self, strategy: Strategy, price: StepPrice, record: SearchRecord) -> Plan:
         prices = self.price_cache.with_states(on_host=strategy.layout.states_on_host)
         return assemble(strategy, price, record, prices)
+
+
+def _require_searched(pins: Constraints, name: str) -> None:
+    """Raises ConfigError for pins of choices that are searched only where blocks are alike."""
+    for option, pinned in (
+        ("--zero-by-operator", pins.zero_by_operator),
+        ("--weights-over-data", True in (pins.weights_over_data or ())),
+        ("--chunk-access", pins.access is not None),
+    ):
+        if pinned:
+            raise ConfigError(
+                f"the blocks of {name} are of several classes, and {option} is searched where "
+                "they are alike",
+                hint=f"leave out {option}",
+            )
 
 
 def _searched(space: CandidateSpace, request: Request) -> CandidateSpace:

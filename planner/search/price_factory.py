@@ -88,7 +88,8 @@ class DescribedFactory(PriceFactory):
         return least_peak_bytes(self.request.with_offload(offload))
 
     def unsearched(self) -> tuple[UnsearchedPart, ...]:
-        return unsearched_parts(self.request.constraints, self.request.training.stack)
+        pins, stack = self.request.constraints, self.request.training.stack
+        return unsearched_parts(pins, stack, unlike=has_unlike_blocks(self.request.model))
 
     def error(self, offload: Hosted) -> InfeasibleError:
         return self._explain(self.request.with_offload(offload))
