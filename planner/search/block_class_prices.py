@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.price_cache import PriceCache
@@ -17,9 +17,7 @@ from parplan.costmodels.step import StepPrice
 from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.planner.candidates.enumeration import (
     CandidateSpace,
-    Pruned,
     enumerate_candidates,
-    layout_text,
     no_candidate_error,
 )
 from parplan.planner.candidates.whole_bounds import WholeBounds
@@ -34,8 +32,6 @@ from parplan.planner.stage_columns.sequence_table import BlockClassTable
 from parplan.planner.stage_columns.stage_contents import Range
 from parplan.profiles.errors import ConfigError
 
-HALVES = "blocks of several classes are not searched in two halves of a micro-batch"
-
 
 class BlockClassPrices(SequencePrices):
     """The prices of a described model whose blocks are of several classes.
@@ -48,7 +44,7 @@ class BlockClassPrices(SequencePrices):
     def __init__(self, request: Request) -> None:
         _require_searched(request.constraints, request.model.name)
         price_cache = price_cache_of(request)
-        space = _searched(enumerate_candidates(request), request)
+        space = _with_hosts(enumerate_candidates(request), request.constraints.offload or ())
         if not space.layouts:
             raise no_candidate_error(space, request.cluster)
         num_blocks = request.model.num_layers
@@ -98,22 +94,12 @@ def _require_searched(pins: Constraints, name: str) -> None:
             )
 
 
-def _searched(space: CandidateSpace, request: Request) -> CandidateSpace:
-    """Returns the candidates of `space` that this search tries, and those with states on hosts."""
-    halves = [layout for layout in space.layouts if layout.tp_overlap]
-    whole = (layout for layout in space.layouts if not layout.tp_overlap)
-    layouts = tuple(_with_hosts(whole, request.constraints.offload or ()))
-    pruned = (Pruned(layout_text(layout), HALVES) for layout in halves)
-    return CandidateSpace(layouts, (*space.pruned, *pruned))
-
-
-def _with_hosts(
-    layouts: Iterator[ParallelLayout], offload: tuple[Offload, ...]
-) -> Iterator[ParallelLayout]:
-    for layout in layouts:
-        yield layout
-        if Offload.STATES in offload:
-            yield replace(layout, states_on_host=True)
+def _with_hosts(space: CandidateSpace, offload: tuple[Offload, ...]) -> CandidateSpace:
+    """Returns the candidates, and where that is allowed the same with their states on the hosts."""
+    if Offload.STATES not in offload:
+        return space
+    layouts = ((layout, replace(layout, states_on_host=True)) for layout in space.layouts)
+    return replace(space, layouts=tuple(chain.from_iterable(layouts)))
 
 
 def given_cuts(layout: ParallelLayout, num_blocks: int) -> tuple[Range, ...] | None:

@@ -281,10 +281,8 @@ def _check_unlike(model: ModelSpec, layout: ParallelLayout, choices: UniformChoi
     kept = choices.keep_on_host or Offload.ACTIVATIONS in choices.offload
     for what, given in (
         ("--own-zero", choices.own_zero),
-        (OPTION, choices.recompute_first_stage is not None),
         ("--offload optimizer or parameters", choices.chunks is not None),
         ("activations on the host", kept),
-        ("--tp-overlap", layout.tp_overlap),
     ):
         if given:
             raise ConfigError(
@@ -426,6 +424,7 @@ def estimate_plan(
     else:
         limit = limit_bytes(cluster, training.stack, request.options)
         strategy = _as_the_rule(rule, layout, blocks, zero, price_cache, limit)
+        strategy = with_classes(strategy, price_cache)
     strategy = _with_own_zero(strategy, choices.own_zero, price_cache)
     if names:
         kept = named_operators(names, recompute, price_cache)

@@ -68,7 +68,9 @@ def to_strategy(layout: ParallelLayout, columns: tuple[StageColumn, ...]) -> Str
 
 
 def with_classes(strategy: Strategy, price_cache: LayerPriceCache) -> Strategy:
-    """Returns the strategy with the class of each layer of a model for the kind of its choice."""
+    """Returns a strategy of blocks with the classes that they have in a described model."""
+    if price_cache.key(1, 1) is LayerKind.BLOCK:
+        return strategy
     stages = []
     for index, stage in enumerate(strategy.stages):
         first, end = strategy.layers_of(index)
