@@ -106,8 +106,8 @@ class BlockProblems:
     def __call__(
         self, micro_batch_size: int, sharding: Sharding, kind: LayerKey = LayerKind.BLOCK
     ) -> LayerProblem:
-        sizes = self._alike(micro_batch_size * sharding.data, kind)
-        axes = kind, sharding.degrees, sharding.data
+        sizes = self._alike(micro_batch_size * sharding.data, sharding.cp, kind)
+        axes = kind, sharding.degrees, sharding.data, sharding.experts, sharding.context
         strategies = self._once((sizes, axes), lambda: self._strategies(kind, sizes, sharding))
         problems = self._once(
             (sizes, axes, sharding.boundary), lambda: strategies.problems(sharding.boundary)
@@ -119,13 +119,14 @@ class BlockProblems:
     ) -> LayerStrategies:
         price_cache = self.price_cache
         return LayerStrategies(
-            [price_cache.graph(size).layer_class(kind) for size in sizes],
+            [price_cache.graph(size, sharding.cp).layer_class(kind) for size in sizes],
             price_cache.inside(sharding.degrees),
             price_cache.training,
             over_data=sharding.data > 1,
+            like=sharding,
         )
 
-    def _alike(self, micro_batch_size: int, kind: LayerKey) -> tuple[int, ...]:
+    def _alike(self, micro_batch_size: int, cp: int, kind: LayerKey) -> tuple[int, ...]:
         """Returns the sizes that are priced with a size, whose blocks have the same tensors.
 
         Those of embedding and head are the sizes of the first blocks.
@@ -135,8 +136,8 @@ class BlockProblems:
 
         def tensors(size: int) -> tuple[tuple[int, ...], ...]:
             return self._once(
-                ("tensors", kind, size),
-                lambda: numbers_of_tensors(self.price_cache.graph(size).layer_class(kind)),
+                ("tensors", kind, size, cp),
+                lambda: numbers_of_tensors(self.price_cache.graph(size, cp).layer_class(kind)),
             )
 
         mine = tensors(micro_batch_size)
@@ -391,7 +392,7 @@ class Catalogue:
         )
         names = tuple(op.name for op, option in chosen if option.recomputed)
         divided = replace(sharding, own=splits)
-        block = self.price_cache.kept_layer(self.key, b * sharding.data)
+        block = self.price_cache.kept_layer(self.key, b * sharding.data, sharding.cp)
         saved_bytes = picked.saved_bytes
         workspace_bytes = picked.workspace_bytes
         time_s = (

@@ -26,17 +26,23 @@ from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 
 
 def build_graph(
-    model: ModelSpec, training: TrainingSpec, micro_batch_size: int, *, plain_dropout: bool = False
+    model: ModelSpec,
+    training: TrainingSpec,
+    micro_batch_size: int,
+    *,
+    plain_dropout: bool = False,
+    cp: int = 1,
 ) -> ModelGraph:
     """Returns the operator graph of `model` for micro-batches of `micro_batch_size` sequences.
 
-    A sequence has `training.seq_length` tokens.
+    A sequence has `training.seq_length` tokens, of which the operators have one of `cp` parts, and
+    attention reads the keys of all.
     plain_dropout: dropout is no fused kernel, it saves a mask of its input's type; attention that
     drops out saves its scores
     """
 
     def shapes(block: BlockRun | None = None) -> Shapes:
-        return Shapes(model, training, micro_batch_size, plain_dropout, block)
+        return Shapes(model, training, micro_batch_size, plain_dropout, block, cp=cp)
 
     names = block_classes(model)
     classes = {

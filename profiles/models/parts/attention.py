@@ -119,7 +119,7 @@ def attention_kernel(read: tuple[Tensor, ...], context: Tensor, shapes: Shapes) 
     )
     met = round(2 * attention.keys_met(training.seq_length))
     features = model.q_size + model.context_size
-    flops = 2 * shapes.batch.size * training.seq_length * met * features
+    flops = 2 * shapes.batch.size * shapes.sequence.size * met * features
     return Operator(
         name="attention",
         kind=OperatorKind.ATTENTION,

@@ -9,6 +9,7 @@ these has a cost of its own here, nor has a loss that balances the experts.
 from __future__ import annotations
 
 from parplan.profiles.models.operator_graph import (
+    EXPERT_WIDTH,
     EXPERTS_DIM,
     Dim,
     Operator,
@@ -21,9 +22,8 @@ from parplan.profiles.models.parts.shapes import FP32_BYTES, Shapes, elementwise
 
 CHOICE_BYTES = 12  # number (int64) and weight (fp32) of one chosen expert
 _CHOICE = "the choice of a token's experts needs all of its scores"
-_WHOLE_EXPERTS = "tensor parallel ranks hold whole experts and divide their tokens"
 _EXPERTS_UNDIVIDED = (
-    *((dim, _WHOLE_EXPERTS) for dim in ("ffn", "hidden")),
+    ("hidden", "the ranks of an expert divide its width"),
     ("chosen", "the experts of a token are on the ranks that hold them"),
 )
 
@@ -38,12 +38,12 @@ def expert_operators(x: Tensor, shapes: Shapes) -> tuple[Operator, ...]:
     model = shapes.model
     routes = Dim("routes", model.num_experts)
     halves = 2 if model.gated_ffn else 1
-    width = Dim("ffn", model.expert_ffn_hidden_size)
+    width = Dim(EXPERT_WIDTH, model.expert_ffn_hidden_size)
     scores = shapes.tokens("router", routes)
     probabilities = shapes.tokens("router_probabilities", routes, FP32_BYTES)
     choice = shapes.tokens("choice", shapes.chosen, CHOICE_BYTES)
     sent = shapes.copies("dispatch", shapes.hidden)
-    fc1 = shapes.copies("fc1", Dim("ffn", width.size * halves, halves))
+    fc1 = shapes.copies("fc1", Dim(EXPERT_WIDTH, width.size * halves, halves))
     activated, fc2 = shapes.copies("activation", width), shapes.copies("fc2", shapes.hidden)
     combined = shapes.tokens("combine", shapes.hidden)
     gate = kept_gate(shapes.copies("activated_gate", width), shapes)
@@ -65,7 +65,14 @@ def expert_operators(x: Tensor, shapes: Shapes) -> tuple[Operator, ...]:
         ),
         _exchange("dispatch", OperatorKind.DISPATCH, (x, choice), sent, ()),
         _grouped("fc1", sent, fc1, shapes),
-        elementwise("activation", (fc1,), activated, (fc1, *gate), undivided=_EXPERTS_UNDIVIDED),
+        elementwise(
+            "activation",
+            (fc1,),
+            activated,
+            (fc1, *gate),
+            parallel_dim=EXPERT_WIDTH,
+            undivided=_EXPERTS_UNDIVIDED,
+        ),
         _grouped("fc2", activated, fc2, shapes),
         _exchange("combine", OperatorKind.COMBINE, (fc2, choice), combined, (fc2, choice)),
     )
@@ -111,6 +118,7 @@ def _grouped(name: str, x: Tensor, out: Tensor, shapes: Shapes) -> Operator:
         saved=(x,),
         parameters=(weight, bias) if shapes.model.expert_bias else (weight,),
         contracted=contracted.name,
+        parallel_dim=EXPERT_WIDTH,
         undivided=_EXPERTS_UNDIVIDED,
         flops_forward=flops,
         flops_backward=2 * flops,

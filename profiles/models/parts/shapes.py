@@ -15,6 +15,7 @@ Reasons = tuple[tuple[str, str], ...]  # dims that no axis may divide, each with
 class Shapes:
     """The dims and tensors of the blocks of one kind, for micro-batches of `batch` sequences.
 
+    cp: parts of every sequence, of which the tensors have one
     plain_dropout: dropout is no fused kernel, it saves a mask of its input's type; attention that
     drops out saves its scores
     """
@@ -26,6 +27,8 @@ class Shapes:
         batch: int,
         plain_dropout: bool,
         block: BlockRun | None = None,
+        *,
+        cp: int = 1,
     ) -> None:
         self.model, self.training = model, training
         self.block = block or BlockRun()
@@ -35,7 +38,7 @@ class Shapes:
             plain_dropout and model.dropout > 0
         )
         self.batch = Dim("batch", batch)
-        self.sequence = Dim("sequence", training.seq_length)
+        self.sequence = Dim("sequence", -(-training.seq_length // cp))
         self.keys = Dim("keys", training.seq_length)
         self.hidden = Dim("hidden", model.hidden_size)
         self.vocab = Dim("vocab", model.padded_vocab_size)
