@@ -9,6 +9,7 @@ stage (EQUATIONS I7).
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from copy import copy
 from dataclasses import replace
@@ -327,41 +328,43 @@ class SequenceColumns(RankColumns):
         return len(ways) == len({kind for kind, _ in ways})
 
     def bounds(self, limit_bytes: float, *, plain: bool = False) -> list[StageColumn]:
-        """Returns the column of the Lagrangian bound at each ZeRO stage."""
+        """Returns the column of the Lagrangian bound at each ZeRO stage that has room."""
         usable = usable_bytes(limit_bytes, self.layout.mesh, self.table.price_cache)
-        return [self._bound_at(zero, usable, plain=plain) for zero in self._hosted]
+        columns = (self._bound_at(zero, usable, plain=plain) for zero in self._hosted)
+        return [column for column in columns if column.time_s < math.inf]
 
-    def _bound_at(self, zero: int, usable: float, *, plain: bool) -> StageColumn:
-        fixed, block = self.fixed[zero], self.block.of(self._at(zero))
-        time_s = block.time_s - block.recompute_s if plain else block.time_s
-        saved = column_of(self._options, "saved_bytes")
-        rows = Counter(
+    @cached_property
+    def _rows(self) -> Counter[tuple[tuple[int, ...], float]]:
+        """The number of layers with some options, of which the rank holds some micro-batches."""
+        return Counter(
             (tuple(self._numbers[option] for option in options), held)
             for options, held in zip(self._layers, self._in_flight, strict=True)
         )
 
-        def least(values: Array, price: float = 0.0) -> float:
-            return sum(
-                count * float((values + price * held * saved)[list(row)].min())
-                for (row, held), count in rows.items()
-            )
+    def _least(self, values: Array) -> float:
+        """Returns the least sum of a value of the options over all layers."""
+        return sum(count * float(values[list(row)].min()) for (row, _), count in self._rows.items())
 
-        room = usable - fixed.states - least(block.states) - self._held_bytes(zero)
+    def _bound_at(self, zero: int, usable: float, *, plain: bool) -> StageColumn:
+        fixed, block = self.fixed[zero], self.block.of(self._at(zero))
+        plain_time_s = block.time_s - block.recompute_s
+        room = usable - fixed.states - self._least(block.states) - self._held_bytes(zero)
         if not self._moment.made:  # gradients may come after the most saved activations
-            room += fixed.gradients + least(block.gradients)
-        prices = {0.0}
-        for row, held in () if plain else rows:
-            options = list(row)
-            prices.update(hull_prices(time_s[options].tolist(), (held * saved)[options].tolist()))
-        least_s = max(least(time_s, price) - price * room for price in prices)
-        plain_s = least(block.time_s - block.recompute_s)
-        tail_s = fixed.tail_s + least(block.tail_s)
+            room += fixed.gradients + self._least(block.gradients)
+        if plain:
+            least_s = self._least(plain_time_s)
+        else:
+            least_s = min(
+                self._within_s(block.time_s, room - temporaries, widest)
+                for widest, temporaries in self._temporaries_by_widest(zero)
+            )
+        plain_s = self._least(plain_time_s)
         hides = self.layout.recomputes_ahead
         return StageColumn(
-            mix=tuple((self._at(zero)[row[0]], count) for (row, _), count in rows.items()),
+            mix=tuple((self._at(zero)[row[0]], count) for (row, _), count in self._rows.items()),
             zero=zero,
             time_s=least_s + fixed.time_s,
-            tail_s=tail_s,
+            tail_s=fixed.tail_s + self._least(block.tail_s),
             memory_bytes=0.0,
             redundant_bytes=0.0,
             plain_s=(plain_s if hides else least_s) + fixed.time_s,
@@ -369,6 +372,52 @@ class SequenceColumns(RankColumns):
             layers=self.places,
             shares=self._shares,
             corner=True,
+        )
+
+    def _temporaries_by_widest(self, zero: int) -> list[tuple[float, float]]:
+        """Returns the most workspace that a layer may have, each with the least temporaries.
+
+        Where gradients come and go, or recompute is ahead of them, temporaries may be at another
+        moment than the most activations.
+        """
+        if self._freed or self.layout.recomputes_ahead:
+            return [(math.inf, 0.0)]
+        fixed, block = self.fixed[zero], self.block.of(self._at(zero))
+        workspace, buffer = column_of(self._options, "workspace_bytes"), fixed.zero_buffer
+        least = 0.0
+        for row, _ in self._rows:
+            buffer = max(buffer, float(block.zero_buffer[list(row)].min()))
+            least = max(least, float(workspace[list(row)].min()))
+        limits = [width for width in np.unique(workspace).tolist() if width >= least] or [least]
+        besides = fixed.used_up
+        return [
+            (width, max(0.0, width - besides, fixed.head_workspace) + buffer) for width in limits
+        ]
+
+    def _within_s(self, time_s: Array, room: float, widest: float) -> float:
+        """Returns the least seconds of the layers whose saved bytes have some room.
+
+        A Lagrangian bound over the options of at most some workspace, infinite without room.
+        """
+        saved, workspace = (
+            column_of(self._options, name) for name in ("saved_bytes", "workspace_bytes")
+        )
+        allowed = [
+            (np.array([n for n in row if workspace[n] <= widest]), held, count)
+            for (row, held), count in self._rows.items()
+        ]
+        if sum(count * held * saved[row].min() for row, held, count in allowed) > room:
+            return math.inf
+        prices = {0.0}
+        for row, held, _ in allowed:
+            prices.update(hull_prices(time_s[row].tolist(), (held * saved[row]).tolist()))
+        return max(
+            sum(
+                count * float((time_s[row] + price * held * saved[row]).min())
+                for row, held, count in allowed
+            )
+            - price * room
+            for price in prices
         )
 
     def smallest(self, num_blocks: int) -> StageColumn:
