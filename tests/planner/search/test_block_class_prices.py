@@ -149,7 +149,7 @@ def every_strategy(prices: BlockClassPrices, pins: Constraints) -> Iterator[Stra
 
 
 def tied_alike(strategy: Strategy, *, tied: bool) -> bool:
-    """Whether both copies of a tied table are sharded, or neither."""
+    """Returns whether both copies of a tied table are sharded, or neither is."""
     return not tied or (strategy.stages[0][0].zero > 0) == (strategy.stages[-1][-1].zero > 0)
 
 
