@@ -17,7 +17,7 @@ from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.recompute import Recompute, ideal_saved_bytes
 from parplan.costmodels.layers.tensor_flow import shared_beside_a_copy
 from parplan.costmodels.operators.micro_batches import numbers_of_tensors
-from parplan.costmodels.operators.sharding import BATCH, Sharding, Split, Splits
+from parplan.costmodels.operators.sharding import BATCH, Sharding, Split, Splits, TokenPart
 from parplan.costmodels.price_cache import PriceCache
 from parplan.planner.layer_options.end_options import EndOptions
 from parplan.planner.layer_options.layer_front import Allowed, layer_fronts, least_times_s
@@ -31,7 +31,7 @@ from parplan.planner.layer_options.layer_program import PickedStrategies, evalua
 from parplan.planner.layer_options.overlap_levels import illegal_full_recompute
 from parplan.planner.request import MAX_MICRO_BATCH_SIZE, Constraints
 from parplan.profiles.machines.shipped_profiles import Machine
-from parplan.profiles.models.operator_graph import LayerKey, LayerKind, Operator
+from parplan.profiles.models.operator_graph import EXPERT_WIDTH, LayerKey, LayerKind, Operator
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 
 
@@ -106,7 +106,7 @@ class BlockProblems:
     def __call__(
         self, micro_batch_size: int, sharding: Sharding, kind: LayerKey = LayerKind.BLOCK
     ) -> LayerProblem:
-        sizes = self._alike(micro_batch_size * sharding.data, sharding.cp, kind)
+        sizes = self._alike(micro_batch_size * sharding.data, sharding.part, kind)
         axes = kind, sharding.degrees, sharding.data, sharding.experts, sharding.context
         strategies = self._once((sizes, axes), lambda: self._strategies(kind, sizes, sharding))
         problems = self._once(
@@ -119,14 +119,14 @@ class BlockProblems:
     ) -> LayerStrategies:
         price_cache = self.price_cache
         return LayerStrategies(
-            [price_cache.graph(size, sharding.cp).layer_class(kind) for size in sizes],
+            [price_cache.graph(size, sharding.part).layer_class(kind) for size in sizes],
             price_cache.inside(sharding.degrees),
             price_cache.training,
             over_data=sharding.data > 1,
             like=sharding,
         )
 
-    def _alike(self, micro_batch_size: int, cp: int, kind: LayerKey) -> tuple[int, ...]:
+    def _alike(self, micro_batch_size: int, of: TokenPart, kind: LayerKey) -> tuple[int, ...]:
         """Returns the sizes that are priced with a size, whose blocks have the same tensors.
 
         Those of embedding and head are the sizes of the first blocks.
@@ -136,8 +136,8 @@ class BlockProblems:
 
         def tensors(size: int) -> tuple[tuple[int, ...], ...]:
             return self._once(
-                ("tensors", kind, size, cp),
-                lambda: numbers_of_tensors(self.price_cache.graph(size, cp).layer_class(kind)),
+                ("tensors", kind, size, of),
+                lambda: numbers_of_tensors(self.price_cache.graph(size, of).layer_class(kind)),
             )
 
         mine = tensors(micro_batch_size)
@@ -158,8 +158,7 @@ class Catalogue:
     problems    the choices of a strategy for every operator of a block
     key         the class of the blocks
 
-    All layers of a model with experts have Megatron's sharding, and its blocks the three levels of
-    recompute.
+    The operators of a mixture of experts have Megatron's division: they are one module.
     """
 
     def __init__(
@@ -175,9 +174,8 @@ class Catalogue:
         self.problem = problems or BlockProblems(price_cache)
         self.levels = tuple(level for level in Recompute if recompute is None or level in recompute)
         operators = price_cache.layer(key, 1).operators
-        experts = price_cache.model.num_experts > 0
-        self.by_operator = recompute is None and not experts
-        self.free = not megatron_sharding and not experts
+        self.by_operator = recompute is None
+        self.free = not megatron_sharding
         self._options: dict[tuple[int, Sharding], tuple[LayerOption, ...]] = {}
         self._operators = {operator.name: operator for operator in operators}
         self._once = KeyedCache()
@@ -187,13 +185,15 @@ class Catalogue:
     def weight_layouts(self, sharding: Sharding) -> list[WeightLayout]:
         """Returns the divisions of the weights over the axes of `sharding`, the whole one first.
 
-        Weights that data-parallel ranks divide are divided over the tensor-parallel ranks too, and
-        the others over these or over none. Some weight is always divided over the first axis:
-        otherwise the layout would be that of another mesh.
+        Experts are divided as `sharding` says. Weights that data-parallel ranks divide are divided
+        over the tensor-parallel ranks too, and the others over these or over none. Some weight is
+        always divided over the first axis: otherwise the layout would be that of another mesh.
         """
+        always = frozenset({EXPERT_WIDTH} if sharding.etp > 1 else ())
+        dims = [dim for dim in self._dims if dim != EXPERT_WIDTH]
         subsets = [
-            frozenset(dim for i, dim in enumerate(self._dims) if bits >> i & 1)
-            for bits in reversed(range(1, 2 ** len(self._dims)))
+            always | {dim for i, dim in enumerate(dims) if bits >> i & 1}
+            for bits in reversed(range(1, 2 ** len(dims)))
         ]
         inside = [frozenset((dim, False) for dim in subset) for subset in subsets]
         if sharding.data == 1:
@@ -364,7 +364,7 @@ class Catalogue:
             operator = self._operators[name]
             if level is not None and option.recomputed != (name in names):
                 return False
-            if not self.free or sharding.overlap:
+            if not self.free or sharding.overlap or operator.in_mixture:
                 return option.splits == sharding.splits(operator)
             dim = operator.parallel_dim
             if sharding.ranks == 1 or not operator.parameters or dim is None:
@@ -392,7 +392,7 @@ class Catalogue:
         )
         names = tuple(op.name for op, option in chosen if option.recomputed)
         divided = replace(sharding, own=splits)
-        block = self.price_cache.kept_layer(self.key, b * sharding.data, sharding.cp)
+        block = self.price_cache.kept_layer(self.key, b * sharding.data, sharding.part)
         saved_bytes = picked.saved_bytes
         workspace_bytes = picked.workspace_bytes
         time_s = (

@@ -55,7 +55,7 @@ def operator_strategies(
     over = layout.of_blocks
     graph = [
         layer
-        for layer in price_cache.graph(layout.micro_batch_size * over.data, over.cp)
+        for layer in price_cache.graph(layout.micro_batch_size * over.data, over.part)
         if over.data == 1 or layer.kind is LayerKind.BLOCK
     ]
     names = [operator.name for layer in graph for operator in layer.operators]
@@ -64,7 +64,7 @@ def operator_strategies(
     inside = price_cache.inside(over.degrees)
     for layer in graph:
         kept = host_bytes_by_operator(
-            price_cache.kept_layer(layer.key, layout.micro_batch_size, over.cp),
+            price_cache.kept_layer(layer.key, layout.micro_batch_size, over.part),
             layout.sharding,
             (),
             price_cache.training.stack,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -307,6 +306,53 @@ def test_divided_experts_have_the_states_of_their_part_and_the_tokens_of_all_the
     assert divided.tensor_bytes(fc1, fc1.outputs[0]) == whole.tensor_bytes(fc1, fc1.outputs[0])
 
 
+@pytest.mark.parametrize(
+    ("imbalance", "capacity", "ep", "share"),
+    [
+        pytest.param(1.5, 0.0, 8, 1.5, id="the-fullest-rank"),
+        pytest.param(1.5, 0.0, 1, 1.0, id="one-rank-has-all-copies"),
+        pytest.param(1.5, 1.25, 8, 1.25, id="a-capacity-drops-the-rest"),
+        pytest.param(1.0, 1.25, 1, 1.25, id="a-capacity-pads"),
+    ],
+)
+def test_the_fullest_rank_has_more_copies_and_no_more_model_flops(imbalance, capacity, ep, share):
+    balanced = book_of(MIXTRAL, 8)
+    uneven = replace(TRAINING, expert_imbalance=imbalance, expert_capacity=capacity)
+    priced = book_of(MIXTRAL, 8, training=uneven)
+    sharding = Sharding(ep=ep)
+    layers = [prices.divided_layer(BLOCK, 1, sharding) for prices in (balanced, priced)]
+    sent = [layer.operator("dispatch").outputs[0].num_bytes for layer in layers]
+
+    assert sent[1] == pytest.approx(share * sent[0])
+    assert layers[0].flops_forward == layers[1].flops_forward
+    saved = [prices.activations(BLOCK, 1, sharding).saved for prices in (balanced, priced)]
+    routed = 2 * 512 * 2 * (4096 + 3 * 14336 + 4096)  # sent, both halves, activated, and back
+    assert saved[1] - saved[0] == pytest.approx((share - 1) * routed)
+    times_s = [prices.layer_time(BLOCK, 1, sharding).total_s for prices in (balanced, priced)]
+    assert (times_s[1] > times_s[0]) == (share > 1)
+
+
+@pytest.mark.parametrize("change", [{"expert_imbalance": 0.9}, {"expert_capacity": -1.0}])
+def test_an_imbalance_or_a_capacity_that_cannot_be_is_refused(change):
+    with pytest.raises(ConfigError, match="they must be at least 1 and 0"):
+        replace(TRAINING, **change)
+
+
+def test_a_stack_that_overlaps_exchanges_hides_them_under_the_experts():
+    waits, overlaps = (
+        replace(TRAINING, stack=replace(NEUTRAL, overlap_exchanges=hides))
+        for hides in (False, True)
+    )
+    sharding = Sharding(ep=8)
+    exposed, hidden = (
+        book_of(MIXTRAL, 8, training=each).layer_time(BLOCK, 1, sharding)
+        for each in (waits, overlaps)
+    )
+
+    assert 0 < hidden.tp_forward.value_s < 0.3 * exposed.tp_forward.value_s
+    assert hidden.forward.value_s == exposed.forward.value_s
+
+
 # The search
 
 
@@ -416,21 +462,21 @@ def test_a_plan_with_experts_reads_back_and_prices_the_same(tmp_path):
     assert reprice(reread).plan.predicted == plan.predicted
 
 
-def test_blocks_of_experts_have_megatrons_division_and_the_three_levels_of_recompute():
+def test_a_mixture_has_megatrons_division_and_the_rest_of_its_block_any():
     table = MixTable(book_of(), Constraints())
-    shardings = itertools.product((1, 2), (False, True))
-    options = [
-        option
-        for tp, sp in shardings
-        if tp > 1 or not sp
-        for option in table.catalogue.options(1, Sharding(tp, sp))
-    ]
+    block = book_of().graph(1).block
+    mixture = {op.name for op in block.operators if op.in_mixture}
+    options = table.catalogue.options(1, Sharding(2, True, ep=4))
+    divided = {name for option in options for name, _ in option.sharding.own}
+    recomputed = [o.recompute for o in options if len(o.recompute) < len(block.operators)]
 
-    assert all(not option.sharding.own for option in options)
-    assert {len(option.recompute) for option in options} <= {
-        0,
-        3,
-        len(book_of().graph(1).block.operators),
+    assert mixture == {"router", "choice", "dispatch", "fc1", "activation", "fc2", "combine"}
+    assert not divided & mixture
+    assert {name for names in recomputed for name in names} & mixture == {"activation"}
+    whole = Sharding(2, True, ep=2, etp=2)
+    assert table.catalogue.weight_layouts(whole)[0] == {
+        ("heads", False),
+        ("expert_width", False),
     }
 
 
