@@ -31,7 +31,13 @@ from parplan.planner.layer_options.layer_program import PickedStrategies, evalua
 from parplan.planner.layer_options.overlap_levels import illegal_full_recompute
 from parplan.planner.request import MAX_MICRO_BATCH_SIZE, Constraints
 from parplan.profiles.machines.shipped_profiles import Machine
-from parplan.profiles.models.operator_graph import EXPERT_WIDTH, LayerKey, LayerKind, Operator
+from parplan.profiles.models.operator_graph import (
+    EXPERT_WIDTH,
+    LayerKey,
+    LayerKind,
+    Operator,
+    Parameter,
+)
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 
 
@@ -193,7 +199,7 @@ class Catalogue:
         dims = [dim for dim in self._dims if dim != EXPERT_WIDTH]
         subsets = [
             always | {dim for i, dim in enumerate(dims) if bits >> i & 1}
-            for bits in reversed(range(1, 2 ** len(dims)))
+            for bits in reversed(range(min(1, len(dims)), 2 ** len(dims)))
         ]
         inside = [frozenset((dim, False) for dim in subset) for subset in subsets]
         if sharding.data == 1:
@@ -367,7 +373,7 @@ class Catalogue:
             if not self.free or sharding.overlap or operator.in_mixture:
                 return option.splits == sharding.splits(operator)
             dim = operator.parallel_dim
-            if sharding.ranks == 1 or not operator.parameters or dim is None:
+            if sharding.ranks == 1 or dim is None or not weights_of(operator):
                 return True
             axes = self._weight_divided(name, option.splits, sharding)
             return axes == {over_data for divided, over_data in weight_layout if divided == dim}
@@ -435,12 +441,17 @@ class Catalogue:
         )
 
 
+def weights_of(operator: Operator) -> list[Parameter]:
+    """Returns the weight matrices of an operator; a vector goes with what its operator makes."""
+    return [parameter for parameter in operator.parameters if len(parameter.dims) > 1]
+
+
 def weight_divided(operator: Operator, splits: Splits, sharding: Sharding) -> frozenset[bool]:
     """Returns the axes of `sharding` that divide the operator's weight.
 
     True stands for the axis of data-parallel ranks, False for the others.
     """
-    weights = [parameter for parameter in operator.parameters if len(parameter.dims) > 1]
+    weights = weights_of(operator)
     return frozenset(
         axis == 0 and sharding.data > 1
         for axis, (split, degree) in enumerate(zip(splits, sharding.degrees, strict=True))
