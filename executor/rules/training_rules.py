@@ -1,4 +1,4 @@
-"""Rules on precision and sequences."""
+"""Rules on the model's parts, on precision and on sequences."""
 
 from __future__ import annotations
 
@@ -7,7 +7,24 @@ from dataclasses import replace
 
 from parplan.executor.rules.rule import Refusal, rule
 from parplan.planner.plan.plan import Plan
-from parplan.profiles.models.spec import Positions, Precision
+from parplan.profiles.models.spec import Positions, Precision, rare_parts
+
+
+@rule(
+    why="the executor's own blocks do not have it and would train another model",
+    action="plan with --module, or choose another model",
+)
+def model_parts(plan: Plan) -> Iterator[Refusal]:
+    missing = rare_parts(plan.model)
+    missing.pop("left_out", None)
+    if missing and plan.module is None:
+        names = ", ".join(missing)
+        resized = missing.keys() & {"blocks", "latent", "shared_experts", "state_space"}
+        yield Refusal(
+            problem=f"model: {plan.model.name} has {names}",
+            action=f"plan with --module, or leave out {names}",
+            nearest=None if resized else replace(plan, model=replace(plan.model, **missing)),  # type: ignore[arg-type]
+        )
 
 
 @rule(
@@ -66,4 +83,4 @@ def rotary_pairs(plan: Plan) -> Iterator[Refusal]:
         )
 
 
-TRAINING = (fp8, gradient_precision, positions_rule, rotary_pairs)
+TRAINING = (model_parts, fp8, gradient_precision, positions_rule, rotary_pairs)

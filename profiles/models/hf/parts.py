@@ -13,8 +13,14 @@ from parplan.profiles.models.blocks import (
     SharedExperts,
     StateSpace,
 )
-from parplan.profiles.models.hf.families import DenseBlocks, Experts, Family, Shared, Windows
-from parplan.profiles.models.hf.reader import ConfigReader
+from parplan.profiles.models.hf.config_families import (
+    DenseBlocks,
+    ExpertKeys,
+    Family,
+    Shared,
+    Windows,
+)
+from parplan.profiles.models.hf.config_reader import ConfigReader
 
 Fields = dict[str, Any]
 _FFN = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
@@ -48,7 +54,7 @@ def feed_forward_fields(reader: ConfigReader, family: Family, hidden: int) -> Fi
     }
 
 
-def _shared(reader: ConfigReader, experts: Experts, width: int) -> SharedExperts | None:
+def _shared(reader: ConfigReader, experts: ExpertKeys, width: int) -> SharedExperts | None:
     if experts.shared is Shared.COUNTED:
         width *= reader.integer(("n_shared_experts",), 0, least=0)
     if experts.shared is Shared.GATED:

@@ -230,6 +230,13 @@ BROKEN = {
         r"plans with recompute \[\]",
         "no effect",
     ),
+    "sinks-that-no-attention-has": Broken(
+        "model parts",
+        make_plan(dataclasses.replace(LLAMA, sinks=True)),
+        "has sinks",
+        "leave out sinks",
+        "other bytes",
+    ),
     "three-experts-on-two-ranks": Broken(
         "expert parallel",
         make_plan(dataclasses.replace(MIXTRAL, num_experts=3), dp=2, ep=2),
