@@ -31,6 +31,7 @@ from parplan.planner.request import (
     SolverName,
     host_contents,
     prefer_error,
+    searched_offload,
 )
 from parplan.planner.stage_recompute import parse_stage_recompute
 from parplan.profiles.documents.files import require_writable
@@ -71,7 +72,8 @@ def request_of(
         entry = replace(entry, spec=replace(entry.spec, vocab_multiple=1))
     request = replace(request_about(entry, target), module=module)
     if pins is not None:
-        request = replace(request, constraints=constraints_of(pins, target))
+        searched = searched_offload(request.model)
+        request = replace(request, constraints=constraints_of(pins, target, searched))
     return request if flags is None else with_flags(request, flags)
 
 
@@ -243,7 +245,7 @@ def offload_assumed(constraints: Constraints, plan: Plan) -> tuple[str, ...]:
     )
     if constraints.offload is not None or not uses_host:
         return finer
-    searched = host_contents(SEARCHED_OFFLOAD, plan.training.optimizer)
+    searched = host_contents(searched_offload(plan.model), plan.training.optimizer)
     return (offload_phrase(searched), *finer)
 
 

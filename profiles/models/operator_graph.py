@@ -398,6 +398,11 @@ class ModelGraph:
         return {layer.key: layer for layer in self}
 
     @property
+    def blocks(self) -> tuple[LayerKey, ...]:
+        """The class of each block of a described model."""
+        return tuple(key for key in self._keys if key.role is LayerKind.BLOCK)
+
+    @property
     def keys(self) -> tuple[LayerKey, ...]:
         """The classes of a described model, in the order of their first layers."""
         return tuple(self._classes)

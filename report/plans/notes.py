@@ -8,6 +8,7 @@ from parplan.planner.objective import Objective
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Status
 from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
+from parplan.profiles.models.transformer import has_unlike_blocks
 from parplan.profiles.provenance import Kind
 
 EXECUTORS_STACK = "parplan"
@@ -82,6 +83,11 @@ def _space_text(plan: Plan, *, ruled: bool) -> str | None:
     search = plan.search
     if search.status is Status.ESTIMATE:
         return None
+    if has_unlike_blocks(plan.model):
+        return (
+            "the gap is over all candidates, with a ZeRO stage for each pipeline rank and a "
+            "recompute list for each block by itself; --explain says what is not searched"
+        )
     if search.objective is Objective.MEMORY:
         return (
             "the gap is over all candidates whose stages run mixes of at most two options that are "

@@ -21,6 +21,7 @@ from parplan.executor.rules.all_rules import RULES, nearest_legal, refusals, val
 from parplan.planner.plan.plan import LayerRun, OperatorPlacement, Plan, StagePlan
 from parplan.planner.search.estimate import ChunkRequest
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.models.blocks import BlockRun
 from parplan.profiles.models.spec import Optimizer, Precision
 from parplan.profiles.models.transformer import build_graph
 from tests.helpers.chunked_runs import chunked_plan
@@ -551,6 +552,17 @@ def _less_wrong(plan: Plan) -> Plan:
     nearest = nearest_legal(plan)
     assert nearest is not None
     return nearest
+
+
+def test_a_plan_of_blocks_of_several_classes_is_refused_before_all_rules():
+    model = dataclasses.replace(LLAMA, blocks=(BlockRun(window=4), BlockRun()))
+    plan = dataclasses.replace(GPT1, model=model)
+
+    with pytest.raises(ConfigError, match="of 2 classes, window-4, full: the executor's own"):
+        validate(plan)
+
+    assert [rule.name for rule, _ in refusals(plan)] == ["alike blocks"]
+    assert nearest_legal(plan) is None
 
 
 def test_every_rule_has_a_plan_that_it_refuses():
