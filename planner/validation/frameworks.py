@@ -58,7 +58,7 @@ PRECISIONS = {  # fp16/bf16: BLOOM's early runs, fp16 as their log says
     "float16": Precision.FP16,
     "fp16/bf16": Precision.FP16,
 }
-FP8_DTYPES = ("fp8", "bf16+float8 linear", "bf16+float8 tensorwise", "float8 tensorwise")
+FP8_DTYPES = ("fp8", "fp8-cs", "bf16+float8 linear", "bf16+float8 tensorwise", "float8 tensorwise")
 RECOMPUTE = {  # a recompute cell -> the levels that blocks take in turn
     "none": (Recompute.NONE,),
     "none []": (Recompute.NONE,),
@@ -90,7 +90,85 @@ FOLDS = {  # source -> the column that divides its rows into folds
 # dropout of GPT recipes before 2022, and Megatron's default, which its release tests use; BLOOM was
 # trained without
 DROPOUT = 0.1
-NOT_DECODERS = ("bert", "t5", "multimodal", "mimo", "hybrid", "vit")  # start of a model cell
+FIGURES_DISAGREE = "its own figures disagree"
+# Rows whose figures agree after all: torchtitan of 2024 counts the parameters of the embedding in
+# its MFU, 6 x 0.53e9 FLOPs a token for Llama 3 8B, 1.054 of the count without them.
+FIGURES_AGREE = re.compile(r"titan-2024-llama3-8b-selective")
+# column, pattern in its cell (in any case) and reason of the rows that are not priced
+REFUSED = (
+    ("run_type", r"lora|peft", "LoRA"),
+    ("dp", r"^0$", "dp is 0"),
+    ("model", r"grpo", "reinforcement learning, whose step generates text as well"),
+    ("model", r"^bert|^t5|^vit", "an encoder"),
+    ("model", r"^multimodal|^mimo", "a vision tower"),
+    ("model", r"^hybrid|^nemotron/", "state-space blocks"),
+    ("model", r"mla", "latent attention of ranks that are not stated"),
+    ("notes", r"transformer_engine; (?:.*; )?MLA", "latent attention of ranks that are not stated"),
+    ("model", r"muon", "optimizer muon"),
+    ("framework", r"bnb", "8-bit optimizer"),
+    ("id", r"nemolauncher-.*-sft$", "packed documents whose lengths are not stated"),
+    ("notes", r"INCONSISTENT|^STALE", FIGURES_DISAGREE),
+    (
+        "framework",
+        r"method (vocab-\d|interlaced)",
+        "vocabulary parallelism over pipeline stages ({})",
+    ),
+)
+# Pattern in a model cell, in lower case with dashes, and the name of the model in `plan models`.
+PUBLISHED_MODELS = (
+    (r"deepseek-?v4", "deepseek-v4-flash"),
+    (r"deepseek-?v3", "deepseek-v3"),
+    (r"deepseek-?v2-lite", "deepseek-v2-lite"),
+    (r"deepseek-?v2", "deepseek-v2"),
+    (r"kimi-?k2", "kimi-k2"),
+    (r"gpt-?oss-120b", "gpt-oss-120b"),
+    (r"gpt-?oss-20b", "gpt-oss-20b"),
+    (r"qwen3-235b", "qwen3-235b-a22b"),
+    (r"qwen3-30b", "qwen3-30b-a3b"),
+    (r"qwen3-8b", "qwen3-8b"),
+    (r"(qwen3\.\d-\w+)", "qwen3.5 and later"),
+    (r"moonlight-16b", "moonlight-16b-a3b"),
+    (r"mixtral-8x22b", "mixtral-8x22b"),
+    (r"mixtral-8x7b", "mixtral-8x7b"),
+    (r"llama-?3\.?1?-405b", "llama3-405b"),
+    (r"llama-?3\.?1?-70b", "llama3-70b"),
+    (r"llama-?3\.?1?-8b", "llama3-8b"),
+    (r"nemotron-h-8b", "nemotron-h-8b"),
+    (r"nemotron-?3", "nemotron 3"),
+    (r"glm-?5", "glm-5"),
+    (r"gemma-4", "gemma-4"),
+)
+_QWEN3_30B = {"seq_len": "4096", "tp": "1", "pp": "1", "cp": "1", "micro_batch": "1"}
+# Pattern at the start of an id, and settings of the recipe that its source runs. They fill empty
+# cells alone.
+#   nemoA100: conf/training/gpt3 of NVIDIA/NeMo-Framework-Launcher@a82887b5; the page of the figures
+#     does not say that these runs used it
+#   mbcard: src/megatron/bridge/recipes and perf_recipes of NVIDIA-NeMo/Megatron-Bridge@067f987df0
+#   mcoreci-gpt-gpt3_15b: the first batch of the test's schedule; 256 GPUs are what its FLOPs and
+#     memory imply
+RECIPES = (
+    (
+        r"nemoA100-5b-",
+        {"global_batch": "2048", "micro_batch": "4", "tp": "1", "pp": "1", "zero_stage": "1"},
+    ),
+    (
+        r"nemoA100-175b-",
+        {
+            "global_batch": "2048",
+            "micro_batch": "1",
+            "tp": "4",
+            "pp": "8",
+            "vpp": "12",
+            "sequence_parallel": "true",
+            "zero_stage": "1",
+        },
+    ),
+    (r"mbcard-qwen3-30b-a3b-pretrain_performance-H100", _QWEN3_30B | {"ep": "16"}),
+    (
+        r"mcoreci-gpt-gpt3_15b_8t_release(_sm)?-",
+        {"global_batch": "384", "n_gpus": "256", "vocab": "256000"},
+    ),
+)
 # vocabulary of GPT2BPETokenizer, the default of Megatron's GPT release tests
 RELEASE_TEST_VOCAB = 50257
 # Megatron's fused cross entropy holds fp32 logits beside their gradient

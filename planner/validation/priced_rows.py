@@ -19,17 +19,15 @@ from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.planner.candidates.enumeration import illegal_layout, illegal_tensor_parallel
 from parplan.planner.plan.assemble import step_kind
 from parplan.planner.search.estimate import default_blocks, uniform_strategy
+from parplan.planner.validation.completion import completed
 from parplan.planner.validation.configuration import (
-    OPTIONAL,
     Configuration,
-    Row,
-    UnpricedError,
     configuration_of,
     experiment_of,
-    source_of,
-    stack_name,
 )
 from parplan.planner.validation.reported_memory import predicted_gib
+from parplan.planner.validation.row_cells import OPTIONAL, Row, UnpricedError, source_of
+from parplan.planner.validation.row_stack import stack_name
 from parplan.planner.validation.step_rows import read_table
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.off_speed import SpeedFactors, at_speeds
@@ -52,6 +50,8 @@ class PricedRow:
     predicted_fits       true if the fullest device fits with its margin
     out_of_memory        true if the run ran out of memory, None when unknown
     assumed              settings that the row left open
+    taken                where settings that the row leaves out were taken from
+    differing            cells that contradict the published shape of the row's model
     """
 
     id: str
@@ -68,6 +68,8 @@ class PricedRow:
     out_of_memory: bool | None = None
     predicted_fits: bool | None = None
     assumed: tuple[str, ...] = ()
+    taken: tuple[str, ...] = ()
+    differing: tuple[str, ...] = ()
 
     @property
     def error(self) -> float | None:
@@ -122,7 +124,7 @@ def price_row(
     return PricedRow(
         row["id"],
         source_of(row),
-        measured_s=_measured_s(row),
+        measured_s=_measured_s(completed(row)[0]),
         predicted_s=price.step_s,
         measured_gib=_number(row["peak_memory_gib"]),
         predicted_gib=predicted_gib(price.memory, row["memory_kind"]),
@@ -133,6 +135,8 @@ def price_row(
         out_of_memory=_ran_out(row),
         predicted_fits=fullest.total <= capacity * (1 - margin),
         assumed=configuration.assumed,
+        taken=configuration.taken,
+        differing=configuration.differing,
     )
 
 

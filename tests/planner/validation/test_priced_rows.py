@@ -10,8 +10,9 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.validation.configuration import OPTIONAL, configuration_of
+from parplan.planner.validation.configuration import configuration_of
 from parplan.planner.validation.priced_rows import price_row
+from parplan.planner.validation.row_cells import OPTIONAL
 from parplan.planner.validation.step_rows import read_rows
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
@@ -113,7 +114,27 @@ def test_a_row_is_priced_as_estimate_prices_its_configuration():
         pytest.param({"layers": ""}, "layers is not stated", id="missing"),
         pytest.param({"run_type": "LoRA"}, "LoRA", id="lora"),
         pytest.param({"interconnect": "8x 0 Gb/s"}, "interconnect is 0 Gb/s", id="network"),
-        pytest.param({"experts": "8"}, "mixture of experts", id="experts"),
+        pytest.param({"experts": "8"}, "expert tensor parallelism", id="experts"),
+        pytest.param(
+            {"experts": "8", "framework": "NeMo", "ep": "4"},
+            "top_k is not stated",
+            id="experts-of-a-token",
+        ),
+        pytest.param(
+            {"experts": "8", "framework": "NeMo", "top_k": "2", "ep": "3"},
+            "mesh: ep N does not divide dp N, over whose ranks the experts are divided",
+            id="expert-parallel",
+        ),
+        pytest.param({"run_type": "peft"}, "LoRA", id="peft"),
+        pytest.param({"model": "bert/bert_tp1"}, "an encoder", id="encoder"),
+        pytest.param(
+            {"notes": "a | INCONSISTENT: MFU"}, "its own figures disagree", id="contradiction"
+        ),
+        pytest.param(
+            {"model": "DeepSeekV4 Flash", "layers": ""},
+            "plan models does not list deepseek-v4-flash",
+            id="unlisted-model",
+        ),
         pytest.param({"cp": "2"}, "context parallelism", id="context-parallel"),
         pytest.param({"gpu": "tpu-v5"}, "no device profile for tpu-v5", id="device"),
         pytest.param(
@@ -131,7 +152,7 @@ def test_a_row_is_priced_as_estimate_prices_its_configuration():
         ),
         pytest.param({"dtype": "int8"}, "precision 'int8'", id="precision"),
         pytest.param({"recompute": "block 3 layers"}, "recompute 'block 3 layers'", id="recompute"),
-        pytest.param({"dp": "8"}, "dp x tp x pp is not the number of GPUs", id="mesh"),
+        pytest.param({"dp": "8"}, "dp x cp x tp x pp is not the number of GPUs", id="mesh"),
         pytest.param(
             {"tp": "32", "dp": "1", "pp": "1", "n_gpus": "32"},
             "tp N does not divide the N attention heads",
