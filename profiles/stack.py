@@ -24,6 +24,7 @@ ScheduleName = Literal[
     "gpipe", "1f1b", "interleaved", "early-recompute", "last-no-recompute", "scp", "zbv", "custom"
 ]
 MeshOrderName = Literal["pp-dp-tp", "dp-pp-tp"]
+ContextFormName = Literal["ring", "all-gather", "all-to-all", "two-level"]
 RecomputeKind = Literal["none", "selective", "full", "operators"]
 EVERY_SCHEDULE: tuple[ScheduleName, ...] = get_args(ScheduleName)
 EVERY_RECOMPUTE: tuple[RecomputeKind, ...] = get_args(RecomputeKind)
@@ -52,6 +53,25 @@ class FlashKernel(StrEnum):
     FLASH2 = "flash2"
     FLASH3 = "flash3"
     CUDNN = "cudnn"
+
+
+class ContextForm(StrEnum):
+    """The ways in which ranks that divide a sequence compute its attention.
+
+    ring         keys and values of each rank go round, one neighbour at a time
+                 (Liu et al. 2023, arXiv 2310.01889)
+    all-gather   every rank gathers keys and values of the whole sequence (Llama 3, arXiv
+                 2407.21783, section 3.3.2)
+    all-to-all   tokens are exchanged for heads, so that a rank has the whole sequence of some heads
+                 (Ulysses, arXiv 2309.14509)
+    two-level    all-to-all among neighbours, and a ring over the groups of them (USP, arXiv
+                 2405.07719)
+    """
+
+    RING = "ring"
+    ALL_GATHER = "all-gather"
+    ALL_TO_ALL = "all-to-all"
+    TWO_LEVEL = "two-level"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +125,8 @@ class Stack:
                              operators
     mesh_orders              the orders of the parallel axes over the ranks, outermost first, that
                              it can start in (costmodels/communication/mesh.py)
+    context_forms            the forms of context parallelism that it runs
+    divides_experts          each expert may be divided over the tensor-parallel ranks
     terms_of                 the stack whose fitted terms it shares, empty for its own
 
     Facts of memory:
@@ -173,6 +195,8 @@ class Stack:
     schedules: tuple[ScheduleName, ...] = EVERY_SCHEDULE
     recompute: tuple[RecomputeKind, ...] = EVERY_RECOMPUTE
     mesh_orders: tuple[MeshOrderName, ...] = ("pp-dp-tp",)
+    context_forms: tuple[ContextFormName, ...] = ()
+    divides_experts: bool = False
     terms_of: str = ""
     logit_bytes: int = 6
     keeps_gathered_inputs: bool = False

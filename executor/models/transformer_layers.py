@@ -142,7 +142,7 @@ def _rotary_tables(length: int, size: int, theta: float, like: Tensor) -> tuple[
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     """Causal grouped-query attention over the heads on this rank."""
 
     on_shards = True
@@ -279,7 +279,7 @@ class Block(nn.Module):
         self.qkv = Linear(hidden, model.q_size + 2 * model.kv_size, bias=model.qkv_bias)
         if model.positions is Positions.ROTARY:
             self.rotary = Rotary(model)
-        self.attention = Attention(model, training.attention)
+        self.attention = SelfAttention(model, training.attention)
         self.attention_out = Linear(model.q_size, hidden, bias=model.linear_bias)
         if not model.parallel_residual:
             self.residual1 = Residual(model)

@@ -13,11 +13,8 @@ from hypothesis import strategies as st
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.candidates.enumeration import (
-    illegal_layout,
-    illegal_tensor_parallel,
-    layout_text,
-)
+from parplan.planner.candidates.enumeration import illegal_layout, layout_text
+from parplan.planner.candidates.meshes import illegal_tensor_parallel
 from parplan.planner.deadline import deadline_after
 from parplan.planner.request import MAX_MICRO_BATCH_SIZE, Constraints, SearchOptions
 from parplan.profiles.divisors import divisors
@@ -246,7 +243,7 @@ def test_the_frames_of_one_small_cluster_by_hand():
         pytest.param(
             {"tp": (2,), "pp": (2,)},
             lambda f: (f.mesh.tp, f.mesh.pp) == (2, 2),
-            "excluded by --pp, --dp or --tp",
+            "excluded by --pp",
             id="mesh",
         ),
         pytest.param(
