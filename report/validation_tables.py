@@ -223,6 +223,7 @@ def _counted_notes(priced: Sequence[PricedRow]) -> Iterator[str]:
     for heading, names in (
         ("settings that rows left open", [row.assumed for row in priced]),
         ("rows with settings taken from", [row.taken for row in priced]),
+        ("times that are not compared", [row.untimed for row in priced]),
         ("own figures of rows against the published model", [row.differing for row in priced]),
     ):
         counts = Counter(itertools.chain.from_iterable(names))

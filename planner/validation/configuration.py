@@ -18,6 +18,7 @@ from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.validation.completion import completed
 from parplan.planner.validation.frameworks import (
+    CONTEXT_FORMS,
     FIGURES_AGREE,
     FIGURES_DISAGREE,
     FOLDS,
@@ -48,6 +49,7 @@ from parplan.planner.validation.row_stack import (
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.stack_terms import Terms, shipped_terms
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
+from parplan.profiles.stack import ContextForm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,17 +166,34 @@ def _refuse(row: Row) -> None:
 
 
 def _mesh(row: Row) -> Mesh:
-    """Returns the mesh of the row. Raises UnpricedError for axes that are not priced."""
-    if whole(row, "cp", 1) > 1:
-        raise UnpricedError("context parallelism")
+    """Returns the mesh of the row; `dp` excludes `cp`, experts lie over dp x cp x tp.
+
+    Raises UnpricedError for experts that are divided otherwise than the rest of the model.
+    """
     experts = whole(row, "experts", 1) > 1
-    if experts and expert_tensor_parallel(row) > 1:
-        raise UnpricedError("expert tensor parallelism")
+    etp = expert_tensor_parallel(row) if experts else 1
+    if etp not in (1, whole(row, "tp")):
+        raise UnpricedError(f"expert tensor parallelism {etp} under tensor parallelism {row['tp']}")
+    cp = max(1, whole(row, "cp", 1))
     return Mesh(
         pp=whole(row, "pp"),
         dp=whole(row, "dp"),
+        cp=cp,
         tp=whole(row, "tp"),
         ep=max(1, whole(row, "ep", 1)) if experts else 1,
+        etp=etp,
+        context_form=_context_form(row) if cp > 1 else None,
+    )
+
+
+def _context_form(row: Row) -> ContextForm:
+    """Returns the form that the row states, else the ring, which Megatron-LM runs by default.
+
+    The default is cp_comm_type p2p of megatron/training/arguments.py.
+    """
+    stated = f"{row['id']} {row['notes']}"
+    return next(
+        (form for pattern, form in CONTEXT_FORMS if re.search(pattern, stated)), ContextForm.RING
     )
 
 

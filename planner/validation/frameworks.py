@@ -6,6 +6,7 @@ import re
 
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.profiles.models.spec import Precision
+from parplan.profiles.stack import ContextForm
 
 DEVICES = {  # start of a gpu cell, up to the end of a word -> the cluster file
     "a100-80g-pcie": "a100-80gb-pcie",
@@ -39,6 +40,7 @@ STACKS = (  # pattern in a framework cell, first match first -> the stack
     (r"InternEvo", "internevo"),
     (r"torchtitan|torchtune", "torchtitan"),
     (r"FSDP|Composer|llm-foundry|lit-gpt", "fsdp1"),
+    (r"NeMo.*2022|NeMo.*2023", "megatron-lm-2022"),
     (r"NeMo|Megatron-Bridge|Megatron-Core r0", "nemo"),
     (r"Megatron", "megatron-core"),
 )
@@ -90,6 +92,13 @@ FOLDS = {  # source -> the column that divides its rows into folds
 # dropout of GPT recipes before 2022, and Megatron's default, which its release tests use; BLOOM was
 # trained without
 DROPOUT = 0.1
+CONTEXT_FORMS = (  # pattern in an id or in notes -> the form of context parallelism
+    (r"a2a_p2p", ContextForm.TWO_LEVEL),
+    (r"CP=all-to-all", ContextForm.ALL_TO_ALL),
+)
+# Start of the id of runs that reduce gradients in the precision of the weights: the performance
+# recipes of Megatron-Bridge (perf_recipes/_common.py of the commit below), except those of Kimi K2.
+NARROW_GRADIENTS = re.compile(r"mbridge-(?!.*Kimi)|mbcard-.*pretrain_performance")
 FIGURES_DISAGREE = "its own figures disagree"
 # Rows whose figures agree after all: torchtitan of 2024 counts the parameters of the embedding in
 # its MFU, 6 x 0.53e9 FLOPs a token for Llama 3 8B, 1.054 of the count without them.
@@ -97,8 +106,8 @@ FIGURES_AGREE = re.compile(r"titan-2024-llama3-8b-selective")
 # column, pattern in its cell (in any case) and reason of the rows that are not priced
 REFUSED = (
     ("run_type", r"lora|peft", "LoRA"),
-    ("dp", r"^0$", "dp is 0"),
     ("model", r"grpo", "reinforcement learning, whose step generates text as well"),
+    ("dp", r"^0$", "dp is 0"),
     ("model", r"^bert|^t5|^vit", "an encoder"),
     ("model", r"^multimodal|^mimo", "a vision tower"),
     ("model", r"^hybrid|^nemotron/", "state-space blocks"),
@@ -179,6 +188,6 @@ LAST_STAGE_OF_REDIS = {32000: 4, 64000: 3, 128000: 2, 256000: 0}
 INTERLEAVING_STACKS = ("megatron-lm-2021", "megatron-lm-2022", "megatron-core", "nemo")
 OPEN_MICRO_BATCHES = (1, 2, 4, 8, 16)
 # Release tests whose golden values equal those of the un-fused test: they were not refreshed since
-# (inferred from the values).
-RELEASE_TEST_UNFUSED = re.compile(r"lts-dgxa100_dracooci")
+# (inferred from the values). The core attention of context parallelism is never un-fused.
+RELEASE_TEST_UNFUSED = re.compile(r"lts-dgxa100_dracooci|moe-gpt3_.*_resume_.*-lts-dgx_a100")
 NO_OVERLAP = re.compile(r"overlap=none|overlap features OFF")

@@ -56,7 +56,7 @@ def with_published_shape(row: Row) -> RowShape:
     experts = whole(row, "experts", 1) > 1
     if not left_out and not experts:
         return RowShape(row=row)
-    name = _published_name(row["model"])
+    name = published_name(row["model"])
     if name is None:
         return RowShape(row=row)
     if name not in model_names():
@@ -64,7 +64,7 @@ def with_published_shape(row: Row) -> RowShape:
     return _as_published(row, load_model(name).spec)
 
 
-def _published_name(model: str) -> str | None:
+def published_name(model: str) -> str | None:
     """Returns the name in `plan models` of a model cell, None for a model that is not public."""
     cell = re.sub(r"[ _]", "-", model.lower())
     return next((name for pattern, name in PUBLISHED_MODELS if re.search(pattern, cell)), None)

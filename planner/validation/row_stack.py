@@ -13,6 +13,7 @@ from parplan.planner.validation.frameworks import (
     FUSED_LOSS_LOGIT_BYTES,
     INTERLEAVING_STACKS,
     KERNELS,
+    NARROW_GRADIENTS,
     NO_OVERLAP,
     OPEN_MICRO_BATCHES,
     PRECISIONS,
@@ -55,7 +56,8 @@ def stack_of(row: Row, stack: Stack) -> Stack:
     if "asyncTP" in row["id"]:
         stack = replace(stack, overlap_tensor_parallel=True)
     unfused = re.search(r"attention-backend unfused|TE impl local", notes)
-    if unfused or RELEASE_TEST_UNFUSED.search(row["id"]):
+    stale = RELEASE_TEST_UNFUSED.search(row["id"]) and whole(row, "cp", 1) == 1
+    if unfused or stale:
         return replace(stack, attention=AttentionKernel.UNFUSED)
     noted = re.search(r"\battention=(\w+)", notes)
     if noted is None:
@@ -104,10 +106,12 @@ def training_of(row: Row, stack: Stack) -> TrainingSpec:
 
 
 def _gradient_precision(row: Row, precision: Precision) -> Precision:
-    """Returns fp32 for bf16 weights (except in InternEvo), else the precision of the weights."""
-    if precision is Precision.BF16 and "InternEvo" not in row["framework"]:
-        return Precision.FP32
-    return precision
+    """Returns fp32 for bf16 weights, else the precision of the weights.
+
+    InternEvo and the runs of `NARROW_GRADIENTS` keep bf16.
+    """
+    narrow = "InternEvo" in row["framework"] or NARROW_GRADIENTS.match(row["id"])
+    return Precision.FP32 if precision is Precision.BF16 and not narrow else precision
 
 
 def micro_batches_of(row: Row, mesh: Mesh) -> tuple[int, ...]:

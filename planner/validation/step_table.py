@@ -10,7 +10,7 @@ from parplan.planner.validation.row_cells import NEEDED, Row, source_of
 from parplan.profiles.errors import unknown_name_error
 
 _COUNTS = (
-    *NEEDED,
+    *(name for name in NEEDED if name != "dp"),
     "vocab",
     "micro_batch",
     "gpus_per_node",
@@ -18,7 +18,7 @@ _COUNTS = (
     "head_dim",
     "vocab_multiple",
 )
-_COUNTS_OR_NONE = ("vpp", "cp", "ep", "experts", "zero_stage")  # 0 is allowed: not in use
+_COUNTS_OR_NONE = ("dp", "vpp", "cp", "ep", "experts", "zero_stage")  # 0: not in use
 _MEASURED = ("step_time_s", "derived_step_time_s", "tokens_per_s_per_gpu", "peak_memory_gib")
 _MOST_DIGITS = 9  # digits of a count
 
