@@ -28,6 +28,8 @@ _SHAPE = {  # cell -> the field of a spec
     "top_k": "experts_per_token",
     "moe_ffn_hidden": "expert_ffn_hidden_size",
 }
+# cells that sources of latent attention fill in several ways: its heads have three widths
+_OF_HEADS = ("kv_heads", "head_dim")
 _CUT = re.compile(r"truncated|_l\d+_")  # a model cell, or an id, of fewer layers than published
 
 
@@ -71,7 +73,8 @@ def published_name(model: str) -> str | None:
 
 
 def _as_published(row: Row, spec: ModelSpec) -> RowShape:
-    own = {cell: whole(row, cell) for cell in _SHAPE if row.get(cell)}
+    unstated = _OF_HEADS if spec.latent else ()
+    own = {cell: whole(row, cell) for cell in _SHAPE if row.get(cell) and cell not in unstated}
     differing = {
         cell: figure for cell, figure in own.items() if figure != getattr(spec, _SHAPE[cell])
     }
