@@ -53,6 +53,7 @@ NETWORKS = {  # name in an interconnect cell -> the NIC
     "roce": "roce",
     "efa": "efa",
 }
+NVL72_SEGMENT = 64  # GPUs of one rack that a job of several racks takes (Megatron-Bridge's cards)
 PRECISIONS = {  # fp16/bf16: BLOOM's early runs, fp16 as their log says
     "bf16": Precision.BF16,
     "bfloat16": Precision.BF16,
@@ -111,7 +112,7 @@ REFUSED = (
     ("model", r"^bert|^t5|^vit", "an encoder"),
     ("model", r"^multimodal|^mimo", "a vision tower"),
     ("model", r"^hybrid|^nemotron/", "state-space blocks"),
-    ("model", r"mla", "latent attention of ranks that are not stated"),
+    ("model", r"^gpt/.*_mla", "latent attention of ranks that are not stated"),
     ("notes", r"transformer_engine; (?:.*; )?MLA", "latent attention of ranks that are not stated"),
     ("model", r"muon", "optimizer muon"),
     ("framework", r"bnb", "8-bit optimizer"),
@@ -171,6 +172,14 @@ RECIPES = (
             "sequence_parallel": "true",
             "zero_stage": "1",
         },
+    ),
+    (
+        r"mbcard-gpt-oss-120b-pretrain-H100",
+        {"tp": "2", "pp": "4", "cp": "1", "ep": "16", "micro_batch": "1"},
+    ),
+    (
+        r"mbcard-gpt-oss-20b-pretrain-H100",
+        {"tp": "2", "pp": "4", "cp": "1", "ep": "4", "micro_batch": "1"},
     ),
     (r"mbcard-qwen3-30b-a3b-pretrain_performance-H100", _QWEN3_30B | {"ep": "16"}),
     (

@@ -6,7 +6,7 @@ import functools
 import re
 from dataclasses import replace
 
-from parplan.planner.validation.frameworks import DEVICES, NETWORKS, PCIE_IS_ANOTHER
+from parplan.planner.validation.frameworks import DEVICES, NETWORKS, NVL72_SEGMENT, PCIE_IS_ANOTHER
 from parplan.planner.validation.row_cells import Row, UnpricedError, whole
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
@@ -15,13 +15,19 @@ _packaged_cluster = functools.cache(load_cluster)
 
 
 def cluster_of(row: Row) -> Cluster:
-    """Returns the cluster that the row names. Raises UnpricedError for one without a profile."""
+    """Returns the cluster that the row names. Raises UnpricedError for one without a profile.
+
+    The node of an NVL72 machine is its NVLink domain, whatever GPUs a tray has: the whole run, or
+    the parts of 64 GPUs that its scheduler makes.
+    """
     name = _device(row["gpu"])
     if name is None:
         raise UnpricedError(f"no device profile for {row['gpu'] or 'an unnamed GPU'}")
     cluster = _packaged_cluster(name)
     gpus = whole(row, "n_gpus")
     per_node = whole(row, "gpus_per_node", cluster.gpus_per_node)
+    if "nvl72" in row["gpu"].lower():
+        per_node = gpus if gpus <= cluster.gpus_per_node else NVL72_SEGMENT
     cluster = with_gpus(cluster, gpus, min(gpus, per_node))
     network = re.search(r"(\d+)x ?(\d+) ?Gb", row["interconnect"]) or re.search(
         r"()(\d+) Gb/s (?:IB )?per node", row["interconnect"]

@@ -540,3 +540,10 @@ def test_the_time_of_a_functional_run_is_not_compared():
     assert priced.measured_s is None
     assert priced.predicted_s
     assert len(priced.untimed) == 1
+
+
+@pytest.mark.parametrize(("gpus", "node"), [pytest.param(32, 32), pytest.param(256, 64)])
+def test_the_node_of_a_rack_is_its_nvlink_domain(gpus, node):
+    row = {**FULL, "gpu": "gb200-nvl72", "gpus_per_node": "4", "n_gpus": str(gpus)}
+
+    assert configuration_of({**row, "dp": str(gpus // 4)}).cluster.gpus_per_node == node
