@@ -154,6 +154,7 @@ _QWEN3_30B = {"seq_len": "4096", "tp": "1", "pp": "1", "cp": "1", "micro_batch":
 #   nemoA100: conf/training/gpt3 of NVIDIA/NeMo-Framework-Launcher@a82887b5; the page of the figures
 #     does not say that these runs used it
 #   mbcard: src/megatron/bridge/recipes and perf_recipes of NVIDIA-NeMo/Megatron-Bridge@067f987df0
+#   megh100-strong: the degrees of the same model in the table of weak scaling of the same page
 #   mcoreci-gpt-gpt3_15b: the first batch of the test's schedule; 256 GPUs are what its FLOPs and
 #     memory imply
 RECIPES = (
@@ -180,6 +181,10 @@ RECIPES = (
     (
         r"mbcard-gpt-oss-20b-pretrain-H100",
         {"tp": "2", "pp": "4", "cp": "1", "ep": "4", "micro_batch": "1"},
+    ),
+    (
+        r"megh100-strong-177B-",
+        {"tp": "8", "pp": "6", "cp": "1", "sequence_parallel": "true", "zero_stage": "1"},
     ),
     (r"mbcard-qwen3-30b-a3b-pretrain_performance-H100", _QWEN3_30B | {"ep": "16"}),
     (

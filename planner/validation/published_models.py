@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 from parplan.planner.validation.frameworks import PUBLISHED_MODELS
 from parplan.planner.validation.row_cells import Row, UnpricedError, whole
@@ -82,7 +83,7 @@ def _as_published(row: Row, spec: ModelSpec) -> RowShape:
         cell: str(getattr(spec, field)) for cell, field in _SHAPE.items() if not row.get(cell)
     }
     filled |= {"ffn_hidden": row["ffn_hidden"] or str(spec.ffn_hidden_size or 1)}
-    changes = {_SHAPE[cell]: figure for cell, figure in differing.items()}
+    changes: dict[str, Any] = {_SHAPE[cell]: figure for cell, figure in differing.items()}
     model = replace(
         spec, max_seq_length=max(spec.max_seq_length, whole(row, "seq_len", 1)), **changes
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.planner.validation.frameworks import DROPOUT, LAST_STAGE_OF_REDIS
 from parplan.planner.validation.row_cells import Row, UnpricedError, is_true, source_of, whole
@@ -44,7 +46,7 @@ def model_of(row: Row, stack: Stack, published: ModelSpec | None = None) -> Mode
     )
 
 
-def _feed_forward(row: Row) -> dict[str, int]:
+def _feed_forward(row: Row) -> dict[str, Any]:
     """Returns the widths of the feed-forward network; every block has experts, or none.
 
     Megatron's experts are as wide as the feed-forward network unless the row says otherwise.
