@@ -45,7 +45,7 @@ class ProductKernel:
               batched_backward
     slower    factor on its time for rows that are not aligned
     fp8       true when its operands are in fp8
-    grouped   true for one product over all experts of a rank, which has no measured curve
+    grouped   true for one product over all experts of a rank, which has a curve of its own
     """
 
     curve: str

@@ -145,8 +145,8 @@ def _experts(operator: Operator, sizes: LocalSizes, training: TrainingSpec) -> O
     """One grouped product for all experts of a rank, forward and for both gradients (EQUATIONS K1).
 
     Routing is balanced: each expert has an equal part of as many token copies as the rank sent.
-    Grouped products were not measured: they take the curve of single products, with the tiles of
-    all experts in the same waves. They stay in 16 bits under fp8.
+    They take the curve of grouped products, which is relative to that of single ones with the tiles
+    of all experts in the same waves. They stay in 16 bits under fp8.
     """
     *token_dims, features, contracted = operator.dims
     experts = operator.parameters[0].dims[0].size // sizes.ep
