@@ -54,6 +54,25 @@ class FlashKernel(StrEnum):
     CUDNN = "cudnn"
 
 
+class ContextForm(StrEnum):
+    """The ways in which ranks that divide a sequence compute its attention.
+
+    ring         keys and values of each rank go round, one neighbour at a time
+                 (Liu et al. 2023, arXiv 2310.01889)
+    all-gather   every rank gathers keys and values of the whole sequence (Llama 3, arXiv
+                 2407.21783, section 3.3.2)
+    all-to-all   tokens are exchanged for heads, so that a rank has the whole sequence of some heads
+                 (Ulysses, arXiv 2309.14509)
+    two-level    all-to-all among neighbours, and a ring over the groups of them (USP, arXiv
+                 2405.07719)
+    """
+
+    RING = "ring"
+    ALL_GATHER = "all-gather"
+    ALL_TO_ALL = "all-to-all"
+    TWO_LEVEL = "two-level"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AvailableKernel:
     """A fused attention kernel that a stack runs on devices of at least a compute capability."""

@@ -15,6 +15,7 @@ from parplan.profiles.documents.ranges import DEVICES
 from parplan.profiles.elementwise import Number
 from parplan.profiles.errors import ConfigError, coerce_choice
 from parplan.profiles.models.spec import ModelSpec
+from parplan.profiles.stack import ContextForm
 
 _FORBID = {"extra": "forbid"}
 
@@ -24,13 +25,15 @@ class Axis(StrEnum):
 
     PP = "pp"
     DP = "dp"
+    CP = "cp"
     TP = "tp"
 
 
 class MeshOrder(StrEnum):
     """Parallel axes in rank order, outermost first.
 
-    Tensor-parallel ranks are always neighbours. With `dp-pp-tp` the stages of a pipeline come
+    Tensor-parallel ranks are always neighbours, and context-parallel ranks are next to them: the
+    axis cp is not named, its place is between dp and tp. With `dp-pp-tp` the stages of a pipeline come
     before the copies of the model: messages between stages stay inside a node where pp x tp fits
     one, and data-parallel groups span more nodes.
     """
@@ -44,59 +47,115 @@ class MeshOrder(StrEnum):
 
 
 _INSIDE = {
-    MeshOrder.PP_DP_TP: {Axis.PP: (Axis.DP, Axis.TP), Axis.DP: (Axis.TP,), Axis.TP: ()},
-    MeshOrder.DP_PP_TP: {Axis.DP: (Axis.PP, Axis.TP), Axis.PP: (Axis.TP,), Axis.TP: ()},
+    MeshOrder.PP_DP_TP: {
+        Axis.PP: (Axis.DP, Axis.CP, Axis.TP),
+        Axis.DP: (Axis.CP, Axis.TP),
+        Axis.CP: (Axis.TP,),
+        Axis.TP: (),
+    },
+    MeshOrder.DP_PP_TP: {
+        Axis.DP: (Axis.PP, Axis.CP, Axis.TP),
+        Axis.PP: (Axis.CP, Axis.TP),
+        Axis.CP: (Axis.TP,),
+        Axis.TP: (),
+    },
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """Degrees of pipeline, data and tensor parallelism.
+    """Degrees of the parallel axes.
 
-    order: axes in rank order: of pp-dp-tp, rank = (pp_rank * dp + dp_rank) * tp + tp_rank
-    ep: number of neighbouring dp ranks over which the experts of a block are divided; dp / ep ranks
-    hold the same experts
+    order: axes in rank order: of pp-dp-tp, rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp
+        + tp_rank
+    cp: number of ranks over which every sequence is divided
+    context_form: the way in which their attention reads the whole sequence, None for cp 1
+    ep, etp: the experts of a block are divided over ep x etp of the dp x cp x tp ranks of a stage,
+        which are neighbours: over ep ranks by whole experts, and each expert over etp ranks, 1 or
+        tp. The other ranks hold copies
     """
 
     __pydantic_config__ = _FORBID
 
     pp: int
     dp: int
+    cp: int = 1
     tp: int
     ep: int = 1
+    etp: int = 1
     order: MeshOrder = MeshOrder.PP_DP_TP
+    context_form: ContextForm | None = None
 
     def __post_init__(self) -> None:
         coerce_choice(self, "order", MeshOrder, where="mesh")
+        if self.context_form is not None:
+            coerce_choice(self, "context_form", ContextForm, where="mesh")
+        if (self.context_form is None) != (self.cp == 1):
+            raise ConfigError(
+                f"mesh: context_form is {self.context_form} with cp {self.cp}",
+                hint="give it where cp is more than 1, and only there",
+            )
         for axis in Axis:
             if self.degree(axis) not in DEVICES:
                 raise ConfigError(f"mesh: {axis} is {self.degree(axis)}, it must be {DEVICES}")
-        if self.ep < 1 or self.dp % self.ep:
+        if self.etp not in (1, self.tp):
             raise ConfigError(
-                f"mesh: ep {self.ep} does not divide dp {self.dp}, "
-                "over whose ranks the experts are divided",
-                hint=f"use a divisor of {self.dp}",
+                f"mesh: etp is {self.etp}, it must be 1 or tp {self.tp}",
+                hint="an expert is whole, or divided as the other operators are",
             )
-        if self.ep > 1 and self.order is not MeshOrder.PP_DP_TP:
+        ranks = self.ranks_per_stage
+        if self.ep < 1 or ranks % (self.ep * self.etp):
+            divided = f"ep {self.ep}" + (f" x etp {self.etp}" if self.etp > 1 else "")
             raise ConfigError(
-                f"mesh: the order is {self.order} with ep {self.ep}, whose ranks are neighbours",
-                hint=f"use the order {MeshOrder.PP_DP_TP}, or ep 1",
+                f"mesh: {divided} does not divide the {ranks} ranks of a stage, "
+                "over which the experts are divided",
+                hint=f"use a divisor of {ranks // self.etp}",
+            )
+        if (self.ep > 1 or self.cp > 1) and self.order is not MeshOrder.PP_DP_TP:
+            axis, degree = ("ep", self.ep) if self.ep > 1 else ("cp", self.cp)
+            raise ConfigError(
+                f"mesh: the order is {self.order} with {axis} {degree}, whose ranks are neighbours",
+                hint=f"use the order {MeshOrder.PP_DP_TP}, or {axis} 1",
             )
 
     def __str__(self) -> str:
-        experts = f" (ep {self.ep})" if self.ep > 1 else ""
+        context = f" x cp {self.cp} ({self.context_form})" if self.cp > 1 else ""
+        experts = f" (ep {self.ep}{f' x etp {self.etp}' if self.etp > 1 else ''})"
+        divided = self.ep > 1 or self.etp > 1
         order = "" if self.order is MeshOrder.PP_DP_TP else f" in order {self.order}"
-        return f"pp {self.pp} x dp {self.dp} x tp {self.tp}{experts}{order}"
+        return (
+            f"pp {self.pp} x dp {self.dp}{context} x tp {self.tp}"
+            f"{experts if divided else ''}{order}"
+        )
+
+    @property
+    def replicas(self) -> int:
+        """The ranks of a stage that hold the same part of parameters that no expert has.
+
+        They are the data-parallel and the context-parallel ranks: gradients are reduced over them,
+        and ZeRO divides states over them.
+        """
+        return self.dp * self.cp
+
+    @property
+    def replica_stride(self) -> int:
+        """Distance in ranks between neighbours among the replicas."""
+        return self.stride(Axis.CP if self.cp > 1 else Axis.DP)
 
     @property
     def ranks_per_stage(self) -> int:
         """The devices that share one pipeline stage."""
-        return self.dp * self.tp
+        return self.replicas * self.tp
 
     @property
     def expert_dp(self) -> int:
         """The data-parallel ranks that hold the same experts."""
         return self.dp // self.ep
+
+    @property
+    def expert_replicas(self) -> int:
+        """The ranks of a stage that hold the same part of the same experts."""
+        return self.ranks_per_stage // (self.ep * self.etp)
 
     @property
     def num_ranks(self) -> int:
@@ -110,16 +169,15 @@ class Mesh:
         """Distance in ranks between neighbours along `axis`."""
         return math.prod([self.degree(inner) for inner in self.order.inside(axis)])
 
-    def rank(self, pp: int = 0, dp: int = 0, tp: int = 0) -> int:
+    def rank(self, pp: int = 0, dp: int = 0, tp: int = 0, cp: int = 0) -> int:
         """Returns the rank at these coordinates."""
-        return sum(
-            at * self.stride(axis) for axis, at in ((Axis.PP, pp), (Axis.DP, dp), (Axis.TP, tp))
-        )
+        places = ((Axis.PP, pp), (Axis.DP, dp), (Axis.CP, cp), (Axis.TP, tp))
+        return sum(at * self.stride(axis) for axis, at in places)
 
-    def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """Returns the coordinates (pp, dp, tp) of a rank."""
-        pp, dp, tp = (rank // self.stride(axis) % self.degree(axis) for axis in Axis)
-        return pp, dp, tp
+    def coordinates(self, rank: int) -> tuple[int, int, int, int]:
+        """Returns the coordinates (pp, dp, cp, tp) of a rank."""
+        pp, dp, cp, tp = (rank // self.stride(axis) % self.degree(axis) for axis in Axis)
+        return pp, dp, cp, tp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +229,7 @@ def where_axes_lie(mesh: Mesh, gpus_per_node: int) -> Hashable:
     here = np.arange(mesh.pp)
     crosses = np.asarray(crosses_nodes(mesh, here, (here + 1) % mesh.pp, gpus_per_node))
     return (
-        place(mesh, Axis.DP, gpus_per_node),
+        place_replicas(mesh, mesh.replicas, 1, gpus_per_node),
         crosses.tobytes(),
         min(mesh.stride(Axis.PP), gpus_per_node) if crosses.any() else 0,
     )
@@ -182,9 +240,9 @@ def distinct_orders(
 ) -> tuple[Mesh, ...]:
     """Returns a mesh in each of the orders, of those that cost the same only the first.
 
-    Ranks that divide experts are neighbours, which pp-dp-tp alone has.
+    Ranks that divide experts or sequences are neighbours, which pp-dp-tp alone has.
     """
-    if mesh.ep > 1:
+    if mesh.ep > 1 or mesh.cp > 1:
         orders = (MeshOrder.PP_DP_TP,)
     meshes: dict[Hashable, Mesh] = {}
     for order in orders:
@@ -193,9 +251,16 @@ def distinct_orders(
     return tuple(meshes.values())
 
 
+def place_replicas(mesh: Mesh, ranks: int, apart: int, gpus_per_node: int) -> Placement:
+    """The placement of `ranks` of the replicas of a stage, every `apart`-th of them."""
+    stride = apart * mesh.replica_stride
+    return place_axis(ranks, stride, mesh.num_ranks, gpus_per_node)
+
+
 def place_expert_copies(mesh: Mesh, gpus_per_node: int) -> Placement:
-    """The placement of the data-parallel ranks that hold the same experts: every ep-th rank."""
-    return place_axis(mesh.expert_dp, mesh.ep * mesh.stride(Axis.DP), mesh.num_ranks, gpus_per_node)
+    """The placement of the ranks that hold the same part of the same experts."""
+    stride = mesh.ep * mesh.etp
+    return place_axis(mesh.expert_replicas, stride, mesh.num_ranks, gpus_per_node)
 
 
 def place_axis(degree: int, stride: int, num_ranks: int, gpus_per_node: int) -> Placement:
@@ -216,9 +281,14 @@ def place_axis(degree: int, stride: int, num_ranks: int, gpus_per_node: int) -> 
 
 
 def illegal_expert_parallel(mesh: Mesh, model: ModelSpec) -> str | None:
-    """Returns why the experts of this model cannot be divided over the `ep` of a mesh, or None."""
-    if mesh.ep > 1 and not model.num_experts:
-        return f"ep {mesh.ep} divides experts, {model.name} has none"
+    """Returns why the experts of this model cannot be divided as the mesh says, or None."""
+    if not model.num_experts:
+        for axis, degree in (("ep", mesh.ep), ("etp", mesh.etp)):
+            if degree > 1:
+                return f"{axis} {degree} divides experts, {model.name} has none"
+        return None
     if model.num_experts % mesh.ep:
         return f"ep {mesh.ep} does not divide the {model.num_experts} experts"
+    if model.expert_ffn_hidden_size % mesh.etp:
+        return f"etp {mesh.etp} does not divide the experts' width {model.expert_ffn_hidden_size}"
     return None

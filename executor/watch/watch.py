@@ -215,9 +215,10 @@ class Watch:
 
     def _name(self, rank: int, num_more: int) -> str:
         """Return a rank with its coordinates."""
-        pp, dp, tp = self.mesh.coordinates(rank)
+        pp, dp, cp, tp = self.mesh.coordinates(rank)
         more = f" and {num_more} more" if num_more > 0 else ""
-        return f"rank {rank} (pp {pp}, dp {dp}, tp {tp}){more}"
+        context = f", cp {cp}" if self.mesh.cp > 1 else ""
+        return f"rank {rank} (pp {pp}, dp {dp}{context}, tp {tp}){more}"
 
     def _end(self, text: str) -> None:
         if self.claim():

@@ -1,0 +1,135 @@
+"""The division of a sequence over context-parallel ranks, and the keys that queries read.
+
+A sequence is cut into 2 cp pieces, and rank i holds pieces i and 2 cp - 1 - i. Under a causal mask
+the later piece reads as many more keys as the earlier one reads fewer, so that all ranks compute
+equally much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Numbers = tuple[int, ...]  # of pieces, in their order in the sequence
+
+
+def pieces(rank: int, ranks: int) -> Numbers:
+    """Returns the numbers of the two pieces of a rank."""
+    return rank, 2 * ranks - 1 - rank
+
+
+def part_of(whole: Tensor, rank: int, ranks: int, dim: int) -> Tensor:
+    """Returns the two pieces of a rank, of a tensor whose `dim` is the sequence."""
+    cut = whole.chunk(2 * ranks, dim)
+    return torch.cat([cut[number] for number in pieces(rank, ranks)], dim)
+
+
+def in_order(parts: Tensor, dim: int) -> Tensor:
+    """Returns the tokens of all ranks in the order of the sequence.
+
+    parts   [ranks, ...], the part of each rank
+    dim     the dim of the tokens in a part
+    """
+    first, second = parts.chunk(2, dim + 1)
+    return torch.cat((first, second.flip(0))).movedim(0, dim).flatten(dim, dim + 1)
+
+
+def by_rank(whole: Tensor, ranks: int, dim: int) -> Tensor:
+    """Returns the part of each rank, [ranks, ...]: the inverse of `in_order`."""
+    first, second = whole.unflatten(dim, (2 * ranks, -1)).movedim(dim, 0).chunk(2)
+    return torch.cat((first, second.flip(0)), dim + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A rectangle of scores: a range of this rank's queries, and a range of the keys at hand.
+
+    causal   query i of the range reads its first i + 1 keys alone
+    lead     None where a query reads all its keys; else the number of tokens from the first key to
+             the first query, and a query reads those keys that are in its window
+    """
+
+    queries: slice
+    keys: slice
+    causal: bool = False
+    lead: int | None = None
+
+    def mask(self, window: int, like: Tensor) -> Tensor | None:
+        """Returns the mask to add to the scores, or None; [queries, keys] in the type of `like`."""
+        if self.lead is None:
+            return None
+        queries = torch.arange(self.queries.stop - self.queries.start, device=like.device)
+        keys = torch.arange(self.keys.stop - self.keys.start, device=like.device)
+        distance = self.lead + queries[:, None] - keys
+        unread = (distance < 0) | (distance >= window)
+        return torch.zeros_like(unread, dtype=like.dtype).masked_fill(unread, float("-inf"))
+
+
+def blocks(queries: Numbers, keys: Numbers, length: int, window: int) -> Iterator[Block]:
+    """Yields the blocks of scores that pieces of queries have with pieces of keys.
+
+    Each pair of a query and a key that it reads is in one block.
+
+    queries, keys   pieces that lie one after the other in the tensors
+    length          tokens of a piece
+    window          tokens that a query reads, itself included; 0 for all before it
+    """
+    if queries == keys and not window:
+        whole = slice(0, len(keys) * length)
+        yield Block(queries=whole, keys=whole, causal=True)
+        return
+    for place, query in enumerate(queries):
+        if not window:
+            yield from _unwindowed(place, query, keys, length)
+            continue
+        for key_place, key in enumerate(keys):
+            block = _windowed((place, query), (key_place, key), length, window)
+            if block is not None:
+                yield block
+
+
+def _unwindowed(place: int, query: int, keys: Numbers, length: int) -> Iterator[Block]:
+    """Yields at most two blocks of one piece of queries: with the pieces before it, with itself."""
+    rows = slice(place * length, (place + 1) * length)
+    before = sum(key < query for key in keys)
+    if before:
+        yield Block(queries=rows, keys=slice(0, before * length))
+    if query in keys:
+        own = slice(before * length, (before + 1) * length)
+        yield Block(queries=rows, keys=own, causal=True)
+
+
+def _windowed(
+    query: tuple[int, int], key: tuple[int, int], length: int, window: int
+) -> Block | None:
+    """Returns the block of two pieces, without the queries and the keys that read nothing there.
+
+    query, key   place and number of each piece
+    """
+    apart = (query[1] - key[1]) * length  # tokens from the first key to the first query
+    if apart < 0:
+        return None
+    read = min(length, length - apart + window - 1)  # queries that reach the last key
+    skipped = max(0, apart - window + 1)  # keys before the window of the first query
+    if read <= 0 or skipped >= length:
+        return None
+    lead = apart - skipped
+    inside = lead + read - 1 < window and lead >= length - skipped - 1
+    causal = apart == 0 and window >= length
+    return Block(
+        queries=slice(query[0] * length, query[0] * length + read),
+        keys=slice(key[0] * length + skipped, (key[0] + 1) * length),
+        causal=causal,
+        lead=None if inside or causal else lead,
+    )
+
+
+def read_from_others(rank: int, ranks: int, length: int, window: int) -> Numbers:
+    """Returns the pieces of other ranks that the windows of a rank's queries reach into."""
+    reach = -(-(window - 1) // length)  # pieces before that of the query
+    held = pieces(rank, ranks)
+    read = {key for query in held for key in range(max(0, query - reach), query)}
+    return tuple(sorted(read.difference(held)))
