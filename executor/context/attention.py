@@ -41,6 +41,10 @@ class Context:
     heads: dist.ProcessGroup | None = None
     around: dist.ProcessGroup | None = None
 
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        return tuple(group for group in (self.heads, self.around) if group is not None)
+
     def positions(self, length: int, device: torch.device) -> Tensor:
         """Returns the positions in the sequence of this rank's `length` tokens."""
         piece = torch.arange(length // 2, device=device)

@@ -12,27 +12,57 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from parplan.costmodels.communication.mesh import Axis, Mesh
 from parplan.costmodels.host.offload import Offload
+from parplan.costmodels.layers.context_parallel import ranks_with_heads
+from parplan.executor.context.attention import Context
 from parplan.executor.placed_layers import PlacedLayer, effective_zero, zero_ranks
 from parplan.executor.sharding.zero_units import Unit, shard_unit
 from parplan.planner.plan.plan import Plan
 
 
 def rank_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
-    """Returns all ranks by axis, in the order of the mesh. Collective."""
+    """Returns all ranks by axis, in the order of the mesh. Collective.
+
+    Its axis dp has all replicas: context-parallel ranks are neighbours in it, since they hold
+    states and reduce gradients as data-parallel ranks do.
+    """
     names = tuple(mesh.order.split("-"))
-    degrees = tuple(mesh.degree(Axis(name)) for name in names)
-    return init_device_mesh(device.type, degrees, mesh_dim_names=names)
+    degrees = {Axis.PP: mesh.pp, Axis.DP: mesh.replicas, Axis.TP: mesh.tp}
+    return init_device_mesh(
+        device.type, tuple(degrees[Axis(name)] for name in names), mesh_dim_names=names
+    )
+
+
+def rank_context(plan: Plan, mesh: DeviceMesh) -> Context | None:
+    """Returns this rank among those that divide its sequences, None where they are whole.
+
+    Collective.
+    """
+    cp, tp, form = plan.mesh.cp, plan.mesh.tp, plan.mesh.context_form
+    if form is None:
+        return None
+    near = ranks_with_heads(form, cp, tp, plan.model.num_heads, plan.cluster.gpus_per_node)
+    assert near is not None, "a rule refuses ranks that cannot divide the heads"
+    names = ("data", "around", "heads")
+    of_context = mesh._unflatten("dp", (plan.mesh.dp, cp // near, near), names)
+    return Context(
+        rank=mesh.get_local_rank("dp") % cp,
+        ranks=cp,
+        form=form,
+        heads=of_context["heads"].get_group() if near > 1 else None,
+        around=of_context["around"].get_group() if near < cp else None,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
     """The device and the meshes of this process.
 
-    mesh         all ranks by pp, dp and tp
+    mesh         all ranks by pp, dp and tp, where dp has the context-parallel ranks too
     sharded      number of ranks that hold one copy of the states -> dp as (copies, shards)
     expert_mesh  all ranks with dp as (copies, ep), where experts are divided
     data_mesh    all ranks with dp as (copies, data) of one copy, where blocks divide weights over
                  data-parallel ranks
+    context      this rank among those that divide its sequences, None where they are whole
     """
 
     device: torch.device
@@ -40,6 +70,7 @@ class RankPlace:
     sharded: Mapping[int, DeviceMesh] = field(default_factory=dict)
     expert_mesh: DeviceMesh | None = None
     data_mesh: DeviceMesh | None = None
+    context: Context | None = None
 
     def coordinate(self, axis: str) -> int:
         return int(self.mesh.get_local_rank(axis))
@@ -54,6 +85,7 @@ class RankPlace:
             *self.mesh.get_all_groups(),
             *(self.expert_mesh.get_all_groups() if self.expert_mesh is not None else ()),
             *(self.data_mesh.get_all_groups() if self.data_mesh is not None else ()),
+            *(self.context.groups if self.context is not None else ()),
         )
 
     @property

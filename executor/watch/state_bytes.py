@@ -36,10 +36,12 @@ from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.units import format_bytes
 
 
-def predicted_state_bytes(plan: Plan, pipeline_rank: int, dp_rank: int) -> StateBytes:
+def predicted_state_bytes(plan: Plan, pipeline_rank: int, replica: int) -> StateBytes:
     """Return the state bytes of a rank that the planner's memory model predicts.
 
     Shapes are divided by the plan's placements. Every tensor-parallel rank holds the same bytes.
+
+    replica   number among the data-parallel and context-parallel ranks, the latter innermost
     """
     graph = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size)
     stages = stage_layers(plan)
@@ -53,7 +55,7 @@ def predicted_state_bytes(plan: Plan, pipeline_rank: int, dp_rank: int) -> State
         for operator in graph.layer_class(layer.kind).operators:
             for parameter in operator.parameters:
                 if not (parameter.tied and shares_weight):
-                    total += _parameter_states(plan, layer, operator.name, parameter, dp_rank)
+                    total += _parameter_states(plan, layer, operator.name, parameter, replica)
     return total
 
 
@@ -75,14 +77,14 @@ def chunk_state_bytes(plan: AnyPlan, pipeline_rank: int) -> StateBytes:
 
 
 def _parameter_states(
-    plan: Plan, layer: PlacedLayer, operator: str, parameter: Parameter, dp_rank: int
+    plan: Plan, layer: PlacedLayer, operator: str, parameter: Parameter, replica: int
 ) -> StateBytes:
     if parameter.of_experts:
-        return _expert_states(plan, layer, operator, parameter, dp_rank)
+        return _expert_states(plan, layer, operator, parameter, replica)
     looks_up = Offload.LOOKUP in layer.plan.offload and not plan.model.tied_embeddings
     if looks_up and operator == "tokens":
         # The host holds columns, in fp32 at any precision.
-        elements = math.prod(parameter.shape) // plan.mesh.dp
+        elements = math.prod(parameter.shape) // plan.mesh.replicas
         return states_of(elements, elements, 3, plan.training)
     shards, zero = zero_ranks(layer, plan.mesh), effective_zero(layer, plan.mesh, operator)
     entries: Entries = ()
@@ -94,12 +96,12 @@ def _parameter_states(
     on_host = Offload.STATES in layer.plan.offload
     if Offload.LOOKUP in layer.plan.offload:
         on_host = on_host or operator in ("tokens", "lm_head")
-    shard = dp_rank % shards, shards
+    shard = replica % shards, shards
     return shard_states(shape, shard, zero, plan.training, on_host=on_host)
 
 
 def _expert_states(
-    plan: Plan, layer: PlacedLayer, operator: str, parameter: Parameter, dp_rank: int
+    plan: Plan, layer: PlacedLayer, operator: str, parameter: Parameter, replica: int
 ) -> StateBytes:
     """Return the bytes of a rank's experts.
 
@@ -109,7 +111,7 @@ def _expert_states(
     shape = (experts // plan.mesh.ep * features, contracted)
     shards = plan.mesh.expert_dp
     zero = layer.plan.zero if shards > 1 else 0
-    index, on_host = dp_rank // plan.mesh.ep, Offload.STATES in layer.plan.offload
+    index, on_host = replica // plan.mesh.ep, Offload.STATES in layer.plan.offload
     return shard_states(shape, (index, shards), zero, plan.training, on_host=on_host)
 
 
