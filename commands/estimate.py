@@ -10,6 +10,7 @@ from parplan.commands import user_modules
 from parplan.commands.options import (
     ACCESS,
     CHUNK_COMMUNICATION,
+    CONTEXT_FORMS,
     EVICTION,
     LAYOUT,
     MESH_ORDERS,
@@ -57,7 +58,7 @@ from parplan.commands.style import Command, List, Whole, option, packs
     "--dp",
     type=Whole("dp"),
     metavar="N",
-    help="Data parallel degree. [default: GPUs / (pp x tp)]",
+    help="Data parallel degree. [default: GPUs / (pp x cp x tp)]",
 )
 @option(
     LAYOUT,
@@ -75,7 +76,31 @@ from parplan.commands.style import Command, List, Whole, option, packs
     default=1,
     show_default=True,
     metavar="N",
-    help="Expert parallel degree, a divisor of dp.",
+    help="Expert parallel degree: ranks over which whole experts are divided.",
+)
+@option(
+    LAYOUT,
+    "--etp",
+    type=Whole("etp"),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Tensor parallel degree of every expert: 1 or tp.",
+)
+@option(
+    LAYOUT,
+    "--cp",
+    type=Whole("cp"),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Context parallel degree: ranks that divide every sequence.",
+)
+@option(
+    LAYOUT,
+    "--context-form",
+    type=click.Choice(CONTEXT_FORMS),
+    help="Form of context parallelism. [default: ring]",
 )
 @option(
     LAYOUT,

@@ -13,6 +13,7 @@ from parplan.commands.style import LONGEST_S, List, Number, Whole, option, packs
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "early-recompute", "last-no-recompute", "scp", "zbv")
 MESH_ORDERS = ("pp-dp-tp", "dp-pp-tp")
+CONTEXT_FORMS = ("ring", "all-gather", "all-to-all", "two-level")
 RECOMPUTE = ("none", "selective", "full")
 OFFLOAD = ("states", "activations", "optimizer", "parameters", "lookup")
 SEARCHED_OFFLOAD = ("optimizer", "parameters", "activations", "lookup", "states", "none")
@@ -79,7 +80,10 @@ class PinOptions:
     pp: tuple[int, ...] | None = None
     dp: tuple[int, ...] | None = None
     tp: tuple[int, ...] | None = None
+    cp: tuple[int, ...] | None = None
+    context_form: tuple[str, ...] | None = None
     ep: tuple[int, ...] | None = None
+    etp: tuple[int, ...] | None = None
     micro_batch_size: tuple[int, ...] | None = None
     virtual_stages: tuple[int, ...] | None = None
     schedule: tuple[str, ...] | None = None
@@ -123,7 +127,10 @@ class LayoutOptions:
     pp: int = 1
     dp: int | None = None
     tp: int = 1
+    cp: int = 1
+    context_form: str | None = None
     ep: int = 1
+    etp: int = 1
     mesh_order: str | None = None
     micro_batch_size: int = 1
     schedule: str | None = None
@@ -346,7 +353,32 @@ search_options = together(
     pin("--pp", Whole("pp"), "N,..", "Pipeline stages allowed."),
     pin("--dp", Whole("dp"), "N,..", "Data parallel degrees allowed."),
     pin("--tp", Whole("tp"), "N,..", "Tensor parallel degrees allowed."),
-    pin("--ep", Whole("ep"), "N,..", "Expert parallel degrees allowed, divisors of dp."),
+    pin(
+        "--cp",
+        Whole("cp"),
+        "N,..",
+        "Context parallel degrees allowed: ranks that divide every sequence. [default: 1; others "
+        "from 16,384 tokens on, or with fewer sequences than GPUs]",
+    ),
+    pin(
+        "--context-form",
+        click.Choice(CONTEXT_FORMS),
+        "NAME,..",
+        f"Forms of context parallelism allowed: {', '.join(CONTEXT_FORMS)}. [default: those that "
+        "the stack runs]",
+    ),
+    pin(
+        "--ep",
+        Whole("ep"),
+        "N,..",
+        "Expert parallel degrees allowed: ranks over which whole experts are divided.",
+    ),
+    pin(
+        "--etp",
+        Whole("etp"),
+        "N,..",
+        "Tensor parallel degrees of every expert allowed: 1 or tp.",
+    ),
     pin(
         "--micro-batch-size",
         Whole("micro_batch_size"),

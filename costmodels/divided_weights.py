@@ -13,6 +13,8 @@ def illegal_over_data(layout: ParallelLayout, model: ModelSpec) -> str | None:
         return "there is one data-parallel rank"
     if model.num_experts:
         return "experts are divided over data-parallel ranks by expert parallelism"
+    if layout.mesh.cp > 1:
+        return "context-parallel ranks hold the same weights as data-parallel ranks"
     if layout.tp_overlap:
         return "sub-pipelined tensor parallelism divides every operator as Megatron does"
     if layout.chunked or layout.states_on_host:

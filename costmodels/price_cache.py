@@ -33,7 +33,6 @@ from parplan.profiles.models.operator_graph import (
     ModelGraph,
     Operator,
     Tensor,
-    layer_kind,
 )
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
@@ -70,10 +69,10 @@ class PriceCache(LayerPriceCache):
             chunking=self.chunking,
         )
 
-    def graph(self, micro_batch_size: int) -> ModelGraph:
+    def graph(self, micro_batch_size: int, cp: int = 1) -> ModelGraph:
         return self._once(
-            ("graph", micro_batch_size),
-            lambda: build_graph(self.model, self.training, micro_batch_size),
+            ("graph", micro_batch_size, cp),
+            lambda: build_graph(self.model, self.training, micro_batch_size, cp=cp),
         )
 
     counts_small_tensors = False
@@ -83,15 +82,15 @@ class PriceCache(LayerPriceCache):
         return self.model.num_layers + 2
 
     def key(self, layer: int, first: int) -> LayerKey:
-        return layer_kind(layer, self.model.num_layers)
+        return self.graph(1).key(layer)
 
     def cut_class(self, cut: int) -> int:
         return 0
 
-    def crossing_tensors(self, cut_class: int, micro_batch_size: int) -> tuple[Tensor, ...]:
-        boundary = self.graph(micro_batch_size).block.input
-        assert boundary is not None
-        return (boundary,)
+    def crossing_tensors(
+        self, cut_class: int, micro_batch_size: int, cp: int = 1
+    ) -> tuple[Tensor, ...]:
+        return (self.graph(micro_batch_size, cp).boundary,)
 
     @property
     def num_parameters(self) -> int:
@@ -141,21 +140,21 @@ class PriceCache(LayerPriceCache):
             return ()
         return table_division(self.layer(kind, 1), self.own_sharding(kind, sharding))
 
-    def layer(self, kind: LayerKey, micro_batch_size: int) -> LayerClass:
+    def layer(self, kind: LayerKey, micro_batch_size: int, cp: int = 1) -> LayerClass:
         return self._on_device(
-            self.graph(micro_batch_size).layer_class(kind.role), ("layer", micro_batch_size)
+            self.graph(micro_batch_size, cp).layer_class(kind), ("layer", micro_batch_size, cp)
         )
 
     def whole_layer(self, kind: LayerKey) -> LayerClass:
-        return self.graph(1).layer_class(kind.role)
+        return self.graph(1).layer_class(kind)
 
-    def kept_layer(self, kind: LayerKey, micro_batch_size: int) -> LayerClass:
+    def kept_layer(self, kind: LayerKey, micro_batch_size: int, cp: int = 1) -> LayerClass:
         return self._on_device(
-            self.kept_graph(micro_batch_size).layer_class(kind.role),
-            ("kept layer", micro_batch_size),
+            self.kept_graph(micro_batch_size, cp).layer_class(kind),
+            ("kept layer", micro_batch_size, cp),
         )
 
-    def _on_device(self, layer: LayerClass, key: tuple[str, int]) -> LayerClass:
+    def _on_device(self, layer: LayerClass, key: tuple[str, int, int]) -> LayerClass:
         """Returns the layer, without the token table if the host looks it up."""
         if not self.looks_up(layer.kind):
             return layer
@@ -279,13 +278,15 @@ class PriceCache(LayerPriceCache):
             and self.model.dropout > 0
         )
 
-    def kept_graph(self, micro_batch_size: int) -> ModelGraph:
+    def kept_graph(self, micro_batch_size: int, cp: int = 1) -> ModelGraph:
         """Returns the graph with the saved tensors of this device."""
         if not self.plain_dropout:
-            return self.graph(micro_batch_size)
+            return self.graph(micro_batch_size, cp)
         return self._once(
-            ("kept graph", micro_batch_size),
-            lambda: build_graph(self.model, self.training, micro_batch_size, plain_dropout=True),
+            ("kept graph", micro_batch_size, cp),
+            lambda: build_graph(
+                self.model, self.training, micro_batch_size, plain_dropout=True, cp=cp
+            ),
         )
 
     @property
@@ -294,20 +295,20 @@ class PriceCache(LayerPriceCache):
 
     def recompute_operators(self, kind: LayerKey, level: RecomputedOperators) -> tuple[str, ...]:
         """Returns the operators that `level` recomputes in a layer; only blocks recompute."""
-        if kind is not LayerKind.BLOCK:
+        if kind.role is not LayerKind.BLOCK:
             return ()
-        return recompute_operators(self.kept_graph(1).layer_class(kind.role), level)
+        return recompute_operators(self.kept_graph(1).layer_class(kind), level)
 
     def _operators(
         self, kind: LayerKey, micro_batch_size: int, sharding: Sharding
     ) -> LayerOperators | HalvedOperators:
         """Prices operators; blocks with overlap run as two halves of the micro-batch."""
-        if not (kind is LayerKind.BLOCK and sharding.overlap):
+        if not (kind.role is LayerKind.BLOCK and sharding.overlap):
             return super()._operators(kind, micro_batch_size, sharding)
 
         def make() -> HalvedOperators:
-            half = self.layer(kind, micro_batch_size // HALVES)
-            whole = self.layer(kind, micro_batch_size)
+            half = self.layer(kind, micro_batch_size // HALVES, sharding.cp)
+            whole = self.layer(kind, micro_batch_size, sharding.cp)
             return price_halves(half, whole, sharding, self.machine, self.training)
 
         return self._once(("operators", kind, micro_batch_size, sharding), make)
@@ -335,9 +336,9 @@ class PriceCache(LayerPriceCache):
         sharding: Sharding,
         recomputed: tuple[str, ...],
     ) -> int:
-        if not (kind is LayerKind.BLOCK and sharding.overlap):
+        if not (kind.role is LayerKind.BLOCK and sharding.overlap):
             return super()._workspace_bytes(kind, layer, micro_batch_size, sharding, recomputed)
-        half = self.kept_layer(kind, micro_batch_size // HALVES)
+        half = self.kept_layer(kind, micro_batch_size // HALVES, sharding.cp)
         return halved_workspace_bytes(half, layer, sharding, recomputed, self.training.stack)
 
     def table_workspace_bytes(self, mesh: Mesh, sharding: Sharding) -> int:

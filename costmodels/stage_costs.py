@@ -15,10 +15,10 @@ import numpy.typing as npt
 
 from parplan.costmodels.chunks.chunk_memory import unchunked_prices
 from parplan.costmodels.communication.collectives import Collective, collective_time
+from parplan.costmodels.communication.hiding import contention
 from parplan.costmodels.communication.mesh import Axis, Mesh, crosses_nodes, place_axis
 from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.data_parallel import DataParallelTime, summed_inside
-from parplan.costmodels.layers.layer_price import contention
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.memory.activation_copies import exposed_copies
 from parplan.costmodels.memory.rank_memory import rank_layers

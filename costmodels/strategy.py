@@ -22,8 +22,10 @@ from parplan.costmodels.schedules.schedule import (
     stages_of,
 )
 from parplan.profiles.models.operator_graph import LayerKey
+from parplan.profiles.stack import ContextForm
 
 TP_OVERLAP_LEVELS = (0, 1, 2, 3)
+Inside = tuple[int, int, int, int, ContextForm | None]  # tp, ep, etp, cp and its form
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ class ParallelLayout:
 
     @property
     def sharding(self) -> Sharding:
-        return _sharding(self.mesh.tp, self.sequence_parallel, self.mesh.ep, self.tp_overlap)
+        return _sharding(self.mesh, self.sequence_parallel, self.tp_overlap)
 
     @property
     def over_data(self) -> Sharding:
@@ -163,9 +165,17 @@ def in_chunks(choice: LayerChoice, layout: ParallelLayout) -> bool:
     return layout.chunked and choice.kind.in_chunks
 
 
+def _sharding(mesh: Mesh, sequence_parallel: bool, overlap: int) -> Sharding:
+    inside = mesh.tp, mesh.ep, mesh.etp, mesh.cp, mesh.context_form
+    return _alike(inside, sequence_parallel, overlap)
+
+
 @lru_cache(maxsize=1024)
-def _sharding(tp: int, sequence_parallel: bool, ep: int, overlap: int) -> Sharding:
-    return Sharding(tp, sequence_parallel, ep=ep, overlap=overlap)
+def _alike(inside: Inside, sequence_parallel: bool, overlap: int) -> Sharding:
+    tp, ep, etp, cp, form = inside
+    return Sharding(
+        tp, sequence_parallel, ep=ep, overlap=overlap, etp=etp, cp=cp, context_form=form
+    )
 
 
 _placement = lru_cache(maxsize=8)(placement_of)

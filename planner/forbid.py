@@ -11,6 +11,7 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.profiles.documents.reader import MAX_DIGITS
 from parplan.profiles.errors import ConfigError, unknown_name_error
+from parplan.profiles.stack import ContextForm
 
 Value = int | bool | StrEnum
 _SWITCH = {"true": True, "false": False}
@@ -55,7 +56,7 @@ def _one_of(name: str, text: str, known: Mapping[str, Value]) -> Value:
 
 _READERS: dict[str, Callable[[str, str], Value]] = {
     **dict.fromkeys(
-        ("pp", "dp", "tp", "ep", "micro_batch_size", "virtual_stages"),
+        ("pp", "dp", "tp", "cp", "ep", "etp", "micro_batch_size", "virtual_stages"),
         lambda name, text: _whole(name, text, 1, None),
     ),
     **dict.fromkeys(("zero", "tp_overlap"), lambda name, text: _whole(name, text, 0, 3)),
@@ -64,6 +65,9 @@ _READERS: dict[str, Callable[[str, str], Value]] = {
     ),
     "mesh_order": lambda name, text: _one_of(
         name, text, {member.value: member for member in MeshOrder}
+    ),
+    "context_form": lambda name, text: _one_of(
+        name, text, {member.value: member for member in ContextForm}
     ),
     "recompute": lambda name, text: _one_of(
         name, text, {member.value: member for member in Recompute}

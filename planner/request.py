@@ -22,12 +22,13 @@ from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
-from parplan.profiles.stack import EVERY_RECOMPUTE, NEUTRAL, Stack
+from parplan.profiles.stack import EVERY_RECOMPUTE, NEUTRAL, ContextForm, Stack
 
 if TYPE_CHECKING:
     from parplan.profiles.models.traced_model import TracedModel
 
 ZERO_STAGES = (0, 1, 2, 3)
+DEGREES = ("pp", "dp", "tp", "cp", "ep", "etp", "micro_batch_size", "virtual_stages")
 MAX_MICRO_BATCH_SIZE = 64  # the largest that a search tries without a pin
 SEARCHED_OFFLOAD = (Offload.OPTIMIZER, Offload.PARAMETERS, Offload.ACTIVATIONS, Offload.LOOKUP)
 # what a search of a traced module may leave to the host
@@ -52,6 +53,9 @@ class Constraints:
     Tuples list the allowed values, `forbid` the forbidden ones.
 
     recompute           levels; None also allows any list of operators
+    cp                  degrees of context parallelism; None for those that are tried at the length
+                        of the sequences (planner/candidates/meshes.py)
+    context_form        forms of context parallelism; None for those that the stack runs
     mesh_order          orders of the axes; None for those that the stack can start in
     recompute_first_stage   a rule for the recompute of the pipeline stages, which then have whole
                         layers at the levels none and full
@@ -72,7 +76,10 @@ class Constraints:
     pp: tuple[int, ...] | None = None
     dp: tuple[int, ...] | None = None
     tp: tuple[int, ...] | None = None
+    cp: tuple[int, ...] | None = None
+    context_form: tuple[ContextForm, ...] | None = None
     ep: tuple[int, ...] | None = None
+    etp: tuple[int, ...] | None = None
     micro_batch_size: tuple[int, ...] | None = None
     virtual_stages: tuple[int, ...] | None = None
     schedule: tuple[Schedule, ...] | None = None
@@ -93,7 +100,7 @@ class Constraints:
     forbid: tuple[Ban, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("pp", "dp", "tp", "ep", "micro_batch_size", "virtual_stages"):
+        for name in DEGREES:
             for value in getattr(self, name) or ():
                 require_range(name, value, f"--{name.replace('_', '-')}")
         for value in self.zero or ():

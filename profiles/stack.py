@@ -24,6 +24,7 @@ ScheduleName = Literal[
     "gpipe", "1f1b", "interleaved", "early-recompute", "last-no-recompute", "scp", "zbv", "custom"
 ]
 MeshOrderName = Literal["pp-dp-tp", "dp-pp-tp"]
+ContextFormName = Literal["ring", "all-gather", "all-to-all", "two-level"]
 RecomputeKind = Literal["none", "selective", "full", "operators"]
 EVERY_SCHEDULE: tuple[ScheduleName, ...] = get_args(ScheduleName)
 EVERY_RECOMPUTE: tuple[RecomputeKind, ...] = get_args(RecomputeKind)
@@ -124,6 +125,8 @@ class Stack:
                              operators
     mesh_orders              the orders of the parallel axes over the ranks, outermost first, that
                              it can start in (costmodels/communication/mesh.py)
+    context_forms            the forms of context parallelism that it runs
+    divides_experts          each expert may be divided over the tensor-parallel ranks
     terms_of                 the stack whose fitted terms it shares, empty for its own
 
     Facts of memory:
@@ -192,6 +195,8 @@ class Stack:
     schedules: tuple[ScheduleName, ...] = EVERY_SCHEDULE
     recompute: tuple[RecomputeKind, ...] = EVERY_RECOMPUTE
     mesh_orders: tuple[MeshOrderName, ...] = ("pp-dp-tp",)
+    context_forms: tuple[ContextFormName, ...] = ()
+    divides_experts: bool = False
     terms_of: str = ""
     logit_bytes: int = 6
     keeps_gathered_inputs: bool = False

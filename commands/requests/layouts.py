@@ -14,13 +14,14 @@ from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.actions import placement_of
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.candidates.enumeration import illegal_tensor_parallel
+from parplan.planner.candidates.meshes import illegal_tensor_parallel
 from parplan.planner.infeasible.shortfall import price_cache_of
 from parplan.planner.request import Request, SearchOptions
 from parplan.planner.search.estimate import ChunkRequest, UniformChoices
 from parplan.planner.stage_recompute import MEMORY, RecomputeRule, parse_stage_recompute
 from parplan.profiles.documents.reader import Hints, read_text
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.stack import ContextForm
 from parplan.profiles.units import parse_size
 
 
@@ -60,7 +61,8 @@ def layout_of(request: Request, by_hand: LayoutOptions) -> ParallelLayout:
     """
     pp, tp = by_hand.pp, by_hand.tp
     micro_batch_size = by_hand.micro_batch_size
-    dp = by_hand.dp or max(1, request.cluster.num_gpus // (pp * tp))
+    cp, form = by_hand.cp, by_hand.context_form
+    dp = by_hand.dp or max(1, request.cluster.num_gpus // (pp * cp * tp))
     virtual_stages = by_hand.virtual_stages
     schedule = Schedule(
         by_hand.schedule or (Schedule.INTERLEAVED if virtual_stages > 1 else Schedule.ONE_F_ONE_B)
@@ -75,7 +77,10 @@ def layout_of(request: Request, by_hand: LayoutOptions) -> ParallelLayout:
             pp=pp,
             dp=dp,
             tp=tp,
+            cp=cp,
+            context_form=ContextForm(form or ContextForm.RING) if cp > 1 or form else None,
             ep=by_hand.ep,
+            etp=by_hand.etp,
             order=MeshOrder(by_hand.mesh_order or MeshOrder.PP_DP_TP),
         ),
         schedule=schedule,

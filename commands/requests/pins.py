@@ -7,7 +7,7 @@ from itertools import product
 from math import prod
 
 from parplan.costmodels.communication.mesh import Mesh, illegal_expert_parallel
-from parplan.planner.candidates.enumeration import illegal_tensor_parallel
+from parplan.planner.candidates.meshes import illegal_tensor_parallel
 from parplan.planner.request import Request
 from parplan.profiles.errors import ConfigError
 

@@ -37,6 +37,7 @@ from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Device
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import FP8, ModelEntry, ModelSpec, Positions, TrainingSpec
+from parplan.profiles.stack import ContextForm
 from parplan.profiles.units import parse_size
 
 FRONT = "pareto"  # this objective is a walk over the others
@@ -110,7 +111,12 @@ def constraints_of(
         pp=pins.pp,
         dp=pins.dp,
         tp=pins.tp,
+        cp=pins.cp,
+        context_form=(
+            None if pins.context_form is None else tuple(map(ContextForm, pins.context_form))
+        ),
         ep=pins.ep,
+        etp=pins.etp,
         micro_batch_size=pins.micro_batch_size,
         virtual_stages=pins.virtual_stages,
         zero=pins.zero,

@@ -35,7 +35,10 @@ _REFUSED = {  # options that a traced module cannot have, and why
     "module": "the traced module is what runs",
     "fp8": "products of a traced module run in --precision",
     "prefer": "the error band of a traced module is unknown, and so are its ties",
+    "cp": _WHOLE,
+    "context_form": _WHOLE,
     "ep": _WHOLE,
+    "etp": _WHOLE,
     "sequence_parallel": _WHOLE,
     "tp_overlap": _WHOLE,
     "tp_across_nodes": _WHOLE,
@@ -46,6 +49,10 @@ _REFUSED = {  # options that a traced module cannot have, and why
     "zero_by_operator": "all operators of a stage of a traced module have one ZeRO stage",
 }
 _BY_HAND_REFUSED = {  # options of a layout by hand that a traced module cannot have
+    "cp": _WHOLE,
+    "context_form": _WHOLE,
+    "ep": _WHOLE,
+    "etp": _WHOLE,
     "schedule_file": "the stages of a traced module run a named schedule",
     "sequence_parallel": _WHOLE,
     "tp_overlap": _WHOLE,
@@ -122,7 +129,6 @@ def estimate_request(
         pp=(by_hand.pp,),
         dp=None if by_hand.dp is None else (by_hand.dp,),
         tp=(by_hand.tp,),
-        ep=(by_hand.ep,),
         micro_batch_size=(by_hand.micro_batch_size,),
         virtual_stages=(by_hand.virtual_stages,),
         schedule=(by_hand.schedule or ("interleaved" if by_hand.virtual_stages > 1 else "1f1b"),),
@@ -131,9 +137,7 @@ def estimate_request(
         recompute_first_stage=by_hand.recompute_first_stage,
         offload=whole,
     )
-    if by_hand.ep > 1:
-        _require_plain(target, pins, SearchFlags())
-    return module_request(source, target, replace(pins, ep=None), SearchFlags()), chunks
+    return module_request(source, target, pins, SearchFlags()), chunks
 
 
 def with_assumed_of(plan: TracedPlan, request: ModuleRequest) -> ModuleRequest:

@@ -21,6 +21,7 @@ from parplan.costmodels.chunks.accesses import numbered_layers
 from parplan.costmodels.chunks.chunk_memory import chunks_of_rank
 from parplan.costmodels.chunks.chunk_operations import BlockPass, ChunkAction, ChunkOp, RankChunks
 from parplan.costmodels.chunks.copy_streams import PartKey, StreamCosts, run_streams
+from parplan.costmodels.communication.hiding import contention
 from parplan.costmodels.host.offload import copy_time
 from parplan.costmodels.host.state_location import Access, StateLocation
 from parplan.costmodels.layers.chunked_layer import (
@@ -29,7 +30,6 @@ from parplan.costmodels.layers.chunked_layer import (
     group_collectives,
     host_update_time,
 )
-from parplan.costmodels.layers.layer_price import contention
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.memory.activation_copies import copies_s, exposed_copies
 from parplan.costmodels.operators.compute import optimizer_time

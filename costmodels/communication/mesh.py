@@ -32,10 +32,10 @@ class Axis(StrEnum):
 class MeshOrder(StrEnum):
     """Parallel axes in rank order, outermost first.
 
-    Tensor-parallel ranks are always neighbours, and context-parallel ranks are next to them: the
-    axis cp is not named, its place is between dp and tp. With `dp-pp-tp` the stages of a pipeline come
-    before the copies of the model: messages between stages stay inside a node where pp x tp fits
-    one, and data-parallel groups span more nodes.
+    Tensor-parallel ranks are always neighbours. Context parallelism, which is not named, is next
+    to them, between dp and tp. With `dp-pp-tp` the stages of a pipeline come before the copies of
+    the model: messages between stages stay inside a node where pp x tp fits one, and data-parallel
+    groups span more nodes.
     """
 
     PP_DP_TP = "pp-dp-tp"
@@ -112,10 +112,10 @@ class Mesh:
                 hint=f"use a divisor of {ranks // self.etp}",
             )
         if (self.ep > 1 or self.cp > 1) and self.order is not MeshOrder.PP_DP_TP:
-            axis, degree = ("ep", self.ep) if self.ep > 1 else ("cp", self.cp)
+            name, degree = ("ep", self.ep) if self.ep > 1 else ("cp", self.cp)
             raise ConfigError(
-                f"mesh: the order is {self.order} with {axis} {degree}, whose ranks are neighbours",
-                hint=f"use the order {MeshOrder.PP_DP_TP}, or {axis} 1",
+                f"mesh: the order is {self.order} with {name} {degree}, whose ranks are neighbours",
+                hint=f"use the order {MeshOrder.PP_DP_TP}, or {name} 1",
             )
 
     def __str__(self) -> str:
@@ -146,11 +146,6 @@ class Mesh:
     def ranks_per_stage(self) -> int:
         """The devices that share one pipeline stage."""
         return self.replicas * self.tp
-
-    @property
-    def expert_dp(self) -> int:
-        """The data-parallel ranks that hold the same experts."""
-        return self.dp // self.ep
 
     @property
     def expert_replicas(self) -> int:

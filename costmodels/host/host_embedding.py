@@ -97,6 +97,8 @@ def illegal_host_embedding(mesh: Mesh, hidden_size: int, tied: bool) -> str | No
         return None
     if mesh.tp > 1:
         return f"tp {mesh.tp} divides the rows of the token table, the host looks up in all of them"
+    if mesh.cp > 1:
+        return f"cp {mesh.cp} divides the tokens, the host looks up those of whole sequences"
     if hidden_size % mesh.dp:
         return f"dp {mesh.dp} does not divide the {hidden_size} columns of the token table"
     return None

@@ -23,10 +23,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from parplan.costmodels.communication.collectives import Collective, collective_time
+from parplan.costmodels.communication.hiding import under
 from parplan.costmodels.communication.mesh import Axis, Mesh, place
 from parplan.costmodels.host.offload import copy_time, host_adam_time, host_time
 from parplan.costmodels.host.state_location import ChunkCommunication, Eviction, StateLocation
-from parplan.costmodels.layers.layer_price import LayerTime, under
+from parplan.costmodels.layers.layer_price import LayerTime
 from parplan.costmodels.layers.model_states import MASTER_BYTES, MOMENTS_BYTES, StateBytes
 from parplan.costmodels.operators.compute import optimizer_time
 from parplan.profiles.machines.shipped_profiles import Machine

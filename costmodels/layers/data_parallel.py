@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from parplan.costmodels.communication.collectives import Collective, collective_time
+from parplan.costmodels.communication.hiding import under
 from parplan.costmodels.communication.mesh import (
     Axis,
     Mesh,
     place,
     place_axis,
-    place_expert_copies,
 )
 from parplan.costmodels.communication.redistribution import redistribute
 from parplan.costmodels.host.offload import (
@@ -22,7 +22,7 @@ from parplan.costmodels.host.offload import (
     host_adam_time,
     host_time,
 )
-from parplan.costmodels.layers.layer_price import LayerTime, under
+from parplan.costmodels.layers.layer_price import LayerTime
 from parplan.costmodels.layers.model_states import (
     LocalParameters,
     StateSharding,
@@ -114,14 +114,15 @@ def data_parallel_moves(
         optimizer = optimizer_time(owned, machine, training)
     inside = _summed_inside(parameters, shards, machine, training)
     divided = math.prod(parameters.degrees) > 1
-    if local and (divided or (states.zero and mesh.dp > 1)):
+    if local and (divided or (states.zero and mesh.replicas > 1)):
         optimizer += _layout_cost("update", owned, machine, training)
-    if not local or (mesh.dp == 1 and not states.offloaded):
+    most_copies = max((each.holders(mesh.replicas) for each in parameters.each), default=1)
+    if not local or (most_copies == 1 and not states.offloaded):
         return DataParallelMoves(inside=inside, optimizer=optimizer)
     gather, reduce, over_copies = _over_data(parameters, mesh, shards, machine, training, with_tied)
     # without ZeRO in fp32 the gradients are reduced as they are
     if states.zero or training.precision is not Precision.FP32:
-        copied = sum(parameters.owned(with_tied=with_tied, of_experts=own) for own in (False, True))
+        copied = parameters.copied(with_tied=with_tied)
         gather = gather + _layout_cost("gather", copied, machine, training)
         reduce = reduce + _layout_cost("reduce", copied, machine, training)
     moves = DataParallelMoves(
@@ -234,24 +235,20 @@ def _over_data(
 ) -> tuple[Seconds, Seconds, Seconds]:
     """Gather of parameters, reduce-scatter of gradients and all-reduce of the shard over copies.
 
-    The first two run over the `shards` neighbours that hold one copy. Each expert has a copy on one
-    rank in ep.
+    The first two run over the `shards` neighbours that hold one copy. Parameters of experts have
+    their own groups, of all ranks of the stage with the same part of the same experts.
     """
-    gpus_per_node, stride = machine.cluster.gpus_per_node, mesh.stride(Axis.DP)
-    groups = [
-        (
-            False,
-            place_axis(shards, stride, mesh.num_ranks, gpus_per_node),
-            place_axis(mesh.dp // shards, stride * shards, mesh.num_ranks, gpus_per_node),
-        )
-    ]
-    if parameters.owned(of_experts=True):
-        alone = place_axis(1, 1, mesh.num_ranks, gpus_per_node)
-        copies = place_expert_copies(mesh, gpus_per_node)
-        groups.append((True, copies, alone) if shards > 1 else (True, alone, copies))
     gather = reduce = over_copies = ZERO
     width = training.gradient_precision.num_bytes
-    for of_experts, neighbours, copies in groups:
+    for of_experts, stride in ((False, mesh.replica_stride), (True, mesh.ep * mesh.etp)):
+        alike = parameters.held_alike(of_experts=of_experts)
+        if not alike:
+            continue
+        near = alike[0].holders(shards) if shards > 1 else 1
+        apart = alike[0].holders(mesh.replicas) // near
+        gpus_per_node = machine.cluster.gpus_per_node
+        neighbours = place_axis(near, stride, mesh.num_ranks, gpus_per_node)
+        copies = place_axis(apart, stride * near, mesh.num_ranks, gpus_per_node)
         whole = parameters.owned(with_tied=with_tied, of_experts=of_experts)
         owned = parameters.owned(shards, with_tied=with_tied, of_experts=of_experts)
         gather += collective_time(

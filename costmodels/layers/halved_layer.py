@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from parplan.costmodels.communication.hiding import contention
 from parplan.costmodels.layers.layer_price import (
     LayerOperators,
     LayerTime,
-    contention,
     launched,
     price_operators,
 )

@@ -7,16 +7,18 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from parplan.costmodels.communication.collectives import Collective, collective_time
+from parplan.costmodels.communication.hiding import under
 from parplan.costmodels.communication.mesh import (
     place_axis,
 )
 from parplan.costmodels.communication.redistribution import redistribute
 from parplan.costmodels.keyed_cache import KeyedCache
+from parplan.costmodels.layers.context_parallel import context_time
 from parplan.costmodels.layers.tensor_flow import TensorFlow, leaving_tensor, tensor_flows_of
 from parplan.costmodels.operators.compute import FREE, OperatorTime, operator_time
 from parplan.costmodels.operators.host_launch import launch_s
 from parplan.costmodels.operators.sharding import PARTIAL, Place, Sharding
-from parplan.profiles.elementwise import anywhere, key_of, smaller_of
+from parplan.profiles.elementwise import anywhere, key_of
 from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.models.operator_graph import (
     LayerClass,
@@ -29,10 +31,6 @@ from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.provenance import ZERO, Kind, Seconds
 from parplan.profiles.stack import Stack
 
-# Compute seconds lost to a second of hidden communication, where the machine's own profile has no
-# measurement: its kernels hold 16 to 24 of an A100's 108 multiprocessors, and memory bandwidth.
-# Assumed from that share.
-CONTENTION = 0.2
 # vocabulary-parallel cross entropy reduces the maximum, the target logit and the sum
 LOSS_REDUCTIONS = 3
 
@@ -150,10 +148,24 @@ def edge_time(edge: TensorFlow, alone: OperatorTime, inside: StageAxes) -> Opera
     return OperatorTime(inside.beside(read, alone.forward.value_s), backward)
 
 
-def ending_time(
+def own_communication(
     operator: Operator, sharding: Sharding, alone: OperatorTime, inside: StageAxes
 ) -> OperatorTime:
-    """Collectives that end the partial sums of an output, and gather its gradient backward."""
+    """Communication of an operator whatever is around it.
+
+    It ends the partial sums of an output and gathers its gradient backward, exchanges tokens with
+    the ranks of their experts, and has attention read sequences that ranks divide.
+    """
+    if operator.kind in (OperatorKind.DISPATCH, OperatorKind.COMBINE):
+        return _exchange_time(operator, sharding, inside)
+    if operator.kind is OperatorKind.ATTENTION and sharding.cp > 1:
+        return context_time(operator, sharding, alone, inside.machine)
+    return _ending_time(operator, sharding, alone, inside)
+
+
+def _ending_time(
+    operator: Operator, sharding: Sharding, alone: OperatorTime, inside: StageAxes
+) -> OperatorTime:
     if operator.kind is OperatorKind.CROSS_ENTROPY:
         return _loss_reductions(operator, sharding, inside)
     forward = backward = ZERO
@@ -204,13 +216,12 @@ def _communication(
     layer: LayerClass, sharding: Sharding, compute: Mapping[str, OperatorTime], inside: StageAxes
 ) -> dict[str, OperatorTime]:
     """Collectives of each operator over the axes inside the stage, and exchanges of tokens."""
-    exchanges = {op.name: _exchange_time(op, sharding, inside) for op in layer.operators}
-    if sharding.ranks == 1:
-        return exchanges
     times = {
-        operator.name: ending_time(operator, sharding, compute[operator.name], inside)
+        operator.name: own_communication(operator, sharding, compute[operator.name], inside)
         for operator in layer.operators
     }
+    if sharding.ranks == 1:
+        return times
     summed: set[str] = set()
     for (reader, name), edge in tensor_flows_of(layer, sharding).items():
         # readers of one whole tensor add up their summands of its gradient before the ranks do
@@ -221,7 +232,7 @@ def _communication(
         times[reader] = times[reader].plus(edge_time(edge, compute[reader], inside))
     last = layer.operators[-1].name
     times[last] = times[last].plus(leaving_time(layer, sharding, inside))
-    return {name: time.plus(exchanges[name]) for name, time in times.items()}
+    return times
 
 
 def _exchange_time(operator: Operator, sharding: Sharding, inside: StageAxes) -> OperatorTime:
@@ -230,12 +241,12 @@ def _exchange_time(operator: Operator, sharding: Sharding, inside: StageAxes) ->
     The backward pass runs the reverse. Routing is balanced: every rank sends one ep-th of its
     copies to each rank of its group. Nothing hides it.
     """
-    if sharding.ep == 1 or operator.kind not in (OperatorKind.DISPATCH, OperatorKind.COMBINE):
+    if sharding.ep == 1:
         return FREE
     copies = operator.outputs[0] if operator.kind is OperatorKind.DISPATCH else operator.inputs[0]
-    where = place_axis(
-        sharding.ep, sharding.tp, sharding.ep * sharding.tp, inside.machine.cluster.gpus_per_node
-    )
+    stride = sharding.etp
+    gpus_per_node = inside.machine.cluster.gpus_per_node
+    where = place_axis(sharding.ep, stride, sharding.ep * stride, gpus_per_node)
     once = collective_time(
         Collective.ALL_TO_ALL, sharding.tensor_bytes(operator, copies), where, inside.machine
     )
@@ -354,20 +365,3 @@ def price_operators(
         compute=compute,
         tensor_parallel=communication,
     )
-
-
-def contention(machine: Machine) -> float:
-    """Compute seconds lost to a second of hidden communication: measured, else CONTENTION."""
-    measured = machine.profile.contention
-    return CONTENTION if measured is None else measured
-
-
-def under(communication: Seconds, window_s: float, machine: Machine) -> Seconds:
-    """Seconds that communication adds to the compute that hides it (EQUATIONS C8).
-
-    max(0, c - window) + contention min(c, window)
-    """
-    if not anywhere(communication.value_s):
-        return ZERO
-    hidden = smaller_of(1.0, window_s / communication.value_s)
-    return communication.scaled(1 - hidden + contention(machine) * hidden)

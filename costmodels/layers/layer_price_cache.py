@@ -246,10 +246,13 @@ class LayerPriceCache(LayerTimes):
     def _zero_buffer(self, parameters: LocalParameters, mesh: Mesh, states: StateSharding) -> int:
         local = parameters.owned(with_tied=states.with_tied, of_experts=False)
         of_experts = parameters.owned(of_experts=True)
-        holding = max(mesh.dp, 2) if states.offloaded else mesh.dp  # the host counts as a holder
+        # the host counts as a holder
+        holding = max(mesh.replicas, 2) if states.offloaded else mesh.replicas
         buffer = zero_buffer_bytes(local, states.zero, holding, self.training)
         if of_experts:
-            buffer += zero_buffer_bytes(of_experts, states.zero, mesh.expert_dp, self.training)
+            buffer += zero_buffer_bytes(
+                of_experts, states.zero, mesh.expert_replicas, self.training
+            )
         return buffer
 
     def chunked(
@@ -359,7 +362,7 @@ class LayerPriceCache(LayerTimes):
         """
 
         def make() -> Seconds:
-            tensors = self.crossing_tensors(cut_class, micro_batch_size)
+            tensors = self.crossing_tensors(cut_class, micro_batch_size, sharding.cp)
             parts = [self._sent_part(tensor, sharding) for tensor in tensors]
             if self.training.stack.paired_exchanges and parts:
                 all_gathered = sum((gathered for _, gathered in parts), ZERO)
@@ -393,7 +396,7 @@ class LayerPriceCache(LayerTimes):
             return 0
         return sum(
             sharding.local_bytes(tensor, sharding.boundary)
-            for tensor in self.crossing_tensors(cut_class, micro_batch_size)
+            for tensor in self.crossing_tensors(cut_class, micro_batch_size, sharding.cp)
         )
 
     def message(self, num_bytes: int, *, crosses_nodes: bool, sharing: int) -> Seconds:

@@ -50,20 +50,20 @@ class LayerTimes(ModelLayers):
     def divided_layer(
         self, kind: LayerKey, micro_batch_size: int, sharding: Sharding
     ) -> LayerClass:
-        """The layer with the batch of all ranks on the axes of `sharding`."""
-        return self.layer(kind, micro_batch_size * sharding.data)
+        """The layer with the batch of all ranks on the axes of `sharding`, and a rank's tokens."""
+        return self.layer(kind, micro_batch_size * sharding.data, sharding.cp)
 
     def divided_kept_layer(
         self, kind: LayerKey, micro_batch_size: int, sharding: Sharding
     ) -> LayerClass:
         """The layer of `divided_layer` with the tensors that its operators save on this device."""
-        return self.kept_layer(kind, micro_batch_size * sharding.data)
+        return self.kept_layer(kind, micro_batch_size * sharding.data, sharding.cp)
 
     def _operators(
         self, kind: LayerKey, micro_batch_size: int, sharding: Sharding
     ) -> LayerOperators | HalvedOperators:
         def time_of(operator: Operator) -> OperatorTime:
-            way = sharding.splits(operator), sharding.degrees, sharding.ep, sharding.data
+            way = sharding.splits(operator), sharding.degrees, sharding.experts, sharding.context
             return self._once(
                 ("operator", kind, micro_batch_size, operator.name, way),
                 lambda: operator_time(operator, sharding, self.machine, self.training),
@@ -207,10 +207,10 @@ class LayerTimes(ModelLayers):
         on_host: tuple[str, ...] = (),
     ) -> float:
         """Saved bytes of one layer and micro-batch without redundancy, outside the host."""
-        layer = self.kept_layer(kind, micro_batch_size)
+        layer = self.kept_layer(kind, micro_batch_size, sharding.cp)
         recomputed = self.recompute_operators(kind, level)
         return self._once(
-            ("ideal", kind, micro_batch_size, sharding.tp, recomputed, on_host),
+            ("ideal", kind, micro_batch_size, sharding.cp, sharding.tp, recomputed, on_host),
             lambda: ideal_saved_bytes(layer, sharding.tp, recomputed, on_host),
         )
 

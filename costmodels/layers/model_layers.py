@@ -52,8 +52,8 @@ class ParameterSharing:
 class ModelLayers(ABC):
     """The layers of a model, trained as `training` on `machine`, and what their prices depend on.
 
-    zero_ranks  neighbours that hold one copy of sharded states together, on meshes whose dp it
-                divides; None for all of dp
+    zero_ranks  neighbours that hold one copy of sharded states together, on meshes whose dp x cp
+                it divides; None for all of them
     offload     parts of every layer that the host holds
     chunking    how a device holds chunks in layouts with chunks; no other price depends on it
     ends        the shardings of embedding and head where they are not those of a layout
@@ -81,16 +81,16 @@ class ModelLayers(ABC):
         self.once = self._once = KeyedCache()
 
     @abstractmethod
-    def layer(self, kind: LayerKey, micro_batch_size: int) -> LayerClass:
-        """The operators of a layer of `kind`."""
+    def layer(self, kind: LayerKey, micro_batch_size: int, cp: int = 1) -> LayerClass:
+        """The operators of a layer of `kind`, for the tokens of one of `cp` parts of sequences."""
 
     def whole_layer(self, kind: LayerKey) -> LayerClass:
         """The operators of a layer with those that the host runs, for one sequence."""
         return self.layer(kind, 1)
 
-    def kept_layer(self, kind: LayerKey, micro_batch_size: int) -> LayerClass:
+    def kept_layer(self, kind: LayerKey, micro_batch_size: int, cp: int = 1) -> LayerClass:
         """The layer with the tensors that its operators save on this device."""
-        return self.layer(kind, micro_batch_size)
+        return self.layer(kind, micro_batch_size, cp)
 
     @abstractmethod
     def recompute_operators(self, kind: LayerKey, level: RecomputedOperators) -> tuple[str, ...]:
@@ -119,7 +119,9 @@ class ModelLayers(ABC):
         """
 
     @abstractmethod
-    def crossing_tensors(self, cut_class: int, micro_batch_size: int) -> tuple[Tensor, ...]:
+    def crossing_tensors(
+        self, cut_class: int, micro_batch_size: int, cp: int = 1
+    ) -> tuple[Tensor, ...]:
         """Returns the tensors that a pipeline stage receives at a cut of a class."""
 
     @property
@@ -255,10 +257,10 @@ class ModelLayers(ABC):
         return mesh.pp > 1
 
     def shards(self, mesh: Mesh) -> int:
-        """The number of data-parallel ranks that hold one copy of sharded states together."""
-        if self.zero_ranks and mesh.dp % self.zero_ranks == 0 and mesh.ep == 1:
+        """The number of replicas that hold one copy of sharded states together."""
+        if self.zero_ranks and mesh.replicas % self.zero_ranks == 0 and mesh.ep == 1:
             return self.zero_ranks
-        return mesh.dp
+        return mesh.replicas
 
     def split_s(self, kind: LayerKey) -> float:
         """Extra host seconds of a layer's backward pass in two parts, where they were measured."""

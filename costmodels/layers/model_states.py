@@ -95,14 +95,17 @@ def chunk_elements(shape: tuple[int, ...], parts: int, index: int = 0) -> int:
 class LocalParameter:
     """One parameter on one tensor-parallel rank.
 
-    over_data    data-parallel ranks that it is divided over; None where each has a copy
-    of_experts   its experts are divided so
+    over_data    ranks that it is divided over, of the replicas of the stage, or for one of experts
+                 of all its ranks; 1 where each has a copy
+    inside       ranks of the stage for each replica among which its copies are
+    of_experts   it is one for each expert
     summed_axes  axes inside a stage over which the gradient of a matrix is a sum
     """
 
     shape: tuple[int, ...]
     tied: bool
-    over_data: int | None
+    over_data: int
+    inside: int
     of_experts: bool
     summed_axes: tuple[int, ...]
 
@@ -110,9 +113,9 @@ class LocalParameter:
     def elements(self) -> int:
         return math.prod(self.shape)
 
-    def holders(self, dp: int) -> int:
-        """The number of `dp` data-parallel ranks with the same part of it."""
-        return dp if self.over_data is None else max(1, dp // self.over_data)
+    def holders(self, replicas: int) -> int:
+        """The number of ranks with the same part of it, of those of `replicas` of the stage."""
+        return max(1, replicas * self.inside // self.over_data)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,15 +132,27 @@ class LocalParameters:
         self, shards: int = 1, *, with_tied: bool = True, of_experts: bool | None = None
     ) -> int:
         """Elements of the largest of `shards` data-parallel shards; see `owned_parameters`."""
+        parameters = self.each if of_experts is None else self.held_alike(of_experts=of_experts)
         return sum(
             chunk_elements(parameter.shape, parameter.holders(shards))
-            for parameter in self.each
-            if (with_tied or not parameter.tied)
-            and (
-                of_experts is None
-                or (parameter.of_experts if of_experts else parameter.over_data is None)
-            )
+            for parameter in parameters
+            if with_tied or not parameter.tied
         )
+
+    def held_alike(self, *, of_experts: bool) -> list[LocalParameter]:
+        """Returns the parameters of experts, or those of which every replica has a copy."""
+        return [
+            each
+            for each in self.each
+            if each.of_experts == of_experts and (of_experts or each.over_data == 1)
+        ]
+
+    def copied(self, shards: int = 1, *, with_tied: bool = True) -> int:
+        """Elements of the largest shard of the parameters that data parallelism may have copies of.
+
+        They are all but those that data-parallel ranks divide as tensor-parallel ranks do.
+        """
+        return sum(self.owned(shards, with_tied=with_tied, of_experts=own) for own in (False, True))
 
 
 def _local(
@@ -148,7 +163,10 @@ def _local(
         LocalParameter(
             sharding.parameter_shape(operator, parameter),
             parameter.tied,
-            sharding.over_data(operator, parameter),
+            sharding.ep * sharding.etp
+            if parameter.of_experts
+            else sharding.over_data(operator, parameter),
+            sharding.tp if parameter.of_experts else 1,
             parameter.of_experts,
             sharding.summed_axes(operator, parameter)
             if sums_weights and len(parameter.dims) > 1

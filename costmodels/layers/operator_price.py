@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from parplan.costmodels.layers.layer_price import StageAxes, ending_time
+from parplan.costmodels.layers.layer_price import StageAxes, own_communication
 from parplan.costmodels.layers.model_states import StateBytes, StateSharding, operator_states
 from parplan.costmodels.layers.recompute import gradient_bytes, made_inside
 from parplan.costmodels.operators.compute import OperatorTime, operator_time
@@ -20,12 +20,15 @@ from parplan.profiles.models.operator_graph import Operator
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.provenance import Seconds
 
+WHOLE = Sharding()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorPrice:
     """The cost of one strategy of an operator on one rank and for one micro-batch.
 
-    compute, ending     its kernels, and the end of its partial sums, forward and backward
+    compute, ending     its kernels; and the end of its partial sums and its exchanges, forward and
+                        backward
     recompute           forward once more, with its ending, where it is recomputed
     states              bytes of its parameters, gradients and optimizer states by class
     saved_bytes         tensors made inside and saved for its backward pass (masks, scores); 0 where
@@ -60,10 +63,12 @@ def single_operator_sharding(
     *,
     sequence_parallel: bool = False,
     over_data: bool = False,
+    like: Sharding = WHOLE,
 ) -> Sharding:
     """Returns a sharding of the axes of `degrees` that divides `operator` by `splits`.
 
-    With `over_data` the first axis are data-parallel ranks.
+    With `over_data` the first axis are data-parallel ranks. Experts and sequences are divided as in
+    `like`.
     """
     data, inside = (degrees[0], degrees[1:]) if over_data else (1, degrees)
     return Sharding(
@@ -72,6 +77,10 @@ def single_operator_sharding(
         ((operator.name, splits),),
         inside if len(inside) > 1 else (),
         data=data,
+        ep=like.ep,
+        etp=like.etp,
+        cp=like.cp,
+        context_form=like.context_form,
     )
 
 
@@ -85,12 +94,16 @@ def operator_price(
     zero: int = 0,
     dp: int = 1,
     over_data: bool = False,
+    like: Sharding = WHOLE,
 ) -> OperatorPrice:
     """Prices one strategy; `zero` shards the states over `dp` data-parallel ranks.
 
-    With `over_data` these ranks are the first axis of `inside`.
+    With `over_data` these ranks are the first axis of `inside`. Experts and sequences are divided
+    as in `like`.
     """
-    sharding = single_operator_sharding(operator, splits, inside.degrees, over_data=over_data)
+    sharding = single_operator_sharding(
+        operator, splits, inside.degrees, over_data=over_data, like=like
+    )
     compute = operator_time(operator, sharding, inside.machine, training)
     states = StateSharding(zero, dp)
     price = _price(operator, sharding, compute, inside, training, states)
@@ -107,13 +120,14 @@ def operator_prices(
     states: StateSharding,
     *,
     over_data: bool = False,
+    like: Sharding = WHOLE,
 ) -> list[OperatorPrice]:
-    """Prices several strategies at once, none of which recomputes.
+    """Prices several strategies at once, none of which recomputes (`operator_price`).
 
     An operator of several micro-batch sizes gives arrays with a row for each.
     """
     each = tuple(
-        single_operator_sharding(operator, splits, inside.degrees, over_data=over_data)
+        single_operator_sharding(operator, splits, inside.degrees, over_data=over_data, like=like)
         for splits in ways
     )
     compute = operator_time(operator, Shardings(each), inside.machine, training)
@@ -133,7 +147,7 @@ def _price(
 ) -> OperatorPrice:
     return OperatorPrice(
         compute=compute,
-        ending=ending_time(operator, sharding, compute, inside),
+        ending=own_communication(operator, sharding, compute, inside),
         recompute=None,
         states=operator_states(operator, sharding, states, training),
         saved_bytes=sum(sharding.tensor_bytes(operator, t) for t in made_inside(operator)),

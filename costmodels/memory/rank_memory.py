@@ -68,7 +68,7 @@ def communicator_bytes(mesh: Mesh, price_cache: LayerPriceCache) -> float:
     """Bytes of the communicators of all parallel axes; zero without a device context."""
     if not price_cache.machine.cluster.device.context_bytes:
         return 0.0
-    split_experts = 1 < mesh.expert_dp < mesh.dp
+    split_experts = 1 < mesh.expert_replicas < mesh.ranks_per_stage
     axes = sum(mesh.degree(axis) > 1 for axis in Axis) + (mesh.ep > 1) + split_experts
     return axes * price_cache.training.stack.nccl_bytes
 

@@ -14,6 +14,7 @@ from parplan.profiles.elementwise import Number, chosen, gcd
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.curves import ALIGNED_BYTES, FLASH_BACKWARD_FLOPS, Product
 from parplan.profiles.machines.hardware import Device
+from parplan.profiles.models.operator_graph import Attention
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.stack import FlashKernel, Stack
 
@@ -29,6 +30,7 @@ FP32_BYTES = 4
 # Slowdown of a product whose rows are a multiple of only so many bytes. 2: from vTrain's
 # single-node A100 rows, a head of 50,257 (odd) against one of 25,128; 4 and 8 are assumed between.
 MISALIGNED = {16: 1.0, 8: 1.15, 4: 1.4, 2: 2.3}
+CAUSAL = Attention(causal=True)
 ADAM_STATE_BYTES = 24  # fp32 master copy and two moments, each read and written
 
 
@@ -199,11 +201,13 @@ def fused_kernel(
     seq: Number,
     keys: Number,
     head_dim: Number,
-    *,
-    causal: bool = True,
-    dropped: bool = False,
+    attention: Attention = CAUSAL,
 ) -> FusedKernel:
-    """Fused attention of `heads` heads, batch included, of `seq` queries over `keys` keys."""
-    met = keys / 2 if causal else 1.0 * keys
+    """Fused attention of `heads` heads, batch included, of `seq` queries over `keys` keys.
+
+    Its speed is that of heads with the mean of the features of a key and of a value.
+    """
+    met = attention.keys_met(keys)
+    head_dim = (head_dim + (attention.value_dim or head_dim)) // 2
     flops = 4.0 * heads * seq * met * head_dim * (FLASH_BACKWARD_FLOPS if way == BACKWARD else 1.0)
-    return FusedKernel(way, heads, seq, met, head_dim, flops, dropped)
+    return FusedKernel(way, heads, seq, met, head_dim, flops, attention.dropped)

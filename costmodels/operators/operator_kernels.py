@@ -24,7 +24,7 @@ from parplan.costmodels.operators.kernels import (
 from parplan.costmodels.operators.sharding import LocalSizes
 from parplan.profiles.elementwise import Number, anywhere, chosen, larger_of
 from parplan.profiles.machines.curves import Product
-from parplan.profiles.models.operator_graph import Operator, OperatorKind, Tensor
+from parplan.profiles.models.operator_graph import Attention, Operator, OperatorKind, Tensor
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import AttentionKernel
 
@@ -175,14 +175,20 @@ def _attention(operator: Operator, sizes: LocalSizes, training: TrainingSpec) ->
 
 
 def _flash(operator: Operator, sizes: LocalSizes, training: TrainingSpec) -> OperatorKernels:
-    """Fused attention: half of the FLOPs when causal, 2.5 times as many backward (EQUATIONS K2)."""
+    """Fused attention: the scores that its mask leaves, 2.5 times as many FLOPs backward (K2)."""
     batch, heads, seq, keys, head_dim = _attention_sizes(operator, sizes)
+    attention = attention_of(operator)
 
     def kernel(way: str) -> FusedKernel:
-        causal, dropped = operator.causal, operator.dropped
-        return fused_kernel(way, batch * heads, seq, keys, head_dim, causal=causal, dropped=dropped)
+        return fused_kernel(way, batch * heads, seq, keys, head_dim, attention)
 
     return OperatorKernels((kernel(FORWARD),), (kernel(BACKWARD),))
+
+
+def attention_of(operator: Operator) -> Attention:
+    """Returns the work of an attention operator."""
+    assert operator.attention is not None, f"{operator.name} is attention"
+    return operator.attention
 
 
 def _attention_sizes(operator: Operator, sizes: LocalSizes) -> list[Number]:
@@ -199,13 +205,14 @@ def _unfused(operator: Operator, sizes: LocalSizes, training: TrainingSpec) -> O
     """
     batch, heads, seq, keys, head_dim = _attention_sizes(operator, sizes)
     batch *= heads
+    value_dim = attention_of(operator).value_dim or head_dim
     element = training.precision.num_bytes
     elements = batch * seq * keys
     dropped = any(tensor.element_bytes == 1 for tensor in operator.saved)
 
     def kernels(way: str, curve: str, half_passes: int, pv_products: int) -> tuple[Kernel, ...]:
         qk = product_kernel(curve, (batch, seq, keys, head_dim), element, element)
-        pv = product_kernel(curve, (batch, seq, head_dim, keys), element, element)
+        pv = product_kernel(curve, (batch, seq, value_dim, keys), element, element)
         softmax = StreamKernel("softmax", "softmax", way, half_passes * elements * element // 2)
         run: tuple[Kernel, ...] = (qk, *(pv,) * pv_products, softmax)
         if not dropped:
@@ -213,7 +220,7 @@ def _unfused(operator: Operator, sizes: LocalSizes, training: TrainingSpec) -> O
         return (*run, StreamKernel("dropout", "dropout", way, (2 * element + 1) * elements))
 
     # half passes of the softmax over the scores; a causal one skips half of each read
-    forward_passes, backward_passes = (3, 4) if operator.causal else (4, 6)
+    forward_passes, backward_passes = (3, 4) if attention_of(operator).causal else (4, 6)
     return OperatorKernels(
         kernels(FORWARD, BATCHED[0], forward_passes, 1),
         kernels(BACKWARD, BATCHED[1], backward_passes, 3),
@@ -231,8 +238,9 @@ def _streaming(operator: Operator, sizes: LocalSizes, training: TrainingSpec) ->
     written = _bytes_of(operator.outputs, operator, sizes)
     dropped = [tensor for tensor in operator.saved if tensor.element_bytes == 1]
     masks = _bytes_of(dropped, operator, sizes)
-    # other operators with several inputs save them
-    if len(operator.inputs) > 1 and len(dropped) == len(operator.saved):
+    # other operators with several inputs save them, except rotary
+    joins = len(operator.inputs) > 1 and operator.function != "rotary"
+    if joins and len(dropped) == len(operator.saved):
         branches = len(operator.inputs) - 1
         return _residual(read, written, masks, branches, dropped=bool(dropped))
     name, like = _named(operator, dropped=bool(dropped))
@@ -246,9 +254,10 @@ def _streaming(operator: Operator, sizes: LocalSizes, training: TrainingSpec) ->
 def _named(operator: Operator, *, dropped: bool) -> tuple[str, str]:
     """The name of a streaming operation, and its class; `dropped` says if it saves a mask."""
     if operator.kind is OperatorKind.NORM:
-        return "layer_norm" if len(operator.parameters) > 1 else "rms_norm", "norm"
+        biased = len(operator.parameters) > 1 and operator.function != "qk_norm"
+        return "layer_norm" if biased else "rms_norm", "norm"
     name = operator.function.lower()
-    if name == "activation":
+    if name.endswith("activation"):
         gated = anywhere(operator.inputs[0].num_elements > operator.outputs[0].num_elements)
         name = "swiglu" if gated else "gelu"
     elif dropped:

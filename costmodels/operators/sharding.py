@@ -21,6 +21,7 @@ import numpy as np
 
 from parplan.profiles.elementwise import Number, anywhere
 from parplan.profiles.models.operator_graph import (
+    EXPERT_WIDTH,
     EXPERTS_DIM,
     Dim,
     Operator,
@@ -28,9 +29,11 @@ from parplan.profiles.models.operator_graph import (
     Parameter,
     Tensor,
 )
+from parplan.profiles.stack import ContextForm
 
 PARTIAL = "partial"  # a placement: every rank holds a summand
 BATCH = "batch"
+OF_EXPERTS = (OperatorKind.DISPATCH, OperatorKind.EXPERTS, OperatorKind.COMBINE)
 SCATTERED = (BATCH, "sequence")  # dims that the executor can reduce-scatter partial sums over
 # placement of a tensor, by axis: the divided dim, None where every rank holds it whole, or PARTIAL
 Place = tuple[str | None, ...]
@@ -62,7 +65,10 @@ class Sharding:
     sequence_parallel  activations between layers are split by token
     own                the operators that are not divided as in Megatron
     axes               the degrees of the axes that `tp` consists of; empty for one axis
-    ep                 number of data-parallel ranks over which the experts are divided
+    ep, etp            number of ranks over which whole experts are divided, and over which each
+                       expert is: 1 or `tp`
+    cp, context_form   number of ranks that divide every sequence, and the form of their attention.
+                       A layer with this sharding has the tokens of one of them
     overlap            sub-pipelining level of a block, 0 to 3: it divides the micro-batch in time,
                        not over ranks (costmodels/layers/halved_layer.py)
     data               number of data-parallel ranks that operators may divide their weights over.
@@ -77,6 +83,9 @@ class Sharding:
     ep: int = 1
     overlap: int = 0
     data: int = 1
+    etp: int = 1
+    cp: int = 1
+    context_form: ContextForm | None = None
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -89,6 +98,16 @@ class Sharding:
         return self.tp * self.data
 
     @property
+    def experts(self) -> tuple[int, int]:
+        """The ranks that divide the experts, and each expert."""
+        return self.ep, self.etp
+
+    @property
+    def context(self) -> tuple[int, ContextForm | None]:
+        """The ranks that divide every sequence, and the form of their attention."""
+        return self.cp, self.context_form
+
+    @property
     def boundary(self) -> Place:
         """The placement of activations between layers."""
         inside = ("sequence" if self.sequence_parallel else None,) * len(self.axes or (self.tp,))
@@ -99,7 +118,10 @@ class Sharding:
         for name, splits in self.own:
             if name == operator.name:
                 return splits
-        inside = megatron_split(operator, sequence_parallel=self.sequence_parallel)
+        dim = operator.parallel_dim
+        if dim == EXPERT_WIDTH and self.etp == 1:
+            dim = None
+        inside = megatron_split(operator, dim, sequence_parallel=self.sequence_parallel)
         count = len(self.axes or (self.tp,))
         return (Split(BATCH), *(inside,) * count) if self.data > 1 else (inside,) * count
 
@@ -160,6 +182,8 @@ class Sharding:
 
         The sum over an axis of data-parallel ranks belongs to data parallelism.
         """
+        if parameter.of_experts:
+            return ()  # data parallelism of the experts reduces over all ranks with the same part
         return tuple(
             axis
             for axis, split in enumerate(self.splits(operator))
@@ -169,12 +193,10 @@ class Sharding:
             and parameter.tensor_dim(split.dim) is None
         )
 
-    def over_data(self, operator: Operator, parameter: Parameter) -> int | None:
-        """The data-parallel ranks that a parameter is divided over, None where each has a copy."""
-        if parameter.of_experts:
-            return self.ep
+    def over_data(self, operator: Operator, parameter: Parameter) -> int:
+        """The data-parallel ranks that a parameter is divided over, 1 where each has a copy."""
         divided = self.data > 1 and parameter.tensor_dim(self.splits(operator)[0].dim) is not None
-        return self.data if divided else None
+        return self.data if divided else 1
 
 
 class LocalSizes(Protocol):
@@ -249,9 +271,8 @@ def placed_parts(place: Place, degrees: tuple[int, ...]) -> int:
     return math.prod([p for p, at in zip(degrees, place, strict=True) if at not in (None, PARTIAL)])
 
 
-def megatron_split(operator: Operator, *, sequence_parallel: bool) -> Split:
+def megatron_split(operator: Operator, dim: str | None, *, sequence_parallel: bool) -> Split:
     """Megatron's split: the parallel dim; under sequence parallelism everything else by token."""
-    dim = operator.parallel_dim
     return _megatron_split(
         dim, sums=dim is not None and dim == operator.contracted, tokens=sequence_parallel
     )
@@ -274,18 +295,21 @@ class Rejected:
 
 
 def operator_splits(
-    operator: Operator, degrees: tuple[int, ...], *, over_data: bool = False
+    operator: Operator, degrees: tuple[int, ...], *, over_data: bool = False, etp: int = 1
 ) -> tuple[tuple[Splits, ...], tuple[Rejected, ...]]:
     """Returns every legal way to divide `operator` over axes of `degrees`, and the rejected.
 
     A way is legal for several micro-batch sizes if it is for one of them (`divides`). With
-    `over_data` the first axis are data-parallel ranks.
+    `over_data` the first axis are data-parallel ranks. All ranks divide each expert, where `etp` is
+    more than 1.
     """
     legal, rejected = [], []
     for splits in itertools.product(
         *(tuple(_axis_splits(operator)) if p > 1 else (Split(),) for p in degrees)
     ):
-        reason = _illegal(operator, splits, degrees)
+        reason = _illegal_for_experts(operator, splits, degrees, etp) or _illegal(
+            operator, splits, degrees
+        )
         if over_data and reason is None:
             reason = _illegal_over_data(operator, splits[0])
         if reason is None:
@@ -316,6 +340,24 @@ def _illegal_over_data(operator: Operator, split: Split) -> str | None:
     if split.dim == BATCH or (split.dim is not None and (follows or by_weight) and not whole):
         return None
     return "data-parallel ranks divide the batch or the weight, and end partial sums by batch"
+
+
+def _illegal_for_experts(
+    operator: Operator, splits: Splits, degrees: tuple[int, ...], etp: int
+) -> str | None:
+    """Returns why the ranks cannot divide the work of experts so, or None.
+
+    Each token goes to its experts once, so the ranks divide the tokens, or every expert.
+    """
+    if operator.kind not in OF_EXPERTS and operator.parallel_dim != EXPERT_WIDTH:
+        return None
+    by_width = operator.parallel_dim == EXPERT_WIDTH and etp > 1
+    for degree, split in zip(degrees, splits, strict=True):
+        if degree > 1 and by_width and split.dim != EXPERT_WIDTH:
+            return f"etp {etp} divides the width of every expert"
+        if degree > 1 and not by_width and split.dim not in SCATTERED:
+            return "tensor parallel ranks hold whole experts and divide their tokens"
+    return None
 
 
 def _illegal(operator: Operator, splits: Splits, degrees: tuple[int, ...]) -> str | None:
@@ -398,7 +440,7 @@ def placed_splits(operator: Operator, over: Sharding, expected: Placements) -> S
 
     An operator that is divided over data-parallel ranks has the batch of all of them.
     """
-    legal, _ = operator_splits(operator, over.degrees, over_data=over.data > 1)
+    legal, _ = operator_splits(operator, over.degrees, over_data=over.data > 1, etp=over.etp)
     return next(
         (
             splits

@@ -124,7 +124,7 @@ def _add_layer(
     if sharding.ranks > 1:
         parts = HALVES if sharding.overlap and choice.kind.role is LayerKind.BLOCK else 1
         batch = layout.micro_batch_size * sharding.data // parts
-        sending = price_cache.graph(batch).layer_class(choice.kind.role)
+        sending = price_cache.graph(batch, sharding.cp).layer_class(choice.kind.role)
         for move in layer_moves(sending, sharding, recomputed):
             axis = Axis.DP if sharding.data > 1 and move.axis == 0 else Axis.TP
             tally.add(axis, move.collective, move.num_bytes, parts * layout.num_micro_batches)
@@ -277,14 +277,8 @@ def _add_data_parallel(
     for group in price_cache.groups(choice.kind, mesh, sharding, choice.zero, choice.own_zero):
         zero, parameters = group.zero, group.parameters
         shards = price_cache.shards(mesh) if zero else 1
-        whole, owned = (
-            sum(
-                parameters.owned(parts, with_tied=mesh.pp > 1, of_experts=of_experts)
-                for of_experts in (False, True)
-            )
-            for parts in (1, shards)
-        )
-        if mesh.dp == 1 or not whole:
+        whole, owned = (parameters.copied(parts, with_tied=mesh.pp > 1) for parts in (1, shards))
+        if mesh.replicas == 1 or not whole:
             continue
         if shards > 1:
             gathers = 2 * layout.num_micro_batches + ahead if zero == 3 else 1
@@ -293,7 +287,7 @@ def _add_data_parallel(
             reduced = _gradient_bytes(whole, price_cache)
             tally.add(Axis.DP, Collective.ALL_GATHER, gathered, gathers)
             tally.add(Axis.DP, Collective.REDUCE_SCATTER, reduced, reductions)
-        if mesh.dp > shards:
+        if mesh.replicas > shards:
             tally.add(Axis.DP, Collective.ALL_REDUCE, _gradient_bytes(owned, price_cache))
 
 
@@ -304,8 +298,8 @@ def _add_messages(
 
     They are activations of the previous stage and gradients of the next one.
     """
-    boundary, sharding = price_cache.graph(layout.micro_batch_size).block.input, layout.sharding
-    assert boundary is not None
+    sharding = layout.sharding
+    (boundary,) = price_cache.crossing_tensors(0, layout.micro_batch_size, sharding.cp)
     num_bytes = sharding.local_bytes(boundary, sharding.boundary)
     stages = range(layout.num_virtual_stages)
     neighbours = [neighbour for neighbour in (stage - 1, stage + 1) if neighbour in stages]

@@ -14,12 +14,12 @@ from parplan.executor.measuring.trials import Graph, TimedPasses, Trial, both
 from parplan.executor.models.loss import Loss
 from parplan.executor.models.transformer_layers import (
     Activation,
-    Attention,
     LayerNorm,
     LearnedPositions,
     Residual,
     RMSNorm,
     Rotary,
+    SelfAttention,
     Tokens,
 )
 from parplan.profiles.stack import AttentionKernel
@@ -83,7 +83,7 @@ def attention(sizes: Sizes) -> tuple[TimedPasses, ...]:
     )
     tokens = (sizes["batch"], sizes["seq"])
     return _module(
-        lambda: Attention(model, AttentionKernel.FLASH),
+        lambda: SelfAttention(model, AttentionKernel.FLASH),
         (*tokens, model.q_size + 2 * model.kv_size),
         (*tokens, model.q_size),
     )
@@ -91,7 +91,7 @@ def attention(sizes: Sizes) -> tuple[TimedPasses, ...]:
 
 def softmax(sizes: Sizes) -> tuple[TimedPasses, ...]:
     """Return the passes of scale, mask and softmax of unfused attention."""
-    attention = Attention(model_spec(), AttentionKernel.UNFUSED)
+    attention = SelfAttention(model_spec(), AttentionKernel.UNFUSED)
     shape = (sizes["batch"], sizes["heads"], sizes["seq"], sizes["seq"])
 
     def trial(maker: Maker) -> Trial:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from parplan.executor.memory.early_recompute import checkpointed
 from parplan.executor.memory.saved_tensors import Recipes
-from parplan.executor.models.transformer_layers import Attention
+from parplan.executor.models.transformer_layers import SelfAttention
 from parplan.executor.tensors import local, memory_of
 from parplan.profiles.errors import ConfigError
 
@@ -124,7 +124,7 @@ def _discard_outputs(layer: nn.Module, operators: list[str], recipes: Recipes) -
         _operator(layer, name).register_forward_hook(remember)
 
 
-def _follow_copies(attention: Attention, recipes: Recipes) -> None:
+def _follow_copies(attention: SelfAttention, recipes: Recipes) -> None:
     """Gives the copies that attention makes of its input the recipe of that input.
 
     Attention saves queries, keys and values, which are copies where the input does not hold them in

@@ -163,7 +163,7 @@ def _rotary_tables(
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     """Causal grouped-query attention over the heads on this rank.
 
     context   the ranks that divide every sequence; None where this rank has whole sequences
@@ -313,7 +313,7 @@ class Block(nn.Module):
         self.qkv = Linear(hidden, model.q_size + 2 * model.kv_size, bias=model.qkv_bias)
         if model.positions is Positions.ROTARY:
             self.rotary = Rotary(model)
-        self.attention = Attention(model, training.attention)
+        self.attention = SelfAttention(model, training.attention)
         self.attention_out = Linear(model.q_size, hidden, bias=model.linear_bias)
         if not model.parallel_residual:
             self.residual1 = Residual(model)
@@ -368,7 +368,7 @@ class Head(nn.Module):
 def divide_sequences(layer: nn.Module, context: Context) -> None:
     """Tells the operators of a layer that need it which tokens of each sequence this rank has."""
     for module in layer.modules():
-        if isinstance(module, (LearnedPositions, Rotary, Attention)):
+        if isinstance(module, (LearnedPositions, Rotary, SelfAttention)):
             module.context = context
 
 

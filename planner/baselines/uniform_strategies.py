@@ -25,7 +25,7 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
-from parplan.planner.candidates.enumeration import expert_degrees, illegal_tensor_parallel
+from parplan.planner.candidates.meshes import expert_divisions, illegal_tensor_parallel
 from parplan.profiles.divisors import divisors
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.operator_graph import LayerKind
@@ -51,7 +51,10 @@ def megatron_meshes(model: ModelSpec, cluster: Cluster, training: TrainingSpec) 
         for pp in divisors(cluster.num_gpus // tp):
             dp = cluster.num_gpus // tp // pp
             if counted_ends(model.num_layers, pp) and training.global_batch_size % dp == 0:
-                yield from (Mesh(pp=pp, dp=dp, tp=tp, ep=ep) for ep in expert_degrees(dp, model))
+                yield from (
+                    Mesh(pp=pp, dp=dp, tp=tp, ep=ep, etp=etp)
+                    for ep, etp in expert_divisions(dp * tp, tp, model, training.stack)
+                )
 
 
 def megatron_layouts(

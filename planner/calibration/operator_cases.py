@@ -139,7 +139,7 @@ def _attention(
             "kv_heads": heads // group,
             "seq": seq,
             "head_dim": head_dim,
-            "dropout": int(operator.dropped),
+            "dropout": int(kernels.forward[0].dropped),
         }
         yield _case("attention", sizes, precision, _both_ways(kernels))
         return

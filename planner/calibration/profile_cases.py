@@ -37,7 +37,7 @@ from parplan.planner.calibration.operator_cases import (
     operator_cases,
     update_cases,
 )
-from parplan.planner.candidates.enumeration import illegal_tensor_parallel
+from parplan.planner.candidates.meshes import illegal_tensor_parallel
 from parplan.planner.request import MAX_MICRO_BATCH_SIZE
 from parplan.profiles.divisors import divisors
 from parplan.profiles.machines.curves import memory_bound_s

@@ -245,7 +245,7 @@ def _place(sent: SentBytes, layout: ParallelLayout, price_cache: PriceCache) -> 
         return None
     shards = price_cache.shards(mesh)
     stride = mesh.stride(Axis.DP)
-    copies = mesh.dp // shards
+    copies = mesh.replicas // shards
     if sent.kind == Collective.ALL_REDUCE and copies > 1:
         return place_axis(copies, stride * shards, mesh.num_ranks, gpus_per_node)
     return place_axis(shards, stride, mesh.num_ranks, gpus_per_node)

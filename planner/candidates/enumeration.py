@@ -6,15 +6,15 @@ Each illegal candidate has its reason.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import gcd
 
-from parplan.costmodels.communication.mesh import Mesh, MeshOrder, distinct_orders
+from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.state_location import Access
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import AHEAD, Schedule, legal
 from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.candidates.meshes import Pruned, allowed, meshes
 from parplan.planner.candidates.stack_rules import lacking_schedule, require_stack_runs
 from parplan.planner.host_options.state_locations import has_chunks, illegal_chunks
 from parplan.planner.layer_options.overlap_levels import (
@@ -35,16 +35,6 @@ from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.stack import Stack
-
-OUTSIDE_PINS = "excluded by"  # the start of a reason that a pin or a ban gives
-
-
-@dataclass(frozen=True, slots=True)
-class Pruned:
-    """A candidate, or a family of them, that is not searched, with the reason."""
-
-    candidate: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,31 +61,6 @@ def layout_text(layout: ParallelLayout) -> str:
         f"{layout.mesh}, {schedule}, micro-batch {layout.micro_batch_size} x "
         f"{layout.num_micro_batches}{sequence}{overlap}{weights}{chunks}{states}"
     )
-
-
-def illegal_tensor_parallel(
-    tp: int, model: ModelSpec, cluster: Cluster, *, across_nodes: bool
-) -> str | None:
-    """Returns why `tp` cannot shard this model on this cluster, or None."""
-    for name, size in (
-        ("attention heads", model.num_heads),
-        ("key-value heads", model.num_kv_heads),
-        ("ffn width", model.ffn_hidden_size),
-        ("vocabulary", model.padded_vocab_size),
-    ):
-        if size % tp:
-            return f"tp {tp} does not divide the {size} {name}"
-    if not across_nodes and (tp > cluster.gpus_per_node or cluster.gpus_per_node % tp):
-        return (
-            f"tp {tp} does not fit inside a node of {cluster.gpus_per_node} GPUs "
-            "(--tp-across-nodes allows it)"
-        )
-    return None
-
-
-def expert_degrees(dp: int, model: ModelSpec) -> tuple[int, ...]:
-    """Returns the expert-parallel degrees of `dp` ranks, ascending; 1 for a dense model."""
-    return divisors(gcd(dp, model.num_experts)) if model.num_experts else (1,)
 
 
 def illegal_pipeline(layout: ParallelLayout) -> str | None:
@@ -135,53 +100,20 @@ def illegal_layout(layout: ParallelLayout, model: ModelSpec, training: TrainingS
             f"{model.num_layers} layers, or two more, are not a multiple of "
             f"pp {mesh.pp} x {layout.virtual_stages} virtual stages"
         )
-    if layout.sequence_parallel and (mesh.tp == 1 or training.seq_length % mesh.tp):
+    if training.seq_length % (2 * mesh.cp if mesh.cp > 1 else 1):
         return (
-            "sequence parallelism needs tp > 1 that divides the sequence of "
-            f"{training.seq_length}, tp is {mesh.tp}"
+            f"the {2 * mesh.cp} pieces of cp {mesh.cp} do not divide the sequence of "
+            f"{training.seq_length}"
         )
+    tokens = training.seq_length // mesh.cp
+    if layout.sequence_parallel and (mesh.tp == 1 or tokens % mesh.tp):
+        return (
+            f"sequence parallelism needs tp > 1 that divides the sequence of {tokens}, "
+            f"tp is {mesh.tp}"
+        )
+    if model.num_experts and mesh.tp > 1 and not layout.sequence_parallel:
+        return "experts with tp > 1 need sequence parallelism: the ranks send different tokens"
     return illegal_overlap(layout, model)
-
-
-def _allowed(pinned: Collection[object] | None, value: object) -> bool:
-    return pinned is None or value in pinned
-
-
-def _meshes(request: Request) -> Iterator[Mesh | Pruned]:
-    model, cluster = request.model, request.cluster
-    pins = request.constraints
-    orders = pins.mesh_order or tuple(map(MeshOrder, request.training.stack.mesh_orders))
-    gpus = cluster.num_gpus
-    for tp in divisors(gpus):
-        reason = illegal_tensor_parallel(tp, model, cluster, across_nodes=pins.tp_across_nodes)
-        for pp in divisors(gpus // tp):
-            dp = gpus // tp // pp
-            for ep in expert_degrees(dp, model):
-                plain = Mesh(pp=pp, dp=dp, tp=tp, ep=ep)
-                for mesh in distinct_orders(plain, orders, cluster.gpus_per_node):
-                    excluded = excluded_mesh(mesh, pins, model.num_layers, "layers") or reason
-                    yield Pruned(str(mesh), excluded) if excluded else mesh
-
-
-def excluded_mesh(mesh: Mesh, pins: Constraints, num_layers: int, what: str) -> str | None:
-    """Returns the pin that excludes a mesh, or that it has more stages than layers, or None.
-
-    what    the layers in words
-    """
-    ban = pins.ban(pp=mesh.pp, dp=mesh.dp, tp=mesh.tp, ep=mesh.ep, mesh_order=mesh.order)
-    if ban:
-        return f"excluded by --forbid {ban}"
-    if not (
-        _allowed(pins.pp, mesh.pp) and _allowed(pins.dp, mesh.dp) and _allowed(pins.tp, mesh.tp)
-    ):
-        return f"{OUTSIDE_PINS} --pp, --dp or --tp"
-    if not _allowed(pins.mesh_order, mesh.order):
-        return "excluded by --mesh-order"
-    if not _allowed(pins.ep, mesh.ep):
-        return "excluded by --ep"
-    if mesh.pp > num_layers:
-        return f"pp {mesh.pp} is more than the {num_layers} {what}"
-    return None
 
 
 def micro_batch_sizes(mesh: Mesh, request: Request | TracedRequest) -> Iterator[int | Pruned]:
@@ -192,7 +124,7 @@ def micro_batch_sizes(mesh: Mesh, request: Request | TracedRequest) -> Iterator[
         return
     for size in divisors(batch // mesh.dp):
         ban = pins.ban(micro_batch_size=size)
-        if not _allowed(pins.micro_batch_size, size):
+        if not allowed(pins.micro_batch_size, size):
             continue
         if ban:
             yield Pruned(f"{mesh}, micro-batch {size}", f"excluded by --forbid {ban}")
@@ -323,9 +255,9 @@ def excluded_pipeline(layout: ParallelLayout, pins: Constraints, stack: Stack) -
     ban = pins.ban(schedule=layout.schedule, virtual_stages=layout.virtual_stages)
     if ban:
         return f"excluded by --forbid {ban}"
-    if not _allowed(pins.schedule, layout.schedule):
+    if not allowed(pins.schedule, layout.schedule):
         return "excluded by --schedule"
-    if not _allowed(pins.virtual_stages, layout.virtual_stages):
+    if not allowed(pins.virtual_stages, layout.virtual_stages):
         return "excluded by --virtual-stages"
     return None
 
@@ -337,7 +269,7 @@ def _excluded(layout: ParallelLayout, pins: Constraints, stack: Stack) -> str | 
     ban = pins.ban(sequence_parallel=layout.sequence_parallel) if layout.mesh.tp > 1 else None
     if ban:
         return f"excluded by --forbid {ban}"
-    if layout.splits_backward and not _allowed(pins.recompute, Recompute.NONE):
+    if layout.splits_backward and not allowed(pins.recompute, Recompute.NONE):
         return f"{layout.schedule} runs without recompute, --recompute or --forbid excludes that"
     rule = pins.recompute_first_stage
     reason = illegal_stage_recompute(layout, rule) if rule is not None else None
@@ -346,7 +278,7 @@ def _excluded(layout: ParallelLayout, pins: Constraints, stack: Stack) -> str | 
     reason = illegal_zero(layout, 3) if pins.zero == (3,) else None
     if reason:
         return f"{reason}, --zero or --forbid leaves no other"
-    if layout.mesh.tp > 1 and not _allowed(pins.sequence_parallel, layout.sequence_parallel):
+    if layout.mesh.tp > 1 and not allowed(pins.sequence_parallel, layout.sequence_parallel):
         return "excluded by --sequence-parallel"
     return None
 
@@ -362,7 +294,7 @@ def enumerate_candidates(request: Request) -> CandidateSpace:
     resolved = replace(request, constraints=pins.resolved(stack))
     layouts: list[ParallelLayout] = []
     pruned: list[Pruned] = []
-    for mesh in _meshes(resolved):
+    for mesh in meshes(resolved):
         for candidate in (mesh,) if isinstance(mesh, Pruned) else _layouts(mesh, resolved):
             request.options.deadline.check()
             if isinstance(candidate, Pruned):

@@ -31,7 +31,12 @@ def lacking_schedule(layout: ParallelLayout, stack: Stack) -> str | None:
 
 
 # fields of a stack that limit a choice, by the field of the choice's pin
-_RUNS = {"schedule": "schedules", "recompute": "recompute", "mesh_order": "mesh_orders"}
+_RUNS = {
+    "schedule": "schedules",
+    "recompute": "recompute",
+    "mesh_order": "mesh_orders",
+    "context_form": "context_forms",
+}
 
 
 def require_stack_runs(stack: Stack, pins: Constraints) -> None:

@@ -92,8 +92,10 @@ def illegal_chunks(
             "chunks are of blocks that run one after the other, "
             "sub-pipelined tensor parallelism runs two halves"
         )
-    if layout.mesh.ep > 1:
+    if layout.mesh.ep > 1 or layout.mesh.etp > 1:
         return f"chunks lie over all of dp, experts are divided over ep {layout.mesh.ep}"
+    if layout.mesh.cp > 1:
+        return f"chunks lie over all of dp, not over cp {layout.mesh.cp}"
     if layout.mesh.dp > 1 and zero is not None and 3 not in zero:
         return "chunks are sharded as with ZeRO 3, --zero or --forbid excludes that"
     if layout.mesh.dp > 1 and zero_ranks:

@@ -102,8 +102,8 @@ class BlockProblems:
     def __call__(
         self, micro_batch_size: int, sharding: Sharding, kind: LayerKind = LayerKind.BLOCK
     ) -> LayerProblem:
-        sizes = self._alike(micro_batch_size * sharding.data)
-        axes = kind, sharding.degrees, sharding.data
+        sizes = self._alike(micro_batch_size * sharding.data, sharding.cp)
+        axes = kind, sharding.degrees, sharding.data, sharding.experts, sharding.context
         strategies = self._once((sizes, axes), lambda: self._strategies(kind, sizes, sharding))
         problems = self._once(
             (sizes, axes, sharding.boundary), lambda: strategies.problems(sharding.boundary)
@@ -115,18 +115,20 @@ class BlockProblems:
     ) -> LayerStrategies:
         price_cache = self.price_cache
         return LayerStrategies(
-            [price_cache.graph(size).layer_class(kind) for size in sizes],
+            [price_cache.graph(size, sharding.cp).layer_class(kind) for size in sizes],
             price_cache.inside(sharding.degrees),
             price_cache.training,
             over_data=sharding.data > 1,
+            like=sharding,
         )
 
-    def _alike(self, micro_batch_size: int) -> tuple[int, ...]:
+    def _alike(self, micro_batch_size: int, cp: int) -> tuple[int, ...]:
         """Returns the sizes that are priced with a size, whose blocks have the same tensors."""
 
         def tensors(size: int) -> tuple[tuple[int, ...], ...]:
             return self._once(
-                ("tensors", size), lambda: numbers_of_tensors(self.price_cache.graph(size).block)
+                ("tensors", size, cp),
+                lambda: numbers_of_tensors(self.price_cache.graph(size, cp).block),
             )
 
         mine = tensors(micro_batch_size)
@@ -380,7 +382,7 @@ class Catalogue:
         )
         names = tuple(op.name for op, option in chosen if option.recomputed)
         divided = replace(sharding, own=splits)
-        block = self.price_cache.kept_graph(b * sharding.data).block
+        block = self.price_cache.kept_graph(b * sharding.data, sharding.cp).block
         saved_bytes = picked.saved_bytes
         workspace_bytes = picked.workspace_bytes
         time_s = (

@@ -23,6 +23,7 @@ import numpy as np
 from parplan.costmodels.layers.layer_price import StageAxes, edge_time
 from parplan.costmodels.layers.model_states import StateSharding
 from parplan.costmodels.layers.operator_price import (
+    WHOLE,
     OperatorPrice,
     operator_prices,
     single_operator_sharding,
@@ -230,7 +231,10 @@ def layer_problem(
 ) -> LayerProblem:
     """Returns the problem of `layer` over the axes and with the boundary of `sharding`."""
     inside = StageAxes(sharding.degrees, machine, training.stack)
-    strategies = LayerStrategies((layer,), inside, training, zero, dp, over_data=sharding.data > 1)
+    over_data = sharding.data > 1
+    strategies = LayerStrategies(
+        (layer,), inside, training, zero, dp, over_data=over_data, like=sharding
+    )
     (problem,) = strategies.problems(sharding.boundary)
     return problem
 
@@ -263,7 +267,8 @@ class LayerStrategies:
 
     All boundaries of the layer share them. The layer is given once for each micro-batch size, and
     all sizes are priced at once. With a `sharding` its split is the only one of each operator. With
-    `over_data` the first axis are data-parallel ranks.
+    `over_data` the first axis are data-parallel ranks. Experts and sequences are divided as in
+    `like`.
 
     savers   by tensor, the first operator that saves it: its bytes count there
     alone    by reader and the placements of an input and of its gradient, the reader's seconds
@@ -281,12 +286,14 @@ class LayerStrategies:
         sharding: Sharding | None = None,
         *,
         over_data: bool = False,
+        like: Sharding = WHOLE,
     ) -> None:
         self.layer = layer = of_all_sizes(layers)
         self.over_data = over_data
         self.sizes = len(layers)
         self.inside = inside
         self.given = sharding
+        self.like = like
         self.sharding = Sharding(
             math.prod(inside.degrees), axes=inside.degrees if len(inside.degrees) > 1 else ()
         )
@@ -353,11 +360,19 @@ class LayerStrategies:
         degrees = self.sharding.degrees
         ways: tuple[Splits, ...]
         if self.given is None:
-            ways, _ = operator_splits(operator, degrees, over_data=self.over_data)
+            ways, _ = operator_splits(
+                operator, degrees, over_data=self.over_data, etp=self.like.etp
+            )
         else:
             ways = (self.given.splits(operator),)
         prices = operator_prices(
-            operator, ways, self.inside, self.training, self.states, over_data=self.over_data
+            operator,
+            ways,
+            self.inside,
+            self.training,
+            self.states,
+            over_data=self.over_data,
+            like=self.like,
         )
         repeats = (False, True) if may_recompute(operator) else (False,)
         options = tuple(
@@ -391,7 +406,7 @@ class LayerStrategies:
     def _option(
         self, operator: Operator, splits: Splits, price: OperatorPrice, *, recomputed: bool
     ) -> StrategyOption:
-        sharding = single_operator_sharding(operator, splits, self.sharding.degrees)
+        sharding = single_operator_sharding(operator, splits, self.sharding.degrees, like=self.like)
         inputs = tuple(
             InputPlacement(
                 sharding.place(operator, tensor),

@@ -55,14 +55,14 @@ def operator_strategies(
     over = layout.of_blocks
     graph = [
         layer
-        for layer in price_cache.graph(layout.micro_batch_size * over.data)
+        for layer in price_cache.graph(layout.micro_batch_size * over.data, over.cp)
         if over.data == 1 or layer.kind is LayerKind.BLOCK
     ]
     names = [operator.name for layer in graph for operator in layer.operators]
     if only is not None and only not in names:
         raise unknown_name_error("operator", only, names)
     kept = host_bytes_by_operator(
-        price_cache.kept_layer(LayerKind.BLOCK, layout.micro_batch_size),
+        price_cache.kept_layer(LayerKind.BLOCK, layout.micro_batch_size, over.cp),
         layout.sharding,
         (),
         price_cache.training.stack,
@@ -71,7 +71,9 @@ def operator_strategies(
     for layer in graph:
         for operator in layer.operators:
             if only in (None, operator.name):
-                legal, rejected = operator_splits(operator, inside.degrees, over_data=over.data > 1)
+                legal, rejected = operator_splits(
+                    operator, inside.degrees, over_data=over.data > 1, etp=over.etp
+                )
                 priced = (
                     PricedStrategy(
                         splits=s,
@@ -81,8 +83,9 @@ def operator_strategies(
                             inside,
                             price_cache.training,
                             zero=zero,
-                            dp=layout.mesh.dp,
+                            dp=layout.mesh.replicas,
                             over_data=over.data > 1,
+                            like=over,
                         ),
                     )
                     for s in legal

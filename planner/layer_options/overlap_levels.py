@@ -31,6 +31,8 @@ def illegal_overlap(layout: ParallelLayout, model: ModelSpec) -> str | None:
     what = "sub-pipelined tensor parallelism"
     if layout.mesh.tp == 1:
         return f"{what} hides all-reduces over tp, tp is 1"
+    if layout.mesh.cp > 1:
+        return f"{what} is not priced with context parallelism"
     if model.num_experts:
         return (
             f"{what} is of blocks that end in all-reduces, "
@@ -60,7 +62,11 @@ def illegal_zero(layout: ParallelLayout, zero: int) -> str | None:
     Stage 3 frees parameters that a split backward pass still needs. Before a recompute ahead of the
     gradient it would gather them one more time than is priced.
     """
-    if zero < 3 or layout.mesh.dp == 1 or not (layout.splits_backward or layout.recomputes_ahead):
+    if (
+        zero < 3
+        or layout.mesh.replicas == 1
+        or not (layout.splits_backward or layout.recomputes_ahead)
+    ):
         return None
     problem = "does not run" if layout.splits_backward else "has no price"
     return f"{layout.schedule} {problem} with ZeRO 3"

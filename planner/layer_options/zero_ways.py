@@ -28,7 +28,7 @@ def zero_ways(
     A hull is that of (seconds of a step, bytes of states) of a block that is divided as `layout`
     divides it. There is one for each limit on the bytes of the buffers.
     """
-    if layout.mesh.dp == 1 or price_cache.model.num_experts:
+    if layout.mesh.replicas == 1 or price_cache.model.num_experts:
         return ()
     alike: list[ZeroWay] = [(stage, ()) for stage in stages]
     ways = [*alike, *_two_stages(stages, price_cache)]

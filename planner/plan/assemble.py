@@ -68,14 +68,16 @@ def _layer_plan(choice: LayerChoice, layout: ParallelLayout, price_cache: PriceC
         {op.name: placements(op, sharding) for op in layer.operators} if sharding.ranks > 1 else {}
     )
     shards = price_cache.shards(layout.mesh)
-    shares = layout.mesh.dp > 1 or price_cache.offloads_states
+    shares = layout.mesh.replicas > 1 or price_cache.offloads_states
     zero = choice.zero if shares else 0
     own_zero = dict(choice.own_zero) if shares else {}
     return LayerPlan(
         layer=choice.kind.role,
         sequence_parallel=layout.sequence_parallel,
         zero=zero,
-        zero_ranks=shards if max(zero, *own_zero.values(), 0) and shards < layout.mesh.dp else None,
+        zero_ranks=shards
+        if max(zero, *own_zero.values(), 0) and shards < layout.mesh.replicas
+        else None,
         offload=_offload(choice, layout, price_cache),
         recompute=price_cache.recompute_operators(choice.kind, choice.recompute),
         keep_on_host=choice.on_host,

@@ -19,6 +19,7 @@ from parplan.profiles.documents.reader import Hints, read_yaml
 from parplan.profiles.documents.schema import document, parse
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import cluster_document, cluster_from_document
+from parplan.profiles.models.spec import rare_defaults
 
 
 def plan_to_document(plan: AnyPlan) -> dict[str, Any]:
@@ -27,6 +28,9 @@ def plan_to_document(plan: AnyPlan) -> dict[str, Any]:
     for layer_plan in body.get("layer_plans", {}).values():
         if not layer_plan["own_zero"]:  # few plans have any
             del layer_plan["own_zero"]
+    if isinstance(plan, Plan):
+        for name in rare_defaults(plan.model):
+            del body["model"][name]
     body["cluster"] = cluster_document(plan.cluster)
     return body
 

@@ -24,7 +24,8 @@ from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import StepPrice, price_step
 from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.planner.baselines.stage_aware import StageAwareRoom, stage_aware
-from parplan.planner.candidates.enumeration import illegal_layout, illegal_tensor_parallel
+from parplan.planner.candidates.enumeration import illegal_layout
+from parplan.planner.candidates.meshes import illegal_tensor_parallel
 from parplan.planner.candidates.stack_rules import lacking_schedule, require_stack_runs
 from parplan.planner.host_options.activation_options import (
     ALL,
@@ -169,7 +170,7 @@ def _check(
 
 
 def _check_holders(layout: ParallelLayout, zero: int, zero_ranks: int | None) -> None:
-    if zero_ranks and (zero == 0 or layout.mesh.dp % zero_ranks):
+    if zero_ranks and (zero == 0 or layout.mesh.replicas % zero_ranks):
         reason = (
             "nothing is sharded at --zero 0"
             if zero == 0
@@ -263,7 +264,7 @@ def _as_the_rule(
     limit: float,
 ) -> Strategy:
     """The strategy with the recompute of a rule, by memory within `limit` bytes."""
-    zero = zero if layout.mesh.dp > 1 or price_cache.offloads_states else 0
+    zero = zero if layout.mesh.replicas > 1 or price_cache.offloads_states else 0
     if rule.by_memory:
         counts = StageAwareRoom(layout, blocks, zero, price_cache, limit).least_counts()
     else:
@@ -372,7 +373,7 @@ def estimate_plan(
             )
         if choices.own_zero:
             raise ConfigError("--own-zero: chunks are sharded alike", hint="leave it out")
-        zero = highest = 3 if layout.mesh.dp > 1 else 0
+        zero = highest = 3 if layout.mesh.replicas > 1 else 0
     _check_split(layout, highest, recompute)
     names = (ALL,) if Offload.ACTIVATIONS in offload else choices.keep_on_host
     _check_halves(layout, model, recompute, on_host=bool(names))

@@ -17,7 +17,6 @@ from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.planner.candidates.chunk_lower_bounds import ChunkBound
 from parplan.planner.candidates.enumeration import (
     CandidateSpace,
-    Pruned,
     enumerate_candidates,
     layout_text,
     no_candidate_error,
@@ -30,6 +29,7 @@ from parplan.planner.candidates.lower_bounds import (
     memory_bound_s,
     time_bound,
 )
+from parplan.planner.candidates.meshes import Pruned
 from parplan.planner.candidates.redundancy_bounds import RedundancyBound
 from parplan.planner.deadline import Deadline, in_time
 from parplan.planner.infeasible.shortfall import limit_bytes, price_cache_of

@@ -19,7 +19,8 @@ from parplan.costmodels.schedules.hidden_recompute import hidden_passes
 from parplan.costmodels.schedules.schedule import LAST_KEEPS_ALL, Schedule
 from parplan.costmodels.step import StepPrice
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
-from parplan.planner.candidates.enumeration import CandidateSpace, Pruned, layout_text
+from parplan.planner.candidates.enumeration import CandidateSpace, layout_text
+from parplan.planner.candidates.meshes import Pruned
 from parplan.planner.candidates.part_bounds import PartBounds, RankParts
 from parplan.planner.candidates.range_bounds import CloserBounds, RangeBounds
 from parplan.planner.candidates.range_tables import ChunkedRangeTables, RangeTables, even_path

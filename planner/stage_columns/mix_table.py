@@ -68,7 +68,7 @@ class StageTable:
 
         Without data parallelism there is nothing to shard, only to offload.
         """
-        return self._zero_stages if mesh.dp > 1 or self.price_cache.offloads_states else (0,)
+        return self._zero_stages if mesh.replicas > 1 or self.price_cache.offloads_states else (0,)
 
     def zero_stages(self, layout: ParallelLayout) -> tuple[int, ...]:
         """Returns the stages of `zero_choices` that the layout's schedule can run.

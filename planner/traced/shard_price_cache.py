@@ -85,8 +85,9 @@ class ShardPriceCache(LayerPriceCache):
 
         return self._once(("key", layer, key), make)
 
-    def layer(self, kind: LayerKey, micro_batch_size: int) -> LayerClass:
+    def layer(self, kind: LayerKey, micro_batch_size: int, cp: int = 1) -> LayerClass:
         assert isinstance(kind, ShardKey)
+        assert cp == 1, "a trace does not name the dim of its tokens"
         return self._once(
             ("layer", kind, micro_batch_size), lambda: self.classes.layer(kind, micro_batch_size)
         )
@@ -128,7 +129,9 @@ class ShardPriceCache(LayerPriceCache):
     def cut_class(self, cut: int) -> int:
         return cut
 
-    def crossing_tensors(self, cut_class: int, micro_batch_size: int) -> tuple[Tensor, ...]:
+    def crossing_tensors(
+        self, cut_class: int, micro_batch_size: int, cp: int = 1
+    ) -> tuple[Tensor, ...]:
         return self._once(
             ("crossing", cut_class, micro_batch_size),
             lambda: self.flow.crossing_tensors(cut_class, micro_batch_size),

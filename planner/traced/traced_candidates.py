@@ -13,13 +13,12 @@ from parplan.costmodels.schedules.schedule import AHEAD, LAST_KEEPS_ALL, Schedul
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.enumeration import (
     CandidateSpace,
-    Pruned,
-    excluded_mesh,
     excluded_pipeline,
     illegal_pipeline,
     layout_text,
     micro_batch_sizes,
 )
+from parplan.planner.candidates.meshes import Pruned, excluded_mesh, excluded_order
 from parplan.planner.candidates.stack_rules import require_stack_runs
 from parplan.planner.host_options.state_locations import has_chunks, illegal_chunks
 from parplan.planner.request import Constraints, TracedRequest
@@ -84,7 +83,7 @@ def enumerate_traced_candidates(
     pruned: list[Pruned] = []
     for mesh in _meshes(request):
         reason = excluded_mesh(mesh, pins, num_shards, "shards that the module can be cut into")
-        reason = reason or illegal_tp(mesh.tp)
+        reason = reason or excluded_order(mesh, pins) or illegal_tp(mesh.tp)
         if reason:
             pruned.append(Pruned(str(mesh), reason))
             continue

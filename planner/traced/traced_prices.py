@@ -7,7 +7,8 @@ from functools import cache, partial
 
 from parplan.costmodels.layers.chunked_layer import Chunking
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.candidates.enumeration import OUTSIDE_PINS, no_candidate_error
+from parplan.planner.candidates.enumeration import no_candidate_error
+from parplan.planner.candidates.meshes import OUTSIDE_PINS
 from parplan.planner.request import TracedRequest
 from parplan.planner.search.sequence_prices import SequencePrices
 from parplan.planner.stage_columns.stage_contents import Range

@@ -16,7 +16,8 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.step import StepPrice, price_step
 from parplan.costmodels.strategy import ParallelLayout, Strategy
-from parplan.planner.candidates.enumeration import illegal_layout, illegal_tensor_parallel
+from parplan.planner.candidates.enumeration import illegal_layout
+from parplan.planner.candidates.meshes import illegal_tensor_parallel
 from parplan.planner.plan.assemble import step_kind
 from parplan.planner.search.estimate import default_blocks, uniform_strategy
 from parplan.planner.validation.configuration import (

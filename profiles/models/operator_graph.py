@@ -14,6 +14,8 @@ from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
+from parplan.profiles.elementwise import Number, smaller_of
+
 if TYPE_CHECKING:
     import networkx as nx
 
@@ -34,6 +36,7 @@ class OperatorKind(StrEnum):
 # products have two gradients, of the input and of the weight
 PRODUCTS = (OperatorKind.MATMUL, OperatorKind.EXPERTS)
 EXPERTS_DIM = "experts"  # the dim of parameters that expert parallelism divides
+EXPERT_WIDTH = "expert_width"  # the dim along which ranks may divide each expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,39 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """The work of an attention operator, whose dims are those of its scores and `head_dim`.
+
+    causal       a token reads those before it: the kernel may skip half of the scores
+    dropped      with dropout of the probabilities
+    window       tokens that a token reads with itself; 0: all
+    chunked      the window is a part of the sequence, which no token reads beyond (Llama 4)
+    kv_features  features of keys and values of one token, of all heads
+    value_dim    features of a value's head; 0: as many as a key's, `head_dim`
+    """
+
+    causal: bool
+    dropped: bool = False
+    window: int = 0
+    chunked: bool = False
+    kv_features: int = 0
+    value_dim: int = 0
+
+    def keys_met(self, keys: Number) -> Number:
+        """The mean number of keys that a query meets in a sequence of `keys` tokens.
+
+        It is keys / 2 under a causal mask, w - w^2 / (2 keys) within a causal window of w tokens,
+        and w / 2 in parts of w tokens.
+        """
+        if not self.causal:
+            return 1.0 * keys if not self.window else 1.0 * smaller_of(keys, self.window)
+        if not self.window:
+            return keys / 2
+        window = smaller_of(keys, self.window)
+        return window / 2 if self.chunked else window - window * window / (2 * keys)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
     """One node of the graph.
 
@@ -116,9 +152,9 @@ class Operator:
                   the sequence under sequence parallelism
     saved         the activations that its backward pass needs
     undivided     dims that no mesh axis may divide, each with the reason
-    flops_*       model FLOPs: causal attention counted in full (EQUATIONS K2, K4)
-    causal        attention only: the kernel may skip half of the scores
-    dropped       attention only: with dropout of the probabilities
+    flops_*       model FLOPs: causal attention counted in full (EQUATIONS K2, K4), windows as twice
+                  the scores within them that the mask leaves
+    attention     the work of an attention operator, None for all others
     gradient      True if it has a backward pass
     repeatable    False if it cannot run again by itself in the backward pass, to the same values
     """
@@ -135,8 +171,7 @@ class Operator:
     undivided: tuple[tuple[str, str], ...] = ()
     flops_forward: int = 0
     flops_backward: int = 0
-    causal: bool = False
-    dropped: bool = False
+    attention: Attention | None = None
     gradient: bool = True
     repeatable: bool = True
 
@@ -150,6 +185,13 @@ class Operator:
         for dim in self.dims:
             if dim.name == dim_name:
                 return dim.size
+        raise KeyError(f"{self.name} has no dim {dim_name}")
+
+    def unit(self, dim_name: str) -> int:
+        """Returns how many neighbours of the dim of that name stay together. Raises KeyError."""
+        for dim in self.dims:
+            if dim.name == dim_name:
+                return dim.unit
         raise KeyError(f"{self.name} has no dim {dim_name}")
 
     @property
@@ -171,6 +213,25 @@ class LayerKind(StrEnum):
     @property
     def in_chunks(self) -> bool:
         return self is LayerKind.BLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class BlockClass:
+    """The name of a class of blocks, in a model whose blocks are of several classes."""
+
+    number: int
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def role(self) -> LayerKind:
+        return LayerKind.BLOCK
+
+    @property
+    def in_chunks(self) -> bool:
+        return True
 
 
 def layer_kind(index: int, num_blocks: int) -> LayerKind:
@@ -198,11 +259,18 @@ class LayerClass:
     """The operators that all layers of one class have, in a topological order.
 
     outside: names of tensors that a stage saves once for all its layers, not at this one
+    block: the name of the class where the blocks of a described model have several
     """
 
     kind: LayerKind
     operators: tuple[Operator, ...]
     outside: frozenset[str] = frozenset()
+    block: BlockClass | None = None
+
+    @property
+    def key(self) -> LayerKey:
+        """The name of the class in a described model."""
+        return self.block or self.kind
 
     @cached_property
     def graph(self) -> nx.DiGraph:
@@ -310,9 +378,26 @@ class ModelGraph:
         """Yields each class once, in the order of its first layer."""
         return iter({id(run.layer): run.layer for run in self.layers}.values())
 
-    def layer_class(self, kind: LayerKind) -> LayerClass:
-        """Returns the first class of a kind. Raises StopIteration where there is none."""
-        return next(layer for layer in self if layer.kind is kind)
+    @cached_property
+    def _keys(self) -> tuple[LayerKey, ...]:
+        return tuple(run.layer.key for run in self.layers for _ in range(run.count))
+
+    def key(self, layer: int) -> LayerKey:
+        """Returns the class of a layer of a described model by its number; 0 is the embedding."""
+        return self._keys[layer]
+
+    @cached_property
+    def _classes(self) -> dict[LayerKey, LayerClass]:
+        return {layer.key: layer for layer in self}
+
+    @property
+    def keys(self) -> tuple[LayerKey, ...]:
+        """The classes of a described model, in the order of their first layers."""
+        return tuple(self._classes)
+
+    def layer_class(self, key: LayerKey) -> LayerClass:
+        """Returns the layers of a class of a described model. Raises KeyError."""
+        return self._classes[key]
 
     @cached_property
     def embedding(self) -> LayerClass:
@@ -320,7 +405,15 @@ class ModelGraph:
 
     @cached_property
     def block(self) -> LayerClass:
+        """The class of all blocks. Raises KeyError where they are of several."""
         return self.layer_class(LayerKind.BLOCK)
+
+    @cached_property
+    def boundary(self) -> Tensor:
+        """The activation between two layers."""
+        first = next(layer for layer in self if layer.kind is LayerKind.BLOCK)
+        assert first.input is not None, "a block reads the residual stream"
+        return first.input
 
     @cached_property
     def head(self) -> LayerClass:
@@ -360,7 +453,10 @@ class ModelGraph:
 
 
 def layer_class(
-    kind: LayerKind, operators: tuple[Operator, ...], outside: frozenset[str] = frozenset()
+    kind: LayerKind,
+    operators: tuple[Operator, ...],
+    outside: frozenset[str] = frozenset(),
+    block: BlockClass | None = None,
 ) -> LayerClass:
     """Returns a layer class made of operators in topological order."""
-    return LayerClass(kind=kind, operators=operators, outside=outside)
+    return LayerClass(kind=kind, operators=operators, outside=outside, block=block)

@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from enum import StrEnum
 
 from parplan.profiles.documents.ranges import require_range, require_ranges
 from parplan.profiles.errors import ConfigError, coerce_choice
+from parplan.profiles.models.blocks import (
+    BlockRun,
+    LatentAttention,
+    Mixer,
+    NormLayout,
+    QkNorm,
+    SharedExperts,
+    StateSpace,
+    block_kinds,
+    require_positive,
+)
 from parplan.profiles.stack import AttentionKernel, Stack
 
 _FORBID = {"extra": "forbid"}
 FP8 = "fp8"  # the key of the fp8 peak of a device
+_RARE_NAMES = (
+    "blocks",
+    "latent",
+    "output_bias",
+    "qk_norm",
+    "sinks",
+    "attention_soft_cap",
+    "logit_soft_cap",
+    "norm_layout",
+    "shared_experts",
+    "expert_bias",
+    "router_bias",
+    "state_space",
+    "mtp_layers",
+    "left_out",
+)
 
 
 class Norm(StrEnum):
@@ -21,6 +49,7 @@ class Norm(StrEnum):
 class Positions(StrEnum):
     LEARNED = "learned"
     ROTARY = "rotary"
+    NONE = "none"
 
 
 class Precision(StrEnum):
@@ -42,12 +71,25 @@ class ModelSpec:
     """The shape of a decoder-only transformer.
 
     ffn_hidden_size: the width of one of the two halves, where the feed-forward network is gated
-    num_experts: 0 for a dense model; else every block is a mixture of that many experts of width
-        `expert_ffn_hidden_size`, each token passes `experts_per_token` of them, and there is no
-        `ffn_hidden_size`. No expert is shared, none has a bias
+    num_experts: 0 for a dense model; else blocks are mixtures of that many experts of width
+        `expert_ffn_hidden_size`, each token passes `experts_per_token` of them, and
+        `ffn_hidden_size` is that of dense blocks among them, if there are any
     vocab_multiple: the vocabulary is padded to a multiple of it; 128, as Megatron's
         --make-vocab-size-divisible-by, makes every tensor parallel degree up to 128 legal; 1: no
         padding
+    blocks: runs of unlike blocks, which repeat until `num_layers`; empty: all blocks are alike
+    latent: attention with compressed keys and values; `head_dim` is then that of queries and keys
+    output_bias: whether the attention's output product has a bias; None: as `linear_bias`
+    qk_norm: the norm of queries and keys
+    sinks: one trained number a head takes part in the softmax (gpt-oss)
+    attention_soft_cap, logit_soft_cap: a bound of the scores and of the logits, c tanh(x / c); 0
+        for none
+    norm_layout: the norms of a block's parts
+    shared_experts: a dense network beside the experts
+    expert_bias, router_bias: whether the experts' and the router's products have a bias
+    state_space: the shape of the blocks with `mixer: state_space`
+    mtp_layers: multi-token prediction modules behind the blocks (DeepSeek-V3)
+    left_out: parts of the published model that are not planned, such as a vision tower
     """
 
     __pydantic_config__ = _FORBID
@@ -76,63 +118,131 @@ class ModelSpec:
     num_experts: int = 0
     experts_per_token: int = 0
     expert_ffn_hidden_size: int = 0
+    blocks: tuple[BlockRun, ...] = ()
+    latent: LatentAttention | None = None
+    output_bias: bool | None = None
+    qk_norm: QkNorm = QkNorm.NONE
+    sinks: bool = False
+    attention_soft_cap: float = 0.0
+    logit_soft_cap: float = 0.0
+    norm_layout: NormLayout = NormLayout.PRE
+    shared_experts: SharedExperts | None = None
+    expert_bias: bool = False
+    router_bias: bool = False
+    state_space: StateSpace | None = None
+    mtp_layers: int = 0
+    left_out: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         coerce_choice(self, "norm", Norm)
         coerce_choice(self, "positions", Positions)
-        block_fields = (
-            ("num_experts", "experts_per_token", "expert_ffn_hidden_size")
-            if self.num_experts
-            else ("ffn_hidden_size",)
-        )
-        require_ranges(self, f"model {self.name}")
-        for field in block_fields:
-            if getattr(self, field) < 1:
-                raise ConfigError(
-                    f"model {self.name}: {field} is {getattr(self, field)}, it must be at least 1"
-                )
+        coerce_choice(self, "qk_norm", QkNorm)
+        coerce_choice(self, "norm_layout", NormLayout)
+        where = f"model {self.name}"
+        require_ranges(self, where)
+        for error in (*self._shape_errors(), *self._part_errors(), *self._expert_errors()):
+            raise ConfigError(f"{where}: {error[0]}", hint=error[1])
+        for record in (*self.blocks, self.latent, self.shared_experts, self.state_space):
+            if record is not None:
+                require_positive(record, where, zero=("window", "chunk", "q_rank"))
+
+    def _shape_errors(self) -> Iterator[tuple[str, str]]:
+        """Yields what is wrong with the sizes of the model, each with a hint."""
+        kinds = self.block_kinds
+        fed = [kind for kind in kinds if kind.feed_forward]
+        needed = {"ffn_hidden_size": any(not (self.num_experts and kind.experts) for kind in fed)}
+        if self.num_experts:
+            needed |= dict.fromkeys(("experts_per_token", "expert_ffn_hidden_size"), True)
+        for field, is_needed in needed.items():
+            if is_needed and getattr(self, field) < 1:
+                yield f"{field} is {getattr(self, field)}, it must be at least 1", f"give {field}"
         if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"model {self.name}: num_heads {self.num_heads} is not a multiple of "
-                f"num_kv_heads {self.num_kv_heads}"
+            yield (
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}",
+                "correct num_kv_heads",
             )
         if not 0.0 <= self.dropout < 1.0:
-            raise ConfigError(f"model {self.name}: dropout is {self.dropout}, it must be in [0, 1)")
-        self._check_experts()
+            yield f"dropout is {self.dropout}, it must be in [0, 1)", "correct dropout"
 
-    def _check_experts(self) -> None:
+    def _part_errors(self) -> Iterator[tuple[str, str]]:
+        """Yields what contradicts itself in the parts of the blocks, each with a hint."""
+        latent = self.latent
+        if latent is not None and self.head_dim != latent.key_head_dim:
+            yield (
+                f"head_dim is {self.head_dim}, a head of latent attention has "
+                f"{latent.nope_head_dim} + {latent.rope_head_dim} features",
+                f"set head_dim: {latent.key_head_dim}",
+            )
+        if latent is not None and self.num_kv_heads != self.num_heads:
+            yield (
+                f"num_kv_heads is {self.num_kv_heads}, latent attention has as many as heads",
+                f"set num_kv_heads: {self.num_heads}",
+            )
+        if latent is not None and self.qk_norm is not QkNorm.NONE:
+            yield f"qk_norm is {self.qk_norm}, latent attention has its own", "leave out qk_norm"
+        scans = any(kind.mixer is Mixer.STATE_SPACE for kind in self.block_kinds)
+        if scans and self.state_space is None:
+            yield "blocks have mixer state_space without state_space", "give state_space"
+        if self.parallel_residual and self.norm_layout in (NormLayout.POST, NormLayout.BOTH):
+            yield (
+                f"norm_layout is {self.norm_layout}, parallel residuals have norms before parts",
+                "set norm_layout: pre or shared",
+            )
+        if self.norm_layout is NormLayout.SHARED and not self.parallel_residual:
+            yield "norm_layout is shared without parallel_residual", "set parallel_residual: true"
+
+    def _expert_errors(self) -> Iterator[tuple[str, str]]:
+        """Yields what is wrong with the fields of experts, each with a hint."""
+        fields_of_experts = ("experts_per_token", "expert_ffn_hidden_size", "shared_experts")
         if not self.num_experts:
-            for field in ("experts_per_token", "expert_ffn_hidden_size"):
+            for field in (*fields_of_experts, "expert_bias", "router_bias"):
                 if getattr(self, field):
-                    raise ConfigError(
-                        f"model {self.name}: {field} is {getattr(self, field)} without num_experts",
-                        hint="add num_experts",
+                    yield (
+                        f"{field} is {getattr(self, field)} without num_experts",
+                        "add num_experts",
                     )
             return
         if self.experts_per_token > self.num_experts:
-            raise ConfigError(
-                f"model {self.name}: experts_per_token {self.experts_per_token} is more "
-                f"than num_experts {self.num_experts}"
+            yield (
+                f"experts_per_token {self.experts_per_token} is more "
+                f"than num_experts {self.num_experts}",
+                "correct experts_per_token",
             )
-        if self.ffn_hidden_size:
-            raise ConfigError(
-                f"model {self.name}: ffn_hidden_size is {self.ffn_hidden_size}, but every "
+        dense = any(kind.feed_forward and not kind.experts for kind in self.block_kinds)
+        if self.ffn_hidden_size and not dense:
+            yield (
+                f"ffn_hidden_size is {self.ffn_hidden_size}, but every "
                 "block is a mixture of experts",
-                hint=(
-                    "give expert_ffn_hidden_size alone; models with dense and expert blocks "
-                    "are not supported"
-                ),
+                "give expert_ffn_hidden_size alone, or blocks with experts: false",
             )
         if self.linear_bias:
-            raise ConfigError(
-                f"model {self.name}: linear_bias is true, experts have no bias",
-                hint="set linear_bias: false",
+            yield (
+                "linear_bias is true, experts have no bias",
+                "set linear_bias: false; output_bias and expert_bias are apart",
             )
+
+    @property
+    def block_kinds(self) -> tuple[BlockRun, ...]:
+        """The kind of each block, in their order."""
+        return block_kinds(self.blocks, self.num_layers)
+
+    @property
+    def attention_output_bias(self) -> bool:
+        return self.linear_bias if self.output_bias is None else self.output_bias
 
     @property
     def padded_vocab_size(self) -> int:
         """The vocabulary rounded up to its multiple, as Megatron pads it."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def value_head_dim(self) -> int:
+        return self.head_dim if self.latent is None else self.latent.value_head_dim
+
+    @property
+    def context_size(self) -> int:
+        """Features of a token that attention gives: those of the values of all heads."""
+        return self.num_heads * self.value_head_dim
 
     @property
     def q_size(self) -> int:
@@ -141,6 +251,15 @@ class ModelSpec:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+
+# fields of few models, which files leave out where they have their defaults
+_RARE = tuple(field for field in fields(ModelSpec) if field.name in _RARE_NAMES)
+
+
+def rare_defaults(model: ModelSpec) -> tuple[str, ...]:
+    """Returns the fields of few models that have their defaults in this one."""
+    return tuple(field.name for field in _RARE if getattr(model, field.name) == field.default)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

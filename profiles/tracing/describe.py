@@ -139,8 +139,7 @@ class _Describer:
             saved=tuple(self._saved(node, computed)),
             flops_forward=computed.flops,
             flops_backward=computed.flops * operands if gradient else 0,
-            causal=computed.causal,
-            dropped=computed.dropped,
+            attention=computed.attention,
             gradient=gradient,
             repeatable=self.program.is_repeatable(node),
         )

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from parplan.profiles.models.operator_graph import Dim, OperatorKind
+from parplan.profiles.models.operator_graph import Attention, Dim, OperatorKind
 from parplan.profiles.models.traced_model import BATCH
 from parplan.profiles.tracing.program import ATTENTION
 
@@ -35,8 +35,7 @@ class Computation:
     dims: Dims
     contracted: str | None = None
     products: int = 0
-    causal: bool = False
-    dropped: bool = False
+    attention: Attention | None = None
 
     @property
     def flops(self) -> int:
@@ -133,7 +132,9 @@ def _convolution(node: fx.Node, function: str, dims_of: DimsOf) -> Computation:
 
 
 def _attention(node: fx.Node, dims_of: DimsOf) -> Computation:
-    query, keys = dims_of(argument(node, 0, "query")), dims_of(argument(node, 1, "key"))
+    query, keys, values = (
+        dims_of(argument(node, place, name)) for place, name in enumerate(("query", "key", "value"))
+    )
     *outer, sequence, head_dim = query
     *batch, heads = outer if len(outer) > 1 else (*outer, Dim("heads", 1))
     dropout_p = argument(node, 4, "dropout_p", 0.0)
@@ -149,9 +150,19 @@ def _attention(node: fx.Node, dims_of: DimsOf) -> Computation:
         kind=OperatorKind.ATTENTION,
         dims=sizes,
         products=2,
-        causal=bool(argument(node, 5, "is_causal", False)),
-        dropped=dropout_p > 0,
+        attention=Attention(
+            causal=bool(argument(node, 5, "is_causal", False)),
+            dropped=dropout_p > 0,
+            kv_features=_features(keys, batch) + _features(values, batch),
+            value_dim=values[-1].size,
+        ),
     )
+
+
+def _features(tensor: Dims, batch: list[Dim]) -> int:
+    """The features of one token in keys or values, of all heads."""
+    heads = math.prod(dim.size for dim in tensor[len(batch) : -2])
+    return heads * tensor[-1].size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

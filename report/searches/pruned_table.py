@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from parplan.planner.candidates.enumeration import CandidateSpace, Pruned
+from parplan.planner.candidates.enumeration import CandidateSpace
+from parplan.planner.candidates.meshes import Pruned
 from parplan.planner.candidates.never_searched import UnsearchedPart
 from parplan.report.text import aligned, joined, say
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from parplan.costmodels.communication.collectives import Collective, collective_time
+from parplan.costmodels.communication.hiding import CONTENTION
 from parplan.costmodels.communication.mesh import Axis, Mesh, place
-from parplan.costmodels.layers.layer_price import CONTENTION, price_operators
+from parplan.costmodels.layers.layer_price import price_operators
 from parplan.costmodels.operators.compute import operator_time
 from parplan.costmodels.operators.kernels import MISALIGNED, misaligned
 from parplan.costmodels.operators.sharding import Sharding

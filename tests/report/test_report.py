@@ -16,7 +16,7 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.candidates.enumeration import Pruned
+from parplan.planner.candidates.meshes import Pruned
 from parplan.planner.objective import Objective, Prefer
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import (

@@ -13,12 +13,8 @@ from dataclasses import dataclass
 from parplan.costmodels.communication.mesh import Mesh, illegal_expert_parallel
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout, Strategy
-from parplan.planner.candidates.enumeration import (
-    MAX_MICRO_BATCH_SIZE,
-    expert_degrees,
-    illegal_layout,
-    illegal_tensor_parallel,
-)
+from parplan.planner.candidates.enumeration import MAX_MICRO_BATCH_SIZE, illegal_layout
+from parplan.planner.candidates.meshes import expert_degrees, illegal_tensor_parallel
 from parplan.planner.candidates.stack_rules import lacking_schedule
 from parplan.planner.request import Constraints
 from parplan.planner.request import Request as PlanningRequest

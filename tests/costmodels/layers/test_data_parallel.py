@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from parplan.costmodels.communication.collectives import Collective
+from parplan.costmodels.communication.hiding import CONTENTION, contention, under
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.data_parallel import (
     data_parallel_moves,
@@ -14,7 +15,7 @@ from parplan.costmodels.layers.data_parallel import (
     has_tied_head,
     shared_reduction,
 )
-from parplan.costmodels.layers.layer_price import CONTENTION, contention, price_operators, under
+from parplan.costmodels.layers.layer_price import price_operators
 from parplan.costmodels.layers.model_states import StateSharding, local_parameters, owned_parameters
 from parplan.costmodels.layers.recompute import Recompute, recompute_operators
 from parplan.costmodels.operators.sharding import Sharding

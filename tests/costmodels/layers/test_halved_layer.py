@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from parplan.costmodels.communication.collectives import Collective
+from parplan.costmodels.communication.hiding import CONTENTION
 from parplan.costmodels.communication.mesh import Axis, Mesh
-from parplan.costmodels.layers.layer_price import CONTENTION
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.layers.sub_pipeline import HalfTime, block_s, pace_s, row_s
 from parplan.costmodels.operators.sharding import Sharding

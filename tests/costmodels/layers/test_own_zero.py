@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from parplan.costmodels.communication.hiding import CONTENTION
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.data_parallel import DataParallelMoves, exposed_moves
-from parplan.costmodels.layers.layer_price import CONTENTION, ENDLESS, UNHIDING
+from parplan.costmodels.layers.layer_price import ENDLESS, UNHIDING
 from parplan.costmodels.layers.model_states import (
     StateBytes,
     StateSharding,

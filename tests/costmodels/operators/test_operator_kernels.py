@@ -16,7 +16,7 @@ from parplan.costmodels.operators.kernels import (
 from parplan.costmodels.operators.operator_kernels import operator_kernels
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.profiles.models.model_catalog import load_model
-from parplan.profiles.models.operator_graph import LayerKind
+from parplan.profiles.models.operator_graph import Attention, LayerKind
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.stack import NEUTRAL, AttentionKernel, Stack
@@ -126,7 +126,9 @@ def test_fused_attention_has_sizes_of_heads_sequence_and_head_dim(dropout, curve
         2.5 * forward.flops,
     )
     assert isinstance(forward, FusedKernel)
-    assert forward == fused_kernel("forward", sizes[0], S, S, sizes[2], dropped=dropout > 0)
+    assert forward == fused_kernel(
+        "forward", sizes[0], S, S, sizes[2], Attention(causal=True, dropped=dropout > 0)
+    )
 
 
 def test_unfused_attention_is_batched_products_a_softmax_and_a_dropout():

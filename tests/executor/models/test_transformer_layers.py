@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from parplan.executor.models.transformer_layers import Attention, build_layer
+from parplan.executor.models.transformer_layers import SelfAttention, build_layer
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, Positions, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
@@ -81,13 +81,13 @@ def test_unfused_attention_equals_flash_attention(model):
         2, SEQ_LENGTH, model.q_size + 2 * model.kv_size, generator=torch.Generator().manual_seed(0)
     )
 
-    flash, unfused = (Attention(model, kernel)(qkv) for kernel in AttentionKernel)
+    flash, unfused = (SelfAttention(model, kernel)(qkv) for kernel in AttentionKernel)
 
     torch.testing.assert_close(unfused, flash, rtol=1e-5, atol=1e-6)
 
 
 def test_a_shard_of_whole_kv_groups_attends_like_the_whole():
-    attention = Attention(LLAMA, AttentionKernel.FLASH)
+    attention = SelfAttention(LLAMA, AttentionKernel.FLASH)
     qkv = torch.randn(
         2, SEQ_LENGTH, LLAMA.q_size + 2 * LLAMA.kv_size, generator=torch.Generator().manual_seed(0)
     )

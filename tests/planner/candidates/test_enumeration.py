@@ -13,11 +13,8 @@ from hypothesis import strategies as st
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.candidates.enumeration import (
-    illegal_layout,
-    illegal_tensor_parallel,
-    layout_text,
-)
+from parplan.planner.candidates.enumeration import illegal_layout, layout_text
+from parplan.planner.candidates.meshes import illegal_tensor_parallel
 from parplan.planner.deadline import deadline_after
 from parplan.planner.request import MAX_MICRO_BATCH_SIZE, Constraints, SearchOptions
 from parplan.profiles.divisors import divisors

@@ -12,7 +12,8 @@ from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.host.state_location import StateLocation
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.candidates.enumeration import Pruned, layout_text
+from parplan.planner.candidates.enumeration import layout_text
+from parplan.planner.candidates.meshes import Pruned
 from parplan.planner.host_options.state_locations import (
     BlockLocations,
     counts_of_locations,

@@ -1,0 +1,162 @@
+"""The meshes of a number of GPUs: the degrees of all axes, each illegal one with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from math import gcd
+
+from parplan.costmodels.communication.mesh import (
+    Mesh,
+    MeshOrder,
+    distinct_orders,
+    illegal_expert_parallel,
+)
+from parplan.costmodels.layers.context_parallel import ranks_with_heads
+from parplan.planner.request import Constraints, Request
+from parplan.profiles.divisors import divisors
+from parplan.profiles.machines.hardware import Cluster
+from parplan.profiles.models.spec import ModelSpec
+from parplan.profiles.stack import ContextForm, Stack
+
+# Sequences are divided over ranks, unless pinned, from so many tokens on, or where there are more
+# GPUs than sequences.
+LONG_SEQUENCE = 16384
+OUTSIDE_PINS = "excluded by"  # the start of a reason that a pin or a ban gives
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """A candidate, or a family of them, that is not searched, with the reason."""
+
+    candidate: str
+    reason: str
+
+
+def illegal_tensor_parallel(
+    tp: int, model: ModelSpec, cluster: Cluster, *, across_nodes: bool
+) -> str | None:
+    """Returns why `tp` cannot shard this model on this cluster, or None."""
+    for name, size in (
+        ("attention heads", model.num_heads),
+        ("key-value heads", model.num_kv_heads),
+        ("ffn width", model.ffn_hidden_size),
+        ("vocabulary", model.padded_vocab_size),
+    ):
+        if size % tp:
+            return f"tp {tp} does not divide the {size} {name}"
+    if not across_nodes and (tp > cluster.gpus_per_node or cluster.gpus_per_node % tp):
+        return (
+            f"tp {tp} does not fit inside a node of {cluster.gpus_per_node} GPUs "
+            "(--tp-across-nodes allows it)"
+        )
+    return None
+
+
+def expert_divisions(
+    ranks: int, tp: int, model: ModelSpec, stack: Stack
+) -> Iterator[tuple[int, int]]:
+    """Yields the degrees (ep, etp) of the `ranks` of a stage, 1 and 1 for a dense model.
+
+    Each expert is whole, or divided over the tp ranks where the stack runs it.
+    """
+    if not model.num_experts:
+        yield 1, 1
+        return
+    for etp in (1, tp) if tp > 1 and stack.divides_experts else (1,):
+        for ep in divisors(gcd(ranks // etp, model.num_experts)):
+            yield ep, etp
+
+
+def context_degrees(ranks: int, request: Request) -> tuple[int, ...]:
+    """Returns the degrees of context parallelism that are tried on `ranks` GPUs, ascending."""
+    training, pins = request.training, request.constraints
+    searched = training.stack.context_forms and (
+        training.seq_length >= LONG_SEQUENCE
+        or training.global_batch_size < request.cluster.num_gpus
+    )
+    if pins.cp is None and not searched:
+        return (1,)
+    return tuple(cp for cp in divisors(ranks) if cp == 1 or training.seq_length % (2 * cp) == 0)
+
+
+def illegal_context(mesh: Mesh, model: ModelSpec, cluster: Cluster) -> str | None:
+    """Returns why the ranks of a mesh cannot divide the sequences in its form, or None."""
+    heads = model.num_heads
+    near = ranks_with_heads(mesh.context_form, mesh.cp, mesh.tp, heads, cluster.gpus_per_node)
+    if mesh.cp == 1 or near is not None:
+        return None
+    if mesh.context_form is ContextForm.ALL_TO_ALL:
+        return f"cp {mesh.cp} does not divide the {heads // mesh.tp} heads of a rank"
+    return f"cp {mesh.cp} has no part inside a node that divides the {heads // mesh.tp} heads"
+
+
+def meshes(request: Request) -> Iterator[Mesh | Pruned]:
+    """Yields the meshes that the pins leave, and a Pruned entry for each other."""
+    model, cluster, stack = request.model, request.cluster, request.training.stack
+    pins = request.constraints
+    orders = pins.mesh_order or tuple(map(MeshOrder, stack.mesh_orders))
+    gpus = cluster.num_gpus
+    for tp in divisors(gpus):
+        reason = illegal_tensor_parallel(tp, model, cluster, across_nodes=pins.tp_across_nodes)
+        for pp in divisors(gpus // tp):
+            ranks = gpus // tp // pp
+            for cp, form in _contexts(ranks, request):
+                for ep, etp in expert_divisions(ranks * tp, tp, model, stack):
+                    plain = Mesh(
+                        pp=pp, dp=ranks // cp, cp=cp, tp=tp, ep=ep, etp=etp, context_form=form
+                    )
+                    excluded = (
+                        excluded_mesh(plain, pins, model.num_layers, "layers")
+                        or reason
+                        or illegal_expert_parallel(plain, model)
+                        or illegal_context(plain, model, cluster)
+                    )
+                    if excluded:
+                        yield Pruned(str(plain), excluded)
+                        continue
+                    for mesh in distinct_orders(plain, orders, cluster.gpus_per_node):
+                        excluded = excluded_order(mesh, pins)
+                        yield Pruned(str(mesh), excluded) if excluded else mesh
+
+
+def _contexts(ranks: int, request: Request) -> Iterator[tuple[int, ContextForm | None]]:
+    """Yields the degrees of context parallelism, each in the forms that the stack runs."""
+    forms = tuple(map(ContextForm, request.training.stack.context_forms))
+    for cp in context_degrees(ranks, request):
+        if cp == 1:
+            yield cp, None
+            continue
+        yield from ((cp, form) for form in request.constraints.context_form or forms)
+
+
+def allowed(pinned: Collection[object] | None, value: object) -> bool:
+    """Returns True if a pin has the value, or leaves the choice open."""
+    return pinned is None or value in pinned
+
+
+def excluded_mesh(mesh: Mesh, pins: Constraints, num_layers: int, what: str) -> str | None:
+    """Returns the pin that excludes a mesh, or that it has more stages than layers, or None.
+
+    what    the layers in words
+    """
+    for names in (("pp", "dp", "cp", "tp"), ("ep",), ("etp",), ("context_form",)):
+        values = {name: getattr(mesh, name) for name in names}
+        ban = pins.ban(**{name: value for name, value in values.items() if value is not None})
+        if ban:
+            return f"excluded by --forbid {ban}"
+        left_out = [name for name in names if not allowed(getattr(pins, name), values[name])]
+        if left_out and (mesh.cp > 1 or left_out != ["context_form"]):
+            flags = " or ".join(f"--{name.replace('_', '-')}" for name in left_out)
+            return f"{OUTSIDE_PINS} {flags}"
+    if mesh.pp > num_layers:
+        return f"pp {mesh.pp} is more than the {num_layers} {what}"
+    return None
+
+
+def excluded_order(mesh: Mesh, pins: Constraints) -> str | None:
+    """Returns the pin that excludes the order of the axes of a mesh, or None."""
+    ban = pins.ban(mesh_order=mesh.order)
+    if ban:
+        return f"excluded by --forbid {ban}"
+    return None if allowed(pins.mesh_order, mesh.order) else f"{OUTSIDE_PINS} --mesh-order"

@@ -1,0 +1,1 @@
+"""The operators of each part of a described model."""

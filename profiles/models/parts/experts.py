@@ -1,0 +1,125 @@
+"""The mixture of experts of a block: Mixtral, arXiv 2401.04088, section 2.1.
+
+Routing is taken as balanced, so that every rank and every expert gets the same number of tokens.
+The FLOPs are those of the experts that a token passes (*active*). Routers differ in the function of
+their scores (softmax or sigmoid), in groups of experts and in corrections of the balance; none of
+these has a cost of its own here, nor has a loss that balances the experts.
+"""
+
+from __future__ import annotations
+
+from parplan.profiles.models.operator_graph import (
+    EXPERT_WIDTH,
+    EXPERTS_DIM,
+    Dim,
+    Operator,
+    OperatorKind,
+    Parameter,
+    Tensor,
+)
+from parplan.profiles.models.parts.feed_forward import kept_gate, shared_expert_operators
+from parplan.profiles.models.parts.shapes import FP32_BYTES, Shapes, elementwise, linear
+
+CHOICE_BYTES = 12  # number (int64) and weight (fp32) of one chosen expert
+_CHOICE = "the choice of a token's experts needs all of its scores"
+_EXPERTS_UNDIVIDED = (
+    ("hidden", "the ranks of an expert divide its width"),
+    ("chosen", "the experts of a token are on the ranks that hold them"),
+)
+
+
+def expert_operators(x: Tensor, shapes: Shapes) -> tuple[Operator, ...]:
+    """Returns the mixture of experts of a block, and the shared experts beside it.
+
+    Its operators are the router, the choice of the experts, the dispatch of tokens to their ranks,
+    the experts, and the way back. The copies of the tokens are counted under balanced routing: as
+    many arrive at a rank as leave it.
+    """
+    model = shapes.model
+    routes = Dim("routes", model.num_experts)
+    halves = 2 if model.gated_ffn else 1
+    width = Dim(EXPERT_WIDTH, model.expert_ffn_hidden_size)
+    scores = shapes.tokens("router", routes)
+    probabilities = shapes.tokens("router_probabilities", routes, FP32_BYTES)
+    choice = shapes.tokens("choice", shapes.chosen, CHOICE_BYTES)
+    sent = shapes.copies("dispatch", shapes.hidden)
+    fc1 = shapes.copies("fc1", Dim(EXPERT_WIDTH, width.size * halves, halves))
+    activated, fc2 = shapes.copies("activation", width), shapes.copies("fc2", shapes.hidden)
+    combined = shapes.tokens("combine", shapes.hidden)
+    gate = kept_gate(shapes.copies("activated_gate", width), shapes)
+    mixture = (
+        linear(
+            "router",
+            x,
+            scores,
+            parallel_dim=None,
+            bias=model.router_bias,
+            undivided=(("routes", _CHOICE), ("hidden", _CHOICE)),
+        ),
+        elementwise(
+            "choice",
+            (scores,),
+            choice,
+            (probabilities,),
+            undivided=(("routes", _CHOICE), ("chosen", _CHOICE)),
+        ),
+        _exchange("dispatch", OperatorKind.DISPATCH, (x, choice), sent, ()),
+        _grouped("fc1", sent, fc1, shapes),
+        elementwise(
+            "activation",
+            (fc1,),
+            activated,
+            (fc1, *gate),
+            parallel_dim=EXPERT_WIDTH,
+            undivided=_EXPERTS_UNDIVIDED,
+        ),
+        _grouped("fc2", activated, fc2, shapes),
+        _exchange("combine", OperatorKind.COMBINE, (fc2, choice), combined, (fc2, choice)),
+    )
+    if model.shared_experts is None:
+        return mixture
+    return (*mixture, *shared_expert_operators(x, combined, shapes))
+
+
+def _exchange(
+    name: str,
+    kind: OperatorKind,
+    inputs: tuple[Tensor, ...],
+    out: Tensor,
+    saved: tuple[Tensor, ...],
+) -> Operator:
+    return Operator(
+        name=name,
+        kind=kind,
+        dims=out.dims,
+        inputs=inputs,
+        outputs=(out,),
+        saved=saved,
+        undivided=_EXPERTS_UNDIVIDED,
+    )
+
+
+def _grouped(name: str, x: Tensor, out: Tensor, shapes: Shapes) -> Operator:
+    """Returns out[token, o] = x[token, i] weight[expert of the token, o, i]^T.
+
+    It runs for every token and every expert that the token chose.
+    """
+    experts = Dim(EXPERTS_DIM, shapes.model.num_experts)
+    features, contracted = out.dims[-1], x.dims[-1]
+    weight = Parameter(name="weight", dims=(experts, features, contracted))
+    bias = Parameter(name="bias", dims=(experts, features))
+    flops = 2 * x.num_elements * features.size
+    return Operator(
+        name=name,
+        kind=OperatorKind.EXPERTS,
+        dims=(*out.dims, contracted),
+        inputs=(x,),
+        outputs=(out,),
+        saved=(x,),
+        parameters=(weight, bias) if shapes.model.expert_bias else (weight,),
+        contracted=contracted.name,
+        parallel_dim=EXPERT_WIDTH,
+        undivided=_EXPERTS_UNDIVIDED,
+        flops_forward=flops,
+        flops_backward=2 * flops,
+    )
