@@ -383,7 +383,7 @@ def _expert_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
         return None
     return init_device_mesh(
         device.type,
-        (mesh.pp, mesh.expert_dp, mesh.ep, mesh.tp),
+        (mesh.pp, mesh.replicas // mesh.ep, mesh.ep, mesh.tp),
         mesh_dim_names=("pp", "copies", "ep", "tp"),
     )
 

@@ -109,7 +109,7 @@ def _expert_states(
     """
     experts, features, contracted = parameter.shape
     shape = (experts // plan.mesh.ep * features, contracted)
-    shards = plan.mesh.expert_dp
+    shards = plan.mesh.replicas // plan.mesh.ep
     zero = layer.plan.zero if shards > 1 else 0
     index, on_host = replica // plan.mesh.ep, Offload.STATES in layer.plan.offload
     return shard_states(shape, (index, shards), zero, plan.training, on_host=on_host)
