@@ -271,7 +271,8 @@ def _pipeline_stage(plan: Plan, ranks: RankPlace, index: int, module: Stage) -> 
 def _tied_group(plan: Plan, ranks: RankPlace) -> dist.ProcessGroup | None:
     """Returns the ranks of the first and the last stage that hold a tied weight with this rank.
 
-    They have this rank's coordinates on the other axes. Returns None where one rank holds both copies.
+    They have this rank's coordinates on the other axes. Returns None where one rank holds both
+    copies.
     """
     ends = [plan.stages[index].rank for index in (0, -1)]
     if not plan.model.tied_embeddings or ends[0] == ends[1]:

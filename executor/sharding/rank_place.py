@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -32,25 +33,38 @@ def rank_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
     )
 
 
-def rank_context(plan: Plan, mesh: DeviceMesh) -> Context | None:
+def rank_context(plan: Plan) -> Context | None:
     """Returns this rank among those that divide its sequences, None where they are whole.
 
-    Collective.
+    Its groups are its own, so that no gradient waits for keys and values. Collective.
     """
-    cp, tp, form = plan.mesh.cp, plan.mesh.tp, plan.mesh.context_form
+    mesh, form = plan.mesh, plan.mesh.context_form
     if form is None:
         return None
-    near = ranks_with_heads(form, cp, tp, plan.model.num_heads, plan.cluster.gpus_per_node)
+    cp = mesh.cp
+    near = ranks_with_heads(form, cp, mesh.tp, plan.model.num_heads, plan.cluster.gpus_per_node)
     assert near is not None, "a rule refuses ranks that cannot divide the heads"
-    names = ("data", "around", "heads")
-    of_context = mesh._unflatten("dp", (plan.mesh.dp, cp // near, near), names)
+    neighbours = [range(first, first + near) for first in range(0, cp, near)]
+    rings = [range(first, cp, near) for first in range(near)]
     return Context(
-        rank=mesh.get_local_rank("dp") % cp,
+        rank=mesh.coordinates(dist.get_rank())[2],
         ranks=cp,
         form=form,
-        heads=of_context["heads"].get_group() if near > 1 else None,
-        around=of_context["around"].get_group() if near < cp else None,
+        heads=_group_of(mesh, neighbours) if near > 1 else None,
+        around=_group_of(mesh, rings) if near < cp else None,
     )
+
+
+def _group_of(mesh: Mesh, parts: Sequence[range]) -> dist.ProcessGroup:
+    """Returns this rank's group, where the context-parallel ranks are divided into `parts`."""
+    others = product(range(mesh.pp), range(mesh.dp), range(mesh.tp))
+    groups = [
+        [mesh.rank(pp=pp, dp=dp, cp=cp, tp=tp) for cp in part]
+        for pp, dp, tp in others
+        for part in parts
+    ]
+    group, _ = dist.new_subgroups_by_enumeration(groups)
+    return group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -305,7 +305,7 @@ def ranks_of(plan: Plan, device: torch.device) -> RankPlace:
         sharded=_sharded(plan, mesh),
         expert_mesh=_expert_mesh(plan, device),
         data_mesh=_data_mesh(plan, device),
-        context=rank_context(plan, mesh),
+        context=rank_context(plan),
     )
 
 
@@ -320,7 +320,9 @@ def trainer_of(
     progress = progress or RankProgress()
     replica = ranks.coordinate("dp")
     # Tensor-parallel ranks hold the same residual stream, so they draw the same dropout masks.
-    torch.manual_seed(derived_seed(options.seed, ranks.coordinate("pp") * plan.mesh.replicas + replica))
+    torch.manual_seed(
+        derived_seed(options.seed, ranks.coordinate("pp") * plan.mesh.replicas + replica)
+    )
     recorder = RunRecorder(ranks.device, options.steps if options.record else 0)
 
     def after_backward() -> None:
