@@ -15,7 +15,10 @@ from torch import Tensor
 from torch.nn import functional
 
 aten = torch.ops.aten
-EFFICIENT_ROWS = 32  # the memory-efficient kernel pads its log-sum-exp to a multiple of them
+# The memory-efficient kernel pads its log-sum-exp to a multiple of as many queries, and reads masks
+# whose rows begin at multiples of as many keys.
+EFFICIENT_ROWS = 32
+ALIGNED_KEYS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,4 +169,9 @@ def _over_queries(gradient: Tensor, x: Tensor) -> Tensor:
 
 
 def _of_heads(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    return mask if mask is None else mask.expand(*query.shape[:2], -1, -1)
+    """Returns a mask as the memory-efficient kernel reads it: of every head, in aligned rows."""
+    if mask is None:
+        return None
+    keys = mask.shape[-1]
+    aligned = functional.pad(mask, (0, -keys % ALIGNED_KEYS))[..., :keys]
+    return aligned.expand(*query.shape[:2], -1, -1)

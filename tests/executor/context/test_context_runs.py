@@ -82,11 +82,11 @@ PLANS: dict[str, Plan] = {
         schedule=Schedule.EARLY_RECOMPUTE,
         num_micro_batches=4,
     ),
-    "pp2-cp2-exchange-zbv": make_plan(
+    "pp2-cp2-ring-zbv": make_plan(
         executor_plans.LLAMA,
         pp=2,
         cp=2,
-        form=EXCHANGE,
+        form=RING,
         zero=(1,),
         schedule=Schedule.ZBV,
         virtual_stages=2,
