@@ -1,4 +1,4 @@
-"""How keys and values of a sequence reach the ranks that divide it, and their gradients return.
+"""Carriers bring keys and values to the ranks that divide a sequence, and gradients back.
 
 Keys and values are one tensor, [batch, kv heads, tokens, features of a key and of a value]. A
 carrier yields them with the numbers of their pieces as they arrive. In the backward pass it carries

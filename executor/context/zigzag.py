@@ -45,7 +45,7 @@ def by_rank(whole: Tensor, ranks: int, dim: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class ScoreBlock:
     """A rectangle of scores: a range of this rank's queries, and a range of the keys at hand.
 
     causal   query i of the range reads its first i + 1 keys alone
@@ -69,7 +69,7 @@ class Block:
         return torch.zeros_like(unread, dtype=like.dtype).masked_fill(unread, float("-inf"))
 
 
-def blocks(queries: Numbers, keys: Numbers, length: int, window: int) -> Iterator[Block]:
+def blocks(queries: Numbers, keys: Numbers, length: int, window: int) -> Iterator[ScoreBlock]:
     """Yields the blocks of scores that pieces of queries have with pieces of keys.
 
     Each pair of a query and a key that it reads is in one block.
@@ -80,7 +80,7 @@ def blocks(queries: Numbers, keys: Numbers, length: int, window: int) -> Iterato
     """
     if queries == keys and not window:
         whole = slice(0, len(keys) * length)
-        yield Block(queries=whole, keys=whole, causal=True)
+        yield ScoreBlock(queries=whole, keys=whole, causal=True)
         return
     for place, query in enumerate(queries):
         if not window:
@@ -92,20 +92,20 @@ def blocks(queries: Numbers, keys: Numbers, length: int, window: int) -> Iterato
                 yield block
 
 
-def _unwindowed(place: int, query: int, keys: Numbers, length: int) -> Iterator[Block]:
+def _unwindowed(place: int, query: int, keys: Numbers, length: int) -> Iterator[ScoreBlock]:
     """Yields at most two blocks of one piece of queries: with the pieces before it, with itself."""
     rows = slice(place * length, (place + 1) * length)
     before = sum(key < query for key in keys)
     if before:
-        yield Block(queries=rows, keys=slice(0, before * length))
+        yield ScoreBlock(queries=rows, keys=slice(0, before * length))
     if query in keys:
         own = slice(before * length, (before + 1) * length)
-        yield Block(queries=rows, keys=own, causal=True)
+        yield ScoreBlock(queries=rows, keys=own, causal=True)
 
 
 def _windowed(
     query: tuple[int, int], key: tuple[int, int], length: int, window: int
-) -> Block | None:
+) -> ScoreBlock | None:
     """Returns the block of two pieces, without the queries and the keys that read nothing there.
 
     query, key   place and number of each piece
@@ -120,7 +120,7 @@ def _windowed(
     lead = apart - skipped
     inside = lead + read - 1 < window and lead >= length - skipped - 1
     causal = apart == 0 and window >= length
-    return Block(
+    return ScoreBlock(
         queries=slice(query[0] * length, query[0] * length + read),
         keys=slice(key[0] * length + skipped, (key[0] + 1) * length),
         causal=causal,

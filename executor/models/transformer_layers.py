@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from parplan.executor.context.attention import Context
+from parplan.executor.context.context_attention import Context
 from parplan.executor.context.zigzag import part_of
 from parplan.executor.models.loss import Loss
 from parplan.executor.models.mixture_of_experts import (

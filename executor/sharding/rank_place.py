@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from parplan.costmodels.communication.mesh import Axis, Mesh
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.layers.context_parallel import ranks_with_heads
-from parplan.executor.context.attention import Context
+from parplan.executor.context.context_attention import Context
 from parplan.executor.placed_layers import PlacedLayer, effective_zero, zero_ranks
 from parplan.executor.sharding.zero_units import Unit, shard_unit
 from parplan.planner.plan.plan import Plan

@@ -1,4 +1,4 @@
-"""Attention over context-parallel ranks: outputs and gradients of every form, and what is sent."""
+"""Attention over context-parallel ranks: outputs and gradients of every form."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from parplan.costmodels.communication.mesh import Mesh
-from parplan.executor.checking.parity import CountCollectives, run_ranks
-from parplan.executor.context.attention import Context
+from parplan.executor.checking.parity import run_ranks
+from parplan.executor.context.context_attention import Context
 from parplan.executor.context.zigzag import in_order, part_of
 from parplan.profiles.stack import ContextForm
 
@@ -96,32 +97,24 @@ def context_of(case: Case) -> Context:
     )
 
 
-def run(case: Case) -> dict[str, object]:
-    """This rank's parts of output and gradients, and the collectives of the two passes."""
+def run(case: Case) -> list[Tensor]:
+    """This rank's parts of output and gradients."""
     context = context_of(case)
     *inputs, gradient = (
         part_of(each, context.rank, case.ranks, dim=2).requires_grad_() for each in inputs_of(case)
     )
-    with CountCollectives() as forward:
-        query, key, value = context.enter(*inputs)
-        if context.around is None:
-            out = torch.nn.functional.scaled_dot_product_attention(
-                query, key, value, is_causal=True, enable_gqa=True
-            )
-        else:
-            out = context.attend(query, key, value, case.window)
-        out = context.leave(out)
-    with CountCollectives() as backward:
-        gradients = torch.autograd.grad(out, inputs, gradient.detach())
-    return {
-        "parts": [each.detach().clone() for each in (out, *gradients)],
-        "forward": dict(forward.calls),
-        "backward": dict(backward.calls),
-    }
+    query, key, value = context.enter(*inputs)
+    if context.around is None:
+        out = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    else:
+        out = context.attend(query, key, value, case.window)
+    out = context.leave(out)
+    gradients = torch.autograd.grad(out, inputs, gradient.detach())
+    return [each.detach().clone() for each in (out, *gradients)]
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, list[dict[str, object]]]:
+def results() -> dict[str, list[list[Tensor]]]:
     """The results of all ranks by case; the cases of as many ranks share a world."""
     found = {}
     for ranks in (2, 4):
@@ -136,6 +129,6 @@ def test_ranks_that_divide_a_sequence_compute_what_one_process_does(case, result
     of_ranks = results[str(case)]
 
     for index, expected in enumerate(one_process(case)):
-        parts = torch.stack([each["parts"][index] for each in of_ranks])
+        parts = torch.stack([each[index] for each in of_ranks])
         whole = in_order(parts, 2).double()
         assert (whole - expected).abs().max() <= TOLERANCE

@@ -1,4 +1,4 @@
-"""What a step with context parallelism sends and keeps, counted in a dry run."""
+"""A step with context parallelism sends and keeps the bytes of the formulas, in a dry run."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Sent = dict[str, tuple[int, int]]  # calls and bytes by kind
 
 @cache
 def used(form: ContextForm, cp: int, recompute: tuple[str, ...] = ()) -> RankUse:
-    """What the first rank uses in one step."""
+    """Returns the use of the first rank in one step."""
     return dry_run(make_plan(MODEL, cp=cp, form=form, recompute=recompute), 0).use
 
 
 def sent_over_context(form: ContextForm, cp: int, recompute: tuple[str, ...] = ()) -> Sent:
-    """What the first rank sends to those that divide its sequences, in one step."""
+    """Returns the calls of the first rank to those that divide its sequences, in one step."""
     sent = used(form, cp, recompute).sent
     return {each.kind: (each.calls, each.num_bytes) for each in sent if each.axis == "cp"}
 

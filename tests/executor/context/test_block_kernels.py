@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parplan.executor.context.kernels import Scores, attend, attend_backward
+from parplan.executor.context.block_kernels import Scores, attend, attend_backward
 
 QUERIES, FEATURES = 16, 8
 ON_GPU = (

@@ -23,7 +23,11 @@ ALIGNED_KEYS = 16
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How the queries of a block read its keys: all of them, causally, or by an added mask."""
+    """The keys that the queries of a block read.
+
+    causal   query i reads the first i + 1 keys
+    mask     is added to the scores, -inf where a key is not read
+    """
 
     causal: bool = False
     mask: Tensor | None = None

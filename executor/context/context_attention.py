@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
+from parplan.executor.context.block_kernels import Scores, attend, attend_backward
 from parplan.executor.context.carriers import TOKENS, Carrier, Gather, Ring, Window
-from parplan.executor.context.kernels import Scores, attend, attend_backward
-from parplan.executor.context.zigzag import Block, Numbers, blocks, by_rank, in_order, pieces
+from parplan.executor.context.zigzag import Numbers, ScoreBlock, blocks, by_rank, in_order, pieces
 from parplan.profiles.stack import ContextForm
 
 Inputs = tuple[Tensor, Tensor, Tensor]  # query, key and value
@@ -145,7 +145,7 @@ class _Merged:
             (batch, heads, tokens), float("-inf"), dtype=torch.float32, device=query.device
         )
 
-    def add(self, block: Block, out: Tensor, logsumexp: Tensor) -> None:
+    def add(self, block: ScoreBlock, out: Tensor, logsumexp: Tensor) -> None:
         """Adds the output of a block: a mean over its keys, whose weight is its sum of exps."""
         before = self.logsumexp[:, :, block.queries]
         after = torch.logaddexp(before, logsumexp)
@@ -155,14 +155,14 @@ class _Merged:
         before.copy_(after)
 
 
-def _inputs(block: Block, query: Tensor, held: Tensor) -> Inputs:
+def _inputs(block: ScoreBlock, query: Tensor, held: Tensor) -> Inputs:
     """Returns queries, keys and values of a block."""
     keys_values = held[:, :, block.keys]
     features = query.shape[-1]
     return query[:, :, block.queries], keys_values[..., :features], keys_values[..., features:]
 
 
-def _scores(block: Block, window: int, query: Tensor) -> Scores:
+def _scores(block: ScoreBlock, window: int, query: Tensor) -> Scores:
     return Scores(causal=block.causal, mask=block.mask(window, query))
 
 
