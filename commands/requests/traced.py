@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -161,10 +161,13 @@ def _require_plain(target: TargetOptions, pins: PinOptions, flags: SearchFlags) 
         _require_known(record, _REFUSED)
 
 
-def _require_known(options: object, refused: Mapping[str, str]) -> None:
+def _require_known(
+    options: TargetOptions | PinOptions | SearchFlags | LayoutOptions, refused: Mapping[str, str]
+) -> None:
     """Raises ConfigError for an option of `refused` that is given."""
+    defaults = {field.name: field.default for field in fields(options)}
     for name, why in refused.items():
-        if getattr(options, name, None) not in (None, False, (), 0):
+        if getattr(options, name, None) not in (None, False, (), defaults.get(name)):
             raise ConfigError(f"--{name.replace('_', '-')}: {why}", hint="leave it out")
 
 

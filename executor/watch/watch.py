@@ -216,8 +216,8 @@ class Watch:
     def _name(self, rank: int, num_more: int) -> str:
         """Return a rank with its coordinates."""
         pp, dp, cp, tp = self.mesh.coordinates(rank)
-        more = f" and {num_more} more" if num_more > 0 else ""
         context = f", cp {cp}" if self.mesh.cp > 1 else ""
+        more = f" and {num_more} more" if num_more > 0 else ""
         return f"rank {rank} (pp {pp}, dp {dp}{context}, tp {tp}){more}"
 
     def _end(self, text: str) -> None:

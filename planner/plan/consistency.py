@@ -224,9 +224,10 @@ def _require_layer_plan(
 ) -> None:
     """Raises ConfigError unless a layer plan fits the mesh and names operators of its layer."""
     ranks = layer_plan.zero_ranks
+    replicas = "dp" if mesh.cp == 1 else "dp x cp"
     if layer_plan.highest_zero and ranks is not None and mesh.replicas % ranks:
         raise ConfigError(
-            f"{where}: zero_ranks {ranks} does not divide dp x cp {mesh.replicas}", hint=_AGAIN
+            f"{where}: zero_ranks {ranks} does not divide {replicas} {mesh.replicas}", hint=_AGAIN
         )
     for key, names in (
         ("recompute", layer_plan.recompute),

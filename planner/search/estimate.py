@@ -174,7 +174,7 @@ def _check_holders(layout: ParallelLayout, zero: int, zero_ranks: int | None) ->
         reason = (
             "nothing is sharded at --zero 0"
             if zero == 0
-            else f"it does not divide dp {layout.mesh.dp}"
+            else f"it does not divide the {layout.mesh.replicas} ranks that hold copies"
         )
         raise ConfigError(
             f"--zero-ranks is {zero_ranks}: {reason}",

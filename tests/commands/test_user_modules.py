@@ -187,7 +187,7 @@ def test_an_estimate_with_states_on_the_hosts_is_slower_and_needs_their_memory(l
 def test_explain_lists_pruned_candidates_and_operators_that_stay_whole(searched):
     _, text = searched
 
-    assert "excluded by --pp, --dp or --tp" in text
+    assert "excluded by --pp or --tp" in text
     assert "activations on the host: a traced module has only its states there" in text
     assert "the host, where something fits without it: --host-memory or --offload asks" in text
     assert "operators that each of the 2 tensor-parallel ranks computes whole:" in text

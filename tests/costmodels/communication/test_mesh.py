@@ -13,21 +13,24 @@ from parplan.costmodels.communication.mesh import (
     Placement,
     crosses_nodes,
     place,
+    place_replicas,
     where_axes_lie,
 )
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.stack import ContextForm
 
 
 def groups(mesh: Mesh, axis: Axis) -> list[list[int]]:
     """The ranks of every group of `axis`, from the rank formula of the order."""
-    coordinates = itertools.product(range(mesh.pp), range(mesh.dp), range(mesh.tp))
+    coordinates = itertools.product(range(mesh.pp), range(mesh.dp), range(mesh.cp), range(mesh.tp))
     by_rest: dict[tuple[int, ...], list[int]] = {}
     for coordinate in coordinates:
-        pp, dp, tp = coordinate
+        pp, dp, cp, tp = coordinate
         rest = tuple(c for i, c in enumerate(coordinate) if i != list(Axis).index(axis))
-        rank = (pp * mesh.dp + dp) * mesh.tp + tp
+        outer = pp * mesh.dp + dp
         if mesh.order is MeshOrder.DP_PP_TP:
-            rank = (dp * mesh.pp + pp) * mesh.tp + tp
+            outer = dp * mesh.pp + pp
+        rank = (outer * mesh.cp + cp) * mesh.tp + tp
         by_rest.setdefault(rest, []).append(rank)
     return list(by_rest.values())
 
@@ -49,7 +52,9 @@ def test_degrees_and_strides_follow_the_rank_order(axis, degree, stride):
 
 @pytest.mark.parametrize("axis", list(Axis))
 def test_a_degree_below_one_is_refused(axis):
-    degrees = {"pp": 1, "dp": 1, "tp": 1, axis.value: 0}
+    degrees = {"pp": 1, "dp": 1, "tp": 1, "context_form": None, axis.value: 0}
+    if axis is Axis.CP:
+        degrees["context_form"] = ContextForm.RING
 
     with pytest.raises(ConfigError, match=f"mesh: {axis} is 0, it must be from 1 to 10,000,000"):
         Mesh(**degrees)
@@ -105,6 +110,9 @@ MESHES = tuple(
     Mesh(pp=pp, dp=dp, tp=tp, order=order)
     for order in MeshOrder
     for pp, dp, tp in itertools.product(POWERS, repeat=3)
+) + tuple(
+    Mesh(pp=pp, dp=dp, cp=cp, tp=tp, context_form=ContextForm.RING)
+    for pp, dp, cp, tp in itertools.product((1, 4), (1, 8), (2, 4, 16), (1, 2, 8))
 )
 
 
@@ -148,10 +156,14 @@ def test_degrees_that_do_not_divide_a_node_are_rounded_to_the_widest_spread():
 
 @pytest.mark.parametrize("order", list(MeshOrder))
 def test_ranks_and_coordinates_are_inverse(order):
-    mesh = Mesh(pp=3, dp=2, tp=4, order=order)
+    cp = 5 if order is MeshOrder.PP_DP_TP else 1
+    form = ContextForm.RING if cp > 1 else None
+    mesh = Mesh(pp=3, dp=2, cp=cp, tp=4, order=order, context_form=form)
     coordinates = [mesh.coordinates(rank) for rank in range(mesh.num_ranks)]
 
-    assert [mesh.rank(*each) for each in coordinates] == list(range(mesh.num_ranks))
+    assert [mesh.rank(pp=pp, dp=dp, cp=cp, tp=tp) for pp, dp, cp, tp in coordinates] == list(
+        range(mesh.num_ranks)
+    )
     assert len(set(coordinates)) == mesh.num_ranks
 
 
@@ -184,3 +196,33 @@ def test_orders_lie_alike_where_tensor_parallelism_fills_a_node():
 def test_experts_need_neighbours():
     with pytest.raises(ConfigError, match="the order is dp-pp-tp with ep 2"):
         Mesh(pp=2, dp=2, tp=1, ep=2, order=MeshOrder.DP_PP_TP)
+
+
+@pytest.mark.parametrize("gpus_per_node", [2, 4, 8])
+def test_replicas_are_the_ranks_of_both_axes_that_divide_no_parameter(gpus_per_node):
+    for mesh in MESHES:
+        ranks = sorted(mesh.rank(dp=dp, cp=cp) for dp in range(mesh.dp) for cp in range(mesh.cp))
+        nodes = [rank // gpus_per_node for rank in ranks]
+        placement = place_replicas(mesh, mesh.replicas, 1, gpus_per_node)
+
+        assert placement.num_ranks == mesh.replicas == len(ranks)
+        assert (placement.nodes, placement.ranks_per_node) == (len(set(nodes)), nodes.count(0))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ({"cp": 2}, "mesh: context_form is None with cp 2"),
+        ({"context_form": "ring"}, "mesh: context_form is ring with cp 1"),
+        ({"cp": 2, "context_form": "cube"}, "context_form"),
+        ({"tp": 4, "etp": 2}, "mesh: etp is 2, it must be 1 or tp 4"),
+        ({"tp": 4, "etp": 4, "ep": 16}, "ep 16 x etp 4 does not divide the 32 ranks of a stage"),
+        (
+            {"cp": 2, "context_form": "ring", "order": "dp-pp-tp"},
+            "the order is dp-pp-tp with cp 2, whose ranks are neighbours",
+        ),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused(mesh, message):
+    with pytest.raises(ConfigError, match=message):
+        Mesh(**{"pp": 1, "dp": 8, "tp": 1, **mesh})

@@ -242,7 +242,7 @@ def test_the_estimate_says_where_everything_is_and_its_file_gives_the_same_price
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"zero_ranks": 3, "zero": 1}, "it does not divide dp 16"),
+        ({"zero_ranks": 3, "zero": 1}, "it does not divide the 16 ranks that hold copies"),
         ({"zero_ranks": 8}, "nothing is sharded at --zero 0"),
     ],
 )

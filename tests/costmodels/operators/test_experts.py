@@ -26,7 +26,7 @@ from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.models.model_catalog import load_model
-from parplan.profiles.models.operator_graph import LayerKind, OperatorKind
+from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, Norm, Positions, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.stack import NEUTRAL, AttentionKernel
@@ -139,29 +139,34 @@ def test_a_shape_that_cannot_be_is_refused(change, message):
 
 
 @pytest.mark.parametrize(
-    ("pp", "dp", "tp", "ep"),
-    [(1, 8, 1, 4), (2, 8, 2, 2), (1, 8, 2, 8), (2, 4, 4, 1), (1, 16, 1, 2)],
+    ("pp", "dp", "tp", "ep", "etp"),
+    [
+        (1, 8, 1, 4, 1),
+        (2, 8, 2, 2, 1),
+        (2, 8, 2, 2, 2),
+        (1, 8, 2, 8, 1),
+        (2, 4, 4, 1, 4),
+        (1, 16, 1, 2, 1),
+    ],
 )
 @pytest.mark.parametrize("per_node", [8, 4])
-def test_the_copies_of_an_expert_sit_where_their_ranks_are(pp, dp, tp, ep, per_node):
+def test_the_copies_of_an_expert_sit_where_their_ranks_are(pp, dp, tp, ep, etp, per_node):
     """The ranks are listed.
 
-    Ep neighbours along dp divide the experts, so every ep-th rank has the same experts.
+    Ep x etp neighbours divide the experts, so every such rank has the same part of them.
     """
-    ranks = [
-        dp_rank * tp for dp_rank in range(0, dp, ep)
-    ]  # those with the first experts, of the first pp and tp rank
+    ranks = range(0, dp * tp, ep * etp)  # those with the first experts, of the first pp rank
     nodes = [rank // per_node for rank in ranks]
 
-    placement = place_expert_copies(Mesh(pp=pp, dp=dp, tp=tp, ep=ep), per_node)
+    placement = place_expert_copies(Mesh(pp=pp, dp=dp, tp=tp, ep=ep, etp=etp), per_node)
 
     assert placement.num_ranks == len(ranks)
     assert (placement.nodes, placement.ranks_per_node) == (len(set(nodes)), nodes.count(nodes[0]))
 
 
 @pytest.mark.parametrize("ep", [0, 3, 8])
-def test_ep_must_divide_dp(ep):
-    with pytest.raises(ConfigError, match=f"ep {ep} does not divide dp 4"):
+def test_ep_must_divide_the_ranks_of_a_stage(ep):
+    with pytest.raises(ConfigError, match=f"ep {ep} does not divide the 4 ranks of a stage"):
         Mesh(pp=1, dp=4, tp=1, ep=ep)
 
 
@@ -220,8 +225,8 @@ def hand_states(elements, shard, zero):
             4,
             2,
             4,
-            Placement(nodes=2, ranks_per_node=2, groups_per_node=2),
-            id="tensor-parallel-neighbours-share-the-nics",
+            Placement(nodes=1, ranks_per_node=4, groups_per_node=1),
+            id="over-tensor-parallel-neighbours",
         ),
     ],
 )
@@ -272,15 +277,12 @@ def test_gradients_of_experts_are_reduced_among_their_copies_only():
     assert step_s[3] < step_s[0] / 4
 
 
-def test_whole_experts_on_tensor_parallel_ranks_sum_their_gradients_over_them():
-    """The tokens are divided and the weights are not.
-
-    The weights' gradients are therefore summands, reduced in fp32.
-    """
-    price_cache = book_of(MIXTRAL, 8)
-    mesh, sharding = Mesh(pp=1, dp=4, tp=2, ep=4), Sharding(2, True, ep=4)
-    expert_bytes = 4 * 2 * 3 * 4096 * 14336  # two experts of three matrices
-    where = Placement(nodes=1, ranks_per_node=2, groups_per_node=1)
+@pytest.mark.parametrize(("ep", "etp", "copies"), [(4, 1, 2), (2, 1, 4), (2, 2, 2), (1, 2, 4)])
+def test_gradients_of_experts_are_reduced_over_all_ranks_with_the_same_part(ep, etp, copies):
+    price_cache = book_of(MIXTRAL, 8, training=replace(TRAINING, overlap_grad_reduce=False))
+    mesh, sharding = Mesh(pp=1, dp=4, tp=2, ep=ep, etp=etp), Sharding(2, True, ep=ep, etp=etp)
+    expert_bytes = 4 * 8 * 3 * 4096 * 14336 // (ep * etp)
+    where = Placement(nodes=1, ranks_per_node=copies, groups_per_node=1)
     reduced = collective_time(
         Collective.ALL_REDUCE, expert_bytes, where, price_cache.machine
     ).value_s
@@ -290,11 +292,19 @@ def test_whole_experts_on_tensor_parallel_ranks_sum_their_gradients_over_them():
     assert actual == pytest.approx(
         reduced, rel=0.1
     )  # and the small ones: router, and the dense part over dp
-    assert not {
-        op.name
-        for op in price_cache.graph(1).block.operators
-        if op.kind is OperatorKind.EXPERTS and op.parallel_dim
-    }
+
+
+def test_divided_experts_have_the_states_of_their_part_and_the_tokens_of_all_their_ranks():
+    """Over etp 2 a rank has half of each expert, and the copies of both ranks' tokens."""
+    price_cache = book_of(MIXTRAL, 8)
+    block = price_cache.graph(1).block
+    whole, divided = Sharding(2, True, ep=2), Sharding(2, True, ep=2, etp=2)
+    fc1 = block.operator("fc1")
+
+    assert whole.parameter_shape(fc1, fc1.parameters[0]) == (4 * 2 * 14336, 4096)
+    assert divided.parameter_shape(fc1, fc1.parameters[0]) == (4 * 14336, 4096)
+    assert divided.tensor_bytes(fc1, fc1.inputs[0]) == 2 * whole.tensor_bytes(fc1, fc1.inputs[0])
+    assert divided.tensor_bytes(fc1, fc1.outputs[0]) == whole.tensor_bytes(fc1, fc1.outputs[0])
 
 
 # The search
@@ -304,12 +314,11 @@ def space(model=TINY, num_gpus=8, **pins):
     return enumerate_candidates(model, cluster_of(num_gpus), TRAINING, Constraints(**pins))
 
 
-def test_every_divisor_of_dp_and_of_the_experts_is_a_mesh():
+def test_every_divisor_of_a_stages_ranks_and_of_the_experts_is_a_mesh():
     meshes = {f.mesh for f in space().layouts}
 
     assert {m.ep for m in meshes if m.dp == 8} == {1, 2, 4}  # of four experts
-    assert {m.ep for m in meshes if m.dp == 2} == {1, 2}
-    assert {f.mesh.ep for f in space(num_gpus=4).layouts if f.mesh.dp == 1} == {1}
+    assert {m.ep for m in meshes if (m.dp, m.tp) == (2, 2)} == {1, 2, 4}
 
 
 def test_a_dense_model_has_no_expert_parallel_candidate():

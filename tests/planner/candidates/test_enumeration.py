@@ -243,7 +243,7 @@ def test_the_frames_of_one_small_cluster_by_hand():
         pytest.param(
             {"tp": (2,), "pp": (2,)},
             lambda f: (f.mesh.tp, f.mesh.pp) == (2, 2),
-            "excluded by --pp, --dp or --tp",
+            "excluded by --pp",
             id="mesh",
         ),
         pytest.param(

@@ -350,7 +350,7 @@ def test_the_published_schema_takes_real_plans_with_and_without_the_time_of_thei
 def test_the_published_schema_refuses_what_the_reader_refuses(plan):
     schema = plan_schema()
     for change in (
-        put("mesh", "cp", 1),
+        put("mesh", "sp", 1),
         put("mesh", None),
         put("mesh", "pp", "two"),
         put("plan_version", 1),
