@@ -46,6 +46,18 @@ class Carrier(Protocol):
         """
 
 
+class Alone:
+    """One rank that has whole sequences: nothing is carried."""
+
+    held: Numbers = pieces(0, 1)
+
+    def passes(self, own: Tensor) -> Iterator[tuple[Numbers, Tensor]]:
+        yield self.held, own
+
+    def returned(self, own: Tensor, gradient_of: GradientOf) -> Tensor:
+        return gradient_of(self.held, own)
+
+
 @dataclass(frozen=True, slots=True)
 class _Shift:
     """A tensor on its way from the rank before; `sent` lives as long."""

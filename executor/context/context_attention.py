@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from parplan.executor.context.block_kernels import Scores, attend, attend_backward
-from parplan.executor.context.carriers import TOKENS, Carrier, Gather, Ring, Window
+from parplan.executor.context.carriers import TOKENS, Alone, Carrier, Gather, Ring, Window
 from parplan.executor.context.zigzag import Numbers, ScoreBlock, blocks, by_rank, in_order, pieces
 from parplan.profiles.stack import ContextForm
 
@@ -79,7 +79,8 @@ class Context:
         return out if self.heads is None else _to_tokens(out, self.heads)
 
     def _carrier(self, length: int, window: int) -> Carrier:
-        assert self.around is not None, "nothing is carried between ranks"
+        if self.around is None:
+            return Alone()
         if 0 < window < 2 * length * dist.get_world_size(self.around):
             return Window(self.around, length, window)
         return (Gather if self.form is ContextForm.ALL_GATHER else Ring)(self.around)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from parplan.profiles.divisors import divisors
+
 Numbers = tuple[int, ...]  # of pieces, in their order in the sequence
 
 
@@ -82,14 +84,11 @@ def blocks(queries: Numbers, keys: Numbers, length: int, window: int) -> Iterato
         whole = slice(0, len(keys) * length)
         yield ScoreBlock(queries=whole, keys=whole, causal=True)
         return
+    if window:
+        yield from _windowed(queries, keys, length, window)
+        return
     for place, query in enumerate(queries):
-        if not window:
-            yield from _unwindowed(place, query, keys, length)
-            continue
-        for key_place, key in enumerate(keys):
-            block = _windowed((place, query), (key_place, key), length, window)
-            if block is not None:
-                yield block
+        yield from _unwindowed(place, query, keys, length)
 
 
 def _unwindowed(place: int, query: int, keys: Numbers, length: int) -> Iterator[ScoreBlock]:
@@ -103,16 +102,40 @@ def _unwindowed(place: int, query: int, keys: Numbers, length: int) -> Iterator[
         yield ScoreBlock(queries=rows, keys=own, causal=True)
 
 
-def _windowed(
+def _windowed(queries: Numbers, keys: Numbers, length: int, window: int) -> Iterator[ScoreBlock]:
+    """Yields blocks of tiles, into which pieces are cut so that few scores are computed in vain.
+
+    A tile is the smallest equal part of a piece that is no shorter than a window.
+    """
+    tile = min(size for size in divisors(length) if size >= min(window, length))
+    places = {number: place for place, number in enumerate(_tiles(keys, length // tile))}
+    for place, query in enumerate(_tiles(queries, length // tile)):
+        for key in range(query - _reach(window, tile), query + 1):
+            if key in places:
+                block = _of_tiles((place, query), (places[key], key), tile, window)
+                if block is not None:
+                    yield block
+
+
+def _tiles(numbers: Numbers, parts: int) -> Iterator[int]:
+    """Yields the numbers in the sequence of the tiles of pieces, each cut into `parts`."""
+    for number in numbers:
+        yield from range(number * parts, (number + 1) * parts)
+
+
+def _reach(window: int, length: int) -> int:
+    """Returns the pieces of a length before its own that a query reads from."""
+    return -(-(window - 1) // length)
+
+
+def _of_tiles(
     query: tuple[int, int], key: tuple[int, int], length: int, window: int
 ) -> ScoreBlock | None:
-    """Returns the block of two pieces, without the queries and the keys that read nothing there.
+    """Returns the block of two tiles, without the queries and the keys that read nothing there.
 
-    query, key   place and number of each piece
+    query, key   place and number of each tile
     """
     apart = (query[1] - key[1]) * length  # tokens from the first key to the first query
-    if apart < 0:
-        return None
     read = min(length, length - apart + window - 1)  # queries that reach the last key
     skipped = max(0, apart - window + 1)  # keys before the window of the first query
     if read <= 0 or skipped >= length:
@@ -130,7 +153,7 @@ def _windowed(
 
 def read_from_others(rank: int, ranks: int, length: int, window: int) -> Numbers:
     """Returns the pieces of other ranks that the windows of a rank's queries reach into."""
-    reach = -(-(window - 1) // length)  # pieces before that of the query
+    reach = _reach(window, length)
     held = pieces(rank, ranks)
     read = {key for query in held for key in range(max(0, query - reach), query)}
     return tuple(sorted(read.difference(held)))

@@ -53,6 +53,7 @@ CASES = (
     *(Case(form=ContextForm.ALL_TO_ALL, ranks=n, kv_heads=h) for n in (2, 4) for h in (4, 2, 1)),
     *(Case(form=ContextForm.TWO_LEVEL, ranks=4, kv_heads=h) for h in (4, 2, 1)),
     Case(form=ContextForm.TWO_LEVEL, ranks=4, window=5),
+    Case(form=ContextForm.ALL_TO_ALL, ranks=2, window=5),
 )
 
 
@@ -104,7 +105,7 @@ def run(case: Case) -> list[Tensor]:
         part_of(each, context.rank, case.ranks, dim=2).requires_grad_() for each in inputs_of(case)
     )
     query, key, value = context.enter(*inputs)
-    if context.around is None:
+    if context.around is None and not case.window:
         out = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     else:
         out = context.attend(query, key, value, case.window)

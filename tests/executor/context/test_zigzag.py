@@ -41,10 +41,10 @@ def test_the_parts_of_all_ranks_in_order_are_the_sequence_and_its_parts_are_thei
     assert torch.equal(by_rank(sequence, ranks, 1), parts)
 
 
-@pytest.mark.parametrize("window", [0, *range(1, 14)])
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_each_pair_of_a_query_and_a_key_that_it_reads_is_in_one_block(ranks, window):
-    length, like = 2, torch.zeros(())
+@pytest.mark.parametrize("window", [0, *range(1, 26)])
+@pytest.mark.parametrize(("ranks", "length"), [(1, 6), (3, 4), (2, 5)])
+def test_each_pair_of_a_query_and_a_key_that_it_reads_is_in_one_block(ranks, length, window):
+    like = torch.zeros(())
     everything = tuple(range(2 * ranks))
     positions = torch.arange(2 * ranks * length)
     found = torch.zeros(len(positions), len(positions), dtype=torch.int64)
@@ -60,6 +60,16 @@ def test_each_pair_of_a_query_and_a_key_that_it_reads_is_in_one_block(ranks, win
 
     distance = positions[:, None] - positions
     assert torch.equal(found, ((distance >= 0) & (distance < (window or 99))).long())
+
+
+def test_few_scores_outside_of_a_window_are_computed():
+    length, window = 64, 8
+    computed = sum(
+        (block.queries.stop - block.queries.start) * (block.keys.stop - block.keys.start)
+        for block in blocks(pieces(1, 2), tuple(range(4)), length, window)
+    )
+
+    assert computed <= 2 * length * 2 * window
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
