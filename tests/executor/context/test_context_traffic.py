@@ -81,6 +81,15 @@ def test_tokens_are_exchanged_for_heads_and_back_in_both_passes(cp, copies):
     assert sent_over_context(EXCHANGE, cp) == {Collective.ALL_TO_ALL: (2 * calls, num_bytes)}
 
 
+def test_tokens_whose_rotation_is_recomputed_are_exchanged_for_heads_once_more():
+    there, back = output_bytes(2) + kv_bytes(2), output_bytes(2)
+    calls, num_bytes = of_step(1, 3 * there + 2 * back)
+
+    assert sent_over_context(EXCHANGE, 2, ("norm1", "qkv", "rotary")) == {
+        Collective.ALL_TO_ALL: (5 * calls, num_bytes)
+    }
+
+
 def test_two_levels_exchange_among_neighbours_and_pass_on_between_them():
     there, back = output_bytes(4) + kv_bytes(4), output_bytes(4)
     calls, num_bytes = of_step(2, there + back)
