@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from parplan.costmodels.layers.context_parallel import ranks_with_heads
+from parplan.costmodels.layers.context_parallel import illegal_context
 from parplan.executor.rules.rule import Refusal, rule
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.stack import AttentionKernel, ContextForm
@@ -37,19 +37,13 @@ def context_pieces(plan: Plan) -> Iterator[Refusal]:
     action="use the ring",
 )
 def context_heads(plan: Plan) -> Iterator[Refusal]:
-    mesh, model = plan.mesh, plan.model
-    near = ranks_with_heads(
-        mesh.context_form, mesh.cp, mesh.tp, model.num_heads, plan.cluster.gpus_per_node
-    )
-    kv_heads = max(1, model.num_kv_heads // mesh.tp)
-    if near is not None and not (kv_heads % near and near % kv_heads):
-        return
-    yield Refusal(
-        problem=f"mesh: {mesh.context_form} over cp {mesh.cp}, of {model.num_heads // mesh.tp} "
-        f"heads and {kv_heads} heads of keys and values on a rank",
-        action="set context_form to ring",
-        nearest=replace(plan, mesh=replace(mesh, context_form=ContextForm.RING)),
-    )
+    reason = illegal_context(plan.mesh, plan.model, plan.cluster)
+    if reason:
+        yield Refusal(
+            problem=f"mesh: {plan.mesh.context_form}: {reason}",
+            action="set context_form to ring",
+            nearest=replace(plan, mesh=replace(plan.mesh, context_form=ContextForm.RING)),
+        )
 
 
 @rule(

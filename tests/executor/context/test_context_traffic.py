@@ -8,9 +8,10 @@ from functools import cache
 import pytest
 
 from parplan.costmodels.communication.collectives import Collective
-from parplan.costmodels.usage.rank_traffic import MESSAGE
+from parplan.costmodels.usage.rank_traffic import MESSAGE, rank_traffic
 from parplan.costmodels.usage.rank_usage import RankUse
 from parplan.executor.checking.dry_run import dry_run
+from parplan.planner.plan.plan_strategy import prices_of_plan, strategy_of
 from parplan.profiles.stack import ContextForm
 from tests.helpers.executor_plans import LLAMA, SEQ_LENGTH, make_plan
 
@@ -32,6 +33,26 @@ def sent_over_context(form: ContextForm, cp: int, recompute: tuple[str, ...] = (
     """Returns the calls of the first rank to those that divide its sequences, in one step."""
     sent = used(form, cp, recompute).sent
     return {each.kind: (each.calls, each.num_bytes) for each in sent if each.axis == "cp"}
+
+
+def predicted_over_context(form: ContextForm, cp: int, recompute: tuple[str, ...] = ()) -> Sent:
+    """Returns the calls of the first rank to those that divide its sequences, as priced."""
+    plan = make_plan(MODEL, cp=cp, form=form, recompute=recompute)
+    price_cache = prices_of_plan(plan)
+    sent = rank_traffic(strategy_of(plan, price_cache), 0, price_cache)
+    return {each.kind: (each.calls, each.num_bytes) for each in sent if each.axis == "cp"}
+
+
+@pytest.mark.parametrize(
+    ("form", "cp", "recompute"),
+    [
+        *((form, cp, ()) for form in (RING, GATHER, EXCHANGE) for cp in (2, 4)),
+        (TWO_LEVEL, 4, ()),
+        (RING, 4, ("attention",)),
+    ],
+)
+def test_attention_sends_as_many_bytes_in_as_many_calls_as_predicted(form, cp, recompute):
+    assert sent_over_context(form, cp, recompute) == predicted_over_context(form, cp, recompute)
 
 
 def of_step(calls: int, num_bytes: int) -> tuple[int, int]:
