@@ -8,7 +8,7 @@ n bytes of keys and values on a rank, micro-batch and block:
                  runs under the attention with the piece that came before it
     all-gather   forward one gather to cp n; backward the gather again and a reduce-scatter
     all-to-all   forward one exchange of queries, keys and values and one of the output, backward
-                 the same
+                 one of the output with its gradient and one of the other gradients
     two-level    the exchanges of all-to-all over a neighbours, and a ring over the cp / a groups
 
 The heads are what all-to-all divides. Ranks beyond the heads of keys and values hold copies of
@@ -96,14 +96,16 @@ def context_calls(
     assert near is not None, "an illegal form is no candidate"
     kv_bytes = keys_and_values_bytes(operator, sharding)
     exchanged: tuple[ContextCall, ...] = ()
+    back: tuple[ContextCall, ...] = ()
     if near > 1:
         kv_bytes *= max(1, near * sharding.tp * operator.unit("heads") // heads)
         queries = _bytes_of(heads * operator.size("head_dim"), operator, sharding)
         made = sharding.tensor_bytes(operator, operator.outputs[0])
-        exchanged = tuple(
+        read, given, asked = (
             ContextCall(kind=Collective.ALL_TO_ALL, ranks=near, num_bytes=num_bytes)
-            for num_bytes in (queries + kv_bytes, made)
+            for num_bytes in (queries + kv_bytes, made, 2 * made)
         )
+        exchanged, back = (read, given), (asked, read)
     if sharding.context_form is ContextForm.ALL_GATHER:
         gather, reduce = (
             ContextCall(kind=kind, ranks=cp, num_bytes=cp * kv_bytes)
@@ -112,9 +114,9 @@ def context_calls(
         return (gather,), (gather, reduce)
     ring = cp // near
     if ring == 1:
-        return exchanged, exchanged
+        return exchanged, back
     forward = ContextCall(kind=None, ranks=ring, num_bytes=kv_bytes, calls=ring - 1)
-    return (*exchanged, forward), (*exchanged, replace(forward, calls=2 * (ring - 1)))
+    return (*exchanged, forward), (*back, replace(forward, calls=2 * (ring - 1)))
 
 
 def context_time(

@@ -1,13 +1,15 @@
 """Causal attention over the ranks that divide a sequence.
 
-The ranks of a context group run one of four forms (`ContextForm`). Those that carry keys and values
-compute block by block and merge the blocks, in one autograd function. Those that exchange tokens
-for heads run torch's differentiable all-to-all around attention over whole sequences; the two-level
-form does both.
+The ranks of a context group run one of four forms (`ContextForm`). Keys and values are carried to
+the queries, block by block, and the blocks are merged. Where tokens are exchanged for heads,
+queries, keys and values go through torch's differentiable all-to-all before it, and the output goes
+back; the two-level form does both. The output is kept by tokens alone, as the next operator reads
+it, and comes by heads with its gradient.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,20 +65,19 @@ class Context:
         """
         if self.heads is None:
             return query, key, value
-        return _to_heads(query, key, value, self.heads)
+        key, value = _for_each_rank(key, self.heads), _for_each_rank(value, self.heads)
+        query, key, value = _to_heads((query, key, value), self.heads)
+        return query, key, value
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, window: int = 0) -> Tensor:
-        """Returns causal attention of the queries over the keys of whole sequences.
+        """Returns causal attention over whole sequences, for this rank's tokens and all heads.
 
-        window   tokens that a query reads, itself included; 0 for all before it
+        query, key, value   as `enter` returns them
+        window              tokens that a query reads, itself included; 0 for all before it
         """
         carrier = self._carrier(query.shape[TOKENS] // 2, window)
-        out: Tensor = _Attention.apply(query, key, value, carrier, window)
+        out: Tensor = _Attention.apply(query, key, value, carrier, self.heads, window)
         return out
-
-    def leave(self, out: Tensor) -> Tensor:
-        """Returns the output of attention for this rank's tokens and all heads."""
-        return out if self.heads is None else _to_tokens(out, self.heads)
 
     def _carrier(self, length: int, window: int) -> Carrier:
         if self.around is None:
@@ -87,11 +88,20 @@ class Context:
 
 
 class _Attention(torch.autograd.Function):
-    """Attention of this rank's queries over the keys and values that a carrier brings."""
+    """Attention of this rank's queries over the keys and values that a carrier brings.
+
+    Its output leaves the ranks of `heads`, if there are any, by tokens.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, carrier: Carrier, window: int
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        carrier: Carrier,
+        heads: dist.ProcessGroup | None,
+        window: int,
     ) -> Tensor:
         merged = _Merged(query, value.shape[-1])
         for numbers, held in carrier.passes(torch.cat((key, value), dim=-1)):
@@ -99,14 +109,17 @@ class _Attention(torch.autograd.Function):
                 inputs = _inputs(block, query, held)
                 merged.add(block, *attend(*inputs, _scores(block, window, query)))
         out = merged.out.to(query.dtype)
+        out = out if heads is None else _to_tokens(out, heads)
         ctx.save_for_backward(query, key, value, out, merged.logsumexp)
-        ctx.carrier, ctx.window = carrier, window
+        ctx.how = carrier, heads, window
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, logsumexp = ctx.saved_tensors
-        carrier, window = ctx.carrier, ctx.window
+        carrier, heads, window = ctx.how
+        if heads is not None:
+            gradient, out = _to_heads((gradient, out), heads)
         by_query = torch.zeros_like(query, dtype=torch.float32)
 
         def gradient_of(numbers: Numbers, held: Tensor) -> Tensor:
@@ -129,7 +142,7 @@ class _Attention(torch.autograd.Function):
         own = torch.cat((key, value), dim=-1)
         by_own = carrier.returned(own, gradient_of).to(key.dtype)
         by_key, by_value = by_own.split((key.shape[-1], value.shape[-1]), dim=-1)
-        return by_query.to(query.dtype), by_key, by_value, None, None
+        return by_query.to(query.dtype), by_key, by_value, None, None, None
 
 
 class _Merged:
@@ -167,25 +180,23 @@ def _scores(block: ScoreBlock, window: int, query: Tensor) -> Scores:
     return Scores(causal=block.causal, mask=block.mask(window, query))
 
 
-def _to_heads(query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup) -> Inputs:
-    """Exchanges tokens for heads: all tokens of the group's ranks, of this rank's heads.
+def _for_each_rank(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Repeats fewer kv heads than ranks, so that a rank has the one that its queries read."""
+    repeats = max(1, dist.get_world_size(group) // x.shape[1])
+    return x.repeat_interleave(repeats, dim=1) if repeats > 1 else x
 
-    Fewer kv heads than ranks are repeated, so that a rank has the one that its queries read.
-    """
+
+def _to_heads(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """Exchanges tokens for heads: all tokens of the group's ranks, of this rank's heads."""
     ranks = dist.get_world_size(group)
-    repeats = max(1, ranks // key.shape[1])
-    if repeats > 1:
-        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    by_heads = [each.unflatten(1, (ranks, -1)).movedim(1, 0) for each in (query, key, value)]
+    by_heads = [each.unflatten(1, (ranks, -1)).movedim(1, 0) for each in tensors]
     sent = torch.cat([each.flatten(1) for each in by_heads], dim=1)
     received = all_to_all_single_autograd(sent, None, None, group)
     parts = received.split([each[0].numel() for each in by_heads], dim=1)
-    shapes = [each.shape for each in by_heads]
-    query, key, value = (
-        in_order(part.unflatten(1, shape[1:]), TOKENS)
-        for part, shape in zip(parts, shapes, strict=True)
-    )
-    return query, key, value
+    return [
+        in_order(part.unflatten(1, each.shape[1:]), TOKENS)
+        for part, each in zip(parts, by_heads, strict=True)
+    ]
 
 
 def _to_tokens(out: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -193,4 +204,4 @@ def _to_tokens(out: Tensor, group: dist.ProcessGroup) -> Tensor:
     by_tokens = by_rank(out, dist.get_world_size(group), TOKENS)
     received = all_to_all_single_autograd(by_tokens.contiguous(), None, None, group)
     # [ranks, batch, heads of a rank, tokens, features] -> tokens outside of heads, as kernels do
-    return received.permute(1, 3, 0, 2, 4).flatten(2, 3).transpose(1, 2)
+    return received.permute(1, 3, 0, 2, 4).flatten(2, 3).contiguous().transpose(1, 2)

@@ -180,10 +180,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, qkv: Tensor) -> Tensor:
         run = self._flash if self.kernel is AttentionKernel.FLASH else self._unfused
-        out = run(*self.split(qkv))
-        if self.context is not None:
-            out = self.context.leave(out)
-        return out.transpose(1, 2).flatten(2)
+        return run(*self.split(qkv)).transpose(1, 2).flatten(2)
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns queries, keys and values as the kernel saves them.
@@ -212,7 +209,7 @@ class SelfAttention(nn.Module):
         return query, key, value
 
     def _flash(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if self.context is not None and self.context.around is not None:
+        if self.context is not None:
             return self.context.attend(query, key, value)
         return functional.scaled_dot_product_attention(
             query,

@@ -69,12 +69,14 @@ def test_a_gather_waits_for_keys_and_values_of_all_tokens(prices, cp, tp):
 @pytest.mark.parametrize("cp", [2, 4, 8])
 def test_an_exchange_sends_all_tensors_of_attention(prices, cp):
     where = Placement(nodes=1, ranks_per_node=cp, groups_per_node=1)
-    once = sum(
+    read, made, both = (
         collective_time(Collective.ALL_TO_ALL, local_bytes(cp, features), where, MACHINE).value_s
-        for features in (Q + KV, Q)
+        for features in (Q + KV, Q, 2 * Q)  # the output comes back with its gradient
     )
 
-    assert sent_s(prices, Sharding(cp=cp, context_form=ALL_TO_ALL)) == pytest.approx((once, once))
+    assert sent_s(prices, Sharding(cp=cp, context_form=ALL_TO_ALL)) == pytest.approx(
+        (read + made, both + read)
+    )
 
 
 def test_keys_of_more_ranks_than_heads_are_copied(prices):

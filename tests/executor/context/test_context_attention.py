@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.executor.checking.parity import run_ranks
@@ -104,12 +103,7 @@ def run(case: Case) -> list[Tensor]:
     *inputs, gradient = (
         part_of(each, context.rank, case.ranks, dim=2).requires_grad_() for each in inputs_of(case)
     )
-    query, key, value = context.enter(*inputs)
-    if context.around is None and not case.window:
-        out = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-    else:
-        out = context.attend(query, key, value, case.window)
-    out = context.leave(out)
+    out = context.attend(*context.enter(*inputs), case.window)
     gradients = torch.autograd.grad(out, inputs, gradient.detach())
     return [each.detach().clone() for each in (out, *gradients)]
 
