@@ -23,6 +23,7 @@ ACCESS = ("block", "operator")
 PREFERENCES = ("fastest", "leanest", "robust")
 SHARDS = ("quota", "merge")
 PRECISIONS = ("bf16", "fp16", "fp32")
+OPTIMIZERS = ("adam", "adam-8bit", "muon", "adafactor", "sgd", "sgd-momentum")
 ATTENTION = ("flash", "unfused")
 BASELINES = "Baselines"
 LAYOUT = "Layout"
@@ -54,6 +55,7 @@ class TargetOptions:
     seq_length: int | None = None
     precision: str | None = None
     gradient_precision: str | None = None
+    optimizer: str | None = None
     fp8: bool = False
     expert_imbalance: float = 1.0
     expert_capacity: float = 0.0
@@ -201,6 +203,12 @@ training_options = together(
         "--gradient-precision",
         type=click.Choice(PRECISIONS),
         help="Precision in which gradients accumulate and are reduced. [default: fp32]",
+    ),
+    option(
+        WHAT,
+        "--optimizer",
+        type=click.Choice(OPTIMIZERS),
+        help="Optimizer: its states and its update are priced and run. [default: adam]",
     ),
     option(WHAT, "--fp8", is_flag=True, help="Run the matrix products of the blocks in fp8."),
     option(

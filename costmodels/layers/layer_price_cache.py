@@ -48,7 +48,7 @@ from parplan.costmodels.layers.model_states import (
     StateBytes,
     StateSharding,
     held_states,
-    ideal_states,
+    ideal_states_of,
     local_parameters,
     owned_parameters,
     stage_groups,
@@ -232,10 +232,10 @@ class LayerPriceCache(LayerTimes):
                     host += HOST_STATE_BYTES * updated
                 # without ZeRO a copy to the host comes when ZeRO 1 would reduce
                 buffers.append((group.zero or int(group.offloaded), buffer))
-            whole = self._parameters(kind, Sharding()).owned(with_tied=False)
+            whole = self._parameters(kind, Sharding()).each
             return LayerStates(
                 states=states,
-                ideal=ideal_states(whole, mesh.ranks_per_stage, self.training),
+                ideal=ideal_states_of(whole, mesh.ranks_per_stage, self.training),
                 buffers=tuple(buffers),
                 step_copies=step_copy_bytes(owned, self.training),
                 host=host,

@@ -296,15 +296,22 @@ def _curve_of(passes: PassCurves | MemoryCurve, way: str) -> MemoryCurve:
     return passes.forward if way == FORWARD else passes.backward
 
 
-def optimizer_time(num_parameters: float, machine: Machine, training: TrainingSpec) -> Seconds:
-    """Seconds of one Adam step over `num_parameters` of this rank (EQUATIONS K5).
+def optimizer_time(
+    num_parameters: float,
+    machine: Machine,
+    training: TrainingSpec,
+    moved_bytes: float | None = None,
+) -> Seconds:
+    """Seconds of one update of `num_parameters` of this rank (EQUATIONS K5).
+
+    moved_bytes: bytes that the update reads and writes; None for those of Adam
 
     Leaves out the norm of the gradients and their clipping where the machine's profile has no curve
     of them.
     """
     if num_parameters <= 0:
         return ZERO
-    kernels = update_kernels(num_parameters, training)
+    kernels = update_kernels(num_parameters, training, moved_bytes)
     return machine.corrected(
         "optimizer", _sum([_stream_time(kernel, machine) for kernel in kernels])
     )

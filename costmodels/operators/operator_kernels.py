@@ -238,8 +238,8 @@ def _streaming(operator: Operator, sizes: LocalSizes, training: TrainingSpec) ->
     written = _bytes_of(operator.outputs, operator, sizes)
     dropped = [tensor for tensor in operator.saved if tensor.element_bytes == 1]
     masks = _bytes_of(dropped, operator, sizes)
-    # other operators with several inputs save them, except rotary
-    joins = len(operator.inputs) > 1 and operator.function != "rotary"
+    # other operators with several inputs save them, or put them side by side
+    joins = len(operator.inputs) > 1 and operator.function not in ("rotary", "joined")
     if joins and len(dropped) == len(operator.saved):
         branches = len(operator.inputs) - 1
         return _residual(read, written, masks, branches, dropped=bool(dropped))

@@ -18,7 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.layers.chunked_layer import state_widths, writes_over_parameters
-from parplan.costmodels.layers.model_states import StateBytes, chunk_elements, states_of
+from parplan.costmodels.layers.model_states import StateBytes, chunk_shape, states_of, whole_tensor
+from parplan.costmodels.operators.optimizers import WholeTensor, moments_bytes
 from parplan.executor.placed_layers import (
     PlacedLayer,
     effective_zero,
@@ -30,7 +31,7 @@ from parplan.executor.rules.divisions import Entries, local_shape
 from parplan.executor.tensors import part
 from parplan.planner.plan.plan import OVER_DATA, Plan
 from parplan.planner.plan.traced_plan import AnyPlan
-from parplan.profiles.models.operator_graph import LayerKind, Parameter
+from parplan.profiles.models.operator_graph import LayerKind, Operator, Parameter
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.units import format_bytes
@@ -55,7 +56,7 @@ def predicted_state_bytes(plan: Plan, pipeline_rank: int, replica: int) -> State
         for operator in graph.layer_class(layer.kind).operators:
             for parameter in operator.parameters:
                 if not (parameter.tied and shares_weight):
-                    total += _parameter_states(plan, layer, operator.name, parameter, replica)
+                    total += _parameter_states(plan, layer, operator, parameter, replica)
     return total
 
 
@@ -77,31 +78,32 @@ def chunk_state_bytes(plan: AnyPlan, pipeline_rank: int) -> StateBytes:
 
 
 def _parameter_states(
-    plan: Plan, layer: PlacedLayer, operator: str, parameter: Parameter, replica: int
+    plan: Plan, layer: PlacedLayer, operator: Operator, parameter: Parameter, replica: int
 ) -> StateBytes:
     if parameter.of_experts:
         return _expert_states(plan, layer, operator, parameter, replica)
     looks_up = Offload.LOOKUP in layer.plan.offload and not plan.model.tied_embeddings
-    if looks_up and operator == "tokens":
+    whole, name = whole_tensor(operator, parameter), operator.name
+    if looks_up and name == "tokens":
         # The host holds columns, in fp32 at any precision.
-        elements = math.prod(parameter.shape) // plan.mesh.replicas
-        return states_of(elements, elements, 3, plan.training)
-    shards, zero = zero_ranks(layer, plan.mesh), effective_zero(layer, plan.mesh, operator)
+        columns = (parameter.shape[0], parameter.shape[1] // plan.mesh.replicas)
+        return shard_states(columns, (0, 1), 3, plan.training, whole, on_host=False)
+    shards, zero = zero_ranks(layer, plan.mesh), effective_zero(layer, plan.mesh, name)
     entries: Entries = ()
     if layer.plan.operators:
-        entries = layer.plan.operators[operator].parameters.get(parameter.name, ())
+        entries = layer.plan.operators[name].parameters.get(parameter.name, ())
     shape = local_shape(parameter.shape, entries, tp=plan.mesh.tp, dp=plan.mesh.dp)
     if any(entry.endswith(OVER_DATA) for entry in entries):
-        return shard_states(shape, (0, 1), 0, plan.training, on_host=False)
+        return shard_states(shape, (0, 1), 0, plan.training, whole, on_host=False)
     on_host = Offload.STATES in layer.plan.offload
     if Offload.LOOKUP in layer.plan.offload:
-        on_host = on_host or operator in ("tokens", "lm_head")
+        on_host = on_host or name in ("tokens", "lm_head")
     shard = replica % shards, shards
-    return shard_states(shape, shard, zero, plan.training, on_host=on_host)
+    return shard_states(shape, shard, zero, plan.training, whole, on_host=on_host)
 
 
 def _expert_states(
-    plan: Plan, layer: PlacedLayer, operator: str, parameter: Parameter, replica: int
+    plan: Plan, layer: PlacedLayer, operator: Operator, parameter: Parameter, replica: int
 ) -> StateBytes:
     """Return the bytes of a rank's experts.
 
@@ -112,7 +114,8 @@ def _expert_states(
     shards = plan.mesh.replicas // plan.mesh.ep
     zero = layer.plan.zero if shards > 1 else 0
     index, on_host = replica // plan.mesh.ep, Offload.STATES in layer.plan.offload
-    return shard_states(shape, (index, shards), zero, plan.training, on_host=on_host)
+    whole = whole_tensor(operator, parameter)
+    return shard_states(shape, (index, shards), zero, plan.training, whole, on_host=on_host)
 
 
 def shard_states(
@@ -120,19 +123,22 @@ def shard_states(
     shard: tuple[int, int],
     zero: int,
     training: TrainingSpec,
+    whole: WholeTensor,
     *,
     on_host: bool,
 ) -> StateBytes:
     """Return the bytes of one shard of a tensor, given its index and the number of shards.
 
+    shape    of the part of the tensor `whole` that is cut into shards
     on_host  the host holds the states
     """
-    elements = math.prod(shape)
     if not zero and on_host:
         # The whole tensor is one shard on the host and is gathered to the device.
-        return states_of(elements, elements, 1, training)
+        shard, zero = (0, 1), 1
     index, shards = shard
-    return states_of(elements, chunk_elements(shape, shards, index), zero, training)
+    part = chunk_shape(shape, shards, index)
+    moments = moments_bytes(training.optimizer, part if zero else shape, whole)
+    return states_of(math.prod(shape), math.prod(part), zero, training, moments)
 
 
 class Meter:

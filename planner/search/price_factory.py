@@ -13,7 +13,7 @@ from parplan.planner.candidates.never_searched import UnsearchedPart, unsearched
 from parplan.planner.host_options.state_locations import has_chunks
 from parplan.planner.infeasible.shortfall import infeasible_error, least_peak_bytes
 from parplan.planner.objective import Prefer
-from parplan.planner.request import SEARCHED_OFFLOAD, PlanRequest, Request
+from parplan.planner.request import SEARCHED_OFFLOAD, PlanRequest, Request, host_contents
 from parplan.planner.search.search_session import DescribedPrices, SearchPrices
 from parplan.profiles.errors import InfeasibleError
 
@@ -65,9 +65,8 @@ class PriceFactory(ABC):
 class DescribedFactory(PriceFactory):
     """The prices of a described model; `explain` makes the error where nothing fits."""
 
-    searched = SEARCHED_OFFLOAD
-
     def __init__(self, request: Request, explain: Explain = infeasible_error) -> None:
+        self.searched = host_contents(SEARCHED_OFFLOAD, request.training.optimizer)
         self.request, self._explain = request, explain
         self.offload, self.prefer = request.constraints.offload, request.options.prefer
 

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from parplan.profiles.elementwise import Number, smaller_of
+from parplan.profiles.errors import ConfigError
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -36,6 +37,7 @@ class OperatorKind(StrEnum):
 # products have two gradients, of the input and of the weight
 PRODUCTS = (OperatorKind.MATMUL, OperatorKind.EXPERTS)
 EXPERTS_DIM = "experts"  # the dim of parameters that expert parallelism divides
+_ROUTED = ("routes", "chosen")  # dims that the operators of a mixture have alone
 EXPERT_WIDTH = "expert_width"  # the dim along which ranks may divide each expert
 
 
@@ -193,6 +195,11 @@ class Operator:
             if dim.name == dim_name:
                 return dim.unit
         raise KeyError(f"{self.name} has no dim {dim_name}")
+
+    @property
+    def in_mixture(self) -> bool:
+        """True for the operators of a mixture of experts, from its router to the combination."""
+        return self.kind is OperatorKind.COMBINE or any(dim.name in _ROUTED for dim in self.dims)
 
     @property
     def num_parameters(self) -> int:
@@ -396,7 +403,17 @@ class ModelGraph:
         return tuple(self._classes)
 
     def layer_class(self, key: LayerKey) -> LayerClass:
-        """Returns the layers of a class of a described model. Raises KeyError."""
+        """Returns the layers of a class of a described model.
+
+        Raises ConfigError for the blocks of a model that has them in several classes.
+        """
+        if key is LayerKind.BLOCK and key not in self._classes:
+            several = ", ".join(map(str, self.keys[1:-1]))
+            raise ConfigError(
+                f"model {self.name}: its blocks are of several classes ({several}), and this is "
+                "for models whose blocks are all alike",
+                hint="choose a model with one kind of blocks",
+            )
         return self._classes[key]
 
     @cached_property
@@ -405,7 +422,7 @@ class ModelGraph:
 
     @cached_property
     def block(self) -> LayerClass:
-        """The class of all blocks. Raises KeyError where they are of several."""
+        """The class of all blocks. Raises ConfigError where they are of several."""
         return self.layer_class(LayerKind.BLOCK)
 
     @cached_property

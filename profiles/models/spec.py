@@ -63,7 +63,14 @@ class Precision(StrEnum):
 
 
 class Optimizer(StrEnum):
+    """The optimizers whose states and update are priced (costmodels/operators/optimizers.py)."""
+
     ADAM = "adam"
+    ADAM_8BIT = "adam-8bit"
+    MUON = "muon"
+    ADAFACTOR = "adafactor"
+    SGD = "sgd"
+    SGD_MOMENTUM = "sgd-momentum"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,6 +234,19 @@ class ModelSpec:
         return block_kinds(self.blocks, self.num_layers)
 
     @property
+    def tensor_parallel_sizes(self) -> tuple[tuple[str, int], ...]:
+        """The sizes that tensor parallelism divides, each with its name; 0 where there is none."""
+        shared, scans = self.shared_experts, self.state_space
+        return (
+            ("attention heads", self.num_heads),
+            ("key-value heads", self.num_kv_heads),
+            ("ffn width", self.ffn_hidden_size),
+            ("width of the shared experts", shared.ffn_hidden_size if shared else 0),
+            ("state-space groups", scans.num_groups if scans else 0),
+            ("vocabulary", self.padded_vocab_size),
+        )
+
+    @property
     def attention_output_bias(self) -> bool:
         return self.linear_bias if self.output_bias is None else self.output_bias
 
@@ -257,9 +277,18 @@ class ModelSpec:
 _RARE = tuple(field for field in fields(ModelSpec) if field.name in _RARE_NAMES)
 
 
-def rare_defaults(model: ModelSpec) -> tuple[str, ...]:
-    """Returns the fields of few models that have their defaults in this one."""
-    return tuple(field.name for field in _RARE if getattr(model, field.name) == field.default)
+def rare_defaults(model: ModelSpec) -> dict[str, object]:
+    """Returns the fields of few models that have their defaults in this one, with these."""
+    return {
+        field.name: field.default for field in _RARE if getattr(model, field.name) == field.default
+    }
+
+
+def rare_parts(model: ModelSpec) -> dict[str, object]:
+    """Returns the fields of few models that this one has, with the defaults of others."""
+    return {
+        field.name: field.default for field in _RARE if getattr(model, field.name) != field.default
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,9 @@ def notes(plan: AnyPlan, *, ruled: bool = False) -> Iterator[str]:
     traced = isinstance(plan, TracedPlan)
     if plan.search.solver_failure:
         yield plan.search.solver_failure
+    if isinstance(plan, Plan):
+        for part in plan.model.left_out:
+            yield f"{part} is left out: the plan is that of the text model alone"
     space = None if isinstance(plan, TracedPlan) else _space_text(plan, ruled=ruled)
     if space:
         yield space

@@ -54,7 +54,11 @@ GRAPH = build_graph(ODD, BF16, 1)
     ],
 )
 def test_states_are_those_of_the_table(training, zero, parameters, gradients, optimizer):
-    assert states_of(1000, 250, zero, training) == StateBytes(parameters, gradients, optimizer)
+    moments = 8 * (1000 if zero == 0 else 250)
+
+    assert states_of(1000, 250, zero, training, moments) == StateBytes(
+        parameters, gradients, optimizer
+    )
 
 
 @pytest.mark.parametrize("dp", [1, 2, 8, 64])
@@ -65,10 +69,11 @@ def test_bytes_per_parameter_are_megatrons(dp):
     """
     elements = 64 * 1000
 
-    assert states_of(elements, elements // dp, 0, BF16).total == 18 * elements
-    assert states_of(elements, elements // dp, 1, BF16).total == pytest.approx(
-        (6 + 12 / dp) * elements
-    )
+    whole = states_of(elements, elements // dp, 0, BF16, 8 * elements)
+    sharded = states_of(elements, elements // dp, 1, BF16, 8 * elements // dp)
+
+    assert whole.total == 18 * elements
+    assert sharded.total == pytest.approx((6 + 12 / dp) * elements)
 
 
 @given(

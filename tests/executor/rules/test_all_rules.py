@@ -21,7 +21,7 @@ from parplan.executor.rules.all_rules import RULES, nearest_legal, refusals, val
 from parplan.planner.plan.plan import LayerRun, OperatorPlacement, Plan, StagePlan
 from parplan.planner.search.estimate import ChunkRequest
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.models.spec import Precision
+from parplan.profiles.models.spec import Optimizer, Precision
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.stack import AttentionKernel, ContextForm
 from tests.helpers.chunked_runs import chunked_plan
@@ -230,6 +230,13 @@ BROKEN = {
         r"plans with recompute \[\]",
         "no effect",
     ),
+    "sinks-that-no-attention-has": Broken(
+        "model parts",
+        make_plan(dataclasses.replace(LLAMA, sinks=True)),
+        "has sinks",
+        "leave out sinks",
+        "other bytes",
+    ),
     "three-experts-on-two-ranks": Broken(
         "expert parallel",
         make_plan(dataclasses.replace(MIXTRAL, num_experts=3), dp=2, ep=2),
@@ -285,6 +292,15 @@ BROKEN = {
         "gradient_precision is bf16",
         "to fp32",
         "other bytes",
+    ),
+    "muon-with-states-on-the-host": Broken(
+        "optimizer",
+        with_layer_plan(
+            with_training(GPT1, optimizer=Optimizer.MUON), "block-0", offload=(Offload.STATES,)
+        ),
+        "optimizer is muon, and the host has states",
+        "set optimizer to adam",
+        "no effect",
     ),
     "long-sequences": Broken(
         "positions",

@@ -18,7 +18,7 @@ from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.machines.stack_terms import Residuals, Terms
 from parplan.profiles.models.model_catalog import load_model
-from parplan.profiles.models.spec import TrainingSpec
+from parplan.profiles.models.spec import Optimizer, TrainingSpec
 from parplan.profiles.stack import NEUTRAL, Stack
 from parplan.profiles.units import GIB
 from tests.helpers.cases import mostly_slow
@@ -34,7 +34,17 @@ from tests.helpers.planning import find_plan
 
 SLOWDOWN = 0.2
 MEMORY_SLACK = 0.1
-SEEDS = mostly_slow(range(10), {0, 4})
+OTHERS = tuple(optimizer for optimizer in Optimizer if optimizer is not Optimizer.ADAM)
+# Every optimizer has its own instance; Adam has those of all seeds.
+WITH_OPTIMIZERS = mostly_slow(
+    [*((seed, Optimizer.ADAM) for seed in range(10)), *enumerate(OTHERS)],
+    {(0, Optimizer.ADAM), (4, Optimizer.ADAM), *tuple(enumerate(OTHERS))[:3]},
+)
+
+
+def instance_of(seed: int, optimizer: Optimizer) -> Instance:
+    instance = random_instance(seed)
+    return replace(instance, training=replace(instance.training, optimizer=optimizer))
 
 
 def search(instance: Instance, objective: Objective = Objective.THROUGHPUT, **options: object):
@@ -48,14 +58,9 @@ def search(instance: Instance, objective: Objective = Objective.THROUGHPUT, **op
     )
 
 
-@pytest.fixture(scope="module")
-def priced() -> dict[int, list]:
-    return {}
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_search_equals_brute_force_under_both_objectives_with_memory_binding(seed, priced):
-    instance = random_instance(seed)
+@pytest.mark.parametrize(("seed", "optimizer"), WITH_OPTIMIZERS)
+def test_search_equals_brute_force_under_both_objectives_with_memory_binding(seed, optimizer):
+    instance = instance_of(seed, optimizer)
     everything = every_price(instance, mixed=100)
     peaks = sorted(peak_bytes(price) for _, price in everything)
     limit = int(peaks[len(peaks) // 10])  # nine in ten strategies do not fit
@@ -100,9 +105,9 @@ def test_search_equals_brute_force_under_both_objectives_with_memory_binding(see
     assert first.search.memory_first.step_bound_s <= first.search.memory_first.step_s
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_bounds_never_exceed_the_optimum_of_their_frame(seed):
-    instance = random_instance(seed)
+@pytest.mark.parametrize(("seed", "optimizer"), WITH_OPTIMIZERS)
+def test_bounds_never_exceed_the_optimum_of_their_frame(seed, optimizer):
+    instance = instance_of(seed, optimizer)
     table = MixTable(instance.price_cache(), PINS)
     best_s, best_bytes = {}, {}
     for strategy, price in every_price(instance):
