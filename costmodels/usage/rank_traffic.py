@@ -22,6 +22,7 @@ from parplan.costmodels.communication.redistribution import RedistributionStep, 
 from parplan.costmodels.host.host_embedding import TOKEN_BYTES, HostEmbedding
 from parplan.costmodels.host.state_location import ChunkCommunication
 from parplan.costmodels.layers.chunked_layer import BROADCAST_GATHERS
+from parplan.costmodels.layers.context_parallel import ContextCall, context_calls
 from parplan.costmodels.layers.layer_price import LOSS_REDUCTIONS
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.layers.model_states import SUMMED
@@ -130,6 +131,11 @@ def _add_layer(
             tally.add(axis, move.collective, move.num_bytes, parts * layout.num_micro_batches)
         for num_bytes in _summed_inside(choice, layer, layout, price_cache):
             tally.add(Axis.TP, Collective.ALL_REDUCE, num_bytes)
+    if sharding.cp > 1:
+        gpus_per_node = price_cache.machine.cluster.gpus_per_node
+        for call in attention_calls(layer, sharding, recomputed, gpus_per_node):
+            kind = MESSAGE if call.kind is None else call.kind
+            tally.add(Axis.CP, kind, call.num_bytes, call.calls * layout.num_micro_batches)
     if price_cache.looks_up(choice.kind) and layout.mesh.dp > 1:
         _add_lookup(
             tally, price_cache.lookup(layout.micro_batch_size, layout.mesh), layout, price_cache
@@ -172,6 +178,17 @@ def _add_chunks(tally: Tally, chunks: RankChunks) -> None:
                 twice = messages > 1 and op.does is ChunkAction.GATHER
                 calls = messages * (BROADCAST_GATHERS if twice else 1)
                 tally.add(Axis.DP, kinds[op.does], op.num_bytes // messages, calls)
+
+
+def attention_calls(
+    layer: LayerClass, sharding: Sharding, recomputed: tuple[str, ...], gpus_per_node: int
+) -> Iterator[ContextCall]:
+    """Yields the calls of attention on context-parallel ranks, forward and backward."""
+    for operator in layer.operators:
+        if operator.kind is OperatorKind.ATTENTION:
+            forward, backward = context_calls(operator, sharding, gpus_per_node)
+            yield from forward * (1 + (operator.name in recomputed))
+            yield from backward
 
 
 def layer_moves(

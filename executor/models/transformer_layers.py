@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from parplan.executor.context.context_attention import Context
+from parplan.executor.context.zigzag import part_of
 from parplan.executor.models.loss import Loss
 from parplan.executor.models.mixture_of_experts import (
     Experts,
@@ -86,13 +88,22 @@ class Tokens(nn.Embedding):
 class LearnedPositions(nn.Module):
     """Adds the learned position table to the token embeddings."""
 
+    context: Context | None = None
+
     def __init__(self, model: ModelSpec) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(model.max_seq_length, model.hidden_size))
         self.dropout = model.dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        return _dropout(x + self.weight[: x.shape[1]], self.dropout if self.training else 0.0)
+        return _dropout(x + self._rows(x.shape[1]), self.dropout if self.training else 0.0)
+
+    def _rows(self, length: int) -> Tensor:
+        """Returns the rows of this rank's `length` tokens."""
+        if self.context is None:
+            return self.weight[:length]
+        rank, ranks = self.context.rank, self.context.ranks
+        return part_of(self.weight[: ranks * length], rank, ranks, dim=0)
 
 
 def _dropout(x: Tensor, probability: float) -> Tensor:
@@ -109,6 +120,7 @@ class Rotary(nn.Module):
     """Rotates the first `rotary_fraction` of each head (rotate-half, as Llama and NeoX)."""
 
     on_shards = True
+    context: Context | None = None
 
     def __init__(self, model: ModelSpec) -> None:
         super().__init__()
@@ -117,7 +129,8 @@ class Rotary(nn.Module):
     def forward(self, qkv: Tensor) -> Tensor:
         size = int(self.model.head_dim * self.model.rotary_fraction)
         groups = _groups(qkv, self.model)
-        cos, sin = _rotary_tables(qkv.shape[1], size, self.model.rope_theta, qkv)
+        positions = _positions(self.context, qkv)
+        cos, sin = _rotary_tables(positions, size, self.model.rope_theta, qkv)
         rotated, rest = groups[..., :-1, :].split((size, self.model.head_dim - size), dim=-1)
         first, second = rotated.chunk(2, dim=-1)
         rotated = rotated * cos + torch.cat((-second, first), dim=-1) * sin
@@ -133,19 +146,31 @@ def _groups(qkv: Tensor, model: ModelSpec) -> Tensor:
     return qkv.unflatten(-1, (-1, model.num_heads // model.num_kv_heads + 2, model.head_dim))
 
 
-def _rotary_tables(length: int, size: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
+def _positions(context: Context | None, x: Tensor) -> Tensor:
+    """Returns the positions of the tokens of `x`, which is [batch, sequence, features]."""
+    if context is None:
+        return torch.arange(x.shape[1], device=x.device)
+    return context.positions(x.shape[1], x.device)
+
+
+def _rotary_tables(
+    positions: Tensor, size: int, theta: float, like: Tensor
+) -> tuple[Tensor, Tensor]:
     """Returns cos and sin of [sequence, 1, 1, size], computed in fp32."""
     even = torch.arange(0, size, 2, device=like.device, dtype=torch.float32)
-    positions = torch.arange(length, device=like.device, dtype=torch.float32)
-    angles = torch.outer(positions, theta ** -(even / size))
+    angles = torch.outer(positions.float(), theta ** -(even / size))
     angles = torch.cat((angles, angles), dim=-1)[:, None, None]
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 
 class SelfAttention(nn.Module):
-    """Causal grouped-query attention over the heads on this rank."""
+    """Causal grouped-query attention over the heads on this rank.
+
+    context   the ranks that divide every sequence; None where this rank has whole sequences
+    """
 
     on_shards = True
+    context: Context | None = None
 
     def __init__(self, model: ModelSpec, kernel: AttentionKernel) -> None:
         super().__init__()
@@ -162,6 +187,10 @@ class SelfAttention(nn.Module):
 
         Each is [batch, heads, sequence, head_dim].
         """
+        parts = self._of_heads(qkv)
+        return parts if self.context is None else self.context.enter(*parts)
+
+    def _of_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         groups = _groups(qkv, self.model)
         query = groups[..., :-2, :].flatten(2, 3).transpose(1, 2)
         key = groups[..., -2, :].transpose(1, 2)
@@ -180,6 +209,8 @@ class SelfAttention(nn.Module):
         return query, key, value
 
     def _flash(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self.context is not None:
+            return self.context.attend(query, key, value)
         return functional.scaled_dot_product_attention(
             query,
             key,
@@ -329,6 +360,13 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.lm_head(self.norm(x))
+
+
+def divide_sequences(layer: nn.Module, context: Context) -> None:
+    """Tells the operators of a layer that need it which tokens of each sequence this rank has."""
+    for module in layer.modules():
+        if isinstance(module, (LearnedPositions, Rotary, SelfAttention)):
+            module.context = context
 
 
 def _norm(model: ModelSpec) -> nn.Module:

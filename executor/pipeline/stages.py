@@ -24,11 +24,17 @@ from parplan.executor.memory.host_table import HostTable
 from parplan.executor.memory.layer_recompute import operator_module, recomputed
 from parplan.executor.memory.saved_tensors import Recipes
 from parplan.executor.models.mixture_of_experts import experts_of
-from parplan.executor.models.transformer_layers import Block, Embedding, build_layer
+from parplan.executor.models.transformer_layers import (
+    Block,
+    Embedding,
+    build_layer,
+    divide_sequences,
+)
 from parplan.executor.placed_layers import (
     PlacedLayer,
     effective_zero,
     local_stages,
+    rank_tokens,
     stage_layers,
 )
 from parplan.executor.rules.divisions import FEATURES, SEQUENCE, WHOLE, local_shape
@@ -324,6 +330,8 @@ def _build_placed_layer(
     layer = build_layer(
         plan.model, plan.training, placed.kind, placed.index, seed, ranks.device, ranks.ep_mesh
     )
+    if ranks.context is not None:
+        divide_sequences(layer, ranks.context)
     level = plan.pipeline.tp_overlap if placed.kind is LayerKind.BLOCK else 0
     both = ranks.both_mesh if placed.plan.divides_over_data else None
     if ranks.tp_mesh is None and both is None:
@@ -407,7 +415,7 @@ def _entry(plan: Plan, ranks: RankPlace, first: PlacedLayer) -> Callable[[Tensor
 
 def border_example(plan: Plan, after: PlacedLayer) -> Tensor:
     """Returns a tensor without data of the shape and type that leave `after` on this rank."""
-    whole = (plan.pipeline.micro_batch_size, plan.training.seq_length, plan.model.hidden_size)
+    whole = (plan.pipeline.micro_batch_size, rank_tokens(plan), plan.model.hidden_size)
     shape = local_shape(whole, border(plan, after), tp=plan.mesh.tp)
     return torch.empty(
         shape, dtype=compute_dtype(plan.training.precision), device="meta", requires_grad=True

@@ -27,6 +27,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from parplan.executor.placed_layers import rank_tokens
 from parplan.planner.plan.plan import LayerPlan, OperatorPlacement, Plan
 from parplan.planner.plan.traced_plan import AnyPlan
 from parplan.profiles.models.operator_graph import LayerKind, Operator, OperatorKind
@@ -290,8 +291,8 @@ def _divided_sizes(
                 f"{operator.name}.{parameter.name} of shape {parameter.shape}",
                 parameter.shape[dim],
             )
-    sizes = (plan.pipeline.micro_batch_size, plan.training.seq_length)
-    names = ("micro_batch_size", "seq_length")
+    sizes = (plan.pipeline.micro_batch_size, rank_tokens(plan))
+    names = ("micro_batch_size", "seq_length" if plan.mesh.cp == 1 else "seq_length / cp")
     for tensors, entries in (
         (operator.inputs, placement.input),
         (operator.outputs, placement.output),

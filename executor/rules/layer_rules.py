@@ -55,7 +55,7 @@ def divisible(plan: Plan) -> Iterator[Refusal]:
     for uneven in undivided(plan):
         smaller_tps = (n for n in range(mesh.tp - 1, 0, -1) if mesh.tp % n == 0)
         tp = next(n for n in smaller_tps if uneven.size % n == 0)
-        smaller = Mesh(pp=mesh.pp, dp=mesh.dp * mesh.tp // tp, tp=tp)
+        smaller = replace(mesh, dp=mesh.dp * mesh.tp // tp, tp=tp, ep=1, etp=1)
         yield Refusal(
             problem=f"layer_plans.{uneven.layer_plan}: operator {uneven.operator}: tp {mesh.tp} "
             f"does not divide {uneven.what}",
@@ -65,16 +65,18 @@ def divisible(plan: Plan) -> Iterator[Refusal]:
 
 
 @rule(
-    why="equal groups of neighbours hold one copy of the states each", action="use a divisor of dp"
+    why="equal groups of neighbours hold one copy of the states each",
+    action="use a divisor of dp x cp",
 )
 def zero_ranks(plan: Plan) -> Iterator[Refusal]:
-    dp = plan.mesh.dp
+    replicas = plan.mesh.replicas
     for name, layer_plan in plan.layer_plans.items():
         ranks = layer_plan.zero_ranks
-        if layer_plan.highest_zero and ranks and dp % ranks:
-            nearest = min(divisors(dp), key=lambda n: (abs(n - ranks), -n))
+        if layer_plan.highest_zero and ranks and replicas % ranks:
+            nearest = min(divisors(replicas), key=lambda n: (abs(n - ranks), -n))
+            divided = f"dp {plan.mesh.dp}" + (f" x cp {plan.mesh.cp}" if plan.mesh.cp > 1 else "")
             yield Refusal(
-                problem=f"layer_plans.{name}: zero_ranks {ranks} does not divide dp {dp}",
+                problem=f"layer_plans.{name}: zero_ranks {ranks} does not divide {divided}",
                 action=f"set zero_ranks to {nearest} on layer plan {name}",
                 nearest=with_layer_plan(plan, name, zero_ranks=nearest),
             )

@@ -23,7 +23,7 @@ from parplan.executor.pipeline.pipeline import RankPipeline, build_pipeline
 from parplan.executor.pipeline.stages import parameters_on_host
 from parplan.executor.rules.divisions import loses_by_tokens
 from parplan.executor.run_options import Options, derived_seed
-from parplan.executor.sharding.rank_place import RankPlace, rank_mesh
+from parplan.executor.sharding.rank_place import RankPlace, rank_context, rank_mesh
 from parplan.executor.tensors import memory_of, part
 from parplan.executor.training.compiled import compile_blocks
 from parplan.executor.training.finite import RankLosses
@@ -107,7 +107,7 @@ class Trainer:
         return self.shares.sum_loss(loss if counts else torch.zeros_like(loss))
 
     def batch(self, step: int) -> Any:
-        """Return this data-parallel rank's part of a batch, on the device."""
+        """Return this replica's part of a batch, on the device."""
         ids, targets = self.batches(step)
         return ids.to(self.ranks.device), targets.to(self.ranks.device)
 
@@ -276,11 +276,11 @@ class Trainer:
 
     def state_bytes(self) -> Row:
         """Return this rank's coordinates with its predicted and measured bytes."""
-        pp, dp = self.ranks.coordinate("pp"), self.ranks.coordinate("dp")
+        pp, replica = self.ranks.coordinate("pp"), self.ranks.coordinate("dp")
         in_chunks = self.adam.state_bytes() if self.adam is not None else StateBytes()
         return (
-            (pp, dp, self.ranks.coordinate("tp")),
-            predicted_state_bytes(self.plan, pp, dp),
+            (pp, replica, self.ranks.coordinate("tp")),
+            predicted_state_bytes(self.plan, pp, replica),
             self.meter.measured(self.optimizer) + in_chunks,
         )
 
@@ -306,6 +306,7 @@ def ranks_of(plan: Plan, device: torch.device) -> RankPlace:
         sharded=_sharded(plan, mesh),
         expert_mesh=_expert_mesh(plan, device),
         data_mesh=_data_mesh(plan, device),
+        context=rank_context(plan),
     )
 
 
@@ -318,9 +319,11 @@ def trainer_of(
 ) -> Trainer:
     """Return the trainer of the rank at `ranks`. Collective. Raises ConfigError."""
     progress = progress or RankProgress()
-    dp_rank = ranks.coordinate("dp")
+    replica = ranks.coordinate("dp")
     # Tensor-parallel ranks hold the same residual stream, so they draw the same dropout masks.
-    torch.manual_seed(derived_seed(options.seed, ranks.coordinate("pp") * plan.mesh.dp + dp_rank))
+    torch.manual_seed(
+        derived_seed(options.seed, ranks.coordinate("pp") * plan.mesh.replicas + replica)
+    )
     recorder = RunRecorder(ranks.device, options.steps if options.record else 0)
 
     def after_backward() -> None:
@@ -357,7 +360,7 @@ def trainer_of(
             plan.training.optimizer,
             layout_of(*(stage.body for stage in pipeline.stages)),
         ),
-        batches=build_batches(plan, dp_rank, options),
+        batches=build_batches(plan, replica, options),
         meter=meter,
         recorder=recorder,
         progress=progress,
@@ -370,9 +373,12 @@ def _sharded(plan: Plan, mesh: DeviceMesh) -> dict[int, DeviceMesh]:
 
     Collective.
     """
-    dp = plan.mesh.dp
-    shards = {each.zero_ranks or dp for each in plan.layer_plans.values() if each.zero} - {dp}
-    return {n: mesh._unflatten("dp", (dp // n, n), ("copies", "shards")) for n in sorted(shards)}
+    all_ranks = plan.mesh.replicas
+    shards = {each.zero_ranks or all_ranks for each in plan.layer_plans.values() if each.zero}
+    return {
+        n: mesh._unflatten("dp", (all_ranks // n, n), ("copies", "shards"))
+        for n in sorted(shards - {all_ranks})
+    }
 
 
 def _expert_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
@@ -385,7 +391,7 @@ def _expert_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
         return None
     return init_device_mesh(
         device.type,
-        (mesh.pp, mesh.expert_replicas, mesh.ep, mesh.tp),
+        (mesh.pp, mesh.replicas // mesh.ep, mesh.ep, mesh.tp),
         mesh_dim_names=("pp", "copies", "ep", "tp"),
     )
 

@@ -37,10 +37,12 @@ from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.units import format_bytes
 
 
-def predicted_state_bytes(plan: Plan, pipeline_rank: int, dp_rank: int) -> StateBytes:
+def predicted_state_bytes(plan: Plan, pipeline_rank: int, replica: int) -> StateBytes:
     """Return the state bytes of a rank that the planner's memory model predicts.
 
     Shapes are divided by the plan's placements. Every tensor-parallel rank holds the same bytes.
+
+    replica   number among the data-parallel and context-parallel ranks, the latter innermost
     """
     graph = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size)
     stages = stage_layers(plan)
@@ -54,7 +56,7 @@ def predicted_state_bytes(plan: Plan, pipeline_rank: int, dp_rank: int) -> State
         for operator in graph.layer_class(layer.kind).operators:
             for parameter in operator.parameters:
                 if not (parameter.tied and shares_weight):
-                    total += _parameter_states(plan, layer, operator, parameter, dp_rank)
+                    total += _parameter_states(plan, layer, operator, parameter, replica)
     return total
 
 
@@ -76,15 +78,15 @@ def chunk_state_bytes(plan: AnyPlan, pipeline_rank: int) -> StateBytes:
 
 
 def _parameter_states(
-    plan: Plan, layer: PlacedLayer, operator: Operator, parameter: Parameter, dp_rank: int
+    plan: Plan, layer: PlacedLayer, operator: Operator, parameter: Parameter, replica: int
 ) -> StateBytes:
     if parameter.of_experts:
-        return _expert_states(plan, layer, operator, parameter, dp_rank)
+        return _expert_states(plan, layer, operator, parameter, replica)
     looks_up = Offload.LOOKUP in layer.plan.offload and not plan.model.tied_embeddings
     whole, name = whole_tensor(operator, parameter), operator.name
     if looks_up and name == "tokens":
         # The host holds columns, in fp32 at any precision.
-        columns = (parameter.shape[0], parameter.shape[1] // plan.mesh.dp)
+        columns = (parameter.shape[0], parameter.shape[1] // plan.mesh.replicas)
         return shard_states(columns, (0, 1), 3, plan.training, whole, on_host=False)
     shards, zero = zero_ranks(layer, plan.mesh), effective_zero(layer, plan.mesh, name)
     entries: Entries = ()
@@ -96,12 +98,12 @@ def _parameter_states(
     on_host = Offload.STATES in layer.plan.offload
     if Offload.LOOKUP in layer.plan.offload:
         on_host = on_host or name in ("tokens", "lm_head")
-    shard = dp_rank % shards, shards
+    shard = replica % shards, shards
     return shard_states(shape, shard, zero, plan.training, whole, on_host=on_host)
 
 
 def _expert_states(
-    plan: Plan, layer: PlacedLayer, operator: Operator, parameter: Parameter, dp_rank: int
+    plan: Plan, layer: PlacedLayer, operator: Operator, parameter: Parameter, replica: int
 ) -> StateBytes:
     """Return the bytes of a rank's experts.
 
@@ -109,9 +111,9 @@ def _expert_states(
     """
     experts, features, contracted = parameter.shape
     shape = (experts // plan.mesh.ep * features, contracted)
-    shards = plan.mesh.expert_replicas
+    shards = plan.mesh.replicas // plan.mesh.ep
     zero = layer.plan.zero if shards > 1 else 0
-    index, on_host = dp_rank // plan.mesh.ep, Offload.STATES in layer.plan.offload
+    index, on_host = replica // plan.mesh.ep, Offload.STATES in layer.plan.offload
     whole = whole_tensor(operator, parameter)
     return shard_states(shape, (index, shards), zero, plan.training, whole, on_host=on_host)
 

@@ -31,7 +31,7 @@ from parplan.profiles.models.operator_graph import LayerKind, Operator, Operator
 from parplan.profiles.models.spec import ModelSpec, Norm, Positions, Precision, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.provenance import Kind
-from parplan.profiles.stack import NEUTRAL, AttentionKernel
+from parplan.profiles.stack import NEUTRAL, AttentionKernel, ContextForm
 
 SEQ_LENGTH = 16
 
@@ -109,6 +109,8 @@ def make_plan(
     dp: int = 1,
     tp: int = 1,
     ep: int = 1,
+    cp: int = 1,
+    form: ContextForm | None = None,
     sp: bool = False,
     zero: tuple[int, ...] = (0,),
     recompute: tuple[str, ...] | str = (),
@@ -143,7 +145,7 @@ def make_plan(
         actions=actions,
     )
     layout = ParallelLayout(
-        mesh=Mesh(pp=pp, dp=dp, tp=tp),
+        mesh=Mesh(pp=pp, dp=dp, tp=tp, cp=cp, context_form=form),
         schedule=schedule,
         virtual_stages=virtual_stages,
         micro_batch_size=pipeline.micro_batch_size,
@@ -162,10 +164,10 @@ def make_plan(
     return Plan(
         plan_version=PLAN_VERSION,
         model=model,
-        cluster=replace(CLUSTER, gpus_per_node=pp * dp * tp),
+        cluster=replace(CLUSTER, gpus_per_node=pp * dp * cp * tp),
         training=training,
         pipeline=pipeline,
-        mesh=Mesh(pp=pp, dp=dp, tp=tp, ep=ep),
+        mesh=Mesh(pp=pp, dp=dp, tp=tp, ep=ep, cp=cp, context_form=form),
         layer_plans=layer_plans,
         stages=_stages(ranks, zero, blocks or even_blocks(model.num_layers, pp * virtual_stages)),
         predicted=_prediction(pp),

@@ -35,6 +35,7 @@ from parplan.executor.training.train import build_trainer
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.errors import ConfigError, PlannerError
 from parplan.profiles.models.spec import Optimizer, Precision
+from parplan.profiles.stack import ContextForm
 from tests.helpers import executor_plans
 from tests.helpers.cases import mostly_slow
 from tests.helpers.executor_world import (
@@ -149,6 +150,7 @@ CHAINS = {
     "gpt-tied": [
         make_plan(GPT, dp=2, zero=(3,)),
         make_plan(GPT, tp=2, sp=True),
+        make_plan(GPT, cp=2, form=ContextForm.RING, zero=(2,)),
         make_plan(GPT, pp=2),
     ],
     "llama": [

@@ -24,6 +24,7 @@ from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.blocks import BlockRun
 from parplan.profiles.models.spec import Optimizer, Precision
 from parplan.profiles.models.transformer import build_graph
+from parplan.profiles.stack import AttentionKernel, ContextForm
 from tests.helpers.chunked_runs import chunked_plan
 from tests.helpers.executor_plans import GPT, LLAMA, MIXTRAL, make_plan
 from tests.helpers.executor_world import (
@@ -474,6 +475,56 @@ BROKEN = {
         "offload has optimizer, of no block in chunks",
         r"set offload to \[\] on layer plan block-0",
         "no effect",
+    ),
+    "pieces-of-unequal-length": Broken(
+        "context pieces",
+        with_training(make_plan(GPT, cp=2, form=ContextForm.RING), seq_length=14),
+        "seq_length is 14, which has no 4 equal pieces for cp 2",
+        "set seq_length to 12",
+        "other gradients",
+    ),
+    "fewer-heads-than-ranks": Broken(
+        "context heads",
+        make_plan(
+            dataclasses.replace(GPT, num_heads=2, num_kv_heads=2, head_dim=16),
+            cp=4,
+            form=ContextForm.ALL_TO_ALL,
+        ),
+        "all-to-all: cp 4 does not divide the 2 heads of a rank",
+        "set context_form to ring",
+        "fails",
+    ),
+    "keys-of-one-and-a-half-ranks": Broken(
+        "context heads",
+        make_plan(
+            dataclasses.replace(LLAMA, num_heads=6, num_kv_heads=3, hidden_size=48),
+            cp=2,
+            form=ContextForm.ALL_TO_ALL,
+        ),
+        "all-to-all: 2 ranks cannot have equal parts of the 3 heads of keys",
+        "set context_form to ring",
+        "fails",
+    ),
+    "scores-that-are-kept": Broken(
+        "context attention",
+        make_plan(GPT, cp=2, form=ContextForm.RING, attention=AttentionKernel.UNFUSED),
+        "attention is unfused with cp 2",
+        "set attention to flash",
+        "other gradients",
+    ),
+    "a-mask-on-each-rank": Broken(
+        "context attention",
+        make_plan(DROPOUT, cp=2, form=ContextForm.RING),
+        "dropout is 0.5 with cp 2",
+        "set dropout to 0.0",
+        "other gradients",
+    ),
+    "a-foreign-module-with-half-a-sequence": Broken(
+        "context alone",
+        family_plan("llama", cp=2, form=ContextForm.RING),
+        "cp is 2 with a module that is not the executor's own",
+        "set cp to 1, context_form to null and dp to 2",
+        "other gradients",
     ),
     "half-a-sequence": Broken(
         "halves",
