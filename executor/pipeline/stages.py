@@ -243,12 +243,10 @@ def _units(
 ) -> tuple[Unit, ...]:
     """Returns the sharded unit of `layers` without `tables`, and units inside it.
 
-    Experts get a unit where not every data-parallel rank holds them, and so do the operators of a
-    block at each lower ZeRO stage.
+    Experts get a unit where other ranks hold them than the rest, and so do the operators of a block
+    at each lower ZeRO stage.
     """
     experts = _expert_units(plan, ranks, placed, layers)
-    for each in experts:
-        shard_unit(each, plan.training.precision)
     (highest, _), *lower = _stage_modules(plan, placed, layers)
     inner = tuple(
         ranks.unit(plan, placed, modules, zero=zero, casts_inputs=False) for zero, modules in lower
@@ -297,14 +295,11 @@ def _units_over_data(ranks: RankPlace, layers: tuple[nn.Module, ...]) -> tuple[U
 def _expert_units(
     plan: Plan, ranks: RankPlace, placed: PlacedLayer, layers: tuple[nn.Module, ...]
 ) -> tuple[Unit, ...]:
-    """Returns units of the experts, over the ranks that hold the same experts."""
+    """Returns sharded units of the experts that have other copies than other parameters."""
     if ranks.expert_mesh is None:
         return ()
-    copies = ranks.expert_mesh["copies"]
-    zero = placed.plan.zero if copies.size() > 1 else 0
-    offloaded = Offload.STATES in placed.plan.offload
     return tuple(
-        Unit(layers=(experts,), zero=zero, mesh=copies, offloaded=offloaded)
+        ranks.expert_unit(plan, placed, experts)
         for layer in layers
         for experts in experts_of(layer)
     )
@@ -322,7 +317,7 @@ def _build_placed_layer(
     plan: Plan, ranks: RankPlace, seed: int, placed: PlacedLayer, recipes: Recipes | None
 ) -> nn.Module:
     layer = build_layer(
-        plan.model, plan.training, placed.kind, placed.index, seed, ranks.device, ranks.ep_mesh
+        plan.model, plan.training, placed.kind, placed.index, seed, ranks.device, ranks.expert_ranks
     )
     level = plan.pipeline.tp_overlap if placed.kind is LayerKind.BLOCK else 0
     both = ranks.both_mesh if placed.plan.divides_over_data else None

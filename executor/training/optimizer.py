@@ -165,9 +165,9 @@ def _counted(plan: Plan, stages: Sequence[Stage]) -> Iterator[nn.Parameter]:
 
 
 def num_copies(mesh: Mesh, parameter: nn.Parameter) -> int:
-    """Return the number of dp and tp ranks of a stage that hold the same part of `parameter`."""
+    """Return the number of ranks of a stage that hold the same part of `parameter`."""
     parts = 1
     if isinstance(parameter, DTensor):
         placed = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
         parts = math.prod(size for placement, size in placed if not placement.is_replicate())
-    return mesh.dp * mesh.tp // parts
+    return mesh.ranks_per_stage // parts

@@ -19,9 +19,11 @@ from torch.distributed.fsdp import FSDPModule
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.layers.chunked_layer import state_widths, writes_over_parameters
 from parplan.costmodels.layers.model_states import StateBytes, chunk_elements, states_of
+from parplan.costmodels.operators.sharding import Sharding
 from parplan.executor.placed_layers import (
     PlacedLayer,
     effective_zero,
+    expert_shards,
     local_stages,
     stage_layers,
     zero_ranks,
@@ -30,16 +32,19 @@ from parplan.executor.rules.divisions import Entries, local_shape
 from parplan.executor.tensors import part
 from parplan.planner.plan.plan import OVER_DATA, Plan
 from parplan.planner.plan.traced_plan import AnyPlan
-from parplan.profiles.models.operator_graph import LayerKind, Parameter
+from parplan.profiles.models.operator_graph import LayerKind, Operator, Parameter
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.units import format_bytes
 
 
-def predicted_state_bytes(plan: Plan, pipeline_rank: int, dp_rank: int) -> StateBytes:
+def predicted_state_bytes(
+    plan: Plan, pipeline_rank: int, dp_rank: int, tp_rank: int = 0
+) -> StateBytes:
     """Return the state bytes of a rank that the planner's memory model predicts.
 
-    Shapes are divided by the plan's placements. Every tensor-parallel rank holds the same bytes.
+    Shapes are divided by the plan's placements. Tensor-parallel ranks hold the same bytes, except
+    where they hold unlike shards of experts.
     """
     graph = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size)
     stages = stage_layers(plan)
@@ -52,7 +57,10 @@ def predicted_state_bytes(plan: Plan, pipeline_rank: int, dp_rank: int) -> State
         shares_weight = layer.kind is LayerKind.HEAD and plan.mesh.pp == 1
         for operator in graph.layer_class(layer.kind).operators:
             for parameter in operator.parameters:
-                if not (parameter.tied and shares_weight):
+                if parameter.of_experts:
+                    inside = dp_rank * plan.mesh.tp + tp_rank
+                    total += _expert_states(plan, layer, operator, parameter, inside)
+                elif not (parameter.tied and shares_weight):
                     total += _parameter_states(plan, layer, operator.name, parameter, dp_rank)
     return total
 
@@ -77,8 +85,6 @@ def chunk_state_bytes(plan: AnyPlan, pipeline_rank: int) -> StateBytes:
 def _parameter_states(
     plan: Plan, layer: PlacedLayer, operator: str, parameter: Parameter, dp_rank: int
 ) -> StateBytes:
-    if parameter.of_experts:
-        return _expert_states(plan, layer, operator, parameter, dp_rank)
     looks_up = Offload.LOOKUP in layer.plan.offload and not plan.model.tied_embeddings
     if looks_up and operator == "tokens":
         # The host holds columns, in fp32 at any precision.
@@ -99,17 +105,17 @@ def _parameter_states(
 
 
 def _expert_states(
-    plan: Plan, layer: PlacedLayer, operator: str, parameter: Parameter, dp_rank: int
+    plan: Plan, layer: PlacedLayer, operator: Operator, parameter: Parameter, stage_rank: int
 ) -> StateBytes:
-    """Return the bytes of a rank's experts.
+    """Return the bytes of a rank's experts, of which neighbours hold others.
 
-    Other ranks of its expert-parallel group hold other experts.
+    stage_rank  number of the rank among those of its stage
     """
-    experts, features, contracted = parameter.shape
-    shape = (experts // plan.mesh.ep * features, contracted)
-    shards = plan.mesh.expert_replicas
-    zero = layer.plan.zero if shards > 1 else 0
-    index, on_host = dp_rank // plan.mesh.ep, Offload.STATES in layer.plan.offload
+    mesh = plan.mesh
+    shape = Sharding(tp=mesh.tp, ep=mesh.ep, etp=mesh.etp).parameter_shape(operator, parameter)
+    shards = expert_shards(zero_ranks(layer, mesh), mesh)
+    zero, on_host = layer.plan.zero if shards > 1 else 0, Offload.STATES in layer.plan.offload
+    index = stage_rank // (mesh.ep * mesh.etp) % shards
     return shard_states(shape, (index, shards), zero, plan.training, on_host=on_host)
 
 

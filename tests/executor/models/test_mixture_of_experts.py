@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cache
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,8 @@ from torch.multiprocessing import ProcessRaisedException
 from parplan.costmodels.layers.recompute import saved_bytes
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.executor.memory.layer_recompute import recomputed
-from parplan.executor.models.mixture_of_experts import MixtureOfExperts, held_experts
+from parplan.executor.models.expert_exchange import held_experts
+from parplan.executor.models.mixture_of_experts import MixtureOfExperts
 from parplan.executor.models.transformer_layers import build_layer
 from parplan.executor.rules.all_rules import nearest_legal, validate
 from parplan.executor.rules.expert_rules import MIXTURE
@@ -45,8 +45,19 @@ PLANS: dict[str, Plan] = {
     "ep2-selective-recompute": make_plan(
         MIXTRAL, dp=2, ep=2, zero=(2,), recompute=("norm1", "norm2", "activation")
     ),
-    "tp2": make_plan(MIXTRAL, tp=2),
     "tp2-sp": make_plan(MIXTRAL, tp=2, sp=True),
+    "tp2-ep2": make_plan(MIXTRAL, tp=2, ep=2, sp=True),
+    "tp2-etp2": make_plan(MIXTRAL, tp=2, etp=2, sp=True),
+    "tp2-etp2-recompute": make_plan(MIXTRAL, tp=2, etp=2, sp=True, recompute=ALL),
+    "tp2-etp2-selective": make_plan(
+        MIXTRAL, tp=2, etp=2, sp=True, recompute=("norm1", "norm2", "activation")
+    ),
+    "bf16-tp2-etp2": make_plan(MIXTRAL, tp=2, etp=2, sp=True, precision=Precision.BF16),
+    "tp2-sp-zero1": make_plan(MIXTRAL, tp=2, sp=True, zero=(1,)),
+    "dp2-tp2-ep4": make_plan(MIXTRAL, dp=2, tp=2, ep=4, sp=True, zero=(1,)),
+    "dp2-tp2-ep2-etp2": make_plan(MIXTRAL, dp=2, tp=2, ep=2, etp=2, sp=True, zero=(1,)),
+    "dp2-tp2-etp2-zero3": make_plan(MIXTRAL, dp=2, tp=2, etp=2, sp=True, zero=(3, 2)),
+    "dp2-tp2-zero1": make_plan(MIXTRAL, dp=2, tp=2, sp=True, zero=(1, 3)),
     "bf16-ep2-zero0": make_plan(MIXTRAL, dp=2, ep=2, precision=Precision.BF16),
     "bf16-ep2-zero-mixed": make_plan(
         MIXTRAL, dp=2, ep=2, zero=(1, 3), recompute=ALL, precision=Precision.BF16
@@ -147,12 +158,7 @@ def test_every_parameter_of_the_graph_is_in_the_block():
 
 
 def test_each_expert_starts_from_its_own_values_wherever_it_is():
-    first, second = (
-        held_experts(
-            MIXTRAL, SimpleNamespace(size=lambda: 2, get_local_rank=lambda rank=rank: rank)
-        )
-        for rank in (0, 1)
-    )
+    first, second = (held_experts(4, 2, rank) for rank in (0, 1))
     weight = block().mixture.experts.fc1.weight.unflatten(0, (4, -1))
 
     assert (first, second) == (range(2), range(2, 4))
@@ -272,10 +278,7 @@ def test_what_experts_cannot_run_is_refused_and_the_nearest_plan_is_not(plan, me
 
 
 def test_experts_that_do_not_divide_would_leave_one_with_nobody():
-    held = [
-        held_experts(THREE, SimpleNamespace(size=lambda: 2, get_local_rank=lambda rank=rank: rank))
-        for rank in (0, 1)
-    ]
+    held = [held_experts(3, 2, rank) for rank in (0, 1)]
 
     assert set().union(*held) == {0, 1}
 
