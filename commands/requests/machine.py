@@ -148,6 +148,8 @@ def training_of(
         attention=AttentionKernel(target.attention or attention),
         overlap_grad_reduce=stack.overlap_grad_reduce,
         fp8_matmuls=target.fp8,
+        expert_imbalance=target.expert_imbalance,
+        expert_capacity=target.expert_capacity,
         stack=stack,
     )
     taken = {
