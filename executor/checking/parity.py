@@ -32,6 +32,7 @@ from parplan.executor.data.batches import synthetic_batches
 from parplan.executor.models.transformer_layers import build_layer
 from parplan.executor.run_options import Options
 from parplan.executor.tensors import begin_fork, forget_meshes
+from parplan.executor.training.optimizer import decays
 from parplan.executor.training.train import Trainer, build_trainer
 from parplan.planner.plan.plan import Plan
 from parplan.planner.runs.relative_error import relative_error
@@ -271,13 +272,12 @@ def forward(layers: nn.ModuleDict, ids: Tensor) -> Tensor:
 
 def reference_optimizer(layers: nn.Module, options: Options) -> torch.optim.Optimizer:
     """Return AdamW in torch's plain loop, without decay of vectors."""
-    decays = {
-        True: [p for p in layers.parameters() if p.ndim > 1],
-        False: [p for p in layers.parameters() if p.ndim == 1],
-    }
     groups = [
-        {"params": decays[True], "weight_decay": options.weight_decay},
-        {"params": decays[False], "weight_decay": 0.0},
+        {
+            "params": [p for p in layers.parameters() if decays(p) is decay],
+            "weight_decay": options.weight_decay if decay else 0.0,
+        }
+        for decay in (True, False)
     ]
     return torch.optim.AdamW(groups, lr=options.learning_rate, betas=options.betas, foreach=False)
 

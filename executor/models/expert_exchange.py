@@ -29,7 +29,10 @@ _SCATTER = (
     getattr(collectives, "reduce_scatter_single_autograd", None)
     or collectives.reduce_scatter_tensor_autograd
 )
-COPIES, EP, ETP = "copies", "ep", "etp"  # the axes of a stage's ranks for its experts
+# the axes of a stage's ranks for its experts
+COPIES = "copies"
+EP = "ep"
+ETP = "etp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +55,7 @@ class ExpertRanks:
 
     @property
     def divides(self) -> bool:
-        """Whether a rank holds less than all experts of a block whole."""
+        """A rank holds less than all experts of a block whole."""
         return self.degree(EP) * self.degree(ETP) > 1
 
     @property

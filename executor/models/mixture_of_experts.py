@@ -34,6 +34,7 @@ from parplan.executor.tensors import local
 from parplan.planner.plan.plan import OperatorPlacement
 from parplan.profiles.models.spec import ModelSpec
 
+BIASES = "biases"  # an attribute of parameters that are several vectors
 Remember = Callable[..., None]  # of tensors, how to make them, and what from
 
 
@@ -201,3 +202,10 @@ def experts_of(layer: nn.Module) -> tuple[Experts, ...]:
 def grouped_of(layer: nn.Module) -> tuple[Grouped, ...]:
     """Returns the products of experts inside `layer`."""
     return tuple(module for module in layer.modules() if isinstance(module, Grouped))
+
+
+def mark_biases(layer: nn.Module) -> None:
+    """Marks the biases of experts, once their parameters are those that the optimizer updates."""
+    for module in grouped_of(layer):
+        if module.bias is not None:
+            setattr(module.bias, BIASES, True)

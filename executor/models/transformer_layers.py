@@ -25,6 +25,7 @@ from parplan.executor.models.mixture_of_experts import (
     MixtureOfExperts,
     divide_experts,
     grouped_of,
+    mark_biases,
 )
 from parplan.executor.tensors import local
 from parplan.profiles.models.blocks import BlockRun
@@ -420,13 +421,15 @@ def build_layer(
             _init_experts(module, f"{seed}/{index}/{name}", ranks)
     if ranks is not None:
         divide_experts(layer, ranks)
+    mark_biases(layer)
     return layer
 
 
 @torch.no_grad()
 def _init_experts(module: Grouped, key: str, ranks: ExpertRanks | None) -> None:
     """Fills this rank's part of the matrix of each expert, and biases with zeros."""
-    held, parts, part = range(module.num_experts), 1, 0
+    held = range(module.num_experts)
+    parts, part = 1, 0
     if ranks is not None:
         held = ranks.held(module.num_experts * ranks.degree(EP))
         parts, part = ranks.degree(ETP), ranks.rank(ETP)

@@ -23,7 +23,7 @@ from parplan.executor.memory.host_copies import HostCopies, HostOffload
 from parplan.executor.memory.host_table import HostTable
 from parplan.executor.memory.layer_recompute import operator_module, recomputed
 from parplan.executor.memory.saved_tensors import Recipes
-from parplan.executor.models.mixture_of_experts import experts_of
+from parplan.executor.models.mixture_of_experts import experts_of, mark_biases
 from parplan.executor.models.transformer_layers import Block, Embedding, build_layer
 from parplan.executor.placed_layers import (
     PlacedLayer,
@@ -190,6 +190,7 @@ def _build_stage(
     in_chunks = chunks.parameters if chunks is not None else []
     apart = (*in_chunks, *(table.weight for table in tables))
     shard_root(body, units, ranks.dp_mesh, apart)
+    mark_biases(body)
     return Stage(body, tuple(units), _entry(plan, ranks, placed[0]), *ends, host)
 
 

@@ -1,4 +1,4 @@
-"""Rules on precision and sequences."""
+"""Rules on precision, sequences and the tokens of experts."""
 
 from __future__ import annotations
 
@@ -66,4 +66,14 @@ def rotary_pairs(plan: Plan) -> Iterator[Refusal]:
         )
 
 
-TRAINING = (fp8, gradient_precision, positions_rule, rotary_pairs)
+@rule(why="the executor drops no token, and holds all that arrive", action="plan without capacity")
+def dropless(plan: Plan) -> Iterator[Refusal]:
+    if plan.model.num_experts and plan.training.expert_capacity:
+        yield Refusal(
+            problem=f"training: expert_capacity is {plan.training.expert_capacity:g}",
+            action="set expert_capacity to 0",
+            nearest=replace(plan, training=replace(plan.training, expert_capacity=0.0)),
+        )
+
+
+TRAINING = (fp8, gradient_precision, positions_rule, rotary_pairs, dropless)

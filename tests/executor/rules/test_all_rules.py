@@ -229,6 +229,14 @@ BROKEN = {
         r"plans with recompute \[\]",
         "no effect",
     ),
+    "tokens-of-experts-are-dropped": Broken(
+        "dropless",
+        dataclasses.replace(
+            make_plan(MIXTRAL),
+            training=dataclasses.replace(make_plan(MIXTRAL).training, expert_capacity=1.25),
+        ),
+        "expert_capacity is 1.25",
+    ),
     "three-experts-on-two-ranks": Broken(
         "expert parallel",
         make_plan(dataclasses.replace(MIXTRAL, num_experts=3), dp=2, ep=2),
