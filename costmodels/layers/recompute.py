@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from parplan.costmodels.layers.tensor_flow import TensorFlow, saves_own_output, tensor_flows_of
 from parplan.costmodels.operators.sharding import Sharding
+from parplan.profiles.elementwise import addable
 from parplan.profiles.models.operator_graph import (
     PRODUCTS,
     LayerClass,
@@ -313,8 +314,9 @@ def gradient_bytes(operator: Operator, sharding: Sharding, stack: Stack) -> int:
         sharding.local_bytes(tensor, sharding.place_inside(operator, tensor))
         for tensor in operator.outputs
     )
-    parameters = sharding.parameter_elements(operator) * max(
-        (t.element_bytes for t in operator.outputs), default=0
+    parameters: int = addable(
+        sharding.parameter_elements(operator)
+        * max((t.element_bytes for t in operator.outputs), default=0)
     )
     scores = next((sharding.tensor_bytes(operator, t) for t in operator.saved if t.has("keys")), 0)
     return (

@@ -31,7 +31,7 @@ from parplan.planner.layer_options.layer_program import PickedStrategies, evalua
 from parplan.planner.layer_options.overlap_levels import illegal_full_recompute
 from parplan.planner.request import MAX_MICRO_BATCH_SIZE, Constraints
 from parplan.profiles.machines.shipped_profiles import Machine
-from parplan.profiles.models.operator_graph import LayerKind, Operator
+from parplan.profiles.models.operator_graph import EXPERT_WIDTH, LayerKind, Operator
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 
 
@@ -148,8 +148,7 @@ class Catalogue:
     recompute   the levels that are allowed, None for any list of operators
     problems    the choices of a strategy for every operator of a block
 
-    Blocks with experts have Megatron's sharding and the three levels of recompute, and the
-    embedding and head beside them have Megatron's sharding.
+    The operators of a mixture of experts have Megatron's division: they are one module.
     """
 
     def __init__(
@@ -163,9 +162,8 @@ class Catalogue:
         self.price_cache = price_cache
         self.problem = problems or BlockProblems(price_cache)
         self.levels = tuple(level for level in Recompute if recompute is None or level in recompute)
-        experts = price_cache.model.num_experts > 0
-        self.by_operator = recompute is None and not experts
-        self.free = not megatron_sharding and not experts
+        self.by_operator = recompute is None
+        self.free = not megatron_sharding
         self._options: dict[tuple[int, Sharding], tuple[LayerOption, ...]] = {}
         self._operators = {
             operator.name: operator for operator in price_cache.graph(1).block.operators
@@ -177,13 +175,15 @@ class Catalogue:
     def weight_layouts(self, sharding: Sharding) -> list[WeightLayout]:
         """Returns the divisions of the weights over the axes of `sharding`, the whole one first.
 
-        Weights that data-parallel ranks divide are divided over the tensor-parallel ranks too, and
-        the others over these or over none. Some weight is always divided over the first axis:
-        otherwise the layout would be that of another mesh.
+        Experts are divided as `sharding` says. Weights that data-parallel ranks divide are divided
+        over the tensor-parallel ranks too, and the others over these or over none. Some weight is
+        always divided over the first axis: otherwise the layout would be that of another mesh.
         """
+        always = frozenset({EXPERT_WIDTH} if sharding.etp > 1 else ())
+        dims = [dim for dim in self._dims if dim != EXPERT_WIDTH]
         subsets = [
-            frozenset(dim for i, dim in enumerate(self._dims) if bits >> i & 1)
-            for bits in reversed(range(1, 2 ** len(self._dims)))
+            always | {dim for i, dim in enumerate(dims) if bits >> i & 1}
+            for bits in reversed(range(1, 2 ** len(dims)))
         ]
         inside = [frozenset((dim, False) for dim in subset) for subset in subsets]
         if sharding.data == 1:
@@ -354,7 +354,7 @@ class Catalogue:
             operator = self._operators[name]
             if level is not None and option.recomputed != (name in names):
                 return False
-            if not self.free or sharding.overlap:
+            if not self.free or sharding.overlap or operator.in_mixture:
                 return option.splits == sharding.splits(operator)
             dim = operator.parallel_dim
             if sharding.ranks == 1 or not operator.parameters or dim is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -334,6 +333,21 @@ def test_an_imbalance_or_a_capacity_that_cannot_be_is_refused(change):
         replace(TRAINING, **change)
 
 
+def test_a_stack_that_overlaps_exchanges_hides_them_under_the_experts():
+    waits, overlaps = (
+        replace(TRAINING, stack=replace(NEUTRAL, overlap_exchanges=hides))
+        for hides in (False, True)
+    )
+    sharding = Sharding(ep=8)
+    exposed, hidden = (
+        book_of(MIXTRAL, 8, training=each).layer_time(BLOCK, 1, sharding)
+        for each in (waits, overlaps)
+    )
+
+    assert 0 < hidden.tp_forward.value_s < 0.3 * exposed.tp_forward.value_s
+    assert hidden.forward.value_s == exposed.forward.value_s
+
+
 # The search
 
 
@@ -443,21 +457,21 @@ def test_a_plan_with_experts_reads_back_and_prices_the_same(tmp_path):
     assert reprice(reread).plan.predicted == plan.predicted
 
 
-def test_blocks_of_experts_have_megatrons_division_and_the_three_levels_of_recompute():
+def test_a_mixture_has_megatrons_division_and_the_rest_of_its_block_any():
     table = MixTable(book_of(), Constraints())
-    shardings = itertools.product((1, 2), (False, True))
-    options = [
-        option
-        for tp, sp in shardings
-        if tp > 1 or not sp
-        for option in table.catalogue.options(1, Sharding(tp, sp))
-    ]
+    block = book_of().graph(1).block
+    mixture = {op.name for op in block.operators if op.in_mixture}
+    options = table.catalogue.options(1, Sharding(2, True, ep=4))
+    divided = {name for option in options for name, _ in option.sharding.own}
+    recomputed = [o.recompute for o in options if len(o.recompute) < len(block.operators)]
 
-    assert all(not option.sharding.own for option in options)
-    assert {len(option.recompute) for option in options} <= {
-        0,
-        3,
-        len(book_of().graph(1).block.operators),
+    assert mixture == {"router", "choice", "dispatch", "fc1", "activation", "fc2", "combine"}
+    assert not divided & mixture
+    assert {name for names in recomputed for name in names} & mixture == {"activation"}
+    whole = Sharding(2, True, ep=2, etp=2)
+    assert table.catalogue.weight_layouts(whole)[0] == {
+        ("heads", False),
+        ("expert_width", False),
     }
 
 
