@@ -236,6 +236,8 @@ BROKEN = {
             training=dataclasses.replace(make_plan(MIXTRAL).training, expert_capacity=1.25),
         ),
         "expert_capacity is 1.25",
+        "set expert_capacity to 0",
+        "no effect",
     ),
     "three-experts-on-two-ranks": Broken(
         "expert parallel",
