@@ -119,6 +119,11 @@ def zero_ranks(layer: PlacedLayer, mesh: Mesh) -> int:
     return mesh.replicas
 
 
+def expert_shards(replicas: int, mesh: Mesh) -> int:
+    """Return how many ranks hold one copy of the experts' states, among neighbouring replicas."""
+    return max(1, replicas * mesh.tp // (mesh.ep * mesh.etp))
+
+
 def effective_zero(layer: PlacedLayer, mesh: Mesh, operator: str = "") -> int:
     """Return the ZeRO stage that runs, that of the layer or of one of its operators.
 

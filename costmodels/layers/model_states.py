@@ -143,10 +143,13 @@ class LocalParameters:
     def owned(
         self, shards: int = 1, *, with_tied: bool = True, of_experts: bool | None = None
     ) -> int:
-        """Elements of the largest of `shards` data-parallel shards; see `owned_parameters`."""
+        """Elements of the largest of `shards` data-parallel shards; see `owned_parameters`.
+
+        One shard is the whole, on however many ranks of a replica experts have copies.
+        """
         parameters = self.each if of_experts is None else self.held_alike(of_experts=of_experts)
         return sum(
-            chunk_elements(parameter.shape, parameter.holders(shards))
+            chunk_elements(parameter.shape, parameter.holders(shards) if shards > 1 else 1)
             for parameter in parameters
             if with_tied or not parameter.tied
         )

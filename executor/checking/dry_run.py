@@ -20,11 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parplan.costmodels.schedules.merak_schedules import SHIFTED_FEWEST
 from parplan.costmodels.schedules.schedule import Schedule, in_flight
-from parplan.costmodels.usage.rank_traffic import SentBytes
+from parplan.costmodels.usage.rank_traffic import EXPERT_COPIES, EXPERT_PARALLEL, SentBytes
 from parplan.costmodels.usage.rank_usage import RankUse
 from parplan.executor.checking.lone_rank import alone
 from parplan.executor.checking.observed_rank import HOST, OTHER, Observed
 from parplan.executor.memory.host_copies import HostCopies
+from parplan.executor.models.expert_exchange import COPIES, EP, ETP
 from parplan.executor.models.loss import Loss
 from parplan.executor.pipeline.stages import parameters_on_host
 from parplan.executor.placed_layers import rank_tokens, reads_batches
@@ -222,6 +223,10 @@ def _axes(trainer: Trainer) -> dict[str, str]:
             axes[data_mesh[name].get_group().group_name] = axis
     context = trainer.ranks.context
     axes |= {group.group_name: "cp" for group in (context.groups if context is not None else ())}
+    experts = trainer.ranks.expert_mesh
+    if experts is not None:
+        for name, axis in ((EP, EXPERT_PARALLEL), (ETP, "tp"), (COPIES, EXPERT_COPIES)):
+            axes[experts[name].get_group().group_name] = axis
     return axes | ({tied.group_name: "pp"} if tied is not None else {})
 
 

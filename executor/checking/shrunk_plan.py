@@ -102,8 +102,9 @@ def _mesh(plan: Plan) -> Mesh:
     holds_copies = any(_holds_copies(each, plan.mesh) for each in plan.layer_plans.values())
     most_dp = 2 * DEGREE if holds_copies else DEGREE
     dp = min(plan.mesh.dp, most_dp, MOST_RANKS // (pp * cp * tp))
-    ep = min(plan.mesh.ep, DEGREE, dp)
-    return Mesh(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, context_form=form)
+    etp = tp if plan.mesh.etp > 1 else 1
+    ep = min(plan.mesh.ep, DEGREE, dp * cp * tp // etp)
+    return Mesh(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, etp=etp, context_form=form)
 
 
 def _holds_copies(layer_plan: LayerPlan, mesh: Mesh) -> bool:
@@ -179,6 +180,7 @@ def _model(model: ModelSpec, num_layers: int) -> ModelSpec:
         kv_heads = 1
     hidden = HEADS * HEAD_DIM if model.q_size == model.hidden_size else HEADS * HEAD_DIM * 3 // 2
     padded = model.padded_vocab_size > model.vocab_size
+    shared = model.shared_experts
     return replace(
         model,
         name=f"{model.name}, shrunk",
@@ -189,8 +191,9 @@ def _model(model: ModelSpec, num_layers: int) -> ModelSpec:
         head_dim=HEAD_DIM,
         num_experts=min(model.num_experts, EXPERTS),
         experts_per_token=min(model.experts_per_token, EXPERTS // 2),
-        ffn_hidden_size=0 if model.num_experts else FFN,
+        ffn_hidden_size=FFN if model.ffn_hidden_size else 0,
         expert_ffn_hidden_size=FFN if model.num_experts else 0,
+        shared_experts=None if shared is None else replace(shared, ffn_hidden_size=FFN),
         vocab_size=VOCAB if padded else PADDED,
         max_seq_length=SEQ_LENGTH,
         dropout=0.0,

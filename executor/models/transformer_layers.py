@@ -14,21 +14,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from parplan.executor.context.context_attention import Context
 from parplan.executor.context.zigzag import part_of
+from parplan.executor.models.expert_exchange import EP, ETP, ExpertRanks
 from parplan.executor.models.loss import Loss
 from parplan.executor.models.mixture_of_experts import (
     Experts,
     Grouped,
     MixtureOfExperts,
     divide_experts,
-    held_experts,
+    grouped_of,
+    mark_biases,
 )
 from parplan.executor.tensors import local
+from parplan.profiles.models.blocks import BlockRun
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, Norm, Positions, TrainingSpec
 from parplan.profiles.stack import AttentionKernel
@@ -285,6 +287,24 @@ class Residual(nn.Module):
         return x
 
 
+class Gated(nn.Module):
+    """Multiplies features by a sigmoid, one number a token (the shared expert of Qwen2-MoE)."""
+
+    on_shards = True
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x * gate.sigmoid()
+
+
+class Sum(nn.Module):
+    """Adds the outputs of the experts and of the network beside them."""
+
+    on_shards = True
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+
 class Embedding(nn.Module):
     """Maps token ids [batch, sequence] to [batch, sequence, hidden]."""
 
@@ -300,11 +320,17 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm transformer block; `experts` are those on this rank of a mixture."""
+    """One pre-norm transformer block; `ranks` divide its experts, if it has any."""
 
-    def __init__(self, model: ModelSpec, training: TrainingSpec, experts: range = range(0)) -> None:
+    def __init__(
+        self,
+        model: ModelSpec,
+        training: TrainingSpec,
+        kind: BlockRun,
+        ranks: ExpertRanks | None = None,
+    ) -> None:
         super().__init__()
-        hidden, ffn = model.hidden_size, model.ffn_hidden_size
+        hidden = model.hidden_size
         self.parallel_residual = model.parallel_residual
         self.norm1 = _norm(model)
         self.qkv = Linear(hidden, model.q_size + 2 * model.kv_size, bias=model.qkv_bias)
@@ -315,15 +341,33 @@ class Block(nn.Module):
         if not model.parallel_residual:
             self.residual1 = Residual(model)
         self.norm2 = _norm(model)
-        if model.num_experts:
-            router = Linear(hidden, model.num_experts, bias=False)
-            networks = Experts(model, experts, Activation(model))
-            self.mixture = MixtureOfExperts(model, router, networks)
+        if model.num_experts and kind.experts:
+            self._add_experts(model, ranks)
         else:
-            self.fc1 = Linear(hidden, ffn * (2 if model.gated_ffn else 1), bias=model.linear_bias)
-            self.activation = Activation(model)
-            self.fc2 = Linear(ffn, hidden, bias=model.linear_bias)
+            self._add_network(model, model.ffn_hidden_size)
         self.residual2 = Residual(model)
+
+    def _add_network(self, model: ModelSpec, width: int, prefix: str = "") -> None:
+        """Adds the two products of a dense network and the activation between them."""
+        hidden, bias = model.hidden_size, model.linear_bias
+        halves = 2 if model.gated_ffn else 1
+        self.add_module(f"{prefix}fc1", Linear(hidden, width * halves, bias=bias))
+        self.add_module(f"{prefix}activation", Activation(model))
+        self.add_module(f"{prefix}fc2", Linear(width, hidden, bias=bias))
+
+    def _add_experts(self, model: ModelSpec, ranks: ExpertRanks | None) -> None:
+        """Adds the mixture of experts, and the network beside it that every token passes."""
+        router = Linear(model.hidden_size, model.num_experts, bias=model.router_bias)
+        held = range(model.num_experts) if ranks is None else ranks.held(model.num_experts)
+        parts = 1 if ranks is None else ranks.degree(ETP)
+        networks = Experts(model, held, parts, Activation(model))
+        self.mixture = MixtureOfExperts(model, router, networks)
+        if model.shared_experts is not None:
+            self._add_network(model, model.shared_experts.ffn_hidden_size, "shared_")
+            if model.shared_experts.gated:
+                self.shared_gate = Linear(model.hidden_size, 1, bias=False)
+                self.shared_gated = Gated()
+            self.expert_sum = Sum()
 
     def forward(self, x: Tensor) -> Tensor:
         # a local name would hold an activation until the block ends
@@ -341,9 +385,18 @@ class Block(nn.Module):
     def feed_forward(self, x: Tensor) -> Tensor:
         """Returns the branch of the feed-forward network or of the mixture."""
         normed = self.norm2(x)
+        if hasattr(self, "expert_sum"):
+            return self.expert_sum(self.mixture(normed), self.shared_experts(normed))
         if hasattr(self, "mixture"):
             return self.mixture(normed)
         return self.fc2(self.activation(self.fc1(normed)))
+
+    def shared_experts(self, x: Tensor) -> Tensor:
+        """Returns the output of the network beside the experts."""
+        if hasattr(self, "shared_gate"):
+            fed = self.shared_fc2(self.shared_activation(self.shared_fc1(x)))
+            return self.shared_gated(fed, self.shared_gate(x))
+        return self.shared_fc2(self.shared_activation(self.shared_fc1(x)))
 
 
 class Head(nn.Module):
@@ -381,37 +434,51 @@ def build_layer(
     index: int,
     seed: int,
     device: torch.device,
-    ep_mesh: DeviceMesh | None = None,
+    ranks: ExpertRanks | None = None,
 ) -> nn.Module:
     """Builds a whole fp32 layer on `device`.
 
     Its values are a function of `seed`, the layer's index and the parameter alone, so every mesh
-    starts from the same model: each rank builds the layer and retains its shard. Over `ep_mesh` a
-    rank builds only its share of the experts, each of which has separate values.
+    starts from the same model: each rank builds the layer and retains its shard. A rank of `ranks`
+    builds only its part of the experts, each of which has separate values.
     """
-    experts = held_experts(model, ep_mesh)
     with torch.device("meta"):
         layer = {
             LayerKind.EMBEDDING: lambda: Embedding(model),
-            LayerKind.BLOCK: lambda: Block(model, training, experts),
+            LayerKind.BLOCK: lambda: Block(model, training, model.block_kinds[index - 1], ranks),
             LayerKind.HEAD: lambda: Head(model),
         }[kind]()
     _materialize(layer, device)
-    grouped = {
-        f"{name}.weight": module.weight
-        for name, module in layer.named_modules()
-        if isinstance(module, Grouped)
-    }
+    of_experts = {parameter for each in grouped_of(layer) for parameter in each.parameters()}
     for name, parameter in layer.named_parameters():
         tied = model.tied_embeddings and name == "lm_head.weight"
-        if name not in grouped:
+        if parameter not in of_experts:
             _init(parameter, f"{seed}/0/tokens.weight" if tied else f"{seed}/{index}/{name}")
-    for name, weight in grouped.items():
-        for expert, matrix in zip(experts, weight.chunk(len(experts)), strict=True):
-            _init(matrix, f"{seed}/{index}/{name}/{expert}")
-    if ep_mesh is not None:
-        divide_experts(layer, ep_mesh)
+    for name, module in layer.named_modules():
+        if isinstance(module, Grouped):
+            _init_experts(module, f"{seed}/{index}/{name}", ranks)
+    if ranks is not None:
+        divide_experts(layer, ranks)
+    mark_biases(layer)
     return layer
+
+
+@torch.no_grad()
+def _init_experts(module: Grouped, key: str, ranks: ExpertRanks | None) -> None:
+    """Fills this rank's part of the matrix of each expert, and biases with zeros."""
+    held = range(module.num_experts)
+    parts, part = 1, 0
+    if ranks is not None:
+        held = ranks.held(module.num_experts * ranks.degree(EP))
+        parts, part = ranks.degree(ETP), ranks.rank(ETP)
+    for expert, matrix in zip(held, module.weight.chunk(module.num_experts), strict=True):
+        hidden, width = matrix.shape[0], matrix.shape[1] * parts
+        whole = matrix.new_empty((width, hidden) if module.widens else (hidden, width))
+        _init(whole, f"{key}.weight/{expert}")  # of [features, contracted], as any product
+        by_width = whole.t() if module.widens else whole
+        matrix.copy_(by_width.chunk(parts, dim=1)[part])
+    if module.bias is not None:
+        module.bias.zero_()
 
 
 def _materialize(layer: nn.Module, device: torch.device) -> None:

@@ -23,7 +23,7 @@ from parplan.executor.memory.host_copies import HostCopies, HostOffload
 from parplan.executor.memory.host_table import HostTable
 from parplan.executor.memory.layer_recompute import operator_module, recomputed
 from parplan.executor.memory.saved_tensors import Recipes
-from parplan.executor.models.mixture_of_experts import experts_of
+from parplan.executor.models.mixture_of_experts import experts_of, mark_biases
 from parplan.executor.models.transformer_layers import (
     Block,
     Embedding,
@@ -196,6 +196,7 @@ def _build_stage(
     in_chunks = chunks.parameters if chunks is not None else []
     apart = (*in_chunks, *(table.weight for table in tables))
     shard_root(body, units, ranks.dp_mesh, apart)
+    mark_biases(body)
     return Stage(body, tuple(units), _entry(plan, ranks, placed[0]), *ends, host)
 
 
@@ -249,12 +250,10 @@ def _units(
 ) -> tuple[Unit, ...]:
     """Returns the sharded unit of `layers` without `tables`, and units inside it.
 
-    Experts get a unit where not every data-parallel rank holds them, and so do the operators of a
-    block at each lower ZeRO stage.
+    Experts get a unit where other ranks hold them than the rest, and so do the operators of a block
+    at each lower ZeRO stage.
     """
     experts = _expert_units(plan, ranks, placed, layers)
-    for each in experts:
-        shard_unit(each, plan.training.precision)
     (highest, _), *lower = _stage_modules(plan, placed, layers)
     inner = tuple(
         ranks.unit(plan, placed, modules, zero=zero, casts_inputs=False) for zero, modules in lower
@@ -303,14 +302,11 @@ def _units_over_data(ranks: RankPlace, layers: tuple[nn.Module, ...]) -> tuple[U
 def _expert_units(
     plan: Plan, ranks: RankPlace, placed: PlacedLayer, layers: tuple[nn.Module, ...]
 ) -> tuple[Unit, ...]:
-    """Returns units of the experts, over the ranks that hold the same experts."""
+    """Returns sharded units of the experts that have other copies than other parameters."""
     if ranks.expert_mesh is None:
         return ()
-    copies = ranks.expert_mesh["copies"]
-    zero = placed.plan.zero if copies.size() > 1 else 0
-    offloaded = Offload.STATES in placed.plan.offload
     return tuple(
-        Unit(layers=(experts,), zero=zero, mesh=copies, offloaded=offloaded)
+        ranks.expert_unit(plan, placed, experts)
         for layer in layers
         for experts in experts_of(layer)
     )
@@ -328,7 +324,7 @@ def _build_placed_layer(
     plan: Plan, ranks: RankPlace, seed: int, placed: PlacedLayer, recipes: Recipes | None
 ) -> nn.Module:
     layer = build_layer(
-        plan.model, plan.training, placed.kind, placed.index, seed, ranks.device, ranks.ep_mesh
+        plan.model, plan.training, placed.kind, placed.index, seed, ranks.device, ranks.expert_ranks
     )
     if ranks.context is not None:
         divide_sequences(layer, ranks.context)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import gcd
 
 from parplan.costmodels.communication.mesh import Mesh, illegal_expert_parallel
 from parplan.costmodels.host.host_embedding import illegal_host_embedding
@@ -242,21 +243,20 @@ def _without(plan: Plan, name: str, operators: list[str], problem: str) -> Refus
 
 
 @rule(
-    why="equal groups of neighbouring data-parallel ranks divide the experts",
-    action="use another ep",
+    why="neighbouring ranks of a stage divide the experts equally",
+    action="use another ep or etp",
 )
 def expert_parallel(plan: Plan) -> Iterator[Refusal]:
-    reason = illegal_expert_parallel(plan.mesh, plan.model)
+    mesh, model = plan.mesh, plan.model
+    reason = illegal_expert_parallel(mesh, model)
     if reason:
-        fits = max(
-            n
-            for n in range(1, plan.mesh.ep + 1)
-            if plan.mesh.dp % n == 0 and (plan.model.num_experts or 1) % n == 0
-        )
+        etp = mesh.etp if model.expert_ffn_hidden_size % mesh.etp == 0 and model.num_experts else 1
+        ranks = gcd(mesh.ranks_per_stage // etp, model.num_experts or 1)
+        ep = max(n for n in range(1, mesh.ep + 1) if ranks % n == 0)
         yield Refusal(
             problem=f"mesh: {reason}",
-            action=f"set ep to {fits}",
-            nearest=replace(plan, mesh=replace(plan.mesh, ep=fits)),
+            action=f"set ep to {ep}" + (f" and etp to {etp}" if etp != mesh.etp else ""),
+            nearest=replace(plan, mesh=replace(mesh, ep=ep, etp=etp)),
         )
 
 

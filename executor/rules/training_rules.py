@@ -1,4 +1,4 @@
-"""Rules on the model's parts, on precision and on sequences."""
+"""Rules on the model's parts, on precision, on sequences and on the tokens of experts."""
 
 from __future__ import annotations
 
@@ -105,4 +105,22 @@ def optimizer_rule(plan: Plan) -> Iterator[Refusal]:
     )
 
 
-TRAINING = (model_parts, fp8, gradient_precision, positions_rule, rotary_pairs, optimizer_rule)
+@rule(why="the executor drops no token, and holds all that arrive", action="plan without capacity")
+def dropless(plan: Plan) -> Iterator[Refusal]:
+    if plan.model.num_experts and plan.training.expert_capacity:
+        yield Refusal(
+            problem=f"training: expert_capacity is {plan.training.expert_capacity:g}",
+            action="set expert_capacity to 0",
+            nearest=replace(plan, training=replace(plan.training, expert_capacity=0.0)),
+        )
+
+
+TRAINING = (
+    model_parts,
+    fp8,
+    gradient_precision,
+    positions_rule,
+    rotary_pairs,
+    optimizer_rule,
+    dropless,
+)

@@ -15,7 +15,13 @@ from parplan.costmodels.communication.mesh import Axis, Mesh
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.layers.context_parallel import ranks_with_heads
 from parplan.executor.context.context_attention import Context
-from parplan.executor.placed_layers import PlacedLayer, effective_zero, zero_ranks
+from parplan.executor.models.expert_exchange import COPIES, EP, ETP, ExpertRanks
+from parplan.executor.placed_layers import (
+    PlacedLayer,
+    effective_zero,
+    expert_shards,
+    zero_ranks,
+)
 from parplan.executor.sharding.zero_units import Unit, shard_unit
 from parplan.planner.plan.plan import Plan
 
@@ -67,22 +73,53 @@ def _group_of(mesh: Mesh, parts: Sequence[range]) -> dist.ProcessGroup:
     return group
 
 
+def stage_mesh(mesh: Mesh, device: torch.device, **degrees: int) -> DeviceMesh:
+    """Returns all ranks by pp and by the axes of `degrees`, outermost first.
+
+    These axes divide the ranks of a stage anew, which are in the order of dp, cp and tp.
+    Collective.
+    """
+    inside = tuple(product(range(mesh.dp), range(mesh.cp), range(mesh.tp)))
+    ranks = [
+        mesh.rank(pp=pp, dp=dp, cp=cp, tp=tp) for pp in range(mesh.pp) for dp, cp, tp in inside
+    ]
+    shape = (mesh.pp, *degrees.values())
+    return DeviceMesh(device.type, torch.tensor(ranks).view(shape), mesh_dim_names=("pp", *degrees))
+
+
+def expert_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
+    """Returns all ranks as those of experts, None where a replica has all experts on one rank.
+
+    Blocks in chunks have none: their experts are in the chunks. Collective.
+    """
+    mesh = plan.mesh
+    alike = mesh.ep == mesh.tp == 1
+    if not plan.model.num_experts or alike or plan.chunks is not None:
+        return None
+    degrees = {COPIES: mesh.expert_replicas, EP: mesh.ep, ETP: mesh.etp}
+    return stage_mesh(mesh, device, **degrees)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
     """The device and the meshes of this process.
 
-    mesh         all ranks by pp, dp and tp, where dp has the context-parallel ranks too
-    sharded      number of ranks that hold one copy of the states -> dp as (copies, shards)
-    expert_mesh  all ranks with dp as (copies, ep), where experts are divided
-    data_mesh    all ranks with dp as (copies, data) of one copy, where blocks divide weights over
-                 data-parallel ranks
-    context      this rank among those that divide its sequences, None where they are whole
+    mesh             all ranks by pp, dp and tp, where dp has the context-parallel ranks too
+    sharded          number of ranks that hold one copy of the states -> dp as (copies, shards)
+    expert_mesh      all ranks by pp, copies, ep and etp, where experts have other copies than other
+                     parameters
+    expert_sharded   number of ranks that hold one copy of the experts' states -> copies as (copies
+                     of shards, shards)
+    data_mesh        all ranks with dp as (copies, data) of one copy, where blocks divide weights
+                     over data-parallel ranks
+    context          this rank among those that divide its sequences, None where they are whole
     """
 
     device: torch.device
     mesh: DeviceMesh
     sharded: Mapping[int, DeviceMesh] = field(default_factory=dict)
     expert_mesh: DeviceMesh | None = None
+    expert_sharded: Mapping[int, DeviceMesh] = field(default_factory=dict)
     data_mesh: DeviceMesh | None = None
     context: Context | None = None
 
@@ -103,8 +140,9 @@ class RankPlace:
         )
 
     @property
-    def ep_mesh(self) -> DeviceMesh | None:
-        return self.expert_mesh["ep"] if self.expert_mesh is not None else None
+    def expert_ranks(self) -> ExpertRanks | None:
+        """This rank among those that divide experts, or have copies of them."""
+        return ExpertRanks(mesh=self.expert_mesh) if self.expert_mesh is not None else None
 
     @property
     def both_mesh(self) -> DeviceMesh | None:
@@ -145,6 +183,25 @@ class RankPlace:
             copies=self.copies_mesh(num_shards) if zero else None,
             offloaded=Offload.STATES in placed.plan.offload if offloaded is None else offloaded,
             casts_inputs=casts_inputs,
+        )
+        shard_unit(unit, plan.training.precision)
+        return unit
+
+    def expert_unit(self, plan: Plan, placed: PlacedLayer, experts: nn.Module) -> Unit:
+        """Returns the sharded unit of the experts of a layer, over the ranks with copies of them.
+
+        A replica must have them on several ranks.
+        """
+        assert self.expert_mesh is not None, "the experts are a part of their layer"
+        shards = expert_shards(zero_ranks(placed, plan.mesh), plan.mesh)
+        zero = placed.plan.zero if shards > 1 else 0
+        divided = self.expert_sharded.get(shards) if zero else None
+        unit = Unit(
+            layers=(experts,),
+            zero=zero,
+            mesh=self.expert_mesh[COPIES] if divided is None else divided["shards"],
+            copies=None if divided is None else divided["apart"],
+            offloaded=Offload.STATES in placed.plan.offload,
         )
         shard_unit(unit, plan.training.precision)
         return unit

@@ -21,7 +21,7 @@ from torch.linalg import vector_norm
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from parplan.costmodels.communication.mesh import Mesh
-from parplan.executor.models.mixture_of_experts import Grouped
+from parplan.executor.models.mixture_of_experts import BIASES, Grouped
 from parplan.executor.pipeline.loss_scale import LossScale
 from parplan.executor.pipeline.stages import Stage
 from parplan.executor.run_options import LearningRateSchedule, Options
@@ -116,9 +116,10 @@ def _groups(parameters: Sequence[nn.Parameter], options: Options) -> list[dict[s
 def decays(parameter: Tensor) -> bool:
     """Return True if weight decay applies to a parameter.
 
-    It applies to matrices and tables, as GPT-2 and Llama are trained.
+    It applies to matrices and tables, as GPT-2 and Llama are trained. The biases of several experts
+    lie side by side in one tensor, which is no matrix.
     """
-    return parameter.ndim > 1
+    return parameter.ndim > 1 and not getattr(parameter, BIASES, False)
 
 
 def learning_rate(options: Options, step: int) -> float:

@@ -20,9 +20,11 @@ from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.layers.chunked_layer import state_widths, writes_over_parameters
 from parplan.costmodels.layers.model_states import StateBytes, chunk_shape, states_of, whole_tensor
 from parplan.costmodels.operators.optimizers import WholeTensor, moments_bytes
+from parplan.costmodels.operators.sharding import Sharding
 from parplan.executor.placed_layers import (
     PlacedLayer,
     effective_zero,
+    expert_shards,
     local_stages,
     stage_layers,
     zero_ranks,
@@ -37,10 +39,13 @@ from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.units import format_bytes
 
 
-def predicted_state_bytes(plan: Plan, pipeline_rank: int, replica: int) -> StateBytes:
+def predicted_state_bytes(
+    plan: Plan, pipeline_rank: int, replica: int, tp_rank: int = 0
+) -> StateBytes:
     """Return the state bytes of a rank that the planner's memory model predicts.
 
-    Shapes are divided by the plan's placements. Every tensor-parallel rank holds the same bytes.
+    Shapes are divided by the plan's placements. Tensor-parallel ranks hold the same bytes, except
+    where they hold unlike shards of experts.
 
     replica   number among the data-parallel and context-parallel ranks, the latter innermost
     """
@@ -55,7 +60,10 @@ def predicted_state_bytes(plan: Plan, pipeline_rank: int, replica: int) -> State
         shares_weight = layer.kind is LayerKind.HEAD and plan.mesh.pp == 1
         for operator in graph.layer_class(layer.kind).operators:
             for parameter in operator.parameters:
-                if not (parameter.tied and shares_weight):
+                if parameter.of_experts:
+                    inside = replica * plan.mesh.tp + tp_rank
+                    total += _expert_states(plan, layer, operator, parameter, inside)
+                elif not (parameter.tied and shares_weight):
                     total += _parameter_states(plan, layer, operator, parameter, replica)
     return total
 
@@ -80,8 +88,6 @@ def chunk_state_bytes(plan: AnyPlan, pipeline_rank: int) -> StateBytes:
 def _parameter_states(
     plan: Plan, layer: PlacedLayer, operator: Operator, parameter: Parameter, replica: int
 ) -> StateBytes:
-    if parameter.of_experts:
-        return _expert_states(plan, layer, operator, parameter, replica)
     looks_up = Offload.LOOKUP in layer.plan.offload and not plan.model.tied_embeddings
     whole, name = whole_tensor(operator, parameter), operator.name
     if looks_up and name == "tokens":
@@ -103,18 +109,17 @@ def _parameter_states(
 
 
 def _expert_states(
-    plan: Plan, layer: PlacedLayer, operator: Operator, parameter: Parameter, replica: int
+    plan: Plan, layer: PlacedLayer, operator: Operator, parameter: Parameter, stage_rank: int
 ) -> StateBytes:
-    """Return the bytes of a rank's experts.
+    """Return the bytes of a rank's experts, of which neighbours hold others.
 
-    Other ranks of its expert-parallel group hold other experts.
+    stage_rank  number of the rank among those of its stage
     """
-    experts, features, contracted = parameter.shape
-    shape = (experts // plan.mesh.ep * features, contracted)
-    shards = plan.mesh.replicas // plan.mesh.ep
-    zero = layer.plan.zero if shards > 1 else 0
-    index, on_host = replica // plan.mesh.ep, Offload.STATES in layer.plan.offload
-    whole = whole_tensor(operator, parameter)
+    mesh, whole = plan.mesh, whole_tensor(operator, parameter)
+    shape = Sharding(tp=mesh.tp, ep=mesh.ep, etp=mesh.etp).parameter_shape(operator, parameter)
+    shards = expert_shards(zero_ranks(layer, mesh), mesh)
+    zero, on_host = layer.plan.zero if shards > 1 else 0, Offload.STATES in layer.plan.offload
+    index = stage_rank // (mesh.ep * mesh.etp) % shards
     return shard_states(shape, (index, shards), zero, plan.training, whole, on_host=on_host)
 
 

@@ -111,6 +111,7 @@ def make_plan(
     ep: int = 1,
     cp: int = 1,
     form: ContextForm | None = None,
+    etp: int = 1,
     sp: bool = False,
     zero: tuple[int, ...] = (0,),
     recompute: tuple[str, ...] | str = (),
@@ -159,7 +160,7 @@ def make_plan(
         for stage in sorted(set(zero)):
             names = recompute if kind is LayerKind.BLOCK or recompute_ends else ()
             layer_plans[f"{kind}-{stage}"] = _layer_plan(
-                model, training, kind, stage, Sharding(tp=tp, sequence_parallel=sp), names
+                model, training, kind, stage, Sharding(tp=tp, sequence_parallel=sp, etp=etp), names
             )
     return Plan(
         plan_version=PLAN_VERSION,
@@ -167,7 +168,7 @@ def make_plan(
         cluster=replace(CLUSTER, gpus_per_node=pp * dp * cp * tp),
         training=training,
         pipeline=pipeline,
-        mesh=Mesh(pp=pp, dp=dp, tp=tp, ep=ep, cp=cp, context_form=form),
+        mesh=Mesh(pp=pp, dp=dp, tp=tp, ep=ep, etp=etp, cp=cp, context_form=form),
         layer_plans=layer_plans,
         stages=_stages(ranks, zero, blocks or even_blocks(model.num_layers, pp * virtual_stages)),
         predicted=_prediction(pp),

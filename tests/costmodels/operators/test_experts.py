@@ -188,15 +188,10 @@ def test_states_are_those_of_a_rank_with_its_part_of_the_experts(zero, dp, ep):
         (128,),
         (128,),
     ]  # qkv, attention out, router, norms
-    rank_share = 0
-    for rows, shards in [(experts // ep // 128, dp // ep)]:
-        elements, shard = (
-            experts // ep,
-            -(-(rows // 3 * 2) // shards) * 128 + -(-(rows // 6) // shards) * 256,
-        )
-        rank_share += hand_states(
-            elements, shard if shards > 1 else elements, zero if shards > 1 else 0
-        )
+    elements, shards = experts // ep, dp // ep
+    # rows of hidden features, of 2 x 256 and of 256 columns
+    shard = -(-(4 // ep * 128) // shards) * (2 * 256 + 256)
+    rank_share = hand_states(elements, shard, zero if shards > 1 else 0)
     for rows, *columns in rest:
         width = columns[0] if columns else 1
         rank_share += hand_states(rows * width, -(-rows // dp) * width, zero if dp > 1 else 0)
@@ -300,8 +295,8 @@ def test_divided_experts_have_the_states_of_their_part_and_the_tokens_of_all_the
     whole, divided = Sharding(2, True, ep=2), Sharding(2, True, ep=2, etp=2)
     fc1 = block.operator("fc1")
 
-    assert whole.parameter_shape(fc1, fc1.parameters[0]) == (4 * 2 * 14336, 4096)
-    assert divided.parameter_shape(fc1, fc1.parameters[0]) == (4 * 14336, 4096)
+    assert whole.parameter_shape(fc1, fc1.parameters[0]) == (4 * 4096, 2 * 14336)
+    assert divided.parameter_shape(fc1, fc1.parameters[0]) == (4 * 4096, 14336)
     assert divided.tensor_bytes(fc1, fc1.inputs[0]) == 2 * whole.tensor_bytes(fc1, fc1.inputs[0])
     assert divided.tensor_bytes(fc1, fc1.outputs[0]) == whole.tensor_bytes(fc1, fc1.outputs[0])
 

@@ -238,6 +238,16 @@ BROKEN = {
         "leave out sinks",
         "other bytes",
     ),
+    "tokens-of-experts-are-dropped": Broken(
+        "dropless",
+        dataclasses.replace(
+            make_plan(MIXTRAL),
+            training=dataclasses.replace(make_plan(MIXTRAL).training, expert_capacity=1.25),
+        ),
+        "expert_capacity is 1.25",
+        "set expert_capacity to 0",
+        "no effect",
+    ),
     "three-experts-on-two-ranks": Broken(
         "expert parallel",
         make_plan(dataclasses.replace(MIXTRAL, num_experts=3), dp=2, ep=2),
