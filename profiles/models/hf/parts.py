@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -88,8 +89,6 @@ def runs_of(kinds: list[BlockRun]) -> tuple[BlockRun, ...]:
         for n in range(1, len(kinds) + 1)
         if all(kind == kinds[place % n] for place, kind in enumerate(kinds))
     )
-    from dataclasses import replace
-
     return tuple(
         replace(kind, num_blocks=len(list(alike))) for kind, alike in groupby(kinds[:period])
     )
