@@ -443,9 +443,10 @@ def build_layer(
     builds only its part of the experts, each of which has separate values.
     """
     with torch.device("meta"):
-        layer = {
+        kind_of_block = model.block_kinds[(index - 1) % model.num_layers]
+    layer = {
             LayerKind.EMBEDDING: lambda: Embedding(model),
-            LayerKind.BLOCK: lambda: Block(model, training, model.block_kinds[index - 1], ranks),
+            LayerKind.BLOCK: lambda: Block(model, training, kind_of_block, ranks),
             LayerKind.HEAD: lambda: Head(model),
         }[kind]()
     _materialize(layer, device)
