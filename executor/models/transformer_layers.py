@@ -445,10 +445,10 @@ def build_layer(
     with torch.device("meta"):
         kind_of_block = model.block_kinds[(index - 1) % model.num_layers]
     layer = {
-            LayerKind.EMBEDDING: lambda: Embedding(model),
-            LayerKind.BLOCK: lambda: Block(model, training, kind_of_block, ranks),
-            LayerKind.HEAD: lambda: Head(model),
-        }[kind]()
+        LayerKind.EMBEDDING: lambda: Embedding(model),
+        LayerKind.BLOCK: lambda: Block(model, training, kind_of_block, ranks),
+        LayerKind.HEAD: lambda: Head(model),
+    }[kind]()
     _materialize(layer, device)
     of_experts = {parameter for each in grouped_of(layer) for parameter in each.parameters()}
     for name, parameter in layer.named_parameters():
