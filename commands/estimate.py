@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -34,6 +36,19 @@ from parplan.commands.searching import with_module
 from parplan.commands.style import Command, List, Whole, option, packs
 
 
+def _degree(name: str, text: str) -> Callable[[Any], Any]:
+    """Returns the option for the degree of one axis, 1 by default."""
+    return option(
+        LAYOUT,
+        f"--{name}",
+        type=Whole(name),
+        default=1,
+        show_default=True,
+        metavar="N",
+        help=text,
+    )
+
+
 @click.command(
     cls=Command,
     epilog="  plan estimate --model gpt-22b --gpus 8 --tp 8 --micro-batch-size 4 --recompute full\n"
@@ -44,15 +59,7 @@ from parplan.commands.style import Command, List, Whole, option, packs
 )
 @target_options
 @trace_options
-@option(
-    LAYOUT,
-    "--pp",
-    type=Whole("pp"),
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="Pipeline stages.",
-)
+@_degree("pp", "Pipeline stages.")
 @option(
     LAYOUT,
     "--dp",
@@ -60,42 +67,10 @@ from parplan.commands.style import Command, List, Whole, option, packs
     metavar="N",
     help="Data parallel degree. [default: GPUs / (pp x cp x tp)]",
 )
-@option(
-    LAYOUT,
-    "--tp",
-    type=Whole("tp"),
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="Tensor parallel degree.",
-)
-@option(
-    LAYOUT,
-    "--ep",
-    type=Whole("ep"),
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="Expert parallel degree: ranks over which whole experts are divided.",
-)
-@option(
-    LAYOUT,
-    "--etp",
-    type=Whole("etp"),
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="Tensor parallel degree of every expert: 1 or tp.",
-)
-@option(
-    LAYOUT,
-    "--cp",
-    type=Whole("cp"),
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="Context parallel degree: ranks that divide every sequence.",
-)
+@_degree("tp", "Tensor parallel degree.")
+@_degree("ep", "Expert parallel degree: ranks over which whole experts are divided.")
+@_degree("etp", "Tensor parallel degree of every expert: 1 or tp.")
+@_degree("cp", "Context parallel degree: ranks that divide every sequence.")
 @option(
     LAYOUT,
     "--context-form",

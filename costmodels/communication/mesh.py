@@ -120,13 +120,11 @@ class Mesh:
 
     def __str__(self) -> str:
         context = f" x cp {self.cp} ({self.context_form})" if self.cp > 1 else ""
-        experts = f" (ep {self.ep}{f' x etp {self.etp}' if self.etp > 1 else ''})"
-        divided = self.ep > 1 or self.etp > 1
+        experts = f" (ep {self.ep})" if self.ep > 1 else ""
+        if self.etp > 1:
+            experts = f" (ep {self.ep} x etp {self.etp})"
         order = "" if self.order is MeshOrder.PP_DP_TP else f" in order {self.order}"
-        return (
-            f"pp {self.pp} x dp {self.dp}{context} x tp {self.tp}"
-            f"{experts if divided else ''}{order}"
-        )
+        return f"pp {self.pp} x dp {self.dp}{context} x tp {self.tp}{experts}{order}"
 
     @property
     def replicas(self) -> int:
@@ -224,7 +222,7 @@ def where_axes_lie(mesh: Mesh, gpus_per_node: int) -> Hashable:
     here = np.arange(mesh.pp)
     crosses = np.asarray(crosses_nodes(mesh, here, (here + 1) % mesh.pp, gpus_per_node))
     return (
-        place_replicas(mesh, mesh.replicas, 1, gpus_per_node),
+        place_copies(mesh, mesh.replicas, gpus_per_node),
         crosses.tobytes(),
         min(mesh.stride(Axis.PP), gpus_per_node) if crosses.any() else 0,
     )
@@ -246,16 +244,15 @@ def distinct_orders(
     return tuple(meshes.values())
 
 
-def place_replicas(mesh: Mesh, ranks: int, apart: int, gpus_per_node: int) -> Placement:
-    """The placement of `ranks` of the replicas of a stage, every `apart`-th of them."""
-    stride = apart * mesh.replica_stride
-    return place_axis(ranks, stride, mesh.num_ranks, gpus_per_node)
+def place_copies(
+    mesh: Mesh, ranks: int, gpus_per_node: int, *, of_experts: bool = False, apart: int = 1
+) -> Placement:
+    """The placement of `ranks` of those of a stage that hold the same part of a parameter.
 
-
-def place_expert_copies(mesh: Mesh, gpus_per_node: int) -> Placement:
-    """The placement of the ranks that hold the same part of the same experts."""
-    stride = mesh.ep * mesh.etp
-    return place_axis(mesh.expert_replicas, stride, mesh.num_ranks, gpus_per_node)
+    They are every `apart`-th of them.
+    """
+    stride = mesh.ep * mesh.etp if of_experts else mesh.replica_stride
+    return place_axis(ranks, stride * apart, mesh.num_ranks, gpus_per_node)
 
 
 def place_axis(degree: int, stride: int, num_ranks: int, gpus_per_node: int) -> Placement:

@@ -12,7 +12,7 @@ from parplan.costmodels.communication.mesh import (
     Axis,
     Mesh,
     place,
-    place_axis,
+    place_copies,
 )
 from parplan.costmodels.communication.redistribution import redistribute
 from parplan.costmodels.host.offload import (
@@ -240,15 +240,15 @@ def _over_data(
     """
     gather = reduce = over_copies = ZERO
     width = training.gradient_precision.num_bytes
-    for of_experts, stride in ((False, mesh.replica_stride), (True, mesh.ep * mesh.etp)):
+    gpus_per_node = machine.cluster.gpus_per_node
+    for of_experts in (False, True):
         alike = parameters.held_alike(of_experts=of_experts)
         if not alike:
             continue
-        near = alike[0].holders(shards) if shards > 1 else 1
-        apart = alike[0].holders(mesh.replicas) // near
-        gpus_per_node = machine.cluster.gpus_per_node
-        neighbours = place_axis(near, stride, mesh.num_ranks, gpus_per_node)
-        copies = place_axis(apart, stride * near, mesh.num_ranks, gpus_per_node)
+        near = alike[0].sharers(shards)
+        groups = alike[0].holders(mesh.replicas) // near
+        neighbours = place_copies(mesh, near, gpus_per_node, of_experts=of_experts)
+        copies = place_copies(mesh, groups, gpus_per_node, of_experts=of_experts, apart=near)
         whole = parameters.owned(with_tied=with_tied, of_experts=of_experts)
         owned = parameters.owned(shards, with_tied=with_tied, of_experts=of_experts)
         gather += collective_time(

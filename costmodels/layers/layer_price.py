@@ -171,11 +171,11 @@ def own_communication(
     It ends the partial sums of an output and gathers its gradient backward, exchanges tokens with
     the ranks of their experts, and has attention read sequences that ranks divide.
     """
-    if operator.kind in (OperatorKind.DISPATCH, OperatorKind.COMBINE):
-        return _exchange_time(operator, sharding, inside)
+    if operator.exchanged is not None:
+        return _exchange_time(operator, operator.exchanged, sharding, inside)
     if operator.kind is OperatorKind.ATTENTION and sharding.cp > 1:
         return context_time(operator, sharding, alone, inside.machine)
-    return _ending_time(operator, sharding, alone, inside)
+    return FREE if sharding.ranks == 1 else _ending_time(operator, sharding, alone, inside)
 
 
 def _ending_time(
@@ -253,7 +253,9 @@ def _communication(
     return times
 
 
-def _exchange_time(operator: Operator, sharding: Sharding, inside: StageAxes) -> OperatorTime:
+def _exchange_time(
+    operator: Operator, copies: Tensor, sharding: Sharding, inside: StageAxes
+) -> OperatorTime:
     """The all-to-all of token copies to or from their experts' ranks (EQUATIONS C3, T3).
 
     The backward pass runs the reverse. Routing is balanced: every rank sends one ep-th of its
@@ -261,7 +263,6 @@ def _exchange_time(operator: Operator, sharding: Sharding, inside: StageAxes) ->
     """
     if sharding.ep == 1:
         return FREE
-    copies = operator.outputs[0] if operator.kind is OperatorKind.DISPATCH else operator.inputs[0]
     stride = sharding.etp
     gpus_per_node = inside.machine.cluster.gpus_per_node
     where = place_axis(sharding.ep, stride, sharding.ep * stride, gpus_per_node)

@@ -129,6 +129,13 @@ class LocalParameter:
         """The number of ranks with the same part of it, of those of `replicas` of the stage."""
         return max(1, replicas * self.inside // self.over_data)
 
+    def sharers(self, shards: int) -> int:
+        """The number of ranks that hold one copy of its sharded states together.
+
+        One shard is the whole, on however many ranks of a replica experts have copies.
+        """
+        return self.holders(shards) if shards > 1 else 1
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalParameters:
@@ -143,13 +150,10 @@ class LocalParameters:
     def owned(
         self, shards: int = 1, *, with_tied: bool = True, of_experts: bool | None = None
     ) -> int:
-        """Elements of the largest of `shards` data-parallel shards; see `owned_parameters`.
-
-        One shard is the whole, on however many ranks of a replica experts have copies.
-        """
+        """Elements of the largest of `shards` data-parallel shards; see `owned_parameters`."""
         parameters = self.each if of_experts is None else self.held_alike(of_experts=of_experts)
         return sum(
-            chunk_elements(parameter.shape, parameter.holders(shards) if shards > 1 else 1)
+            chunk_elements(parameter.shape, parameter.sharers(shards))
             for parameter in parameters
             if with_tied or not parameter.tied
         )
@@ -213,9 +217,7 @@ def local_parameters(
 
     Megatron's sharding sums gradients of weights inside a stage only in layers with experts.
     """
-    sums_weights = bool(sharding.own) or any(
-        operator.kind is OperatorKind.EXPERTS for operator in layer.operators
-    )
+    sums_weights = bool(sharding.own) or layer.has_experts
     each = (
         _local(op, sharding, sums_weights=sums_weights)
         for op in layer.operators

@@ -24,8 +24,7 @@ from parplan.costmodels.communication.mesh import (
     Mesh,
     Placement,
     place_axis,
-    place_expert_copies,
-    place_replicas,
+    place_copies,
 )
 from parplan.costmodels.layers.model_states import (
     LocalParameter,
@@ -60,7 +59,7 @@ def update_time(
     each = [p for p in parameters.each if states.with_tied or not p.tied]
     owned, moved_bytes = 0, 0
     for parameter in each:
-        shape = chunk_shape(parameter.shape, parameter.holders(shards))
+        shape = chunk_shape(parameter.shape, parameter.sharers(shards))
         moments = updates.moments_of(parameter.whole)
         width = update_bytes_per_parameter(training)
         if parameter.whole.matrix and moments is updates.of_matrices:
@@ -112,7 +111,7 @@ def _orthogonal(
     moved, products = ZERO, ZERO
     for of_experts in (False, True):
         some = [p for p in matrices if p.of_experts is of_experts]
-        holders = some[0].holders(shards) if some else 1
+        holders = some[0].sharers(shards) if some else 1
         if holders > 1:
             parts = sum(math.prod(chunk_shape(p.shape, holders)) for p in some)
             where = _over_data(some[0], mesh, holders, machine)
@@ -136,7 +135,7 @@ def _orthogonal(
 
 def _factors(parameter: LocalParameter, mesh: Mesh, shards: int, machine: Machine) -> Seconds:
     """The sums of one matrix's factors over the ranks that divide its rows or columns."""
-    inside, holders = parts_inside(parameter), parameter.holders(shards)
+    inside, holders = parts_inside(parameter), parameter.sharers(shards)
     columns = parameter.shape[-1]
     total = ZERO
     if holders > 1:
@@ -159,9 +158,7 @@ def parts_inside(parameter: LocalParameter) -> int:
 
 def _over_data(parameter: LocalParameter, mesh: Mesh, holders: int, machine: Machine) -> Placement:
     gpus_per_node = machine.cluster.gpus_per_node
-    if parameter.of_experts:
-        return place_expert_copies(mesh, gpus_per_node)
-    return place_replicas(mesh, holders, 1, gpus_per_node)
+    return place_copies(mesh, holders, gpus_per_node, of_experts=parameter.of_experts)
 
 
 def _over_stage(inside: int, mesh: Mesh, machine: Machine) -> Placement:

@@ -33,7 +33,6 @@ from parplan.profiles.stack import ContextForm
 
 PARTIAL = "partial"  # a placement: every rank holds a summand
 BATCH = "batch"
-OF_EXPERTS = (OperatorKind.DISPATCH, OperatorKind.EXPERTS, OperatorKind.COMBINE)
 SCATTERED = (BATCH, "sequence")  # dims that the executor can reduce-scatter partial sums over
 # placement of a tensor, by axis: the divided dim, None where every rank holds it whole, or PARTIAL
 Place = tuple[str | None, ...]
@@ -380,7 +379,7 @@ def _illegal_for_experts(
 
     Each token goes to its experts once, so the ranks divide the tokens, or every expert.
     """
-    if operator.kind not in OF_EXPERTS and operator.parallel_dim != EXPERT_WIDTH:
+    if not operator.on_copies:
         return None
     by_width = operator.parallel_dim == EXPERT_WIDTH and etp > 1
     for degree, split in zip(degrees, splits, strict=True):

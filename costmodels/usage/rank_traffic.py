@@ -259,11 +259,9 @@ def _exchanges(layer: LayerClass, sharding: Sharding, recomputed: tuple[str, ...
     Their seconds are `own_communication` of `parplan.costmodels.layers.layer_price`.
     """
     for operator in layer.operators if sharding.ep > 1 else ():
-        if operator.kind in (OperatorKind.DISPATCH, OperatorKind.COMBINE):
-            is_dispatch = operator.kind is OperatorKind.DISPATCH
-            copies = operator.outputs[0] if is_dispatch else operator.inputs[0]
+        if operator.exchanged is not None:
             passes = 2 + (operator.name in recomputed)
-            yield from [sharding.tensor_bytes(operator, copies)] * passes
+            yield from [sharding.tensor_bytes(operator, operator.exchanged)] * passes
 
 
 def _edges(layer: LayerClass, operator: Operator, sharding: Sharding) -> list[TensorFlow]:

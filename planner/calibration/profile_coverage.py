@@ -22,6 +22,7 @@ from parplan.costmodels.communication.mesh import (
     Placement,
     crosses_nodes,
     place_axis,
+    place_copies,
 )
 from parplan.costmodels.layers.model_states import local_parameters, stage_groups
 from parplan.costmodels.layers.sub_pipeline import HALVES
@@ -244,8 +245,7 @@ def _place(sent: SentBytes, layout: ParallelLayout, price_cache: PriceCache) -> 
     if sent.axis != Axis.DP:
         return None
     shards = price_cache.shards(mesh)
-    stride = mesh.stride(Axis.DP)
     copies = mesh.replicas // shards
     if sent.kind == Collective.ALL_REDUCE and copies > 1:
-        return place_axis(copies, stride * shards, mesh.num_ranks, gpus_per_node)
-    return place_axis(shards, stride, mesh.num_ranks, gpus_per_node)
+        return place_copies(mesh, copies, gpus_per_node, apart=shards)
+    return place_copies(mesh, shards, gpus_per_node)

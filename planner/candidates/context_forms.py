@@ -11,52 +11,60 @@ from dataclasses import replace
 
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.candidates.enumeration import CandidateSpace, layout_text
+from parplan.planner.candidates.meshes import Pruned
 from parplan.planner.deadline import Deadline
 from parplan.profiles.models.operator_graph import LayerKey
 from parplan.profiles.stack import ContextForm
 
 
-def unbeaten_forms(
-    layouts: Sequence[ParallelLayout], price_cache: PriceCache, deadline: Deadline
-) -> tuple[list[ParallelLayout], list[tuple[ParallelLayout, str]]]:
-    """Returns the layouts whose form no other beats, and the others, each with the reason.
+def without_beaten_forms(
+    space: CandidateSpace, price_cache: PriceCache, deadline: Deadline
+) -> CandidateSpace:
+    """Returns the space without the layouts whose form another beats, each with the reason.
 
     Raises OutOfTimeError at the end of the deadline.
     """
     by_rest: dict[ParallelLayout, list[ParallelLayout]] = {}
-    for layout in layouts:
-        plain = layout
+    for layout in space.layouts:
         if layout.mesh.cp > 1:
-            plain = replace(layout, mesh=replace(layout.mesh, context_form=ContextForm.RING))
-        by_rest.setdefault(plain, []).append(layout)
-    kept = set[ParallelLayout]()
-    beaten: list[tuple[ParallelLayout, str]] = []
+            ring = replace(layout, mesh=replace(layout.mesh, context_form=ContextForm.RING))
+            by_rest.setdefault(ring, []).append(layout)
+    if not by_rest:
+        return space
+    beaten: dict[ParallelLayout, ContextForm | None] = {}
     for alike in by_rest.values():
         deadline.check()
-        waits_s = {each: tuple(_passes_s(each, price_cache)) for each in alike}
-        fastest: list[ParallelLayout] = []
-        for layout in sorted(alike, key=waits_s.__getitem__):
-            faster = next(
-                (
-                    other
-                    for other in fastest
-                    if all(a <= b for a, b in zip(waits_s[other], waits_s[layout], strict=True))
-                ),
-                None,
-            )
-            if faster is None:
-                fastest.append(layout)
-            else:
-                reason = f"attention waits less in the form {faster.mesh.context_form}"
-                beaten.append((layout, reason))
-        kept.update(fastest)
-    return [layout for layout in layouts if layout in kept], beaten
+        beaten.update(_beaten(alike, price_cache))
+    pruned = (
+        Pruned(layout_text(layout), f"attention waits less in the form {form}")
+        for layout, form in beaten.items()
+    )
+    kept = tuple(layout for layout in space.layouts if layout not in beaten)
+    return CandidateSpace(kept, (*space.pruned, *pruned))
+
+
+def _beaten(
+    alike: Sequence[ParallelLayout], price_cache: PriceCache
+) -> Iterator[tuple[ParallelLayout, ContextForm | None]]:
+    """Yields the layouts that another is no slower than in any pass, with the form of that one."""
+    waits_s = {each: tuple(_passes_s(each, price_cache)) for each in alike}
+    fastest: list[ParallelLayout] = []
+    for layout in sorted(alike, key=waits_s.__getitem__):
+        faster = (other for other in fastest if _no_slower(waits_s[other], waits_s[layout]))
+        other = next(faster, None)
+        if other is None:
+            fastest.append(layout)
+        else:
+            yield layout, other.mesh.context_form
+
+
+def _no_slower(first_s: Sequence[float], second_s: Sequence[float]) -> bool:
+    return all(a <= b for a, b in zip(first_s, second_s, strict=True))
 
 
 def _passes_s(layout: ParallelLayout, price_cache: PriceCache) -> Iterator[float]:
-    """Yields the seconds of both passes of each class of blocks, none without the axis."""
-    if layout.mesh.cp == 1:
-        return
+    """Yields the seconds of both passes of each class of blocks."""
     for kind in _block_classes(price_cache):
         time = price_cache.layer_time(kind, layout.micro_batch_size, layout.sharding)
         yield time.forward_s

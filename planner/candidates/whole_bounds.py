@@ -20,7 +20,7 @@ from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.dominance import Array
 from parplan.planner.layer_options.layer_option import LayerOption
 from parplan.planner.stage_columns.sequence_table import BlockClassTable
-from parplan.profiles.models.operator_graph import LayerKey, LayerKind, OperatorKind
+from parplan.profiles.models.operator_graph import LayerKey, LayerKind
 
 # prices of a byte, in shares of (range of seconds) / (range of bytes) of the options of a class
 _BYTE_PRICES = np.array([0.0, 0.1, 0.3, 1.0, 3.0, 10.0])
@@ -34,12 +34,8 @@ class WholeBounds:
         layers = range(self._prices.num_layers)
         self._counts = Counter(self._prices.key(layer, layer) for layer in layers)
         self._blocks = [key for key in self._counts if key.role is LayerKind.BLOCK]
-        self._mixtures = {key for key in self._blocks if self._has_experts(key)}
+        self._mixtures = {key for key in self._blocks if self._prices.layer(key, 1).has_experts}
         self._num_blocks = sum(self._counts[key] for key in self._blocks)
-
-    def _has_experts(self, key: LayerKey) -> bool:
-        operators = self._prices.layer(key, 1).operators
-        return any(operator.kind is OperatorKind.EXPERTS for operator in operators)
 
     def may_fit(self, layout: ParallelLayout, limit_bytes: float) -> bool:
         """Returns False if the states exceed the memory of all devices."""

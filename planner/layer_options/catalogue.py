@@ -184,6 +184,7 @@ class Catalogue:
         self.free = not megatron_sharding
         self._options: dict[tuple[int, Sharding], tuple[LayerOption, ...]] = {}
         self._operators = {operator.name: operator for operator in operators}
+        self._mixture = frozenset(op.name for op in operators if op.in_mixture)
         self._once = KeyedCache()
         self._fastest_s: dict[tuple[int, Sharding], dict[WeightLayout, float]] = {}
         self._dims = divided_dims(price_cache, key)
@@ -370,7 +371,7 @@ class Catalogue:
             operator = self._operators[name]
             if level is not None and option.recomputed != (name in names):
                 return False
-            if not self.free or sharding.overlap or operator.in_mixture:
+            if not self.free or sharding.overlap or name in self._mixture:
                 return option.splits == sharding.splits(operator)
             dim = operator.parallel_dim
             if sharding.ranks == 1 or dim is None or not weights_of(operator):

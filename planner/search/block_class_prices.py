@@ -15,14 +15,12 @@ from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.step import StepPrice
 from parplan.costmodels.strategy import ParallelLayout, Strategy
-from parplan.planner.candidates.context_forms import unbeaten_forms
+from parplan.planner.candidates.context_forms import without_beaten_forms
 from parplan.planner.candidates.enumeration import (
     CandidateSpace,
     enumerate_candidates,
-    layout_text,
     no_candidate_error,
 )
-from parplan.planner.candidates.meshes import Pruned
 from parplan.planner.candidates.whole_bounds import WholeBounds
 from parplan.planner.infeasible.shortfall import price_cache_of
 from parplan.planner.plan.assemble import assemble
@@ -47,10 +45,8 @@ class BlockClassPrices(SequencePrices):
     def __init__(self, request: Request) -> None:
         _require_searched(request.constraints, request.model.name)
         price_cache = price_cache_of(request)
-        space = enumerate_candidates(request)
-        layouts, beaten = unbeaten_forms(space.layouts, price_cache, request.options.deadline)
-        pruned = (Pruned(layout_text(layout), reason) for layout, reason in beaten)
-        space = CandidateSpace(tuple(layouts), (*space.pruned, *pruned))
+        deadline = request.options.deadline
+        space = without_beaten_forms(enumerate_candidates(request), price_cache, deadline)
         space = _with_hosts(space, request.constraints.offload or ())
         if not space.layouts:
             raise no_candidate_error(space, request.cluster)
@@ -59,7 +55,7 @@ class BlockClassPrices(SequencePrices):
             space,
             price_cache,
             request.constraints.resolved(request.training.stack),
-            request.options.deadline,
+            deadline,
             lambda layout: given_cuts(layout, num_blocks),
             self._assembled,
             BlockClassTable,

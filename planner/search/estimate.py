@@ -269,12 +269,17 @@ def _as_the_rule(
     limit: float,
 ) -> Strategy:
     """The strategy with the recompute of a rule, by memory within `limit` bytes."""
-    zero = zero if layout.mesh.replicas > 1 or price_cache.offloads_states else 0
+    zero = _sharded(zero, layout, price_cache)
     if rule.by_memory:
         counts = StageAwareRoom(layout, blocks, zero, price_cache, limit).least_counts()
     else:
         counts = recomputed(blocks, rule.of_stages(layout))
     return stage_aware(layout, blocks, counts, zero)
+
+
+def _sharded(zero: int, layout: ParallelLayout, price_cache: PriceCache) -> int:
+    """Returns the ZeRO stage, which is 0 where no other rank or host holds a copy."""
+    return zero if layout.mesh.replicas > 1 or price_cache.offloads_states else 0
 
 
 def _check_unlike(model: ModelSpec, layout: ParallelLayout, choices: UniformChoices) -> None:
@@ -327,7 +332,7 @@ def uniform_strategy(
 ) -> Strategy:
     """Strategy with `blocks[s]` blocks on rank s, all at one recompute level and ZeRO stage."""
     if has_unlike_blocks(price_cache.model):
-        zero = zero if layout.mesh.dp > 1 or price_cache.offloads_states else 0
+        zero = _sharded(zero, layout, price_cache)
         lengths = {
             stage: len(chunk)
             for rank, count in enumerate(blocks)

@@ -34,6 +34,7 @@ class OperatorKind(StrEnum):
     VIEW = "view"  # its input in another shape, without a kernel
 
 
+_ON_COPIES = (OperatorKind.DISPATCH, OperatorKind.EXPERTS, OperatorKind.COMBINE)
 # products have two gradients, of the input and of the weight
 PRODUCTS = (OperatorKind.MATMUL, OperatorKind.EXPERTS)
 EXPERTS_DIM = "experts"  # the dim of parameters that expert parallelism divides
@@ -202,6 +203,18 @@ class Operator:
         return self.kind is OperatorKind.COMBINE or any(dim.name in _ROUTED for dim in self.dims)
 
     @property
+    def on_copies(self) -> bool:
+        """True for what a mixture runs on copies of tokens: the way to the experts, and back."""
+        return self.kind in _ON_COPIES or self.parallel_dim == EXPERT_WIDTH
+
+    @property
+    def exchanged(self) -> Tensor | None:
+        """The copies of tokens that it exchanges with the ranks of their experts, or None."""
+        if self.kind is OperatorKind.DISPATCH:
+            return self.outputs[0]
+        return self.inputs[0] if self.kind is OperatorKind.COMBINE else None
+
+    @property
     def num_parameters(self) -> int:
         return sum(parameter.num_elements for parameter in self.parameters)
 
@@ -334,6 +347,11 @@ class LayerClass:
             ),
             None,
         )
+
+    @property
+    def has_experts(self) -> bool:
+        """True if tokens pass some of its experts."""
+        return any(operator.kind is OperatorKind.EXPERTS for operator in self.operators)
 
     @property
     def gradient_launches(self) -> int:

@@ -13,17 +13,7 @@ from parplan.profiles.models.spec import Positions
 def embedding_operators(shapes: Shapes) -> tuple[Operator, ...]:
     """Returns the look-up of the tokens, and the sum with learned positions."""
     out = shapes.tokens("embedded", shapes.hidden)
-    table = Parameter(name="weight", dims=(shapes.vocab, shapes.hidden))
-    tokens = Operator(
-        name="tokens",
-        kind=OperatorKind.EMBEDDING,
-        dims=(*out.dims, shapes.vocab),
-        inputs=(),
-        outputs=(out,),
-        parameters=(table,),
-        contracted="vocab",
-        parallel_dim="vocab",
-    )
+    tokens = shapes.look_up("tokens", out)
     if shapes.model.positions is not Positions.LEARNED:
         return (tokens,)
     positioned = shapes.tokens("positioned", shapes.hidden)

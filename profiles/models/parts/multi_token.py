@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from parplan.profiles.models.operator_graph import Dim, Operator, OperatorKind, Parameter, Tensor
+from parplan.profiles.models.operator_graph import Dim, Operator, Tensor
 from parplan.profiles.models.parts.block import block_operators
 from parplan.profiles.models.parts.shapes import Shapes, elementwise, linear
 
@@ -41,26 +41,12 @@ def _module(x: Tensor, shapes: Shapes, prefix: str) -> tuple[Operator, ...]:
     normed = shapes.tokens(f"{prefix}norm", hidden)
     return (
         shapes.norm(f"{prefix}state_norm", x, state_normed),
-        _embedding(f"{prefix}tokens", embedded, shapes),
+        shapes.look_up(f"{prefix}tokens", embedded, tied=True),
         shapes.norm(f"{prefix}embedding_norm", embedded, embedding_normed),
         elementwise(f"{prefix}joined", (state_normed, embedding_normed), joined),
         linear(f"{prefix}projection", joined, projected, parallel_dim=None, bias=False),
         *block,
         shapes.norm(f"{prefix}norm", block[-1].outputs[0], normed),
-    )
-
-
-def _embedding(name: str, out: Tensor, shapes: Shapes) -> Operator:
-    table = Parameter(name="weight", dims=(shapes.vocab, shapes.hidden), tied=True)
-    return Operator(
-        name=name,
-        kind=OperatorKind.EMBEDDING,
-        dims=(*out.dims, shapes.vocab),
-        inputs=(),
-        outputs=(out,),
-        parameters=(table,),
-        contracted="vocab",
-        parallel_dim="vocab",
     )
 
 

@@ -89,6 +89,19 @@ class Shapes:
             undivided=((features.name, "a norm is over the whole of it"),),
         )
 
+    def look_up(self, name: str, out: Tensor, *, tied: bool = False) -> Operator:
+        """Returns the look-up of tokens in the table, or in a copy of it that is `tied`."""
+        return Operator(
+            name=name,
+            kind=OperatorKind.EMBEDDING,
+            dims=(*out.dims, self.vocab),
+            inputs=(),
+            outputs=(out,),
+            parameters=(Parameter(name="weight", dims=(self.vocab, self.hidden), tied=tied),),
+            contracted="vocab",
+            parallel_dim="vocab",
+        )
+
     def residual(self, name: str, inputs: tuple[Tensor, ...], out: Tensor) -> Operator:
         """Returns the dropout of sublayers' outputs added to the residual.
 

@@ -13,7 +13,7 @@ from parplan.costmodels.communication.mesh import (
     Placement,
     crosses_nodes,
     place,
-    place_replicas,
+    place_copies,
     where_axes_lie,
 )
 from parplan.profiles.errors import ConfigError
@@ -203,7 +203,7 @@ def test_replicas_are_the_ranks_of_both_axes_that_divide_no_parameter(gpus_per_n
     for mesh in MESHES:
         ranks = sorted(mesh.rank(dp=dp, cp=cp) for dp in range(mesh.dp) for cp in range(mesh.cp))
         nodes = [rank // gpus_per_node for rank in ranks]
-        placement = place_replicas(mesh, mesh.replicas, 1, gpus_per_node)
+        placement = place_copies(mesh, mesh.replicas, gpus_per_node)
 
         assert placement.num_ranks == mesh.replicas == len(ranks)
         assert (placement.nodes, placement.ranks_per_node) == (len(set(nodes)), nodes.count(0))

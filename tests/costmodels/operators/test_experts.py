@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from parplan.costmodels.communication.collectives import Collective, collective_time
-from parplan.costmodels.communication.mesh import Mesh, Placement, place_expert_copies
+from parplan.costmodels.communication.mesh import Mesh, Placement, place_copies
 from parplan.costmodels.layers.model_states import StateSharding, layer_states
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.operators.sharding import Sharding
@@ -157,7 +157,9 @@ def test_the_copies_of_an_expert_sit_where_their_ranks_are(pp, dp, tp, ep, etp, 
     ranks = range(0, dp * tp, ep * etp)  # those with the first experts, of the first pp rank
     nodes = [rank // per_node for rank in ranks]
 
-    placement = place_expert_copies(Mesh(pp=pp, dp=dp, tp=tp, ep=ep, etp=etp), per_node)
+    mesh = Mesh(pp=pp, dp=dp, tp=tp, ep=ep, etp=etp)
+
+    placement = place_copies(mesh, mesh.expert_replicas, per_node, of_experts=True)
 
     assert placement.num_ranks == len(ranks)
     assert (placement.nodes, placement.ranks_per_node) == (len(set(nodes)), nodes.count(nodes[0]))

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from parplan.costmodels.price_cache import PriceCache
-from parplan.planner.candidates.context_forms import unbeaten_forms
+from parplan.planner.candidates.context_forms import without_beaten_forms
+from parplan.planner.candidates.enumeration import CandidateSpace, layout_text
 from parplan.planner.candidates.meshes import LONG_SEQUENCE
 from parplan.planner.deadline import NEVER
 from parplan.planner.request import Constraints
@@ -57,10 +58,11 @@ def test_a_form_that_waits_longer_is_dropped_and_no_plan_is_lost():
     prices = PriceCache(MODEL, LONG, machine_for(CLUSTER))
     every = layouts(cp=(2, 4), pp=(1,), tp=(1,))
 
-    kept, beaten = unbeaten_forms(every, prices, NEVER)
+    space = without_beaten_forms(CandidateSpace(every, ()), prices, NEVER)
 
-    assert sorted(map(str, (*kept, *(layout for layout, _ in beaten)))) == sorted(map(str, every))
-    assert all("attention waits less in the form" in reason for _, reason in beaten)
+    named = (*map(layout_text, space.layouts), *(pruned.candidate for pruned in space.pruned))
+    assert sorted(named) == sorted(map(layout_text, every))
+    assert all("attention waits less in the form" in pruned.reason for pruned in space.pruned)
     forms = {each.mesh.context_form for each in every}
     each_alone = [
         find_plan(
