@@ -139,6 +139,29 @@ def data_parallel_moves(
     )
 
 
+def frozen_gather(
+    parameters: LocalParameters, mesh: Mesh, shards: int, machine: Machine, training: TrainingSpec
+) -> Seconds:
+    """All-gather of the frozen parameters of a layer, which ZeRO 3 shards too (EQUATIONS M8).
+
+    They are a group of their own, in the form in which they are held.
+    """
+    total = ZERO
+    for of_experts, stride in _groups(mesh):
+        alike = parameters.frozen.held_alike(of_experts=of_experts)
+        if alike:
+            near = alike[0].holders(shards)
+            neighbours = place_axis(near, stride, mesh.num_ranks, machine.cluster.gpus_per_node)
+            n_bytes = parameters.frozen_bytes(training, of_experts=of_experts)
+            total += collective_time(Collective.ALL_GATHER, n_bytes, neighbours, machine)
+    return machine.corrected("data", total)
+
+
+def _groups(mesh: Mesh) -> tuple[tuple[bool, int], ...]:
+    """Whether parameters are of experts, and the stride of the ranks that hold the same part."""
+    return (False, mesh.replica_stride), (True, mesh.ep * mesh.etp)
+
+
 def exposed_moves(
     groups: Sequence[tuple[int, DataParallelMoves]],
     time: LayerTime,
@@ -240,7 +263,7 @@ def _over_data(
     """
     gather = reduce = over_copies = ZERO
     width = training.gradient_precision.num_bytes
-    for of_experts, stride in ((False, mesh.replica_stride), (True, mesh.ep * mesh.etp)):
+    for of_experts, stride in _groups(mesh):
         alike = parameters.held_alike(of_experts=of_experts)
         if not alike:
             continue

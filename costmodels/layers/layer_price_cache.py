@@ -6,7 +6,7 @@ The kinds are parts of a described model or shards of a traced one.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parplan.costmodels.communication.collectives import (
     Collective,
@@ -33,6 +33,7 @@ from parplan.costmodels.layers.data_parallel import (
     DataParallelTime,
     data_parallel_moves,
     exposed_moves,
+    frozen_gather,
 )
 from parplan.costmodels.layers.layer_price import (
     ENDLESS,
@@ -48,7 +49,7 @@ from parplan.costmodels.layers.model_states import (
     StateBytes,
     StateSharding,
     held_states,
-    ideal_states,
+    ideal_states_of,
     local_parameters,
     owned_parameters,
     stage_groups,
@@ -85,6 +86,7 @@ class LayerStates:
     buffers      ZeRO's buffers by stage, one for each group of parameters
     step_copies  fp32 copies for the optimizer's step
     host         on the host for this rank
+    frozen       gathered frozen parameters of the current and the prefetched layer at stage 3
     """
 
     states: StateBytes
@@ -92,6 +94,7 @@ class LayerStates:
     buffers: tuple[tuple[int, int], ...]
     step_copies: int
     host: int = 0
+    frozen: int = 0
 
     @property
     def zero_buffer(self) -> int:
@@ -101,12 +104,13 @@ class LayerStates:
         after the other at the end of the step.
         """
         after = max((size for stage, size in self.buffers if stage < 2), default=0)
-        return max(after, sum(size for stage, size in self.buffers if stage >= 2))
+        return max(after, self.frozen + sum(size for stage, size in self.buffers if stage >= 2))
 
     @property
     def gathered_bytes(self) -> float:
         """Bytes of the buffers that hold gathered parameters in a backward pass."""
-        return sum(2 * (size / ZERO_3_COPIES) for stage, size in self.buffers if stage == 3)
+        trained = sum(2 * (size / ZERO_3_COPIES) for stage, size in self.buffers if stage == 3)
+        return self.frozen + trained
 
     @property
     def reduced_bytes(self) -> float:
@@ -175,11 +179,20 @@ class LayerPriceCache(LayerTimes):
         self, time: LayerTime, mesh: Mesh, groups: tuple[ParameterGroup, ...]
     ) -> DataParallelTime:
         def moves(group: ParameterGroup) -> DataParallelMoves:
-            parameters, states = group.parameters, self._state_sharding(mesh, group)
-            return self._once(
-                ("dp moves", parameters, mesh, group.zero > 0, group.offloaded),
-                lambda: data_parallel_moves(parameters, mesh, states, self.machine, self.training),
+            trained, states = group.parameters.trained, self._state_sharding(mesh, group)
+            moved = self._once(
+                ("dp moves", trained, mesh, group.zero > 0, group.offloaded),
+                lambda: data_parallel_moves(trained, mesh, states, self.machine, self.training),
             )
+            if group.zero < 3 or trained is group.parameters:
+                return moved
+            gather = self._once(
+                ("frozen gather", group.parameters, mesh),
+                lambda: frozen_gather(
+                    group.parameters, mesh, states.shards, self.machine, self.training
+                ),
+            )
+            return replace(moved, gather=moved.gather + gather)
 
         moved = [(group.zero, moves(group)) for group in groups]
         return exposed_moves(moved, time, self.machine, self.training)
@@ -218,27 +231,31 @@ class LayerPriceCache(LayerTimes):
 
         def make() -> LayerStates:
             states = StateBytes()
-            owned = host = 0
+            owned = host = frozen = 0
             buffers: list[tuple[int, int]] = []
             for group in groups:
                 sharded = self._state_sharding(mesh, group)
                 states += held_states(group.parameters.each, sharded, self.training)
                 shards = sharded.shards if group.zero else 1
-                updated = group.parameters.owned(shards, with_tied=sharded.with_tied)
+                trained = group.parameters.trained
+                updated = trained.owned(shards, with_tied=sharded.with_tied)
                 owned += updated
-                buffer = self._zero_buffer(group.parameters, mesh, sharded)
+                buffer = self._zero_buffer(trained, mesh, sharded) if trained.each else 0
+                if group.zero == 3 and mesh.replicas > 1:
+                    frozen += 2 * group.parameters.frozen_bytes(self.training)
                 if group.offloaded:
                     buffer += COPIED_BYTES * updated
                     host += HOST_STATE_BYTES * updated
                 # without ZeRO a copy to the host comes when ZeRO 1 would reduce
                 buffers.append((group.zero or int(group.offloaded), buffer))
-            whole = self._parameters(kind, Sharding()).owned(with_tied=False)
+            whole = self._parameters(kind, Sharding())
             return LayerStates(
                 states=states,
-                ideal=ideal_states(whole, mesh.ranks_per_stage, self.training),
+                ideal=ideal_states_of(whole.each, mesh.ranks_per_stage, self.training),
                 buffers=tuple(buffers),
                 step_copies=step_copy_bytes(owned, self.training),
                 host=host,
+                frozen=frozen,
             )
 
         return self._once(("states", kind, mesh, groups, self.offloads_states), make)

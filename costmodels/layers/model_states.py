@@ -17,8 +17,9 @@ Held during a step, bytes per parameter, D data-parallel ranks:
     optimizer   8             8/D         8/D         8/D
 
 with g = 4 for fp32 gradients and 2 otherwise. Some stacks hold further whole copies of the
-gradients (`gradient_copy_bytes`). Source: Rajbhandari et al. 2020, arXiv 1910.02054, for the ZeRO
-stages; FSDP2 of torch 2.13 for resident bytes.
+gradients (`gradient_copy_bytes`). A frozen parameter has neither gradients nor states: it has its
+weights alone, whole at ZeRO 0 to 2 and one D-th at ZeRO 3 (`frozen_bytes`). Source: Rajbhandari et
+al. 2020, arXiv 1910.02054, for the ZeRO stages; FSDP2 of torch 2.13 for resident bytes.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from parplan.costmodels.operators.kernels import FP32_BYTES
+from parplan.costmodels.operators.operator_kernels import SCALED_ELEMENTS
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.profiles.models.operator_graph import (
     PRODUCTS,
@@ -100,6 +103,8 @@ class LocalParameter:
     inside       ranks of the stage for each replica among which its copies are
     of_experts   it is one for each expert
     summed_axes  axes inside a stage over which the gradient of a matrix is a sum
+    trained      it has a gradient and optimizer states
+    quantised    it is frozen in 8 bits
     """
 
     shape: tuple[int, ...]
@@ -108,6 +113,8 @@ class LocalParameter:
     inside: int
     of_experts: bool
     summed_axes: tuple[int, ...]
+    trained: bool = True
+    quantised: bool = False
 
     @property
     def elements(self) -> int:
@@ -128,6 +135,19 @@ class LocalParameters:
     each: tuple[LocalParameter, ...]
     degrees: tuple[int, ...]
 
+    @property
+    def trained(self) -> LocalParameters:
+        """Those that have gradients."""
+        return self._those(trained=True)
+
+    @property
+    def frozen(self) -> LocalParameters:
+        return self._those(trained=False)
+
+    def _those(self, *, trained: bool) -> LocalParameters:
+        chosen = tuple(each for each in self.each if each.trained == trained)
+        return self if len(chosen) == len(self.each) else _alike(chosen, self.degrees)
+
     def owned(
         self, shards: int = 1, *, with_tied: bool = True, of_experts: bool | None = None
     ) -> int:
@@ -137,6 +157,14 @@ class LocalParameters:
             chunk_elements(parameter.shape, parameter.holders(shards))
             for parameter in parameters
             if with_tied or not parameter.tied
+        )
+
+    def frozen_bytes(self, training: TrainingSpec, *, of_experts: bool | None = None) -> int:
+        """Bytes of the frozen parameters on one tensor-parallel rank."""
+        return sum(
+            frozen_bytes(each.elements, training, quantised=each.quantised)
+            for each in self.each
+            if not each.trained and of_experts in (None, each.of_experts)
         )
 
     def held_alike(self, *, of_experts: bool) -> list[LocalParameter]:
@@ -169,8 +197,10 @@ def _local(
             sharding.tp if parameter.of_experts else 1,
             parameter.of_experts,
             sharding.summed_axes(operator, parameter)
-            if sums_weights and len(parameter.dims) > 1
+            if sums_weights and parameter.trained and len(parameter.dims) > 1
             else (),
+            parameter.trained,
+            parameter.quantised,
         )
         for parameter in operator.parameters
     )
@@ -182,10 +212,11 @@ def local_parameters(
 ) -> LocalParameters:
     """Returns the parameters of `layer` on one tensor-parallel rank, or of its operators `names`.
 
-    Megatron's sharding sums gradients of weights inside a stage only in layers with experts.
+    Megatron's sharding sums gradients of weights inside a stage only in layers with experts or
+    adapters.
     """
     sums_weights = bool(sharding.own) or any(
-        operator.kind is OperatorKind.EXPERTS for operator in layer.operators
+        operator.kind is OperatorKind.EXPERTS or operator.is_adapter for operator in layer.operators
     )
     each = (
         _local(op, sharding, sums_weights=sums_weights)
@@ -229,6 +260,13 @@ def states_of(elements: int, shard: int, zero: int, training: TrainingSpec) -> S
         return StateBytes(parameters, gradients, MOMENTS_BYTES * updated)
     parameters = training.precision.num_bytes * gathered
     return StateBytes(parameters, gradients, (MASTER_BYTES + MOMENTS_BYTES) * updated)
+
+
+def frozen_bytes(elements: int, training: TrainingSpec, *, quantised: bool) -> int:
+    """Bytes of frozen weights: in the training's precision, or in 8 bits with their scales."""
+    if quantised:
+        return elements + FP32_BYTES * -(-elements // SCALED_ELEMENTS)
+    return training.precision.num_bytes * elements
 
 
 def offloaded_states(elements: int, zero: int, training: TrainingSpec) -> StateBytes:
@@ -296,13 +334,20 @@ def held_states(
     """
     elements: dict[int, int] = {}
     owned: dict[int, int] = {}
+    frozen = 0
     for parameter in parameters:
         if states.with_tied or not parameter.tied:
             same = parameter.holders(states.shards)
             index = dp_rank * same // states.shards  # neighbours hold different experts
+            if not parameter.trained:
+                held = parameter.elements
+                if states.zero == 3:
+                    held = chunk_elements(parameter.shape, same, index)
+                frozen += frozen_bytes(held, training, quantised=parameter.quantised)
+                continue
             elements[same] = elements.get(same, 0) + parameter.elements
             owned[same] = owned.get(same, 0) + chunk_elements(parameter.shape, same, index)
-    total = StateBytes()
+    total = StateBytes(frozen)
     for same, number in elements.items():
         stage = states.zero if same > 1 or states.offloaded else 0
         if states.offloaded:
@@ -342,21 +387,48 @@ def owned_parameters(
 
 
 def ideal_states(
-    num_parameters: int, ranks: int, training: TrainingSpec
+    num_parameters: int, ranks: int, training: TrainingSpec, frozen: float = 0.0
 ) -> tuple[float, float, float]:
     """Parameter, gradient and optimizer bytes per rank without redundancy (EQUATIONS R2).
 
-    They are divided over `ranks` ranks. In mixed precision the fp32 master is the one copy of the
-    weights, so the ideal has no 16-bit copy besides.
+    They are divided over `ranks` ranks: those of trained parameters, and the bytes of `frozen`
+    ones. In mixed precision the fp32 master is the one copy of the trained weights, so the ideal
+    has no 16-bit copy besides.
     """
     share = num_parameters / ranks
     if training.precision is Precision.FP32:
-        return 4 * share, training.gradient_precision.num_bytes * share, MOMENTS_BYTES * share
+        return (
+            4 * share + frozen / ranks,
+            training.gradient_precision.num_bytes * share,
+            MOMENTS_BYTES * share,
+        )
     return (
-        0.0,
+        frozen / ranks,
         training.gradient_precision.num_bytes * share,
         (MASTER_BYTES + MOMENTS_BYTES) * share,
     )
+
+
+def ideal_states_of(
+    parameters: Iterable[LocalParameter], ranks: int, training: TrainingSpec
+) -> tuple[float, float, float]:
+    """Returns `ideal_states` of `parameters`, which no rank divides; tied ones count elsewhere."""
+    counted = [parameter for parameter in parameters if not parameter.tied]
+    frozen = sum(
+        frozen_bytes(each.elements, training, quantised=each.quantised)
+        for each in counted
+        if not each.trained
+    )
+    trained = sum(each.elements for each in counted if each.trained)
+    return ideal_states(trained, ranks, training, frozen)
+
+
+def operators_ideal_states(
+    operators: Iterable[Operator], ranks: int, training: TrainingSpec
+) -> tuple[float, float, float]:
+    """Returns `ideal_states` of the parameters of some operators."""
+    parameters = (p for each in operators for p in _local(each, Sharding(), sums_weights=False))
+    return ideal_states_of(parameters, ranks, training)
 
 
 def zero_buffer_bytes(num_parameters: int, zero: int, dp: int, training: TrainingSpec) -> int:

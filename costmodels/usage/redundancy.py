@@ -24,6 +24,7 @@ from parplan.costmodels.layers.model_states import (
     StateSharding,
     ideal_states,
     operator_states,
+    operators_ideal_states,
     owned_parameters,
 )
 from parplan.costmodels.layers.recompute import (
@@ -178,12 +179,11 @@ def _operator_states(
     sharding = layout.sharding_of(choice)
     training = price_cache.training
     outside = unchunked_prices(layout, price_cache).training
-    everywhere = (
+    everywhere = [
         each
         for each in price_cache.whole_layer(choice.kind).operators
         if each.name == operator.name
-    )
-    whole = sum(p.num_elements for each in everywhere for p in each.parameters if not p.tied)
+    ]
     if in_chunks(choice, layout):
         over = writes_over_parameters(training, layout.num_micro_batches)
         elements = sharding.parameter_elements(operator) / mesh.dp
@@ -193,7 +193,7 @@ def _operator_states(
             widths.gradients * elements,
             widths.optimizer * elements,
         )
-        return held, ideal_states(whole, mesh.ranks_per_stage, training)
+        return held, operators_ideal_states(everywhere, mesh.ranks_per_stage, training)
     states = operator_states(
         operator,
         sharding,
@@ -205,6 +205,5 @@ def _operator_states(
         ),
         outside,
     )
-    return (states.parameters, states.gradients, states.optimizer), ideal_states(
-        whole, mesh.ranks_per_stage, outside
-    )
+    held = states.parameters, states.gradients, states.optimizer
+    return held, operators_ideal_states(everywhere, mesh.ranks_per_stage, outside)

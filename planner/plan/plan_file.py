@@ -28,6 +28,8 @@ def plan_to_document(plan: AnyPlan) -> dict[str, Any]:
     for layer_plan in body.get("layer_plans", {}).values():
         if not layer_plan["own_zero"]:  # few plans have any
             del layer_plan["own_zero"]
+    if plan.training.fine_tuning is None:
+        del body["training"]["fine_tuning"]
     if isinstance(plan, Plan):
         for name in rare_defaults(plan.model):
             del body["model"][name]

@@ -19,6 +19,7 @@ from parplan.profiles.models.blocks import (
     block_kinds,
     require_positive,
 )
+from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.stack import AttentionKernel, Stack
 
 _FORBID = {"extra": "forbid"}
@@ -272,6 +273,7 @@ class TrainingSpec:
         flag of that name)
     fp8_matmuls: the products of the blocks run in fp8, with operands that are scaled by tensor and
         cast each time; all else runs in `precision`
+    fine_tuning: the trained part of the model; None for all of it
     stack: the software that runs the step. It has no default here:
         parplan.commands.requests.requests.request_of takes that of the command
     """
@@ -286,6 +288,7 @@ class TrainingSpec:
     attention: AttentionKernel = AttentionKernel.FLASH
     overlap_grad_reduce: bool = True
     fp8_matmuls: bool = False
+    fine_tuning: FineTuning | None = None
     stack: Stack
 
     def __post_init__(self) -> None:

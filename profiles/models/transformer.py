@@ -11,6 +11,7 @@ from __future__ import annotations
 from itertools import groupby
 
 from parplan.profiles.models.blocks import BlockRun, kind_names
+from parplan.profiles.models.fine_tuned_graph import fine_tuned
 from parplan.profiles.models.operator_graph import (
     BlockClass,
     LayerClass,
@@ -52,7 +53,7 @@ def build_graph(
     blocks = tuple(
         _run(classes[kind], len(list(alike))) for kind, alike in groupby(model.block_kinds)
     )
-    return ModelGraph(
+    graph = ModelGraph(
         name=model.name,
         micro_batch_size=micro_batch_size,
         layers=(
@@ -61,6 +62,7 @@ def build_graph(
             _run(layer_class(LayerKind.HEAD, head_operators(shapes())), 1),
         ),
     )
+    return fine_tuned(graph, training.fine_tuning)
 
 
 def block_classes(model: ModelSpec) -> dict[BlockRun, BlockClass | None]:
