@@ -6,7 +6,7 @@ The kinds are parts of a described model or shards of a traced one.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from parplan.costmodels.communication.collectives import (
     Collective,
@@ -33,7 +33,6 @@ from parplan.costmodels.layers.data_parallel import (
     DataParallelTime,
     data_parallel_moves,
     exposed_moves,
-    frozen_gather,
 )
 from parplan.costmodels.layers.layer_price import (
     ENDLESS,
@@ -179,20 +178,13 @@ class LayerPriceCache(LayerTimes):
         self, time: LayerTime, mesh: Mesh, groups: tuple[ParameterGroup, ...]
     ) -> DataParallelTime:
         def moves(group: ParameterGroup) -> DataParallelMoves:
-            trained, states = group.parameters.trained, self._state_sharding(mesh, group)
-            moved = self._once(
-                ("dp moves", trained, mesh, group.zero > 0, group.offloaded),
-                lambda: data_parallel_moves(trained, mesh, states, self.machine, self.training),
+            parameters, states = group.parameters, self._state_sharding(mesh, group)
+            if group.zero < 3:
+                parameters = parameters.trained
+            return self._once(
+                ("dp moves", parameters, mesh, group.zero > 0, group.offloaded),
+                lambda: data_parallel_moves(parameters, mesh, states, self.machine, self.training),
             )
-            if group.zero < 3 or trained is group.parameters:
-                return moved
-            gather = self._once(
-                ("frozen gather", group.parameters, mesh),
-                lambda: frozen_gather(
-                    group.parameters, mesh, states.shards, self.machine, self.training
-                ),
-            )
-            return replace(moved, gather=moved.gather + gather)
 
         moved = [(group.zero, moves(group)) for group in groups]
         return exposed_moves(moved, time, self.machine, self.training)
@@ -242,7 +234,9 @@ class LayerPriceCache(LayerTimes):
                 owned += updated
                 buffer = self._zero_buffer(trained, mesh, sharded) if trained.each else 0
                 if group.zero == 3 and mesh.replicas > 1:
-                    frozen += 2 * group.parameters.frozen_bytes(self.training)
+                    frozen += 2 * group.parameters.frozen_bytes(
+                        self.training, with_tied=sharded.with_tied
+                    )
                 if group.offloaded:
                     buffer += COPIED_BYTES * updated
                     host += HOST_STATE_BYTES * updated

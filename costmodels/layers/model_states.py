@@ -159,12 +159,14 @@ class LocalParameters:
             if with_tied or not parameter.tied
         )
 
-    def frozen_bytes(self, training: TrainingSpec, *, of_experts: bool | None = None) -> int:
+    def frozen_bytes(
+        self, training: TrainingSpec, *, with_tied: bool = True, of_experts: bool | None = None
+    ) -> int:
         """Bytes of the frozen parameters on one tensor-parallel rank."""
         return sum(
             frozen_bytes(each.elements, training, quantised=each.quantised)
-            for each in self.each
-            if not each.trained and of_experts in (None, each.of_experts)
+            for each in self.frozen.each
+            if of_experts in (None, each.of_experts) and (with_tied or not each.tied)
         )
 
     def held_alike(self, *, of_experts: bool) -> list[LocalParameter]:

@@ -188,7 +188,8 @@ def layer_moves(
     left = leaving_tensor(layer, sharding)
     if left is not None and layer.kind.role is not LayerKind.HEAD:
         yield from _moved(left[0], left[1], sharding.boundary, sharding)
-        yield from _moved(left[0], sharding.boundary, left[1], sharding)
+        if layer.operators[-1].gradient:
+            yield from _moved(left[0], sharding.boundary, left[1], sharding)
 
 
 def forward_moves(
@@ -217,6 +218,8 @@ def backward_moves(
     layer: LayerClass, operator: Operator, sharding: Sharding
 ) -> Iterator[RedistributionStep]:
     """Yields the collectives of gradients, and of gathered inputs that a weight gradient needs."""
+    if not operator.gradient:
+        return
     for edge in _edges(layer, operator, sharding):
         if edge.gathers(sharding.degrees) and operator.saved:
             yield from _moved(edge.tensor, edge.source, edge.target, sharding)
@@ -253,10 +256,12 @@ def _summed_inside(
     (`parplan.costmodels.layers.data_parallel.summed_inside`)
     """
     sharding = layout.sharding_of(choice)
-    for operator in layer.operators if sharding.own else ():
+    sums = bool(sharding.own) or any(operator.is_adapter for operator in layer.operators)
+    for operator in layer.operators if sums else ():
         shards = price_cache.shards(layout.mesh) if choice.zero_of(operator.name) else 1
         for parameter in operator.parameters if operator.kind in SUMMED else ():
-            if len(parameter.dims) > 1 and sharding.summed_axes(operator, parameter):
+            is_matrix = parameter.trained and len(parameter.dims) > 1
+            if is_matrix and sharding.summed_axes(operator, parameter):
                 elements = math.prod(sharding.parameter_shape(operator, parameter))
                 yield -(-elements // shards) * FP32_BYTES
 
@@ -275,19 +280,23 @@ def _add_data_parallel(
     mesh = layout.mesh
     sharding = layout.sharding_of(choice)
     for group in price_cache.groups(choice.kind, mesh, sharding, choice.zero, choice.own_zero):
-        zero, parameters = group.zero, group.parameters
+        zero, parameters = group.zero, group.parameters.trained
         shards = price_cache.shards(mesh) if zero else 1
-        whole, owned = (parameters.copied(parts, with_tied=mesh.pp > 1) for parts in (1, shards))
-        if mesh.replicas == 1 or not whole:
+        with_tied, training = mesh.pp > 1, price_cache.training
+        whole, owned = (parameters.copied(parts, with_tied=with_tied) for parts in (1, shards))
+        gathered = training.precision.num_bytes * whole
+        if zero == 3:
+            gathered += group.parameters.frozen_bytes(training, with_tied=with_tied)
+        if mesh.replicas == 1 or not gathered:
             continue
         if shards > 1:
             gathers = 2 * layout.num_micro_batches + ahead if zero == 3 else 1
             reductions = layout.num_micro_batches if zero >= 2 else 1
-            gathered = price_cache.training.precision.num_bytes * whole
-            reduced = _gradient_bytes(whole, price_cache)
             tally.add(Axis.DP, Collective.ALL_GATHER, gathered, gathers)
-            tally.add(Axis.DP, Collective.REDUCE_SCATTER, reduced, reductions)
-        if mesh.replicas > shards:
+            if whole:
+                reduced = _gradient_bytes(whole, price_cache)
+                tally.add(Axis.DP, Collective.REDUCE_SCATTER, reduced, reductions)
+        if mesh.replicas > shards and whole:
             tally.add(Axis.DP, Collective.ALL_REDUCE, _gradient_bytes(owned, price_cache))
 
 

@@ -18,7 +18,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.layers.chunked_layer import state_widths, writes_over_parameters
-from parplan.costmodels.layers.model_states import StateBytes, chunk_elements, states_of
+from parplan.costmodels.layers.model_states import (
+    StateBytes,
+    chunk_elements,
+    frozen_bytes,
+    states_of,
+)
 from parplan.executor.placed_layers import (
     PlacedLayer,
     effective_zero,
@@ -50,7 +55,7 @@ def predicted_state_bytes(plan: Plan, pipeline_rank: int, dp_rank: int) -> State
         if plan.chunks is not None and layer.kind is LayerKind.BLOCK:
             continue
         shares_weight = layer.kind is LayerKind.HEAD and plan.mesh.pp == 1
-        for operator in graph.layer_class(layer.kind).operators:
+        for operator in graph.layer_class(graph.key(layer.index)).operators:
             for parameter in operator.parameters:
                 if not (parameter.tied and shares_weight):
                     total += _parameter_states(plan, layer, operator.name, parameter, dp_rank)
@@ -95,6 +100,9 @@ def _parameter_states(
     if Offload.LOOKUP in layer.plan.offload:
         on_host = on_host or operator in ("tokens", "lm_head")
     shard = dp_rank % shards, shards
+    if not parameter.trained:
+        held = chunk_elements(shape, shards, shard[0]) if zero == 3 else math.prod(shape)
+        return StateBytes(frozen_bytes(held, plan.training, quantised=parameter.quantised))
     return shard_states(shape, shard, zero, plan.training, on_host=on_host)
 
 

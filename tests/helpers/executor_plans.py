@@ -27,6 +27,7 @@ from parplan.planner.plan.prediction import (
     StageMemory,
 )
 from parplan.profiles.machines.hardware import Cluster, Device, Link
+from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.operator_graph import LayerKind, Operator, OperatorKind
 from parplan.profiles.models.spec import ModelSpec, Norm, Positions, Precision, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
@@ -121,6 +122,7 @@ def make_plan(
     attention: AttentionKernel = AttentionKernel.FLASH,
     precision: Precision = Precision.FP32,
     actions: tuple[str, ...] = (),
+    fine_tuning: FineTuning | None = None,
 ) -> Plan:
     """Returns a plan whose blocks cycle through the stages in `zero`.
 
@@ -133,6 +135,7 @@ def make_plan(
         seq_length=SEQ_LENGTH,
         precision=precision,
         attention=attention,
+        fine_tuning=fine_tuning,
         stack=NEUTRAL,
     )
     pipeline = PipelinePlan(
