@@ -60,6 +60,8 @@ class TargetOptions:
     lora_targets: tuple[str, ...] = ()
     freeze: tuple[str, ...] = ()
     base_weights: str | None = None
+    expert_imbalance: float = 1.0
+    expert_capacity: float = 0.0
     stack: str | None = None
     attention: str | None = None
     profile: str | None = None
@@ -206,6 +208,24 @@ training_options = together(
         help="Precision in which gradients accumulate and are reduced. [default: fp32]",
     ),
     option(WHAT, "--fp8", is_flag=True, help="Run the matrix products of the blocks in fp8."),
+    option(
+        WHAT,
+        "--expert-imbalance",
+        type=Number(),
+        default=1.0,
+        metavar="FACTOR",
+        help="Copies of tokens on the rank with the fullest experts, over the mean. [default: 1, "
+        "balanced]",
+    ),
+    option(
+        WHAT,
+        "--expert-capacity",
+        type=Number(),
+        default=0.0,
+        metavar="FACTOR",
+        help="Copies of tokens that each expert takes, over the mean; the rest is dropped. "
+        "[default: all]",
+    ),
     option(
         WHAT,
         "--stack",

@@ -24,7 +24,7 @@ from parplan.costmodels.layers.model_layers import ParameterSharing
 from parplan.costmodels.layers.model_states import OwnZero, frozen_bytes, local_parameters
 from parplan.costmodels.layers.recompute import RecomputedOperators, recompute_operators
 from parplan.costmodels.layers.sub_pipeline import HALVES
-from parplan.costmodels.operators.sharding import SCATTERED, Sharding
+from parplan.costmodels.operators.sharding import ALL_TOKENS, SCATTERED, Sharding, TokenPart
 from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.models.operator_graph import (
     LayerClass,
@@ -69,10 +69,21 @@ class PriceCache(LayerPriceCache):
             chunking=self.chunking,
         )
 
-    def graph(self, micro_batch_size: int, cp: int = 1) -> ModelGraph:
+    def graph(self, micro_batch_size: int, of: TokenPart = ALL_TOKENS) -> ModelGraph:
+        """Returns the operator graph of a part of the tokens of a micro-batch."""
         return self._once(
-            ("graph", micro_batch_size, cp),
-            lambda: build_graph(self.model, self.training, micro_batch_size, cp=cp),
+            ("graph", micro_batch_size, of),
+            lambda: self._graph(micro_batch_size, of, plain_dropout=False),
+        )
+
+    def _graph(self, micro_batch_size: int, of: TokenPart, *, plain_dropout: bool) -> ModelGraph:
+        return build_graph(
+            self.model,
+            self.training,
+            micro_batch_size,
+            plain_dropout=plain_dropout,
+            cp=of.cp,
+            exchanged=of.exchanged,
         )
 
     counts_small_tensors = False
@@ -88,9 +99,9 @@ class PriceCache(LayerPriceCache):
         return 0
 
     def crossing_tensors(
-        self, cut_class: int, micro_batch_size: int, cp: int = 1
+        self, cut_class: int, micro_batch_size: int, of: TokenPart = ALL_TOKENS
     ) -> tuple[Tensor, ...]:
-        return (self.graph(micro_batch_size, cp).boundary,)
+        return (self.graph(micro_batch_size, of).boundary,)
 
     @property
     def num_parameters(self) -> int:
@@ -161,21 +172,25 @@ class PriceCache(LayerPriceCache):
             return ()
         return table_division(self.layer(kind, 1), self.own_sharding(kind, sharding))
 
-    def layer(self, kind: LayerKey, micro_batch_size: int, cp: int = 1) -> LayerClass:
+    def layer(
+        self, kind: LayerKey, micro_batch_size: int, of: TokenPart = ALL_TOKENS
+    ) -> LayerClass:
         return self._on_device(
-            self.graph(micro_batch_size, cp).layer_class(kind), ("layer", micro_batch_size, cp)
+            self.graph(micro_batch_size, of).layer_class(kind), ("layer", micro_batch_size, of)
         )
 
     def whole_layer(self, kind: LayerKey) -> LayerClass:
         return self.graph(1).layer_class(kind)
 
-    def kept_layer(self, kind: LayerKey, micro_batch_size: int, cp: int = 1) -> LayerClass:
+    def kept_layer(
+        self, kind: LayerKey, micro_batch_size: int, of: TokenPart = ALL_TOKENS
+    ) -> LayerClass:
         return self._on_device(
-            self.kept_graph(micro_batch_size, cp).layer_class(kind),
-            ("kept layer", micro_batch_size, cp),
+            self.kept_graph(micro_batch_size, of).layer_class(kind),
+            ("kept layer", micro_batch_size, of),
         )
 
-    def _on_device(self, layer: LayerClass, key: tuple[str, int, int]) -> LayerClass:
+    def _on_device(self, layer: LayerClass, key: tuple[str, int, TokenPart]) -> LayerClass:
         """Returns the layer, without the token table if the host looks it up."""
         if not self.looks_up(layer.kind):
             return layer
@@ -299,15 +314,13 @@ class PriceCache(LayerPriceCache):
             and self.model.dropout > 0
         )
 
-    def kept_graph(self, micro_batch_size: int, cp: int = 1) -> ModelGraph:
+    def kept_graph(self, micro_batch_size: int, of: TokenPart = ALL_TOKENS) -> ModelGraph:
         """Returns the graph with the saved tensors of this device."""
         if not self.plain_dropout:
-            return self.graph(micro_batch_size, cp)
+            return self.graph(micro_batch_size, of)
         return self._once(
-            ("kept graph", micro_batch_size, cp),
-            lambda: build_graph(
-                self.model, self.training, micro_batch_size, plain_dropout=True, cp=cp
-            ),
+            ("kept graph", micro_batch_size, of),
+            lambda: self._graph(micro_batch_size, of, plain_dropout=True),
         )
 
     @property
@@ -332,8 +345,8 @@ class PriceCache(LayerPriceCache):
             return super()._operators(kind, micro_batch_size, sharding)
 
         def make() -> HalvedOperators:
-            half = self.layer(kind, micro_batch_size // HALVES, sharding.cp)
-            whole = self.layer(kind, micro_batch_size, sharding.cp)
+            half = self.layer(kind, micro_batch_size // HALVES, sharding.part)
+            whole = self.layer(kind, micro_batch_size, sharding.part)
             return price_halves(half, whole, sharding, self.machine, self.training)
 
         return self._once(("operators", kind, micro_batch_size, sharding), make)
@@ -363,7 +376,7 @@ class PriceCache(LayerPriceCache):
     ) -> int:
         if not (kind.role is LayerKind.BLOCK and sharding.overlap):
             return super()._workspace_bytes(kind, layer, micro_batch_size, sharding, recomputed)
-        half = self.kept_layer(kind, micro_batch_size // HALVES, sharding.cp)
+        half = self.kept_layer(kind, micro_batch_size // HALVES, sharding.part)
         return halved_workspace_bytes(half, layer, sharding, recomputed, self.training.stack)
 
     def table_workspace_bytes(self, mesh: Mesh, sharding: Sharding) -> int:

@@ -167,6 +167,8 @@ def training_of(
         overlap_grad_reduce=stack.overlap_grad_reduce,
         fp8_matmuls=target.fp8,
         fine_tuning=fine_tuning_of(target),
+        expert_imbalance=target.expert_imbalance,
+        expert_capacity=target.expert_capacity,
         stack=stack,
     )
     taken = {

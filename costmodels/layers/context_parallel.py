@@ -23,14 +23,16 @@ from parplan.costmodels.communication.collectives import (
     point_to_point_time,
 )
 from parplan.costmodels.communication.hiding import under
-from parplan.costmodels.communication.mesh import place_axis
-from parplan.costmodels.operators.compute import OperatorTime
+from parplan.costmodels.communication.mesh import Mesh, Placement, place_axis
+from parplan.costmodels.operators.compute import FREE, OperatorTime
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.profiles.divisors import divisors
 from parplan.profiles.elementwise import Number
+from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.models.operator_graph import Operator
-from parplan.profiles.provenance import ZERO, Seconds
+from parplan.profiles.models.spec import ModelSpec
+from parplan.profiles.provenance import Seconds
 from parplan.profiles.stack import ContextForm
 
 
@@ -52,6 +54,17 @@ def ranks_with_heads(
     return max(near, default=None)
 
 
+def illegal_context(mesh: Mesh, model: ModelSpec, cluster: Cluster) -> str | None:
+    """Returns why the ranks of a mesh cannot divide the sequences in its form, or None."""
+    heads, gpus_per_node = model.num_heads, cluster.gpus_per_node
+    near = ranks_with_heads(mesh.context_form, mesh.cp, mesh.tp, heads, gpus_per_node)
+    if mesh.cp == 1 or near is not None:
+        return None
+    if mesh.context_form is ContextForm.ALL_TO_ALL:
+        return f"cp {mesh.cp} does not divide the {heads // mesh.tp} heads of a rank"
+    return f"cp {mesh.cp} has no part inside a node that divides the {heads // mesh.tp} heads"
+
+
 def context_time(
     operator: Operator, sharding: Sharding, alone: OperatorTime, machine: Machine
 ) -> OperatorTime:
@@ -59,42 +72,67 @@ def context_time(
 
     alone    its compute on this rank
     """
-    cp, tp, gpus_per_node = sharding.cp, sharding.tp, machine.cluster.gpus_per_node
-    near = ranks_with_heads(sharding.context_form, cp, tp, operator.size("heads"), gpus_per_node)
+    heads, gpus_per_node = operator.size("heads"), machine.cluster.gpus_per_node
+    near = ranks_with_heads(sharding.context_form, sharding.cp, sharding.tp, heads, gpus_per_node)
     assert near is not None, "an illegal form is no candidate"
     kv_bytes = keys_and_values_bytes(operator, sharding)
-    forward = backward = ZERO
+    sent = FREE
     if near > 1:
-        where = place_axis(near, tp, cp * tp, gpus_per_node)
-        copies = max(1, near * tp * operator.unit("heads") // operator.size("heads"))
-        queries = operator.size("heads") * operator.size("head_dim")
-        read = _bytes_of(queries, operator, sharding) + copies * kv_bytes
-        for n_bytes in (read, sharding.tensor_bytes(operator, operator.outputs[0])):
-            exchanged = collective_time(Collective.ALL_TO_ALL, n_bytes, where, machine)
-            forward, backward = forward + exchanged, backward + exchanged
-        kv_bytes = copies * kv_bytes
+        kv_bytes *= max(1, near * sharding.tp * operator.unit("heads") // heads)
+        sent = _exchanged(operator, sharding, near, kv_bytes, machine)
     if sharding.context_form is ContextForm.ALL_GATHER:
-        where = place_axis(cp, tp, cp * tp, gpus_per_node)
-        gathered = collective_time(Collective.ALL_GATHER, cp * kv_bytes, where, machine)
-        reduced = collective_time(Collective.REDUCE_SCATTER, cp * kv_bytes, where, machine)
-        forward, backward = forward + gathered, backward + gathered + reduced
-    hops = cp // near - 1
-    if hops and sharding.context_form is not ContextForm.ALL_GATHER:
-        stride = near * tp
-        share = hops / (hops + 1)  # of the compute, after the first piece
+        sent = sent.plus(_gathered(sharding, kv_bytes, machine))
+    elif near < sharding.cp:
+        sent = sent.plus(_passed_round(sharding, near, kv_bytes, alone, machine))
+    return OperatorTime(
+        machine.corrected("tensor", sent.forward), machine.corrected("tensor", sent.backward)
+    )
 
-        def ring(n_bytes: Number, compute_s: Number) -> Seconds:
-            hop = point_to_point_time(
-                n_bytes,
-                crosses_nodes=cp * tp > gpus_per_node,
-                sharing=min(stride, gpus_per_node),
-                machine=machine,
-            )
-            return under(hop.scaled(hops), share * compute_s, machine)
 
-        forward += ring(kv_bytes, alone.forward.value_s)
-        backward += ring(2 * kv_bytes, alone.backward.value_s)
-    return OperatorTime(machine.corrected("tensor", forward), machine.corrected("tensor", backward))
+def _exchanged(
+    operator: Operator, sharding: Sharding, near: int, kv_bytes: Number, machine: Machine
+) -> OperatorTime:
+    """The exchanges of queries, keys and values, and of the output, among `near` neighbours."""
+    where = _place(near, sharding, machine)
+    queries = operator.size("heads") * operator.size("head_dim")
+    read_bytes = _bytes_of(queries, operator, sharding) + kv_bytes
+    made_bytes = sharding.tensor_bytes(operator, operator.outputs[0])
+    both = collective_time(Collective.ALL_TO_ALL, read_bytes, where, machine) + collective_time(
+        Collective.ALL_TO_ALL, made_bytes, where, machine
+    )
+    return OperatorTime(both, both)
+
+
+def _gathered(sharding: Sharding, kv_bytes: Number, machine: Machine) -> OperatorTime:
+    """The gathers of keys and values, and the reduce-scatter of their gradients."""
+    where, whole_bytes = _place(sharding.cp, sharding, machine), sharding.cp * kv_bytes
+    gathered = collective_time(Collective.ALL_GATHER, whole_bytes, where, machine)
+    reduced = collective_time(Collective.REDUCE_SCATTER, whole_bytes, where, machine)
+    return OperatorTime(gathered, gathered + reduced)
+
+
+def _passed_round(
+    sharding: Sharding, near: int, kv_bytes: Number, alone: OperatorTime, machine: Machine
+) -> OperatorTime:
+    """The messages of a ring over groups of `near` ranks, beside the attention of the others."""
+    gpus_per_node, groups = machine.cluster.gpus_per_node, sharding.cp // near
+
+    def hops(n_bytes: Number, compute: Seconds) -> Seconds:
+        hop = point_to_point_time(
+            n_bytes,
+            crosses_nodes=sharding.cp * sharding.tp > gpus_per_node,
+            sharing=min(near * sharding.tp, gpus_per_node),
+            machine=machine,
+        )
+        before_last = compute.value_s * (groups - 1) / groups
+        return under(hop.scaled(groups - 1), before_last, machine)
+
+    return OperatorTime(hops(kv_bytes, alone.forward), hops(2 * kv_bytes, alone.backward))
+
+
+def _place(ranks: int, sharding: Sharding, machine: Machine) -> Placement:
+    num_ranks = sharding.cp * sharding.tp
+    return place_axis(ranks, sharding.tp, num_ranks, machine.cluster.gpus_per_node)
 
 
 def keys_and_values_bytes(operator: Operator, sharding: Sharding) -> Number:

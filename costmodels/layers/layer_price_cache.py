@@ -373,7 +373,7 @@ class LayerPriceCache(LayerTimes):
         """
 
         def make() -> Seconds:
-            tensors = self.crossing_tensors(cut_class, micro_batch_size, sharding.cp)
+            tensors = self.crossing_tensors(cut_class, micro_batch_size, sharding.part)
             parts = [self._sent_part(tensor, sharding) for tensor in tensors]
             if self.training.stack.paired_exchanges and parts:
                 all_gathered = sum((gathered for _, gathered in parts), ZERO)
@@ -407,7 +407,7 @@ class LayerPriceCache(LayerTimes):
             return 0
         return sum(
             sharding.local_bytes(tensor, sharding.boundary)
-            for tensor in self.crossing_tensors(cut_class, micro_batch_size, sharding.cp)
+            for tensor in self.crossing_tensors(cut_class, micro_batch_size, sharding.part)
         )
 
     def message(self, num_bytes: int, *, crosses_nodes: bool, sharing: int) -> Seconds:

@@ -51,13 +51,13 @@ class LayerTimes(ModelLayers):
         self, kind: LayerKey, micro_batch_size: int, sharding: Sharding
     ) -> LayerClass:
         """The layer with the batch of all ranks on the axes of `sharding`, and a rank's tokens."""
-        return self.layer(kind, micro_batch_size * sharding.data, sharding.cp)
+        return self.layer(kind, micro_batch_size * sharding.data, sharding.part)
 
     def divided_kept_layer(
         self, kind: LayerKey, micro_batch_size: int, sharding: Sharding
     ) -> LayerClass:
         """The layer of `divided_layer` with the tensors that its operators save on this device."""
-        return self.kept_layer(kind, micro_batch_size * sharding.data, sharding.cp)
+        return self.kept_layer(kind, micro_batch_size * sharding.data, sharding.part)
 
     def _operators(
         self, kind: LayerKey, micro_batch_size: int, sharding: Sharding
@@ -207,10 +207,10 @@ class LayerTimes(ModelLayers):
         on_host: tuple[str, ...] = (),
     ) -> float:
         """Saved bytes of one layer and micro-batch without redundancy, outside the host."""
-        layer = self.kept_layer(kind, micro_batch_size, sharding.cp)
+        layer = self.kept_layer(kind, micro_batch_size, sharding.part)
         recomputed = self.recompute_operators(kind, level)
         return self._once(
-            ("ideal", kind, micro_batch_size, sharding.cp, sharding.tp, recomputed, on_host),
+            ("ideal", kind, micro_batch_size, sharding.part, sharding.tp, recomputed, on_host),
             lambda: ideal_saved_bytes(layer, sharding.tp, recomputed, on_host),
         )
 

@@ -25,7 +25,7 @@ from parplan.costmodels.layers.recompute import (
 )
 from parplan.costmodels.operators.host_launch import measured_layout_costs
 from parplan.costmodels.operators.kernels import fused_kernel_of
-from parplan.costmodels.operators.sharding import Sharding
+from parplan.costmodels.operators.sharding import ALL_TOKENS, Sharding, TokenPart
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.models.operator_graph import LayerClass, LayerKey, Tensor
@@ -85,16 +85,20 @@ class ModelLayers(ABC):
         self.once = self._once = KeyedCache()
 
     @abstractmethod
-    def layer(self, kind: LayerKey, micro_batch_size: int, cp: int = 1) -> LayerClass:
-        """The operators of a layer of `kind`, for the tokens of one of `cp` parts of sequences."""
+    def layer(
+        self, kind: LayerKey, micro_batch_size: int, of: TokenPart = ALL_TOKENS
+    ) -> LayerClass:
+        """The operators of a layer of `kind`, for a part of the tokens."""
 
     def whole_layer(self, kind: LayerKey) -> LayerClass:
         """The operators of a layer with those that the host runs, for one sequence."""
         return self.layer(kind, 1)
 
-    def kept_layer(self, kind: LayerKey, micro_batch_size: int, cp: int = 1) -> LayerClass:
+    def kept_layer(
+        self, kind: LayerKey, micro_batch_size: int, of: TokenPart = ALL_TOKENS
+    ) -> LayerClass:
         """The layer with the tensors that its operators save on this device."""
-        return self.layer(kind, micro_batch_size, cp)
+        return self.layer(kind, micro_batch_size, of)
 
     @abstractmethod
     def recompute_operators(self, kind: LayerKey, level: RecomputedOperators) -> tuple[str, ...]:
@@ -124,7 +128,7 @@ class ModelLayers(ABC):
 
     @abstractmethod
     def crossing_tensors(
-        self, cut_class: int, micro_batch_size: int, cp: int = 1
+        self, cut_class: int, micro_batch_size: int, of: TokenPart = ALL_TOKENS
     ) -> tuple[Tensor, ...]:
         """Returns the tensors that a pipeline stage receives at a cut of a class."""
 

@@ -59,6 +59,22 @@ Splits = tuple[Split, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class TokenPart:
+    """The part of the tokens of a micro-batch that the operators of a layer have.
+
+    cp         parts of every sequence, of which it is one
+    exchanged  the experts lie over several ranks, which may get different numbers of tokens
+    """
+
+    cp: int = 1
+    exchanged: bool = False
+
+
+ALL_TOKENS = TokenPart()
+_token_part = functools.lru_cache(maxsize=256)(TokenPart)
+
+
+@dataclass(frozen=True, slots=True)
 class Sharding:
     """The division of one layer over `tp` ranks, and over `data` ranks besides.
 
@@ -101,6 +117,11 @@ class Sharding:
     def experts(self) -> tuple[int, int]:
         """The ranks that divide the experts, and each expert."""
         return self.ep, self.etp
+
+    @property
+    def part(self) -> TokenPart:
+        """The part of the tokens that a layer with this sharding has."""
+        return _token_part(self.cp, self.ep > 1)
 
     @property
     def context(self) -> tuple[int, ContextForm | None]:

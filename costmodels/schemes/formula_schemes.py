@@ -1,4 +1,4 @@
-"""Schemes that no search uses, priced by the formulas of the survey's table (EQUATIONS T5).
+"""Schemes that no search uses, priced by the formulas of the survey's table (EQUATIONS T6).
 
 All n devices run one scheme. Products divide evenly, so compute is that of one device over n.
 Nothing is hidden under compute. A step has M micro-batches of b sequences on all devices together;
@@ -12,10 +12,6 @@ a data-parallel scheme has b on each.
                         gradients over d (Wang et al. 2021, arXiv 2105.14500)
     3-D, n = l l l      each product: all-gathers of X and of W and a reduce-scatter of Y, each over
                         l, in the backward pass twice as much (Bian et al. 2021, arXiv 2105.14450)
-    context, ring       keys and values of S / n tokens go round in n - 1 messages, in the backward
-                        pass with their gradients (Liu et al. 2023, arXiv 2310.01889)
-    context, all-to-all query, key, value and output each change between tokens and heads (Jacobs et
-                        al. 2023, arXiv 2309.14509)
 """
 
 from __future__ import annotations
@@ -27,7 +23,6 @@ from dataclasses import dataclass, replace
 from parplan.costmodels.communication.collectives import (
     Collective,
     collective_time,
-    point_to_point_time,
 )
 from parplan.costmodels.communication.mesh import place_axis
 from parplan.costmodels.operators.sharding import Sharding
@@ -237,56 +232,3 @@ def tensor_3d(case: SchemeCase) -> SchemeCost:
         comm_s += each.count * (1 + BACKWARD) * once_s
         sent += each.count * (1 + BACKWARD) * sum(parts) * (side - 1) / side
     return case.divided(comm_s, sent)
-
-
-def context_ring(case: SchemeCase) -> SchemeCost:
-    """Tokens divided, keys and values sent round a ring."""
-    part = _keys_and_values(case)
-    n, machine = case.num_devices, case.price_cache.machine
-    gpus_per_node = machine.cluster.gpus_per_node
-    hop_s = point_to_point_time(
-        part, crosses_nodes=n > gpus_per_node, sharing=1, machine=machine
-    ).value_s
-    hops = (n - 1) * (1 + BACKWARD) * case.price_cache.model.num_layers
-    return _context(case, hops * hop_s, hops * part)
-
-
-def context_all_to_all(case: SchemeCase) -> SchemeCost:
-    """Tokens divided, heads divided inside attention."""
-    model, n = case.price_cache.model, case.num_devices
-    if model.num_heads % n:
-        raise ConfigError(f"{n} devices do not divide {model.num_heads} attention heads")
-    queries = _tokens_bytes(case, model.num_heads * model.head_dim)
-    exchanges = 2 * model.num_layers * (1 + 1)  # queries and output, forward and backward
-    comm_s = exchanges * case.exchanged_s(queries, n, 1)
-    keys = _keys_and_values(case)
-    comm_s += exchanges / 2 * case.exchanged_s(keys, n, 1)
-    sent = exchanges * (queries + keys / 2) * (n - 1) / n
-    return _context(case, comm_s, sent)
-
-
-def _tokens_bytes(case: SchemeCase, width: int) -> float:
-    """Bytes of one value of `width` for the tokens of a device."""
-    training, n = case.price_cache.training, case.num_devices
-    if training.seq_length % n:
-        raise ConfigError(f"{n} devices do not divide a sequence of {training.seq_length}")
-    tokens = case.micro_batch_size * training.seq_length // n
-    return training.precision.num_bytes * width * tokens
-
-
-def _keys_and_values(case: SchemeCase) -> float:
-    model = case.price_cache.model
-    return _tokens_bytes(case, 2 * model.num_kv_heads * model.head_dim)
-
-
-def _context(case: SchemeCase, comm_s: float, sent_bytes: float) -> SchemeCost:
-    """Returns the cost with whole states, whose gradients are summed over all devices."""
-    cost, n = case.divided(comm_s, sent_bytes), case.num_devices
-    training = case.price_cache.training
-    gradients = training.gradient_precision.num_bytes * case.price_cache.num_trained_parameters
-    return replace(
-        cost,
-        comm_s=cost.comm_s + case.summed_s(gradients, n, 1),
-        sent_bytes=cost.sent_bytes + 2 * gradients * (n - 1) / n,
-        states_bytes=case.states_bytes(1),
-    )

@@ -124,7 +124,7 @@ def _add_layer(
     if sharding.ranks > 1:
         parts = HALVES if sharding.overlap and choice.kind.role is LayerKind.BLOCK else 1
         batch = layout.micro_batch_size * sharding.data // parts
-        sending = price_cache.graph(batch, sharding.cp).layer_class(choice.kind.role)
+        sending = price_cache.graph(batch, sharding.part).layer_class(choice.kind.role)
         for move in layer_moves(sending, sharding, recomputed):
             axis = Axis.DP if sharding.data > 1 and move.axis == 0 else Axis.TP
             tally.add(axis, move.collective, move.num_bytes, parts * layout.num_micro_batches)
@@ -308,7 +308,7 @@ def _add_messages(
     They are activations of the previous stage and gradients of the next one.
     """
     sharding = layout.sharding
-    (boundary,) = price_cache.crossing_tensors(0, layout.micro_batch_size, sharding.cp)
+    (boundary,) = price_cache.crossing_tensors(0, layout.micro_batch_size, sharding.part)
     num_bytes = sharding.local_bytes(boundary, sharding.boundary)
     stages = range(layout.num_virtual_stages)
     neighbours = [neighbour for neighbour in (stage - 1, stage + 1) if neighbour in stages]

@@ -12,7 +12,7 @@ from parplan.costmodels.communication.mesh import (
     distinct_orders,
     illegal_expert_parallel,
 )
-from parplan.costmodels.layers.context_parallel import ranks_with_heads
+from parplan.costmodels.layers.context_parallel import illegal_context
 from parplan.planner.request import Constraints, Request
 from parplan.profiles.divisors import divisors
 from parplan.profiles.machines.hardware import Cluster
@@ -80,21 +80,10 @@ def context_degrees(ranks: int, request: Request) -> tuple[int, ...]:
     return tuple(cp for cp in divisors(ranks) if cp == 1 or training.seq_length % (2 * cp) == 0)
 
 
-def illegal_context(mesh: Mesh, model: ModelSpec, cluster: Cluster) -> str | None:
-    """Returns why the ranks of a mesh cannot divide the sequences in its form, or None."""
-    heads = model.num_heads
-    near = ranks_with_heads(mesh.context_form, mesh.cp, mesh.tp, heads, cluster.gpus_per_node)
-    if mesh.cp == 1 or near is not None:
-        return None
-    if mesh.context_form is ContextForm.ALL_TO_ALL:
-        return f"cp {mesh.cp} does not divide the {heads // mesh.tp} heads of a rank"
-    return f"cp {mesh.cp} has no part inside a node that divides the {heads // mesh.tp} heads"
-
-
 def meshes(request: Request) -> Iterator[Mesh | Pruned]:
     """Yields the meshes that the pins leave, and a Pruned entry for each other."""
-    model, cluster, stack = request.model, request.cluster, request.training.stack
-    pins = request.constraints
+    model, cluster = request.model, request.cluster
+    pins, stack = request.constraints, request.training.stack
     orders = pins.mesh_order or tuple(map(MeshOrder, stack.mesh_orders))
     gpus = cluster.num_gpus
     for tp in divisors(gpus):

@@ -17,7 +17,7 @@ from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.recompute import Recompute, ideal_saved_bytes
 from parplan.costmodels.layers.tensor_flow import shared_beside_a_copy
 from parplan.costmodels.operators.micro_batches import numbers_of_tensors
-from parplan.costmodels.operators.sharding import BATCH, Sharding, Split, Splits
+from parplan.costmodels.operators.sharding import BATCH, Sharding, Split, Splits, TokenPart
 from parplan.costmodels.price_cache import PriceCache
 from parplan.planner.layer_options.end_options import EndOptions
 from parplan.planner.layer_options.layer_front import Allowed, layer_fronts, least_times_s
@@ -102,7 +102,7 @@ class BlockProblems:
     def __call__(
         self, micro_batch_size: int, sharding: Sharding, kind: LayerKind = LayerKind.BLOCK
     ) -> LayerProblem:
-        sizes = self._alike(micro_batch_size * sharding.data, sharding.cp)
+        sizes = self._alike(micro_batch_size * sharding.data, sharding.part)
         axes = kind, sharding.degrees, sharding.data, sharding.experts, sharding.context
         strategies = self._once((sizes, axes), lambda: self._strategies(kind, sizes, sharding))
         problems = self._once(
@@ -115,20 +115,20 @@ class BlockProblems:
     ) -> LayerStrategies:
         price_cache = self.price_cache
         return LayerStrategies(
-            [price_cache.graph(size, sharding.cp).layer_class(kind) for size in sizes],
+            [price_cache.graph(size, sharding.part).layer_class(kind) for size in sizes],
             price_cache.inside(sharding.degrees),
             price_cache.training,
             over_data=sharding.data > 1,
             like=sharding,
         )
 
-    def _alike(self, micro_batch_size: int, cp: int) -> tuple[int, ...]:
+    def _alike(self, micro_batch_size: int, of: TokenPart) -> tuple[int, ...]:
         """Returns the sizes that are priced with a size, whose blocks have the same tensors."""
 
         def tensors(size: int) -> tuple[tuple[int, ...], ...]:
             return self._once(
-                ("tensors", size, cp),
-                lambda: numbers_of_tensors(self.price_cache.graph(size, cp).block),
+                ("tensors", size, of),
+                lambda: numbers_of_tensors(self.price_cache.graph(size, of).block),
             )
 
         mine = tensors(micro_batch_size)
@@ -382,7 +382,7 @@ class Catalogue:
         )
         names = tuple(op.name for op, option in chosen if option.recomputed)
         divided = replace(sharding, own=splits)
-        block = self.price_cache.kept_graph(b * sharding.data, sharding.cp).block
+        block = self.price_cache.kept_graph(b * sharding.data, sharding.part).block
         saved_bytes = picked.saved_bytes
         workspace_bytes = picked.workspace_bytes
         time_s = (

@@ -55,14 +55,14 @@ def operator_strategies(
     over = layout.of_blocks
     graph = [
         layer
-        for layer in price_cache.graph(layout.micro_batch_size * over.data, over.cp)
+        for layer in price_cache.graph(layout.micro_batch_size * over.data, over.part)
         if over.data == 1 or layer.kind is LayerKind.BLOCK
     ]
     names = [operator.name for layer in graph for operator in layer.operators]
     if only is not None and only not in names:
         raise unknown_name_error("operator", only, names)
     kept = host_bytes_by_operator(
-        price_cache.kept_layer(LayerKind.BLOCK, layout.micro_batch_size, over.cp),
+        price_cache.kept_layer(LayerKind.BLOCK, layout.micro_batch_size, over.part),
         layout.sharding,
         (),
         price_cache.training.stack,

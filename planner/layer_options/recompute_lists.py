@@ -39,7 +39,7 @@ def _made(
     kind: LayerKey, micro_batch_size: int, sharding: Sharding, price_cache: LayerPriceCache
 ) -> tuple[tuple[str, ...], ...]:
     strategies = LayerStrategies(
-        (price_cache.layer(kind, micro_batch_size, sharding.cp),),
+        (price_cache.layer(kind, micro_batch_size, sharding.part),),
         price_cache.inside(sharding.degrees),
         price_cache.training,
         sharding=sharding,

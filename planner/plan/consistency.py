@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from parplan.costmodels.communication.mesh import Mesh, illegal_expert_parallel
 from parplan.costmodels.host.state_location import OFFLOAD_OF, Access, StateLocation
+from parplan.costmodels.layers.context_parallel import illegal_context
 from parplan.costmodels.schedules.actions import check_rows
 from parplan.costmodels.schedules.schedule import Schedule, legal, rank_of
 from parplan.planner.plan.pipeline_plan import PipelinePlan, PipelineStage
@@ -39,7 +40,9 @@ def require_consistent(plan: AnyPlan, where: str) -> None:
 
 def _require_described(plan: Plan, where: str) -> None:
     """Raises ConfigError for layer plans or chunks that do not fit the model and the mesh."""
-    reason = illegal_expert_parallel(plan.mesh, plan.model)
+    reason = illegal_expert_parallel(plan.mesh, plan.model) or illegal_context(
+        plan.mesh, plan.model, plan.cluster
+    )
     if reason:
         raise _unfit(where, "mesh", reason)
     if (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from parplan.costmodels.communication.collectives import Collective
 from parplan.costmodels.communication.mesh import Axis, Mesh
@@ -19,8 +20,6 @@ from parplan.costmodels.schemes.formula_schemes import (
     Formula,
     SchemeCase,
     SchemeCost,
-    context_all_to_all,
-    context_ring,
     parameter_server,
     tensor_2d,
     tensor_3d,
@@ -34,7 +33,7 @@ from parplan.planner.plan.plan_strategy import prices_of_plan, strategy_of
 from parplan.planner.request import Request
 from parplan.planner.search.estimate import UniformChoices, estimate_plan
 from parplan.profiles.errors import ConfigError, InfeasibleError
-from parplan.profiles.stack import EVERY_SCHEDULE
+from parplan.profiles.stack import EVERY_SCHEDULE, ContextForm
 from parplan.profiles.units import GIB
 
 
@@ -181,6 +180,12 @@ def _stages(given: SchemeInput) -> Mesh:
     return Mesh(pp=given.num_devices, dp=1, tp=1)
 
 
+def _context(given: SchemeInput, form: ContextForm) -> Mesh:
+    if given.num_devices == 1:
+        raise ConfigError("one device divides no sequence")
+    return Mesh(pp=1, dp=1, cp=given.num_devices, tp=1, context_form=form)
+
+
 def _experts(given: SchemeInput) -> Mesh:
     if not given.request.model.num_experts:
         raise ConfigError(f"{given.request.model.name} has no experts")
@@ -248,19 +253,18 @@ SCHEMES = (
         price=_by_formula(tensor_3d),
         searched=False,
     ),
-    Scheme(
-        name="context, ring",
-        sends="3(n-1) KV/n a block + 2 g w",
-        holds="states, activations/n",
-        price=_by_formula(context_ring),
-        searched=False,
-    ),
-    Scheme(
-        name="context, all-to-all",
-        sends=f"2{_GATHER} (2Q + KV)/n a block + 2 g w",
-        holds="states, activations/n",
-        price=_by_formula(context_all_to_all),
-        searched=False,
+    *(
+        Scheme(
+            name=f"context, {form}",
+            sends=f"{sends} a block + 2{_GATHER} g w",
+            holds="states, activations/n",
+            price=_by_search(partial(_context, form=form)),
+        )
+        for form, sends in (
+            (ContextForm.RING, "3(n-1) KV/n"),
+            (ContextForm.ALL_GATHER, f"3{_GATHER} KV"),
+            (ContextForm.ALL_TO_ALL, f"2{_GATHER} (2Q + KV)/n"),
+        )
     ),
     Scheme(
         name="pipeline, GPipe",

@@ -16,6 +16,7 @@ from parplan.costmodels.host.state_location import (
     StateLocation,
 )
 from parplan.costmodels.layers.chunked_layer import Chunking
+from parplan.costmodels.layers.context_parallel import illegal_context
 from parplan.costmodels.layers.model_states import OwnZero
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.price_cache import PriceCache
@@ -142,6 +143,7 @@ def _check(
     reason = (
         illegal_tensor_parallel(mesh.tp, model, cluster, across_nodes=True)
         or illegal_expert_parallel(mesh, model)
+        or illegal_context(mesh, model, cluster)
         or illegal_layout(layout, model, training)
     )
     if reason:

@@ -17,7 +17,7 @@ from parplan.costmodels.layers.model_layers import ParameterSharing
 from parplan.costmodels.layers.recompute import RecomputedOperators, recompute_operators
 from parplan.costmodels.operators.compute import operator_time
 from parplan.costmodels.operators.host_launch import launch_s
-from parplan.costmodels.operators.sharding import Sharding
+from parplan.costmodels.operators.sharding import ALL_TOKENS, Sharding, TokenPart
 from parplan.planner.layer_options.traced_shardings import (
     divisible_dims,
     ruled_but_whole,
@@ -85,9 +85,11 @@ class ShardPriceCache(LayerPriceCache):
 
         return self._once(("key", layer, key), make)
 
-    def layer(self, kind: LayerKey, micro_batch_size: int, cp: int = 1) -> LayerClass:
+    def layer(
+        self, kind: LayerKey, micro_batch_size: int, of: TokenPart = ALL_TOKENS
+    ) -> LayerClass:
         assert isinstance(kind, ShardKey)
-        assert cp == 1, "a trace does not name the dim of its tokens"
+        assert of.cp == 1, "a trace does not name the dim of its tokens"
         return self._once(
             ("layer", kind, micro_batch_size), lambda: self.classes.layer(kind, micro_batch_size)
         )
@@ -130,7 +132,7 @@ class ShardPriceCache(LayerPriceCache):
         return cut
 
     def crossing_tensors(
-        self, cut_class: int, micro_batch_size: int, cp: int = 1
+        self, cut_class: int, micro_batch_size: int, of: TokenPart = ALL_TOKENS
     ) -> tuple[Tensor, ...]:
         return self._once(
             ("crossing", cut_class, micro_batch_size),

@@ -274,6 +274,10 @@ class TrainingSpec:
     fp8_matmuls: the products of the blocks run in fp8, with operands that are scaled by tensor and
         cast each time; all else runs in `precision`
     fine_tuning: the trained part of the model; None for all of it
+    expert_imbalance: copies of tokens that the ranks with the fullest experts get, over the mean of
+        the ranks that divide the experts; 1 where routing is balanced
+    expert_capacity: copies that each expert takes, over the mean: more are dropped and fewer are
+        padded; 0 where none is dropped
     stack: the software that runs the step. It has no default here:
         parplan.commands.requests.requests.request_of takes that of the command
     """
@@ -289,6 +293,8 @@ class TrainingSpec:
     overlap_grad_reduce: bool = True
     fp8_matmuls: bool = False
     fine_tuning: FineTuning | None = None
+    expert_imbalance: float = 1.0
+    expert_capacity: float = 0.0
     stack: Stack
 
     def __post_init__(self) -> None:
@@ -296,6 +302,11 @@ class TrainingSpec:
         coerce_choice(self, "gradient_precision", Precision)
         coerce_choice(self, "optimizer", Optimizer)
         coerce_choice(self, "attention", AttentionKernel)
+        if self.expert_imbalance < 1.0 or self.expert_capacity < 0.0:
+            raise ConfigError(
+                f"training: expert_imbalance is {self.expert_imbalance:g} and expert_capacity "
+                f"{self.expert_capacity:g}, they must be at least 1 and 0"
+            )
         for field in ("global_batch_size", "seq_length"):
             require_range(field, getattr(self, field), f"training: {field}")
         if self.precision is Precision.FP32 and self.gradient_precision is not Precision.FP32:
@@ -303,6 +314,14 @@ class TrainingSpec:
                 f"training: gradient_precision {self.gradient_precision} is below precision fp32",
                 hint="use fp32 gradients",
             )
+
+    @property
+    def routed_share(self) -> float:
+        """Copies of tokens that the fullest rank computes, over the mean of all ranks.
+
+        A capacity decides it alone, since every expert has as many then.
+        """
+        return self.expert_capacity or self.expert_imbalance
 
     @property
     def tokens_per_step(self) -> int:

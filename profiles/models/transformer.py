@@ -33,17 +33,21 @@ def build_graph(
     *,
     plain_dropout: bool = False,
     cp: int = 1,
+    exchanged: bool = False,
 ) -> ModelGraph:
     """Returns the operator graph of `model` for micro-batches of `micro_batch_size` sequences.
 
     A sequence has `training.seq_length` tokens, of which the operators have one of `cp` parts, and
     attention reads the keys of all.
+    exchanged: the experts lie over several ranks, of which this is the fullest
     plain_dropout: dropout is no fused kernel, it saves a mask of its input's type; attention that
     drops out saves its scores
     """
 
     def shapes(block: BlockRun | None = None) -> Shapes:
-        return Shapes(model, training, micro_batch_size, plain_dropout, block, cp=cp)
+        return Shapes(
+            model, training, micro_batch_size, plain_dropout, block, cp=cp, exchanged=exchanged
+        )
 
     names = block_classes(model)
     classes = {

@@ -406,7 +406,9 @@ def _time_line(plan: AnyPlan, width: int) -> str:
     digits = 1 if step_s * scale >= 100 else 2
     breakdown = plan.predicted.breakdown
     times = ((name, getattr(breakdown, field).value) for name, field in _CAUSES)
-    names = {"tensor": "tensor + experts"} if plan.mesh.ep > 1 else {}
+    inside = (("tensor", plan.mesh.tp), ("context", plan.mesh.cp), ("experts", plan.mesh.ep))
+    sent = [name for name, degree in inside if degree > 1]
+    names = {"tensor": " + ".join(sent)} if sent else {}
     phrases = [
         f"{names.get(name, name)} {seconds * scale:.{digits}f}"
         for name, seconds in times

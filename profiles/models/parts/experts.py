@@ -1,6 +1,7 @@
 """The mixture of experts of a block: Mixtral, arXiv 2401.04088, section 2.1.
 
-Routing is taken as balanced, so that every rank and every expert gets the same number of tokens.
+Every expert gets the same number of tokens, unless the training says how much more the fullest rank
+gets (`TrainingSpec.routed_share`), or how many each expert takes.
 The FLOPs are those of the experts that a token passes (*active*). Routers differ in the function of
 their scores (softmax or sigmoid), in groups of experts and in corrections of the balance; none of
 these has a cost of its own here, nor has a loss that balances the experts.
@@ -108,7 +109,8 @@ def _grouped(name: str, x: Tensor, out: Tensor, shapes: Shapes) -> Operator:
     features, contracted = out.dims[-1], x.dims[-1]
     weight = Parameter(name="weight", dims=(experts, features, contracted))
     bias = Parameter(name="bias", dims=(experts, features))
-    flops = 2 * x.num_elements * features.size
+    tokens = shapes.batch.size * shapes.sequence.size * shapes.chosen.size
+    flops = 2 * tokens * contracted.size * features.size
     return Operator(
         name=name,
         kind=OperatorKind.EXPERTS,

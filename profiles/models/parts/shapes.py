@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from parplan.profiles.models.blocks import BlockRun
 from parplan.profiles.models.operator_graph import Dim, Operator, OperatorKind, Parameter, Tensor
 from parplan.profiles.models.spec import ModelSpec, Norm, TrainingSpec
@@ -9,6 +11,7 @@ from parplan.profiles.stack import AttentionKernel
 
 MASK_BYTES = 1  # a dropout mask is one byte an element
 FP32_BYTES = 4
+MOST_PIECES = 64  # tensor-parallel ranks that divide the tokens
 Reasons = tuple[tuple[str, str], ...]  # dims that no axis may divide, each with the reason
 
 
@@ -16,6 +19,7 @@ class Shapes:
     """The dims and tensors of the blocks of one kind, for micro-batches of `batch` sequences.
 
     cp: parts of every sequence, of which the tensors have one
+    exchanged: the experts lie over several ranks, of which this is the fullest
     plain_dropout: dropout is no fused kernel, it saves a mask of its input's type; attention that
     drops out saves its scores
     """
@@ -29,6 +33,7 @@ class Shapes:
         block: BlockRun | None = None,
         *,
         cp: int = 1,
+        exchanged: bool = False,
     ) -> None:
         self.model, self.training = model, training
         self.block = block or BlockRun()
@@ -39,6 +44,8 @@ class Shapes:
         )
         self.batch = Dim("batch", batch)
         self.sequence = Dim("sequence", -(-training.seq_length // cp))
+        share = training.routed_share if exchanged or training.expert_capacity else 1.0
+        self.routed = Dim("sequence", _scaled(self.sequence.size, share))
         self.keys = Dim("keys", training.seq_length)
         self.hidden = Dim("hidden", model.hidden_size)
         self.vocab = Dim("vocab", model.padded_vocab_size)
@@ -57,11 +64,12 @@ class Shapes:
     def copies(self, name: str, feature: Dim) -> Tensor:
         """Returns a [batch, sequence, chosen experts, feature] activation.
 
-        It has one copy of a token for every expert that the token chose.
+        It has one copy of a token for every expert that the token chose, of as many tokens as the
+        experts of the fullest rank get.
         """
         return Tensor(
             name=name,
-            dims=(self.batch, self.sequence, self.chosen, feature),
+            dims=(self.batch, self.routed, self.chosen, feature),
             element_bytes=self.element_bytes,
         )
 
@@ -92,6 +100,14 @@ class Shapes:
             else ()
         )
         return elementwise(name, inputs, out, mask)
+
+
+def _scaled(tokens: int, share: float) -> int:
+    """Returns that share of a number of tokens, which as many ranks divide as divide the number."""
+    if share == 1.0:
+        return tokens
+    pieces = math.gcd(tokens, MOST_PIECES)
+    return math.ceil(tokens * share / pieces) * pieces
 
 
 def linear(

@@ -307,6 +307,38 @@ def test_divided_experts_have_the_states_of_their_part_and_the_tokens_of_all_the
     assert divided.tensor_bytes(fc1, fc1.outputs[0]) == whole.tensor_bytes(fc1, fc1.outputs[0])
 
 
+@pytest.mark.parametrize(
+    ("imbalance", "capacity", "ep", "share"),
+    [
+        pytest.param(1.5, 0.0, 8, 1.5, id="the-fullest-rank"),
+        pytest.param(1.5, 0.0, 1, 1.0, id="one-rank-has-all-copies"),
+        pytest.param(1.5, 1.25, 8, 1.25, id="a-capacity-drops-the-rest"),
+        pytest.param(1.0, 1.25, 1, 1.25, id="a-capacity-pads"),
+    ],
+)
+def test_the_fullest_rank_has_more_copies_and_no_more_model_flops(imbalance, capacity, ep, share):
+    balanced = book_of(MIXTRAL, 8)
+    uneven = replace(TRAINING, expert_imbalance=imbalance, expert_capacity=capacity)
+    priced = book_of(MIXTRAL, 8, training=uneven)
+    sharding = Sharding(ep=ep)
+    layers = [prices.divided_layer(BLOCK, 1, sharding) for prices in (balanced, priced)]
+    sent = [layer.operator("dispatch").outputs[0].num_bytes for layer in layers]
+
+    assert sent[1] == pytest.approx(share * sent[0])
+    assert layers[0].flops_forward == layers[1].flops_forward
+    saved = [prices.activations(BLOCK, 1, sharding).saved for prices in (balanced, priced)]
+    routed = 2 * 512 * 2 * (4096 + 3 * 14336 + 4096)  # sent, both halves, activated, and back
+    assert saved[1] - saved[0] == pytest.approx((share - 1) * routed)
+    times_s = [prices.layer_time(BLOCK, 1, sharding).total_s for prices in (balanced, priced)]
+    assert (times_s[1] > times_s[0]) == (share > 1)
+
+
+@pytest.mark.parametrize("change", [{"expert_imbalance": 0.9}, {"expert_capacity": -1.0}])
+def test_an_imbalance_or_a_capacity_that_cannot_be_is_refused(change):
+    with pytest.raises(ConfigError, match="they must be at least 1 and 0"):
+        replace(TRAINING, **change)
+
+
 # The search
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import pytest
 
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schemes.formula_schemes import (
     SchemeCase,
-    context_all_to_all,
-    context_ring,
     parameter_server,
     tensor_2d,
     tensor_3d,
@@ -87,35 +84,6 @@ def test_layers_of_squares_divide_the_batch_and_sum_weight_gradients():
     assert cost.activation_bytes == pytest.approx(given.saved_bytes(8) / 8)
 
 
-def test_a_ring_sends_its_keys_and_values_to_all_others_one_by_one():
-    given = case(4)
-    held = [{device} for device in range(4)]
-    sends = 0
-    while any(len(each) < 4 for each in held):  # all pass on what they received last
-        held = [each | held[device - 1] for device, each in enumerate(held)]
-        sends += 1
-    part = 2 * MODEL.num_kv_heads * MODEL.head_dim * 2 * 8 * 1024 / 4
-    gradients = 4 * given.price_cache.num_parameters
-
-    cost = context_ring(given)
-
-    assert cost.sent_bytes == pytest.approx(
-        given.num_micro_batches * sends * PASSES * MODEL.num_layers * part + 2 * gradients * 3 / 4
-    )
-
-
-def test_an_exchange_sends_a_quarter_of_heads_to_each_of_four():
-    given = case(4)
-    value = MODEL.hidden_size * 2 * 8 * 1024 / 4  # query, key, value, output of the own tokens
-    gradients = 4 * given.price_cache.num_parameters
-
-    cost = context_all_to_all(given)
-
-    assert cost.sent_bytes == pytest.approx(
-        given.num_micro_batches * MODEL.num_layers * 8 * value * 3 / 4 + 2 * gradients * 3 / 4
-    )
-
-
 def test_a_server_receives_the_gradients_of_all_workers():
     given = case(4)
     cost = parameter_server(given)
@@ -132,16 +100,8 @@ def test_a_server_receives_the_gradients_of_all_workers():
         (tensor_2d, 8, "2-D tensor parallelism needs q x q devices, there are 8"),
         (tensor_3d, 4, "3-D tensor parallelism needs q x q x q devices, there are 4"),
         (tensor_25d, 2, "2.5-D tensor parallelism needs q x q x d of 2 devices"),
-        (context_all_to_all, 8, "8 devices do not divide 20 attention heads"),
     ],
 )
 def test_a_number_of_devices_that_a_scheme_cannot_use_is_an_error(formula, num_devices, message):
     with pytest.raises(ConfigError, match=message):
         formula(case(num_devices))
-
-
-def test_tokens_that_do_not_divide_are_an_error():
-    odd = case(16, model=replace(MODEL, name="odd"))
-    uneven = replace(odd, num_devices=3)
-    with pytest.raises(ConfigError, match="3 devices do not divide a sequence of 1024"):
-        context_ring(uneven)
