@@ -13,6 +13,7 @@ Recompute ahead of the gradient is partly hidden (costmodels/schedules/hidden_re
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -145,19 +146,39 @@ def bubble_share(layout: ParallelLayout, price_cache: LayerPriceCache) -> float:
         split backward passes   (T - M t) / ((P - 1) t), T the step of the action lists: 1/6 if all
                                 three parts are equal (EQUATIONS P6)
 
-    T is replayed with equal stages in the proportions of a block of `layout` without recompute.
-    Leaves out: ZeRO, transfers.
+    T is replayed with equal stages in the proportions of the mean block of `layout` without
+    recompute. Leaves out: ZeRO, transfers.
     """
     if not layout.splits_backward and layout.schedule is not Schedule.CUSTOM:
         return 1 / layout.virtual_stages
-    time = price_cache.layer_time(LayerKind.BLOCK, layout.micro_batch_size, layout.sharding)
-    weight_s = price_cache.weight_s(LayerKind.BLOCK, layout.micro_batch_size, layout.sharding)
-    forward = round(STEPS * time.forward_s / time.total_s) / STEPS
-    weight = round(STEPS * min(weight_s, time.backward_s) / time.total_s) / STEPS
+    forward_s, weight_s, total_s = price_cache.once(
+        ("mean block", layout.micro_batch_size, layout.sharding),
+        lambda: _blocks_s(layout, price_cache),
+    )
+    forward = round(STEPS * forward_s / total_s) / STEPS
+    weight = round(STEPS * weight_s / total_s) / STEPS
     enough = layout.num_micro_batches
     if not layout.actions:  # more micro-batches do not change the bubble
         enough = min(enough, 2 * layout.mesh.pp)
     return _replayed_share(replace(layout, num_micro_batches=enough), forward, weight)
+
+
+def _blocks_s(layout: ParallelLayout, price_cache: LayerPriceCache) -> tuple[float, float, float]:
+    """Returns the seconds of forward passes, weight gradients and both passes of all blocks.
+
+    Where all blocks are alike, they are those of one.
+    """
+    keys = Counter(
+        key for key in price_cache.keys(0, price_cache.num_layers) if key.role is LayerKind.BLOCK
+    )
+    forward_s = weight_s = total_s = 0.0
+    for key, count in keys.items():
+        how = key, layout.micro_batch_size, layout.sharding
+        time, share = price_cache.layer_time(*how), count if len(keys) > 1 else 1
+        forward_s += share * time.forward_s
+        weight_s += share * min(price_cache.weight_s(*how), time.backward_s)
+        total_s += share * time.total_s
+    return forward_s, weight_s, total_s
 
 
 @lru_cache(maxsize=256)

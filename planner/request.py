@@ -22,6 +22,7 @@ from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
+from parplan.profiles.models.transformer import has_unlike_blocks
 from parplan.profiles.stack import EVERY_RECOMPUTE, NEUTRAL, ContextForm, Stack
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ DEGREES = ("pp", "dp", "tp", "cp", "ep", "etp", "micro_batch_size", "virtual_sta
 MAX_MICRO_BATCH_SIZE = 64  # the largest that a search tries without a pin
 SEARCHED_OFFLOAD = (Offload.OPTIMIZER, Offload.PARAMETERS, Offload.ACTIVATIONS, Offload.LOOKUP)
 # what a search of a traced module may leave to the host
+UNLIKE_OFFLOAD = (Offload.STATES,)  # of described models whose blocks are of several classes
 TRACED_OFFLOAD = (Offload.STATES, Offload.OPTIMIZER, Offload.PARAMETERS)
 STAGE_LEVELS = (Recompute.NONE, Recompute.FULL)  # of the layers of a stage under a rule
 _EVERY: Mapping[str, tuple[Value, ...]] = {
@@ -238,6 +240,13 @@ class SearchOptions:
             )
 
 
+def searched_offload(model: object) -> tuple[Offload, ...]:
+    """Returns the contents that the host may have in a search for a model."""
+    if not isinstance(model, ModelSpec):
+        return TRACED_OFFLOAD
+    return UNLIKE_OFFLOAD if has_unlike_blocks(model) else SEARCHED_OFFLOAD
+
+
 def prefer_error(objective: str) -> ConfigError:
     """Returns the error of a preference with an objective that has no ties of the step time."""
     return ConfigError(
@@ -274,13 +283,13 @@ class PlanRequest(Generic[ModelT]):
     def __post_init__(self) -> None:
         if self.options.prefer is not Prefer.FASTEST and self.objective is not Objective.THROUGHPUT:
             raise prefer_error(self.objective)
-        searched = SEARCHED_OFFLOAD if isinstance(self.model, ModelSpec) else TRACED_OFFLOAD
+        searched = searched_offload(self.model)
         for what in self.constraints.offload or ():
             if what not in searched:
                 raise ConfigError(
                     f"--offload {what} is for estimate"
                     if what is Offload.STATES
-                    else f"--offload {what} is of described models",
+                    else f"--offload {what} is of described models whose blocks are alike",
                     hint=f"this search has {', '.join(searched)} and none",
                 )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.state_location import OFFLOAD_OF, StateLocation
@@ -21,7 +20,7 @@ from parplan.planner.plan.pipeline_plan import PipelinePlan
 from parplan.planner.plan.plan import LayerPlan, Plan
 from parplan.planner.plan.prediction import SearchRecord
 from parplan.profiles.machines.hardware import Device
-from parplan.profiles.models.operator_graph import LayerKind, ModelGraph
+from parplan.profiles.models.operator_graph import ModelGraph
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.stack import AttentionKernel
@@ -62,19 +61,18 @@ def graph_of(plan: Plan) -> ModelGraph:
     return build_graph(plan.model, plan.training, 1)
 
 
-def recompute_names(graph: ModelGraph) -> Mapping[tuple[str, ...], str]:
-    """Names a block's preset lists of recomputed operators: none, selective (...), full."""
-    block = graph.layer_class(LayerKind.BLOCK)
+def recompute_text(layer_plan: LayerPlan, graph: ModelGraph) -> str:
+    """Returns the preset that a layer plan recomputes, or its operators when they are no preset.
+
+    The presets of a class of blocks are none, selective (...) and full.
+    """
+    block = graph.layer_class(layer_plan.key(graph))
     selective = recompute_operators(block, Recompute.SELECTIVE)
-    return {
+    names = {
         recompute_operators(block, Recompute.FULL): "full",
         selective: f"selective ({', '.join(selective)})",
         (): "none",
     }
-
-
-def recompute_text(layer_plan: LayerPlan, names: Mapping[tuple[str, ...], str]) -> str:
-    """Returns the preset that a layer plan recomputes, or its operators when they are no preset."""
     return names.get(layer_plan.recompute) or ", ".join(layer_plan.recompute)
 
 
@@ -122,7 +120,7 @@ def zero_text(layer_plan: LayerPlan, *, chunk_states: bool = True) -> str:
 
 def host_activations_text(layer_plan: LayerPlan, graph: ModelGraph) -> str:
     """Names the operators whose activations the host holds: `qkv, fc1`, or `all`."""
-    block = graph.layer_class(layer_plan.layer)
+    block = graph.layer_class(layer_plan.key(graph))
     host_bytes = host_bytes_by_operator(block, Sharding(), layer_plan.recompute)
     named = layer_plan.keep_on_host
     if named and all(name in named for name, n_bytes in host_bytes.items() if n_bytes):

@@ -30,6 +30,7 @@ from parplan.planner.request import (
     SearchOptions,
     SolverName,
     prefer_error,
+    searched_offload,
 )
 from parplan.planner.stage_recompute import parse_stage_recompute
 from parplan.profiles.documents.files import require_writable
@@ -63,7 +64,8 @@ def request_of(
         entry = replace(entry, spec=replace(entry.spec, vocab_multiple=1))
     request = replace(request_about(entry, target), module=module)
     if pins is not None:
-        request = replace(request, constraints=constraints_of(pins, target))
+        searched = searched_offload(request.model)
+        request = replace(request, constraints=constraints_of(pins, target, searched))
     return request if flags is None else with_flags(request, flags)
 
 
@@ -234,7 +236,7 @@ def offload_assumed(constraints: Constraints, plan: Plan) -> tuple[str, ...]:
     )
     if constraints.offload is not None or not uses_host:
         return finer
-    return (offload_phrase(SEARCHED_OFFLOAD), *finer)
+    return (offload_phrase(searched_offload(plan.model)), *finer)
 
 
 def offload_phrase(searched: tuple[Offload, ...]) -> str:

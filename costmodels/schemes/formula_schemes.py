@@ -17,6 +17,7 @@ a data-parallel scheme has b on each.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -28,7 +29,7 @@ from parplan.costmodels.communication.mesh import place_axis
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.price_cache import PriceCache
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.models.operator_graph import LayerKind, OperatorKind
+from parplan.profiles.models.operator_graph import LayerKey, OperatorKind
 from parplan.profiles.models.spec import Precision
 
 WHOLE = Sharding()
@@ -80,11 +81,9 @@ class SchemeCase:
     def num_micro_batches(self) -> int:
         return self.price_cache.training.global_batch_size // self.micro_batch_size
 
-    def layers(self) -> Iterator[tuple[LayerKind, int]]:
-        """Yields the kinds of layers and their numbers."""
-        yield LayerKind.EMBEDDING, 1
-        yield LayerKind.BLOCK, self.price_cache.model.num_layers
-        yield LayerKind.HEAD, 1
+    def layers(self) -> Iterator[tuple[LayerKey, int]]:
+        """Yields the classes of layers and their numbers."""
+        yield from Counter(self.price_cache.keys(0, self.price_cache.num_layers)).items()
 
     def products(self, micro_batch_size: int) -> Iterator[ProductBytes]:
         """Yields the products of a weight with one micro-batch."""

@@ -124,7 +124,7 @@ def _add_layer(
     if sharding.ranks > 1:
         parts = HALVES if sharding.overlap and choice.kind.role is LayerKind.BLOCK else 1
         batch = layout.micro_batch_size * sharding.data // parts
-        sending = price_cache.graph(batch, sharding.part).layer_class(choice.kind.role)
+        sending = price_cache.graph(batch, sharding.part).layer_class(choice.kind)
         for move in layer_moves(sending, sharding, recomputed):
             axis = Axis.DP if sharding.data > 1 and move.axis == 0 else Axis.TP
             tally.add(axis, move.collective, move.num_bytes, parts * layout.num_micro_batches)

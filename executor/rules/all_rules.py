@@ -14,11 +14,12 @@ from parplan.executor.rules.chunk_rules import CHUNKS
 from parplan.executor.rules.layer_rules import LAYERS
 from parplan.executor.rules.over_data_rules import over_data_rule
 from parplan.executor.rules.overlap_rules import halves
-from parplan.executor.rules.rule import Refusal, Rule
+from parplan.executor.rules.rule import Refusal, Rule, rule
 from parplan.executor.rules.schedule_rules import SCHEDULE
 from parplan.executor.rules.training_rules import TRAINING
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.models.transformer import block_classes
 
 RULES: tuple[Rule, ...] = (
     *SCHEDULE,
@@ -32,23 +33,40 @@ RULES: tuple[Rule, ...] = (
 MAX_REPAIRS = 1000
 
 
+@rule(
+    why="the executor's own models have blocks that are all alike",
+    action="run it in the framework whose stack it was priced for",
+)
+def alike_blocks(plan: Plan) -> Iterator[Refusal]:
+    classes = [key.name for key in block_classes(plan.model).values() if key is not None]
+    if classes:
+        yield Refusal(
+            problem=f"model: the blocks of {plan.model.name} are of {len(classes)} classes, "
+            f"{', '.join(classes)}",
+            action=alike_blocks.action,
+        )
+
+
 def refusals(plan: Plan) -> Iterator[tuple[Rule, Refusal]]:
     """Yield every rule that `plan` breaks, with the refusal.
 
-    A plan whose stages do not hold its layers breaks the first rule alone: other rules read the
-    stages.
+    A plan of a model whose blocks are of several classes breaks `alike_blocks` alone, which has no
+    nearest plan. A plan whose stages do not hold its layers breaks the first rule alone: other
+    rules read the stages.
     """
-    for rule in RULES:
-        broken = [(rule, refusal) for refusal in rule.check(plan)]
+    unlike = [(alike_blocks, refusal) for refusal in alike_blocks.check(plan)]
+    yield from unlike
+    for each in () if unlike else RULES:
+        broken = [(each, refusal) for refusal in each.check(plan)]
         yield from broken
-        if broken and rule.name == "layers":
+        if broken and each.name == "layers":
             return
 
 
 def validate(plan: Plan) -> None:
     """Raise ConfigError for a well-formed plan that the executor cannot run as it stands."""
-    for rule, refusal in refusals(plan):
-        raise ConfigError(f"{refusal.problem}: {rule.why}", hint=refusal.action)
+    for broken, refusal in refusals(plan):
+        raise ConfigError(f"{refusal.problem}: {broken.why}", hint=refusal.action)
 
 
 def nearest_legal(plan: Plan) -> Plan | None:

@@ -22,7 +22,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from parplan.costmodels.price_cache import PriceCache
-from parplan.profiles.models.operator_graph import LayerClass, LayerKind
+from parplan.profiles.models.operator_graph import LayerClass
 
 
 class Partition(StrEnum):
@@ -61,10 +61,7 @@ def _weights(method: Partition, price_cache: PriceCache) -> tuple[int, ...]:
     if method is not Partition.PARAMETERS:
         return (0, *(1,) * num_layers, 0)
     graph = price_cache.graph(1)
-    embedding = _parameters(graph.layer_class(LayerKind.EMBEDDING))
-    block = _parameters(graph.layer_class(LayerKind.BLOCK))
-    head = _parameters(graph.layer_class(LayerKind.HEAD))
-    return (embedding, *(block,) * num_layers, head)
+    return tuple(_parameters(run.layer) for run in graph.layers for _ in range(run.count))
 
 
 def _parameters(layer: LayerClass) -> int:

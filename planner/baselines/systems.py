@@ -50,7 +50,9 @@ from parplan.planner.baselines.uniform_strategies import (
     strategies,
 )
 from parplan.planner.deadline import NEVER, Deadline
+from parplan.planner.stage_columns.block_counts import with_classes
 from parplan.profiles.errors import unknown_name_error
+from parplan.profiles.models.transformer import has_unlike_blocks
 
 LEVELS = tuple(Recompute)
 WHOLE_LAYERS = (Recompute.NONE, Recompute.FULL)
@@ -94,6 +96,14 @@ class _Space:
             if optimum:
                 return optimum
         return None
+
+    def of(self, price_cache: PriceCache) -> _Space:
+        """Returns the same strategies with the classes of the blocks of a model."""
+        if not has_unlike_blocks(price_cache.model):
+            return self
+        return _Space(
+            tuple(tuple(with_classes(each, price_cache) for each in group) for group in self.groups)
+        )
 
 
 _Make = Callable[[PriceCache, float], _Space]
@@ -341,7 +351,7 @@ def baseline_strategies(
     name: str, price_cache: PriceCache, limit_bytes: float
 ) -> tuple[Strategy, ...]:
     """Returns every strategy of the system called `name`; stage-aware ones fill `limit_bytes`."""
-    return _SYSTEMS[name][1](price_cache, limit_bytes).strategies
+    return _SYSTEMS[name][1](price_cache, limit_bytes).of(price_cache).strategies
 
 
 def price_baseline(
@@ -350,7 +360,7 @@ def price_baseline(
     """Prices the system called `name` within `limit_bytes` a device. Raises OutOfTimeError."""
     what, make = _SYSTEMS[name]
     deadline.check()
-    space = make(price_cache, limit_bytes)
+    space = make(price_cache, limit_bytes).of(price_cache)
     everything = space.strategies
     optimum = space.answer(price_cache, limit_bytes, deadline)
     lean = leanest(everything, price_cache, deadline) if everything and optimum is None else None

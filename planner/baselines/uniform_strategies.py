@@ -122,7 +122,7 @@ def data_parallel_layouts(
 @lru_cache(maxsize=64)
 def layer_choice(kind: LayerKind, zero: int, level: Recompute) -> LayerChoice:
     """Returns a layer at a ZeRO stage and a recompute level, which is for blocks alone."""
-    return LayerChoice(kind, level if kind is LayerKind.BLOCK else Recompute.NONE, zero)
+    return LayerChoice(kind, level if kind.role is LayerKind.BLOCK else Recompute.NONE, zero)
 
 
 def equal_stages(

@@ -47,7 +47,7 @@ from parplan.profiles.machines.shipped_profiles import Machine, analytic_profile
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, Norm, Positions, TrainingSpec
-from parplan.profiles.models.transformer import build_graph
+from parplan.profiles.models.transformer import build_graph, has_unlike_blocks
 from parplan.profiles.units import MIB
 
 CPU_MODELS = ("gpt-tiny",)
@@ -164,8 +164,9 @@ def micro_batch_sizes(workload: ProfiledWorkload, cluster: Cluster) -> tuple[int
     sizes = [1]
     size = 2
     while size <= min(MAX_MICRO_BATCH_SIZE, workload.training.global_batch_size):
-        activations = price_cache.activations(LayerKind.BLOCK, size, Sharding())
-        if activations.saved * workload.model.num_layers > cluster.device.memory_bytes:
+        blocks = price_cache.graph(1).blocks
+        saved = sum(price_cache.activations(key, size, Sharding()).saved for key in blocks)
+        if saved > cluster.device.memory_bytes:
             break
         sizes.append(size)
         size *= 2
@@ -242,7 +243,8 @@ def _halved(cases: set[Case], share: float) -> Iterator[tuple[Case, float]]:
 def _update_cases(workload: ProfiledWorkload, cluster: Cluster) -> Iterator[Case]:
     graph = build_graph(workload.model, workload.training, 1)
     whole = min(graph.num_parameters, cluster.device.memory_bytes // (2 * ADAM_BYTES))
-    layers = [owned_parameters(layer, Sharding()) for layer in (graph.block, graph.embedding)]
+    held = (layer for layer in graph if layer.kind is not LayerKind.HEAD)
+    layers = [owned_parameters(layer, Sharding()) for layer in held]
     least = max(1, min(layers) // (MACHINES * cluster.num_gpus))
     for count in sorted({least, *(layer for layer in layers if layer < whole), whole}):
         yield from update_cases(count, workload.training)
@@ -251,11 +253,11 @@ def _update_cases(workload: ProfiledWorkload, cluster: Cluster) -> Iterator[Case
 def block_cases(workload: ProfiledWorkload, micro_batch_size: int) -> tuple[Case, ...]:
     """Returns the cases of a tiny block with its operators, and of the model's block.
 
-    A mixture of experts has none.
+    A mixture of experts has none, nor have blocks of several classes.
     """
     model = workload.model
     precision = workload.training.precision.value
-    if model.num_experts:
+    if model.num_experts or has_unlike_blocks(model):
         return ()
     seq_length = workload.training.seq_length
     tiny = tiny_model(model)

@@ -126,7 +126,7 @@ def _operators_of(
     Under sub-pipelining a block runs halves of a micro-batch; at level 1 it runs both sizes.
     """
     whole = price_cache.layer(choice.kind, layout.micro_batch_size).operators
-    if not layout.tp_overlap or choice.kind is not LayerKind.BLOCK:
+    if not layout.tp_overlap or choice.kind.role is not LayerKind.BLOCK:
         return whole
     halves = price_cache.graph(layout.micro_batch_size // HALVES).block.operators
     return (*whole, *halves) if layout.tp_overlap == 1 else halves

@@ -37,12 +37,7 @@ def illegal_tensor_parallel(
     tp: int, model: ModelSpec, cluster: Cluster, *, across_nodes: bool
 ) -> str | None:
     """Returns why `tp` cannot shard this model on this cluster, or None."""
-    for name, size in (
-        ("attention heads", model.num_heads),
-        ("key-value heads", model.num_kv_heads),
-        ("ffn width", model.ffn_hidden_size),
-        ("vocabulary", model.padded_vocab_size),
-    ):
+    for name, size in model.tensor_parallel_sizes:
         if size % tp:
             return f"tp {tp} does not divide the {size} {name}"
     if not across_nodes and (tp > cluster.gpus_per_node or cluster.gpus_per_node % tp):

@@ -40,6 +40,32 @@ _ALWAYS = (
     ),
     UnsearchedPart("different ZeRO stages of embedding and head on one rank", "they have one"),
 )
+_UNLIKE = (
+    UnsearchedPart(
+        "different ZeRO stages of the layers of one pipeline rank",
+        "where blocks are of several classes a rank has one",
+    ),
+    UnsearchedPart(
+        "weights that tensor parallelism leaves whole, and other divisions of embedding and head",
+        "blocks of several classes divide the weights that Megatron divides",
+    ),
+    UnsearchedPart(
+        "other recompute lists",
+        "a class of blocks with more than eight has those on the hull of time and saved bytes",
+    ),
+    UnsearchedPart(
+        "several virtual stages of other lengths than equal ones",
+        "blocks that equal stages leave over are on the stages in the middle",
+    ),
+    UnsearchedPart(
+        "a part of the states, activations or the token table on the host",
+        "where blocks are of several classes the states of all layers are there, or none",
+    ),
+    UnsearchedPart(
+        "sub-pipelined tensor parallelism, and weights over the data-parallel ranks",
+        "they are searched where blocks are alike",
+    ),
+)
 HOST_WHERE_NEEDED = UnsearchedPart(
     "the host, where something fits without it", "--host-memory or --offload asks for it"
 )
@@ -50,9 +76,14 @@ OPERATORS_WHERE_NEEDED = UnsearchedPart(
 )
 
 
-def unsearched_parts(pins: Constraints, stack: Stack = NEUTRAL) -> tuple[UnsearchedPart, ...]:
-    """Returns the parts that a search within `pins` leaves out, for the abilities of the stack."""
-    parts = list(_ALWAYS)
+def unsearched_parts(
+    pins: Constraints, stack: Stack = NEUTRAL, *, unlike: bool = False
+) -> tuple[UnsearchedPart, ...]:
+    """Returns the parts that a search within `pins` leaves out, for the abilities of the stack.
+
+    unlike    the blocks of the model are of several classes
+    """
+    parts = [*_ALWAYS, *(_UNLIKE if unlike else ())]
     if "operators" not in stack.recompute:
         parts.append(
             UnsearchedPart(
@@ -68,7 +99,7 @@ def unsearched_parts(pins: Constraints, stack: Stack = NEUTRAL) -> tuple[Unsearc
                 "--schedule last-no-recompute",
             )
         )
-    if pins.tp_overlap is None:
+    if pins.tp_overlap is None and not unlike:
         parts.append(
             UnsearchedPart(
                 "sub-pipelined tensor parallelism that the stack does not run",
@@ -83,9 +114,12 @@ def unsearched_parts(pins: Constraints, stack: Stack = NEUTRAL) -> tuple[Unsearc
             )
         )
     if not pins.zero_by_operator:
-        parts.append(
-            UnsearchedPart("two ZeRO stages in one block", "--zero-by-operator asks for them")
+        asks = (
+            "they are searched where blocks are alike"
+            if unlike
+            else "--zero-by-operator asks for them"
         )
+        parts.append(UnsearchedPart("two ZeRO stages in one block", asks))
     if pins.zero_ranks is None:
         parts.append(
             UnsearchedPart(

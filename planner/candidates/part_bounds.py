@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.planner.candidates.range_bounds import RangeBounds
+from parplan.planner.candidates.range_bounds import RangeBounds, may_recompute
 from parplan.planner.candidates.range_tables import RangeStates, from_first
 from parplan.planner.dominance import Array, Ints
 from parplan.planner.stage_columns.rank_moment import RankMoment, fullest_moment
@@ -91,7 +91,7 @@ class PartBounds(RangeBounds):
     @property
     def repeats(self) -> float:
         """Micro-batches that the pace counts."""
-        return self.layout.num_micro_batches - 1 / self.layout.virtual_stages
+        return self.layout.num_micro_batches - self._share
 
     @cached_property
     def _tailed_s(self) -> list[Array]:
@@ -120,7 +120,7 @@ class PartBounds(RangeBounds):
         stages = range(self.layout.num_virtual_stages)
         times = [super(PartBounds, self).unlimited_s(stage) for stage in stages]
         walk_s = float(from_first(times, np.add)[-1][-1])
-        return walk_s / self.layout.virtual_stages
+        return walk_s * self._share
 
     def _step_s(self, pace_s: Array | float, walk_s: Array | float) -> Array:
         slowest_s = np.maximum(pace_s, walk_s / self.layout.mesh.pp)
@@ -139,7 +139,7 @@ class PartBounds(RangeBounds):
     def least_bytes(self, stage: int) -> Array:
         """Lower bound of the bytes that a part adds to its rank."""
         saved = self._passes.kept
-        if Recompute.FULL not in self._levels:
+        if not may_recompute(self._levels):
             saved = self._passes.whole
         held = [self._part_bytes(stage, states) for states in self._states]
         return np.asarray(np.minimum.reduce(held) + self._stashes(stage) * saved)
@@ -159,7 +159,7 @@ class PartBounds(RangeBounds):
     @cached_property
     def _prices(self) -> Array:
         """Seconds for a byte of a device, by rank and price; none where nothing is to choose."""
-        if not {Recompute.NONE, Recompute.FULL} <= set(self._levels):
+        if Recompute.NONE not in self._levels or not may_recompute(self._levels):
             return np.zeros((self.layout.mesh.pp, 0))
         held = [np.mean(moment.stashes) for moment in self._moments]
         return np.asarray(self._passes.prices)[None, :] / np.array(held)[:, None]
@@ -201,6 +201,8 @@ class PartBounds(RangeBounds):
         alone_s = float(self._paces[0][-1][-1])
         if not np.isfinite(alone_s):
             return np.inf
+        if self.cuts is not None:
+            return max(alone_s, *(self._given_s(rank) for rank in range(self.layout.mesh.pp)))
         by_count = [self._least_by_count(rank) for rank in range(self.layout.mesh.pp)]
         paces = np.unique(np.concatenate(by_count))
         paces = paces[np.isfinite(paces)]
@@ -213,6 +215,14 @@ class PartBounds(RangeBounds):
             else:
                 low = middle + 1
         return max(alone_s, float(paces[low])) if low < len(paces) else np.inf
+
+    def _given_s(self, rank: int) -> float:
+        """Least seconds of a rank where the cuts are given."""
+        assert self.cuts is not None
+        own = [
+            self.values(k)[:, self.cuts[k][0], self.cuts[k][1]] for k in self.layout.stages_of(rank)
+        ]
+        return float(self.own_s(rank, np.sum(own, axis=0)))
 
     def _least_by_count(self, rank: int) -> Array:
         """Least seconds of a rank by the number of its layers, wherever they are."""
@@ -282,7 +292,8 @@ class PartBounds(RangeBounds):
         """Returns the parts with each class of ranges of the next chunk, and their bounds."""
         walk_s = node.walk_s
         if node.classes:
-            for stage in range(chunk.stage - self.layout.mesh.pp + 1, chunk.stage):
+            before = self.layout.stages_of(rank)[len(node.classes) - 1]
+            for stage in range(before + 1, chunk.stage):
                 walk_s = np.min(walk_s[:-1, None] + self.time_s[stage], axis=0)
         ends_s = walk_s[chunk.first] + chunk.time_s
         after_s = self._sums[1][chunk.stage + 1][chunk.end]

@@ -18,6 +18,7 @@ from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.memory.rank_memory import gradients_come_and_go, stashes, usable_bytes
 from parplan.costmodels.schedules.schedule import AHEAD
+from parplan.costmodels.step import bubble_share
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.range_tables import (
     RangeStates,
@@ -57,6 +58,7 @@ class RangeBounds:
         self._passes = tables.passes(b, sharding)
         self._states = [tables.states(b, layout.mesh, sharding, zero) for zero in zeros]
         self._data_s, self._tails_s = tables.least_data(b, layout.mesh, sharding, zeros)
+        self._share = bubble_share(layout, tables.price_cache)
         self._once = KeyedCache()
         self._frees = gradients_come_and_go(layout, tables.price_cache)
 
@@ -175,7 +177,7 @@ class RangeBounds:
         return max(float(self.tail_s[np.isfinite(time)].min()) for time in self.time_s)
 
     def _step_s(self, pace_s: Array | float, walk_s: Array | float) -> Array:
-        layout, share = self.layout, 1 / self.layout.virtual_stages
+        layout, share = self.layout, self._share
         slowest = np.maximum(pace_s, walk_s / layout.mesh.pp)
         repeats = layout.num_micro_batches - share
         paced = repeats * slowest if repeats else 0.0  # not 0 times infinity
@@ -206,6 +208,13 @@ class RangeBounds:
         held = np.minimum.reduce([self._held(states) for states in self._states])
         return self._leanest(self._least_held) or self._leanest(np.asarray(held))
 
+    @property
+    def leanest_bytes(self) -> float:
+        """Least bytes of the fullest stage, infinite where the states fit no host."""
+        cuts = self.cuts or self.leanest_cuts
+        assert cuts is not None, "a candidate has no more stages than layers"
+        return max(float(self.least_bytes(stage)[layers]) for stage, layers in enumerate(cuts))
+
     def _leanest(self, held: Array) -> tuple[Range, ...] | None:
         stages = range(self.layout.num_virtual_stages)
         finite = [np.isfinite(self.unlimited_s(stage)) for stage in stages]
@@ -231,6 +240,11 @@ class RangeBounds:
         return self._passes.most_share
 
 
+def may_recompute(levels: Sequence[Recompute]) -> bool:
+    """Returns whether levels have any recompute."""
+    return set(levels) != {Recompute.NONE}
+
+
 class CloserBounds(RangeBounds):
     """Bounds that include the recompute without which a range does not fit its device.
 
@@ -241,7 +255,7 @@ class CloserBounds(RangeBounds):
 
     def _within(self, stage: int) -> Array:
         allowed = self._allowed(self.layout.rank_of(stage))
-        hidden = self.layout.schedule in AHEAD and Recompute.FULL in allowed
+        hidden = self.layout.schedule in AHEAD and may_recompute(allowed)
         if hidden or Recompute.NONE not in allowed:
             return super()._within(stage)
         data_s = [
@@ -258,7 +272,7 @@ class CloserBounds(RangeBounds):
         """Least seconds of recompute by range, infinite where no choice fits."""
         passes = self._passes
         room = (self._usable - self._held(states)) / self._in_flight(stage)
-        if Recompute.FULL not in allowed:
+        if not may_recompute(allowed):
             return np.asarray(np.where(passes.whole <= room, 0.0, np.inf))
         if np.all(passes.whole <= room):
             return 0.0

@@ -19,14 +19,13 @@ from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.chunked_layer import state_widths, writes_over_parameters
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.layers.model_states import owned_parameters
-from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.stage_costs import link_of, time_between
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.dominance import Array, Ints, hull_prices
 from parplan.planner.host_options.location_costs import host_share_bytes
 from parplan.planner.layer_options.layer_option import LayerOption
-from parplan.profiles.models.operator_graph import LayerKey, LayerKind
+from parplan.profiles.models.operator_graph import LayerKey
 
 PRICES = 8  # prices of a saved byte at which the seconds of a range are bounded
 # the ways to run a layer of a class, for a micro-batch size and a sharding
@@ -38,8 +37,8 @@ class RangePasses:
     """Prices by range for one micro-batch size and sharding.
 
     time_s       seconds of both passes without recompute, and of what a stage makes of the batch
-    recompute_s  seconds of the recompute of all layers as a whole
-    whole        bytes that a stage saves without recompute
+    recompute_s  least seconds of recompute that all choices of the layers have
+    whole        least bytes that a stage saves without recompute
     kept         least bytes that a stage saves
     prices       seconds of recompute for which some layer saves a byte less, a few of them
     priced       least seconds of recompute and of the saved bytes at a price
@@ -63,14 +62,16 @@ class RangePasses:
 class _LayerPasses:
     """Prices of one layer.
 
-    plain_s         seconds of both passes without recompute
-    full_s          seconds of the recompute of the whole layer
-    whole           bytes that it saves without recompute
-    again_s, saved  by option, seconds of recompute and saved bytes
+    plain_s         least seconds of both passes without recompute
+    least_s         least seconds of recompute
+    most_s          most seconds of recompute
+    whole           least bytes that it saves without recompute
+    again_s, saved  by option, seconds beyond `plain_s` and saved bytes
     """
 
     plain_s: float
-    full_s: float
+    least_s: float
+    most_s: float
     whole: float
     again_s: Array
     saved: Array
@@ -78,8 +79,7 @@ class _LayerPasses:
     @property
     def most_share(self) -> float:
         """Largest share of recompute in its seconds."""
-        again_s = max(self.full_s, float(self.again_s.max()))
-        return again_s / max(self.plain_s + again_s, 1e-30)
+        return self.most_s / max(self.plain_s + self.most_s, 1e-30)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +124,8 @@ class RangeTables:
         keys = [price_cache.key(layer, layer) for layer in layers]
         by_class = {key: self._passes_of(key, b, sharding) for key in dict.fromkeys(keys)}
         each = [by_class[key] for key in keys]
-        plain, full_s, whole, kept = np.array(
-            [(one.plain_s, one.full_s, one.whole, one.saved.min()) for one in each]
+        plain, least_s, whole, kept = np.array(
+            [(one.plain_s, one.least_s, one.whole, one.saved.min()) for one in each]
         ).T
         prices = _prices(by_class.values())
         cut = np.array(
@@ -137,12 +137,12 @@ class RangeTables:
         besides, made_s = self._once(("besides", b), lambda: self._besides(b))
 
         def priced(price: float) -> Array:
-            least = np.array([(one.again_s + price * one.saved).min() for one in each])
-            return sum_of(least) + price * besides
+            least = {key: (one.again_s + price * one.saved).min() for key, one in by_class.items()}
+            return sum_of(np.array([least[key] for key in keys])) + price * besides
 
         return RangePasses(
             time_s=sum_of(plain) + made_s,
-            recompute_s=sum_of(full_s),
+            recompute_s=sum_of(least_s),
             whole=sum_of(whole) + besides,
             kept=sum_of(kept) + besides,
             prices=prices,
@@ -153,14 +153,16 @@ class RangeTables:
         )
 
     def _passes_of(self, key: LayerKey, b: int, sharding: Sharding) -> _LayerPasses:
-        price_cache, own = self.price_cache, self.price_cache.own_sharding(key, sharding)
-        options = self._options_of(key, b, sharding)
-        time = price_cache.layer_time(key, b, own, Recompute.FULL)
-        plain_s = time.forward_s + time.backward_s
+        price_cache, options = self.price_cache, self._options_of(key, b, sharding)
+        times = [price_cache.layer_time(key, b, o.sharding, o.recompute) for o in options]
+        plain_s = min(time.forward_s + time.backward_s for time in times)
+        again_s = [time.recompute_s for time in times]
+        divisions = dict.fromkeys(option.sharding for option in options)
         return _LayerPasses(
             plain_s=plain_s,
-            full_s=time.recompute_s if key.role is LayerKind.BLOCK else 0.0,
-            whole=float(price_cache.activations(key, b, own).saved),
+            least_s=min(again_s),
+            most_s=max(again_s),
+            whole=min(float(price_cache.activations(key, b, own).saved) for own in divisions),
             again_s=np.array([option.time_s - plain_s for option in options]),
             saved=np.array([option.saved_bytes for option in options]),
         )
@@ -212,14 +214,13 @@ class RangeTables:
         price_cache = self.price_cache
         keys, number = self._keys
         own = [price_cache.own_sharding(key, sharding) for key in keys]
-        data, held = [], []
-        for key, split in zip(keys, own, strict=True):
-            data.append(price_cache.data_parallel(key, b, mesh, split, zero))
-            held.append(price_cache.states(key, mesh, split, zero))
+        data_s = [self._least_data_s(key, b, mesh, sharding, zero) for key in keys]
+        held = [
+            price_cache.states(key, mesh, split, zero) for key, split in zip(keys, own, strict=True)
+        ]
         by_key = np.array(
             [
-                [each.per_micro_batch_s for each in data],
-                [each.per_step_s for each in data],
+                *zip(*data_s, strict=True),
                 [each.states.total for each in held],
                 [each.step_copies for each in held],
                 [each.states.gradients for each in held],
@@ -245,6 +246,14 @@ class RangeTables:
             redundant=states - ideal,
             host=host,
         )
+
+    def _least_data_s(
+        self, key: LayerKey, b: int, mesh: Mesh, sharding: Sharding, zero: int
+    ) -> tuple[float, float]:
+        """Returns the least seconds a micro-batch and a step of a layer, of its divisions."""
+        ways = dict.fromkeys(option.sharding for option in self._options_of(key, b, sharding))
+        data = [self.price_cache.data_parallel(key, b, mesh, way, zero) for way in ways]
+        return min(each.per_micro_batch_s for each in data), min(each.per_step_s for each in data)
 
     @property
     def _keys(self) -> tuple[tuple[LayerKey, ...], Ints]:

@@ -52,7 +52,9 @@ def with_offloaded_activations(strategy: Strategy, operators: tuple[str, ...]) -
         strategy,
         stages=tuple(
             tuple(
-                replace(choice, on_host=operators) if choice.kind is LayerKind.BLOCK else choice
+                replace(choice, on_host=operators)
+                if choice.kind.role is LayerKind.BLOCK
+                else choice
                 for choice in stage
             )
             for stage in strategy.stages

@@ -22,7 +22,7 @@ from parplan.planner.stage_columns.block_counts import block_counts, to_strategy
 from parplan.planner.stage_columns.chunk_columns import rank_columns
 from parplan.planner.stage_columns.mix_table import MixTable
 from parplan.planner.stage_columns.stage_column import StageColumn
-from parplan.profiles.errors import InfeasibleError, OutOfTimeError
+from parplan.profiles.errors import InfeasibleError
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.models.operator_graph import LayerKind
@@ -327,29 +327,6 @@ def _shorter(layout: ParallelLayout) -> ParallelLayout:
         replace(layout, num_micro_batches=min(layout.num_micro_batches, enough))
         if layout.chunked
         else layout
-    )
-
-
-def infeasible_error(request: Request) -> InfeasibleError:
-    """The error with the shortfall and the number of GPUs that is enough.
-
-    planner/search/relaxations.py looks for other ways out. It takes EXPLAINED_S at most, and states
-    any part that it did not reach.
-    """
-    request = request.until(request.options.deadline.within(EXPLAINED_S))
-    try:
-        short = shortfall(request)
-    except OutOfTimeError:
-        return unexplained_error(request)
-    try:
-        enough = smallest_cluster(request, short.limit_bytes)
-    except OutOfTimeError:
-        return InfeasibleError(short.text, hint=f"use more GPUs: {UNTRIED}, the time was over")
-    return InfeasibleError(
-        short.text,
-        hint=f"{enough} GPUs are enough (--gpus {enough})"
-        if enough
-        else no_cluster_text(request.cluster),
     )
 
 

@@ -1,4 +1,4 @@
-"""The catalogue: the options for one block that a search chooses from (EQUATIONS I3).
+"""The catalogue: the options for one class of blocks that a search chooses from (EQUATIONS I3).
 
 For each layout of the weights (the weights that tensor parallelism divides) it has the front over
 placements and recompute of every operator. A front is computed once for each micro-batch and
@@ -31,16 +31,16 @@ from parplan.planner.layer_options.layer_program import PickedStrategies, evalua
 from parplan.planner.layer_options.overlap_levels import illegal_full_recompute
 from parplan.planner.request import MAX_MICRO_BATCH_SIZE, Constraints
 from parplan.profiles.machines.shipped_profiles import Machine
-from parplan.profiles.models.operator_graph import LayerKind, Operator
+from parplan.profiles.models.operator_graph import LayerKey, LayerKind, Operator
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 
 
-def divided_dims(price_cache: PriceCache) -> tuple[str, ...]:
-    """Returns the parallel dims of a block's weights: heads and ffn."""
+def divided_dims(price_cache: PriceCache, key: LayerKey = LayerKind.BLOCK) -> tuple[str, ...]:
+    """Returns the parallel dims of the weights of a class of blocks: heads and ffn."""
     return tuple(
         dict.fromkeys(
             op.parallel_dim
-            for op in price_cache.graph(1).block.operators
+            for op in price_cache.layer(key, 1).operators
             if op.parameters and op.parallel_dim
         )
     )
@@ -54,8 +54,10 @@ class _OneNode:
     machine: Machine = field(compare=False)
 
 
-def catalogue_of(price_cache: PriceCache, pins: Constraints) -> Catalogue:
-    """Returns the catalogue for a search over the prices of `price_cache`.
+def catalogue_of(
+    price_cache: PriceCache, pins: Constraints, key: LayerKey = LayerKind.BLOCK
+) -> Catalogue:
+    """Returns the catalogue of a class of blocks for a search over the prices of `price_cache`.
 
     The options of a block depend neither on the number of nodes nor on the size of their memory, so
     that requests that differ only in these share a catalogue.
@@ -65,9 +67,9 @@ def catalogue_of(price_cache: PriceCache, pins: Constraints) -> Catalogue:
     machine = replace(
         price_cache.machine, cluster=replace(cluster, nodes=1, device=device, host_memory_bytes=1)
     )
-    key = _OneNode(f"{machine.cluster} {machine.profile}", machine)
+    node = _OneNode(f"{machine.cluster} {machine.profile}", machine)
     return _catalogue(
-        price_cache.model, price_cache.training, key, pins.recompute, pins.megatron_sharding
+        price_cache.model, price_cache.training, node, pins.recompute, pins.megatron_sharding, key
     )
 
 
@@ -78,12 +80,14 @@ def _catalogue(
     node: _OneNode,
     recompute: tuple[Recompute, ...] | None,
     megatron_sharding: bool,
+    key: LayerKey,
 ) -> Catalogue:
     return Catalogue(
         PriceCache(model, training, node.machine),
         recompute,
         megatron_sharding=megatron_sharding,
         problems=_block_problems(model, training, node),
+        key=key,
     )
 
 
@@ -100,9 +104,9 @@ class BlockProblems:
         self._once = KeyedCache()
 
     def __call__(
-        self, micro_batch_size: int, sharding: Sharding, kind: LayerKind = LayerKind.BLOCK
+        self, micro_batch_size: int, sharding: Sharding, kind: LayerKey = LayerKind.BLOCK
     ) -> LayerProblem:
-        sizes = self._alike(micro_batch_size * sharding.data, sharding.part)
+        sizes = self._alike(micro_batch_size * sharding.data, sharding.part, kind)
         axes = kind, sharding.degrees, sharding.data, sharding.experts, sharding.context
         strategies = self._once((sizes, axes), lambda: self._strategies(kind, sizes, sharding))
         problems = self._once(
@@ -111,7 +115,7 @@ class BlockProblems:
         return problems[sizes.index(micro_batch_size * sharding.data)]
 
     def _strategies(
-        self, kind: LayerKind, sizes: tuple[int, ...], sharding: Sharding
+        self, kind: LayerKey, sizes: tuple[int, ...], sharding: Sharding
     ) -> LayerStrategies:
         price_cache = self.price_cache
         return LayerStrategies(
@@ -122,13 +126,18 @@ class BlockProblems:
             like=sharding,
         )
 
-    def _alike(self, micro_batch_size: int, of: TokenPart) -> tuple[int, ...]:
-        """Returns the sizes that are priced with a size, whose blocks have the same tensors."""
+    def _alike(self, micro_batch_size: int, of: TokenPart, kind: LayerKey) -> tuple[int, ...]:
+        """Returns the sizes that are priced with a size, whose blocks have the same tensors.
+
+        Those of embedding and head are the sizes of the first blocks.
+        """
+        if kind.role is not LayerKind.BLOCK:
+            kind = self.price_cache.key(1, 1)
 
         def tensors(size: int) -> tuple[tuple[int, ...], ...]:
             return self._once(
-                ("tensors", size, of),
-                lambda: numbers_of_tensors(self.price_cache.graph(size, of).block),
+                ("tensors", kind, size, of),
+                lambda: numbers_of_tensors(self.price_cache.graph(size, of).layer_class(kind)),
             )
 
         mine = tensors(micro_batch_size)
@@ -147,9 +156,10 @@ class Catalogue:
 
     recompute   the levels that are allowed, None for any list of operators
     problems    the choices of a strategy for every operator of a block
+    key         the class of the blocks
 
-    Blocks with experts have Megatron's sharding and the three levels of recompute, and the
-    embedding and head beside them have Megatron's sharding.
+    All layers of a model with experts have Megatron's sharding, and its blocks the three levels of
+    recompute.
     """
 
     def __init__(
@@ -159,20 +169,20 @@ class Catalogue:
         *,
         megatron_sharding: bool = False,
         problems: BlockProblems | None = None,
+        key: LayerKey = LayerKind.BLOCK,
     ) -> None:
-        self.price_cache = price_cache
+        self.price_cache, self.key = price_cache, key
         self.problem = problems or BlockProblems(price_cache)
         self.levels = tuple(level for level in Recompute if recompute is None or level in recompute)
+        operators = price_cache.layer(key, 1).operators
         experts = price_cache.model.num_experts > 0
         self.by_operator = recompute is None and not experts
         self.free = not megatron_sharding and not experts
         self._options: dict[tuple[int, Sharding], tuple[LayerOption, ...]] = {}
-        self._operators = {
-            operator.name: operator for operator in price_cache.graph(1).block.operators
-        }
+        self._operators = {operator.name: operator for operator in operators}
         self._once = KeyedCache()
         self._fastest_s: dict[tuple[int, Sharding], dict[WeightLayout, float]] = {}
-        self._dims = divided_dims(price_cache)
+        self._dims = divided_dims(price_cache, key)
 
     def weight_layouts(self, sharding: Sharding) -> list[WeightLayout]:
         """Returns the divisions of the weights over the axes of `sharding`, the whole one first.
@@ -226,12 +236,12 @@ class Catalogue:
             yield (
                 self.weight_layouts(sharding)[0],
                 min(
-                    self.price_cache.layer_time(LayerKind.BLOCK, b, sharding, level).total_s
+                    self.price_cache.layer_time(self.key, b, sharding, level).total_s
                     for level in self.levels
                 ),
             )
             return
-        problem = self.problem(b, sharding).only(lambda _, option: not option.recomputed)
+        problem = self.problem(b, sharding, self.key).only(lambda _, option: not option.recomputed)
         weight_layouts = self.weight_layouts(sharding)
         variants = [self._allowed(each, None, sharding) for each in weight_layouts]
         for weight_layout, least_s in zip(
@@ -284,7 +294,7 @@ class Catalogue:
         divides = self.divides(sharding)
         if not divides and not self.by_operator:
             return
-        problem = self.problem(b, replace(sharding, overlap=0))
+        problem = self.problem(b, replace(sharding, overlap=0), self.key)
         weight_layouts = self.weight_layouts(sharding)[: None if divides else 1]
         variants = [
             (weight_layout, recompute)
@@ -324,12 +334,12 @@ class Catalogue:
         There is one for each allowed level of recompute, or one for all lists of operators.
         """
         plain = replace(sharding, own=())
-        if kind is not LayerKind.BLOCK:
+        if kind.role is not LayerKind.BLOCK:
             if self.divides_ends(plain):
                 ways = EndOptions(kind, micro_batch_size, plain, self.price_cache)
                 yield ways.alike(self.problem(micro_batch_size, plain, kind), sharding)
             return
-        problem = self.problem(micro_batch_size, plain)
+        problem = self.problem(micro_batch_size, plain, self.key)
         divided = frozenset(
             (operator.parallel_dim, over_data)
             for operator in self._operators.values()
@@ -345,7 +355,7 @@ class Catalogue:
     ) -> Allowed:
         """Returns a test of options for a weight layout and a recompute level (None: any)."""
         names = (
-            frozenset(self.price_cache.recompute_operators(LayerKind.BLOCK, level))
+            frozenset(self.price_cache.recompute_operators(self.key, level))
             if level
             else frozenset[str]()
         )
@@ -382,11 +392,11 @@ class Catalogue:
         )
         names = tuple(op.name for op, option in chosen if option.recomputed)
         divided = replace(sharding, own=splits)
-        block = self.price_cache.kept_graph(b * sharding.data, sharding.part).block
+        block = self.price_cache.kept_layer(self.key, b * sharding.data, sharding.part)
         saved_bytes = picked.saved_bytes
         workspace_bytes = picked.workspace_bytes
         time_s = (
-            self.price_cache.layer_time(LayerKind.BLOCK, b, divided, names).total_s
+            self.price_cache.layer_time(self.key, b, divided, names).total_s
             if sharding.overlap
             else picked.launched_s
         )
@@ -397,9 +407,10 @@ class Catalogue:
             or (splits and shared_beside_a_copy(block, divided))
             or self.price_cache.plain_dropout
         ):
-            size = self.price_cache.activations(LayerKind.BLOCK, b, divided, names)
+            size = self.price_cache.activations(self.key, b, divided, names)
             saved_bytes, workspace_bytes = float(size.saved), float(size.workspace)
         return LayerOption(
+            kind=self.key,
             recompute=names,
             sharding=divided,
             weight_layout=weight_layout,
@@ -411,12 +422,13 @@ class Catalogue:
 
     def preset(self, level: Recompute, b: int, sharding: Sharding) -> LayerOption:
         """Returns the option with Megatron's sharding at a level of recompute."""
-        size = self.price_cache.activations(LayerKind.BLOCK, b, sharding, level)
+        size = self.price_cache.activations(self.key, b, sharding, level)
         return LayerOption(
-            recompute=self.price_cache.recompute_operators(LayerKind.BLOCK, level),
+            kind=self.key,
+            recompute=self.price_cache.recompute_operators(self.key, level),
             sharding=sharding,
             weight_layout=self.weight_layouts(sharding)[0],
-            time_s=self.price_cache.layer_time(LayerKind.BLOCK, b, sharding, level).total_s,
+            time_s=self.price_cache.layer_time(self.key, b, sharding, level).total_s,
             saved_bytes=float(size.saved),
             ideal_saved_bytes=size.ideal_saved,
             workspace_bytes=float(size.workspace),

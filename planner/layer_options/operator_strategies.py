@@ -13,7 +13,7 @@ from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.layer_options.layer_problem import may_recompute
 from parplan.profiles.errors import unknown_name_error
-from parplan.profiles.models.operator_graph import LayerKind, Operator
+from parplan.profiles.models.operator_graph import LayerKey, LayerKind, Operator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class OperatorStrategies:
     copy_s         seconds to copy these bytes to the host
     """
 
-    layer: LayerKind
+    layer: LayerKey
     operator: Operator
     legal: tuple[PricedStrategy, ...]
     rejected: tuple[Rejected, ...]
@@ -61,14 +61,14 @@ def operator_strategies(
     names = [operator.name for layer in graph for operator in layer.operators]
     if only is not None and only not in names:
         raise unknown_name_error("operator", only, names)
-    kept = host_bytes_by_operator(
-        price_cache.kept_layer(LayerKind.BLOCK, layout.micro_batch_size, over.part),
-        layout.sharding,
-        (),
-        price_cache.training.stack,
-    )
     inside = price_cache.inside(over.degrees)
     for layer in graph:
+        kept = host_bytes_by_operator(
+            price_cache.kept_layer(layer.key, layout.micro_batch_size, over.part),
+            layout.sharding,
+            (),
+            price_cache.training.stack,
+        )
         for operator in layer.operators:
             if only in (None, operator.name):
                 legal, rejected = operator_splits(
@@ -92,7 +92,7 @@ def operator_strategies(
                 )
                 n_bytes = kept[operator.name] if layer.kind is LayerKind.BLOCK else 0
                 yield OperatorStrategies(
-                    layer=layer.kind,
+                    layer=layer.key,
                     operator=operator,
                     legal=tuple(priced),
                     rejected=rejected,

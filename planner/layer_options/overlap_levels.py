@@ -20,6 +20,7 @@ from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.deadline import NEVER, Deadline
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec
+from parplan.profiles.models.transformer import has_unlike_blocks
 
 ROUNDING = 1e-9  # relative: the same sum in another order
 
@@ -38,6 +39,8 @@ def illegal_overlap(layout: ParallelLayout, model: ModelSpec) -> str | None:
             f"{what} is of blocks that end in all-reduces, "
             f"those of {model.name} exchange tokens of experts too"
         )
+    if has_unlike_blocks(model):
+        return f"{what} is of blocks that are alike, those of {model.name} are of several classes"
     if layout.sequence_parallel:
         return (
             f"{what} hides an all-reduce under a half; sequence parallelism sends twice "

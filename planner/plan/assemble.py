@@ -42,7 +42,7 @@ from parplan.planner.plan.prediction import (
     StageMemory,
     StageWait,
 )
-from parplan.profiles.models.operator_graph import LayerKind
+from parplan.profiles.models.operator_graph import BlockClass, LayerKind
 from parplan.profiles.provenance import Kind, Seconds, weakest_kind
 from parplan.profiles.units import gib
 
@@ -62,7 +62,8 @@ def _gib(n_bytes: float) -> float:
 
 
 def _layer_plan(choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCache) -> LayerPlan:
-    layer = price_cache.graph(1).layer_class(choice.kind.role)
+    key = choice.kind
+    layer = price_cache.graph(1).layer_class(key)
     sharding = layout.sharding_of(choice)
     placed = (
         {op.name: placements(op, sharding) for op in layer.operators} if sharding.ranks > 1 else {}
@@ -86,6 +87,7 @@ def _layer_plan(choice: LayerChoice, layout: ParallelLayout, price_cache: PriceC
             for name, p in placed.items()
         },
         own_zero=own_zero,
+        block=key.name if isinstance(key, BlockClass) else "",
     )
 
 
@@ -112,7 +114,7 @@ def _name_choices(strategy: Strategy) -> dict[LayerChoice, str]:
         for choice in stage:
             if choice in names:
                 continue
-            alike = sum(known.kind is choice.kind for known in names)
+            alike = sum(known.kind.role is choice.kind.role for known in names)
             if choice.kind.role is LayerKind.BLOCK:
                 names[choice] = letters(alike)
             else:

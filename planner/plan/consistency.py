@@ -18,7 +18,7 @@ from parplan.planner.plan.pipeline_plan import PipelinePlan, PipelineStage
 from parplan.planner.plan.plan import LayerPlan, Plan
 from parplan.planner.plan.traced_plan import AnyPlan, ShardStage, TracedPlan
 from parplan.profiles.errors import ConfigError, unknown_name_error
-from parplan.profiles.models.operator_graph import layer_kind
+from parplan.profiles.models.operator_graph import ModelGraph
 from parplan.profiles.models.spec import Positions
 from parplan.profiles.models.transformer import build_graph
 
@@ -57,7 +57,11 @@ def _require_described(plan: Plan, where: str) -> None:
         )
     graph = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size)
     for name, layer_plan in plan.layer_plans.items():
-        operators = [operator.name for operator in graph.layer_class(layer_plan.layer).operators]
+        try:
+            layer_class = graph.layer_class(layer_plan.key(graph))
+        except ConfigError as error:
+            raise _unfit(where, f"layer_plans.{name}", error.message) from None
+        operators = [operator.name for operator in layer_class.operators]
         _require_layer_plan(layer_plan, plan.mesh, operators, f"{where}: layer_plans.{name}")
         if plan.chunks is None and any(what in IN_CHUNKS for what in layer_plan.offload):
             raise _unfit(
@@ -75,7 +79,7 @@ def _require_described(plan: Plan, where: str) -> None:
         raise _unfit(
             where, "pipeline", f"tp_overlap is {plan.pipeline.tp_overlap}, the mesh has tp 1"
         )
-    _require_known_plans(plan, where)
+    _require_known_plans(plan, graph, where)
     for name, layer in plan.predicted.redundancy_gib.layers.items():
         key = f"{where}: predicted.redundancy_gib.layers"
         if name not in plan.layer_plans:
@@ -255,8 +259,8 @@ def _require_stages(stages: Iterable[PipelineStage], num_layers: int, where: str
     _require_gapless("stages", ranges, num_layers, "layers", where)
 
 
-def _require_known_plans(plan: Plan, where: str) -> None:
-    """Raises ConfigError unless the layers run on layer plans of their kind."""
+def _require_known_plans(plan: Plan, graph: ModelGraph, where: str) -> None:
+    """Raises ConfigError unless the layers run on layer plans of their class."""
     for index, stage in enumerate(plan.stages):
         key = f"stages.{index}"
         for run in stage.layers:
@@ -264,10 +268,10 @@ def _require_known_plans(plan: Plan, where: str) -> None:
                 raise unknown_name_error(
                     "layer plan", run.plan, plan.layer_plans, where=f"{where}: {key}"
                 )
-            layer = plan.layer_plans[run.plan].layer
-            for each in (run.first, run.last):
-                kind = layer_kind(each, plan.model.num_layers)
-                if layer is not kind:
+            layer = plan.layer_plans[run.plan].key(graph)
+            for each in range(run.first, run.last + 1):
+                kind = graph.key(each)
+                if layer != kind:
                     raise _unfit(
                         where,
                         key,

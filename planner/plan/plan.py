@@ -15,10 +15,10 @@ from parplan.costmodels.host.state_location import (
 )
 from parplan.planner.plan.pipeline_plan import LayerRange, PipelinePlan, PipelineStage
 from parplan.planner.plan.prediction import Prediction, SearchRecord
-from parplan.profiles.errors import ConfigError
+from parplan.profiles.errors import ConfigError, unknown_name_error
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.module_source import ModuleSource
-from parplan.profiles.models.operator_graph import LayerKind
+from parplan.profiles.models.operator_graph import LayerKey, LayerKind, ModelGraph
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.provenance import Kind
 
@@ -48,6 +48,8 @@ class OperatorPlacement:
 class LayerPlan:
     """The parallelism of one layer.
 
+    block          the class of a block, where those of the model are of several; the file has it
+                   only there
     zero           0 replicated states, 1 optimizer states sharded over dp, 2 gradients too, 3
                    parameters too (EQUATIONS M2)
     zero_ranks     number of neighbouring data-parallel ranks that share one copy of the states;
@@ -74,6 +76,15 @@ class LayerPlan:
     keep_on_host: tuple[str, ...] = ()
     operators: Mapping[str, OperatorPlacement] = field(default_factory=dict)
     own_zero: Mapping[str, int] = field(default_factory=dict)
+    block: str = ""
+
+    def key(self, graph: ModelGraph) -> LayerKey:
+        """Returns its layer class in a model. Raises ConfigError where the model has none such."""
+        known = {str(key): key for key in graph.keys if key.role is self.layer}
+        name = self.block or self.layer.value
+        if name not in known:
+            raise unknown_name_error("class of layers", name, known, where=f"model {graph.name}")
+        return known[name]
 
     @property
     def highest_zero(self) -> int:

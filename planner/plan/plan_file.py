@@ -26,8 +26,9 @@ def plan_to_document(plan: AnyPlan) -> dict[str, Any]:
     """Returns the plan as plain dicts, lists, strings and numbers, as the file holds it."""
     body: dict[str, Any] = document(plan)
     for layer_plan in body.get("layer_plans", {}).values():
-        if not layer_plan["own_zero"]:  # few plans have any
-            del layer_plan["own_zero"]
+        for rare in ("own_zero", "block"):
+            if not layer_plan[rare]:  # few plans have any
+                del layer_plan[rare]
     if plan.training.fine_tuning is None:
         del body["training"]["fine_tuning"]
     if isinstance(plan, Plan):

@@ -140,7 +140,9 @@ def _choice(name: str, layer_plan: LayerPlan, plan: Plan, price_cache: PriceCach
     layout = layout_of(plan)
     over = _axes_of(layer_plan, layout)
     batch = plan.pipeline.micro_batch_size * over.data
-    operators = price_cache.graph(batch).layer_class(layer_plan.layer).operators
+    graph = price_cache.graph(batch)
+    key = layer_plan.key(graph)
+    operators = graph.layer_class(key).operators
     known = [operator.name for operator in operators]
     for field, names in (
         ("recompute", layer_plan.recompute),
@@ -166,7 +168,7 @@ def _choice(name: str, layer_plan: LayerPlan, plan: Plan, price_cache: PriceCach
         )
     sharding = replace(over, own=divided) if divided else None
     return LayerChoice(
-        layer_plan.layer,
+        key,
         tuple(layer_plan.recompute),
         layer_plan.zero,
         sharding,
@@ -230,7 +232,7 @@ def layers_of(plan: Plan, price_cache: PriceCache) -> Strategy:
         layout=layout_of(plan), stages=tuple(_layers(stage, choices) for stage in plan.stages)
     )
     num_blocks = sum(
-        choice.kind is LayerKind.BLOCK for stage in strategy.stages for choice in stage
+        choice.kind.role is LayerKind.BLOCK for stage in strategy.stages for choice in stage
     )
     if (
         num_blocks != plan.model.num_layers

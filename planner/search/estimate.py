@@ -25,6 +25,7 @@ from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import StepPrice, price_step
 from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.planner.baselines.stage_aware import StageAwareRoom, stage_aware
+from parplan.planner.baselines.uniform_strategies import staged
 from parplan.planner.candidates.enumeration import illegal_layout
 from parplan.planner.candidates.meshes import illegal_tensor_parallel
 from parplan.planner.candidates.stack_rules import lacking_schedule, require_stack_runs
@@ -40,8 +41,9 @@ from parplan.planner.plan.assemble import assemble
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import SearchRecord
 from parplan.planner.request import Constraints, Request, SearchOptions
-from parplan.planner.stage_columns.block_counts import block_counts, to_strategy
+from parplan.planner.stage_columns.block_counts import block_counts, to_strategy, with_classes
 from parplan.planner.stage_columns.columns import RankColumns
+from parplan.planner.stage_columns.dealing import dealt_blocks
 from parplan.planner.stage_columns.mix_table import MixTable
 from parplan.planner.stage_recompute import (
     OPTION,
@@ -55,6 +57,7 @@ from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec
+from parplan.profiles.models.transformer import has_unlike_blocks
 from parplan.profiles.stack import Stack
 from parplan.profiles.units import gib
 
@@ -274,6 +277,24 @@ def _as_the_rule(
     return stage_aware(layout, blocks, counts, zero)
 
 
+def _check_unlike(model: ModelSpec, layout: ParallelLayout, choices: UniformChoices) -> None:
+    """Raises ConfigError for choices that only models whose blocks are alike have."""
+    if not has_unlike_blocks(model):
+        return
+    kept = choices.keep_on_host or Offload.ACTIVATIONS in choices.offload
+    for what, given in (
+        ("--own-zero", choices.own_zero),
+        ("--offload optimizer or parameters", choices.chunks is not None),
+        ("activations on the host", kept),
+    ):
+        if given:
+            raise ConfigError(
+                f"the blocks of {model.name} are of several classes, and {what} is priced where "
+                "they are alike",
+                hint="leave it out",
+            )
+
+
 def with_homes(strategy: Strategy, request: ChunkRequest) -> Strategy:
     """The strategy with its blocks in chunks and their states at the locations of `request`.
 
@@ -305,6 +326,17 @@ def uniform_strategy(
     price_cache: PriceCache,
 ) -> Strategy:
     """Strategy with `blocks[s]` blocks on rank s, all at one recompute level and ZeRO stage."""
+    if has_unlike_blocks(price_cache.model):
+        zero = zero if layout.mesh.dp > 1 or price_cache.offloads_states else 0
+        lengths = {
+            stage: len(chunk)
+            for rank, count in enumerate(blocks)
+            for stage, chunk in zip(
+                layout.stages_of(rank), dealt_blocks(rank, count, layout), strict=True
+            )
+        }
+        levels = [(recompute,) * lengths[stage] for stage in range(layout.num_virtual_stages)]
+        return with_classes(staged(layout, levels, zero), price_cache)
     table = MixTable(
         price_cache, Constraints(recompute=(recompute,), zero=(zero,), megatron_sharding=True)
     )
@@ -365,6 +397,7 @@ def estimate_plan(
         _check_rule(rule, layout, choices)
         recompute = Recompute.FULL  # the most of any stage
     _check(layout, blocks, request, recompute)
+    _check_unlike(model, layout, choices)
     _check_holders(layout, highest, choices.zero_ranks)
     _check_offload(offload, chunks, layout.mesh, model)
     if chunks is not None:
@@ -394,8 +427,11 @@ def estimate_plan(
     else:
         limit = limit_bytes(cluster, training.stack, request.options)
         strategy = _as_the_rule(rule, layout, blocks, zero, price_cache, limit)
+        strategy = with_classes(strategy, price_cache)
     strategy = _with_own_zero(strategy, choices.own_zero, price_cache)
-    strategy = with_offloaded_activations(strategy, named_operators(names, recompute, price_cache))
+    if names:
+        kept = named_operators(names, recompute, price_cache)
+        strategy = with_offloaded_activations(strategy, kept)
     if chunks is not None:
         strategy = with_homes(strategy, chunks)
     return _assembled(strategy, price_cache)
@@ -403,17 +439,19 @@ def estimate_plan(
 
 def _with_own_zero(strategy: Strategy, own_zero: OwnZero, price_cache: PriceCache) -> Strategy:
     """The strategy with other ZeRO stages of operators in every block. Raises ConfigError."""
+    if not own_zero:
+        return strategy
     weighty = [op.name for op in price_cache.graph(1).block.operators if op.parameters]
     for name, _ in own_zero:
         if name not in weighty:
             raise unknown_name_error("operator", name, weighty)
-    if not own_zero:
-        return strategy
     return replace(
         strategy,
         stages=tuple(
             tuple(
-                replace(choice, own_zero=own_zero) if choice.kind is LayerKind.BLOCK else choice
+                replace(choice, own_zero=own_zero)
+                if choice.kind.role is LayerKind.BLOCK
+                else choice
                 for choice in stage
             )
             for stage in strategy.stages

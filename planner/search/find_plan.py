@@ -22,12 +22,12 @@ from parplan.planner.candidates.branch_and_bound import (
     branch_and_bound,
     worth_replaying,
 )
-from parplan.planner.infeasible.shortfall import infeasible_error
 from parplan.planner.master import MasterChoice
 from parplan.planner.objective import Objective, Prefer
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import SearchRecord, Status
 from parplan.planner.request import OnProgress, Request, SearchOptions
+from parplan.planner.search.described_shortfall import infeasible_error
 from parplan.planner.search.layer_proof import with_layer_proof
 from parplan.planner.search.leaner_with_host import search_leaner
 from parplan.planner.search.least_peak import LeastPeak, least_peak
@@ -104,10 +104,11 @@ def _search_fastest(
                 return None
         if layout in last:
             cut_s = min(cut_s, least_of_one_s)  # no slower choice is worth its columns
-        prices.raise_bound(layout, limit, prices.memory_bound_s(layout, limit))
-        if prices.least_s(layout, limit) >= cut_s:
-            relaxed_values_s[layout] = cut_s
-            return None
+        for closer_s in prices.closer_bounds_s(layout, limit):
+            prices.raise_bound(layout, limit, closer_s)
+            if prices.least_s(layout, limit) >= cut_s:
+                relaxed_values_s[layout] = cut_s
+                return None
         known = prices.first_choice(layout, cut_s, session)
         if known:
             cut_s = min(cut_s, known.step_s)

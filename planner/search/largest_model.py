@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from parplan.costmodels.host.offload import Offload
 from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.deadline import Deadline
-from parplan.planner.infeasible.shortfall import infeasible_error, limit_bytes
+from parplan.planner.infeasible.shortfall import limit_bytes
 from parplan.planner.plan.plan import Plan
 from parplan.planner.request import SEARCHED_OFFLOAD, OnProgress, Request
+from parplan.planner.search.described_shortfall import infeasible_error
 from parplan.planner.search.find_plan import find_plan
 from parplan.planner.search.pareto import TIME_LIMIT, OnSearch
 from parplan.profiles.errors import ConfigError, InfeasibleError, OutOfTimeError, PlannerError

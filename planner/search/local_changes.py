@@ -208,7 +208,7 @@ def _fastest_stage(
 ) -> tuple[LayerChoice, ...]:
     """The fastest stage of a number of blocks whose ends match the present ones, or nothing."""
     layout = strategy.layout
-    ends = [choice for choice in strategy.stages[rank] if choice.kind is not LayerKind.BLOCK]
+    ends = [choice for choice in strategy.stages[rank] if choice.kind.role is not LayerKind.BLOCK]
     columns = [
         column
         for column in rank_columns(rank, layout, session.table).fastest(
@@ -229,7 +229,7 @@ def _alike_end(column: StageColumn, choice: LayerChoice, layout: ParallelLayout)
 
 
 def _blocks(stage: Sequence[LayerChoice]) -> list[LayerChoice]:
-    return [choice for choice in stage if choice.kind is LayerKind.BLOCK]
+    return [choice for choice in stage if choice.kind.role is LayerKind.BLOCK]
 
 
 def _without_one(stage: tuple[LayerChoice, ...], block: LayerChoice) -> tuple[LayerChoice, ...]:

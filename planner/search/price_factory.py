@@ -11,11 +11,13 @@ from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.host.state_location import Access
 from parplan.planner.candidates.never_searched import UnsearchedPart, unsearched_parts
 from parplan.planner.host_options.state_locations import has_chunks
-from parplan.planner.infeasible.shortfall import infeasible_error, least_peak_bytes
 from parplan.planner.objective import Prefer
-from parplan.planner.request import SEARCHED_OFFLOAD, PlanRequest, Request
+from parplan.planner.request import PlanRequest, Request, searched_offload
+from parplan.planner.search.block_class_prices import BlockClassPrices
+from parplan.planner.search.described_shortfall import infeasible_error, least_peak_bytes
 from parplan.planner.search.search_session import DescribedPrices, SearchPrices
 from parplan.profiles.errors import InfeasibleError
+from parplan.profiles.models.transformer import has_unlike_blocks
 
 Hosted = tuple[Offload, ...]  # what the host may hold
 Explain = Callable[[Request], InfeasibleError]
@@ -65,14 +67,14 @@ class PriceFactory(ABC):
 class DescribedFactory(PriceFactory):
     """The prices of a described model; `explain` makes the error where nothing fits."""
 
-    searched = SEARCHED_OFFLOAD
-
     def __init__(self, request: Request, explain: Explain = infeasible_error) -> None:
         self.request, self._explain = request, explain
         self.offload, self.prefer = request.constraints.offload, request.options.prefer
+        self.searched = searched_offload(request.model)
 
-    def prices(self, offload: Hosted) -> DescribedPrices:
-        return DescribedPrices(self.request.with_offload(offload))
+    def prices(self, offload: Hosted) -> SearchPrices:
+        make = BlockClassPrices if has_unlike_blocks(self.request.model) else DescribedPrices
+        return make(self.request.with_offload(offload))
 
     def by_operators(self) -> DescribedFactory | None:
         offload, pins = self.offload, self.request.constraints
@@ -86,7 +88,8 @@ class DescribedFactory(PriceFactory):
         return least_peak_bytes(self.request.with_offload(offload))
 
     def unsearched(self) -> tuple[UnsearchedPart, ...]:
-        return unsearched_parts(self.request.constraints, self.request.training.stack)
+        pins, stack = self.request.constraints, self.request.training.stack
+        return unsearched_parts(pins, stack, unlike=has_unlike_blocks(self.request.model))
 
     def error(self, offload: Hosted) -> InfeasibleError:
         return self._explain(self.request.with_offload(offload))

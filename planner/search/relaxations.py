@@ -16,12 +16,13 @@ from functools import partial
 from parplan.costmodels.layers.recompute import Recompute, recompute_operators
 from parplan.planner.deadline import Deadline
 from parplan.planner.forbid import Ban, Value
-from parplan.planner.infeasible.shortfall import EXPLAINED_S, limit_bytes, smallest_cluster
+from parplan.planner.infeasible.shortfall import EXPLAINED_S, limit_bytes
 from parplan.planner.objective import Objective
 from parplan.planner.plan.error_band import residuals_of
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Status
 from parplan.planner.request import Constraints, Request, SearchOptions
+from parplan.planner.search.described_shortfall import enough_gpus
 from parplan.planner.search.find_plan import find_plan
 from parplan.profiles.errors import ConfigError, InfeasibleError, OutOfTimeError, SolverError
 from parplan.profiles.machines.hardware import Cluster
@@ -133,7 +134,7 @@ def relaxations(
     untried: list[str] = []
     enough, deadline = None, request.options.deadline
     try:
-        enough = smallest_cluster(
+        enough = enough_gpus(
             request.until(deadline.within(EXPLAINED_S).share(2)),
             limit_bytes(request.cluster, request.training.stack, request.options),
         )
@@ -280,14 +281,15 @@ def _used(plan: Plan, name: str) -> tuple[Value, ...]:
     if name == "zero":
         return tuple(sorted({layer.zero for layer in layers}))
     if name == "recompute":
-        block = build_graph(plan.model, plan.training, 1).layer_class(LayerKind.BLOCK)
-        used = {layer.recompute for layer in layers if layer.layer is LayerKind.BLOCK}
-        known = {recompute_operators(block, level): level for level in Recompute}
-        return (
-            tuple(level for operators, level in known.items() if operators in used)
-            if used <= set(known)
-            else tuple(Recompute)
-        )
+        graph = build_graph(plan.model, plan.training, 1)
+        levels: set[Recompute] = set()
+        for layer in (layer for layer in layers if layer.layer is LayerKind.BLOCK):
+            block = graph.layer_class(layer.key(graph))
+            known = {recompute_operators(block, level): level for level in Recompute}
+            if layer.recompute not in known:
+                return tuple(Recompute)
+            levels.add(known[layer.recompute])
+        return tuple(level for level in Recompute if level in levels)
     if name == "sequence_parallel":
         return (any(layer.sequence_parallel for layer in layers),)
     if name == "weights_over_data":

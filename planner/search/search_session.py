@@ -135,6 +135,10 @@ class SearchPrices(ABC):
         """Returns a closer bound of the step within a limit, which takes longer to find."""
         return 0.0
 
+    def closer_bounds_s(self, layout: ParallelLayout, limit_bytes: float) -> Iterator[float]:
+        """Yields bounds of the step within a limit, each closer than the one before."""
+        yield self.memory_bound_s(layout, limit_bytes)
+
     @abstractmethod
     def ramps_s(self, layout: ParallelLayout) -> float:
         """Returns the least seconds of all layers in the ramps of the pipeline."""

@@ -13,10 +13,9 @@ import numpy.typing as npt
 
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.layers.recompute import Recompute, RecomputedOperators
-from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.schedules.hidden_recompute import hidden_passes
 from parplan.costmodels.schedules.schedule import LAST_KEEPS_ALL, Schedule
-from parplan.costmodels.step import StepPrice
+from parplan.costmodels.step import StepPrice, bubble_share
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.candidates.enumeration import CandidateSpace, layout_text
 from parplan.planner.candidates.meshes import Pruned
@@ -25,13 +24,15 @@ from parplan.planner.candidates.range_bounds import CloserBounds, RangeBounds
 from parplan.planner.candidates.range_tables import ChunkedRangeTables, RangeTables, even_path
 from parplan.planner.deadline import Deadline
 from parplan.planner.host_options.state_locations import locations_allowed, with_locations
+from parplan.planner.layer_options.layer_option import LayerOption
 from parplan.planner.master import MasterChoice, evaluate
 from parplan.planner.plan.prediction import SearchRecord
 from parplan.planner.request import Constraints
 from parplan.planner.search.part_moves import PartMoves
 from parplan.planner.search.search_session import ContentsMaker, SearchPrices, SearchSession
 from parplan.planner.stage_columns.sequence_chunk_columns import SequenceChunkColumns
-from parplan.planner.stage_columns.sequence_columns import SequenceColumns, SequenceTable
+from parplan.planner.stage_columns.sequence_columns import SequenceColumns
+from parplan.planner.stage_columns.sequence_table import SequenceTable
 from parplan.planner.stage_columns.stage_column import StageColumn, worth_scheduling
 from parplan.planner.stage_columns.stage_contents import Range, StageContents
 from parplan.profiles.models.operator_graph import LayerKey, LayerKind
@@ -39,6 +40,7 @@ from parplan.profiles.models.operator_graph import LayerKey, LayerKind
 # the ranges that a user gives to the virtual stages of a layout, None where the search cuts
 GivenCuts = Callable[[ParallelLayout], tuple[Range, ...] | None]
 Bounds = TypeVar("Bounds", bound=RangeBounds)
+TableMaker = Callable[[Any, Constraints, Deadline], SequenceTable]
 Assembler = Callable[[Strategy, StepPrice, SearchRecord], Any]
 
 
@@ -56,9 +58,10 @@ class SequencePrices(SearchPrices):
         deadline: Deadline,
         given: GivenCuts,
         assembler: Assembler,
+        table: TableMaker = SequenceTable,
     ) -> None:
         places = [(on_host, price_cache.with_states(on_host=on_host)) for on_host in (False, True)]
-        self._tables = {there: SequenceTable(book, allowed, deadline) for there, book in places}
+        self._tables = {there: table(book, allowed, deadline) for there, book in places}
         self._ranges = {
             there: RangeTables(
                 table.price_cache, partial(table.options, levels=table.levels), deadline.check
@@ -80,8 +83,10 @@ class SequencePrices(SearchPrices):
         reason = (
             "ZeRO cannot shard fused matrices that tp divides, and --zero or --forbid excludes 0"
         )
-        layouts = [layout for layout in space.layouts if self._table(layout).zero_stages(layout)]
-        beaten = [layout for layout in space.layouts if layout not in layouts]
+        layouts: list[ParallelLayout] = []
+        beaten: list[ParallelLayout] = []
+        for layout in space.layouts:
+            (layouts if self._table(layout).zero_stages(layout) else beaten).append(layout)
         pruned = (Pruned(layout_text(layout), reason) for layout in beaten)
         return CandidateSpace(tuple(layouts), (*space.pruned, *pruned))
 
@@ -152,7 +157,7 @@ class SequencePrices(SearchPrices):
 
     def ramps_s(self, layout: ParallelLayout) -> float:
         walk_s = self.bounds(layout, float("inf")).least_walk_s
-        return walk_s / layout.virtual_stages
+        return walk_s * bubble_share(layout, self.price_cache)
 
     def ahead_bound_s(self, layout: ParallelLayout, usual_s: float) -> float:
         """Returns `planner.candidates.lower_bounds.ahead_bound_s` with the share of any layer."""
@@ -341,7 +346,8 @@ class SequencePrices(SearchPrices):
         chosen = [column for column in columns if column is not None]
         if len({column.zero > 0 for column in chosen if column.shares}) > 1:
             return None
-        choice = evaluate(layout, chosen, proven=False)
+        share = bubble_share(layout, self.price_cache)
+        choice = evaluate(layout, chosen, proven=False, share=share)
         return choice if choice.step_s < cut_s else None
 
     def strategy(self, layout: ParallelLayout, columns: Sequence[StageColumn]) -> Strategy:
@@ -352,12 +358,9 @@ class SequencePrices(SearchPrices):
             for stage, (first, end) in zip(layout.stages_of(rank), places[rank], strict=True):
                 keys = [self.price_cache.key(layer, first) for layer in range(first, end)]
                 stages[stage] = tuple(
-                    LayerChoice(
-                        key,
-                        next(blocks).recompute if key.role is LayerKind.BLOCK else Recompute.NONE,
-                        column.zero,
-                        self._own(key, layout.sharding),
-                    )
+                    self._of_option(next(blocks), column, layout)
+                    if key.role is LayerKind.BLOCK
+                    else self._choice(layout, key, Recompute.NONE, column.zero)
                     for key in keys
                 )
         in_order = tuple(stages[k] for k in range(layout.num_virtual_stages))
@@ -387,21 +390,24 @@ class SequencePrices(SearchPrices):
                     first, end = moved[stage], moved[stage + 1]
                     zero = strategy.stages[stage][0].zero
                     stages[stage] = tuple(
-                        self._layer(layout, layer, first, recomputed[layer], zero)
+                        self._choice(
+                            layout, self.price_cache.key(layer, first), recomputed[layer], zero
+                        )
                         for layer in range(first, end)
                     )
                 ranks = tuple({layout.rank_of(stage) for stage in range(a - 1, b)})
                 yield replace(strategy, stages=tuple(stages)), ranks
 
-    def _layer(
-        self, layout: ParallelLayout, layer: int, first: int, how: RecomputedOperators, zero: int
-    ) -> LayerChoice:
-        key = self.price_cache.key(layer, first)
-        return LayerChoice(key, how, zero, self._own(key, layout.sharding))
+    @staticmethod
+    def _of_option(option: LayerOption, column: StageColumn, layout: ParallelLayout) -> LayerChoice:
+        own = option.sharding if option.sharding != layout.sharding else None
+        return LayerChoice(option.kind, option.recompute, column.zero, own)
 
-    def _own(self, key: LayerKey, sharding: Sharding) -> Sharding | None:
-        own = self.price_cache.own_sharding(key, sharding)
-        return own if own != sharding else None
+    def _choice(
+        self, layout: ParallelLayout, key: LayerKey, how: RecomputedOperators, zero: int
+    ) -> LayerChoice:
+        own = self.price_cache.own_sharding(key, layout.sharding)
+        return LayerChoice(key, how, zero, own if own != layout.sharding else None)
 
     def book_of(
         self, layout: ParallelLayout, choice: MasterChoice, prices: LayerPriceCache

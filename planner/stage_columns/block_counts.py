@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
@@ -63,6 +65,20 @@ def to_strategy(layout: ParallelLayout, columns: tuple[StageColumn, ...]) -> Str
     if layout.chunked:
         in_order = with_locations(in_order, layout, [column.homes for column in columns])
     return Strategy(layout=layout, stages=in_order)
+
+
+def with_classes(strategy: Strategy, price_cache: LayerPriceCache) -> Strategy:
+    """Returns a strategy of blocks with the classes that they have in a described model."""
+    if price_cache.key(1, 1) is LayerKind.BLOCK:
+        return strategy
+    stages = []
+    for index, stage in enumerate(strategy.stages):
+        first, end = strategy.layers_of(index)
+        keys = price_cache.keys(first, end)
+        stages.append(
+            tuple(replace(choice, kind=key) for choice, key in zip(stage, keys, strict=True))
+        )
+    return replace(strategy, stages=tuple(stages))
 
 
 def _end(kind: LayerKind, column: StageColumn, layout: ParallelLayout) -> LayerChoice:

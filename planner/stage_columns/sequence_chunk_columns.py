@@ -21,7 +21,8 @@ from parplan.planner.host_options.sequence_locations import sequence_locations
 from parplan.planner.layer_options.mixes import Mixes
 from parplan.planner.stage_columns.chunk_columns import LocatedColumns
 from parplan.planner.stage_columns.mix_prices import PricedMixes
-from parplan.planner.stage_columns.sequence_columns import SequenceColumns, SequenceTable
+from parplan.planner.stage_columns.sequence_columns import SequenceColumns
+from parplan.planner.stage_columns.sequence_table import SequenceTable
 from parplan.planner.stage_columns.stage_column import StageColumn
 from parplan.planner.stage_columns.stage_contents import Range, StageContents
 from parplan.profiles.models.operator_graph import LayerKey, LayerKind

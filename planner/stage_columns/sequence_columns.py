@@ -9,8 +9,8 @@ stage (EQUATIONS I7).
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
@@ -18,25 +18,18 @@ from itertools import groupby, pairwise
 
 import numpy as np
 
-from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
-from parplan.costmodels.layers.recompute import Recompute, RecomputedOperators
+from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.memory.peak_memory import AlikeLayers, LayerBytes
 from parplan.costmodels.memory.rank_memory import usable_bytes
-from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.deadline import NEVER, Deadline
 from parplan.planner.dominance import Array, Ints, hull_prices
-from parplan.planner.layer_options.chunk_labels import ChunkLabels, of_chunk, of_chunks
-from parplan.planner.layer_options.layer_option import LayerOption, unbeaten
+from parplan.planner.layer_options.layer_option import LayerOption
 from parplan.planner.layer_options.mixes import Mixes, column_of
-from parplan.planner.layer_options.recompute_labels import LabelTable
-from parplan.planner.layer_options.recompute_lists import recompute_lists
-from parplan.planner.request import Constraints
 from parplan.planner.stage_columns.columns import RankColumns
 from parplan.planner.stage_columns.mix_peaks import MixPeaks
 from parplan.planner.stage_columns.mix_prices import PricedMixes
-from parplan.planner.stage_columns.mix_table import StageTable
 from parplan.planner.stage_columns.rank_moment import RankMoment, fullest_moment
+from parplan.planner.stage_columns.sequence_table import SequenceTable
 from parplan.planner.stage_columns.stage_column import StageColumn
 from parplan.planner.stage_columns.stage_contents import Range, StageContents
 from parplan.planner.stage_columns.stage_prices import (
@@ -47,93 +40,6 @@ from parplan.planner.stage_columns.stage_prices import (
 )
 from parplan.planner.stage_recompute import RecomputeRule
 from parplan.profiles.models.operator_graph import LayerKey, LayerKind
-
-LEVELS = (Recompute.NONE, Recompute.FULL)
-
-
-class SequenceTable(StageTable):
-    """Options of layer classes, and fronts of rows of layers, each made once.
-
-    levels        the allowed levels of recompute
-    by_operator   layers may recompute lists of operators besides
-    """
-
-    def __init__(
-        self, price_cache: LayerPriceCache, pins: Constraints, deadline: Deadline = NEVER
-    ) -> None:
-        super().__init__(price_cache, pins, deadline)
-        self.levels = tuple(level for level in LEVELS if level in (pins.recompute or LEVELS))
-        self.by_operator = pins.recompute is None
-        self._labels = LabelTable()
-
-    def zero_stages(self, layout: ParallelLayout) -> tuple[int, ...]:
-        """Returns the ZeRO stages that a rank may have; every rank may have stage 0."""
-        stages = super().zero_stages(layout)
-        return self.once(
-            ("stages", stages, layout.sharding), lambda: self._sharded(stages, layout.sharding)
-        )
-
-    def _sharded(self, stages: tuple[int, ...], sharding: Sharding) -> tuple[int, ...]:
-        price_cache = self.price_cache
-        keys = dict.fromkeys(price_cache.key(k, k) for k in range(price_cache.num_layers))
-        if all(price_cache.may_shard(key, sharding) for key in keys):
-            return stages
-        return tuple(zero for zero in stages if zero == 0)
-
-    def allowed(self, layout: ParallelLayout, rank: int) -> tuple[Recompute, ...]:
-        """Returns the levels of recompute on a rank."""
-        return (Recompute.NONE,) if layout.keeps_all(rank) else self.levels
-
-    def options(
-        self, key: LayerKey, b: int, sharding: Sharding, levels: Sequence[Recompute]
-    ) -> tuple[LayerOption, ...]:
-        """Returns the ways to run a layer of a class that no other beats, fastest first.
-
-        Lists of operators are among them where both levels are, and none is pinned. Embedding and
-        head are not recomputed.
-        """
-        own = self.price_cache.own_sharding(key, sharding)
-        if key.role is not LayerKind.BLOCK:
-            levels = (Recompute.NONE,)
-        return self.once(
-            ("options", key, b, own, levels), lambda: self._options(key, b, own, levels)
-        )
-
-    def _options(
-        self, key: LayerKey, b: int, sharding: Sharding, levels: Sequence[Recompute]
-    ) -> tuple[LayerOption, ...]:
-        ways: dict[RecomputedOperators, None] = dict.fromkeys(levels)
-        if self.by_operator and len(levels) == len(LEVELS):
-            ways |= dict.fromkeys(filter(None, recompute_lists(key, b, sharding, self.price_cache)))
-        return unbeaten(self._option(key, b, sharding, way) for way in ways)
-
-    def _option(
-        self, key: LayerKey, b: int, sharding: Sharding, level: RecomputedOperators
-    ) -> LayerOption:
-        size = self.price_cache.activations(key, b, sharding, level)
-        return LayerOption(
-            kind=key,
-            recompute=level,
-            sharding=sharding,
-            weight_layout=frozenset(),
-            time_s=self.price_cache.layer_time(key, b, sharding, level).total_s,
-            saved_bytes=float(size.saved),
-            ideal_saved_bytes=size.ideal_saved,
-            workspace_bytes=float(size.workspace),
-        )
-
-    def front(self, chunks: Sequence[Sequence[Sequence[LayerOption]]]) -> ChunkLabels:
-        """Returns the front of the layers of chunks."""
-        rows = tuple(tuple(map(self._number, layers)) for layers in chunks)
-        return self.once(("front", rows), lambda: of_chunks([self._front(row) for row in rows]))
-
-    def _number(self, options: Sequence[LayerOption]) -> int:
-        return self._labels.number(
-            tuple((o.time_s, o.saved_bytes, o.workspace_bytes) for o in options)
-        )
-
-    def _front(self, row: tuple[int, ...]) -> ChunkLabels:
-        return of_chunk(self._labels.of(row), self._labels.options(row))
 
 
 class SequenceColumns(RankColumns):
@@ -215,7 +121,7 @@ class SequenceColumns(RankColumns):
 
     def _block_costs(self) -> BlockCosts:
         layout, kinds = self.layout, frozenset(option.kind for option in self._options)
-        key = layout.mesh, layout.micro_batch_size, layout.recomputes_ahead, kinds
+        key = layout.mesh, layout.micro_batch_size, layout.sharding, layout.recomputes_ahead, kinds
 
         def make() -> BlockCosts:
             every = tuple(option for zero in self.stages for option in self._at(zero))
@@ -241,13 +147,18 @@ class SequenceColumns(RankColumns):
     def _staged(self, rule: RecomputeRule) -> Ints:
         """Returns the choices of a rule: the last layers run again, if that frees memory."""
         whole = [
-            next((n for n, option in enumerate(options) if option.recompute is Recompute.FULL), 0)
+            next((n for n, option in enumerate(options) if self._runs_again(option)), 0)
             for options in self._layers
         ]
         counts = rule.counts(self.num_blocks, self.rank, self.layout)
         again = np.arange(self.num_blocks) >= self.num_blocks - np.array(counts)[:, None]
         rows: Ints = np.where(again, np.array(whole, np.int64), 0)
         return rows
+
+    def _runs_again(self, option: LayerOption) -> bool:
+        """Returns whether the whole layer runs again."""
+        whole = self.table.price_cache.recompute_operators(option.kind, Recompute.FULL)
+        return option.recompute in (Recompute.FULL, whole)
 
     def front_mixes(self, zero: int) -> Mixes:
         """Returns the front as mixes at a ZeRO stage."""
@@ -266,7 +177,7 @@ class SequenceColumns(RankColumns):
         return replace(mixes, options=self._at(zero))
 
     def _make_mixes(self, rows: Ints) -> Mixes:
-        counts = (rows[:, :, None] == np.arange(len(self._options))).sum(axis=1)
+        counts = self._counts(rows)
         by_layer = column_of(self._options, "saved_bytes")[rows]
         saved = self._of_fullest_chunk(by_layer)
         ideal = self._of_fullest_chunk(column_of(self._options, "ideal_saved_bytes")[rows], True)
@@ -275,7 +186,7 @@ class SequenceColumns(RankColumns):
         return Mixes(
             options=self._options,
             counts=counts,
-            chunk_counts=counts,
+            chunk_counts=self._waiting_counts(rows) if self.layout.splits_backward else counts,
             saved_bytes=saved,
             ideal_saved_bytes=ideal,
             workspace_bytes=widest,
@@ -283,6 +194,17 @@ class SequenceColumns(RankColumns):
             window_bytes=self.stashes * (self._of_fullest_chunk(by_layer, True) - saved),
             last_s=none,
         )
+
+    def _counts(self, rows: Ints) -> Ints:
+        """Returns by row the number of layers on each option."""
+        return np.asarray((rows[:, :, None] == np.arange(len(self._options))).sum(axis=1))
+
+    def _waiting_counts(self, rows: Ints) -> Ints:
+        """Returns the counts of the chunk whose weight gradients have most bytes as they wait."""
+        waiting = self.block.of(self._at(self.stages[0])).waiting
+        ends = np.cumsum([0, *map(len, self.chunks)])
+        counts = np.stack([self._counts(rows[:, first:end]) for first, end in pairwise(ends)])
+        return np.asarray(counts[(counts @ waiting).argmax(axis=0), np.arange(len(rows))])
 
     def _of_fullest_chunk(self, by_layer: Array, besides: bool = False) -> Array:
         """Sums values by row and layer over each chunk, and returns the largest sum by row.
@@ -389,50 +311,60 @@ class SequenceColumns(RankColumns):
 
         An exact front has every choice that is worth one, unless layers free gradients: their
         peak also depends on the order of the recomputed layers, which a rule for the recompute of
-        the stages says. Else the seconds are those of a
-        Lagrangian bound: saved bytes beyond the limit cost seconds.
+        the stages says. Nor does it where the operators of a class are divided in several ways,
+        which hide different times of data parallelism. Else the seconds are those of a Lagrangian
+        bound: saved bytes beyond the limit cost seconds.
         """
         ruled = self.table.stage_recompute is not None
-        if not plain and (ruled or (not self._freed and self.front[0])):
+        exact = self.front[0] and not self._freed and self._divided_alike
+        if not plain and (ruled or exact):
             return self.fastest(num_blocks, limit_bytes)
         return self.bounds(limit_bytes, plain=plain)
 
-    def bounds(self, limit_bytes: float, *, plain: bool = False) -> list[StageColumn]:
-        """Returns the column of the Lagrangian bound at each ZeRO stage."""
-        usable = usable_bytes(limit_bytes, self.layout.mesh, self.table.price_cache)
-        return [self._bound_at(zero, usable, plain=plain) for zero in self._hosted]
+    @property
+    def _divided_alike(self) -> bool:
+        """True if all options of a class have one sharding."""
+        ways = {(option.kind, option.sharding) for option in self._options}
+        return len(ways) == len({kind for kind, _ in ways})
 
-    def _bound_at(self, zero: int, usable: float, *, plain: bool) -> StageColumn:
-        fixed, block = self.fixed[zero], self.block.of(self._at(zero))
-        time_s = block.time_s - block.recompute_s if plain else block.time_s
-        saved = column_of(self._options, "saved_bytes")
-        rows = Counter(
+    def bounds(self, limit_bytes: float, *, plain: bool = False) -> list[StageColumn]:
+        """Returns the column of the Lagrangian bound at each ZeRO stage that has room."""
+        usable = usable_bytes(limit_bytes, self.layout.mesh, self.table.price_cache)
+        columns = (self._bound_at(zero, usable, plain=plain) for zero in self._hosted)
+        return [column for column in columns if column.time_s < math.inf]
+
+    @cached_property
+    def _rows(self) -> Counter[tuple[tuple[int, ...], float]]:
+        """The number of layers with some options, of which the rank holds some micro-batches."""
+        return Counter(
             (tuple(self._numbers[option] for option in options), held)
             for options, held in zip(self._layers, self._in_flight, strict=True)
         )
 
-        def least(values: Array, price: float = 0.0) -> float:
-            return sum(
-                count * float((values + price * held * saved)[list(row)].min())
-                for (row, held), count in rows.items()
-            )
+    def _least(self, values: Array) -> float:
+        """Returns the least sum of a value of the options over all layers."""
+        return sum(count * float(values[list(row)].min()) for (row, _), count in self._rows.items())
 
-        room = usable - fixed.states - least(block.states) - self._held_bytes(zero)
+    def _bound_at(self, zero: int, usable: float, *, plain: bool) -> StageColumn:
+        fixed, block = self.fixed[zero], self.block.of(self._at(zero))
+        plain_time_s = block.time_s - block.recompute_s
+        room = usable - fixed.states - self._least(block.states) - self._held_bytes(zero)
         if not self._moment.made:  # gradients may come after the most saved activations
-            room += fixed.gradients + least(block.gradients)
-        prices = {0.0}
-        for row, held in () if plain else rows:
-            options = list(row)
-            prices.update(hull_prices(time_s[options].tolist(), (held * saved)[options].tolist()))
-        least_s = max(least(time_s, price) - price * room for price in prices)
-        plain_s = least(block.time_s - block.recompute_s)
-        tail_s = fixed.tail_s + least(block.tail_s)
+            room += fixed.gradients + self._least(block.gradients)
+        if plain:
+            least_s = self._least(plain_time_s)
+        else:
+            least_s = min(
+                self._within_s(block.time_s, room - temporaries, widest)
+                for widest, temporaries in self._temporaries_by_widest(zero)
+            )
+        plain_s = self._least(plain_time_s)
         hides = self.layout.recomputes_ahead
         return StageColumn(
-            mix=tuple((self._at(zero)[row[0]], count) for (row, _), count in rows.items()),
+            mix=tuple((self._at(zero)[row[0]], count) for (row, _), count in self._rows.items()),
             zero=zero,
             time_s=least_s + fixed.time_s,
-            tail_s=tail_s,
+            tail_s=fixed.tail_s + self._least(block.tail_s),
             memory_bytes=0.0,
             redundant_bytes=0.0,
             plain_s=(plain_s if hides else least_s) + fixed.time_s,
@@ -440,6 +372,52 @@ class SequenceColumns(RankColumns):
             layers=self.places,
             shares=self._shares,
             corner=True,
+        )
+
+    def _temporaries_by_widest(self, zero: int) -> list[tuple[float, float]]:
+        """Returns the most workspace that a layer may have, each with the least temporaries.
+
+        Where gradients come and go, or recompute is ahead of them, temporaries may be at another
+        moment than the most activations.
+        """
+        if self._freed or self.layout.recomputes_ahead:
+            return [(math.inf, 0.0)]
+        fixed, block = self.fixed[zero], self.block.of(self._at(zero))
+        workspace, buffer = column_of(self._options, "workspace_bytes"), fixed.zero_buffer
+        least = 0.0
+        for row, _ in self._rows:
+            buffer = max(buffer, float(block.zero_buffer[list(row)].min()))
+            least = max(least, float(workspace[list(row)].min()))
+        limits = [width for width in np.unique(workspace).tolist() if width >= least] or [least]
+        besides = fixed.used_up
+        return [
+            (width, max(0.0, width - besides, fixed.head_workspace) + buffer) for width in limits
+        ]
+
+    def _within_s(self, time_s: Array, room: float, widest: float) -> float:
+        """Returns the least seconds of the layers whose saved bytes have some room.
+
+        A Lagrangian bound over the options of at most some workspace, infinite without room.
+        """
+        saved, workspace = (
+            column_of(self._options, name) for name in ("saved_bytes", "workspace_bytes")
+        )
+        allowed = [
+            (np.array([n for n in row if workspace[n] <= widest]), held, count)
+            for (row, held), count in self._rows.items()
+        ]
+        if sum(count * held * saved[row].min() for row, held, count in allowed) > room:
+            return math.inf
+        prices = {0.0}
+        for row, held, _ in allowed:
+            prices.update(hull_prices(time_s[row].tolist(), (held * saved[row]).tolist()))
+        return max(
+            sum(
+                count * float((time_s[row] + price * held * saved[row]).min())
+                for row, held, count in allowed
+            )
+            - price * room
+            for price in prices
         )
 
     def smallest(self, num_blocks: int) -> StageColumn:

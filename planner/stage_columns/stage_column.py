@@ -128,7 +128,7 @@ def interchangeable_ends(
     """True if either column may replace the other beside tied ends and a fixed token table."""
     if not end_kinds(rank, layout):
         return True
-    return column.tied_as == rival.tied_as and column.looks_up == rival.looks_up
+    return column.tied_as == rival.tied_as
 
 
 def unbeaten(columns: Sequence[StageColumn]) -> list[StageColumn]:

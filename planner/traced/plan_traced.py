@@ -11,13 +11,11 @@ from parplan.planner.objective import Objective
 from parplan.planner.request import TRACED_OFFLOAD, ModuleRequest, TracedRequest
 from parplan.planner.search.price_factory import Hosted, PriceFactory
 from parplan.planner.search.sequence_prices import SequencePrices
+from parplan.planner.search.sequence_shortfall import least_peak_bytes
 from parplan.planner.traced.shards import Cutting, Sharded, shard
 from parplan.planner.traced.stage_rules import StageRule
 from parplan.planner.traced.traced_prices import traced_prices
-from parplan.planner.traced.traced_shortfall import (
-    infeasible_traced_error,
-    least_traced_peak_bytes,
-)
+from parplan.planner.traced.traced_shortfall import infeasible_traced_error
 from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.models.tp_rules import TpRules
 
@@ -111,7 +109,7 @@ class TracedFactory(PriceFactory):
         return self._prices[offload]
 
     def least_peak_bytes(self, offload: Hosted) -> float:
-        return least_traced_peak_bytes(self.prices(offload))
+        return least_peak_bytes(self.prices(offload))
 
     def unsearched(self) -> tuple[UnsearchedPart, ...]:
         return _UNSEARCHED if self.offload is not None else (*_UNSEARCHED, HOST_WHERE_NEEDED)

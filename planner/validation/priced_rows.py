@@ -214,7 +214,9 @@ def _in_turn(strategy: Strategy, levels: tuple[Recompute, ...]) -> Strategy:
     cycle = itertools.cycle(levels)
     stages = tuple(
         tuple(
-            replace(choice, recompute=next(cycle)) if choice.kind is LayerKind.BLOCK else choice
+            replace(choice, recompute=next(cycle))
+            if choice.kind.role is LayerKind.BLOCK
+            else choice
             for choice in stage
         )
         for stage in strategy.stages

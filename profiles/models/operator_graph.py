@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from parplan.profiles.elementwise import Number, smaller_of
+from parplan.profiles.errors import ConfigError
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -421,12 +422,27 @@ class ModelGraph:
         return {layer.key: layer for layer in self}
 
     @property
+    def blocks(self) -> tuple[LayerKey, ...]:
+        """The class of each block of a described model."""
+        return tuple(key for key in self._keys if key.role is LayerKind.BLOCK)
+
+    @property
     def keys(self) -> tuple[LayerKey, ...]:
         """The classes of a described model, in the order of their first layers."""
         return tuple(self._classes)
 
     def layer_class(self, key: LayerKey) -> LayerClass:
-        """Returns the layers of a class of a described model. Raises KeyError."""
+        """Returns the layers of a class of a described model.
+
+        Raises ConfigError for the blocks of a model that has them in several classes.
+        """
+        if key is LayerKind.BLOCK and key not in self._classes:
+            several = ", ".join(map(str, self.keys[1:-1]))
+            raise ConfigError(
+                f"model {self.name}: its blocks are of several classes ({several}), and this is "
+                "for models whose blocks are all alike",
+                hint="choose a model with one kind of blocks",
+            )
         return self._classes[key]
 
     @cached_property
@@ -435,7 +451,7 @@ class ModelGraph:
 
     @cached_property
     def block(self) -> LayerClass:
-        """The class of all blocks. Raises KeyError where they are of several."""
+        """The class of all blocks. Raises ConfigError where they are of several."""
         return self.layer_class(LayerKind.BLOCK)
 
     @cached_property

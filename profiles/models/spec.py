@@ -228,6 +228,19 @@ class ModelSpec:
         return block_kinds(self.blocks, self.num_layers)
 
     @property
+    def tensor_parallel_sizes(self) -> tuple[tuple[str, int], ...]:
+        """The sizes that tensor parallelism divides, each with its name; 0 where there is none."""
+        shared, scans = self.shared_experts, self.state_space
+        return (
+            ("attention heads", self.num_heads),
+            ("key-value heads", self.num_kv_heads),
+            ("ffn width", self.ffn_hidden_size),
+            ("width of the shared experts", shared.ffn_hidden_size if shared else 0),
+            ("state-space groups", scans.num_groups if scans else 0),
+            ("vocabulary", self.padded_vocab_size),
+        )
+
+    @property
     def attention_output_bias(self) -> bool:
         return self.linear_bias if self.output_bias is None else self.output_bias
 

@@ -78,5 +78,10 @@ def block_classes(model: ModelSpec) -> dict[BlockRun, BlockClass | None]:
     return {kind: BlockClass(number, names[number]) for number, kind in enumerate(kinds)}
 
 
+def has_unlike_blocks(model: ModelSpec) -> bool:
+    """Returns whether the blocks of a model are of several classes."""
+    return len(block_classes(model)) > 1
+
+
 def _run(layer: LayerClass, count: int) -> RepeatedLayer:
     return RepeatedLayer(layer, count)

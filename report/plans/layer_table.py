@@ -11,7 +11,6 @@ from parplan.profiles.units import spans_text
 from parplan.report.names import (
     graph_of,
     host_activations_text,
-    recompute_names,
     recompute_text,
     zero_text,
 )
@@ -21,12 +20,11 @@ from parplan.report.text import print_table, say
 def print_layers(plan: Plan, out: Console) -> None:
     """Print the layer plans, and the layers that run on each."""
     graph = graph_of(plan)
-    names = recompute_names(graph)
     offloads = any(layer_plan.keep_on_host for layer_plan in plan.layer_plans.values())
     rows = []
     for name, layer_plan in plan.layer_plans.items():
         recompute = (
-            recompute_text(layer_plan, names) if layer_plan.layer is LayerKind.BLOCK else "none"
+            recompute_text(layer_plan, graph) if layer_plan.layer is LayerKind.BLOCK else "none"
         )
         on_host = (host_activations_text(layer_plan, graph) or "-",) if offloads else ()
         rows.append((name, zero_text(layer_plan), recompute, *on_host, _where(plan, name)))
@@ -44,7 +42,9 @@ def _where(plan: Plan, name: str) -> str:
     """`blocks 0-17, 22-39` with adjacent runs joined, or the layer itself: `embedding`, `head`."""
     runs = (run for stage in plan.stages for run in stage.layers if run.plan == name)
     blocks = [block for run in runs for block in blocks_of(plan, run)]
-    return f"blocks {spans_text(blocks)}" if blocks else str(plan.layer_plans[name].layer)
+    layer_plan = plan.layer_plans[name]
+    of_class = f" ({layer_plan.block})" if layer_plan.block else ""
+    return f"blocks {spans_text(blocks)}{of_class}" if blocks else str(layer_plan.layer)
 
 
 def _print_placements(plan: Plan, out: Console) -> None:
@@ -52,13 +52,14 @@ def _print_placements(plan: Plan, out: Console) -> None:
     shown: list[LayerPlan] = []
     for layer_plan in plan.layer_plans.values():
         if not any(
-            known.layer is layer_plan.layer and known.operators == layer_plan.operators
+            (known.layer, known.block, known.operators)
+            == (layer_plan.layer, layer_plan.block, layer_plan.operators)
             for known in shown
         ):
             shown.append(layer_plan)
     rows = [
         (
-            str(layer_plan.layer) if index == 0 else "",
+            layer_plan.block or str(layer_plan.layer) if index == 0 else "",
             name,
             _axes(placed.input),
             _axes(placed.output),

@@ -8,6 +8,7 @@ from parplan.planner.objective import Objective
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Status
 from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
+from parplan.profiles.models.transformer import has_unlike_blocks
 from parplan.profiles.provenance import Kind
 
 EXECUTORS_STACK = "parplan"
@@ -32,6 +33,9 @@ def notes(plan: AnyPlan, *, ruled: bool = False) -> Iterator[str]:
     traced = isinstance(plan, TracedPlan)
     if plan.search.solver_failure:
         yield plan.search.solver_failure
+    if isinstance(plan, Plan):
+        for part in plan.model.left_out:
+            yield f"{part} is left out: the plan is that of the text model alone"
     space = None if isinstance(plan, TracedPlan) else _space_text(plan, ruled=ruled)
     if space:
         yield space
@@ -79,6 +83,11 @@ def _space_text(plan: Plan, *, ruled: bool) -> str | None:
     search = plan.search
     if search.status is Status.ESTIMATE:
         return None
+    if has_unlike_blocks(plan.model):
+        return (
+            "the gap is over all candidates, with a ZeRO stage for each pipeline rank and a "
+            "recompute list for each block by itself; --explain says what is not searched"
+        )
     if search.objective is Objective.MEMORY:
         return (
             "the gap is over all candidates whose stages run mixes of at most two options that are "

@@ -79,7 +79,7 @@ def strategies_document(operators: Iterable[OperatorStrategies]) -> list[dict[st
     """Returns the tables as JSON values, in seconds and bytes."""
     return [
         {
-            "layer": operator.layer.value,
+            "layer": str(operator.layer),
             "operator": operator.operator.name,
             "recomputable": operator.recomputable,
             "kept_bytes": operator.kept_bytes,

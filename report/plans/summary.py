@@ -23,7 +23,6 @@ from parplan.report.names import (
     graph_of,
     host_activations_text,
     pipeline_phrases,
-    recompute_names,
     recompute_text,
     search_text,
     zero_text,
@@ -132,7 +131,7 @@ def header(plan: AnyPlan, width: int) -> str:
     )
     return joined(
         (
-            f"{model.name}, {_parameters(plan)}, {model.num_layers} layers",
+            f"{model.name}, {_parameters(plan)}, {_layers_text(plan)}",
             f"{cluster.num_gpus} x {cluster.device.name}, {cluster.gpus_per_node} a node",
             f"{training.global_batch_size:,} x {training.seq_length:,} tokens, {precision}, "
             f"{training.optimizer.capitalize()}",
@@ -282,19 +281,25 @@ def _host_fact(plan: AnyPlan, host_gib: float) -> tuple[str, str, str]:
     return "host", f"{gib_text(host_gib)} GiB for a GPU", node + use
 
 
+def _layers_text(plan: Plan) -> str:
+    """Returns the number of blocks, and of those of each class where there are several."""
+    counts = Counter(str(key) for key in graph_of(plan).blocks)
+    classes = ", ".join(f"{count} {name}" for name, count in counts.items())
+    return f"{plan.model.num_layers} layers" + (f" ({classes})" if len(counts) > 1 else "")
+
+
 def layers_phrases(plan: AnyPlan) -> tuple[str, str]:
     """Returns ZeRO stage, recompute and host activations, with numbers of blocks if they differ."""
     if isinstance(plan, TracedPlan):
         return _shard_phrases(plan)
     graph = graph_of(plan)
-    names = recompute_names(graph)
     zero = Counter[str]()
     recompute = Counter[str]()
     kept = Counter[str]()
     for name, count in blocks_by_plan(plan).items():
         layer_plan = plan.layer_plans[name]
         zero[f"ZeRO {zero_text(layer_plan, chunk_states=False)}"] += count
-        recompute[recompute_text(layer_plan, names)] += count
+        recompute[recompute_text(layer_plan, graph)] += count
         kept[host_activations_text(layer_plan, graph) or "nothing"] += count
     sequence = (
         ", sequence parallel"

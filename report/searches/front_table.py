@@ -17,7 +17,6 @@ from parplan.profiles.units import counted, gib
 from parplan.report.names import (
     blocks_by_plan,
     graph_of,
-    recompute_names,
     recompute_text,
     search_text,
 )
@@ -103,11 +102,11 @@ def recompute_counts(plan: AnyPlan) -> str:
     """Returns recompute of the blocks: `none`, or `28 none, 16 selective, 4 with 5 operators`."""
     if isinstance(plan, TracedPlan):
         return layers_phrases(plan)[1].removeprefix("recompute ")
-    names = recompute_names(graph_of(plan))
+    graph = graph_of(plan)
     counts = Counter[str]()
     for name, count in blocks_by_plan(plan).items():
         layer_plan = plan.layer_plans[name]
-        text = recompute_text(layer_plan, names).split(" (")[0]
+        text = recompute_text(layer_plan, graph).split(" (")[0]
         if len(text) > _SHORT:
             text = f"with {counted(len(layer_plan.recompute), 'operator')}"
         counts[text] += count

@@ -5,10 +5,10 @@ from __future__ import annotations
 from parplan.planner.infeasible.shortfall import (
     EXPLAINED_S,
     no_cluster_text,
-    shortfall,
     unexplained_error,
 )
 from parplan.planner.request import Request
+from parplan.planner.search.described_shortfall import shortfall
 from parplan.planner.search.relaxations import (
     BUDGET_S,
     GPUS,

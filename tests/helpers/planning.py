@@ -12,7 +12,7 @@ from parplan.planner.infeasible import shortfall as shortfalls
 from parplan.planner.objective import Objective
 from parplan.planner.plan.plan import Plan
 from parplan.planner.request import Constraints, PlanRequest, SearchOptions
-from parplan.planner.search import estimate, pareto
+from parplan.planner.search import described_shortfall, estimate, pareto
 from parplan.planner.search import find_plan as searches
 from parplan.planner.search.estimate import UniformChoices
 from parplan.planner.search.pareto import ParetoFront
@@ -51,7 +51,7 @@ def timed(
 def find_plan(
     *parts: Any,
     on_progress: Any = None,
-    explain: Callable[..., InfeasibleError] = shortfalls.infeasible_error,
+    explain: Callable[..., InfeasibleError] = described_shortfall.infeasible_error,
     **choices: Any,
 ) -> Plan:
     return searches.find_plan(request(*parts, **choices), on_progress, explain)
@@ -95,7 +95,7 @@ def shortfall(model: Any, cluster: Any, training: Any, pins: Any, options: Any) 
 def infeasible_error(
     model: Any, cluster: Any, training: Any, pins: Any, options: Any
 ) -> InfeasibleError:
-    return shortfalls.infeasible_error(
+    return described_shortfall.infeasible_error(
         request(model, cluster, training, constraints=pins, options=options)
     )
 

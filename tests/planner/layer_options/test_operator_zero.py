@@ -14,7 +14,6 @@ from parplan.costmodels.operators.sharding import Sharding
 from parplan.planner.layer_options.layer_front import layer_fronts
 from parplan.planner.layer_options.layer_problem import layer_problem
 from parplan.planner.layer_options.layer_program import LayerProgram, evaluate
-from parplan.planner.layer_options.operator_zero import OperatorZero, with_states_held
 from parplan.planner.request import SolverName
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.machines.shipped_profiles import machine_for
@@ -24,6 +23,7 @@ from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.stack import Stack
 from tests.helpers.cases import mostly_slow
+from tests.helpers.operator_zero import OperatorZero, with_states_held
 
 STAGES = (0, 1, 2, 3)
 MACHINE = machine_for(with_gpus(load_cluster("a100-80gb"), 4))

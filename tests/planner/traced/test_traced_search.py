@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, combinations, pairwise, product
-from typing import NamedTuple
 
 import pytest
 
@@ -21,7 +20,6 @@ from parplan.planner.objective import Objective
 from parplan.planner.plan.prediction import Status
 from parplan.planner.request import Constraints, SearchOptions
 from parplan.planner.search.find_plan import _search_fastest, search
-from parplan.planner.search.search_results import SearchResult
 from parplan.planner.search.search_session import SearchSession
 from parplan.planner.traced.shard_price_cache import ShardPriceCache
 from parplan.planner.traced.shards import Shard, Sharded, shard
@@ -32,8 +30,14 @@ from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.stack import NEUTRAL
-from parplan.profiles.units import GIB, MIB
+from parplan.profiles.units import MIB
 from tests.helpers.cases import mostly_slow
+from tests.helpers.enumerations import (
+    OBJECTIVES,
+    Point,
+    check_memory_first,
+    check_objectives,
+)
 from tests.helpers.planning import find_traced_plan, traced_prices_of
 from tests.helpers.traced_models import activation, join, linear, model_of, traced_spec, value
 
@@ -453,15 +457,6 @@ def of_classes(pattern: str, scale: int = 1, *, whole: bool = False) -> Sharded:
     )
 
 
-class Point(NamedTuple):
-    """A plan's seconds, its redundant bytes, its peak bytes, and the host bytes of a rank."""
-
-    step_s: float
-    redundant: float
-    peak: float
-    host: float
-
-
 def every_price(search: SearchSession) -> list[Point]:
     """Prices all layouts with all cuts, ZeRO stages and recompute lists."""
     size, points = search.price_cache.num_layers, []
@@ -516,40 +511,6 @@ def test_every_objective_over_two_and_three_classes_finds_what_enumeration_finds
     memory_first = search(prices, Objective.MEMORY, first)
 
     check_memory_first(memory_first, fitting, first)
-
-
-def check_memory_first(
-    found: SearchResult | None, fitting: list[Point], options: SearchOptions
-) -> None:
-    """Requires the fastest of all plans that hold little more than the leanest of all."""
-    least = min(plan.redundant for plan in fitting)
-    most = least + options.memory_slack * abs(least)
-    fastest_s = min(plan.step_s for plan in fitting if plan.redundant <= most * (1 + 1e-9))
-    record = found.plan.search
-    assert record.value == pytest.approx(least / GIB, rel=1e-5, abs=1e-5)
-    assert found.best.choice.redundant_bytes <= most * (1 + 1e-5)
-    assert found.best.choice.step_s == pytest.approx(fastest_s, rel=1e-6)
-    assert record.memory_first.step_bound_s <= fastest_s + 1e-6
-
-
-OBJECTIVES = (Objective.THROUGHPUT, Objective.MEMORY, Objective.PEAK)
-
-
-def check_objectives(
-    found: dict[Objective, SearchResult | None], fitting: list[Point], options: SearchOptions
-) -> None:
-    """Requires the best of all plans that fit, by each objective, with a bound that holds."""
-    fastest_s = min(plan.step_s for plan in fitting)
-    slowest_s = (1 + options.max_slowdown) * fastest_s * (1 + 1e-9)
-    in_time = [plan for plan in fitting if plan.step_s <= slowest_s]
-    assert found[Objective.THROUGHPUT].fastest.value == pytest.approx(fastest_s, rel=1e-9)
-    assert found[Objective.THROUGHPUT].plan.search.bound <= fastest_s + 1e-6
-    leanest = min(plan.redundant for plan in in_time)
-    assert found[Objective.MEMORY].best.value == pytest.approx(leanest, rel=1e-6)
-    least_peak = min(plan.peak for plan in in_time)
-    held = max(memory.total for memory in found[Objective.PEAK].price.memory)
-    assert held <= least_peak + 2 * MIB
-    assert held >= least_peak * (1 - 1e-9)
 
 
 INTERLEAVED = Constraints(

@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from parplan.profiles.documents import reader
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.models.huggingface import entry_from_config
 from parplan.profiles.models.model_catalog import load_model, model_names
 from parplan.profiles.models.spec import ModelEntry, ModelSpec, TrainingSpec
+from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.stack import NEUTRAL
+from tests.helpers.published_configs import CONFIGS
 
 MODELS = (
+    "deepseek-tiny",
+    "deepseek-v2",
+    "deepseek-v2-lite",
+    "deepseek-v3",
+    "falcon-40b",
+    "falcon-7b",
+    "gemma-2-27b",
+    "gemma-2-9b",
+    "gemma-3-12b",
+    "gemma-3-27b",
+    "gemma-3-4b",
+    "gemma-tiny",
+    "glm-4-9b",
+    "glm-4-9b-0414",
+    "glm-4.5",
+    "glm-4.5-air",
     "gpt-1.5b",
     "gpt-175b",
     "gpt-1t",
@@ -22,15 +42,43 @@ MODELS = (
     "gpt-530b",
     "gpt-7.5b",
     "gpt-8.3b",
+    "gpt-oss-120b",
+    "gpt-oss-20b",
+    "gpt-oss-tiny",
     "gpt-tiny",
+    "granite-3-3b-a800m",
+    "granite-3-8b",
+    "kimi-k2",
     "llama2-13b",
     "llama2-70b",
     "llama2-7b",
     "llama3-405b",
     "llama3-70b",
     "llama3-8b",
+    "llama4-maverick",
+    "llama4-scout",
+    "mistral-7b",
+    "mixtral-8x22b",
     "mixtral-8x7b",
     "mixtral-tiny",
+    "moonlight-16b-a3b",
+    "nemotron-h-8b",
+    "nemotron-h-tiny",
+    "olmo-2-13b",
+    "olmo-2-32b",
+    "olmo-2-7b",
+    "phi-3-mini",
+    "phi-4",
+    "qwen2-57b-a14b",
+    "qwen2.5-32b",
+    "qwen2.5-72b",
+    "qwen2.5-7b",
+    "qwen3-14b",
+    "qwen3-235b-a22b",
+    "qwen3-30b-a3b",
+    "qwen3-32b",
+    "qwen3-8b",
+    "qwen3-moe-tiny",
 )
 
 MEMBERS = (
@@ -58,6 +106,47 @@ KNOWN = sorted((*MODELS, *MEMBERS))
 
 def test_the_packaged_names_are_listed_in_order():
     assert model_names() == MODELS
+    assert len(MODELS) >= 40
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_published_model_is_that_of_its_configuration(name):
+    published = entry_from_config(CONFIGS[name], f"{name}/config.json").spec
+
+    assert load_model(name).spec == replace(published, rope_theta=load_model(name).spec.rope_theta)
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [  # billions of parameters, as their makers state them; the vocabulary is padded here
+        pytest.param("deepseek-v2", 236, 21, id="deepseek-v2"),
+        pytest.param("deepseek-v2-lite", 15.7, 2.4, id="deepseek-v2-lite"),
+        pytest.param("deepseek-v3", 671, 37, id="deepseek-v3"),
+        pytest.param("kimi-k2", 1040, 32, id="kimi-k2"),
+        pytest.param("moonlight-16b-a3b", 15.29, 2.24, id="moonlight"),
+        pytest.param("gpt-oss-20b", 20.9, 3.6, id="gpt-oss-20b"),
+        pytest.param("gpt-oss-120b", 116.8, 5.1, id="gpt-oss-120b"),
+        pytest.param("qwen3-8b", 8.2, 8.2, id="qwen3-8b"),
+        pytest.param("qwen3-30b-a3b", 30.5, 3.3, id="qwen3-30b-a3b"),
+        pytest.param("qwen3-235b-a22b", 235, 22, id="qwen3-235b-a22b"),
+        pytest.param("mixtral-8x22b", 141, 39, id="mixtral-8x22b"),
+        pytest.param("gemma-2-27b", 27.2, 27.2, id="gemma-2-27b"),
+        pytest.param("glm-4.5", 355, 32, id="glm-4.5"),
+        pytest.param("glm-4.5-air", 106, 12, id="glm-4.5-air"),
+        pytest.param("olmo-2-32b", 32.2, 32.2, id="olmo-2-32b"),
+        pytest.param("phi-4", 14.7, 14.7, id="phi-4"),
+        pytest.param("nemotron-h-8b", 8.1, 8.1, id="nemotron-h-8b"),
+        pytest.param("llama4-scout", 109, 17, id="llama4-scout"),
+        pytest.param("llama4-maverick", 400, 17, id="llama4-maverick"),
+    ],
+)
+def test_sizes_are_those_that_the_makers_state(name, total, active):
+    """Some count the embedding and the vision tower, and some do not: up to 5 % and 1.7 B apart."""
+    spec = replace(load_model(name).spec, mtp_layers=0)
+    graph = build_graph(spec, TrainingSpec(global_batch_size=1, seq_length=128, stack=NEUTRAL), 1)
+
+    assert graph.num_parameters / 1e9 == pytest.approx(total, rel=0.05)
+    assert graph.num_active_parameters / 1e9 == pytest.approx(active, rel=0.05, abs=1.7)
 
 
 def test_listing_names_parses_no_file(monkeypatch):

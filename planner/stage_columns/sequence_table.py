@@ -1,0 +1,156 @@
+"""The options of the layer classes of a model, and fronts of rows of its layers, each made once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
+from parplan.costmodels.layers.recompute import Recompute, RecomputedOperators
+from parplan.costmodels.operators.sharding import Sharding
+from parplan.costmodels.price_cache import PriceCache
+from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.deadline import NEVER, Deadline
+from parplan.planner.dominance import lower_hull
+from parplan.planner.layer_options.catalogue import catalogue_of
+from parplan.planner.layer_options.chunk_labels import ChunkLabels, of_chunk, of_chunks
+from parplan.planner.layer_options.layer_option import LayerOption, unbeaten
+from parplan.planner.layer_options.recompute_labels import LabelTable
+from parplan.planner.layer_options.recompute_lists import MOST_LISTS, recompute_lists
+from parplan.planner.request import Constraints
+from parplan.planner.stage_columns.mix_table import StageTable
+from parplan.profiles.models.operator_graph import LayerKey, LayerKind
+
+LEVELS = (Recompute.NONE, Recompute.FULL)
+
+
+class SequenceTable(StageTable):
+    """Options of layer classes, and fronts of rows of layers, each made once.
+
+    levels        the allowed levels of recompute
+    by_operator   layers may recompute lists of operators besides
+    """
+
+    def __init__(
+        self, price_cache: LayerPriceCache, pins: Constraints, deadline: Deadline = NEVER
+    ) -> None:
+        super().__init__(price_cache, pins, deadline)
+        self.levels = tuple(level for level in LEVELS if level in (pins.recompute or LEVELS))
+        self.by_operator = pins.recompute is None
+        self._labels = LabelTable()
+
+    def zero_stages(self, layout: ParallelLayout) -> tuple[int, ...]:
+        """Returns the ZeRO stages that a rank may have; every rank may have stage 0."""
+        stages = super().zero_stages(layout)
+        return self.once(
+            ("stages", stages, layout.sharding), lambda: self._sharded(stages, layout.sharding)
+        )
+
+    def _sharded(self, stages: tuple[int, ...], sharding: Sharding) -> tuple[int, ...]:
+        price_cache = self.price_cache
+        keys = dict.fromkeys(price_cache.key(k, k) for k in range(price_cache.num_layers))
+        if all(price_cache.may_shard(key, sharding) for key in keys):
+            return stages
+        return tuple(zero for zero in stages if zero == 0)
+
+    def allowed(self, layout: ParallelLayout, rank: int) -> tuple[Recompute, ...]:
+        """Returns the levels of recompute on a rank."""
+        return (Recompute.NONE,) if layout.keeps_all(rank) else self.levels
+
+    def options(
+        self, key: LayerKey, b: int, sharding: Sharding, levels: Sequence[Recompute]
+    ) -> tuple[LayerOption, ...]:
+        """Returns the ways to run a layer of a class that no other beats, fastest first.
+
+        Lists of operators are among them where both levels are, and none is pinned. Embedding and
+        head are not recomputed.
+        """
+        own = self.price_cache.own_sharding(key, sharding)
+        if key.role is not LayerKind.BLOCK:
+            levels = (Recompute.NONE,)
+        return self.once(
+            ("options", key, b, own, levels), lambda: self._options(key, b, own, levels)
+        )
+
+    def _options(
+        self, key: LayerKey, b: int, sharding: Sharding, levels: Sequence[Recompute]
+    ) -> tuple[LayerOption, ...]:
+        ways: dict[RecomputedOperators, None] = dict.fromkeys(levels)
+        if self.by_operator and len(levels) == len(LEVELS):
+            ways |= dict.fromkeys(filter(None, recompute_lists(key, b, sharding, self.price_cache)))
+        return unbeaten(self._option(key, b, sharding, way) for way in ways)
+
+    def _option(
+        self, key: LayerKey, b: int, sharding: Sharding, level: RecomputedOperators
+    ) -> LayerOption:
+        size = self.price_cache.activations(key, b, sharding, level)
+        return LayerOption(
+            kind=key,
+            recompute=level,
+            sharding=sharding,
+            weight_layout=frozenset(),
+            time_s=self.price_cache.layer_time(key, b, sharding, level).total_s,
+            saved_bytes=float(size.saved),
+            ideal_saved_bytes=size.ideal_saved,
+            workspace_bytes=float(size.workspace),
+        )
+
+    def front(self, chunks: Sequence[Sequence[Sequence[LayerOption]]]) -> ChunkLabels:
+        """Returns the front of the layers of chunks."""
+        rows = tuple(tuple(map(self._number, layers)) for layers in chunks)
+        return self.once(("front", rows), lambda: of_chunks([self._front(row) for row in rows]))
+
+    def _number(self, options: Sequence[LayerOption]) -> int:
+        return self._labels.number(
+            tuple((o.time_s, o.saved_bytes, o.workspace_bytes) for o in options)
+        )
+
+    def _front(self, row: tuple[int, ...]) -> ChunkLabels:
+        return of_chunk(self._labels.of(row), self._labels.options(row))
+
+
+class BlockClassTable(SequenceTable):
+    """The same of a described model, whose blocks have the options of their class's catalogue.
+
+    All options of a class divide the weights that Megatron divides.
+    """
+
+    price_cache: PriceCache
+
+    def __init__(
+        self, price_cache: PriceCache, pins: Constraints, deadline: Deadline = NEVER
+    ) -> None:
+        super().__init__(price_cache, pins, deadline)
+        self.levels = tuple(level for level in Recompute if level in (pins.recompute or Recompute))
+        self._pins = pins
+
+    def least_s(self, key: LayerKey, b: int, sharding: Sharding) -> float:
+        """Returns the least seconds of the passes of a layer, without recompute."""
+        if key.role is not LayerKind.BLOCK:
+            return self.price_cache.layer_time(key, b, sharding).total_s
+        catalogue = catalogue_of(self.price_cache, self._pins, key)
+        if catalogue.divides(sharding):
+            return min(catalogue.fastest_s(b, sharding).values())
+        return self.price_cache.layer_time(key, b, sharding).total_s
+
+    def _options(
+        self, key: LayerKey, b: int, sharding: Sharding, levels: Sequence[Recompute]
+    ) -> tuple[LayerOption, ...]:
+        if key.role is not LayerKind.BLOCK:
+            return super()._options(key, b, sharding, levels)
+        catalogue = catalogue_of(self.price_cache, self._pins, key)
+        megatron = catalogue.weight_layouts(sharding)[0]
+        options = tuple(
+            option
+            for option in catalogue.options(b, sharding)
+            if option.weight_layout == megatron
+            and not (levels == (Recompute.NONE,) and option.recompute)
+        )
+        return _few(options or (catalogue.preset(Recompute.NONE, b, sharding),))
+
+
+def _few(options: tuple[LayerOption, ...]) -> tuple[LayerOption, ...]:
+    """Returns the options, or if they are many those on the hull of time and saved bytes."""
+    if len(options) <= MOST_LISTS:
+        return options
+    points = ((each.time_s, each.saved_bytes, index) for index, each in enumerate(options))
+    return tuple(options[index] for index in lower_hull(points))

@@ -1,0 +1,1 @@
+"""Configurations of Hugging Face as fields of a ModelSpec: families, their keys, their parts."""

@@ -1,0 +1,151 @@
+"""Published configurations: exact parameter counts, shapes of blocks, what is told and refused."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from dataclasses import replace
+
+import pytest
+
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.models.blocks import BlockRun, LatentAttention, Mixer, QkNorm, SharedExperts
+from parplan.profiles.models.hf.families import ALIASES, FAMILIES
+from parplan.profiles.models.huggingface import entry_from_config
+from parplan.profiles.models.spec import TrainingSpec
+from parplan.profiles.models.transformer import build_graph
+from parplan.profiles.stack import NEUTRAL
+from tests.helpers.published_configs import CONFIGS
+
+TRAINING = TrainingSpec(global_batch_size=1, seq_length=4096, stack=NEUTRAL)
+# families whose published models are tested at small sizes in test_huggingface.py
+ELSEWHERE = {"gemma", "gpt2", "gpt_neox", "llama", "opt", "stablelm", "starcoder2"}
+
+
+def spec_of(name):
+    return entry_from_config(CONFIGS[name], f"{name}/config.json").spec
+
+
+def text_of(name):
+    config = CONFIGS[name]
+    return config.get("text_config", config)
+
+
+def torch_parameters(name):
+    """Returns the parameters of transformers' model without memory; tied ones count once."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        only_here = ("model_type", "auto_map", "quantization_config")
+        keys = {key: value for key, value in text_of(name).items() if key not in only_here}
+        model_type = text_of(name)["model_type"]
+        config = AutoConfig.for_model(ALIASES.get(model_type, model_type), **keys)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config).num_parameters()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_parameter_count_is_exactly_that_of_the_torch_model(name):
+    # transformers leaves multi-token prediction out, and pads no vocabulary
+    spec = replace(spec_of(name), vocab_multiple=1, mtp_layers=0)
+
+    assert build_graph(spec, TRAINING, 1).num_parameters == torch_parameters(name)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_configuration_is_read_in_under_a_second(name):
+    before = time.process_time()
+
+    spec_of(name)
+
+    assert time.process_time() - before < 1.0
+
+
+def test_every_family_has_a_published_model():
+    families = {text_of(name)["model_type"] for name in CONFIGS}
+
+    assert families | ELSEWHERE >= set(FAMILIES) | set(ALIASES)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_unknown_key_is_refused_by_name(name):
+    config = {**CONFIGS[name], "rotate_experts": 2}
+
+    with pytest.raises(ConfigError, match="rotate_experts is not understood"):
+        entry_from_config(config, "config.json")
+
+
+def test_an_unknown_key_of_the_text_is_refused_by_name():
+    config = CONFIGS["gemma-3-12b"]
+    text = {**config["text_config"], "rotate_experts": 2}
+
+    with pytest.raises(ConfigError, match="rotate_experts is not understood"):
+        entry_from_config({**config, "text_config": text}, "config.json")
+
+
+def test_a_vision_tower_is_left_out_by_name():
+    assert spec_of("gemma-3-12b").left_out == ("the vision tower",)
+    assert spec_of("llama4-scout").left_out == ("the vision tower",)
+    assert spec_of("gemma-2-9b").left_out == ()
+
+
+def test_deepseek_has_latent_attention_dense_blocks_and_shared_experts():
+    spec = spec_of("deepseek-v3")
+
+    assert spec.latent == LatentAttention(
+        q_rank=1536, kv_rank=512, nope_head_dim=128, rope_head_dim=64, value_head_dim=128
+    )
+    assert spec.blocks == (BlockRun(num_blocks=3, experts=False), BlockRun(num_blocks=58))
+    assert spec.shared_experts == SharedExperts(ffn_hidden_size=2048)
+    assert (spec.ffn_hidden_size, spec.expert_ffn_hidden_size) == (18432, 2048)
+    assert spec.mtp_layers == 1
+    assert spec_of("deepseek-v2-lite").latent.q_rank == 0
+
+
+def test_gpt_oss_has_windows_in_turns_sinks_and_biases():
+    spec = spec_of("gpt-oss-20b")
+
+    assert spec.blocks == (BlockRun(window=128), BlockRun())
+    assert (spec.sinks, spec.expert_bias, spec.router_bias) == (True, True, True)
+    assert (spec.qkv_bias, spec.attention_output_bias, spec.linear_bias) == (True, True, False)
+
+
+def test_gemma_has_local_blocks_in_turns_and_four_norms():
+    old, new = spec_of("gemma-2-27b"), spec_of("gemma-3-12b")
+
+    assert old.blocks == (BlockRun(window=4096), BlockRun())
+    assert new.blocks == (BlockRun(num_blocks=5, window=1024), BlockRun())
+    assert (old.attention_soft_cap, old.logit_soft_cap) == (50.0, 30.0)
+    assert (new.attention_soft_cap, new.logit_soft_cap) == (0.0, 0.0)
+    assert (old.qk_norm, new.qk_norm) == (QkNorm.NONE, QkNorm.HEAD)
+    assert old.norm_layout == new.norm_layout == "both"
+
+
+def test_llama_4_has_chunks_blocks_without_positions_and_experts_in_turns():
+    local = BlockRun(chunk=8192)
+    dense = replace(local, experts=False)
+
+    assert spec_of("llama4-scout").blocks == (
+        replace(local, num_blocks=3),
+        BlockRun(rotary=False),
+    )
+    assert spec_of("llama4-maverick").blocks == (dense, local, dense, BlockRun(rotary=False))
+
+
+def test_falcon_has_one_norm_or_two_before_its_parallel_parts():
+    small, large = spec_of("falcon-7b"), spec_of("falcon-40b")
+
+    assert (small.num_kv_heads, small.norm_layout, small.parallel_residual) == (1, "shared", True)
+    assert (large.num_kv_heads, large.norm_layout, large.parallel_residual) == (8, "pre", True)
+
+
+def test_nemotron_h_has_blocks_of_one_part_each():
+    spec = spec_of("nemotron-h-8b")
+    kinds = spec.block_kinds
+
+    assert len(kinds) == 52
+    assert sum(kind.mixer is Mixer.STATE_SPACE for kind in kinds) == 24
+    assert sum(kind.mixer is Mixer.ATTENTION for kind in kinds) == 4
+    assert sum(kind.feed_forward for kind in kinds) == 24
