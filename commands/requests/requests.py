@@ -64,7 +64,7 @@ def request_of(
         entry = replace(entry, spec=replace(entry.spec, vocab_multiple=1))
     request = replace(request_about(entry, target), module=module)
     if pins is not None:
-        searched = searched_offload(request.model)
+        searched = searched_offload(request.model, request.training)
         request = replace(request, constraints=constraints_of(pins, target, searched))
     return request if flags is None else with_flags(request, flags)
 
@@ -236,7 +236,7 @@ def offload_assumed(constraints: Constraints, plan: Plan) -> tuple[str, ...]:
     )
     if constraints.offload is not None or not uses_host:
         return finer
-    return (offload_phrase(searched_offload(plan.model)), *finer)
+    return (offload_phrase(searched_offload(plan.model, plan.training)), *finer)
 
 
 def offload_phrase(searched: tuple[Offload, ...]) -> str:

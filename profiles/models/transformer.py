@@ -78,9 +78,13 @@ def block_classes(model: ModelSpec) -> dict[BlockRun, BlockClass | None]:
     return {kind: BlockClass(number, names[number]) for number, kind in enumerate(kinds)}
 
 
-def has_unlike_blocks(model: ModelSpec) -> bool:
-    """Returns whether the blocks of a model are of several classes."""
-    return len(block_classes(model)) > 1
+def has_unlike_blocks(model: ModelSpec, training: TrainingSpec) -> bool:
+    """Returns whether the blocks of a model are of several classes, or some of them frozen."""
+    tuning = training.fine_tuning
+    frozen = 0
+    if tuning is not None:
+        frozen = sum(tuning.freezes_block(block) for block in range(model.num_layers))
+    return len(block_classes(model)) > 1 or 0 < frozen < model.num_layers
 
 
 def _run(layer: LayerClass, count: int) -> RepeatedLayer:

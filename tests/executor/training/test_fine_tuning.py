@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from parplan.costmodels.schedules.schedule import Schedule
 from parplan.executor.models import transformer_layers
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.fine_tuning import FineTuning
@@ -18,6 +19,8 @@ pytestmark = [
 
 LORA = FineTuning(lora_rank=2, lora_targets=("qkv", "proj", "fc1", "fc2"))
 SOME = FineTuning(lora_rank=4, lora_targets=("q_proj",))
+FIRST = FineTuning(freeze=("embedding", "blocks:0-1"))
+BEHIND = FineTuning(lora_rank=2, lora_targets=("qkv", "down_proj"), freeze=("blocks:0-2",))
 NORMS = FineTuning(freeze=("embedding", "norms"))
 PLANS: dict[str, Plan] = {
     "lora-one-rank": make_plan(LLAMA, fine_tuning=LORA),
@@ -39,6 +42,12 @@ PLANS: dict[str, Plan] = {
         GPT, dp=2, zero=(1,), precision=Precision.BF16, fine_tuning=LORA
     ),
     "lora-dp2-bf16": make_plan(LLAMA, dp=2, precision=Precision.BF16, fine_tuning=LORA),
+    "frozen-first-stage-pp2": make_plan(LLAMA, pp=2, fine_tuning=FIRST),
+    "frozen-first-stage-pp2-zero-bubble": make_plan(
+        LLAMA, pp=2, schedule=Schedule.ZBV, virtual_stages=2, num_micro_batches=4, fine_tuning=FIRST
+    ),
+    "lora-behind-frozen-pp2-dp2": make_plan(GPT, pp=2, dp=2, zero=(3,), fine_tuning=BEHIND),
+    "frozen-first-tp2-recompute": make_plan(LLAMA, tp=2, recompute="full", fine_tuning=FIRST),
     "norms-frozen-dp2-tp2": make_plan(GPT, dp=2, tp=2, zero=(2,), fine_tuning=NORMS),
     "norms-frozen-pp2": make_plan(LLAMA, pp=2, fine_tuning=NORMS),
 }

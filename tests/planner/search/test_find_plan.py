@@ -17,6 +17,7 @@ from parplan.planner.stage_columns.mix_table import MixTable
 from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.machines.stack_terms import Residuals, Terms
+from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL, Stack
@@ -34,7 +35,27 @@ from tests.helpers.planning import find_plan
 
 SLOWDOWN = 0.2
 MEMORY_SLACK = 0.1
-SEEDS = mostly_slow(range(10), {0, 4})
+TUNINGS = {
+    "all": None,
+    "lora": FineTuning(lora_rank=4, lora_targets=("qkv", "fc2")),
+    "lora-8-bit": FineTuning(lora_rank=8, lora_targets=("proj",), base_bits=8),
+    "norms": FineTuning(freeze=("embedding", "norms")),
+}
+TUNED = mostly_slow(
+    [
+        *(("all", seed) for seed in range(10)),
+        *(("lora", seed) for seed in (0, 1, 4, 7)),
+        ("norms", 4),
+        ("lora-8-bit", 3),
+    ],
+    {("all", 0), ("all", 4), ("lora", 0)},
+)
+
+
+def tuned_instance(case: tuple[str, int]) -> Instance:
+    tuning, seed = case
+    instance = random_instance(seed)
+    return replace(instance, training=replace(instance.training, fine_tuning=TUNINGS[tuning]))
 
 
 def search(instance: Instance, objective: Objective = Objective.THROUGHPUT, **options: object):
@@ -48,14 +69,9 @@ def search(instance: Instance, objective: Objective = Objective.THROUGHPUT, **op
     )
 
 
-@pytest.fixture(scope="module")
-def priced() -> dict[int, list]:
-    return {}
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_search_equals_brute_force_under_both_objectives_with_memory_binding(seed, priced):
-    instance = random_instance(seed)
+@pytest.mark.parametrize("case", TUNED, ids=str)
+def test_search_equals_brute_force_under_both_objectives_with_memory_binding(case):
+    instance = tuned_instance(case)
     everything = every_price(instance, mixed=100)
     peaks = sorted(peak_bytes(price) for _, price in everything)
     limit = int(peaks[len(peaks) // 10])  # nine in ten strategies do not fit
@@ -100,9 +116,9 @@ def test_search_equals_brute_force_under_both_objectives_with_memory_binding(see
     assert first.search.memory_first.step_bound_s <= first.search.memory_first.step_s
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_bounds_never_exceed_the_optimum_of_their_frame(seed):
-    instance = random_instance(seed)
+@pytest.mark.parametrize("case", TUNED, ids=str)
+def test_bounds_never_exceed_the_optimum_of_their_frame(case):
+    instance = tuned_instance(case)
     table = MixTable(instance.price_cache(), PINS)
     best_s, best_bytes = {}, {}
     for strategy, price in every_price(instance):
