@@ -144,7 +144,7 @@ def edge_time(edge: TensorFlow, alone: OperatorTime, inside: StageAxes) -> Opera
         return OperatorTime(forward, ZERO)
     returned = inside.moved(edge.tensor, edge.gradient, edge.source)
     backward = ZERO
-    if edge.gathers(inside.degrees) and edge.reader.saved:
+    if edge.gathers(inside.degrees) and edge.reader.saved and not is_frozen:
         backward += inside.under(read, gradient_s)
     if _whole_where_partial(edge.gradient, edge.source):
         asynchronous = inside.stack.async_tensor_parallel and not is_frozen

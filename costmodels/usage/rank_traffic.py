@@ -221,7 +221,8 @@ def backward_moves(
     if not operator.gradient:
         return
     for edge in _edges(layer, operator, sharding):
-        if edge.gathers(sharding.degrees) and operator.saved:
+        is_frozen = bool(operator.parameters) and not operator.trained
+        if edge.gathers(sharding.degrees) and operator.saved and not is_frozen:
             yield from _moved(edge.tensor, edge.source, edge.target, sharding)
         yield from _moved(edge.tensor, edge.gradient, edge.source, sharding)
     if operator.kind is OperatorKind.CROSS_ENTROPY:

@@ -1,6 +1,7 @@
 """A model graph with frozen parameters and adapters: what fine-tuning leaves of the backward pass.
 
-A frozen product has the gradient of its input alone and saves no input. Layers below the first
+A frozen product has the gradient of its input alone and saves no input, but for the output of fused
+attention, which that saves itself. Layers below the first
 trained one have no backward pass and save nothing. An adapter (LoRA, Hu et al. 2021, arXiv
 2106.09685) is two products beside a frozen one and their sum:
 
@@ -157,7 +158,8 @@ class _Rules:
             parameters.append(replace(parameter, trained=not frozen, quantised=quantised))
         tuned = replace(operator, parameters=tuple(parameters))
         if operator.kind in PRODUCTS and operator.parameters and not tuned.trained:
-            return replace(tuned, saved=(), flops_backward=operator.flops_forward)
+            kept = tuple(tensor for tensor in operator.saved if tensor.name in _kept(layer))
+            return replace(tuned, saved=kept, flops_backward=operator.flops_forward)
         return tuned
 
     def _freezes(self, operator: Operator, parameter: Parameter, layer: LayerClass) -> bool:
@@ -168,6 +170,20 @@ class _Rules:
             return tuning.freezes(EMBEDDING) or tuning.freezes(HEAD)
         ends = {LayerKind.EMBEDDING: EMBEDDING, LayerKind.HEAD: HEAD}
         return layer.kind in ends and tuning.freezes(ends[layer.kind])
+
+
+def _kept(layer: LayerClass) -> frozenset[str]:
+    """Returns the names of the outputs that fused attention saves itself.
+
+    They count at the product that reads them, as where that saves them too.
+    """
+    return frozenset(
+        out.name
+        for operator in layer.operators
+        if operator.kind is OperatorKind.ATTENTION
+        and not any(tensor.has("keys") for tensor in operator.saved)
+        for out in operator.outputs
+    )
 
 
 def _is_matrix(operator: Operator, parameter: Parameter) -> bool:
