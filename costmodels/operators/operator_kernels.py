@@ -72,7 +72,7 @@ def operator_kernels(
 def _dequantised(
     operator: Operator, sizes: LocalSizes, training: TrainingSpec
 ) -> tuple[Kernel, ...]:
-    """The kernel that writes a frozen 8-bit weight in 16 bits before each product (EQUATIONS K6).
+    """The kernel that writes a frozen 8-bit weight in 16 bits before each product (EQUATIONS F2).
 
     It reads the weight with its scales and writes a temporary copy, forward and backward.
     """
