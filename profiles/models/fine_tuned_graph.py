@@ -12,9 +12,9 @@ whole and B is divided by its output; where it is divided by its input, so is A,
 the small tensor of its rank, and B is whole. The second is the row-parallel `linear_in` of NeMo's
 ParallelLinearAdapter; for the first NeMo also divides the rank of A and gathers, peft does as here.
 
-The sums are EQUATIONS F1. The input of the first trained layer counts as one with a gradient, as Hugging Face's
-`enable_input_require_grads` makes it. The sum is priced as a residual. Left out: dropout inside
-adapters, and adapters of experts.
+FLOPs and saved tensors are EQUATIONS F1. The input of the first trained layer counts as one with a
+gradient, as Hugging Face's `enable_input_require_grads` makes it. The sum is priced as a residual.
+Left out: dropout inside adapters, and adapters of experts.
 """
 
 from __future__ import annotations
