@@ -137,7 +137,7 @@ class LocalParameters:
 
     @property
     def trained(self) -> LocalParameters:
-        """Those that have gradients."""
+        """The parameters that have gradients."""
         return self._those(trained=True)
 
     @property

@@ -11,7 +11,9 @@ from parplan.profiles.errors import ConfigError, did_you_mean
 
 _FORBID = {"extra": "forbid"}
 ALL = "all"
-EMBEDDING, HEAD, NORMS = "embedding", "head", "norms"
+EMBEDDING = "embedding"
+HEAD = "head"
+NORMS = "norms"
 FROZEN_PARTS = (EMBEDDING, HEAD, NORMS, ALL)
 BASE_BITS = (16, 8)
 ALL_LINEAR = "all-linear"  # every product of a block, as peft calls it
