@@ -21,6 +21,7 @@ from parplan.executor.rules.all_rules import RULES, nearest_legal, refusals, val
 from parplan.planner.plan.plan import LayerRun, OperatorPlacement, Plan, StagePlan
 from parplan.planner.search.estimate import ChunkRequest
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.spec import Precision
 from parplan.profiles.models.transformer import build_graph
 from tests.helpers.chunked_runs import chunked_plan
@@ -269,6 +270,13 @@ BROKEN = {
         family_plan("llama", recompute=("norm1",)),
         "recompute names norm1, it is all operators of a block or none",
         r"set recompute to \[\] on layer plan block-0",
+        "no effect",
+    ),
+    "8-bit-base": Broken(
+        "fine tuning",
+        make_plan(GPT, fine_tuning=FineTuning(lora_rank=2, lora_targets=("qkv",), base_bits=8)),
+        "base_bits 8",
+        "base_bits to 16",
         "no effect",
     ),
     "fp8": Broken(
