@@ -119,6 +119,7 @@ def _rows(
     pins: PinOptions,
     interrupted: Callable[[], bool],
 ) -> tuple[LargestModel, ...]:
+    from parplan.planner.request import host_contents
     from parplan.planner.search.largest_model import (
         LEVELS,
         SearchWatch,
@@ -129,7 +130,8 @@ def _rows(
     from parplan.report.progress_bars import front_bar
     from parplan.report.text import console
 
-    levels = LEVELS
+    optimizer = request.training.optimizer
+    levels = tuple(dict.fromkeys(host_contents(level, optimizer) for level in LEVELS))
     if pins.offload is not None:
         levels = tuple(dict.fromkeys(((), request.constraints.offload or ())))
     with front_bar(console(sys.stderr), "sizes") as (on_progress, on_search):

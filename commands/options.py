@@ -23,6 +23,7 @@ ACCESS = ("block", "operator")
 PREFERENCES = ("fastest", "leanest", "robust")
 SHARDS = ("quota", "merge")
 PRECISIONS = ("bf16", "fp16", "fp32")
+OPTIMIZERS = ("adam", "adam-8bit", "muon", "adafactor", "sgd", "sgd-momentum")
 ATTENTION = ("flash", "unfused")
 BASE_WEIGHTS = ("bf16", "int8")
 BASELINES = "Baselines"
@@ -55,6 +56,7 @@ class TargetOptions:
     seq_length: int | None = None
     precision: str | None = None
     gradient_precision: str | None = None
+    optimizer: str | None = None
     fp8: bool = False
     lora_rank: int | None = None
     lora_targets: tuple[str, ...] = ()
@@ -206,6 +208,12 @@ training_options = together(
         "--gradient-precision",
         type=click.Choice(PRECISIONS),
         help="Precision in which gradients accumulate and are reduced. [default: fp32]",
+    ),
+    option(
+        WHAT,
+        "--optimizer",
+        type=click.Choice(OPTIMIZERS),
+        help="Optimizer: its states and its update are priced and run. [default: adam]",
     ),
     option(WHAT, "--fp8", is_flag=True, help="Run the matrix products of the blocks in fp8."),
     option(

@@ -127,7 +127,7 @@ class RunFiles:
     default=3e-4,
     show_default=True,
     metavar="RATE",
-    help="Learning rate of AdamW.",
+    help="Learning rate.",
 )
 @option(
     OPTIMIZER,
@@ -173,7 +173,7 @@ class RunFiles:
     default=(0.9, 0.999),
     show_default=True,
     metavar="B1 B2",
-    help="Betas of AdamW.",
+    help="Betas of AdamW; the first is the momentum of SGD.",
 )
 @option(
     OPTIMIZER,

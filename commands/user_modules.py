@@ -263,7 +263,11 @@ def say_parity(
     as_json: bool,
 ) -> int:
     """Prints how far the ranks are from one process; returns the code of `plan check --execute`."""
-    from parplan.executor.checking.parity import GRADIENT_TOLERANCE, LOSS_TOLERANCE, gradient_errors
+    from parplan.executor.checking.parity import (
+        GRADIENT_TOLERANCE,
+        gradient_errors,
+        loss_tolerance,
+    )
     from parplan.report.runs.parity_table import Parity, parity_document, print_parity
     from parplan.report.text import console
 
@@ -275,7 +279,7 @@ def say_parity(
         agree=outcome.agree,
         as_predicted=all(predicted == measured for predicted, measured in outcome.states.values()),
         moved=tuple(outcome.moved.values()),
-        loss_tolerance=LOSS_TOLERANCE,
+        loss_tolerance=loss_tolerance(plan.training.optimizer),
         gradient_tolerance=GRADIENT_TOLERANCE,
     )
     if as_json:

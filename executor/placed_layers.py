@@ -78,6 +78,11 @@ def reads_batches(plan: Plan, pipeline_rank: int) -> bool:
     return plan.module is not None or pipeline_rank in ends
 
 
+def rank_tokens(plan: Plan) -> int:
+    """Return the tokens of each sequence that a rank has."""
+    return plan.training.seq_length // plan.mesh.cp
+
+
 def action_rows(plan: AnyPlan) -> tuple[str, ...]:
     """Return the actions of every pipeline rank, one CSV line each. Raises ConfigError.
 
@@ -108,10 +113,15 @@ def recomputes_ahead(plan: Plan) -> bool:
 
 
 def zero_ranks(layer: PlacedLayer, mesh: Mesh) -> int:
-    """Return how many neighbouring dp ranks hold one copy of the layer's states together."""
+    """Return how many neighbouring replicas hold one copy of the layer's states together."""
     if layer.plan.highest_zero and layer.plan.zero_ranks:
         return layer.plan.zero_ranks
-    return mesh.dp
+    return mesh.replicas
+
+
+def expert_shards(replicas: int, mesh: Mesh) -> int:
+    """Return how many ranks hold one copy of the experts' states, among neighbouring replicas."""
+    return max(1, replicas * mesh.tp // (mesh.ep * mesh.etp))
 
 
 def effective_zero(layer: PlacedLayer, mesh: Mesh, operator: str = "") -> int:

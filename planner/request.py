@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -11,6 +11,7 @@ from parplan.costmodels.communication.mesh import MeshOrder
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.host.state_location import Access, ChunkCommunication
 from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.operators.optimizers import PLAIN_OPTIMIZERS
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import TP_OVERLAP_LEVELS
 from parplan.planner.deadline import NEVER, Deadline
@@ -21,7 +22,7 @@ from parplan.profiles.documents.ranges import require_range
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.module_source import ModuleSource
-from parplan.profiles.models.spec import ModelSpec, TrainingSpec
+from parplan.profiles.models.spec import ModelSpec, Optimizer, TrainingSpec
 from parplan.profiles.models.transformer import has_unlike_blocks
 from parplan.profiles.stack import EVERY_RECOMPUTE, NEUTRAL, ContextForm, Stack
 
@@ -261,6 +262,28 @@ def prefer_error(objective: str) -> ConfigError:
     )
 
 
+def host_contents(every: tuple[Offload, ...], optimizer: Optimizer) -> tuple[Offload, ...]:
+    """Returns those of `every` that the host may hold with an optimizer.
+
+    Host memory has model states with Adam's moments alone.
+    """
+    if optimizer is Optimizer.ADAM:
+        return every
+    return tuple(what for what in every if what is Offload.ACTIVATIONS)
+
+
+def require_host_contents(contents: Iterable[Offload], optimizer: Optimizer) -> None:
+    """Raises ConfigError where the host would hold the states of another optimizer than Adam."""
+    contents = tuple(contents)
+    states = [each for each in contents if each not in host_contents(contents, optimizer)]
+    if states:
+        raise ConfigError(
+            f"--offload {','.join(states)}: states on the host are updated there, which is planned "
+            f"and executed for --optimizer {Optimizer.ADAM} alone, not for {optimizer}",
+            hint=f"leave it out, or use --optimizer {Optimizer.ADAM}",
+        )
+
+
 ModelT = TypeVar("ModelT", ModelSpec, ModuleSource, "TracedModel")
 OtherT = TypeVar("OtherT", ModelSpec, ModuleSource, "TracedModel")
 
@@ -299,6 +322,14 @@ class PlanRequest(Generic[ModelT]):
                     else f"--offload {what} is of described models whose blocks are alike",
                     hint=f"this search has {known}",
                 )
+        optimizer = self.training.optimizer
+        require_host_contents(self.constraints.offload or (), optimizer)
+        if not isinstance(self.model, ModelSpec) and optimizer not in PLAIN_OPTIMIZERS:
+            raise ConfigError(
+                f"--optimizer {optimizer} is of described models: a traced module does not say "
+                "which of its tensors are matrices of blocks",
+                hint=f"use --optimizer {', '.join(PLAIN_OPTIMIZERS)}",
+            )
 
     def of_model(self, model: OtherT) -> PlanRequest[OtherT]:
         """Returns the same request for another model."""

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+LARGEST_IN_ARRAYS = 2**62
 Number: TypeAlias = Any  # a number, or an array of numbers that broadcast with each other
 
 
@@ -35,6 +36,11 @@ def chosen(condition: Number, first: Number, second: Number) -> Number:
     if isinstance(condition, np.ndarray):
         return np.where(condition, first, second)
     return first if condition else second
+
+
+def addable(number: Number) -> Number:
+    """Returns a number that can be added to an array of whole numbers, a vast one as a float."""
+    return float(number) if isinstance(number, int) and number >= LARGEST_IN_ARRAYS else number
 
 
 def anywhere(condition: Number) -> bool:

@@ -112,6 +112,8 @@ class Stack:
                              (costmodels/layers/sub_pipeline.py)
     divided_ends             embedding and head may be divided in other ways than by vocabulary
     weights_over_data        operators of a block may be divided over data-parallel ranks as well
+    overlap_exchanges        the exchanges of tokens with their experts run under the compute of
+                             another micro-batch
     overlap_transfers        under the interleaved schedule, transfers between stages run under the
                              compute of other micro-batches
     paired_exchanges         the tensors of a message between stages, and those of the message that
@@ -188,6 +190,7 @@ class Stack:
     tp_overlap: int = 0
     divided_ends: bool = False
     weights_over_data: bool = False
+    overlap_exchanges: bool = False
     overlap_transfers: bool = False
     paired_exchanges: bool = False
     overlap_grad_reduce: bool = True

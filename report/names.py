@@ -21,7 +21,7 @@ from parplan.planner.plan.plan import LayerPlan, Plan
 from parplan.planner.plan.prediction import SearchRecord
 from parplan.profiles.machines.hardware import Device
 from parplan.profiles.models.operator_graph import ModelGraph
-from parplan.profiles.models.spec import TrainingSpec
+from parplan.profiles.models.spec import Optimizer, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.stack import AttentionKernel
 from parplan.report.text import gib_text
@@ -35,6 +35,14 @@ _SCHEDULES = {
     Schedule.LAST_NO_RECOMPUTE: "1F1B with early recompute, none on the last stage",
     Schedule.SCP: "shifted critical path",
     Schedule.CUSTOM: "own schedule",
+}
+OPTIMIZER_NAMES = {
+    Optimizer.ADAM: "Adam",
+    Optimizer.ADAM_8BIT: "8-bit Adam",
+    Optimizer.MUON: "Muon",
+    Optimizer.ADAFACTOR: "Adafactor",
+    Optimizer.SGD: "SGD",
+    Optimizer.SGD_MOMENTUM: "SGD with momentum",
 }
 FASTEST = "fastest"  # the plan of a search without a limit
 

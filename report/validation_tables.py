@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -212,19 +213,23 @@ def _print_unpriced(priced: Sequence[PricedRow], out: Console) -> None:
 
 
 def _counted_notes(priced: Sequence[PricedRow]) -> Iterator[str]:
-    """Yields the kinds of the predicted step times, and the settings that rows left open."""
+    """Yields the kinds of the predicted step times, and the settings that rows do not state."""
     kinds = Counter(row.kind for row in priced if row.kind)
     if kinds:
         yield (
             f"predicted step times: "
             f"{', '.join(f'{count:,} {kind}' for kind, count in kinds.most_common())}"
         )
-    assumed = Counter(setting for row in priced if row.reason is None for setting in row.assumed)
-    if assumed:
-        yield (
-            f"settings that rows left open: "
-            f"{', '.join(f'{setting} ({count:,})' for setting, count in assumed.most_common())}"
-        )
+    for heading, names in (
+        ("settings that rows left open", [row.assumed for row in priced]),
+        ("rows with settings taken from", [row.taken for row in priced]),
+        ("times that are not compared", [row.untimed for row in priced]),
+        ("own figures of rows against the published model", [row.differing for row in priced]),
+    ):
+        counts = Counter(itertools.chain.from_iterable(names))
+        if counts:
+            counted = (f"{name} ({count:,})" for name, count in counts.most_common())
+            yield f"{heading}: {', '.join(counted)}"
 
 
 def _print_rows(priced: Sequence[PricedRow], out: Console) -> None:

@@ -22,8 +22,9 @@ from parplan.planner.objective import Prefer
 from parplan.planner.plan.error_band import stack_band
 from parplan.planner.plan.prediction import ErrorBand
 from parplan.planner.plan.ties import SCENARIOS, Tie, inside_band, preferred, worst_losses
-from parplan.planner.validation.configuration import Row, stack_name
 from parplan.planner.validation.priced_rows import PricedRow, price_row
+from parplan.planner.validation.row_cells import Row
+from parplan.planner.validation.row_stack import stack_name
 from parplan.planner.validation.scores import SMALLEST_GRID
 from parplan.planner.validation.step_table import price_table
 

@@ -12,7 +12,7 @@ from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster, Device
 from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
 from parplan.profiles.models.fine_tuning import FineTuning
-from parplan.profiles.models.spec import Precision, TrainingSpec
+from parplan.profiles.models.spec import Optimizer, Precision, TrainingSpec
 from parplan.profiles.stack import AttentionKernel
 from parplan.profiles.units import parse_size
 
@@ -165,6 +165,7 @@ def training_of(
         gradient_precision=Precision(target.gradient_precision or Precision.FP32),
         attention=AttentionKernel(target.attention or attention),
         overlap_grad_reduce=stack.overlap_grad_reduce,
+        optimizer=Optimizer(target.optimizer or Optimizer.ADAM),
         fp8_matmuls=target.fp8,
         fine_tuning=fine_tuning_of(target),
         expert_imbalance=target.expert_imbalance,
@@ -176,6 +177,7 @@ def training_of(
         "seq_length": f"{training.seq_length} ({defaults.whose})",
         "precision": f"{training.precision}{_OF_THE_PROFILE if measured_at else why}",
         "gradient_precision": training.gradient_precision,
+        "optimizer": training.optimizer,
         "stack": f"{stack.name}{_OF_THE_PROFILE if run_by else ''}",
         "attention": f"{training.attention} ({whose_attention})",
     }

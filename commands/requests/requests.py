@@ -29,6 +29,7 @@ from parplan.planner.request import (
     Request,
     SearchOptions,
     SolverName,
+    host_contents,
     prefer_error,
     searched_offload,
 )
@@ -37,7 +38,14 @@ from parplan.profiles.documents.files import require_writable
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Device
 from parplan.profiles.models.model_catalog import load_model
-from parplan.profiles.models.spec import FP8, ModelEntry, ModelSpec, Positions, TrainingSpec
+from parplan.profiles.models.spec import (
+    FP8,
+    ModelEntry,
+    ModelSpec,
+    Optimizer,
+    Positions,
+    TrainingSpec,
+)
 from parplan.profiles.stack import ContextForm
 from parplan.profiles.units import parse_size
 
@@ -156,7 +164,8 @@ def _unnamed_offload(
     """
     if pins.weights_over_data:
         return ()
-    return searched if target.host_memory else None
+    optimizer = Optimizer(target.optimizer or Optimizer.ADAM)
+    return host_contents(searched, optimizer) if target.host_memory else None
 
 
 def _offload(
@@ -236,7 +245,8 @@ def offload_assumed(constraints: Constraints, plan: Plan) -> tuple[str, ...]:
     )
     if constraints.offload is not None or not uses_host:
         return finer
-    return (offload_phrase(searched_offload(plan.model, plan.training)), *finer)
+    searched = host_contents(searched_offload(plan.model, plan.training), plan.training.optimizer)
+    return (offload_phrase(searched), *finer)
 
 
 def offload_phrase(searched: tuple[Offload, ...]) -> str:

@@ -96,7 +96,7 @@ def numbered_layers(strategy: Strategy) -> tuple[tuple[tuple[LayerChoice, int | 
 
     The blocks of a described model count from 0, without its embedding.
     """
-    begins_with_embedding = strategy.stages[0][0].kind.role is LayerKind.EMBEDDING
+    begins_with_embedding = strategy.stages[0][0].kind is LayerKind.EMBEDDING
     numbers = count(-1 if begins_with_embedding else 0)
     return tuple(
         tuple(

@@ -4,11 +4,11 @@ Each of cp ranks has two pieces of a sequence, piece i and piece 2 cp - 1 - i of
 causal mask leaves every rank the same work (zigzag, Llama 3, arXiv 2407.21783, section 3.3.2). With
 n bytes of keys and values on a rank, micro-batch and block:
 
-    ring         forward (cp - 1) messages of n, backward as many of 2 n (with the gradients); each
+    ring         forward (cp - 1) messages of n, backward twice as many (with the gradients); each
                  runs under the attention with the piece that came before it
     all-gather   forward one gather to cp n; backward the gather again and a reduce-scatter
     all-to-all   forward one exchange of queries, keys and values and one of the output, backward
-                 the same
+                 one of the output with its gradient and one of the other gradients
     two-level    the exchanges of all-to-all over a neighbours, and a ring over the cp / a groups
 
 The heads are what all-to-all divides. Ranks beyond the heads of keys and values hold copies of
@@ -17,14 +17,17 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
 from parplan.costmodels.communication.collectives import (
     Collective,
     collective_time,
     point_to_point_time,
 )
 from parplan.costmodels.communication.hiding import under
-from parplan.costmodels.communication.mesh import Mesh, Placement, place_axis
-from parplan.costmodels.operators.compute import FREE, OperatorTime
+from parplan.costmodels.communication.mesh import Mesh, place_axis
+from parplan.costmodels.operators.compute import OperatorTime
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.profiles.divisors import divisors
 from parplan.profiles.elementwise import Number
@@ -32,7 +35,7 @@ from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.models.operator_graph import Operator
 from parplan.profiles.models.spec import ModelSpec
-from parplan.profiles.provenance import Seconds
+from parplan.profiles.provenance import ZERO, Seconds
 from parplan.profiles.stack import ContextForm
 
 
@@ -58,11 +61,62 @@ def illegal_context(mesh: Mesh, model: ModelSpec, cluster: Cluster) -> str | Non
     """Returns why the ranks of a mesh cannot divide the sequences in its form, or None."""
     heads, gpus_per_node = model.num_heads, cluster.gpus_per_node
     near = ranks_with_heads(mesh.context_form, mesh.cp, mesh.tp, heads, gpus_per_node)
-    if mesh.cp == 1 or near is not None:
+    kv_heads = max(1, model.num_kv_heads // mesh.tp)
+    if mesh.cp == 1:
         return None
-    if mesh.context_form is ContextForm.ALL_TO_ALL:
+    if near is None and mesh.context_form is ContextForm.ALL_TO_ALL:
         return f"cp {mesh.cp} does not divide the {heads // mesh.tp} heads of a rank"
-    return f"cp {mesh.cp} has no part inside a node that divides the {heads // mesh.tp} heads"
+    if near is None:
+        return f"cp {mesh.cp} has no part inside a node that divides the {heads // mesh.tp} heads"
+    if kv_heads % near and near % kv_heads:
+        return f"{near} ranks cannot have equal parts of the {kv_heads} heads of keys of a rank"
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextCall:
+    """Equal calls of attention in one pass of a micro-batch.
+
+    kind       None for messages round a ring
+    ranks      ranks of the collective, or of the ring
+    """
+
+    kind: Collective | None
+    ranks: int
+    num_bytes: Number
+    calls: int = 1
+
+
+def context_calls(
+    operator: Operator, sharding: Sharding, gpus_per_node: int
+) -> tuple[tuple[ContextCall, ...], tuple[ContextCall, ...]]:
+    """Returns what attention sends to other context-parallel ranks, forward and backward."""
+    heads, cp = operator.size("heads"), sharding.cp
+    near = ranks_with_heads(sharding.context_form, cp, sharding.tp, heads, gpus_per_node)
+    assert near is not None, "an illegal form is no candidate"
+    kv_bytes = keys_and_values_bytes(operator, sharding)
+    exchanged: tuple[ContextCall, ...] = ()
+    back: tuple[ContextCall, ...] = ()
+    if near > 1:
+        kv_bytes *= max(1, near * sharding.tp * operator.unit("heads") // heads)
+        queries = _bytes_of(heads * operator.size("head_dim"), operator, sharding)
+        made = sharding.tensor_bytes(operator, operator.outputs[0])
+        read, given, asked = (
+            ContextCall(kind=Collective.ALL_TO_ALL, ranks=near, num_bytes=num_bytes)
+            for num_bytes in (queries + kv_bytes, made, 2 * made)
+        )
+        exchanged, back = (read, given), (asked, read)
+    if sharding.context_form is ContextForm.ALL_GATHER:
+        gather, reduce = (
+            ContextCall(kind=kind, ranks=cp, num_bytes=cp * kv_bytes)
+            for kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+        )
+        return (gather,), (gather, reduce)
+    ring = cp // near
+    if ring == 1:
+        return exchanged, back
+    forward = ContextCall(kind=None, ranks=ring, num_bytes=kv_bytes, calls=ring - 1)
+    return (*exchanged, forward), (*back, replace(forward, calls=2 * (ring - 1)))
 
 
 def context_time(
@@ -72,67 +126,34 @@ def context_time(
 
     alone    its compute on this rank
     """
-    heads, gpus_per_node = operator.size("heads"), machine.cluster.gpus_per_node
-    near = ranks_with_heads(sharding.context_form, sharding.cp, sharding.tp, heads, gpus_per_node)
-    assert near is not None, "an illegal form is no candidate"
-    kv_bytes = keys_and_values_bytes(operator, sharding)
-    sent = FREE
-    if near > 1:
-        kv_bytes *= max(1, near * sharding.tp * operator.unit("heads") // heads)
-        sent = _exchanged(operator, sharding, near, kv_bytes, machine)
-    if sharding.context_form is ContextForm.ALL_GATHER:
-        sent = sent.plus(_gathered(sharding, kv_bytes, machine))
-    elif near < sharding.cp:
-        sent = sent.plus(_passed_round(sharding, near, kv_bytes, alone, machine))
-    return OperatorTime(
-        machine.corrected("tensor", sent.forward), machine.corrected("tensor", sent.backward)
+    calls = context_calls(operator, sharding, machine.cluster.gpus_per_node)
+    forward, backward = (
+        machine.corrected("tensor", _waited(of_pass, compute, sharding, machine))
+        for of_pass, compute in zip(calls, (alone.forward, alone.backward), strict=True)
     )
+    return OperatorTime(forward, backward)
 
 
-def _exchanged(
-    operator: Operator, sharding: Sharding, near: int, kv_bytes: Number, machine: Machine
-) -> OperatorTime:
-    """The exchanges of queries, keys and values, and of the output, among `near` neighbours."""
-    where = _place(near, sharding, machine)
-    queries = operator.size("heads") * operator.size("head_dim")
-    read_bytes = _bytes_of(queries, operator, sharding) + kv_bytes
-    made_bytes = sharding.tensor_bytes(operator, operator.outputs[0])
-    both = collective_time(Collective.ALL_TO_ALL, read_bytes, where, machine) + collective_time(
-        Collective.ALL_TO_ALL, made_bytes, where, machine
-    )
-    return OperatorTime(both, both)
-
-
-def _gathered(sharding: Sharding, kv_bytes: Number, machine: Machine) -> OperatorTime:
-    """The gathers of keys and values, and the reduce-scatter of their gradients."""
-    where, whole_bytes = _place(sharding.cp, sharding, machine), sharding.cp * kv_bytes
-    gathered = collective_time(Collective.ALL_GATHER, whole_bytes, where, machine)
-    reduced = collective_time(Collective.REDUCE_SCATTER, whole_bytes, where, machine)
-    return OperatorTime(gathered, gathered + reduced)
-
-
-def _passed_round(
-    sharding: Sharding, near: int, kv_bytes: Number, alone: OperatorTime, machine: Machine
-) -> OperatorTime:
-    """The messages of a ring over groups of `near` ranks, beside the attention of the others."""
-    gpus_per_node, groups = machine.cluster.gpus_per_node, sharding.cp // near
-
-    def hops(n_bytes: Number, compute: Seconds) -> Seconds:
+def _waited(
+    calls: Iterable[ContextCall], compute: Seconds, sharding: Sharding, machine: Machine
+) -> Seconds:
+    """Seconds of the calls of one pass; messages run beside the attention of what came before."""
+    num_ranks, gpus_per_node = sharding.cp * sharding.tp, machine.cluster.gpus_per_node
+    total = ZERO
+    for call in calls:
+        if call.kind is not None:
+            where = place_axis(call.ranks, sharding.tp, num_ranks, gpus_per_node)
+            total += collective_time(call.kind, call.num_bytes, where, machine)
+            continue
         hop = point_to_point_time(
-            n_bytes,
-            crosses_nodes=sharding.cp * sharding.tp > gpus_per_node,
-            sharing=min(near * sharding.tp, gpus_per_node),
+            call.num_bytes,
+            crosses_nodes=num_ranks > gpus_per_node,
+            sharing=min(num_ranks // call.ranks, gpus_per_node),
             machine=machine,
         )
-        before_last = compute.value_s * (groups - 1) / groups
-        return under(hop.scaled(groups - 1), before_last, machine)
-
-    return OperatorTime(hops(kv_bytes, alone.forward), hops(2 * kv_bytes, alone.backward))
-
-
-def _place(ranks: int, sharding: Sharding, machine: Machine) -> Placement:
-    num_ranks = sharding.cp * sharding.tp
-    return place_axis(ranks, sharding.tp, num_ranks, machine.cluster.gpus_per_node)
+        before_last = compute.value_s * (call.ranks - 1) / call.ranks
+        total += under(hop.scaled(call.calls), before_last, machine)
+    return total
 
 
 def keys_and_values_bytes(operator: Operator, sharding: Sharding) -> Number:

@@ -28,7 +28,7 @@ from parplan.costmodels.layers.model_states import (
     StateSharding,
     local_parameters,
 )
-from parplan.costmodels.operators.compute import optimizer_time
+from parplan.costmodels.layers.parameter_update import update_time
 from parplan.costmodels.operators.host_launch import host, measured_layout_costs
 from parplan.costmodels.operators.kernels import FP32_BYTES
 from parplan.costmodels.operators.sharding import PARTIAL, Sharding
@@ -114,7 +114,7 @@ def data_parallel_moves(
     if states.offloaded:
         optimizer = host_adam_time(owned, machine.cluster)
     else:
-        optimizer = optimizer_time(owned, machine, training)
+        optimizer = update_time(parameters, mesh, states, machine, training)
     inside = _summed_inside(parameters, shards, machine, training)
     divided = math.prod(parameters.degrees) > 1
     if local and (divided or (states.zero and mesh.replicas > 1)):

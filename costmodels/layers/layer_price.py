@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from parplan.costmodels.communication.collectives import Collective, collective_time
 from parplan.costmodels.communication.hiding import under
@@ -18,7 +18,7 @@ from parplan.costmodels.layers.tensor_flow import TensorFlow, leaving_tensor, te
 from parplan.costmodels.operators.compute import FREE, OperatorTime, operator_time
 from parplan.costmodels.operators.host_launch import launch_s
 from parplan.costmodels.operators.sharding import PARTIAL, Place, Sharding
-from parplan.profiles.elementwise import anywhere, key_of
+from parplan.profiles.elementwise import Number, anywhere, key_of
 from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.models.operator_graph import (
     LayerClass,
@@ -33,6 +33,7 @@ from parplan.profiles.stack import Stack
 
 # vocabulary-parallel cross entropy reduces the maximum, the target logit and the sum
 LOSS_REDUCTIONS = 3
+EXCHANGES = 4  # of a mixture: dispatch and combine, forward and backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,13 +94,27 @@ def _sum(parts: Iterable[Seconds]) -> Seconds:
 class StageAxes:
     """The axes inside a stage that divide its operators, on one machine with one software stack.
 
-    once    the redistributions that were priced
+    once                the redistributions that were priced
+    exchange_window_s   compute that hides one of the four exchanges of a mixture of experts
     """
 
     degrees: tuple[int, ...]
     machine: Machine
     stack: Stack
     once: KeyedCache = field(default_factory=KeyedCache, compare=False)
+    exchange_window_s: Number = field(default=0.0, compare=False)
+
+    def beside_mixture(self, mixture: Iterable[OperatorTime]) -> StageAxes:
+        """Returns the axes beside the compute of a mixture of experts, which may hide exchanges.
+
+        A stack that overlaps them runs the forward pass of one micro-batch beside the backward pass
+        of another; each exchange has a fourth of the two passes of the mixture. Attention, which
+        may hide some too, is left out.
+        """
+        if not self.stack.overlap_exchanges:
+            return self
+        passes_s = sum(time.forward.value_s + time.backward.value_s for time in mixture)
+        return replace(self, exchange_window_s=passes_s / EXCHANGES)
 
     def moved(self, tensor: Tensor, source: Place, target: Place) -> Seconds:
         """Seconds to redistribute a tensor from one placement to another."""
@@ -225,6 +240,9 @@ def _communication(
     layer: LayerClass, sharding: Sharding, compute: Mapping[str, OperatorTime], inside: StageAxes
 ) -> dict[str, OperatorTime]:
     """Collectives of each operator over the axes inside the stage, and exchanges of tokens."""
+    inside = inside.beside_mixture(
+        compute[operator.name] for operator in layer.operators if operator.in_mixture
+    )
     times = {
         operator.name: own_communication(operator, sharding, compute[operator.name], inside)
         for operator in layer.operators
@@ -248,7 +266,7 @@ def _exchange_time(operator: Operator, sharding: Sharding, inside: StageAxes) ->
     """The all-to-all of token copies to or from their experts' ranks (EQUATIONS C3, T3).
 
     The backward pass runs the reverse. Routing is balanced: every rank sends one ep-th of its
-    copies to each rank of its group. Nothing hides it.
+    copies to each rank of its group.
     """
     if sharding.ep == 1:
         return FREE
@@ -259,6 +277,8 @@ def _exchange_time(operator: Operator, sharding: Sharding, inside: StageAxes) ->
     once = collective_time(
         Collective.ALL_TO_ALL, sharding.tensor_bytes(operator, copies), where, inside.machine
     )
+    if inside.stack.overlap_exchanges:
+        once = inside.under(once, inside.exchange_window_s)
     return OperatorTime(once, once)
 
 

@@ -242,10 +242,10 @@ class LayerPriceCache(LayerTimes):
                     host += HOST_STATE_BYTES * updated
                 # without ZeRO a copy to the host comes when ZeRO 1 would reduce
                 buffers.append((group.zero or int(group.offloaded), buffer))
-            whole = self._parameters(kind, Sharding())
+            whole = self._parameters(kind, Sharding()).each
             return LayerStates(
                 states=states,
-                ideal=ideal_states_of(whole.each, mesh.ranks_per_stage, self.training),
+                ideal=ideal_states_of(whole, mesh.ranks_per_stage, self.training),
                 buffers=tuple(buffers),
                 step_copies=step_copy_bytes(owned, self.training),
                 host=host,

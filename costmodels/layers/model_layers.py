@@ -150,7 +150,7 @@ class ModelLayers(ABC):
     def ideal_states(self, ranks: int) -> tuple[float, float, float]:
         """Parameter, gradient and optimizer bytes of one copy of the model over `ranks` ranks."""
         return ideal_states(
-            self.num_trained_parameters, ranks, self.training, float(self.frozen_bytes)
+            self.num_trained_parameters, ranks, self.training, frozen=self.frozen_bytes
         )
 
     @property

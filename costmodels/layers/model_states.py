@@ -1,4 +1,4 @@
-"""Bytes of parameters, gradients and optimizer states on one rank (EQUATIONS M1, M2).
+"""Bytes of parameters, gradients and optimizer states on one rank (EQUATIONS M1, M2, M7).
 
 They are exact to the row. Data-parallel shards are those of torch.chunk along the first dim of each
 tensor-parallel shard, as FSDP2 lays them out: the prediction is compared with the bytes that the
@@ -16,10 +16,11 @@ Held during a step, bytes per parameter, D data-parallel ranks:
     gradients   4             4           4/D         4/D
     optimizer   8             8/D         8/D         8/D
 
-with g = 4 for fp32 gradients and 2 otherwise. Some stacks hold further whole copies of the
-gradients (`gradient_copy_bytes`). A frozen parameter has neither gradients nor states: it has its
-weights alone, whole at ZeRO 0 to 2 and one D-th at ZeRO 3 (EQUATIONS F3). Source: Rajbhandari et
-al. 2020, arXiv 1910.02054, for the ZeRO stages; FSDP2 of torch 2.13 for resident bytes.
+with g = 4 for fp32 gradients and 2 otherwise, and 8 bytes of moments by AdamW; other optimizers
+have other moments (costmodels/operators/optimizers.py). Some stacks hold further whole copies of
+the gradients (`gradient_copy_bytes`). A frozen parameter has neither gradients nor states: it has
+its weights alone, whole at ZeRO 0 to 2 and one D-th at ZeRO 3 (EQUATIONS F3). Source: Rajbhandari
+et al. 2020, arXiv 1910.02054, for the ZeRO stages; FSDP2 of torch 2.13 for resident bytes.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ from dataclasses import dataclass
 
 from parplan.costmodels.operators.kernels import FP32_BYTES
 from parplan.costmodels.operators.operator_kernels import SCALED_ELEMENTS
+from parplan.costmodels.operators.optimizers import OPTIMIZERS, WholeTensor, moments_bytes
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.profiles.models.operator_graph import (
     PRODUCTS,
     LayerClass,
     Operator,
     OperatorKind,
+    Parameter,
 )
 from parplan.profiles.models.spec import Precision, TrainingSpec
 
@@ -85,13 +88,18 @@ class StateSharding:
     offloaded: bool = False
 
 
-def chunk_elements(shape: tuple[int, ...], parts: int, index: int = 0) -> int:
-    """Elements of part `index` when torch.chunk cuts `shape` into `parts` along its first dim.
+def chunk_shape(shape: tuple[int, ...], parts: int, index: int = 0) -> tuple[int, ...]:
+    """The shape of part `index` when torch.chunk cuts `shape` into `parts` along its first dim.
 
     Part 0 is the largest.
     """
     rows = -(-shape[0] // parts)
-    return max(0, min(rows, shape[0] - index * rows)) * math.prod(shape[1:])
+    return max(0, min(rows, shape[0] - index * rows)), *shape[1:]
+
+
+def chunk_elements(shape: tuple[int, ...], parts: int, index: int = 0) -> int:
+    """Elements of a part of `chunk_shape`."""
+    return math.prod(chunk_shape(shape, parts, index))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +111,8 @@ class LocalParameter:
     inside       ranks of the stage for each replica among which its copies are
     of_experts   it is one for each expert
     summed_axes  axes inside a stage over which the gradient of a matrix is a sum
+    whole        the tensor before any division
+    matrices     the matrices of `whole` that lie here, or parts of which lie here
     trained      it has a gradient and optimizer states
     quantised    it is frozen in 8 bits
     """
@@ -113,6 +123,8 @@ class LocalParameter:
     inside: int
     of_experts: bool
     summed_axes: tuple[int, ...]
+    whole: WholeTensor
+    matrices: int = 1
     trained: bool = True
     quantised: bool = False
 
@@ -151,10 +163,13 @@ class LocalParameters:
     def owned(
         self, shards: int = 1, *, with_tied: bool = True, of_experts: bool | None = None
     ) -> int:
-        """Elements of the largest of `shards` data-parallel shards; see `owned_parameters`."""
+        """Elements of the largest of `shards` data-parallel shards; see `owned_parameters`.
+
+        One shard is the whole, on however many ranks of a replica experts have copies.
+        """
         parameters = self.each if of_experts is None else self.held_alike(of_experts=of_experts)
         return sum(
-            chunk_elements(parameter.shape, parameter.holders(shards))
+            chunk_elements(parameter.shape, parameter.holders(shards) if shards > 1 else 1)
             for parameter in parameters
             if with_tied or not parameter.tied
         )
@@ -201,10 +216,24 @@ def _local(
             sharding.summed_axes(operator, parameter)
             if sums_weights and parameter.trained and len(parameter.dims) > 1
             else (),
+            whole_tensor(operator, parameter),
+            -(-parameter.shape[0] // sharding.parts(operator, parameter.dims[0].name))
+            if parameter.of_experts
+            else 1,
             parameter.trained,
             parameter.quantised,
         )
         for parameter in operator.parameters
+    )
+
+
+def whole_tensor(operator: Operator, parameter: Parameter) -> WholeTensor:
+    """Returns a parameter as an optimizer sees it; each expert has a matrix of its own."""
+    shape = parameter.shape[1:] if parameter.of_experts else parameter.shape
+    return WholeTensor(
+        num_elements=parameter.num_elements,
+        table=operator.kind not in PRODUCTS or operator.parallel_dim == "vocab",
+        matrix=shape if len(shape) > 1 else (),
     )
 
 
@@ -249,19 +278,22 @@ def _alike(each: tuple[LocalParameter, ...], degrees: tuple[int, ...]) -> LocalP
     return LocalParameters(each, degrees)
 
 
-def states_of(elements: int, shard: int, zero: int, training: TrainingSpec) -> StateBytes:
+def states_of(
+    elements: int, shard: int, zero: int, training: TrainingSpec, moments: int
+) -> StateBytes:
     """States of `elements` parameters of a tensor-parallel rank.
 
-    shard: the parameters among them that this data-parallel rank owns
+    shard: the parameters among them that this data-parallel rank owns; moments: bytes of the
+    moments of the parameters that it updates
     """
     updated = elements if zero == 0 else shard
     gradients = training.gradient_precision.num_bytes * (shard if zero >= 2 else elements)
     gathered = elements if zero < 3 else 0
     if training.precision is Precision.FP32:
         parameters = 4 * (elements if zero == 0 else gathered + shard)
-        return StateBytes(parameters, gradients, MOMENTS_BYTES * updated)
+        return StateBytes(parameters, gradients, moments)
     parameters = training.precision.num_bytes * gathered
-    return StateBytes(parameters, gradients, (MASTER_BYTES + MOMENTS_BYTES) * updated)
+    return StateBytes(parameters, gradients, MASTER_BYTES * updated + moments)
 
 
 def frozen_bytes(elements: int, training: TrainingSpec, *, quantised: bool) -> int:
@@ -331,12 +363,13 @@ def held_states(
 ) -> StateBytes:
     """States of `parameters` on data-parallel rank `dp_rank`.
 
-    They are linear in the elements and in those of the rank's shard, by number of ranks that hold
-    the same parameters.
+    They are linear in the elements, in those of the rank's shard, and in the bytes of moments, by
+    number of ranks that hold the same parameters.
     """
     elements: dict[int, int] = {}
     owned: dict[int, int] = {}
     frozen = 0
+    moments: dict[int, int] = {}
     for parameter in parameters:
         if states.with_tied or not parameter.tied:
             same = parameter.holders(states.shards)
@@ -347,15 +380,20 @@ def held_states(
                     held = chunk_elements(parameter.shape, same, index)
                 frozen += frozen_bytes(held, training, quantised=parameter.quantised)
                 continue
+            shard = chunk_shape(parameter.shape, same, index)
+            updated = shard if states.zero else parameter.shape
             elements[same] = elements.get(same, 0) + parameter.elements
-            owned[same] = owned.get(same, 0) + chunk_elements(parameter.shape, same, index)
+            owned[same] = owned.get(same, 0) + math.prod(shard)
+            moments[same] = moments.get(same, 0) + moments_bytes(
+                training.optimizer, updated, parameter.whole
+            )
     total = StateBytes(frozen)
     for same, number in elements.items():
         stage = states.zero if same > 1 or states.offloaded else 0
         if states.offloaded:
             total += offloaded_states(number, stage, training)
         else:
-            total += states_of(number, owned[same], stage, training)
+            total += states_of(number, owned[same], stage, training, moments[same])
         total += StateBytes(gradients=gradient_copy_bytes(same, training) * number)
     return total
 
@@ -389,25 +427,34 @@ def owned_parameters(
 
 
 def ideal_states(
-    num_parameters: int, ranks: int, training: TrainingSpec, frozen: float = 0.0
+    num_parameters: int,
+    ranks: int,
+    training: TrainingSpec,
+    moments: int | None = None,
+    frozen: float = 0.0,
 ) -> tuple[float, float, float]:
     """Parameter, gradient and optimizer bytes per rank without redundancy (EQUATIONS R2).
 
     They are divided over `ranks` ranks: those of trained parameters, and the bytes of `frozen`
     ones. In mixed precision the fp32 master is the one copy of the trained weights, so the ideal
     has no 16-bit copy besides.
+
+    moments: bytes of one copy of the moments; None for the least of any parameters of that number
     """
     share = num_parameters / ranks
+    width = OPTIMIZERS[training.optimizer].least_moments
+    if moments is not None and num_parameters:
+        width = moments / num_parameters
     if training.precision is Precision.FP32:
         return (
             4 * share + frozen / ranks,
             training.gradient_precision.num_bytes * share,
-            MOMENTS_BYTES * share,
+            width * share,
         )
     return (
         frozen / ranks,
         training.gradient_precision.num_bytes * share,
-        (MASTER_BYTES + MOMENTS_BYTES) * share,
+        (MASTER_BYTES + width) * share,
     )
 
 
@@ -421,8 +468,9 @@ def ideal_states_of(
         for each in counted
         if not each.trained
     )
-    trained = sum(each.elements for each in counted if each.trained)
-    return ideal_states(trained, ranks, training, frozen)
+    trained = [parameter for parameter in counted if parameter.trained]
+    moments = sum(moments_bytes(training.optimizer, p.shape, p.whole) for p in trained)
+    return ideal_states(sum(p.elements for p in trained), ranks, training, moments, frozen)
 
 
 def operators_ideal_states(

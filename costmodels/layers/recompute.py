@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from parplan.costmodels.layers.tensor_flow import TensorFlow, saves_own_output, tensor_flows_of
 from parplan.costmodels.operators.sharding import Sharding
+from parplan.profiles.elementwise import addable
 from parplan.profiles.models.operator_graph import (
     PRODUCTS,
     LayerClass,
@@ -316,8 +317,9 @@ def gradient_bytes(operator: Operator, sharding: Sharding, stack: Stack) -> int:
         for tensor in operator.outputs
     )
     has_weights = operator.trained or any(p.quantised for p in operator.parameters)
-    parameters = (sharding.parameter_elements(operator) if has_weights else 0) * max(
-        (t.element_bytes for t in operator.outputs), default=0
+    parameters: int = addable(
+        (sharding.parameter_elements(operator) if has_weights else 0)
+        * max((t.element_bytes for t in operator.outputs), default=0)
     )
     scores = next((sharding.tensor_bytes(operator, t) for t in operator.saved if t.has("keys")), 0)
     return (

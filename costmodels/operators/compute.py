@@ -20,6 +20,7 @@ from parplan.costmodels.operators.kernels import (
     FUSED_SIZES,
     PRODUCT_SIZES,
     STREAM_SIZES,
+    WEIGHT_GRADIENT,
     FusedKernel,
     Kernel,
     ProductKernel,
@@ -39,11 +40,12 @@ from parplan.profiles.machines.curves import (
     MatmulCurve,
     MemoryCurve,
     flash_attention_s,
+    grouped_s,
     matmul_s,
     memory_bound_s,
 )
 from parplan.profiles.machines.shipped_profiles import Machine
-from parplan.profiles.machines.speeds import Compute, PassCurves
+from parplan.profiles.machines.speeds import ASSUMED_GROUPED, Compute, PassCurves
 from parplan.profiles.models.operator_graph import Operator
 from parplan.profiles.models.spec import FP8, Precision, TrainingSpec
 from parplan.profiles.provenance import ZERO, Kind, Seconds
@@ -155,8 +157,7 @@ def kernel_time(kernel: Kernel, machine: Machine, training: TrainingSpec) -> Sec
 def _product_time(kernel: ProductKernel, machine: Machine, training: TrainingSpec) -> Seconds:
     """Seconds of one matrix product.
 
-    The fp8 price is the fp8 peak at the efficiency fitted in 16 bits. No fp8 product and no grouped
-    product was measured.
+    The fp8 price is the fp8 peak at the efficiency fitted in 16 bits; no fp8 product was measured.
     """
     chip = chip_of(machine, training.precision)
     product = kernel.product
@@ -164,7 +165,9 @@ def _product_time(kernel: ProductKernel, machine: Machine, training: TrainingSpe
     if kernel.fp8:
         chip = replace(chip, peak_flops_per_s=machine.cluster.device.peak(FP8))
     form_s = kernel.slower * matmul_s(product, curve, chip)
-    if kernel.fp8 or kernel.grouped:
+    if kernel.grouped:
+        return _grouped_time(kernel, form_s, machine.profile.compute)
+    if kernel.fp8:
         return Seconds(form_s, Kind.ANALYTIC)
     if curve.points:
         return _corrected(
@@ -177,6 +180,17 @@ def _product_time(kernel: ProductKernel, machine: Machine, training: TrainingSpe
     if kernel.curve in BATCHED:  # these curves are bounded by sequence and head_dim
         return Seconds(form_s, curve.kind_at((product.m, smaller_of(product.n, product.k))))
     return Seconds(form_s, curve.kind_at(kernel.sizes))
+
+
+def _grouped_time(kernel: ProductKernel, single_s: Number, compute: Compute) -> Seconds:
+    """Seconds of one product for each expert, of which a single product would take `single_s`.
+
+    Weight gradients add no time per group: their rows show none.
+    """
+    curve, product = compute.grouped or ASSUMED_GROUPED, kernel.product
+    groups = 0 if kernel.curve == WEIGHT_GRADIENT else product.batch
+    kind = Kind.ANALYTIC if kernel.fp8 else curve.kind_at((product.m, product.n, product.k))
+    return Seconds(grouped_s(single_s, groups, curve), kind)
 
 
 def _corrected(form_s: Number, corrections: Corrections, sizes: tuple[Number, ...]) -> Seconds:
@@ -296,15 +310,22 @@ def _curve_of(passes: PassCurves | MemoryCurve, way: str) -> MemoryCurve:
     return passes.forward if way == FORWARD else passes.backward
 
 
-def optimizer_time(num_parameters: float, machine: Machine, training: TrainingSpec) -> Seconds:
-    """Seconds of one Adam step over `num_parameters` of this rank (EQUATIONS K5).
+def optimizer_time(
+    num_parameters: float,
+    machine: Machine,
+    training: TrainingSpec,
+    moved_bytes: float | None = None,
+) -> Seconds:
+    """Seconds of one update of `num_parameters` of this rank (EQUATIONS K5).
+
+    moved_bytes: bytes that the update reads and writes; None for those of Adam
 
     Leaves out the norm of the gradients and their clipping where the machine's profile has no curve
     of them.
     """
     if num_parameters <= 0:
         return ZERO
-    kernels = update_kernels(num_parameters, training)
+    kernels = update_kernels(num_parameters, training, moved_bytes)
     return machine.corrected(
         "optimizer", _sum([_stream_time(kernel, machine) for kernel in kernels])
     )

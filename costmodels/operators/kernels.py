@@ -31,7 +31,8 @@ FP32_BYTES = 4
 # single-node A100 rows, a head of 50,257 (odd) against one of 25,128; 4 and 8 are assumed between.
 MISALIGNED = {16: 1.0, 8: 1.15, 4: 1.4, 2: 2.3}
 CAUSAL = Attention(causal=True)
-ADAM_STATE_BYTES = 24  # fp32 master copy and two moments, each read and written
+VALUE_BYTES = 8  # fp32 master copy, read and written
+ADAM_MOMENT_BYTES = 16  # two moments, read and written
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class ProductKernel:
               batched_backward
     slower    factor on its time for rows that are not aligned
     fp8       true when its operands are in fp8
-    grouped   true for one product over all experts of a rank, which has no measured curve
+    grouped   true for one product over all experts of a rank, which has a curve of its own
     """
 
     curve: str
@@ -116,16 +117,20 @@ class StreamKernel:
 Kernel = ProductKernel | FusedKernel | StreamKernel
 
 
-def update_kernels(num_parameters: float, training: TrainingSpec) -> tuple[StreamKernel, ...]:
-    """The kernels of one Adam step over `num_parameters` of a rank (EQUATIONS K5).
+def update_kernels(
+    num_parameters: float, training: TrainingSpec, moved_bytes: float | None = None
+) -> tuple[StreamKernel, ...]:
+    """The kernels of one update of `num_parameters` of a rank (EQUATIONS K5).
+
+    moved_bytes: bytes that the update reads and writes; None for those of Adam
 
     The gradient norm and clipping come with it; they cost something only on a machine that measured
     them.
     """
+    if moved_bytes is None:
+        moved_bytes = adam_bytes_per_parameter(training) * num_parameters
     return (
-        StreamKernel(
-            "optimizer", "optimizer", "", adam_bytes_per_parameter(training) * num_parameters
-        ),
+        StreamKernel("optimizer", "optimizer", "", moved_bytes),
         StreamKernel(
             "gradient_norm",
             "",
@@ -143,8 +148,13 @@ def adam_bytes_per_parameter(training: TrainingSpec) -> int:
     16-bit parameter (in fp32 the parameter is the master). With fp32 gradients beside 16-bit
     weights they are 30.
     """
+    return ADAM_MOMENT_BYTES + update_bytes_per_parameter(training)
+
+
+def update_bytes_per_parameter(training: TrainingSpec) -> int:
+    """Bytes that any update touches per parameter beside the moments (EQUATIONS K5)."""
     parameter = 0 if training.precision is Precision.FP32 else training.precision.num_bytes
-    return ADAM_STATE_BYTES + training.gradient_precision.num_bytes + parameter
+    return VALUE_BYTES + training.gradient_precision.num_bytes + parameter
 
 
 def misaligned(row_bytes: Number) -> Number:

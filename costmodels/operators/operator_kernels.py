@@ -166,8 +166,8 @@ def _experts(operator: Operator, sizes: LocalSizes, training: TrainingSpec) -> O
     """One grouped product for all experts of a rank, forward and for both gradients (EQUATIONS K1).
 
     Routing is balanced: each expert has an equal part of as many token copies as the rank sent.
-    Grouped products were not measured: they take the curve of single products, with the tiles of
-    all experts in the same waves. They stay in 16 bits under fp8.
+    They take the curve of grouped products, which is relative to that of single ones with the tiles
+    of all experts in the same waves. They stay in 16 bits under fp8.
     """
     *token_dims, features, contracted = operator.dims
     experts = operator.parameters[0].dims[0].size // sizes.ep
@@ -259,8 +259,8 @@ def _streaming(operator: Operator, sizes: LocalSizes, training: TrainingSpec) ->
     written = _bytes_of(operator.outputs, operator, sizes)
     dropped = [tensor for tensor in operator.saved if tensor.element_bytes == 1]
     masks = _bytes_of(dropped, operator, sizes)
-    # other operators with several inputs save them, except rotary
-    joins = len(operator.inputs) > 1 and operator.function != "rotary"
+    # other operators with several inputs save them, or put them side by side
+    joins = len(operator.inputs) > 1 and operator.function not in ("rotary", "joined")
     if joins and len(dropped) == len(operator.saved):
         branches = len(operator.inputs) - 1
         return _residual(read, written, masks, branches, dropped=bool(dropped))

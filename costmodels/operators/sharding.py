@@ -187,9 +187,19 @@ class Sharding:
         return self.local_bytes(tensor, self.place_inside(operator, tensor))
 
     def parameter_shape(self, operator: Operator, parameter: Parameter) -> tuple[int, ...]:
-        """The shape of a parameter on one rank; matrices of several experts are stacked by rows."""
+        """The shape of a parameter on one rank.
+
+        The matrices of several experts lie one under the other, of hidden features by width in both
+        products, and their biases side by side.
+        """
         shape = tuple(-(-dim.size // self.parts(operator, dim.name)) for dim in parameter.dims)
-        return (shape[0] * shape[1], *shape[2:]) if parameter.of_experts else shape
+        if not parameter.of_experts:
+            return shape
+        experts, *matrix = shape
+        if len(matrix) == 1:
+            return (*matrix, experts)
+        width = shape[parameter.tensor_dim(EXPERT_WIDTH) or -1]
+        return (experts * math.prod(matrix) // width, width)
 
     def parameter_elements(self, operator: Operator) -> int:
         """Elements of the operator's parameters on one rank."""

@@ -17,14 +17,15 @@ from dataclasses import dataclass
 from parplan.costmodels.chunks.chunk_memory import chunks_of_rank, unchunked_prices
 from parplan.costmodels.chunks.chunk_operations import ChunkAction, RankChunks
 from parplan.costmodels.communication.collectives import Collective
-from parplan.costmodels.communication.mesh import Axis
+from parplan.costmodels.communication.mesh import Axis, Mesh
 from parplan.costmodels.communication.redistribution import RedistributionStep, moves
 from parplan.costmodels.host.host_embedding import TOKEN_BYTES, HostEmbedding
 from parplan.costmodels.host.state_location import ChunkCommunication
 from parplan.costmodels.layers.chunked_layer import BROADCAST_GATHERS
+from parplan.costmodels.layers.context_parallel import ContextCall, context_calls
 from parplan.costmodels.layers.layer_price import LOSS_REDUCTIONS
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
-from parplan.costmodels.layers.model_states import SUMMED
+from parplan.costmodels.layers.model_states import SUMMED, LocalParameters
 from parplan.costmodels.layers.sub_pipeline import HALVES
 from parplan.costmodels.layers.tensor_flow import TensorFlow, leaving_tensor, tensor_flows_of
 from parplan.costmodels.operators.kernels import FP32_BYTES
@@ -41,6 +42,9 @@ from parplan.profiles.models.operator_graph import (
 )
 
 MESSAGE = "point_to_point"  # a kind beside those of `Collective`
+# axes beside those of `Axis`: the ranks that divide whole experts, and those with copies of them
+EXPERT_PARALLEL = "ep"
+EXPERT_COPIES = "expert copies"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -130,6 +134,13 @@ def _add_layer(
             tally.add(axis, move.collective, move.num_bytes, parts * layout.num_micro_batches)
         for num_bytes in _summed_inside(choice, layer, layout, price_cache):
             tally.add(Axis.TP, Collective.ALL_REDUCE, num_bytes)
+    if sharding.cp > 1:
+        gpus_per_node = price_cache.machine.cluster.gpus_per_node
+        for call in attention_calls(layer, sharding, recomputed, gpus_per_node):
+            kind = MESSAGE if call.kind is None else call.kind
+            tally.add(Axis.CP, kind, call.num_bytes, call.calls * layout.num_micro_batches)
+    for num_bytes in _exchanges(layer, sharding, recomputed):
+        tally.add(EXPERT_PARALLEL, Collective.ALL_TO_ALL, num_bytes, layout.num_micro_batches)
     if price_cache.looks_up(choice.kind) and layout.mesh.dp > 1:
         _add_lookup(
             tally, price_cache.lookup(layout.micro_batch_size, layout.mesh), layout, price_cache
@@ -172,6 +183,17 @@ def _add_chunks(tally: Tally, chunks: RankChunks) -> None:
                 twice = messages > 1 and op.does is ChunkAction.GATHER
                 calls = messages * (BROADCAST_GATHERS if twice else 1)
                 tally.add(Axis.DP, kinds[op.does], op.num_bytes // messages, calls)
+
+
+def attention_calls(
+    layer: LayerClass, sharding: Sharding, recomputed: tuple[str, ...], gpus_per_node: int
+) -> Iterator[ContextCall]:
+    """Yields the calls of attention on context-parallel ranks, forward and backward."""
+    for operator in layer.operators:
+        if operator.kind is OperatorKind.ATTENTION:
+            forward, backward = context_calls(operator, sharding, gpus_per_node)
+            yield from forward * (1 + (operator.name in recomputed))
+            yield from backward
 
 
 def layer_moves(
@@ -235,6 +257,19 @@ def backward_moves(
             yield from _moved(tensor, ended, target, sharding)
 
 
+def _exchanges(layer: LayerClass, sharding: Sharding, recomputed: tuple[str, ...]) -> Iterator[int]:
+    """Yields the bytes that this rank sends in each exchange of tokens with their experts' ranks.
+
+    Their seconds are `own_communication` of `parplan.costmodels.layers.layer_price`.
+    """
+    for operator in layer.operators if sharding.ep > 1 else ():
+        if operator.kind in (OperatorKind.DISPATCH, OperatorKind.COMBINE):
+            is_dispatch = operator.kind is OperatorKind.DISPATCH
+            copies = operator.outputs[0] if is_dispatch else operator.inputs[0]
+            passes = 2 + (operator.name in recomputed)
+            yield from [sharding.tensor_bytes(operator, copies)] * passes
+
+
 def _edges(layer: LayerClass, operator: Operator, sharding: Sharding) -> list[TensorFlow]:
     return [
         edge
@@ -281,24 +316,45 @@ def _add_data_parallel(
     mesh = layout.mesh
     sharding = layout.sharding_of(choice)
     for group in price_cache.groups(choice.kind, mesh, sharding, choice.zero, choice.own_zero):
-        zero, parameters = group.zero, group.parameters.trained
-        shards = price_cache.shards(mesh) if zero else 1
-        with_tied, training = mesh.pp > 1, price_cache.training
-        whole, owned = (parameters.copied(parts, with_tied=with_tied) for parts in (1, shards))
-        gathered = training.precision.num_bytes * whole
-        if zero == 3:
-            gathered += group.parameters.frozen_bytes(training, with_tied=with_tied)
-        if mesh.replicas == 1 or not gathered:
-            continue
-        if shards > 1:
-            gathers = 2 * layout.num_micro_batches + ahead if zero == 3 else 1
-            reductions = layout.num_micro_batches if zero >= 2 else 1
-            tally.add(Axis.DP, Collective.ALL_GATHER, gathered, gathers)
-            if whole:
+        gathers = 1
+        if group.zero == 3:
+            gathers = 2 * layout.num_micro_batches + ahead
+        reductions = layout.num_micro_batches if group.zero >= 2 else 1
+        for axis, of_experts in _by_copies(group.parameters, mesh):
+            shards = price_cache.shards(mesh) if group.zero else 1
+            alike = group.parameters.held_alike(of_experts=bool(of_experts))[0]
+            near = alike.holders(shards) if group.zero else 1
+            whole, owned = (
+                group.parameters.trained.owned(parts, with_tied=mesh.pp > 1, of_experts=of_experts)
+                for parts in (1, shards)
+            )
+            gathered = price_cache.training.precision.num_bytes * whole
+            if group.zero == 3:
+                gathered += group.parameters.frozen_bytes(
+                    price_cache.training, with_tied=mesh.pp > 1, of_experts=of_experts
+                )
+            if gathered and near > 1:
+                tally.add(axis, Collective.ALL_GATHER, gathered, gathers)
+            if whole and near > 1:
                 reduced = _gradient_bytes(whole, price_cache)
-                tally.add(Axis.DP, Collective.REDUCE_SCATTER, reduced, reductions)
-        if mesh.replicas > shards and whole:
-            tally.add(Axis.DP, Collective.ALL_REDUCE, _gradient_bytes(owned, price_cache))
+                tally.add(axis, Collective.REDUCE_SCATTER, reduced, reductions)
+            if whole and alike.holders(mesh.replicas) > near:
+                tally.add(axis, Collective.ALL_REDUCE, _gradient_bytes(owned, price_cache))
+
+
+def _by_copies(parameters: LocalParameters, mesh: Mesh) -> Iterator[tuple[str, bool | None]]:
+    """Yields the axes of ranks with copies of parameters: of experts, of others, or of all.
+
+    Experts that are whole on one rank of each replica have the copies of the others.
+    """
+    of_experts = parameters.held_alike(of_experts=True)
+    if of_experts and mesh.ep == mesh.tp == 1:
+        yield Axis.DP, None
+        return
+    if parameters.held_alike(of_experts=False):
+        yield Axis.DP, False
+    if of_experts:
+        yield EXPERT_COPIES, True
 
 
 def _add_messages(

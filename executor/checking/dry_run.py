@@ -20,14 +20,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parplan.costmodels.schedules.merak_schedules import SHIFTED_FEWEST
 from parplan.costmodels.schedules.schedule import Schedule, in_flight
-from parplan.costmodels.usage.rank_traffic import SentBytes
+from parplan.costmodels.usage.rank_traffic import EXPERT_COPIES, EXPERT_PARALLEL, SentBytes
 from parplan.costmodels.usage.rank_usage import RankUse
 from parplan.executor.checking.lone_rank import alone
 from parplan.executor.checking.observed_rank import HOST, OTHER, Observed
 from parplan.executor.memory.host_copies import HostCopies
+from parplan.executor.models.expert_exchange import COPIES, EP, ETP
 from parplan.executor.models.loss import Loss
 from parplan.executor.pipeline.stages import parameters_on_host
-from parplan.executor.placed_layers import reads_batches
+from parplan.executor.placed_layers import rank_tokens, reads_batches
 from parplan.executor.run_options import Options
 from parplan.executor.sharding.rank_place import RankPlace
 from parplan.executor.tensors import part
@@ -145,7 +146,7 @@ def extrapolated(
         )
     ids = 0
     if reads:  # ids and targets, in int64
-        ids = 2 * 8 * more * pipeline.micro_batch_size * plan.training.seq_length
+        ids = 2 * 8 * more * pipeline.micro_batch_size * rank_tokens(plan)
     gpipe = pipeline.schedule is Schedule.GPIPE
     return replace(
         last,
@@ -161,7 +162,7 @@ def _step(plan: Plan, ranks: RankPlace, on_backward: OnBackward) -> RankUse:
         trainer = trainer_of(plan, Options(), ranks, moments)
         memory.axes = _axes(trainer)
         sequences = plan.pipeline.micro_batch_size * plan.pipeline.num_micro_batches
-        shape = (sequences, plan.training.seq_length)
+        shape = (sequences, rank_tokens(plan))
         batch = None
         if trainer.pipeline.reads:
             batch = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.int64)
@@ -220,6 +221,12 @@ def _axes(trainer: Trainer) -> dict[str, str]:
     if data_mesh is not None:
         for name, axis in (("data", "dp"), ("tp", "tp")):
             axes[data_mesh[name].get_group().group_name] = axis
+    context = trainer.ranks.context
+    axes |= {group.group_name: "cp" for group in (context.groups if context is not None else ())}
+    experts = trainer.ranks.expert_mesh
+    if experts is not None:
+        for name, axis in ((EP, EXPERT_PARALLEL), (ETP, "tp"), (COPIES, EXPERT_COPIES)):
+            axes[experts[name].get_group().group_name] = axis
     return axes | ({tied.group_name: "pp"} if tied is not None else {})
 
 

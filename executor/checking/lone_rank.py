@@ -7,6 +7,8 @@ following is replaced:
 - FSDP's list of all shards of a parameter, of which it reads two;
 - the vote of torch.distributed.pipelining on whether shapes are known, which reads a number that
   another rank sent: shapes are given;
+- the exchanged numbers of tokens that experts get, which follow from data: routing is balanced, as
+  it is priced;
 - operators of a plan of GPUs whose CPU kernels save other tensors: between CPUs DTensor gathers
   where GPUs exchange, dropout saves a mask of its input's type, an RMS norm copies in fp32, and
   attention with dropout saves the scores. GPU operators of the same shapes stand in.
@@ -29,6 +31,8 @@ from torch.distributed.tensor import placement_types
 from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from parplan.executor.models import mixture_of_experts
+from parplan.executor.models.expert_exchange import balanced_rows
 from parplan.planner.plan.plan import Plan
 
 
@@ -38,11 +42,15 @@ def alone(plan: Plan, rank: int) -> Iterator[None]:
 
     Transfers and collectives end at once.
     """
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.mesh.num_ranks)
+    # A mesh gives every axis of all ranks the same group, by which no axis can be told: the world
+    # has one rank more.
+    world_size = plan.mesh.num_ranks + 1
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         with ExitStack() as stack:
             stack.enter_context(patch.object(_PipelineSchedule, "_warmup_p2p", _vote))
             stack.enter_context(patch.object(_fsdp_param, "_chunk_with_empty", FirstAndLastChunk))
+            stack.enter_context(patch.object(mixture_of_experts, "count_rows", balanced_rows))
             for owner, name, stand_in in _gpu_kernels() if not plan.cluster.device.is_host else ():
                 stack.enter_context(patch.object(owner, name, stand_in))
             yield

@@ -20,6 +20,7 @@ from parplan.planner.plan.plan import LayerPlan, LayerRun, Plan, StagePlan
 from parplan.planner.plan.plan_chunks import rechunked, require_matching_chunks
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import ModelSpec, Precision
+from parplan.profiles.stack import ContextForm
 
 DEGREE = 2
 MOST_VIRTUAL_STAGES = 4
@@ -77,7 +78,8 @@ def shrunk(plan: Plan) -> Plan:
 def _mesh(plan: Plan) -> Mesh:
     """Return the small mesh: degrees of 2, and a custom schedule's pp.
 
-    dp is 4 if fewer than all data-parallel ranks hold one copy of the states and there is room.
+    dp is 4 if fewer than all replicas hold one copy of the states and there is room. Two-level
+    context parallelism takes cp 4, for which tp gives way. Raises ConfigError.
     """
     custom = plan.pipeline.schedule is Schedule.CUSTOM
     pp = plan.mesh.pp if custom else min(plan.mesh.pp, DEGREE)
@@ -87,21 +89,33 @@ def _mesh(plan: Plan) -> Mesh:
             f"has at most {MOST_RANKS}",
             hint="make one of fewer ranks, and check that",
         )
-    tp = min(plan.mesh.tp, DEGREE, MOST_RANKS // pp)
+    form = plan.mesh.context_form
+    least_cp = {None: 1, ContextForm.TWO_LEVEL: DEGREE * DEGREE}.get(form, DEGREE)
+    tp = max(1, min(plan.mesh.tp, DEGREE, MOST_RANKS // (pp * least_cp)))
+    cp = min(least_cp, MOST_RANKS // (pp * tp))
+    if form is not None and cp < least_cp:
+        raise ConfigError(
+            f"{form} takes cp {least_cp}, and a small plan of pp {pp} has at most {MOST_RANKS} "
+            "ranks",
+            hint="make one of fewer pipeline ranks, and check that",
+        )
     holds_copies = any(_holds_copies(each, plan.mesh) for each in plan.layer_plans.values())
     most_dp = 2 * DEGREE if holds_copies else DEGREE
-    dp = min(plan.mesh.dp, most_dp, MOST_RANKS // (pp * tp))
-    return Mesh(pp=pp, dp=dp, tp=tp, ep=min(plan.mesh.ep, DEGREE, dp))
+    dp = min(plan.mesh.dp, most_dp, MOST_RANKS // (pp * cp * tp))
+    etp = tp if plan.mesh.etp > 1 else 1
+    ep = min(plan.mesh.ep, DEGREE, dp * cp * tp // etp)
+    return Mesh(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, etp=etp, context_form=form)
 
 
 def _holds_copies(layer_plan: LayerPlan, mesh: Mesh) -> bool:
-    """Return True if fewer than all data-parallel ranks hold one copy of the layer's states."""
-    return layer_plan.highest_zero > 0 and layer_plan.zero_ranks not in (None, mesh.dp)
+    """Return True if fewer than all replicas hold one copy of the layer's states."""
+    return layer_plan.highest_zero > 0 and layer_plan.zero_ranks not in (None, mesh.replicas)
 
 
 def _layer_plan(layer_plan: LayerPlan, before: Mesh, mesh: Mesh) -> LayerPlan:
     return replace(
-        layer_plan, zero_ranks=max(1, mesh.dp // 2) if _holds_copies(layer_plan, before) else None
+        layer_plan,
+        zero_ranks=max(1, mesh.replicas // 2) if _holds_copies(layer_plan, before) else None,
     )
 
 
@@ -166,6 +180,7 @@ def _model(model: ModelSpec, num_layers: int) -> ModelSpec:
         kv_heads = 1
     hidden = HEADS * HEAD_DIM if model.q_size == model.hidden_size else HEADS * HEAD_DIM * 3 // 2
     padded = model.padded_vocab_size > model.vocab_size
+    shared = model.shared_experts
     return replace(
         model,
         name=f"{model.name}, shrunk",
@@ -176,8 +191,9 @@ def _model(model: ModelSpec, num_layers: int) -> ModelSpec:
         head_dim=HEAD_DIM,
         num_experts=min(model.num_experts, EXPERTS),
         experts_per_token=min(model.experts_per_token, EXPERTS // 2),
-        ffn_hidden_size=0 if model.num_experts else FFN,
+        ffn_hidden_size=FFN if model.ffn_hidden_size else 0,
         expert_ffn_hidden_size=FFN if model.num_experts else 0,
+        shared_experts=None if shared is None else replace(shared, ffn_hidden_size=FFN),
         vocab_size=VOCAB if padded else PADDED,
         max_seq_length=SEQ_LENGTH,
         dropout=0.0,

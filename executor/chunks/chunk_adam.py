@@ -202,7 +202,7 @@ def _in_boxes(place: ChunkedParameter, part: Tensor) -> Boxes:
 
 def _decays(place: ChunkedParameter) -> bool:
     """Decays matrices and tables, as outside of chunks (executor/training/optimizer.py)."""
-    return len(place.shape) > 1
+    return len(place.shape) > 1 and not place.name.endswith(".bias")
 
 
 def _write(chunk: Chunk) -> None:

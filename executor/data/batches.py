@@ -1,7 +1,8 @@
 """Batches of tokens, synthetic or from a memory-mapped file.
 
 A sequence depends only on its global index, so every mesh trains on the same data: data-parallel
-rank r reads rows [r n, (r + 1) n) of every global batch.
+rank r reads rows [r n, (r + 1) n) of every global batch. Context-parallel ranks have two pieces of
+each of these sequences (`parplan.executor.context.zigzag`).
 
 A file is cut into consecutive sequences, each with one further id for its targets. Row r of step s
 is global index s B + r, where B is the global batch size. Every pass over the file takes each
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from parplan.executor.context.zigzag import part_of
 from parplan.executor.data.shuffle import shuffled_item
 from parplan.executor.data.tokens import TOKEN_TYPES, read_sidecar
 from parplan.executor.run_options import Options, derived_seed
@@ -34,20 +36,30 @@ ASSUMED_TYPE = "uint16"  # for a .bin file without a .json file beside it
 Batches = Callable[[int], tuple[Tensor, Tensor]]
 
 
-def build_batches(plan: Plan, dp_rank: int, options: Options) -> Batches:
-    """Returns a function from the step to (ids, targets), each [rows of this rank, seq_length].
+def build_batches(plan: Plan, replica: int, options: Options) -> Batches:
+    """Returns a function from the step to (ids, targets), each [rows, tokens of this rank].
 
     Targets are the ids one token later.
+
+    replica   number among the data-parallel and context-parallel ranks, the latter innermost
     """
+    dp_rank, cp_rank = divmod(replica, plan.mesh.cp)
     if options.data is None:
-        return synthetic_batches(plan, dp_rank, options.seed)
-    return file_batches(
-        plan,
-        dp_rank,
-        options.data,
-        options.data_dtype,
-        seed=options.seed if options.shuffle else None,
-    )
+        batches = synthetic_batches(plan, dp_rank, options.seed)
+    else:
+        seed = options.seed if options.shuffle else None
+        batches = file_batches(plan, dp_rank, options.data, options.data_dtype, seed=seed)
+    return batches if plan.mesh.cp == 1 else _divided(batches, cp_rank, plan.mesh.cp)
+
+
+def _divided(batches: Batches, rank: int, ranks: int) -> Batches:
+    """Returns the batches of one of the ranks that divide every sequence."""
+
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        ids, targets = (part_of(each, rank, ranks, dim=1) for each in batches(step))
+        return ids, targets
+
+    return batch
 
 
 def synthetic_batches(plan: Plan, dp_rank: int, seed: int) -> Batches:

@@ -70,7 +70,7 @@ def block(sizes: Sizes) -> tuple[TimedPasses, ...]:
 
     def trial(maker: Maker) -> WholeBlock:
         with torch.device("meta"):
-            module = Block(model, training)
+            module = Block(model, training, model.block_kinds[0])
         module = maker.module(module)
         x = maker.normal(*shape, learned=True)
         parameters = tuple(module.parameters())

@@ -136,8 +136,11 @@ def _follow_copies(attention: SelfAttention, recipes: Recipes) -> None:
         parts = split(qkv)
         if recipes.active and recipes.knows(qkv):
             copied = [i for i, part in enumerate(parts) if memory_of(part) != memory_of(qkv)]
-            copies = tuple(parts[i] for i in copied)
-            recipes.remember(copies, lambda made: tuple(split(made)[i] for i in copied), qkv)
+
+            def some(of: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+                return tuple(of[i] for i in copied)
+
+            recipes.remember(some(parts), lambda made: some(split(made)), qkv)
         return parts
 
     attention.split = followed

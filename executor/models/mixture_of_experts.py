@@ -1,93 +1,119 @@
 """A mixture of experts: router, dispatch, experts, combination (Mixtral, arXiv 2401.04088).
 
-Every rank of an expert-parallel group holds the same number of experts, in rank order. A token goes
-to `experts_per_token` of them, and none is dropped: a rank multiplies all rows that arrive, so the
-exchanged parts are as uneven as the routing. Rows are ordered by (expert, source rank, position
-there), so every run adds in the same order.
+A token goes to `experts_per_token` experts, and none is dropped: a rank multiplies all rows that
+arrive, so the exchanged parts are as uneven as the routing. Rows are ordered by expert and by rank
+of origin (executor/models/expert_exchange.py), so every run adds in the same order.
 
-The experts' matrices lie one under the other in a parameter of [experts * features, contracted];
-over an expert-parallel mesh it is a DTensor divided by rows. Left out: a load-balancing loss, a
+The matrices of the experts lie one under the other in a parameter of [experts * hidden, width], in
+both products: ranks divide it by rows where they hold whole experts, and by columns where they hold
+parts of each. Biases lie side by side, [features, experts]. Left out: a load-balancing loss, a
 limit of tokens for an expert.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn import functional
 
+from parplan.executor.models.expert_exchange import (
+    ETP,
+    ExpertRanks,
+    Routes,
+    by_expert,
+    by_origin,
+    count_rows,
+    exchanged,
+    returned,
+)
 from parplan.executor.rules.expert_rules import MIXTURE
 from parplan.executor.tensors import local
 from parplan.planner.plan.plan import OperatorPlacement
 from parplan.profiles.models.spec import ModelSpec
 
+BIASES = "biases"  # an attribute of parameters that are several vectors
+Remember = Callable[..., None]  # of tensors, how to make them, and what from
+
 
 class Grouped(nn.Module):
-    """Multiplies rows, which are sorted by expert, with the matrix of their expert."""
+    """Multiplies rows, which are sorted by expert, with the matrix of their expert.
 
-    def __init__(self, num_experts: int, contracted: int, features: int) -> None:
+    widens    whether it maps the hidden features to the experts' width, or back
+    summands  number of ranks that add up their results
+    """
+
+    def __init__(
+        self, num_experts: int, hidden: int, width: int, *, widens: bool, bias: bool, summands: int
+    ) -> None:
         super().__init__()
         self.num_experts = num_experts
-        self.weight = nn.Parameter(torch.empty(num_experts * features, contracted))
+        self.widens = widens
+        self.summands = summands
+        self.weight = nn.Parameter(torch.empty(num_experts * hidden, width))
+        features = width if widens else hidden
+        self.bias = nn.Parameter(torch.empty(features, num_experts)) if bias else None
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         matrices = local(self.weight).unflatten(0, (self.num_experts, -1)).unbind()
-        return torch.cat(
-            [
-                functional.linear(part, matrix)
-                for part, matrix in zip(rows.split(counts), matrices, strict=True)
-            ]
-        )
+        parts = zip(rows.split(counts), matrices, self._biases(), strict=True)
+        return torch.cat([self._product(*each) for each in parts])
+
+    def _product(self, rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+        return functional.linear(rows, matrix.t() if self.widens else matrix, bias)
+
+    def _biases(self) -> Sequence[Tensor | None]:
+        """Returns the bias of each expert, of which ranks that add up results add a part each.
+
+        The gradient is that of the whole: every such rank has the gradients of all rows.
+        """
+        if self.bias is None:
+            return [None] * self.num_experts
+        bias = local(self.bias)
+        if self.summands > 1:
+            bias = bias - (bias * (1 - 1 / self.summands)).detach()
+        return bias.unbind(1)
 
 
 class Experts(nn.Module):
-    """The feed-forward networks of the experts on one rank; ZeRO shards them as a separate unit."""
+    """The feed-forward networks of the experts on one rank; ZeRO shards them as a separate unit.
 
-    def __init__(self, model: ModelSpec, held: range, activation: nn.Module) -> None:
+    held   the experts on this rank
+    parts  number of ranks that divide the width of each
+    """
+
+    def __init__(self, model: ModelSpec, held: range, parts: int, activation: nn.Module) -> None:
         super().__init__()
-        hidden, width = model.hidden_size, model.expert_ffn_hidden_size
+        hidden, width = model.hidden_size, model.expert_ffn_hidden_size // parts
+        halves = 2 if model.gated_ffn else 1
+        bias = model.expert_bias
         self.held = held
-        self.fc1 = Grouped(len(held), hidden, width * (2 if model.gated_ffn else 1))
+        self.fc1 = Grouped(len(held), hidden, width * halves, widens=True, bias=bias, summands=1)
         self.activation = activation
-        self.fc2 = Grouped(len(held), width, hidden)
+        self.fc2 = Grouped(len(held), hidden, width, widens=False, bias=bias, summands=parts)
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         return self.fc2(self.activation(self.fc1(rows, counts)), counts)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Exchange:
-    """The rows that this rank exchanges with the ranks of its group.
-
-    sent       rows for each rank
-    received   rows from each rank
-    by_expert  order of the received rows by expert
-    counts     received rows of each expert
-    """
-
-    sent: list[int]
-    received: list[int]
-    by_expert: Tensor
-    counts: list[int]
 
 
 class MixtureOfExperts(nn.Module):
     """Maps [batch, sequence, hidden] to the same shape, on this rank's tokens.
 
     operators  the operators of the model graph that run here
-    group      the ranks that share the experts; None where one rank holds them all
+    ranks      the ranks that share the experts; None where one rank holds them all whole
+    remember   records how to gather the rows of ranks with parts of an expert, which the backward
+               pass gathers again as any gathered input (executor/sharding/place.py)
+    apart      whether the experts have copies on other ranks than the router, which add their
+               gradients
     """
 
     on_shards = True
     operators = MIXTURE
-    group: dist.ProcessGroup | None = None
+    ranks: ExpertRanks | None = None
+    remember: Remember | None = None
+    apart = False
 
     def __init__(self, model: ModelSpec, router: nn.Module, experts: Experts) -> None:
         super().__init__()
@@ -99,19 +125,26 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, 1)
         chosen, weights = self._choose(tokens)
-        by_expert = chosen.flatten().argsort(stable=True)
-        rows = tokens[by_expert // self.experts_per_token]
-        sizes = chosen.flatten().bincount(minlength=self.num_experts)
-        if self.group is None:
-            rows = self.experts(rows, sizes.tolist())
-        else:
-            exchange = self._exchange(sizes, self.group)
-            rows = all_to_all_single_autograd(rows, exchange.received, exchange.sent, self.group)
-            rows = self.experts(rows[exchange.by_expert], exchange.counts)
-            rows = rows[exchange.by_expert.argsort()]
-            rows = all_to_all_single_autograd(rows, exchange.sent, exchange.received, self.group)
-        by_token = rows[by_expert.argsort()].unflatten(0, (-1, self.experts_per_token))
+        order = chosen.flatten().argsort(stable=True)
+        rows = tokens[order // self.experts_per_token]
+        routes = count_rows(chosen, self.num_experts, self.ranks)
+        rows = self._pass(rows, routes)
+        by_token = rows[order.argsort()].unflatten(0, (-1, self.experts_per_token))
         return torch.bmm(weights.to(by_token.dtype).unsqueeze(1), by_token).view(x.shape)
+
+    def _pass(self, rows: Tensor, routes: Routes) -> Tensor:
+        """Returns the rows, sorted by expert, after their experts on any rank."""
+        ranks = self.ranks
+        if ranks is None:
+            return self.experts(rows, routes.counts)
+        arrived = exchanged(rows, routes, ranks)
+        rows = by_expert(arrived, routes, ranks)
+        if self.remember is not None and ranks.degree(ETP) > 1:
+            self.remember(
+                (rows,), lambda saved: (by_expert(saved, routes, ranks),), arrived, ahead=False
+            )
+        rows = by_origin(self.experts(rows, routes.counts), routes, ranks)
+        return returned(rows, routes, ranks)
 
     def _choose(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the experts of each token and their weights, both [tokens, experts per token].
@@ -122,56 +155,57 @@ class MixtureOfExperts(nn.Module):
         weights, chosen = probabilities.topk(self.experts_per_token, dim=-1)
         return chosen, weights / weights.sum(dim=-1, keepdim=True)
 
-    def _exchange(self, sizes: Tensor, group: dist.ProcessGroup) -> _Exchange:
-        """Exchanges the rows per expert, `sizes`, with the ranks of `group`."""
-        arriving = torch.empty_like(sizes)
-        dist.all_to_all_single(arriving, sizes, group=group)
-        from_rank = arriving.view(group.size(), -1)  # [source rank, expert of this rank]
-        experts = torch.arange(from_rank.shape[1], device=sizes.device).repeat(group.size())
-        return _Exchange(
-            sent=sizes.view(group.size(), -1).sum(dim=1).tolist(),
-            received=from_rank.sum(dim=1).tolist(),
-            by_expert=experts.repeat_interleave(arriving).argsort(stable=True),
-            counts=from_rank.sum(dim=0).tolist(),
-        )
-
     def placement(self, operators: Mapping[str, OperatorPlacement]) -> OperatorPlacement:
         """Returns the input placement of the router and the output placement of the combination.
 
-        All operators of a mixture are placed alike (executor/rules/expert_rules.py).
+        executor/rules/expert_rules.py has the placements of the operators between them.
         """
         first, last = operators["router"], operators["combine"]
         return OperatorPlacement(input=first.input, output=last.output)
 
     def sum_over_tensor_parallel(self) -> None:
-        """Marks the weights: their gradients are this rank's summands.
+        """Marks the weights whose gradients are this tensor-parallel rank's summands.
 
-        The weights are whole and the tokens divided.
+        They are whole and the tokens divided. Experts apart are not among them.
         """
-        for module in (self.router, self.experts.fc1, self.experts.fc2):
-            module.summed_over_tp = ("weight",)
+        summed = (self.router,) if self.apart else (self.router, *grouped_of(self.experts))
+        for module in summed:
+            module.summed_over_tp = tuple(name for name, _ in module.named_parameters())
 
 
-def held_experts(model: ModelSpec, ep_mesh: DeviceMesh | None) -> range:
-    """Returns the experts on this rank of `ep_mesh`, or all experts without a mesh."""
-    if ep_mesh is None:
-        return range(model.num_experts)
-    share = model.num_experts // ep_mesh.size()
-    first = share * ep_mesh.get_local_rank()
-    return range(first, first + share)
-
-
-def divide_experts(layer: nn.Module, ep_mesh: DeviceMesh) -> None:
-    """Declares the experts of `layer` to be this rank's part of those on `ep_mesh`."""
+def divide_experts(layer: nn.Module, ranks: ExpertRanks) -> None:
+    """Declares the experts of `layer` to be this rank's part of those on `ranks`."""
     for module in layer.modules():
         if isinstance(module, MixtureOfExperts):
-            module.group = ep_mesh.get_group()
-        if isinstance(module, Grouped):
-            local_rows = module.weight.data
-            divided = DTensor.from_local(local_rows, ep_mesh, (Shard(0),), run_check=False)
-            module.weight = nn.Parameter(divided)
+            module.apart = True
+            module.ranks = ranks if ranks.divides else None
+    if ranks.divides:
+        for module in grouped_of(layer):
+            _divide(module, ranks)
+
+
+def _divide(module: Grouped, ranks: ExpertRanks) -> None:
+    over_width: tuple[Placement, ...] = () if ranks.degree(ETP) == 1 else (Shard(1),)
+    over = {"weight": (Shard(0), *over_width)}
+    features = (Shard(0) if module.widens else Replicate(),)
+    over["bias"] = (Shard(1), *(features if over_width else ()))
+    for name, parameter in list(module.named_parameters()):
+        divided = DTensor.from_local(parameter.data, ranks.parts, over[name], run_check=False)
+        module.register_parameter(name, nn.Parameter(divided))
 
 
 def experts_of(layer: nn.Module) -> tuple[Experts, ...]:
     """Returns the experts inside `layer`, without their routers."""
     return tuple(module for module in layer.modules() if isinstance(module, Experts))
+
+
+def grouped_of(layer: nn.Module) -> tuple[Grouped, ...]:
+    """Returns the products of experts inside `layer`."""
+    return tuple(module for module in layer.modules() if isinstance(module, Grouped))
+
+
+def mark_biases(layer: nn.Module) -> None:
+    """Marks the biases of experts, once their parameters are those that the optimizer updates."""
+    for module in grouped_of(layer):
+        if module.bias is not None:
+            setattr(module.bias, BIASES, True)

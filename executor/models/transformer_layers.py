@@ -14,20 +14,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from parplan.executor.context.context_attention import Context
+from parplan.executor.context.zigzag import part_of
 from parplan.executor.models.adapters import adapted, add_adapters, freeze
+from parplan.executor.models.expert_exchange import EP, ETP, ExpertRanks
 from parplan.executor.models.loss import Loss
 from parplan.executor.models.mixture_of_experts import (
     Experts,
     Grouped,
     MixtureOfExperts,
     divide_experts,
-    held_experts,
+    grouped_of,
+    mark_biases,
 )
 from parplan.executor.tensors import local
+from parplan.profiles.models.blocks import BlockRun
 from parplan.profiles.models.operator_graph import LayerClass, LayerKind
 from parplan.profiles.models.spec import ModelSpec, Norm, Positions, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
@@ -89,13 +93,22 @@ class Tokens(nn.Embedding):
 class LearnedPositions(nn.Module):
     """Adds the learned position table to the token embeddings."""
 
+    context: Context | None = None
+
     def __init__(self, model: ModelSpec) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(model.max_seq_length, model.hidden_size))
         self.dropout = model.dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        return _dropout(x + self.weight[: x.shape[1]], self.dropout if self.training else 0.0)
+        return _dropout(x + self._rows(x.shape[1]), self.dropout if self.training else 0.0)
+
+    def _rows(self, length: int) -> Tensor:
+        """Returns the rows of this rank's `length` tokens."""
+        if self.context is None:
+            return self.weight[:length]
+        rank, ranks = self.context.rank, self.context.ranks
+        return part_of(self.weight[: ranks * length], rank, ranks, dim=0)
 
 
 def _dropout(x: Tensor, probability: float) -> Tensor:
@@ -112,6 +125,7 @@ class Rotary(nn.Module):
     """Rotates the first `rotary_fraction` of each head (rotate-half, as Llama and NeoX)."""
 
     on_shards = True
+    context: Context | None = None
 
     def __init__(self, model: ModelSpec) -> None:
         super().__init__()
@@ -120,7 +134,8 @@ class Rotary(nn.Module):
     def forward(self, qkv: Tensor) -> Tensor:
         size = int(self.model.head_dim * self.model.rotary_fraction)
         groups = _groups(qkv, self.model)
-        cos, sin = _rotary_tables(qkv.shape[1], size, self.model.rope_theta, qkv)
+        positions = _positions(self.context, qkv)
+        cos, sin = _rotary_tables(positions, size, self.model.rope_theta, qkv)
         rotated, rest = groups[..., :-1, :].split((size, self.model.head_dim - size), dim=-1)
         first, second = rotated.chunk(2, dim=-1)
         rotated = rotated * cos + torch.cat((-second, first), dim=-1) * sin
@@ -136,19 +151,31 @@ def _groups(qkv: Tensor, model: ModelSpec) -> Tensor:
     return qkv.unflatten(-1, (-1, model.num_heads // model.num_kv_heads + 2, model.head_dim))
 
 
-def _rotary_tables(length: int, size: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
+def _positions(context: Context | None, x: Tensor) -> Tensor:
+    """Returns the positions of the tokens of `x`, which is [batch, sequence, features]."""
+    if context is None:
+        return torch.arange(x.shape[1], device=x.device)
+    return context.positions(x.shape[1], x.device)
+
+
+def _rotary_tables(
+    positions: Tensor, size: int, theta: float, like: Tensor
+) -> tuple[Tensor, Tensor]:
     """Returns cos and sin of [sequence, 1, 1, size], computed in fp32."""
     even = torch.arange(0, size, 2, device=like.device, dtype=torch.float32)
-    positions = torch.arange(length, device=like.device, dtype=torch.float32)
-    angles = torch.outer(positions, theta ** -(even / size))
+    angles = torch.outer(positions.float(), theta ** -(even / size))
     angles = torch.cat((angles, angles), dim=-1)[:, None, None]
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 
 class SelfAttention(nn.Module):
-    """Causal grouped-query attention over the heads on this rank."""
+    """Causal grouped-query attention over the heads on this rank.
+
+    context   the ranks that divide every sequence; None where this rank has whole sequences
+    """
 
     on_shards = True
+    context: Context | None = None
 
     def __init__(self, model: ModelSpec, kernel: AttentionKernel) -> None:
         super().__init__()
@@ -165,6 +192,10 @@ class SelfAttention(nn.Module):
 
         Each is [batch, heads, sequence, head_dim].
         """
+        parts = self._of_heads(qkv)
+        return parts if self.context is None else self.context.enter(*parts)
+
+    def _of_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         groups = _groups(qkv, self.model)
         query = groups[..., :-2, :].flatten(2, 3).transpose(1, 2)
         key = groups[..., -2, :].transpose(1, 2)
@@ -183,6 +214,8 @@ class SelfAttention(nn.Module):
         return query, key, value
 
     def _flash(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self.context is not None:
+            return self.context.attend(query, key, value)
         return functional.scaled_dot_product_attention(
             query,
             key,
@@ -257,6 +290,24 @@ class Residual(nn.Module):
         return x
 
 
+class Gated(nn.Module):
+    """Multiplies features by a sigmoid, one number a token (the shared expert of Qwen2-MoE)."""
+
+    on_shards = True
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x * gate.sigmoid()
+
+
+class Sum(nn.Module):
+    """Adds the outputs of the experts and of the network beside them."""
+
+    on_shards = True
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+
 class Embedding(nn.Module):
     """Maps token ids [batch, sequence] to [batch, sequence, hidden]."""
 
@@ -272,11 +323,17 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm transformer block; `experts` are those on this rank of a mixture."""
+    """One pre-norm transformer block; `ranks` divide its experts, if it has any."""
 
-    def __init__(self, model: ModelSpec, training: TrainingSpec, experts: range = range(0)) -> None:
+    def __init__(
+        self,
+        model: ModelSpec,
+        training: TrainingSpec,
+        kind: BlockRun,
+        ranks: ExpertRanks | None = None,
+    ) -> None:
         super().__init__()
-        hidden, ffn = model.hidden_size, model.ffn_hidden_size
+        hidden = model.hidden_size
         self.parallel_residual = model.parallel_residual
         self.norm1 = _norm(model)
         self.qkv = Linear(hidden, model.q_size + 2 * model.kv_size, bias=model.qkv_bias)
@@ -287,15 +344,33 @@ class Block(nn.Module):
         if not model.parallel_residual:
             self.residual1 = Residual(model)
         self.norm2 = _norm(model)
-        if model.num_experts:
-            router = Linear(hidden, model.num_experts, bias=False)
-            networks = Experts(model, experts, Activation(model))
-            self.mixture = MixtureOfExperts(model, router, networks)
+        if model.num_experts and kind.experts:
+            self._add_experts(model, ranks)
         else:
-            self.fc1 = Linear(hidden, ffn * (2 if model.gated_ffn else 1), bias=model.linear_bias)
-            self.activation = Activation(model)
-            self.fc2 = Linear(ffn, hidden, bias=model.linear_bias)
+            self._add_network(model, model.ffn_hidden_size)
         self.residual2 = Residual(model)
+
+    def _add_network(self, model: ModelSpec, width: int, prefix: str = "") -> None:
+        """Adds the two products of a dense network and the activation between them."""
+        hidden, bias = model.hidden_size, model.linear_bias
+        halves = 2 if model.gated_ffn else 1
+        self.add_module(f"{prefix}fc1", Linear(hidden, width * halves, bias=bias))
+        self.add_module(f"{prefix}activation", Activation(model))
+        self.add_module(f"{prefix}fc2", Linear(width, hidden, bias=bias))
+
+    def _add_experts(self, model: ModelSpec, ranks: ExpertRanks | None) -> None:
+        """Adds the mixture of experts, and the network beside it that every token passes."""
+        router = Linear(model.hidden_size, model.num_experts, bias=model.router_bias)
+        held = range(model.num_experts) if ranks is None else ranks.held(model.num_experts)
+        parts = 1 if ranks is None else ranks.degree(ETP)
+        networks = Experts(model, held, parts, Activation(model))
+        self.mixture = MixtureOfExperts(model, router, networks)
+        if model.shared_experts is not None:
+            self._add_network(model, model.shared_experts.ffn_hidden_size, "shared_")
+            if model.shared_experts.gated:
+                self.shared_gate = Linear(model.hidden_size, 1, bias=False)
+                self.shared_gated = Gated()
+            self.expert_sum = Sum()
 
     def forward(self, x: Tensor) -> Tensor:
         # a local name would hold an activation until the block ends
@@ -313,9 +388,18 @@ class Block(nn.Module):
     def feed_forward(self, x: Tensor) -> Tensor:
         """Returns the branch of the feed-forward network or of the mixture."""
         normed = self.norm2(x)
+        if hasattr(self, "expert_sum"):
+            return self.expert_sum(self.mixture(normed), self.shared_experts(normed))
         if hasattr(self, "mixture"):
             return self.mixture(normed)
         return adapted(self, "fc2", self.activation(adapted(self, "fc1", normed)))
+
+    def shared_experts(self, x: Tensor) -> Tensor:
+        """Returns the output of the network beside the experts."""
+        if hasattr(self, "shared_gate"):
+            fed = self.shared_fc2(self.shared_activation(self.shared_fc1(x)))
+            return self.shared_gated(fed, self.shared_gate(x))
+        return self.shared_fc2(self.shared_activation(self.shared_fc1(x)))
 
 
 def _unchanged(x: Tensor) -> Tensor:
@@ -338,6 +422,13 @@ class Head(nn.Module):
         return self.lm_head(self.norm(x))
 
 
+def divide_sequences(layer: nn.Module, context: Context) -> None:
+    """Tells the operators of a layer that need it which tokens of each sequence this rank has."""
+    for module in layer.modules():
+        if isinstance(module, (LearnedPositions, Rotary, SelfAttention)):
+            module.context = context
+
+
 def _norm(model: ModelSpec) -> nn.Module:
     kind = LayerNorm if model.norm is Norm.LAYER_NORM else RMSNorm
     return kind(model.hidden_size, eps=model.norm_epsilon)
@@ -350,39 +441,37 @@ def build_layer(
     index: int,
     seed: int,
     device: torch.device,
-    ep_mesh: DeviceMesh | None = None,
+    ranks: ExpertRanks | None = None,
 ) -> nn.Module:
     """Builds a whole fp32 layer on `device`.
 
     Its values are a function of `seed`, the layer's index and the parameter alone, so every mesh
-    starts from the same model: each rank builds the layer and retains its shard. Over `ep_mesh` a
-    rank builds only its share of the experts, each of which has separate values.
+    starts from the same model: each rank builds the layer and retains its shard. A rank of `ranks`
+    builds only its part of the experts, each of which has separate values.
     """
-    experts = held_experts(model, ep_mesh)
     with torch.device("meta"):
-        layer = {
-            LayerKind.EMBEDDING: lambda: Embedding(model),
-            LayerKind.BLOCK: lambda: Block(model, training, experts),
-            LayerKind.HEAD: lambda: Head(model),
-        }[kind]()
-        if training.fine_tuning is not None:
-            tuned = _described(model, training, index)
+        kind_of_block = model.block_kinds[(index - 1) % model.num_layers]
+    layer = {
+        LayerKind.EMBEDDING: lambda: Embedding(model),
+        LayerKind.BLOCK: lambda: Block(model, training, kind_of_block, ranks),
+        LayerKind.HEAD: lambda: Head(model),
+    }[kind]()
+    if training.fine_tuning is not None:
+        tuned = _described(model, training, index)
+        with torch.device("meta"):
             add_adapters(layer, tuned, Linear)
     _materialize(layer, device)
-    grouped = {
-        f"{name}.weight": module.weight
-        for name, module in layer.named_modules()
-        if isinstance(module, Grouped)
-    }
+    of_experts = {parameter for each in grouped_of(layer) for parameter in each.parameters()}
     for name, parameter in layer.named_parameters():
         tied = model.tied_embeddings and name == "lm_head.weight"
-        if name not in grouped:
+        if parameter not in of_experts:
             _init(parameter, f"{seed}/0/tokens.weight" if tied else f"{seed}/{index}/{name}")
-    for name, weight in grouped.items():
-        for expert, matrix in zip(experts, weight.chunk(len(experts)), strict=True):
-            _init(matrix, f"{seed}/{index}/{name}/{expert}")
-    if ep_mesh is not None:
-        divide_experts(layer, ep_mesh)
+    for name, module in layer.named_modules():
+        if isinstance(module, Grouped):
+            _init_experts(module, f"{seed}/{index}/{name}", ranks)
+    if ranks is not None:
+        divide_experts(layer, ranks)
+    mark_biases(layer)
     if training.fine_tuning is not None:
         freeze(layer, tuned)
     return layer
@@ -391,6 +480,24 @@ def build_layer(
 def _described(model: ModelSpec, training: TrainingSpec, index: int) -> LayerClass:
     graph = build_graph(model, training, 1)
     return graph.layer_class(graph.key(index))
+
+
+@torch.no_grad()
+def _init_experts(module: Grouped, key: str, ranks: ExpertRanks | None) -> None:
+    """Fills this rank's part of the matrix of each expert, and biases with zeros."""
+    held = range(module.num_experts)
+    parts, part = 1, 0
+    if ranks is not None:
+        held = ranks.held(module.num_experts * ranks.degree(EP))
+        parts, part = ranks.degree(ETP), ranks.rank(ETP)
+    for expert, matrix in zip(held, module.weight.chunk(module.num_experts), strict=True):
+        hidden, width = matrix.shape[0], matrix.shape[1] * parts
+        whole = matrix.new_empty((width, hidden) if module.widens else (hidden, width))
+        _init(whole, f"{key}.weight/{expert}")  # of [features, contracted], as any product
+        by_width = whole.t() if module.widens else whole
+        matrix.copy_(by_width.chunk(parts, dim=1)[part])
+    if module.bias is not None:
+        module.bias.zero_()
 
 
 def _materialize(layer: nn.Module, device: torch.device) -> None:

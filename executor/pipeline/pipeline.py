@@ -32,6 +32,7 @@ from parplan.executor.pipeline.stages import Stage, border_example, build_stages
 from parplan.executor.placed_layers import (
     action_rows,
     local_stages,
+    rank_tokens,
     reads_batches,
     stage_layers,
 )
@@ -254,7 +255,7 @@ def _pipeline_stage(plan: Plan, ranks: RankPlace, index: int, module: Stage) -> 
     """Builds a stage with given shapes, so that torch runs no extra forward pass."""
     layers = stage_layers(plan)
     ids = torch.empty(
-        (plan.pipeline.micro_batch_size, plan.training.seq_length), dtype=torch.int64, device="meta"
+        (plan.pipeline.micro_batch_size, rank_tokens(plan)), dtype=torch.int64, device="meta"
     )
     return PipelineStep(
         module,
@@ -270,14 +271,15 @@ def _pipeline_stage(plan: Plan, ranks: RankPlace, index: int, module: Stage) -> 
 def _tied_group(plan: Plan, ranks: RankPlace) -> dist.ProcessGroup | None:
     """Returns the ranks of the first and the last stage that hold a tied weight with this rank.
 
-    They have this rank's dp and tp coordinates. Returns None where one rank holds both copies.
+    They have this rank's coordinates on the other axes. Returns None where one rank holds both
+    copies.
     """
     ends = [plan.stages[index].rank for index in (0, -1)]
     if not plan.model.tied_embeddings or ends[0] == ends[1]:
         return None
     tied, mesh = None, plan.mesh
-    for dp, tp in product(range(mesh.dp), range(mesh.tp)):
-        pair = [mesh.rank(end, dp, tp) for end in ends]
+    for dp, cp, tp in product(range(mesh.dp), range(mesh.cp), range(mesh.tp)):
+        pair = [mesh.rank(pp=end, dp=dp, cp=cp, tp=tp) for end in ends]
         group = dist.new_group(pair)  # collective: every rank makes every group
         tied = group if dist.get_rank() in pair else tied
     return tied

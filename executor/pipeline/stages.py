@@ -23,12 +23,18 @@ from parplan.executor.memory.host_copies import HostCopies, HostOffload
 from parplan.executor.memory.host_table import HostTable
 from parplan.executor.memory.layer_recompute import operator_module, recomputed
 from parplan.executor.memory.saved_tensors import Recipes
-from parplan.executor.models.mixture_of_experts import experts_of
-from parplan.executor.models.transformer_layers import Block, Embedding, build_layer
+from parplan.executor.models.mixture_of_experts import experts_of, mark_biases
+from parplan.executor.models.transformer_layers import (
+    Block,
+    Embedding,
+    build_layer,
+    divide_sequences,
+)
 from parplan.executor.placed_layers import (
     PlacedLayer,
     effective_zero,
     local_stages,
+    rank_tokens,
     stage_layers,
 )
 from parplan.executor.rules.divisions import FEATURES, SEQUENCE, WHOLE, local_shape
@@ -190,6 +196,7 @@ def _build_stage(
     in_chunks = chunks.parameters if chunks is not None else []
     apart = (*in_chunks, *(table.weight for table in tables))
     shard_root(body, units, ranks.dp_mesh, apart)
+    mark_biases(body)
     return Stage(body, tuple(units), _entry(plan, ranks, placed[0]), *ends, host)
 
 
@@ -243,12 +250,10 @@ def _units(
 ) -> tuple[Unit, ...]:
     """Returns the sharded unit of `layers` without `tables`, and units inside it.
 
-    Experts get a unit where not every data-parallel rank holds them, and so do the operators of a
-    block at each lower ZeRO stage.
+    Experts get a unit where other ranks hold them than the rest, and so do the operators of a block
+    at each lower ZeRO stage.
     """
     experts = _expert_units(plan, ranks, placed, layers)
-    for each in experts:
-        shard_unit(each, plan.training.precision)
     (highest, _), *lower = _stage_modules(plan, placed, layers)
     inner = tuple(
         ranks.unit(plan, placed, modules, zero=zero, casts_inputs=False) for zero, modules in lower
@@ -297,14 +302,11 @@ def _units_over_data(ranks: RankPlace, layers: tuple[nn.Module, ...]) -> tuple[U
 def _expert_units(
     plan: Plan, ranks: RankPlace, placed: PlacedLayer, layers: tuple[nn.Module, ...]
 ) -> tuple[Unit, ...]:
-    """Returns units of the experts, over the ranks that hold the same experts."""
+    """Returns sharded units of the experts that have other copies than other parameters."""
     if ranks.expert_mesh is None:
         return ()
-    copies = ranks.expert_mesh["copies"]
-    zero = placed.plan.zero if copies.size() > 1 else 0
-    offloaded = Offload.STATES in placed.plan.offload
     return tuple(
-        Unit(layers=(experts,), zero=zero, mesh=copies, offloaded=offloaded)
+        ranks.expert_unit(plan, placed, experts)
         for layer in layers
         for experts in experts_of(layer)
     )
@@ -322,8 +324,10 @@ def _build_placed_layer(
     plan: Plan, ranks: RankPlace, seed: int, placed: PlacedLayer, recipes: Recipes | None
 ) -> nn.Module:
     layer = build_layer(
-        plan.model, plan.training, placed.kind, placed.index, seed, ranks.device, ranks.ep_mesh
+        plan.model, plan.training, placed.kind, placed.index, seed, ranks.device, ranks.expert_ranks
     )
+    if ranks.context is not None:
+        divide_sequences(layer, ranks.context)
     level = plan.pipeline.tp_overlap if placed.kind is LayerKind.BLOCK else 0
     both = ranks.both_mesh if placed.plan.divides_over_data else None
     if ranks.tp_mesh is None and both is None:
@@ -407,7 +411,7 @@ def _entry(plan: Plan, ranks: RankPlace, first: PlacedLayer) -> Callable[[Tensor
 
 def border_example(plan: Plan, after: PlacedLayer) -> Tensor:
     """Returns a tensor without data of the shape and type that leave `after` on this rank."""
-    whole = (plan.pipeline.micro_batch_size, plan.training.seq_length, plan.model.hidden_size)
+    whole = (plan.pipeline.micro_batch_size, rank_tokens(plan), plan.model.hidden_size)
     shape = local_shape(whole, border(plan, after), tp=plan.mesh.tp)
     return torch.empty(
         shape, dtype=compute_dtype(plan.training.precision), device="meta", requires_grad=True

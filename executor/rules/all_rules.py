@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parplan.executor.rules.chunk_rules import CHUNKS
+from parplan.executor.rules.context_rules import CONTEXT
 from parplan.executor.rules.layer_rules import LAYERS
 from parplan.executor.rules.over_data_rules import over_data_rule
 from parplan.executor.rules.overlap_rules import halves
@@ -24,6 +25,7 @@ from parplan.profiles.models.transformer import block_classes
 RULES: tuple[Rule, ...] = (
     *SCHEDULE,
     *TRAINING,
+    *CONTEXT,
     *LAYERS,
     over_data_rule,
     halves,

@@ -27,9 +27,11 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from parplan.costmodels.operators.sharding import OF_EXPERTS
+from parplan.executor.placed_layers import rank_tokens
 from parplan.planner.plan.plan import LayerPlan, OperatorPlacement, Plan
 from parplan.planner.plan.traced_plan import AnyPlan
-from parplan.profiles.models.operator_graph import LayerKind, Operator, OperatorKind
+from parplan.profiles.models.operator_graph import EXPERT_WIDTH, LayerKind, Operator, OperatorKind
 from parplan.profiles.models.transformer import build_graph
 
 Entries = tuple[str, ...]
@@ -172,7 +174,16 @@ def _operators(plan: Plan) -> Iterator[tuple[str, LayerKind, Operator]]:
             if layer_plan.divides_over_data:  # executor/rules/over_data_rules.py
                 continue
             for operator in graph.layer_class(layer_plan.layer).operators:
-                yield name, layer_plan.layer, operator
+                if not in_experts(operator):
+                    yield name, layer_plan.layer, operator
+
+
+def in_experts(operator: Operator) -> bool:
+    """Return whether an operator of a mixture runs on the way to its experts, in them, or back.
+
+    executor/rules/expert_rules.py has the placements of a mixture.
+    """
+    return operator.kind in OF_EXPERTS or operator.parallel_dim == EXPERT_WIDTH
 
 
 def _problems(operator: Operator, layer: LayerKind, placement: OperatorPlacement) -> Iterator[str]:
@@ -290,8 +301,8 @@ def _divided_sizes(
                 f"{operator.name}.{parameter.name} of shape {parameter.shape}",
                 parameter.shape[dim],
             )
-    sizes = (plan.pipeline.micro_batch_size, plan.training.seq_length)
-    names = ("micro_batch_size", "seq_length")
+    sizes = (plan.pipeline.micro_batch_size, rank_tokens(plan))
+    names = ("micro_batch_size", "seq_length" if plan.mesh.cp == 1 else "seq_length / cp")
     for tensors, entries in (
         (operator.inputs, placement.input),
         (operator.outputs, placement.output),

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import host_bytes_by_operator
-from parplan.costmodels.operators.sharding import Sharding
-from parplan.planner.plan.plan import LayerPlan, Plan
-from parplan.profiles.models.operator_graph import LayerKind
+from parplan.costmodels.operators.sharding import Sharding, placements
+from parplan.executor.rules.divisions import SEQUENCE, TOKENS
+from parplan.planner.plan.plan import LayerPlan, OperatorPlacement, Plan
+from parplan.profiles.models.operator_graph import LayerClass, LayerKind
 from parplan.profiles.models.transformer import build_graph
 
 MIXTURE = (
@@ -40,7 +42,7 @@ def mixture_problems(plan: Plan) -> Iterator[tuple[str, Problem]]:
             for problem in (
                 _recompute(layer_plan, names),
                 _kept_on_host(layer_plan, kept),
-                _placements(layer_plan) if plan.mesh.tp > 1 else None,
+                _placements(layer_plan, plan.mesh, block) if plan.mesh.tp > 1 else None,
             ):
                 if problem:
                     yield name, problem
@@ -80,26 +82,42 @@ def _kept_on_host(layer_plan: LayerPlan, kept: Mapping[str, int]) -> Problem | N
     return problem, f"set keep_on_host to {list(left)}", replace(layer_plan, keep_on_host=left)
 
 
-def _placements(layer_plan: LayerPlan) -> Problem | None:
-    """Check that tokens stay divided as they enter the mixture until they are combined."""
-    router = layer_plan.operators["router"]
-    legal = replace(router, parameters={}, output=router.input)
-    sides = (legal.input, legal.output, False)
-    wrong = [name for name in MIXTURE if _sides(layer_plan, name) != sides]
+def _placements(layer_plan: LayerPlan, mesh: Mesh, block: LayerClass) -> Problem | None:
+    """Check that ranks divide the tokens of a mixture alike, or the width of all experts."""
+    legal = _legal(layer_plan.operators["router"], mesh, block)
+    wrong = [name for name in MIXTURE if layer_plan.operators[name] != legal[name]]
     if not wrong:
         return None
-    operators = {**layer_plan.operators, **dict.fromkeys(MIXTURE, legal)}
     problem = (
-        f"operator {wrong[0]} is placed otherwise than router's input: a mixture divides its "
-        "tokens alike, its parameters not at all"
+        f"operator {wrong[0]} is placed otherwise than a mixture whose tp ranks divide the tokens, "
+        + ("and the width of its experts" if mesh.etp > 1 else "its parameters not at all")
     )
+    tokens = list(legal["router"].input)
     return (
         problem,
-        f"place router to combine on {list(legal.input)}, parameters whole",
-        replace(layer_plan, operators=operators),
+        f"place router to combine on {tokens}"
+        + (", and the parameters of experts by their width" if mesh.etp > 1 else ""),
+        replace(layer_plan, operators={**layer_plan.operators, **legal}),
     )
 
 
-def _sides(layer_plan: LayerPlan, name: str) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
-    placement = layer_plan.operators[name]
-    return placement.input, placement.output, any(placement.parameters.values())
+def _legal(
+    router: OperatorPlacement, mesh: Mesh, block: LayerClass
+) -> dict[str, OperatorPlacement]:
+    """Return the placements of a mixture that reads tokens as `router` does, if ranks divide them.
+
+    Else the ranks divide them by sequence.
+    """
+    tokens = router.input if router.input in TOKENS else SEQUENCE
+    sharding = Sharding(tp=mesh.tp, sequence_parallel=True, etp=mesh.etp)
+
+    def placed(entries: tuple[str, ...]) -> tuple[str, ...]:
+        return tokens if entries == SEQUENCE else entries
+
+    legal = {}
+    for name in MIXTURE:
+        each = placements(block.operator(name), sharding)
+        legal[name] = OperatorPlacement(
+            parameters=each.parameters, input=placed(each.input), output=placed(each.output)
+        )
+    return legal

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import gcd
 
 from parplan.costmodels.communication.mesh import Mesh, illegal_expert_parallel
 from parplan.costmodels.host.host_embedding import illegal_host_embedding
@@ -55,7 +56,7 @@ def divisible(plan: Plan) -> Iterator[Refusal]:
     for uneven in undivided(plan):
         smaller_tps = (n for n in range(mesh.tp - 1, 0, -1) if mesh.tp % n == 0)
         tp = next(n for n in smaller_tps if uneven.size % n == 0)
-        smaller = Mesh(pp=mesh.pp, dp=mesh.dp * mesh.tp // tp, tp=tp)
+        smaller = replace(mesh, dp=mesh.dp * mesh.tp // tp, tp=tp, ep=1, etp=1)
         yield Refusal(
             problem=f"layer_plans.{uneven.layer_plan}: operator {uneven.operator}: tp {mesh.tp} "
             f"does not divide {uneven.what}",
@@ -65,16 +66,18 @@ def divisible(plan: Plan) -> Iterator[Refusal]:
 
 
 @rule(
-    why="equal groups of neighbours hold one copy of the states each", action="use a divisor of dp"
+    why="equal groups of neighbours hold one copy of the states each",
+    action="use a divisor of dp x cp",
 )
 def zero_ranks(plan: Plan) -> Iterator[Refusal]:
-    dp = plan.mesh.dp
+    replicas = plan.mesh.replicas
     for name, layer_plan in plan.layer_plans.items():
         ranks = layer_plan.zero_ranks
-        if layer_plan.highest_zero and ranks and dp % ranks:
-            nearest = min(divisors(dp), key=lambda n: (abs(n - ranks), -n))
+        if layer_plan.highest_zero and ranks and replicas % ranks:
+            nearest = min(divisors(replicas), key=lambda n: (abs(n - ranks), -n))
+            divided = f"dp {plan.mesh.dp}" + (f" x cp {plan.mesh.cp}" if plan.mesh.cp > 1 else "")
             yield Refusal(
-                problem=f"layer_plans.{name}: zero_ranks {ranks} does not divide dp {dp}",
+                problem=f"layer_plans.{name}: zero_ranks {ranks} does not divide {divided}",
                 action=f"set zero_ranks to {nearest} on layer plan {name}",
                 nearest=with_layer_plan(plan, name, zero_ranks=nearest),
             )
@@ -240,21 +243,20 @@ def _without(plan: Plan, name: str, operators: list[str], problem: str) -> Refus
 
 
 @rule(
-    why="equal groups of neighbouring data-parallel ranks divide the experts",
-    action="use another ep",
+    why="neighbouring ranks of a stage divide the experts equally",
+    action="use another ep or etp",
 )
 def expert_parallel(plan: Plan) -> Iterator[Refusal]:
-    reason = illegal_expert_parallel(plan.mesh, plan.model)
+    mesh, model = plan.mesh, plan.model
+    reason = illegal_expert_parallel(mesh, model)
     if reason:
-        fits = max(
-            n
-            for n in range(1, plan.mesh.ep + 1)
-            if plan.mesh.dp % n == 0 and (plan.model.num_experts or 1) % n == 0
-        )
+        etp = mesh.etp if model.expert_ffn_hidden_size % mesh.etp == 0 and model.num_experts else 1
+        ranks = gcd(mesh.ranks_per_stage // etp, model.num_experts or 1)
+        ep = max(n for n in range(1, mesh.ep + 1) if ranks % n == 0)
         yield Refusal(
             problem=f"mesh: {reason}",
-            action=f"set ep to {fits}",
-            nearest=replace(plan, mesh=replace(plan.mesh, ep=fits)),
+            action=f"set ep to {ep}" + (f" and etp to {etp}" if etp != mesh.etp else ""),
+            nearest=replace(plan, mesh=replace(mesh, ep=ep, etp=etp)),
         )
 
 

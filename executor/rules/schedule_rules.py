@@ -232,7 +232,7 @@ def action_lists(plan: Plan) -> Iterator[Refusal]:
 )
 def split_zero(plan: Plan) -> Iterator[Refusal]:
     for name, layer_plan in plan.layer_plans.items() if _splits(plan) else ():
-        if layer_plan.highest_zero == 3 and plan.mesh.dp > 1:
+        if layer_plan.highest_zero == 3 and plan.mesh.replicas > 1:
             yield Refusal(
                 problem=f"layer_plans.{name}: {plan.pipeline.schedule} splits the backward pass of "
                 "a layer of zero 3",

@@ -24,6 +24,11 @@ def validate_traced_plan(plan: TracedPlan, options: Options | None = None) -> No
             f"{training.gradient_precision}",
             hint="use bf16 or fp32, and fp32 gradients",
         )
+    if plan.mesh.cp > 1:
+        raise ConfigError(
+            f"mesh: cp is {plan.mesh.cp}, and a traced module reads whole sequences",
+            hint=f"set cp to 1, context_form to null and dp to {plan.mesh.replicas}",
+        )
     _check_stages(plan)
     _check_chunks(plan)
     if options is not None and options.data is not None:

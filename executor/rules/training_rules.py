@@ -1,13 +1,31 @@
-"""Rules on precision and sequences."""
+"""Rules on the model's parts, on precision, on sequences and on the tokens of experts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 
+from parplan.costmodels.operators.optimizers import PLAIN_OPTIMIZERS
 from parplan.executor.rules.rule import Refusal, rule
 from parplan.planner.plan.plan import Plan
-from parplan.profiles.models.spec import Positions, Precision
+from parplan.profiles.models.spec import Optimizer, Positions, Precision, rare_parts
+
+
+@rule(
+    why="the executor's own blocks do not have it and would train another model",
+    action="plan with --module, or choose another model",
+)
+def model_parts(plan: Plan) -> Iterator[Refusal]:
+    missing = rare_parts(plan.model)
+    missing.pop("left_out", None)
+    if missing and plan.module is None:
+        names = ", ".join(missing)
+        resized = missing.keys() & {"blocks", "latent", "shared_experts", "state_space"}
+        yield Refusal(
+            problem=f"model: {plan.model.name} has {names}",
+            action=f"plan with --module, or leave out {names}",
+            nearest=None if resized else replace(plan, model=replace(plan.model, **missing)),  # type: ignore[arg-type]
+        )
 
 
 @rule(
@@ -95,4 +113,44 @@ def fine_tuning(plan: Plan) -> Iterator[Refusal]:
         )
 
 
-TRAINING = (fp8, fine_tuning, gradient_precision, positions_rule, rotary_pairs)
+@rule(
+    why="states on the host are updated there by Adam alone, and a module that is not parplan's "
+    "does not say which of its tensors are tables and experts",
+    action="use adam",
+)
+def optimizer_rule(plan: Plan) -> Iterator[Refusal]:
+    optimizer = plan.training.optimizer
+    hosts = sorted({what for each in plan.layer_plans.values() for what in each.offload})
+    if plan.module is not None and optimizer not in PLAIN_OPTIMIZERS:
+        where = "the module is not parplan's"
+    elif optimizer is not Optimizer.ADAM and (hosts or plan.chunks is not None):
+        where = f"the host has {', '.join(hosts)}"
+    else:
+        return
+    yield Refusal(
+        problem=f"training: optimizer is {optimizer}, and {where}",
+        action=f"set optimizer to {Optimizer.ADAM}",
+        nearest=replace(plan, training=replace(plan.training, optimizer=Optimizer.ADAM)),
+    )
+
+
+@rule(why="the executor drops no token, and holds all that arrive", action="plan without capacity")
+def dropless(plan: Plan) -> Iterator[Refusal]:
+    if plan.model.num_experts and plan.training.expert_capacity:
+        yield Refusal(
+            problem=f"training: expert_capacity is {plan.training.expert_capacity:g}",
+            action="set expert_capacity to 0",
+            nearest=replace(plan, training=replace(plan.training, expert_capacity=0.0)),
+        )
+
+
+TRAINING = (
+    model_parts,
+    fp8,
+    fine_tuning,
+    gradient_precision,
+    positions_rule,
+    rotary_pairs,
+    optimizer_rule,
+    dropless,
+)

@@ -207,6 +207,7 @@ def _place_operator(
         )
         if isinstance(module, MixtureOfExperts):
             module.sum_over_tensor_parallel()
+            module.remember = recipes.remember
     weight = weights["weight"] if isinstance(module, Linear) else ()
     rows, columns = Shard(0) in weight, Shard(1) in weight
     sums = output

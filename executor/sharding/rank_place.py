@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -12,34 +13,115 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from parplan.costmodels.communication.mesh import Axis, Mesh
 from parplan.costmodels.host.offload import Offload
-from parplan.executor.placed_layers import PlacedLayer, effective_zero, zero_ranks
+from parplan.costmodels.layers.context_parallel import ranks_with_heads
+from parplan.executor.context.context_attention import Context
+from parplan.executor.models.expert_exchange import COPIES, EP, ETP, ExpertRanks
+from parplan.executor.placed_layers import (
+    PlacedLayer,
+    effective_zero,
+    expert_shards,
+    zero_ranks,
+)
 from parplan.executor.sharding.zero_units import Unit, shard_unit
 from parplan.planner.plan.plan import Plan
 
 
 def rank_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
-    """Returns all ranks by axis, in the order of the mesh. Collective."""
+    """Returns all ranks by axis, in the order of the mesh. Collective.
+
+    Its axis dp has all replicas: context-parallel ranks are neighbours in it, since they hold
+    states and reduce gradients as data-parallel ranks do.
+    """
     names = tuple(mesh.order.split("-"))
-    degrees = tuple(mesh.degree(Axis(name)) for name in names)
-    return init_device_mesh(device.type, degrees, mesh_dim_names=names)
+    degrees = {Axis.PP: mesh.pp, Axis.DP: mesh.replicas, Axis.TP: mesh.tp}
+    return init_device_mesh(
+        device.type, tuple(degrees[Axis(name)] for name in names), mesh_dim_names=names
+    )
+
+
+def rank_context(plan: Plan) -> Context | None:
+    """Returns this rank among those that divide its sequences, None where they are whole.
+
+    Its groups are its own, so that no gradient waits for keys and values. Collective.
+    """
+    mesh, form = plan.mesh, plan.mesh.context_form
+    if form is None:
+        return None
+    cp = mesh.cp
+    near = ranks_with_heads(form, cp, mesh.tp, plan.model.num_heads, plan.cluster.gpus_per_node)
+    assert near is not None, "a rule refuses ranks that cannot divide the heads"
+    neighbours = [range(first, first + near) for first in range(0, cp, near)]
+    rings = [range(first, cp, near) for first in range(near)]
+    return Context(
+        rank=mesh.coordinates(dist.get_rank())[2],
+        ranks=cp,
+        form=form,
+        heads=_group_of(mesh, neighbours) if near > 1 else None,
+        around=_group_of(mesh, rings) if near < cp else None,
+    )
+
+
+def _group_of(mesh: Mesh, parts: Sequence[range]) -> dist.ProcessGroup:
+    """Returns this rank's group, where the context-parallel ranks are divided into `parts`."""
+    others = product(range(mesh.pp), range(mesh.dp), range(mesh.tp))
+    groups = [
+        [mesh.rank(pp=pp, dp=dp, cp=cp, tp=tp) for cp in part]
+        for pp, dp, tp in others
+        for part in parts
+    ]
+    group, _ = dist.new_subgroups_by_enumeration(groups)
+    return group
+
+
+def stage_mesh(mesh: Mesh, device: torch.device, **degrees: int) -> DeviceMesh:
+    """Returns all ranks by pp and by the axes of `degrees`, outermost first.
+
+    These axes divide the ranks of a stage anew, which are in the order of dp, cp and tp.
+    Collective.
+    """
+    inside = tuple(product(range(mesh.dp), range(mesh.cp), range(mesh.tp)))
+    ranks = [
+        mesh.rank(pp=pp, dp=dp, cp=cp, tp=tp) for pp in range(mesh.pp) for dp, cp, tp in inside
+    ]
+    shape = (mesh.pp, *degrees.values())
+    return DeviceMesh(device.type, torch.tensor(ranks).view(shape), mesh_dim_names=("pp", *degrees))
+
+
+def expert_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
+    """Returns all ranks as those of experts, None where a replica has all experts on one rank.
+
+    Blocks in chunks have none: their experts are in the chunks. Collective.
+    """
+    mesh = plan.mesh
+    alike = mesh.ep == mesh.tp == 1
+    if not plan.model.num_experts or alike or plan.chunks is not None:
+        return None
+    degrees = {COPIES: mesh.expert_replicas, EP: mesh.ep, ETP: mesh.etp}
+    return stage_mesh(mesh, device, **degrees)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
     """The device and the meshes of this process.
 
-    mesh         all ranks by pp, dp and tp
-    sharded      number of ranks that hold one copy of the states -> dp as (copies, shards)
-    expert_mesh  all ranks with dp as (copies, ep), where experts are divided
-    data_mesh    all ranks with dp as (copies, data) of one copy, where blocks divide weights over
-                 data-parallel ranks
+    mesh             all ranks by pp, dp and tp, where dp has the context-parallel ranks too
+    sharded          number of ranks that hold one copy of the states -> dp as (copies, shards)
+    expert_mesh      all ranks by pp, copies, ep and etp, where experts have other copies than other
+                     parameters
+    expert_sharded   number of ranks that hold one copy of the experts' states -> copies as (copies
+                     of shards, shards)
+    data_mesh        all ranks with dp as (copies, data) of one copy, where blocks divide weights
+                     over data-parallel ranks
+    context          this rank among those that divide its sequences, None where they are whole
     """
 
     device: torch.device
     mesh: DeviceMesh
     sharded: Mapping[int, DeviceMesh] = field(default_factory=dict)
     expert_mesh: DeviceMesh | None = None
+    expert_sharded: Mapping[int, DeviceMesh] = field(default_factory=dict)
     data_mesh: DeviceMesh | None = None
+    context: Context | None = None
 
     def coordinate(self, axis: str) -> int:
         return int(self.mesh.get_local_rank(axis))
@@ -54,11 +136,13 @@ class RankPlace:
             *self.mesh.get_all_groups(),
             *(self.expert_mesh.get_all_groups() if self.expert_mesh is not None else ()),
             *(self.data_mesh.get_all_groups() if self.data_mesh is not None else ()),
+            *(self.context.groups if self.context is not None else ()),
         )
 
     @property
-    def ep_mesh(self) -> DeviceMesh | None:
-        return self.expert_mesh["ep"] if self.expert_mesh is not None else None
+    def expert_ranks(self) -> ExpertRanks | None:
+        """This rank among those that divide experts, or have copies of them."""
+        return ExpertRanks(mesh=self.expert_mesh) if self.expert_mesh is not None else None
 
     @property
     def both_mesh(self) -> DeviceMesh | None:
@@ -100,6 +184,25 @@ class RankPlace:
             offloaded=Offload.STATES in placed.plan.offload if offloaded is None else offloaded,
             casts_inputs=casts_inputs,
             fine_tuned=plan.training.fine_tuning is not None,
+        )
+        shard_unit(unit, plan.training.precision)
+        return unit
+
+    def expert_unit(self, plan: Plan, placed: PlacedLayer, experts: nn.Module) -> Unit:
+        """Returns the sharded unit of the experts of a layer, over the ranks with copies of them.
+
+        A replica must have them on several ranks.
+        """
+        assert self.expert_mesh is not None, "the experts are a part of their layer"
+        shards = expert_shards(zero_ranks(placed, plan.mesh), plan.mesh)
+        zero = placed.plan.zero if shards > 1 else 0
+        divided = self.expert_sharded.get(shards) if zero else None
+        unit = Unit(
+            layers=(experts,),
+            zero=zero,
+            mesh=self.expert_mesh[COPIES] if divided is None else divided["shards"],
+            copies=None if divided is None else divided["apart"],
+            offloaded=Offload.STATES in placed.plan.offload,
         )
         shard_unit(unit, plan.training.precision)
         return unit

@@ -269,13 +269,13 @@ def all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """
     by_device = sorted(tensors, key=lambda tensor: tensor.device.type)
     for bucket in _buckets(by_device):
-        flat = _flatten_dense_tensors(bucket).to(_device(group))
+        flat = _flatten_dense_tensors(bucket).to(device_of(group))
         dist.all_reduce(flat, group=group)
         for tensor, reduced in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
             tensor.copy_(reduced)
 
 
-def _device(group: dist.ProcessGroup) -> torch.device:
+def device_of(group: dist.ProcessGroup) -> torch.device:
     on_gpus = dist.get_backend(group) == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
 

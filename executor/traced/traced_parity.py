@@ -21,6 +21,7 @@ from parplan.executor.checking.parity import (
     TrainingOutcome,
     joined,
     observed,
+    reference_optimizer,
     run_ranks,
 )
 from parplan.executor.rules.traced_rules import validate_traced_plan
@@ -31,7 +32,6 @@ from parplan.executor.traced.traced_trainer import (
     build_traced_trainer,
     open_plan_module,
 )
-from parplan.executor.training.optimizer import decays
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import Precision
@@ -124,7 +124,7 @@ def run_traced_reference(plan: TracedPlan, *, by_micro_batch: bool = False) -> T
     """
     opened = open_plan_module(plan, OPTIONS.seed)
     workload, module = opened.workload, module_with_values(opened)
-    optimizer = _optimizer(module)
+    optimizer = reference_optimizer(module, OPTIONS, plan.training.optimizer)
     size = plan.pipeline.micro_batch_size if by_micro_batch else plan.training.global_batch_size
     next_batch = module_batches(_alone(plan), workload, 0, OPTIONS.seed)
     ranks = _Buffers(module, plan.mesh.dp if by_micro_batch else 1)
@@ -197,18 +197,6 @@ def _backward(
         loss.backward()
         total += loss.item()
     return total
-
-
-def _optimizer(module: nn.Module) -> torch.optim.Optimizer:
-    """AdamW in torch's plain loop, without weight decay of vectors."""
-    groups = [
-        {
-            "params": [p for p in module.parameters() if decays(p) is decay],
-            "weight_decay": OPTIONS.weight_decay if decay else 0.0,
-        }
-        for decay in (True, False)
-    ]
-    return torch.optim.AdamW(groups, lr=OPTIONS.learning_rate, betas=OPTIONS.betas, foreach=False)
 
 
 def _alone(plan: TracedPlan) -> TracedPlan:

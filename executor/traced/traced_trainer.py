@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from parplan.costmodels.chunks.chunk_operations import RankChunks
 from parplan.costmodels.layers.model_states import StateBytes
+from parplan.costmodels.operators.optimizers import WholeTensor
 from parplan.executor.chunks.chunk_adam import ChunkAdam
 from parplan.executor.rules.traced_rules import validate_traced_plan
 from parplan.executor.run_options import Options, derived_seed
@@ -131,6 +132,10 @@ def predicted_states(plan: TracedPlan, pipeline: TracedPipeline, dp_rank: int) -
                     (dp_rank, plan.mesh.dp),
                     zero,
                     plan.training,
+                    WholeTensor(
+                        num_elements=parameter.numel(),
+                        matrix=tuple(parameter.shape) if parameter.ndim > 1 else (),
+                    ),
                     on_host=plan.states_on_host,
                 )
     return total
@@ -198,7 +203,7 @@ def build_traced_trainer(
         options=options,
         ranks=ranks,
         pipeline=pipeline,
-        optimizer=build_optimizer(pipeline.parameters, options),
+        optimizer=build_optimizer(pipeline.parameters, options, plan.training.optimizer),
         batches=batches,  # type: ignore[arg-type]
         meter=meter,
         recorder=recorder,

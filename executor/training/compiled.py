@@ -32,6 +32,12 @@ def validate_compiled(plan: Plan, device: torch.device) -> None:
             "block, which torch.compile cannot trace",
             hint="leave --compile out, or make a plan without chunks",
         )
+    if plan.mesh.cp > 1:
+        raise ConfigError(
+            f"--compile: with cp {plan.mesh.cp} attention waits for other ranks between its "
+            "kernels, which torch.compile cannot trace",
+            hint="leave --compile out, or make a plan with --cp 1",
+        )
     if plan.mesh.tp > 1:
         raise ConfigError(
             f"--compile: with tp {plan.mesh.tp} the gathered inputs are kept by "

@@ -1,4 +1,4 @@
-"""AdamW on the parameters that each rank owns.
+"""The optimizer of the parameters that each rank owns: AdamW, or the one that the plan names.
 
 Weight decay applies to matrices only, the learning rate is set for each step, and gradients are
 clipped by the global norm. torch's fused loops run on GPUs and CPUs alike (on two CPU cores 4 times
@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,17 +21,84 @@ from torch.linalg import vector_norm
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from parplan.costmodels.communication.mesh import Mesh
+from parplan.executor.models.mixture_of_experts import BIASES, Grouped
 from parplan.executor.pipeline.loss_scale import LossScale
 from parplan.executor.pipeline.stages import Stage
 from parplan.executor.run_options import LearningRateSchedule, Options
 from parplan.executor.tensors import local
+from parplan.executor.training.adafactor import Adafactor
+from parplan.executor.training.adam_8bit import Adam8bit
+from parplan.executor.training.muon import Muon
 from parplan.planner.plan.plan import Plan
+from parplan.profiles.models.spec import Optimizer
 
+ENDS = ("embedding", "head")  # the layers whose matrices are tables
 CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grads_with_norm_ adds it to the norm
 
 
-def build_optimizer(parameters: Sequence[nn.Parameter], options: Options) -> torch.optim.Optimizer:
-    """Return fused AdamW; vectors (biases, weights of norms) do not decay."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The tensors that an optimizer does not treat as one matrix of a block.
+
+    tables    matrices of embedding and head
+    stacked   number of matrices that lie one under the other in a tensor
+    """
+
+    tables: frozenset[nn.Parameter] = frozenset()
+    stacked: Mapping[nn.Parameter, int] = field(default_factory=dict)
+
+
+def layout_of(*bodies: nn.Module) -> Layout:
+    """Return the tables and the experts of the layers of a described model.
+
+    bodies    modules whose children are layers by name
+    """
+    modules = [module for body in bodies for module in body.modules()]
+    return Layout(
+        tables=frozenset(
+            parameter
+            for body in bodies
+            for name, parameter in body.named_parameters()
+            if name.split(".")[0] in ENDS and parameter.ndim > 1
+        ),
+        stacked={each.weight: each.num_experts for each in modules if isinstance(each, Grouped)},
+    )
+
+
+def build_optimizer(
+    parameters: Sequence[nn.Parameter],
+    options: Options,
+    optimizer: Optimizer = Optimizer.ADAM,
+    layout: Layout | None = None,
+) -> torch.optim.Optimizer:
+    """Return the optimizer; vectors (biases, weights of norms) do not decay.
+
+    SGD has the first beta as its momentum.
+    """
+    layout = layout or Layout()
+    rate, betas = options.learning_rate, options.betas
+    if optimizer is Optimizer.MUON:
+        matrices = [p for p in parameters if p.ndim > 1 and p not in layout.tables]
+        adam = _adam([p for p in parameters if p not in set(matrices)], options)
+        return Muon(_groups(matrices, options), adam, lr=rate, stacked=layout.stacked)
+    groups = _groups(parameters, options)
+    if optimizer is Optimizer.ADAM_8BIT:
+        return Adam8bit(groups, lr=rate, betas=betas)
+    if optimizer is Optimizer.ADAFACTOR:
+        return Adafactor(groups, lr=rate)
+    if optimizer in (Optimizer.SGD, Optimizer.SGD_MOMENTUM):
+        momentum = betas[0] if optimizer is Optimizer.SGD_MOMENTUM else 0.0
+        return torch.optim.SGD(groups, lr=rate, momentum=momentum)
+    return _adam(parameters, options)
+
+
+def _adam(parameters: Sequence[nn.Parameter], options: Options) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        _groups(parameters, options), lr=options.learning_rate, betas=options.betas, fused=True
+    )
+
+
+def _groups(parameters: Sequence[nn.Parameter], options: Options) -> list[dict[str, Any]]:
     groups: dict[tuple[object, torch.device, bool], list[nn.Parameter]] = {}
     for parameter in parameters:
         # A group has one device mesh and one device: the fused loops cannot mix them.
@@ -38,24 +106,20 @@ def build_optimizer(parameters: Sequence[nn.Parameter], options: Options) -> tor
         groups.setdefault((mesh, local(parameter.detach()).device, decays(parameter)), []).append(
             parameter
         )
-    param_groups = [
+    param_groups: list[dict[str, Any]] = [
         {"params": group, "weight_decay": options.weight_decay if decay else 0.0}
         for (_, _, decay), group in groups.items()
     ]
-    return torch.optim.AdamW(
-        param_groups or [{"params": []}],  # no group if all parameters of the stage are in chunks
-        lr=options.learning_rate,
-        betas=options.betas,
-        fused=True,
-    )
+    return param_groups or [{"params": []}]  # no group if all parameters of the stage are in chunks
 
 
 def decays(parameter: Tensor) -> bool:
     """Return True if weight decay applies to a parameter.
 
-    It applies to matrices and tables, as GPT-2 and Llama are trained.
+    It applies to matrices and tables, as GPT-2 and Llama are trained. The biases of several experts
+    lie side by side in one tensor, which is no matrix.
     """
-    return parameter.ndim > 1
+    return parameter.ndim > 1 and not getattr(parameter, BIASES, False)
 
 
 def learning_rate(options: Options, step: int) -> float:
@@ -165,9 +229,9 @@ def _counted(plan: Plan, stages: Sequence[Stage]) -> Iterator[nn.Parameter]:
 
 
 def num_copies(mesh: Mesh, parameter: nn.Parameter) -> int:
-    """Return the number of dp and tp ranks of a stage that hold the same part of `parameter`."""
+    """Return the number of ranks of a stage that hold the same part of `parameter`."""
     parts = 1
     if isinstance(parameter, DTensor):
         placed = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
         parts = math.prod(size for placement, size in placed if not placement.is_replicate())
-    return mesh.dp * mesh.tp // parts
+    return mesh.ranks_per_stage // parts

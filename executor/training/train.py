@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from parplan.costmodels.chunks.measured_bytes import ChunkScheduler
 from parplan.costmodels.layers.model_states import StateBytes
 from parplan.executor.chunks.chunk_adam import ChunkAdam
 from parplan.executor.chunks.memory_tracing import MemoryTracing, TraceRequest
 from parplan.executor.data.batches import Batches, build_batches
+from parplan.executor.models.expert_exchange import COPIES
 from parplan.executor.pipeline.loss_scale import LossScale, loss_scale
 from parplan.executor.pipeline.pipeline import RankPipeline, build_pipeline
 from parplan.executor.pipeline.stages import parameters_on_host
+from parplan.executor.placed_layers import expert_shards
 from parplan.executor.rules.divisions import loses_by_tokens
 from parplan.executor.run_options import Options, derived_seed
-from parplan.executor.sharding.rank_place import RankPlace, rank_mesh
+from parplan.executor.sharding.rank_place import (
+    RankPlace,
+    expert_mesh,
+    rank_context,
+    rank_mesh,
+    stage_mesh,
+)
 from parplan.executor.tensors import memory_of, part
 from parplan.executor.training.compiled import compile_blocks
 from parplan.executor.training.finite import RankLosses
@@ -31,6 +39,7 @@ from parplan.executor.training.optimizer import (
     build_optimizer,
     clip_factor,
     clip_gradients,
+    layout_of,
     learning_rate,
     own_squared_norm,
     set_learning_rate,
@@ -106,7 +115,7 @@ class Trainer:
         return self.shares.sum_loss(loss if counts else torch.zeros_like(loss))
 
     def batch(self, step: int) -> Any:
-        """Return this data-parallel rank's part of a batch, on the device."""
+        """Return this replica's part of a batch, on the device."""
         ids, targets = self.batches(step)
         return ids.to(self.ranks.device), targets.to(self.ranks.device)
 
@@ -275,11 +284,11 @@ class Trainer:
 
     def state_bytes(self) -> Row:
         """Return this rank's coordinates with its predicted and measured bytes."""
-        pp, dp = self.ranks.coordinate("pp"), self.ranks.coordinate("dp")
+        pp, replica = self.ranks.coordinate("pp"), self.ranks.coordinate("dp")
         in_chunks = self.adam.state_bytes() if self.adam is not None else StateBytes()
         return (
-            (pp, dp, self.ranks.coordinate("tp")),
-            predicted_state_bytes(self.plan, pp, dp),
+            (pp, replica, self.ranks.coordinate("tp")),
+            predicted_state_bytes(self.plan, pp, replica, self.ranks.coordinate("tp")),
             self.meter.measured(self.optimizer) + in_chunks,
         )
 
@@ -298,13 +307,17 @@ def build_trainer(
 
 def ranks_of(plan: Plan, device: torch.device) -> RankPlace:
     """Return this rank's place in the mesh of the plan. Collective."""
-    mesh = rank_mesh(plan.mesh, device)
+    mesh, of_experts = rank_mesh(plan.mesh, device), expert_mesh(plan, device)
+    replicas = {each.zero_ranks for each in plan.layer_plans.values() if each.zero} - {None}
+    near = {expert_shards(n, plan.mesh) for n in replicas} if of_experts is not None else set()
     return RankPlace(
         device=device,
         mesh=mesh,
-        sharded=_sharded(plan, mesh),
-        expert_mesh=_expert_mesh(plan, device),
+        sharded=_sharded(mesh, "dp", "copies", replicas),
+        expert_mesh=of_experts,
+        expert_sharded=_sharded(of_experts, COPIES, "apart", near),
         data_mesh=_data_mesh(plan, device),
+        context=rank_context(plan),
     )
 
 
@@ -317,9 +330,11 @@ def trainer_of(
 ) -> Trainer:
     """Return the trainer of the rank at `ranks`. Collective. Raises ConfigError."""
     progress = progress or RankProgress()
-    dp_rank = ranks.coordinate("dp")
+    replica = ranks.coordinate("dp")
     # Tensor-parallel ranks hold the same residual stream, so they draw the same dropout masks.
-    torch.manual_seed(derived_seed(options.seed, ranks.coordinate("pp") * plan.mesh.dp + dp_rank))
+    torch.manual_seed(
+        derived_seed(options.seed, ranks.coordinate("pp") * plan.mesh.replicas + replica)
+    )
     recorder = RunRecorder(ranks.device, options.steps if options.record else 0)
 
     def after_backward() -> None:
@@ -350,8 +365,13 @@ def trainer_of(
         options=options,
         ranks=ranks,
         pipeline=pipeline,
-        optimizer=build_optimizer(pipeline.parameters, options),
-        batches=build_batches(plan, dp_rank, options),
+        optimizer=build_optimizer(
+            pipeline.parameters,
+            options,
+            plan.training.optimizer,
+            layout_of(*(stage.body for stage in pipeline.stages)),
+        ),
+        batches=build_batches(plan, replica, options),
         meter=meter,
         recorder=recorder,
         progress=progress,
@@ -359,38 +379,24 @@ def trainer_of(
     )
 
 
-def _sharded(plan: Plan, mesh: DeviceMesh) -> dict[int, DeviceMesh]:
-    """Return meshes with dp as (copies, shards), by number of ranks that hold one copy of a layer.
+def _sharded(
+    mesh: DeviceMesh | None, axis: str, outer: str, shards: Collection[int]
+) -> dict[int, DeviceMesh]:
+    """Return meshes with `axis` as (`outer`, shards), by number of ranks that hold one copy.
 
-    Collective.
+    They are the `shards` that are fewer than all ranks of the axis. Collective.
     """
-    dp = plan.mesh.dp
-    shards = {each.zero_ranks or dp for each in plan.layer_plans.values() if each.zero} - {dp}
-    return {n: mesh._unflatten("dp", (dp // n, n), ("copies", "shards")) for n in sorted(shards)}
-
-
-def _expert_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
-    """Return the mesh with dp as (ranks that hold the same experts, ranks that divide them).
-
-    Neighbours divide the experts.
-    """
-    mesh = plan.mesh
-    if mesh.ep == 1:
-        return None
-    return init_device_mesh(
-        device.type,
-        (mesh.pp, mesh.expert_replicas, mesh.ep, mesh.tp),
-        mesh_dim_names=("pp", "copies", "ep", "tp"),
-    )
+    if mesh is None or not shards:
+        return {}
+    degree = mesh[axis].size()
+    return {
+        n: mesh._unflatten(axis, (degree // n, n), (outer, "shards"))
+        for n in sorted({*shards} - {degree})
+    }
 
 
 def _data_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
     """Return the mesh of weights that data-parallel ranks divide: each has one holder."""
     if not any(layer_plan.divides_over_data for layer_plan in plan.layer_plans.values()):
         return None
-    mesh = plan.mesh
-    return init_device_mesh(
-        device.type,
-        (mesh.pp, 1, mesh.dp, mesh.tp),
-        mesh_dim_names=("pp", "copies", "data", "tp"),
-    )
+    return stage_mesh(plan.mesh, device, copies=1, data=plan.mesh.dp, tp=plan.mesh.tp)

@@ -21,12 +21,17 @@ from parplan.costmodels.layers.chunked_layer import state_widths, writes_over_pa
 from parplan.costmodels.layers.model_states import (
     StateBytes,
     chunk_elements,
+    chunk_shape,
     frozen_bytes,
     states_of,
+    whole_tensor,
 )
+from parplan.costmodels.operators.optimizers import WholeTensor, moments_bytes
+from parplan.costmodels.operators.sharding import Sharding
 from parplan.executor.placed_layers import (
     PlacedLayer,
     effective_zero,
+    expert_shards,
     local_stages,
     stage_layers,
     zero_ranks,
@@ -35,16 +40,21 @@ from parplan.executor.rules.divisions import Entries, local_shape
 from parplan.executor.tensors import part
 from parplan.planner.plan.plan import OVER_DATA, Plan
 from parplan.planner.plan.traced_plan import AnyPlan
-from parplan.profiles.models.operator_graph import LayerKind, Parameter
+from parplan.profiles.models.operator_graph import LayerKind, Operator, Parameter
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.units import format_bytes
 
 
-def predicted_state_bytes(plan: Plan, pipeline_rank: int, dp_rank: int) -> StateBytes:
+def predicted_state_bytes(
+    plan: Plan, pipeline_rank: int, replica: int, tp_rank: int = 0
+) -> StateBytes:
     """Return the state bytes of a rank that the planner's memory model predicts.
 
-    Shapes are divided by the plan's placements. Every tensor-parallel rank holds the same bytes.
+    Shapes are divided by the plan's placements. Tensor-parallel ranks hold the same bytes, except
+    where they hold unlike shards of experts.
+
+    replica   number among the data-parallel and context-parallel ranks, the latter innermost
     """
     graph = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size)
     stages = stage_layers(plan)
@@ -57,8 +67,11 @@ def predicted_state_bytes(plan: Plan, pipeline_rank: int, dp_rank: int) -> State
         shares_weight = layer.kind is LayerKind.HEAD and plan.mesh.pp == 1
         for operator in graph.layer_class(graph.key(layer.index)).operators:
             for parameter in operator.parameters:
-                if not (parameter.tied and shares_weight):
-                    total += _parameter_states(plan, layer, operator.name, parameter, dp_rank)
+                if parameter.of_experts:
+                    inside = replica * plan.mesh.tp + tp_rank
+                    total += _expert_states(plan, layer, operator, parameter, inside)
+                elif not (parameter.tied and shares_weight):
+                    total += _parameter_states(plan, layer, operator, parameter, replica)
     return total
 
 
@@ -80,45 +93,44 @@ def chunk_state_bytes(plan: AnyPlan, pipeline_rank: int) -> StateBytes:
 
 
 def _parameter_states(
-    plan: Plan, layer: PlacedLayer, operator: str, parameter: Parameter, dp_rank: int
+    plan: Plan, layer: PlacedLayer, operator: Operator, parameter: Parameter, replica: int
 ) -> StateBytes:
-    if parameter.of_experts:
-        return _expert_states(plan, layer, operator, parameter, dp_rank)
     looks_up = Offload.LOOKUP in layer.plan.offload and not plan.model.tied_embeddings
-    if looks_up and operator == "tokens":
+    whole, name = whole_tensor(operator, parameter), operator.name
+    if looks_up and name == "tokens":
         # The host holds columns, in fp32 at any precision.
-        elements = math.prod(parameter.shape) // plan.mesh.dp
-        return states_of(elements, elements, 3, plan.training)
-    shards, zero = zero_ranks(layer, plan.mesh), effective_zero(layer, plan.mesh, operator)
+        columns = (parameter.shape[0], parameter.shape[1] // plan.mesh.replicas)
+        return shard_states(columns, (0, 1), 3, plan.training, whole, on_host=False)
+    shards, zero = zero_ranks(layer, plan.mesh), effective_zero(layer, plan.mesh, name)
     entries: Entries = ()
     if layer.plan.operators:
-        entries = layer.plan.operators[operator].parameters.get(parameter.name, ())
+        entries = layer.plan.operators[name].parameters.get(parameter.name, ())
     shape = local_shape(parameter.shape, entries, tp=plan.mesh.tp, dp=plan.mesh.dp)
     if any(entry.endswith(OVER_DATA) for entry in entries):
-        return shard_states(shape, (0, 1), 0, plan.training, on_host=False)
+        return shard_states(shape, (0, 1), 0, plan.training, whole, on_host=False)
     on_host = Offload.STATES in layer.plan.offload
     if Offload.LOOKUP in layer.plan.offload:
-        on_host = on_host or operator in ("tokens", "lm_head")
-    shard = dp_rank % shards, shards
+        on_host = on_host or name in ("tokens", "lm_head")
+    shard = replica % shards, shards
     if not parameter.trained:
         held = chunk_elements(shape, shards, shard[0]) if zero == 3 else math.prod(shape)
         return StateBytes(frozen_bytes(held, plan.training, quantised=parameter.quantised))
-    return shard_states(shape, shard, zero, plan.training, on_host=on_host)
+    return shard_states(shape, shard, zero, plan.training, whole, on_host=on_host)
 
 
 def _expert_states(
-    plan: Plan, layer: PlacedLayer, operator: str, parameter: Parameter, dp_rank: int
+    plan: Plan, layer: PlacedLayer, operator: Operator, parameter: Parameter, stage_rank: int
 ) -> StateBytes:
-    """Return the bytes of a rank's experts.
+    """Return the bytes of a rank's experts, of which neighbours hold others.
 
-    Other ranks of its expert-parallel group hold other experts.
+    stage_rank  number of the rank among those of its stage
     """
-    experts, features, contracted = parameter.shape
-    shape = (experts // plan.mesh.ep * features, contracted)
-    shards = plan.mesh.expert_replicas
-    zero = layer.plan.zero if shards > 1 else 0
-    index, on_host = dp_rank // plan.mesh.ep, Offload.STATES in layer.plan.offload
-    return shard_states(shape, (index, shards), zero, plan.training, on_host=on_host)
+    mesh, whole = plan.mesh, whole_tensor(operator, parameter)
+    shape = Sharding(tp=mesh.tp, ep=mesh.ep, etp=mesh.etp).parameter_shape(operator, parameter)
+    shards = expert_shards(zero_ranks(layer, mesh), mesh)
+    zero, on_host = layer.plan.zero if shards > 1 else 0, Offload.STATES in layer.plan.offload
+    index = stage_rank // (mesh.ep * mesh.etp) % shards
+    return shard_states(shape, (index, shards), zero, plan.training, whole, on_host=on_host)
 
 
 def shard_states(
@@ -126,19 +138,22 @@ def shard_states(
     shard: tuple[int, int],
     zero: int,
     training: TrainingSpec,
+    whole: WholeTensor,
     *,
     on_host: bool,
 ) -> StateBytes:
     """Return the bytes of one shard of a tensor, given its index and the number of shards.
 
+    shape    of the part of the tensor `whole` that is cut into shards
     on_host  the host holds the states
     """
-    elements = math.prod(shape)
     if not zero and on_host:
         # The whole tensor is one shard on the host and is gathered to the device.
-        return states_of(elements, elements, 1, training)
+        shard, zero = (0, 1), 1
     index, shards = shard
-    return states_of(elements, chunk_elements(shape, shards, index), zero, training)
+    part = chunk_shape(shape, shards, index)
+    moments = moments_bytes(training.optimizer, part if zero else shape, whole)
+    return states_of(math.prod(shape), math.prod(part), zero, training, moments)
 
 
 class Meter:

@@ -47,7 +47,8 @@ _UNLIKE = (
     ),
     UnsearchedPart(
         "weights that tensor parallelism leaves whole, and other divisions of embedding and head",
-        "blocks of several classes divide the weights that Megatron divides",
+        "blocks of several classes divide the weights that Megatron divides, and all operators of "
+        "a model with experts as Megatron does",
     ),
     UnsearchedPart(
         "other recompute lists",

@@ -119,7 +119,7 @@ class WholeBounds:
 
     def _own(self, key: LayerKey, sharding: Sharding) -> Sharding:
         """Returns the sharding, without expert parallelism where a layer has no experts."""
-        return sharding if key in self._mixtures else replace(sharding, ep=1)
+        return sharding if key in self._mixtures else replace(sharding, ep=1, etp=1)
 
     def _costs(
         self, key: LayerKey, layout: ParallelLayout, in_flight: float, repeats: float

@@ -31,7 +31,13 @@ from parplan.planner.layer_options.layer_program import PickedStrategies, evalua
 from parplan.planner.layer_options.overlap_levels import illegal_full_recompute
 from parplan.planner.request import MAX_MICRO_BATCH_SIZE, Constraints
 from parplan.profiles.machines.shipped_profiles import Machine
-from parplan.profiles.models.operator_graph import LayerKey, LayerKind, Operator
+from parplan.profiles.models.operator_graph import (
+    EXPERT_WIDTH,
+    LayerKey,
+    LayerKind,
+    Operator,
+    Parameter,
+)
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 
 
@@ -158,8 +164,7 @@ class Catalogue:
     problems    the choices of a strategy for every operator of a block
     key         the class of the blocks
 
-    All layers of a model with experts have Megatron's sharding, and its blocks the three levels of
-    recompute.
+    The operators of a mixture of experts have Megatron's division: they are one module.
     """
 
     def __init__(
@@ -175,9 +180,8 @@ class Catalogue:
         self.problem = problems or BlockProblems(price_cache)
         self.levels = tuple(level for level in Recompute if recompute is None or level in recompute)
         operators = price_cache.layer(key, 1).operators
-        experts = price_cache.model.num_experts > 0
-        self.by_operator = recompute is None and not experts
-        self.free = not megatron_sharding and not experts
+        self.by_operator = recompute is None
+        self.free = not megatron_sharding
         self._options: dict[tuple[int, Sharding], tuple[LayerOption, ...]] = {}
         self._operators = {operator.name: operator for operator in operators}
         self._once = KeyedCache()
@@ -187,13 +191,15 @@ class Catalogue:
     def weight_layouts(self, sharding: Sharding) -> list[WeightLayout]:
         """Returns the divisions of the weights over the axes of `sharding`, the whole one first.
 
-        Weights that data-parallel ranks divide are divided over the tensor-parallel ranks too, and
-        the others over these or over none. Some weight is always divided over the first axis:
-        otherwise the layout would be that of another mesh.
+        Experts are divided as `sharding` says. Weights that data-parallel ranks divide are divided
+        over the tensor-parallel ranks too, and the others over these or over none. Some weight is
+        always divided over the first axis: otherwise the layout would be that of another mesh.
         """
+        always = frozenset({EXPERT_WIDTH} if sharding.etp > 1 else ())
+        dims = [dim for dim in self._dims if dim != EXPERT_WIDTH]
         subsets = [
-            frozenset(dim for i, dim in enumerate(self._dims) if bits >> i & 1)
-            for bits in reversed(range(1, 2 ** len(self._dims)))
+            always | {dim for i, dim in enumerate(dims) if bits >> i & 1}
+            for bits in reversed(range(min(1, len(dims)), 2 ** len(dims)))
         ]
         inside = [frozenset((dim, False) for dim in subset) for subset in subsets]
         if sharding.data == 1:
@@ -364,10 +370,10 @@ class Catalogue:
             operator = self._operators[name]
             if level is not None and option.recomputed != (name in names):
                 return False
-            if not self.free or sharding.overlap:
+            if not self.free or sharding.overlap or operator.in_mixture:
                 return option.splits == sharding.splits(operator)
             dim = operator.parallel_dim
-            if sharding.ranks == 1 or not operator.parameters or dim is None:
+            if sharding.ranks == 1 or dim is None or not weights_of(operator):
                 return True
             axes = self._weight_divided(name, option.splits, sharding)
             return axes == {over_data for divided, over_data in weight_layout if divided == dim}
@@ -435,12 +441,17 @@ class Catalogue:
         )
 
 
+def weights_of(operator: Operator) -> list[Parameter]:
+    """Returns the weight matrices of an operator; a vector goes with what its operator makes."""
+    return [parameter for parameter in operator.parameters if len(parameter.dims) > 1]
+
+
 def weight_divided(operator: Operator, splits: Splits, sharding: Sharding) -> frozenset[bool]:
     """Returns the axes of `sharding` that divide the operator's weight.
 
     True stands for the axis of data-parallel ranks, False for the others.
     """
-    weights = [parameter for parameter in operator.parameters if len(parameter.dims) > 1]
+    weights = weights_of(operator)
     return frozenset(
         axis == 0 and sharding.data > 1
         for axis, (split, degree) in enumerate(zip(splits, sharding.degrees, strict=True))

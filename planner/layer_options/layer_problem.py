@@ -29,7 +29,7 @@ from parplan.costmodels.layers.operator_price import (
     single_operator_sharding,
 )
 from parplan.costmodels.layers.tensor_flow import TensorFlow, saves_own_output
-from parplan.costmodels.operators.compute import OperatorTime
+from parplan.costmodels.operators.compute import OperatorTime, operator_time
 from parplan.costmodels.operators.host_launch import launch_s
 from parplan.costmodels.operators.micro_batches import of_all_sizes
 from parplan.costmodels.operators.sharding import (
@@ -43,6 +43,7 @@ from parplan.planner.dominance import Array, Ints, Mask
 from parplan.profiles.elementwise import Number
 from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.models.operator_graph import (
+    PRODUCTS,
     LayerClass,
     LayerKind,
     Operator,
@@ -305,6 +306,11 @@ class LayerStrategies:
             for tensor in operator.saved:
                 if tensor.name not in layer.outside:
                     self.savers.setdefault(tensor.name, operator.name)
+        self.inside = inside.beside_mixture(
+            operator_time(operator, self._megatron(like), inside.machine, training)
+            for operator in layer.operators
+            if operator.in_mixture and inside.stack.overlap_exchanges
+        )
         self.alone: dict[tuple[str, Place, Place], OperatorTime] = {}
         priced = [self._strategies(operator) for operator in layer.operators]
         self.options = tuple(options for options, _, _ in priced)
@@ -317,6 +323,16 @@ class LayerStrategies:
             for position, tensor in enumerate(operator.inputs)
             if (maker := makers.get((reader, tensor.name))) is not None
         }
+
+    def _megatron(self, like: Sharding) -> Sharding:
+        """Returns Megatron's division over the axes, which is the only one of a mixture."""
+        return replace(
+            self.sharding,
+            sequence_parallel=self.sharding.ranks > 1,
+            ep=like.ep,
+            etp=like.etp,
+            cp=like.cp,
+        )
 
     def problems(self, boundary: Place) -> tuple[LayerProblem, ...]:
         """Returns the problem of each micro-batch size, between layers that lie at `boundary`."""
@@ -335,9 +351,7 @@ class LayerStrategies:
             self.costs,
             tuple(links),
             workspace_bytes=self.training.stack.workspace_bytes,
-            products=tuple(
-                operator.kind is OperatorKind.MATMUL for operator in self.layer.operators
-            ),
+            products=tuple(operator.kind in PRODUCTS for operator in self.layer.operators),
             host_forward_s=host_forward_s,
             host_backward_s=host_backward_s,
         )

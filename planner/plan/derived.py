@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.host.state_location import Access
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.plan.plan import LayerRun, Plan
@@ -41,9 +42,17 @@ def layout_of(plan: AnyPlan) -> ParallelLayout:
         tp_overlap=pipeline.tp_overlap,
         chunked=plan.chunks is not None,
         access=Access.BLOCK if plan.chunks is None else plan.chunks.access,
-        states_on_host=isinstance(plan, TracedPlan) and plan.states_on_host,
+        states_on_host=_states_on_host(plan),
         weights_over_data=any(each.divides_over_data for each in layer_plans),
     )
+
+
+def _states_on_host(plan: AnyPlan) -> bool:
+    """True if the states of all layers are on the hosts by a choice of the layout."""
+    if isinstance(plan, TracedPlan):
+        return plan.states_on_host
+    blocks = [each for each in plan.layer_plans.values() if each.block]
+    return bool(blocks) and all(Offload.STATES in each.offload for each in blocks)
 
 
 def blocks_of(plan: Plan, run: LayerRun) -> range:

@@ -202,6 +202,8 @@ class ChunkMoved:
 class RankRecord:
     """One rank: bytes of its states, peaks of its memory, and the spans of the last step.
 
+    dp                     its number among the data-parallel ranks and the context-parallel ones
+                           inside of them
     chunks                 bytes of its chunks that moved in the last step
     peak_allocated_bytes   of torch's allocator: of all recorded steps on GPUs, of the last step of
                            the warm-up on CPUs, None in runs too short for that

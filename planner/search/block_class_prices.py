@@ -15,11 +15,14 @@ from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.step import StepPrice
 from parplan.costmodels.strategy import ParallelLayout, Strategy
+from parplan.planner.candidates.context_forms import unbeaten_forms
 from parplan.planner.candidates.enumeration import (
     CandidateSpace,
     enumerate_candidates,
+    layout_text,
     no_candidate_error,
 )
+from parplan.planner.candidates.meshes import Pruned
 from parplan.planner.candidates.whole_bounds import WholeBounds
 from parplan.planner.infeasible.shortfall import price_cache_of
 from parplan.planner.plan.assemble import assemble
@@ -44,7 +47,11 @@ class BlockClassPrices(SequencePrices):
     def __init__(self, request: Request) -> None:
         _require_searched(request.constraints, request.model.name)
         price_cache = price_cache_of(request)
-        space = _with_hosts(enumerate_candidates(request), request.constraints.offload or ())
+        space = enumerate_candidates(request)
+        layouts, beaten = unbeaten_forms(space.layouts, price_cache, request.options.deadline)
+        pruned = (Pruned(layout_text(layout), reason) for layout, reason in beaten)
+        space = CandidateSpace(tuple(layouts), (*space.pruned, *pruned))
+        space = _with_hosts(space, request.constraints.offload or ())
         if not space.layouts:
             raise no_candidate_error(space, request.cluster)
         num_blocks = request.model.num_layers

@@ -40,7 +40,7 @@ from parplan.planner.layer_options.overlap_levels import illegal_full_recompute,
 from parplan.planner.plan.assemble import assemble
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import SearchRecord
-from parplan.planner.request import Constraints, Request, SearchOptions
+from parplan.planner.request import Constraints, Request, SearchOptions, require_host_contents
 from parplan.planner.stage_columns.block_counts import block_counts, to_strategy, with_classes
 from parplan.planner.stage_columns.columns import RankColumns
 from parplan.planner.stage_columns.dealing import dealt_blocks
@@ -401,6 +401,8 @@ def estimate_plan(
     _check_unlike(request, layout, choices)
     _check_holders(layout, highest, choices.zero_ranks)
     _check_offload(offload, chunks, layout.mesh, model)
+    in_chunks = () if chunks is None else OFFLOAD_OF[StateLocation.HOST]
+    require_host_contents((*offload, *in_chunks), training.optimizer)
     if chunks is not None:
         reason = illegal_chunks(layout, (zero,) if zero else None, choices.zero_ranks)
         if reason:

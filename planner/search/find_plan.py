@@ -352,7 +352,7 @@ def _find_best(factory: PriceFactory, on_progress: OnProgress | None) -> SearchR
         return _find_leanest(factory, on_progress)
     prefer = factory.prefer if objective is Objective.THROUGHPUT else None
     uses = ((), factory.searched) if factory.offload is None else (factory.offload,)
-    for allowed in uses:
+    for allowed in dict.fromkeys(uses):
         prices = factory.prices(allowed)
         result = search(prices, objective, options, on_progress, prefer=prefer)
         if result is not None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from parplan.costmodels.host.offload import Offload
+from parplan.costmodels.operators.optimizers import OPTIMIZERS
 from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.deadline import Deadline
 from parplan.planner.infeasible.shortfall import limit_bytes
@@ -27,8 +28,8 @@ from parplan.profiles.stack import NEUTRAL
 from parplan.profiles.units import gib
 
 ALSO_TRIED = 2  # sizes above the bisection's answer
-# Bytes of a parameter in 16 bits (EQUATIONS O2): parameter or gradient, master, two moments.
-LEAST_STATE_BYTES = 14
+# Bytes of a parameter in 16 bits (EQUATIONS O2) beside its moments: parameter or gradient, master.
+LEAST_STATE_BYTES = 6
 LEVELS: tuple[tuple[Offload, ...], ...] = ((), (Offload.OPTIMIZER,), SEARCHED_OFFLOAD)
 
 
@@ -79,9 +80,13 @@ def widths(of_width: Callable[[int], ModelEntry], request: Request) -> ModelSize
     """Returns models of one width, from one block to as many as all memory could hold at most."""
     one_block = _num_parameters(of_width(1).spec)
     per_block = _num_parameters(of_width(2).spec) - one_block
-    room = _memory_bytes(request, with_hosts=True) / LEAST_STATE_BYTES
+    room = _memory_bytes(request, with_hosts=True) / _least_state_bytes(request)
     most = int((room - one_block) // per_block) + 1
     return ModelSizes(count=max(1, most), of=lambda index: of_width(index + 1))
+
+
+def _least_state_bytes(request: Request) -> float:
+    return LEAST_STATE_BYTES + OPTIMIZERS[request.training.optimizer].least_moments
 
 
 def _num_parameters(model: ModelSpec) -> int:
@@ -102,7 +107,7 @@ def _require_room(request: Request) -> None:
     """Raises InfeasibleError where all memory is too small for one copy of the states."""
     model, cluster = request.model, request.cluster
     offload = request.constraints.offload
-    needed = LEAST_STATE_BYTES * _num_parameters(model)
+    needed = _least_state_bytes(request) * _num_parameters(model)
     room = _memory_bytes(request, with_hosts=bool(offload))
     if needed > room:
         raise InfeasibleError(

@@ -61,8 +61,6 @@ def layer_proof(
     Raises SolverError, and Unsolved where the solver's time is over.
     """
     layout = strategy.layout
-    if catalogue.price_cache.model.num_experts:
-        return None  # blocks with experts have Megatron's division and the levels of recompute
     choices = dict.fromkeys(
         (choice.kind, layout.sharding_of(choice), choice.recompute)
         for stage in strategy.stages

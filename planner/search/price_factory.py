@@ -12,7 +12,7 @@ from parplan.costmodels.host.state_location import Access
 from parplan.planner.candidates.never_searched import UnsearchedPart, unsearched_parts
 from parplan.planner.host_options.state_locations import has_chunks
 from parplan.planner.objective import Prefer
-from parplan.planner.request import PlanRequest, Request, searched_offload
+from parplan.planner.request import PlanRequest, Request, host_contents, searched_offload
 from parplan.planner.search.block_class_prices import BlockClassPrices
 from parplan.planner.search.described_shortfall import infeasible_error, least_peak_bytes
 from parplan.planner.search.search_session import DescribedPrices, SearchPrices
@@ -70,7 +70,8 @@ class DescribedFactory(PriceFactory):
     def __init__(self, request: Request, explain: Explain = infeasible_error) -> None:
         self.request, self._explain = request, explain
         self.offload, self.prefer = request.constraints.offload, request.options.prefer
-        self.searched = searched_offload(request.model, request.training)
+        searched = searched_offload(request.model, request.training)
+        self.searched = host_contents(searched, request.training.optimizer)
 
     def prices(self, offload: Hosted) -> SearchPrices:
         make = BlockClassPrices if self._unlike else DescribedPrices

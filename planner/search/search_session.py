@@ -15,6 +15,7 @@ from parplan.costmodels.price_cache import PriceCache, described_prices
 from parplan.costmodels.step import StepPrice, bubble_share
 from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.planner.candidates.chunk_lower_bounds import ChunkBound
+from parplan.planner.candidates.context_forms import unbeaten_forms
 from parplan.planner.candidates.enumeration import (
     CandidateSpace,
     enumerate_candidates,
@@ -234,9 +235,12 @@ class DescribedPrices(SearchPrices):
             raise no_candidate_error(space, request.cluster)
         deadline = request.options.deadline
         price_cache = price_cache_of(request)
-        layouts, beaten = paying_layouts(space.layouts, price_cache, deadline)
+        formed, outwaited = unbeaten_forms(space.layouts, price_cache, deadline)
+        layouts, beaten = paying_layouts(formed, price_cache, deadline)
         layouts, unpaid = with_weights_over_data(layouts, request, price_cache)
-        dropped = (Pruned(layout_text(layout), reason) for layout, reason in (*beaten, *unpaid))
+        dropped = (
+            Pruned(layout_text(layout), reason) for layout, reason in (*outwaited, *beaten, *unpaid)
+        )
         space = CandidateSpace(layouts, (*space.pruned, *dropped))
         if not layouts:
             raise no_candidate_error(space, request.cluster)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.layers.recompute import Recompute, RecomputedOperators
@@ -111,7 +112,8 @@ class SequenceTable(StageTable):
 class BlockClassTable(SequenceTable):
     """The same of a described model, whose blocks have the options of their class's catalogue.
 
-    All options of a class divide the weights that Megatron divides.
+    All options of a class divide the weights that Megatron divides. In a model with experts all
+    operators are divided as Megatron divides them: there are many more candidates.
     """
 
     price_cache: PriceCache
@@ -121,16 +123,18 @@ class BlockClassTable(SequenceTable):
     ) -> None:
         super().__init__(price_cache, pins, deadline)
         self.levels = tuple(level for level in Recompute if level in (pins.recompute or Recompute))
-        self._pins = pins
+        experts = price_cache.model.num_experts > 0
+        self._pins = replace(pins, megatron_sharding=pins.megatron_sharding or experts)
 
     def least_s(self, key: LayerKey, b: int, sharding: Sharding) -> float:
         """Returns the least seconds of the passes of a layer, without recompute."""
         if key.role is not LayerKind.BLOCK:
             return self.price_cache.layer_time(key, b, sharding).total_s
         catalogue = catalogue_of(self.price_cache, self._pins, key)
-        if catalogue.divides(sharding):
-            return min(catalogue.fastest_s(b, sharding).values())
-        return self.price_cache.layer_time(key, b, sharding).total_s
+        plain_s = self.price_cache.layer_time(key, b, sharding).total_s
+        if not catalogue.divides(sharding):
+            return plain_s
+        return min(plain_s, *catalogue.fastest_s(b, sharding).values())
 
     def _options(
         self, key: LayerKey, b: int, sharding: Sharding, levels: Sequence[Recompute]

@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from parplan.costmodels.host.state_location import OFFLOAD_OF, StateLocation
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.planner.host_options.state_locations import illegal_chunks
 from parplan.planner.infeasible.shortfall import limit_bytes
 from parplan.planner.plan.prediction import SearchRecord
 from parplan.planner.plan.traced_plan import TracedPlan
-from parplan.planner.request import Constraints, TracedRequest
+from parplan.planner.request import Constraints, TracedRequest, require_host_contents
 from parplan.planner.search.estimate import ChunkRequest, require_host, with_homes
 from parplan.planner.search.sequence_prices import SequencePrices
 from parplan.planner.stage_columns.stage_contents import Range
@@ -44,6 +45,7 @@ def estimate_traced_plan(
     prices = factory.prices(pins.offload or ())
     price_cache = module_prices(prices)
     if chunks is not None:
+        require_host_contents(OFFLOAD_OF[StateLocation.HOST], request.training.optimizer)
         stack = request.training.stack
         price_cache = price_cache.within(chunks.chunking(request.cluster, stack))
         pins = _in_chunks(prices, pins)

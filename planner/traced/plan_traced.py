@@ -8,7 +8,12 @@ from functools import cached_property
 from parplan.costmodels.host.offload import Offload
 from parplan.planner.candidates.never_searched import HOST_WHERE_NEEDED, UnsearchedPart
 from parplan.planner.objective import Objective
-from parplan.planner.request import TRACED_OFFLOAD, ModuleRequest, TracedRequest
+from parplan.planner.request import (
+    TRACED_OFFLOAD,
+    ModuleRequest,
+    TracedRequest,
+    host_contents,
+)
 from parplan.planner.search.price_factory import Hosted, PriceFactory
 from parplan.planner.search.sequence_prices import SequencePrices
 from parplan.planner.search.sequence_shortfall import least_peak_bytes
@@ -68,7 +73,6 @@ class TracedFactory(PriceFactory):
     """
 
     request: TracedRequest
-    searched = TRACED_OFFLOAD
     prefer = None  # no error band is known
 
     def __init__(
@@ -82,6 +86,7 @@ class TracedFactory(PriceFactory):
         if request.model.unit == SAMPLES:
             request = replace(request, training=replace(request.training, seq_length=1))
         self.request, self._named = request, rule or StageRule()
+        self.searched = host_contents(TRACED_OFFLOAD, request.training.optimizer)
         self.cutting, self.offload = cutting or Cutting(), request.constraints.offload
         self._chunks = request.objective is Objective.THROUGHPUT and not front
         if not self._chunks and self.offload and Offload.STATES not in self.offload:

@@ -6,6 +6,7 @@ import re
 
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.profiles.models.spec import Precision
+from parplan.profiles.stack import ContextForm
 
 DEVICES = {  # start of a gpu cell, up to the end of a word -> the cluster file
     "a100-80g-pcie": "a100-80gb-pcie",
@@ -39,6 +40,7 @@ STACKS = (  # pattern in a framework cell, first match first -> the stack
     (r"InternEvo", "internevo"),
     (r"torchtitan|torchtune", "torchtitan"),
     (r"FSDP|Composer|llm-foundry|lit-gpt", "fsdp1"),
+    (r"NeMo.*2022|NeMo.*2023", "megatron-lm-2022"),
     (r"NeMo|Megatron-Bridge|Megatron-Core r0", "nemo"),
     (r"Megatron", "megatron-core"),
 )
@@ -51,6 +53,7 @@ NETWORKS = {  # name in an interconnect cell -> the NIC
     "roce": "roce",
     "efa": "efa",
 }
+NVL72_SEGMENT = 64  # GPUs of one rack that a job of several racks takes (Megatron-Bridge's cards)
 PRECISIONS = {  # fp16/bf16: BLOOM's early runs, fp16 as their log says
     "bf16": Precision.BF16,
     "bfloat16": Precision.BF16,
@@ -58,7 +61,7 @@ PRECISIONS = {  # fp16/bf16: BLOOM's early runs, fp16 as their log says
     "float16": Precision.FP16,
     "fp16/bf16": Precision.FP16,
 }
-FP8_DTYPES = ("fp8", "bf16+float8 linear", "bf16+float8 tensorwise", "float8 tensorwise")
+FP8_DTYPES = ("fp8", "fp8-cs", "bf16+float8 linear", "bf16+float8 tensorwise", "float8 tensorwise")
 RECOMPUTE = {  # a recompute cell -> the levels that blocks take in turn
     "none": (Recompute.NONE,),
     "none []": (Recompute.NONE,),
@@ -90,7 +93,105 @@ FOLDS = {  # source -> the column that divides its rows into folds
 # dropout of GPT recipes before 2022, and Megatron's default, which its release tests use; BLOOM was
 # trained without
 DROPOUT = 0.1
-NOT_DECODERS = ("bert", "t5", "multimodal", "mimo", "hybrid", "vit")  # start of a model cell
+CONTEXT_FORMS = (  # pattern in an id or in notes -> the form of context parallelism
+    (r"a2a_p2p", ContextForm.TWO_LEVEL),
+    (r"CP=all-to-all", ContextForm.ALL_TO_ALL),
+)
+# Start of the id of runs that reduce gradients in the precision of the weights: the performance
+# recipes of Megatron-Bridge (perf_recipes/_common.py of the commit below), except those of Kimi K2.
+NARROW_GRADIENTS = re.compile(r"mbridge-(?!.*Kimi)|mbcard-.*pretrain_performance")
+FIGURES_DISAGREE = "its own figures disagree"
+# Rows whose figures agree after all: torchtitan of 2024 counts the parameters of the embedding in
+# its MFU, 6 x 0.53e9 FLOPs a token for Llama 3 8B, 1.054 of the count without them.
+FIGURES_AGREE = re.compile(r"titan-2024-llama3-8b-selective")
+# column, pattern in its cell (in any case) and reason of the rows that are not priced
+REFUSED = (
+    ("run_type", r"lora|peft", "LoRA"),
+    ("model", r"grpo", "reinforcement learning, whose step generates text as well"),
+    ("dp", r"^0$", "dp is 0"),
+    ("model", r"^bert|^t5|^vit", "an encoder"),
+    ("model", r"^multimodal|^mimo", "a vision tower"),
+    ("model", r"^hybrid|^nemotron/", "state-space blocks"),
+    ("model", r"^gpt/.*_mla", "latent attention of ranks that are not stated"),
+    ("notes", r"transformer_engine; (?:.*; )?MLA", "latent attention of ranks that are not stated"),
+    ("model", r"muon", "optimizer muon"),
+    ("framework", r"bnb", "8-bit optimizer"),
+    ("id", r"nemolauncher-.*-sft$", "packed documents whose lengths are not stated"),
+    ("notes", r"INCONSISTENT|^STALE", FIGURES_DISAGREE),
+    (
+        "framework",
+        r"method (vocab-\d|interlaced)",
+        "vocabulary parallelism over pipeline stages ({})",
+    ),
+)
+# Pattern in a model cell, in lower case with dashes, and the name of the model in `plan models`.
+PUBLISHED_MODELS = (
+    (r"deepseek-?v4", "deepseek-v4-flash"),
+    (r"deepseek-?v3", "deepseek-v3"),
+    (r"deepseek-?v2-lite", "deepseek-v2-lite"),
+    (r"deepseek-?v2", "deepseek-v2"),
+    (r"kimi-?k2", "kimi-k2"),
+    (r"gpt-?oss-120b", "gpt-oss-120b"),
+    (r"gpt-?oss-20b", "gpt-oss-20b"),
+    (r"qwen3-235b", "qwen3-235b-a22b"),
+    (r"qwen3-30b", "qwen3-30b-a3b"),
+    (r"qwen3-8b", "qwen3-8b"),
+    (r"(qwen3\.\d-\w+)", "qwen3.5 and later"),
+    (r"moonlight-16b", "moonlight-16b-a3b"),
+    (r"mixtral-8x22b", "mixtral-8x22b"),
+    (r"mixtral-8x7b", "mixtral-8x7b"),
+    (r"llama-?3\.?1?-405b", "llama3-405b"),
+    (r"llama-?3\.?1?-70b", "llama3-70b"),
+    (r"llama-?3\.?1?-8b", "llama3-8b"),
+    (r"nemotron-h-8b", "nemotron-h-8b"),
+    (r"nemotron-?3", "nemotron 3"),
+    (r"glm-?5", "glm-5"),
+    (r"gemma-4", "gemma-4"),
+)
+_QWEN3_30B = {"seq_len": "4096", "tp": "1", "pp": "1", "cp": "1", "micro_batch": "1"}
+# Pattern at the start of an id, and settings of the recipe that its source runs. They fill empty
+# cells alone.
+#   nemoA100: conf/training/gpt3 of NVIDIA/NeMo-Framework-Launcher@a82887b5; the page of the figures
+#     does not say that these runs used it
+#   mbcard: src/megatron/bridge/recipes and perf_recipes of NVIDIA-NeMo/Megatron-Bridge@067f987df0
+#   megh100-strong: the degrees of the same model in the table of weak scaling of the same page
+#   mcoreci-gpt-gpt3_15b: the first batch of the test's schedule; 256 GPUs are what its FLOPs and
+#     memory imply
+RECIPES = (
+    (
+        r"nemoA100-5b-",
+        {"global_batch": "2048", "micro_batch": "4", "tp": "1", "pp": "1", "zero_stage": "1"},
+    ),
+    (
+        r"nemoA100-175b-",
+        {
+            "global_batch": "2048",
+            "micro_batch": "1",
+            "tp": "4",
+            "pp": "8",
+            "vpp": "12",
+            "sequence_parallel": "true",
+            "zero_stage": "1",
+        },
+    ),
+    (
+        r"mbcard-gpt-oss-120b-pretrain-H100",
+        {"tp": "2", "pp": "4", "cp": "1", "ep": "16", "micro_batch": "1"},
+    ),
+    (
+        r"mbcard-gpt-oss-20b-pretrain-H100",
+        {"tp": "2", "pp": "4", "cp": "1", "ep": "4", "micro_batch": "1"},
+    ),
+    (
+        r"megh100-strong-177B-",
+        {"tp": "8", "pp": "6", "cp": "1", "sequence_parallel": "true", "zero_stage": "1"},
+    ),
+    (r"mbcard-qwen3-30b-a3b-pretrain_performance-H100", _QWEN3_30B | {"ep": "16"}),
+    (
+        r"mcoreci-gpt-gpt3_15b_8t_release(_sm)?-",
+        {"global_batch": "384", "n_gpus": "256", "vocab": "256000"},
+    ),
+)
 # vocabulary of GPT2BPETokenizer, the default of Megatron's GPT release tests
 RELEASE_TEST_VOCAB = 50257
 # Megatron's fused cross entropy holds fp32 logits beside their gradient
@@ -101,6 +202,6 @@ LAST_STAGE_OF_REDIS = {32000: 4, 64000: 3, 128000: 2, 256000: 0}
 INTERLEAVING_STACKS = ("megatron-lm-2021", "megatron-lm-2022", "megatron-core", "nemo")
 OPEN_MICRO_BATCHES = (1, 2, 4, 8, 16)
 # Release tests whose golden values equal those of the un-fused test: they were not refreshed since
-# (inferred from the values).
-RELEASE_TEST_UNFUSED = re.compile(r"lts-dgxa100_dracooci")
+# (inferred from the values). The core attention of context parallelism is never un-fused.
+RELEASE_TEST_UNFUSED = re.compile(r"lts-dgxa100_dracooci|moe-gpt3_.*_resume_.*-lts-dgx_a100")
 NO_OVERLAP = re.compile(r"overlap=none|overlap features OFF")

@@ -20,17 +20,15 @@ from parplan.planner.candidates.enumeration import illegal_layout
 from parplan.planner.candidates.meshes import illegal_tensor_parallel
 from parplan.planner.plan.assemble import step_kind
 from parplan.planner.search.estimate import default_blocks, uniform_strategy
+from parplan.planner.validation.completion import completed
 from parplan.planner.validation.configuration import (
-    OPTIONAL,
     Configuration,
-    Row,
-    UnpricedError,
     configuration_of,
     experiment_of,
-    source_of,
-    stack_name,
 )
 from parplan.planner.validation.reported_memory import predicted_gib
+from parplan.planner.validation.row_cells import OPTIONAL, Row, UnpricedError, source_of
+from parplan.planner.validation.row_stack import stack_name
 from parplan.planner.validation.step_rows import read_table
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.off_speed import SpeedFactors, at_speeds
@@ -39,7 +37,11 @@ from parplan.profiles.machines.stack_terms import Terms, shipped_terms
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.units import GIB
 
-LAUNCH_BOUND = "small models are launch-bound"
+# words in notes of rows whose time says nothing of their configuration, and what they are
+UNTIMED = {
+    "small models are launch-bound": "small models, which are launch-bound",
+    "functional (untuned) run": "functional runs, whose source calls their times sanity checks",
+}
 OUT_OF_MEMORY = ("OOM", "out-of-memory")  # memory_kind of a run that ran out
 
 
@@ -53,6 +55,9 @@ class PricedRow:
     predicted_fits       true if the fullest device fits with its margin
     out_of_memory        true if the run ran out of memory, None when unknown
     assumed              settings that the row left open
+    taken                where settings that the row leaves out were taken from
+    untimed              why the row's time is not compared
+    differing            cells that contradict the published shape of the row's model
     """
 
     id: str
@@ -69,6 +74,9 @@ class PricedRow:
     out_of_memory: bool | None = None
     predicted_fits: bool | None = None
     assumed: tuple[str, ...] = ()
+    taken: tuple[str, ...] = ()
+    differing: tuple[str, ...] = ()
+    untimed: tuple[str, ...] = ()
 
     @property
     def error(self) -> float | None:
@@ -102,6 +110,7 @@ def price_row(
     if held_out is None:
         held_out = _workload(row) in _fitted_workloads()
     without = experiment_of(row) if held_out else None
+    complete, _ = completed(row)
     try:
         configuration = configuration_of(row, terms, without=without)
         machine = machine_for(configuration.cluster, terms, without=without)
@@ -123,7 +132,7 @@ def price_row(
     return PricedRow(
         row["id"],
         source_of(row),
-        measured_s=_measured_s(row),
+        measured_s=_measured_s(complete),
         predicted_s=price.step_s,
         measured_gib=_number(row["peak_memory_gib"]),
         predicted_gib=predicted_gib(price.memory, row["memory_kind"]),
@@ -134,6 +143,9 @@ def price_row(
         out_of_memory=_ran_out(row),
         predicted_fits=fullest.total <= capacity * (1 - margin),
         assumed=configuration.assumed,
+        taken=configuration.taken,
+        differing=configuration.differing,
+        untimed=_untimed(complete),
     )
 
 
@@ -225,10 +237,19 @@ def _in_turn(strategy: Strategy, levels: tuple[Recompute, ...]) -> Strategy:
 
 
 def _measured_s(row: Row) -> float | None:
-    """Returns the step time, stated or derived; None for toy models, which are launch-bound."""
-    if LAUNCH_BOUND in row["notes"]:
-        return None
+    """Returns the step time, stated or derived; None where it says nothing (`UNTIMED`)."""
+    return None if _untimed(row) else _step_time_s(row)
+
+
+def _step_time_s(row: Row) -> float | None:
     return _number(row["step_time_s"] or row["derived_step_time_s"])
+
+
+def _untimed(row: Row) -> tuple[str, ...]:
+    """Says why the time of a row is not compared, if it has one."""
+    if _step_time_s(row) is None:
+        return ()
+    return tuple(kind for words, kind in UNTIMED.items() if words in row["notes"])
 
 
 def _number(text: str | None) -> float | None:

@@ -7,7 +7,7 @@ import io
 from importlib.resources import as_file, files
 from pathlib import Path
 
-from parplan.planner.validation.configuration import NEEDED, OPTIONAL, Row
+from parplan.planner.validation.row_cells import NEEDED, OPTIONAL, Row
 from parplan.profiles.documents.reader import Hints, read_text
 from parplan.profiles.errors import ConfigError
 

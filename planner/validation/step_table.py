@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 
-from parplan.planner.validation.configuration import NEEDED, Row, source_of
 from parplan.planner.validation.priced_rows import PricedRow, price_row
+from parplan.planner.validation.row_cells import NEEDED, Row, source_of
 from parplan.profiles.errors import unknown_name_error
 
 _COUNTS = (
-    *NEEDED,
+    *(name for name in NEEDED if name != "dp"),
     "vocab",
     "micro_batch",
     "gpus_per_node",
@@ -18,8 +18,8 @@ _COUNTS = (
     "head_dim",
     "vocab_multiple",
 )
-_COUNTS_OR_NONE = ("vpp", "cp", "ep", "experts", "zero_stage")  # 0 is allowed: not in use
-_MEASURED = ("step_time_s", "derived_step_time_s", "peak_memory_gib")
+_COUNTS_OR_NONE = ("dp", "vpp", "cp", "ep", "experts", "zero_stage")  # 0: not in use
+_MEASURED = ("step_time_s", "derived_step_time_s", "tokens_per_s_per_gpu", "peak_memory_gib")
 _MOST_DIGITS = 9  # digits of a count
 
 OnRow = Callable[[int], None]  # takes the number of rows that are done

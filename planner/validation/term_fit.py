@@ -20,14 +20,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from parplan.planner.validation.configuration import (
-    Row,
-    configuration_of,
-    experiment_of,
-    stack_name,
-)
+from parplan.planner.validation.configuration import configuration_of, experiment_of
 from parplan.planner.validation.priced_rows import PricedRow, price_row
 from parplan.planner.validation.reported_memory import Figure, figure_of
+from parplan.planner.validation.row_cells import Row
+from parplan.planner.validation.row_stack import stack_name
 from parplan.planner.validation.step_rows import read_table
 from parplan.profiles.documents.schema import document
 from parplan.profiles.errors import ConfigError

@@ -60,6 +60,7 @@ import yaml
 
 from parplan.profiles.build.attention_curves import flash1_speed, hopper_kernels
 from parplan.profiles.build.compute_curves import SUPERSCALER, compute_curves, retimed_curves
+from parplan.profiles.build.grouped_curves import with_grouped_products
 from parplan.profiles.build.link_curves import inter, intra
 from parplan.profiles.build.recipes import FitContext, Recipe, chip_of
 from parplan.profiles.documents.schema import document
@@ -391,6 +392,7 @@ def calibrate(tables: MeasurementTables) -> tuple[tuple[Profile, ...], tuple[Sco
         cluster = load_cluster(variant.device)
         context = FitContext(recipe=recipe, cluster=cluster, tables=tables, scores=scores)
         profiles[variant.device] = _variant(context, variant, profiles[variant.lender])
+    profiles = with_grouped_products(profiles, tables, scores)
     return tuple(profiles.values()), tuple(scores)
 
 

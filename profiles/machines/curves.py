@@ -105,6 +105,19 @@ class MatmulCurve(Curve):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GroupedCurve(Curve):
+    """One product for each group of rows, as of the experts of a rank; bounds on a group's m, n, k.
+
+    It is relative to the curve of single products, whose tiles of all groups share the waves. Here
+    `launch_s` is the time that each group adds.
+
+    slowdown  time of the arithmetic over that of a single product of as many tiles
+    """
+
+    slowdown: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FlashCurve(Curve):
     """A fused attention kernel; bounds on sequence and head_dim.
 
@@ -224,6 +237,16 @@ def matmul_s(product: Product, curve: MatmulCurve, chip: Chip, *, sustained: boo
     larger = larger_of(compute_s, memory_s)
     squared = (smaller_of(compute_s, memory_s) / larger) ** 2
     return curve.launch_s + larger * sqrt(sqrt(1 + squared * squared))
+
+
+def grouped_s(single_s: Number, groups: Number, curve: GroupedCurve) -> Number:
+    """Seconds of a product over groups, t = slowdown single + groups launch (EQUATIONS K1).
+
+    single_s  seconds of one product with the tiles of all groups (`matmul_s` with a batch)
+
+    Leaves out: groups of unlike sizes, which a caller prices by the fullest rank.
+    """
+    return curve.slowdown * single_s + groups * curve.launch_s
 
 
 def _heat(flops: Number, curve: MatmulCurve) -> Number:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from parplan.profiles.machines.curves import CollectiveCurve, FlashCurve, MatmulCurve, MemoryCurve
+from parplan.profiles.machines.curves import (
+    CollectiveCurve,
+    FlashCurve,
+    GroupedCurve,
+    MatmulCurve,
+    MemoryCurve,
+)
 from parplan.profiles.provenance import Kind
 from parplan.profiles.stack import FlashKernel
 
@@ -33,6 +39,14 @@ class FlashSpeed:
     source: str
 
 
+# The median of the fitted curves, of A100-PCIe and of B200. Megatron's expert layers on H100 take
+# 0.94 to 1.2 of this price (benchmarks/prices/grouped_products.py).
+ASSUMED_GROUPED = GroupedCurve(
+    launch_s=4.1e-6,
+    kind=Kind.ANALYTIC,
+    source="median of the devices with grouped products",
+    slowdown=1.0,
+)
 SAME_SPEED = FlashSpeed(forward=1.0, backward=1.0, source="the kernel of the curve")
 
 
@@ -42,6 +56,7 @@ class Compute:
 
     The curves `batched_*` are those of the products of un-fused attention.
 
+    grouped: the products of experts, None where nobody measured them (`ASSUMED_GROUPED`)
     flash_kernels: relative speeds of fused attention kernels other than that of the flash curves
 
     Only in a user's own profile:
@@ -68,6 +83,7 @@ class Compute:
     embedding: PassCurves
     cross_entropy: PassCurves
     optimizer: MemoryCurve
+    grouped: GroupedCurve | None = None
     flash_kernels: Mapping[FlashKernel, FlashSpeed] = field(default_factory=dict)
     named: Mapping[str, PassCurves] = field(default_factory=dict)
     dropped_flash: tuple[FlashCurve, FlashCurve] | None = None

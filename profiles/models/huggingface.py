@@ -14,7 +14,8 @@ from typing import Any
 from parplan.profiles.documents.schema import document, parse
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.blocks import QkNorm
-from parplan.profiles.models.hf.families import ALIASES, FAMILIES, VISION, WRAPPERS, Family
+from parplan.profiles.models.hf.config_families import ALIASES, FAMILIES, VISION, WRAPPERS, Family
+from parplan.profiles.models.hf.config_reader import ConfigReader
 from parplan.profiles.models.hf.parts import (
     block_fields,
     falcon_fields,
@@ -22,7 +23,6 @@ from parplan.profiles.models.hf.parts import (
     hybrid_fields,
     latent_fields,
 )
-from parplan.profiles.models.hf.reader import ConfigReader
 from parplan.profiles.models.hf.without_cost import WITHOUT_COST, WRAPPER_WITHOUT_COST
 from parplan.profiles.models.spec import ModelEntry, ModelSpec
 

@@ -38,6 +38,7 @@ class OperatorKind(StrEnum):
 PRODUCTS = (OperatorKind.MATMUL, OperatorKind.EXPERTS)
 EXPERTS_DIM = "experts"  # the dim of parameters that expert parallelism divides
 ADAPTER_RANK = "rank"  # the dim between the two products of an adapter
+_ROUTED = ("routes", "chosen")  # dims that the operators of a mixture have alone
 EXPERT_WIDTH = "expert_width"  # the dim along which ranks may divide each expert
 
 
@@ -199,6 +200,11 @@ class Operator:
             if dim.name == dim_name:
                 return dim.unit
         raise KeyError(f"{self.name} has no dim {dim_name}")
+
+    @property
+    def in_mixture(self) -> bool:
+        """True for the operators of a mixture of experts, from its router to the combination."""
+        return self.kind is OperatorKind.COMBINE or any(dim.name in _ROUTED for dim in self.dims)
 
     @property
     def num_parameters(self) -> int:

@@ -64,7 +64,14 @@ class Precision(StrEnum):
 
 
 class Optimizer(StrEnum):
+    """The optimizers whose states and update are priced (costmodels/operators/optimizers.py)."""
+
     ADAM = "adam"
+    ADAM_8BIT = "adam-8bit"
+    MUON = "muon"
+    ADAFACTOR = "adafactor"
+    SGD = "sgd"
+    SGD_MOMENTUM = "sgd-momentum"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,9 +278,18 @@ class ModelSpec:
 _RARE = tuple(field for field in fields(ModelSpec) if field.name in _RARE_NAMES)
 
 
-def rare_defaults(model: ModelSpec) -> tuple[str, ...]:
-    """Returns the fields of few models that have their defaults in this one."""
-    return tuple(field.name for field in _RARE if getattr(model, field.name) == field.default)
+def rare_defaults(model: ModelSpec) -> dict[str, object]:
+    """Returns the fields of few models that have their defaults in this one, with these."""
+    return {
+        field.name: field.default for field in _RARE if getattr(model, field.name) == field.default
+    }
+
+
+def rare_parts(model: ModelSpec) -> dict[str, object]:
+    """Returns the fields of few models that this one has, with the defaults of others."""
+    return {
+        field.name: field.default for field in _RARE if getattr(model, field.name) != field.default
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,7 +63,7 @@ def build_graph(
         layers=(
             _run(layer_class(LayerKind.EMBEDDING, embedding_operators(shapes())), 1),
             *blocks,
-            _run(layer_class(LayerKind.HEAD, head_operators(shapes())), 1),
+            _run(layer_class(LayerKind.HEAD, head_operators(shapes(model.block_kinds[-1]))), 1),
         ),
     )
     return fine_tuned(graph, training.fine_tuning)

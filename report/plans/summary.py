@@ -18,6 +18,7 @@ from parplan.planner.plan.ties import Tie, preferred
 from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
 from parplan.profiles.units import counted, format_count, format_number, gib
 from parplan.report.names import (
+    OPTIMIZER_NAMES,
     attention_text,
     blocks_by_plan,
     graph_of,
@@ -134,7 +135,7 @@ def header(plan: AnyPlan, width: int) -> str:
             f"{model.name}, {_parameters(plan)}, {_layers_text(plan)}",
             f"{cluster.num_gpus} x {cluster.device.name}, {cluster.gpus_per_node} a node",
             f"{training.global_batch_size:,} x {training.seq_length:,} tokens, {precision}, "
-            f"{training.optimizer.capitalize()}",
+            f"{OPTIMIZER_NAMES[training.optimizer]}",
             *_trained(plan),
         ),
         " | ",

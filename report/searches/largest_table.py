@@ -14,7 +14,7 @@ from parplan.planner.plan.plan import Plan
 from parplan.planner.request import Request
 from parplan.planner.search.largest_model import LEVELS, LargestModel
 from parplan.profiles.units import format_count, gib, tflops
-from parplan.report.names import graph_of, pipeline_phrases
+from parplan.report.names import OPTIMIZER_NAMES, graph_of, pipeline_phrases
 from parplan.report.text import (
     FIXED_WIDTH,
     gib_text,
@@ -84,7 +84,7 @@ def print_largest(
                 f"{cluster.num_gpus} x {cluster.device.name}, {cluster.gpus_per_node} a node",
                 f"{gib(cluster.host_memory_bytes):,.0f} GiB of host memory a node",
                 f"{training.global_batch_size:,} x {training.seq_length:,} tokens, "
-                f"{training.precision}, {training.optimizer.capitalize()}",
+                f"{training.precision}, {OPTIMIZER_NAMES[training.optimizer]}",
             ),
             " | ",
             out.width,

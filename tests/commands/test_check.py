@@ -27,7 +27,7 @@ from parplan.planner.plan.plan_file import write_plan
 from parplan.planner.runs.rank_checks import RankCheck, all_match, sent_checks, worst_deviation
 from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
 from parplan.profiles.models.model_catalog import load_model
-from parplan.profiles.models.spec import ModelSpec, TrainingSpec
+from parplan.profiles.models.spec import ModelSpec, Optimizer, TrainingSpec
 from parplan.profiles.stack import NEUTRAL, Stack
 from parplan.profiles.units import GIB, MIB
 from parplan.report.runs.check_tables import verdict
@@ -174,6 +174,16 @@ def test_the_shrunk_plan_trains_as_one_process_does(tmp_path):
     assert result.exit_code == 0, result.output
     assert "trains as one process does" in result.stdout
     assert "qkv.weight" in result.stdout
+
+
+def test_the_shrunk_plan_trains_with_its_own_optimizer(tmp_path):
+    plan = tiny()
+    training = dataclasses.replace(plan.training, optimizer=Optimizer.MUON)
+
+    result = run(dataclasses.replace(plan, training=training), tmp_path, "--execute")
+
+    assert result.exit_code == 0, result.output
+    assert "(tolerance 5e-05)" in result.stdout  # the products of Muon run in bf16
 
 
 def test_a_rank_that_weighs_its_loss_wrongly_does_not_pass(tmp_path, monkeypatch):

@@ -30,8 +30,9 @@ from parplan.planner.request import SolverName
 from parplan.planner.search.one_candidate import fastest_choice
 from parplan.profiles.machines.machine_catalog import load_stack, stack_names
 from parplan.profiles.machines.stack_terms import shipped_terms
-from parplan.profiles.models.spec import Precision
+from parplan.profiles.models.spec import Optimizer, Precision
 from parplan.profiles.stack import AttentionKernel, Stack
+from parplan.report.names import OPTIMIZER_NAMES
 from parplan.report.text import band_text
 from tests.helpers.command_runs import fail, run, succeed
 
@@ -91,7 +92,7 @@ def test_every_default_that_was_taken_is_printed_and_no_other():
     residuals = shipped_terms().residuals_of("megatron-core")
     assert assumed(*TINY) == (
         "--gpus-per-node 2, --global-batch-size 16 (the model's), --seq-length 64 (the model's), "
-        "--precision bf16, --gradient-precision fp32, --stack megatron-core, "
+        "--precision bf16, --gradient-precision fp32, --optimizer adam, --stack megatron-core, "
         f"--attention flash (the stack's), --memory-margin {residuals.memory_margin:g} "
         f"({margin_text(load_stack('megatron-core'))})"
     )
@@ -107,7 +108,8 @@ def test_every_default_that_was_taken_is_printed_and_no_other():
         "memory",
     ) == (
         "--gpus-per-node 2, --seq-length 64 (the model's), --gradient-precision fp32, "
-        "--stack megatron-core, --attention flash (the stack's), --max-slowdown 0.1"
+        "--optimizer adam, --stack megatron-core, --attention flash (the stack's), "
+        "--max-slowdown 0.1"
     )
     assert assumed(
         *TINY,
@@ -121,8 +123,36 @@ def test_every_default_that_was_taken_is_printed_and_no_other():
         "bf16",
     ) == (
         "--gpus-per-node 2, --global-batch-size 16 (the model's), --seq-length 64 (the model's), "
-        "--gradient-precision fp32"
+        "--gradient-precision fp32, --optimizer adam"
     )
+
+
+@pytest.mark.parametrize(("optimizer", "name"), list(OPTIMIZER_NAMES.items()))
+def test_the_optimizer_is_in_the_summary_the_plan_and_its_bytes(optimizer, name):
+    out = succeed(*TINY, *DP_ONLY, "--optimizer", optimizer.value).stdout
+    plan = read_plan(Path("plan.yaml"))
+
+    assert re.search(rf"bf16, {name}$", out, re.MULTILINE)
+    assert plan.training.optimizer is optimizer
+    adam = read_plan(plan_file()).predicted.memory_gib[0].optimizer
+    held = plan.predicted.memory_gib[0].optimizer
+    assert held == adam if optimizer is Optimizer.ADAM else held < adam
+
+
+@pytest.mark.parametrize("what", ["optimizer", "parameters", "lookup"])
+def test_the_host_has_states_of_adam_alone(what):
+    error = " ".join(fail(2, *MIDDLE, "--optimizer", "muon", "--offload", what).split())
+
+    assert f"--offload {what}: states on the host are updated there" in error
+    assert "use --optimizer adam" in error
+
+
+@pytest.mark.parametrize("offload", ["states", "optimizer,parameters"])
+def test_an_estimate_with_states_on_the_host_is_refused_too(offload):
+    arguments = ("--gpus", "16", "--dp", "16", "--optimizer", "sgd", "--offload", offload)
+    error = " ".join(fail(2, "estimate", *MIDDLE[:2], *arguments).split())
+
+    assert "for --optimizer adam alone, not for sgd" in error
 
 
 def test_a_model_on_one_node_is_run_without_nnodes():
@@ -505,6 +535,7 @@ def test_the_choices_of_the_options_are_those_of_the_planner():
     assert set(Recompute) == set(shared_options.RECOMPUTE)
     assert set(Offload) == set(shared_options.OFFLOAD)
     assert set(Precision) == set(shared_options.PRECISIONS)
+    assert set(Optimizer) == set(shared_options.OPTIMIZERS)
     assert set(AttentionKernel) == set(shared_options.ATTENTION)
     assert set(SolverName) == {"cbc", "highs"}
     assert set(Objective) == {"throughput", "memory", "peak"}

@@ -18,9 +18,9 @@ from rich.console import Console
 
 from parplan.planner.validation import step_rows as table_rows
 from parplan.planner.validation import step_table as table
-from parplan.planner.validation.configuration import OPTIONAL
 from parplan.planner.validation.fitted_terms import FittedTerm
 from parplan.planner.validation.priced_rows import PricedRow
+from parplan.planner.validation.row_cells import OPTIONAL
 from parplan.planner.validation.step_rows import read_table
 from parplan.planner.validation.step_table import price_table
 from parplan.profiles.errors import ConfigError

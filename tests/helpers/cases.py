@@ -12,7 +12,12 @@ def mostly_slow(cases: Iterable[Any], plain: Collection[Any]) -> list[Any]:
     """All cases in their order. Those that are not plain are marked slow."""
     every = list(cases)
     assert all(case in every for case in plain)
-    return [case if case in plain else pytest.param(case, marks=pytest.mark.slow) for case in every]
+    return [
+        case
+        if case in plain
+        else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+        for case in every
+    ]
 
 
 def named(cases: Mapping[str, Any], plain: Collection[str]) -> list[Any]:

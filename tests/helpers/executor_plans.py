@@ -39,7 +39,7 @@ from parplan.profiles.models.operator_graph import (
 from parplan.profiles.models.spec import ModelSpec, Norm, Positions, Precision, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.provenance import Kind
-from parplan.profiles.stack import NEUTRAL, AttentionKernel
+from parplan.profiles.stack import NEUTRAL, AttentionKernel, ContextForm
 
 SEQ_LENGTH = 16
 
@@ -117,6 +117,9 @@ def make_plan(
     dp: int = 1,
     tp: int = 1,
     ep: int = 1,
+    cp: int = 1,
+    form: ContextForm | None = None,
+    etp: int = 1,
     sp: bool = False,
     zero: tuple[int, ...] = (0,),
     recompute: tuple[str, ...] | str = (),
@@ -153,7 +156,7 @@ def make_plan(
         actions=actions,
     )
     layout = ParallelLayout(
-        mesh=Mesh(pp=pp, dp=dp, tp=tp),
+        mesh=Mesh(pp=pp, dp=dp, tp=tp, cp=cp, context_form=form),
         schedule=schedule,
         virtual_stages=virtual_stages,
         micro_batch_size=pipeline.micro_batch_size,
@@ -168,15 +171,15 @@ def make_plan(
         for stage in sorted(set(zero)):
             names = recompute if key.role is LayerKind.BLOCK or recompute_ends else ()
             layer_plans[f"{key}-{stage}"] = _layer_plan(
-                graph, key, stage, Sharding(tp=tp, sequence_parallel=sp), names
+                graph, key, stage, Sharding(tp=tp, sequence_parallel=sp, etp=etp), names
             )
     return Plan(
         plan_version=PLAN_VERSION,
         model=model,
-        cluster=replace(CLUSTER, gpus_per_node=pp * dp * tp),
+        cluster=replace(CLUSTER, gpus_per_node=pp * dp * cp * tp),
         training=training,
         pipeline=pipeline,
-        mesh=Mesh(pp=pp, dp=dp, tp=tp, ep=ep),
+        mesh=Mesh(pp=pp, dp=dp, tp=tp, ep=ep, etp=etp, cp=cp, context_form=form),
         layer_plans=layer_plans,
         stages=_stages(
             graph, ranks, zero, blocks or even_blocks(model.num_layers, pp * virtual_stages)

@@ -14,7 +14,7 @@ from parplan.costmodels.communication.mesh import Mesh, illegal_expert_parallel
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.planner.candidates.enumeration import MAX_MICRO_BATCH_SIZE, illegal_layout
-from parplan.planner.candidates.meshes import expert_degrees, illegal_tensor_parallel
+from parplan.planner.candidates.meshes import expert_divisions, illegal_tensor_parallel
 from parplan.planner.candidates.stack_rules import lacking_schedule
 from parplan.planner.request import Constraints
 from parplan.planner.request import Request as PlanningRequest
@@ -113,8 +113,9 @@ def _meshes(request: PlanningRequest, pins: Constraints) -> Iterator[Mesh]:
         ):
             continue
         for pp in divisors(gpus // tp):
-            for ep in expert_degrees(gpus // tp // pp, request.model):
-                mesh = Mesh(pp=pp, dp=gpus // tp // pp, tp=tp, ep=ep)
+            dp, stack = gpus // tp // pp, request.training.stack
+            for ep, etp in expert_divisions(dp * tp, tp, request.model, stack):
+                mesh = Mesh(pp=pp, dp=dp, tp=tp, ep=ep, etp=etp)
                 if not illegal_expert_parallel(mesh, request.model):
                     yield mesh
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -13,8 +14,14 @@ from parplan.profiles.models.blocks import (
     SharedExperts,
     StateSpace,
 )
-from parplan.profiles.models.hf.families import DenseBlocks, Experts, Family, Shared, Windows
-from parplan.profiles.models.hf.reader import ConfigReader
+from parplan.profiles.models.hf.config_families import (
+    DenseBlocks,
+    ExpertKeys,
+    Family,
+    Shared,
+    Windows,
+)
+from parplan.profiles.models.hf.config_reader import ConfigReader
 
 Fields = dict[str, Any]
 _FFN = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
@@ -48,7 +55,7 @@ def feed_forward_fields(reader: ConfigReader, family: Family, hidden: int) -> Fi
     }
 
 
-def _shared(reader: ConfigReader, experts: Experts, width: int) -> SharedExperts | None:
+def _shared(reader: ConfigReader, experts: ExpertKeys, width: int) -> SharedExperts | None:
     if experts.shared is Shared.COUNTED:
         width *= reader.integer(("n_shared_experts",), 0, least=0)
     if experts.shared is Shared.GATED:
@@ -82,8 +89,6 @@ def runs_of(kinds: list[BlockRun]) -> tuple[BlockRun, ...]:
         for n in range(1, len(kinds) + 1)
         if all(kind == kinds[place % n] for place, kind in enumerate(kinds))
     )
-    from dataclasses import replace
-
     return tuple(
         replace(kind, num_blocks=len(list(alike))) for kind, alike in groupby(kinds[:period])
     )

@@ -105,7 +105,7 @@ def attention_kernel(read: tuple[Tensor, ...], context: Tensor, shapes: Shapes) 
 
     Unfused attention saves the scores: 5 a S^2 b bytes with dropout, 2 a S^2 b without.
     """
-    model, training, block = shapes.model, shapes.training, shapes.block
+    model, block = shapes.model, shapes.block
     heads = Dim("heads", model.num_heads, model.num_heads // model.num_kv_heads)
     scores = (shapes.batch, heads, shapes.sequence, shapes.keys)
     kv_heads = model.num_kv_heads
@@ -117,7 +117,7 @@ def attention_kernel(read: tuple[Tensor, ...], context: Tensor, shapes: Shapes) 
         kv_features=kv_heads * (model.head_dim + model.value_head_dim),
         value_dim=model.value_head_dim,
     )
-    met = round(2 * attention.keys_met(training.seq_length))
+    met = round(2 * attention.keys_met(shapes.keys.size))
     features = model.q_size + model.context_size
     flops = 2 * shapes.batch.size * shapes.sequence.size * met * features
     return Operator(

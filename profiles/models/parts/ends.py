@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from parplan.profiles.models.operator_graph import Operator, OperatorKind, Parameter, Tensor
+from dataclasses import replace
+
+from parplan.profiles.models.operator_graph import Dim, Operator, OperatorKind, Parameter, Tensor
+from parplan.profiles.models.parts.multi_token import multi_token_operators
 from parplan.profiles.models.parts.shapes import FP32_BYTES, Shapes, elementwise
 from parplan.profiles.models.spec import Positions
 
@@ -45,50 +48,55 @@ def embedding_operators(shapes: Shapes) -> tuple[Operator, ...]:
 def head_operators(shapes: Shapes) -> tuple[Operator, ...]:
     """Returns the last norm, the product with the vocabulary, and the loss.
 
-    The loss saves its probabilities in fp32 (EQUATIONS M5).
+    The loss saves its probabilities in fp32 (EQUATIONS M5). Modules of multi-token prediction come
+    first, and give as many more states to the product and the loss.
     """
     x = shapes.tokens("head_input", shapes.hidden)
     normed = shapes.tokens("head_norm", shapes.hidden)
-    logits = shapes.tokens("logits", shapes.vocab)
-    probabilities = shapes.tokens("probabilities", shapes.vocab, FP32_BYTES)
-    loss = Tensor(name="loss", dims=(shapes.batch, shapes.sequence), element_bytes=FP32_BYTES)
+    further, states = multi_token_operators(x, shapes)
+    read = (normed, *states)
+    predicted = (Dim("predictions", len(read)),) if states else ()
+    rows = (shapes.batch, shapes.sequence, *predicted)
+    logits = _over_vocabulary("logits", rows, shapes, shapes.element_bytes)
     weight = Parameter(
         name="weight", dims=(shapes.vocab, shapes.hidden), tied=shapes.model.tied_embeddings
     )
-    flops = 2 * x.num_elements * shapes.vocab.size
+    flops = 2 * logits.num_elements * shapes.hidden.size
     lm_head = Operator(
         name="lm_head",
         kind=OperatorKind.MATMUL,
         dims=(*logits.dims, shapes.hidden),
-        inputs=(normed,),
+        inputs=read,
         outputs=(logits,),
         parameters=(weight,),
-        saved=(normed,),
+        saved=read,
         contracted="hidden",
         parallel_dim="vocab",
         flops_forward=flops,
         flops_backward=2 * flops,
     )
     capped = _logit_cap(logits, shapes)
-    return (
-        shapes.norm("norm", x, normed),
-        lm_head,
-        *capped,
-        Operator(
-            name="loss",
-            kind=OperatorKind.CROSS_ENTROPY,
-            dims=logits.dims,
-            inputs=(capped[-1].outputs[0] if capped else logits,),
-            outputs=(loss,),
-            saved=(probabilities,),
-            parallel_dim="vocab",
-        ),
+    loss = Operator(
+        name="loss",
+        kind=OperatorKind.CROSS_ENTROPY,
+        dims=logits.dims,
+        inputs=(capped[-1].outputs[0] if capped else logits,),
+        outputs=(Tensor(name="loss", dims=rows, element_bytes=FP32_BYTES),),
+        saved=(_over_vocabulary("probabilities", rows, shapes, FP32_BYTES),),
+        parallel_dim="vocab",
     )
+    return (*further, shapes.norm("norm", x, normed), lm_head, *capped, loss)
+
+
+def _over_vocabulary(
+    name: str, rows: tuple[Dim, ...], shapes: Shapes, element_bytes: int
+) -> Tensor:
+    return Tensor(name=name, dims=(*rows, shapes.vocab), element_bytes=element_bytes)
 
 
 def _logit_cap(logits: Tensor, shapes: Shapes) -> tuple[Operator, ...]:
     """Returns the soft cap of the logits, which saves its output."""
     if not shapes.model.logit_soft_cap:
         return ()
-    capped = shapes.tokens("capped_logits", shapes.vocab)
+    capped = replace(logits, name="capped_logits")
     return (elementwise("logit_cap", (logits,), capped, (capped,), parallel_dim="vocab"),)

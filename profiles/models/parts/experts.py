@@ -9,6 +9,8 @@ these has a cost of its own here, nor has a loss that balances the experts.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from parplan.profiles.models.operator_graph import (
     EXPERT_WIDTH,
     EXPERTS_DIM,
@@ -48,7 +50,7 @@ def expert_operators(x: Tensor, shapes: Shapes) -> tuple[Operator, ...]:
     activated, fc2 = shapes.copies("activation", width), shapes.copies("fc2", shapes.hidden)
     combined = shapes.tokens("combine", shapes.hidden)
     gate = kept_gate(shapes.copies("activated_gate", width), shapes)
-    mixture = (
+    operators = (
         linear(
             "router",
             x,
@@ -76,6 +78,10 @@ def expert_operators(x: Tensor, shapes: Shapes) -> tuple[Operator, ...]:
         ),
         _grouped("fc2", activated, fc2, shapes),
         _exchange("combine", OperatorKind.COMBINE, (fc2, choice), combined, (fc2, choice)),
+    )
+    # executor/models/mixture_of_experts.py runs them as one module
+    mixture = tuple(
+        each if each.name == "activation" else replace(each, repeatable=False) for each in operators
     )
     if model.shared_experts is None:
         return mixture

@@ -15,14 +15,13 @@ def latent_projections(x: Tensor, shapes: Shapes) -> tuple[Operator, ...]:
     """Returns the products of queries, keys and values; the last joins them to queries and keys."""
     queries = _queries(x, shapes)
     keys = _keys(x, shapes)
-    query, shared, kv = queries[-1].outputs[0], keys[0].outputs[0], keys[-1].outputs[0]
-    model = shapes.model
-    joined = shapes.tokens("qk_rotated", shapes.heads(2 * model.q_size))
+    read = tuple(made.outputs[0] for made in (queries[-1], keys[0], keys[-1]))
+    joined = shapes.tokens("qk_rotated", shapes.heads(2 * shapes.model.q_size))
     rotary = Operator(
         name="rotary",
         kind=OperatorKind.ELEMENTWISE,
         dims=joined.dims,
-        inputs=(query, shared, kv),
+        inputs=read,
         outputs=(joined,),
         parallel_dim="heads",
         undivided=(("sequence", "positions are counted from the first token of a rank's part"),),

@@ -69,12 +69,14 @@ def test_a_gather_waits_for_keys_and_values_of_all_tokens(prices, cp, tp):
 @pytest.mark.parametrize("cp", [2, 4, 8])
 def test_an_exchange_sends_all_tensors_of_attention(prices, cp):
     where = Placement(nodes=1, ranks_per_node=cp, groups_per_node=1)
-    once = sum(
+    read, made, both = (
         collective_time(Collective.ALL_TO_ALL, local_bytes(cp, features), where, MACHINE).value_s
-        for features in (Q + KV, Q)
+        for features in (Q + KV, Q, 2 * Q)  # the output comes back with its gradient
     )
 
-    assert sent_s(prices, Sharding(cp=cp, context_form=ALL_TO_ALL)) == pytest.approx((once, once))
+    assert sent_s(prices, Sharding(cp=cp, context_form=ALL_TO_ALL)) == pytest.approx(
+        (read + made, both + read)
+    )
 
 
 def test_keys_of_more_ranks_than_heads_are_copied(prices):
@@ -91,12 +93,10 @@ def test_keys_of_more_ranks_than_heads_are_copied(prices):
 def test_a_ring_passes_under_the_attention_of_the_piece_before(prices, cp):
     sharding = Sharding(cp=cp, context_form=RING)
     compute = prices._operators(BLOCK, 1, sharding).compute["attention"]
-    hop_s = [
-        point_to_point_time(
-            passed * local_bytes(cp, KV), crosses_nodes=cp > 8, sharing=1, machine=MACHINE
-        ).value_s
-        for passed in (1, 2)
-    ]
+    one_s = point_to_point_time(
+        local_bytes(cp, KV), crosses_nodes=cp > 8, sharing=1, machine=MACHINE
+    ).value_s
+    hop_s = (one_s, 2 * one_s)  # keys and values, and their gradients
     exposed = [
         (cp - 1) * (max(0.0, hop - step) + contention(MACHINE) * min(hop, step))
         for hop, step in zip(
@@ -190,5 +190,9 @@ def test_a_form_that_cannot_divide_the_heads_says_why():
     assert illegal_context(mesh, MODEL, CLUSTER) == "cp 64 does not divide the 32 heads of a rank"
     assert illegal_context(inside, MODEL, CLUSTER) == (
         "cp 2 has no part inside a node that divides the 32 heads"
+    )
+    uneven = replace(MODEL, num_heads=24, num_kv_heads=12)
+    assert illegal_context(replace(mesh, cp=8), uneven, CLUSTER) == (
+        "8 ranks cannot have equal parts of the 12 heads of keys of a rank"
     )
     assert illegal_context(replace(mesh, context_form=RING), MODEL, CLUSTER) is None

@@ -56,7 +56,11 @@ GRAPH = build_graph(ODD, BF16, 1)
     ],
 )
 def test_states_are_those_of_the_table(training, zero, parameters, gradients, optimizer):
-    assert states_of(1000, 250, zero, training) == StateBytes(parameters, gradients, optimizer)
+    moments = 8 * (1000 if zero == 0 else 250)
+
+    assert states_of(1000, 250, zero, training, moments) == StateBytes(
+        parameters, gradients, optimizer
+    )
 
 
 @pytest.mark.parametrize("dp", [1, 2, 8, 64])
@@ -67,10 +71,11 @@ def test_bytes_per_parameter_are_megatrons(dp):
     """
     elements = 64 * 1000
 
-    assert states_of(elements, elements // dp, 0, BF16).total == 18 * elements
-    assert states_of(elements, elements // dp, 1, BF16).total == pytest.approx(
-        (6 + 12 / dp) * elements
-    )
+    whole = states_of(elements, elements // dp, 0, BF16, 8 * elements)
+    sharded = states_of(elements, elements // dp, 1, BF16, 8 * elements // dp)
+
+    assert whole.total == 18 * elements
+    assert sharded.total == pytest.approx((6 + 12 / dp) * elements)
 
 
 @given(
@@ -256,7 +261,8 @@ def test_frozen_parameters_have_weights_alone_and_only_zero_3_shards_them(zero):
 
     states = layer_states(graph.block, Sharding(), StateSharding(zero, 4), BF16)
 
-    whole = states_of(adapter, adapter // 4 if zero else adapter, zero, BF16)
+    owned = adapter // 4 if zero else adapter
+    whole = states_of(adapter, owned, zero, BF16, 8 * owned)
     held = frozen // 4 if zero == 3 else frozen
     assert states == whole + StateBytes(2 * held)
 

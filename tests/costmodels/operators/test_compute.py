@@ -31,7 +31,7 @@ from parplan.profiles.machines.shipped_profiles import (
     analytic_profile,
     machine_for,
 )
-from parplan.profiles.machines.speeds import Compute, PassCurves
+from parplan.profiles.machines.speeds import ASSUMED_GROUPED, Compute, PassCurves
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import Precision, TrainingSpec
@@ -531,6 +531,26 @@ def test_products_in_fp8_keep_the_form():
 
     assert price("fc1", training=fp8, machine=measured) == price("fc1", training=fp8, machine=plain)
     assert price("fc1", machine=measured) != price("fc1", machine=plain)
+
+
+def test_grouped_products_are_slower_by_a_share_and_by_each_group_but_weight_gradients_by_a_share():
+    experts = load_model("mixtral-tiny").spec
+    curve = replace(ASSUMED_GROUPED, slowdown=1.5, launch_s=1e-3, kind=Kind.INTERPOLATED)
+    free = replace(ASSUMED_GROUPED, slowdown=1.0, launch_s=0.0)
+    single, grouped = (
+        operator_time(
+            build_graph(experts, TRAINING, 1).block.operator("fc1"),
+            Sharding(),
+            own(grouped=each),
+            TRAINING,
+        )
+        for each in (free, curve)
+    )
+    groups_s = experts.num_experts * 1e-3
+
+    assert grouped.forward.value_s == pytest.approx(1.5 * single.forward.value_s + groups_s)
+    assert grouped.backward.value_s == pytest.approx(1.5 * single.backward.value_s + groups_s)
+    assert grouped.forward.kind is Kind.ANALYTIC  # no bounds say what was fitted
 
 
 def test_grouped_products_keep_the_form():

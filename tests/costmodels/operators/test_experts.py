@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -189,15 +188,10 @@ def test_states_are_those_of_a_rank_with_its_part_of_the_experts(zero, dp, ep):
         (128,),
         (128,),
     ]  # qkv, attention out, router, norms
-    rank_share = 0
-    for rows, shards in [(experts // ep // 128, dp // ep)]:
-        elements, shard = (
-            experts // ep,
-            -(-(rows // 3 * 2) // shards) * 128 + -(-(rows // 6) // shards) * 256,
-        )
-        rank_share += hand_states(
-            elements, shard if shards > 1 else elements, zero if shards > 1 else 0
-        )
+    elements, shards = experts // ep, dp // ep
+    # rows of hidden features, of 2 x 256 and of 256 columns
+    shard = -(-(4 // ep * 128) // shards) * (2 * 256 + 256)
+    rank_share = hand_states(elements, shard, zero if shards > 1 else 0)
     for rows, *columns in rest:
         width = columns[0] if columns else 1
         rank_share += hand_states(rows * width, -(-rows // dp) * width, zero if dp > 1 else 0)
@@ -301,8 +295,8 @@ def test_divided_experts_have_the_states_of_their_part_and_the_tokens_of_all_the
     whole, divided = Sharding(2, True, ep=2), Sharding(2, True, ep=2, etp=2)
     fc1 = block.operator("fc1")
 
-    assert whole.parameter_shape(fc1, fc1.parameters[0]) == (4 * 2 * 14336, 4096)
-    assert divided.parameter_shape(fc1, fc1.parameters[0]) == (4 * 14336, 4096)
+    assert whole.parameter_shape(fc1, fc1.parameters[0]) == (4 * 4096, 2 * 14336)
+    assert divided.parameter_shape(fc1, fc1.parameters[0]) == (4 * 4096, 14336)
     assert divided.tensor_bytes(fc1, fc1.inputs[0]) == 2 * whole.tensor_bytes(fc1, fc1.inputs[0])
     assert divided.tensor_bytes(fc1, fc1.outputs[0]) == whole.tensor_bytes(fc1, fc1.outputs[0])
 
@@ -337,6 +331,21 @@ def test_the_fullest_rank_has_more_copies_and_no_more_model_flops(imbalance, cap
 def test_an_imbalance_or_a_capacity_that_cannot_be_is_refused(change):
     with pytest.raises(ConfigError, match="they must be at least 1 and 0"):
         replace(TRAINING, **change)
+
+
+def test_a_stack_that_overlaps_exchanges_hides_them_under_the_experts():
+    waits, overlaps = (
+        replace(TRAINING, stack=replace(NEUTRAL, overlap_exchanges=hides))
+        for hides in (False, True)
+    )
+    sharding = Sharding(ep=8)
+    exposed, hidden = (
+        book_of(MIXTRAL, 8, training=each).layer_time(BLOCK, 1, sharding)
+        for each in (waits, overlaps)
+    )
+
+    assert 0 < hidden.tp_forward.value_s < 0.3 * exposed.tp_forward.value_s
+    assert hidden.forward.value_s == exposed.forward.value_s
 
 
 # The search
@@ -448,21 +457,21 @@ def test_a_plan_with_experts_reads_back_and_prices_the_same(tmp_path):
     assert reprice(reread).plan.predicted == plan.predicted
 
 
-def test_blocks_of_experts_have_megatrons_division_and_the_three_levels_of_recompute():
+def test_a_mixture_has_megatrons_division_and_the_rest_of_its_block_any():
     table = MixTable(book_of(), Constraints())
-    shardings = itertools.product((1, 2), (False, True))
-    options = [
-        option
-        for tp, sp in shardings
-        if tp > 1 or not sp
-        for option in table.catalogue.options(1, Sharding(tp, sp))
-    ]
+    block = book_of().graph(1).block
+    mixture = {op.name for op in block.operators if op.in_mixture}
+    options = table.catalogue.options(1, Sharding(2, True, ep=4))
+    divided = {name for option in options for name, _ in option.sharding.own}
+    recomputed = [o.recompute for o in options if len(o.recompute) < len(block.operators)]
 
-    assert all(not option.sharding.own for option in options)
-    assert {len(option.recompute) for option in options} <= {
-        0,
-        3,
-        len(book_of().graph(1).block.operators),
+    assert mixture == {"router", "choice", "dispatch", "fc1", "activation", "fc2", "combine"}
+    assert not divided & mixture
+    assert {name for names in recomputed for name in names} & mixture == {"activation"}
+    whole = Sharding(2, True, ep=2, etp=2)
+    assert table.catalogue.weight_layouts(whole)[0] == {
+        ("heads", False),
+        ("expert_width", False),
     }
 
 

@@ -280,7 +280,7 @@ def test_a_sum_of_two_branches_joins_their_gradients_twice(dropout):
         )
 
 
-def test_the_experts_of_a_rank_are_grouped_products_that_no_curve_is_of():
+def test_the_experts_of_a_rank_are_grouped_products():
     model = load_model("mixtral-tiny").spec
     kernel_list = kernels("fc1", model=model)
     products = [

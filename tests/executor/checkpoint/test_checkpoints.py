@@ -34,7 +34,8 @@ from parplan.executor.run_options import Options
 from parplan.executor.training.train import build_trainer
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.errors import ConfigError, PlannerError
-from parplan.profiles.models.spec import Precision
+from parplan.profiles.models.spec import Optimizer, Precision
+from parplan.profiles.stack import ContextForm
 from tests.helpers import executor_plans
 from tests.helpers.cases import mostly_slow
 from tests.helpers.executor_world import (
@@ -54,6 +55,7 @@ LLAMA = dataclasses.replace(executor_plans.LLAMA, num_layers=2)
 OPTIONS = Options(seed=7, learning_rate=1e-2)
 TIMEOUT = timedelta(seconds=60)
 BF16 = Precision.BF16
+OTHERS = tuple(optimizer for optimizer in Optimizer if optimizer is not Optimizer.ADAM)
 DROPPING = dataclasses.replace(GPT, dropout=0.1)
 
 
@@ -77,6 +79,11 @@ def train(plan: Plan, steps: int, **checkpoints: object) -> tuple[list[float], l
 
 def make_plan(model=GPT, **choices: object) -> Plan:
     return executor_plans.make_plan(model, **choices)
+
+
+def with_optimizer(plan: Plan, optimizer: Optimizer) -> Plan:
+    training = dataclasses.replace(plan.training, optimizer=optimizer)
+    return dataclasses.replace(plan, training=training)
 
 
 Run = tuple[Plan, int, dict[str, object]]
@@ -143,6 +150,7 @@ CHAINS = {
     "gpt-tied": [
         make_plan(GPT, dp=2, zero=(3,)),
         make_plan(GPT, tp=2, sp=True),
+        make_plan(GPT, cp=2, form=ContextForm.RING, zero=(2,)),
         make_plan(GPT, pp=2),
     ],
     "llama": [
@@ -168,6 +176,29 @@ def test_a_run_goes_on_with_the_same_losses_on_other_meshes_and_plans(name, tmp_
     assert [loss for part in parts for loss in part] == pytest.approx(
         undisturbed(chain[0], steps + 2), rel=2 * LOSS_TOLERANCE
     )
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    "optimizer", mostly_slow(OTHERS, {Optimizer.ADAM_8BIT, Optimizer.MUON, Optimizer.ADAFACTOR})
+)
+def test_the_states_of_any_optimizer_are_read_back_by_another_plan(optimizer, tmp_path):
+    wide = dataclasses.replace(GPT, hidden_size=64, head_dim=16, ffn_hidden_size=128)
+    plans = [
+        with_optimizer(plan, optimizer)
+        for plan in (make_plan(wide, dp=2, zero=(3,)), make_plan(wide, pp=2))
+    ]
+
+    first, second, whole = run_world(
+        [
+            (plans[0], 2, {"directory": tmp_path}),
+            (plans[1], 4, {"directory": tmp_path}),
+            (plans[0], 4, {}),
+        ]
+    )
+
+    # Without its states the next step would be another: adam-8bit and muon keep 8 bits of them.
+    assert first + second == pytest.approx(whole, rel=1e-5)
 
 
 @pytest.mark.slow

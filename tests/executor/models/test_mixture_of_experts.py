@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cache
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,15 +14,18 @@ from torch.multiprocessing import ProcessRaisedException
 
 from parplan.costmodels.layers.recompute import saved_bytes
 from parplan.costmodels.operators.sharding import Sharding
+from parplan.costmodels.schedules.schedule import Schedule
 from parplan.executor.memory.layer_recompute import recomputed
-from parplan.executor.models.mixture_of_experts import MixtureOfExperts, held_experts
+from parplan.executor.models.expert_exchange import held_experts
+from parplan.executor.models.mixture_of_experts import MixtureOfExperts
 from parplan.executor.models.transformer_layers import build_layer
 from parplan.executor.rules.all_rules import nearest_legal, validate
 from parplan.executor.rules.expert_rules import MIXTURE
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.models.blocks import SharedExperts
 from parplan.profiles.models.operator_graph import LayerKind
-from parplan.profiles.models.spec import Precision, TrainingSpec
+from parplan.profiles.models.spec import ModelSpec, Precision, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.stack import NEUTRAL
 from tests.helpers.executor_plans import LLAMA, MIXTRAL, SEQ_LENGTH, make_plan
@@ -36,32 +38,71 @@ from tests.helpers.executor_world import (
 )
 
 ALL = "full"
+FOUR = dataclasses.replace(MIXTRAL, num_layers=4)
+# no rounding of bf16 sends a token elsewhere
+ALL_CHOSEN = dataclasses.replace(MIXTRAL, experts_per_token=4)
+# shared experts with a gate, and biases of router and experts
+WHOLE = dataclasses.replace(
+    MIXTRAL,
+    shared_experts=SharedExperts(ffn_hidden_size=40, gated=True),
+    expert_bias=True,
+    router_bias=True,
+)
+BF16 = Precision.BF16
+LISTS = ("norm1", "norm2", "activation")
+
 PLANS: dict[str, Plan] = {
     "one-rank": make_plan(MIXTRAL),
     "dp2": make_plan(MIXTRAL, dp=2, zero=(2,)),
     "ep2-zero0": make_plan(MIXTRAL, dp=2, ep=2),
     "ep2-zero1": make_plan(MIXTRAL, dp=2, ep=2, zero=(1,)),
     "ep2-zero3-full-recompute": make_plan(MIXTRAL, dp=2, ep=2, zero=(3, 2), recompute=ALL),
-    "ep2-selective-recompute": make_plan(
-        MIXTRAL, dp=2, ep=2, zero=(2,), recompute=("norm1", "norm2", "activation")
-    ),
-    "tp2": make_plan(MIXTRAL, tp=2),
-    "tp2-sp": make_plan(MIXTRAL, tp=2, sp=True),
-    "bf16-ep2-zero0": make_plan(MIXTRAL, dp=2, ep=2, precision=Precision.BF16),
+    "ep2-selective-recompute": make_plan(MIXTRAL, dp=2, ep=2, zero=(2,), recompute=LISTS),
+    "tp2": make_plan(MIXTRAL, tp=2, sp=True),
+    "tp2-ep2": make_plan(MIXTRAL, tp=2, ep=2, sp=True, recompute=LISTS),
+    "tp2-etp2": make_plan(MIXTRAL, tp=2, etp=2, sp=True, recompute=LISTS),
+    "tp2-etp2-full-recompute": make_plan(MIXTRAL, tp=2, etp=2, sp=True, recompute=ALL),
+    "bf16-ep2-zero0": make_plan(MIXTRAL, dp=2, ep=2, precision=BF16),
     "bf16-ep2-zero-mixed": make_plan(
-        MIXTRAL, dp=2, ep=2, zero=(1, 3), recompute=ALL, precision=Precision.BF16
+        MIXTRAL, dp=2, ep=2, zero=(1, 3), recompute=ALL, precision=BF16
     ),
+    "bf16-tp2-etp2": make_plan(ALL_CHOSEN, tp=2, etp=2, sp=True, precision=BF16),
     "dp4-ep2-zero-mixed": make_plan(MIXTRAL, dp=4, ep=2, zero=(0, 1)),
     "dp4-ep2-zero3": make_plan(MIXTRAL, dp=4, ep=2, zero=(3, 2)),
-    "bf16-dp4-ep2-zero2": make_plan(MIXTRAL, dp=4, ep=2, zero=(2,), precision=Precision.BF16),
-    "dp2-tp2-sp-ep2-zero1": make_plan(MIXTRAL, dp=2, tp=2, ep=2, sp=True, zero=(1,)),
-    "dp2-tp2-sp-zero3": make_plan(MIXTRAL, dp=2, tp=2, sp=True, zero=(3, 0), recompute=ALL),
+    "bf16-dp4-ep2-zero2": make_plan(MIXTRAL, dp=4, ep=2, zero=(2,), precision=BF16),
+    "dp2-tp2-zero3": make_plan(MIXTRAL, dp=2, tp=2, sp=True, zero=(3, 0), recompute=ALL),
+    "dp2-tp2-ep2-zero1": make_plan(MIXTRAL, dp=2, tp=2, ep=2, sp=True, zero=(1, 2)),
+    "dp2-tp2-ep4": make_plan(MIXTRAL, dp=2, tp=2, ep=4, sp=True, zero=(1,)),
+    "dp2-tp2-etp2-zero3": make_plan(MIXTRAL, dp=2, tp=2, etp=2, sp=True, zero=(3, 1)),
+    "dp2-tp2-ep2-etp2": make_plan(MIXTRAL, dp=2, tp=2, ep=2, etp=2, sp=True, zero=(2,)),
+    "bf16-dp2-tp2-etp2": make_plan(
+        ALL_CHOSEN, dp=2, tp=2, etp=2, sp=True, zero=(2, 0), precision=BF16
+    ),
     "pp2-dp2-ep2": make_plan(MIXTRAL, pp=2, dp=2, ep=2, zero=(1,)),
+    "pp2-dp2-ep2-interleaved": make_plan(
+        FOUR, pp=2, dp=2, ep=2, zero=(1,), schedule=Schedule.INTERLEAVED, virtual_stages=2
+    ),
     "pp2-dp2-tp2-sp-ep2-zero3": make_plan(
         MIXTRAL, pp=2, dp=2, tp=2, ep=2, sp=True, zero=(3,), recompute=ALL
     ),
+    "shared-experts": make_plan(WHOLE),
+    "shared-experts-ep2": make_plan(WHOLE, dp=2, ep=2, zero=(3,), recompute=ALL),
+    "shared-experts-tp2": make_plan(WHOLE, tp=2, sp=True),
+    "shared-experts-tp2-ep2": make_plan(
+        WHOLE, tp=2, ep=2, sp=True, recompute=("norm2", "shared_fc1", "shared_activation")
+    ),
+    "shared-experts-etp2": make_plan(WHOLE, tp=2, etp=2, sp=True),
+    "shared-experts-dp2-etp2": make_plan(WHOLE, dp=2, tp=2, ep=2, etp=2, sp=True, zero=(1, 3)),
 }
-
+FAST_FOUR_RANKS = (
+    "dp4-ep2-zero-mixed",
+    "dp4-ep2-zero3",
+    "dp2-tp2-ep4",
+    "dp2-tp2-ep2-etp2",
+    "dp2-tp2-zero3",
+    "pp2-dp2-ep2",
+    "pp2-dp2-ep2-interleaved",
+)
 
 WORLDS = Worlds(
     PLANS,
@@ -69,15 +110,20 @@ WORLDS = Worlds(
         "ep2-zero1",
         "ep2-selective-recompute",
         "bf16-ep2-zero0",
-        "tp2",
-        *(name for name, plan in PLANS.items() if plan.mesh.num_ranks >= 4),
+        "tp2-etp2-full-recompute",
+        "shared-experts-tp2",
+        *(
+            name
+            for name, plan in PLANS.items()
+            if plan.mesh.num_ranks >= 4 and name not in FAST_FOUR_RANKS
+        ),
     ],
 )
 
 
 @cache
-def reference() -> TrainingOutcome:
-    return run_reference(PLANS["one-rank"])
+def reference(model: ModelSpec = MIXTRAL) -> TrainingOutcome:
+    return run_reference(make_plan(model))
 
 
 @pytest.mark.parametrize("name", WORLDS.params())
@@ -86,7 +132,7 @@ def test_a_plan_with_experts_trains_like_one_process(name):
     plan = PLANS[name]
     training_outcome = WORLDS.outcome(name)
 
-    require_parity(plan, training_outcome, reference())
+    require_parity(plan, training_outcome, reference(plan.model))
 
 
 @pytest.mark.parametrize("name", WORLDS.params())
@@ -111,13 +157,32 @@ def test_the_experts_of_a_rank_are_its_part_of_all():
     assert divided.parameters < alone.parameters - 4 * experts // 2
 
 
+def to_the_first_two(mixture, tokens):
+    """Returns a choice of experts 0 and 1 for every token, which one of two ranks holds."""
+    scores = mixture.router(tokens).float()[:, :2].softmax(dim=-1)
+    return torch.arange(2).expand(len(tokens), 2), scores
+
+
+@pytest.mark.parametrize("name", ["ep2-zero0", "tp2-ep2", "tp2-etp2"])
+@pytest.mark.multiproc
+def test_a_rank_without_tokens_and_one_with_all_train_like_one_process(name, monkeypatch):
+    monkeypatch.setattr(MixtureOfExperts, "_choose", to_the_first_two)
+
+    (actual,) = run_plans([PLANS[name]])
+
+    require_parity(PLANS[name], actual, run_reference(PLANS["one-rank"]))
+    of_experts = actual.gradients["block0.mixture.experts.fc2.weight"].chunk(4)
+    assert [bool(gradient.any()) for gradient in of_experts] == [True, True, False, False]
+
+
 @pytest.mark.parametrize(
     ("name", "exchanges"),
     [
         pytest.param("dp2", 0, id="alone"),
         pytest.param("ep2-zero0", 4, id="there-and-back-in-both-passes"),
         pytest.param("ep2-zero3-full-recompute", 6, id="and-twice-again"),
-        pytest.param("ep2-selective-recompute", 4, id="not-again"),
+        pytest.param("tp2-ep2", 4, id="not-again-with-a-list"),
+        pytest.param("tp2-etp2", 0, id="divided-experts-gather"),
     ],
 )
 @pytest.mark.multiproc
@@ -147,12 +212,7 @@ def test_every_parameter_of_the_graph_is_in_the_block():
 
 
 def test_each_expert_starts_from_its_own_values_wherever_it_is():
-    first, second = (
-        held_experts(
-            MIXTRAL, SimpleNamespace(size=lambda: 2, get_local_rank=lambda rank=rank: rank)
-        )
-        for rank in (0, 1)
-    )
+    first, second = (held_experts(4, 2, rank) for rank in (0, 1))
     weight = block().mixture.experts.fc1.weight.unflatten(0, (4, -1))
 
     assert (first, second) == (range(2), range(2, 4))
@@ -168,9 +228,8 @@ def test_a_mixture_is_the_weighted_sum_of_the_chosen_experts():
         scores = (mixture.router.weight @ token).softmax(0)
         best = scores.argsort(descending=True)[:2]
         for expert in best:
-            gate, up = (mixture.experts.fc1.weight.unflatten(0, (4, -1, 2))[expert] @ token).unbind(
-                -1
-            )
+            wide = mixture.experts.fc1.weight.unflatten(0, (4, -1))[expert]
+            gate, up = (token @ wide).unflatten(0, (-1, 2)).unbind(-1)
             out = mixture.experts.fc2.weight.unflatten(0, (4, -1))[expert] @ (
                 torch.nn.functional.silu(gate) * up
             )
@@ -235,8 +294,9 @@ def moved(plan, operator, **changes):
     )
 
 
+ODD_WIDTH = dataclasses.replace(MIXTRAL, expert_ffn_hidden_size=25)
 THREE = dataclasses.replace(MIXTRAL, num_experts=3)
-TP2 = PLANS["tp2-sp"]
+TP2 = PLANS["tp2"]
 
 
 @pytest.mark.parametrize(
@@ -249,18 +309,43 @@ TP2 = PLANS["tp2-sp"]
             make_plan(LLAMA, dp=2, ep=2), "ep 2 divides experts, tiny-llama has none", id="dense"
         ),
         pytest.param(
+            make_plan(MIXTRAL, tp=2),
+            "router is placed otherwise than a mixture whose tp ranks divide the tokens",
+            id="whole-tokens",
+        ),
+        pytest.param(
+            moved(PLANS["tp2-etp2"], "fc2", input=(), parameters={"weight": ()}),
+            "fc2 is placed otherwise than .* and the width of its experts",
+            id="whole-experts",
+        ),
+        pytest.param(
+            dataclasses.replace(
+                PLANS["one-rank"],
+                training=dataclasses.replace(PLANS["one-rank"].training, expert_capacity=1.5),
+            ),
+            "the executor drops no token",
+            id="capacity",
+        ),
+        pytest.param(
+            make_plan(
+                dataclasses.replace(MIXTRAL, expert_ffn_hidden_size=25), tp=2, etp=2, sp=True
+            ),
+            "etp 2 does not divide the experts' width 25",
+            id="width",
+        ),
+        pytest.param(
             with_block(PLANS["one-rank"], recompute=("dispatch",)),
             "of the experts only activation can run again",
             id="recompute",
         ),
         pytest.param(
             moved(TP2, "combine", input=("Shard(0)@tp",), output=("Shard(0)@tp",)),
-            "combine is placed otherwise than router",
+            "combine is placed otherwise than a mixture whose tp ranks divide the tokens",
             id="placed-apart",
         ),
         pytest.param(
             moved(TP2, "fc1", parameters={"weight": ("Shard(1)@tp",)}),
-            "its parameters must be whole",
+            "fc1 is placed otherwise than .* its parameters not at all",
             id="divided-over-tp",
         ),
     ],
@@ -272,10 +357,7 @@ def test_what_experts_cannot_run_is_refused_and_the_nearest_plan_is_not(plan, me
 
 
 def test_experts_that_do_not_divide_would_leave_one_with_nobody():
-    held = [
-        held_experts(THREE, SimpleNamespace(size=lambda: 2, get_local_rank=lambda rank=rank: rank))
-        for rank in (0, 1)
-    ]
+    held = [held_experts(3, 2, rank) for rank in (0, 1)]
 
     assert set().union(*held) == {0, 1}
 

@@ -154,10 +154,9 @@ def _copy_mixtral(layers, theirs) -> None:
         )
         ours.attention_out.weight.copy_(attention.o_proj.weight)
         ours.mixture.router.weight.copy_(block.mlp.gate.weight)
-        gate_up = experts.gate_up_proj.unflatten(1, (2, -1)).transpose(
-            1, 2
-        )  # [expert, ffn, gate and up, hidden]
-        ours.mixture.experts.fc1.weight.copy_(gate_up.flatten(0, 2))
+        # [expert, gate and up, ffn, hidden] to [expert, hidden, ffn, gate and up]
+        gate_up = experts.gate_up_proj.unflatten(1, (2, -1)).permute(0, 3, 2, 1)
+        ours.mixture.experts.fc1.weight.copy_(gate_up.flatten(2).flatten(0, 1))
         ours.mixture.experts.fc2.weight.copy_(experts.down_proj.flatten(0, 1))
 
 

@@ -21,9 +21,11 @@ from parplan.executor.rules.all_rules import RULES, nearest_legal, refusals, val
 from parplan.planner.plan.plan import LayerRun, OperatorPlacement, Plan, StagePlan
 from parplan.planner.search.estimate import ChunkRequest
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.models.blocks import BlockRun
 from parplan.profiles.models.fine_tuning import FineTuning
-from parplan.profiles.models.spec import Precision
+from parplan.profiles.models.spec import Optimizer, Precision
 from parplan.profiles.models.transformer import build_graph
+from parplan.profiles.stack import AttentionKernel, ContextForm
 from tests.helpers.chunked_runs import chunked_plan
 from tests.helpers.executor_plans import GPT, LLAMA, MIXTRAL, make_plan
 from tests.helpers.executor_world import (
@@ -230,6 +232,23 @@ BROKEN = {
         r"plans with recompute \[\]",
         "no effect",
     ),
+    "sinks-that-no-attention-has": Broken(
+        "model parts",
+        make_plan(dataclasses.replace(LLAMA, sinks=True)),
+        "has sinks",
+        "leave out sinks",
+        "other bytes",
+    ),
+    "tokens-of-experts-are-dropped": Broken(
+        "dropless",
+        dataclasses.replace(
+            make_plan(MIXTRAL),
+            training=dataclasses.replace(make_plan(MIXTRAL).training, expert_capacity=1.25),
+        ),
+        "expert_capacity is 1.25",
+        "set expert_capacity to 0",
+        "no effect",
+    ),
     "three-experts-on-two-ranks": Broken(
         "expert parallel",
         make_plan(dataclasses.replace(MIXTRAL, num_experts=3), dp=2, ep=2),
@@ -292,6 +311,15 @@ BROKEN = {
         "gradient_precision is bf16",
         "to fp32",
         "other bytes",
+    ),
+    "muon-with-states-on-the-host": Broken(
+        "optimizer",
+        with_layer_plan(
+            with_training(GPT1, optimizer=Optimizer.MUON), "block-0", offload=(Offload.STATES,)
+        ),
+        "optimizer is muon, and the host has states",
+        "set optimizer to adam",
+        "no effect",
     ),
     "long-sequences": Broken(
         "positions",
@@ -466,6 +494,56 @@ BROKEN = {
         r"set offload to \[\] on layer plan block-0",
         "no effect",
     ),
+    "pieces-of-unequal-length": Broken(
+        "context pieces",
+        with_training(make_plan(GPT, cp=2, form=ContextForm.RING), seq_length=14),
+        "seq_length is 14, which has no 4 equal pieces for cp 2",
+        "set seq_length to 12",
+        "other gradients",
+    ),
+    "fewer-heads-than-ranks": Broken(
+        "context heads",
+        make_plan(
+            dataclasses.replace(GPT, num_heads=2, num_kv_heads=2, head_dim=16),
+            cp=4,
+            form=ContextForm.ALL_TO_ALL,
+        ),
+        "all-to-all: cp 4 does not divide the 2 heads of a rank",
+        "set context_form to ring",
+        "fails",
+    ),
+    "keys-of-one-and-a-half-ranks": Broken(
+        "context heads",
+        make_plan(
+            dataclasses.replace(LLAMA, num_heads=6, num_kv_heads=3, hidden_size=48),
+            cp=2,
+            form=ContextForm.ALL_TO_ALL,
+        ),
+        "all-to-all: 2 ranks cannot have equal parts of the 3 heads of keys",
+        "set context_form to ring",
+        "fails",
+    ),
+    "scores-that-are-kept": Broken(
+        "context attention",
+        make_plan(GPT, cp=2, form=ContextForm.RING, attention=AttentionKernel.UNFUSED),
+        "attention is unfused with cp 2",
+        "set attention to flash",
+        "other gradients",
+    ),
+    "a-mask-on-each-rank": Broken(
+        "context attention",
+        make_plan(DROPOUT, cp=2, form=ContextForm.RING),
+        "dropout is 0.5 with cp 2",
+        "set dropout to 0.0",
+        "other gradients",
+    ),
+    "a-foreign-module-with-half-a-sequence": Broken(
+        "context alone",
+        family_plan("llama", cp=2, form=ContextForm.RING),
+        "cp is 2 with a module that is not the executor's own",
+        "set cp to 1, context_form to null and dp to 2",
+        "other gradients",
+    ),
     "half-a-sequence": Broken(
         "halves",
         with_pipeline(make_plan(GPT, tp=2, num_micro_batches=8), tp_overlap=2),
@@ -543,6 +621,17 @@ def _less_wrong(plan: Plan) -> Plan:
     nearest = nearest_legal(plan)
     assert nearest is not None
     return nearest
+
+
+def test_a_plan_of_blocks_of_several_classes_is_refused_before_all_rules():
+    model = dataclasses.replace(LLAMA, blocks=(BlockRun(window=4), BlockRun()))
+    plan = dataclasses.replace(GPT1, model=model)
+
+    with pytest.raises(ConfigError, match="of 2 classes, window-4, full: the executor's own"):
+        validate(plan)
+
+    assert [rule.name for rule, _ in refusals(plan)] == ["alike blocks"]
+    assert nearest_legal(plan) is None
 
 
 def test_every_rule_has_a_plan_that_it_refuses():

@@ -275,7 +275,10 @@ HOST = dataclasses.replace(
             overlapped(make_plan(SHORT, dp=2), 1), "tp_overlap 1 with tp 1", 0, id="one-rank"
         ),
         pytest.param(
-            overlapped(make_plan(MIXTRAL, tp=2), 2), "a mixture of experts", 0, id="experts"
+            overlapped(make_plan(MIXTRAL, tp=2, sp=True), 2),
+            "a mixture of experts",
+            0,
+            id="experts",
         ),
         pytest.param(
             overlapped(make_plan(SHORT, tp=2, global_batch_size=6), 2),

@@ -31,6 +31,7 @@ from parplan.planner.plan.plan_file import any_plan_from_document, plan_to_docum
 from parplan.planner.plan.traced_plan import ShardStage, TracedPlan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.module_source import ModuleSource
+from parplan.profiles.models.spec import Optimizer
 from parplan.profiles.tracing.program import PARAMETER
 from parplan.profiles.tracing.record import record
 from tests.helpers.traced_modules import HUGGING_FACE
@@ -76,6 +77,14 @@ def test_parts_of_unequal_size_train_as_in_one_process(sizes):
 @pytest.mark.multiproc
 def test_a_table_that_three_shards_read_has_one_gradient_on_two_stages():
     check(hand_plan(f"{MODULES}:translator", pp=2, shards_a_stage=2))
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("optimizer", [Optimizer.SGD, Optimizer.SGD_MOMENTUM])
+def test_a_traced_module_trains_with_sgd(optimizer):
+    plan = hand_plan(f"{MODULES}:translator", pp=2, zero=0, shards_a_stage=2)
+
+    check(replace(plan, training=replace(plan.training, optimizer=optimizer)))
 
 
 @pytest.mark.multiproc

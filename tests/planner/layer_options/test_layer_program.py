@@ -26,7 +26,7 @@ from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind, layer_class
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.models.transformer import build_graph
-from parplan.profiles.stack import AttentionKernel, Stack
+from parplan.profiles.stack import AttentionKernel, ContextForm, Stack
 from tests.helpers.cases import mostly_slow, named
 
 MACHINE = machine_for(with_gpus(load_cluster("a100-80gb"), 16))
@@ -34,6 +34,7 @@ NO_HOST = Stack(host_operator_s=0.0)  # the host's launch time bounds the whole 
 TRAINING = TrainingSpec(global_batch_size=8, seq_length=256, stack=NO_HOST)
 GPT, LLAMA = load_model("gpt-tiny").spec, load_model("llama3-8b").spec
 NEOX = replace(GPT, parallel_residual=True, dropout=0.0)
+MIXTRAL = load_model("mixtral-tiny").spec
 MODELS = {"gpt": GPT, "gpt-no-dropout": replace(GPT, dropout=0.0), "neox": NEOX, "llama": LLAMA}
 SHARDINGS = {
     "one": Sharding(),
@@ -94,6 +95,44 @@ def test_options_add_up_to_the_price_of_the_layer(model, sharding, kernel):
             assert evaluated.workspace_bytes == pytest.approx(
                 workspace_bytes(layer, shardings, recomputed, training.stack), abs=1
             )
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        Sharding(ep=4),
+        Sharding(2, True, ep=4),
+        Sharding(2, True, ep=2, etp=2),
+        Sharding(2, True, ep=2, cp=2, context_form=ContextForm.ALL_GATHER),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_options_of_a_block_of_experts_add_up_to_its_price(sharding, overlaps):
+    """The divisions of attention and norms, and recompute, are free beside those of the experts."""
+    training = replace(TRAINING, stack=replace(NO_HOST, overlap_exchanges=overlaps))
+    part = sharding.part
+    layer = build_graph(MIXTRAL, training, 4, cp=part.cp, exchanged=part.exchanged).block
+    problem = layer_problem(layer, sharding, MACHINE, training).only(
+        lambda name, option: (
+            not layer.operator(name).in_mixture
+            or option.splits == sharding.splits(layer.operator(name))
+        )
+    )
+    draw = random.Random(0)
+    for _ in range(12):
+        (evaluated,) = evaluate(problem, drawn(problem, draw))
+        recomputed = tuple(
+            n for n, o in zip(problem.names, evaluated.options, strict=True) if o.recomputed
+        )
+        divided = sharding_of(problem, evaluated.options, sharding)
+
+        priced = price_operators(layer, divided, MACHINE, training).time(recomputed)
+        assert evaluated.time_s == pytest.approx(priced.total_s, rel=1e-12)
+        exact = saved_bytes(layer, divided, recomputed, training.stack)
+        assert evaluated.saved_bytes <= exact
+        if not shared_beside_a_copy(layer, divided):
+            assert evaluated.saved_bytes == exact
 
 
 @cache

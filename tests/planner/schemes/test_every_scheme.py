@@ -81,7 +81,8 @@ def test_states_are_whole_or_divided(table, parameters):
     assert held["ZeRO 3"] == pytest.approx(16 / N * parameters, rel=0.01)  # gathered from fp32
     assert held["tensor 2-D"] == pytest.approx(18 / N * parameters, rel=0.01)
     assert held["ZeRO 3, states on the host"] == 0.0
-    assert held["context, ring"] == held["context, all-to-all"] == held["parameter server"]
+    assert held["context, ring"] == held["context, all-to-all"] == held["context, all-gather"]
+    assert held["context, ring"] == pytest.approx(held["parameter server"], rel=1e-4)
 
 
 def test_recompute_trades_seconds_for_activations(table):

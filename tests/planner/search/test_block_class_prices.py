@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+import random
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, pairwise, product
 
 import pytest
 
+from parplan.costmodels.communication.mesh import Mesh
+from parplan.costmodels.host.offload import Offload
+from parplan.costmodels.host.state_location import Access
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import price_step
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.objective import Objective
+from parplan.planner.plan.plan_file import any_plan_from_document, plan_to_document
+from parplan.planner.plan.plan_strategy import prices_of_plan, strategy_of
+from parplan.planner.plan.prediction import Status
 from parplan.planner.request import Constraints, SearchOptions
 from parplan.planner.search.block_class_prices import BlockClassPrices, given_cuts
-from parplan.planner.search.find_plan import search
-from parplan.profiles.machines.machine_catalog import load_cluster
+from parplan.planner.search.find_plan import _search_fastest, search
+from parplan.planner.search.search_session import SearchSession
+from parplan.planner.search.sequence_shortfall import least_peak_bytes
+from parplan.profiles.errors import ConfigError, InfeasibleError
+from parplan.profiles.machines.machine_catalog import load_cluster, load_stack
 from parplan.profiles.models.blocks import BlockRun
 from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, Norm, Positions, TrainingSpec
 from parplan.profiles.stack import NEUTRAL
+from parplan.profiles.units import GIB, MIB
 from tests.helpers.cases import mostly_slow
 from tests.helpers.enumerations import OBJECTIVES, Point, check_memory_first, check_objectives
-from tests.helpers.planning import request
+from tests.helpers.planning import find_plan, request
 
 TRAINING = TrainingSpec(global_batch_size=16, seq_length=512, stack=NEUTRAL)
 CLUSTER = replace(load_cluster("a100-80gb"), nodes=1)
@@ -107,13 +119,19 @@ SPACES |= {
 }
 
 
+def training_of(space: str) -> TrainingSpec:
+    return replace(TRAINING, fine_tuning=TUNINGS.get(space))
+
+
 def prices_of(
-    space: str, model: ModelSpec, pins: Constraints, limit: int | None = None
+    model: ModelSpec,
+    pins: Constraints,
+    limit: int | None = None,
+    training: TrainingSpec = TRAINING,
 ) -> BlockClassPrices:
     gpus = {3: 6}.get(pins.pp[0], 4) * pins.tp[0]
     cluster = replace(CLUSTER, gpus_per_node=gpus)
     options = SearchOptions(memory_limit_bytes=limit, max_slowdown=0.2)
-    training = replace(TRAINING, fine_tuning=TUNINGS.get(space))
     return BlockClassPrices(request(model, cluster, training, constraints=pins, options=options))
 
 
@@ -152,7 +170,7 @@ def every_strategy(prices: BlockClassPrices, pins: Constraints) -> Iterator[Stra
 
 
 def tied_alike(strategy: Strategy, *, tied: bool) -> bool:
-    """Whether both copies of a tied table are sharded, or neither."""
+    """Returns whether both copies of a tied table are sharded, or neither is."""
     return not tied or (strategy.stages[0][0].zero > 0) == (strategy.stages[-1][-1].zero > 0)
 
 
@@ -175,19 +193,203 @@ def every_point(prices: BlockClassPrices, pins: Constraints) -> list[Point]:
 )
 def test_every_objective_finds_what_enumeration_finds(space):
     model, pins = SPACES[space]
-    points = every_point(prices_of(space, model, pins), pins)
+    points = every_point(prices_of(model, pins, None, training_of(space)), pins)
     peaks = sorted({point.peak for point in points})
 
     for share in (0.0, 0.1, 0.4, 1.0):
         limit = int(peaks[0] + share * (peaks[-1] - peaks[0])) + 1
         options = SearchOptions(memory_limit_bytes=limit, max_slowdown=0.2)
         found = {
-            objective: search(prices_of(space, model, pins, limit), objective, options)
+            objective: search(prices_of(model, pins, limit, training_of(space)), objective, options)
             for objective in OBJECTIVES
         }
         fitting = [point for point in points if point.peak <= limit]
         check_objectives(found, fitting, options)
         first = replace(options, memory_slack=0.1)
         check_memory_first(
-            search(prices_of(space, model, pins, limit), Objective.MEMORY, first), fitting, first
+            search(prices_of(model, pins, limit, training_of(space)), Objective.MEMORY, first),
+            fitting,
+            first,
         )
+
+
+def test_the_bound_holds_where_gradients_come_and_go():
+    """The peak depends on the order of recomputed layers, which no front of columns knows."""
+    model, pins = SPACES["alternating"]
+    training = replace(TRAINING, stack=load_stack("parplan"))
+    points = every_point(prices_of(model, pins, None, training), pins)
+    peaks = sorted({point.peak for point in points})
+
+    for share in (0.0, 0.1, 0.4, 1.0):
+        limit = int(peaks[0] + share * (peaks[-1] - peaks[0])) + 1
+        options = SearchOptions(memory_limit_bytes=limit)
+        session = SearchSession(prices_of(model, pins, limit, training), options, None)
+        outcome, _ = _search_fastest(session.prices.space.layouts, session)
+        fastest_s = min(point.step_s for point in points if point.peak <= limit)
+        assert outcome.bound <= fastest_s * (1 + 1e-9)
+        assert all(solved.value >= fastest_s * (1 - 1e-9) for solved in outcome.solved)
+
+
+@pytest.mark.parametrize("model", mostly_slow([PREFIX, ALTERNATING], (PREFIX,)))
+def test_no_random_plan_of_any_layout_is_below_the_bound(model):
+    """The operators of a class may be divided in several ways, and lists of them recompute."""
+    question = model, replace(CLUSTER, gpus_per_node=4), TRAINING
+    pins = Constraints(micro_batch_size=(2,))
+    plan = find_plan(*question, constraints=pins)
+    prices = BlockClassPrices(request(*question, constraints=pins))
+    rng = random.Random(1)
+    layouts = [each for each in prices.space.layouts if not each.recomputes_ahead]
+    tried = 0
+
+    for layout in rng.choices(layouts, k=200):
+        strategy = random_strategy(prices, layout, rng)
+        if not tied_alike(strategy, tied=prices.price_cache.tied):
+            continue
+        assert price_step(strategy, prices.price_cache).step_s >= plan.search.bound * (1 - 1e-9)
+        tried += 1
+
+    assert tried > 100
+    assert plan.search.status is Status.OPTIMAL
+
+
+def random_strategy(
+    prices: BlockClassPrices, layout: ParallelLayout, rng: random.Random
+) -> Strategy:
+    """Returns random cuts, ZeRO stages of the ranks, and options of the blocks."""
+    cache, table = prices.price_cache, prices._table(layout)
+    num_layers, zeros = cache.num_layers, table.zero_stages(layout)
+    of_rank = [rng.choice(zeros) for _ in range(layout.mesh.pp)]
+    stages = []
+    for stage, (first, end) in enumerate(rng.choice([*every_cut(layout, num_layers)])):
+        rank = layout.rank_of(stage)
+        levels = table.allowed(layout, rank)
+        keys = [cache.key(layer, first) for layer in range(first, end)]
+        options = [
+            rng.choice(table.options(key, layout.micro_batch_size, layout.sharding, levels))
+            for key in keys
+        ]
+        stages.append(
+            tuple(
+                LayerChoice(key, option.recompute, of_rank[rank], option.sharding)
+                for key, option in zip(keys, options, strict=True)
+            )
+        )
+    return Strategy(layout=layout, stages=tuple(stages))
+
+
+def test_the_plan_file_has_the_classes_and_gives_the_same_price():
+    model, pins = SPACES["tensor-parallel"]
+    pins = replace(pins, recompute=None, megatron_sharding=False)
+    plan = find_plan(model, replace(CLUSTER, gpus_per_node=8), TRAINING, constraints=pins)
+
+    read = any_plan_from_document(plan_to_document(plan), "plan")
+
+    assert read == plan
+    assert {each.block for each in read.layer_plans.values()} == {"", "full", "window-64"}
+    prices = prices_of_plan(read)
+    priced = price_step(strategy_of(read, prices), prices)
+    assert priced.step_s == pytest.approx(plan.search.value, abs=1e-6)
+
+
+def test_a_plan_whose_layers_are_of_another_class_is_refused():
+    model, pins = SPACES["alternating"]
+    document = plan_to_document(
+        find_plan(model, replace(CLUSTER, gpus_per_node=4), TRAINING, constraints=pins)
+    )
+    name = next(name for name, each in document["layer_plans"].items() if each.get("block"))
+    other = {"full": "window-64", "window-64": "full"}[document["layer_plans"][name]["block"]]
+
+    for block, message in ((other, "is of kind"), ("nope", "nope")):
+        document["layer_plans"][name]["block"] = block
+        with pytest.raises(ConfigError, match=message):
+            any_plan_from_document(document, "plan")
+
+
+def test_states_go_to_the_hosts_where_nothing_fits_without():
+    pins = replace(SPACES["one-rank"][1], offload=None)
+    cluster = replace(CLUSTER, gpus_per_node=4)
+    alone = BlockClassPrices(
+        request(PREFIX, cluster, TRAINING, constraints=replace(pins, offload=()))
+    )
+    limit = int(least_peak_bytes(alone)) - 32 * MIB
+
+    plan = find_plan(
+        PREFIX, cluster, TRAINING, constraints=pins, options=SearchOptions(memory_limit_bytes=limit)
+    )
+
+    assert all(each.offload == (Offload.STATES,) for each in plan.layer_plans.values())
+    assert plan.predicted.memory_gib[0].host > 0
+    prices = prices_of_plan(plan)
+    priced = price_step(strategy_of(plan, prices), prices)
+    assert priced.step_s == pytest.approx(plan.predicted.step_time_s.value, rel=1e-5)
+
+
+def test_the_error_says_by_how_much_the_leanest_plan_is_short_and_how_many_gpus_are_enough():
+    options = SearchOptions(memory_limit_bytes=int(1.6 * GIB))
+    large = replace(PREFIX, num_layers=12, hidden_size=2048, head_dim=256)
+    pins = Constraints(offload=(), tp=(1,), zero=(0, 1))
+
+    with pytest.raises(InfeasibleError, match=r"prefix does not fit on 4 x") as error:
+        find_plan(
+            large, replace(CLUSTER, gpus_per_node=4), TRAINING, constraints=pins, options=options
+        )
+
+    assert re.search(
+        r"on stage \d \((embedding|block \d+) to (block \d+|head)\)", error.value.message
+    )
+    assert "GiB short; the largest part is" in error.value.message
+    assert error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("pins", "option"),
+    [
+        (Constraints(zero_by_operator=True), "--zero-by-operator"),
+        (Constraints(weights_over_data=(True,)), "--weights-over-data"),
+        (Constraints(access=(Access.BLOCK,)), "--chunk-access"),
+    ],
+)
+def test_choices_that_need_blocks_that_are_alike_are_refused(pins, option):
+    with pytest.raises(ConfigError, match=f"several classes, and {option}"):
+        BlockClassPrices(request(ALTERNATING, CLUSTER, TRAINING, constraints=pins))
+
+
+def test_chunks_on_the_host_are_refused():
+    with pytest.raises(ConfigError, match="--offload optimizer is of described models whose"):
+        request(
+            ALTERNATING, CLUSTER, TRAINING, constraints=Constraints(offload=(Offload.OPTIMIZER,))
+        )
+
+
+@pytest.mark.parametrize(
+    ("stages", "num_blocks", "counts"),
+    [
+        pytest.param(4, 8, (3, 2, 2, 3), id="equal"),
+        pytest.param(4, 6, (2, 2, 2, 2), id="one-less-at-the-ends"),
+    ],
+)
+def test_interleaved_stages_hold_equal_numbers_of_blocks(stages, num_blocks, counts):
+    layout = ParallelLayout(
+        mesh=Mesh(pp=2, dp=1, tp=1),
+        schedule=Schedule.INTERLEAVED,
+        virtual_stages=stages // 2,
+        micro_batch_size=1,
+        num_micro_batches=4,
+        sequence_parallel=False,
+    )
+
+    assert tuple(end - first for first, end in given_cuts(layout, num_blocks)) == counts
+    assert given_cuts(replace(layout, virtual_stages=1), num_blocks) is None
+
+
+def test_blocks_that_are_left_over_are_on_the_middle_stages_of_zero_bubble_v():
+    layout = ParallelLayout(
+        mesh=Mesh(pp=2, dp=1, tp=1),
+        schedule=Schedule.ZBV,
+        virtual_stages=2,
+        micro_batch_size=1,
+        num_micro_batches=4,
+        sequence_parallel=False,
+    )
+
+    assert given_cuts(layout, 6) == ((0, 2), (2, 4), (4, 6), (6, 8))

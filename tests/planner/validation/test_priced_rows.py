@@ -10,13 +10,14 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.validation.configuration import OPTIONAL, configuration_of
+from parplan.planner.validation.configuration import configuration_of, expert_tensor_parallel
 from parplan.planner.validation.priced_rows import price_row
+from parplan.planner.validation.row_cells import OPTIONAL
 from parplan.planner.validation.step_rows import read_rows
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
 from parplan.profiles.models.spec import ModelSpec, Precision, TrainingSpec
-from parplan.profiles.stack import AttentionKernel, FlashKernel
+from parplan.profiles.stack import AttentionKernel, ContextForm, FlashKernel
 from tests.helpers.planning import estimate_plan
 
 ROW = {
@@ -113,8 +114,34 @@ def test_a_row_is_priced_as_estimate_prices_its_configuration():
         pytest.param({"layers": ""}, "layers is not stated", id="missing"),
         pytest.param({"run_type": "LoRA"}, "LoRA", id="lora"),
         pytest.param({"interconnect": "8x 0 Gb/s"}, "interconnect is 0 Gb/s", id="network"),
-        pytest.param({"experts": "8"}, "mixture of experts", id="experts"),
-        pytest.param({"cp": "2"}, "context parallelism", id="context-parallel"),
+        pytest.param(
+            {"experts": "8", "tp": "4", "dp": "2", "notes": "etp2"},
+            "expert tensor parallelism 2 under tensor parallelism 4",
+            id="expert-tensor-parallel",
+        ),
+        pytest.param(
+            {"experts": "8", "framework": "NeMo", "ep": "4"},
+            "top_k is not stated",
+            id="experts-of-a-token",
+        ),
+        pytest.param(
+            {"experts": "8", "framework": "NeMo", "top_k": "2", "ep": "3"},
+            "mesh: ep N does not divide the N ranks of a stage, over which the experts are divided",
+            id="expert-parallel",
+        ),
+        pytest.param({"run_type": "peft"}, "LoRA", id="peft"),
+        pytest.param({"model": "bert/bert_tp1"}, "an encoder", id="encoder"),
+        pytest.param(
+            {"notes": "a | INCONSISTENT: MFU"}, "its own figures disagree", id="contradiction"
+        ),
+        pytest.param(
+            {"model": "DeepSeekV4 Flash", "layers": ""},
+            "plan models does not list deepseek-v4-flash",
+            id="unlisted-model",
+        ),
+        pytest.param(
+            {"cp": "2"}, "dp x cp x tp x pp is not the number of GPUs", id="context-parallel"
+        ),
         pytest.param({"gpu": "tpu-v5"}, "no device profile for tpu-v5", id="device"),
         pytest.param(
             {"gpu": "l40s-48g"}, "no device profile for l40s-48g", id="a-name-that-begins-alike"
@@ -131,7 +158,7 @@ def test_a_row_is_priced_as_estimate_prices_its_configuration():
         ),
         pytest.param({"dtype": "int8"}, "precision 'int8'", id="precision"),
         pytest.param({"recompute": "block 3 layers"}, "recompute 'block 3 layers'", id="recompute"),
-        pytest.param({"dp": "8"}, "dp x tp x pp is not the number of GPUs", id="mesh"),
+        pytest.param({"dp": "8"}, "dp x cp x tp x pp is not the number of GPUs", id="mesh"),
         pytest.param(
             {"tp": "32", "dp": "1", "pp": "1", "n_gpus": "32"},
             "tp N does not divide the N attention heads",
@@ -461,3 +488,62 @@ def test_a_framework_that_no_stack_describes_is_priced_as_plain_pytorch_and_said
 
 def test_a_precision_may_be_written_out():
     assert configuration_of({**FULL, "dtype": "BFloat16"}).training.precision is Precision.BF16
+
+
+def test_experts_and_divided_sequences_become_axes_of_the_mesh():
+    change = {
+        "experts": "8",
+        "top_k": "2",
+        "ep": "4",
+        "cp": "2",
+        "dp": "2",
+        "sequence_parallel": "false",
+    }
+
+    configuration = configuration_of({**FULL, **change, "framework": "NeMo"})
+
+    assert configuration.mesh == Mesh(pp=2, dp=2, cp=2, tp=2, ep=4, context_form=ContextForm.RING)
+    assert configuration.sequence_parallel  # experts under tensor parallelism need it
+    model = configuration.model
+    assert (model.num_experts, model.experts_per_token) == (8, 2)
+    assert (model.expert_ffn_hidden_size, model.linear_bias) == (4096, False)
+
+
+@pytest.mark.parametrize(
+    ("change", "etp"),
+    [
+        pytest.param({}, 2, id="as-tensor-parallel-in-megatron"),
+        pytest.param({"framework": "Megatron-Bridge/NeMo 26.02"}, 1, id="whole-in-recipes"),
+        pytest.param({"notes": "at TP2/PP1/EP8/ETP1"}, 1, id="stated"),
+    ],
+)
+def test_experts_are_divided_as_the_framework_does(change, etp):
+    assert expert_tensor_parallel({**FULL, **change}) == etp
+
+
+@pytest.mark.parametrize(
+    ("notes", "form"),
+    [
+        pytest.param("", ContextForm.RING, id="default"),
+        pytest.param("CP=all-to-all (Ulysses-like)", ContextForm.ALL_TO_ALL, id="ulysses"),
+    ],
+)
+def test_the_form_of_context_parallelism_is_what_the_row_says(notes, form):
+    row = {**FULL, "cp": "2", "dp": "2", "notes": notes}
+
+    assert configuration_of(row).mesh.context_form is form
+
+
+def test_the_time_of_a_functional_run_is_not_compared():
+    priced = price_row({**ROW, "notes": "functional (untuned) run; TP2"})
+
+    assert priced.measured_s is None
+    assert priced.predicted_s
+    assert len(priced.untimed) == 1
+
+
+@pytest.mark.parametrize(("gpus", "node"), [pytest.param(32, 32), pytest.param(256, 64)])
+def test_the_node_of_a_rack_is_its_nvlink_domain(gpus, node):
+    row = {**FULL, "gpu": "gb200-nvl72", "gpus_per_node": "4", "n_gpus": str(gpus)}
+
+    assert configuration_of({**row, "dp": str(gpus // 4)}).cluster.gpus_per_node == node

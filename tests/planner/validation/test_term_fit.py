@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from parplan.planner.validation.configuration import OPTIONAL
 from parplan.planner.validation.priced_rows import PricedRow, price_row
+from parplan.planner.validation.row_cells import OPTIONAL
 from parplan.planner.validation.term_fit import (
     Fit,
     _quantile,

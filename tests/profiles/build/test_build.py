@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,8 +27,9 @@ from parplan.profiles.build.attention_curves import (
     _published_rows,
     flash_price,
 )
+from parplan.profiles.build.grouped_curves import GROUPED, grouped_family
 from parplan.profiles.build.link_curves import _curves
-from parplan.profiles.build.recipes import FitContext
+from parplan.profiles.build.recipes import FitContext, chip_of
 from parplan.profiles.machines.curve_fitting import (
     CurveFamily,
     MeasurementTables,
@@ -41,7 +44,10 @@ from parplan.profiles.machines.curves import (
     FlashCurve,
     MatmulCurve,
     MemoryCurve,
+    Product,
     flash_attention_s,
+    grouped_s,
+    matmul_s,
     memory_bound_s,
     spline_s,
 )
@@ -52,7 +58,7 @@ from parplan.profiles.machines.shipped_profiles import (
     read_profile,
     shipped_profile,
 )
-from parplan.profiles.machines.speeds import PassCurves
+from parplan.profiles.machines.speeds import ASSUMED_GROUPED, PassCurves
 from parplan.profiles.provenance import Kind
 from parplan.profiles.stack import FlashKernel
 
@@ -223,6 +229,8 @@ def test_a_variant_ships_curves_of_its_lender_and_calls_them_analytic(variant):
         if variant.gpu
         else set()
     )
+    if variant.device in GROUPED:
+        measured.add("grouped")
     profile = shipped_profile(variant.device)
     for name in profile.compute.__dataclass_fields__:
         curve = getattr(profile.compute, name)
@@ -447,3 +455,37 @@ def test_a_line_of_the_report_has_room_for_the_longest_name():
     short = Score(device="cpu", family="matmul y", rows=61, median=0.01, mean=0.02)
 
     assert _line(longest).index("matmul") == _line(short).index("matmul")
+
+
+def test_the_constants_of_grouped_products_are_found_again_and_dw_is_no_row(tmp_path):
+    profile = shipped_profile("b200-180gb")
+    chip = chip_of(load_cluster(profile.name))
+    made = replace(ASSUMED_GROUPED, slowdown=1.3, launch_s=5e-6)
+    columns = (
+        "gpu",
+        "what",
+        "pass",
+        "groups",
+        "m_per_group",
+        "n",
+        "k",
+        "time_us",
+        "source",
+        "flag",
+    )
+    rows = []
+    for groups, m, n, k in itertools.product((8, 64, 160), (128, 512, 4096), (4096,), (2048, 7168)):
+        single_s = matmul_s(Product(m=m, n=n, k=k, batch=groups), profile.compute.forward, chip)
+        time_us = 1e6 * grouped_s(single_s, groups, made)
+        row = (GROUPED[profile.name], "grouped_gemm", "y", groups, m, n, k, time_us, "made", "")
+        rows.append(row)
+        rows.append((*row[:2], "dw", *row[3:7], 1.0, "made", ""))
+    with (tmp_path / "grouped_matmul.csv").open("w", newline="") as file:
+        csv.writer(file).writerows((columns, *rows))
+
+    family = grouped_family(profile, MeasurementTables(tmp_path))
+    curve = family.fit(family.rows)
+
+    assert len(family.rows) == len(rows) // 2
+    assert curve.slowdown == pytest.approx(1.3, rel=1e-2)
+    assert curve.launch_s == pytest.approx(5e-6, rel=1e-2)

@@ -10,7 +10,7 @@ import pytest
 
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.blocks import BlockRun, LatentAttention, Mixer, QkNorm, SharedExperts
-from parplan.profiles.models.hf.families import ALIASES, FAMILIES
+from parplan.profiles.models.hf.config_families import ALIASES, FAMILIES
 from parplan.profiles.models.huggingface import entry_from_config
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.models.transformer import build_graph

@@ -31,6 +31,7 @@ from parplan.profiles.tracing.describe import describe
 from parplan.profiles.tracing.program import BUFFER, Program
 from parplan.profiles.tracing.record import record
 from parplan.profiles.tracing.traced_source import TracedWorkload, open_workload
+from tests.helpers.published_configs import CONFIGS
 from tests.helpers.traced_modules import HUGGING_FACE
 
 FACTORIES = ("unet", "resnet", "mixer", "translator", "shares", "in_place", "own_gradient")
@@ -535,3 +536,15 @@ def test_parameters_take_no_memory_and_random_numbers_are_left_alone():
         for parameter in workload.module.parameters()
     )
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_model_of_hundreds_of_billions_of_parameters_is_opened_without_their_memory():
+    keys = {"auto_map", "torch_dtype"}
+    config = {key: value for key, value in CONFIGS["deepseek-v3"].items() if key not in keys}
+    config |= {"num_hidden_layers": 5, "quantization_config": {"quant_method": "fp8"}}
+
+    module = open_workload(ModuleSource(huggingface=config), seq_length=8).module
+
+    made = [each for each in (*module.parameters(), *module.buffers()) if not each.is_meta]
+    assert sum(parameter.nbytes for parameter in module.parameters()) > 100e9
+    assert sum(tensor.nbytes for tensor in made) < 1e6

@@ -48,7 +48,7 @@ class Shared(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
+class ExpertKeys:
     """The keys of the experts of a family."""
 
     number: tuple[str, ...] = ("num_local_experts", "num_experts")
@@ -95,7 +95,7 @@ class Family:
     qk_norm_key: tuple[str, bool] | None = None
     norm_layout: NormLayout = NormLayout.PRE
     windows: Windows = Windows.NONE
-    experts: Experts | None = None
+    experts: ExpertKeys | None = None
     latent: bool = False
     sinks: bool = False
     defaults: Mapping[str, object] = field(default_factory=dict)
@@ -133,7 +133,9 @@ _GEMMA2 = Family(
 )
 _DEEPSEEK = Family(
     latent=True,
-    experts=Experts(number=("n_routed_experts",), dense=DenseBlocks.FIRST, shared=Shared.COUNTED),
+    experts=ExpertKeys(
+        number=("n_routed_experts",), dense=DenseBlocks.FIRST, shared=Shared.COUNTED
+    ),
     fixed={"moe_layer_freq": 1},
 )
 _DEEPSEEK_V2 = replace(
@@ -167,7 +169,7 @@ _GLM = Family(
     epsilon=1.5625e-07,
     defaults={"head_dim": 128, "num_key_value_heads": 2},
 )
-_QWEN3_EXPERTS = Experts(number=("num_experts", "num_local_experts"), dense=DenseBlocks.NAMED)
+_QWEN3_EXPERTS = ExpertKeys(number=("num_experts", "num_local_experts"), dense=DenseBlocks.NAMED)
 
 FAMILIES: Mapping[str, Family] = {
     "deepseek_v2": _DEEPSEEK_V2,
@@ -243,7 +245,7 @@ FAMILIES: Mapping[str, Family] = {
         attention_bias=True,
         sinks=True,
         windows=Windows.EVEN,
-        experts=Experts(
+        experts=ExpertKeys(
             per_token=("num_experts_per_tok", "experts_per_token"),
             width=("intermediate_size",),
             bias=True,
@@ -262,7 +264,7 @@ FAMILIES: Mapping[str, Family] = {
     "granite": _LLAMA,
     "granitemoe": replace(
         _LLAMA,
-        experts=Experts(width=("intermediate_size",)),
+        experts=ExpertKeys(width=("intermediate_size",)),
         defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
     ),
     "llama": _LLAMA,
@@ -271,7 +273,7 @@ FAMILIES: Mapping[str, Family] = {
         qk_norm=QkNorm.PLAIN,
         qk_norm_key=("use_qk_norm", True),
         windows=Windows.CHUNKS,
-        experts=Experts(
+        experts=ExpertKeys(
             width=("intermediate_size",),
             dense_width=("intermediate_size_mlp",),
             dense=DenseBlocks.BETWEEN,
@@ -299,7 +301,7 @@ FAMILIES: Mapping[str, Family] = {
         epsilon=1e-5,
         qkv_bias=False,
         windows=Windows.ALL,
-        experts=Experts(width=("moe_intermediate_size", "intermediate_size")),
+        experts=ExpertKeys(width=("moe_intermediate_size", "intermediate_size")),
         defaults={
             "num_key_value_heads": 8,
             "num_local_experts": 8,

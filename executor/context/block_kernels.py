@@ -1,0 +1,181 @@
+"""Torch's fused attention over one block of scores, with the log-sum-exp of every query.
+
+Parts of a softmax are merged by their log-sum-exp, and the backward pass of a block is that of the
+kernel with the output and the log-sum-exp of all blocks (Liu et al. 2023, arXiv 2310.01889).
+`scaled_dot_product_attention` returns no log-sum-exp, so the kernels below it are called. On GPUs
+they are FlashAttention for 16 bits without a mask, and torch's memory-efficient kernel otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+aten = torch.ops.aten
+# The memory-efficient kernel pads its log-sum-exp to a multiple of as many queries, and reads masks
+# whose rows begin at multiples of as many keys.
+EFFICIENT_ROWS = 32
+ALIGNED_KEYS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The keys that the queries of a block read.
+
+    causal   query i reads the first i + 1 keys
+    mask     is added to the scores, -inf where a key is not read
+    """
+
+    causal: bool = False
+    mask: Tensor | None = None
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+    """Returns output and log-sum-exp of attention over one block.
+
+    query           [batch, heads, queries, head_dim]
+    key, value      [batch, kv heads, keys, head_dim], where the values may have fewer features
+    output          [batch, heads, queries, features of the values]
+    log-sum-exp     [batch, heads, queries] in fp32
+    """
+    features, value = value.shape[-1], _widened(value, query)
+    if query.device.type != "cuda":
+        out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, scores.causal, attn_mask=scores.mask
+        )
+    elif _runs_flash(query, scores):
+        out, logsumexp, *_ = aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, scores.causal
+        )
+    else:
+        key, value = _for_every_head(key, query), _for_every_head(value, query)
+        out, logsumexp, *_ = aten._scaled_dot_product_efficient_attention(
+            query, key, value, _of_heads(scores.mask, query), True, 0.0, scores.causal
+        )
+    return out[..., :features], logsumexp[..., : query.shape[2]]
+
+
+def attend_backward(
+    gradient: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    output: Tensor,
+    logsumexp: Tensor,
+    scores: Scores,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of query, key and value by the scores of one block.
+
+    inputs              query, key and value of the block
+    output, logsumexp   of its queries, over all blocks
+    """
+    query, key, value = inputs
+    features = value.shape[-1]
+    padded = _widened(value, query)
+    gradient, output = _widened(gradient, query), _widened(output, query)
+    if query.device.type != "cuda":
+        by_query, by_key, by_value = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient,
+            query,
+            key,
+            padded,
+            output,
+            logsumexp.contiguous(),
+            0.0,
+            scores.causal,
+            attn_mask=scores.mask,
+        )
+    elif _runs_flash(query, scores):
+        by_query, by_key, by_value = _flash_backward(
+            gradient, (query, key, padded), output, logsumexp.contiguous(), scores
+        )
+    else:
+        by_query, by_key, by_value = _efficient_backward(
+            gradient, (query, key, padded), output, logsumexp, scores
+        )
+    return by_query, by_key, by_value[..., :features]
+
+
+def _flash_backward(
+    gradient: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    output: Tensor,
+    logsumexp: Tensor,
+    scores: Scores,
+) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = inputs
+    random = torch.zeros((), dtype=torch.int64, device=query.device)  # read by dropout alone
+    gradients: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_flash_attention_backward(
+        gradient,
+        query,
+        key,
+        value,
+        output,
+        logsumexp,
+        None,
+        None,
+        query.shape[2],
+        key.shape[2],
+        0.0,
+        scores.causal,
+        random,
+        random,
+    )
+    return gradients
+
+
+def _efficient_backward(
+    gradient: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    output: Tensor,
+    logsumexp: Tensor,
+    scores: Scores,
+) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = inputs
+    random = torch.zeros((), dtype=torch.int64)  # read by dropout alone
+    padding = -query.shape[2] % EFFICIENT_ROWS
+    by_query, by_key, by_value, _ = aten._scaled_dot_product_efficient_attention_backward(
+        gradient,
+        query,
+        _for_every_head(key, query),
+        _for_every_head(value, query),
+        _of_heads(scores.mask, query),
+        output,
+        functional.pad(logsumexp, (0, padding)).contiguous(),
+        random,
+        random,
+        0.0,
+        [True, True, True, False],
+        scores.causal,
+    )
+    return by_query, _over_queries(by_key, key), _over_queries(by_value, value)
+
+
+def _runs_flash(query: Tensor, scores: Scores) -> bool:
+    return scores.mask is None and query.dtype is not torch.float32
+
+
+def _widened(x: Tensor, query: Tensor) -> Tensor:
+    """Pads features with zeros to those of the query, which the kernels need."""
+    missing = query.shape[-1] - x.shape[-1]
+    return functional.pad(x, (0, missing)) if missing else x
+
+
+def _for_every_head(x: Tensor, query: Tensor) -> Tensor:
+    """Repeats kv heads for the queries that share them."""
+    return x.repeat_interleave(query.shape[1] // x.shape[1], dim=1)
+
+
+def _over_queries(gradient: Tensor, x: Tensor) -> Tensor:
+    """Adds the gradients of repeated kv heads."""
+    return gradient.unflatten(1, (x.shape[1], -1)).sum(2)
+
+
+def _of_heads(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """Returns a mask as the memory-efficient kernel reads it: of every head, in aligned rows."""
+    if mask is None:
+        return None
+    keys = mask.shape[-1]
+    aligned = functional.pad(mask, (0, -keys % ALIGNED_KEYS))[..., :keys]
+    return aligned.expand(*query.shape[:2], -1, -1)

@@ -1,0 +1,79 @@
+"""The cells of a row of a table of measured steps: the columns that are read, and their values.
+
+The columns are those of docs/accuracy.md. An empty cell is unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+Row = Mapping[str, str]
+
+NEEDED = (
+    "layers",
+    "hidden",
+    "heads",
+    "ffn_hidden",
+    "seq_len",
+    "global_batch",
+    "n_gpus",
+    "dp",
+    "tp",
+    "pp",
+)
+OPTIONAL = (
+    "gpu",
+    "gpus_per_node",
+    "interconnect",
+    "model",
+    "vocab",
+    "kv_heads",
+    "head_dim",
+    "gated_ffn",
+    "micro_batch",
+    "recompute",
+    "vpp",
+    "cp",
+    "ep",
+    "experts",
+    "top_k",
+    "moe_ffn_hidden",
+    "tokens_per_s_per_gpu",
+    "sequence_parallel",
+    "zero_stage",
+    "dtype",
+    "notes",
+    "step_time_s",
+    "derived_step_time_s",
+    "peak_memory_gib",
+    "memory_kind",
+    "run_type",
+)
+
+
+class UnpricedError(Exception):
+    """A row that cannot be priced, with the reason."""
+
+
+def source_of(row: Row) -> str:
+    """Returns the part of the id before the first dash."""
+    return row["id"].split("-")[0]
+
+
+def is_true(row: Row, name: str) -> bool:
+    """Reads a cell of true or false; an empty cell is false. Raises UnpricedError."""
+    if row[name].lower() not in ("", "true", "false"):
+        raise UnpricedError(f"{name} is neither true nor false")
+    return row[name].lower() == "true"
+
+
+def whole(row: Row, name: str, default: int | None = None) -> int:
+    """Reads a whole number; an empty cell has the default. Raises UnpricedError."""
+    if not row.get(name):
+        if default is None:
+            raise UnpricedError(f"{name} is not stated")
+        return default
+    try:
+        return int(row[name])
+    except ValueError:
+        raise UnpricedError(f"{name} is no whole number") from None

@@ -1,0 +1,77 @@
+"""Multi-token prediction: modules behind the blocks that predict one token further each.
+
+DeepSeek-V3, arXiv 2412.19437, section 2.2. A module joins the state of a token with the embedding
+of the next one, and passes both through one more block. All predictions share the product with the
+vocabulary, and the table is a copy of that of the embedding. The modules belong to the head, whose
+operators are not recomputed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from parplan.profiles.models.operator_graph import Dim, Operator, OperatorKind, Parameter, Tensor
+from parplan.profiles.models.parts.block import block_operators
+from parplan.profiles.models.parts.shapes import Shapes, elementwise, linear
+
+
+def multi_token_operators(x: Tensor, shapes: Shapes) -> tuple[tuple[Operator, ...], list[Tensor]]:
+    """Returns the operators of all modules, and the states that predict tokens.
+
+    shapes    those of a block of the kind that the modules have
+    """
+    operators: list[Operator] = []
+    states: list[Tensor] = []
+    for number in range(1, shapes.model.mtp_layers + 1):
+        operators += _module(x, shapes, f"mtp{number}.")
+        states.append(operators[-1].outputs[0])
+        x = operators[-2].outputs[0]
+    return tuple(operators), states
+
+
+def _module(x: Tensor, shapes: Shapes, prefix: str) -> tuple[Operator, ...]:
+    """Returns the embedding, two norms, the projection, a block, and the norm behind it."""
+    hidden = shapes.hidden
+    embedded = shapes.tokens(f"{prefix}embedded", hidden)
+    state_normed = shapes.tokens(f"{prefix}state_norm", hidden)
+    embedding_normed = shapes.tokens(f"{prefix}embedding_norm", hidden)
+    joined = shapes.tokens(f"{prefix}joined", Dim("joined", 2 * hidden.size))
+    projected = shapes.tokens(f"{prefix}block_input", hidden)
+    block = tuple(_prefixed(operator, prefix) for operator in block_operators(shapes))
+    normed = shapes.tokens(f"{prefix}norm", hidden)
+    return (
+        shapes.norm(f"{prefix}state_norm", x, state_normed),
+        _embedding(f"{prefix}tokens", embedded, shapes),
+        shapes.norm(f"{prefix}embedding_norm", embedded, embedding_normed),
+        elementwise(f"{prefix}joined", (state_normed, embedding_normed), joined),
+        linear(f"{prefix}projection", joined, projected, parallel_dim=None, bias=False),
+        *block,
+        shapes.norm(f"{prefix}norm", block[-1].outputs[0], normed),
+    )
+
+
+def _embedding(name: str, out: Tensor, shapes: Shapes) -> Operator:
+    table = Parameter(name="weight", dims=(shapes.vocab, shapes.hidden), tied=True)
+    return Operator(
+        name=name,
+        kind=OperatorKind.EMBEDDING,
+        dims=(*out.dims, shapes.vocab),
+        inputs=(),
+        outputs=(out,),
+        parameters=(table,),
+        contracted="vocab",
+        parallel_dim="vocab",
+    )
+
+
+def _prefixed(operator: Operator, prefix: str) -> Operator:
+    def named(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(replace(tensor, name=f"{prefix}{tensor.name}") for tensor in tensors)
+
+    return replace(
+        operator,
+        name=f"{prefix}{operator.name}",
+        inputs=named(operator.inputs),
+        outputs=named(operator.outputs),
+        saved=named(operator.saved),
+    )

@@ -1,0 +1,77 @@
+"""Settings that a row leaves out come from where they stand; a stated cell is never replaced."""
+
+from __future__ import annotations
+
+import pytest
+
+from parplan.planner.validation.completion import OWN_FIGURES, RECIPE, SHIPPED, completed
+from parplan.planner.validation.row_cells import OPTIONAL
+from parplan.planner.validation.step_rows import read_table
+
+ROW = dict.fromkeys(OPTIONAL, "") | {
+    "id": "made-1",
+    "framework": "NeMo",
+    "n_gpus": "16",
+    "layers": "8",
+    "seq_len": "1024",
+    "global_batch": "",
+    "dp": "",
+    "tp": "2",
+    "pp": "2",
+    "cp": "2",
+}
+
+
+def test_the_data_parallel_degree_is_what_the_other_axes_leave():
+    row, taken = completed(ROW)
+
+    assert row["dp"] == "2"
+    assert taken == (OWN_FIGURES,)
+    assert completed({**ROW, "dp": "4"})[0]["dp"] == "4"
+    assert completed({**ROW, "tp": "3"})[0]["dp"] == ""
+
+
+def test_the_batch_is_tokens_of_a_step_where_these_are_whole_sequences():
+    measured = {"tokens_per_s_per_gpu": "1000", "step_time_s": "2.048"}
+
+    assert completed({**ROW, **measured})[0]["global_batch"] == "32"
+    assert completed({**ROW, **measured, "step_time_s": "2.08"})[0]["global_batch"] == ""
+    assert completed({**ROW, **measured, "global_batch": "8"})[0]["global_batch"] == "8"
+
+
+def test_the_step_time_follows_from_tokens_and_batch_unless_it_is_stated():
+    rate = {"tokens_per_s_per_gpu": "1000", "global_batch": "32"}
+
+    assert completed({**ROW, **rate})[0]["derived_step_time_s"] == "2.048"
+    assert completed({**ROW, **rate, "step_time_s": "3"})[0]["derived_step_time_s"] == ""
+
+
+def test_a_row_of_the_shipped_table_brings_its_settings_but_no_measurement():
+    shipped = next(row for row in read_table() if row["id"] == "tinyllama-1.1b")
+    bare = dict.fromkeys(OPTIONAL, "") | {
+        "id": shipped["id"],
+        "framework": shipped["framework"],
+        **dict.fromkeys(("n_gpus", "seq_len", "global_batch", "dp", "tp", "pp"), ""),
+        "vocab": "7",
+    }
+
+    row, taken = completed(bare)
+
+    assert taken == (SHIPPED,)
+    assert (row["global_batch"], row["micro_batch"]) == ("1024", "8")
+    assert row["vocab"] == "7"
+    assert row["step_time_s"] == ""
+
+
+def test_the_recipe_of_a_source_fills_the_rest():
+    row, taken = completed({**ROW, "id": "nemoA100-5b-1n", "tp": "", "pp": "", "cp": ""})
+
+    assert (row["tp"], row["pp"], row["dp"], row["global_batch"]) == ("1", "1", "16", "2048")
+    assert taken == (RECIPE, OWN_FIGURES)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype"), [pytest.param("h100-80g", "fp8-cs"), pytest.param("b200-sxm", "fp8-cs/mx")]
+)
+def test_an_h100_scales_by_tensor_where_a_table_names_both_fp8_recipes(gpu, dtype):
+    assert completed({**ROW, "gpu": gpu, "dtype": "fp8-cs/mx"})[0]["dtype"] == dtype
