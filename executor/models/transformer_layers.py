@@ -322,6 +322,9 @@ class Embedding(nn.Module):
         return self.positions(x) if hasattr(self, "positions") else x
 
 
+ALIKE = BlockRun()  # a block of a model whose blocks are alike
+
+
 class Block(nn.Module):
     """One pre-norm transformer block; `ranks` divide its experts, if it has any."""
 
@@ -329,7 +332,7 @@ class Block(nn.Module):
         self,
         model: ModelSpec,
         training: TrainingSpec,
-        kind: BlockRun,
+        kind: BlockRun = ALIKE,
         ranks: ExpertRanks | None = None,
     ) -> None:
         super().__init__()

@@ -73,11 +73,10 @@ def ends_of(strategy: Strategy) -> tuple[LayerChoice, LayerChoice]:
 
 
 @pytest.mark.parametrize(
-    "case",
+    ("seed", "tied", "pp"),
     mostly_slow(itertools.product(range(6), (False, True), (1, 2)), {(0, False, 1), (0, True, 1)}),
 )
-def test_no_division_of_embedding_and_head_is_faster_than_the_plans(case):
-    seed, tied, pp = case
+def test_no_division_of_embedding_and_head_is_faster_than_the_plans(seed, tied, pp):
     instance = instance_of(seed, tied=tied)
     if instance.cluster.num_gpus < 2 * pp:
         instance = replace(instance, cluster=replace(instance.cluster, nodes=2))
@@ -103,10 +102,10 @@ def test_no_division_of_embedding_and_head_is_faster_than_the_plans(case):
 
 
 @pytest.mark.parametrize(
-    "case", mostly_slow(itertools.product(range(4), (False, True)), {(0, True), (1, False)})
+    ("seed", "tied"),
+    mostly_slow(itertools.product(range(4), (False, True)), {(0, True), (1, False)}),
 )
-def test_no_division_of_embedding_and_head_in_time_holds_less_twice(case):
-    seed, tied = case
+def test_no_division_of_embedding_and_head_in_time_holds_less_twice(seed, tied):
     instance = instance_of(seed, tied=tied)
     price_cache = instance.price_cache()
     pins = replace(PINS, pp=(1,))
