@@ -25,6 +25,7 @@ SHARDS = ("quota", "merge")
 PRECISIONS = ("bf16", "fp16", "fp32")
 OPTIMIZERS = ("adam", "adam-8bit", "muon", "adafactor", "sgd", "sgd-momentum")
 ATTENTION = ("flash", "unfused")
+BASE_WEIGHTS = ("bf16", "int8")
 BASELINES = "Baselines"
 LAYOUT = "Layout"
 WHAT = "What to train"
@@ -57,6 +58,10 @@ class TargetOptions:
     gradient_precision: str | None = None
     optimizer: str | None = None
     fp8: bool = False
+    lora_rank: int | None = None
+    lora_targets: tuple[str, ...] = ()
+    freeze: tuple[str, ...] = ()
+    base_weights: str | None = None
     expert_imbalance: float = 1.0
     expert_capacity: float = 0.0
     stack: str | None = None
@@ -243,6 +248,39 @@ training_options = together(
         help="Attention kernel. [default: the stack's]",
     ),
 )
+fine_tuning_options = together(
+    option(
+        WHAT,
+        "--lora-rank",
+        type=Whole("lora_rank"),
+        metavar="N",
+        help="Rank of the adapters of --lora-targets. All other parameters are then frozen.",
+    ),
+    option(
+        WHAT,
+        "--lora-targets",
+        type=List(click.STRING),
+        default=(),
+        metavar="NAME,..",
+        help="Products of the blocks that get an adapter: qkv, proj, fc1, fc2, names of Hugging "
+        "Face modules such as q_proj, or all-linear.",
+    ),
+    option(
+        WHAT,
+        "--freeze",
+        type=List(click.STRING),
+        default=(),
+        metavar="PART,..",
+        help="Parts that are not trained: embedding, head, norms, blocks:0-15, all.",
+    ),
+    option(
+        WHAT,
+        "--base-weights",
+        type=click.Choice(BASE_WEIGHTS),
+        help="Frozen weights of the blocks: in the precision of training, or in 8 bits with "
+        "scales. [default: bf16]",
+    ),
+)
 machine_options = together(
     option(WHERE, "--gpus", type=Whole("gpus"), metavar="N", help="Number of GPUs."),
     option(
@@ -292,6 +330,7 @@ target_options = together(
         "a function that makes a module.",
     ),
     training_options,
+    fine_tuning_options,
     option(
         WHAT,
         "--module",

@@ -21,7 +21,7 @@ from parplan.costmodels.layers.layer_price_cache import (
     ParameterGroup,
 )
 from parplan.costmodels.layers.model_layers import ParameterSharing
-from parplan.costmodels.layers.model_states import OwnZero, local_parameters
+from parplan.costmodels.layers.model_states import OwnZero, frozen_bytes, local_parameters
 from parplan.costmodels.layers.recompute import RecomputedOperators, recompute_operators
 from parplan.costmodels.layers.sub_pipeline import HALVES
 from parplan.costmodels.operators.sharding import ALL_TOKENS, SCATTERED, Sharding, TokenPart
@@ -108,6 +108,21 @@ class PriceCache(LayerPriceCache):
         return self.graph(1).num_parameters
 
     @property
+    def num_trained_parameters(self) -> int:
+        return self.graph(1).num_trained_parameters
+
+    @property
+    def frozen_bytes(self) -> int:
+        graph = self.graph(1)
+        return sum(
+            frozen_bytes(p.num_elements, self.training, quantised=p.quantised) * run.count
+            for run in graph.layers
+            for operator in run.layer.operators
+            for p in operator.parameters
+            if not (p.trained or p.tied)
+        )
+
+    @property
     def flops_per_sequence(self) -> int:
         return self.graph(1).model_flops
 
@@ -126,8 +141,10 @@ class PriceCache(LayerPriceCache):
     def shared_reduction(self, shared: ParameterSharing, mesh: Mesh, sharding: Sharding) -> Seconds:
         """Seconds a step to sum the gradients of both copies of a tied table.
 
-        Gradients on the host are copied to the devices for it, and back.
+        Gradients on the host are copied to the devices for it, and back. A frozen table has none.
         """
+        if not self._trains_table:
+            return ZERO
         reduced = super().shared_reduction(shared, mesh, sharding)
         if not self.table_on_host:
             return reduced
@@ -139,6 +156,10 @@ class PriceCache(LayerPriceCache):
 
     def _shared_elements(self, shared: ParameterSharing, sharding: Sharding) -> int:
         return sharding.parameter_elements(self._table(sharding))
+
+    @property
+    def _trains_table(self) -> bool:
+        return table_of(self.graph(1).embedding).trained
 
     def _table(self, sharding: Sharding) -> Operator:
         """Returns the token table of the layer, embedding or head, that has `sharding`."""
@@ -307,10 +328,14 @@ class PriceCache(LayerPriceCache):
         return has_tied_head(self.graph(1).head)
 
     def recompute_operators(self, kind: LayerKey, level: RecomputedOperators) -> tuple[str, ...]:
-        """Returns the operators that `level` recomputes in a layer; only blocks recompute."""
-        if kind.role is not LayerKind.BLOCK:
+        """Returns the operators that `level` recomputes in a layer.
+
+        Only blocks recompute, and those without a backward pass have nothing to recompute.
+        """
+        layer = self.kept_graph(1).layer_class(kind)
+        if kind.role is not LayerKind.BLOCK or not layer.gradient:
             return ()
-        return recompute_operators(self.kept_graph(1).layer_class(kind), level)
+        return recompute_operators(layer, level)
 
     def _operators(
         self, kind: LayerKey, micro_batch_size: int, sharding: Sharding
@@ -364,6 +389,7 @@ class PriceCache(LayerPriceCache):
         whole = embedding.num_parameters
         made = (
             self.training.stack.whole_table_gradients
+            and embedding.trained
             and sharding.parameter_elements(embedding) < whole
         )
         return max(
@@ -379,7 +405,8 @@ class PriceCache(LayerPriceCache):
         Autograd holds the head's gradient until the embedding's exists, and allocates a third
         tensor for their sum. Zero unless the stack frees gradients.
         """
-        if not self.tied or mesh.pp > 1 or not self.training.stack.frees_gradients:
+        keeps = self.training.stack.frees_gradients and self._trains_table
+        if not self.tied or mesh.pp > 1 or not keeps:
             return 0
         elements = sharding.parameter_elements(self._table(sharding))
         return self.training.precision.num_bytes * elements

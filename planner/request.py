@@ -241,11 +241,17 @@ class SearchOptions:
             )
 
 
-def searched_offload(model: object) -> tuple[Offload, ...]:
-    """Returns the contents that the host may have in a search for a model."""
+def searched_offload(model: object, training: TrainingSpec) -> tuple[Offload, ...]:
+    """Returns the contents that the host may have in a search for a model.
+
+    States of a model that is fine-tuned stay on the device.
+    """
     if not isinstance(model, ModelSpec):
         return TRACED_OFFLOAD
-    return UNLIKE_OFFLOAD if has_unlike_blocks(model) else SEARCHED_OFFLOAD
+    unlike = has_unlike_blocks(model, training)
+    if training.fine_tuning is not None:
+        return () if unlike else (Offload.ACTIVATIONS,)
+    return UNLIKE_OFFLOAD if unlike else SEARCHED_OFFLOAD
 
 
 def prefer_error(objective: str) -> ConfigError:
@@ -306,14 +312,15 @@ class PlanRequest(Generic[ModelT]):
     def __post_init__(self) -> None:
         if self.options.prefer is not Prefer.FASTEST and self.objective is not Objective.THROUGHPUT:
             raise prefer_error(self.objective)
-        searched = searched_offload(self.model)
+        searched = searched_offload(self.model, self.training)
+        known = f"{', '.join(searched)} and none" if searched else "none"
         for what in self.constraints.offload or ():
             if what not in searched:
                 raise ConfigError(
                     f"--offload {what} is for estimate"
                     if what is Offload.STATES
                     else f"--offload {what} is of described models whose blocks are alike",
-                    hint=f"this search has {', '.join(searched)} and none",
+                    hint=f"this search has {known}",
                 )
         optimizer = self.training.optimizer
         require_host_contents(self.constraints.offload or (), optimizer)

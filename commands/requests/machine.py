@@ -11,6 +11,7 @@ from parplan.commands.options import TargetOptions
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster, Device
 from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
+from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.spec import Optimizer, Precision, TrainingSpec
 from parplan.profiles.stack import AttentionKernel
 from parplan.profiles.units import parse_size
@@ -115,6 +116,23 @@ def _cluster_of_file(target: TargetOptions, name: str) -> Cluster:
     )
 
 
+def fine_tuning_of(target: TargetOptions) -> FineTuning | None:
+    """Returns the trained part that the options name, None for all of it. Raises ConfigError."""
+    if not (target.lora_rank or target.lora_targets or target.freeze):
+        if target.base_weights is not None:
+            raise ConfigError(
+                f"--base-weights {target.base_weights} is of frozen weights, here none is frozen",
+                hint="add --lora-rank or --freeze",
+            )
+        return None
+    return FineTuning(
+        lora_rank=target.lora_rank or 0,
+        lora_targets=target.lora_targets,
+        freeze=target.freeze,
+        base_bits=8 if target.base_weights == "int8" else 16,
+    )
+
+
 def training_of(
     target: TargetOptions, defaults: TrainingDefaults, profile: UserProfile | None, device: Device
 ) -> tuple[TrainingSpec, tuple[str, ...]]:
@@ -149,6 +167,7 @@ def training_of(
         overlap_grad_reduce=stack.overlap_grad_reduce,
         optimizer=Optimizer(target.optimizer or Optimizer.ADAM),
         fp8_matmuls=target.fp8,
+        fine_tuning=fine_tuning_of(target),
         expert_imbalance=target.expert_imbalance,
         expert_capacity=target.expert_capacity,
         stack=stack,

@@ -72,7 +72,7 @@ def request_of(
         entry = replace(entry, spec=replace(entry.spec, vocab_multiple=1))
     request = replace(request_about(entry, target), module=module)
     if pins is not None:
-        searched = searched_offload(request.model)
+        searched = searched_offload(request.model, request.training)
         request = replace(request, constraints=constraints_of(pins, target, searched))
     return request if flags is None else with_flags(request, flags)
 
@@ -245,7 +245,7 @@ def offload_assumed(constraints: Constraints, plan: Plan) -> tuple[str, ...]:
     )
     if constraints.offload is not None or not uses_host:
         return finer
-    searched = host_contents(searched_offload(plan.model), plan.training.optimizer)
+    searched = host_contents(searched_offload(plan.model, plan.training), plan.training.optimizer)
     return (offload_phrase(searched), *finer)
 
 

@@ -34,6 +34,10 @@ _WHOLE_SHARDS = "a shard is one function to the executor, and all of it is used 
 _REFUSED = {  # options that a traced module cannot have, and why
     "module": "the traced module is what runs",
     "fp8": "products of a traced module run in --precision",
+    **dict.fromkeys(
+        ("lora_rank", "lora_targets", "freeze", "base_weights"),
+        "adapters and frozen parts are those of a described model",
+    ),
     "prefer": "the error band of a traced module is unknown, and so are its ties",
     "cp": _WHOLE,
     "context_form": _WHOLE,

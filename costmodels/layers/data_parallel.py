@@ -102,9 +102,12 @@ def data_parallel_moves(
     forward and every backward pass. ZeRO 1, 2 and 3 have the same moves, at other times
     (`exposed_moves`). Where fewer than dp ranks hold one copy together, the shards of the copies
     are all-reduced once a step, at its end. With offloaded states (EQUATIONS O9) a gather starts
-    with a copy to the device, and a reduction ends with a copy back.
+    with a copy to the device, and a reduction ends with a copy back. Frozen parameters are neither
+    reduced nor updated; ZeRO 3 gathers them with the trained ones (EQUATIONS F3).
     """
     with_tied = states.with_tied
+    frozen = parameters.frozen if states.zero == 3 and parameters.frozen.each else None
+    parameters = parameters.trained
     local = parameters.owned(with_tied=with_tied)
     shards = states.shards if states.zero else 1
     owned = parameters.owned(shards, with_tied=with_tied)
@@ -116,12 +119,13 @@ def data_parallel_moves(
     divided = math.prod(parameters.degrees) > 1
     if local and (divided or (states.zero and mesh.replicas > 1)):
         optimizer += _layout_cost("update", owned, machine, training)
-    most_copies = max((each.holders(mesh.replicas) for each in parameters.each), default=1)
-    if not local or (most_copies == 1 and not states.offloaded):
+    held = (*parameters.each, *(frozen.each if frozen else ()))
+    most_copies = max((each.holders(mesh.replicas) for each in held), default=1)
+    if not (local or frozen) or (most_copies == 1 and not states.offloaded):
         return DataParallelMoves(inside=inside, optimizer=optimizer)
-    gather, reduce, over_copies = _over_data(parameters, mesh, shards, machine, training, with_tied)
+    gather, reduce, over_copies = _over_data(parameters, frozen, mesh, states, machine, training)
     # without ZeRO in fp32 the gradients are reduced as they are
-    if states.zero or training.precision is not Precision.FP32:
+    if local and (states.zero or training.precision is not Precision.FP32):
         copied = parameters.copied(with_tied=with_tied)
         gather = gather + _layout_cost("gather", copied, machine, training)
         reduce = reduce + _layout_cost("reduce", copied, machine, training)
@@ -227,22 +231,25 @@ def _layout_cost(name: str, parameters: int, machine: Machine, training: Trainin
 
 def _over_data(
     parameters: LocalParameters,
+    frozen: LocalParameters | None,
     mesh: Mesh,
-    shards: int,
+    states: StateSharding,
     machine: Machine,
     training: TrainingSpec,
-    with_tied: bool,
 ) -> tuple[Seconds, Seconds, Seconds]:
     """Gather of parameters, reduce-scatter of gradients and all-reduce of the shard over copies.
 
-    The first two run over the `shards` neighbours that hold one copy. Parameters of experts have
-    their own groups, of all ranks of the stage with the same part of the same experts.
+    The parameters are trained, and those of `frozen` are gathered with them. Gather and reduction
+    run over the `states.shards` neighbours that hold one copy. Parameters of experts have their own
+    groups, of all ranks of the stage with the same part of the same experts.
     """
     gather = reduce = over_copies = ZERO
+    with_tied, gpus_per_node = states.with_tied, machine.cluster.gpus_per_node
+    shards = states.shards if states.zero else 1
     width = training.gradient_precision.num_bytes
-    gpus_per_node = machine.cluster.gpus_per_node
     for of_experts in (False, True):
-        alike = parameters.held_alike(of_experts=of_experts)
+        trained = parameters.held_alike(of_experts=of_experts)
+        alike = trained or (frozen.held_alike(of_experts=of_experts) if frozen else [])
         if not alike:
             continue
         near = alike[0].sharers(shards)
@@ -250,12 +257,14 @@ def _over_data(
         neighbours = place_copies(mesh, near, gpus_per_node, of_experts=of_experts)
         copies = place_copies(mesh, groups, gpus_per_node, of_experts=of_experts, apart=near)
         whole = parameters.owned(with_tied=with_tied, of_experts=of_experts)
-        owned = parameters.owned(shards, with_tied=with_tied, of_experts=of_experts)
-        gather += collective_time(
-            Collective.ALL_GATHER, training.precision.num_bytes * whole, neighbours, machine
-        )
-        reduce += collective_time(Collective.REDUCE_SCATTER, width * whole, neighbours, machine)
-        over_copies += collective_time(Collective.ALL_REDUCE, width * owned, copies, machine)
+        gathered = training.precision.num_bytes * whole
+        if frozen:
+            gathered += frozen.frozen_bytes(training, with_tied=with_tied, of_experts=of_experts)
+        gather += collective_time(Collective.ALL_GATHER, gathered, neighbours, machine)
+        if trained:
+            owned = parameters.owned(shards, with_tied=with_tied, of_experts=of_experts)
+            reduce += collective_time(Collective.REDUCE_SCATTER, width * whole, neighbours, machine)
+            over_copies += collective_time(Collective.ALL_REDUCE, width * owned, copies, machine)
     return (
         machine.corrected("data", gather),
         machine.corrected("data", reduce),

@@ -145,22 +145,28 @@ def edge_time(edge: TensorFlow, alone: OperatorTime, inside: StageAxes) -> Opera
     gradient, under the product that gives the input gradient (Korthikanti et al. 2022, section
     4.2.2). An asynchronous stack all-reduces input gradients under the product that gives the
     weight gradient. A stack may also run gathers and reduce-scatters under their products, in
-    pieces. `alone` is the reader's compute; each of two products takes half of its backward.
+    pieces. `alone` is the reader's compute; each of two products takes half of its backward. A
+    frozen product gathers nothing again, and no second product hides its all-reduce, as in
+    Megatron-LM's LinearWithFrozenWeight.
     """
     if edge.source == edge.target == edge.gradient:
         return FREE
-    gradient_s = alone.backward.value_s / 2
+    is_frozen = bool(edge.reader.parameters) and not edge.reader.trained
+    gradient_s = alone.backward.value_s / (1 if is_frozen else 2)
     read = inside.moved(edge.tensor, edge.source, edge.target)
+    forward = inside.beside(read, alone.forward.value_s)
+    if not edge.reader.gradient:
+        return OperatorTime(forward, ZERO)
     returned = inside.moved(edge.tensor, edge.gradient, edge.source)
     backward = ZERO
-    if edge.gathers(inside.degrees) and edge.reader.saved:
+    if edge.gathers(inside.degrees) and edge.reader.saved and not is_frozen:
         backward += inside.under(read, gradient_s)
     if _whole_where_partial(edge.gradient, edge.source):
-        asynchronous = inside.stack.async_tensor_parallel
+        asynchronous = inside.stack.async_tensor_parallel and not is_frozen
         backward += inside.under(returned, gradient_s) if asynchronous else returned
     else:
         backward += inside.beside(returned, gradient_s)
-    return OperatorTime(inside.beside(read, alone.forward.value_s), backward)
+    return OperatorTime(forward, backward)
 
 
 def own_communication(
@@ -172,10 +178,14 @@ def own_communication(
     the ranks of their experts, and has attention read sequences that ranks divide.
     """
     if operator.exchanged is not None:
-        return _exchange_time(operator, operator.exchanged, sharding, inside)
-    if operator.kind is OperatorKind.ATTENTION and sharding.cp > 1:
-        return context_time(operator, sharding, alone, inside.machine)
-    return FREE if sharding.ranks == 1 else _ending_time(operator, sharding, alone, inside)
+        time = _exchange_time(operator, operator.exchanged, sharding, inside)
+    elif operator.kind is OperatorKind.ATTENTION and sharding.cp > 1:
+        time = context_time(operator, sharding, alone, inside.machine)
+    elif sharding.ranks == 1:
+        return FREE
+    else:
+        time = _ending_time(operator, sharding, alone, inside)
+    return time if operator.gradient else OperatorTime(time.forward, ZERO)
 
 
 def _ending_time(
@@ -221,9 +231,10 @@ def leaving_time(layer: LayerClass, sharding: Sharding, inside: StageAxes) -> Op
     left = leaving_tensor(layer, sharding)
     if left is None or layer.kind is LayerKind.HEAD or left[1] == sharding.boundary:
         return FREE
+    back = inside.moved(left[0], sharding.boundary, left[1])
     return OperatorTime(
         inside.moved(left[0], left[1], sharding.boundary),
-        inside.moved(left[0], sharding.boundary, left[1]),
+        back if layer.operators[-1].gradient else ZERO,
     )
 
 

@@ -85,6 +85,7 @@ class LayerStates:
     buffers      ZeRO's buffers by stage, one for each group of parameters
     step_copies  fp32 copies for the optimizer's step
     host         on the host for this rank
+    frozen       gathered frozen parameters of the current and the prefetched layer at stage 3
     """
 
     states: StateBytes
@@ -92,6 +93,7 @@ class LayerStates:
     buffers: tuple[tuple[int, int], ...]
     step_copies: int
     host: int = 0
+    frozen: int = 0
 
     @property
     def zero_buffer(self) -> int:
@@ -101,12 +103,13 @@ class LayerStates:
         after the other at the end of the step.
         """
         after = max((size for stage, size in self.buffers if stage < 2), default=0)
-        return max(after, sum(size for stage, size in self.buffers if stage >= 2))
+        return max(after, self.frozen + sum(size for stage, size in self.buffers if stage >= 2))
 
     @property
     def gathered_bytes(self) -> float:
         """Bytes of the buffers that hold gathered parameters in a backward pass."""
-        return sum(2 * (size / ZERO_3_COPIES) for stage, size in self.buffers if stage == 3)
+        trained = sum(2 * (size / ZERO_3_COPIES) for stage, size in self.buffers if stage == 3)
+        return self.frozen + trained
 
     @property
     def reduced_bytes(self) -> float:
@@ -176,6 +179,8 @@ class LayerPriceCache(LayerTimes):
     ) -> DataParallelTime:
         def moves(group: ParameterGroup) -> DataParallelMoves:
             parameters, states = group.parameters, self._state_sharding(mesh, group)
+            if group.zero < 3:
+                parameters = parameters.trained
             return self._once(
                 ("dp moves", parameters, mesh, group.zero > 0, group.offloaded),
                 lambda: data_parallel_moves(parameters, mesh, states, self.machine, self.training),
@@ -218,15 +223,20 @@ class LayerPriceCache(LayerTimes):
 
         def make() -> LayerStates:
             states = StateBytes()
-            owned = host = 0
+            owned = host = frozen = 0
             buffers: list[tuple[int, int]] = []
             for group in groups:
                 sharded = self._state_sharding(mesh, group)
                 states += held_states(group.parameters.each, sharded, self.training)
                 shards = sharded.shards if group.zero else 1
-                updated = group.parameters.owned(shards, with_tied=sharded.with_tied)
+                trained = group.parameters.trained
+                updated = trained.owned(shards, with_tied=sharded.with_tied)
                 owned += updated
-                buffer = self._zero_buffer(group.parameters, mesh, sharded)
+                buffer = self._zero_buffer(trained, mesh, sharded) if trained.each else 0
+                if group.zero == 3 and mesh.replicas > 1:
+                    frozen += 2 * group.parameters.frozen_bytes(
+                        self.training, with_tied=sharded.with_tied
+                    )
                 if group.offloaded:
                     buffer += COPIED_BYTES * updated
                     host += HOST_STATE_BYTES * updated
@@ -239,6 +249,7 @@ class LayerPriceCache(LayerTimes):
                 buffers=tuple(buffers),
                 step_copies=step_copy_bytes(owned, self.training),
                 host=host,
+                frozen=frozen,
             )
 
         return self._once(("states", kind, mesh, groups, self.offloads_states), make)

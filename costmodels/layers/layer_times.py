@@ -112,13 +112,13 @@ class LayerTimes(ModelLayers):
     def waiting_bytes(self, kind: LayerKey, micro_batch_size: int, sharding: Sharding) -> float:
         """Bytes that a layer holds between the gradients of its input and of its weights.
 
-        They are held besides the stash: the gradients of the outputs of operators with weights, as
-        torch.distributed.pipelining stores them.
+        They are held besides the stash: the gradients of the outputs of operators with trained
+        weights, as torch.distributed.pipelining stores them.
         """
 
         def make() -> float:
             layer = self.divided_layer(kind, micro_batch_size, sharding)
-            weighty = (op for op in layer.operators if op.parameters)
+            weighty = (op for op in layer.operators if op.trained)
             return float(
                 sum(
                     sharding.local_bytes(out, sharding.place_inside(op, out))

@@ -19,12 +19,14 @@ from parplan.costmodels.layers.chunked_layer import (
 from parplan.costmodels.layers.data_parallel import (
     shared_reduction,
 )
+from parplan.costmodels.layers.model_states import ideal_states
 from parplan.costmodels.layers.recompute import (
     RecomputedOperators,
 )
 from parplan.costmodels.operators.host_launch import measured_layout_costs
 from parplan.costmodels.operators.kernels import fused_kernel_of
 from parplan.costmodels.operators.sharding import ALL_TOKENS, Sharding, TokenPart
+from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.models.operator_graph import LayerClass, LayerKey, Tensor
 from parplan.profiles.models.spec import Precision, TrainingSpec
@@ -58,7 +60,8 @@ class ModelLayers(ABC):
     chunking    how a device holds chunks in layouts with chunks; no other price depends on it
     ends        the shardings of embedding and head where they are not those of a layout
 
-    Raises ConfigError where the stack has no kernel for the chosen attention.
+    Raises ConfigError where the stack has no kernel for the chosen attention, or the host would
+    hold states of a model that is fine-tuned.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class ModelLayers(ABC):
     ) -> None:
         if training.attention is AttentionKernel.FLASH:
             fused_kernel_of(training.stack, machine.cluster.device)
+        _require_states_on_device(training, offload)
         self.training = training
         self.machine = machine
         self.zero_ranks = zero_ranks
@@ -132,6 +136,22 @@ class ModelLayers(ABC):
     @abstractmethod
     def num_parameters(self) -> int:
         """Parameters of the model, each counted once."""
+
+    @property
+    def num_trained_parameters(self) -> int:
+        """Parameters that have gradients."""
+        return self.num_parameters
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Bytes of one copy of the frozen parameters."""
+        return 0
+
+    def ideal_states(self, ranks: int) -> tuple[float, float, float]:
+        """Parameter, gradient and optimizer bytes of one copy of the model over `ranks` ranks."""
+        return ideal_states(
+            self.num_trained_parameters, ranks, self.training, frozen=self.frozen_bytes
+        )
 
     @property
     @abstractmethod
@@ -279,3 +299,13 @@ class ModelLayers(ABC):
     def gradients_on_host(self) -> bool:
         """True if gradients of layers are summed on the host, micro-batch by micro-batch."""
         return bool(self.offload)
+
+
+def _require_states_on_device(training: TrainingSpec, offload: tuple[Offload, ...]) -> None:
+    """Raises ConfigError where the host would hold states of a model that is fine-tuned."""
+    states = [str(each) for each in offload if each is not Offload.ACTIVATIONS]
+    if training.fine_tuning is not None and states:
+        raise ConfigError(
+            f"--offload {','.join(states)}: states stay on the device where a model is fine-tuned",
+            hint="leave it out, or allow activations alone",
+        )

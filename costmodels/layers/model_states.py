@@ -18,8 +18,9 @@ Held during a step, bytes per parameter, D data-parallel ranks:
 
 with g = 4 for fp32 gradients and 2 otherwise, and 8 bytes of moments by AdamW; other optimizers
 have other moments (costmodels/operators/optimizers.py). Some stacks hold further whole copies of
-the gradients (`gradient_copy_bytes`). Source: Rajbhandari et al. 2020, arXiv 1910.02054, for the
-ZeRO stages; FSDP2 of torch 2.13 for resident bytes.
+the gradients (`gradient_copy_bytes`). A frozen parameter has neither gradients nor states: it has
+its weights alone, whole at ZeRO 0 to 2 and one D-th at ZeRO 3 (EQUATIONS F3). Source: Rajbhandari
+et al. 2020, arXiv 1910.02054, for the ZeRO stages; FSDP2 of torch 2.13 for resident bytes.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from parplan.costmodels.operators.kernels import FP32_BYTES
+from parplan.costmodels.operators.operator_kernels import SCALED_ELEMENTS
 from parplan.costmodels.operators.optimizers import OPTIMIZERS, WholeTensor, moments_bytes
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.profiles.models.operator_graph import (
@@ -110,6 +113,8 @@ class LocalParameter:
     summed_axes  axes inside a stage over which the gradient of a matrix is a sum
     whole        the tensor before any division
     matrices     the matrices of `whole` that lie here, or parts of which lie here
+    trained      it has a gradient and optimizer states
+    quantised    it is frozen in 8 bits
     """
 
     shape: tuple[int, ...]
@@ -120,6 +125,8 @@ class LocalParameter:
     summed_axes: tuple[int, ...]
     whole: WholeTensor
     matrices: int = 1
+    trained: bool = True
+    quantised: bool = False
 
     @property
     def elements(self) -> int:
@@ -147,6 +154,19 @@ class LocalParameters:
     each: tuple[LocalParameter, ...]
     degrees: tuple[int, ...]
 
+    @property
+    def trained(self) -> LocalParameters:
+        """The parameters that have gradients."""
+        return self._those(trained=True)
+
+    @property
+    def frozen(self) -> LocalParameters:
+        return self._those(trained=False)
+
+    def _those(self, *, trained: bool) -> LocalParameters:
+        chosen = tuple(each for each in self.each if each.trained == trained)
+        return self if len(chosen) == len(self.each) else _alike(chosen, self.degrees)
+
     def owned(
         self, shards: int = 1, *, with_tied: bool = True, of_experts: bool | None = None
     ) -> int:
@@ -156,6 +176,16 @@ class LocalParameters:
             chunk_elements(parameter.shape, parameter.sharers(shards))
             for parameter in parameters
             if with_tied or not parameter.tied
+        )
+
+    def frozen_bytes(
+        self, training: TrainingSpec, *, with_tied: bool = True, of_experts: bool | None = None
+    ) -> int:
+        """Bytes of the frozen parameters on one tensor-parallel rank."""
+        return sum(
+            frozen_bytes(each.elements, training, quantised=each.quantised)
+            for each in self.frozen.each
+            if of_experts in (None, each.of_experts) and (with_tied or not each.tied)
         )
 
     def held_alike(self, *, of_experts: bool) -> list[LocalParameter]:
@@ -188,12 +218,14 @@ def _local(
             sharding.tp if parameter.of_experts else 1,
             parameter.of_experts,
             sharding.summed_axes(operator, parameter)
-            if sums_weights and len(parameter.dims) > 1
+            if sums_weights and parameter.trained and len(parameter.dims) > 1
             else (),
             whole_tensor(operator, parameter),
             -(-parameter.shape[0] // sharding.parts(operator, parameter.dims[0].name))
             if parameter.of_experts
             else 1,
+            parameter.trained,
+            parameter.quantised,
         )
         for parameter in operator.parameters
     )
@@ -215,9 +247,14 @@ def local_parameters(
 ) -> LocalParameters:
     """Returns the parameters of `layer` on one tensor-parallel rank, or of its operators `names`.
 
-    Megatron's sharding sums gradients of weights inside a stage only in layers with experts.
+    Megatron's sharding sums gradients of weights inside a stage only in layers with experts or
+    adapters.
     """
-    sums_weights = bool(sharding.own) or layer.has_experts
+    sums_weights = (
+        bool(sharding.own)
+        or layer.has_experts
+        or any(operator.is_adapter for operator in layer.operators)
+    )
     each = (
         _local(op, sharding, sums_weights=sums_weights)
         for op in layer.operators
@@ -263,6 +300,13 @@ def states_of(
         return StateBytes(parameters, gradients, moments)
     parameters = training.precision.num_bytes * gathered
     return StateBytes(parameters, gradients, MASTER_BYTES * updated + moments)
+
+
+def frozen_bytes(elements: int, training: TrainingSpec, *, quantised: bool) -> int:
+    """Bytes of frozen weights: in the training's precision, or in 8 bits with their scales."""
+    if quantised:
+        return elements + FP32_BYTES * -(-elements // SCALED_ELEMENTS)
+    return training.precision.num_bytes * elements
 
 
 def offloaded_states(elements: int, zero: int, training: TrainingSpec) -> StateBytes:
@@ -330,11 +374,18 @@ def held_states(
     """
     elements: dict[int, int] = {}
     owned: dict[int, int] = {}
+    frozen = 0
     moments: dict[int, int] = {}
     for parameter in parameters:
         if states.with_tied or not parameter.tied:
             same = parameter.holders(states.shards)
             index = dp_rank * same // states.shards  # neighbours hold different experts
+            if not parameter.trained:
+                held = parameter.elements
+                if states.zero == 3:
+                    held = chunk_elements(parameter.shape, same, index)
+                frozen += frozen_bytes(held, training, quantised=parameter.quantised)
+                continue
             shard = chunk_shape(parameter.shape, same, index)
             updated = shard if states.zero else parameter.shape
             elements[same] = elements.get(same, 0) + parameter.elements
@@ -342,7 +393,7 @@ def held_states(
             moments[same] = moments.get(same, 0) + moments_bytes(
                 training.optimizer, updated, parameter.whole
             )
-    total = StateBytes()
+    total = StateBytes(frozen)
     for same, number in elements.items():
         stage = states.zero if same > 1 or states.offloaded else 0
         if states.offloaded:
@@ -382,12 +433,17 @@ def owned_parameters(
 
 
 def ideal_states(
-    num_parameters: int, ranks: int, training: TrainingSpec, moments: int | None = None
+    num_parameters: int,
+    ranks: int,
+    training: TrainingSpec,
+    moments: int | None = None,
+    frozen: float = 0.0,
 ) -> tuple[float, float, float]:
     """Parameter, gradient and optimizer bytes per rank without redundancy (EQUATIONS R2).
 
-    They are divided over `ranks` ranks. In mixed precision the fp32 master is the one copy of the
-    weights, so the ideal has no 16-bit copy besides.
+    They are divided over `ranks` ranks: those of trained parameters, and the bytes of `frozen`
+    ones. In mixed precision the fp32 master is the one copy of the trained weights, so the ideal
+    has no 16-bit copy besides.
 
     moments: bytes of one copy of the moments; None for the least of any parameters of that number
     """
@@ -396,9 +452,13 @@ def ideal_states(
     if moments is not None and num_parameters:
         width = moments / num_parameters
     if training.precision is Precision.FP32:
-        return 4 * share, training.gradient_precision.num_bytes * share, width * share
+        return (
+            4 * share + frozen / ranks,
+            training.gradient_precision.num_bytes * share,
+            width * share,
+        )
     return (
-        0.0,
+        frozen / ranks,
         training.gradient_precision.num_bytes * share,
         (MASTER_BYTES + width) * share,
     )
@@ -409,8 +469,14 @@ def ideal_states_of(
 ) -> tuple[float, float, float]:
     """Returns `ideal_states` of `parameters`, which no rank divides; tied ones count elsewhere."""
     counted = [parameter for parameter in parameters if not parameter.tied]
-    moments = sum(moments_bytes(training.optimizer, p.shape, p.whole) for p in counted)
-    return ideal_states(sum(p.elements for p in counted), ranks, training, moments)
+    frozen = sum(
+        frozen_bytes(each.elements, training, quantised=each.quantised)
+        for each in counted
+        if not each.trained
+    )
+    trained = [parameter for parameter in counted if parameter.trained]
+    moments = sum(moments_bytes(training.optimizer, p.shape, p.whole) for p in trained)
+    return ideal_states(sum(p.elements for p in trained), ranks, training, moments, frozen)
 
 
 def operators_ideal_states(

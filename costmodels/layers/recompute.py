@@ -307,15 +307,18 @@ def backward_bytes(layer: LayerClass, sharding: Sharding, stack: Stack) -> Itera
 def gradient_bytes(operator: Operator, sharding: Sharding, stack: Stack) -> int:
     """Gradients of the operator's inputs, outputs and parameters.
 
-    Stored scores have two, after and before the softmax.
+    Stored scores have two, after and before the softmax. A frozen parameter has none, and one in 8
+    bits is there in 16 bits instead. Without a backward pass the bytes are those of the forward
+    pass: inputs and outputs.
     """
     inputs = sum(sharding.tensor_bytes(operator, tensor) for tensor in operator.inputs)
     outputs = sum(
         sharding.local_bytes(tensor, sharding.place_inside(operator, tensor))
         for tensor in operator.outputs
     )
+    has_weights = operator.trained or any(p.quantised for p in operator.parameters)
     parameters: int = addable(
-        sharding.parameter_elements(operator)
+        (sharding.parameter_elements(operator) if has_weights else 0)
         * max((t.element_bytes for t in operator.outputs), default=0)
     )
     scores = next((sharding.tensor_bytes(operator, t) for t in operator.saved if t.has("keys")), 0)

@@ -46,7 +46,7 @@ from parplan.profiles.machines.curves import (
 )
 from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.machines.speeds import ASSUMED_GROUPED, Compute, PassCurves
-from parplan.profiles.models.operator_graph import PRODUCTS, Operator
+from parplan.profiles.models.operator_graph import Operator
 from parplan.profiles.models.spec import FP8, Precision, TrainingSpec
 from parplan.profiles.provenance import ZERO, Kind, Seconds
 
@@ -122,7 +122,7 @@ def operator_time(
             time = time + Seconds(host_s, Kind.INTERPOLATED)
         return machine.corrected(cause, time)
 
-    gradients = 2 if operator.kind in PRODUCTS else 1
+    gradients = int(operator.gradient) + int(operator.gradient and operator.weight_gradient)
     divided_forward_s = divided_backward_s = 0.0
     layout_cost = measured_layout_costs(machine, training.stack)
     if layout_cost is not None:

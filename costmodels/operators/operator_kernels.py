@@ -28,6 +28,8 @@ from parplan.profiles.models.operator_graph import Attention, Operator, Operator
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import AttentionKernel
 
+SCALED_ELEMENTS = 64  # 8-bit elements that share an fp32 scale, as in QLoRA, arXiv 2305.14314
+QUANTISED_BYTES = 1 + FP32_BYTES / SCALED_ELEMENTS  # of an element with its part of the scale
 TABLE_PASSES = 3  # over the gradient of an embedding table: zeroed, read and written
 
 
@@ -59,7 +61,26 @@ def operator_kernels(
     sizes    a sharding, or several, whose kernels have arrays of sizes
     """
     kernels = _KERNELS[operator.kind](operator, sizes, training)
-    return kernels if operator.gradient else OperatorKernels(kernels.forward, ())
+    unpacked = _dequantised(operator, sizes, training)
+    forward = (*unpacked, *kernels.forward)
+    if not operator.gradient:
+        return OperatorKernels(forward, ())
+    weights = kernels.weights if operator.weight_gradient else ()
+    return OperatorKernels(forward, (*unpacked, *kernels.inputs), weights)
+
+
+def _dequantised(
+    operator: Operator, sizes: LocalSizes, training: TrainingSpec
+) -> tuple[Kernel, ...]:
+    """The kernel that writes a frozen 8-bit weight in 16 bits before each product (EQUATIONS F2).
+
+    It reads the weight with its scales and writes a temporary copy, forward and backward.
+    """
+    if not any(parameter.quantised for parameter in operator.parameters):
+        return ()
+    element_bytes = QUANTISED_BYTES + training.precision.num_bytes
+    n_bytes = element_bytes * sizes.parameter_elements(operator)
+    return (StreamKernel("dequantisation", "elementwise", FORWARD, n_bytes),)
 
 
 def _accumulated_bytes(training: TrainingSpec) -> int:

@@ -26,11 +26,11 @@ from parplan.costmodels.communication.collectives import (
     collective_time,
 )
 from parplan.costmodels.communication.mesh import place_axis
-from parplan.costmodels.layers.model_states import ideal_states
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.price_cache import PriceCache
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.operator_graph import LayerKey, OperatorKind
+from parplan.profiles.models.spec import Precision
 
 WHOLE = Sharding()
 BACKWARD = 2  # passes of communication in the backward pass for one in the forward pass
@@ -118,10 +118,11 @@ class SchemeCase:
 
     def states_bytes(self, ranks: int) -> float:
         """Bytes of the states over `ranks` devices, with a 16-bit copy of the parameters."""
-        training, parameters = self.price_cache.training, self.price_cache.num_parameters
-        ideal = ideal_states(parameters, ranks, training)
-        copied_bytes = training.precision.num_bytes * parameters / ranks if ideal[0] == 0.0 else 0.0
-        return sum(ideal) + copied_bytes
+        training = self.price_cache.training
+        copied = training.precision is not Precision.FP32
+        parameters = self.price_cache.num_trained_parameters if copied else 0
+        ideal = self.price_cache.ideal_states(ranks)
+        return sum(ideal) + training.precision.num_bytes * parameters / ranks
 
     def gathered_s(self, num_bytes: float, degree: int, stride: int) -> float:
         """Seconds to gather `num_bytes`, or to reduce and scatter them, over one axis."""
@@ -170,7 +171,7 @@ def parameter_server(case: SchemeCase) -> SchemeCost:
     """Data parallelism whose workers send gradients to one server and receive parameters."""
     n, training = case.num_devices, case.price_cache.training
     b = case.micro_batch_size // n
-    parameters = case.price_cache.num_parameters
+    parameters = case.price_cache.num_trained_parameters
     sent = training.gradient_precision.num_bytes * parameters
     received = training.precision.num_bytes * parameters
     nic = case.price_cache.machine.cluster.nic

@@ -210,7 +210,8 @@ def layer_moves(
     left = leaving_tensor(layer, sharding)
     if left is not None and layer.kind.role is not LayerKind.HEAD:
         yield from _moved(left[0], left[1], sharding.boundary, sharding)
-        yield from _moved(left[0], sharding.boundary, left[1], sharding)
+        if layer.operators[-1].gradient:
+            yield from _moved(left[0], sharding.boundary, left[1], sharding)
 
 
 def forward_moves(
@@ -239,8 +240,11 @@ def backward_moves(
     layer: LayerClass, operator: Operator, sharding: Sharding
 ) -> Iterator[RedistributionStep]:
     """Yields the collectives of gradients, and of gathered inputs that a weight gradient needs."""
+    if not operator.gradient:
+        return
     for edge in _edges(layer, operator, sharding):
-        if edge.gathers(sharding.degrees) and operator.saved:
+        is_frozen = bool(operator.parameters) and not operator.trained
+        if edge.gathers(sharding.degrees) and operator.saved and not is_frozen:
             yield from _moved(edge.tensor, edge.source, edge.target, sharding)
         yield from _moved(edge.tensor, edge.gradient, edge.source, sharding)
     if operator.kind is OperatorKind.CROSS_ENTROPY:
@@ -286,10 +290,12 @@ def _summed_inside(
     (`parplan.costmodels.layers.data_parallel.summed_inside`)
     """
     sharding = layout.sharding_of(choice)
-    for operator in layer.operators if sharding.own else ():
+    sums = bool(sharding.own) or any(operator.is_adapter for operator in layer.operators)
+    for operator in layer.operators if sums else ():
         shards = price_cache.shards(layout.mesh) if choice.zero_of(operator.name) else 1
         for parameter in operator.parameters if operator.kind in SUMMED else ():
-            if len(parameter.dims) > 1 and sharding.summed_axes(operator, parameter):
+            is_matrix = parameter.trained and len(parameter.dims) > 1
+            if is_matrix and sharding.summed_axes(operator, parameter):
                 elements = math.prod(sharding.parameter_shape(operator, parameter))
                 yield -(-elements // shards) * FP32_BYTES
 
@@ -317,13 +323,18 @@ def _add_data_parallel(
             alike = group.parameters.held_alike(of_experts=bool(of_experts))[0]
             near = alike.holders(shards) if group.zero else 1
             whole, owned = (
-                group.parameters.owned(parts, with_tied=mesh.pp > 1, of_experts=of_experts)
+                group.parameters.trained.owned(parts, with_tied=mesh.pp > 1, of_experts=of_experts)
                 for parts in (1, shards)
             )
-            if whole and near > 1:
-                gathered = price_cache.training.precision.num_bytes * whole
-                reduced = _gradient_bytes(whole, price_cache)
+            gathered = price_cache.training.precision.num_bytes * whole
+            if group.zero == 3:
+                gathered += group.parameters.frozen_bytes(
+                    price_cache.training, with_tied=mesh.pp > 1, of_experts=of_experts
+                )
+            if gathered and near > 1:
                 tally.add(axis, Collective.ALL_GATHER, gathered, gathers)
+            if whole and near > 1:
+                reduced = _gradient_bytes(whole, price_cache)
                 tally.add(axis, Collective.REDUCE_SCATTER, reduced, reductions)
             if whole and alike.holders(mesh.replicas) > near:
                 tally.add(axis, Collective.ALL_REDUCE, _gradient_bytes(owned, price_cache))

@@ -205,7 +205,7 @@ def observed(trainer: T, gradients_of: Callable[[T], dict[str, Tensor]]) -> Resu
 
 
 def whole_gradients(trainer: Trainer) -> dict[str, Tensor]:
-    """Return the gradients of this rank's parameters by name.
+    """Return the gradients of this rank's trained parameters by name.
 
     Gradients are gathered over the data and tensor parallel ranks. A rank returns those gradients
     in chunks that it owns.
@@ -217,7 +217,7 @@ def whole_gradients(trainer: Trainer) -> dict[str, Tensor]:
         name.replace(_CHECKPOINT_PREFIX, ""): parameter.grad
         for stage in trainer.pipeline.stages
         for name, parameter in stage.body.named_parameters(remove_duplicate=False)
-        if parameter not in in_chunks
+        if parameter.requires_grad and parameter not in in_chunks
     }
     return {
         name: (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).clone()
@@ -314,6 +314,7 @@ def run_reference(plan: Plan) -> TrainingOutcome:
             first = {
                 name: parameter.grad.clone()
                 for name, parameter in layers.named_parameters(remove_duplicate=False)
+                if parameter.requires_grad
             }
         norms.append(nn.utils.clip_grad_norm_(layers.parameters(), OPTIONS.clip_gradients).item())
         optimizer.step()

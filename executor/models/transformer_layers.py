@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from parplan.executor.context.context_attention import Context
 from parplan.executor.context.zigzag import part_of
+from parplan.executor.models.adapters import adapted, add_adapters, freeze
 from parplan.executor.models.expert_exchange import EP, ETP, ExpertRanks
 from parplan.executor.models.loss import Loss
 from parplan.executor.models.mixture_of_experts import (
@@ -31,11 +32,13 @@ from parplan.executor.models.mixture_of_experts import (
 )
 from parplan.executor.tensors import local
 from parplan.profiles.models.blocks import BlockRun
-from parplan.profiles.models.operator_graph import LayerKind
+from parplan.profiles.models.operator_graph import LayerClass, LayerKind
 from parplan.profiles.models.spec import ModelSpec, Norm, Positions, TrainingSpec
+from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.stack import AttentionKernel
 
 INIT_STD = 0.02  # GPT-2, Radford et al. 2019
+ZERO_AT_START = "_lora_b.weight"  # the second matrix of an adapter
 
 
 class Linear(nn.Linear):
@@ -381,9 +384,9 @@ class Block(nn.Module):
 
     def attend(self, x: Tensor) -> Tensor:
         """Returns the attention branch of `x`, which the residual adds."""
-        if hasattr(self, "rotary"):
-            return self.attention_out(self.attention(self.rotary(self.qkv(self.norm1(x)))))
-        return self.attention_out(self.attention(self.qkv(self.norm1(x))))
+        rotate = self.rotary if hasattr(self, "rotary") else _unchanged
+        context = self.attention(rotate(adapted(self, "qkv", self.norm1(x))))
+        return adapted(self, "attention_out", context)
 
     def feed_forward(self, x: Tensor) -> Tensor:
         """Returns the branch of the feed-forward network or of the mixture."""
@@ -392,7 +395,7 @@ class Block(nn.Module):
             return self.expert_sum(self.mixture(normed), self.shared_experts(normed))
         if hasattr(self, "mixture"):
             return self.mixture(normed)
-        return self.fc2(self.activation(self.fc1(normed)))
+        return adapted(self, "fc2", self.activation(adapted(self, "fc1", normed)))
 
     def shared_experts(self, x: Tensor) -> Tensor:
         """Returns the output of the network beside the experts."""
@@ -400,6 +403,10 @@ class Block(nn.Module):
             fed = self.shared_fc2(self.shared_activation(self.shared_fc1(x)))
             return self.shared_gated(fed, self.shared_gate(x))
         return self.shared_fc2(self.shared_activation(self.shared_fc1(x)))
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
 
 
 class Head(nn.Module):
@@ -452,6 +459,10 @@ def build_layer(
         LayerKind.BLOCK: lambda: Block(model, training, kind_of_block, ranks),
         LayerKind.HEAD: lambda: Head(model),
     }[kind]()
+    if training.fine_tuning is not None:
+        tuned = _described(model, training, index)
+        with torch.device("meta"):
+            add_adapters(layer, tuned, Linear)
     _materialize(layer, device)
     of_experts = {parameter for each in grouped_of(layer) for parameter in each.parameters()}
     for name, parameter in layer.named_parameters():
@@ -464,7 +475,14 @@ def build_layer(
     if ranks is not None:
         divide_experts(layer, ranks)
     mark_biases(layer)
+    if training.fine_tuning is not None:
+        freeze(layer, tuned)
     return layer
+
+
+def _described(model: ModelSpec, training: TrainingSpec, index: int) -> LayerClass:
+    graph = build_graph(model, training, 1)
+    return graph.layer_class(graph.key(index))
 
 
 @torch.no_grad()
@@ -498,7 +516,13 @@ def _materialize(layer: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def _init(parameter: Tensor, key: str) -> None:
-    """Fills matrices and tables with normal values, norm weights with ones, biases with zeros."""
+    """Fills matrices and tables with normal values, norm weights with ones, biases with zeros.
+
+    The second matrix of an adapter is zero, so that training starts at the base model.
+    """
+    if key.endswith(ZERO_AT_START):
+        parameter.zero_()
+        return
     if parameter.ndim == 1:
         parameter.fill_(0.0 if key.endswith("bias") else 1.0)
         return

@@ -71,7 +71,7 @@ class RankPipeline:
         """Returns the parameters that this rank updates outside of chunks: shards between steps."""
         apart = set(self.chunks.parameters) if self.chunks is not None else set()
         in_order = dict.fromkeys(p for stage in self.stages for p in stage.parameters())
-        return [parameter for parameter in in_order if parameter not in apart]
+        return [each for each in in_order if each.requires_grad and each not in apart]
 
     @property
     def in_flight(self) -> dict[int, int]:
@@ -106,7 +106,7 @@ class RankPipeline:
         copies = [
             local(weight.grad)
             for stage in self.stages
-            if self.tied and (weight := stage.tied_weight()) is not None
+            if self.tied and (weight := stage.tied_weight()) is not None and weight.requires_grad
         ]
         if len(copies) == 2:
             copies[0].add_(copies[1])

@@ -378,7 +378,7 @@ def _recipes(plan: Plan, placed: PlacedLayer, ranks: RankPlace, host: HostCopies
         divided = ranks.tp_mesh is not None or placed.plan.divides_over_data
         return Recipes() if divided else None
     graph = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size)
-    layer = graph.layer_class(placed.kind)
+    layer = graph.layer_class(graph.key(placed.index))
     layer_plan = placed.plan
     offload = HostOffload(layer_plan.keep_on_host, layer, layer_plan.recompute, host)
     return Recipes(on_host=offload)

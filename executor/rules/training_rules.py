@@ -85,6 +85,35 @@ def rotary_pairs(plan: Plan) -> Iterator[Refusal]:
 
 
 @rule(
+    why="the executor trains part of its own dense models, and holds frozen weights as they "
+    "compute; peft's adapters of a Hugging Face module are not run",
+    action="train all of the model, or leave out what it says",
+)
+def fine_tuning(plan: Plan) -> Iterator[Refusal]:
+    tuning = plan.training.fine_tuning
+    if tuning is None:
+        return
+    if tuning.base_bits == 8:
+        sixteen = replace(tuning, base_bits=16)
+        yield Refusal(
+            problem="training: fine_tuning has base_bits 8",
+            action="set base_bits to 16",
+            nearest=replace(plan, training=replace(plan.training, fine_tuning=sixteen)),
+        )
+    if plan.model.num_experts:
+        yield Refusal(
+            problem="training: fine_tuning of a model with experts",
+            action="run it in the framework whose stack it was priced for",
+        )
+    if plan.module is not None:
+        yield Refusal(
+            problem="training: fine_tuning of a module that is not the executor's own",
+            action="set module to null",
+            nearest=replace(plan, module=None),
+        )
+
+
+@rule(
     why="states on the host are updated there by Adam alone, and a module that is not parplan's "
     "does not say which of its tensors are tables and experts",
     action="use adam",
@@ -118,6 +147,7 @@ def dropless(plan: Plan) -> Iterator[Refusal]:
 TRAINING = (
     model_parts,
     fp8,
+    fine_tuning,
     gradient_precision,
     positions_rule,
     rotary_pairs,

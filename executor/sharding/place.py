@@ -201,7 +201,9 @@ def _place_operator(
         return
     if axes.tp is not None and output[-1] in TOKENS:
         module.summed_over_tp = tuple(
-            name for name, over in weights.items() if over[-1] == Replicate()
+            name
+            for name, over in weights.items()
+            if over[-1] == Replicate() and module.get_parameter(name).requires_grad
         )
         if isinstance(module, MixtureOfExperts):
             module.sum_over_tensor_parallel()
@@ -263,7 +265,8 @@ def _place_parameters(
             # src_data_rank=None: every rank made the same values, so nothing is broadcast
             on_mesh = over[-mesh.ndim :]
             shard = distribute_tensor(parameter.data, mesh, on_mesh, src_data_rank=None)
-            module.register_parameter(name, nn.Parameter(shard))
+            trained = parameter.requires_grad
+            module.register_parameter(name, nn.Parameter(shard, requires_grad=trained))
     if over_data:
         module.divided_over_data = tuple(over_data)
     return placements

@@ -183,6 +183,7 @@ class RankPlace:
             copies=self.copies_mesh(num_shards) if zero else None,
             offloaded=Offload.STATES in placed.plan.offload if offloaded is None else offloaded,
             casts_inputs=casts_inputs,
+            fine_tuned=plan.training.fine_tuning is not None,
         )
         shard_unit(unit, plan.training.precision)
         return unit

@@ -47,6 +47,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from parplan.executor.models.adapters import frozen_parameters, in_precision
 from parplan.executor.sharding.place import parameters_over_data, parameters_summed_over_tp
 from parplan.executor.tensors import DTYPES, local
 from parplan.profiles.models.spec import Precision
@@ -67,6 +68,7 @@ class Unit:
     offloaded     whether the host holds the shards, their gradients and the optimizer's states
     casts_inputs  whether the inputs of the layers are cast to the compute precision
     over_data     whether it has the parameters that data-parallel ranks divide, or all others
+    fine_tuned    whether frozen parameters are whole and apart below stage 3
     """
 
     layers: tuple[nn.Module, ...]
@@ -77,6 +79,12 @@ class Unit:
     offloaded: bool = False
     casts_inputs: bool = True
     over_data: bool = False
+    fine_tuned: bool = False
+
+    @property
+    def frozen_apart(self) -> dict[nn.Parameter, None]:
+        """The frozen parameters that no FSDP unit manages."""
+        return frozen_parameters(self.layers) if self.fine_tuned and self.zero < 3 else {}
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:
@@ -84,7 +92,12 @@ def compute_dtype(precision: Precision) -> torch.dtype:
 
 
 def shard_unit(unit: Unit, precision: Precision) -> None:
-    """Applies the unit's ZeRO stage; fp32 at stage 0 needs nothing."""
+    """Applies the unit's ZeRO stage; fp32 at stage 0 needs nothing.
+
+    Frozen parameters lie whole on every rank below stage 3, in the precision of their products.
+    """
+    if unit.fine_tuned:
+        in_precision(unit.layers, compute_dtype(precision))
     if precision is Precision.FP32:
         policy = MixedPrecisionPolicy()
     else:
@@ -101,6 +114,9 @@ def shard_unit(unit: Unit, precision: Precision) -> None:
     modules = list(unit.layers) if len(unit.layers) > 1 else unit.layers[0]
     ignored = {parameter for module in unit.apart for parameter in module.parameters()}
     ignored.update(_parameters(unit, others=True))
+    ignored.update(unit.frozen_apart)
+    if unit.fine_tuned and ignored.issuperset(_parameters(unit)):
+        return
     if unit.zero:
         fully_shard(
             modules,
@@ -134,6 +150,8 @@ def shard_root(
     if not managed:
         return
     ignored = {*apart, *(p for unit in units if unit not in managed for p in _parameters(unit))}
+    for unit in managed:
+        ignored.update(unit.frozen_apart)
     fully_shard(body, mesh=dp_mesh, ignored_params=ignored)
     # no layer comes before the first; by default it would gather the last layer of another
     # micro-batch

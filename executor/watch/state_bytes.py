@@ -18,7 +18,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.layers.chunked_layer import state_widths, writes_over_parameters
-from parplan.costmodels.layers.model_states import StateBytes, chunk_shape, states_of, whole_tensor
+from parplan.costmodels.layers.model_states import (
+    StateBytes,
+    chunk_elements,
+    chunk_shape,
+    frozen_bytes,
+    states_of,
+    whole_tensor,
+)
 from parplan.costmodels.operators.optimizers import WholeTensor, moments_bytes
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.executor.placed_layers import (
@@ -58,7 +65,7 @@ def predicted_state_bytes(
         if plan.chunks is not None and layer.kind is LayerKind.BLOCK:
             continue
         shares_weight = layer.kind is LayerKind.HEAD and plan.mesh.pp == 1
-        for operator in graph.layer_class(layer.kind).operators:
+        for operator in graph.layer_class(graph.key(layer.index)).operators:
             for parameter in operator.parameters:
                 if parameter.of_experts:
                     inside = replica * plan.mesh.tp + tp_rank
@@ -105,6 +112,9 @@ def _parameter_states(
     if Offload.LOOKUP in layer.plan.offload:
         on_host = on_host or name in ("tokens", "lm_head")
     shard = replica % shards, shards
+    if not parameter.trained:
+        held = chunk_elements(shape, shards, shard[0]) if zero == 3 else math.prod(shape)
+        return StateBytes(frozen_bytes(held, plan.training, quantised=parameter.quantised))
     return shard_states(shape, shard, zero, plan.training, whole, on_host=on_host)
 
 

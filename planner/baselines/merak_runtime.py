@@ -59,7 +59,7 @@ def overlapped(
         yield from (
             legal_layout
             for legal_layout in levels
-            if not illegal_overlap(legal_layout, price_cache.model)
+            if not illegal_overlap(legal_layout, price_cache.model, price_cache.training)
         )
 
 

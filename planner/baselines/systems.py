@@ -99,7 +99,7 @@ class _Space:
 
     def of(self, price_cache: PriceCache) -> _Space:
         """Returns the same strategies with the classes of the blocks of a model."""
-        if not has_unlike_blocks(price_cache.model):
+        if not has_unlike_blocks(price_cache.model, price_cache.training):
             return self
         return _Space(
             tuple(tuple(with_classes(each, price_cache) for each in group) for group in self.groups)

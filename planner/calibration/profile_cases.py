@@ -257,7 +257,7 @@ def block_cases(workload: ProfiledWorkload, micro_batch_size: int) -> tuple[Case
     """
     model = workload.model
     precision = workload.training.precision.value
-    if model.num_experts or has_unlike_blocks(model):
+    if model.num_experts or has_unlike_blocks(model, workload.training):
         return ()
     seq_length = workload.training.seq_length
     tiny = tiny_model(model)

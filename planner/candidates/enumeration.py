@@ -113,7 +113,7 @@ def illegal_layout(layout: ParallelLayout, model: ModelSpec, training: TrainingS
         )
     if model.num_experts and mesh.tp > 1 and not layout.sequence_parallel:
         return "experts with tp > 1 need sequence parallelism: the ranks send different tokens"
-    return illegal_overlap(layout, model)
+    return illegal_overlap(layout, model, training)
 
 
 def micro_batch_sizes(mesh: Mesh, request: Request | TracedRequest) -> Iterator[int | Pruned]:
@@ -225,7 +225,11 @@ def _levels(layout: ParallelLayout, request: Request) -> Iterator[ParallelLayout
     for level in levels if layout.mesh.tp > 1 else (0,):
         overlapped = replace(layout, tp_overlap=level)
         ban = pins.ban(tp_overlap=level) if layout.mesh.tp > 1 else None
-        reason = f"excluded by --forbid {ban}" if ban else illegal_overlap(overlapped, model)
+        reason = (
+            f"excluded by --forbid {ban}"
+            if ban
+            else illegal_overlap(overlapped, model, request.training)
+        )
         if pins.recompute == (Recompute.FULL,) or pins.recompute_first_stage is not None:
             reason = reason or illegal_full_recompute(level, model)
         yield Pruned(layout_text(overlapped), reason) if reason else overlapped

@@ -13,7 +13,6 @@ import numpy as np
 
 from parplan.costmodels.chunks.chunk_memory import unchunked_prices
 from parplan.costmodels.layers.chunked_layer import writes_over_parameters
-from parplan.costmodels.layers.model_states import ideal_states
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.memory.rank_memory import (
     gradients_come_and_go,
@@ -296,9 +295,7 @@ def in_reach(table: MixTable, limit_bytes: float) -> bool:
     price_cache = table.price_cache
     cluster = price_cache.machine.cluster
     training = price_cache.training
-    parameters, gradients, optimizer = ideal_states(
-        price_cache.graph(1).num_parameters, 1, training
-    )
+    parameters, gradients, optimizer = price_cache.ideal_states(1)
     least = parameters + optimizer + (0.0 if training.stack.frees_gradients else gradients)
     host_bytes = table.host_share_bytes if table.offload else 0.0
     return least <= cluster.num_gpus * (limit_bytes + host_bytes)

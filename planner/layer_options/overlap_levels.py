@@ -19,13 +19,13 @@ from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.deadline import NEVER, Deadline
 from parplan.profiles.models.operator_graph import LayerKind
-from parplan.profiles.models.spec import ModelSpec
+from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.models.transformer import has_unlike_blocks
 
 ROUNDING = 1e-9  # relative: the same sum in another order
 
 
-def illegal_overlap(layout: ParallelLayout, model: ModelSpec) -> str | None:
+def illegal_overlap(layout: ParallelLayout, model: ModelSpec, training: TrainingSpec) -> str | None:
     """Returns why a layout cannot run at its level, or None."""
     if not layout.tp_overlap:
         return None
@@ -39,7 +39,9 @@ def illegal_overlap(layout: ParallelLayout, model: ModelSpec) -> str | None:
             f"{what} is of blocks that end in all-reduces, "
             f"those of {model.name} exchange tokens of experts too"
         )
-    if has_unlike_blocks(model):
+    if training.fine_tuning is not None:
+        return f"{what} is of models whose parameters are all trained"
+    if has_unlike_blocks(model, training):
         return f"{what} is of blocks that are alike, those of {model.name} are of several classes"
     if layout.sequence_parallel:
         return (

@@ -25,7 +25,7 @@ def shortfall(request: Request) -> Shortfall:
 
     Raises OutOfTimeError.
     """
-    if not has_unlike_blocks(request.model):
+    if not has_unlike_blocks(request.model, request.training):
         return alike.shortfall(request)
     head = request.model.num_layers + 1
 
@@ -40,7 +40,7 @@ def least_peak_bytes(request: Request) -> float | None:
 
     Raises OutOfTimeError.
     """
-    if not has_unlike_blocks(request.model):
+    if not has_unlike_blocks(request.model, request.training):
         return alike.least_peak_bytes(request)
     try:
         return sequence.least_peak_bytes(BlockClassPrices(request))
@@ -54,7 +54,7 @@ def enough_gpus(request: Request, limit: float) -> int | None:
     It is the smallest where all blocks are alike, else one of twice as many nodes. Pinned degrees
     other than tp are dropped, as they belong to the requested number. Raises OutOfTimeError.
     """
-    if not has_unlike_blocks(request.model):
+    if not has_unlike_blocks(request.model, request.training):
         return alike.smallest_cluster(request, limit)
     cluster, nodes = request.cluster, request.cluster.nodes
     constraints = replace(request.constraints, pp=None, dp=None)

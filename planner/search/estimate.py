@@ -282,9 +282,10 @@ def _sharded(zero: int, layout: ParallelLayout, price_cache: PriceCache) -> int:
     return zero if layout.mesh.replicas > 1 or price_cache.offloads_states else 0
 
 
-def _check_unlike(model: ModelSpec, layout: ParallelLayout, choices: UniformChoices) -> None:
+def _check_unlike(request: Request, layout: ParallelLayout, choices: UniformChoices) -> None:
     """Raises ConfigError for choices that only models whose blocks are alike have."""
-    if not has_unlike_blocks(model):
+    model = request.model
+    if not has_unlike_blocks(model, request.training):
         return
     kept = choices.keep_on_host or Offload.ACTIVATIONS in choices.offload
     for what, given in (
@@ -331,7 +332,7 @@ def uniform_strategy(
     price_cache: PriceCache,
 ) -> Strategy:
     """Strategy with `blocks[s]` blocks on rank s, all at one recompute level and ZeRO stage."""
-    if has_unlike_blocks(price_cache.model):
+    if has_unlike_blocks(price_cache.model, price_cache.training):
         zero = _sharded(zero, layout, price_cache)
         lengths = {
             stage: len(chunk)
@@ -402,7 +403,7 @@ def estimate_plan(
         _check_rule(rule, layout, choices)
         recompute = Recompute.FULL  # the most of any stage
     _check(layout, blocks, request, recompute)
-    _check_unlike(model, layout, choices)
+    _check_unlike(request, layout, choices)
     _check_holders(layout, highest, choices.zero_ranks)
     _check_offload(offload, chunks, layout.mesh, model)
     in_chunks = () if chunks is None else OFFLOAD_OF[StateLocation.HOST]

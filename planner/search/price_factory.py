@@ -70,12 +70,16 @@ class DescribedFactory(PriceFactory):
     def __init__(self, request: Request, explain: Explain = infeasible_error) -> None:
         self.request, self._explain = request, explain
         self.offload, self.prefer = request.constraints.offload, request.options.prefer
-        searched = searched_offload(request.model)
+        searched = searched_offload(request.model, request.training)
         self.searched = host_contents(searched, request.training.optimizer)
 
     def prices(self, offload: Hosted) -> SearchPrices:
-        make = BlockClassPrices if has_unlike_blocks(self.request.model) else DescribedPrices
+        make = BlockClassPrices if self._unlike else DescribedPrices
         return make(self.request.with_offload(offload))
+
+    @property
+    def _unlike(self) -> bool:
+        return has_unlike_blocks(self.request.model, self.request.training)
 
     def by_operators(self) -> DescribedFactory | None:
         offload, pins = self.offload, self.request.constraints
@@ -90,7 +94,7 @@ class DescribedFactory(PriceFactory):
 
     def unsearched(self) -> tuple[UnsearchedPart, ...]:
         pins, stack = self.request.constraints, self.request.training.stack
-        return unsearched_parts(pins, stack, unlike=has_unlike_blocks(self.request.model))
+        return unsearched_parts(pins, stack, unlike=self._unlike)
 
     def error(self, offload: Hosted) -> InfeasibleError:
         return self._explain(self.request.with_offload(offload))

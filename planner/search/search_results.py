@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from parplan.costmodels.layers.model_states import ideal_states
 from parplan.costmodels.step import StepPrice
 from parplan.costmodels.strategy import Strategy
 from parplan.planner.candidates.branch_and_bound import BranchOutcome, CandidateAnswer
@@ -92,8 +91,7 @@ def memory_first_result(
 
 def one_copy_bytes(prices: SearchPrices) -> float:
     """Bytes of one copy of the states of the model."""
-    price_cache = prices.price_cache
-    return float(sum(ideal_states(price_cache.num_parameters, 1, price_cache.training)))
+    return float(sum(prices.price_cache.ideal_states(1)))
 
 
 def copy_on_hosts(price: StepPrice, prices: SearchPrices) -> float:

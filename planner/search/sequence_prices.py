@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
-from parplan.costmodels.layers.model_states import ideal_states
 from parplan.costmodels.layers.recompute import Recompute, RecomputedOperators
 from parplan.costmodels.schedules.hidden_recompute import hidden_passes
 from parplan.costmodels.schedules.schedule import LAST_KEEPS_ALL, Schedule
@@ -112,9 +111,7 @@ class SequencePrices(SearchPrices):
 
     def in_reach(self, limit_bytes: float) -> bool:
         training = self.price_cache.training
-        parameters, gradients, optimizer = ideal_states(
-            self.price_cache.num_parameters, 1, training
-        )
+        parameters, gradients, optimizer = self.price_cache.ideal_states(1)
         least = parameters + optimizer + (0.0 if training.stack.frees_gradients else gradients)
         cluster = self.price_cache.machine.cluster
         layouts = self.space.layouts

@@ -433,9 +433,7 @@ def lean_step_bytes(layout: ParallelLayout, price_cache: LayerPriceCache) -> flo
 
     They are a share of its part of one copy of the states.
     """
-    return LEAN_STEP * sum(
-        ideal_states(price_cache.num_parameters, layout.mesh.num_ranks, price_cache.training)
-    )
+    return LEAN_STEP * sum(price_cache.ideal_states(layout.mesh.num_ranks))
 
 
 Columns = RankColumns | LocatedColumns | AnyEnds

@@ -38,6 +38,7 @@ _ON_COPIES = (OperatorKind.DISPATCH, OperatorKind.EXPERTS, OperatorKind.COMBINE)
 # products have two gradients, of the input and of the weight
 PRODUCTS = (OperatorKind.MATMUL, OperatorKind.EXPERTS)
 EXPERTS_DIM = "experts"  # the dim of parameters that expert parallelism divides
+ADAPTER_RANK = "rank"  # the dim between the two products of an adapter
 _ROUTED = ("routes", "chosen")  # dims that the operators of a mixture have alone
 EXPERT_WIDTH = "expert_width"  # the dim along which ranks may divide each expert
 
@@ -82,16 +83,20 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """A trained tensor.
+    """A tensor of weights.
 
-    tied    it is the copy that shares its values with the token embedding
-    fused   matrices in one, such as those of query, key and value, each divided by itself
+    tied        it is the copy that shares its values with the token embedding
+    fused       matrices in one, such as those of query, key and value, each divided by itself
+    trained     False: frozen, it has no gradient and no optimizer states
+    quantised   a frozen matrix in 8 bits, with a scale for each block of its elements
     """
 
     name: str
     dims: tuple[Dim, ...]
     tied: bool = False
     fused: int = 1
+    trained: bool = True
+    quantised: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -217,6 +222,21 @@ class Operator:
     @property
     def num_parameters(self) -> int:
         return sum(parameter.num_elements for parameter in self.parameters)
+
+    @property
+    def trained(self) -> bool:
+        """True if it has a trained parameter."""
+        return any(parameter.trained for parameter in self.parameters)
+
+    @property
+    def is_adapter(self) -> bool:
+        """True if it is one of the two products of an adapter."""
+        return any(dim.name == ADAPTER_RANK for dim in self.dims)
+
+    @property
+    def weight_gradient(self) -> bool:
+        """True if it is a product with a gradient of its weight."""
+        return self.kind in PRODUCTS and (self.trained or not self.parameters)
 
 
 class LayerKind(StrEnum):
@@ -364,7 +384,17 @@ class LayerClass:
             for operator in self.operators
             if operator.gradient and operator.kind is not OperatorKind.VIEW
         ]
-        return len(launched) + sum(operator.kind in PRODUCTS for operator in launched)
+        return len(launched) + sum(operator.weight_gradient for operator in launched)
+
+    @property
+    def trained(self) -> bool:
+        """True if it has a trained parameter."""
+        return any(operator.trained for operator in self.operators)
+
+    @property
+    def gradient(self) -> bool:
+        """True if it has a backward pass."""
+        return any(operator.gradient for operator in self.operators)
 
     @property
     def num_parameters(self) -> int:
@@ -468,6 +498,17 @@ class ModelGraph:
             for operator in run.layer.operators
             for parameter in operator.parameters
             if not parameter.tied
+        )
+
+    @cached_property
+    def num_trained_parameters(self) -> int:
+        """Parameters that have gradients; a tied copy counts once."""
+        return sum(
+            run.count * parameter.num_elements
+            for run in self.layers
+            for operator in run.layer.operators
+            for parameter in operator.parameters
+            if parameter.trained and not parameter.tied
         )
 
     @cached_property

@@ -19,6 +19,7 @@ from parplan.profiles.models.blocks import (
     block_kinds,
     require_positive,
 )
+from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.stack import AttentionKernel, Stack
 
 _FORBID = {"extra": "forbid"}
@@ -301,6 +302,7 @@ class TrainingSpec:
         flag of that name)
     fp8_matmuls: the products of the blocks run in fp8, with operands that are scaled by tensor and
         cast each time; all else runs in `precision`
+    fine_tuning: the trained part of the model; None for all of it
     expert_imbalance: copies of tokens that the ranks with the fullest experts get, over the mean of
         the ranks that divide the experts; 1 where routing is balanced
     expert_capacity: copies that each expert takes, over the mean: more are dropped and fewer are
@@ -319,6 +321,7 @@ class TrainingSpec:
     attention: AttentionKernel = AttentionKernel.FLASH
     overlap_grad_reduce: bool = True
     fp8_matmuls: bool = False
+    fine_tuning: FineTuning | None = None
     expert_imbalance: float = 1.0
     expert_capacity: float = 0.0
     stack: Stack

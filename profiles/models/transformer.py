@@ -11,6 +11,7 @@ from __future__ import annotations
 from itertools import groupby
 
 from parplan.profiles.models.blocks import BlockRun, kind_names
+from parplan.profiles.models.fine_tuned_graph import fine_tuned
 from parplan.profiles.models.operator_graph import (
     BlockClass,
     LayerClass,
@@ -56,7 +57,7 @@ def build_graph(
     blocks = tuple(
         _run(classes[kind], len(list(alike))) for kind, alike in groupby(model.block_kinds)
     )
-    return ModelGraph(
+    graph = ModelGraph(
         name=model.name,
         micro_batch_size=micro_batch_size,
         layers=(
@@ -65,6 +66,7 @@ def build_graph(
             _run(layer_class(LayerKind.HEAD, head_operators(shapes(model.block_kinds[-1]))), 1),
         ),
     )
+    return fine_tuned(graph, training.fine_tuning)
 
 
 def block_classes(model: ModelSpec) -> dict[BlockRun, BlockClass | None]:
@@ -76,9 +78,13 @@ def block_classes(model: ModelSpec) -> dict[BlockRun, BlockClass | None]:
     return {kind: BlockClass(number, names[number]) for number, kind in enumerate(kinds)}
 
 
-def has_unlike_blocks(model: ModelSpec) -> bool:
-    """Returns whether the blocks of a model are of several classes."""
-    return len(block_classes(model)) > 1
+def has_unlike_blocks(model: ModelSpec, training: TrainingSpec) -> bool:
+    """Returns whether the blocks of a model are of several classes, or some of them frozen."""
+    tuning = training.fine_tuning
+    frozen = 0
+    if tuning is not None:
+        frozen = sum(tuning.freezes_block(block) for block in range(model.num_layers))
+    return len(block_classes(model)) > 1 or 0 < frozen < model.num_layers
 
 
 def _run(layer: LayerClass, count: int) -> RepeatedLayer:

@@ -83,7 +83,7 @@ def _space_text(plan: Plan, *, ruled: bool) -> str | None:
     search = plan.search
     if search.status is Status.ESTIMATE:
         return None
-    if has_unlike_blocks(plan.model):
+    if has_unlike_blocks(plan.model, plan.training):
         return (
             "the gap is over all candidates, with a ZeRO stage for each pipeline rank and a "
             "recompute list for each block by itself; --explain says what is not searched"

@@ -136,6 +136,7 @@ def header(plan: AnyPlan, width: int) -> str:
             f"{cluster.num_gpus} x {cluster.device.name}, {cluster.gpus_per_node} a node",
             f"{training.global_batch_size:,} x {training.seq_length:,} tokens, {precision}, "
             f"{OPTIMIZER_NAMES[training.optimizer]}",
+            *_trained(plan),
         ),
         " | ",
         width,
@@ -173,6 +174,23 @@ def _parameters(plan: Plan) -> str:
         f" ({format_count(graph.num_active_parameters)} active)" if plan.model.num_experts else ""
     )
     return f"{format_count(graph.num_parameters)} parameters{active}"
+
+
+def _trained(plan: Plan) -> Iterator[str]:
+    """Yields the trained part of a model that is fine-tuned."""
+    tuning, graph = plan.training.fine_tuning, graph_of(plan)
+    if tuning is None:
+        return
+    trained = (
+        f"{format_count(graph.num_trained_parameters)} of {format_count(graph.num_parameters)} "
+        "parameters trained"
+    )
+    eight_bits = ["frozen weights of blocks in 8 bits"] if tuning.base_bits == 8 else []
+    frozen = [f"{', '.join(tuning.freeze)} frozen"] if tuning.freeze else []
+    adapters = []
+    if tuning.lora_rank:
+        adapters = [f"LoRA rank {tuning.lora_rank} on {', '.join(tuning.lora_targets)}"]
+    yield "; ".join((*adapters, *frozen, *eight_bits, trained))
 
 
 def _facts(

@@ -55,6 +55,7 @@ SLOW = (
     "plan --model gpt-20b --gpus 64 --tp 4,8 --pp 1,2,4 --zero 1 --schedule 1f1b --recompute none,full",
     "plan --model gpt-20b --gpus 64 --gpu h100-80gb --stack nemo --fp8",
     "plan --model llama3-70b --gpus 16 --gpu h100-80gb --zero 0 --recompute none --micro-batch-size 2 --offload none",
+    "plan --model llama3-8b --gpus 8 --gpu h100-80gb --seq-length 4096 --global-batch-size 64 --lora-rank 16 --lora-targets qkv,proj",
     "plan check plan.yaml",
 )
 ENOUGH_S = 300.0  # no search for what would fit is cut off

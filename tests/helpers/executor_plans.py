@@ -27,7 +27,15 @@ from parplan.planner.plan.prediction import (
     StageMemory,
 )
 from parplan.profiles.machines.hardware import Cluster, Device, Link
-from parplan.profiles.models.operator_graph import LayerKind, Operator, OperatorKind
+from parplan.profiles.models.fine_tuning import FineTuning
+from parplan.profiles.models.operator_graph import (
+    BlockClass,
+    LayerKey,
+    LayerKind,
+    ModelGraph,
+    Operator,
+    OperatorKind,
+)
 from parplan.profiles.models.spec import ModelSpec, Norm, Positions, Precision, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.provenance import Kind
@@ -124,6 +132,7 @@ def make_plan(
     attention: AttentionKernel = AttentionKernel.FLASH,
     precision: Precision = Precision.FP32,
     actions: tuple[str, ...] = (),
+    fine_tuning: FineTuning | None = None,
 ) -> Plan:
     """Returns a plan whose blocks cycle through the stages in `zero`.
 
@@ -136,6 +145,7 @@ def make_plan(
         seq_length=SEQ_LENGTH,
         precision=precision,
         attention=attention,
+        fine_tuning=fine_tuning,
         stack=NEUTRAL,
     )
     pipeline = PipelinePlan(
@@ -156,11 +166,12 @@ def make_plan(
     )
     ranks = [layout.rank_of(stage) for stage in range(pp * virtual_stages)]
     layer_plans = {}
-    for kind in LayerKind:
+    graph = build_graph(model, training, 1)
+    for key in graph.keys:
         for stage in sorted(set(zero)):
-            names = recompute if kind is LayerKind.BLOCK or recompute_ends else ()
-            layer_plans[f"{kind}-{stage}"] = _layer_plan(
-                model, training, kind, stage, Sharding(tp=tp, sequence_parallel=sp, etp=etp), names
+            names = recompute if key.role is LayerKind.BLOCK or recompute_ends else ()
+            layer_plans[f"{key}-{stage}"] = _layer_plan(
+                graph, key, stage, Sharding(tp=tp, sequence_parallel=sp, etp=etp), names
             )
     return Plan(
         plan_version=PLAN_VERSION,
@@ -170,28 +181,30 @@ def make_plan(
         pipeline=pipeline,
         mesh=Mesh(pp=pp, dp=dp, tp=tp, ep=ep, etp=etp, cp=cp, context_form=form),
         layer_plans=layer_plans,
-        stages=_stages(ranks, zero, blocks or even_blocks(model.num_layers, pp * virtual_stages)),
+        stages=_stages(
+            graph, ranks, zero, blocks or even_blocks(model.num_layers, pp * virtual_stages)
+        ),
         predicted=_prediction(pp),
         search=_search(),
     )
 
 
 def _layer_plan(
-    model: ModelSpec,
-    training: TrainingSpec,
-    kind: LayerKind,
+    graph: ModelGraph,
+    key: LayerKey,
     zero: int,
     sharding: Sharding,
     recompute: tuple[str, ...] | str,
 ) -> LayerPlan:
-    layer = build_graph(model, training, 1).layer_class(kind)
+    layer = graph.layer_class(key)
     names = tuple(operator.name for operator in layer.operators)
     operators = {
         operator.name: OperatorPlacement(**asdict(placements(operator, sharding)))
         for operator in layer.operators
     }
     return LayerPlan(
-        layer=kind,
+        layer=key.role,
+        block=key.name if isinstance(key, BlockClass) else "",
         sequence_parallel=sharding.sequence_parallel,
         zero=zero,
         recompute=names if recompute == "full" else tuple(recompute),
@@ -200,13 +213,13 @@ def _layer_plan(
 
 
 def _stages(
-    ranks: list[int], zero: tuple[int, ...], blocks: tuple[int, ...]
+    graph: ModelGraph, ranks: list[int], zero: tuple[int, ...], blocks: tuple[int, ...]
 ) -> tuple[StagePlan, ...]:
     stages = []
     first = 0
     for k, count in enumerate(blocks):
         runs = [
-            LayerRun(plan=f"block-{zero[b % len(zero)]}", first=b + 1, last=b + 1)
+            LayerRun(plan=f"{graph.key(b + 1)}-{zero[b % len(zero)]}", first=b + 1, last=b + 1)
             for b in range(first, first + count)
         ]
         if k == 0:

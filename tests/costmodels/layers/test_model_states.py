@@ -13,6 +13,7 @@ from parplan.costmodels.layers.model_states import (
     StateBytes,
     StateSharding,
     chunk_elements,
+    frozen_bytes,
     gradient_copy_bytes,
     ideal_states,
     layer_states,
@@ -22,6 +23,7 @@ from parplan.costmodels.layers.model_states import (
     zero_buffer_bytes,
 )
 from parplan.costmodels.operators.sharding import Sharding
+from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import Precision, TrainingSpec
@@ -248,3 +250,25 @@ def test_a_bucket_is_there_whenever_gradients_are_reduced(zero, dp, expected):
         zero_buffer_bytes(1000, zero, dp, stack_of(BF16, zero_buffers=False, bucket_elements=500))
         == expected
     )
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_frozen_parameters_have_weights_alone_and_only_zero_3_shards_them(zero):
+    tuning = FineTuning(lora_rank=4, lora_targets=("qkv",))
+    graph = build_graph(load_model("gpt-tiny").spec, replace(BF16, fine_tuning=tuning), 1)
+    adapter = 4 * (64 + 192)  # A and B of one block
+    frozen = graph.block.num_parameters - adapter
+
+    states = layer_states(graph.block, Sharding(), StateSharding(zero, 4), BF16)
+
+    owned = adapter // 4 if zero else adapter
+    whole = states_of(adapter, owned, zero, BF16, 8 * owned)
+    held = frozen // 4 if zero == 3 else frozen
+    assert states == whole + StateBytes(2 * held)
+
+
+def test_an_8_bit_weight_has_a_byte_an_element_and_a_scale_for_64():
+    assert frozen_bytes(128, BF16, quantised=True) == 128 + 2 * 4
+    assert frozen_bytes(130, BF16, quantised=True) == 130 + 3 * 4
+    assert frozen_bytes(128, BF16, quantised=False) == 256
+    assert frozen_bytes(128, FP32, quantised=False) == 512

@@ -15,6 +15,7 @@ from parplan.costmodels.operators.kernels import (
 )
 from parplan.costmodels.operators.operator_kernels import operator_kernels
 from parplan.costmodels.operators.sharding import Sharding
+from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import Attention, LayerKind
 from parplan.profiles.models.spec import TrainingSpec
@@ -304,3 +305,19 @@ def test_every_operator_of_every_model_has_kernels_with_whole_sizes():
                     for kernel in (*actual.forward, *actual.backward):
                         assert all(size > 0 and size == int(size) for size in kernel.sizes), kernel
                         assert isinstance(kernel, ProductKernel | FusedKernel | StreamKernel)
+
+
+def test_a_frozen_product_has_no_weight_gradient_and_unpacks_8_bits_in_both_passes():
+    eight = FineTuning(lora_rank=4, lora_targets=("fc1",), base_bits=8)
+    training = replace(TRAINING, fine_tuning=eight)
+
+    frozen = kernels("qkv", training=training)
+    adapter = kernels("fc1_lora_a", training=training)
+
+    assert frozen.weights == ()
+    assert adapter.weights
+    unpacked = [kernel for kernel in frozen.forward if isinstance(kernel, StreamKernel)]
+    assert [kernel.n_bytes for kernel in unpacked] == [
+        (1 + 4 / 64 + 2) * (H + 1) * 3 * H
+    ]  # with the bias
+    assert unpacked[0] in frozen.inputs

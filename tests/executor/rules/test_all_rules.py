@@ -22,6 +22,7 @@ from parplan.planner.plan.plan import LayerRun, OperatorPlacement, Plan, StagePl
 from parplan.planner.search.estimate import ChunkRequest
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.blocks import BlockRun
+from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.spec import Optimizer, Precision
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.stack import AttentionKernel, ContextForm
@@ -288,6 +289,13 @@ BROKEN = {
         family_plan("llama", recompute=("norm1",)),
         "recompute names norm1, it is all operators of a block or none",
         r"set recompute to \[\] on layer plan block-0",
+        "no effect",
+    ),
+    "8-bit-base": Broken(
+        "fine tuning",
+        make_plan(GPT, fine_tuning=FineTuning(lora_rank=2, lora_targets=("qkv",), base_bits=8)),
+        "base_bits 8",
+        "base_bits to 16",
         "no effect",
     ),
     "fp8": Broken(

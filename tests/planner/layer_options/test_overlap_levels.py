@@ -85,9 +85,9 @@ def training(stack: str = "parplan") -> TrainingSpec:
 def test_a_level_that_does_not_apply_says_why(changes, model, reason):
     layout = replace(FRAME, **changes)
 
-    assert reason in str(illegal_overlap(layout, model))
-    assert illegal_overlap(replace(layout, tp_overlap=0), model) is None
-    assert illegal_overlap(FRAME, LLAMA) is None
+    assert reason in str(illegal_overlap(layout, model, training()))
+    assert illegal_overlap(replace(layout, tp_overlap=0), model, training()) is None
+    assert illegal_overlap(FRAME, LLAMA, training()) is None
 
 
 def test_where_dropout_draws_masks_a_block_at_level_3_is_not_recomputed_in_full():
@@ -139,7 +139,7 @@ def test_where_dropout_draws_masks_a_block_at_level_3_is_not_recomputed_in_full(
 def test_a_stage_of_one_block_runs_at_level_2():
     alone = replace(FRAME, schedule=Schedule.INTERLEAVED, virtual_stages=16, tp_overlap=2)
 
-    assert illegal_overlap(alone, LLAMA) is None
+    assert illegal_overlap(alone, LLAMA, training()) is None
 
 
 def test_only_a_stack_that_runs_halves_is_offered_them_unless_they_are_pinned():

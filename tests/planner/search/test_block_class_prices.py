@@ -29,6 +29,7 @@ from parplan.planner.search.sequence_shortfall import least_peak_bytes
 from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.machines.machine_catalog import load_cluster, load_stack
 from parplan.profiles.models.blocks import BlockRun
+from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, Norm, Positions, TrainingSpec
 from parplan.profiles.stack import NEUTRAL
@@ -102,6 +103,26 @@ SPACES = {
 }
 
 
+# blocks that are frozen below the first trained one, and between trained ones
+TUNINGS = {
+    "frozen-first": FineTuning(freeze=("embedding", "blocks 0-1")),
+    "lora-behind-frozen": FineTuning(
+        lora_rank=8, lora_targets=("qkv", "fc1"), freeze=("blocks 0-0",)
+    ),
+    "frozen-between": FineTuning(freeze=("blocks 1-2",)),
+}
+ALIKE = replace(ALTERNATING, name="alike", blocks=())
+SPACES |= {
+    "frozen-first": (ALIKE, TWO),
+    "lora-behind-frozen": (ALIKE, replace(TWO, zero=(0, 3))),
+    "frozen-between": (ALIKE, replace(TWO, zero=(1, 2))),
+}
+
+
+def training_of(space: str) -> TrainingSpec:
+    return replace(TRAINING, fine_tuning=TUNINGS.get(space))
+
+
 def prices_of(
     model: ModelSpec,
     pins: Constraints,
@@ -167,24 +188,28 @@ def every_point(prices: BlockClassPrices, pins: Constraints) -> list[Point]:
     return points
 
 
-@pytest.mark.parametrize("space", mostly_slow([*SPACES], {"alternating", "one-rank"}))
+@pytest.mark.parametrize(
+    "space", mostly_slow([*SPACES], {"alternating", "one-rank", "frozen-first"})
+)
 def test_every_objective_finds_what_enumeration_finds(space):
     model, pins = SPACES[space]
-    points = every_point(prices_of(model, pins), pins)
+    points = every_point(prices_of(model, pins, None, training_of(space)), pins)
     peaks = sorted({point.peak for point in points})
 
     for share in (0.0, 0.1, 0.4, 1.0):
         limit = int(peaks[0] + share * (peaks[-1] - peaks[0])) + 1
         options = SearchOptions(memory_limit_bytes=limit, max_slowdown=0.2)
         found = {
-            objective: search(prices_of(model, pins, limit), objective, options)
+            objective: search(prices_of(model, pins, limit, training_of(space)), objective, options)
             for objective in OBJECTIVES
         }
         fitting = [point for point in points if point.peak <= limit]
         check_objectives(found, fitting, options)
         first = replace(options, memory_slack=0.1)
         check_memory_first(
-            search(prices_of(model, pins, limit), Objective.MEMORY, first), fitting, first
+            search(prices_of(model, pins, limit, training_of(space)), Objective.MEMORY, first),
+            fitting,
+            first,
         )
 
 

@@ -17,6 +17,7 @@ from parplan.planner.stage_columns.mix_table import MixTable
 from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.machines.stack_terms import Residuals, Terms
+from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import Optimizer, TrainingSpec
 from parplan.profiles.stack import NEUTRAL, Stack
@@ -36,15 +37,29 @@ SLOWDOWN = 0.2
 MEMORY_SLACK = 0.1
 OTHERS = tuple(optimizer for optimizer in Optimizer if optimizer is not Optimizer.ADAM)
 # Every optimizer has its own instance; Adam has those of all seeds.
-WITH_OPTIMIZERS = mostly_slow(
-    [*((seed, Optimizer.ADAM) for seed in range(10)), *enumerate(OTHERS)],
-    {(0, Optimizer.ADAM), (4, Optimizer.ADAM), *tuple(enumerate(OTHERS))[:3]},
+TUNINGS = {
+    "lora": FineTuning(lora_rank=4, lora_targets=("qkv", "fc2")),
+    "lora-8-bit": FineTuning(lora_rank=8, lora_targets=("proj",), base_bits=8),
+    "norms": FineTuning(freeze=("embedding", "norms")),
+}
+TRAINED = mostly_slow(
+    [
+        *((seed, Optimizer.ADAM) for seed in range(10)),
+        *enumerate(OTHERS),
+        *((seed, "lora") for seed in (0, 1, 4, 7)),
+        (4, "norms"),
+        (3, "lora-8-bit"),
+    ],
+    {(0, Optimizer.ADAM), (4, Optimizer.ADAM), *tuple(enumerate(OTHERS))[:3], (0, "lora")},
 )
 
 
-def instance_of(seed: int, optimizer: Optimizer) -> Instance:
+def instance_of(seed: int, trained: Optimizer | str) -> Instance:
+    """Returns an instance with an optimizer, or with a fine-tuning of TUNINGS."""
     instance = random_instance(seed)
-    return replace(instance, training=replace(instance.training, optimizer=optimizer))
+    if isinstance(trained, Optimizer):
+        return replace(instance, training=replace(instance.training, optimizer=trained))
+    return replace(instance, training=replace(instance.training, fine_tuning=TUNINGS[trained]))
 
 
 def search(instance: Instance, objective: Objective = Objective.THROUGHPUT, **options: object):
@@ -58,9 +73,9 @@ def search(instance: Instance, objective: Objective = Objective.THROUGHPUT, **op
     )
 
 
-@pytest.mark.parametrize(("seed", "optimizer"), WITH_OPTIMIZERS)
-def test_search_equals_brute_force_under_both_objectives_with_memory_binding(seed, optimizer):
-    instance = instance_of(seed, optimizer)
+@pytest.mark.parametrize(("seed", "trained"), TRAINED)
+def test_search_equals_brute_force_under_both_objectives_with_memory_binding(seed, trained):
+    instance = instance_of(seed, trained)
     everything = every_price(instance, mixed=100)
     peaks = sorted(peak_bytes(price) for _, price in everything)
     limit = int(peaks[len(peaks) // 10])  # nine in ten strategies do not fit
@@ -105,9 +120,9 @@ def test_search_equals_brute_force_under_both_objectives_with_memory_binding(see
     assert first.search.memory_first.step_bound_s <= first.search.memory_first.step_s
 
 
-@pytest.mark.parametrize(("seed", "optimizer"), WITH_OPTIMIZERS)
-def test_bounds_never_exceed_the_optimum_of_their_frame(seed, optimizer):
-    instance = instance_of(seed, optimizer)
+@pytest.mark.parametrize(("seed", "trained"), TRAINED)
+def test_bounds_never_exceed_the_optimum_of_their_frame(seed, trained):
+    instance = instance_of(seed, trained)
     table = MixTable(instance.price_cache(), PINS)
     best_s, best_bytes = {}, {}
     for strategy, price in every_price(instance):

@@ -1,0 +1,82 @@
+"""Adapters of low rank in a block, and frozen parameters (LoRA, Hu et al. 2021, arXiv 2106.09685).
+
+An adapter is three submodules with the names of its operators in the graph
+(profiles/models/fine_tuned_graph.py): the products A and B and the sum. B starts at zero, so that
+the first step is that of the base model.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from parplan.profiles.models.operator_graph import LayerClass
+
+# alpha over rank, the factor of an adapter's output: alpha = 2 rank is usual, as in torchtune's
+# recipes (rank 8, alpha 16)
+SCALE = 2.0
+
+
+class AdapterSum(nn.Module):
+    """Adds the scaled output of an adapter to that of its frozen product."""
+
+    on_shards = True
+
+    def forward(self, base: Tensor, added: Tensor) -> Tensor:
+        return torch.add(base, added, alpha=SCALE)
+
+
+def add_adapters(block: nn.Module, layer: LayerClass, linear: type[nn.Linear]) -> None:
+    """Gives a block the adapters of its class as submodules; the products are of type `linear`."""
+    names = {operator.name for operator in layer.operators}
+    for operator in layer.operators:
+        if operator.is_adapter:
+            rows, columns = operator.parameters[0].shape
+            block.add_module(operator.name, linear(columns, rows, bias=False))
+        elif operator.name.removesuffix("_sum") + "_a" in names:
+            block.add_module(operator.name, AdapterSum())
+
+
+def adapted(block: nn.Module, name: str, x: Tensor) -> Tensor:
+    """Returns the output of the product `name` of a block for `x`, with that of its adapter."""
+    product = getattr(block, name)
+    if not hasattr(block, f"{name}_lora_sum"):
+        return product(x)
+    first, second = (getattr(block, f"{name}_lora_{part}") for part in ("a", "b"))
+    return getattr(block, f"{name}_lora_sum")(product(x), second(first(x)))
+
+
+def freeze(layer: nn.Module, described: LayerClass) -> None:
+    """Marks the frozen parameters of a layer, whose modules have the names of operators."""
+    for operator in described.operators:
+        for parameter in operator.parameters:
+            if not parameter.trained:
+                held = layer.get_parameter(f"{operator.name}.{parameter.name}")
+                held.requires_grad_(False)
+
+
+def frozen_parameters(layers: tuple[nn.Module, ...]) -> dict[nn.Parameter, None]:
+    """Returns the frozen parameters of `layers`, each once, in their order."""
+    return {
+        parameter: None
+        for layer in layers
+        for parameter in layer.parameters()
+        if not parameter.requires_grad
+    }
+
+
+def in_precision(layers: tuple[nn.Module, ...], dtype: torch.dtype) -> None:
+    """Holds the frozen parameters of `layers` in `dtype`, as they compute.
+
+    Layers that share one share it afterwards.
+    """
+    cast: dict[nn.Parameter, nn.Parameter] = {}
+    for layer in layers:
+        for module in layer.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if parameter.requires_grad:
+                    continue
+                if parameter not in cast:
+                    held = parameter.detach().to(dtype)
+                    cast[parameter] = nn.Parameter(held, requires_grad=False)
+                module.register_parameter(name, cast[parameter])
