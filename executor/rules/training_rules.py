@@ -108,7 +108,7 @@ def fine_tuning(plan: Plan) -> Iterator[Refusal]:
     if plan.module is not None:
         yield Refusal(
             problem="training: fine_tuning of a module that is not the executor's own",
-            action="set module to null",
+            action="plan it with --trace, or set module to null",
             nearest=replace(plan, module=None),
         )
 

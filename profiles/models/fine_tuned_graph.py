@@ -206,13 +206,13 @@ def _targets(tuning: FineTuning, blocks: list[LayerClass]) -> tuple[str, ...]:
     )
     if tuning.lora_targets == (ALL_LINEAR,):
         return products
-    for target in tuning.lora_targets:
+    for target in tuning.adapted_operators:
         if target not in products:
             raise ConfigError(
                 f"--lora-targets {target} is no product of a block that can have an adapter",
                 hint=did_you_mean(target, products) or f"name {', '.join(products)}",
             )
-    return tuning.lora_targets
+    return tuning.adapted_operators
 
 
 def adapter_operators(base: Operator, rank: int) -> tuple[Operator, ...]:

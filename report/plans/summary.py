@@ -181,16 +181,10 @@ def _trained(plan: Plan) -> Iterator[str]:
     tuning, graph = plan.training.fine_tuning, graph_of(plan)
     if tuning is None:
         return
-    trained = (
-        f"{format_count(graph.num_trained_parameters)} of {format_count(graph.num_parameters)} "
-        "parameters trained"
+    yield (
+        f"{tuning.text}; {format_count(graph.num_trained_parameters)} of "
+        f"{format_count(graph.num_parameters)} parameters trained"
     )
-    eight_bits = ["frozen weights of blocks in 8 bits"] if tuning.base_bits == 8 else []
-    frozen = [f"{', '.join(tuning.freeze)} frozen"] if tuning.freeze else []
-    adapters = []
-    if tuning.lora_rank:
-        adapters = [f"LoRA rank {tuning.lora_rank} on {', '.join(tuning.lora_targets)}"]
-    yield "; ".join((*adapters, *frozen, *eight_bits, trained))
 
 
 def _facts(

@@ -76,6 +76,7 @@ NOT_RUN = {
     "plan max-model --gpus 8 --gpu a100-40gb --host-memory 1TiB": MINUTES,
     "plan --model my_package.my_model:build --gpus 16": PLACEHOLDER,
     "plan --model ./t5/config.json --gpus 16": MINUTES,
+    "plan --model ./llama/config.json --trace --gpus 4 --gpu cpu --precision fp32 --lora-rank 16 --lora-targets q_proj,down_proj": PLACEHOLDER,
     "plan --model my_package.my_model:build --gpus 4 --gpu cpu --precision fp32": PLACEHOLDER,
     "plan check plan.yaml --execute": LAUNCHES,
     "plan --model shape.yaml --module my_package.my_model:build --gpus 8": PLACEHOLDER,
