@@ -21,6 +21,8 @@ DEVICES = {  # start of a gpu cell, up to the end of a word -> the cluster file
     "gh200-96g": "gh200-96gb",
     "b200": "b200-180gb",
     "gb200": "gb200-186gb",
+    "b300": "b300-270gb",
+    "gb300": "gb300-279gb",
     "v100-32g": "v100-32gb",
     "v100-16g": "v100-16gb",
     "rtx3090": "rtx3090-24gb",
