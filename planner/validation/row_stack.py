@@ -16,6 +16,7 @@ from parplan.planner.validation.frameworks import (
     NARROW_GRADIENTS,
     NO_OVERLAP,
     OPEN_MICRO_BATCHES,
+    OPTIMIZERS,
     PRECISIONS,
     RECOMPUTE,
     RELEASE_TEST_UNFUSED,
@@ -23,10 +24,12 @@ from parplan.planner.validation.frameworks import (
     STACKS,
     UNKNOWN_STACK,
 )
+from parplan.planner.validation.fine_tuned_rows import fine_tuning_of
+from parplan.planner.validation.recomputed_modules import named_modules
 from parplan.planner.validation.row_cells import Row, UnpricedError, whole
 from parplan.profiles.machines.machine_catalog import load_stack
 from parplan.profiles.machines.stack_terms import Terms
-from parplan.profiles.models.spec import Precision, TrainingSpec
+from parplan.profiles.models.spec import Optimizer, Precision, TrainingSpec
 from parplan.profiles.stack import AttentionKernel, AvailableKernel, FlashKernel, Stack
 
 
@@ -98,6 +101,8 @@ def training_of(row: Row, stack: Stack) -> TrainingSpec:
         seq_length=whole(row, "seq_len"),
         precision=precision,
         gradient_precision=_gradient_precision(row, precision),
+        optimizer=_optimizer(row),
+        fine_tuning=fine_tuning_of(row),
         attention=stack.attention,
         fp8_matmuls=fp8,
         overlap_grad_reduce=overlap,
@@ -112,6 +117,15 @@ def _gradient_precision(row: Row, precision: Precision) -> Precision:
     """
     narrow = "InternEvo" in row["framework"] or NARROW_GRADIENTS.match(row["id"])
     return Precision.FP32 if precision is Precision.BF16 and not narrow else precision
+
+
+def _optimizer(row: Row) -> Optimizer:
+    """Returns the optimizer that the framework, the model cell or the notes name, else Adam."""
+    named = f"{row['framework']} {row['model']} {row['notes']}"
+    return next(
+        (optimizer for pattern, optimizer in OPTIMIZERS if re.search(pattern, named)),
+        Optimizer.ADAM,
+    )
 
 
 def micro_batches_of(row: Row, mesh: Mesh) -> tuple[int, ...]:
@@ -137,6 +151,13 @@ def recompute_of(row: Row, stack: Stack) -> tuple[tuple[Recompute, ...], ...]:
     cell = row["recompute"]
     if cell == Recompute.SELECTIVE:
         cell = SELECTIVE_OF.get(stack.name, cell)
-    if cell not in RECOMPUTE:
-        raise UnpricedError(f"recompute {cell!r}")
-    return (RECOMPUTE[cell],)
+    if cell in RECOMPUTE:
+        return (RECOMPUTE[cell],)
+    if named_modules(cell):
+        return ((Recompute.NONE,),)
+    raise UnpricedError(f"recompute {cell!r}")
+
+
+def modules_of(row: Row) -> tuple[str, ...]:
+    """Returns the modules that the row names, where no level of recompute stands for them."""
+    return () if row["recompute"] in RECOMPUTE else named_modules(row["recompute"])

@@ -33,6 +33,7 @@ _HYBRID = {
     "attention": BlockRun(feed_forward=False),
     "mlp": BlockRun(mixer=Mixer.NONE),
 }
+HYBRID_LETTERS = {letter: _HYBRID[name] for letter, name in _LETTERS.items() if name in _HYBRID}
 
 
 def feed_forward_fields(reader: ConfigReader, family: Family, hidden: int) -> Fields:
