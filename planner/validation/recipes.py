@@ -27,10 +27,12 @@ _NEMOTRON = {"gated_ffn": "false", "vocab": "256000", "positions": "rotary", "ti
 # DeepSeek-V3's attention, with which Megatron's tests of its parts run
 _LATENT = {"latent": "1536 512 128 64 128", "shared_ffn_hidden": "1024", "vocab_multiple": "3232"}
 _SMALL_LATENT = {"latent": "192 64 16 8 16"}
+_GROUPED = {"grouped_gemm": "true"}
 _HYBRID = {
     "layer_pattern": "M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M-",
     "state_space": "32 64 128 8",
 }
+_IN_STAGES = "M-M-M-M*-M-|M-M-M*-M-M-|M-M*-M-M-M-|M*-M-M-M-M-"
 _NANO_4B = {"micro_batch": "1", "pp": "1", "ep": "1"}
 RECIPES: tuple[tuple[str, Cells], ...] = (
     (
@@ -142,6 +144,8 @@ RECIPES: tuple[tuple[str, Cells], ...] = (
     ),
     (r"mcoreci-moe-.*_tp4_ep2_etp2_pp2_", {"shared_ffn_hidden": "512"}),
     (r"mcoreci-moe-deepseek_proxy_", {"latent": "256 128 128 64 128", "vocab_multiple": "64"}),
+    (r"mcoreci-moe-.*(groupedGEMM|top2router|ddp_average|etp1_ep4|_ep8_|ep4_etp1|etp2_pp2)", _GROUPED),
+    (r"mcoreci-hybrid-hybrid_mr_mcore_te_tp1_pp[24]_", _HYBRID | {"layer_pattern": _IN_STAGES}),
     (r"mcoreci-hybrid-hybrid_mr_", _HYBRID),
     (r"mcoreci-gpt-.*_pp4_vp1_uneven_pipeline", {"pipeline_layout": "Et*2|(t*4|)*2t*2L"}),
     (r"bloom-l586-187B-", {"heads": "64"}),

@@ -76,7 +76,10 @@ def _heads(row: Row, hidden: int, heads: int) -> dict[str, Any]:
 def _blocks(row: Row) -> dict[str, Any]:
     """Returns the number of blocks, and the runs of unlike ones."""
     if row.get("layer_pattern"):
-        kinds = [HYBRID_LETTERS[letter] for letter in row["layer_pattern"]]
+        letters = row["layer_pattern"].replace("|", "")
+        if set(letters) - set(HYBRID_LETTERS):
+            raise UnpricedError(f"layer_pattern {row['layer_pattern']!r} is not understood")
+        kinds = [HYBRID_LETTERS[letter] for letter in letters]
         shape = dict(zip(_STATE_SPACE, numbers(row, "state_space", 4), strict=True))
         return {
             "num_layers": len(kinds),
@@ -133,6 +136,8 @@ def stages_of(row: Row, model: ModelSpec, mesh: Mesh) -> tuple[int, ...] | None:
     """
     if row.get("pipeline_layout"):
         return laid_out(row["pipeline_layout"])
+    if "|" in row.get("layer_pattern", ""):
+        return tuple(map(len, row["layer_pattern"].split("|")))
     if "nanotron" in row["framework"] and mesh.pp > 1:
         return blocks_by_compute(model, mesh)
     if "method redis" not in row["framework"]:

@@ -27,10 +27,15 @@ from parplan.planner.validation.frameworks import (
 from parplan.planner.validation.fine_tuned_rows import fine_tuning_of
 from parplan.planner.validation.recomputed_modules import named_modules
 from parplan.planner.validation.row_cells import Row, UnpricedError, whole
+from parplan.planner.validation.uneven_divisions import laid_out
+from parplan.profiles.machines.hardware import Device
 from parplan.profiles.machines.machine_catalog import load_stack
 from parplan.profiles.machines.stack_terms import Terms
 from parplan.profiles.models.spec import Optimizer, Precision, TrainingSpec
 from parplan.profiles.stack import AttentionKernel, AvailableKernel, FlashKernel, Stack
+from parplan.profiles.units import MIB
+
+_HOPPER = 9.0  # compute capability
 
 
 @functools.cache
@@ -75,6 +80,23 @@ def stack_of(row: Row, stack: Stack) -> Stack:
         attention=AttentionKernel.FLASH,
         flash_kernels=(AvailableKernel(kernel=FlashKernel(kernel)),),
     )
+
+
+def with_workspaces(row: Row, stack: Stack, device: Device) -> Stack:
+    """Returns the stack with the workspaces of libraries that a row's device and flags give.
+
+    cuBLAS has one for the forward and one for the backward thread: torch takes 32 MiB from Hopper
+    on and 8 MiB before, deterministic mode 32 MiB. Transformer Engine has 32 MiB from Hopper on and
+    4 MiB before, and four more for its grouped products
+    (transformer_engine/pytorch/module/base.py: get_multi_stream_cublas_workspace).
+    """
+    if not stack.workspace_bytes:
+        return stack
+    is_new = device.compute_capability is None or device.compute_capability >= _HOPPER
+    threads = 2 * (32 if is_new or "deterministic mode" in row["notes"] else 8)
+    engine = 0 if "TE impl local" in row["notes"] else 32 if is_new else 4
+    engines = 1 + (4 if row.get("grouped_gemm") == "true" else 0)
+    return replace(stack, workspace_bytes=(threads + engines * engine) * MIB)
 
 
 def precision_of(row: Row) -> tuple[Precision, bool]:
@@ -138,7 +160,12 @@ def micro_batches_of(row: Row, mesh: Mesh) -> tuple[int, ...]:
 
 
 def virtual_stages_of(row: Row, mesh: Mesh, stack: Stack) -> tuple[int, ...]:
-    """Returns open choices only if the framework interleaves and the row states no micro-batch."""
+    """Returns open choices only if the framework interleaves and the row states no micro-batch.
+
+    A stated layout has all virtual stages.
+    """
+    if row.get("pipeline_layout"):
+        return (max(1, len(laid_out(row["pipeline_layout"])) // mesh.pp),)
     if row["vpp"] or mesh.pp == 1 or row["micro_batch"] or stack.name not in INTERLEAVING_STACKS:
         return (max(1, whole(row, "vpp", 1)),)  # some write 0 for no interleaving
     per_rank = whole(row, "layers") // mesh.pp

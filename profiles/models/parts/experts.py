@@ -36,7 +36,9 @@ def expert_operators(x: Tensor, shapes: Shapes) -> tuple[Operator, ...]:
 
     Its operators are the router, the choice of the experts, the dispatch of tokens to their ranks,
     the experts, and the way back. The copies of the tokens are counted under balanced routing: as
-    many arrive at a rank as leave it.
+    many arrive at a rank as leave it. The way back multiplies outputs by the weights of the choice,
+    for which it saves them, unless the stack multiplies the activation (`weighs_activations`): that
+    is saved before and after, but for a gated one, which is one kernel with the weights.
     """
     model = shapes.model
     routes = Dim("routes", model.num_experts)
@@ -49,7 +51,10 @@ def expert_operators(x: Tensor, shapes: Shapes) -> tuple[Operator, ...]:
     fc1 = shapes.copies("fc1", Dim(EXPERT_WIDTH, width.size * halves, halves))
     activated, fc2 = shapes.copies("activation", width), shapes.copies("fc2", shapes.hidden)
     combined = shapes.tokens("combine", shapes.hidden)
-    gate = kept_gate(shapes.copies("activated_gate", width), shapes)
+    weighs = shapes.training.stack.weighs_activations
+    kept = kept_gate(shapes.copies("activated_gate", width), shapes)
+    if weighs and not model.gated_ffn:
+        kept = (*kept, shapes.copies("unweighted", width))
     operators = (
         linear(
             "router",
@@ -72,12 +77,18 @@ def expert_operators(x: Tensor, shapes: Shapes) -> tuple[Operator, ...]:
             "activation",
             (fc1,),
             activated,
-            (fc1, *gate),
+            (fc1, *kept),
             parallel_dim=EXPERT_WIDTH,
             undivided=_EXPERTS_UNDIVIDED,
         ),
         _grouped("fc2", activated, fc2, shapes),
-        _exchange("combine", OperatorKind.COMBINE, (fc2, choice), combined, (fc2, choice)),
+        _exchange(
+            "combine",
+            OperatorKind.COMBINE,
+            (fc2, choice),
+            combined,
+            (choice,) if weighs else (fc2, choice),
+        ),
     )
     # executor/models/mixture_of_experts.py runs them as one module
     mixture = tuple(
