@@ -54,7 +54,7 @@ from parplan.profiles.machines.stack_terms import Terms, shipped_terms
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.stack import ContextForm
 
-_LATENT = re.compile(r"\bMLA\b|_mla\b")
+_LATENT = re.compile(r"^gpt/\S*_mla|transformer_engine; (?:.*; )?MLA")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -88,13 +88,14 @@ def with_workspaces(row: Row, stack: Stack, device: Device) -> Stack:
     cuBLAS has one for the forward and one for the backward thread: torch takes 32 MiB from Hopper
     on and 8 MiB before, deterministic mode 32 MiB. Transformer Engine has 32 MiB from Hopper on and
     4 MiB before, and four more for its grouped products
-    (transformer_engine/pytorch/module/base.py: get_multi_stream_cublas_workspace).
+    (transformer_engine/pytorch/module/base.py: get_multi_stream_cublas_workspace). Megatron's own
+    parts hold as much again that is not known.
     """
-    if not stack.workspace_bytes:
+    if not stack.workspace_bytes or "TE impl local" in row["notes"]:
         return stack
     is_new = device.compute_capability is None or device.compute_capability >= _HOPPER
     threads = 2 * (32 if is_new or "deterministic mode" in row["notes"] else 8)
-    engine = 0 if "TE impl local" in row["notes"] else 32 if is_new else 4
+    engine = 32 if is_new else 4
     engines = 1 + (4 if row.get("grouped_gemm") == "true" else 0)
     return replace(stack, workspace_bytes=(threads + engines * engine) * MIB)
 
