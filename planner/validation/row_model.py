@@ -18,7 +18,7 @@ from parplan.planner.validation.row_cells import (
 )
 from parplan.planner.validation.uneven_divisions import blocks_by_compute, laid_out
 from parplan.profiles.models.blocks import BlockRun, LatentAttention, SharedExperts, StateSpace
-from parplan.profiles.models.hf.parts import HYBRID_LETTERS, runs_of
+from parplan.profiles.models.hf.parts import lettered_kinds, runs_of
 from parplan.profiles.models.spec import ModelSpec, Norm, Positions
 from parplan.profiles.stack import AttentionKernel, Stack
 
@@ -76,10 +76,9 @@ def _heads(row: Row, hidden: int, heads: int) -> dict[str, Any]:
 def _blocks(row: Row) -> dict[str, Any]:
     """Returns the number of blocks, and the runs of unlike ones."""
     if row.get("layer_pattern"):
-        letters = row["layer_pattern"].replace("|", "")
-        if set(letters) - set(HYBRID_LETTERS):
+        kinds = lettered_kinds(row["layer_pattern"].replace("|", ""))
+        if kinds is None:
             raise UnpricedError(f"layer_pattern {row['layer_pattern']!r} is not understood")
-        kinds = [HYBRID_LETTERS[letter] for letter in letters]
         shape = dict(zip(_STATE_SPACE, numbers(row, "state_space", 4), strict=True))
         return {
             "num_layers": len(kinds),

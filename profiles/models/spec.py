@@ -34,6 +34,7 @@ _RARE_NAMES = (
     "logit_soft_cap",
     "norm_layout",
     "shared_experts",
+    "expert_latent_size",
     "expert_bias",
     "router_bias",
     "state_space",
@@ -94,6 +95,8 @@ class ModelSpec:
         for none
     norm_layout: the norms of a block's parts
     shared_experts: a dense network beside the experts
+    expert_latent_size: width to which tokens are projected before they are sent to their experts,
+        and from which they come back (Nemotron 3 Super); 0: they are sent as they are
     expert_bias, router_bias: whether the experts' and the router's products have a bias
     state_space: the shape of the blocks with `mixer: state_space`
     mtp_layers: multi-token prediction modules behind the blocks (DeepSeek-V3)
@@ -135,6 +138,7 @@ class ModelSpec:
     logit_soft_cap: float = 0.0
     norm_layout: NormLayout = NormLayout.PRE
     shared_experts: SharedExperts | None = None
+    expert_latent_size: int = 0
     expert_bias: bool = False
     router_bias: bool = False
     state_space: StateSpace | None = None
@@ -203,7 +207,7 @@ class ModelSpec:
         """Yields what is wrong with the fields of experts, each with a hint."""
         fields_of_experts = ("experts_per_token", "expert_ffn_hidden_size", "shared_experts")
         if not self.num_experts:
-            for field in (*fields_of_experts, "expert_bias", "router_bias"):
+            for field in (*fields_of_experts, "expert_latent_size", "expert_bias", "router_bias"):
                 if getattr(self, field):
                     yield (
                         f"{field} is {getattr(self, field)} without num_experts",

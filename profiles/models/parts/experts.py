@@ -27,6 +27,7 @@ CHOICE_BYTES = 12  # number (int64) and weight (fp32) of one chosen expert
 _CHOICE = "the choice of a token's experts needs all of its scores"
 _EXPERTS_UNDIVIDED = (
     ("hidden", "the ranks of an expert divide its width"),
+    ("latent", "the ranks of an expert divide its width"),
     ("chosen", "the experts of a token are on the ranks that hold them"),
 )
 
@@ -47,10 +48,13 @@ def expert_operators(x: Tensor, shapes: Shapes) -> tuple[Operator, ...]:
     scores = shapes.tokens("router", routes)
     probabilities = shapes.tokens("router_probabilities", routes, FP32_BYTES)
     choice = shapes.tokens("choice", shapes.chosen, CHOICE_BYTES)
-    sent = shapes.copies("dispatch", shapes.hidden)
+    latent = Dim("latent", model.expert_latent_size)
+    features = latent if model.expert_latent_size else shapes.hidden
+    compressed = shapes.tokens("latent_down", latent) if model.expert_latent_size else x
+    sent = shapes.copies("dispatch", features)
     fc1 = shapes.copies("fc1", Dim(EXPERT_WIDTH, width.size * halves, halves))
-    activated, fc2 = shapes.copies("activation", width), shapes.copies("fc2", shapes.hidden)
-    combined = shapes.tokens("combine", shapes.hidden)
+    activated, fc2 = shapes.copies("activation", width), shapes.copies("fc2", features)
+    combined = shapes.tokens("combine", features)
     weighs = shapes.training.stack.weighs_activations
     kept = kept_gate(shapes.copies("activated_gate", width), shapes)
     if weighs and not model.gated_ffn:
@@ -71,7 +75,8 @@ def expert_operators(x: Tensor, shapes: Shapes) -> tuple[Operator, ...]:
             (probabilities,),
             undivided=(("routes", _CHOICE), ("chosen", _CHOICE)),
         ),
-        _exchange("dispatch", OperatorKind.DISPATCH, (x, choice), sent, ()),
+        *_projection("latent_down", x, compressed, features),
+        _exchange("dispatch", OperatorKind.DISPATCH, (compressed, choice), sent, ()),
         _grouped("fc1", sent, fc1, shapes),
         elementwise(
             "activation",
@@ -90,6 +95,10 @@ def expert_operators(x: Tensor, shapes: Shapes) -> tuple[Operator, ...]:
             (choice,) if weighs else (fc2, choice),
         ),
     )
+    if model.expert_latent_size:
+        restored = shapes.tokens("latent_up", shapes.hidden)
+        operators = (*operators, *_projection("latent_up", combined, restored, shapes.hidden))
+        combined = restored
     # executor/models/mixture_of_experts.py runs them as one module
     mixture = tuple(
         each if each.name == "activation" else replace(each, repeatable=False) for each in operators
@@ -97,6 +106,22 @@ def expert_operators(x: Tensor, shapes: Shapes) -> tuple[Operator, ...]:
     if model.shared_experts is None:
         return mixture
     return (*mixture, *shared_expert_operators(x, combined, shapes))
+
+
+def _projection(name: str, x: Tensor, out: Tensor, features: Dim) -> tuple[Operator, ...]:
+    """Returns the product of a token with a whole matrix, none where it stays as it is."""
+    if out is x:
+        return ()
+    return (
+        linear(
+            name,
+            x,
+            out,
+            parallel_dim=None,
+            bias=False,
+            undivided=((features.name, "the experts of a token need all of it"),),
+        ),
+    )
 
 
 def _exchange(
