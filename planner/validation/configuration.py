@@ -34,7 +34,7 @@ from parplan.planner.validation.row_cells import (
     whole,
 )
 from parplan.planner.validation.row_cluster import cluster_of
-from parplan.planner.validation.row_model import model_of, stages_of
+from parplan.planner.validation.row_model import in_flight_share, model_of, stages_of
 from parplan.planner.validation.row_stack import (
     described_stack,
     micro_batches_of,
@@ -67,6 +67,7 @@ class Configuration:
     recompute  choices, each with the levels that blocks take in turn
     modules    modules of a block that are recomputed besides, as Megatron-LM names them
     stages     blocks of each virtual stage, None when they are divided evenly
+    in_flight  activations of a rank over those of its schedule
     taken      where settings that the row leaves out were taken from
     differing  cells of the row that contradict the published shape of its model
     """
@@ -83,6 +84,7 @@ class Configuration:
     known_framework: bool = True
     modules: tuple[str, ...] = ()
     stages: tuple[int, ...] | None = None
+    in_flight: float = 1.0
     taken: tuple[str, ...] = ()
     differing: tuple[str, ...] = ()
 
@@ -179,6 +181,7 @@ def configuration_of(
         virtual_stages=virtual_stages_of(row, mesh, stack),
         recompute=recompute_of(row, stack),
         modules=modules_of(row),
+        in_flight=in_flight_share(row),
         known_framework=described_stack(row) is not None,
         taken=(*taken, *shape.taken),
         differing=shape.differing,

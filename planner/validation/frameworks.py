@@ -122,11 +122,6 @@ REFUSED = (
     ("model", r"_dsa", "sparse attention"),
     ("id", r"nemolauncher-.*-sft$", "packed documents whose lengths are not stated"),
     ("notes", r"^STALE", FIGURES_DISAGREE),
-    (
-        "framework",
-        r"method (vocab-\d|interlaced)",
-        "vocabulary parallelism over pipeline stages ({})",
-    ),
 )
 # Pattern in a model cell, in lower case with dashes, and the name of the model in `plan models`.
 PUBLISHED_MODELS = (
@@ -152,6 +147,7 @@ PUBLISHED_MODELS = (
     (r"nemotron-?3-nano-4b", "nemotron-3-nano-4b"),
     (r"nemotron-?3-nano", "nemotron-3-nano-30b-a3b"),
     (r"nemotron-?3-super", "nemotron-3-super-120b-a12b"),
+    (r"nemotron-?3\.5-lightning", "nemotron-3.5-lightning"),
     (r"nemotron-?3", "nemotron 3"),
     (r"glm-?5", "glm-5"),
     (r"gemma-4", "gemma-4"),
@@ -163,6 +159,9 @@ FUSED_LOSS_LOGIT_BYTES = 10
 # Blocks on the last stage of the vocabulary-parallel fork's `redis` (sail-sg/VocabularyParallelism
 # artifact/exp_one_host.csv).
 LAST_STAGE_OF_REDIS = {32000: 4, 64000: 3, 128000: 2, 256000: 0}
+# Methods that divide the vocabulary over the ranks of a pipeline, with the micro-batches that the
+# first rank holds in addition: a number, and a share of the ranks.
+MORE_IN_FLIGHT = {"vocab-1": (2, 0.0), "vocab-2": (1, 0.0), "interlaced": (0, 0.5)}
 LAYOUT_STACKS = ("megatron-core", "nemo")  # stages of any lengths
 INTERLEAVING_STACKS = ("megatron-lm-2021", "megatron-lm-2022", "megatron-core", "nemo")
 OPEN_MICRO_BATCHES = (1, 2, 4, 8, 16)

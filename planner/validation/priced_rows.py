@@ -230,7 +230,16 @@ def _price_one(
     )
     if configuration.modules:
         strategy = _by_module(strategy, configuration.modules, price_cache)
-    return price_step(_in_turn(strategy, levels) if len(levels) > 1 else strategy, price_cache)
+    if len(levels) > 1:
+        strategy = _in_turn(strategy, levels)
+    price = price_step(strategy, price_cache)
+    if configuration.in_flight == 1.0:
+        return price
+    memory = tuple(
+        replace(rank, activations=rank.activations * configuration.in_flight)
+        for rank in price.memory
+    )
+    return replace(price, memory=memory)
 
 
 def _by_module(

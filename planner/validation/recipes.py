@@ -34,6 +34,7 @@ _HYBRID = {
 }
 _IN_STAGES = "M-M-M-M*-M-|M-M-M*-M-M-|M-M*-M-M-M-|M*-M-M-M-M-"
 _NANO_4B = {"micro_batch": "1", "pp": "1", "ep": "1"}
+_LIGHTNING = {"tp": "1", "pp": "1", "ep": "8", "seq_len": "8192"}
 RECIPES: tuple[tuple[str, Cells], ...] = (
     (
         r"nemoA100-5b-",
@@ -85,6 +86,12 @@ RECIPES: tuple[tuple[str, Cells], ...] = (
         r"mbcard-nemotron-3-nano-4b-sft_long_context-",
         {"global_batch": "8", "sequence_parallel": "true", **_NANO_4B},
     ),
+    (r"mbcard-nemotron-3\.5-lightning-pretrain", {"micro_batch": "2", **_LIGHTNING}),
+    (
+        r"mbcard-nemotron-3\.5-lightning-(sft|peft)-",
+        {**_LIGHTNING, "seq_len": "4096", "micro_batch": "1"},
+    ),
+    (r"mbcard-nemotron-3\.5-lightning-", {"micro_batch": "1", **_LIGHTNING}),
     (r"mbcard-nemotron-3-super-120b-a12b-pretrain", {"mtp_layers": "2"}),
     (
         r"mbcard-nemotron-3-super-120b-a12b-pretrain\w*-H100",

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from parplan.costmodels.communication.mesh import Mesh
-from parplan.planner.validation.frameworks import DROPOUT, LAST_STAGE_OF_REDIS
+from parplan.planner.validation.frameworks import DROPOUT, LAST_STAGE_OF_REDIS, MORE_IN_FLIGHT
 from parplan.planner.validation.row_cells import (
     Row,
     UnpricedError,
@@ -48,7 +48,7 @@ def model_of(row: Row, stack: Stack, published: ModelSpec | None = None) -> Mode
         **_blocks(row),
         **_heads(row, hidden, heads),
         **_feed_forward(row),
-        vocab_size=whole(row, "vocab"),
+        vocab_size=whole(row, "vocab") // _vocabulary_parts(row),
         max_seq_length=whole(row, "seq_len"),
         dropout=0.0 if row.get("latent") else dropout,
         gated_ffn=gated,
@@ -60,6 +60,30 @@ def model_of(row: Row, stack: Stack, published: ModelSpec | None = None) -> Mode
         tied_embeddings=_tied(row, gated),
         mtp_layers=whole(row, "mtp_layers", 0),
     )
+
+
+def _vocabulary_parts(row: Row) -> int:
+    """Returns the pipeline ranks that divide the vocabulary, 1 where the ends of the model have it.
+
+    Every rank then takes its part of each micro-batch's tokens and logits, so that its time and
+    memory are those of the fullest rank of a model with that part of the vocabulary (Yeung et al.
+    2024, arXiv 2411.05288). The reductions between the ranks are left out.
+    """
+    return whole(row, "pp") if _vocabulary_method(row) else 1
+
+
+def in_flight_share(row: Row) -> float:
+    """Returns micro-batches that a rank holds over those of 1F1B: more with a divided vocabulary.
+
+    They are more by the steps in which the ranks wait for the sum of their parts (arXiv 2411.05288,
+    sections 4.2 and 5; interlaced: half as many again, section 2.2).
+    """
+    number, share = MORE_IN_FLIGHT.get(_vocabulary_method(row) or "", (0, 0.0))
+    return 1.0 + number / whole(row, "pp") + share
+
+
+def _vocabulary_method(row: Row) -> str | None:
+    return next((name for name in MORE_IN_FLIGHT if f"method {name}" in row["framework"]), None)
 
 
 def _heads(row: Row, hidden: int, heads: int) -> dict[str, Any]:
