@@ -202,14 +202,9 @@ def _require_ranks(row: Row, model: ModelSpec) -> None:
 
 
 def _mesh(row: Row) -> Mesh:
-    """Returns the mesh of the row; `dp` excludes `cp`, experts lie over dp x cp x tp.
-
-    Raises UnpricedError for experts that are divided otherwise than the rest of the model.
-    """
+    """Returns the mesh of the row; `dp` excludes `cp`, experts lie over dp x cp x tp."""
     experts = whole(row, "experts", 1) > 1
     etp = expert_tensor_parallel(row) if experts else 1
-    if etp not in (1, whole(row, "tp")):
-        raise UnpricedError(f"expert tensor parallelism {etp} under tensor parallelism {row['tp']}")
     cp = max(1, whole(row, "cp", 1))
     return Mesh(
         pp=whole(row, "pp"),
