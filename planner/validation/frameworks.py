@@ -115,7 +115,7 @@ FIGURES_AGREE = re.compile(r"titan-2024-llama3-8b-selective")
 REFUSED = (
     ("model", r"grpo", "reinforcement learning, whose step generates text as well"),
     ("dp", r"^0$", "dp is 0"),
-    ("model", r"^bert|^t5|^vit", "an encoder"),
+    ("model", r"^t5|^vit", "an encoder beside a decoder, or of images"),
     ("model", r"^multimodal|^mimo", "a vision tower"),
     ("model", r"fine_grained_offloading", "activations offloaded module by module"),
     ("model", r"_gdn", "linear attention"),

@@ -109,6 +109,7 @@ RECIPES: tuple[tuple[str, Cells], ...] = (
         r"mcoreci-gpt-gpt3_15b_8t_release(_sm)?-",
         {"global_batch": "384", "n_gpus": "256", "vocab": "256000"},
     ),
+    (r"mcoreci-bert-", {"vocab": "30522"}),
     (r"mcoreci-gpt-gpt3_mcore_te_tp2_pp2_(mla|dsa)", _SMALL_LATENT),
     (
         r"mcoreci-moe-.*_ep4_etp1_no_mtp_no_a2a_ovlp_fine_grained_offloading",

@@ -24,6 +24,7 @@ from parplan.profiles.stack import AttentionKernel, Stack
 
 _LATENT = ("q_rank", "kv_rank", "nope_head_dim", "rope_head_dim", "value_head_dim")
 _STATE_SPACE = ("num_heads", "head_dim", "state_size", "num_groups")
+_ENCODER = re.compile(r"bert", re.IGNORECASE)
 _NO_MTP = re.compile(r"w/o MTP")
 
 
@@ -58,6 +59,7 @@ def model_of(row: Row, stack: Stack, published: ModelSpec | None = None) -> Mode
         linear_bias=not gated and not experts,
         qkv_bias=not gated and not experts,
         tied_embeddings=_tied(row, gated),
+        bidirectional=_ENCODER.match(row["model"]) is not None,
         mtp_layers=whole(row, "mtp_layers", 0),
     )
 

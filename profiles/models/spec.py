@@ -30,6 +30,7 @@ _RARE_NAMES = (
     "output_bias",
     "qk_norm",
     "sinks",
+    "bidirectional",
     "attention_soft_cap",
     "logit_soft_cap",
     "norm_layout",
@@ -77,7 +78,7 @@ class Optimizer(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """The shape of a decoder-only transformer.
+    """The shape of a transformer of one stack of blocks: a decoder, or an encoder.
 
     ffn_hidden_size: the width of one of the two halves, where the feed-forward network is gated
     num_experts: 0 for a dense model; else blocks are mixtures of that many experts of width
@@ -90,6 +91,7 @@ class ModelSpec:
     latent: attention with compressed keys and values; `head_dim` is then that of queries and keys
     output_bias: whether the attention's output product has a bias; None: as `linear_bias`
     qk_norm: the norm of queries and keys
+    bidirectional: a token reads those behind it as well (BERT)
     sinks: one trained number a head takes part in the softmax (gpt-oss)
     attention_soft_cap, logit_soft_cap: a bound of the scores and of the logits, c tanh(x / c); 0
         for none
@@ -134,6 +136,7 @@ class ModelSpec:
     output_bias: bool | None = None
     qk_norm: QkNorm = QkNorm.NONE
     sinks: bool = False
+    bidirectional: bool = False
     attention_soft_cap: float = 0.0
     logit_soft_cap: float = 0.0
     norm_layout: NormLayout = NormLayout.PRE
