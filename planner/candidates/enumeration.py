@@ -100,11 +100,7 @@ def illegal_layout(
             f"pp {mesh.pp} x {layout.virtual_stages} virtual stages are more than "
             f"the {model.num_layers} layers"
         )
-    if (
-        not unlike_stages
-        and layout.equal_ranks
-        and shorter_ends(layout, model.num_layers) is None
-    ):
+    if not unlike_stages and layout.equal_ranks and shorter_ends(layout, model.num_layers) is None:
         return (
             f"{model.num_layers} layers, or two more, are not a multiple of "
             f"pp {mesh.pp} x {layout.virtual_stages} virtual stages"

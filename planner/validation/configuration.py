@@ -36,6 +36,8 @@ from parplan.planner.validation.row_cells import (
 from parplan.planner.validation.row_cluster import cluster_of
 from parplan.planner.validation.row_model import in_flight_share, model_of, stages_of
 from parplan.planner.validation.row_stack import (
+    NO_MODULES,
+    Modules,
     described_stack,
     micro_batches_of,
     modules_of,
@@ -65,7 +67,7 @@ class Configuration:
     sensible choices.
 
     recompute  choices, each with the levels that blocks take in turn
-    modules    modules of a block that are recomputed besides, as Megatron-LM names them
+    modules    modules of the blocks that are recomputed or offloaded by name
     stages     blocks of each virtual stage, None when they are divided evenly
     in_flight  activations of a rank over those of its schedule
     taken      where settings that the row leaves out were taken from
@@ -82,7 +84,7 @@ class Configuration:
     virtual_stages: tuple[int, ...]
     recompute: tuple[tuple[Recompute, ...], ...]
     known_framework: bool = True
-    modules: tuple[str, ...] = ()
+    modules: Modules = NO_MODULES
     stages: tuple[int, ...] | None = None
     in_flight: float = 1.0
     taken: tuple[str, ...] = ()
@@ -106,7 +108,9 @@ class Configuration:
         """
         count, stages = layout.num_virtual_stages, self.stages
         if stages is None:
-            equal = not layout.equal_ranks or shorter_ends(layout, self.model.num_layers) is not None
+            equal = (
+                not layout.equal_ranks or shorter_ends(layout, self.model.num_layers) is not None
+            )
             if equal or self.training.stack.name not in LAYOUT_STACKS:
                 return None
             stages = with_longer_first_stages(self.model.num_layers, count)

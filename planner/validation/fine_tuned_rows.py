@@ -20,6 +20,4 @@ def fine_tuning_of(row: Row) -> FineTuning | None:
     stated = _RANK.search(row["notes"])
     noted = int(next(filter(None, stated.groups()))) if stated else DEFAULT_RANK
     targets = row.get("lora_targets") or ALL_LINEAR
-    return FineTuning(
-        lora_rank=whole(row, "lora_rank", noted), lora_targets=tuple(targets.split())
-    )
+    return FineTuning(lora_rank=whole(row, "lora_rank", noted), lora_targets=tuple(targets.split()))

@@ -117,7 +117,6 @@ REFUSED = (
     ("dp", r"^0$", "dp is 0"),
     ("model", r"^t5|^vit", "an encoder beside a decoder, or of images"),
     ("model", r"^multimodal|^mimo", "a vision tower"),
-    ("model", r"fine_grained_offloading", "activations offloaded module by module"),
     ("model", r"_gdn", "linear attention"),
     ("model", r"_dsa", "sparse attention"),
     ("id", r"nemolauncher-.*-sft$", "packed documents whose lengths are not stated"),

@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.step import StepPrice, price_step
-from parplan.costmodels.strategy import ParallelLayout, Strategy
+from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.candidates.enumeration import illegal_layout
 from parplan.planner.candidates.meshes import illegal_tensor_parallel
 from parplan.planner.plan.assemble import step_kind
 from parplan.planner.search.estimate import default_blocks, uniform_strategy
+from parplan.planner.validation.block_modules import OFFLOADED, RECOMPUTED, module_operators
 from parplan.planner.validation.completion import completed
 from parplan.planner.validation.configuration import (
     Configuration,
@@ -27,10 +28,9 @@ from parplan.planner.validation.configuration import (
     experiment_of,
 )
 from parplan.planner.validation.frameworks import FIGURES_AGREE, FIGURES_DISAGREE
-from parplan.planner.validation.recomputed_modules import module_operators
 from parplan.planner.validation.reported_memory import predicted_gib
 from parplan.planner.validation.row_cells import OPTIONAL, Row, UnpricedError, source_of
-from parplan.planner.validation.row_stack import stack_name
+from parplan.planner.validation.row_stack import NO_MODULES, Modules, stack_name
 from parplan.planner.validation.step_rows import read_table
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.off_speed import SpeedFactors, at_speeds
@@ -216,9 +216,7 @@ def _price_one(
     stages = configuration.stages_of(layout)
     reason = illegal_tensor_parallel(
         layout.mesh.tp, model, configuration.cluster, across_nodes=True
-    ) or illegal_layout(
-        layout, model, configuration.training, unlike_stages=stages is not None
-    )
+    ) or illegal_layout(layout, model, configuration.training, unlike_stages=stages is not None)
     if reason:
         raise UnpricedError(_counted(reason))
     strategy = uniform_strategy(
@@ -228,7 +226,7 @@ def _price_one(
         recompute=levels[0],
         price_cache=price_cache,
     )
-    if configuration.modules:
+    if configuration.modules != NO_MODULES:
         strategy = _by_module(strategy, configuration.modules, price_cache)
     if len(levels) > 1:
         strategy = _in_turn(strategy, levels)
@@ -242,23 +240,20 @@ def _price_one(
     return replace(price, memory=memory)
 
 
-def _by_module(
-    strategy: Strategy, modules: tuple[str, ...], price_cache: PriceCache
-) -> Strategy:
-    """Returns the strategy with blocks that recompute the operators of `modules`."""
-    stages = tuple(
-        tuple(
-            replace(
-                choice,
-                recompute=module_operators(price_cache.whole_layer(choice.kind), modules),
-            )
-            if choice.kind.role is LayerKind.BLOCK
-            else choice
-            for choice in stage
+def _by_module(strategy: Strategy, modules: Modules, price_cache: PriceCache) -> Strategy:
+    """Returns the strategy with blocks that recompute and offload the operators of `modules`."""
+
+    def of(choice: LayerChoice) -> LayerChoice:
+        if choice.kind.role is not LayerKind.BLOCK:
+            return choice
+        layer = price_cache.whole_layer(choice.kind)
+        return replace(
+            choice,
+            recompute=module_operators(layer, modules.recomputed, RECOMPUTED),
+            on_host=module_operators(layer, modules.offloaded, OFFLOADED),
         )
-        for stage in strategy.stages
-    )
-    return replace(strategy, stages=stages)
+
+    return replace(strategy, stages=tuple(tuple(map(of, stage)) for stage in strategy.stages))
 
 
 def _in_turn(strategy: Strategy, levels: tuple[Recompute, ...]) -> Strategy:

@@ -7,8 +7,8 @@ cells alone, and an entry goes before those that follow it.
                   figures does not say that these runs used it
     nemolauncher  conf/training/nemotron and conf/peft of
                   NVIDIA/NeMo-Framework-Launcher@26e42fa91d
-    mbcard        src/megatron/bridge/recipes and perf_recipes, and examples/model_verification_cards
-                  of NVIDIA-NeMo/Megatron-Bridge@067f987df0, which name the recipe of a run
+    mbcard        src/megatron/bridge/recipes and perf_recipes of
+                  NVIDIA-NeMo/Megatron-Bridge@067f987df0, as its model_verification_cards name them
     mbridge       src/megatron/bridge/perf_recipes of the same
     megh100       the degrees of the same model in the table of weak scaling of the same page
     mcoreci       tests/functional_tests/test_cases/*/model_config.yaml of
@@ -26,6 +26,10 @@ _QWEN3_30B = {"seq_len": "4096", "tp": "1", "pp": "1", "cp": "1", "micro_batch":
 _NEMOTRON = {"gated_ffn": "false", "vocab": "256000", "positions": "rotary", "tied": "false"}
 # DeepSeek-V3's attention, with which Megatron's tests of its parts run
 _LATENT = {"latent": "1536 512 128 64 128", "shared_ffn_hidden": "1024", "vocab_multiple": "3232"}
+_OFFLOADED = {
+    **_LATENT,
+    "offload": "expert_fc1 moe_act attn_norm mlp_norm qkv_linear core_attn attn_proj",
+}
 _SMALL_LATENT = {"latent": "192 64 16 8 16"}
 _GROUPED = {"grouped_gemm": "true"}
 _HYBRID = {
@@ -113,12 +117,12 @@ RECIPES: tuple[tuple[str, Cells], ...] = (
     (r"mcoreci-gpt-gpt3_mcore_te_tp2_pp2_(mla|dsa)", _SMALL_LATENT),
     (
         r"mcoreci-moe-.*_ep4_etp1_no_mtp_no_a2a_ovlp_fine_grained_offloading",
-        {**_LATENT, "dense_layers": "3", "pipeline_layout": "Et*3|(tt|)*6L"},
+        {**_OFFLOADED, "dense_layers": "3", "pipeline_layout": "Et*3|(tt|)*6L"},
     ),
     (
         r"mcoreci-moe-.*_ep4_etp1_fine_grained_offloading",
         {
-            **_LATENT,
+            **_OFFLOADED,
             "dense_layers": "3",
             "mtp_layers": "1",
             "pipeline_layout": "Et*3|(tt|)*6mL",
@@ -152,7 +156,10 @@ RECIPES: tuple[tuple[str, Cells], ...] = (
     ),
     (r"mcoreci-moe-.*_tp4_ep2_etp2_pp2_", {"shared_ffn_hidden": "512"}),
     (r"mcoreci-moe-deepseek_proxy_", {"latent": "256 128 128 64 128", "vocab_multiple": "64"}),
-    (r"mcoreci-moe-.*(groupedGEMM|top2router|ddp_average|etp1_ep4|_ep8_|ep4_etp1|etp2_pp2)", _GROUPED),
+    (
+        r"mcoreci-moe-.*(groupedGEMM|top2router|ddp_average|etp1_ep4|_ep8_|ep4_etp1|etp2_pp2)",
+        _GROUPED,
+    ),
     (r"mcoreci-hybrid-hybrid_mr_mcore_te_tp1_pp[24]_", _HYBRID | {"layer_pattern": _IN_STAGES}),
     (r"mcoreci-hybrid-hybrid_mr_", _HYBRID),
     (r"mcoreci-gpt-.*_pp4_vp1_uneven_pipeline", {"pipeline_layout": "Et*2|(t*4|)*2t*2L"}),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
+from parplan.planner.validation.block_modules import OFFLOADED, named_modules
+from parplan.planner.validation.fine_tuned_rows import fine_tuning_of
 from parplan.planner.validation.frameworks import (
     FP8_DTYPES,
     FUSED_LOSS_LOGIT_BYTES,
@@ -24,8 +26,6 @@ from parplan.planner.validation.frameworks import (
     STACKS,
     UNKNOWN_STACK,
 )
-from parplan.planner.validation.fine_tuned_rows import fine_tuning_of
-from parplan.planner.validation.recomputed_modules import named_modules
 from parplan.planner.validation.row_cells import Row, UnpricedError, whole
 from parplan.planner.validation.uneven_divisions import laid_out
 from parplan.profiles.machines.hardware import Device
@@ -36,6 +36,17 @@ from parplan.profiles.stack import AttentionKernel, AvailableKernel, FlashKernel
 from parplan.profiles.units import MIB
 
 _HOPPER = 9.0  # compute capability
+
+
+@dataclass(frozen=True, slots=True)
+class Modules:
+    """Modules of the blocks, as Megatron-LM names them, that are recomputed or offloaded."""
+
+    recomputed: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
+
+
+NO_MODULES = Modules()
 
 
 @functools.cache
@@ -186,6 +197,14 @@ def recompute_of(row: Row, stack: Stack) -> tuple[tuple[Recompute, ...], ...]:
     raise UnpricedError(f"recompute {cell!r}")
 
 
-def modules_of(row: Row) -> tuple[str, ...]:
-    """Returns the modules that the row names, where no level of recompute stands for them."""
-    return () if row["recompute"] in RECOMPUTE else named_modules(row["recompute"])
+def modules_of(row: Row) -> Modules:
+    """Returns the modules that a row recomputes by name, and those that it offloads.
+
+    Raises UnpricedError for an offloaded module that is not known.
+    """
+    recomputed = () if row["recompute"] in RECOMPUTE else named_modules(row["recompute"])
+    offloaded = tuple((row.get("offload") or "").split())
+    for module in offloaded:
+        if module not in OFFLOADED:
+            raise UnpricedError(f"offloaded module {module!r}")
+    return Modules(recomputed, offloaded)
