@@ -138,6 +138,8 @@ class Stack:
                                    gathered input, not the rank's tokens
     keeps_activated_gate           a gated activation saves its activated half in addition to its
                                    input
+    weighs_activations             experts multiply the activation by the weight of the choice, not
+                                   their output
     attention_kv_copies            further copies of keys and values that attention saves
     attention_output_copies        further copies of its output that attention saves where sequences
                                    and batch change places (micro-batch > 1)
@@ -204,6 +206,7 @@ class Stack:
     logit_bytes: int = 6
     keeps_gathered_inputs: bool = False
     keeps_activated_gate: bool = False
+    weighs_activations: bool = False
     attention_kv_copies: int = 0
     attention_output_copies: int = 0
     keeps_low_precision_gradients: bool = False

@@ -77,8 +77,13 @@ def illegal_pipeline(layout: ParallelLayout) -> str | None:
     return None
 
 
-def illegal_layout(layout: ParallelLayout, model: ModelSpec, training: TrainingSpec) -> str | None:
-    """Returns why a layout on a legal mesh cannot run, or None."""
+def illegal_layout(
+    layout: ParallelLayout, model: ModelSpec, training: TrainingSpec, *, unlike_stages: bool = False
+) -> str | None:
+    """Returns why a layout on a legal mesh cannot run, or None.
+
+    unlike_stages    virtual stages have other lengths than the planner's own
+    """
     mesh, batch = layout.mesh, training.global_batch_size
     if layout.micro_batch_size * mesh.dp * layout.num_micro_batches != batch:
         return (
@@ -95,7 +100,7 @@ def illegal_layout(layout: ParallelLayout, model: ModelSpec, training: TrainingS
             f"pp {mesh.pp} x {layout.virtual_stages} virtual stages are more than "
             f"the {model.num_layers} layers"
         )
-    if layout.equal_ranks and shorter_ends(layout, model.num_layers) is None:
+    if not unlike_stages and layout.equal_ranks and shorter_ends(layout, model.num_layers) is None:
         return (
             f"{model.num_layers} layers, or two more, are not a multiple of "
             f"pp {mesh.pp} x {layout.virtual_stages} virtual stages"

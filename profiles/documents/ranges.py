@@ -65,7 +65,10 @@ _BY_NAME = {
         DEVICES,
     ),
     **dict.fromkeys(("hidden_size", "num_heads", "num_kv_heads", "head_dim", "hidden"), WIDTH),
-    **dict.fromkeys(("ffn_hidden_size", "expert_ffn_hidden_size"), Range(0, 10 * 10_000_000)),
+    **dict.fromkeys(
+        ("ffn_hidden_size", "expert_ffn_hidden_size", "expert_latent_size"),
+        Range(0, 10 * 10_000_000),
+    ),
     "lora_rank": Range(0, 65_536),
     **dict.fromkeys(("num_experts", "experts_per_token"), Range(0, 100_000)),
     **dict.fromkeys(

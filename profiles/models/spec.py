@@ -30,10 +30,12 @@ _RARE_NAMES = (
     "output_bias",
     "qk_norm",
     "sinks",
+    "bidirectional",
     "attention_soft_cap",
     "logit_soft_cap",
     "norm_layout",
     "shared_experts",
+    "expert_latent_size",
     "expert_bias",
     "router_bias",
     "state_space",
@@ -76,7 +78,7 @@ class Optimizer(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """The shape of a decoder-only transformer.
+    """The shape of a transformer of one stack of blocks: a decoder, or an encoder.
 
     ffn_hidden_size: the width of one of the two halves, where the feed-forward network is gated
     num_experts: 0 for a dense model; else blocks are mixtures of that many experts of width
@@ -89,11 +91,14 @@ class ModelSpec:
     latent: attention with compressed keys and values; `head_dim` is then that of queries and keys
     output_bias: whether the attention's output product has a bias; None: as `linear_bias`
     qk_norm: the norm of queries and keys
+    bidirectional: a token reads those behind it as well (BERT)
     sinks: one trained number a head takes part in the softmax (gpt-oss)
     attention_soft_cap, logit_soft_cap: a bound of the scores and of the logits, c tanh(x / c); 0
         for none
     norm_layout: the norms of a block's parts
     shared_experts: a dense network beside the experts
+    expert_latent_size: width to which tokens are projected before they are sent to their experts,
+        and from which they come back (Nemotron 3 Super); 0: they are sent as they are
     expert_bias, router_bias: whether the experts' and the router's products have a bias
     state_space: the shape of the blocks with `mixer: state_space`
     mtp_layers: multi-token prediction modules behind the blocks (DeepSeek-V3)
@@ -131,10 +136,12 @@ class ModelSpec:
     output_bias: bool | None = None
     qk_norm: QkNorm = QkNorm.NONE
     sinks: bool = False
+    bidirectional: bool = False
     attention_soft_cap: float = 0.0
     logit_soft_cap: float = 0.0
     norm_layout: NormLayout = NormLayout.PRE
     shared_experts: SharedExperts | None = None
+    expert_latent_size: int = 0
     expert_bias: bool = False
     router_bias: bool = False
     state_space: StateSpace | None = None
@@ -203,7 +210,7 @@ class ModelSpec:
         """Yields what is wrong with the fields of experts, each with a hint."""
         fields_of_experts = ("experts_per_token", "expert_ffn_hidden_size", "shared_experts")
         if not self.num_experts:
-            for field in (*fields_of_experts, "expert_bias", "router_bias"):
+            for field in (*fields_of_experts, "expert_latent_size", "expert_bias", "router_bias"):
                 if getattr(self, field):
                     yield (
                         f"{field} is {getattr(self, field)} without num_experts",

@@ -8,9 +8,10 @@ token ids, and the rotary tables.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import groupby
 
-from parplan.profiles.models.blocks import BlockRun, kind_names
+from parplan.profiles.models.blocks import BlockRun, Mixer, kind_names
 from parplan.profiles.models.fine_tuned_graph import fine_tuned
 from parplan.profiles.models.operator_graph import (
     BlockClass,
@@ -63,7 +64,7 @@ def build_graph(
         layers=(
             _run(layer_class(LayerKind.EMBEDDING, embedding_operators(shapes())), 1),
             *blocks,
-            _run(layer_class(LayerKind.HEAD, head_operators(shapes(model.block_kinds[-1]))), 1),
+            _run(layer_class(LayerKind.HEAD, head_operators(shapes(_last_kind(model)))), 1),
         ),
     )
     return fine_tuned(graph, training.fine_tuning)
@@ -85,6 +86,12 @@ def has_unlike_blocks(model: ModelSpec, training: TrainingSpec) -> bool:
     if tuning is not None:
         frozen = sum(tuning.freezes_block(block) for block in range(model.num_layers))
     return len(block_classes(model)) > 1 or 0 < frozen < model.num_layers
+
+
+def _last_kind(model: ModelSpec) -> BlockRun:
+    """Returns the kind of the blocks of multi-token prediction: attention and what the last has."""
+    last = model.block_kinds[-1]
+    return replace(last, mixer=Mixer.ATTENTION, feed_forward=True) if model.mtp_layers else last
 
 
 def _run(layer: LayerClass, count: int) -> RepeatedLayer:

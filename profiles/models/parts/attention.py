@@ -110,7 +110,7 @@ def attention_kernel(read: tuple[Tensor, ...], context: Tensor, shapes: Shapes) 
     scores = (shapes.batch, heads, shapes.sequence, shapes.keys)
     kv_heads = model.num_kv_heads
     attention = Attention(
-        causal=True,
+        causal=not model.bidirectional,
         dropped=model.dropout > 0,
         window=block.window or block.chunk,
         chunked=bool(block.chunk),
