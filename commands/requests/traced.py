@@ -38,6 +38,7 @@ _REFUSED = {  # options that a traced module cannot have, and why
         ("lora_rank", "lora_targets", "freeze", "base_weights"),
         "adapters and frozen parts are those of a described model",
     ),
+    "document_lengths": "a traced module reads its sequences as it does",
     "prefer": "the error band of a traced module is unknown, and so are its ties",
     "cp": _WHOLE,
     "context_form": _WHOLE,

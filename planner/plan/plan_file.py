@@ -29,8 +29,9 @@ def plan_to_document(plan: AnyPlan) -> dict[str, Any]:
         for rare in ("own_zero", "block"):
             if not layer_plan[rare]:  # few plans have any
                 del layer_plan[rare]
-    if plan.training.fine_tuning is None:
-        del body["training"]["fine_tuning"]
+    for rare in ("fine_tuning", "documents"):
+        if body["training"][rare] is None:
+            del body["training"][rare]
     if isinstance(plan, Plan):
         for name in rare_defaults(plan.model):
             del body["model"][name]
