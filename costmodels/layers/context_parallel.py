@@ -30,8 +30,8 @@ from parplan.costmodels.communication.collectives import (
 )
 from parplan.costmodels.communication.hiding import under
 from parplan.costmodels.communication.mesh import Mesh, place_axis
-from parplan.costmodels.layers.document_waits import excess_share, wait_of
-from parplan.costmodels.layers.zigzag import most_read_from_others
+from parplan.costmodels.layers.document_waits import context_share, wait_of
+from parplan.costmodels.layers.sequence_pieces import most_read_from_others
 from parplan.costmodels.operators.compute import OperatorTime
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.profiles.divisors import divisors
@@ -168,9 +168,7 @@ def _document_share(
         return 0.0
     heads, cp = operator.size("heads"), sharding.cp
     near = ranks_with_heads(sharding.context_form, cp, sharding.tp, heads, gpus_per_node)
-    ring = cp // (near or 1)
-    stretches = 2 * operator.size("batch")  # the two pieces of a rank, of each sequence
-    return excess_share(operator, ring, stretches, operator.size("keys") / (2 * ring))
+    return context_share(operator, cp // (near or 1))
 
 
 def _waited(

@@ -8,47 +8,66 @@ that meet in a collective wait for the fullest of them:
     ranks of a  at each attention, unless they exchange tokens for heads, or the stack divides
     sequence    every document over them
 
-The largest of n sums, each over m independent stretches of t tokens, exceeds their mean by the
-share
+With e = inverse normal((n - 3/8) / (n + 1/4)), about the largest of n normal numbers (Blom 1958),
+the fullest of n ranks exceeds the mean by the share
 
-    e(n) sqrt(spread(t) / m) / k        e(n) = inverse normal((n - 3/8) / (n + 1/4))
+    replicas    (1 - c^2 / 9 + e c / 3)^3 - 1        c^2 = spread(S) / m
+                the largest of n gamma distributions (Wilson and Hilferty 1931) of m sequences of S
+                tokens
+    ranks of a  e c        c^2 = (spread(S / 2n) / 2 - spread(S)) / b n / (n - 1)
+    sequence    two pieces of each of b sequences, beside what the ranks have in common
 
-where a query meets k keys, and `Reading.spread` is their variance over the stretch. The largest
-reads at most as much as whole sequences. Leaves out: recompute of attention at the end of a step,
-micro-batches of a pipeline that wait for each other, and unlike blocks of a ring.
+where `Reading.spread` is the variance of the keys met over a stretch of tokens, over its mean
+squared. The fullest reads at most as much as whole sequences. Leaves out: recompute of attention at
+the end of a step, micro-batches of a pipeline that wait for each other, unlike blocks of a ring.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from statistics import NormalDist
 
 from parplan.costmodels.operators.compute import OperatorTime
-from parplan.profiles.elementwise import Number, smaller_of, sqrt
+from parplan.profiles.elementwise import Number, larger_of, smaller_of, sqrt
 from parplan.profiles.models.operator_graph import Operator
 
-# Blom 1958, Statistical Estimates and Transformed Beta-Variables
 _BLOM = 0.375
 
 
 @lru_cache(maxsize=256)
-def expected_largest(numbers: int) -> float:
+def _largest_normal(numbers: int) -> float:
     """Returns about the mean of the largest of so many standard normal numbers."""
     return NormalDist().inv_cdf((numbers - _BLOM) / (numbers + 1 - 2 * _BLOM))
 
 
-def excess_share(operator: Operator, ranks: int, stretches: Number, tokens: Number) -> Number:
-    """Returns the share by which attention on the fullest of `ranks` ranks exceeds the mean.
+def replica_share(operator: Operator, replicas: int, sequences: Number) -> Number:
+    """Returns the share by which attention of the fullest replica exceeds the mean.
 
-    stretches   number of stretches of `tokens` tokens that each of them reads
+    sequences   that each replica reads until they meet
     """
-    attention, keys = operator.attention, operator.size("keys")
-    read = None if attention is None else attention.in_documents
-    if attention is None or read is None or ranks == 1:
+    if operator.attention is None or operator.attention.in_documents is None or replicas == 1:
         return 0.0
-    whole = keys / 2 if attention.causal else keys
-    spread = sqrt(read.spread(tokens) / stretches) / read.mean
-    return smaller_of(expected_largest(ranks) * spread, whole / read.mean - 1.0)
+    squared = operator.attention.in_documents.spread(operator.size("keys")) / sequences
+    largest = (1.0 - squared / 9 + _largest_normal(replicas) * sqrt(squared) / 3) ** 3 - 1.0
+    return _within_whole(operator, largest)
+
+
+def context_share(operator: Operator, ranks: int) -> Number:
+    """Returns the share by which attention of the fullest rank of a sequence exceeds the mean."""
+    if operator.attention is None or operator.attention.in_documents is None or ranks == 1:
+        return 0.0
+    keys, spread = operator.size("keys"), operator.attention.in_documents.spread
+    apart = max(0.0, spread(keys / (2 * ranks)) / 2 - spread(keys)) * ranks / (ranks - 1)
+    return _within_whole(operator, _largest_normal(ranks) * sqrt(apart / operator.size("batch")))
+
+
+def _within_whole(operator: Operator, share: Number) -> Number:
+    """Returns the share, at most that of a rank whose sequences are one document each."""
+    attention, keys = operator.attention, operator.size("keys")
+    assert attention is not None, "it has documents"
+    whole = replace(attention, in_documents=None).keys_met(keys) / attention.keys_met(keys)
+    return smaller_of(larger_of(share, 0.0), larger_of(whole - 1.0, 0.0))
 
 
 def wait_of(alone: OperatorTime, share: Number) -> OperatorTime:

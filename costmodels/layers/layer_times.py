@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.offload import copy_time
-from parplan.costmodels.layers.document_waits import excess_share, wait_of
+from parplan.costmodels.layers.document_waits import replica_share, wait_of
 from parplan.costmodels.layers.halved_layer import HalvedOperators
 from parplan.costmodels.layers.layer_price import (
     LayerOperators,
@@ -97,12 +97,10 @@ class LayerTimes(ModelLayers):
         if self.training.documents is None or mesh.dp == 1:
             return wait
         for operator in self.divided_layer(kind, micro_batch_size, sharding).operators:
-            if operator.attention is None:
-                continue
-            alone = self._operator_time(operator, kind, micro_batch_size, sharding)
-            sequences = repeats * micro_batch_size
-            share = excess_share(operator, mesh.dp, sequences, operator.size("keys"))
-            wait = wait.plus(wait_of(alone, share))
+            share = replica_share(operator, mesh.dp, repeats * micro_batch_size)
+            if share:
+                alone = self._operator_time(operator, kind, micro_batch_size, sharding)
+                wait = wait.plus(wait_of(alone, share))
         return wait
 
     def inside(self, degrees: tuple[int, ...]) -> StageAxes:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parplan.costmodels.layers.zigzag import Numbers, pieces, read_from_others
+from parplan.costmodels.layers.sequence_pieces import Numbers, pieces, read_from_others
 from parplan.executor.context.zigzag import by_rank, in_order
 
 # The names of torch 2.13, which deprecates the earlier ones.

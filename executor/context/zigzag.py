@@ -1,6 +1,6 @@
 """The division of a sequence over context-parallel ranks, and the keys that queries read.
 
-`parplan.costmodels.layers.zigzag` says which pieces a rank holds.
+`parplan.costmodels.layers.sequence_pieces` says which pieces a rank holds.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parplan.costmodels.layers.zigzag import Numbers, pieces, reached_pieces
+from parplan.costmodels.layers.sequence_pieces import Numbers, pieces, reached_pieces
 from parplan.profiles.divisors import divisors
 
 

@@ -16,7 +16,6 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from parplan.profiles.elementwise import Number
 from parplan.profiles.errors import ConfigError
 
 _FORBID = {"extra": "forbid"}
@@ -109,15 +108,16 @@ class Reading:
     drift: float
     longest: int = 0
 
-    def spread(self, tokens: Number) -> Number:
-        """Returns the variance of the keys that a stretch of so many tokens meets, over its square.
+    def spread(self, tokens: float) -> float:
+        """Returns the variance of the keys met by a stretch of tokens, over its mean squared.
 
-        A stretch far longer than documents has many of them, and its variance grows with its
-        tokens; one inside of a document grows with their square (EQUATIONS K7).
+        The variance over a stretch far longer than documents grows with its tokens, and over one
+        inside of a document with their square (EQUATIONS K7).
         """
         if not self.drift:
-            return 0.0 * tokens
-        return self.variance * self.drift / (tokens * self.variance + self.drift)
+            return 0.0
+        variance = self.variance * self.drift / (tokens * self.variance + self.drift)
+        return variance / self.mean**2
 
 
 @lru_cache(maxsize=256)
