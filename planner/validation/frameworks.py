@@ -103,7 +103,8 @@ NARROW_GRADIENTS = re.compile(r"mbridge-(?!.*Kimi)|mbcard-.*pretrain_performance
 FIGURES_DISAGREE = "its own figures disagree"
 # Rows whose figures agree after all: torchtitan of 2024 counts the parameters of the embedding in
 # its MFU, 6 x 0.53e9 FLOPs a token for Llama 3 8B, 1.054 of the count without them.
-FIGURES_AGREE = re.compile(r"titan-2024-llama3-8b-selective")
+# The FLOPs of packed documents have hardly any attention.
+FIGURES_AGREE = re.compile(r"titan-2024-llama3-8b-selective|nemolauncher-.*-sft$")
 # column, pattern in its cell (in any case) and reason of the rows that are not priced
 REFUSED = (
     ("run_type", r"lora|peft", "LoRA"),
@@ -116,7 +117,6 @@ REFUSED = (
     ("notes", r"transformer_engine; (?:.*; )?MLA", "latent attention of ranks that are not stated"),
     ("model", r"muon", "optimizer muon"),
     ("framework", r"bnb", "8-bit optimizer"),
-    ("id", r"nemolauncher-.*-sft$", "packed documents whose lengths are not stated"),
     ("notes", r"INCONSISTENT|^STALE", FIGURES_DISAGREE),
     (
         "framework",
@@ -153,6 +153,8 @@ _QWEN3_30B = {"seq_len": "4096", "tp": "1", "pp": "1", "cp": "1", "micro_batch":
 # cells alone.
 #   nemoA100: conf/training/gpt3 of NVIDIA/NeMo-Framework-Launcher@a82887b5; the page of the figures
 #     does not say that these runs used it
+#   nemolauncher: conf/peft/llama/sft.yaml and examples/peft/llama/h100 of
+#     NVIDIA/NeMo-Framework-Launcher@26e42fa91d
 #   mbcard: src/megatron/bridge/recipes and perf_recipes of NVIDIA-NeMo/Megatron-Bridge@067f987df0
 #   megh100-strong: the degrees of the same model in the table of weak scaling of the same page
 #   mcoreci-gpt-gpt3_15b: the first batch of the test's schedule; 256 GPUs are what its FLOPs and
@@ -182,6 +184,9 @@ RECIPES = (
         r"mbcard-gpt-oss-20b-pretrain-H100",
         {"tp": "2", "pp": "4", "cp": "1", "ep": "4", "micro_batch": "1"},
     ),
+    (r"nemolauncher-llama2-7b-8-sft", {"recompute": "none"}),
+    (r"nemolauncher-llama2-13b-8-sft", {"recompute": "none", "vpp": "10"}),
+    (r"nemolauncher-llama2-70b-16-sft", {"recompute": "none", "vpp": "20"}),
     (
         r"megh100-strong-177B-",
         {"tp": "8", "pp": "6", "cp": "1", "sequence_parallel": "true", "zero_stage": "1"},

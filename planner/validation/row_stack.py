@@ -23,6 +23,7 @@ from parplan.planner.validation.frameworks import (
     STACKS,
     UNKNOWN_STACK,
 )
+from parplan.planner.validation.packed_rows import documents_of_row
 from parplan.planner.validation.row_cells import Row, UnpricedError, whole
 from parplan.profiles.machines.machine_catalog import load_stack
 from parplan.profiles.machines.stack_terms import Terms
@@ -101,6 +102,7 @@ def training_of(row: Row, stack: Stack) -> TrainingSpec:
         attention=stack.attention,
         fp8_matmuls=fp8,
         overlap_grad_reduce=overlap,
+        documents=documents_of_row(row),
         stack=stack,
     )
 
