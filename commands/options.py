@@ -64,6 +64,7 @@ class TargetOptions:
     base_weights: str | None = None
     expert_imbalance: float = 1.0
     expert_capacity: float = 0.0
+    document_lengths: str | None = None
     stack: str | None = None
     attention: str | None = None
     profile: str | None = None
@@ -233,6 +234,14 @@ training_options = together(
         metavar="FACTOR",
         help="Copies of tokens that each expert takes, over the mean; the rest is dropped. "
         "[default: all]",
+    ),
+    option(
+        WHAT,
+        "--document-lengths",
+        metavar="FILE|MEAN",
+        help="Documents that sequences are packed from, between which attention reads nothing: a "
+        "file with a length on each line, or a length and a count; or the mean of exponential "
+        "lengths. [default: sequences are read whole]",
     ),
     option(
         WHAT,

@@ -128,6 +128,10 @@ class Stack:
     mesh_orders              the orders of the parallel axes over the ranks, outermost first, that
                              it can start in (costmodels/communication/mesh.py)
     context_forms            the forms of context parallelism that it runs
+    sends_within_windows     context-parallel ranks send keys and values to those ranks alone whose
+                             queries read them, where a window or documents bound their reach
+    divides_documents        context-parallel ranks have equal parts of every document, so that they
+                             have equal work
     divides_experts          each expert may be divided over the tensor-parallel ranks
     terms_of                 the stack whose fitted terms it shares, empty for its own
 
@@ -201,6 +205,8 @@ class Stack:
     recompute: tuple[RecomputeKind, ...] = EVERY_RECOMPUTE
     mesh_orders: tuple[MeshOrderName, ...] = ("pp-dp-tp",)
     context_forms: tuple[ContextFormName, ...] = ()
+    sends_within_windows: bool = False
+    divides_documents: bool = False
     divides_experts: bool = False
     terms_of: str = ""
     logit_bytes: int = 6

@@ -35,6 +35,7 @@ _REFUSED = {  # options that a traced module cannot have, and why
     "module": "the traced module is what runs",
     "fp8": "products of a traced module run in --precision",
     "base_weights": "frozen weights of a traced module are in the precision of training",
+    "document_lengths": "a traced module reads its sequences as it does",
     "prefer": "the error band of a traced module is unknown, and so are its ties",
     "cp": _WHOLE,
     "context_form": _WHOLE,

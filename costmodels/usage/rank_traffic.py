@@ -40,6 +40,7 @@ from parplan.profiles.models.operator_graph import (
     OperatorKind,
     Tensor,
 )
+from parplan.profiles.stack import Stack
 
 MESSAGE = "point_to_point"  # a kind beside those of `Collective`
 # axes beside those of `Axis`: the ranks that divide whole experts, and those with copies of them
@@ -136,7 +137,8 @@ def _add_layer(
             tally.add(Axis.TP, Collective.ALL_REDUCE, num_bytes)
     if sharding.cp > 1:
         gpus_per_node = price_cache.machine.cluster.gpus_per_node
-        for call in attention_calls(layer, sharding, recomputed, gpus_per_node):
+        stack = price_cache.training.stack
+        for call in attention_calls(layer, sharding, recomputed, gpus_per_node, stack):
             kind = MESSAGE if call.kind is None else call.kind
             tally.add(Axis.CP, kind, call.num_bytes, call.calls * layout.num_micro_batches)
     for num_bytes in _exchanges(layer, sharding, recomputed):
@@ -186,12 +188,16 @@ def _add_chunks(tally: Tally, chunks: RankChunks) -> None:
 
 
 def attention_calls(
-    layer: LayerClass, sharding: Sharding, recomputed: tuple[str, ...], gpus_per_node: int
+    layer: LayerClass,
+    sharding: Sharding,
+    recomputed: tuple[str, ...],
+    gpus_per_node: int,
+    stack: Stack,
 ) -> Iterator[ContextCall]:
     """Yields the calls of attention on context-parallel ranks, forward and backward."""
     for operator in layer.operators:
         if operator.kind is OperatorKind.ATTENTION:
-            forward, backward = context_calls(operator, sharding, gpus_per_node)
+            forward, backward = context_calls(operator, sharding, gpus_per_node, stack)
             yield from forward * (1 + (operator.name in recomputed))
             yield from backward
 

@@ -134,6 +134,19 @@ def optimizer_rule(plan: Plan) -> Iterator[Refusal]:
     )
 
 
+@rule(
+    why="data files have tokens without the ends of documents, and attention reads whole sequences",
+    action="run it in the framework whose stack it was priced for, or plan whole sequences",
+)
+def whole_sequences(plan: Plan) -> Iterator[Refusal]:
+    if plan.training.documents is not None:
+        yield Refusal(
+            problem=f"training: sequences are packed from {plan.training.documents}",
+            action="leave out documents",
+            nearest=replace(plan, training=replace(plan.training, documents=None)),
+        )
+
+
 @rule(why="the executor drops no token, and holds all that arrive", action="plan without capacity")
 def dropless(plan: Plan) -> Iterator[Refusal]:
     if plan.model.num_experts and plan.training.expert_capacity:
@@ -153,4 +166,5 @@ TRAINING = (
     rotary_pairs,
     optimizer_rule,
     dropless,
+    whole_sequences,
 )

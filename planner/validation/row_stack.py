@@ -26,6 +26,7 @@ from parplan.planner.validation.frameworks import (
     STACKS,
     UNKNOWN_STACK,
 )
+from parplan.planner.validation.packed_rows import documents_of_row
 from parplan.planner.validation.row_cells import Row, UnpricedError, whole
 from parplan.planner.validation.uneven_divisions import laid_out
 from parplan.profiles.machines.hardware import Device
@@ -140,6 +141,7 @@ def training_of(row: Row, stack: Stack) -> TrainingSpec:
         attention=stack.attention,
         fp8_matmuls=fp8,
         overlap_grad_reduce=overlap,
+        documents=documents_of_row(row),
         stack=stack,
     )
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from parplan.profiles.elementwise import Number, smaller_of
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.models.documents import Reading
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -126,6 +127,7 @@ class Attention:
     chunked      the window is a part of the sequence, which no token reads beyond (Llama 4)
     kv_features  features of keys and values of one token, of all heads
     value_dim    features of a value's head; 0: as many as a key's, `head_dim`
+    in_documents keys met in sequences that are packed from documents; None: a sequence is one
     """
 
     causal: bool
@@ -134,19 +136,31 @@ class Attention:
     chunked: bool = False
     kv_features: int = 0
     value_dim: int = 0
+    in_documents: Reading | None = None
 
     def keys_met(self, keys: Number) -> Number:
         """The mean number of keys that a query meets in a sequence of `keys` tokens.
 
         It is keys / 2 under a causal mask, w - w^2 / (2 keys) within a causal window of w tokens,
-        and w / 2 in parts of w tokens.
+        and w / 2 in parts of w tokens. Documents lower it (EQUATIONS K7).
         """
+        if self.in_documents is not None:
+            return self.in_documents.mean
         if not self.causal:
             return 1.0 * keys if not self.window else 1.0 * smaller_of(keys, self.window)
         if not self.window:
             return keys / 2
         window = smaller_of(keys, self.window)
         return window / 2 if self.chunked else window - window * window / (2 * keys)
+
+    @property
+    def reach(self) -> int:
+        """Tokens that a token reads at most, with itself; 0: all.
+
+        It is the window, or the longest document where its length is known.
+        """
+        longest = self.in_documents.longest if self.in_documents else 0
+        return min(self.window or longest, longest or self.window)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

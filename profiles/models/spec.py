@@ -19,6 +19,7 @@ from parplan.profiles.models.blocks import (
     block_kinds,
     require_positive,
 )
+from parplan.profiles.models.documents import Documents
 from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.stack import AttentionKernel, Stack
 
@@ -314,6 +315,8 @@ class TrainingSpec:
         the ranks that divide the experts; 1 where routing is balanced
     expert_capacity: copies that each expert takes, over the mean: more are dropped and fewer are
         padded; 0 where none is dropped
+    documents: lengths of the documents that sequences are packed from, in which attention reads
+        alone; None where it reads whole sequences
     stack: the software that runs the step. It has no default here:
         parplan.commands.requests.requests.request_of takes that of the command
     """
@@ -331,6 +334,7 @@ class TrainingSpec:
     fine_tuning: FineTuning | None = None
     expert_imbalance: float = 1.0
     expert_capacity: float = 0.0
+    documents: Documents | None = None
     stack: Stack
 
     def __post_init__(self) -> None:
@@ -345,6 +349,12 @@ class TrainingSpec:
             )
         for field in ("global_batch_size", "seq_length"):
             require_range(field, getattr(self, field), f"training: {field}")
+        if self.documents is not None and self.documents.longest > self.seq_length:
+            raise ConfigError(
+                f"training: a document has {self.documents.longest:,.0f} tokens, seq_length is "
+                f"{self.seq_length:,}",
+                hint="cut longer documents, or raise the sequence length",
+            )
         if self.precision is Precision.FP32 and self.gradient_precision is not Precision.FP32:
             raise ConfigError(
                 f"training: gradient_precision {self.gradient_precision} is below precision fp32",

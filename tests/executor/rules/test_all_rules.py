@@ -22,6 +22,7 @@ from parplan.planner.plan.plan import LayerRun, OperatorPlacement, Plan, StagePl
 from parplan.planner.search.estimate import ChunkRequest
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.blocks import BlockRun
+from parplan.profiles.models.documents import Documents
 from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.spec import Optimizer, Precision
 from parplan.profiles.models.transformer import build_graph
@@ -247,6 +248,16 @@ BROKEN = {
         ),
         "expert_capacity is 1.25",
         "set expert_capacity to 0",
+        "no effect",
+    ),
+    "sequences-packed-from-documents": Broken(
+        "whole sequences",
+        dataclasses.replace(
+            make_plan(LLAMA),
+            training=dataclasses.replace(make_plan(LLAMA).training, documents=Documents(mean=4)),
+        ),
+        "documents of 4 tokens on average",
+        "leave out documents",
         "no effect",
     ),
     "three-experts-on-two-ranks": Broken(
