@@ -53,6 +53,12 @@ class Alone:
         return gradient_of(self.held, own)
 
 
+class Whole(Alone):
+    """One rank that has whole sequences as one piece, of any length."""
+
+    held: Numbers = (0,)
+
+
 @dataclass(frozen=True, slots=True)
 class _Shift:
     """A tensor on its way from the rank before; `sent` lives as long."""

@@ -16,6 +16,7 @@ from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.blocks import QkNorm
 from parplan.profiles.models.hf.config_families import ALIASES, FAMILIES, VISION, WRAPPERS, Family
 from parplan.profiles.models.hf.config_reader import ConfigReader
+from parplan.profiles.models.hf.functions import functions_of
 from parplan.profiles.models.hf.parts import (
     block_fields,
     falcon_fields,
@@ -152,7 +153,7 @@ def _require_understood(
 
 def _fields(reader: ConfigReader, family: Family, family_name: str) -> dict[str, Any]:
     hidden, heads = reader.integer(_HIDDEN), reader.integer(_HEADS)
-    _check_activation(reader, family)
+    activation = _activation(reader, family)
     _check_fixed(reader, family, hidden)
     rotary = reader.rotary()
     fields = {
@@ -183,7 +184,14 @@ def _fields(reader: ConfigReader, family: Family, family_name: str) -> dict[str,
     }
     widths = feed_forward_fields(reader, family, hidden)
     own = falcon_fields(reader, heads) if family_name == "falcon" else {}
-    return {**widths, **fields, **own}
+    functions = functions_of(
+        reader,
+        family_name,
+        activation,
+        gated=family.gated_ffn,
+        head_dim=fields["head_dim"],
+    )
+    return {**widths, **fields, **own, "functions": functions}
 
 
 def _layers(reader: ConfigReader, family: Family, family_name: str) -> dict[str, Any]:
@@ -229,13 +237,17 @@ def _biases(reader: ConfigReader, family: Family) -> dict[str, bool | None]:
     }
 
 
-def _check_activation(reader: ConfigReader, family: Family) -> None:
+def _activation(reader: ConfigReader, family: Family) -> str | None:
+    """Returns the name of the activation in the file. Raises ConfigError for an unknown one."""
+    found = None
     for name in _ACTIVATION:
         activation = reader.find((name,))[1]
         if activation is not None and activation not in family.activations:
             raise reader.wrong(
                 name, activation, f"one of {', '.join(family.activations)} in this family"
             )
+        found = found or activation
+    return found
 
 
 def _check_fixed(reader: ConfigReader, family: Family, hidden: int) -> None:

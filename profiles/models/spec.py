@@ -21,6 +21,7 @@ from parplan.profiles.models.blocks import (
 )
 from parplan.profiles.models.documents import Documents
 from parplan.profiles.models.fine_tuning import FineTuning
+from parplan.profiles.models.functions import PLAIN_FUNCTIONS, Functions
 from parplan.profiles.stack import AttentionKernel, Stack
 
 _FORBID = {"extra": "forbid"}
@@ -41,6 +42,7 @@ _RARE_NAMES = (
     "router_bias",
     "state_space",
     "mtp_layers",
+    "functions",
     "left_out",
 )
 
@@ -103,6 +105,7 @@ class ModelSpec:
     expert_bias, router_bias: whether the experts' and the router's products have a bias
     state_space: the shape of the blocks with `mixer: state_space`
     mtp_layers: multi-token prediction modules behind the blocks (DeepSeek-V3)
+    functions: functions and factors that cost nothing, such as the activation
     left_out: parts of the published model that are not planned, such as a vision tower
     """
 
@@ -147,6 +150,7 @@ class ModelSpec:
     router_bias: bool = False
     state_space: StateSpace | None = None
     mtp_layers: int = 0
+    functions: Functions = PLAIN_FUNCTIONS
     left_out: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -290,13 +294,6 @@ def rare_defaults(model: ModelSpec) -> dict[str, object]:
     """Returns the fields of few models that have their defaults in this one, with these."""
     return {
         field.name: field.default for field in _RARE if getattr(model, field.name) == field.default
-    }
-
-
-def rare_parts(model: ModelSpec) -> dict[str, object]:
-    """Returns the fields of few models that this one has, with the defaults of others."""
-    return {
-        field.name: field.default for field in _RARE if getattr(model, field.name) != field.default
     }
 
 

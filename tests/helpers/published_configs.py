@@ -110,7 +110,7 @@ def _gpt_oss(layers, experts):
     }
 
 
-def _gemma2(hidden, ffn, layers, heads, kv_heads, head_dim):
+def _gemma2(hidden, ffn, layers, heads, kv_heads, head_dim, scalar=256):
     return {
         "model_type": "gemma2",
         "hidden_size": hidden,
@@ -122,7 +122,7 @@ def _gemma2(hidden, ffn, layers, heads, kv_heads, head_dim):
         "vocab_size": 256000,
         "max_position_embeddings": 8192,
         "sliding_window": 4096,
-        "query_pre_attn_scalar": 256,
+        "query_pre_attn_scalar": scalar,
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
         "hidden_act": "gelu_pytorch_tanh",
@@ -132,7 +132,7 @@ def _gemma2(hidden, ffn, layers, heads, kv_heads, head_dim):
     }
 
 
-def _gemma3(hidden, ffn, layers, heads, kv_heads, head_dim):
+def _gemma3(hidden, ffn, layers, heads, kv_heads, head_dim, scalar=256):
     """Its text lies beside a vision tower."""
     text = {
         "model_type": "gemma3_text",
@@ -142,6 +142,7 @@ def _gemma3(hidden, ffn, layers, heads, kv_heads, head_dim):
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
+        "query_pre_attn_scalar": scalar,
         "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
         "sliding_window": 1024,
     }
@@ -204,7 +205,7 @@ def _glm(model_type):
     )
 
 
-def _glm4_moe(hidden, ffn, width, layers, experts, dense, *, qk_norm):
+def _glm4_moe(hidden, ffn, width, layers, experts, dense, *, qk_norm, factor):
     return _llama_like(
         "glm4_moe",
         *(hidden, ffn, layers, 96, 8, 151552, 131072),
@@ -220,7 +221,7 @@ def _glm4_moe(hidden, ffn, width, layers, experts, dense, *, qk_norm):
         n_group=1,
         topk_group=1,
         norm_topk_prob=True,
-        routed_scaling_factor=2.5,
+        routed_scaling_factor=factor,
         partial_rotary_factor=0.5,
         rope_theta=1000000,
         hidden_act="silu",
@@ -352,6 +353,7 @@ CONFIGS = {
         num_nextn_predict_layers=0,
         rope_theta=50000.0,
         n_group=1,
+        routed_scaling_factor=2.827,
         topk_group=1,
     ),
     "moonlight-16b-a3b": _deepseek(
@@ -366,19 +368,20 @@ CONFIGS = {
         num_nextn_predict_layers=0,
         rope_theta=50000.0,
         n_group=1,
+        routed_scaling_factor=2.446,
         topk_group=1,
     ),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
     "gemma-2-9b": _gemma2(3584, 14336, 42, 16, 8, 256),
-    "gemma-2-27b": _gemma2(4608, 36864, 46, 32, 16, 128),
+    "gemma-2-27b": _gemma2(4608, 36864, 46, 32, 16, 128, 144),
     "gemma-3-4b": _gemma3(2560, 10240, 34, 8, 4, 256),
     "gemma-3-12b": _gemma3(3840, 15360, 48, 16, 8, 256),
-    "gemma-3-27b": _gemma3(5376, 21504, 62, 32, 16, 128),
+    "gemma-3-27b": _gemma3(5376, 21504, 62, 32, 16, 128, 168),
     "glm-4-9b": _glm("glm"),
     "glm-4-9b-0414": _glm("glm4"),
-    "glm-4.5": _glm4_moe(5120, 12288, 1536, 92, 160, 3, qk_norm=True),
-    "glm-4.5-air": _glm4_moe(4096, 10944, 1408, 46, 128, 1, qk_norm=False),
+    "glm-4.5": _glm4_moe(5120, 12288, 1536, 92, 160, 3, qk_norm=True, factor=2.5),
+    "glm-4.5-air": _glm4_moe(4096, 10944, 1408, 46, 128, 1, qk_norm=False, factor=1.0),
     "olmo-2-7b": _olmo2(4096, 11008, 32, 32, 32),
     "olmo-2-13b": _olmo2(5120, 13824, 40, 40, 40),
     "olmo-2-32b": _olmo2(5120, 27648, 64, 40, 8),

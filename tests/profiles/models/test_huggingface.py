@@ -11,6 +11,7 @@ import pytest
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.blocks import BlockRun
 from parplan.profiles.models.hf.config_families import ALIASES, FAMILIES, WRAPPERS
+from parplan.profiles.models.functions import Activations, Functions
 from parplan.profiles.models.huggingface import (
     DEFAULT_GLOBAL_BATCH_SIZE,
     MAX_DEFAULT_SEQ_LENGTH,
@@ -198,6 +199,7 @@ def test_neox_is_read_with_its_defaults():
         tied_embeddings=False,
         parallel_residual=True,
         rotary_fraction=0.25,
+        functions=Functions(activation=Activations.GELU),
     )
 
 
@@ -218,6 +220,7 @@ def test_opt_is_read_with_its_defaults_and_the_two_rows_that_no_position_uses():
         positions=Positions.LEARNED,
         dropout=0.1,
         tied_embeddings=True,
+        functions=Functions(activation=Activations.RELU),
     )
     assert entry.seq_length == 64
 
