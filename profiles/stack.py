@@ -128,6 +128,7 @@ class Stack:
     mesh_orders              the orders of the parallel axes over the ranks, outermost first, that
                              it can start in (costmodels/communication/mesh.py)
     context_forms            the forms of context parallelism that it runs
+    context_alone            it divides sequences only without tensor and pipeline parallelism
     divides_experts          each expert may be divided over the tensor-parallel ranks
     terms_of                 the stack whose fitted terms it shares, empty for its own
 
@@ -199,6 +200,7 @@ class Stack:
     recompute: tuple[RecomputeKind, ...] = EVERY_RECOMPUTE
     mesh_orders: tuple[MeshOrderName, ...] = ("pp-dp-tp",)
     context_forms: tuple[ContextFormName, ...] = ()
+    context_alone: bool = False
     divides_experts: bool = False
     terms_of: str = ""
     logit_bytes: int = 6
