@@ -15,15 +15,31 @@ then pipeline parallelism; the best micro-batch depends on the model and is sear
 branch has --sequence-parallel and selective recompute since its merge 32132c6e84 (2022-05-20), and
 --use-distributed-optimizer since d07d29df14 (2022-06-08): the baselines of 2021 have neither.
 
+Of experts, --expert-tensor-parallel-size is by default the tensor-parallel degree, and training
+with tensor parallelism needs --sequence-parallel (megatron/core/transformer/moe at d98e8a64dd).
+The README there has the guide: "Prefer EP over TP for Expert Layers", "Ensure EP x TP fits within a
+single node", context parallelism for long sequences.
+
 DeepSpeed's pipeline engine refuses ZeRO 2 and 3 (deepspeed/runtime/pipe/engine.py) and partitions
 the model by one of its own rules (planner/baselines/deepspeed_stages.py). With Megatron's layers it
 recomputes whole layers or nothing and has no sequence parallelism
 (--deepspeed-activation-checkpointing of bigscience-workshop/Megatron-DeepSpeed 58d92042,
-pretrain_gpt.py with partition_method type:transformer). Merak's runtime is the one of
-planner/baselines/stage_aware.py on equal stages.
+pretrain_gpt.py with partition_method type:transformer). Its experts are divided over data-parallel
+ranks (deepspeed/utils/groups.py at edaa72212) and not with ZeRO 3 (deepspeed/runtime/engine.py:
+"Native DeepSpeed MoE is not supported with ZeRO Stage 3"). Without sequence parallelism the planner
+has no price of experts whose tokens several ranks hold, so tp is then 1.
 
-For every baseline the stack of the request decides the overlap of communication with compute, and
-the speed of kernels.
+torchtitan at 6fc499f6 has sequence parallelism wherever it has tensor parallelism
+(torchtitan/models/llama3/infra/parallelize.py), equal stages where the embedding and the loss count
+as a layer each or not at all (pipeline_parallel_first_stage_less_layers), and experts that are
+divided over all of cp and tp before dp (torchtitan/distributed/parallel_dims.py). Its replicated
+data parallelism is left out. FSDP has PyTorch's context parallelism, as torchtitan has.
+
+Merak's runtime is the one of planner/baselines/stage_aware.py on equal stages.
+
+The forms of context parallelism and the division of experts are facts of a stack of each system
+(configs/stacks/). For every baseline the stack of the request decides the overlap of communication
+with compute, and the speed of kernels.
 """
 
 from __future__ import annotations

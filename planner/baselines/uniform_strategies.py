@@ -9,7 +9,8 @@ multiples of pp (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). Its 1F1B
 micro-batches than stages, for which the planner's search has GPipe. The range of tensor parallelism
 is a rule of this planner: inside a node, dividing heads, ffn width and the padded vocabulary.
 Sequences and experts are divided as the planner divides them, in the forms that the system's stack
-has (configs/stacks/): context parallelism is tried where the planner's search tries it.
+has (configs/stacks/): context parallelism and micro-batches are tried where the planner's search
+tries them.
 
 Recompute is none, selective or full as this planner prices them: selective recompute with flash
 attention recomputes norms and activation functions, which saves more than Megatron's default, the
@@ -30,7 +31,7 @@ from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.candidates.enumeration import illegal_tokens
 from parplan.planner.candidates.meshes import meshes
-from parplan.planner.request import Constraints, PlanRequest
+from parplan.planner.request import MAX_MICRO_BATCH_SIZE, Constraints, PlanRequest
 from parplan.profiles.divisors import divisors
 from parplan.profiles.machines.machine_catalog import load_stack
 from parplan.profiles.models.operator_graph import LayerKind
@@ -54,10 +55,10 @@ def system_meshes(stack: str, price_cache: PriceCache, **pins: tuple[int, ...]) 
     stack    the packaged stack whose facts say how the system divides sequences and experts
     pins     allowed degrees, of all axes or of some
     """
-    model, cluster, training = price_cache.model, price_cache.machine.cluster, price_cache.training
+    training = price_cache.training
     request = PlanRequest(
-        model=model,
-        cluster=cluster,
+        model=price_cache.model,
+        cluster=price_cache.machine.cluster,
         training=replace(training, stack=load_stack(stack)),
         constraints=Constraints(mesh_order=(MeshOrder.PP_DP_TP,), **pins),  # type: ignore[arg-type]
     )
@@ -100,7 +101,8 @@ def plain_layouts(mesh: Mesh, model: ModelSpec, training: TrainingSpec) -> Itera
 
 def _plain(mesh: Mesh, training: TrainingSpec) -> Iterator[ParallelLayout]:
     per_replica = training.global_batch_size // mesh.dp
-    for micro_batch_size in divisors(per_replica):
+    sizes = (size for size in divisors(per_replica) if size <= MAX_MICRO_BATCH_SIZE)
+    for micro_batch_size in sizes:
         yield ParallelLayout(
             mesh=mesh,
             schedule=Schedule.ONE_F_ONE_B,
