@@ -132,6 +132,7 @@ class Stack:
                              queries read them, where a window or documents bound their reach
     divides_documents        context-parallel ranks have equal parts of every document, so that they
                              have equal work
+    context_alone            it divides sequences only without tensor and pipeline parallelism
     divides_experts          each expert may be divided over the tensor-parallel ranks
     terms_of                 the stack whose fitted terms it shares, empty for its own
 
@@ -207,6 +208,7 @@ class Stack:
     context_forms: tuple[ContextFormName, ...] = ()
     sends_within_windows: bool = False
     divides_documents: bool = False
+    context_alone: bool = False
     divides_experts: bool = False
     terms_of: str = ""
     logit_bytes: int = 6

@@ -105,6 +105,12 @@ def illegal_layout(
             f"{model.num_layers} layers, or two more, are not a multiple of "
             f"pp {mesh.pp} x {layout.virtual_stages} virtual stages"
         )
+    return illegal_tokens(layout, model, training) or illegal_overlap(layout, model, training)
+
+
+def illegal_tokens(layout: ParallelLayout, model: ModelSpec, training: TrainingSpec) -> str | None:
+    """Returns why the ranks of a layout cannot divide the tokens of a sequence, or None."""
+    mesh = layout.mesh
     if training.seq_length % (2 * mesh.cp if mesh.cp > 1 else 1):
         return (
             f"the {2 * mesh.cp} pieces of cp {mesh.cp} do not divide the sequence of "
@@ -118,7 +124,7 @@ def illegal_layout(
         )
     if model.num_experts and mesh.tp > 1 and not layout.sequence_parallel:
         return "experts with tp > 1 need sequence parallelism: the ranks send different tokens"
-    return illegal_overlap(layout, model, training)
+    return None
 
 
 def micro_batch_sizes(mesh: Mesh, request: Request | TracedRequest) -> Iterator[int | Pruned]:
