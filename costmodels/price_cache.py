@@ -90,18 +90,19 @@ class PriceCache(LayerPriceCache):
 
     @property
     def num_layers(self) -> int:
-        return self.model.num_layers + 2
+        return self.model.num_blocks + 2
 
     def key(self, layer: int, first: int) -> LayerKey:
         return self.graph(1).key(layer)
 
     def cut_class(self, cut: int) -> int:
-        return 0
+        return int(self.model.tower is not None and self.graph(1).is_in_tower(cut))
 
     def crossing_tensors(
         self, cut_class: int, micro_batch_size: int, of: TokenPart = ALL_TOKENS
     ) -> tuple[Tensor, ...]:
-        return (self.graph(micro_batch_size, of).boundary,)
+        graph = self.graph(micro_batch_size, of)
+        return (graph.tower_boundary, graph.boundary) if cut_class else (graph.boundary,)
 
     @property
     def num_parameters(self) -> int:
@@ -136,7 +137,7 @@ class PriceCache(LayerPriceCache):
             for parameter in operator.parameters
             if operator.parallel_dim == "vocab"
         )
-        return (ParameterSharing((0, self.model.num_layers + 1), table),)
+        return (ParameterSharing((0, self.model.num_blocks + 1), table),)
 
     def shared_reduction(self, shared: ParameterSharing, mesh: Mesh, sharding: Sharding) -> Seconds:
         """Seconds a step to sum the gradients of both copies of a tied table.

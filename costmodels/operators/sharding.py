@@ -139,11 +139,17 @@ class Sharding:
             if name == operator.name:
                 return splits
         dim = operator.parallel_dim
-        if dim == EXPERT_WIDTH and self.etp == 1:
+        whole = dim == EXPERT_WIDTH and self.etp == 1
+        if whole or (operator.whole_where_uneven and self._is_uneven(operator)):
             dim = None
         inside = megatron_split(operator, dim, sequence_parallel=self.sequence_parallel)
         count = len(self.axes or (self.tp,))
         return (Split(BATCH), *(inside,) * count) if self.data > 1 else (inside,) * count
+
+    def _is_uneven(self, operator: Operator) -> bool:
+        """Returns whether tensor-parallel ranks do not divide the operator's parallel dim."""
+        dim = operator.parallel_dim
+        return dim is not None and operator.size(dim) % (self.tp * operator.unit(dim)) > 0
 
     def parts(self, operator: Operator, dim_name: str) -> int:
         """The number of parts into which the operator's dim of that name is divided."""

@@ -126,7 +126,7 @@ def _megatron(chunks: Callable[[ParallelLayout], bool] = lambda _: True) -> _Mak
 
     def make(price_cache: PriceCache, _: float) -> _Space:
         layouts = filter(chunks, _layouts(_meshes(price_cache), price_cache))
-        return _Space((strategies(layouts, price_cache.model.num_layers, (0, 1), LEVELS),))
+        return _Space((strategies(layouts, price_cache.model.num_blocks, (0, 1), LEVELS),))
 
     return make
 
@@ -138,7 +138,7 @@ def _megatron_2021(chunks: Callable[[ParallelLayout], bool]) -> _Make:
     """
 
     def make(price_cache: PriceCache, _: float) -> _Space:
-        num_layers = price_cache.model.num_layers
+        num_layers = price_cache.model.num_blocks
         layouts = (
             layout
             for layout in filter(chunks, _layouts(_meshes(price_cache), price_cache))
@@ -170,7 +170,7 @@ def _defaults(price_cache: PriceCache, _: float) -> _Space:
     whole = (
         mesh
         for mesh in _meshes(price_cache)
-        if price_cache.model.num_layers % mesh.pp == 0 and mesh.ep == 1
+        if price_cache.model.num_blocks % mesh.pp == 0 and mesh.ep == 1
     )
     ordered = sorted(whole, key=lambda mesh: (mesh.tp * mesh.pp, mesh.pp))
     plain = (
@@ -180,7 +180,7 @@ def _defaults(price_cache: PriceCache, _: float) -> _Space:
         and layout.virtual_stages == 1
         and not layout.sequence_parallel
     )
-    ordered_strategies = strategies(plain, price_cache.model.num_layers, (0,), (Recompute.NONE,))
+    ordered_strategies = strategies(plain, price_cache.model.num_blocks, (0,), (Recompute.NONE,))
     return _Space(tuple((strategy,) for strategy in ordered_strategies))
 
 
@@ -204,7 +204,7 @@ def _guide(price_cache: PriceCache, _: float) -> _Space:
                     for layout in _layouts((mesh,), price_cache)
                     if layout.sequence_parallel or mesh.tp == 1
                 ),
-                price_cache.model.num_layers,
+                price_cache.model.num_blocks,
                 (1,),
                 (level,),
             )
@@ -250,7 +250,7 @@ def _data_parallel(zero: int, levels: Sequence[Recompute] = LEVELS) -> _Make:
         layouts = data_parallel_layouts(
             price_cache.model, price_cache.machine.cluster, price_cache.training
         )
-        return _Space((strategies(layouts, price_cache.model.num_layers, (zero,), levels),))
+        return _Space((strategies(layouts, price_cache.model.num_blocks, (zero,), levels),))
 
     return make
 

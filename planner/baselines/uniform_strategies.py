@@ -50,7 +50,7 @@ def megatron_meshes(model: ModelSpec, cluster: Cluster, training: TrainingSpec) 
             continue
         for pp in divisors(cluster.num_gpus // tp):
             dp = cluster.num_gpus // tp // pp
-            if counted_ends(model.num_layers, pp) and training.global_batch_size % dp == 0:
+            if counted_ends(model.num_blocks, pp) and training.global_batch_size % dp == 0:
                 yield from (
                     Mesh(pp=pp, dp=dp, tp=tp, ep=ep, etp=etp)
                     for ep, etp in expert_divisions(dp * tp, tp, model, training.stack)
@@ -79,8 +79,8 @@ def megatron_layouts(
 
 def _virtual_stages(mesh: Mesh, model: ModelSpec, num_micro_batches: int) -> Iterator[int]:
     interleaves = mesh.pp > 1 and num_micro_batches % mesh.pp == 0
-    most = -(-(model.num_layers + max(map(sum, COUNTED))) // mesh.pp) if interleaves else 1
-    yield from (v for v in range(1, most + 1) if counted_ends(model.num_layers, mesh.pp * v))
+    most = -(-(model.num_blocks + max(map(sum, COUNTED))) // mesh.pp) if interleaves else 1
+    yield from (v for v in range(1, most + 1) if counted_ends(model.num_blocks, mesh.pp * v))
 
 
 def any_stages(model: ModelSpec, cluster: Cluster, training: TrainingSpec) -> Iterator[Mesh]:
@@ -93,7 +93,7 @@ def any_stages(model: ModelSpec, cluster: Cluster, training: TrainingSpec) -> It
             continue
         for pp in divisors(cluster.num_gpus // tp):
             dp = cluster.num_gpus // tp // pp
-            if pp <= model.num_layers and training.global_batch_size % dp == 0:
+            if pp <= model.num_blocks and training.global_batch_size % dp == 0:
                 yield Mesh(pp=pp, dp=dp, tp=tp)
 
 

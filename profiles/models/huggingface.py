@@ -14,7 +14,7 @@ from typing import Any
 from parplan.profiles.documents.schema import document, parse
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.blocks import QkNorm
-from parplan.profiles.models.hf.config_families import ALIASES, FAMILIES, VISION, WRAPPERS, Family
+from parplan.profiles.models.hf.config_families import ALIASES, FAMILIES, WRAPPERS, Family
 from parplan.profiles.models.hf.config_reader import ConfigReader
 from parplan.profiles.models.hf.parts import (
     block_fields,
@@ -23,8 +23,14 @@ from parplan.profiles.models.hf.parts import (
     hybrid_fields,
     latent_fields,
 )
-from parplan.profiles.models.hf.without_cost import WITHOUT_COST, WRAPPER_WITHOUT_COST
+from parplan.profiles.models.hf.towers import TOWERS, tower_of
+from parplan.profiles.models.hf.without_cost import (
+    TOWER_WITHOUT_COST,
+    WITHOUT_COST,
+    WRAPPER_WITHOUT_COST,
+)
 from parplan.profiles.models.spec import ModelEntry, ModelSpec
+from parplan.profiles.models.towers import Tower
 
 # a training reaches longer contexts in a short last phase, not in most of its steps
 MAX_DEFAULT_SEQ_LENGTH = 8192
@@ -74,13 +80,15 @@ def entry_from_config(config: Mapping[str, Any], where: str) -> ModelEntry:
     not understood, an architecture that the graph cannot express.
     """
     model_type = _model_type(config, where)
-    text, left_out = _text(config, where, model_type)
+    text = _text(config, where, model_type)
     name = _name(config, where)
     family_name = WRAPPERS.get(model_type, ALIASES.get(model_type, model_type))
     family = FAMILIES[family_name]
     reader = ConfigReader(text, where, defaults=family.defaults)
-    fields = _fields(reader, family, family_name) | {"name": name, "left_out": left_out}
+    fields = _fields(reader, family, family_name) | {"name": name}
     _require_understood(reader, WITHOUT_COST, family_name)
+    if model_type in TOWERS:
+        fields["tower"] = _tower(config, where, model_type, fields["hidden_size"])
     spec = parse(ModelSpec, document(fields), where)
     return ModelEntry(
         spec=spec,
@@ -116,24 +124,36 @@ def _model_type(config: Mapping[str, Any], where: str) -> str:
     return model_type
 
 
-def _text(
-    config: Mapping[str, Any], where: str, model_type: str
-) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """Returns the configuration of the text model, and the parts around it that are left out."""
+def _text(config: Mapping[str, Any], where: str, model_type: str) -> Mapping[str, Any]:
+    """Returns the configuration of the text model."""
     if model_type not in WRAPPERS:
-        return config, ()
+        return config
     around = ConfigReader(config, where)
     _, text = around.find(("text_config",))
-    _, vision = around.find(("vision_config",))
-    left_out = (VISION,) if vision is not None or text is not None else ()
     if text is None:
         inner = WRAPPER_WITHOUT_COST | {"vision_config"}
-        return {key: value for key, value in config.items() if key not in inner}, left_out
+        return {key: value for key, value in config.items() if key not in inner}
     if not isinstance(text, Mapping):
         raise around.wrong("text_config", text, "a mapping")
     _, tied = around.find(("tie_word_embeddings",))
-    _require_understood(around, WRAPPER_WITHOUT_COST, model_type)
-    return {"tie_word_embeddings": tied, **text}, left_out
+    return {"tie_word_embeddings": tied, **text}
+
+
+def _tower(config: Mapping[str, Any], where: str, model_type: str, hidden: int) -> Tower:
+    """Returns the tower beside the text model, whose keys and those around both it requires."""
+    around = ConfigReader(config, where)
+    _, text = around.find(("text_config",))
+    _, keys = around.find(("vision_config",))
+    if not isinstance(keys or {}, Mapping):
+        raise around.wrong("vision_config", keys, "a mapping")
+    family = TOWERS[model_type]
+    vision = ConfigReader(keys or {}, f"{where}: vision_config", defaults=family.defaults)
+    tower = tower_of(family, vision, around, hidden)
+    _require_understood(vision, TOWER_WITHOUT_COST, model_type)
+    if text is not None:
+        around.find(("tie_word_embeddings",))
+        _require_understood(around, WRAPPER_WITHOUT_COST, model_type)
+    return tower
 
 
 def _require_understood(

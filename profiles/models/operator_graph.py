@@ -165,6 +165,8 @@ class Operator:
     attention     the work of an attention operator, None for all others
     gradient      True if it has a backward pass
     repeatable    False if it cannot run again by itself in the backward pass, to the same values
+    whole_where_uneven   it is not divided by tensor-parallel ranks that do not divide its
+                         `parallel_dim`; for other operators they are no legal degree
     """
 
     name: str
@@ -182,6 +184,7 @@ class Operator:
     attention: Attention | None = None
     gradient: bool = True
     repeatable: bool = True
+    whole_where_uneven: bool = False
 
     @property
     def function(self) -> str:
@@ -280,6 +283,15 @@ def layer_kind(index: int, num_blocks: int) -> LayerKind:
     return ends.get(index, LayerKind.BLOCK)
 
 
+class Part(StrEnum):
+    """The part of a model that a class of blocks belongs to."""
+
+    LANGUAGE = "language"
+    PATCHES = "patches"
+    TOWER = "tower"
+    PROJECTOR = "projector"
+
+
 class LayerKey(Hashable, Protocol):
     """The name of a layer class in a model.
 
@@ -300,12 +312,14 @@ class LayerClass:
 
     outside: names of tensors that a stage saves once for all its layers, not at this one
     block: the name of the class where the blocks of a described model have several
+    part: the part of the model that it is of
     """
 
     kind: LayerKind
     operators: tuple[Operator, ...]
     outside: frozenset[str] = frozenset()
     block: BlockClass | None = None
+    part: Part = Part.LANGUAGE
 
     @property
     def key(self) -> LayerKey:
@@ -445,6 +459,15 @@ class ModelGraph:
     def _classes(self) -> dict[LayerKey, LayerClass]:
         return {layer.key: layer for layer in self}
 
+    def is_in_tower(self, cut: int) -> bool:
+        """Returns whether layer `cut` and the one before it are of a tower.
+
+        The output of the embedding travels with the tensor between them. Patches come from the
+        batch, on any stage.
+        """
+        behind = self._keys[cut : cut + 1]
+        return any(self._classes[key].part in (Part.TOWER, Part.PROJECTOR) for key in behind)
+
     @property
     def blocks(self) -> tuple[LayerKey, ...]:
         """The class of each block of a described model."""
@@ -480,8 +503,17 @@ class ModelGraph:
 
     @cached_property
     def boundary(self) -> Tensor:
-        """The activation between two layers."""
-        first = next(layer for layer in self if layer.kind is LayerKind.BLOCK)
+        """The activation between two layers of the language model."""
+        return self._input_of(Part.LANGUAGE)
+
+    @cached_property
+    def tower_boundary(self) -> Tensor:
+        """The activation between two layers of the tower, in a model with one."""
+        return self._input_of(Part.TOWER)
+
+    def _input_of(self, part: Part) -> Tensor:
+        blocks = (layer for layer in self if layer.kind is LayerKind.BLOCK)
+        first = next(layer for layer in blocks if layer.part is part)
         assert first.input is not None, "a block reads the residual stream"
         return first.input
 
@@ -538,6 +570,7 @@ def layer_class(
     operators: tuple[Operator, ...],
     outside: frozenset[str] = frozenset(),
     block: BlockClass | None = None,
+    part: Part = Part.LANGUAGE,
 ) -> LayerClass:
     """Returns a layer class made of operators in topological order."""
-    return LayerClass(kind=kind, operators=operators, outside=outside, block=block)
+    return LayerClass(kind=kind, operators=operators, outside=outside, block=block, part=part)

@@ -20,6 +20,7 @@ from parplan.profiles.models.blocks import (
     require_positive,
 )
 from parplan.profiles.models.fine_tuning import FineTuning
+from parplan.profiles.models.towers import ENDS, Tower
 from parplan.profiles.stack import AttentionKernel, Stack
 
 _FORBID = {"extra": "forbid"}
@@ -38,6 +39,7 @@ _RARE_NAMES = (
     "router_bias",
     "state_space",
     "mtp_layers",
+    "tower",
     "left_out",
 )
 
@@ -97,6 +99,7 @@ class ModelSpec:
     expert_bias, router_bias: whether the experts' and the router's products have a bias
     state_space: the shape of the blocks with `mixer: state_space`
     mtp_layers: multi-token prediction modules behind the blocks (DeepSeek-V3)
+    tower: the network that makes tokens of images
     left_out: parts of the published model that are not planned, such as a vision tower
     """
 
@@ -139,6 +142,7 @@ class ModelSpec:
     router_bias: bool = False
     state_space: StateSpace | None = None
     mtp_layers: int = 0
+    tower: Tower | None = None
     left_out: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -196,6 +200,13 @@ class ModelSpec:
                 f"norm_layout is {self.norm_layout}, parallel residuals have norms before parts",
                 "set norm_layout: pre or shared",
             )
+        tower = self.tower
+        if tower is not None and tower.projector[-1].width != self.hidden_size:
+            yield (
+                f"the projector of the {tower.name} tower ends in {tower.projector[-1].width} "
+                f"features, hidden_size is {self.hidden_size}",
+                "correct the last width of projector",
+            )
         if self.norm_layout is NormLayout.SHARED and not self.parallel_residual:
             yield "norm_layout is shared without parallel_residual", "set parallel_residual: true"
 
@@ -235,6 +246,11 @@ class ModelSpec:
         return block_kinds(self.blocks, self.num_layers)
 
     @property
+    def num_blocks(self) -> int:
+        """Layers between the embedding and the head: those of the tower and the blocks."""
+        return self.num_layers + (self.tower.num_layers + ENDS if self.tower else 0)
+
+    @property
     def tensor_parallel_sizes(self) -> tuple[tuple[str, int], ...]:
         """The sizes that tensor parallelism divides, each with its name; 0 where there is none."""
         shared, scans = self.shared_experts, self.state_space
@@ -245,6 +261,7 @@ class ModelSpec:
             ("width of the shared experts", shared.ffn_hidden_size if shared else 0),
             ("state-space groups", scans.num_groups if scans else 0),
             ("vocabulary", self.padded_vocab_size),
+            *(self.tower.tensor_parallel_sizes if self.tower else ()),
         )
 
     @property

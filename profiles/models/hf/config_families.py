@@ -12,10 +12,9 @@ from enum import StrEnum
 from parplan.profiles.models.blocks import NormLayout, QkNorm
 from parplan.profiles.models.spec import Norm, Positions
 
-_GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_python", "gelu_pytorch_tanh", "quick_gelu")
-_SILU = ("silu", "swish")
+GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_python", "gelu_pytorch_tanh", "quick_gelu")
+SILU = ("silu", "swish")
 _RELU = ("relu",)
-VISION = "the vision tower"
 
 
 class Windows(StrEnum):
@@ -89,7 +88,7 @@ class Family:
     rotary_fraction: float = 1.0
     dropout: float = 0.0
     dropout_key: str = "resid_pdrop"
-    activations: tuple[str, ...] = _SILU
+    activations: tuple[str, ...] = SILU
     extra_positions: int = 0
     qk_norm: QkNorm = QkNorm.NONE
     qk_norm_key: tuple[str, bool] | None = None
@@ -109,7 +108,7 @@ _LAYER_NORM = Family(
     linear_bias=True,
     output_bias=True,
     qkv_bias=True,
-    activations=_GELU,
+    activations=GELU,
 )
 _LLAMA = Family()
 _WINDOWED = {"windows": Windows.LATER, "defaults": {"max_window_layers": 28}}
@@ -117,7 +116,7 @@ _QWEN2 = Family(qkv_bias=True, output_bias=False, **_WINDOWED)  # type: ignore[a
 _QWEN3 = Family(qk_norm=QkNorm.HEAD, **_WINDOWED)  # type: ignore[arg-type]
 _GEMMA2 = Family(
     tied_embeddings=True,
-    activations=_GELU,
+    activations=GELU,
     norm_layout=NormLayout.BOTH,
     windows=Windows.EVEN,
     defaults={
@@ -180,7 +179,7 @@ FAMILIES: Mapping[str, Family] = {
         tied_embeddings=True,
         epsilon=1e-5,
         qkv_bias=False,
-        activations=_GELU,
+        activations=GELU,
         defaults={"max_position_embeddings": 2048},
         fixed={"alibi": False, "apply_residual_connection_post_layernorm": False},
     ),
@@ -188,7 +187,7 @@ FAMILIES: Mapping[str, Family] = {
         tied_embeddings=True,
         qkv_bias=False,
         output_bias=False,
-        activations=_GELU,
+        activations=GELU,
         defaults={"num_key_value_heads": 16, "head_dim": 256},
         fixed={"attention_bias": False, "use_bidirectional_attention": False},
     ),

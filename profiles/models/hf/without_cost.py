@@ -45,10 +45,15 @@ mtp_hybrid_override_pattern moe_shared_expert_overlap
 """
 _WRAPPER = """
 boi_token_index boi_token_id eoi_token_index eoi_token_id image_token_id image_token_index
-mm_tokens_per_image multimodal_projector_bias projector_hidden_act spatial_merge_size
-video_token_id video_token_index vision_end_token_id vision_feature_layer vision_start_token_id
+projector_hidden_act video_token_id video_token_index vision_end_token_id vision_start_token_id
 vision_token_id
+"""
+# of a tower: sizes of heads that no model here has, and what its features are taken from
+_TOWER = """
+layer_norm_eps norm_eps projection_dim rms_norm_eps rope_parameters rope_theta spatial_patch_size
+tokens_per_second vision_feature_layer vision_feature_select_strategy vocab_size
 """
 WITHOUT_COST = frozenset(" ".join((_LIBRARY, _TRAINING, _FACTORS, _ROUTER, _STATE_SPACE)).split())
 # of a configuration around that of the text
 WRAPPER_WITHOUT_COST = WITHOUT_COST | frozenset(_WRAPPER.split())
+TOWER_WITHOUT_COST = WITHOUT_COST | frozenset(_TOWER.split())

@@ -110,14 +110,15 @@ def attention_kernel(read: tuple[Tensor, ...], context: Tensor, shapes: Shapes) 
     scores = (shapes.batch, heads, shapes.sequence, shapes.keys)
     kv_heads = model.num_kv_heads
     attention = Attention(
-        causal=True,
+        causal=shapes.causal,
         dropped=model.dropout > 0,
         window=block.window or block.chunk,
         chunked=bool(block.chunk),
         kv_features=kv_heads * (model.head_dim + model.value_head_dim),
         value_dim=model.value_head_dim,
     )
-    met = round(2 * attention.keys_met(shapes.keys.size))
+    counted = 2 if attention.causal else 1
+    met = round(counted * attention.keys_met(shapes.keys.size))
     features = model.q_size + model.context_size
     flops = 2 * shapes.batch.size * shapes.sequence.size * met * features
     return Operator(

@@ -18,11 +18,15 @@ Reasons = tuple[tuple[str, str], ...]  # dims that no axis may divide, each with
 class Shapes:
     """The dims and tensors of the blocks of one kind, for micro-batches of `batch` sequences.
 
+    causal: a token reads those before it alone
+
     cp: parts of every sequence, of which the tensors have one
     exchanged: the experts lie over several ranks, of which this is the fullest
     plain_dropout: dropout is no fused kernel, it saves a mask of its input's type; attention that
     drops out saves its scores
     """
+
+    causal = True
 
     def __init__(
         self,
