@@ -38,6 +38,9 @@ _REFUSED = {  # options that a traced module cannot have, and why
         ("lora_rank", "lora_targets", "freeze", "base_weights"),
         "adapters and frozen parts are those of a described model",
     ),
+    **dict.fromkeys(
+        ("images_per_sequence", "image_tokens"), "the inputs of a traced module are its own"
+    ),
     "prefer": "the error band of a traced module is unknown, and so are its ties",
     "cp": _WHOLE,
     "context_form": _WHOLE,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 
 from parplan.profiles.documents.ranges import require_range, require_ranges
@@ -289,6 +289,13 @@ class ModelSpec:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+
+def text_alone(model: ModelSpec) -> ModelSpec:
+    """Returns a model without its tower, which is then among the parts that are left out."""
+    if model.tower is None:
+        return model
+    return replace(model, tower=None, left_out=(*model.left_out, f"the {model.tower.name} tower"))
 
 
 # fields of few models, which files leave out where they have their defaults
