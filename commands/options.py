@@ -289,7 +289,8 @@ fine_tuning_options = together(
         type=List(click.STRING),
         default=(),
         metavar="PART,..",
-        help="Parts that are not trained: embedding, head, norms, tower, projector, blocks:0-15, all.",
+        help="Parts that are not trained: embedding, head, norms, tower, projector, blocks:0-15, "
+        "all.",
     ),
     option(
         WHAT,

@@ -31,9 +31,7 @@ def with_images(model: ModelSpec, images: int | None, tokens: int | None) -> Mod
             hint="leave out --image-tokens, and count its tiles with --images-per-sequence",
         )
     patches = tower.patches if tokens is None else tokens * tower.merged
-    return replace(
-        model, tower=replace(tower, patches=patches, images=images or tower.images)
-    )
+    return replace(model, tower=replace(tower, patches=patches, images=images or tower.images))
 
 
 def images_phrase(model: ModelSpec) -> tuple[str, ...]:

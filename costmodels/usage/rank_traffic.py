@@ -355,9 +355,7 @@ def _by_copies(parameters: LocalParameters, mesh: Mesh) -> Iterator[tuple[str, b
         yield EXPERT_COPIES, True
 
 
-def _add_messages(
-    tally: Tally, stage: int, strategy: Strategy, price_cache: PriceCache
-) -> None:
+def _add_messages(tally: Tally, stage: int, strategy: Strategy, price_cache: PriceCache) -> None:
     """Adds the messages that a virtual stage receives (`PriceCache.transfer`).
 
     They are activations of the previous stage and gradients of the next one.

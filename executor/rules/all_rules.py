@@ -68,8 +68,8 @@ def refusals(plan: Plan) -> Iterator[tuple[Rule, Refusal]]:
     """Yield every rule that `plan` breaks, with the refusal.
 
     A plan of a model with a tower, or whose blocks are of several classes, breaks that rule alone,
-    which has no nearest plan. A plan whose stages do not hold its layers breaks the first rule alone: other
-    rules read the stages.
+    which has no nearest plan. A plan whose stages do not hold its layers breaks the first rule
+    alone: other rules read the stages.
     """
     first = next((each for each in (text_alone, alike_blocks) if any(each.check(plan))), None)
     unlike = [(first, refusal) for refusal in first.check(plan)] if first else []

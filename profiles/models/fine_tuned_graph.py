@@ -71,7 +71,7 @@ Variant = tuple[int, State]  # the id of a layer class, and what is left of it
 def fine_tuned(graph: ModelGraph, tuning: FineTuning | None) -> ModelGraph:
     """Returns `graph` with the adapters and the frozen parameters of `tuning`.
 
-    Raises ConfigError where a target is no product of a block, a frozen block does not exist, or
+    Raises ConfigError where a target is no product of a block, a frozen part does not exist, or
     nothing is trained.
     """
     if tuning is None:
@@ -139,7 +139,7 @@ def _named(
 class _Rules:
     """The rules of one fine-tuning for the layers of one model.
 
-    Raises ConfigError where a target is no product of a block, or a frozen block does not exist.
+    Raises ConfigError where a target is no product of a block, or a frozen part does not exist.
     """
 
     def __init__(self, tuning: FineTuning, graph: ModelGraph) -> None:
@@ -147,6 +147,12 @@ class _Rules:
         blocks = [run for run in graph.layers if _is_block(run.layer)]
         self.targets = _targets(tuning, [run.layer for run in blocks])
         self._tied = any(p.tied for op in graph.head.operators for p in op.parameters)
+        parts = {run.layer.part for run in graph.layers}
+        for part in tuning.freeze:
+            if part in (TOWER, PROJECTOR) and Part.TOWER not in parts:
+                raise ConfigError(
+                    f"--freeze {part}: {graph.name} has no tower", hint=f"leave out {part}"
+                )
         num_blocks = sum(run.count for run in blocks)
         for first, last in tuning.frozen_runs:
             if last >= num_blocks:

@@ -38,9 +38,7 @@ class TowerFamily:
     fixed: Mapping[str, object] = field(default_factory=dict)
 
 
-def tower_of(
-    family: TowerFamily, vision: ConfigReader, around: ConfigReader, hidden: int
-) -> Tower:
+def tower_of(family: TowerFamily, vision: ConfigReader, around: ConfigReader, hidden: int) -> Tower:
     """Returns the tower of a configuration, whose keys it marks as read. Raises ConfigError."""
     activation = vision.find(("hidden_act",))[1]
     if activation not in family.activations:

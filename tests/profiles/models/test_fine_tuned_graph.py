@@ -63,7 +63,8 @@ def test_layers_below_the_first_trained_one_have_no_backward_pass():
         ({"lora_rank": 4, "lora_targets": ("gate",)}, "no product"),
         ({"lora_rank": 4}, "without --lora-targets"),
         ({"freeze": ("all",)}, "nothing to train"),
-        ({"freeze": ("tower",)}, "no part"),
+        ({"freeze": ("body",)}, "no part"),
+        ({"freeze": ("tower",)}, "has no tower"),
         ({"freeze": ("norms",), "base_bits": 4}, "16 or 8"),
     ],
 )
