@@ -261,7 +261,7 @@ class ModelSpec:
             ("width of the shared experts", shared.ffn_hidden_size if shared else 0),
             ("state-space groups", scans.num_groups if scans else 0),
             ("vocabulary", self.padded_vocab_size),
-            *(self.tower.tensor_parallel_sizes if self.tower else ()),
+            ("heads of the tower", self.tower.num_heads if self.tower else 0),
         )
 
     @property

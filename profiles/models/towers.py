@@ -124,12 +124,3 @@ class Tower:
             begins = product.activated and not (divided and divided[-1])
             divided.append(product.width if begins else 0)
         return (*divided, 0)
-
-    @property
-    def tensor_parallel_sizes(self) -> tuple[tuple[str, int], ...]:
-        """The sizes that tensor parallelism divides, each with its name; 0 where there is none."""
-        return (
-            (f"heads of the {self.name} tower", self.num_heads),
-            (f"ffn width of the {self.name} tower", self.ffn_hidden_size),
-            *((f"width of the {self.name} projector", width) for width in self.divided_widths),
-        )
