@@ -32,12 +32,15 @@ from parplan.profiles.models.operator_graph import (
     LayerKind,
     ModelGraph,
     Operator,
+    Part,
     Tensor,
 )
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.provenance import ZERO, Seconds
 
+# classes of cuts: all but those inside a tower, and those before a block that attends to its output
+ANYWHERE, IN_TOWER, ATTENDING = 0, 1, 2
 TOKENS = "tokens"  # what a sharding divides where a table is whole over divided tokens
 
 
@@ -96,13 +99,40 @@ class PriceCache(LayerPriceCache):
         return self.graph(1).key(layer)
 
     def cut_class(self, cut: int) -> int:
-        return int(self.model.tower is not None and self.graph(1).is_in_tower(cut))
+        tower = self.model.tower
+        if tower is None:
+            return ANYWHERE
+        part = self.graph(1).part_behind(cut)
+        if part in (Part.TOWER, Part.PROJECTOR):
+            return IN_TOWER
+        return ATTENDING if tower.attended and part is Part.LANGUAGE else ANYWHERE
 
     def crossing_tensors(
         self, cut_class: int, micro_batch_size: int, of: TokenPart = ALL_TOKENS
     ) -> tuple[Tensor, ...]:
+        """Returns the tensors that a pipeline stage receives at a cut of a class.
+
+        Inside a tower the output of the embedding travels with the tensor between two layers, and
+        behind it the output of a tower that all blocks attend to. Pixels come from the batch, on
+        any stage.
+        """
         graph = self.graph(micro_batch_size, of)
-        return (graph.tower_boundary, graph.boundary) if cut_class else (graph.boundary,)
+        if cut_class == IN_TOWER:
+            return graph.tower_boundary, graph.boundary
+        attended = (graph.attended,) if cut_class == ATTENDING else ()
+        return (graph.boundary, *attended)
+
+    def besides_bytes(self, first: int, end: int, micro_batch_size: int) -> float:
+        """Bytes of the output of a tower, once for all blocks of a stage that attend to it.
+
+        Sequence parallelism, which divides it, is left out.
+        """
+        tower = self.model.tower
+        if tower is None or not tower.attended:
+            return 0.0
+        graph = self.graph(micro_batch_size)
+        attends = any(graph.part_behind(layer) is Part.LANGUAGE for layer in range(first, end))
+        return float(graph.attended.num_bytes) if attends else 0.0
 
     @property
     def num_parameters(self) -> int:

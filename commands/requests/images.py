@@ -23,8 +23,13 @@ def with_images(model: ModelSpec, images: int | None, tokens: int | None) -> Mod
                     hint=f"leave out --{option}",
                 )
         return model
-    if images == 0:
+    if images == 0 and not tower.attended:
         return text_alone(model)
+    if tower.attended and images not in (None, 1):
+        raise ConfigError(
+            f"--images-per-sequence is {images}, a sequence of {model.name} has one recording",
+            hint="leave out --images-per-sequence",
+        )
     if tokens is not None and tower.fixed_patches and tokens != tower.image_tokens:
         raise ConfigError(
             f"--image-tokens is {tokens}, an image of {model.name} has {tower.image_tokens}",
@@ -36,9 +41,9 @@ def with_images(model: ModelSpec, images: int | None, tokens: int | None) -> Mod
 
 def images_phrase(model: ModelSpec) -> tuple[str, ...]:
     """Returns the phrase of the images that a request assumes, if it has any."""
-    if model.tower is None:
-        return ()
     tower = model.tower
+    if tower is None or tower.attended:
+        return ()
     return (f"--images-per-sequence {tower.images} (of {tower.image_tokens} tokens)",)
 
 

@@ -85,4 +85,5 @@ def _held_bytes(
         choice.kind, layout.micro_batch_size, layout.sharding_of(choice), choice.recompute
     ).saved
     states = choice_states(choice, layout, price_cache).states.total
-    return int(states), int(saved) * stashes(LayerKind.BLOCK, rank, layout)
+    at_once = stashes(LayerKind.BLOCK, rank, layout) / layout.virtual_stages
+    return int(states), round(saved * at_once)

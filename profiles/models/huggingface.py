@@ -24,6 +24,7 @@ from parplan.profiles.models.hf.parts import (
     latent_fields,
 )
 from parplan.profiles.models.hf.towers import TOWERS, tower_of
+from parplan.profiles.models.hf.whisper import WHISPER, decoder_keys, encoder_keys
 from parplan.profiles.models.hf.without_cost import (
     TOWER_WITHOUT_COST,
     WITHOUT_COST,
@@ -126,6 +127,8 @@ def _model_type(config: Mapping[str, Any], where: str) -> str:
 
 def _text(config: Mapping[str, Any], where: str, model_type: str) -> Mapping[str, Any]:
     """Returns the configuration of the text model."""
+    if model_type == WHISPER:
+        return decoder_keys(config)
     if model_type not in WRAPPERS:
         return config
     around = ConfigReader(config, where)
@@ -146,8 +149,10 @@ def _tower(config: Mapping[str, Any], where: str, model_type: str, hidden: int) 
     _, keys = around.find(("vision_config",))
     if not isinstance(keys or {}, Mapping):
         raise around.wrong("vision_config", keys, "a mapping")
-    family = TOWERS[model_type]
-    vision = ConfigReader(keys or {}, f"{where}: vision_config", defaults=family.defaults)
+    family, inside = TOWERS[model_type], f"{where}: vision_config"
+    if model_type == WHISPER:
+        keys, inside = encoder_keys(config), where
+    vision = ConfigReader(keys or {}, inside, defaults=family.defaults)
     tower = tower_of(family, vision, around, hidden)
     _require_understood(vision, TOWER_WITHOUT_COST, model_type)
     if text is not None:
@@ -243,6 +248,7 @@ def _biases(reader: ConfigReader, family: Family) -> dict[str, bool | None]:
         qkv = reader.flag(family.bias_key, family.attention_bias)
     output = qkv if family.output_bias is None else family.output_bias
     return {
+        "key_bias": family.key_bias,
         "qkv_bias": qkv,
         "linear_bias": linear,
         "output_bias": None if output == linear else output,

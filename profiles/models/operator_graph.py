@@ -459,14 +459,10 @@ class ModelGraph:
     def _classes(self) -> dict[LayerKey, LayerClass]:
         return {layer.key: layer for layer in self}
 
-    def is_in_tower(self, cut: int) -> bool:
-        """Returns whether layer `cut` and the one before it are of a tower.
-
-        The output of the embedding travels with the tensor between them. Patches come from the
-        batch, on any stage.
-        """
+    def part_behind(self, cut: int) -> Part | None:
+        """Returns the part of the block behind a cut, None before the head and at the ends."""
         behind = self._keys[cut : cut + 1]
-        return any(self._classes[key].part in (Part.TOWER, Part.PROJECTOR) for key in behind)
+        return next((self._classes[k].part for k in behind if k.role is LayerKind.BLOCK), None)
 
     @property
     def blocks(self) -> tuple[LayerKey, ...]:
@@ -510,6 +506,12 @@ class ModelGraph:
     def tower_boundary(self) -> Tensor:
         """The activation between two layers of the tower, in a model with one."""
         return self._input_of(Part.TOWER)
+
+    @cached_property
+    def attended(self) -> Tensor:
+        """The output of a tower that all blocks attend to, in a model with one."""
+        last = next(layer for layer in self if layer.part is Part.PROJECTOR)
+        return last.operators[-1].outputs[0]
 
     def _input_of(self, part: Part) -> Tensor:
         blocks = (layer for layer in self if layer.kind is LayerKind.BLOCK)

@@ -39,6 +39,7 @@ _RARE_NAMES = (
     "router_bias",
     "state_space",
     "mtp_layers",
+    "key_bias",
     "tower",
     "left_out",
 )
@@ -99,6 +100,7 @@ class ModelSpec:
     expert_bias, router_bias: whether the experts' and the router's products have a bias
     state_space: the shape of the blocks with `mixer: state_space`
     mtp_layers: multi-token prediction modules behind the blocks (DeepSeek-V3)
+    key_bias: False: queries and values have a bias, keys have none (Whisper)
     tower: the network that makes tokens of images
     left_out: parts of the published model that are not planned, such as a vision tower
     """
@@ -142,6 +144,7 @@ class ModelSpec:
     router_bias: bool = False
     state_space: StateSpace | None = None
     mtp_layers: int = 0
+    key_bias: bool = True
     tower: Tower | None = None
     left_out: tuple[str, ...] = ()
 
@@ -201,10 +204,12 @@ class ModelSpec:
                 "set norm_layout: pre or shared",
             )
         tower = self.tower
-        if tower is not None and tower.projector[-1].width != self.hidden_size:
+        if tower is not None and self.dropout:
+            yield f"dropout is {self.dropout}, a tower has none", "set dropout: 0"
+        if tower is not None and tower.width != self.hidden_size:
             yield (
-                f"the projector of the {tower.name} tower ends in {tower.projector[-1].width} "
-                f"features, hidden_size is {self.hidden_size}",
+                f"the {tower.name} tower ends in {tower.width} features, hidden_size is "
+                f"{self.hidden_size}",
                 "correct the last width of projector",
             )
         if self.norm_layout is NormLayout.SHARED and not self.parallel_residual:
@@ -292,9 +297,18 @@ class ModelSpec:
 
 
 def text_alone(model: ModelSpec) -> ModelSpec:
-    """Returns a model without its tower, which is then among the parts that are left out."""
+    """Returns a model without its tower, which is then among the parts that are left out.
+
+    Raises ConfigError for a model whose blocks attend to it.
+    """
     if model.tower is None:
         return model
+    if model.tower.attended:
+        raise ConfigError(
+            f"the blocks of {model.name} attend to its {model.tower.name} tower: there is no "
+            "text alone",
+            hint="choose another model, or leave out --images-per-sequence and --module",
+        )
     return replace(model, tower=None, left_out=(*model.left_out, f"the {model.tower.name} tower"))
 
 

@@ -12,6 +12,7 @@ from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.blocks import BlockRun, block_kinds, require_positive
 
 _FORBID = {"extra": "forbid"}
+CONVOLVED = 3  # frames that a convolution reads
 ENDS = 2  # layers beside its blocks: the patches and the projector
 
 
@@ -35,13 +36,19 @@ class Tower:
     """The shape of a tower, and the images of a sequence.
 
     name             the word that its classes of blocks begin with: vision, audio
+    attended         the blocks of the language model attend to its output (Whisper); False: the
+                     projector makes tokens that stand among those of the text
     patches          tokens of one image before the projector
     images           images of a sequence
-    patch_features   numbers of one patch: channels x height x width x frames
+    patch_features   numbers that make one patch: channels x height x width x frames
+    frame_features   numbers of a frame, of which two become a patch by two convolutions over three
+                     neighbours, both activated (Whisper); 0: no frames
     patch_bias       whether the product of the patches has a bias
     fixed_patches    an image has this many patches, and no other number
     class_token      a trained token beside the patches, which the projector leaves out
-    position_table   a trained position for each token
+    position_table   a position for each token
+    fixed_positions  the positions are not trained
+    key_bias         False: queries and values have a bias, keys have none
     norm_first, norm_last   a norm before the first block, and behind the last
     rms_norm         False: layer norms with biases
     rotary           queries and keys are rotated
@@ -56,6 +63,7 @@ class Tower:
     __pydantic_config__ = _FORBID
 
     name: str = "vision"
+    attended: bool = False
     num_layers: int
     hidden_size: int
     num_heads: int
@@ -63,10 +71,12 @@ class Tower:
     patches: int
     images: int = 1
     patch_features: int
+    frame_features: int = 0
     patch_bias: bool = False
     fixed_patches: bool = False
     class_token: bool = False
     position_table: bool = False
+    fixed_positions: bool = False
     norm_first: bool = False
     norm_last: bool = False
     rms_norm: bool = False
@@ -74,17 +84,18 @@ class Tower:
     gated_ffn: bool = False
     linear_bias: bool = True
     qkv_bias: bool = True
+    key_bias: bool = True
     blocks: tuple[BlockRun, ...] = ()
     merged: int = 1
     pooled: bool = False
     projector_norm: bool = False
     projector_rms_norm: bool = False
-    projector: tuple[Projection, ...]
+    projector: tuple[Projection, ...] = ()
 
     def __post_init__(self) -> None:
         where = f"the {self.name} tower"
         for record in (self, *self.projector):
-            require_positive(record, where)
+            require_positive(record, where, zero=("frame_features",))
         for run in self.blocks:
             require_positive(run, where, zero=("window", "chunk"))
         for size, parts, of in (
@@ -93,9 +104,17 @@ class Tower:
         ):
             if size % parts:
                 raise ConfigError(f"{where}: {size} is not a multiple of the {parts} {of}")
-        if not self.projector:
+        if bool(self.projector) == self.attended:
+            needed = "leave out projector" if self.attended else "give projector"
             raise ConfigError(
-                f"{where} has no projector", hint="give the products up to the language model"
+                f"{where} has {len(self.projector)} products in its projector, and attended is "
+                f"{str(self.attended).lower()}",
+                hint=needed,
+            )
+        if self.attended and (self.images > 1 or self.merged > 1 or self.class_token):
+            raise ConfigError(
+                f"{where} is attended, it has one image a sequence, of tokens as they are",
+                hint="leave out images, merged and class_token",
             )
 
     @property
@@ -105,8 +124,13 @@ class Tower:
 
     @property
     def image_tokens(self) -> int:
-        """Tokens of an image in the language model."""
-        return self.patches // self.merged
+        """Tokens of an image among those of the text."""
+        return 0 if self.attended else self.patches // self.merged
+
+    @property
+    def width(self) -> int:
+        """Features of its output."""
+        return self.hidden_size if self.attended else self.projector[-1].width
 
     @property
     def block_kinds(self) -> tuple[BlockRun, ...]:

@@ -23,6 +23,7 @@ from parplan.profiles.models.operator_graph import (
     layer_class,
 )
 from parplan.profiles.models.parts.block import block_operators
+from parplan.profiles.models.parts.cross_attention import attended
 from parplan.profiles.models.parts.ends import embedding_operators, head_operators
 from parplan.profiles.models.parts.shapes import Shapes
 from parplan.profiles.models.parts.tower import (
@@ -58,8 +59,9 @@ def build_graph(
         )
 
     names = block_classes(model)
+    outside = frozenset(tensor.name for tensor in (attended(shapes()),) if tensor)
     classes = {
-        kind: layer_class(LayerKind.BLOCK, block_operators(shapes(kind)), block=name)
+        kind: layer_class(LayerKind.BLOCK, block_operators(shapes(kind)), outside, name)
         for kind, name in names.items()
     }
     blocks = tuple(
@@ -120,7 +122,8 @@ def _tower_runs(text: Shapes, number: int) -> tuple[RepeatedLayer, ...]:
         kind: made(tower_block_operators(TowerShapes(text, tower, kind)), Part.TOWER, name)
         for kind, name in zip(kinds, names, strict=True)
     }
-    projector = made(projector_operators(shapes), Part.PROJECTOR, "projector")
+    last = "norm" if tower.attended else "projector"
+    projector = made(projector_operators(shapes), Part.PROJECTOR, last)
     return (
         _run(patches, 1),
         *(_run(blocks[kind], len(list(alike))) for kind, alike in groupby(tower.block_kinds)),

@@ -287,7 +287,7 @@ def _layers_text(plan: Plan) -> str:
     tower = plan.model.tower
     counts = Counter(str(key) for key in graph_of(plan).blocks)
     classes = ", ".join(f"{count} {name}" for name, count in counts.items())
-    beside = f" and a {tower.name} tower of {tower.num_layers}" if tower else ""
+    beside = f", {tower.name} tower of {tower.num_layers}" if tower else ""
     listed = f" ({classes})" if len(counts) > 1 else ""
     return f"{plan.model.num_layers} layers{beside}{listed}"
 

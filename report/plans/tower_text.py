@@ -15,9 +15,10 @@ def print_tower(plan: Plan, cost: TowerCost | None, out: Console) -> None:
     tower = plan.model.tower
     if tower is None or cost is None:
         return
+    become = tower.images * tower.image_tokens
     parts = (
-        f"{tower.images} x {tower.tokens:,} {tower.name} tokens a sequence, which become "
-        f"{tower.images * tower.image_tokens:,}",
+        f"{tower.images} x {tower.tokens:,} {tower.name} tokens a sequence"
+        + (f", which become {become:,}" if become else ""),
         f"its passes take {percent(cost.share)} of those of all layers, "
         f"{seconds_text(cost.passes_s)} a step of one pipeline",
         f"on stage {', '.join(map(str, cost.ranks))}",

@@ -64,6 +64,7 @@ class ExpertKeys:
 class Family:
     """The architecture of a model_type, and the defaults for keys that a file may leave out.
 
+    key_bias         False: queries and values have a bias, keys have none
     qkv_bias         None: the key `bias_key` decides (`attention_bias` where it is absent)
     output_bias      None: the attention's output has a bias where queries have one
     extra_positions  rows of the position table that no token of a sequence uses
@@ -81,6 +82,7 @@ class Family:
     epsilon: float = 1e-6
     linear_bias: bool = False
     qkv_bias: bool | None = None
+    key_bias: bool = True
     bias_key: str = "attention_bias"
     attention_bias: bool = False
     output_bias: bool | None = None
@@ -110,6 +112,7 @@ _LAYER_NORM = Family(
     qkv_bias=True,
     activations=GELU,
 )
+_LEARNED = replace(_LAYER_NORM, positions=Positions.LEARNED, tied_embeddings=True)
 _LLAMA = Family()
 _WINDOWED = {"windows": Windows.LATER, "defaults": {"max_window_layers": 28}}
 _QWEN2 = Family(qkv_bias=True, output_bias=False, **_WINDOWED)  # type: ignore[arg-type]
@@ -224,13 +227,7 @@ FAMILIES: Mapping[str, Family] = {
             "num_key_value_heads": 8,
         },
     ),
-    "gpt2": replace(
-        _LAYER_NORM,
-        positions=Positions.LEARNED,
-        tied_embeddings=True,
-        dropout=0.1,
-        fixed={"add_cross_attention": False},
-    ),
+    "gpt2": replace(_LEARNED, dropout=0.1, fixed={"add_cross_attention": False}),
     "gpt_neox": replace(
         _LAYER_NORM,
         qkv_bias=None,
@@ -329,12 +326,10 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "olmo2": Family(epsilon=1e-5, qk_norm=QkNorm.WHOLE, norm_layout=NormLayout.POST),
     "opt": replace(
-        _LAYER_NORM,
-        positions=Positions.LEARNED,
-        tied_embeddings=True,
-        dropout=0.1,
+        _LEARNED,
         activations=_RELU,
         extra_positions=2,
+        dropout=0.1,
         dropout_key="dropout",
         fixed={
             "do_layer_norm_before": True,
@@ -387,6 +382,16 @@ FAMILIES: Mapping[str, Family] = {
         windows=Windows.ALL,
         defaults={"num_key_value_heads": 2},
         fixed={"use_bias": True, "norm_type": "layer_norm", "mlp_type": "default"},
+    ),
+    "whisper": replace(
+        _LEARNED,
+        key_bias=False,
+        defaults={"max_position_embeddings": 448, "vocab_size": 51865},
+        fixed={
+            "encoder_layerdrop": 0.0,
+            "decoder_layerdrop": 0.0,
+            "use_weighted_layer_sum": False,
+        },
     ),
 }
 ALIASES = {"kimi_k2": "deepseek_v3"}

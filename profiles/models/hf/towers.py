@@ -14,7 +14,7 @@ from parplan.profiles.models.blocks import BlockRun
 from parplan.profiles.models.hf.config_families import GELU, SILU
 from parplan.profiles.models.hf.config_reader import ConfigReader
 from parplan.profiles.models.hf.parts import runs_of
-from parplan.profiles.models.towers import Projection, Tower
+from parplan.profiles.models.towers import CONVOLVED, Projection, Tower
 
 # an image of 1,280 tokens in the language model (Qwen/Qwen2-VL-7B-Instruct, "Image Resolution")
 _QWEN_IMAGE_TOKENS = 1280
@@ -178,6 +178,24 @@ def _mistral3(vision: ConfigReader, around: ConfigReader, hidden: int) -> Fields
     }
 
 
+def _whisper(sound: ConfigReader, _: ConfigReader, hidden: int) -> Fields:
+    return {
+        "name": "audio",
+        "attended": True,
+        "hidden_size": _out(sound, "hidden_size", hidden),
+        "ffn_hidden_size": sound.integer(("intermediate_size",)),
+        "patches": sound.integer(("max_source_positions",)),
+        "fixed_patches": True,
+        "patch_features": CONVOLVED * hidden,
+        "frame_features": sound.integer(("num_mel_bins",)),
+        "patch_bias": True,
+        "position_table": True,
+        "fixed_positions": True,
+        "key_bias": False,
+        "norm_last": True,
+    }
+
+
 def _plain(vision: ConfigReader) -> Fields:
     patch, channels = vision.integer(("patch_size",)), vision.integer(("num_channels",))
     return {
@@ -271,5 +289,17 @@ TOWERS: Mapping[str, TowerFamily] = {
     "qwen2_vl": TowerFamily(
         fields=_qwen2_vl,
         defaults={**_QWEN, "hidden_act": "quick_gelu", "embed_dim": 1280, "mlp_ratio": 4},
+    ),
+    "whisper": TowerFamily(
+        fields=_whisper,
+        defaults={
+            "hidden_act": "gelu",
+            "num_hidden_layers": 4,
+            "num_attention_heads": 6,
+            "intermediate_size": 1536,
+            "hidden_size": 384,
+            "max_source_positions": 1500,
+            "num_mel_bins": 80,
+        },
     ),
 }

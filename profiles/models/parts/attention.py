@@ -6,6 +6,8 @@ nothing there, and un-fused attention saves the capped scores.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from parplan.profiles.models.blocks import QkNorm
 from parplan.profiles.models.operator_graph import (
     Attention,
@@ -48,7 +50,9 @@ def _projections(x: Tensor, shapes: Shapes) -> tuple[Operator, ...]:
     """Returns the product of queries, keys and values, their norms and their positions."""
     model = shapes.model
     qkv = shapes.tokens("qkv", shapes.heads(model.q_size + 2 * model.kv_size))
-    made = [linear("qkv", x, qkv, parallel_dim="heads", bias=model.qkv_bias)]
+    product = linear("qkv", x, qkv, parallel_dim="heads", bias=model.qkv_bias)
+    of_bias = qkv.dims[-1] if model.key_bias else shapes.heads(model.q_size + model.kv_size)
+    made = [biased(product, of_bias)]
     rotates = model.positions is Positions.ROTARY and shapes.block.rotary
     if model.qk_norm is QkNorm.PLAIN:
         if rotates:
@@ -63,6 +67,14 @@ def _projections(x: Tensor, shapes: Shapes) -> tuple[Operator, ...]:
         name = "qkv_rotated" if positioned is qkv else "qk_rotated"
         made.append(_rotary(positioned, shapes.tokens(name, positioned.dims[-1])))
     return tuple(made)
+
+
+def biased(product: Operator, features: Dim) -> Operator:
+    """Returns a product whose bias, if it has one, is of some of its features: not of keys."""
+    weight, *bias = product.parameters
+    return replace(
+        product, parameters=(weight, *(replace(each, dims=(features,)) for each in bias))
+    )
 
 
 def qk_features(shapes: Shapes) -> Dim:

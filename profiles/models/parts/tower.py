@@ -23,9 +23,10 @@ from parplan.profiles.models.operator_graph import (
     Tensor,
 )
 from parplan.profiles.models.parts.block import Part, block_operators
+from parplan.profiles.models.parts.cross_attention import attended
 from parplan.profiles.models.parts.shapes import Shapes, elementwise, linear
 from parplan.profiles.models.spec import ModelSpec, Norm, Positions, TrainingSpec
-from parplan.profiles.models.towers import Tower
+from parplan.profiles.models.towers import CONVOLVED, Tower
 
 FFN = "ffn"
 
@@ -49,6 +50,7 @@ def as_model(tower: Tower) -> ModelSpec:
         gated_ffn=tower.gated_ffn,
         linear_bias=tower.linear_bias,
         qkv_bias=tower.qkv_bias,
+        key_bias=tower.key_bias,
         blocks=tower.blocks,
     )
 
@@ -73,22 +75,49 @@ class TowerShapes(Shapes):
 def patch_operators(shapes: TowerShapes) -> Part:
     """Returns the product of each patch, the trained token, the positions, and the first norm."""
     tower, hidden = shapes.tower, shapes.hidden
-    pixels = shapes.image("pixels", tower.patches, Dim("patch", tower.patch_features))
-    patches = shapes.image("patches", tower.patches, hidden)
-    made = [linear("patches", pixels, patches, parallel_dim=None, bias=tower.patch_bias)]
+    made = list(_patches(shapes))
+    patches = made[-1].outputs[0]
     if tower.class_token or tower.position_table:
         positioned = shapes.tokens("positioned", hidden)
         tables = []
         if tower.class_token:
             tables.append(Parameter(name="class_token", dims=(hidden,)))
         if tower.position_table:
-            tables.append(Parameter(name="weight", dims=(shapes.positions, hidden)))
+            trained = not tower.fixed_positions
+            dims = shapes.positions, hidden
+            tables.append(Parameter(name="weight", dims=dims, trained=trained))
         added = elementwise("positions", (patches,), positioned)
         made.append(replace(added, parameters=tuple(tables)))
     if tower.norm_first:
         x = made[-1].outputs[0]
         made.append(shapes.norm("norm", x, shapes.tokens("normed", hidden)))
     return tuple(made)
+
+
+def _patches(shapes: TowerShapes) -> Part:
+    """Returns the products of the frames, if there are any, and of the patches."""
+    tower, hidden = shapes.tower, shapes.hidden
+    patches = shapes.image("patches", tower.patches, hidden)
+    if not tower.frame_features:
+        pixels = shapes.image("pixels", tower.patches, Dim("patch", tower.patch_features))
+        return (linear("patches", pixels, patches, parallel_dim=None, bias=tower.patch_bias),)
+    sound = shapes.image("sound", 2 * tower.patches, Dim("frame", tower.frame_features))
+    frames = shapes.image("frames", 2 * tower.patches, hidden)
+    heard = replace(frames, name="frames_activation")
+    activated = replace(patches, name="patches_activation")
+    return (
+        _convolution(sound, frames, CONVOLVED * tower.frame_features, tower.patch_bias),
+        elementwise(heard.name, (frames,), heard, (frames,)),
+        _convolution(heard, patches, tower.patch_features, tower.patch_bias),
+        elementwise(activated.name, (patches,), activated, (patches,)),
+    )
+
+
+def _convolution(x: Tensor, out: Tensor, features: int, bias: bool) -> Operator:
+    """Returns the convolution that makes each token of `out` from `features` numbers of `x`."""
+    unfolded = replace(out, dims=(*out.dims[:2], Dim("convolved", features)))
+    product = linear(out.name, unfolded, out, parallel_dim=None, bias=bias)
+    return replace(product, inputs=(x,), saved=(x,))
 
 
 def tower_block_operators(shapes: TowerShapes) -> Part:
@@ -113,6 +142,10 @@ def projector_operators(shapes: TowerShapes) -> Part:
         made.append(elementwise("joined", (made[-1].outputs[0] if made else x,), joined))
     if norms and tower.pooled:
         made.append(_projector_norm(made[-1].outputs[0], tower.image_tokens, shapes))
+    if tower.attended:
+        states = attended(shapes.text)
+        assert states is not None, "the blocks attend to the tower"
+        return (replace(made[-1], outputs=(states,)),)
     made += _products(made[-1].outputs[0] if made else x, shapes)
     return (*made, _placed(made[-1].outputs[0], shapes.text))
 

@@ -82,6 +82,7 @@ MODELS = (
     "qwen3-32b",
     "qwen3-8b",
     "qwen3-moe-tiny",
+    "whisper-large-v3",
 )
 
 MEMBERS = (

@@ -36,12 +36,19 @@ def torch_parameters(name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+        from transformers import (
+            AutoConfig,
+            AutoModelForCausalLM,
+            AutoModelForImageTextToText,
+            AutoModelForSpeechSeq2Seq,
+        )
 
-        if "vision_config" in CONFIGS[name]:
+        if spec_of(name).tower:
+            speaks = CONFIGS[name]["model_type"] == "whisper"
+            whole = AutoModelForSpeechSeq2Seq if speaks else AutoModelForImageTextToText
             config = AutoConfig.for_model(**CONFIGS[name])
             with torch.device("meta"):
-                return AutoModelForImageTextToText.from_config(config).num_parameters()
+                return whole.from_config(config).num_parameters()
         only_here = ("model_type", "auto_map", "quantization_config")
         keys = {key: value for key, value in text_of(name).items() if key not in only_here}
         model_type = text_of(name)["model_type"]
