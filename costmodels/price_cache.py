@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from enum import IntEnum
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.host_embedding import HostEmbedding, host_embedding_of, without_table
@@ -31,17 +32,23 @@ from parplan.profiles.models.operator_graph import (
     LayerKey,
     LayerKind,
     ModelGraph,
+    ModelPart,
     Operator,
-    Part,
     Tensor,
 )
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.provenance import ZERO, Seconds
 
-# classes of cuts: all but those inside a tower, and those before a block that attends to its output
-ANYWHERE, IN_TOWER, ATTENDING = 0, 1, 2
 TOKENS = "tokens"  # what a sharding divides where a table is whole over divided tokens
+
+
+class Cut(IntEnum):
+    """The classes of cuts: inside a tower, before a block that attends to it, and all others."""
+
+    ANYWHERE = 0
+    IN_TOWER = 1
+    ATTENDING = 2
 
 
 class PriceCache(LayerPriceCache):
@@ -101,11 +108,11 @@ class PriceCache(LayerPriceCache):
     def cut_class(self, cut: int) -> int:
         tower = self.model.tower
         if tower is None:
-            return ANYWHERE
+            return Cut.ANYWHERE
         part = self.graph(1).part_behind(cut)
-        if part in (Part.TOWER, Part.PROJECTOR):
-            return IN_TOWER
-        return ATTENDING if tower.attended and part is Part.LANGUAGE else ANYWHERE
+        if part in (ModelPart.TOWER, ModelPart.PROJECTOR):
+            return Cut.IN_TOWER
+        return Cut.ATTENDING if tower.attended and part is ModelPart.LANGUAGE else Cut.ANYWHERE
 
     def crossing_tensors(
         self, cut_class: int, micro_batch_size: int, of: TokenPart = ALL_TOKENS
@@ -117,9 +124,9 @@ class PriceCache(LayerPriceCache):
         any stage.
         """
         graph = self.graph(micro_batch_size, of)
-        if cut_class == IN_TOWER:
+        if cut_class == Cut.IN_TOWER:
             return graph.tower_boundary, graph.boundary
-        attended = (graph.attended,) if cut_class == ATTENDING else ()
+        attended = (graph.attended,) if cut_class == Cut.ATTENDING else ()
         return (graph.boundary, *attended)
 
     def besides_bytes(self, first: int, end: int, micro_batch_size: int) -> float:
@@ -131,7 +138,7 @@ class PriceCache(LayerPriceCache):
         if tower is None or not tower.attended:
             return 0.0
         graph = self.graph(micro_batch_size)
-        attends = any(graph.part_behind(layer) is Part.LANGUAGE for layer in range(first, end))
+        attends = any(graph.part_behind(layer) is ModelPart.LANGUAGE for layer in range(first, end))
         return float(graph.attended.num_bytes) if attends else 0.0
 
     @property

@@ -10,7 +10,7 @@ from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import LayerChoice, Strategy
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.plan_strategy import layers_of, prices_of_plan
-from parplan.profiles.models.operator_graph import LayerKind, Part
+from parplan.profiles.models.operator_graph import LayerKind, ModelPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ def tower_cost(plan: Plan) -> TowerCost | None:
     for number, (stage, times_s) in enumerate(zip(strategy.stages, passes, strict=True)):
         rank = layout.rank_of(number)
         for choice, time_s in zip(stage, times_s, strict=True):
-            if price_cache.whole_layer(choice.kind).part is Part.LANGUAGE:
+            if price_cache.whole_layer(choice.kind).part is ModelPart.LANGUAGE:
                 continue
             tower_s += time_s
             states, saved = held.get(rank, (0, 0))

@@ -46,10 +46,10 @@ from parplan.profiles.models.operator_graph import (
     LayerClass,
     LayerKind,
     ModelGraph,
+    ModelPart,
     Operator,
     OperatorKind,
     Parameter,
-    Part,
     RepeatedLayer,
 )
 from parplan.profiles.models.parts.shapes import elementwise, linear
@@ -98,7 +98,7 @@ def _states(layers: list[LayerClass], rules: _Rules) -> list[State]:
         if _is_block(layer):
             frozen = frozen or rules.tuning.freezes_block(block)
             block += 1
-        in_tower = layer.part is not Part.LANGUAGE
+        in_tower = layer.part is not ModelPart.LANGUAGE
         below = State.FROZEN if trained_before[in_tower] else State.FORWARD
         states.append(below if frozen else State.TRAINED)
         trained_before = {
@@ -114,7 +114,7 @@ def _states(layers: list[LayerClass], rules: _Rules) -> list[State]:
 
 def _is_block(layer: LayerClass) -> bool:
     """Returns True for a block of the language model."""
-    return layer.kind is LayerKind.BLOCK and layer.part is Part.LANGUAGE
+    return layer.kind is LayerKind.BLOCK and layer.part is ModelPart.LANGUAGE
 
 
 def _named(
@@ -149,7 +149,7 @@ class _Rules:
         self._tied = any(p.tied for op in graph.head.operators for p in op.parameters)
         parts = {run.layer.part for run in graph.layers}
         for part in tuning.freeze:
-            if part in (TOWER, PROJECTOR) and Part.TOWER not in parts:
+            if part in (TOWER, PROJECTOR) and ModelPart.TOWER not in parts:
                 raise ConfigError(
                     f"--freeze {part}: {graph.name} has no tower", hint=f"leave out {part}"
                 )
@@ -165,7 +165,9 @@ class _Rules:
     def variant(self, layer: LayerClass, state: State) -> LayerClass:
         """Returns a layer as fine-tuning leaves it."""
         made: list[Operator] = []
-        needs_gradient = layer.kind is not LayerKind.EMBEDDING and layer.part is not Part.PATCHES
+        needs_gradient = (
+            layer.kind is not LayerKind.EMBEDDING and layer.part is not ModelPart.PATCHES
+        )
         for operator in layer.operators:
             tuned = self._tuned(operator, layer, all_of_it=state is not State.TRAINED)
             needs_gradient = needs_gradient or tuned.trained
@@ -198,7 +200,7 @@ class _Rules:
             return True
         if self._tied and (parameter.tied or operator.kind is OperatorKind.EMBEDDING):
             return tuning.freezes(EMBEDDING) or tuning.freezes(HEAD)
-        parts = {Part.PATCHES: TOWER, Part.TOWER: TOWER, Part.PROJECTOR: PROJECTOR}
+        parts = {ModelPart.PATCHES: TOWER, ModelPart.TOWER: TOWER, ModelPart.PROJECTOR: PROJECTOR}
         ends = {LayerKind.EMBEDDING: EMBEDDING, LayerKind.HEAD: HEAD}
         named = parts.get(layer.part) or ends.get(layer.kind)
         return named is not None and tuning.freezes(named)

@@ -23,7 +23,7 @@ from parplan.profiles.models.hf.parts import (
     hybrid_fields,
     latent_fields,
 )
-from parplan.profiles.models.hf.towers import TOWERS, tower_of
+from parplan.profiles.models.hf.tower_families import TOWERS, tower_of
 from parplan.profiles.models.hf.whisper import WHISPER, decoder_keys, encoder_keys
 from parplan.profiles.models.hf.without_cost import (
     TOWER_WITHOUT_COST,

@@ -283,7 +283,7 @@ def layer_kind(index: int, num_blocks: int) -> LayerKind:
     return ends.get(index, LayerKind.BLOCK)
 
 
-class Part(StrEnum):
+class ModelPart(StrEnum):
     """The part of a model that a class of blocks belongs to."""
 
     LANGUAGE = "language"
@@ -319,7 +319,7 @@ class LayerClass:
     operators: tuple[Operator, ...]
     outside: frozenset[str] = frozenset()
     block: BlockClass | None = None
-    part: Part = Part.LANGUAGE
+    part: ModelPart = ModelPart.LANGUAGE
 
     @property
     def key(self) -> LayerKey:
@@ -459,7 +459,7 @@ class ModelGraph:
     def _classes(self) -> dict[LayerKey, LayerClass]:
         return {layer.key: layer for layer in self}
 
-    def part_behind(self, cut: int) -> Part | None:
+    def part_behind(self, cut: int) -> ModelPart | None:
         """Returns the part of the block behind a cut, None before the head and at the ends."""
         behind = self._keys[cut : cut + 1]
         return next((self._classes[k].part for k in behind if k.role is LayerKind.BLOCK), None)
@@ -500,20 +500,20 @@ class ModelGraph:
     @cached_property
     def boundary(self) -> Tensor:
         """The activation between two layers of the language model."""
-        return self._input_of(Part.LANGUAGE)
+        return self._input_of(ModelPart.LANGUAGE)
 
     @cached_property
     def tower_boundary(self) -> Tensor:
         """The activation between two layers of the tower, in a model with one."""
-        return self._input_of(Part.TOWER)
+        return self._input_of(ModelPart.TOWER)
 
     @cached_property
     def attended(self) -> Tensor:
         """The output of a tower that all blocks attend to, in a model with one."""
-        last = next(layer for layer in self if layer.part is Part.PROJECTOR)
+        last = next(layer for layer in self if layer.part is ModelPart.PROJECTOR)
         return last.operators[-1].outputs[0]
 
-    def _input_of(self, part: Part) -> Tensor:
+    def _input_of(self, part: ModelPart) -> Tensor:
         blocks = (layer for layer in self if layer.kind is LayerKind.BLOCK)
         first = next(layer for layer in blocks if layer.part is part)
         assert first.input is not None, "a block reads the residual stream"
@@ -572,7 +572,7 @@ def layer_class(
     operators: tuple[Operator, ...],
     outside: frozenset[str] = frozenset(),
     block: BlockClass | None = None,
-    part: Part = Part.LANGUAGE,
+    part: ModelPart = ModelPart.LANGUAGE,
 ) -> LayerClass:
     """Returns a layer class made of operators in topological order."""
     return LayerClass(kind=kind, operators=operators, outside=outside, block=block, part=part)

@@ -17,8 +17,8 @@ from parplan.profiles.models.operator_graph import (
     LayerClass,
     LayerKind,
     ModelGraph,
+    ModelPart,
     Operator,
-    Part,
     RepeatedLayer,
     layer_class,
 )
@@ -87,7 +87,7 @@ def block_classes(model: ModelSpec) -> dict[BlockRun, BlockClass | None]:
     """
     kinds = tuple(dict.fromkeys(model.block_kinds))
     if len(kinds) == 1:
-        return {kinds[0]: BlockClass(0, Part.LANGUAGE) if model.tower else None}
+        return {kinds[0]: BlockClass(0, ModelPart.LANGUAGE) if model.tower else None}
     names = kind_names(kinds, experts=bool(model.num_experts))
     return {kind: BlockClass(number, names[number]) for number, kind in enumerate(kinds)}
 
@@ -112,18 +112,18 @@ def _tower_runs(text: Shapes, number: int) -> tuple[RepeatedLayer, ...]:
     names = kind_names(kinds, experts=False)
     numbers = count(number)
 
-    def made(operators: tuple[Operator, ...], part: Part, *words: str) -> LayerClass:
+    def made(operators: tuple[Operator, ...], part: ModelPart, *words: str) -> LayerClass:
         name = "-".join((tower.name, *filter(None, words)))
         block = BlockClass(next(numbers), name)
         return layer_class(LayerKind.BLOCK, operators, block=block, part=part)
 
-    patches = made(patch_operators(shapes), Part.PATCHES, "patches")
+    patches = made(patch_operators(shapes), ModelPart.PATCHES, "patches")
     blocks = {
-        kind: made(tower_block_operators(TowerShapes(text, tower, kind)), Part.TOWER, name)
+        kind: made(tower_block_operators(TowerShapes(text, tower, kind)), ModelPart.TOWER, name)
         for kind, name in zip(kinds, names, strict=True)
     }
     last = "norm" if tower.attended else "projector"
-    projector = made(projector_operators(shapes), Part.PROJECTOR, last)
+    projector = made(projector_operators(shapes), ModelPart.PROJECTOR, last)
     return (
         _run(patches, 1),
         *(_run(blocks[kind], len(list(alike))) for kind, alike in groupby(tower.block_kinds)),

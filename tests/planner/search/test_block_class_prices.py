@@ -141,8 +141,31 @@ SEEING = replace(
         projector=(Projection(width=768, activated=True), Projection(width=512, bias=True)),
     ),
 )
+# two blocks that attend to a tower of two
+LISTENING = replace(
+    SEEING,
+    name="listening",
+    tower=Tower(
+        name="audio",
+        attended=True,
+        num_layers=2,
+        hidden_size=512,
+        num_heads=8,
+        ffn_hidden_size=2048,
+        patches=300,
+        patch_features=1536,
+        frame_features=80,
+        position_table=True,
+        fixed_positions=True,
+        key_bias=False,
+        norm_last=True,
+    ),
+)
 SPACES |= {
     "tower": (SEEING, TWO),
+    "attended-tower": (LISTENING, TWO),
+    "attended-tower-three-ranks": (LISTENING, replace(TWO, pp=(3,), zero=(0, 1))),
+    "attended-tower-tensor-parallel": (LISTENING, SPACES["tensor-parallel"][1]),
     "tower-frozen": (SEEING, replace(TWO, zero=(0, 3))),
     "tower-three-ranks": (SEEING, replace(TWO, pp=(3,), zero=(0, 1))),
     "tower-interleaved": (SEEING, SPACES["interleaved"][1]),
