@@ -69,6 +69,8 @@ def illegal_context(mesh: Mesh, model: ModelSpec, cluster: Cluster) -> str | Non
     kv_heads = max(1, model.num_kv_heads // mesh.tp)
     if mesh.cp == 1:
         return None
+    if model.tower is not None:
+        return f"context parallelism does not divide the images of the {model.tower.name} tower"
     if near is None and mesh.context_form is ContextForm.ALL_TO_ALL:
         return f"cp {mesh.cp} does not divide the {heads // mesh.tp} heads of a rank"
     if near is None:

@@ -147,7 +147,7 @@ def _megatron(chunks: Callable[[ParallelLayout], bool] = lambda _: True) -> _Mak
 
     def make(price_cache: PriceCache, _: float) -> _Space:
         layouts = filter(chunks, _layouts(megatron_meshes(MEGATRON, price_cache), price_cache))
-        return _Space((strategies(layouts, price_cache.model.num_layers, (0, 1), LEVELS),))
+        return _Space((strategies(layouts, price_cache.model.num_blocks, (0, 1), LEVELS),))
 
     return make
 
@@ -159,7 +159,7 @@ def _megatron_2021(chunks: Callable[[ParallelLayout], bool]) -> _Make:
     """
 
     def make(price_cache: PriceCache, _: float) -> _Space:
-        num_layers = price_cache.model.num_layers
+        num_layers = price_cache.model.num_blocks
         meshes = megatron_meshes(MEGATRON_2021, price_cache, ep=(1,))
         layouts = (
             layout
@@ -197,7 +197,7 @@ def _defaults(price_cache: PriceCache, _: float) -> _Space:
     whole = (
         mesh
         for mesh in megatron_meshes(MEGATRON, price_cache, cp=(1,), ep=(1,))
-        if model.num_layers % mesh.pp == 0 and (mesh.etp == mesh.tp or not model.num_experts)
+        if model.num_blocks % mesh.pp == 0 and (mesh.etp == mesh.tp or not model.num_experts)
     )
     ordered = sorted(whole, key=lambda mesh: (mesh.tp * mesh.pp, mesh.pp))
     plain = (
@@ -207,7 +207,7 @@ def _defaults(price_cache: PriceCache, _: float) -> _Space:
         and layout.virtual_stages == 1
         and layout.sequence_parallel == (model.num_experts > 0 and layout.mesh.tp > 1)
     )
-    ordered_strategies = strategies(plain, model.num_layers, (0,), (Recompute.NONE,))
+    ordered_strategies = strategies(plain, model.num_blocks, (0,), (Recompute.NONE,))
     return _Space(tuple((strategy,) for strategy in ordered_strategies))
 
 
@@ -232,7 +232,7 @@ def _guide(price_cache: PriceCache, _: float) -> _Space:
                     for layout in _layouts(meshes.values(), price_cache)
                     if layout.sequence_parallel or layout.mesh.tp == 1
                 ),
-                price_cache.model.num_layers,
+                price_cache.model.num_blocks,
                 (1,),
                 (level,),
             )
@@ -289,7 +289,7 @@ def _torchtitan(price_cache: PriceCache, _: float) -> _Space:
         if layout.virtual_stages == 1
         and not legal(Schedule.ZBV, layout.mesh.pp, layout.num_micro_batches, 2)
     )
-    return _Space((tuple(_titan_strategies((*plain, *v_shaped), price_cache.model.num_layers)),))
+    return _Space((tuple(_titan_strategies((*plain, *v_shaped), price_cache.model.num_blocks)),))
 
 
 def _titan_experts(mesh: Mesh, price_cache: PriceCache) -> bool:
@@ -321,7 +321,7 @@ def _data_parallel(
     def make(price_cache: PriceCache, _: float) -> _Space:
         meshes = system_meshes(TITAN, price_cache, pp=(1,), tp=(1,), ep=(1,), **pins)
         layouts = _layouts(meshes, price_cache)
-        return _Space((strategies(layouts, price_cache.model.num_layers, (zero,), levels),))
+        return _Space((strategies(layouts, price_cache.model.num_blocks, (zero,), levels),))
 
     return make
 

@@ -69,7 +69,7 @@ def system_meshes(stack: str, price_cache: PriceCache, **pins: tuple[int, ...]) 
 
 def megatron_meshes(stack: str, price_cache: PriceCache, **pins: tuple[int, ...]) -> Iterator[Mesh]:
     """Yields the degrees of a system whose stages are equal, like `system_meshes`."""
-    num_layers = price_cache.model.num_layers
+    num_layers = price_cache.model.num_blocks
     for mesh in system_meshes(stack, price_cache, **pins):
         if counted_ends(num_layers, mesh.pp):
             yield mesh
@@ -115,8 +115,8 @@ def _plain(mesh: Mesh, training: TrainingSpec) -> Iterator[ParallelLayout]:
 
 def _virtual_stages(mesh: Mesh, model: ModelSpec, num_micro_batches: int) -> Iterator[int]:
     interleaves = mesh.pp > 1 and num_micro_batches % mesh.pp == 0
-    most = -(-(model.num_layers + max(map(sum, COUNTED))) // mesh.pp) if interleaves else 1
-    yield from (v for v in range(1, most + 1) if counted_ends(model.num_layers, mesh.pp * v))
+    most = -(-(model.num_blocks + max(map(sum, COUNTED))) // mesh.pp) if interleaves else 1
+    yield from (v for v in range(1, most + 1) if counted_ends(model.num_blocks, mesh.pp * v))
 
 
 @lru_cache(maxsize=64)

@@ -91,7 +91,7 @@ def meshes(request: Request) -> Iterator[Mesh | Pruned]:
                         pp=pp, dp=ranks // cp, cp=cp, tp=tp, ep=ep, etp=etp, context_form=form
                     )
                     excluded = (
-                        excluded_mesh(plain, pins, model.num_layers, "layers")
+                        excluded_mesh(plain, pins, model.num_blocks, "layers")
                         or reason
                         or illegal_expert_parallel(plain, model)
                         or illegal_context(plain, model, cluster)

@@ -105,7 +105,7 @@ def _blocks(row: Row) -> dict[str, Any]:
         kinds = lettered_kinds(row["layer_pattern"].replace("|", ""))
         if kinds is None:
             raise UnpricedError(f"layer_pattern {row['layer_pattern']!r} is not understood")
-        shape = dict(zip(_STATE_SPACE, numbers(row, "state_space", 4), strict=True))
+        shape: Any = dict(zip(_STATE_SPACE, numbers(row, "state_space", 4), strict=True))
         return {
             "num_layers": len(kinds),
             "blocks": runs_of(kinds),

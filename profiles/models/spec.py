@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 
 from parplan.profiles.documents.ranges import require_range, require_ranges
@@ -22,6 +22,7 @@ from parplan.profiles.models.blocks import (
 from parplan.profiles.models.documents import Documents
 from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.functions import PLAIN_FUNCTIONS, Functions
+from parplan.profiles.models.towers import ENDS, Tower
 from parplan.profiles.stack import AttentionKernel, Stack
 
 _FORBID = {"extra": "forbid"}
@@ -43,6 +44,8 @@ _RARE_NAMES = (
     "state_space",
     "mtp_layers",
     "functions",
+    "key_bias",
+    "tower",
     "left_out",
 )
 
@@ -106,6 +109,8 @@ class ModelSpec:
     state_space: the shape of the blocks with `mixer: state_space`
     mtp_layers: multi-token prediction modules behind the blocks (DeepSeek-V3)
     functions: functions and factors that cost nothing, such as the activation
+    key_bias: False: queries and values have a bias, keys have none (Whisper)
+    tower: the network that makes tokens of images
     left_out: parts of the published model that are not planned, such as a vision tower
     """
 
@@ -151,6 +156,8 @@ class ModelSpec:
     state_space: StateSpace | None = None
     mtp_layers: int = 0
     functions: Functions = PLAIN_FUNCTIONS
+    key_bias: bool = True
+    tower: Tower | None = None
     left_out: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -208,6 +215,15 @@ class ModelSpec:
                 f"norm_layout is {self.norm_layout}, parallel residuals have norms before parts",
                 "set norm_layout: pre or shared",
             )
+        tower = self.tower
+        if tower is not None and self.dropout:
+            yield f"dropout is {self.dropout}, a tower has none", "set dropout: 0"
+        if tower is not None and tower.width != self.hidden_size:
+            yield (
+                f"the {tower.name} tower ends in {tower.width} features, hidden_size is "
+                f"{self.hidden_size}",
+                "correct the last width of projector",
+            )
         if self.norm_layout is NormLayout.SHARED and not self.parallel_residual:
             yield "norm_layout is shared without parallel_residual", "set parallel_residual: true"
 
@@ -247,6 +263,11 @@ class ModelSpec:
         return block_kinds(self.blocks, self.num_layers)
 
     @property
+    def num_blocks(self) -> int:
+        """Layers between the embedding and the head: those of the tower and the blocks."""
+        return self.num_layers + (self.tower.num_layers + ENDS if self.tower else 0)
+
+    @property
     def tensor_parallel_sizes(self) -> tuple[tuple[str, int], ...]:
         """The sizes that tensor parallelism divides, each with its name; 0 where there is none."""
         shared, scans = self.shared_experts, self.state_space
@@ -257,6 +278,7 @@ class ModelSpec:
             ("width of the shared experts", shared.ffn_hidden_size if shared else 0),
             ("state-space groups", scans.num_groups if scans else 0),
             ("vocabulary", self.padded_vocab_size),
+            ("heads of the tower", self.tower.num_heads if self.tower else 0),
         )
 
     @property
@@ -284,6 +306,22 @@ class ModelSpec:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+
+def text_alone(model: ModelSpec) -> ModelSpec:
+    """Returns a model without its tower, which is then among the parts that are left out.
+
+    Raises ConfigError for a model whose blocks attend to it.
+    """
+    if model.tower is None:
+        return model
+    if model.tower.attended:
+        raise ConfigError(
+            f"the blocks of {model.name} attend to its {model.tower.name} tower: there is no "
+            "text alone",
+            hint="choose another model, or leave out --images-per-sequence and --module",
+        )
+    return replace(model, tower=None, left_out=(*model.left_out, f"the {model.tower.name} tower"))
 
 
 # fields of few models, which files leave out where they have their defaults

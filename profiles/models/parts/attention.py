@@ -51,7 +51,9 @@ def _projections(x: Tensor, shapes: Shapes) -> tuple[Operator, ...]:
     """Returns the product of queries, keys and values, their norms and their positions."""
     model = shapes.model
     qkv = shapes.tokens("qkv", shapes.heads(model.q_size + 2 * model.kv_size))
-    made = [linear("qkv", x, qkv, parallel_dim="heads", bias=model.qkv_bias)]
+    product = linear("qkv", x, qkv, parallel_dim="heads", bias=model.qkv_bias)
+    of_bias = qkv.dims[-1] if model.key_bias else shapes.heads(model.q_size + model.kv_size)
+    made = [biased(product, of_bias)]
     rotates = model.positions is Positions.ROTARY and shapes.block.rotary
     if model.qk_norm is QkNorm.PLAIN:
         if rotates:
@@ -66,6 +68,14 @@ def _projections(x: Tensor, shapes: Shapes) -> tuple[Operator, ...]:
         name = "qkv_rotated" if positioned is qkv else "qk_rotated"
         made.append(_rotary(positioned, shapes.tokens(name, positioned.dims[-1])))
     return tuple(made)
+
+
+def biased(product: Operator, features: Dim) -> Operator:
+    """Returns a product whose bias, if it has one, is of some of its features: not of keys."""
+    weight, *bias = product.parameters
+    return replace(
+        product, parameters=(weight, *(replace(each, dims=(features,)) for each in bias))
+    )
 
 
 def qk_features(shapes: Shapes) -> Dim:
@@ -113,7 +123,7 @@ def attention_kernel(read: tuple[Tensor, ...], context: Tensor, shapes: Shapes) 
     scores = (shapes.batch, heads, shapes.sequence, shapes.keys)
     kv_heads = model.num_kv_heads
     attention = Attention(
-        causal=not model.bidirectional,
+        causal=shapes.causal and not model.bidirectional,
         dropped=model.dropout > 0,
         window=block.window or block.chunk,
         chunked=bool(block.chunk),
@@ -121,7 +131,8 @@ def attention_kernel(read: tuple[Tensor, ...], context: Tensor, shapes: Shapes) 
         value_dim=model.value_head_dim,
     )
     attention = _in_documents(attention, shapes)
-    met = round(2 * attention.keys_met(shapes.keys.size))
+    counted = 2 if attention.causal else 1
+    met = round(counted * attention.keys_met(shapes.keys.size))
     features = model.q_size + model.context_size
     flops = 2 * shapes.batch.size * shapes.sequence.size * met * features
     return Operator(

@@ -27,7 +27,7 @@ from parplan.profiles.models.blocks import BlockRun
 from parplan.profiles.models.documents import Documents
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind
-from parplan.profiles.models.spec import TrainingSpec
+from parplan.profiles.models.spec import TrainingSpec, text_alone
 from parplan.profiles.stack import NEUTRAL, ContextForm
 
 BLOCK = LayerKind.BLOCK
@@ -282,3 +282,14 @@ def test_a_form_that_cannot_divide_the_heads_says_why():
         "8 ranks cannot have equal parts of the 12 heads of keys of a rank"
     )
     assert illegal_context(replace(mesh, context_form=RING), MODEL, CLUSTER) is None
+
+
+def test_the_images_of_a_tower_are_not_divided():
+    seen = load_model("qwen2-vl-7b").spec
+    mesh = Mesh(pp=1, dp=1, tp=1, cp=2, context_form=RING)
+
+    assert illegal_context(mesh, seen, CLUSTER) == (
+        "context parallelism does not divide the images of the vision tower"
+    )
+    assert illegal_context(mesh, text_alone(seen), CLUSTER) is None
+    assert illegal_context(replace(mesh, cp=1, context_form=None), seen, CLUSTER) is None

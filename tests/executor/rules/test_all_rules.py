@@ -26,6 +26,7 @@ from parplan.profiles.models.documents import Documents
 from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.functions import Functions, RouterScores
 from parplan.profiles.models.spec import Optimizer, Precision
+from parplan.profiles.models.towers import Projection, Tower
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.stack import AttentionKernel, ContextForm
 from tests.helpers.chunked_runs import chunked_plan
@@ -675,6 +676,25 @@ def test_a_model_with_parts_that_no_module_has_is_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         validate(plan)
 
+    assert nearest_legal(plan) is None
+
+
+def test_a_plan_of_a_model_with_a_tower_is_refused_before_all_rules():
+    tower = Tower(
+        num_layers=3,
+        hidden_size=64,
+        num_heads=4,
+        ffn_hidden_size=256,
+        patches=16,
+        patch_features=588,
+        projector=(Projection(width=LLAMA.hidden_size),),
+    )
+    plan = dataclasses.replace(GPT1, model=dataclasses.replace(LLAMA, tower=tower))
+
+    with pytest.raises(ConfigError, match="has a vision tower of 3 layers: the executor builds"):
+        validate(plan)
+
+    assert [rule.name for rule, _ in refusals(plan)] == ["text alone"]
     assert nearest_legal(plan) is None
 
 

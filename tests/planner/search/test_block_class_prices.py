@@ -33,6 +33,7 @@ from parplan.profiles.models.blocks import BlockRun
 from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, Norm, Positions, TrainingSpec
+from parplan.profiles.models.towers import Projection, Tower
 from parplan.profiles.stack import NEUTRAL, ContextForm
 from parplan.profiles.units import GIB, MIB
 from tests.helpers.cases import mostly_slow
@@ -127,6 +128,60 @@ SPACES |= {
 }
 
 
+# two blocks behind a tower of two, whose patches and projector are layers too
+SEEING = replace(
+    ALTERNATING,
+    name="seeing",
+    num_layers=2,
+    blocks=(),
+    tower=Tower(
+        num_layers=2,
+        hidden_size=384,
+        num_heads=6,
+        ffn_hidden_size=1537,
+        patches=576,
+        images=2,
+        patch_features=588,
+        class_token=True,
+        position_table=True,
+        norm_last=True,
+        merged=4,
+        projector=(Projection(width=768, activated=True), Projection(width=512, bias=True)),
+    ),
+)
+# two blocks that attend to a tower of two
+LISTENING = replace(
+    SEEING,
+    name="listening",
+    tower=Tower(
+        name="audio",
+        attended=True,
+        num_layers=2,
+        hidden_size=512,
+        num_heads=8,
+        ffn_hidden_size=2048,
+        patches=300,
+        patch_features=1536,
+        frame_features=80,
+        position_table=True,
+        fixed_positions=True,
+        key_bias=False,
+        norm_last=True,
+    ),
+)
+SPACES |= {
+    "tower": (SEEING, TWO),
+    "attended-tower": (LISTENING, TWO),
+    "attended-tower-three-ranks": (LISTENING, replace(TWO, pp=(3,), zero=(0, 1))),
+    "attended-tower-tensor-parallel": (LISTENING, SPACES["tensor-parallel"][1]),
+    "tower-frozen": (SEEING, replace(TWO, zero=(0, 3))),
+    "tower-three-ranks": (SEEING, replace(TWO, pp=(3,), zero=(0, 1))),
+    "tower-interleaved": (SEEING, SPACES["interleaved"][1]),
+    "tower-tensor-parallel": (SEEING, SPACES["tensor-parallel"][1]),
+}
+TUNINGS["tower-frozen"] = FineTuning(freeze=("tower", "embedding"))
+
+
 def training_of(space: str) -> TrainingSpec:
     return replace(TRAINING, fine_tuning=TUNINGS.get(space))
 
@@ -208,7 +263,9 @@ def every_point(question: PlanRequest[ModelSpec]) -> list[Point]:
 
 @pytest.mark.parametrize(
     "space",
-    mostly_slow([*SPACES], {"alternating", "one-rank", "frozen-first", "experts-over-context"}),
+    mostly_slow(
+        [*SPACES], {"alternating", "one-rank", "frozen-first", "experts-over-context", "tower"}
+    ),
 )
 def test_every_objective_finds_what_enumeration_finds(space):
     model, pins = SPACES[space]
@@ -251,7 +308,7 @@ def test_the_bound_holds_where_gradients_come_and_go():
         assert all(solved.value >= fastest_s * (1 - 1e-9) for solved in outcome.solved)
 
 
-@pytest.mark.parametrize("model", mostly_slow([PREFIX, ALTERNATING], (PREFIX,)))
+@pytest.mark.parametrize("model", mostly_slow([PREFIX, ALTERNATING, SEEING], (PREFIX,)))
 def test_no_random_plan_of_any_layout_is_below_the_bound(model):
     """The operators of a class may be divided in several ways, and lists of them recompute."""
     question = model, replace(CLUSTER, gpus_per_node=4), TRAINING
