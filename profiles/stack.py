@@ -16,6 +16,7 @@ from enum import StrEnum
 from typing import Literal, get_args
 
 from parplan.profiles.errors import ConfigError, coerce_choice
+from parplan.profiles.product_formats import ProductFormat
 from parplan.profiles.units import MIB
 
 _FORBID = {"extra": "forbid"}
@@ -134,6 +135,9 @@ class Stack:
                              have equal work
     context_alone            it divides sequences only without tensor and pipeline parallelism
     divides_experts          each expert may be divided over the tensor-parallel ranks
+    product_formats          the formats that its products of blocks run in beside the precision of
+                             training; the first of each peak is that of --fp8
+    holds_cast_weights       weights are cast to such a format once a step, not in every micro-batch
     terms_of                 the stack whose fitted terms it shares, empty for its own
 
     Facts of memory:
@@ -210,6 +214,8 @@ class Stack:
     divides_documents: bool = False
     context_alone: bool = False
     divides_experts: bool = False
+    product_formats: tuple[ProductFormat, ...] = ()
+    holds_cast_weights: bool = False
     terms_of: str = ""
     logit_bytes: int = 6
     keeps_gathered_inputs: bool = False

@@ -6,6 +6,7 @@ import re
 
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.profiles.models.spec import Optimizer, Precision
+from parplan.profiles.product_formats import ProductFormat
 from parplan.profiles.stack import ContextForm
 
 DEVICES = {  # start of a gpu cell, up to the end of a word -> the cluster file
@@ -63,10 +64,23 @@ PRECISIONS = {  # fp16/bf16: BLOOM's early runs, fp16 as their log says
     "float16": Precision.FP16,
     "fp16/bf16": Precision.FP16,
 }
-FP8_DTYPES = (
-    *("fp8", "fp8-cs", "bf16+float8 linear", "bf16+float8 tensorwise", "float8 tensorwise"),
-    "bf16+float8 rowwise",
-)
+PRODUCT_FORMATS = {  # a dtype cell -> the format of the products
+    "fp8": ProductFormat.FP8_DELAYED,
+    "fp8-cs": ProductFormat.FP8_CURRENT,
+    "bf16+float8 linear": ProductFormat.FP8_CURRENT,
+    "bf16+float8 tensorwise": ProductFormat.FP8_CURRENT,
+    "float8 tensorwise": ProductFormat.FP8_CURRENT,
+    "bf16+float8 rowwise": ProductFormat.FP8_ROWWISE,
+    "fp8-mx": ProductFormat.MXFP8,
+    "fp8_mx": ProductFormat.MXFP8,
+    "fp8-cs/mx": ProductFormat.MXFP8,
+    "mxfp8": ProductFormat.MXFP8,
+    "mxfp8_cublas": ProductFormat.MXFP8,
+    "mxfp8_cublas_rceil": ProductFormat.MXFP8,
+    "nvfp4": ProductFormat.NVFP4,
+}
+# Megatron-Bridge's recipes of fp8 without a further word scale by the tensor as it is (fp8_cs)
+CURRENT_SCALING = re.compile(r"Megatron-Bridge")
 RECOMPUTE = {  # a recompute cell -> the levels that blocks take in turn
     "none": (Recompute.NONE,),
     "none []": (Recompute.NONE,),

@@ -17,6 +17,7 @@ from parplan.planner.validation.step_rows import read_rows
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
 from parplan.profiles.models.spec import ModelSpec, Precision, TrainingSpec
+from parplan.profiles.product_formats import ProductFormat
 from parplan.profiles.stack import AttentionKernel, ContextForm, FlashKernel
 from tests.helpers.planning import estimate_plan
 
@@ -366,7 +367,7 @@ def test_fp8_rows_run_their_products_in_fp8():
         "dtype": "bf16+float8 linear",
     }
 
-    assert configuration_of({**FULL, **fp8}).training.fp8_matmuls
+    assert configuration_of({**FULL, **fp8}).training.products is ProductFormat.FP8_CURRENT
     assert price_row(fp8).predicted_s < price_row({**fp8, "dtype": "bf16"}).predicted_s
     assert (
         price_row({**ROW, "dtype": "fp8"}).reason
