@@ -61,6 +61,7 @@ PRECISIONS = {  # fp16/bf16: BLOOM's early runs, fp16 as their log says
     "float16": Precision.FP16,
     "fp16/bf16": Precision.FP16,
 }
+PURE = re.compile(r"bf16 \(pure|pure bf16")  # states in bf16, without fp32 copies
 FP8_DTYPES = (
     *("fp8", "fp8-cs", "bf16+float8 linear", "bf16+float8 tensorwise", "float8 tensorwise"),
     "bf16+float8 rowwise",
@@ -167,4 +168,5 @@ OPEN_MICRO_BATCHES = (1, 2, 4, 8, 16)
 # Release tests whose golden values equal those of the un-fused test: they were not refreshed since
 # (inferred from the values). The core attention of context parallelism is never un-fused.
 RELEASE_TEST_UNFUSED = re.compile(r"lts-dgxa100_dracooci|moe-gpt3_.*_resume_.*-lts-dgx_a100")
+OFFLOADS = re.compile(r"(^|[;,] )offload\b")  # all activations of all blocks
 NO_OVERLAP = re.compile(r"overlap=none|overlap features OFF")

@@ -81,6 +81,7 @@ RECIPES: tuple[tuple[str, Cells], ...] = (
         r"mbcard-gpt-oss-20b-sft_long_context-H100",
         {"pp": "1", "ep": "8", "micro_batch": "1", "sequence_parallel": "true"},
     ),
+    (r"mbridge-moonlight16b-|mbcard-moonlight-16b-a3b-", {"moments": "bf16"}),
     (
         r"mbcard-moonlight-16b-a3b-peft-",
         {"lora_rank": "8", "lora_targets": "q kv_down kv_up attention_out"},

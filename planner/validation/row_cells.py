@@ -33,6 +33,7 @@ MORE = (
     "positions",
     "tied",
     "vocab_multiple",
+    "moments",  # type of the optimizer's moments
     "offload",  # modules whose activations go to the host, as Megatron-LM names them
     "grouped_gemm",  # experts run in one product of Transformer Engine
     "lora_rank",

@@ -17,9 +17,11 @@ from parplan.planner.validation.frameworks import (
     KERNELS,
     NARROW_GRADIENTS,
     NO_OVERLAP,
+    OFFLOADS,
     OPEN_MICRO_BATCHES,
     OPTIMIZERS,
     PRECISIONS,
+    PURE,
     RECOMPUTE,
     RELEASE_TEST_UNFUSED,
     SELECTIVE_OF,
@@ -74,6 +76,12 @@ def stack_of(row: Row, stack: Stack) -> Stack:
         stack = replace(stack, overlap_tensor_parallel=False, overlap_transfers=False)
     if "asyncTP" in row["id"]:
         stack = replace(stack, overlap_tensor_parallel=True)
+    if PURE.match(row["dtype"].lower()):
+        stack = replace(stack, master_bytes=0, moment_bytes=2)
+    elif row.get("moments") == "bf16":
+        stack = replace(stack, moment_bytes=2)
+    if "fused in backward" in notes:
+        stack = replace(stack, frees_gradients=True)
     unfused = re.search(r"attention-backend unfused|TE impl local", notes)
     stale = RELEASE_TEST_UNFUSED.search(row["id"]) and whole(row, "cp", 1) == 1
     if unfused or stale:
@@ -117,6 +125,8 @@ def precision_of(row: Row) -> tuple[Precision, bool]:
     if not dtype:
         raise UnpricedError("dtype is not stated")
     fp8 = dtype in FP8_DTYPES
+    if PURE.match(dtype):
+        return Precision.BF16, False
     if dtype not in PRECISIONS and not fp8:
         raise UnpricedError(f"precision {row['dtype']!r}")
     return Precision.BF16 if fp8 else PRECISIONS[dtype], fp8
@@ -147,9 +157,10 @@ def training_of(row: Row, stack: Stack) -> TrainingSpec:
 def _gradient_precision(row: Row, precision: Precision) -> Precision:
     """Returns fp32 for bf16 weights, else the precision of the weights.
 
-    InternEvo and the runs of `NARROW_GRADIENTS` keep bf16.
+    Runs in pure bf16, InternEvo and the runs of `NARROW_GRADIENTS` keep bf16.
     """
-    narrow = "InternEvo" in row["framework"] or NARROW_GRADIENTS.match(row["id"])
+    pure = PURE.match(row["dtype"].lower())
+    narrow = pure or "InternEvo" in row["framework"] or NARROW_GRADIENTS.match(row["id"])
     return Precision.FP32 if precision is Precision.BF16 and not narrow else precision
 
 
@@ -203,7 +214,8 @@ def modules_of(row: Row) -> Modules:
     Raises UnpricedError for an offloaded module that is not known.
     """
     recomputed = () if row["recompute"] in RECOMPUTE else named_modules(row["recompute"])
-    offloaded = tuple((row.get("offload") or "").split())
+    noted = "all" if OFFLOADS.search(row["notes"]) else ""
+    offloaded = tuple((row.get("offload") or noted).split())
     for module in offloaded:
         if module not in OFFLOADED:
             raise UnpricedError(f"offloaded module {module!r}")
