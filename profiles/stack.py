@@ -147,9 +147,9 @@ class Stack:
                                    they are added to
     ddp_buckets                    data parallelism holds 16-bit buckets, as large as the
                                    parameters, beside the gradients
-    master_bytes, moment_bytes     bytes of the copy of a 16-bit parameter that the optimizer updates,
-                                   0 where it updates the parameter itself, and of one of its
-                                   moments that has no 8 bits
+    master_bytes                   bytes of the copy of a 16-bit parameter that the optimizer
+                                   updates; 0: it updates the parameter itself
+    moment_bytes                   bytes of one of its moments that has no 8 bits
     step_copy_bytes                bytes of the fp32 copies of 16-bit gradients in the optimizer's
                                    step, for each parameter that the rank updates; they do not
                                    coexist with the activations, but the allocator cannot reuse the

@@ -31,6 +31,7 @@ MORE = (
     "state_space",  # heads, their width, state size and groups
     "pipeline_layout",  # of the virtual stages, as Megatron-LM writes it
     "positions",
+    "qk_norm",
     "tied",
     "vocab_multiple",
     "moments",  # type of the optimizer's moments

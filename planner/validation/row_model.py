@@ -17,7 +17,13 @@ from parplan.planner.validation.row_cells import (
     whole,
 )
 from parplan.planner.validation.uneven_divisions import blocks_by_compute, laid_out
-from parplan.profiles.models.blocks import BlockRun, LatentAttention, SharedExperts, StateSpace
+from parplan.profiles.models.blocks import (
+    BlockRun,
+    LatentAttention,
+    QkNorm,
+    SharedExperts,
+    StateSpace,
+)
 from parplan.profiles.models.hf.parts import lettered_kinds, runs_of
 from parplan.profiles.models.spec import ModelSpec, Norm, Positions
 from parplan.profiles.stack import AttentionKernel, Stack
@@ -59,6 +65,7 @@ def model_of(row: Row, stack: Stack, published: ModelSpec | None = None) -> Mode
         linear_bias=not gated and not experts,
         qkv_bias=not gated and not experts,
         tied_embeddings=_tied(row, gated),
+        qk_norm=QkNorm(row.get("qk_norm") or "none"),
         bidirectional=_ENCODER.match(row["model"]) is not None,
         mtp_layers=whole(row, "mtp_layers", 0),
     )

@@ -37,7 +37,7 @@ from parplan.profiles.models.spec import Optimizer, Precision, TrainingSpec
 from parplan.profiles.stack import AttentionKernel, AvailableKernel, FlashKernel, Stack
 from parplan.profiles.units import MIB
 
-_HOPPER = 9.0  # compute capability
+_HOPPER, _BLACKWELL = 9.0, 10.0  # compute capabilities
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +101,11 @@ def stack_of(row: Row, stack: Stack) -> Stack:
     )
 
 
-def with_workspaces(row: Row, stack: Stack, device: Device) -> Stack:
-    """Returns the stack with the workspaces of libraries that a row's device and flags give.
+def on_device(row: Row, stack: Stack, device: Device) -> Stack:
+    """Returns the stack with the facts of memory that a row's device and flags give.
 
+    FlashAttention 2, which Transformer Engine runs before Hopper, and behind it where cuDNN's is
+    not deterministic, takes batches before sequences: its output is saved again in their order.
     cuBLAS has one for the forward and one for the backward thread: torch takes 32 MiB from Hopper
     on and 8 MiB before, deterministic mode 32 MiB. Transformer Engine has 32 MiB from Hopper on and
     4 MiB before, and four more for its grouped products
@@ -112,11 +114,17 @@ def with_workspaces(row: Row, stack: Stack, device: Device) -> Stack:
     """
     if not stack.workspace_bytes or "TE impl local" in row["notes"]:
         return stack
-    is_new = device.compute_capability is None or device.compute_capability >= _HOPPER
-    threads = 2 * (32 if is_new or "deterministic mode" in row["notes"] else 8)
+    capability = device.compute_capability or _HOPPER
+    is_new, deterministic = capability >= _HOPPER, "deterministic mode" in row["notes"]
+    threads = 2 * (32 if is_new or deterministic else 8)
     engine = 32 if is_new else 4
     engines = 1 + (4 if row.get("grouped_gemm") == "true" else 0)
-    return replace(stack, workspace_bytes=(threads + engines * engine) * MIB)
+    copies = int(not is_new or (deterministic and capability >= _BLACKWELL))
+    return replace(
+        stack,
+        workspace_bytes=(threads + engines * engine) * MIB,
+        attention_output_copies=copies if stack.attention is AttentionKernel.FLASH else 0,
+    )
 
 
 def precision_of(row: Row) -> tuple[Precision, bool]:
