@@ -41,6 +41,7 @@ from parplan.planner.validation.row_stack import (
     described_stack,
     micro_batches_of,
     modules_of,
+    on_device,
     precision_of,
     recompute_of,
     stack_facts,
@@ -48,7 +49,6 @@ from parplan.planner.validation.row_stack import (
     stack_of,
     training_of,
     virtual_stages_of,
-    on_device,
 )
 from parplan.planner.validation.uneven_divisions import with_longer_first_stages
 from parplan.profiles.machines.hardware import Cluster

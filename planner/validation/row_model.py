@@ -29,7 +29,6 @@ from parplan.profiles.models.spec import ModelSpec, Norm, Positions
 from parplan.profiles.stack import AttentionKernel, Stack
 
 _LATENT = ("q_rank", "kv_rank", "nope_head_dim", "rope_head_dim", "value_head_dim")
-_STATE_SPACE = ("num_heads", "head_dim", "state_size", "num_groups")
 _ENCODER = re.compile(r"bert", re.IGNORECASE)
 _NO_MTP = re.compile(r"w/o MTP")
 
@@ -112,11 +111,13 @@ def _blocks(row: Row) -> dict[str, Any]:
         kinds = lettered_kinds(row["layer_pattern"].replace("|", ""))
         if kinds is None:
             raise UnpricedError(f"layer_pattern {row['layer_pattern']!r} is not understood")
-        shape = dict(zip(_STATE_SPACE, numbers(row, "state_space", 4), strict=True))
+        heads, head_dim, state_size, groups = numbers(row, "state_space", 4)
         return {
             "num_layers": len(kinds),
             "blocks": runs_of(kinds),
-            "state_space": StateSpace(**shape),
+            "state_space": StateSpace(
+                num_heads=heads, head_dim=head_dim, state_size=state_size, num_groups=groups
+            ),
         }
     layers, dense = whole(row, "layers"), whole(row, "dense_layers", 0)
     if not dense:

@@ -16,7 +16,14 @@ from parplan.planner.validation.row_cells import OPTIONAL
 from parplan.planner.validation.step_rows import read_rows
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
-from parplan.profiles.models.spec import ModelSpec, Precision, TrainingSpec
+from parplan.profiles.models.blocks import BlockRun
+from parplan.profiles.models.spec import (
+    ModelSpec,
+    Optimizer,
+    Positions,
+    Precision,
+    TrainingSpec,
+)
 from parplan.profiles.stack import AttentionKernel, ContextForm, FlashKernel
 from tests.helpers.planning import estimate_plan
 
@@ -112,11 +119,10 @@ def test_a_row_is_priced_as_estimate_prices_its_configuration():
     ("change", "reason"),
     [
         pytest.param({"layers": ""}, "layers is not stated", id="missing"),
-        pytest.param({"run_type": "LoRA"}, "LoRA", id="lora"),
         pytest.param({"interconnect": "8x 0 Gb/s"}, "interconnect is 0 Gb/s", id="network"),
         pytest.param(
-            {"experts": "8", "tp": "4", "dp": "2", "notes": "etp2"},
-            "expert tensor parallelism 2 under tensor parallelism 4",
+            {"experts": "8", "tp": "4", "dp": "2", "notes": "etp3"},
+            "mesh: etp is N, it must divide tp N",
             id="expert-tensor-parallel",
         ),
         pytest.param(
@@ -129,10 +135,38 @@ def test_a_row_is_priced_as_estimate_prices_its_configuration():
             "mesh: ep N does not divide the N ranks of a stage, over which the experts are divided",
             id="expert-parallel",
         ),
-        pytest.param({"run_type": "peft"}, "LoRA", id="peft"),
-        pytest.param({"model": "bert/bert_tp1"}, "an encoder", id="encoder"),
         pytest.param(
-            {"notes": "a | INCONSISTENT: MFU"}, "its own figures disagree", id="contradiction"
+            {"model": "t5/t5_tp1"}, "an encoder beside a decoder, or of images", id="encoder"
+        ),
+        pytest.param({"notes": "STALE: a"}, "its own figures disagree", id="contradiction"),
+        pytest.param(
+            {"recompute": "selective [moe_act block]"},
+            "recompute 'selective [moe_act block]'",
+            id="unknown-module",
+        ),
+        pytest.param({"offload": "block"}, "offloaded module 'block'", id="offloaded-module"),
+        pytest.param(
+            {"pipeline_layout": "Et*3|t*5?L"},
+            "pipeline_layout 'Et*3|t*5?L' is not understood",
+            id="layout",
+        ),
+        pytest.param(
+            {"pipeline_layout": "Et*3|t*4L"},
+            "2 stages of 7 layers are stated, not 2 of 8",
+            id="layout-of-fewer-layers",
+        ),
+        pytest.param(
+            {"layer_pattern": "M?", "state_space": "1 1 1 1"},
+            "layer_pattern 'M?' is not understood",
+            id="layer-pattern",
+        ),
+        pytest.param(
+            {"latent": "1 2 3"}, "latent is not made of 5 whole numbers", id="latent-ranks"
+        ),
+        pytest.param(
+            {"model": "gpt/small_mla"},
+            "latent attention of ranks that are not stated",
+            id="no-latent-ranks",
         ),
         pytest.param(
             {"model": "DeepSeekV4 Flash", "layers": ""},
@@ -424,8 +458,8 @@ def test_bf16_gradients_are_fp32_and_fp16_ones_their_own_but_for_internevo():
 
 def test_frameworks_that_divide_blocks_unevenly_are_priced_so():
     nanotron = configuration_of({**FULL, "framework": "nanotron v0.5"})
-    assert sum(nanotron.blocks) == 8
-    assert nanotron.blocks[0] > nanotron.blocks[-1]  # the head counts as compute of the last stage
+    assert sum(nanotron.stages) == 8
+    assert nanotron.stages[0] > nanotron.stages[-1]  # the head counts as compute of the last stage
 
     redis = {
         **FULL,
@@ -435,7 +469,7 @@ def test_frameworks_that_divide_blocks_unevenly_are_priced_so():
         "dp": "2",
         "tp": "1",
     }
-    assert configuration_of({**redis, "vocab": "128000"}).blocks == (4, 4, 4, 4, 4, 5, 5, 2)
+    assert configuration_of({**redis, "vocab": "128000"}).stages == (4, 4, 4, 4, 4, 5, 5, 2)
     assert (
         price_row({**redis, "vocab": "50000"}).reason
         == "layers moved between stages, how many is not stated"
@@ -468,6 +502,135 @@ def test_a_fused_cross_entropy_is_noted():
     assert (
         configuration_of({**FULL, "notes": "fused cross entropy"}).training.stack.logit_bytes == 10
     )
+
+
+def test_figures_that_disagree_are_compared_with_nothing():
+    priced = price_row({**ROW, "notes": "a | INCONSISTENT: reported TFLOPs / recomputed = 0.9"})
+
+    assert priced.predicted_s == price_row(ROW).predicted_s
+    assert (priced.measured_s, priced.measured_gib) == (None, None)
+    assert priced.untimed == ("its own figures disagree",)
+
+
+def test_adapters_take_less_time_and_memory_than_all_weights():
+    large = {**ROW, "hidden": "4096", "ffn_hidden": "16384", "heads": "32", "seq_len": "4096"}
+    adapters, whole = price_row({**large, "run_type": "LoRA"}), price_row(large)
+
+    assert adapters.reason is None
+    assert adapters.predicted_s < whole.predicted_s
+    assert adapters.predicted_gib < whole.predicted_gib
+
+
+def test_the_modules_of_a_list_are_recomputed_or_offloaded():
+    kept = {**ROW, "recompute": "none", "gated_ffn": "true"}
+    none, full = price_row(kept), price_row({**kept, "recompute": "full"})
+    norms = price_row({**kept, "recompute": "selective [layernorm mlp]"})
+    moved = price_row({**kept, "offload": "core_attn attn_proj"})
+
+    assert none.predicted_s < norms.predicted_s < full.predicted_s
+    assert full.predicted_gib < norms.predicted_gib < none.predicted_gib
+    assert moved.predicted_gib < none.predicted_gib
+    noted = price_row({**kept, "recompute": "full", "notes": "; offload; tied embeddings"})
+    assert noted.predicted_gib < full.predicted_gib
+
+
+@pytest.mark.parametrize(
+    ("change", "optimizer", "state_bytes"),
+    [
+        pytest.param({}, Optimizer.ADAM, (4, 4, 4), id="in-fp32"),
+        pytest.param({"moments": "bf16"}, Optimizer.ADAM, (4, 4, 2), id="moments-in-bf16"),
+        pytest.param(
+            {"dtype": "bf16 (pure, bf16 optimizer states)"}, Optimizer.ADAM, (2, 0, 2), id="pure"
+        ),
+        pytest.param(
+            {"framework": "Megatron-LM + bnb 8-bit"}, Optimizer.ADAM_8BIT, (4, 4, 4), id="8-bit"
+        ),
+        pytest.param({"model": "moe/gpt_dist_muon"}, Optimizer.MUON, (4, 4, 4), id="muon"),
+    ],
+)
+def test_the_optimizer_and_the_bytes_of_its_states_are_read(change, optimizer, state_bytes):
+    training = configuration_of({**FULL, **change}).training
+    gradient, stack = training.gradient_precision.num_bytes, training.stack
+
+    assert training.optimizer is optimizer
+    assert (gradient, stack.master_bytes, stack.moment_bytes) == state_bytes
+    assert price_row({**ROW, **change}).predicted_gib <= price_row(ROW).predicted_gib
+
+
+def test_the_cells_of_a_recipe_are_the_shape_of_a_model():
+    model = configuration_of(
+        {
+            **FULL,
+            "framework": "NeMo",
+            "layers": "8",
+            "latent": "96 64 32 16 32",
+            "experts": "8",
+            "top_k": "2",
+            "moe_ffn_hidden": "512",
+            "shared_ffn_hidden": "1024",
+            "dense_layers": "2",
+            "mtp_layers": "1",
+            "tied": "false",
+            "positions": "rotary",
+        }
+    ).model
+
+    assert (model.latent.q_rank, model.latent.value_head_dim, model.head_dim) == (96, 32, 48)
+    assert model.blocks == (BlockRun(num_blocks=2, experts=False), BlockRun(num_blocks=6))
+    assert (model.ffn_hidden_size, model.expert_ffn_hidden_size) == (4096, 512)
+    assert (model.shared_experts.ffn_hidden_size, model.mtp_layers) == (1024, 1)
+    assert (model.tied_embeddings, model.positions) == (False, Positions.ROTARY)
+
+
+def test_the_letters_of_a_hybrid_are_blocks_of_one_part_each():
+    change = {"layer_pattern": "M-M*|M-M*", "layers": "", "state_space": "16 64 128 8"}
+
+    configuration = configuration_of({**FULL, **change})
+
+    assert configuration.stages == (4, 4)
+    assert configuration.model.num_layers == 8
+    assert configuration.model.state_space.num_groups == 8
+    assert price_row({**ROW, **change}).reason is None
+
+
+def test_a_model_that_no_stages_divide_is_laid_out_as_megatron_bridge_does():
+    row = {**FULL, "framework": "NeMo", "layers": "13", "vpp": "4", "global_batch": "32"}
+    configuration = configuration_of(row)
+    layout = configuration.layout(2, 4)
+
+    assert configuration.stages_of(layout) == (1, 2, 2, 2, 2, 2, 2, 0)
+    assert price_row(row).reason is None
+
+
+def test_a_vocabulary_over_the_pipeline_is_a_part_of_it_on_every_rank():
+    row = {**ROW, "framework": "Megatron-LM fork, 1F1B, method baseline", "vocab": "256000"}
+    divided = price_row({**row, "framework": "Megatron-LM fork, 1F1B, method vocab-1"})
+
+    assert divided.predicted_s < price_row(row).predicted_s
+    interlaced = price_row({**row, "framework": "Megatron-LM fork, 1F1B, method interlaced"})
+    assert interlaced.predicted_s == divided.predicted_s
+    assert configuration_of(FULL | {"framework": "fork, method vocab-2"}).in_flight == 1.5
+
+
+def test_an_encoder_reads_the_tokens_behind_each():
+    assert configuration_of({**FULL, "model": "bert/bert_tp1"}).model.bidirectional
+    assert not configuration_of(FULL).model.bidirectional
+
+
+@pytest.mark.parametrize(
+    ("gpu", "notes", "mib"),
+    [
+        pytest.param("a100-80g-sxm", "", 20, id="a100"),
+        pytest.param("a100-80g-sxm", "deterministic mode", 68, id="a100-deterministic"),
+        pytest.param("h100-80g-sxm", "", 96, id="h100"),
+    ],
+)
+def test_a_release_test_has_the_workspaces_of_its_device(gpu, notes, mib):
+    row = {**FULL, "framework": "Megatron-LM CI (dev container)", "gpu": gpu, "notes": notes}
+
+    assert configuration_of(row).training.stack.workspace_bytes == mib * 2**20
+    grouped = configuration_of({**row, "grouped_gemm": "true"}).training.stack.workspace_bytes
+    assert grouped == (mib + 4 * (32 if gpu.startswith("h100") else 4)) * 2**20
 
 
 def test_the_time_of_a_toy_model_is_not_compared():
