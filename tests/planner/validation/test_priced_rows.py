@@ -12,56 +12,17 @@ from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.validation.configuration import configuration_of, expert_tensor_parallel
 from parplan.planner.validation.priced_rows import price_row
-from parplan.planner.validation.row_cells import OPTIONAL
 from parplan.planner.validation.step_rows import read_rows
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
-from parplan.profiles.models.blocks import BlockRun
 from parplan.profiles.models.spec import (
     ModelSpec,
-    Optimizer,
-    Positions,
-    Precision,
     TrainingSpec,
 )
-from parplan.profiles.stack import AttentionKernel, ContextForm, FlashKernel
+from parplan.profiles.stack import ContextForm
+from tests.helpers.measured_rows import FULL, ROW
 from tests.helpers.planning import estimate_plan
 
-ROW = {
-    "id": "made-1",
-    "framework": "Megatron-LM core 0.14",
-    "gpu": "a100-80g-sxm",
-    "n_gpus": "16",
-    "gpus_per_node": "8",
-    "interconnect": "NVLink3",
-    "model": "made",
-    "layers": "8",
-    "hidden": "1024",
-    "heads": "16",
-    "kv_heads": "",
-    "head_dim": "",
-    "ffn_hidden": "4096",
-    "gated_ffn": "false",
-    "vocab": "51200",
-    "seq_len": "1024",
-    "global_batch": "32",
-    "micro_batch": "2",
-    "dp": "4",
-    "tp": "2",
-    "pp": "2",
-    "vpp": "",
-    "cp": "",
-    "ep": "",
-    "experts": "",
-    "sequence_parallel": "true",
-    "zero_stage": "1",
-    "recompute": "full",
-    "dtype": "bf16",
-    "step_time_s": "0.5",
-    "derived_step_time_s": "",
-    "peak_memory_gib": "4.0",
-    "notes": "",
-}
 MODEL = ModelSpec(
     name="made",
     num_layers=8,
@@ -79,7 +40,6 @@ TRAINING = TrainingSpec(
     overlap_grad_reduce=False,
     stack=load_stack("megatron-core"),
 )
-FULL = dict.fromkeys(OPTIONAL, "") | ROW
 
 
 def test_a_row_is_priced_as_estimate_prices_its_configuration():
@@ -244,110 +204,6 @@ def test_a_row_without_a_time_is_priced_and_has_no_error():
     assert priced.error is None
 
 
-@pytest.mark.parametrize(
-    ("framework", "notes", "stack", "attention", "dropout", "overlap"),
-    [
-        pytest.param(
-            "Megatron-LM v1.1/v2.0 (2020)",
-            "",
-            "megatron-lm-2020",
-            AttentionKernel.UNFUSED,
-            0.1,
-            False,
-            id="megatron-2020",
-        ),
-        pytest.param(
-            "Megatron-LM (Apr 2021)",
-            "",
-            "megatron-lm-2021",
-            AttentionKernel.UNFUSED,
-            0.1,
-            False,
-            id="megatron-2021",
-        ),
-        pytest.param(
-            "Megatron-DeepSpeed (microsoft)",
-            "",
-            "megatron-deepspeed",
-            AttentionKernel.UNFUSED,
-            0.1,
-            False,
-            id="deepspeed",
-        ),
-        pytest.param(
-            "Megatron-LM core 0.14",
-            "",
-            "megatron-core",
-            AttentionKernel.FLASH,
-            0.0,
-            False,
-            id="megatron-core",
-        ),
-        pytest.param(
-            "Megatron-LM core 0.14",
-            "overlap=grad",
-            "megatron-core",
-            AttentionKernel.FLASH,
-            0.0,
-            True,
-            id="overlap-noted",
-        ),
-        pytest.param("NeMo 24.05", "", "nemo", AttentionKernel.FLASH, 0.0, True, id="nemo"),
-        pytest.param(
-            "torchtitan 820504e",
-            "",
-            "torchtitan",
-            AttentionKernel.FLASH,
-            0.0,
-            True,
-            id="torchtitan",
-        ),
-        pytest.param(
-            "torchtitan 820504e",
-            "overlap=none",
-            "torchtitan",
-            AttentionKernel.FLASH,
-            0.0,
-            False,
-            id="no-overlap-noted",
-        ),
-        pytest.param(
-            "MosaicML Composer FSDP",
-            "attention=unfused",
-            "fsdp1",
-            AttentionKernel.UNFUSED,
-            0.1,
-            True,
-            id="attention-noted",
-        ),
-    ],
-)
-def test_what_a_framework_decides_is_read_off_its_name_and_the_notes(
-    framework, notes, stack, attention, dropout, overlap
-):
-    configuration = configuration_of({**FULL, "framework": framework, "notes": notes})
-
-    training = configuration.training
-    assert (training.stack.name, training.attention, training.overlap_grad_reduce) == (
-        stack,
-        attention,
-        overlap,
-    )
-    assert configuration.model.dropout == dropout
-
-
-def test_a_noted_attention_kernel_is_the_stacks_and_one_that_nobody_knows_a_reason():
-    assert (
-        configuration_of({**FULL, "notes": "attention=flash1"}).training.stack.flash_kernel_on(7.0)
-        is FlashKernel.FLASH1
-    )
-    assert (
-        configuration_of({**FULL, "notes": "attention=sdpa"}).training.stack.flash_kernel_on(9.0)
-        is FlashKernel.FLASH2
-    )
-    assert price_row({**ROW, "notes": "attention=what"}).reason == "no attention kernel 'what'"
-
-
 def test_a_setting_that_a_row_leaves_open_is_the_fastest_that_fits_and_is_named():
     open_ = price_row({**ROW, "vpp": "1", "micro_batch": "", "recompute": ""})
     stated = [
@@ -389,25 +245,6 @@ def test_rows_of_one_model_machine_and_batch_are_one_grid():
     assert price_row({**ROW, "global_batch": "64"}).grid != second.grid
 
 
-def test_fp8_rows_run_their_products_in_fp8():
-    fp8 = {
-        **ROW,
-        "gpu": "h100-80g-sxm",
-        "hidden": "4096",
-        "ffn_hidden": "16384",
-        "heads": "32",
-        "seq_len": "4096",
-        "dtype": "bf16+float8 linear",
-    }
-
-    assert configuration_of({**FULL, **fp8}).training.fp8_matmuls
-    assert price_row(fp8).predicted_s < price_row({**fp8, "dtype": "bf16"}).predicted_s
-    assert (
-        price_row({**ROW, "dtype": "fp8"}).reason
-        == "a100-80gb has no fp8 arithmetic (it has bf16, fp16, fp32)"
-    )
-
-
 @pytest.mark.parametrize(
     ("interconnect", "faster"),
     [
@@ -447,35 +284,6 @@ def test_a_cell_that_is_no_number_is_a_reason():
     assert price_row({**ROW, "layers": "eight"}).reason is not None
 
 
-def test_bf16_gradients_are_fp32_and_fp16_ones_their_own_but_for_internevo():
-    def gradients(**change):
-        return configuration_of({**FULL, **change}).training.gradient_precision
-
-    assert gradients() is Precision.FP32
-    assert gradients(dtype="fp16") is gradients(dtype="fp16/bf16") is Precision.FP16
-    assert gradients(framework="InternEvo (2024-03)") is Precision.BF16
-
-
-def test_frameworks_that_divide_blocks_unevenly_are_priced_so():
-    nanotron = configuration_of({**FULL, "framework": "nanotron v0.5"})
-    assert sum(nanotron.stages) == 8
-    assert nanotron.stages[0] > nanotron.stages[-1]  # the head counts as compute of the last stage
-
-    redis = {
-        **FULL,
-        "framework": "Megatron-LM fork, 1F1B, method redis",
-        "layers": "32",
-        "pp": "8",
-        "dp": "2",
-        "tp": "1",
-    }
-    assert configuration_of({**redis, "vocab": "128000"}).stages == (4, 4, 4, 4, 4, 5, 5, 2)
-    assert (
-        price_row({**redis, "vocab": "50000"}).reason
-        == "layers moved between stages, how many is not stated"
-    )
-
-
 def test_levels_that_blocks_take_in_turn_lie_between_them():
     def seconds(recompute):
         return price_row(
@@ -483,25 +291,6 @@ def test_levels_that_blocks_take_in_turn_lie_between_them():
         ).predicted_s
 
     assert seconds("none") < seconds("selective (every other layer)") < seconds("full")
-
-
-def test_a_release_test_has_the_vocabulary_and_dropout_of_its_defaults():
-    row = {
-        **FULL,
-        "framework": "Megatron-LM CI (dev container)",
-        "vocab": "",
-        "notes": "tied embeddings",
-    }
-    model = configuration_of(row).model
-
-    assert (model.vocab_size, model.dropout, model.tied_embeddings) == (50257, 0.1, True)
-    assert not configuration_of({**row, "notes": ""}).model.tied_embeddings
-
-
-def test_a_fused_cross_entropy_is_noted():
-    assert (
-        configuration_of({**FULL, "notes": "fused cross entropy"}).training.stack.logit_bytes == 10
-    )
 
 
 def test_figures_that_disagree_are_compared_with_nothing():
@@ -521,118 +310,6 @@ def test_adapters_take_less_time_and_memory_than_all_weights():
     assert adapters.predicted_gib < whole.predicted_gib
 
 
-def test_the_modules_of_a_list_are_recomputed_or_offloaded():
-    kept = {**ROW, "recompute": "none", "gated_ffn": "true"}
-    none, full = price_row(kept), price_row({**kept, "recompute": "full"})
-    norms = price_row({**kept, "recompute": "selective [layernorm mlp]"})
-    moved = price_row({**kept, "offload": "core_attn attn_proj"})
-
-    assert none.predicted_s < norms.predicted_s < full.predicted_s
-    assert full.predicted_gib < norms.predicted_gib < none.predicted_gib
-    assert moved.predicted_gib < none.predicted_gib
-    noted = price_row({**kept, "recompute": "full", "notes": "; offload; tied embeddings"})
-    assert noted.predicted_gib < full.predicted_gib
-
-
-@pytest.mark.parametrize(
-    ("change", "optimizer", "state_bytes"),
-    [
-        pytest.param({}, Optimizer.ADAM, (4, 4, 4), id="in-fp32"),
-        pytest.param({"moments": "bf16"}, Optimizer.ADAM, (4, 4, 2), id="moments-in-bf16"),
-        pytest.param(
-            {"dtype": "bf16 (pure, bf16 optimizer states)"}, Optimizer.ADAM, (2, 0, 2), id="pure"
-        ),
-        pytest.param(
-            {"framework": "Megatron-LM + bnb 8-bit"}, Optimizer.ADAM_8BIT, (4, 4, 4), id="8-bit"
-        ),
-        pytest.param({"model": "moe/gpt_dist_muon"}, Optimizer.MUON, (4, 4, 4), id="muon"),
-    ],
-)
-def test_the_optimizer_and_the_bytes_of_its_states_are_read(change, optimizer, state_bytes):
-    training = configuration_of({**FULL, **change}).training
-    gradient, stack = training.gradient_precision.num_bytes, training.stack
-
-    assert training.optimizer is optimizer
-    assert (gradient, stack.master_bytes, stack.moment_bytes) == state_bytes
-    assert price_row({**ROW, **change}).predicted_gib <= price_row(ROW).predicted_gib
-
-
-def test_the_cells_of_a_recipe_are_the_shape_of_a_model():
-    model = configuration_of(
-        {
-            **FULL,
-            "framework": "NeMo",
-            "layers": "8",
-            "latent": "96 64 32 16 32",
-            "experts": "8",
-            "top_k": "2",
-            "moe_ffn_hidden": "512",
-            "shared_ffn_hidden": "1024",
-            "dense_layers": "2",
-            "mtp_layers": "1",
-            "tied": "false",
-            "positions": "rotary",
-        }
-    ).model
-
-    assert (model.latent.q_rank, model.latent.value_head_dim, model.head_dim) == (96, 32, 48)
-    assert model.blocks == (BlockRun(num_blocks=2, experts=False), BlockRun(num_blocks=6))
-    assert (model.ffn_hidden_size, model.expert_ffn_hidden_size) == (4096, 512)
-    assert (model.shared_experts.ffn_hidden_size, model.mtp_layers) == (1024, 1)
-    assert (model.tied_embeddings, model.positions) == (False, Positions.ROTARY)
-
-
-def test_the_letters_of_a_hybrid_are_blocks_of_one_part_each():
-    change = {"layer_pattern": "M-M*|M-M*", "layers": "", "state_space": "16 64 128 8"}
-
-    configuration = configuration_of({**FULL, **change})
-
-    assert configuration.stages == (4, 4)
-    assert configuration.model.num_layers == 8
-    assert configuration.model.state_space.num_groups == 8
-    assert price_row({**ROW, **change}).reason is None
-
-
-def test_a_model_that_no_stages_divide_is_laid_out_as_megatron_bridge_does():
-    row = {**FULL, "framework": "NeMo", "layers": "13", "vpp": "4", "global_batch": "32"}
-    configuration = configuration_of(row)
-    layout = configuration.layout(2, 4)
-
-    assert configuration.stages_of(layout) == (1, 2, 2, 2, 2, 2, 2, 0)
-    assert price_row(row).reason is None
-
-
-def test_a_vocabulary_over_the_pipeline_is_a_part_of_it_on_every_rank():
-    row = {**ROW, "framework": "Megatron-LM fork, 1F1B, method baseline", "vocab": "256000"}
-    divided = price_row({**row, "framework": "Megatron-LM fork, 1F1B, method vocab-1"})
-
-    assert divided.predicted_s < price_row(row).predicted_s
-    interlaced = price_row({**row, "framework": "Megatron-LM fork, 1F1B, method interlaced"})
-    assert interlaced.predicted_s == divided.predicted_s
-    assert configuration_of(FULL | {"framework": "fork, method vocab-2"}).in_flight == 1.5
-
-
-def test_an_encoder_reads_the_tokens_behind_each():
-    assert configuration_of({**FULL, "model": "bert/bert_tp1"}).model.bidirectional
-    assert not configuration_of(FULL).model.bidirectional
-
-
-@pytest.mark.parametrize(
-    ("gpu", "notes", "mib"),
-    [
-        pytest.param("a100-80g-sxm", "", 20, id="a100"),
-        pytest.param("a100-80g-sxm", "deterministic mode", 68, id="a100-deterministic"),
-        pytest.param("h100-80g-sxm", "", 96, id="h100"),
-    ],
-)
-def test_a_release_test_has_the_workspaces_of_its_device(gpu, notes, mib):
-    row = {**FULL, "framework": "Megatron-LM CI (dev container)", "gpu": gpu, "notes": notes}
-
-    assert configuration_of(row).training.stack.workspace_bytes == mib * 2**20
-    grouped = configuration_of({**row, "grouped_gemm": "true"}).training.stack.workspace_bytes
-    assert grouped == (mib + 4 * (32 if gpu.startswith("h100") else 4)) * 2**20
-
-
 def test_the_time_of_a_toy_model_is_not_compared():
     assert (
         price_row(
@@ -647,10 +324,6 @@ def test_a_framework_that_no_stack_describes_is_priced_as_plain_pytorch_and_said
 
     assert unknown.assumed == ("framework",)
     assert unknown.predicted_s == price_row({**ROW, "framework": "torchtitan 820504e"}).predicted_s
-
-
-def test_a_precision_may_be_written_out():
-    assert configuration_of({**FULL, "dtype": "BFloat16"}).training.precision is Precision.BF16
 
 
 def test_experts_and_divided_sequences_become_axes_of_the_mesh():
