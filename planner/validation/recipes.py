@@ -102,6 +102,18 @@ RECIPES: tuple[tuple[str, Cells], ...] = (
         r"mbcard-nemotron-3-super-120b-a12b-pretrain\w*-H100",
         {"recompute": "selective layernorm+moe_act+moe+core_attn"},
     ),
+    (
+        r"mbcard-nemotron-3-super-120b-a12b-peft-",
+        {"tp": "8", "pp": "1", "ep": "16", "global_batch": "16", "micro_batch": "1"},
+    ),
+    (
+        r"mbcard-nemotron-3-super-120b-a12b-sft_long_context-",
+        {
+            **{"tp": "1", "pp": "8", "cp": "2", "ep": "2", "mtp_layers": "2"},
+            **{"global_batch": "2", "micro_batch": "1", "recompute": "full"},
+            "pipeline_layout": "Et*12|(t*12|)*6t*4mL",
+        },
+    ),
     (r"mbridge-.*-Nemotron_3_Nano-h100-16-fp8-", {"recompute": "selective layernorm"}),
     (r"mbridge-.*-DeepSeekV3-h100-1024-", {"recompute": "selective mla_up_proj+mlp"}),
     (r"mbcard-deepseek-v3-.*-H100", {"recompute": "selective mla_up_proj+mlp"}),
