@@ -156,6 +156,9 @@ class Stack:
                                    they are added to
     ddp_buckets                    data parallelism holds 16-bit buckets, as large as the
                                    parameters, beside the gradients
+    master_bytes                   bytes of the copy of a 16-bit parameter that the optimizer
+                                   updates; 0: it updates the parameter itself
+    moment_bytes                   bytes of one of its moments that has no 8 bits
     step_copy_bytes                bytes of the fp32 copies of 16-bit gradients in the optimizer's
                                    step, for each parameter that the rank updates; they do not
                                    coexist with the activations, but the allocator cannot reuse the
@@ -225,6 +228,8 @@ class Stack:
     attention_output_copies: int = 0
     keeps_low_precision_gradients: bool = False
     ddp_buckets: bool = False
+    master_bytes: int = 4
+    moment_bytes: int = 4
     step_copy_bytes: int = 0
     bucket_elements: int = 0
     zero_buffers: bool = True
@@ -260,6 +265,8 @@ class Stack:
             "logit_bytes",
             "attention_kv_copies",
             "attention_output_copies",
+            "master_bytes",
+            "moment_bytes",
             "step_copy_bytes",
             "bucket_elements",
             "workspace_bytes",

@@ -31,8 +31,6 @@ FP32_BYTES = 4
 # single-node A100 rows, a head of 50,257 (odd) against one of 25,128; 4 and 8 are assumed between.
 MISALIGNED = {16: 1.0, 8: 1.15, 4: 1.4, 2: 2.3}
 CAUSAL = Attention(causal=True)
-VALUE_BYTES = 8  # fp32 master copy, read and written
-ADAM_MOMENT_BYTES = 16  # two moments, read and written
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +146,19 @@ def adam_bytes_per_parameter(training: TrainingSpec) -> int:
     16-bit parameter (in fp32 the parameter is the master). With fp32 gradients beside 16-bit
     weights they are 30.
     """
-    return ADAM_MOMENT_BYTES + update_bytes_per_parameter(training)
+    return 4 * training.stack.moment_bytes + update_bytes_per_parameter(training)
 
 
 def update_bytes_per_parameter(training: TrainingSpec) -> int:
-    """Bytes that any update touches per parameter beside the moments (EQUATIONS K5)."""
-    parameter = 0 if training.precision is Precision.FP32 else training.precision.num_bytes
-    return VALUE_BYTES + training.gradient_precision.num_bytes + parameter
+    """Bytes that any update touches per parameter beside the moments (EQUATIONS K5).
+
+    Without an fp32 master copy it reads and writes the parameter.
+    """
+    width, master = training.precision.num_bytes, training.stack.master_bytes
+    values = 2 * FP32_BYTES
+    if training.precision is not Precision.FP32:
+        values = 2 * master + width if master else 2 * width
+    return values + training.gradient_precision.num_bytes
 
 
 def misaligned(row_bytes: Number) -> Number:

@@ -81,6 +81,7 @@ PRODUCT_FORMATS = {  # a dtype cell -> the format of the products
 }
 # Megatron-Bridge's recipes of fp8 without a further word scale by the tensor as it is (fp8_cs)
 CURRENT_SCALING = re.compile(r"Megatron-Bridge")
+PURE = re.compile(r"bf16 \(pure|pure bf16")  # states in bf16, without fp32 copies
 RECOMPUTE = {  # a recompute cell -> the levels that blocks take in turn
     "none": (Recompute.NONE,),
     "none []": (Recompute.NONE,),
@@ -169,6 +170,10 @@ PUBLISHED_MODELS = (
 )
 # vocabulary of GPT2BPETokenizer, the default of Megatron's GPT release tests
 RELEASE_TEST_VOCAB = 50257
+# Tokens of the fullest rank of experts over the mean, in the fullest of the 50 to 100 steps of a
+# release test, whose routing is learned: [fitted] to the peak memory of these tests. Performance
+# runs of NVIDIA force a balance.
+RELEASE_TEST_IMBALANCE = 1.15
 # Megatron's fused cross entropy holds fp32 logits beside their gradient
 FUSED_LOSS_LOGIT_BYTES = 10
 # Blocks on the last stage of the vocabulary-parallel fork's `redis` (sail-sg/VocabularyParallelism
@@ -183,4 +188,5 @@ OPEN_MICRO_BATCHES = (1, 2, 4, 8, 16)
 # Release tests whose golden values equal those of the un-fused test: they were not refreshed since
 # (inferred from the values). The core attention of context parallelism is never un-fused.
 RELEASE_TEST_UNFUSED = re.compile(r"lts-dgxa100_dracooci|moe-gpt3_.*_resume_.*-lts-dgx_a100")
+OFFLOADS = re.compile(r"(^|[;,] )offload\b")  # all activations of all blocks
 NO_OVERLAP = re.compile(r"overlap=none|overlap features OFF")

@@ -460,9 +460,9 @@ def test_a_model_is_named_after_its_publication_its_folder_or_its_family(keys, w
             id="too-few-kinds",
         ),
         pytest.param(
-            {"model_type": "nemotron_h", "hybrid_override_pattern": "M-E"},
-            "c.json: hybrid_override_pattern is 'moe', it must be made of linear_attention, mamba, "
-            "full_attention, attention, mlp",
+            {"model_type": "nemotron_h", "hybrid_override_pattern": "M-X"},
+            "c.json: hybrid_override_pattern is 'X', it must be made of linear_attention, mamba, "
+            "full_attention, attention, mlp, moe",
             id="unknown-block",
         ),
         pytest.param(
