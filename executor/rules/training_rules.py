@@ -103,7 +103,7 @@ def positions_rule(plan: Plan) -> Iterator[Refusal]:
         yield Refusal(
             problem=f"training: seq_length is {length}, the model's max_seq_length {most}",
             action=f"set seq_length to {most}",
-            nearest=replace(plan, training=replace(plan.training, seq_length=most)),
+            nearest=replace(plan, training=replace(plan.training, seq_length=most, documents=None)),
         )
 
 
