@@ -178,6 +178,7 @@ VARIANTS = (
     Variant(device="a100-80gb-pcie", lender="a100-80gb", gpu="A100-PCIe-80GB"),
     Variant(device="a100-40gb-pcie", lender="a100-80gb-pcie"),
     Variant(device="h100-96gb-hbm2e", lender="h100-80gb", power=500 / 700),
+    Variant(device="h800-80gb", lender="h100-80gb"),
     Variant(device="v100-16gb", lender="v100-32gb"),
 )
 HOPPER_KERNELS = {  # device -> the kernel of its flash curves
