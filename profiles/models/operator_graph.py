@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from parplan.profiles.elementwise import Number, smaller_of
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.models.documents import Reading
+from parplan.profiles.models.documents import KeysMet
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -136,7 +136,7 @@ class Attention:
     chunked: bool = False
     kv_features: int = 0
     value_dim: int = 0
-    in_documents: Reading | None = None
+    in_documents: KeysMet | None = None
 
     def keys_met(self, keys: Number) -> Number:
         """The mean number of keys that a query meets in a sequence of `keys` tokens.
