@@ -64,7 +64,6 @@ PRECISIONS = {  # fp16/bf16: BLOOM's early runs, fp16 as their log says
 PURE = re.compile(r"bf16 \(pure|pure bf16")  # states in bf16, without fp32 copies
 FP8_DTYPES = (
     *("fp8", "fp8-cs", "bf16+float8 linear", "bf16+float8 tensorwise", "float8 tensorwise"),
-    "bf16+float8 rowwise",
 )
 RECOMPUTE = {  # a recompute cell -> the levels that blocks take in turn
     "none": (Recompute.NONE,),

@@ -31,6 +31,8 @@ _OFFLOADED = {
     "offload": "expert_fc1 moe_act attn_norm mlp_norm qkv_linear core_attn attn_proj",
 }
 _SMALL_LATENT = {"latent": "192 64 16 8 16"}
+# tests without --deterministic-mode
+_RANDOM = "nondeterministic|reshard|loss_fusion|te_tp2_pp2_cp2|pp2_ep4_etp1"
 _GROUPED = {"grouped_gemm": "true"}
 _HYBRID = {
     "layer_pattern": "M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M-",
@@ -170,6 +172,9 @@ RECIPES: tuple[tuple[str, Cells], ...] = (
     ),
     (r"mcoreci-moe-.*_tp4_ep2_etp2_pp2_", {"shared_ffn_hidden": "512"}),
     (r"mcoreci-moe-deepseek_proxy_", {"latent": "256 128 128 64 128", "vocab_multiple": "64"}),
+    (r"mcoreci-bert-|mcoreci-gpt-gpt3_mcore_tp", {"engine": "local"}),
+    (r"mcoreci-moe-gpt3_mcore_tp\d_pp\d_(ep2|resume)_", {"engine": "local"}),
+    (rf"mcoreci-(gpt|moe)-gpt3_(moe_)?mcore_(?!.*({_RANDOM}))", {"deterministic": "true"}),
     (
         r"mcoreci-moe-.*(groupedGEMM|top2router|ddp_average|etp1_ep4|_ep8_|ep4_etp1|etp2_pp2)",
         _GROUPED,

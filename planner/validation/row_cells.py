@@ -36,6 +36,8 @@ MORE = (
     "vocab_multiple",
     "moments",  # type of the optimizer's moments
     "offload",  # modules whose activations go to the host, as Megatron-LM names them
+    "deterministic",  # true: only kernels that give equal bits in every run
+    "engine",  # local: without Transformer Engine
     "grouped_gemm",  # experts run in one product of Transformer Engine
     "lora_rank",
     "lora_targets",

@@ -114,10 +114,13 @@ def on_device(row: Row, stack: Stack, device: Device) -> Stack:
     (transformer_engine/pytorch/module/base.py: get_multi_stream_cublas_workspace). Megatron's own
     parts hold as much again that is not known.
     """
-    if "Megatron-LM CI" not in row["framework"] or "TE impl local" in row["notes"]:
+    is_local = row.get("engine") == "local" or "TE impl local" in row["notes"]
+    if "Megatron-LM CI" not in row["framework"] or is_local:
         return stack
     capability = device.compute_capability or _HOPPER
-    is_new, deterministic = capability >= _HOPPER, "deterministic mode" in row["notes"]
+    is_new = capability >= _HOPPER
+    noted = re.search(r"deterministic (mode|kernels)", row["notes"])
+    deterministic = noted is not None or row.get("deterministic") == "true"
     threads = 2 * (32 if is_new or deterministic else 8)
     engine = 32 if is_new else 4
     engines = 1 + (4 if row.get("grouped_gemm") == "true" else 0)
