@@ -16,6 +16,7 @@ from enum import StrEnum
 from typing import Literal, get_args
 
 from parplan.profiles.errors import ConfigError, coerce_choice
+from parplan.profiles.product_formats import ProductFormat
 from parplan.profiles.units import MIB
 
 _FORBID = {"extra": "forbid"}
@@ -128,7 +129,15 @@ class Stack:
     mesh_orders              the orders of the parallel axes over the ranks, outermost first, that
                              it can start in (costmodels/communication/mesh.py)
     context_forms            the forms of context parallelism that it runs
+    sends_within_windows     context-parallel ranks send keys and values to those ranks alone whose
+                             queries read them, where a window or documents bound their reach
+    divides_documents        context-parallel ranks have equal parts of every document, so that they
+                             have equal work
+    context_alone            it divides sequences only without tensor and pipeline parallelism
     divides_experts          each expert may be divided over the tensor-parallel ranks
+    product_formats          the formats that its products of blocks run in beside the precision of
+                             training; the first of each peak is that of --fp8
+    holds_cast_weights       weights are cast to such a format once a step, not in every micro-batch
     terms_of                 the stack whose fitted terms it shares, empty for its own
 
     Facts of memory:
@@ -204,7 +213,12 @@ class Stack:
     recompute: tuple[RecomputeKind, ...] = EVERY_RECOMPUTE
     mesh_orders: tuple[MeshOrderName, ...] = ("pp-dp-tp",)
     context_forms: tuple[ContextFormName, ...] = ()
+    sends_within_windows: bool = False
+    divides_documents: bool = False
+    context_alone: bool = False
     divides_experts: bool = False
+    product_formats: tuple[ProductFormat, ...] = ()
+    holds_cast_weights: bool = False
     terms_of: str = ""
     logit_bytes: int = 6
     keeps_gathered_inputs: bool = False

@@ -42,14 +42,14 @@ class ProductKernel:
     curve     a field of `Compute`: forward, input_gradient, weight_gradient, batched_forward or
               batched_backward
     slower    factor on its time for rows that are not aligned
-    fp8       true when its operands are in fp8
+    peak      key of the device's peak, of operands in another format than the training's precision
     grouped   true for one product over all experts of a rank, which has a curve of its own
     """
 
     curve: str
     product: Product
     slower: Number = 1.0
-    fp8: bool = False
+    peak: str = ""
     grouped: bool = False
 
     @property
@@ -172,10 +172,10 @@ def misaligned(row_bytes: Number) -> Number:
 def product_kernel(
     curve: str,
     sizes: tuple[Number, ...],
-    operand_bytes: int,
+    operand_bytes: float,
     result_bytes: int,
     *,
-    fp8: bool = False,
+    peak: str = "",
 ) -> ProductKernel:
     """The product of `curve` with `sizes`, slower where rows of its weight are not aligned."""
     if len(sizes) == BATCHED_SIZES:
@@ -188,7 +188,7 @@ def product_kernel(
     weight = (m, n) if curve == WEIGHT_GRADIENT else (n, k)
     product = Product(m=m, n=n, k=k, operand_bytes=operand_bytes, result_bytes=result_bytes)
     slower = misaligned(gcd(*weight) * operand_bytes)
-    return ProductKernel(curve, product, slower=slower, fp8=fp8)
+    return ProductKernel(curve, product, slower=slower, peak=peak)
 
 
 def fused_kernel_of(stack: Stack, device: Device) -> FlashKernel:

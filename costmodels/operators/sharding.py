@@ -139,7 +139,8 @@ class Sharding:
             if name == operator.name:
                 return splits
         dim = operator.parallel_dim
-        if dim == EXPERT_WIDTH and self.etp == 1:
+        whole = dim == EXPERT_WIDTH and self.etp == 1
+        if whole or (operator.whole_where_uneven and self._is_uneven(operator)):
             dim = None
         inside = megatron_split(operator, dim, sequence_parallel=self.sequence_parallel)
         each = (inside,) * len(self.axes or (self.tp,))
@@ -147,6 +148,11 @@ class Sharding:
             outer = megatron_split(operator, None, sequence_parallel=self.sequence_parallel)
             each = (outer, inside)
         return (Split(BATCH), *each) if self.data > 1 else each
+
+    def _is_uneven(self, operator: Operator) -> bool:
+        """Returns whether tensor-parallel ranks do not divide the operator's parallel dim."""
+        dim = operator.parallel_dim
+        return dim is not None and operator.size(dim) % (self.tp * operator.unit(dim)) > 0
 
     def parts(self, operator: Operator, dim_name: str) -> int:
         """The number of parts into which the operator's dim of that name is divided."""

@@ -151,9 +151,9 @@ def _check(
     )
     if reason:
         raise ConfigError(reason, hint="change that option")
-    if len(blocks) != mesh.pp or sum(blocks) != model.num_layers or min(blocks) < 1:
+    if len(blocks) != mesh.pp or sum(blocks) != model.num_blocks or min(blocks) < 1:
         raise ConfigError(
-            f"the stages hold {', '.join(map(str, blocks))} blocks, not {model.num_layers} over "
+            f"the stages hold {', '.join(map(str, blocks))} blocks, not {model.num_blocks} over "
             f"{mesh.pp} stages with at least one each",
             hint="change the number of blocks of a stage",
         )
@@ -166,7 +166,7 @@ def _check(
     whole_chunks = not layout.equal_ranks or all(
         count % layout.virtual_stages == 0 for count in blocks
     )
-    if not whole_chunks and tuple(blocks) != default_blocks(layout, model.num_layers):
+    if not whole_chunks and tuple(blocks) != default_blocks(layout, model.num_blocks):
         raise ConfigError(
             f"the ranks hold {', '.join(map(str, blocks))} blocks, not multiples of the "
             f"{layout.virtual_stages} virtual stages",
@@ -406,7 +406,7 @@ def estimate_plan(
     zero, recompute = choices.zero, choices.recompute
     highest = max(zero, *(stage for _, stage in choices.own_zero), 0)
     chunks, offload = choices.chunks, choices.offload
-    blocks = default_blocks(layout, model.num_layers)
+    blocks = default_blocks(layout, model.num_blocks)
     if choices.blocks is not None:
         blocks = tuple(choices.blocks)
     rule = choices.recompute_first_stage

@@ -6,6 +6,7 @@ import re
 
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.profiles.models.spec import Optimizer, Precision
+from parplan.profiles.product_formats import ProductFormat
 from parplan.profiles.stack import ContextForm
 
 DEVICES = {  # start of a gpu cell, up to the end of a word -> the cluster file
@@ -21,6 +22,8 @@ DEVICES = {  # start of a gpu cell, up to the end of a word -> the cluster file
     "gh200-96g": "gh200-96gb",
     "b200": "b200-180gb",
     "gb200": "gb200-186gb",
+    "b300": "b300-270gb",
+    "gb300": "gb300-279gb",
     "v100-32g": "v100-32gb",
     "v100-16g": "v100-16gb",
     "rtx3090": "rtx3090-24gb",
@@ -61,10 +64,24 @@ PRECISIONS = {  # fp16/bf16: BLOOM's early runs, fp16 as their log says
     "float16": Precision.FP16,
     "fp16/bf16": Precision.FP16,
 }
+PRODUCT_FORMATS = {  # a dtype cell -> the format of the products
+    "fp8": ProductFormat.FP8_DELAYED,
+    "fp8-cs": ProductFormat.FP8_CURRENT,
+    "bf16+float8 linear": ProductFormat.FP8_CURRENT,
+    "bf16+float8 tensorwise": ProductFormat.FP8_CURRENT,
+    "float8 tensorwise": ProductFormat.FP8_CURRENT,
+    "bf16+float8 rowwise": ProductFormat.FP8_ROWWISE,
+    "fp8-mx": ProductFormat.MXFP8,
+    "fp8_mx": ProductFormat.MXFP8,
+    "fp8-cs/mx": ProductFormat.MXFP8,
+    "mxfp8": ProductFormat.MXFP8,
+    "mxfp8_cublas": ProductFormat.MXFP8,
+    "mxfp8_cublas_rceil": ProductFormat.MXFP8,
+    "nvfp4": ProductFormat.NVFP4,
+}
+# Megatron-Bridge's recipes of fp8 without a further word scale by the tensor as it is (fp8_cs)
+CURRENT_SCALING = re.compile(r"Megatron-Bridge")
 PURE = re.compile(r"bf16 \(pure|pure bf16")  # states in bf16, without fp32 copies
-FP8_DTYPES = (
-    *("fp8", "fp8-cs", "bf16+float8 linear", "bf16+float8 tensorwise", "float8 tensorwise"),
-)
 RECOMPUTE = {  # a recompute cell -> the levels that blocks take in turn
     "none": (Recompute.NONE,),
     "none []": (Recompute.NONE,),
@@ -110,7 +127,8 @@ NARROW_GRADIENTS = re.compile(r"mbridge-(?!.*Kimi)|mbcard-.*pretrain_performance
 FIGURES_DISAGREE = "its own figures disagree"
 # Rows whose figures agree after all: torchtitan of 2024 counts the parameters of the embedding in
 # its MFU, 6 x 0.53e9 FLOPs a token for Llama 3 8B, 1.054 of the count without them.
-FIGURES_AGREE = re.compile(r"titan-2024-llama3-8b-selective")
+# The FLOPs of packed documents have hardly any attention.
+FIGURES_AGREE = re.compile(r"titan-2024-llama3-8b-selective|nemolauncher-.*-sft$")
 # column, pattern in its cell (in any case) and reason of the rows that are not priced
 REFUSED = (
     ("model", r"grpo", "reinforcement learning, whose step generates text as well"),
@@ -119,7 +137,6 @@ REFUSED = (
     ("model", r"^multimodal|^mimo", "a vision tower"),
     ("model", r"_gdn", "linear attention"),
     ("model", r"_dsa", "sparse attention"),
-    ("id", r"nemolauncher-.*-sft$", "packed documents whose lengths are not stated"),
     ("notes", r"^STALE", FIGURES_DISAGREE),
 )
 # Pattern in a model cell, in lower case with dashes, and the name of the model in `plan models`.

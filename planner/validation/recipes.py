@@ -119,6 +119,9 @@ RECIPES: tuple[tuple[str, Cells], ...] = (
     (r"mbridge-.*-Nemotron_3_Nano-h100-16-fp8-", {"recompute": "selective layernorm"}),
     (r"mbridge-.*-DeepSeekV3-h100-1024-", {"recompute": "selective mla_up_proj+mlp"}),
     (r"mbcard-deepseek-v3-.*-H100", {"recompute": "selective mla_up_proj+mlp"}),
+    (r"nemolauncher-llama2-7b-8-sft", {"recompute": "none"}),
+    (r"nemolauncher-llama2-13b-8-sft", {"recompute": "none", "vpp": "10"}),
+    (r"nemolauncher-llama2-70b-16-sft", {"recompute": "none", "vpp": "20"}),
     (
         r"megh100-strong-177B-",
         {"tp": "8", "pp": "6", "cp": "1", "sequence_parallel": "true", "zero_stage": "1"},

@@ -11,7 +11,7 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.planner.validation.block_modules import OFFLOADED, named_modules
 from parplan.planner.validation.fine_tuned_rows import fine_tuning_of
 from parplan.planner.validation.frameworks import (
-    FP8_DTYPES,
+    CURRENT_SCALING,
     FUSED_LOSS_LOGIT_BYTES,
     INTERLEAVING_STACKS,
     KERNELS,
@@ -21,6 +21,7 @@ from parplan.planner.validation.frameworks import (
     OPEN_MICRO_BATCHES,
     OPTIMIZERS,
     PRECISIONS,
+    PRODUCT_FORMATS,
     PURE,
     RECOMPUTE,
     RELEASE_TEST_IMBALANCE,
@@ -29,12 +30,14 @@ from parplan.planner.validation.frameworks import (
     STACKS,
     UNKNOWN_STACK,
 )
+from parplan.planner.validation.packed_rows import documents_of_row
 from parplan.planner.validation.row_cells import Row, UnpricedError, whole
 from parplan.planner.validation.uneven_divisions import laid_out
 from parplan.profiles.machines.hardware import Device
 from parplan.profiles.machines.machine_catalog import load_stack
 from parplan.profiles.machines.stack_terms import Terms
 from parplan.profiles.models.spec import Optimizer, Precision, TrainingSpec
+from parplan.profiles.product_formats import ProductFormat
 from parplan.profiles.stack import AttentionKernel, AvailableKernel, FlashKernel, Stack
 from parplan.profiles.units import MIB
 
@@ -132,21 +135,26 @@ def on_device(row: Row, stack: Stack, device: Device) -> Stack:
     )
 
 
-def precision_of(row: Row) -> tuple[Precision, bool]:
-    """Returns the precision of weights, and whether products run in fp8. Raises UnpricedError."""
+def precision_of(row: Row) -> tuple[Precision, ProductFormat | None]:
+    """Returns the precision of weights, and the narrow format of products, if they have one.
+
+    Raises UnpricedError.
+    """
     dtype = row["dtype"].lower()
     if not dtype:
         raise UnpricedError("dtype is not stated")
-    fp8 = dtype in FP8_DTYPES
     if PURE.match(dtype):
-        return Precision.BF16, False
-    if dtype not in PRECISIONS and not fp8:
+        return Precision.BF16, None
+    narrow = PRODUCT_FORMATS.get(dtype)
+    if dtype not in PRECISIONS and narrow is None:
         raise UnpricedError(f"precision {row['dtype']!r}")
-    return Precision.BF16 if fp8 else PRECISIONS[dtype], fp8
+    if dtype == "fp8" and CURRENT_SCALING.search(row["framework"]):
+        narrow = ProductFormat.FP8_CURRENT
+    return (Precision.BF16 if narrow else PRECISIONS[dtype]), narrow
 
 
 def training_of(row: Row, stack: Stack) -> TrainingSpec:
-    precision, fp8 = precision_of(row)
+    precision, narrow = precision_of(row)
     # Megatron-LM has a flag for it that is off by default
     overlap = stack.overlap_grad_reduce and "Megatron-LM" not in row["framework"]
     if NO_OVERLAP.search(row["notes"]):
@@ -162,8 +170,9 @@ def training_of(row: Row, stack: Stack) -> TrainingSpec:
         fine_tuning=fine_tuning_of(row),
         expert_imbalance=RELEASE_TEST_IMBALANCE if "Megatron-LM CI" in row["framework"] else 1.0,
         attention=stack.attention,
-        fp8_matmuls=fp8,
+        products=narrow,
         overlap_grad_reduce=overlap,
+        documents=documents_of_row(row),
         stack=stack,
     )
 

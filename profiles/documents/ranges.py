@@ -80,9 +80,11 @@ _BY_NAME = {
             "seq_length",
             "micro_batch_size",
             "num_micro_batches",
+            "image_tokens",
         ),
         COUNT,
     ),
+    "images_per_sequence": Range(0, 10**9),
     **dict.fromkeys(("chunk_elements", "num_chunks"), Range(1, 10**18)),
     **dict.fromkeys(
         (

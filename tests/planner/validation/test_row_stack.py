@@ -7,6 +7,7 @@ import pytest
 from parplan.planner.validation.configuration import configuration_of
 from parplan.planner.validation.priced_rows import price_row
 from parplan.profiles.models.spec import Optimizer, Precision
+from parplan.profiles.product_formats import ProductFormat
 from parplan.profiles.stack import AttentionKernel, FlashKernel
 from tests.helpers.measured_rows import FULL, ROW
 
@@ -165,7 +166,7 @@ def test_fp8_rows_run_their_products_in_fp8():
         "dtype": "bf16+float8 linear",
     }
 
-    assert configuration_of({**FULL, **fp8}).training.fp8_matmuls
+    assert configuration_of({**FULL, **fp8}).training.products is ProductFormat.FP8_CURRENT
     assert price_row(fp8).predicted_s < price_row({**fp8, "dtype": "bf16"}).predicted_s
     assert (
         price_row({**ROW, "dtype": "fp8"}).reason
