@@ -21,7 +21,7 @@ NEEDED = (
     "tp",
     "pp",
 )
-# cells that few rows have: settings that their recipes state (recipes.py)
+# cells that few rows have: settings that their recipes state (row_recipes.py)
 MORE = (
     "latent",  # ranks of queries and keys, head widths of keys, of positions and of values
     "shared_ffn_hidden",
