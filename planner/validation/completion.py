@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping
 
 from parplan.planner.validation.frameworks import RELEASE_TEST_VOCAB
-from parplan.planner.validation.row_recipes import RECIPES
 from parplan.planner.validation.row_cells import Row, whole
+from parplan.planner.validation.row_recipes import RECIPES
 from parplan.planner.validation.step_rows import read_table
 
 SHIPPED = "the shipped table"
