@@ -14,7 +14,7 @@ from parplan.costmodels.host.state_location import Access
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import AHEAD, Schedule, legal
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.candidates.meshes import Pruned, allowed, meshes
+from parplan.planner.candidates.meshes import OUTSIDE_PINS, Pruned, allowed, meshes
 from parplan.planner.candidates.stack_rules import lacking_schedule, require_stack_runs
 from parplan.planner.host_options.state_locations import has_chunks, illegal_chunks
 from parplan.planner.layer_options.overlap_levels import (
@@ -315,8 +315,12 @@ def enumerate_candidates(request: Request) -> CandidateSpace:
 
 
 def no_candidate_error(space: CandidateSpace, cluster: Cluster) -> ConfigError:
-    """Returns the error of a space without candidates, with the most common reason."""
-    reasons = Counter(pruned.reason for pruned in space.pruned)
+    """Returns the error of a space without candidates, with the most common reason.
+
+    Candidates inside the pins tell more than others.
+    """
+    inside = [each for each in space.pruned if not each.reason.startswith(OUTSIDE_PINS)]
+    reasons = Counter(pruned.reason for pruned in inside or space.pruned)
     reason, _ = max(
         reasons.items(), key=lambda item: (item[1], item[0]), default=("the pins leave none", 0)
     )
