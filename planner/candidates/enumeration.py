@@ -152,7 +152,8 @@ def _schedules(
     critical path, which recompute ahead of the gradient, are tried where pins leave something to
     recompute, or where they are pinned. Last-no-recompute is tried only if pinned: where every
     layer has its own recompute, early recompute includes the plans in which the last stage
-    recomputes nothing, at most one recompute slower.
+    recomputes nothing, at most one recompute slower. So is DualPipeV, which idles
+    as long as ZBV where the parts of a pass are equal, and holds one stash more.
     """
     if mesh.pp == 1:
         yield Schedule.ONE_F_ONE_B, 1
@@ -176,6 +177,8 @@ def _schedules(
     if Schedule.LAST_NO_RECOMPUTE in pinned:
         yield Schedule.LAST_NO_RECOMPUTE, 1
     yield Schedule.ZBV, 2
+    if Schedule.DUALPIPEV in pinned:
+        yield Schedule.DUALPIPEV, 2
     shares = (
         layers // mesh.pp
         for layers in (model.num_layers, model.num_layers + 2)
