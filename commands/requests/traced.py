@@ -35,6 +35,10 @@ _REFUSED = {  # options that a traced module cannot have, and why
     "module": "the traced module is what runs",
     "fp8": "products of a traced module run in --precision",
     "base_weights": "frozen weights of a traced module are in the precision of training",
+    "document_lengths": "a traced module reads its sequences as it does",
+    **dict.fromkeys(
+        ("images_per_sequence", "image_tokens"), "the inputs of a traced module are its own"
+    ),
     "prefer": "the error band of a traced module is unknown, and so are its ties",
     "cp": _WHOLE,
     "context_form": _WHOLE,

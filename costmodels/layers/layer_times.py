@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.offload import copy_time
+from parplan.costmodels.layers.document_waits import replica_share, wait_of
 from parplan.costmodels.layers.halved_layer import HalvedOperators
 from parplan.costmodels.layers.layer_price import (
     LayerOperators,
@@ -25,7 +27,7 @@ from parplan.costmodels.layers.recompute import (
     workspace_of,
 )
 from parplan.costmodels.layers.tensor_flow import tensor_flows_of
-from parplan.costmodels.operators.compute import OperatorTime, operator_time
+from parplan.costmodels.operators.compute import FREE, OperatorTime, operator_time
 from parplan.costmodels.operators.sharding import Sharding, without_experts
 from parplan.profiles.models.operator_graph import LayerClass, LayerKey, Operator
 from parplan.profiles.provenance import ZERO, Seconds
@@ -65,14 +67,6 @@ class LayerTimes(ModelLayers):
     def _operators(
         self, kind: LayerKey, micro_batch_size: int, sharding: Sharding
     ) -> LayerOperators | HalvedOperators:
-        def time_of(operator: Operator) -> OperatorTime:
-            experts = sharding.experts if operator.in_mixture or operator.on_copies else None
-            way = sharding.splits(operator), sharding.degrees, experts, sharding.cp
-            return self._once(
-                ("operator", kind, micro_batch_size, operator.name, way),
-                lambda: operator_time(operator, sharding, self.machine, self.training),
-            )
-
         def make() -> LayerOperators | HalvedOperators:
             return price_operators(
                 self.divided_layer(kind, micro_batch_size, sharding),
@@ -80,7 +74,7 @@ class LayerTimes(ModelLayers):
                 self.machine,
                 self.training,
                 self.inside(sharding.degrees),
-                time_of,
+                lambda operator: self._operator_time(operator, kind, micro_batch_size, sharding),
                 self._base(kind, micro_batch_size, sharding),
             )
 
@@ -105,6 +99,34 @@ class LayerTimes(ModelLayers):
         if sharding.ep == sharding.etp == 1 or self.layer(kind, 1).has_experts:
             return sharding
         return without_experts(sharding)
+
+    def _operator_time(
+        self, operator: Operator, kind: LayerKey, micro_batch_size: int, sharding: Sharding
+    ) -> OperatorTime:
+        experts = sharding.experts if operator.in_mixture or operator.on_copies else None
+        way = sharding.splits(operator), sharding.degrees, experts, sharding.cp
+        return self._once(
+            ("operator", kind, micro_batch_size, operator.name, way),
+            lambda: operator_time(operator, sharding, self.machine, self.training),
+        )
+
+    def replica_wait(
+        self, kind: LayerKey, micro_batch_size: int, mesh: Mesh, sharding: Sharding, repeats: int
+    ) -> OperatorTime:
+        """Seconds that a layer waits for the replica with the longest documents (EQUATIONS K7).
+
+        repeats     micro-batches after which the replicas meet
+        The seconds are of one micro-batch.
+        """
+        wait = FREE
+        if self.training.documents is None or mesh.dp == 1:
+            return wait
+        for operator in self.divided_layer(kind, micro_batch_size, sharding).operators:
+            share = replica_share(operator, mesh.dp, repeats * micro_batch_size)
+            if share:
+                alone = self._operator_time(operator, kind, micro_batch_size, sharding)
+                wait = wait.plus(wait_of(alone, share))
+        return wait
 
     def inside(self, degrees: tuple[int, ...]) -> StageAxes:
         """The axes inside a stage, with the prices of their redistributions."""

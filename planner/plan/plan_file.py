@@ -30,8 +30,9 @@ def plan_to_document(plan: AnyPlan) -> dict[str, Any]:
             if not layer_plan[rare]:  # few plans have any
                 del layer_plan[rare]
     for part in ("training", "module"):
-        if (body.get(part) or {}).get("fine_tuning", "") is None:
-            del body[part]["fine_tuning"]
+        for rare in ("fine_tuning", "documents"):
+            if (body.get(part) or {}).get(rare, "") is None:
+                del body[part][rare]
     if isinstance(plan, Plan):
         for name in rare_defaults(plan.model):
             del body["model"][name]

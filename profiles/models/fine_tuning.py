@@ -13,7 +13,9 @@ ALL = "all"
 EMBEDDING = "embedding"
 HEAD = "head"
 NORMS = "norms"
-FROZEN_PARTS = (EMBEDDING, HEAD, NORMS, ALL)
+TOWER = "tower"
+PROJECTOR = "projector"
+FROZEN_PARTS = (EMBEDDING, HEAD, NORMS, TOWER, PROJECTOR, ALL)
 BASE_BITS = (16, 8)
 ALL_LINEAR = "all-linear"  # every product of a block, as peft calls it
 _BLOCKS = re.compile(r"blocks[ :=](\d+)(?:-(\d+))?")
@@ -39,8 +41,8 @@ class FineTuning:
                    With adapters all other parameters are frozen
     lora_targets   products of the blocks that have an adapter, by the names of their operators or
                    of modules as users write them, or "all-linear"
-    freeze         frozen parts: embedding, head, norms, "blocks 0-15", all. A frozen run of blocks
-                   has no adapters
+    freeze         frozen parts: embedding, head, norms, the tower, its projector, "blocks 0-15",
+                   all. A frozen run of blocks has no adapters
     base_bits      bits of an element of the blocks' frozen weights: 16 for the training's
                    precision, or 8 with one scale for 64 elements
     """
@@ -86,7 +88,7 @@ class FineTuning:
         return "; ".join(text for text, is_given in given if is_given)
 
     def freezes(self, part: str) -> bool:
-        """Returns whether the base of a part, embedding, head or norms, is frozen."""
+        """Returns whether the base of a part, such as the embedding or the norms, is frozen."""
         return self.lora_rank > 0 or part in self.freeze or ALL in self.freeze
 
     def freezes_block(self, block: int) -> bool:
