@@ -66,7 +66,7 @@ def _ring(sharding: Sharding) -> Sharding:
 
 
 def _beaten(
-    waits_s: Mapping[Sharding, Sequence[float]],
+    waits_s: Mapping[Sharding, tuple[float, ...]],
 ) -> Iterator[tuple[Sharding, ContextForm | None]]:
     """Yields the shardings that another is no slower than in any pass, with that one's form."""
     fastest: list[Sharding] = []

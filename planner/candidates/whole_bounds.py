@@ -41,7 +41,7 @@ class _Costs:
 
     def bytes_on(self, in_flight: Array) -> Array:
         """Returns the bytes by rank, each with as many micro-batches, and by option."""
-        return self.held + np.multiply.outer(in_flight, self.saved)
+        return np.asarray(self.held + np.multiply.outer(in_flight, self.saved))
 
 
 def _weights(in_flight: Array, block: _Costs) -> Array:
@@ -53,7 +53,7 @@ def _weights(in_flight: Array, block: _Costs) -> Array:
     most = int(np.argmax(block.saved))
     alike = block.bytes_on(in_flight)[:, [least, most]].T
     rows = 1.0 / np.stack((np.ones_like(in_flight), in_flight, *np.maximum(alike, 1.0)))
-    return rows / rows.mean(axis=1, keepdims=True)
+    return np.asarray(rows / rows.mean(axis=1, keepdims=True))
 
 
 def _least_s(
