@@ -29,7 +29,7 @@ from parplan.costmodels.layers.recompute import (
 from parplan.costmodels.layers.tensor_flow import tensor_flows_of
 from parplan.costmodels.operators.compute import FREE, OperatorTime, operator_time
 from parplan.costmodels.operators.sharding import Sharding, without_experts
-from parplan.profiles.models.operator_graph import LayerClass, LayerKey, Operator, OperatorKind
+from parplan.profiles.models.operator_graph import LayerClass, LayerKey, Operator
 from parplan.profiles.provenance import ZERO, Seconds
 
 
@@ -80,12 +80,31 @@ class LayerTimes(ModelLayers):
 
         return self._once(("operators", kind, micro_batch_size, sharding), make)
 
+    def _base(self, kind: LayerKey, micro_batch_size: int, sharding: Sharding) -> PricedBase | None:
+        """Returns the operators with the base of a sharding, None for a base."""
+        if sharding.base is sharding:
+            return None
+        operators = self._operators(kind, micro_batch_size, sharding.base)
+        assert isinstance(operators, LayerOperators), "blocks in halves have no experts"
+        flows = self._once(
+            ("flows", kind, micro_batch_size, sharding.base),
+            lambda: tensor_flows_of(
+                self.divided_layer(kind, micro_batch_size, sharding), sharding.base
+            ),
+        )
+        return PricedBase(flows, operators)
+
+    def apart(self, kind: LayerKey, sharding: Sharding) -> Sharding:
+        """Returns the sharding, without the ranks of experts where a layer has no experts."""
+        if sharding.ep == sharding.etp == 1 or self.layer(kind, 1).has_experts:
+            return sharding
+        return without_experts(sharding)
+
     def _operator_time(
         self, operator: Operator, kind: LayerKey, micro_batch_size: int, sharding: Sharding
     ) -> OperatorTime:
         experts = sharding.experts if operator.in_mixture or operator.on_copies else None
-        context = sharding.context if operator.kind is OperatorKind.ATTENTION else sharding.cp
-        way = sharding.splits(operator), sharding.degrees, experts, context
+        way = sharding.splits(operator), sharding.degrees, experts, sharding.cp
         return self._once(
             ("operator", kind, micro_batch_size, operator.name, way),
             lambda: operator_time(operator, sharding, self.machine, self.training),
@@ -108,26 +127,6 @@ class LayerTimes(ModelLayers):
                 alone = self._operator_time(operator, kind, micro_batch_size, sharding)
                 wait = wait.plus(wait_of(alone, share))
         return wait
-
-    def _base(self, kind: LayerKey, micro_batch_size: int, sharding: Sharding) -> PricedBase | None:
-        """Returns the operators with the base of a sharding, None for a base."""
-        if sharding.base is sharding:
-            return None
-        operators = self._operators(kind, micro_batch_size, sharding.base)
-        assert isinstance(operators, LayerOperators), "blocks in halves have no experts"
-        flows = self._once(
-            ("flows", kind, micro_batch_size, sharding.base),
-            lambda: tensor_flows_of(
-                self.divided_layer(kind, micro_batch_size, sharding), sharding.base
-            ),
-        )
-        return PricedBase(flows, operators)
-
-    def apart(self, kind: LayerKey, sharding: Sharding) -> Sharding:
-        """Returns the sharding, without the ranks of experts where a layer has no experts."""
-        if sharding.ep == sharding.etp == 1 or self.layer(kind, 1).has_experts:
-            return sharding
-        return without_experts(sharding)
 
     def inside(self, degrees: tuple[int, ...]) -> StageAxes:
         """The axes inside a stage, with the prices of their redistributions."""

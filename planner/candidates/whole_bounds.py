@@ -26,14 +26,6 @@ from parplan.profiles.models.operator_graph import LayerKey, LayerKind
 _BYTE_PRICES = np.array([0.0, 0.1, 0.2, 0.4, 0.7, 1.0, 2.0, 4.0, 10.0])
 
 
-# the ranks of a pipeline that may have a layer
-_RANKS = {
-    LayerKind.EMBEDDING: slice(0, 1),
-    LayerKind.BLOCK: slice(None),
-    LayerKind.HEAD: slice(-1, None),
-}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Costs:
     """Costs of a layer by option and ZeRO stage.
@@ -49,7 +41,7 @@ class _Costs:
 
     def bytes_on(self, in_flight: Array) -> Array:
         """Returns the bytes by rank, each with as many micro-batches, and by option."""
-        return self.held + np.multiply.outer(in_flight, self.saved)
+        return np.asarray(self.held + np.multiply.outer(in_flight, self.saved))
 
 
 def _weights(in_flight: Array, block: _Costs) -> Array:
@@ -61,8 +53,7 @@ def _weights(in_flight: Array, block: _Costs) -> Array:
     most = int(np.argmax(block.saved))
     alike = block.bytes_on(in_flight)[:, [least, most]].T
     rows = 1.0 / np.stack((np.ones_like(in_flight), in_flight, *np.maximum(alike, 1.0)))
-    relative: Array = rows / rows.mean(axis=1, keepdims=True)
-    return relative
+    return np.asarray(rows / rows.mean(axis=1, keepdims=True))
 
 
 def _least_s(
@@ -129,7 +120,7 @@ class WholeBounds:
             -prices * self._usable(layout, limit_bytes), weights.sum(axis=1)
         )
         for key, number in self._counts.items():
-            ranks = _RANKS[key.role] if layout.virtual_stages == 1 else slice(None)
+            ranks = self._ranks(key) if layout.virtual_stages == 1 else slice(None)
             held = weights[:, ranks, None] * costs[key].bytes_on(in_flight[ranks])
             least = np.multiply.outer(prices, held.min(axis=1))
             priced_s += number * (costs[key].time_s + least).min(axis=-1)
@@ -167,6 +158,15 @@ class WholeBounds:
             beyond_s = _least_s(some, most + 1, float(ascending[0]), prices, usable)
             slowest_s = max(slowest_s, min(within_s, beyond_s))
         return slowest_s
+
+    def _ranks(self, key: LayerKey) -> slice:
+        """Returns the ranks of a pipeline that may have a layer: the ends have the end layers."""
+        last = self._prices.num_layers - 1
+        if self._counts[key] == 1 and key == self._prices.key(0, 0):
+            return slice(0, 1)
+        if self._counts[key] == 1 and key == self._prices.key(last, last):
+            return slice(-1, None)
+        return slice(None)
 
     def _in_flight(self, layout: ParallelLayout) -> Array:
         """Micro-batches that the ranks hold at least, of each of their layers.
