@@ -57,9 +57,7 @@ class Reading:
 
     def scores(self, block: ScoreBlock, query: Tensor) -> Scores:
         mask = block.mask(self.window, query)
-        return Scores(
-            causal=block.causal, mask=mask, factor=self.factor, soft_cap=self.soft_cap
-        )
+        return Scores(causal=block.causal, mask=mask, factor=self.factor, soft_cap=self.soft_cap)
 
 
 CAUSAL = Reading()

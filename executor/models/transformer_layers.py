@@ -181,8 +181,7 @@ def _steps(layer: LayerClass) -> tuple[Step, ...]:
     for module, reads, gives in reversed(calls):
         # an operator may read a tensor twice: the last of its reads drops it
         last = [
-            name not in later and name not in reads[place + 1 :]
-            for place, name in enumerate(reads)
+            name not in later and name not in reads[place + 1 :] for place, name in enumerate(reads)
         ]
         steps.append(Step(module=module, reads=tuple(zip(reads, last, strict=True)), gives=gives))
         later.update(reads)

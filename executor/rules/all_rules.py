@@ -61,8 +61,9 @@ def alike_blocks(plan: Plan) -> Iterator[Refusal]:
 def refusals(plan: Plan) -> Iterator[tuple[Rule, Refusal]]:
     """Yield every rule that `plan` breaks, with the refusal.
 
-    A plan that breaks `alike_blocks` breaks it alone: other rules read the one class of blocks. A plan whose stages do not hold its layers breaks the first rule alone: other
-    rules read the stages.
+    A plan that breaks `alike_blocks` breaks it alone: other rules read the one class of blocks. A
+    plan whose stages do not hold its layers breaks the first rule alone: other rules read the
+    stages.
     """
     unlike = [(alike_blocks, refusal) for refusal in alike_blocks.check(plan)]
     yield from unlike

@@ -10,8 +10,8 @@ import pytest
 
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.blocks import BlockRun
-from parplan.profiles.models.hf.config_families import ALIASES, FAMILIES, WRAPPERS
 from parplan.profiles.models.functions import Activations, Functions
+from parplan.profiles.models.hf.config_families import ALIASES, FAMILIES, WRAPPERS
 from parplan.profiles.models.huggingface import (
     DEFAULT_GLOBAL_BATCH_SIZE,
     MAX_DEFAULT_SEQ_LENGTH,
