@@ -23,7 +23,15 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from parplan.executor.context.block_kernels import Scores, attend, attend_backward
-from parplan.executor.context.carriers import TOKENS, Alone, Carrier, Gather, Ring, Whole, Window
+from parplan.executor.context.carriers import (
+    TOKENS,
+    Alone,
+    Carrier,
+    Gather,
+    Ring,
+    WholeSequences,
+    Window,
+)
 from parplan.executor.context.zigzag import Numbers, ScoreBlock, blocks, by_rank, in_order, pieces
 from parplan.profiles.stack import ContextForm
 
@@ -138,7 +146,7 @@ def attend_alone(
     query: Tensor, key: Tensor, value: Tensor, reading: Reading, sinks: Tensor | None
 ) -> Tensor:
     """Returns causal attention of a rank that has whole sequences."""
-    out: Tensor = _Attention.apply(query, key, value, sinks, Whole(), None, reading)
+    out: Tensor = _Attention.apply(query, key, value, sinks, WholeSequences(), None, reading)
     return out
 
 

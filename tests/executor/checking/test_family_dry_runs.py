@@ -52,7 +52,7 @@ QUICK = ("deepseek-pp2-dp2-ep2", "gemma-tp2-sp", "qwen3-moe-tp2-etp2")
 
 
 def uses(plan: Plan) -> list[tuple[RankUse, RankUse]]:
-    """What the first rank of each stage does in a dry run, and what is predicted of it."""
+    """Returns the use of the first rank of each stage in a dry run, and the predicted one."""
     today = repriced_today(plan)
     found = dry_runs(plan, tuple(range(plan.mesh.pp)))
     return [

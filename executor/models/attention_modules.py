@@ -111,7 +111,7 @@ class LatentRotary(_Positioned):
         return torch.stack((query, key), dim=-2).flatten(2)
 
 
-class QkNorm(nn.Module):
+class QueryKeyNorm(nn.Module):
     """The norms of queries and keys, with a weight of each if the operator has them.
 
     whole  they are over all heads, else over each
