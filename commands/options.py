@@ -23,6 +23,7 @@ ACCESS = ("block", "operator")
 PREFERENCES = ("fastest", "leanest", "robust")
 SHARDS = ("quota", "merge")
 PRECISIONS = ("bf16", "fp16", "fp32")
+NARROW = ("fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4")
 OPTIMIZERS = ("adam", "adam-8bit", "muon", "adafactor", "sgd", "sgd-momentum")
 ATTENTION = ("flash", "unfused")
 BASE_WEIGHTS = ("bf16", "int8")
@@ -62,8 +63,11 @@ class TargetOptions:
     lora_targets: tuple[str, ...] = ()
     freeze: tuple[str, ...] = ()
     base_weights: str | None = None
+    images_per_sequence: int | None = None
+    image_tokens: int | None = None
     expert_imbalance: float = 1.0
     expert_capacity: float = 0.0
+    document_lengths: str | None = None
     stack: str | None = None
     attention: str | None = None
     profile: str | None = None
@@ -199,9 +203,9 @@ training_options = together(
     option(
         WHAT,
         "--precision",
-        type=click.Choice(PRECISIONS),
-        help="Precision of weights and activations. [default: bf16, fp16 where the GPU has no "
-        "bf16, or the profile's]",
+        type=click.Choice((*PRECISIONS, *NARROW)),
+        help="Precision of weights and activations, or a format of the blocks' products beside "
+        "bf16. [default: bf16, fp16 where the GPU has no bf16, or the profile's]",
     ),
     option(
         WHAT,
@@ -215,7 +219,28 @@ training_options = together(
         type=click.Choice(OPTIMIZERS),
         help="Optimizer: its states and its update are priced and run. [default: adam]",
     ),
-    option(WHAT, "--fp8", is_flag=True, help="Run the matrix products of the blocks in fp8."),
+    option(
+        WHAT,
+        "--fp8",
+        is_flag=True,
+        help="Run the products of the blocks in fp8, in the first format that the stack has.",
+    ),
+    option(
+        WHAT,
+        "--images-per-sequence",
+        type=Whole("images_per_sequence"),
+        metavar="N",
+        help="Images of a sequence that pass the tower of the model; 0: text alone, without the "
+        "tower. [default: 1]",
+    ),
+    option(
+        WHAT,
+        "--image-tokens",
+        type=Whole("image_tokens"),
+        metavar="N",
+        help="Tokens of the language model that an image becomes, for a tower that takes images "
+        "of any size. [default: the model's]",
+    ),
     option(
         WHAT,
         "--expert-imbalance",
@@ -233,6 +258,14 @@ training_options = together(
         metavar="FACTOR",
         help="Copies of tokens that each expert takes, over the mean; the rest is dropped. "
         "[default: all]",
+    ),
+    option(
+        WHAT,
+        "--document-lengths",
+        metavar="FILE|MEAN",
+        help="Documents that sequences are packed from, between which attention reads nothing: a "
+        "file with a length on each line, or a length and a count; or the mean of exponential "
+        "lengths. [default: sequences are read whole]",
     ),
     option(
         WHAT,
@@ -271,7 +304,8 @@ fine_tuning_options = together(
         type=List(click.STRING),
         default=(),
         metavar="PART,..",
-        help="Parts that are not trained: embedding, head, norms, blocks:0-15, all.",
+        help="Parts that are not trained: embedding, head, norms, tower, projector, blocks:0-15, "
+        "all.",
     ),
     option(
         WHAT,

@@ -16,6 +16,7 @@ from enum import StrEnum
 from typing import Literal, get_args
 
 from parplan.profiles.errors import ConfigError, coerce_choice
+from parplan.profiles.product_formats import ProductFormat
 from parplan.profiles.units import MIB
 
 _FORBID = {"extra": "forbid"}
@@ -128,7 +129,15 @@ class Stack:
     mesh_orders              the orders of the parallel axes over the ranks, outermost first, that
                              it can start in (costmodels/communication/mesh.py)
     context_forms            the forms of context parallelism that it runs
+    sends_within_windows     context-parallel ranks send keys and values to those ranks alone whose
+                             queries read them, where a window or documents bound their reach
+    divides_documents        context-parallel ranks have equal parts of every document, so that they
+                             have equal work
+    context_alone            it divides sequences only without tensor and pipeline parallelism
     divides_experts          each expert may be divided over the tensor-parallel ranks
+    product_formats          the formats that its products of blocks run in beside the precision of
+                             training; the first of each peak is that of --fp8
+    holds_cast_weights       weights are cast to such a format once a step, not in every micro-batch
     terms_of                 the stack whose fitted terms it shares, empty for its own
 
     Facts of memory:
@@ -138,6 +147,8 @@ class Stack:
                                    gathered input, not the rank's tokens
     keeps_activated_gate           a gated activation saves its activated half in addition to its
                                    input
+    weighs_activations             experts multiply the activation by the weight of the choice, not
+                                   their output
     attention_kv_copies            further copies of keys and values that attention saves
     attention_output_copies        further copies of its output that attention saves where sequences
                                    and batch change places (micro-batch > 1)
@@ -145,6 +156,9 @@ class Stack:
                                    they are added to
     ddp_buckets                    data parallelism holds 16-bit buckets, as large as the
                                    parameters, beside the gradients
+    master_bytes                   bytes of the copy of a 16-bit parameter that the optimizer
+                                   updates; 0: it updates the parameter itself
+    moment_bytes                   bytes of one of its moments that has no 8 bits
     step_copy_bytes                bytes of the fp32 copies of 16-bit gradients in the optimizer's
                                    step, for each parameter that the rank updates; they do not
                                    coexist with the activations, but the allocator cannot reuse the
@@ -199,15 +213,23 @@ class Stack:
     recompute: tuple[RecomputeKind, ...] = EVERY_RECOMPUTE
     mesh_orders: tuple[MeshOrderName, ...] = ("pp-dp-tp",)
     context_forms: tuple[ContextFormName, ...] = ()
+    sends_within_windows: bool = False
+    divides_documents: bool = False
+    context_alone: bool = False
     divides_experts: bool = False
+    product_formats: tuple[ProductFormat, ...] = ()
+    holds_cast_weights: bool = False
     terms_of: str = ""
     logit_bytes: int = 6
     keeps_gathered_inputs: bool = False
     keeps_activated_gate: bool = False
+    weighs_activations: bool = False
     attention_kv_copies: int = 0
     attention_output_copies: int = 0
     keeps_low_precision_gradients: bool = False
     ddp_buckets: bool = False
+    master_bytes: int = 4
+    moment_bytes: int = 4
     step_copy_bytes: int = 0
     bucket_elements: int = 0
     zero_buffers: bool = True
@@ -243,6 +265,8 @@ class Stack:
             "logit_bytes",
             "attention_kv_copies",
             "attention_output_copies",
+            "master_bytes",
+            "moment_bytes",
             "step_copy_bytes",
             "bucket_elements",
             "workspace_bytes",

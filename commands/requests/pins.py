@@ -7,9 +7,11 @@ from itertools import product
 from math import prod
 
 from parplan.costmodels.communication.mesh import Mesh, illegal_expert_parallel
+from parplan.costmodels.layers.context_parallel import illegal_context
 from parplan.planner.candidates.meshes import illegal_tensor_parallel
 from parplan.planner.request import Request
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.stack import ContextForm
 
 
 def require_possible(request: Request) -> None:
@@ -18,6 +20,7 @@ def require_possible(request: Request) -> None:
     num_gpus, batch = request.cluster.num_gpus, request.training.global_batch_size
     _require_tensor_parallel(request)
     _require_expert_parallel(request)
+    _require_context_parallel(request)
     _require_divisor({"tp": pins.tp}, num_gpus, "GPUs")
     _require_divisor({"pp": pins.pp}, num_gpus, "GPUs")
     _require_divisor({"dp": pins.dp}, num_gpus, "GPUs")
@@ -63,6 +66,21 @@ def _require_expert_parallel(request: Request) -> None:
             f"--ep is pinned: {reasons[0]}", hint="pin another --ep, or leave it to the search"
         )
     _require_divisor({"ep": pins.ep}, request.cluster.num_gpus, "GPUs")
+
+
+def _require_context_parallel(request: Request) -> None:
+    pins = request.constraints
+    reasons = [
+        illegal_context(
+            Mesh(pp=1, dp=1, tp=1, cp=cp, context_form=form), request.model, request.cluster
+        )
+        for cp in pins.cp or ()
+        for form in (ContextForm if cp > 1 else (None,))
+    ]
+    if reasons and all(reasons):
+        raise ConfigError(
+            f"--cp is pinned: {reasons[0]}", hint="pin another --cp, or leave it to the search"
+        )
 
 
 def _require_divisor(pins: Mapping[str, tuple[int, ...] | None], whole: int, what: str) -> None:

@@ -180,7 +180,7 @@ def own_communication(
     if operator.exchanged is not None:
         time = _exchange_time(operator, operator.exchanged, sharding, inside)
     elif operator.kind is OperatorKind.ATTENTION and sharding.cp > 1:
-        time = context_time(operator, sharding, alone, inside.machine)
+        time = context_time(operator, sharding, alone, inside.machine, inside.stack)
     elif sharding.ranks == 1:
         return FREE
     else:

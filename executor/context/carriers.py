@@ -15,13 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parplan.executor.context.zigzag import (
-    Numbers,
-    by_rank,
-    in_order,
-    pieces,
-    read_from_others,
-)
+from parplan.costmodels.layers.sequence_pieces import Numbers, pieces, read_from_others
+from parplan.executor.context.zigzag import by_rank, in_order
 
 # The names of torch 2.13, which deprecates the earlier ones.
 _GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

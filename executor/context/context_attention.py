@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
+from parplan.costmodels.layers.sequence_pieces import Numbers, pieces
 from parplan.executor.context.block_kernels import Scores, attend, attend_backward
 from parplan.executor.context.carriers import (
     TOKENS,
@@ -32,7 +33,7 @@ from parplan.executor.context.carriers import (
     WholeSequences,
     Window,
 )
-from parplan.executor.context.zigzag import Numbers, ScoreBlock, blocks, by_rank, in_order, pieces
+from parplan.executor.context.zigzag import ScoreBlock, blocks, by_rank, in_order
 from parplan.profiles.stack import ContextForm
 
 Inputs = tuple[Tensor, Tensor, Tensor]  # query, key and value

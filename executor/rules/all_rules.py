@@ -58,14 +58,30 @@ def alike_blocks(plan: Plan) -> Iterator[Refusal]:
             )
 
 
+@rule(
+    why="the executor builds no tower and reads no images",
+    action="plan the text alone with --images-per-sequence 0, or run it in the framework whose "
+    "stack it was priced for",
+)
+def text_alone(plan: Plan) -> Iterator[Refusal]:
+    tower = plan.model.tower
+    if tower is not None:
+        yield Refusal(
+            problem=f"model: {plan.model.name} has a {tower.name} tower of {tower.num_layers} "
+            "layers",
+            action=text_alone.action,
+        )
+
+
 def refusals(plan: Plan) -> Iterator[tuple[Rule, Refusal]]:
     """Yield every rule that `plan` breaks, with the refusal.
 
-    A plan that breaks `alike_blocks` breaks it alone: other rules read the one class of blocks. A
-    plan whose stages do not hold its layers breaks the first rule alone: other rules read the
-    stages.
+    A plan of a model with a tower, or of unlike blocks with what needs alike ones, breaks that rule
+    alone, which has no nearest plan. A plan whose stages do not hold its layers breaks the first
+    rule alone: other rules read the stages.
     """
-    unlike = [(alike_blocks, refusal) for refusal in alike_blocks.check(plan)]
+    first = next((each for each in (text_alone, alike_blocks) if any(each.check(plan))), None)
+    unlike = [(first, refusal) for refusal in first.check(plan)] if first else []
     yield from unlike
     for each in () if unlike else RULES:
         broken = [(each, refusal) for refusal in each.check(plan)]

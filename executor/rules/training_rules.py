@@ -10,8 +10,20 @@ from parplan.executor.rules.rule import Refusal, rule
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.blocks import Mixer
 from parplan.profiles.models.functions import RouterScores
-from parplan.profiles.models.spec import Optimizer, Positions, Precision
+from parplan.profiles.models.spec import Optimizer, Positions, Precision, rare_parts
 from parplan.profiles.stack import AttentionKernel
+
+# fields of few models that the executor's blocks have, or that another rule is about
+RUN = {"blocks", "latent", "output_bias", "qk_norm", "sinks", "norm_layout", "functions"} | {
+    "attention_soft_cap",
+    "logit_soft_cap",
+    "shared_experts",
+    "expert_bias",
+    "router_bias",
+    "state_space",
+    "tower",
+    "left_out",
+}
 
 
 @rule(
@@ -33,13 +45,13 @@ def model_parts(plan: Plan) -> Iterator[Refusal]:
             problem=f"model: {model.name} weights the inputs of its experts, not their outputs",
             action=model_parts.action,
         )
-    if model.mtp_layers:
-        yield Refusal(
-            problem=f"model: {model.name} has {model.mtp_layers} modules of multi-token "
-            "prediction, which need the ids on the last stage",
-            action="set mtp_layers to 0",
-            nearest=replace(plan, model=replace(model, mtp_layers=0)),
-        )
+    for name, default in rare_parts(model).items():
+        if name not in RUN:  # such as multi-token prediction, which needs ids on the last stage
+            yield Refusal(
+                problem=f"model: {model.name} has {name}",
+                action=f"set {name} to {str(default).lower()}",
+                nearest=replace(plan, model=replace(model, **{name: default})),  # type: ignore[arg-type]
+            )
 
 
 @rule(
@@ -67,15 +79,15 @@ def dropped_scores(plan: Plan) -> Iterator[Refusal]:
 
 
 @rule(
-    why="the executor has no fp8 products and would run 16-bit ones",
-    action="make a plan without --fp8",
+    why="the executor runs products in the training's precision alone",
+    action="make a plan with a --precision of 16 or 32 bits",
 )
-def fp8(plan: Plan) -> Iterator[Refusal]:
-    if plan.training.fp8_matmuls:
+def product_formats(plan: Plan) -> Iterator[Refusal]:
+    if plan.training.products is not None:
         yield Refusal(
-            problem="training: fp8_matmuls is set",
-            action="set fp8_matmuls to false",
-            nearest=replace(plan, training=replace(plan.training, fp8_matmuls=False)),
+            problem=f"training: products is {plan.training.products}",
+            action="leave products out",
+            nearest=replace(plan, training=replace(plan.training, products=None)),
         )
 
 
@@ -103,7 +115,7 @@ def positions_rule(plan: Plan) -> Iterator[Refusal]:
         yield Refusal(
             problem=f"training: seq_length is {length}, the model's max_seq_length {most}",
             action=f"set seq_length to {most}",
-            nearest=replace(plan, training=replace(plan.training, seq_length=most)),
+            nearest=replace(plan, training=replace(plan.training, seq_length=most, documents=None)),
         )
 
 
@@ -146,7 +158,7 @@ def fine_tuning(plan: Plan) -> Iterator[Refusal]:
     if plan.module is not None:
         yield Refusal(
             problem="training: fine_tuning of a module that is not the executor's own",
-            action="set module to null",
+            action="plan it with --trace, or set module to null",
             nearest=replace(plan, module=None),
         )
 
@@ -172,6 +184,19 @@ def optimizer_rule(plan: Plan) -> Iterator[Refusal]:
     )
 
 
+@rule(
+    why="data files have tokens without the ends of documents, and attention reads whole sequences",
+    action="run it in the framework whose stack it was priced for, or plan whole sequences",
+)
+def whole_sequences(plan: Plan) -> Iterator[Refusal]:
+    if plan.training.documents is not None:
+        yield Refusal(
+            problem=f"training: sequences are packed from {plan.training.documents}",
+            action="leave out documents",
+            nearest=replace(plan, training=replace(plan.training, documents=None)),
+        )
+
+
 @rule(why="the executor drops no token, and holds all that arrive", action="plan without capacity")
 def dropless(plan: Plan) -> Iterator[Refusal]:
     if plan.model.num_experts and plan.training.expert_capacity:
@@ -185,11 +210,12 @@ def dropless(plan: Plan) -> Iterator[Refusal]:
 TRAINING = (
     model_parts,
     dropped_scores,
-    fp8,
+    product_formats,
     fine_tuning,
     gradient_precision,
     positions_rule,
     rotary_pairs,
     optimizer_rule,
     dropless,
+    whole_sequences,
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tests.helpers.published_towers import LLAMA4, PIXTRAL, QWEN2_5_VL, QWEN2_VL, SIGLIP
+
 _HYBRID_8B = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
 
 
@@ -146,11 +148,10 @@ def _gemma3(hidden, ffn, layers, heads, kv_heads, head_dim, scalar=256):
         "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
         "sliding_window": 1024,
     }
-    vision = {"hidden_size": 1152, "model_type": "siglip_vision_model", "num_hidden_layers": 27}
     return {
         "model_type": "gemma3",
         "text_config": text,
-        "vision_config": vision,
+        "vision_config": SIGLIP,
         "mm_tokens_per_image": 256,
         "image_token_index": 262144,
         "boi_token_index": 255999,
@@ -188,8 +189,48 @@ def _llama4(experts, step, *, qk_norm):
         "tie_word_embeddings": False,
         "attention_bias": False,
     }
-    vision = {"hidden_size": 1408, "model_type": "llama4_vision_model", "num_hidden_layers": 34}
-    return {"model_type": "llama4", "text_config": text, "vision_config": vision}
+    return {"model_type": "llama4", "text_config": text, "vision_config": LLAMA4}
+
+
+def _qwen_vl(model_type, vision):
+    """Its text lies around the tower, as in the published files."""
+    return _qwen(
+        model_type,
+        *(3584, 18944, 28, 28, 4, 152064, 32768),
+        max_window_layers=28,
+        sliding_window=32768,
+        vision_config=vision,
+        image_token_id=151655,
+        video_token_id=151656,
+        vision_start_token_id=151652,
+        vision_end_token_id=151653,
+        vision_token_id=151654,
+        rope_scaling={"type": "mrope", "mrope_section": [16, 24, 24]},
+    )
+
+
+def _mistral3():
+    text = _llama_like(
+        "mistral",
+        *(5120, 32768, 40, 32, 8, 131072, 131072),
+        head_dim=128,
+        hidden_act="silu",
+        rms_norm_eps=1e-5,
+        rope_theta=1e9,
+        sliding_window=None,
+        attention_dropout=0.0,
+    )
+    return {
+        "model_type": "mistral3",
+        "text_config": text,
+        "vision_config": PIXTRAL,
+        "image_token_index": 10,
+        "multimodal_projector_bias": False,
+        "projector_hidden_act": "gelu",
+        "spatial_merge_size": 2,
+        "tie_word_embeddings": False,
+        "vision_feature_layer": -1,
+    }
 
 
 def _glm(model_type):
@@ -255,6 +296,39 @@ _FALCON = {
     "parallel_attn": True,
 }
 
+_NANO = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+_SUPER = "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME"
+_STATE_SPACE = {
+    "n_groups": 8,
+    "conv_kernel": 4,
+    "chunk_size": 128,
+    "use_conv_bias": True,
+    "use_bias": False,
+    "mamba_proj_bias": False,
+    "mlp_bias": False,
+    "attention_bias": False,
+    "mlp_hidden_act": "relu2",
+}
+_NEMOTRON_3 = {
+    "model_type": "nemotron_h",
+    "hidden_size": 2688,
+    "intermediate_size": 1856,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "mamba_num_heads": 64,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 128,
+    **_STATE_SPACE,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "vocab_size": 131072,
+    "max_position_embeddings": 262144,
+    "tie_word_embeddings": False,
+}
 CONFIGS = {
     "qwen2.5-7b": _qwen("qwen2", 3584, 18944, 28, 28, 4, 152064, 131072, max_window_layers=28),
     "qwen2.5-32b": _qwen("qwen2", 5120, 27648, 64, 40, 8, 152064, 131072, max_window_layers=64),
@@ -448,6 +522,7 @@ CONFIGS = {
         "new_decoder_architecture": True,
     },
     "nemotron-h-8b": {
+        **_STATE_SPACE,
         "model_type": "nemotron_h",
         "hidden_size": 4096,
         "intermediate_size": 21504,
@@ -460,16 +535,7 @@ CONFIGS = {
         "mamba_num_heads": 128,
         "mamba_head_dim": 64,
         "ssm_state_size": 128,
-        "n_groups": 8,
-        "conv_kernel": 4,
-        "chunk_size": 128,
         "expand": 2,
-        "use_conv_bias": True,
-        "use_bias": False,
-        "mamba_proj_bias": False,
-        "mlp_bias": False,
-        "attention_bias": False,
-        "mlp_hidden_act": "relu2",
         "mamba_hidden_act": "silu",
         "vocab_size": 131072,
         "max_position_embeddings": 8192,
@@ -479,6 +545,47 @@ CONFIGS = {
         "time_step_min": 0.001,
         "time_step_max": 0.1,
         "rms_norm_eps": 1e-5,
+    },
+    "qwen2-vl-7b": _qwen_vl("qwen2_vl", QWEN2_VL),
+    "qwen2.5-vl-7b": _qwen_vl("qwen2_5_vl", QWEN2_5_VL),
+    "mistral-small-3.1-24b": _mistral3(),
+    "whisper-large-v3": {
+        "model_type": "whisper",
+        "d_model": 1280,
+        "encoder_layers": 32,
+        "decoder_layers": 32,
+        "num_hidden_layers": 32,
+        "encoder_attention_heads": 20,
+        "decoder_attention_heads": 20,
+        "encoder_ffn_dim": 5120,
+        "decoder_ffn_dim": 5120,
+        "num_mel_bins": 128,
+        "max_source_positions": 1500,
+        "max_target_positions": 448,
+        "vocab_size": 51866,
+        "activation_function": "gelu",
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+        "activation_dropout": 0.0,
+        "encoder_layerdrop": 0.0,
+        "decoder_layerdrop": 0.0,
+        "apply_spec_augment": False,
+        "scale_embedding": False,
+        "use_weighted_layer_sum": False,
+        "tie_word_embeddings": True,
+    },
+    "nemotron-3-nano-30b-a3b": {**_NEMOTRON_3, "hybrid_override_pattern": _NANO},
+    "nemotron-3-super-120b-a12b": {
+        **_NEMOTRON_3,
+        "hidden_size": 4096,
+        "intermediate_size": 2688,
+        "hybrid_override_pattern": _SUPER,
+        "mamba_num_heads": 128,
+        "n_routed_experts": 512,
+        "num_experts_per_tok": 22,
+        "moe_intermediate_size": 2688,
+        "moe_shared_expert_intermediate_size": 5376,
+        "moe_latent_size": 1024,
     },
     "llama4-scout": _llama4(16, 1, qk_norm=True),
     "llama4-maverick": _llama4(128, 2, qk_norm=False),

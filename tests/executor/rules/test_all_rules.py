@@ -22,10 +22,13 @@ from parplan.planner.plan.plan import LayerRun, OperatorPlacement, Plan, StagePl
 from parplan.planner.search.estimate import ChunkRequest
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.blocks import BlockRun, QkNorm
+from parplan.profiles.models.documents import Documents
 from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.functions import Functions, RouterScores
 from parplan.profiles.models.spec import Optimizer, Precision
+from parplan.profiles.models.towers import Projection, Tower
 from parplan.profiles.models.transformer import build_graph
+from parplan.profiles.product_formats import ProductFormat
 from parplan.profiles.stack import AttentionKernel, ContextForm
 from tests.helpers.chunked_runs import chunked_plan
 from tests.helpers.executor_plans import GPT, LLAMA, MIXTRAL, make_plan
@@ -236,7 +239,7 @@ BROKEN = {
     "more-tokens-predicted": Broken(
         "model parts",
         make_plan(dataclasses.replace(LLAMA, mtp_layers=1)),
-        "1 modules of multi-token prediction, which need the ids on the last stage",
+        "tiny-llama has mtp_layers",
         "set mtp_layers to 0",
         "fails",
     ),
@@ -255,6 +258,16 @@ BROKEN = {
         ),
         "expert_capacity is 1.25",
         "set expert_capacity to 0",
+        "no effect",
+    ),
+    "sequences-packed-from-documents": Broken(
+        "whole sequences",
+        dataclasses.replace(
+            make_plan(LLAMA),
+            training=dataclasses.replace(make_plan(LLAMA).training, documents=Documents(mean=4)),
+        ),
+        "documents of 4 tokens on average",
+        "leave out documents",
         "no effect",
     ),
     "three-experts-on-two-ranks": Broken(
@@ -308,8 +321,8 @@ BROKEN = {
     ),
     "fp8": Broken(
         "fp8",
-        with_training(make_plan(GPT, precision=BF16), fp8_matmuls=True),
-        "fp8_matmuls is set",
+        with_training(make_plan(GPT, precision=BF16), products=ProductFormat.FP8_CURRENT),
+        "products is fp8-current",
         "false",
         "no effect",
     ),
@@ -682,6 +695,25 @@ def test_a_model_with_parts_that_no_module_has_is_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         validate(plan)
 
+    assert nearest_legal(plan) is None
+
+
+def test_a_plan_of_a_model_with_a_tower_is_refused_before_all_rules():
+    tower = Tower(
+        num_layers=3,
+        hidden_size=64,
+        num_heads=4,
+        ffn_hidden_size=256,
+        patches=16,
+        patch_features=588,
+        projector=(Projection(width=LLAMA.hidden_size),),
+    )
+    plan = dataclasses.replace(GPT1, model=dataclasses.replace(LLAMA, tower=tower))
+
+    with pytest.raises(ConfigError, match="has a vision tower of 3 layers: the executor builds"):
+        validate(plan)
+
+    assert [rule.name for rule, _ in refusals(plan)] == ["text alone"]
     assert nearest_legal(plan) is None
 
 

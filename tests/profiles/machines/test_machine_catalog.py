@@ -30,8 +30,10 @@ CLUSTERS = (
     "a10g-24gb",
     "a800-80gb",
     "b200-180gb",
+    "b300-270gb",
     "cpu",
     "gb200-186gb",
+    "gb300-279gb",
     "gh200-96gb",
     "h100-80gb",
     "h100-96gb-hbm2e",
@@ -93,6 +95,8 @@ DATASHEETS = {
     "h200-141gb": (4800e9, (989e12, 989e12, 67e12), 132, 450e9, 50e9, 8, 8),
     "b200-180gb": (8000e9, (2250e12, 2250e12, 75e12), 148, 900e9, 50e9, 8, 8),
     "gb200-186gb": (8000e9, (2500e12, 2500e12, 80e12), 152, 900e9, 50e9, 72, 72),
+    "b300-270gb": (7700e9, (2250e12, 2250e12, 75e12), 148, 900e9, 100e9, 8, 8),
+    "gb300-279gb": (8000e9, (2500e12, 2500e12, 80e12), 152, 900e9, 100e9, 72, 72),
     "rtx3090-24gb": (936e9, (71e12, 71e12, 35.6e12), 82, 15.75e9, 12.5e9, 1, 4),
     "a10g-24gb": (600e9, (70e12, 70e12, 35e12), 80, 15.75e9, 12.5e9, 1, 8),
     "l4-24gb": (300e9, (121e12, 121e12, 30.3e12), 58, 15.75e9, 12.5e9, 1, 8),
@@ -136,6 +140,8 @@ def test_datasheet_figures_are_decimal_units_exactly(name):
         ("h100-96gb-hbm2e", 96),
         ("gh200-96gb", 96),
         ("gb200-186gb", 186),
+        ("b300-270gb", 270),
+        ("gb300-279gb", 279),
     ],
 )
 def test_memory_is_what_the_driver_offers_close_to_the_nominal_size(name, nominal_gb):
@@ -281,7 +287,7 @@ def test_an_unknown_cluster_is_an_error_that_suggests_a_name():
     [
         pytest.param(
             {"peak_tflops": {"bf17": 1}},
-            r"here: device\.peak_tflops\.bf17: input should be 'fp8', 'bf16', 'fp16' or 'fp32'",
+            r"here: device\.peak_tflops\.bf17: input should be 'fp4', 'fp8', 'bf16', 'fp16' or",
             id="precision",
         ),
         pytest.param(

@@ -310,14 +310,15 @@ def test_a_text_inside_another_configuration_is_read_as_by_itself():
     wrapped = {
         "model_type": "mistral3",
         "text_config": text,
-        "vision_config": {"hidden_size": 8},
+        "vision_config": {"hidden_size": 64, "num_hidden_layers": 3, "head_dim": 4},
         "image_token_index": 10,
     }
 
     spec = entry_from_config(wrapped, "m/config.json").spec
 
-    assert spec.left_out == ("the vision tower",)
-    assert replace(spec, left_out=()) == entry_from_config(text, "m/config.json").spec
+    assert (spec.tower.num_layers, spec.tower.hidden_size) == (3, 64)
+    assert spec.tower.patches == (1540 // 14) ** 2  # the default of transformers
+    assert replace(spec, tower=None) == entry_from_config(text, "m/config.json").spec
     with pytest.raises(ConfigError, match="audio_config is not understood"):
         entry_from_config({**wrapped, "audio_config": {}}, "m/config.json")
 
@@ -459,9 +460,9 @@ def test_a_model_is_named_after_its_publication_its_folder_or_its_family(keys, w
             id="too-few-kinds",
         ),
         pytest.param(
-            {"model_type": "nemotron_h", "hybrid_override_pattern": "M-E"},
-            "c.json: hybrid_override_pattern is 'moe', it must be made of linear_attention, mamba, "
-            "full_attention, attention, mlp",
+            {"model_type": "nemotron_h", "hybrid_override_pattern": "M-X"},
+            "c.json: hybrid_override_pattern is 'X', it must be made of linear_attention, mamba, "
+            "full_attention, attention, mlp, moe",
             id="unknown-block",
         ),
         pytest.param(

@@ -36,8 +36,19 @@ def torch_parameters(name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import (
+            AutoConfig,
+            AutoModelForCausalLM,
+            AutoModelForImageTextToText,
+            AutoModelForSpeechSeq2Seq,
+        )
 
+        if spec_of(name).tower:
+            speaks = CONFIGS[name]["model_type"] == "whisper"
+            whole = AutoModelForSpeechSeq2Seq if speaks else AutoModelForImageTextToText
+            config = AutoConfig.for_model(**CONFIGS[name])
+            with torch.device("meta"):
+                return whole.from_config(config).num_parameters()
         only_here = ("model_type", "auto_map", "quantization_config")
         keys = {key: value for key, value in text_of(name).items() if key not in only_here}
         model_type = text_of(name)["model_type"]
@@ -52,6 +63,16 @@ def test_the_parameter_count_is_exactly_that_of_the_torch_model(name):
     spec = replace(spec_of(name), vocab_multiple=1, mtp_layers=0)
 
     assert build_graph(spec, TRAINING, 1).num_parameters == torch_parameters(name)
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if spec_of(name).tower])
+def test_a_tower_is_read_the_same_from_the_file_that_transformers_writes(name):
+    from transformers import AutoConfig
+
+    written = AutoConfig.for_model(**CONFIGS[name]).to_dict()
+
+    spec = entry_from_config(written, f"{name}/config.json").spec
+    assert spec == spec_of(name)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -83,12 +104,6 @@ def test_an_unknown_key_of_the_text_is_refused_by_name():
 
     with pytest.raises(ConfigError, match="rotate_experts is not understood"):
         entry_from_config({**config, "text_config": text}, "config.json")
-
-
-def test_a_vision_tower_is_left_out_by_name():
-    assert spec_of("gemma-3-12b").left_out == ("the vision tower",)
-    assert spec_of("llama4-scout").left_out == ("the vision tower",)
-    assert spec_of("gemma-2-9b").left_out == ()
 
 
 def test_deepseek_has_latent_attention_dense_blocks_and_shared_experts():
@@ -139,6 +154,17 @@ def test_falcon_has_one_norm_or_two_before_its_parallel_parts():
 
     assert (small.num_kv_heads, small.norm_layout, small.parallel_residual) == (1, "shared", True)
     assert (large.num_kv_heads, large.norm_layout, large.parallel_residual) == (8, "pre", True)
+
+
+def test_nemotron_3_has_experts_in_blocks_of_their_own():
+    nano, large = (spec_of(name) for name in CONFIGS if name.startswith("nemotron-3"))
+
+    assert [sum(kind.feed_forward for kind in spec.block_kinds) for spec in (nano, large)] == [
+        23,
+        40,
+    ]
+    assert (nano.ffn_hidden_size, nano.expert_latent_size, large.expert_latent_size) == (0, 0, 1024)
+    assert large.shared_experts == SharedExperts(ffn_hidden_size=5376)
 
 
 def test_nemotron_h_has_blocks_of_one_part_each():
