@@ -48,7 +48,7 @@ PLANS = {
         "qwen3-moe-tiny", tp=2, etp=2, sp=True, recompute=("qkv", "qk_norm")
     ),
 }
-QUICK = ("deepseek-pp2-dp2-ep2", "gemma-tp2-sp", "qwen3-moe-tp2-etp2")
+QUICK = ("deepseek-tp2-etp2", "gemma-tp2-sp")
 
 
 def uses(plan: Plan) -> list[tuple[RankUse, RankUse]]:
