@@ -40,7 +40,7 @@ Inputs = tuple[Tensor, Tensor, Tensor]  # query, key and value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class KeysRead:
     """The keys that the queries read, and their scores.
 
     window     tokens that a query reads, itself included; 0 for all before it
@@ -69,7 +69,7 @@ class Reading:
         return Scores(causal=block.causal, mask=mask, factor=self.factor, soft_cap=self.soft_cap)
 
 
-CAUSAL = Reading()
+CAUSAL = KeysRead()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ class Context:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        reading: Reading = CAUSAL,
+        reading: KeysRead = CAUSAL,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Returns causal attention over whole sequences, for this rank's tokens and all heads.
@@ -144,7 +144,7 @@ class Context:
 
 
 def attend_alone(
-    query: Tensor, key: Tensor, value: Tensor, reading: Reading, sinks: Tensor | None
+    query: Tensor, key: Tensor, value: Tensor, reading: KeysRead, sinks: Tensor | None
 ) -> Tensor:
     """Returns causal attention of a rank that has whole sequences."""
     out: Tensor = _Attention.apply(query, key, value, sinks, WholeSequences(), None, reading)
@@ -166,7 +166,7 @@ class _Attention(torch.autograd.Function):
         sinks: Tensor | None,
         carrier: Carrier,
         heads: dist.ProcessGroup | None,
-        reading: Reading,
+        reading: KeysRead,
     ) -> Tensor:
         merged = _Merged(query, value.shape[-1])
         for numbers, held in carrier.passes(torch.cat((key, value), dim=-1)):

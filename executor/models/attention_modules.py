@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from parplan.executor.context.context_attention import Context, Reading, attend_alone
+from parplan.executor.context.context_attention import Context, KeysRead, attend_alone
 from parplan.executor.models.operators import rms_norm
 from parplan.executor.tensors import local
 from parplan.profiles.models.blocks import BlockRun
@@ -157,7 +157,7 @@ class SelfAttention(nn.Module):
         self.model = model
         self.kernel = kernel
         self.dropout = model.dropout
-        self.reading = Reading(
+        self.reading = KeysRead(
             window=block.window,
             chunk=block.chunk,
             factor=model.functions.score_factor or None,
