@@ -53,7 +53,7 @@ class Alone:
         return gradient_of(self.held, own)
 
 
-class Whole(Alone):
+class WholeSequences(Alone):
     """One rank that has whole sequences as one piece, of any length."""
 
     held: Numbers = (0,)

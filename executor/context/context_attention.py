@@ -24,7 +24,15 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from parplan.costmodels.layers.sequence_pieces import Numbers, pieces
 from parplan.executor.context.block_kernels import Scores, attend, attend_backward
-from parplan.executor.context.carriers import TOKENS, Alone, Carrier, Gather, Ring, Whole, Window
+from parplan.executor.context.carriers import (
+    TOKENS,
+    Alone,
+    Carrier,
+    Gather,
+    Ring,
+    WholeSequences,
+    Window,
+)
 from parplan.executor.context.zigzag import ScoreBlock, blocks, by_rank, in_order
 from parplan.profiles.stack import ContextForm
 
@@ -32,7 +40,7 @@ Inputs = tuple[Tensor, Tensor, Tensor]  # query, key and value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class KeysRead:
     """The keys that the queries read, and their scores.
 
     window     tokens that a query reads, itself included; 0 for all before it
@@ -58,12 +66,10 @@ class Reading:
 
     def scores(self, block: ScoreBlock, query: Tensor) -> Scores:
         mask = block.mask(self.window, query)
-        return Scores(
-            causal=block.causal, mask=mask, factor=self.factor, soft_cap=self.soft_cap
-        )
+        return Scores(causal=block.causal, mask=mask, factor=self.factor, soft_cap=self.soft_cap)
 
 
-CAUSAL = Reading()
+CAUSAL = KeysRead()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +120,7 @@ class Context:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        reading: Reading = CAUSAL,
+        reading: KeysRead = CAUSAL,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Returns causal attention over whole sequences, for this rank's tokens and all heads.
@@ -138,10 +144,10 @@ class Context:
 
 
 def attend_alone(
-    query: Tensor, key: Tensor, value: Tensor, reading: Reading, sinks: Tensor | None
+    query: Tensor, key: Tensor, value: Tensor, reading: KeysRead, sinks: Tensor | None
 ) -> Tensor:
     """Returns causal attention of a rank that has whole sequences."""
-    out: Tensor = _Attention.apply(query, key, value, sinks, Whole(), None, reading)
+    out: Tensor = _Attention.apply(query, key, value, sinks, WholeSequences(), None, reading)
     return out
 
 
@@ -160,7 +166,7 @@ class _Attention(torch.autograd.Function):
         sinks: Tensor | None,
         carrier: Carrier,
         heads: dist.ProcessGroup | None,
-        reading: Reading,
+        reading: KeysRead,
     ) -> Tensor:
         merged = _Merged(query, value.shape[-1])
         for numbers, held in carrier.passes(torch.cat((key, value), dim=-1)):

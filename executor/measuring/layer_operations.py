@@ -11,7 +11,7 @@ from torch.nn import functional
 from parplan.executor.measuring.operands import Maker, model_spec
 from parplan.executor.measuring.products import Sizes
 from parplan.executor.measuring.trials import Graph, TimedPasses, Trial, both
-from parplan.executor.models.attention import Rotary, SelfAttention
+from parplan.executor.models.attention_modules import Rotary, SelfAttention
 from parplan.executor.models.loss import Loss
 from parplan.executor.models.operators import (
     Activation,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from parplan.executor.memory.early_recompute import checkpointed
 from parplan.executor.memory.saved_tensors import Recipes
-from parplan.executor.models.attention import SelfAttention
+from parplan.executor.models.attention_modules import SelfAttention
 from parplan.executor.tensors import local, memory_of
 from parplan.profiles.errors import ConfigError
 

@@ -219,6 +219,7 @@ _PLAIN: dict[Activations, Callable[[Tensor], Tensor]] = {
     Activations.GELU: functional.gelu,
     Activations.QUICK_GELU: lambda x: x * (GATE_SLOPE * x).sigmoid(),
     Activations.RELU: functional.relu,
+    Activations.RELU_SQUARED: lambda x: functional.relu(x).square(),
     Activations.SILU: functional.silu,
 }
 

@@ -16,7 +16,12 @@ from torch import Tensor, nn
 
 from parplan.executor.context.context_attention import Context
 from parplan.executor.models.adapters import AdapterSum, freeze
-from parplan.executor.models.attention import LatentRotary, QkNorm, Rotary, SelfAttention
+from parplan.executor.models.attention_modules import (
+    LatentRotary,
+    QueryKeyNorm,
+    Rotary,
+    SelfAttention,
+)
 from parplan.executor.models.expert_exchange import EP, ETP, ExpertRanks
 from parplan.executor.models.loss import Loss
 from parplan.executor.models.mixture_of_experts import (
@@ -50,7 +55,7 @@ MIXTURE = "mixture"  # the module of the operators of a mixture of experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class Blueprint:
     """The description of one operator's module."""
 
     operator: Operator
@@ -59,38 +64,38 @@ class Recipe:
     block: BlockRun
 
 
-def _linear(recipe: Recipe) -> nn.Module:
-    weight, *bias = recipe.operator.parameters
+def _linear(of: Blueprint) -> nn.Module:
+    weight, *bias = of.operator.parameters
     features, contracted = weight.shape
     return Linear(contracted, features, bias=bool(bias))
 
 
-def _norm(recipe: Recipe) -> nn.Module:
-    kind = LayerNorm if recipe.model.norm is Norm.LAYER_NORM else RMSNorm
-    return kind(recipe.operator.outputs[0].dims[-1].size, eps=recipe.model.norm_epsilon)
+def _norm(of: Blueprint) -> nn.Module:
+    kind = LayerNorm if of.model.norm is Norm.LAYER_NORM else RMSNorm
+    return kind(of.operator.outputs[0].dims[-1].size, eps=of.model.norm_epsilon)
 
 
-def _tokens(recipe: Recipe) -> nn.Module:
-    return Tokens(recipe.model.padded_vocab_size, recipe.model.hidden_size)
+def _tokens(of: Blueprint) -> nn.Module:
+    return Tokens(of.model.padded_vocab_size, of.model.hidden_size)
 
 
-def _rotary(recipe: Recipe) -> nn.Module:
-    if recipe.model.latent is not None:
-        return LatentRotary(recipe.model, recipe.block)
-    return Rotary(recipe.model, recipe.block, recipe.operator)
+def _rotary(of: Blueprint) -> nn.Module:
+    if of.model.latent is not None:
+        return LatentRotary(of.model, of.block)
+    return Rotary(of.model, of.block, of.operator)
 
 
-_BY_KIND: dict[OperatorKind, Callable[[Recipe], nn.Module]] = {
+_BY_KIND: dict[OperatorKind, Callable[[Blueprint], nn.Module]] = {
     OperatorKind.MATMUL: _linear,
     OperatorKind.NORM: _norm,
     OperatorKind.EMBEDDING: _tokens,
     OperatorKind.ATTENTION: lambda of: SelfAttention(of.model, of.training.attention, of.block),
     OperatorKind.CROSS_ENTROPY: lambda _: Loss(),
 }
-_BY_NAME: dict[str, Callable[[Recipe], nn.Module]] = {
+_BY_NAME: dict[str, Callable[[Blueprint], nn.Module]] = {
     "positions": lambda of: LearnedPositions(of.model),
     "rotary": _rotary,
-    "qk_norm": lambda of: QkNorm(of.model, of.operator),
+    "qk_norm": lambda of: QueryKeyNorm(of.model, of.operator),
     "activation": lambda of: Activation(of.model),
     "shared_activation": lambda of: Activation(of.model),
     "residual1": lambda of: Residual(of.model),
@@ -101,14 +106,14 @@ _BY_NAME: dict[str, Callable[[Recipe], nn.Module]] = {
 }
 
 
-def module_of(recipe: Recipe) -> nn.Module:
+def module_of(of: Blueprint) -> nn.Module:
     """Returns the module of an operator outside of a mixture of experts. Raises KeyError."""
-    operator = recipe.operator
+    operator = of.operator
     if operator.name in _BY_NAME:
-        return _BY_NAME[operator.name](recipe)
+        return _BY_NAME[operator.name](of)
     if operator.name.endswith("_lora_sum"):
         return AdapterSum()
-    return _BY_KIND[operator.kind](recipe)
+    return _BY_KIND[operator.kind](of)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,8 +147,8 @@ class Layer(nn.Module):
         block = block or model.block_kinds[0]
         for operator in layer.operators:
             if not operator.in_mixture:
-                recipe = Recipe(operator=operator, model=model, training=training, block=block)
-                self.add_module(operator.name, module_of(recipe))
+                of = Blueprint(operator=operator, model=model, training=training, block=block)
+                self.add_module(operator.name, module_of(of))
             elif not hasattr(self, MIXTURE):
                 self.add_module(MIXTURE, _mixture(model, ranks))
         self.functions = model.functions
@@ -181,8 +186,7 @@ def _steps(layer: LayerClass) -> tuple[Step, ...]:
     for module, reads, gives in reversed(calls):
         # an operator may read a tensor twice: the last of its reads drops it
         last = [
-            name not in later and name not in reads[place + 1 :]
-            for place, name in enumerate(reads)
+            name not in later and name not in reads[place + 1 :] for place, name in enumerate(reads)
         ]
         steps.append(Step(module=module, reads=tuple(zip(reads, last, strict=True)), gives=gives))
         later.update(reads)

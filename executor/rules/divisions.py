@@ -8,7 +8,7 @@
                               all-reduced or reduce-scattered
     attention, rotary         Shard(0) or Shard(2), whole heads; the same output
     norm                      Shard(0) or Shard(1); the same output
-    norm of heads             Shard(0) or Shard(2), whole heads; the same output
+    norm of heads             Shard(0), Shard(1) or Shard(2), whole heads; the same output
     activation, residual      Shard(0), Shard(1) or Shard(2); the same output
     token table, by rows      ids whole  Shard(0)               whole, Shard(0) or Shard(1)
             by columns        ids whole  Shard(1)               Shard(2)
@@ -250,15 +250,15 @@ def _same_rule(operator: Operator, placement: OperatorPlacement) -> Iterator[str
     for parameter in operator.parameters:
         entries = placement.parameters.get(parameter.name, WHOLE)
         by_heads = placement.input == FEATURES and parameter.tensor_dim("heads") == 0
-        legal = ROWS if by_heads else WHOLE
-        if entries != legal:
-            yield f"{parameter.name} {_text(entries)}, it must be {_text(legal)}"
+        if entries != (ROWS if by_heads else WHOLE):
+            yield f"its parameters must be {'Shard(0)' if by_heads else 'whole'}"
     over_heads = operator.parallel_dim == "heads"
-    if over_heads and placement.input == SEQUENCE:
+    reads_sequences = any(name == "sequence" for name, _ in operator.undivided)
+    if reads_sequences and placement.input == SEQUENCE:
         why = (
             "queries need every key before them"
             if operator.kind is OperatorKind.ATTENTION
-            else "ranks divide it by whole heads"
+            else "positions count from a shard's start"
         )
         yield f"it cannot be divided by sequence: {why}"
     if operator.kind is OperatorKind.NORM and not over_heads and placement.input == FEATURES:

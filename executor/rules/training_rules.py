@@ -10,8 +10,20 @@ from parplan.executor.rules.rule import Refusal, rule
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.blocks import Mixer
 from parplan.profiles.models.functions import RouterScores
-from parplan.profiles.models.spec import Optimizer, Positions, Precision
+from parplan.profiles.models.spec import Optimizer, Positions, Precision, rare_parts
 from parplan.profiles.stack import AttentionKernel
+
+# fields of few models that the executor's blocks have, or that another rule is about
+RUN = {"blocks", "latent", "output_bias", "qk_norm", "sinks", "norm_layout", "functions"} | {
+    "attention_soft_cap",
+    "logit_soft_cap",
+    "shared_experts",
+    "expert_bias",
+    "router_bias",
+    "state_space",
+    "tower",
+    "left_out",
+}
 
 
 @rule(
@@ -33,13 +45,13 @@ def model_parts(plan: Plan) -> Iterator[Refusal]:
             problem=f"model: {model.name} weights the inputs of its experts, not their outputs",
             action=model_parts.action,
         )
-    if model.mtp_layers:
-        yield Refusal(
-            problem=f"model: {model.name} has {model.mtp_layers} modules of multi-token "
-            "prediction, which need the ids on the last stage",
-            action="set mtp_layers to 0",
-            nearest=replace(plan, model=replace(model, mtp_layers=0)),
-        )
+    for name, default in rare_parts(model).items():
+        if name not in RUN:  # such as multi-token prediction, which needs ids on the last stage
+            yield Refusal(
+                problem=f"model: {model.name} has {name}",
+                action=f"set {name} to {str(default).lower()}",
+                nearest=replace(plan, model=replace(model, **{name: default})),  # type: ignore[arg-type]
+            )
 
 
 @rule(

@@ -225,13 +225,14 @@ def _place_operator(
 
     shared = getattr(module, "shared_inputs", ())  # they have no heads that ranks could divide
 
+    def over(place: int) -> tuple[Over, Over]:
+        return _of_all_heads(inputs) if place in shared else (inputs, gradients)
+
     def before(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         # a plain tensor is targets, or the local inputs of a recomputed operator
         return tuple(
-            _part(arg, mesh, *(_of_all_heads(inputs) if at in shared else (inputs, gradients)), recipes)
-            if isinstance(arg, DTensor)
-            else arg
-            for at, arg in enumerate(args)
+            _part(arg, mesh, *over(place), recipes) if isinstance(arg, DTensor) else arg
+            for place, arg in enumerate(args)
         )
 
     def after(_: nn.Module, args: Any, out: Tensor) -> DTensor:

@@ -15,8 +15,8 @@ from parplan.profiles.documents.schema import document, parse
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.blocks import QkNorm
 from parplan.profiles.models.hf.config_families import ALIASES, FAMILIES, WRAPPERS, Family
+from parplan.profiles.models.hf.config_functions import functions_of
 from parplan.profiles.models.hf.config_reader import ConfigReader
-from parplan.profiles.models.hf.functions import functions_of
 from parplan.profiles.models.hf.parts import (
     block_fields,
     falcon_fields,

@@ -335,6 +335,13 @@ def rare_defaults(model: ModelSpec) -> dict[str, object]:
     }
 
 
+def rare_parts(model: ModelSpec) -> dict[str, object]:
+    """Returns the fields of few models that this one has, with the defaults of others."""
+    return {
+        field.name: field.default for field in _RARE if getattr(model, field.name) != field.default
+    }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSpec:
     """One optimizer step: `global_batch_size` sequences of `seq_length` tokens.

@@ -19,6 +19,7 @@ from parplan.executor.models.mixture_of_experts import MixtureOfExperts
 from parplan.executor.training.train import build_trainer
 from parplan.planner.plan.plan import Plan
 from parplan.planner.runs.rank_checks import repriced_today
+from parplan.profiles.models.model_catalog import load_model
 from tests.helpers.executor_plans import MIXTRAL, make_plan
 
 pytestmark = pytest.mark.multiproc
@@ -33,6 +34,9 @@ PLANS = {
 }
 ON_GLOO = {
     "pp2-dp2-ep2": make_plan(MIXTRAL, pp=2, dp=2, ep=2, zero=(1,)),
+    "deepseek-pp2-dp2-ep2": make_plan(
+        load_model("deepseek-tiny").spec, pp=2, dp=2, ep=2, zero=(1,)
+    ),
     "pp2-tp2-ep2": make_plan(MIXTRAL, pp=2, tp=2, ep=2, sp=True),
     "pp2-tp2-etp2": make_plan(MIXTRAL, pp=2, tp=2, etp=2, sp=True, recompute="full"),
 }

@@ -36,6 +36,7 @@ from parplan.planner.plan.plan import Plan
 from parplan.profiles.errors import ConfigError, PlannerError
 from parplan.profiles.models.spec import Optimizer, Precision
 from parplan.profiles.stack import ContextForm
+from tests.executor.models.test_family_runs import DEEPSEEK, GEMMA
 from tests.helpers import executor_plans
 from tests.helpers.cases import mostly_slow
 from tests.helpers.executor_world import (
@@ -159,11 +160,21 @@ CHAINS = {
         make_plan(LLAMA, tp=2, recompute="full"),
         make_plan(LLAMA, dp=2),
     ],
+    "first-dense-block": [
+        make_plan(DEEPSEEK, dp=2, ep=2, zero=(3,)),
+        make_plan(DEEPSEEK, tp=2, etp=2, sp=True),
+        make_plan(DEEPSEEK, pp=2),
+    ],
+    "windows-in-turns": [
+        make_plan(GEMMA, tp=2),
+        make_plan(GEMMA, pp=2, blocks=(1, 3)),
+        make_plan(GEMMA, cp=2, form=ContextForm.RING),
+    ],
 }
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("name", mostly_slow(CHAINS, {"llama"}))
+@pytest.mark.parametrize("name", mostly_slow(CHAINS, {"llama", "first-dense-block"}))
 def test_a_run_goes_on_with_the_same_losses_on_other_meshes_and_plans(name, tmp_path):
     chain = CHAINS[name]
     options = {"directory": tmp_path, "every": 100}

@@ -28,8 +28,6 @@ BLOCKS = {
 }
 
 
-
-
 def held_bytes(name: str, index: int, operators: tuple[str, ...]) -> int:
     """Bytes of activations after the forward pass of a block.
 

@@ -21,8 +21,16 @@ from parplan.profiles.models.blocks import (
 )
 from parplan.profiles.models.functions import Activations, Functions, RouterScores
 from parplan.profiles.models.spec import ModelSpec
+from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.stack import AttentionKernel, ContextForm
-from tests.helpers.executor_plans import LLAMA, MIXTRAL, make_plan
+from tests.helpers.executor_plans import (
+    LLAMA,
+    MEGATRON_SEQUENCE,
+    MIXTRAL,
+    SEQUENCE,
+    make_plan,
+    with_divisions,
+)
 from tests.helpers.executor_world import (
     GRADIENT_TOLERANCE,
     LOSS_TOLERANCE,
@@ -81,6 +89,16 @@ QWEN3_MOE = replace(MIXTRAL, name="tiny-qwen3-moe", qk_norm=QkNorm.HEAD)
 OLMO2 = replace(
     LLAMA, name="tiny-olmo2", qk_norm=QkNorm.WHOLE, norm_layout=NormLayout.POST, num_layers=2
 )
+QWEN3 = replace(LLAMA, name="tiny-qwen3", qk_norm=QkNorm.HEAD, num_layers=2)
+LATENT = replace(
+    LLAMA,
+    name="tiny-latent",
+    num_layers=2,
+    num_kv_heads=4,
+    head_dim=12,
+    latent=DEEPSEEK.latent,
+    sinks=True,
+)
 LLAMA4 = replace(
     LLAMA,
     name="tiny-chunks",
@@ -88,7 +106,23 @@ LLAMA4 = replace(
     blocks=(BlockRun(chunk=4), BlockRun(rotary=False)),
 )
 
+
+def divided(model: ModelSpec, *choices: str) -> Plan:
+    """A plan of tp 2 whose blocks divide all operators in one of the ways, in turns."""
+    names = [operator.name for operator in build_graph(model, TRAINING, 1).block.operators]
+    return with_divisions(
+        make_plan(model, tp=2, sp=True), *(dict.fromkeys(names, choice) for choice in choices)
+    )
+
+
+TRAINING = make_plan().training
 PLANS: dict[str, Plan] = {
+    "qwen3-norms-by-sequence": with_divisions(
+        make_plan(QWEN3, tp=2, sp=True),
+        {**MEGATRON_SEQUENCE, "qk_norm": "sequence"},
+        {**SEQUENCE, "qk_norm": "features"},
+    ),
+    "latent-by-batch-and-whole": divided(LATENT, "batch", "whole"),
     "deepseek-tp2-sp": make_plan(DEEPSEEK, tp=2, sp=True, recompute=("norm1", "norm2")),
     "deepseek-pp2-dp2-ep2": make_plan(DEEPSEEK, pp=2, dp=2, ep=2, zero=(1,)),
     "deepseek-pp2-dp2-ep2-zero3": make_plan(
@@ -125,6 +159,8 @@ PLANS: dict[str, Plan] = {
     "chunks-tp2-sp": make_plan(LLAMA4, tp=2, sp=True, recompute=("norm1", "qkv")),
 }
 QUICK = (
+    "latent-by-batch-and-whole",
+    "qwen3-norms-by-sequence",
     "deepseek-tp2-sp",
     "deepseek-pp2-dp2-ep2",
     "gpt-oss-dp2-ep2",

@@ -159,7 +159,9 @@ def _copy_attention(ours: nn.Module, attention: nn.Module, model: ModelSpec) -> 
     for of in "qk":
         if hasattr(attention, f"{of}_norm"):
             weight = getattr(attention, f"{of}_norm").weight
-            getattr(ours.qk_norm, f"{of}_weight").copy_(weight + (1 if model.name == "gemma-3" else 0))
+            getattr(ours.qk_norm, f"{of}_weight").copy_(
+                weight + (1 if model.name == "gemma-3" else 0)
+            )
     if model.sinks:
         ours.attention.sinks.copy_(attention.sinks)
 
@@ -175,9 +177,7 @@ def _copy_network(ours: nn.Module, mlp: nn.Module, prefix: str = "") -> None:
 
 def _copy_experts(ours: nn.Module, mlp: nn.Module, model: ModelSpec) -> None:
     router = mlp.router if hasattr(mlp, "router") else mlp.gate
-    ours.mixture.router.load_state_dict(
-        {name: value for name, value in router.named_parameters()}, strict=True
-    )
+    ours.mixture.router.load_state_dict(dict(router.named_parameters()), strict=True)
     experts, held = mlp.experts, ours.mixture.experts
     if model.expert_bias:
         held.fc1.weight.copy_(experts.gate_up_proj.flatten(0, 1))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from parplan.executor.models.attention import SelfAttention
+from parplan.executor.models.attention_modules import SelfAttention
 from parplan.executor.models.transformer_layers import build_layer
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, Positions, TrainingSpec

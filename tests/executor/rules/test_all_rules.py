@@ -21,7 +21,7 @@ from parplan.executor.rules.all_rules import RULES, nearest_legal, refusals, val
 from parplan.planner.plan.plan import LayerRun, OperatorPlacement, Plan, StagePlan
 from parplan.planner.search.estimate import ChunkRequest
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.models.blocks import BlockRun
+from parplan.profiles.models.blocks import BlockRun, QkNorm
 from parplan.profiles.models.documents import Documents
 from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.functions import Functions, RouterScores
@@ -239,7 +239,7 @@ BROKEN = {
     "more-tokens-predicted": Broken(
         "model parts",
         make_plan(dataclasses.replace(LLAMA, mtp_layers=1)),
-        "1 modules of multi-token prediction, which need the ids on the last stage",
+        "tiny-llama has mtp_layers",
         "set mtp_layers to 0",
         "fails",
     ),
@@ -563,6 +563,24 @@ BROKEN = {
         family_plan("llama", cp=2, form=ContextForm.RING),
         "cp is 2 with a module that is not the executor's own",
         "set cp to 1, context_form to null and dp to 2",
+        "other gradients",
+    ),
+    "parts-of-a-sequence-over-two-ranks": Broken(
+        "context alone",
+        make_plan(
+            dataclasses.replace(LLAMA, blocks=(BlockRun(chunk=4),)), cp=2, form=ContextForm.RING
+        ),
+        "cp is 2 with attention within parts of a sequence",
+        "set cp to 1, context_form to null and dp to 2",
+        "other gradients",
+    ),
+    "norms-behind-halves": Broken(
+        "halves",
+        with_pipeline(
+            make_plan(dataclasses.replace(LLAMA, qk_norm=QkNorm.HEAD), tp=2), tp_overlap=2
+        ),
+        "tp_overlap 2 with blocks that have qk_norm",
+        "set tp_overlap to 0",
         "other gradients",
     ),
     "half-a-sequence": Broken(

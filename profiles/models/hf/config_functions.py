@@ -54,19 +54,12 @@ def functions_of(
 
     activation   the name of its activation in the file
     """
-    hidden = reader.integer(("hidden_size", "n_embd", "d_model"))
     scores, normed, factor = _router(reader, family_name)
     granite = family_name in _GRANITE
     return Functions(
         activation=_activation(family_name, activation, gated=gated),
         score_factor=_score_factor(reader, family_name, head_dim),
-        embedding_factor=(
-            math.sqrt(hidden)
-            if family_name in _SCALED_EMBEDDINGS
-            else reader.number(("embedding_multiplier",), 1.0)
-            if granite
-            else 1.0
-        ),
+        embedding_factor=_embedding_factor(reader, family_name),
         residual_factor=reader.number(("residual_multiplier",), 1.0) if granite else 1.0,
         logit_divisor=reader.number(("logits_scaling",), 1.0) if granite else 1.0,
         window_rope_theta=_window_theta(reader) if family_name == "gemma3_text" else 0.0,
@@ -94,6 +87,12 @@ def _score_factor(reader: ConfigReader, family_name: str, head_dim: int) -> floa
     elif family_name in _GRANITE:
         factor = reader.number(("attention_multiplier",), 1.0)
     return 0.0 if factor == head_dim**-0.5 else factor
+
+
+def _embedding_factor(reader: ConfigReader, family_name: str) -> float:
+    if family_name in _SCALED_EMBEDDINGS:
+        return math.sqrt(reader.integer(("hidden_size",)))
+    return reader.number(("embedding_multiplier",), 1.0) if family_name in _GRANITE else 1.0
 
 
 def _window_theta(reader: ConfigReader) -> float:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from parplan.executor.context.context_attention import Context, Reading, attend_alone
+from parplan.executor.context.context_attention import Context, KeysRead, attend_alone
 from parplan.executor.models.operators import rms_norm
 from parplan.executor.tensors import local
 from parplan.profiles.models.blocks import BlockRun
@@ -111,7 +111,7 @@ class LatentRotary(_Positioned):
         return torch.stack((query, key), dim=-2).flatten(2)
 
 
-class QkNorm(nn.Module):
+class QueryKeyNorm(nn.Module):
     """The norms of queries and keys, with a weight of each if the operator has them.
 
     whole  they are over all heads, else over each
@@ -152,14 +152,12 @@ class SelfAttention(nn.Module):
     on_shards = True
     context: Context | None = None
 
-    def __init__(
-        self, model: ModelSpec, kernel: AttentionKernel, block: BlockRun = ALIKE
-    ) -> None:
+    def __init__(self, model: ModelSpec, kernel: AttentionKernel, block: BlockRun = ALIKE) -> None:
         super().__init__()
         self.model = model
         self.kernel = kernel
         self.dropout = model.dropout
-        self.reading = Reading(
+        self.reading = KeysRead(
             window=block.window,
             chunk=block.chunk,
             factor=model.functions.score_factor or None,
@@ -193,14 +191,14 @@ class SelfAttention(nn.Module):
                 key.repeat_interleave(keys_at, dim=1),
                 value.repeat_interleave(keys_at, dim=1),
             )
-        if self.model.num_kv_heads != self.model.num_heads:
+        if keys_at > 1 and groups.shape[2] > 1:
             # the queries of several groups are one copy; views of the keys would save all of qkv
             key = key.contiguous()
             value = value.contiguous() if second is None else value
         return query, key, value
 
     def _values(self, x: Tensor) -> Tensor:
-        """Returns the values of a tensor that is saved as a whole, [batch, sequence, heads, ...]."""
+        """Returns the values of a tensor that is saved whole, by head."""
         latent = self.model.latent
         if latent is None:
             return groups_of(x, self.model, values=True)[..., -1, :]
@@ -227,10 +225,7 @@ class SelfAttention(nn.Module):
         """Returns whether torch has no kernel for this attention over whole sequences."""
         reach = self.reading.window or self.reading.chunk or length
         return (
-            reach < length
-            or unlike_widths
-            or self.sinks is not None
-            or self.reading.soft_cap > 0.0
+            reach < length or unlike_widths or self.sinks is not None or self.reading.soft_cap > 0.0
         )
 
     def _unfused(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
