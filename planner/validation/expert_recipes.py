@@ -33,7 +33,7 @@ _EXCHANGES: tuple[tuple[str, _Facts], ...] = (
     (r"mbridge-26\.04.*gpt_oss.*-gb200", _BOTH),
     (r"mbridge-26\.02.*qwen3_30b.*-h100", _BOTH),
     (r"mbridge-25.*deepseek.*-h100", _BOTH),
-    (r"mbridge-26\.0[468].*deepseek.*-b200-\d+-mxfp8", _BOTH),
+    (r"mbridge-26\.(04\.01|0[68]).*deepseek.*-b200-\d+-mxfp8", _BOTH),
     (r"(mbridge-26\.0[68].*gpt_oss.*-|mbcard-gpt-oss-120b.*performance-)gb200", _OVERLAPPED),
     (r"mbridge-25.*qwen3_30b.*-h100", _OVERLAPPED),
     (r"qwen3.235b.*-h100", _OVERLAPPED),
@@ -64,12 +64,14 @@ _GRAPHS: tuple[tuple[str, _Facts], ...] = (
     (r"gpt_oss.*-g?b300", _ROUTERS),
     (r"(deepseek|kimi).*-gb200", _ROUTERS),
     (r"mbridge-25\.11.*deepseek.*-gb300", _ROUTERS),
-    (r"mbridge-26\.0[68].*deepseek.*-(b300|b200-\d+-mxfp8)", _ROUTERS),
+    (r"mbridge-26\.(04\.01|0[68]).*deepseek.*-(b300|b200-\d+-mxfp8)", _ROUTERS),
     (r"nemotron_3", _ROUTERS),
 )
 # Rows that recompute nothing, or norms, activations and up-projections alone, whose time is left
 # out. Kimi K2 and DeepSeek-V3 on H100 recompute the dense network and shared experts as well.
-_NOTHING_RECOMPUTED = r"(mbridge|mbcard).*(gpt.oss|qwen3|deepseek|kimi).*"
+_NOTHING_RECOMPUTED = re.compile(
+    r"(mbridge-\d.*|mbcard-(?=.*performance))(gpt.oss|qwen3|deepseek|kimi)(?!.*-h100)"
+)
 
 
 def with_recipe(row: Row, stack: Stack) -> Stack:
@@ -83,5 +85,4 @@ def with_recipe(row: Row, stack: Stack) -> Stack:
 
 def recomputes_little(row: Row) -> bool:
     """True for a row whose recipe recomputes nothing that takes long."""
-    key = row["id"].lower()
-    return "-h100" not in key and re.match(_NOTHING_RECOMPUTED, key) is not None
+    return _NOTHING_RECOMPUTED.match(row["id"].lower()) is not None
