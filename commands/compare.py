@@ -56,9 +56,9 @@ DEFAULT = "megatron"
     default=DEFAULT,
     show_default=True,
     metavar="NAME,..",
-    help="Systems to compare with: megatron (with megatron-defaults and megatron-guide), zero-1, "
-    "zero-2, zero-3, fsdp, all. A traced plan: zero-0 to zero-3, 1f1b, 1f1b-recompute, by default "
-    "all.",
+    help="Systems to compare with: megatron (with megatron-defaults and megatron-guide), "
+    "deepspeed-3d, torchtitan, merak, zero-1, zero-2, zero-3, fsdp, all. A traced plan: zero-0 to "
+    "zero-3, 1f1b, 1f1b-recompute, by default all.",
 )
 @target_options
 @option(
@@ -93,7 +93,6 @@ def compare(
     from parplan.planner.baselines.systems import baseline_names
     from parplan.planner.objective import Objective
     from parplan.planner.plan.plan import Plan
-    from parplan.planner.request import Constraints
     from parplan.planner.search.comparison import compare
     from parplan.report.searches.comparison_tables import comparison_document, print_comparison
     from parplan.report.text import console
@@ -120,7 +119,7 @@ def compare(
     if as_json:
         print_json(comparison_document(comparison))
     else:
-        pinned = plan_file is None and constraints != Constraints()
+        pinned = plan_file is None and constraints != constraints_of(PinOptions(), target)
         print_comparison(comparison, console(sys.stdout), assumed=assumed, pinned=pinned)
     return INTERRUPTED if interrupted else 0
 

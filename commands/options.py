@@ -62,8 +62,11 @@ class TargetOptions:
     lora_targets: tuple[str, ...] = ()
     freeze: tuple[str, ...] = ()
     base_weights: str | None = None
+    images_per_sequence: int | None = None
+    image_tokens: int | None = None
     expert_imbalance: float = 1.0
     expert_capacity: float = 0.0
+    document_lengths: str | None = None
     stack: str | None = None
     attention: str | None = None
     profile: str | None = None
@@ -218,6 +221,22 @@ training_options = together(
     option(WHAT, "--fp8", is_flag=True, help="Run the matrix products of the blocks in fp8."),
     option(
         WHAT,
+        "--images-per-sequence",
+        type=Whole("images_per_sequence"),
+        metavar="N",
+        help="Images of a sequence that pass the tower of the model; 0: text alone, without the "
+        "tower. [default: 1]",
+    ),
+    option(
+        WHAT,
+        "--image-tokens",
+        type=Whole("image_tokens"),
+        metavar="N",
+        help="Tokens of the language model that an image becomes, for a tower that takes images "
+        "of any size. [default: the model's]",
+    ),
+    option(
+        WHAT,
         "--expert-imbalance",
         type=Number(),
         default=1.0,
@@ -233,6 +252,14 @@ training_options = together(
         metavar="FACTOR",
         help="Copies of tokens that each expert takes, over the mean; the rest is dropped. "
         "[default: all]",
+    ),
+    option(
+        WHAT,
+        "--document-lengths",
+        metavar="FILE|MEAN",
+        help="Documents that sequences are packed from, between which attention reads nothing: a "
+        "file with a length on each line, or a length and a count; or the mean of exponential "
+        "lengths. [default: sequences are read whole]",
     ),
     option(
         WHAT,
@@ -271,7 +298,8 @@ fine_tuning_options = together(
         type=List(click.STRING),
         default=(),
         metavar="PART,..",
-        help="Parts that are not trained: embedding, head, norms, blocks:0-15, all.",
+        help="Parts that are not trained: embedding, head, norms, tower, projector, blocks:0-15, "
+        "all.",
     ),
     option(
         WHAT,

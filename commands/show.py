@@ -69,12 +69,14 @@ def show(
     for a transfer: the mean, then each stage.
     """
     from parplan.planner.plan.plan_file import read_any_plan
+    from parplan.planner.plan.tower_cost import tower_cost
     from parplan.planner.plan.traced_plan import TracedPlan
     from parplan.planner.runs.run_file import is_run
     from parplan.report.plans.chunk_tables import print_chunks
     from parplan.report.plans.layer_table import print_layers
     from parplan.report.plans.redundancy_table import print_redundancy
     from parplan.report.plans.summary import SummaryContext
+    from parplan.report.plans.tower_text import print_tower
     from parplan.report.text import console
 
     if is_run(plan_file):
@@ -106,6 +108,7 @@ def show(
     if isinstance(plan, TracedPlan):
         print_chunks(plan, out)
         return
+    print_tower(plan, tower_cost(plan), out)
     print_layers(plan, out)
     print_chunks(plan, out)
     print_redundancy(plan, out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from enum import IntEnum
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.host_embedding import HostEmbedding, host_embedding_of, without_table
@@ -31,6 +32,7 @@ from parplan.profiles.models.operator_graph import (
     LayerKey,
     LayerKind,
     ModelGraph,
+    ModelPart,
     Operator,
     Tensor,
 )
@@ -39,6 +41,14 @@ from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.provenance import ZERO, Seconds
 
 TOKENS = "tokens"  # what a sharding divides where a table is whole over divided tokens
+
+
+class Cut(IntEnum):
+    """The classes of cuts: inside a tower, before a block that attends to it, and all others."""
+
+    ANYWHERE = 0
+    IN_TOWER = 1
+    ATTENDING = 2
 
 
 class PriceCache(LayerPriceCache):
@@ -90,18 +100,46 @@ class PriceCache(LayerPriceCache):
 
     @property
     def num_layers(self) -> int:
-        return self.model.num_layers + 2
+        return self.model.num_blocks + 2
 
     def key(self, layer: int, first: int) -> LayerKey:
         return self.graph(1).key(layer)
 
     def cut_class(self, cut: int) -> int:
-        return 0
+        tower = self.model.tower
+        if tower is None:
+            return Cut.ANYWHERE
+        part = self.graph(1).part_behind(cut)
+        if part in (ModelPart.TOWER, ModelPart.PROJECTOR):
+            return Cut.IN_TOWER
+        return Cut.ATTENDING if tower.attended and part is ModelPart.LANGUAGE else Cut.ANYWHERE
 
     def crossing_tensors(
         self, cut_class: int, micro_batch_size: int, of: TokenPart = ALL_TOKENS
     ) -> tuple[Tensor, ...]:
-        return (self.graph(micro_batch_size, of).boundary,)
+        """Returns the tensors that a pipeline stage receives at a cut of a class.
+
+        Inside a tower the output of the embedding travels with the tensor between two layers, and
+        behind it the output of a tower that all blocks attend to. Pixels come from the batch, on
+        any stage.
+        """
+        graph = self.graph(micro_batch_size, of)
+        if cut_class == Cut.IN_TOWER:
+            return graph.tower_boundary, graph.boundary
+        attended = (graph.attended,) if cut_class == Cut.ATTENDING else ()
+        return (graph.boundary, *attended)
+
+    def besides_bytes(self, first: int, end: int, micro_batch_size: int) -> float:
+        """Bytes of the output of a tower, once for all blocks of a stage that attend to it.
+
+        Sequence parallelism, which divides it, is left out.
+        """
+        tower = self.model.tower
+        if tower is None or not tower.attended:
+            return 0.0
+        graph = self.graph(micro_batch_size)
+        attends = any(graph.part_behind(layer) is ModelPart.LANGUAGE for layer in range(first, end))
+        return float(graph.attended.num_bytes) if attends else 0.0
 
     @property
     def num_parameters(self) -> int:
@@ -136,7 +174,7 @@ class PriceCache(LayerPriceCache):
             for parameter in operator.parameters
             if operator.parallel_dim == "vocab"
         )
-        return (ParameterSharing((0, self.model.num_layers + 1), table),)
+        return (ParameterSharing((0, self.model.num_blocks + 1), table),)
 
     def shared_reduction(self, shared: ParameterSharing, mesh: Mesh, sharding: Sharding) -> Seconds:
         """Seconds a step to sum the gradients of both copies of a tied table.

@@ -173,8 +173,9 @@ def _sharding(mesh: Mesh, sequence_parallel: bool, overlap: int) -> Sharding:
 @lru_cache(maxsize=1024)
 def _alike(inside: Inside, sequence_parallel: bool, overlap: int) -> Sharding:
     tp, ep, etp, cp, form = inside
+    axes = (tp // etp, etp) if 1 < etp < tp else ()
     return Sharding(
-        tp, sequence_parallel, ep=ep, overlap=overlap, etp=etp, cp=cp, context_form=form
+        tp, sequence_parallel, axes=axes, ep=ep, overlap=overlap, etp=etp, cp=cp, context_form=form
     )
 
 

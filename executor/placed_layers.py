@@ -13,7 +13,7 @@ from parplan.costmodels.schedules.schedule import Schedule, csv_rows
 from parplan.planner.plan.plan import LayerPlan, LayerRun, Plan
 from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.models.operator_graph import LayerKind, layer_kind
+from parplan.profiles.models.operator_graph import LayerClass, LayerKind, ModelGraph, layer_kind
 from parplan.profiles.models.transformer import build_graph
 
 
@@ -40,13 +40,14 @@ class PlacedLayer:
 
 def stage_layers(plan: Plan) -> tuple[tuple[PlacedLayer, ...], ...]:
     """Return the layers of every (virtual) stage in the order of the forward pass."""
+    graph = build_graph(plan.model, plan.training, 1)
     return tuple(
-        tuple(layer for run in stage.layers for layer in _run_layers(plan, run))
+        tuple(layer for run in stage.layers for layer in _run_layers(plan, run, graph))
         for stage in plan.stages
     )
 
 
-def _run_layers(plan: Plan, run: LayerRun) -> Iterator[PlacedLayer]:
+def _run_layers(plan: Plan, run: LayerRun, graph: ModelGraph) -> Iterator[PlacedLayer]:
     if run.plan not in plan.layer_plans:
         raise ConfigError(
             f"stages: layer plan {run.plan!r} is not among layer_plans", hint="make the plan again"
@@ -58,6 +59,12 @@ def _run_layers(plan: Plan, run: LayerRun) -> Iterator[PlacedLayer]:
             raise ConfigError(
                 f"stages: layer {index} is of kind {kind}, "
                 f"its plan {run.plan} is of kind {layer_plan.layer}",
+                hint="make the plan again",
+            )
+        if layer_plan.block and layer_plan.key(graph) != graph.key(index):
+            raise ConfigError(
+                f"stages: layer {index} is of class {graph.key(index)}, "
+                f"its plan {run.plan} is of class {layer_plan.block}",
                 hint="make the plan again",
             )
         yield PlacedLayer(kind=kind, index=index, plan=layer_plan)
@@ -144,5 +151,10 @@ def torchrun_line(plan: Plan | TracedPlan, path: str = "plan.yaml") -> str:
 
 def layer_operators(plan: Plan, layer_plan: LayerPlan) -> tuple[str, ...]:
     """Return the names of the operators of layers that run on `layer_plan`."""
+    return tuple(operator.name for operator in layer_class_of(plan, layer_plan).operators)
+
+
+def layer_class_of(plan: Plan, layer_plan: LayerPlan) -> LayerClass:
+    """Return the operators of layers that run on `layer_plan`, for micro-batches of the plan."""
     graph = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size)
-    return tuple(operator.name for operator in graph.layer_class(layer_plan.layer).operators)
+    return graph.layer_class(layer_plan.key(graph))

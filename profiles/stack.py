@@ -135,6 +135,11 @@ class Stack:
     mesh_orders              the orders of the parallel axes over the ranks, outermost first, that
                              it can start in (costmodels/communication/mesh.py)
     context_forms            the forms of context parallelism that it runs
+    sends_within_windows     context-parallel ranks send keys and values to those ranks alone whose
+                             queries read them, where a window or documents bound their reach
+    divides_documents        context-parallel ranks have equal parts of every document, so that they
+                             have equal work
+    context_alone            it divides sequences only without tensor and pipeline parallelism
     divides_experts          each expert may be divided over the tensor-parallel ranks
     terms_of                 the stack whose fitted terms it shares, empty for its own
 
@@ -145,6 +150,8 @@ class Stack:
                                    gathered input, not the rank's tokens
     keeps_activated_gate           a gated activation saves its activated half in addition to its
                                    input
+    weighs_activations             experts multiply the activation by the weight of the choice, not
+                                   their output
     attention_kv_copies            further copies of keys and values that attention saves
     attention_output_copies        further copies of its output that attention saves where sequences
                                    and batch change places (micro-batch > 1)
@@ -212,11 +219,15 @@ class Stack:
     recompute: tuple[RecomputeKind, ...] = EVERY_RECOMPUTE
     mesh_orders: tuple[MeshOrderName, ...] = ("pp-dp-tp",)
     context_forms: tuple[ContextFormName, ...] = ()
+    sends_within_windows: bool = False
+    divides_documents: bool = False
+    context_alone: bool = False
     divides_experts: bool = False
     terms_of: str = ""
     logit_bytes: int = 6
     keeps_gathered_inputs: bool = False
     keeps_activated_gate: bool = False
+    weighs_activations: bool = False
     attention_kv_copies: int = 0
     attention_output_copies: int = 0
     keeps_low_precision_gradients: bool = False

@@ -39,6 +39,7 @@ ALLOWED = {  # package -> the files, or folders with their slash, that may impor
     "highspy": ("planner/solver.py",),
     "matplotlib": ("report/plots/",),
     "networkx": ("profiles/models/",),
+    "peft": ("profiles/tracing/partly_trained.py",),
     "pulp": ("planner/solver.py",),
     "pydantic": ("profiles/",),
     "rich": ("commands/output.py", "report/"),

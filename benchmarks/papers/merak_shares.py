@@ -19,6 +19,7 @@ from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.planner.baselines import uniform_strategies
 from parplan.planner.baselines.deepspeed_stages import partitions
 from parplan.planner.baselines.merak_runtime import (
+    MERAK_STACK,
     Choice,
     last_keeps_all,
     least_recompute,
@@ -28,7 +29,7 @@ from parplan.planner.baselines.merak_runtime import (
 )
 from parplan.planner.baselines.optimum import Optimum, fastest
 from parplan.planner.baselines.systems import WHOLE_LAYERS, baseline_strategies
-from parplan.planner.baselines.uniform_strategies import any_stages, staged
+from parplan.planner.baselines.uniform_strategies import staged, system_meshes
 from parplan.planner.infeasible.shortfall import limit_bytes
 from parplan.planner.request import SearchOptions
 from parplan.profiles.machines.shipped_profiles import machine_for
@@ -124,8 +125,8 @@ def plain_layouts(setting: Setting) -> tuple[ParallelLayout, ...]:
     cache = setting.price_cache
     return tuple(
         layout
-        for mesh in any_stages(cache.model, cache.machine.cluster, cache.training)
-        for layout in uniform_strategies.plain_layouts(mesh, cache.training)
+        for mesh in system_meshes(MERAK_STACK, cache)
+        for layout in uniform_strategies.plain_layouts(mesh, cache.model, cache.training)
     )
 
 

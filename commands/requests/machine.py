@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parplan.commands.options import TargetOptions
+from parplan.commands.requests.document_lengths import documents_of_option
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster, Device
 from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
@@ -156,11 +157,12 @@ def training_of(
         Precision.BF16 in device.peak_flops_per_s or Precision.FP16 not in device.peak_flops_per_s
     )
     usual, why = (Precision.BF16, "") if has_bf16 else (Precision.FP16, " (the device has no bf16)")
+    seq_length = defaults.seq_length if target.seq_length is None else target.seq_length
     training = TrainingSpec(
         global_batch_size=defaults.global_batch_size
         if target.global_batch_size is None
         else target.global_batch_size,
-        seq_length=defaults.seq_length if target.seq_length is None else target.seq_length,
+        seq_length=seq_length,
         precision=Precision(target.precision or measured_at or usual),
         gradient_precision=Precision(target.gradient_precision or Precision.FP32),
         attention=AttentionKernel(target.attention or attention),
@@ -170,6 +172,7 @@ def training_of(
         fine_tuning=fine_tuning_of(target),
         expert_imbalance=target.expert_imbalance,
         expert_capacity=target.expert_capacity,
+        documents=documents_of_option(target.document_lengths, seq_length),
         stack=stack,
     )
     taken = {

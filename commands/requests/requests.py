@@ -9,6 +9,7 @@ from typing import Any
 
 from parplan.commands.options import STDOUT, PinOptions, SearchFlags, TargetOptions
 from parplan.commands.requests.external import load_module, narrowed
+from parplan.commands.requests.images import images_phrase, require_room, with_images
 from parplan.commands.requests.machine import TrainingDefaults, cluster_and_training
 from parplan.costmodels.communication.mesh import MeshOrder
 from parplan.costmodels.host.offload import Offload
@@ -45,6 +46,7 @@ from parplan.profiles.models.spec import (
     Optimizer,
     Positions,
     TrainingSpec,
+    text_alone,
 )
 from parplan.profiles.stack import ContextForm
 from parplan.profiles.units import parse_size
@@ -69,7 +71,7 @@ def request_of(
         )
     entry, module = load_model(target.model), load_module(target.module, target.model)
     if module:  # The tables of an external module are as large as it makes them.
-        entry = replace(entry, spec=replace(entry.spec, vocab_multiple=1))
+        entry = replace(entry, spec=replace(text_alone(entry.spec), vocab_multiple=1))
     request = replace(request_about(entry, target), module=module)
     if pins is not None:
         searched = searched_offload(request.model, request.training)
@@ -84,13 +86,19 @@ def request_about(
 
     whose: the owner of the default batch and sequence length, for the phrases. Raises ConfigError.
     """
+    entry = replace(
+        entry, spec=with_images(entry.spec, target.images_per_sequence, target.image_tokens)
+    )
     defaults = TrainingDefaults(
         global_batch_size=entry.global_batch_size, seq_length=entry.seq_length, whose=whose
     )
     cluster, training, assumed = cluster_and_training(
         target, defaults, partial(_require_trainable, entry.spec)
     )
-    return PlanRequest(model=entry.spec, cluster=cluster, training=training, assumed=assumed)
+    images = () if target.images_per_sequence is not None else images_phrase(entry.spec)
+    return PlanRequest(
+        model=entry.spec, cluster=cluster, training=training, assumed=(*assumed, *images)
+    )
 
 
 def _require_trainable(model: ModelSpec, device: Device, training: TrainingSpec) -> None:
@@ -100,6 +108,7 @@ def _require_trainable(model: ModelSpec, device: Device, training: TrainingSpec)
             f"{device.name} has no fp8 arithmetic",
             hint="leave out --fp8, or plan for a device of Hopper or later",
         )
+    require_room(model, training.seq_length)
     if model.positions is Positions.LEARNED and training.seq_length > model.max_seq_length:
         raise ConfigError(
             f"--seq-length is {training.seq_length}, {model.name} learns {model.max_seq_length} "

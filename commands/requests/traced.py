@@ -34,9 +34,10 @@ _WHOLE_SHARDS = "a shard is one function to the executor, and all of it is used 
 _REFUSED = {  # options that a traced module cannot have, and why
     "module": "the traced module is what runs",
     "fp8": "products of a traced module run in --precision",
+    "base_weights": "frozen weights of a traced module are in the precision of training",
+    "document_lengths": "a traced module reads its sequences as it does",
     **dict.fromkeys(
-        ("lora_rank", "lora_targets", "freeze", "base_weights"),
-        "adapters and frozen parts are those of a described model",
+        ("images_per_sequence", "image_tokens"), "the inputs of a traced module are its own"
     ),
     "prefer": "the error band of a traced module is unknown, and so are its ties",
     "cp": _WHOLE,
@@ -108,6 +109,9 @@ def module_request(
         stack=EXECUTORS_STACK,
     )
     cluster, training, assumed = cluster_and_training(target, defaults)
+    # the module itself says what of it is trained
+    source = replace(source, fine_tuning=training.fine_tuning)
+    training = replace(training, fine_tuning=None)
     return PlanRequest(
         model=source,
         cluster=cluster,

@@ -71,8 +71,8 @@ class Mesh:
     cp: number of ranks over which every sequence is divided
     context_form: the way in which their attention reads the whole sequence, None for cp 1
     ep, etp: the experts of a block are divided over ep x etp of the dp x cp x tp ranks of a stage,
-        which are neighbours: over ep ranks by whole experts, and each expert over etp ranks, 1 or
-        tp. The other ranks hold copies
+        which are neighbours: over ep ranks by whole experts, and each expert over etp ranks, which
+        divide tp: 1 or tp where plans are searched or run. The other ranks hold copies
     """
 
     __pydantic_config__ = _FORBID
@@ -98,10 +98,10 @@ class Mesh:
         for axis in Axis:
             if self.degree(axis) not in DEVICES:
                 raise ConfigError(f"mesh: {axis} is {self.degree(axis)}, it must be {DEVICES}")
-        if self.etp not in (1, self.tp):
+        if self.etp < 1 or self.tp % self.etp:
             raise ConfigError(
-                f"mesh: etp is {self.etp}, it must be 1 or tp {self.tp}",
-                hint="an expert is whole, or divided as the other operators are",
+                f"mesh: etp is {self.etp}, it must divide tp {self.tp}",
+                hint="an expert is whole, or tensor-parallel ranks divide it",
             )
         ranks = self.ranks_per_stage
         if self.ep < 1 or ranks % (self.ep * self.etp):
@@ -279,6 +279,8 @@ def illegal_expert_parallel(mesh: Mesh, model: ModelSpec) -> str | None:
             if degree > 1:
                 return f"{axis} {degree} divides experts, {model.name} has none"
         return None
+    if mesh.etp not in (1, mesh.tp):
+        return f"etp {mesh.etp} is neither 1 nor tp {mesh.tp}: plans have one tensor-parallel group"
     if model.num_experts % mesh.ep:
         return f"ep {mesh.ep} does not divide the {model.num_experts} experts"
     if model.expert_ffn_hidden_size % mesh.etp:

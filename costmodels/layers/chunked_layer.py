@@ -29,7 +29,7 @@ from parplan.costmodels.host.offload import copy_time, host_adam_time, host_time
 from parplan.costmodels.host.state_location import ChunkCommunication, Eviction, StateLocation
 from parplan.costmodels.layers.layer_price import LayerTime
 from parplan.costmodels.layers.model_states import MASTER_BYTES, MOMENTS_BYTES, StateBytes
-from parplan.costmodels.operators.compute import optimizer_time
+from parplan.costmodels.operators.compute import OperatorTime, optimizer_time
 from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.provenance import ZERO, Seconds
@@ -95,6 +95,14 @@ class BlockCost:
     added_s: float
     host_adam_s: float
     device_adam_s: float
+
+    def waiting(self, wait: OperatorTime) -> BlockCost:
+        """Returns the cost with a wait in every micro-batch, beside its collectives."""
+        return replace(
+            self,
+            forward_s=self.forward_s + wait.forward.value_s,
+            backward_s=self.backward_s + wait.backward.value_s,
+        )
 
 
 def writes_over_parameters(training: TrainingSpec, num_micro_batches: int) -> bool:

@@ -12,7 +12,10 @@ n bytes of keys and values on a rank, micro-batch and block:
     two-level    the exchanges of all-to-all over a neighbours, and a ring over the cp / a groups
 
 The heads are what all-to-all divides. Ranks beyond the heads of keys and values hold copies of
-them.
+them. Where a token reads no further than a window, or the longest document, some stacks send a
+piece to those ranks alone that read it, in place of a ring or a gather: forward once, backward
+again and with its gradients. Ranks wait for the one with the longest documents
+(costmodels/layers/document_waits.py).
 """
 
 from __future__ import annotations
@@ -27,16 +30,18 @@ from parplan.costmodels.communication.collectives import (
 )
 from parplan.costmodels.communication.hiding import under
 from parplan.costmodels.communication.mesh import Mesh, place_axis
+from parplan.costmodels.layers.document_waits import context_share, wait_of
+from parplan.costmodels.layers.sequence_pieces import most_read_from_others
 from parplan.costmodels.operators.compute import OperatorTime
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.profiles.divisors import divisors
-from parplan.profiles.elementwise import Number
+from parplan.profiles.elementwise import Number, anywhere
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.models.operator_graph import Operator
 from parplan.profiles.models.spec import ModelSpec
 from parplan.profiles.provenance import ZERO, Seconds
-from parplan.profiles.stack import ContextForm
+from parplan.profiles.stack import ContextForm, Stack
 
 
 def ranks_with_heads(
@@ -64,6 +69,8 @@ def illegal_context(mesh: Mesh, model: ModelSpec, cluster: Cluster) -> str | Non
     kv_heads = max(1, model.num_kv_heads // mesh.tp)
     if mesh.cp == 1:
         return None
+    if model.tower is not None:
+        return f"context parallelism does not divide the images of the {model.tower.name} tower"
     if near is None and mesh.context_form is ContextForm.ALL_TO_ALL:
         return f"cp {mesh.cp} does not divide the {heads // mesh.tp} heads of a rank"
     if near is None:
@@ -79,16 +86,19 @@ class ContextCall:
 
     kind       None for messages round a ring
     ranks      ranks of the collective, or of the ring
+    chosen     an exchange in which a rank sends to those ranks alone that read it; `num_bytes` are
+               those of the rank that receives the most
     """
 
     kind: Collective | None
     ranks: int
     num_bytes: Number
     calls: int = 1
+    chosen: bool = False
 
 
 def context_calls(
-    operator: Operator, sharding: Sharding, gpus_per_node: int
+    operator: Operator, sharding: Sharding, gpus_per_node: int, stack: Stack
 ) -> tuple[tuple[ContextCall, ...], tuple[ContextCall, ...]]:
     """Returns what attention sends to other context-parallel ranks, forward and backward."""
     heads, cp = operator.size("heads"), sharding.cp
@@ -106,32 +116,61 @@ def context_calls(
             for num_bytes in (queries + kv_bytes, made, 2 * made)
         )
         exchanged, back = (read, given), (asked, read)
+    ring = cp // near
+    read_bytes = _read_bytes(operator, kv_bytes, ring) if stack.sends_within_windows else None
+    if ring > 1 and read_bytes is not None:
+        sent = ContextCall(
+            kind=Collective.ALL_TO_ALL, ranks=ring, num_bytes=read_bytes, chosen=True
+        )
+        return (*exchanged, sent), (*back, replace(sent, calls=2))
     if sharding.context_form is ContextForm.ALL_GATHER:
         gather, reduce = (
             ContextCall(kind=kind, ranks=cp, num_bytes=cp * kv_bytes)
             for kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
         )
         return (gather,), (gather, reduce)
-    ring = cp // near
     if ring == 1:
         return exchanged, back
     forward = ContextCall(kind=None, ranks=ring, num_bytes=kv_bytes, calls=ring - 1)
     return (*exchanged, forward), (*back, replace(forward, calls=2 * (ring - 1)))
 
 
+def _read_bytes(operator: Operator, kv_bytes: Number, ring: int) -> Number | None:
+    """Bytes of keys and values that a rank reads of others, None where it reads all of them."""
+    attention, sequence = operator.attention, operator.size("keys")
+    assert attention is not None
+    if ring == 1 or not 0 < attention.reach < sequence:
+        return None
+    num_pieces = most_read_from_others(ring, max(1, sequence // (2 * ring)), attention.reach)
+    return kv_bytes * num_pieces // 2
+
+
 def context_time(
-    operator: Operator, sharding: Sharding, alone: OperatorTime, machine: Machine
+    operator: Operator, sharding: Sharding, alone: OperatorTime, machine: Machine, stack: Stack
 ) -> OperatorTime:
     """Seconds that attention waits for other ranks, forward and backward.
 
     alone    its compute on this rank
     """
-    calls = context_calls(operator, sharding, machine.cluster.gpus_per_node)
+    calls = context_calls(operator, sharding, machine.cluster.gpus_per_node, stack)
     forward, backward = (
         machine.corrected("tensor", _waited(of_pass, compute, sharding, machine))
         for of_pass, compute in zip(calls, (alone.forward, alone.backward), strict=True)
     )
-    return OperatorTime(forward, backward)
+    sent = OperatorTime(forward, backward)
+    share = _document_share(operator, sharding, machine.cluster.gpus_per_node, stack)
+    return sent.plus(wait_of(alone, share)) if anywhere(share) else sent
+
+
+def _document_share(
+    operator: Operator, sharding: Sharding, gpus_per_node: int, stack: Stack
+) -> Number:
+    """Returns the share by which attention of the fullest rank of a sequence exceeds the mean."""
+    if stack.divides_documents:
+        return 0.0
+    heads, cp = operator.size("heads"), sharding.cp
+    near = ranks_with_heads(sharding.context_form, cp, sharding.tp, heads, gpus_per_node)
+    return context_share(operator, cp // (near or 1))
 
 
 def _waited(
@@ -141,7 +180,7 @@ def _waited(
     num_ranks, gpus_per_node = sharding.cp * sharding.tp, machine.cluster.gpus_per_node
     total = ZERO
     for call in calls:
-        if call.kind is not None:
+        if call.kind is not None and not call.chosen:
             where = place_axis(call.ranks, sharding.tp, num_ranks, gpus_per_node)
             total += collective_time(call.kind, call.num_bytes, where, machine)
             continue

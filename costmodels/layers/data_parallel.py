@@ -29,6 +29,7 @@ from parplan.costmodels.layers.model_states import (
     local_parameters,
 )
 from parplan.costmodels.layers.parameter_update import update_time
+from parplan.costmodels.operators.compute import OperatorTime
 from parplan.costmodels.operators.host_launch import host, measured_layout_costs
 from parplan.costmodels.operators.kernels import FP32_BYTES
 from parplan.costmodels.operators.sharding import PARTIAL, Sharding
@@ -64,6 +65,16 @@ class DataParallelTime:
     @property
     def per_step_s(self) -> float:
         return self.step.value_s + self.optimizer.value_s
+
+    def waiting(self, wait: OperatorTime) -> DataParallelTime:
+        """Returns the seconds with a wait in every micro-batch."""
+        return replace(
+            self, forward=self.forward + wait.forward, backward=self.backward + wait.backward
+        )
+
+    def waiting_once(self, wait: OperatorTime, repeats: int) -> DataParallelTime:
+        """Returns the seconds with the waits of as many micro-batches at the end of the step."""
+        return replace(self, step=self.step + (wait.forward + wait.backward).scaled(repeats))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -184,7 +184,7 @@ def own_communication(
     if operator.exchanged is not None:
         time = _exchange_time(operator, operator.exchanged, sharding, inside)
     elif operator.kind is OperatorKind.ATTENTION and sharding.cp > 1:
-        time = context_time(operator, sharding, alone, inside.machine)
+        time = context_time(operator, sharding, alone, inside.machine, inside.stack)
     elif sharding.ranks == 1:
         return FREE
     else:
@@ -292,7 +292,7 @@ def _exchange_time(
 
 
 def _more_launches(operator: Operator, sharding: Sharding, stack: Stack) -> float:
-    """Launches of an operator of a mixture beside its own, in the forward pass (EQUATIONS K7)."""
+    """Launches of an operator of a mixture beside its own, in the forward pass (EQUATIONS K8)."""
     if operator.exchanged is not None:
         return stack.dispatch_launches
     if operator.kind is OperatorKind.EXPERTS:
@@ -320,7 +320,7 @@ class LayerOperators:
         """Prices one micro-batch through the layer; the backward pass recomputes `recompute`.
 
         No pass is faster than the host launches it: operators, collectives, and both gradients of a
-        product (EQUATIONS K7).
+        product (EQUATIONS K8).
         """
         forward, tp_forward = self._forward(tuple(self.compute))
         repeated, tp_repeated = self._forward(tuple(recompute))

@@ -152,21 +152,32 @@ class LayerPriceCache(LayerTimes):
     ) -> DataParallelTime:
         """Gradient reduction, gathers and the optimizer step of one layer at ZeRO stage `zero`.
 
-        The operators of `own_zero` have another stage.
+        The operators of `own_zero` have another stage. Replicas wait for the longest documents.
         """
+
+        def make() -> DataParallelTime:
+            groups = self.groups(kind, mesh, sharding, zero, own_zero)
+            time = self.layer_time(kind, micro_batch_size, sharding)
+            moved = self._data_parallel(time, mesh, groups)
+            repeats = self.training.global_batch_size // (mesh.dp * micro_batch_size)
+            if sharding.data > 1 or any(group.zero >= 2 for group in groups):
+                wait = self.replica_wait(kind, micro_batch_size, mesh, sharding, 1)
+                return moved.waiting(wait)
+            wait = self.replica_wait(kind, micro_batch_size, mesh, sharding, repeats)
+            return moved.waiting_once(wait, repeats)
+
         return self._once(
             ("dp", kind, micro_batch_size, mesh, sharding, zero, own_zero, self.offloads_states),
-            lambda: self._data_parallel(
-                self.layer_time(kind, micro_batch_size, sharding),
-                mesh,
-                self.groups(kind, mesh, sharding, zero, own_zero),
-            ),
+            make,
         )
 
     def hidden_data_parallel(
         self, kind: LayerKey, mesh: Mesh, sharding: Sharding, zero: int, own_zero: OwnZero = ()
     ) -> DataParallelTime:
-        """A lower bound of `data_parallel`: endless compute hides all that the stack can hide."""
+        """A lower bound of `data_parallel`: endless compute hides all that the stack can hide.
+
+        It has no wait for documents.
+        """
         return self._once(
             ("hidden dp", kind, mesh, sharding, zero, own_zero, self.offloads_states),
             lambda: self._data_parallel(
@@ -308,8 +319,12 @@ class LayerPriceCache(LayerTimes):
             return chunk_by_chunk(cost, collectives, time, self.machine, self.training)
 
         communication = self.chunking.communication
+
+        def waiting() -> BlockCost:
+            return make().waiting(self.replica_wait(kind, micro_batch_size, mesh, sharding, 1))
+
         which = kind, location, micro_batch_size, mesh, sharding, in_parameters, elements
-        return self._once(("chunked", communication, *which), make)
+        return self._once(("chunked", communication, *which), waiting)
 
     def tensors_by_part(self, kind: LayerKey, access: Access) -> tuple[int, ...]:
         """Returns the number of tensors of each part of a layer in chunks."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.offload import copy_time
+from parplan.costmodels.layers.document_waits import replica_share, wait_of
 from parplan.costmodels.layers.halved_layer import HalvedOperators
 from parplan.costmodels.layers.layer_price import (
     LayerOperators,
@@ -22,7 +24,7 @@ from parplan.costmodels.layers.recompute import (
     saved_bytes,
     workspace_of,
 )
-from parplan.costmodels.operators.compute import OperatorTime, operator_time
+from parplan.costmodels.operators.compute import FREE, OperatorTime, operator_time
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.profiles.models.operator_graph import LayerClass, LayerKey, Operator
 from parplan.profiles.provenance import ZERO, Seconds
@@ -62,13 +64,6 @@ class LayerTimes(ModelLayers):
     def _operators(
         self, kind: LayerKey, micro_batch_size: int, sharding: Sharding
     ) -> LayerOperators | HalvedOperators:
-        def time_of(operator: Operator) -> OperatorTime:
-            way = sharding.splits(operator), sharding.degrees, sharding.experts, sharding.context
-            return self._once(
-                ("operator", kind, micro_batch_size, operator.name, way),
-                lambda: operator_time(operator, sharding, self.machine, self.training),
-            )
-
         def make() -> LayerOperators | HalvedOperators:
             return price_operators(
                 self.divided_layer(kind, micro_batch_size, sharding),
@@ -76,10 +71,37 @@ class LayerTimes(ModelLayers):
                 self.machine,
                 self.training,
                 self.inside(sharding.degrees),
-                time_of,
+                lambda operator: self._operator_time(operator, kind, micro_batch_size, sharding),
             )
 
         return self._once(("operators", kind, micro_batch_size, sharding), make)
+
+    def _operator_time(
+        self, operator: Operator, kind: LayerKey, micro_batch_size: int, sharding: Sharding
+    ) -> OperatorTime:
+        way = sharding.splits(operator), sharding.degrees, sharding.experts, sharding.context
+        return self._once(
+            ("operator", kind, micro_batch_size, operator.name, way),
+            lambda: operator_time(operator, sharding, self.machine, self.training),
+        )
+
+    def replica_wait(
+        self, kind: LayerKey, micro_batch_size: int, mesh: Mesh, sharding: Sharding, repeats: int
+    ) -> OperatorTime:
+        """Seconds that a layer waits for the replica with the longest documents (EQUATIONS K7).
+
+        repeats     micro-batches after which the replicas meet
+        The seconds are of one micro-batch.
+        """
+        wait = FREE
+        if self.training.documents is None or mesh.dp == 1:
+            return wait
+        for operator in self.divided_layer(kind, micro_batch_size, sharding).operators:
+            share = replica_share(operator, mesh.dp, repeats * micro_batch_size)
+            if share:
+                alone = self._operator_time(operator, kind, micro_batch_size, sharding)
+                wait = wait.plus(wait_of(alone, share))
+        return wait
 
     def inside(self, degrees: tuple[int, ...]) -> StageAxes:
         """The axes inside a stage, with the prices of their redistributions."""

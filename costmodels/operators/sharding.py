@@ -81,7 +81,7 @@ class Sharding:
     own                the operators that are not divided as in Megatron
     axes               the degrees of the axes that `tp` consists of; empty for one axis
     ep, etp            number of ranks over which whole experts are divided, and over which each
-                       expert is: 1 or `tp`
+                       expert is: 1, `tp`, or the last of two `axes`
     cp, context_form   number of ranks that divide every sequence, and the form of their attention.
                        A layer with this sharding has the tokens of one of them
     overlap            sub-pipelining level of a block, 0 to 3: it divides the micro-batch in time,
@@ -139,11 +139,20 @@ class Sharding:
             if name == operator.name:
                 return splits
         dim = operator.parallel_dim
-        if dim == EXPERT_WIDTH and self.etp == 1:
+        whole = dim == EXPERT_WIDTH and self.etp == 1
+        if whole or (operator.whole_where_uneven and self._is_uneven(operator)):
             dim = None
         inside = megatron_split(operator, dim, sequence_parallel=self.sequence_parallel)
-        count = len(self.axes or (self.tp,))
-        return (Split(BATCH), *(inside,) * count) if self.data > 1 else (inside,) * count
+        each = (inside,) * len(self.axes or (self.tp,))
+        if dim == EXPERT_WIDTH and self.etp < self.tp:
+            outer = megatron_split(operator, None, sequence_parallel=self.sequence_parallel)
+            each = (outer, inside)
+        return (Split(BATCH), *each) if self.data > 1 else each
+
+    def _is_uneven(self, operator: Operator) -> bool:
+        """Returns whether tensor-parallel ranks do not divide the operator's parallel dim."""
+        dim = operator.parallel_dim
+        return dim is not None and operator.size(dim) % (self.tp * operator.unit(dim)) > 0
 
     def parts(self, operator: Operator, dim_name: str) -> int:
         """The number of parts into which the operator's dim of that name is divided."""

@@ -40,6 +40,7 @@ from parplan.profiles.models.operator_graph import (
     OperatorKind,
     Tensor,
 )
+from parplan.profiles.stack import Stack
 
 MESSAGE = "point_to_point"  # a kind beside those of `Collective`
 # axes beside those of `Axis`: the ranks that divide whole experts, and those with copies of them
@@ -97,7 +98,7 @@ def rank_tally(strategy: Strategy, rank: int, price_cache: PriceCache) -> Tally:
         ahead = _num_ahead(layout, rank, chunk)
         for choice in strategy.stages[stage]:
             _add_layer(tally, choice, layout, price_cache, ahead)
-        _add_messages(tally, stage, layout, price_cache)
+        _add_messages(tally, stage, strategy, price_cache)
     if layout.chunked:
         _add_chunks(tally, chunks_of_rank(strategy, rank, price_cache))
     ends = {layout.rank_of(0), layout.rank_of(layout.num_virtual_stages - 1)}
@@ -136,7 +137,8 @@ def _add_layer(
             tally.add(Axis.TP, Collective.ALL_REDUCE, num_bytes)
     if sharding.cp > 1:
         gpus_per_node = price_cache.machine.cluster.gpus_per_node
-        for call in attention_calls(layer, sharding, recomputed, gpus_per_node):
+        stack = price_cache.training.stack
+        for call in attention_calls(layer, sharding, recomputed, gpus_per_node, stack):
             kind = MESSAGE if call.kind is None else call.kind
             tally.add(Axis.CP, kind, call.num_bytes, call.calls * layout.num_micro_batches)
     for num_bytes in _exchanges(layer, sharding, recomputed):
@@ -186,12 +188,16 @@ def _add_chunks(tally: Tally, chunks: RankChunks) -> None:
 
 
 def attention_calls(
-    layer: LayerClass, sharding: Sharding, recomputed: tuple[str, ...], gpus_per_node: int
+    layer: LayerClass,
+    sharding: Sharding,
+    recomputed: tuple[str, ...],
+    gpus_per_node: int,
+    stack: Stack,
 ) -> Iterator[ContextCall]:
     """Yields the calls of attention on context-parallel ranks, forward and backward."""
     for operator in layer.operators:
         if operator.kind is OperatorKind.ATTENTION:
-            forward, backward = context_calls(operator, sharding, gpus_per_node)
+            forward, backward = context_calls(operator, sharding, gpus_per_node, stack)
             yield from forward * (1 + (operator.name in recomputed))
             yield from backward
 
@@ -355,25 +361,33 @@ def _by_copies(parameters: LocalParameters, mesh: Mesh) -> Iterator[tuple[str, b
         yield EXPERT_COPIES, True
 
 
-def _add_messages(
-    tally: Tally, stage: int, layout: ParallelLayout, price_cache: PriceCache
-) -> None:
+def _add_messages(tally: Tally, stage: int, strategy: Strategy, price_cache: PriceCache) -> None:
     """Adds the messages that a virtual stage receives (`PriceCache.transfer`).
 
     They are activations of the previous stage and gradients of the next one.
     """
-    sharding = layout.sharding
-    (boundary,) = price_cache.crossing_tensors(0, layout.micro_batch_size, sharding.part)
-    num_bytes = sharding.local_bytes(boundary, sharding.boundary)
-    stages = range(layout.num_virtual_stages)
-    neighbours = [neighbour for neighbour in (stage - 1, stage + 1) if neighbour in stages]
-    received = layout.num_micro_batches * sum(
-        layout.rank_of(neighbour) != layout.rank_of(stage) for neighbour in neighbours
-    )
+    layout = strategy.layout
+    first, end = strategy.layers_of(stage)
+    for neighbour, cut in ((stage - 1, first), (stage + 1, end)):
+        if neighbour not in range(layout.num_virtual_stages):
+            continue
+        if layout.rank_of(neighbour) == layout.rank_of(stage):
+            continue
+        cut_class, part = price_cache.cut_class(cut), layout.sharding.part
+        for tensor in price_cache.crossing_tensors(cut_class, layout.micro_batch_size, part):
+            _add_message(tally, tensor, layout, price_cache)
+
+
+def _add_message(
+    tally: Tally, tensor: Tensor, layout: ParallelLayout, price_cache: PriceCache
+) -> None:
+    """Adds the messages of one tensor, and the gathers of its parts if a stack sends parts."""
+    sharding, received = layout.sharding, layout.num_micro_batches
+    num_bytes = sharding.local_bytes(tensor, sharding.boundary)
     if (
         price_cache.training.stack.partitioned_transfers
         and sharding.tp > 1
-        and num_bytes == boundary.num_bytes
+        and num_bytes == tensor.num_bytes
     ):
         tally.add(Axis.TP, Collective.ALL_GATHER, num_bytes, received)
         num_bytes = -(-num_bytes // sharding.tp)

@@ -4,6 +4,7 @@ Parts of a softmax are merged by their log-sum-exp, and the backward pass of a b
 kernel with the output and the log-sum-exp of all blocks (Liu et al. 2023, arXiv 2310.01889).
 `scaled_dot_product_attention` returns no log-sum-exp, so the kernels below it are called. On GPUs
 they are FlashAttention for 16 bits without a mask, and torch's memory-efficient kernel otherwise.
+None of them bounds scores: those with a soft cap are computed here, some queries at a time.
 """
 
 from __future__ import annotations
@@ -19,18 +20,23 @@ aten = torch.ops.aten
 # whose rows begin at multiples of as many keys.
 EFFICIENT_ROWS = 32
 ALIGNED_KEYS = 16
+CAPPED_ROWS = 512  # queries whose bounded scores are computed at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
     """The keys that the queries of a block read.
 
-    causal   query i reads the first i + 1 keys
-    mask     is added to the scores, -inf where a key is not read
+    causal     query i reads the first i + 1 keys
+    mask       is added to the scores, -inf where a key is not read
+    factor     of the scores; None: head_dim^-1/2
+    soft_cap   their bound, c tanh(x / c); 0: none
     """
 
     causal: bool = False
     mask: Tensor | None = None
+    factor: float | None = None
+    soft_cap: float = 0.0
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
@@ -41,19 +47,22 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[T
     output          [batch, heads, queries, features of the values]
     log-sum-exp     [batch, heads, queries] in fp32
     """
+    if scores.soft_cap:
+        return _capped(query, _for_every_head(key, query), _for_every_head(value, query), scores)
     features, value = value.shape[-1], _widened(value, query)
     if query.device.type != "cuda":
         out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, scores.causal, attn_mask=scores.mask
+            query, key, value, 0.0, scores.causal, attn_mask=scores.mask, scale=scores.factor
         )
     elif _runs_flash(query, scores):
         out, logsumexp, *_ = aten._scaled_dot_product_flash_attention(
-            query, key, value, 0.0, scores.causal
+            query, key, value, 0.0, scores.causal, scale=scores.factor
         )
     else:
         key, value = _for_every_head(key, query), _for_every_head(value, query)
+        mask = _of_heads(scores.mask, query)
         out, logsumexp, *_ = aten._scaled_dot_product_efficient_attention(
-            query, key, value, _of_heads(scores.mask, query), True, 0.0, scores.causal
+            query, key, value, mask, True, 0.0, scores.causal, scale=scores.factor
         )
     return out[..., :features], logsumexp[..., : query.shape[2]]
 
@@ -71,6 +80,8 @@ def attend_backward(
     output, logsumexp   of its queries, over all blocks
     """
     query, key, value = inputs
+    if scores.soft_cap:
+        return _capped_backward(gradient, inputs, output, logsumexp, scores)
     features = value.shape[-1]
     padded = _widened(value, query)
     gradient, output = _widened(gradient, query), _widened(output, query)
@@ -85,6 +96,7 @@ def attend_backward(
             0.0,
             scores.causal,
             attn_mask=scores.mask,
+            scale=scores.factor,
         )
     elif _runs_flash(query, scores):
         by_query, by_key, by_value = _flash_backward(
@@ -121,6 +133,7 @@ def _flash_backward(
         scores.causal,
         random,
         random,
+        scale=scores.factor,
     )
     return gradients
 
@@ -148,8 +161,76 @@ def _efficient_backward(
         0.0,
         [True, True, True, False],
         scores.causal,
+        scale=scores.factor,
     )
     return by_query, _over_queries(by_key, key), _over_queries(by_value, value)
+
+
+def _capped(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+    """Returns output and log-sum-exp of attention with bounded scores, of equally many heads."""
+    outs, sums = [], []
+    for rows in _row_parts(query):
+        bounded = _read(_bounded(query, key, rows, scores), rows, scores)
+        sums.append(bounded.logsumexp(-1))
+        weights = (bounded - sums[-1].unsqueeze(-1)).exp()
+        outs.append(weights.to(value.dtype) @ value)
+    out = torch.cat(outs, dim=2)
+    # as the kernels return it: tokens outside of heads
+    return out.transpose(1, 2).contiguous().transpose(1, 2), torch.cat(sums, dim=2)
+
+
+def _capped_backward(
+    gradient: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    output: Tensor,
+    logsumexp: Tensor,
+    scores: Scores,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients: d score = P (dP - sum(dO O)) (1 - (bounded / c)^2)."""
+    query, key, value = inputs
+    keys, values = _for_every_head(key, query).float(), _for_every_head(value, query).float()
+    by_key, by_value = torch.zeros_like(keys), torch.zeros_like(values)
+    by_query = []
+    factor = _factor(query, scores)
+    for rows in _row_parts(query):
+        by_out = gradient[:, :, rows].float()
+        bounded = _bounded(query, keys, rows, scores)
+        weights = (_read(bounded, rows, scores) - logsumexp[:, :, rows].unsqueeze(-1)).exp()
+        along = (by_out * output[:, :, rows].float()).sum(-1, keepdim=True)
+        by_bounded = weights * (by_out @ values.transpose(-2, -1) - along)
+        by_score = factor * by_bounded * (1 - (bounded / scores.soft_cap).square())
+        by_query.append(by_score @ keys)
+        by_key += by_score.transpose(-2, -1) @ query[:, :, rows].float()
+        by_value += weights.transpose(-2, -1) @ by_out
+    return (
+        torch.cat(by_query, dim=2).to(query.dtype),
+        _over_queries(by_key, key).to(key.dtype),
+        _over_queries(by_value, value).to(value.dtype),
+    )
+
+
+def _row_parts(query: Tensor) -> list[slice]:
+    starts = range(0, query.shape[2], CAPPED_ROWS)
+    return [slice(start, min(start + CAPPED_ROWS, query.shape[2])) for start in starts]
+
+
+def _factor(query: Tensor, scores: Scores) -> float:
+    return float(query.shape[-1] ** -0.5) if scores.factor is None else scores.factor
+
+
+def _bounded(query: Tensor, key: Tensor, rows: slice, scores: Scores) -> Tensor:
+    """Returns bounded scores of some queries in fp32."""
+    raw = query[:, :, rows].float() @ key.float().transpose(-2, -1)
+    return scores.soft_cap * (raw * (_factor(query, scores) / scores.soft_cap)).tanh()
+
+
+def _read(bounded: Tensor, rows: slice, scores: Scores) -> Tensor:
+    """Returns the scores with -inf for keys that a query does not read."""
+    if scores.causal:
+        queries = torch.arange(rows.start, rows.stop, device=bounded.device)
+        keys = torch.arange(bounded.shape[-1], device=bounded.device)
+        return bounded.masked_fill(keys > queries[:, None], float("-inf"))
+    return bounded if scores.mask is None else bounded + scores.mask[rows]
 
 
 def _runs_flash(query: Tensor, scores: Scores) -> bool:

@@ -15,13 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parplan.executor.context.zigzag import (
-    Numbers,
-    by_rank,
-    in_order,
-    pieces,
-    read_from_others,
-)
+from parplan.costmodels.layers.sequence_pieces import Numbers, pieces, read_from_others
+from parplan.executor.context.zigzag import by_rank, in_order
 
 # The names of torch 2.13, which deprecates the earlier ones.
 _GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -56,6 +51,12 @@ class Alone:
 
     def returned(self, own: Tensor, gradient_of: GradientOf) -> Tensor:
         return gradient_of(self.held, own)
+
+
+class Whole(Alone):
+    """One rank that has whole sequences as one piece, of any length."""
+
+    held: Numbers = (0,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,16 @@ The ranks of a context group run one of four forms (`ContextForm`). Keys and val
 the queries, block by block, and the blocks are merged. Where tokens are exchanged for heads,
 queries, keys and values go through torch's differentiable all-to-all before it, and the output goes
 back; the two-level form does both. The output is kept by tokens alone, as the next operator reads
-it, and comes by heads with its gradient.
+it, and comes by heads with its gradient. One rank alone runs the blocks of a window in the same
+way.
+
+A sink is one more score of every query, whose value is zero: it scales the output of all blocks,
+and its gradient follows from the output and its gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +22,48 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
+from parplan.costmodels.layers.sequence_pieces import Numbers, pieces
 from parplan.executor.context.block_kernels import Scores, attend, attend_backward
-from parplan.executor.context.carriers import TOKENS, Alone, Carrier, Gather, Ring, Window
-from parplan.executor.context.zigzag import Numbers, ScoreBlock, blocks, by_rank, in_order, pieces
+from parplan.executor.context.carriers import TOKENS, Alone, Carrier, Gather, Ring, Whole, Window
+from parplan.executor.context.zigzag import ScoreBlock, blocks, by_rank, in_order
 from parplan.profiles.stack import ContextForm
 
 Inputs = tuple[Tensor, Tensor, Tensor]  # query, key and value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """The keys that the queries read, and their scores.
+
+    window     tokens that a query reads, itself included; 0 for all before it
+    chunk      tokens of the parts of a sequence that queries stay within; 0 for none
+    factor     the factor of the scores; None: head_dim^-1/2
+    soft_cap   the bound of the scores; 0 for none
+    """
+
+    window: int = 0
+    chunk: int = 0
+    factor: float | None = None
+    soft_cap: float = 0.0
+
+    def blocks(self, queries: Numbers, keys: Numbers, length: int) -> Iterator[ScoreBlock]:
+        """Yields the blocks of scores of pieces of `length` tokens."""
+        if not self.chunk:
+            yield from blocks(queries, keys, length, self.window)
+            return
+        whole = len(queries) * length
+        for start in range(0, whole, self.chunk):
+            part = slice(start, min(start + self.chunk, whole))
+            yield ScoreBlock(queries=part, keys=part, causal=True)
+
+    def scores(self, block: ScoreBlock, query: Tensor) -> Scores:
+        mask = block.mask(self.window, query)
+        return Scores(
+            causal=block.causal, mask=mask, factor=self.factor, soft_cap=self.soft_cap
+        )
+
+
+CAUSAL = Reading()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,14 +109,24 @@ class Context:
         query, key, value = _to_heads((query, key, value), self.heads)
         return query, key, value
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, window: int = 0) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        reading: Reading = CAUSAL,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Returns causal attention over whole sequences, for this rank's tokens and all heads.
 
         query, key, value   as `enter` returns them
-        window              tokens that a query reads, itself included; 0 for all before it
+        sinks               one score of each head
         """
-        carrier = self._carrier(query.shape[TOKENS] // 2, window)
-        out: Tensor = _Attention.apply(query, key, value, carrier, self.heads, window)
+        carrier = self._carrier(query.shape[TOKENS] // 2, reading.window)
+        if sinks is not None and self.heads is not None:
+            first = dist.get_rank(self.heads) * query.shape[1]
+            sinks = sinks[first : first + query.shape[1]]
+        out: Tensor = _Attention.apply(query, key, value, sinks, carrier, self.heads, reading)
         return out
 
     def _carrier(self, length: int, window: int) -> Carrier:
@@ -85,6 +135,14 @@ class Context:
         if 0 < window < 2 * length * dist.get_world_size(self.around):
             return Window(self.around, length, window)
         return (Gather if self.form is ContextForm.ALL_GATHER else Ring)(self.around)
+
+
+def attend_alone(
+    query: Tensor, key: Tensor, value: Tensor, reading: Reading, sinks: Tensor | None
+) -> Tensor:
+    """Returns causal attention of a rank that has whole sequences."""
+    out: Tensor = _Attention.apply(query, key, value, sinks, Whole(), None, reading)
+    return out
 
 
 class _Attention(torch.autograd.Function):
@@ -99,25 +157,29 @@ class _Attention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        sinks: Tensor | None,
         carrier: Carrier,
         heads: dist.ProcessGroup | None,
-        window: int,
+        reading: Reading,
     ) -> Tensor:
         merged = _Merged(query, value.shape[-1])
         for numbers, held in carrier.passes(torch.cat((key, value), dim=-1)):
-            for block in blocks(carrier.held, numbers, query.shape[TOKENS] // 2, window):
+            for block in reading.blocks(carrier.held, numbers, _length(query, carrier)):
                 inputs = _inputs(block, query, held)
-                merged.add(block, *attend(*inputs, _scores(block, window, query)))
+                merged.add(block, *attend(*inputs, reading.scores(block, query)))
+        if sinks is not None:
+            merged.add_sinks(sinks)
         out = merged.out.to(query.dtype)
         out = out if heads is None else _to_tokens(out, heads)
-        ctx.save_for_backward(query, key, value, out, merged.logsumexp)
-        ctx.how = carrier, heads, window
+        given = () if sinks is None else (sinks,)
+        ctx.save_for_backward(query, key, value, out, merged.logsumexp, *given)
+        ctx.how = carrier, heads, reading
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, logsumexp = ctx.saved_tensors
-        carrier, heads, window = ctx.how
+        query, key, value, out, logsumexp, *sinks = ctx.saved_tensors
+        carrier, heads, reading = ctx.how
         if heads is not None:
             gradient, out = _to_heads((gradient, out), heads)
         by_query = torch.zeros_like(query, dtype=torch.float32)
@@ -125,14 +187,14 @@ class _Attention(torch.autograd.Function):
         def gradient_of(numbers: Numbers, held: Tensor) -> Tensor:
             by_held = torch.zeros_like(held, dtype=torch.float32)
             by_key, by_value = by_held.split((key.shape[-1], value.shape[-1]), dim=-1)
-            for block in blocks(carrier.held, numbers, query.shape[TOKENS] // 2, window):
+            for block in reading.blocks(carrier.held, numbers, _length(query, carrier)):
                 rows = block.queries
                 gradients = attend_backward(
                     gradient[:, :, rows],
                     _inputs(block, query, held),
                     out[:, :, rows],
                     logsumexp[:, :, rows],
-                    _scores(block, window, query),
+                    reading.scores(block, query),
                 )
                 by_query[:, :, rows] += gradients[0]
                 by_key[:, :, block.keys] += gradients[1]
@@ -142,7 +204,15 @@ class _Attention(torch.autograd.Function):
         own = torch.cat((key, value), dim=-1)
         by_own = carrier.returned(own, gradient_of).to(key.dtype)
         by_key, by_value = by_own.split((key.shape[-1], value.shape[-1]), dim=-1)
-        return by_query.to(query.dtype), by_key, by_value, None, None, None
+        by_sinks = _by_sinks(sinks[0], gradient, out, logsumexp) if sinks else None
+        return by_query.to(query.dtype), by_key, by_value, by_sinks, None, None, None
+
+
+def _by_sinks(sinks: Tensor, gradient: Tensor, out: Tensor, logsumexp: Tensor) -> Tensor:
+    """Returns the gradient of the sinks: -P sum(dO O) over batch and tokens, by head."""
+    weights = (sinks.float()[:, None] - logsumexp).exp()
+    along = (gradient.float() * out.float()).sum(-1)
+    return -(weights * along).sum((0, 2)).to(sinks.dtype)
 
 
 class _Merged:
@@ -168,16 +238,23 @@ class _Merged:
         merged.addcmul_(out.float(), (logsumexp - after).exp().unsqueeze(-1))
         before.copy_(after)
 
+    def add_sinks(self, sinks: Tensor) -> None:
+        """Adds one score of each head, of a key without a value."""
+        after = torch.logaddexp(self.logsumexp, sinks.float()[:, None])
+        self.out.mul_((self.logsumexp - after).exp().unsqueeze(-1))
+        self.logsumexp = after
+
+
+def _length(query: Tensor, carrier: Carrier) -> int:
+    """Returns the tokens of a piece."""
+    return query.shape[TOKENS] // len(carrier.held)
+
 
 def _inputs(block: ScoreBlock, query: Tensor, held: Tensor) -> Inputs:
     """Returns queries, keys and values of a block."""
     keys_values = held[:, :, block.keys]
     features = query.shape[-1]
     return query[:, :, block.queries], keys_values[..., :features], keys_values[..., features:]
-
-
-def _scores(block: ScoreBlock, window: int, query: Tensor) -> Scores:
-    return Scores(causal=block.causal, mask=block.mask(window, query))
 
 
 def _for_each_rank(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,8 +1,6 @@
 """The division of a sequence over context-parallel ranks, and the keys that queries read.
 
-A sequence is cut into 2 cp pieces, and rank i holds pieces i and 2 cp - 1 - i. Under a causal mask
-the later piece reads as many more keys as the earlier one reads fewer, so that all ranks compute
-equally much.
+`parplan.costmodels.layers.sequence_pieces` says which pieces a rank holds.
 """
 
 from __future__ import annotations
@@ -13,14 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from parplan.costmodels.layers.sequence_pieces import Numbers, pieces, reached_pieces
 from parplan.profiles.divisors import divisors
-
-Numbers = tuple[int, ...]  # of pieces, in their order in the sequence
-
-
-def pieces(rank: int, ranks: int) -> Numbers:
-    """Returns the numbers of the two pieces of a rank."""
-    return rank, 2 * ranks - 1 - rank
 
 
 def part_of(whole: Tensor, rank: int, ranks: int, dim: int) -> Tensor:
@@ -110,7 +102,7 @@ def _windowed(queries: Numbers, keys: Numbers, length: int, window: int) -> Iter
     tile = min(size for size in divisors(length) if size >= min(window, length))
     places = {number: place for place, number in enumerate(_tiles(keys, length // tile))}
     for place, query in enumerate(_tiles(queries, length // tile)):
-        for key in range(query - _reach(window, tile), query + 1):
+        for key in range(query - reached_pieces(window, tile), query + 1):
             if key in places:
                 block = _of_tiles((place, query), (places[key], key), tile, window)
                 if block is not None:
@@ -121,11 +113,6 @@ def _tiles(numbers: Numbers, parts: int) -> Iterator[int]:
     """Yields the numbers in the sequence of the tiles of pieces, each cut into `parts`."""
     for number in numbers:
         yield from range(number * parts, (number + 1) * parts)
-
-
-def _reach(window: int, length: int) -> int:
-    """Returns the pieces of a length before its own that a query reads from."""
-    return -(-(window - 1) // length)
 
 
 def _of_tiles(
@@ -149,11 +136,3 @@ def _of_tiles(
         causal=causal,
         lead=None if inside or causal else lead,
     )
-
-
-def read_from_others(rank: int, ranks: int, length: int, window: int) -> Numbers:
-    """Returns the pieces of other ranks that the windows of a rank's queries reach into."""
-    reach = _reach(window, length)
-    held = pieces(rank, ranks)
-    read = {key for query in held for key in range(max(0, query - reach), query)}
-    return tuple(sorted(read.difference(held)))

@@ -14,6 +14,7 @@ from parplan.executor.measuring.products import Sizes
 from parplan.executor.measuring.trials import Graph, TimedPasses, both
 from parplan.executor.models.transformer_layers import Block
 from parplan.profiles.models.spec import ModelSpec, Norm, Positions, Precision, TrainingSpec
+from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.stack import NEUTRAL
 
 
@@ -70,7 +71,7 @@ def block(sizes: Sizes) -> tuple[TimedPasses, ...]:
 
     def trial(maker: Maker) -> WholeBlock:
         with torch.device("meta"):
-            module = Block(model, training, model.block_kinds[0])
+            module = Block(build_graph(model, training, 1).block, model, training)
         module = maker.module(module)
         x = maker.normal(*shape, learned=True)
         parameters = tuple(module.parameters())

@@ -11,15 +11,14 @@ from torch.nn import functional
 from parplan.executor.measuring.operands import Maker, model_spec
 from parplan.executor.measuring.products import Sizes
 from parplan.executor.measuring.trials import Graph, TimedPasses, Trial, both
+from parplan.executor.models.attention import Rotary, SelfAttention
 from parplan.executor.models.loss import Loss
-from parplan.executor.models.transformer_layers import (
+from parplan.executor.models.operators import (
     Activation,
     LayerNorm,
     LearnedPositions,
     Residual,
     RMSNorm,
-    Rotary,
-    SelfAttention,
     Tokens,
 )
 from parplan.profiles.stack import AttentionKernel

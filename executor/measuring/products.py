@@ -8,7 +8,7 @@ import torch
 
 from parplan.executor.measuring.operands import Maker
 from parplan.executor.measuring.trials import Graph, TimedPasses, Trial, TrialStep
-from parplan.executor.models.transformer_layers import Linear
+from parplan.executor.models.operators import Linear
 
 Sizes = Mapping[str, int]
 

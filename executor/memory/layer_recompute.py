@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from parplan.executor.memory.early_recompute import checkpointed
 from parplan.executor.memory.saved_tensors import Recipes
-from parplan.executor.models.transformer_layers import SelfAttention
+from parplan.executor.models.attention import SelfAttention
 from parplan.executor.tensors import local, memory_of
 from parplan.profiles.errors import ConfigError
 
@@ -132,15 +132,16 @@ def _follow_copies(attention: SelfAttention, recipes: Recipes) -> None:
     """
     split = attention.split
 
-    def followed(qkv: Tensor) -> tuple[Tensor, ...]:
-        parts = split(qkv)
-        if recipes.active and recipes.knows(qkv):
-            copied = [i for i, part in enumerate(parts) if memory_of(part) != memory_of(qkv)]
+    def followed(*read: Tensor) -> tuple[Tensor, ...]:
+        parts = split(*read)
+        if recipes.active and any(map(recipes.knows, read)):
+            given = set(map(memory_of, read))
+            copied = [i for i, part in enumerate(parts) if memory_of(part) not in given]
 
             def some(of: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
                 return tuple(of[i] for i in copied)
 
-            recipes.remember(some(parts), lambda made: some(split(made)), qkv)
+            recipes.remember(some(parts), lambda *made: some(split(*made)), *read)
         return parts
 
     attention.split = followed

@@ -26,26 +26,6 @@ class AdapterSum(nn.Module):
         return torch.add(base, added, alpha=SCALE)
 
 
-def add_adapters(block: nn.Module, layer: LayerClass, linear: type[nn.Linear]) -> None:
-    """Gives a block the adapters of its class as submodules; the products are of type `linear`."""
-    names = {operator.name for operator in layer.operators}
-    for operator in layer.operators:
-        if operator.is_adapter:
-            rows, columns = operator.parameters[0].shape
-            block.add_module(operator.name, linear(columns, rows, bias=False))
-        elif operator.name.removesuffix("_sum") + "_a" in names:
-            block.add_module(operator.name, AdapterSum())
-
-
-def adapted(block: nn.Module, name: str, x: Tensor) -> Tensor:
-    """Returns the output of the product `name` of a block for `x`, with that of its adapter."""
-    product = getattr(block, name)
-    if not hasattr(block, f"{name}_lora_sum"):
-        return product(x)
-    first, second = (getattr(block, f"{name}_lora_{part}") for part in ("a", "b"))
-    return getattr(block, f"{name}_lora_sum")(product(x), second(first(x)))
-
-
 def freeze(layer: nn.Module, described: LayerClass) -> None:
     """Marks the frozen parameters of a layer, whose modules have the names of operators."""
     for operator in described.operators:

@@ -7,7 +7,8 @@ of origin (executor/models/expert_exchange.py), so every run adds in the same or
 The matrices of the experts lie one under the other in a parameter of [experts * hidden, width], in
 both products: ranks divide it by rows where they hold whole experts, and by columns where they hold
 parts of each. Biases lie side by side, [features, experts]. Left out: a load-balancing loss, a
-limit of tokens for an expert.
+limit of tokens for an expert, groups of experts and corrections of the balance, which change the
+choice alone (DeepSeek-V3).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from parplan.executor.models.expert_exchange import (
 from parplan.executor.rules.expert_rules import MIXTURE
 from parplan.executor.tensors import local
 from parplan.planner.plan.plan import OperatorPlacement
+from parplan.profiles.models.functions import RouterScores
 from parplan.profiles.models.spec import ModelSpec
 
 BIASES = "biases"  # an attribute of parameters that are several vectors
@@ -119,6 +121,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.num_experts = model.num_experts
         self.experts_per_token = model.experts_per_token
+        self.functions = model.functions
         self.router = router
         self.experts = experts
 
@@ -149,11 +152,16 @@ class MixtureOfExperts(nn.Module):
     def _choose(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the experts of each token and their weights, both [tokens, experts per token].
 
-        The best expert comes first; the weights of a token add up to one.
+        The best expert comes first.
         """
-        probabilities = self.router(tokens).float().softmax(dim=-1)
-        weights, chosen = probabilities.topk(self.experts_per_token, dim=-1)
-        return chosen, weights / weights.sum(dim=-1, keepdim=True)
+        logits = self.router(tokens).float()
+        soft = self.functions.router_scores is RouterScores.SOFTMAX
+        scores = logits.softmax(dim=-1) if soft else logits.sigmoid()
+        weights, chosen = scores.topk(self.experts_per_token, dim=-1)
+        if self.functions.router_normed:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        factor = self.functions.router_factor
+        return chosen, weights if factor == 1.0 else weights * factor
 
     def placement(self, operators: Mapping[str, OperatorPlacement]) -> OperatorPlacement:
         """Returns the input placement of the router and the output placement of the combination.

@@ -204,8 +204,7 @@ def _part_modules(plan: Plan, block: nn.Module) -> tuple[tuple[nn.Module, ...], 
     """Returns the modules of the parts of a block in chunks, empty where a block is one access."""
     if plan.chunks is None or plan.chunks.access is Access.BLOCK:
         return ()
-    graph = build_graph(plan.model, plan.training, 1)
-    parts = parts_of(graph.block, plan.chunks.access)
+    parts = parts_of(build_graph(plan.model, plan.training, 1).block, plan.chunks.access)
     modules = (tuple(operator_module(block, each.name) for each in part) for part in parts)
     return tuple(tuple(each for each in part if each is not None) for part in modules)
 

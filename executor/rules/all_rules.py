@@ -20,7 +20,7 @@ from parplan.executor.rules.schedule_rules import SCHEDULE
 from parplan.executor.rules.training_rules import TRAINING
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.models.transformer import block_classes
+from parplan.profiles.models.transformer import build_graph
 
 RULES: tuple[Rule, ...] = (
     *SCHEDULE,
@@ -36,27 +36,52 @@ MAX_REPAIRS = 1000
 
 
 @rule(
-    why="the executor's own models have blocks that are all alike",
-    action="run it in the framework whose stack it was priced for",
+    why="chunks, halves of blocks and modules are planned for blocks that are all alike",
+    action="leave out what it says",
 )
 def alike_blocks(plan: Plan) -> Iterator[Refusal]:
-    classes = [key.name for key in block_classes(plan.model).values() if key is not None]
-    if classes:
+    obstacles = {
+        "a module": plan.module is not None,
+        "chunks": plan.chunks is not None,
+        f"tp_overlap {plan.pipeline.tp_overlap}": bool(plan.pipeline.tp_overlap),
+    }
+    if not any(obstacles.values()):
+        return
+    graph = build_graph(plan.model, plan.training, 1)
+    classes = list(map(str, dict.fromkeys(graph.blocks)))
+    for obstacle, is_there in obstacles.items():
+        if is_there and len(classes) > 1:
+            yield Refusal(
+                problem=f"model: the blocks of {plan.model.name} are of {len(classes)} classes, "
+                f"{', '.join(classes)}, with {obstacle}",
+                action=f"leave out {obstacle}",
+            )
+
+
+@rule(
+    why="the executor builds no tower and reads no images",
+    action="plan the text alone with --images-per-sequence 0, or run it in the framework whose "
+    "stack it was priced for",
+)
+def text_alone(plan: Plan) -> Iterator[Refusal]:
+    tower = plan.model.tower
+    if tower is not None:
         yield Refusal(
-            problem=f"model: the blocks of {plan.model.name} are of {len(classes)} classes, "
-            f"{', '.join(classes)}",
-            action=alike_blocks.action,
+            problem=f"model: {plan.model.name} has a {tower.name} tower of {tower.num_layers} "
+            "layers",
+            action=text_alone.action,
         )
 
 
 def refusals(plan: Plan) -> Iterator[tuple[Rule, Refusal]]:
     """Yield every rule that `plan` breaks, with the refusal.
 
-    A plan of a model whose blocks are of several classes breaks `alike_blocks` alone, which has no
-    nearest plan. A plan whose stages do not hold its layers breaks the first rule alone: other
-    rules read the stages.
+    A plan of a model with a tower, or of unlike blocks with what needs alike ones, breaks that rule
+    alone, which has no nearest plan. A plan whose stages do not hold its layers breaks the first
+    rule alone: other rules read the stages.
     """
-    unlike = [(alike_blocks, refusal) for refusal in alike_blocks.check(plan)]
+    first = next((each for each in (text_alone, alike_blocks) if any(each.check(plan))), None)
+    unlike = [(first, refusal) for refusal in first.check(plan)] if first else []
     yield from unlike
     for each in () if unlike else RULES:
         broken = [(each, refusal) for refusal in each.check(plan)]

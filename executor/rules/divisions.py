@@ -8,6 +8,7 @@
                               all-reduced or reduce-scattered
     attention, rotary         Shard(0) or Shard(2), whole heads; the same output
     norm                      Shard(0) or Shard(1); the same output
+    norm of heads             Shard(0) or Shard(2), whole heads; the same output
     activation, residual      Shard(0), Shard(1) or Shard(2); the same output
     token table, by rows      ids whole  Shard(0)               whole, Shard(0) or Shard(1)
             by columns        ids whole  Shard(1)               Shard(2)
@@ -172,7 +173,7 @@ def _operators(plan: Plan) -> Iterator[tuple[str, LayerKind, Operator]]:
         for name, layer_plan in plan.layer_plans.items():
             if layer_plan.divides_over_data:  # executor/rules/over_data_rules.py
                 continue
-            for operator in graph.layer_class(layer_plan.layer).operators:
+            for operator in graph.layer_class(layer_plan.key(graph)).operators:
                 if not operator.on_copies:  # executor/rules/expert_rules.py has their placements
                     yield name, layer_plan.layer, operator
 
@@ -246,17 +247,21 @@ def _same_rule(operator: Operator, placement: OperatorPlacement) -> Iterator[str
     """Yield faults of an operator without a product: input and output must be divided alike."""
     if placement.input != placement.output:
         yield f"input {_text(placement.input)} and output {_text(placement.output)} differ"
-    if any(placement.parameters.values()):
-        yield "its parameters must be whole"
+    for parameter in operator.parameters:
+        entries = placement.parameters.get(parameter.name, WHOLE)
+        by_heads = placement.input == FEATURES and parameter.tensor_dim("heads") == 0
+        legal = ROWS if by_heads else WHOLE
+        if entries != legal:
+            yield f"{parameter.name} {_text(entries)}, it must be {_text(legal)}"
     over_heads = operator.parallel_dim == "heads"
     if over_heads and placement.input == SEQUENCE:
         why = (
             "queries need every key before them"
             if operator.kind is OperatorKind.ATTENTION
-            else "positions count from a shard's start"
+            else "ranks divide it by whole heads"
         )
         yield f"it cannot be divided by sequence: {why}"
-    if operator.kind is OperatorKind.NORM and placement.input == FEATURES:
+    if operator.kind is OperatorKind.NORM and not over_heads and placement.input == FEATURES:
         yield "a norm needs the whole hidden dim of a token"
 
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import host_bytes_by_operator
 from parplan.costmodels.operators.sharding import Sharding, placements
+from parplan.executor.placed_layers import layer_class_of
 from parplan.executor.rules.divisions import SEQUENCE, TOKENS
 from parplan.planner.plan.plan import LayerPlan, OperatorPlacement, Plan
-from parplan.profiles.models.operator_graph import LayerClass, LayerKind
-from parplan.profiles.models.transformer import build_graph
+from parplan.profiles.models.operator_graph import LayerClass
 
 MIXTURE = (
     "router",
@@ -32,12 +32,10 @@ def mixture_problems(plan: Plan) -> Iterator[tuple[str, Problem]]:
 
     A problem is in the placements, in `recompute` or in `keep_on_host`.
     """
-    if not plan.model.num_experts:
-        return
-    block = build_graph(plan.model, plan.training, 1).block
-    names = {operator.name for operator in block.operators}
     for name, layer_plan in plan.layer_plans.items():
-        if layer_plan.layer is LayerKind.BLOCK:
+        block = layer_class_of(plan, layer_plan)
+        if block.has_experts:
+            names = {operator.name for operator in block.operators}
             kept = host_bytes_by_operator(block, Sharding(), layer_plan.recompute)
             for problem in (
                 _recompute(layer_plan, names),

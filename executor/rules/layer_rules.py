@@ -250,7 +250,8 @@ def expert_parallel(plan: Plan) -> Iterator[Refusal]:
     mesh, model = plan.mesh, plan.model
     reason = illegal_expert_parallel(mesh, model)
     if reason:
-        etp = mesh.etp if model.expert_ffn_hidden_size % mesh.etp == 0 and model.num_experts else 1
+        divides = mesh.etp == mesh.tp and model.expert_ffn_hidden_size % mesh.etp == 0
+        etp = mesh.etp if divides and model.num_experts else 1
         ranks = gcd(mesh.ranks_per_stage // etp, model.num_experts or 1)
         ep = max(n for n in range(1, mesh.ep + 1) if ranks % n == 0)
         yield Refusal(

@@ -24,7 +24,8 @@ def over_data_rule(plan: Plan) -> Iterator[Refusal]:
     for name, layer_plan in plan.layer_plans.items():
         if not layer_plan.divides_over_data:
             continue
-        operators = build_graph(plan.model, plan.training, batch).layer_class(layer_plan.layer)
+        graph = build_graph(plan.model, plan.training, batch)
+        operators = graph.layer_class(layer_plan.key(graph))
         reason = _unrunnable(plan, layer_plan) or next(
             (
                 f"operator {operator.name} has placements that dp {plan.mesh.dp} x tp "

@@ -8,7 +8,10 @@ from dataclasses import replace
 from parplan.costmodels.operators.optimizers import PLAIN_OPTIMIZERS
 from parplan.executor.rules.rule import Refusal, rule
 from parplan.planner.plan.plan import Plan
-from parplan.profiles.models.spec import Optimizer, Positions, Precision, rare_parts
+from parplan.profiles.models.blocks import Mixer
+from parplan.profiles.models.functions import RouterScores
+from parplan.profiles.models.spec import Optimizer, Positions, Precision
+from parplan.profiles.stack import AttentionKernel
 
 
 @rule(
@@ -16,15 +19,50 @@ from parplan.profiles.models.spec import Optimizer, Positions, Precision, rare_p
     action="plan with --module, or choose another model",
 )
 def model_parts(plan: Plan) -> Iterator[Refusal]:
-    missing = rare_parts(plan.model)
-    missing.pop("left_out", None)
-    if missing and plan.module is None:
-        names = ", ".join(missing)
-        resized = missing.keys() & {"blocks", "latent", "shared_experts", "state_space"}
+    model = plan.model
+    if plan.module is not None:
+        return
+    scans = any(kind.mixer is Mixer.STATE_SPACE for kind in model.block_kinds)
+    if scans or any(not kind.feed_forward for kind in model.block_kinds):
         yield Refusal(
-            problem=f"model: {plan.model.name} has {names}",
-            action=f"plan with --module, or leave out {names}",
-            nearest=None if resized else replace(plan, model=replace(plan.model, **missing)),  # type: ignore[arg-type]
+            problem=f"model: {model.name} has state-space blocks, or blocks of one part",
+            action=model_parts.action,
+        )
+    if model.functions.router_scores is RouterScores.SIGMOID_INPUTS:
+        yield Refusal(
+            problem=f"model: {model.name} weights the inputs of its experts, not their outputs",
+            action=model_parts.action,
+        )
+    if model.mtp_layers:
+        yield Refusal(
+            problem=f"model: {model.name} has {model.mtp_layers} modules of multi-token "
+            "prediction, which need the ids on the last stage",
+            action="set mtp_layers to 0",
+            nearest=replace(plan, model=replace(model, mtp_layers=0)),
+        )
+
+
+@rule(
+    why="only torch's kernel of plain causal attention draws a mask",
+    action="set dropout to 0.0",
+)
+def dropped_scores(plan: Plan) -> Iterator[Refusal]:
+    model = plan.model
+    if not model.dropout or plan.training.attention is not AttentionKernel.FLASH:
+        return
+    reach = any(kind.window or kind.chunk for kind in model.block_kinds)
+    parts = {
+        "windows": reach,
+        "sinks": model.sinks,
+        "a soft cap": model.attention_soft_cap > 0.0,
+        "values of another width": model.value_head_dim != model.head_dim,
+    }
+    found = [part for part, is_there in parts.items() if is_there]
+    if found and plan.module is None:
+        yield Refusal(
+            problem=f"model: dropout is {model.dropout} with {', '.join(found)}",
+            action=dropped_scores.action,
+            nearest=replace(plan, model=replace(model, dropout=0.0)),
         )
 
 
@@ -108,7 +146,7 @@ def fine_tuning(plan: Plan) -> Iterator[Refusal]:
     if plan.module is not None:
         yield Refusal(
             problem="training: fine_tuning of a module that is not the executor's own",
-            action="set module to null",
+            action="plan it with --trace, or set module to null",
             nearest=replace(plan, module=None),
         )
 
@@ -134,6 +172,19 @@ def optimizer_rule(plan: Plan) -> Iterator[Refusal]:
     )
 
 
+@rule(
+    why="data files have tokens without the ends of documents, and attention reads whole sequences",
+    action="run it in the framework whose stack it was priced for, or plan whole sequences",
+)
+def whole_sequences(plan: Plan) -> Iterator[Refusal]:
+    if plan.training.documents is not None:
+        yield Refusal(
+            problem=f"training: sequences are packed from {plan.training.documents}",
+            action="leave out documents",
+            nearest=replace(plan, training=replace(plan.training, documents=None)),
+        )
+
+
 @rule(why="the executor drops no token, and holds all that arrive", action="plan without capacity")
 def dropless(plan: Plan) -> Iterator[Refusal]:
     if plan.model.num_experts and plan.training.expert_capacity:
@@ -146,6 +197,7 @@ def dropless(plan: Plan) -> Iterator[Refusal]:
 
 TRAINING = (
     model_parts,
+    dropped_scores,
     fp8,
     fine_tuning,
     gradient_precision,
@@ -153,4 +205,5 @@ TRAINING = (
     rotary_pairs,
     optimizer_rule,
     dropless,
+    whole_sequences,
 )

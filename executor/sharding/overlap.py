@@ -37,7 +37,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from parplan.executor.memory.saved_tensors import Recipes
-from parplan.executor.models.transformer_layers import Block, Linear, Residual
+from parplan.executor.models.operators import Linear, Residual
+from parplan.executor.models.transformer_layers import Block
 from parplan.executor.tensors import local
 
 PER_LINEAR = 1

@@ -36,7 +36,7 @@ from torch.distributed.tensor import (
 from parplan.executor.memory.saved_tensors import Recipes
 from parplan.executor.models.loss import Loss
 from parplan.executor.models.mixture_of_experts import MixtureOfExperts
-from parplan.executor.models.transformer_layers import Linear, Tokens
+from parplan.executor.models.operators import Linear, Tokens
 from parplan.executor.sharding.moves import moved
 from parplan.executor.sharding.overlap import linear_in_halves
 from parplan.executor.tensors import as_dtensor, local
@@ -199,7 +199,7 @@ def _place_operator(
     if isinstance(module, Loss) and inputs[-1] in TOKENS:
         module.register_forward_pre_hook(lambda _, args: _tokens_of(args, mesh, inputs))
         return
-    if axes.tp is not None and output[-1] in TOKENS:
+    if axes.tp is not None and output[-1] != Replicate():
         module.summed_over_tp = tuple(
             name
             for name, over in weights.items()
@@ -223,11 +223,15 @@ def _place_operator(
             for over, read in zip(weight, inputs, strict=True)
         )
 
+    shared = getattr(module, "shared_inputs", ())  # they have no heads that ranks could divide
+
     def before(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         # a plain tensor is targets, or the local inputs of a recomputed operator
         return tuple(
-            _part(arg, mesh, inputs, gradients, recipes) if isinstance(arg, DTensor) else arg
-            for arg in args
+            _part(arg, mesh, *(_of_all_heads(inputs) if at in shared else (inputs, gradients)), recipes)
+            if isinstance(arg, DTensor)
+            else arg
+            for at, arg in enumerate(args)
         )
 
     def after(_: nn.Module, args: Any, out: Tensor) -> DTensor:
@@ -242,6 +246,14 @@ def _place_operator(
         module.adds_bias = False
     if in_halves and (rows or columns):
         linear_in_halves(module, mesh.get_group(), rows=rows)
+
+
+def _of_all_heads(inputs: Over) -> tuple[Over, Over]:
+    """Returns the placements of an input that all heads share, and of its gradient."""
+    return (
+        tuple(Replicate() if over == Shard(2) else over for over in inputs),
+        tuple(Partial() if over == Shard(2) else over for over in inputs),
+    )
 
 
 def _tokens_of(args: tuple[Tensor, ...], mesh: DeviceMesh, over: Over) -> tuple[Tensor, ...]:

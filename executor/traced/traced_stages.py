@@ -172,6 +172,7 @@ def build_stage(
                     mesh=ranks.dp_mesh,
                     offloaded=plan.states_on_host,
                     casts_inputs=False,
+                    fine_tuned=not all(each.requires_grad for each in parameters.values()),
                 )
             )
             del parameters

@@ -28,7 +28,13 @@ from parplan.executor.training.train import Trainer
 from parplan.executor.training.training_states import RankTensors
 from parplan.executor.watch.rank_progress import RankProgress
 from parplan.executor.watch.run_recorder import RunRecorder
-from parplan.executor.watch.state_bytes import Meter, Row, chunk_state_bytes, shard_states
+from parplan.executor.watch.state_bytes import (
+    Meter,
+    Row,
+    chunk_state_bytes,
+    frozen_states,
+    shard_states,
+)
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.profiles.tracing.record import record
 
@@ -126,10 +132,15 @@ def predicted_states(plan: TracedPlan, pipeline: TracedPipeline, dp_rank: int) -
     for stage in pipeline.stages:
         zero = zero_of(plan, stage.index)
         for _, parameter in stage.named():
-            if parameter.requires_grad and not pipeline.in_chunks(parameter):
+            if pipeline.in_chunks(parameter):
+                continue
+            shape, shard = divided_shape(parameter), (dp_rank, plan.mesh.dp)
+            if not parameter.requires_grad:
+                total += frozen_states(shape, shard, zero, plan.training)
+            else:
                 total += shard_states(
-                    divided_shape(parameter),
-                    (dp_rank, plan.mesh.dp),
+                    shape,
+                    shard,
                     zero,
                     plan.training,
                     WholeTensor(

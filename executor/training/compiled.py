@@ -12,11 +12,10 @@ from collections.abc import Sequence
 import torch
 
 from parplan.executor.pipeline.stages import Stage
-from parplan.executor.placed_layers import recomputes_ahead
+from parplan.executor.placed_layers import layer_operators, recomputes_ahead
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.operator_graph import LayerKind
-from parplan.profiles.models.transformer import build_graph
 
 
 def validate_compiled(plan: Plan, device: torch.device) -> None:
@@ -44,12 +43,11 @@ def validate_compiled(plan: Plan, device: torch.device) -> None:
             "recipes, which torch.compile cannot trace",
             hint="leave --compile out, or make a plan with --tp 1",
         )
-    block = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size).block
     for name, layer in plan.layer_plans.items():
         if (
             layer.layer is LayerKind.BLOCK
             and layer.recompute
-            and set(layer.recompute) != {operator.name for operator in block.operators}
+            and set(layer.recompute) != set(layer_operators(plan, layer))
         ):
             raise ConfigError(
                 f"--compile: layer_plans.{name} recomputes "

@@ -113,9 +113,25 @@ def _parameter_states(
         on_host = on_host or name in ("tokens", "lm_head")
     shard = replica % shards, shards
     if not parameter.trained:
-        held = chunk_elements(shape, shards, shard[0]) if zero == 3 else math.prod(shape)
-        return StateBytes(frozen_bytes(held, plan.training, quantised=parameter.quantised))
+        return frozen_states(shape, shard, zero, plan.training, quantised=parameter.quantised)
     return shard_states(shape, shard, zero, plan.training, whole, on_host=on_host)
+
+
+def frozen_states(
+    shape: tuple[int, ...],
+    shard: tuple[int, int],
+    zero: int,
+    training: TrainingSpec,
+    *,
+    quantised: bool = False,
+) -> StateBytes:
+    """Return the bytes of a frozen parameter, `shard` being its number and how many there are.
+
+    ZeRO 3 shards it, ZeRO 1 and 2 leave it whole.
+    """
+    index, shards = shard
+    held = chunk_elements(shape, shards, index) if zero == 3 else math.prod(shape)
+    return StateBytes(frozen_bytes(held, training, quantised=quantised))
 
 
 def _expert_states(

@@ -35,7 +35,7 @@ def blocks_of_stages(
     method: Partition, num_stages: int, price_cache: PriceCache
 ) -> tuple[int, ...] | None:
     """Returns the blocks of every stage, or None where a stage would have none."""
-    num_layers = price_cache.model.num_layers
+    num_layers = price_cache.model.num_blocks
     weights = _weights(method, price_cache)
     bounds = (
         _uniform(num_layers + 2, num_stages)
@@ -57,7 +57,7 @@ def partitions(num_stages: int, price_cache: PriceCache) -> tuple[tuple[int, ...
 
 def _weights(method: Partition, price_cache: PriceCache) -> tuple[int, ...]:
     """Returns the weights of the embedding, every block and the head in a partition."""
-    num_layers = price_cache.model.num_layers
+    num_layers = price_cache.model.num_blocks
     if method is not Partition.PARAMETERS:
         return (0, *(1,) * num_layers, 0)
     graph = price_cache.graph(1)

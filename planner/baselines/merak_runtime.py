@@ -25,12 +25,13 @@ from parplan.planner.baselines.uniform_strategies import (
 from parplan.planner.layer_options.overlap_levels import illegal_full_recompute, illegal_overlap
 
 ZEROS = (0, 1)
+MERAK_STACK = "megatron-lm-2021"  # its facts: sequences are whole, and so are experts
 Choice = tuple[ParallelLayout, tuple[int, ...], int]  # with the blocks of stages, and ZeRO
 
 
 def one_chunk_layouts(price_cache: PriceCache) -> Iterator[ParallelLayout]:
     """Yields Megatron-LM's layouts with one model chunk a rank: 1F1B, or no pipeline."""
-    meshes = megatron_meshes(price_cache.model, price_cache.machine.cluster, price_cache.training)
+    meshes = megatron_meshes(MERAK_STACK, price_cache, ep=(1,))
     layouts = chain.from_iterable(
         megatron_layouts(mesh, price_cache.model, price_cache.training) for mesh in meshes
     )
@@ -87,7 +88,7 @@ def without_pipeline(
             else (Recompute.NONE, Recompute.FULL)
         )
         if layout.mesh.pp == 1:
-            yield from strategies((layout,), price_cache.model.num_layers, zeros, levels)
+            yield from strategies((layout,), price_cache.model.num_blocks, zeros, levels)
 
 
 def equal_stages(layouts: Iterable[ParallelLayout], num_layers: int) -> Iterator[Choice]:
@@ -105,7 +106,7 @@ def merak_strategies(price_cache: PriceCache, limit_bytes: float) -> tuple[Strat
     return (
         *without_pipeline(layouts, price_cache),
         *least_recompute(
-            equal_stages((*layouts, *shifted(layouts)), price_cache.model.num_layers),
+            equal_stages((*layouts, *shifted(layouts)), price_cache.model.num_blocks),
             price_cache,
             limit_bytes,
         ),

@@ -1,8 +1,8 @@
 """The fastest of a list of strategies that fits, proven: no strategy is dropped by a heuristic.
 
-Memory is checked first. The strategies that fit are then taken in the order of a lower bound of
-their simulated step (costmodels/schedules/simulator.py). All strategies with a bound below the best
-step are simulated, so that the answer is the optimum of the price that is reported.
+Strategies are taken in the order of a lower bound of their simulated step
+(costmodels/schedules/simulator.py). All that fit and have a bound below the best step are
+simulated, so that the answer is the optimum of the price that is reported.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from itertools import groupby
+from itertools import chain
 
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.memory.rank_memory import rank_memory
@@ -25,11 +25,10 @@ ROUNDING = 1e-9  # relative, against another order of summation
 
 @dataclass(frozen=True, slots=True)
 class Optimum:
-    """The fastest strategy and its price, with the numbers that fitted and that were simulated."""
+    """The fastest strategy that fits and its price, with the number that was simulated."""
 
     strategy: Strategy
     price: StepPrice
-    fitted: int
     simulated: int
 
 
@@ -67,10 +66,12 @@ def fits(strategy: Strategy, price_cache: LayerPriceCache, limit_bytes: float) -
 def _busiest_s(strategy: Strategy, price_cache: LayerPriceCache) -> float:
     """A cheap bound of the step: all passes of the busiest rank, without transfers and tail."""
     layout = strategy.layout
+    choice_s = {
+        id(choice): _pass_s(choice, layout, price_cache)
+        for choice in {id(choice): choice for choice in chain(*strategy.stages)}.values()
+    }
     stage_s = {
-        id(stage): sum(
-            _pass_s(choice, layout, price_cache) * len(list(run)) for choice, run in groupby(stage)
-        )
+        id(stage): sum(choice_s[id(choice)] for choice in stage)
         for stage in {id(stage): stage for stage in strategy.stages}.values()
     }
     busiest_s = max(
@@ -104,15 +105,11 @@ def fastest(
     deadline: Deadline = NEVER,
 ) -> Optimum | None:
     """Returns the fitting candidate with the shortest simulated step. Raises OutOfTimeError."""
-    fitting = [
-        strategy
-        for strategy in in_time(candidates, deadline)
-        if fits(strategy, price_cache, limit_bytes)
-    ]
-    # Each entry has a bound, first a cheap one and then that of all costs.
+    strategies = tuple(candidates)
+    # Each entry has a bound, first a cheap one and then, where it fits, that of all costs.
     bounded = [
         (_busiest_s(strategy, price_cache), index, False)
-        for index, strategy in enumerate(in_time(fitting, deadline))
+        for index, strategy in enumerate(in_time(strategies, deadline))
     ]
     heapify(bounded)
     best: tuple[Strategy, StepPrice] | None = None
@@ -120,14 +117,16 @@ def fastest(
     while bounded and (best is None or bounded[0][0] < best[1].step_s):
         deadline.check()
         _, index, costed = heappop(bounded)
+        strategy = strategies[index]
         if not costed:
-            heappush(bounded, (_bound_s(fitting[index], price_cache), index, True))
+            if fits(strategy, price_cache, limit_bytes):
+                heappush(bounded, (_bound_s(strategy, price_cache), index, True))
             continue
-        price = price_step(fitting[index], price_cache)
+        price = price_step(strategy, price_cache)
         simulated += 1
         if best is None or price.step_s < best[1].step_s:
-            best = fitting[index], price
-    return None if best is None else Optimum(*best, fitted=len(fitting), simulated=simulated)
+            best = strategy, price
+    return None if best is None else Optimum(*best, simulated=simulated)
 
 
 def leanest(

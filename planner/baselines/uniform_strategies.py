@@ -8,26 +8,32 @@ block less. Virtual stages need pp > 1. Megatron-Core's interleaved schedule tak
 multiples of pp (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). Its 1F1B accepts fewer
 micro-batches than stages, for which the planner's search has GPipe. The range of tensor parallelism
 is a rule of this planner: inside a node, dividing heads, ffn width and the padded vocabulary.
+Sequences and experts are divided as the planner divides them, in the forms that the system's stack
+has (configs/stacks/): context parallelism and micro-batches are tried where the planner's search
+tries them.
 
 Recompute is none, selective or full as this planner prices them: selective recompute with flash
 attention recomputes norms and activation functions, which saves more than Megatron's default, the
 attention core. Some of Megatron's options are left out: first and last stages of other lengths,
-pipeline layouts, recompute of some layers of a stage, its FSDP, context parallelism, tensor
-parallelism of experts.
+pipeline layouts, recompute of some layers of a stage, its FSDP.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
-from parplan.costmodels.communication.mesh import Mesh
+from parplan.costmodels.communication.mesh import Mesh, MeshOrder
 from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
-from parplan.planner.candidates.meshes import expert_divisions, illegal_tensor_parallel
+from parplan.planner.candidates.enumeration import illegal_tokens
+from parplan.planner.candidates.meshes import meshes
+from parplan.planner.request import MAX_MICRO_BATCH_SIZE, Constraints, PlanRequest
 from parplan.profiles.divisors import divisors
-from parplan.profiles.machines.hardware import Cluster
+from parplan.profiles.machines.machine_catalog import load_stack
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 
@@ -43,64 +49,60 @@ def counted_ends(num_layers: int, num_stages: int) -> tuple[tuple[int, int], ...
     return tuple(ends for ends in COUNTED if (num_layers + sum(ends)) % num_stages == 0)
 
 
-def megatron_meshes(model: ModelSpec, cluster: Cluster, training: TrainingSpec) -> Iterator[Mesh]:
-    """Yields the legal degrees, by tp, then by pp, then by ep, all ascending."""
-    for tp in divisors(cluster.num_gpus):
-        if illegal_tensor_parallel(tp, model, cluster, across_nodes=False):
-            continue
-        for pp in divisors(cluster.num_gpus // tp):
-            dp = cluster.num_gpus // tp // pp
-            if counted_ends(model.num_layers, pp) and training.global_batch_size % dp == 0:
-                yield from (
-                    Mesh(pp=pp, dp=dp, tp=tp, ep=ep, etp=etp)
-                    for ep, etp in expert_divisions(dp * tp, tp, model, training.stack)
-                )
+def system_meshes(stack: str, price_cache: PriceCache, **pins: tuple[int, ...]) -> Iterator[Mesh]:
+    """Yields the legal degrees of a system, by tp, then pp, cp and ep, all ascending.
+
+    stack    the packaged stack whose facts say how the system divides sequences and experts
+    pins     allowed degrees, of all axes or of some
+    """
+    training = price_cache.training
+    request = PlanRequest(
+        model=price_cache.model,
+        cluster=price_cache.machine.cluster,
+        training=replace(training, stack=load_stack(stack)),
+        constraints=Constraints(mesh_order=(MeshOrder.PP_DP_TP,), **pins),  # type: ignore[arg-type]
+    )
+    for mesh in meshes(request):
+        if isinstance(mesh, Mesh) and training.global_batch_size % mesh.dp == 0:
+            yield mesh
+
+
+def megatron_meshes(stack: str, price_cache: PriceCache, **pins: tuple[int, ...]) -> Iterator[Mesh]:
+    """Yields the degrees of a system whose stages are equal, like `system_meshes`."""
+    num_layers = price_cache.model.num_blocks
+    for mesh in system_meshes(stack, price_cache, **pins):
+        if counted_ends(num_layers, mesh.pp):
+            yield mesh
 
 
 def megatron_layouts(
     mesh: Mesh, model: ModelSpec, training: TrainingSpec
 ) -> Iterator[ParallelLayout]:
-    """Yields the layouts of one mesh, with sequence parallelism off and on."""
-    per_replica = training.global_batch_size // mesh.dp
-    for micro_batch_size in divisors(per_replica):
-        num_micro_batches = per_replica // micro_batch_size
-        for virtual_stages in _virtual_stages(mesh, model, num_micro_batches):
-            divisible = mesh.tp > 1 and training.seq_length % mesh.tp == 0
-            for sequence_parallel in (False, True) if divisible else (False,):
-                yield ParallelLayout(
-                    mesh=mesh,
+    """Yields the layouts of one mesh, with sequence parallelism off and on where it is legal."""
+    for plain in _plain(mesh, training):
+        for virtual_stages in _virtual_stages(mesh, model, plain.num_micro_batches):
+            for sequence_parallel in (False, True):
+                layout = replace(
+                    plain,
                     schedule=Schedule.INTERLEAVED if virtual_stages > 1 else Schedule.ONE_F_ONE_B,
                     virtual_stages=virtual_stages,
-                    micro_batch_size=micro_batch_size,
-                    num_micro_batches=num_micro_batches,
                     sequence_parallel=sequence_parallel,
                 )
+                if not illegal_tokens(layout, model, training):
+                    yield layout
 
 
-def _virtual_stages(mesh: Mesh, model: ModelSpec, num_micro_batches: int) -> Iterator[int]:
-    interleaves = mesh.pp > 1 and num_micro_batches % mesh.pp == 0
-    most = -(-(model.num_layers + max(map(sum, COUNTED))) // mesh.pp) if interleaves else 1
-    yield from (v for v in range(1, most + 1) if counted_ends(model.num_layers, mesh.pp * v))
+def plain_layouts(mesh: Mesh, model: ModelSpec, training: TrainingSpec) -> Iterator[ParallelLayout]:
+    """Yields 1F1B with every micro-batch, without sequence parallelism, where that is legal."""
+    for layout in _plain(mesh, training):
+        if not illegal_tokens(layout, model, training):
+            yield layout
 
 
-def any_stages(model: ModelSpec, cluster: Cluster, training: TrainingSpec) -> Iterator[Mesh]:
-    """Yields the degrees of a system whose stages need not be equal, by tp, then by pp.
-
-    tp stays inside a node; a stage has at least one block.
-    """
-    for tp in divisors(cluster.num_gpus):
-        if illegal_tensor_parallel(tp, model, cluster, across_nodes=False):
-            continue
-        for pp in divisors(cluster.num_gpus // tp):
-            dp = cluster.num_gpus // tp // pp
-            if pp <= model.num_layers and training.global_batch_size % dp == 0:
-                yield Mesh(pp=pp, dp=dp, tp=tp)
-
-
-def plain_layouts(mesh: Mesh, training: TrainingSpec) -> Iterator[ParallelLayout]:
-    """Yields 1F1B with every micro-batch, without sequence parallelism."""
+def _plain(mesh: Mesh, training: TrainingSpec) -> Iterator[ParallelLayout]:
     per_replica = training.global_batch_size // mesh.dp
-    for micro_batch_size in divisors(per_replica):
+    sizes = (size for size in divisors(per_replica) if size <= MAX_MICRO_BATCH_SIZE)
+    for micro_batch_size in sizes:
         yield ParallelLayout(
             mesh=mesh,
             schedule=Schedule.ONE_F_ONE_B,
@@ -111,12 +113,10 @@ def plain_layouts(mesh: Mesh, training: TrainingSpec) -> Iterator[ParallelLayout
         )
 
 
-def data_parallel_layouts(
-    model: ModelSpec, cluster: Cluster, training: TrainingSpec
-) -> Iterator[ParallelLayout]:
-    """Yields the layouts of one data-parallel group, if all GPUs divide the batch."""
-    if training.global_batch_size % cluster.num_gpus == 0:
-        yield from megatron_layouts(Mesh(pp=1, dp=cluster.num_gpus, tp=1), model, training)
+def _virtual_stages(mesh: Mesh, model: ModelSpec, num_micro_batches: int) -> Iterator[int]:
+    interleaves = mesh.pp > 1 and num_micro_batches % mesh.pp == 0
+    most = -(-(model.num_blocks + max(map(sum, COUNTED))) // mesh.pp) if interleaves else 1
+    yield from (v for v in range(1, most + 1) if counted_ends(model.num_blocks, mesh.pp * v))
 
 
 @lru_cache(maxsize=64)
@@ -170,13 +170,13 @@ def strategies(
     zeros: Iterable[int],
     levels: Iterable[Recompute],
 ) -> tuple[Strategy, ...]:
-    """Returns every layout with every ZeRO stage (one where dp is 1), recompute level and ends."""
+    """Returns every layout with every ZeRO stage (one without replicas), recompute and ends."""
     zeros = tuple(zeros)
     levels = tuple(levels)
     return tuple(
         equal_stages(layout, num_layers, zero, level, ends)
         for layout in layouts
         for ends in counted_ends(num_layers, layout.num_virtual_stages)
-        for zero in (zeros if layout.mesh.dp > 1 else zeros[:1])
+        for zero in (zeros if layout.mesh.replicas > 1 else zeros[:1])
         for level in levels
     )

@@ -77,8 +77,13 @@ def illegal_pipeline(layout: ParallelLayout) -> str | None:
     return None
 
 
-def illegal_layout(layout: ParallelLayout, model: ModelSpec, training: TrainingSpec) -> str | None:
-    """Returns why a layout on a legal mesh cannot run, or None."""
+def illegal_layout(
+    layout: ParallelLayout, model: ModelSpec, training: TrainingSpec, *, unlike_stages: bool = False
+) -> str | None:
+    """Returns why a layout on a legal mesh cannot run, or None.
+
+    unlike_stages    virtual stages have other lengths than the planner's own
+    """
     mesh, batch = layout.mesh, training.global_batch_size
     if layout.micro_batch_size * mesh.dp * layout.num_micro_batches != batch:
         return (
@@ -88,18 +93,24 @@ def illegal_layout(layout: ParallelLayout, model: ModelSpec, training: TrainingS
     reason = illegal_pipeline(layout)
     if reason:
         return reason
-    if mesh.pp > model.num_layers:
-        return f"pp {mesh.pp} is more than the {model.num_layers} layers"
-    if not layout.equal_ranks and layout.num_virtual_stages > model.num_layers:
+    if mesh.pp > model.num_blocks:
+        return f"pp {mesh.pp} is more than the {model.num_blocks} layers"
+    if not layout.equal_ranks and layout.num_virtual_stages > model.num_blocks:
         return (
             f"pp {mesh.pp} x {layout.virtual_stages} virtual stages are more than "
-            f"the {model.num_layers} layers"
+            f"the {model.num_blocks} layers"
         )
-    if layout.equal_ranks and shorter_ends(layout, model.num_layers) is None:
+    if not unlike_stages and layout.equal_ranks and shorter_ends(layout, model.num_blocks) is None:
         return (
-            f"{model.num_layers} layers, or two more, are not a multiple of "
+            f"{model.num_blocks} layers, or two more, are not a multiple of "
             f"pp {mesh.pp} x {layout.virtual_stages} virtual stages"
         )
+    return illegal_tokens(layout, model, training) or illegal_overlap(layout, model, training)
+
+
+def illegal_tokens(layout: ParallelLayout, model: ModelSpec, training: TrainingSpec) -> str | None:
+    """Returns why the ranks of a layout cannot divide the tokens of a sequence, or None."""
+    mesh = layout.mesh
     if training.seq_length % (2 * mesh.cp if mesh.cp > 1 else 1):
         return (
             f"the {2 * mesh.cp} pieces of cp {mesh.cp} do not divide the sequence of "
@@ -113,7 +124,7 @@ def illegal_layout(layout: ParallelLayout, model: ModelSpec, training: TrainingS
         )
     if model.num_experts and mesh.tp > 1 and not layout.sequence_parallel:
         return "experts with tp > 1 need sequence parallelism: the ranks send different tokens"
-    return illegal_overlap(layout, model, training)
+    return None
 
 
 def micro_batch_sizes(mesh: Mesh, request: Request | TracedRequest) -> Iterator[int | Pruned]:
@@ -172,7 +183,7 @@ def _schedules(
     yield Schedule.ZBV, 2
     shares = (
         layers // mesh.pp
-        for layers in (model.num_layers, model.num_layers + 2)
+        for layers in (model.num_blocks, model.num_blocks + 2)
         if layers % mesh.pp == 0
     )
     yield from (

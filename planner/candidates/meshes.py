@@ -91,10 +91,11 @@ def meshes(request: Request) -> Iterator[Mesh | Pruned]:
                         pp=pp, dp=ranks // cp, cp=cp, tp=tp, ep=ep, etp=etp, context_form=form
                     )
                     excluded = (
-                        excluded_mesh(plain, pins, model.num_layers, "layers")
+                        excluded_mesh(plain, pins, model.num_blocks, "layers")
                         or reason
                         or illegal_expert_parallel(plain, model)
                         or illegal_context(plain, model, cluster)
+                        or _not_alone(plain, stack)
                     )
                     if excluded:
                         yield Pruned(str(plain), excluded)
@@ -102,6 +103,13 @@ def meshes(request: Request) -> Iterator[Mesh | Pruned]:
                     for mesh in distinct_orders(plain, orders, cluster.gpus_per_node):
                         excluded = excluded_order(mesh, pins)
                         yield Pruned(str(mesh), excluded) if excluded else mesh
+
+
+def _not_alone(mesh: Mesh, stack: Stack) -> str | None:
+    """Returns why the stack does not run context parallelism beside the other axes, or None."""
+    if stack.context_alone and mesh.cp > 1 and mesh.tp * mesh.pp > 1:
+        return f"{stack.name} runs cp {mesh.cp} only without tp and pp"
+    return None
 
 
 def _contexts(ranks: int, request: Request) -> Iterator[tuple[int, ContextForm | None]]:

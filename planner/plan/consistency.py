@@ -34,7 +34,7 @@ def require_consistent(plan: AnyPlan, where: str) -> None:
         _require_stages(plan.stages, len(plan.shards), where)
         _require_traced(plan, where)
     else:
-        _require_stages(plan.stages, plan.model.num_layers + 2, where)
+        _require_stages(plan.stages, plan.model.num_blocks + 2, where)
         _require_described(plan, where)
 
 

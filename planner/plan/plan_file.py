@@ -29,8 +29,10 @@ def plan_to_document(plan: AnyPlan) -> dict[str, Any]:
         for rare in ("own_zero", "block"):
             if not layer_plan[rare]:  # few plans have any
                 del layer_plan[rare]
-    if plan.training.fine_tuning is None:
-        del body["training"]["fine_tuning"]
+    for part in ("training", "module"):
+        for rare in ("fine_tuning", "documents"):
+            if (body.get(part) or {}).get(rare, "") is None:
+                del body[part][rare]
     if isinstance(plan, Plan):
         for name in rare_defaults(plan.model):
             del body["model"][name]

@@ -235,12 +235,12 @@ def layers_of(plan: Plan, price_cache: PriceCache) -> Strategy:
         choice.kind.role is LayerKind.BLOCK for stage in strategy.stages for choice in stage
     )
     if (
-        num_blocks != plan.model.num_layers
+        num_blocks != plan.model.num_blocks
         or len(strategy.stages) != strategy.layout.num_virtual_stages
     ):
         raise ConfigError(
             f"the plan has {num_blocks} blocks on {len(strategy.stages)} stages, "
-            f"not {plan.model.num_layers} on {strategy.layout.num_virtual_stages}",
+            f"not {plan.model.num_blocks} on {strategy.layout.num_virtual_stages}",
             hint="make the plan again",
         )
     return strategy

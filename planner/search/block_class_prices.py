@@ -50,7 +50,7 @@ class BlockClassPrices(SequencePrices):
         space = _with_hosts(space, request.constraints.offload or ())
         if not space.layouts:
             raise no_candidate_error(space, request.cluster)
-        num_blocks = request.model.num_layers
+        num_blocks = request.model.num_blocks
         super().__init__(
             space,
             price_cache,

@@ -27,7 +27,7 @@ def shortfall(request: Request) -> Shortfall:
     """
     if not has_unlike_blocks(request.model, request.training):
         return alike.shortfall(request)
-    head = request.model.num_layers + 1
+    head = request.model.num_blocks + 1
 
     def name_of(layer: int) -> str:
         return {0: "embedding", head: "head"}.get(layer, f"block {layer - 1}")

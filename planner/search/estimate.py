@@ -151,9 +151,9 @@ def _check(
     )
     if reason:
         raise ConfigError(reason, hint="change that option")
-    if len(blocks) != mesh.pp or sum(blocks) != model.num_layers or min(blocks) < 1:
+    if len(blocks) != mesh.pp or sum(blocks) != model.num_blocks or min(blocks) < 1:
         raise ConfigError(
-            f"the stages hold {', '.join(map(str, blocks))} blocks, not {model.num_layers} over "
+            f"the stages hold {', '.join(map(str, blocks))} blocks, not {model.num_blocks} over "
             f"{mesh.pp} stages with at least one each",
             hint="change the number of blocks of a stage",
         )
@@ -166,7 +166,7 @@ def _check(
     whole_chunks = not layout.equal_ranks or all(
         count % layout.virtual_stages == 0 for count in blocks
     )
-    if not whole_chunks and tuple(blocks) != default_blocks(layout, model.num_layers):
+    if not whole_chunks and tuple(blocks) != default_blocks(layout, model.num_blocks):
         raise ConfigError(
             f"the ranks hold {', '.join(map(str, blocks))} blocks, not multiples of the "
             f"{layout.virtual_stages} virtual stages",
@@ -323,6 +323,18 @@ def with_homes(strategy: Strategy, request: ChunkRequest) -> Strategy:
     )
 
 
+def _stage_lengths(layout: ParallelLayout, blocks: Sequence[int]) -> tuple[int, ...]:
+    """Blocks of each virtual stage where rank s has `blocks[s]`."""
+    lengths = {
+        stage: len(chunk)
+        for rank, count in enumerate(blocks)
+        for stage, chunk in zip(
+            layout.stages_of(rank), dealt_blocks(rank, count, layout), strict=True
+        )
+    }
+    return tuple(lengths[stage] for stage in range(layout.num_virtual_stages))
+
+
 def uniform_strategy(
     layout: ParallelLayout,
     blocks: Sequence[int],
@@ -331,18 +343,17 @@ def uniform_strategy(
     recompute: Recompute,
     price_cache: PriceCache,
 ) -> Strategy:
-    """Strategy with `blocks[s]` blocks on rank s, all at one recompute level and ZeRO stage."""
-    if has_unlike_blocks(price_cache.model, price_cache.training):
+    """Strategy with `blocks[s]` blocks on rank s, all at one recompute level and ZeRO stage.
+
+    Where there are more virtual stages than ranks, `blocks` may have a number for each of them.
+    """
+    by_stage = len(blocks) > layout.mesh.pp
+    if by_stage or has_unlike_blocks(price_cache.model, price_cache.training):
         zero = _sharded(zero, layout, price_cache)
-        lengths = {
-            stage: len(chunk)
-            for rank, count in enumerate(blocks)
-            for stage, chunk in zip(
-                layout.stages_of(rank), dealt_blocks(rank, count, layout), strict=True
-            )
-        }
-        levels = [(recompute,) * lengths[stage] for stage in range(layout.num_virtual_stages)]
-        return with_classes(staged(layout, levels, zero), price_cache)
+        lengths = tuple(blocks) if by_stage else _stage_lengths(layout, blocks)
+        return with_classes(
+            staged(layout, [(recompute,) * length for length in lengths], zero), price_cache
+        )
     table = MixTable(
         price_cache, Constraints(recompute=(recompute,), zero=(zero,), megatron_sharding=True)
     )
@@ -395,7 +406,7 @@ def estimate_plan(
     zero, recompute = choices.zero, choices.recompute
     highest = max(zero, *(stage for _, stage in choices.own_zero), 0)
     chunks, offload = choices.chunks, choices.offload
-    blocks = default_blocks(layout, model.num_layers)
+    blocks = default_blocks(layout, model.num_blocks)
     if choices.blocks is not None:
         blocks = tuple(choices.blocks)
     rule = choices.recompute_first_stage

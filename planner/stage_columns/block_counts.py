@@ -12,7 +12,7 @@ from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.host_options.state_locations import with_locations
 from parplan.planner.stage_columns.dealing import dealt_blocks
 from parplan.planner.stage_columns.stage_column import StageColumn
-from parplan.profiles.models.operator_graph import LayerKind
+from parplan.profiles.models.operator_graph import LayerKey, LayerKind
 
 
 def shorter_ends(layout: ParallelLayout, num_layers: int) -> bool | None:
@@ -72,12 +72,13 @@ def with_classes(strategy: Strategy, price_cache: LayerPriceCache) -> Strategy:
     if price_cache.key(1, 1) is LayerKind.BLOCK:
         return strategy
     stages = []
+    made: dict[tuple[int, LayerKey], LayerChoice] = {}  # layers alike share one record
     for index, stage in enumerate(strategy.stages):
-        first, end = strategy.layers_of(index)
-        keys = price_cache.keys(first, end)
-        stages.append(
-            tuple(replace(choice, kind=key) for choice, key in zip(stage, keys, strict=True))
-        )
+        own = tuple(zip(stage, price_cache.keys(*strategy.layers_of(index)), strict=True))
+        for choice, key in own:
+            if (id(choice), key) not in made:
+                made[id(choice), key] = replace(choice, kind=key)
+        stages.append(tuple(made[id(choice), key] for choice, key in own))
     return replace(strategy, stages=tuple(stages))
 
 

@@ -11,7 +11,8 @@ import functools
 import re
 from collections.abc import Mapping
 
-from parplan.planner.validation.frameworks import RECIPES, RELEASE_TEST_VOCAB
+from parplan.planner.validation.frameworks import RELEASE_TEST_VOCAB
+from parplan.planner.validation.recipes import RECIPES
 from parplan.planner.validation.row_cells import Row, whole
 from parplan.planner.validation.step_rows import read_table
 
@@ -57,7 +58,9 @@ def _shipped_rows() -> Mapping[str, Row]:
 
 
 def _recipe_settings(row_id: str) -> Mapping[str, str]:
-    return next((settings for pattern, settings in RECIPES if re.match(pattern, row_id)), {})
+    """Returns the cells of all recipes of a row; of two the first entry goes before."""
+    matching = [settings for pattern, settings in RECIPES if re.match(pattern, row_id)]
+    return {cell: text for settings in reversed(matching) for cell, text in settings.items()}
 
 
 def _own_figures(row: Row) -> dict[str, str]:
@@ -87,18 +90,22 @@ def _own_figures(row: Row) -> dict[str, str]:
 def _implied(row: Row) -> dict[str, str]:
     """Returns settings that a framework implies.
 
-    Megatron's release tests have the vocabulary of their default tokenizer. An H100 has no
-    micro-scaled formats: its part of a table of both fp8 recipes scales by tensor. BigScience's
-    V100 runs shard optimizer states under data parallelism (tr3m-1B3-emb-norm-pile.slurm says so
-    for some runs; for the rest it is assumed). vTrain divides 50,257 by tp without padding
-    (src/model/gpt_model.py of the repository). The head of its single-node rows takes 2.3 times as
-    long at tp 1, where the share is odd, as the rows on two ranks imply.
+    Megatron's release tests have the vocabulary of their default tokenizer. A table of two fp8
+    recipes has the figure of scaling by tensor first, and that of micro-scaling in parentheses,
+    which is a row of its own (docs/performance-summary-archive.md of NVIDIA-NeMo/Megatron-Bridge).
+    BigScience's V100 runs shard optimizer states under data parallelism
+    (tr3m-1B3-emb-norm-pile.slurm says so for some runs; for the rest it is assumed). vTrain divides
+    50,257 by tp without padding (src/model/gpt_model.py of the repository). The head of its
+    single-node rows takes 2.3 times as long at tp 1, where the share is odd, as the rows on two
+    ranks imply.
     """
     implied = {}
     if "Megatron-LM CI" in row["framework"] and not row["vocab"]:
         implied["vocab"] = str(RELEASE_TEST_VOCAB)
-    if row["dtype"].lower() == "fp8-cs/mx" and row["gpu"].startswith("h100"):
+    if row["dtype"].lower() == "fp8-cs/mx" and "-alt-" not in row["id"]:
         implied["dtype"] = "fp8-cs"
+    if row.get("layer_pattern") and not row["layers"]:
+        implied["layers"] = str(len(row["layer_pattern"].replace("|", "")))
     if row["id"].startswith("bs") and not row["zero_stage"]:
         implied["zero_stage"] = str(int(whole(row, "dp", 1) > 1))
     if row["id"].startswith("vtrain-single-") and row["vocab"] and row["tp"]:

@@ -16,12 +16,12 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.stage_columns.block_counts import shorter_ends
 from parplan.planner.validation.completion import completed
 from parplan.planner.validation.frameworks import (
     CONTEXT_FORMS,
-    FIGURES_AGREE,
-    FIGURES_DISAGREE,
     FOLDS,
+    LAYOUT_STACKS,
     REFUSED,
 )
 from parplan.planner.validation.published_models import with_published_shape
@@ -34,10 +34,13 @@ from parplan.planner.validation.row_cells import (
     whole,
 )
 from parplan.planner.validation.row_cluster import cluster_of
-from parplan.planner.validation.row_model import blocks_of, model_of
+from parplan.planner.validation.row_model import in_flight_share, model_of, stages_of
 from parplan.planner.validation.row_stack import (
+    NO_MODULES,
+    Modules,
     described_stack,
     micro_batches_of,
+    modules_of,
     precision_of,
     recompute_of,
     stack_facts,
@@ -45,11 +48,15 @@ from parplan.planner.validation.row_stack import (
     stack_of,
     training_of,
     virtual_stages_of,
+    with_workspaces,
 )
+from parplan.planner.validation.uneven_divisions import with_longer_first_stages
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.stack_terms import Terms, shipped_terms
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.stack import ContextForm
+
+_LATENT = re.compile(r"^gpt/\S*_mla|transformer_engine; (?:.*; )?MLA")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +67,9 @@ class Configuration:
     sensible choices.
 
     recompute  choices, each with the levels that blocks take in turn
-    blocks     blocks of each pipeline rank, None when they are divided evenly
+    modules    modules of the blocks that are recomputed or offloaded by name
+    stages     blocks of each virtual stage, None when they are divided evenly
+    in_flight  activations of a rank over those of its schedule
     taken      where settings that the row leaves out were taken from
     differing  cells of the row that contradict the published shape of its model
     """
@@ -75,7 +84,9 @@ class Configuration:
     virtual_stages: tuple[int, ...]
     recompute: tuple[tuple[Recompute, ...], ...]
     known_framework: bool = True
-    blocks: tuple[int, ...] | None = None
+    modules: Modules = NO_MODULES
+    stages: tuple[int, ...] | None = None
+    in_flight: float = 1.0
     taken: tuple[str, ...] = ()
     differing: tuple[str, ...] = ()
 
@@ -89,6 +100,26 @@ class Configuration:
         }
         left = tuple(name for name, choices in open_.items() if len(choices) > 1)
         return left if self.known_framework else ("framework", *left)
+
+    def stages_of(self, layout: ParallelLayout) -> tuple[int, ...] | None:
+        """Returns the blocks of each virtual stage of a layout, None where they are equal.
+
+        Raises UnpricedError for another number of stages than the row states.
+        """
+        count, stages = layout.num_virtual_stages, self.stages
+        if stages is None:
+            equal = (
+                not layout.equal_ranks or shorter_ends(layout, self.model.num_layers) is not None
+            )
+            if equal or self.training.stack.name not in LAYOUT_STACKS:
+                return None
+            stages = with_longer_first_stages(self.model.num_layers, count)
+        if len(stages) != count or sum(stages) != self.model.num_layers:
+            raise UnpricedError(
+                f"{len(stages)} stages of {sum(stages)} layers are stated, not {count} of "
+                f"{self.model.num_layers}"
+            )
+        return stages
 
     def layout(self, micro_batch: int, virtual_stages: int) -> ParallelLayout:
         """Returns the layout of one choice of micro-batch size and virtual stages."""
@@ -136,14 +167,16 @@ def configuration_of(
         raise UnpricedError(f"{missing[0]} is not stated")
     terms = shipped_terms() if terms is None else terms
     stack = stack_of(row, terms.of_stack(stack_facts(stack_name(row)), without))
+    stack = with_workspaces(row, stack, cluster.device)
     mesh = _mesh(row)
     model = model_of(row, stack, shape.model)
+    _require_ranks(row, model)
     if mesh.num_ranks != cluster.num_gpus:
         raise UnpricedError("dp x cp x tp x pp is not the number of GPUs")
     return Configuration(
         model=model,
         cluster=cluster,
-        blocks=blocks_of(row, model, mesh),
+        stages=stages_of(row, model, mesh),
         training=training_of(row, stack),
         mesh=mesh,
         sequence_parallel=_sequence_parallel(row, model, mesh),
@@ -151,6 +184,8 @@ def configuration_of(
         micro_batches=micro_batches_of(row, mesh),
         virtual_stages=virtual_stages_of(row, mesh, stack),
         recompute=recompute_of(row, stack),
+        modules=modules_of(row),
+        in_flight=in_flight_share(row),
         known_framework=described_stack(row) is not None,
         taken=(*taken, *shape.taken),
         differing=shape.differing,
@@ -160,20 +195,20 @@ def configuration_of(
 def _refuse(row: Row) -> None:
     for column, pattern, reason in REFUSED:
         match = re.search(pattern, row[column], re.IGNORECASE)
-        agrees = reason == FIGURES_DISAGREE and FIGURES_AGREE.match(row["id"])
-        if match and not agrees:
+        if match:
             raise UnpricedError(reason.format(*match.groups()))
 
 
-def _mesh(row: Row) -> Mesh:
-    """Returns the mesh of the row; `dp` excludes `cp`, experts lie over dp x cp x tp.
+def _require_ranks(row: Row, model: ModelSpec) -> None:
+    """Raises UnpricedError for latent attention whose ranks neither row nor recipe states."""
+    if _LATENT.search(f"{row['model']} {row['notes']}") and model.latent is None:
+        raise UnpricedError("latent attention of ranks that are not stated")
 
-    Raises UnpricedError for experts that are divided otherwise than the rest of the model.
-    """
+
+def _mesh(row: Row) -> Mesh:
+    """Returns the mesh of the row; `dp` excludes `cp`, experts lie over dp x cp x tp."""
     experts = whole(row, "experts", 1) > 1
     etp = expert_tensor_parallel(row) if experts else 1
-    if etp not in (1, whole(row, "tp")):
-        raise UnpricedError(f"expert tensor parallelism {etp} under tensor parallelism {row['tp']}")
     cp = max(1, whole(row, "cp", 1))
     return Mesh(
         pp=whole(row, "pp"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.profiles.models.spec import Precision
+from parplan.profiles.models.spec import Optimizer, Precision
 from parplan.profiles.stack import ContextForm
 
 DEVICES = {  # start of a gpu cell, up to the end of a word -> the cluster file
@@ -21,6 +21,8 @@ DEVICES = {  # start of a gpu cell, up to the end of a word -> the cluster file
     "gh200-96g": "gh200-96gb",
     "b200": "b200-180gb",
     "gb200": "gb200-186gb",
+    "b300": "b300-270gb",
+    "gb300": "gb300-279gb",
     "v100-32g": "v100-32gb",
     "v100-16g": "v100-16gb",
     "rtx3090": "rtx3090-24gb",
@@ -61,7 +63,10 @@ PRECISIONS = {  # fp16/bf16: BLOOM's early runs, fp16 as their log says
     "float16": Precision.FP16,
     "fp16/bf16": Precision.FP16,
 }
-FP8_DTYPES = ("fp8", "fp8-cs", "bf16+float8 linear", "bf16+float8 tensorwise", "float8 tensorwise")
+FP8_DTYPES = (
+    *("fp8", "fp8-cs", "bf16+float8 linear", "bf16+float8 tensorwise", "float8 tensorwise"),
+    "bf16+float8 rowwise",
+)
 RECOMPUTE = {  # a recompute cell -> the levels that blocks take in turn
     "none": (Recompute.NONE,),
     "none []": (Recompute.NONE,),
@@ -82,6 +87,10 @@ SELECTIVE_OF = {
     "torchtitan-2024": "selective op",
     "fsdp1": "selective blocks",
 }
+OPTIMIZERS = (  # pattern in a framework, model or notes cell -> the optimizer
+    (r"bnb|bitsandbytes|8-bit (Adam|optimizer)", Optimizer.ADAM_8BIT),
+    (r"muon", Optimizer.MUON),
+)
 KERNELS = {"sdpa": "flash2", "te": "cudnn"}  # name of a kernel in a note -> the kernel
 FOLDS = {  # source -> the column that divides its rows into folds
     "vtrain": "hidden",
@@ -103,26 +112,17 @@ NARROW_GRADIENTS = re.compile(r"mbridge-(?!.*Kimi)|mbcard-.*pretrain_performance
 FIGURES_DISAGREE = "its own figures disagree"
 # Rows whose figures agree after all: torchtitan of 2024 counts the parameters of the embedding in
 # its MFU, 6 x 0.53e9 FLOPs a token for Llama 3 8B, 1.054 of the count without them.
-FIGURES_AGREE = re.compile(r"titan-2024-llama3-8b-selective")
+# The FLOPs of packed documents have hardly any attention.
+FIGURES_AGREE = re.compile(r"titan-2024-llama3-8b-selective|nemolauncher-.*-sft$")
 # column, pattern in its cell (in any case) and reason of the rows that are not priced
 REFUSED = (
-    ("run_type", r"lora|peft", "LoRA"),
     ("model", r"grpo", "reinforcement learning, whose step generates text as well"),
     ("dp", r"^0$", "dp is 0"),
-    ("model", r"^bert|^t5|^vit", "an encoder"),
+    ("model", r"^t5|^vit", "an encoder beside a decoder, or of images"),
     ("model", r"^multimodal|^mimo", "a vision tower"),
-    ("model", r"^hybrid|^nemotron/", "state-space blocks"),
-    ("model", r"^gpt/.*_mla", "latent attention of ranks that are not stated"),
-    ("notes", r"transformer_engine; (?:.*; )?MLA", "latent attention of ranks that are not stated"),
-    ("model", r"muon", "optimizer muon"),
-    ("framework", r"bnb", "8-bit optimizer"),
-    ("id", r"nemolauncher-.*-sft$", "packed documents whose lengths are not stated"),
-    ("notes", r"INCONSISTENT|^STALE", FIGURES_DISAGREE),
-    (
-        "framework",
-        r"method (vocab-\d|interlaced)",
-        "vocabulary parallelism over pipeline stages ({})",
-    ),
+    ("model", r"_gdn", "linear attention"),
+    ("model", r"_dsa", "sparse attention"),
+    ("notes", r"^STALE", FIGURES_DISAGREE),
 )
 # Pattern in a model cell, in lower case with dashes, and the name of the model in `plan models`.
 PUBLISHED_MODELS = (
@@ -144,53 +144,14 @@ PUBLISHED_MODELS = (
     (r"llama-?3\.?1?-70b", "llama3-70b"),
     (r"llama-?3\.?1?-8b", "llama3-8b"),
     (r"nemotron-h-8b", "nemotron-h-8b"),
+    (r"omni", "nemotron 3 omni"),
+    (r"nemotron-?3-nano-4b", "nemotron-3-nano-4b"),
+    (r"nemotron-?3-nano", "nemotron-3-nano-30b-a3b"),
+    (r"nemotron-?3-super", "nemotron-3-super-120b-a12b"),
+    (r"nemotron-?3\.5-lightning", "nemotron-3.5-lightning"),
     (r"nemotron-?3", "nemotron 3"),
     (r"glm-?5", "glm-5"),
     (r"gemma-4", "gemma-4"),
-)
-_QWEN3_30B = {"seq_len": "4096", "tp": "1", "pp": "1", "cp": "1", "micro_batch": "1"}
-# Pattern at the start of an id, and settings of the recipe that its source runs. They fill empty
-# cells alone.
-#   nemoA100: conf/training/gpt3 of NVIDIA/NeMo-Framework-Launcher@a82887b5; the page of the figures
-#     does not say that these runs used it
-#   mbcard: src/megatron/bridge/recipes and perf_recipes of NVIDIA-NeMo/Megatron-Bridge@067f987df0
-#   megh100-strong: the degrees of the same model in the table of weak scaling of the same page
-#   mcoreci-gpt-gpt3_15b: the first batch of the test's schedule; 256 GPUs are what its FLOPs and
-#     memory imply
-RECIPES = (
-    (
-        r"nemoA100-5b-",
-        {"global_batch": "2048", "micro_batch": "4", "tp": "1", "pp": "1", "zero_stage": "1"},
-    ),
-    (
-        r"nemoA100-175b-",
-        {
-            "global_batch": "2048",
-            "micro_batch": "1",
-            "tp": "4",
-            "pp": "8",
-            "vpp": "12",
-            "sequence_parallel": "true",
-            "zero_stage": "1",
-        },
-    ),
-    (
-        r"mbcard-gpt-oss-120b-pretrain-H100",
-        {"tp": "2", "pp": "4", "cp": "1", "ep": "16", "micro_batch": "1"},
-    ),
-    (
-        r"mbcard-gpt-oss-20b-pretrain-H100",
-        {"tp": "2", "pp": "4", "cp": "1", "ep": "4", "micro_batch": "1"},
-    ),
-    (
-        r"megh100-strong-177B-",
-        {"tp": "8", "pp": "6", "cp": "1", "sequence_parallel": "true", "zero_stage": "1"},
-    ),
-    (r"mbcard-qwen3-30b-a3b-pretrain_performance-H100", _QWEN3_30B | {"ep": "16"}),
-    (
-        r"mcoreci-gpt-gpt3_15b_8t_release(_sm)?-",
-        {"global_batch": "384", "n_gpus": "256", "vocab": "256000"},
-    ),
 )
 # vocabulary of GPT2BPETokenizer, the default of Megatron's GPT release tests
 RELEASE_TEST_VOCAB = 50257
@@ -199,6 +160,10 @@ FUSED_LOSS_LOGIT_BYTES = 10
 # Blocks on the last stage of the vocabulary-parallel fork's `redis` (sail-sg/VocabularyParallelism
 # artifact/exp_one_host.csv).
 LAST_STAGE_OF_REDIS = {32000: 4, 64000: 3, 128000: 2, 256000: 0}
+# Methods that divide the vocabulary over the ranks of a pipeline, with the micro-batches that the
+# first rank holds in addition: a number, and a share of the ranks.
+MORE_IN_FLIGHT = {"vocab-1": (2, 0.0), "vocab-2": (1, 0.0), "interlaced": (0, 0.5)}
+LAYOUT_STACKS = ("megatron-core", "nemo")  # stages of any lengths
 INTERLEAVING_STACKS = ("megatron-lm-2021", "megatron-lm-2022", "megatron-core", "nemo")
 OPEN_MICRO_BATCHES = (1, 2, 4, 8, 16)
 # Release tests whose golden values equal those of the un-fused test: they were not refreshed since

@@ -15,20 +15,22 @@ from dataclasses import dataclass, replace
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.step import StepPrice, price_step
-from parplan.costmodels.strategy import ParallelLayout, Strategy
+from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.candidates.enumeration import illegal_layout
 from parplan.planner.candidates.meshes import illegal_tensor_parallel
 from parplan.planner.plan.assemble import step_kind
 from parplan.planner.search.estimate import default_blocks, uniform_strategy
+from parplan.planner.validation.block_modules import OFFLOADED, RECOMPUTED, module_operators
 from parplan.planner.validation.completion import completed
 from parplan.planner.validation.configuration import (
     Configuration,
     configuration_of,
     experiment_of,
 )
+from parplan.planner.validation.frameworks import FIGURES_AGREE, FIGURES_DISAGREE
 from parplan.planner.validation.reported_memory import predicted_gib
 from parplan.planner.validation.row_cells import OPTIONAL, Row, UnpricedError, source_of
-from parplan.planner.validation.row_stack import stack_name
+from parplan.planner.validation.row_stack import NO_MODULES, Modules, stack_name
 from parplan.planner.validation.step_rows import read_table
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.off_speed import SpeedFactors, at_speeds
@@ -41,6 +43,7 @@ from parplan.profiles.units import GIB
 UNTIMED = {
     "small models are launch-bound": "small models, which are launch-bound",
     "functional (untuned) run": "functional runs, whose source calls their times sanity checks",
+    "INCONSISTENT": FIGURES_DISAGREE,
 }
 OUT_OF_MEMORY = ("OOM", "out-of-memory")  # memory_kind of a run that ran out
 
@@ -56,7 +59,8 @@ class PricedRow:
     out_of_memory        true if the run ran out of memory, None when unknown
     assumed              settings that the row left open
     taken                where settings that the row leaves out were taken from
-    untimed              why the row's time is not compared
+    untimed              why the row's time is not compared; nor is its memory where its figures
+                         disagree
     differing            cells that contradict the published shape of the row's model
     """
 
@@ -134,7 +138,7 @@ def price_row(
         source_of(row),
         measured_s=_measured_s(complete),
         predicted_s=price.step_s,
-        measured_gib=_number(row["peak_memory_gib"]),
+        measured_gib=_measured_gib(row),
         predicted_gib=predicted_gib(price.memory, row["memory_kind"]),
         kind=step_kind(price),
         grid=_grid(row, configuration),
@@ -209,16 +213,47 @@ def _price_one(
     price_cache: PriceCache,
 ) -> StepPrice:
     model = configuration.model
+    stages = configuration.stages_of(layout)
     reason = illegal_tensor_parallel(
         layout.mesh.tp, model, configuration.cluster, across_nodes=True
-    ) or illegal_layout(layout, model, configuration.training)
+    ) or illegal_layout(layout, model, configuration.training, unlike_stages=stages is not None)
     if reason:
         raise UnpricedError(_counted(reason))
-    blocks = configuration.blocks or default_blocks(layout, model.num_layers)
     strategy = uniform_strategy(
-        layout, blocks, zero=configuration.zero, recompute=levels[0], price_cache=price_cache
+        layout,
+        stages or default_blocks(layout, model.num_layers),
+        zero=configuration.zero,
+        recompute=levels[0],
+        price_cache=price_cache,
     )
-    return price_step(_in_turn(strategy, levels) if len(levels) > 1 else strategy, price_cache)
+    if configuration.modules != NO_MODULES:
+        strategy = _by_module(strategy, configuration.modules, price_cache)
+    if len(levels) > 1:
+        strategy = _in_turn(strategy, levels)
+    price = price_step(strategy, price_cache)
+    if configuration.in_flight == 1.0:
+        return price
+    memory = tuple(
+        replace(rank, activations=rank.activations * configuration.in_flight)
+        for rank in price.memory
+    )
+    return replace(price, memory=memory)
+
+
+def _by_module(strategy: Strategy, modules: Modules, price_cache: PriceCache) -> Strategy:
+    """Returns the strategy with blocks that recompute and offload the operators of `modules`."""
+
+    def of(choice: LayerChoice) -> LayerChoice:
+        if choice.kind.role is not LayerKind.BLOCK:
+            return choice
+        layer = price_cache.whole_layer(choice.kind)
+        return replace(
+            choice,
+            recompute=module_operators(layer, modules.recomputed, RECOMPUTED),
+            on_host=module_operators(layer, modules.offloaded, OFFLOADED),
+        )
+
+    return replace(strategy, stages=tuple(tuple(map(of, stage)) for stage in strategy.stages))
 
 
 def _in_turn(strategy: Strategy, levels: tuple[Recompute, ...]) -> Strategy:
@@ -249,7 +284,17 @@ def _untimed(row: Row) -> tuple[str, ...]:
     """Says why the time of a row is not compared, if it has one."""
     if _step_time_s(row) is None:
         return ()
-    return tuple(kind for words, kind in UNTIMED.items() if words in row["notes"])
+    kinds = (kind for words, kind in UNTIMED.items() if words in row["notes"])
+    return tuple(kind for kind in kinds if kind != FIGURES_DISAGREE or not _agrees(row))
+
+
+def _agrees(row: Row) -> bool:
+    """True if the figures of a row that seem to disagree are of another count of FLOPs."""
+    return FIGURES_AGREE.match(row["id"]) is not None
+
+
+def _measured_gib(row: Row) -> float | None:
+    return None if FIGURES_DISAGREE in _untimed(row) else _number(row["peak_memory_gib"])
 
 
 def _number(text: str | None) -> float | None:

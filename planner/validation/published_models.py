@@ -15,7 +15,7 @@ from typing import Any
 from parplan.planner.validation.frameworks import PUBLISHED_MODELS
 from parplan.planner.validation.row_cells import Row, UnpricedError, whole
 from parplan.profiles.models.model_catalog import load_model, model_names
-from parplan.profiles.models.spec import ModelSpec
+from parplan.profiles.models.spec import ModelSpec, text_alone
 
 TAKEN = "shape of the published model"
 _SHAPE = {  # cell -> the field of a spec
@@ -64,7 +64,7 @@ def with_published_shape(row: Row) -> RowShape:
         return RowShape(row=row)
     if name not in model_names():
         raise UnpricedError(f"plan models does not list {name}")
-    return _as_published(row, load_model(name).spec)
+    return _as_published(row, text_alone(load_model(name).spec))
 
 
 def published_name(model: str) -> str | None:

@@ -21,6 +21,23 @@ NEEDED = (
     "tp",
     "pp",
 )
+# cells that few rows have: settings that their recipes state (recipes.py)
+MORE = (
+    "latent",  # ranks of queries and keys, head widths of keys, of positions and of values
+    "shared_ffn_hidden",
+    "dense_layers",  # first blocks without experts
+    "mtp_layers",
+    "layer_pattern",  # letters of a hybrid's blocks, as Megatron-LM writes them
+    "state_space",  # heads, their width, state size and groups
+    "pipeline_layout",  # of the virtual stages, as Megatron-LM writes it
+    "positions",
+    "tied",
+    "vocab_multiple",
+    "offload",  # modules whose activations go to the host, as Megatron-LM names them
+    "grouped_gemm",  # experts run in one product of Transformer Engine
+    "lora_rank",
+    "lora_targets",
+)
 OPTIONAL = (
     "gpu",
     "gpus_per_node",
@@ -48,6 +65,7 @@ OPTIONAL = (
     "peak_memory_gib",
     "memory_kind",
     "run_type",
+    *MORE,
 )
 
 
@@ -77,3 +95,11 @@ def whole(row: Row, name: str, default: int | None = None) -> int:
         return int(row[name])
     except ValueError:
         raise UnpricedError(f"{name} is no whole number") from None
+
+
+def numbers(row: Row, name: str, count: int) -> tuple[int, ...]:
+    """Reads whole numbers with spaces between them. Raises UnpricedError."""
+    words = row[name].split()
+    if len(words) != count or not all(word.isdecimal() for word in words):
+        raise UnpricedError(f"{name} is not made of {count} whole numbers")
+    return tuple(map(int, words))

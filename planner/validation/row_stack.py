@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
+from parplan.planner.validation.block_modules import OFFLOADED, named_modules
 from parplan.planner.validation.expert_recipes import recomputes_little, with_recipe
+from parplan.planner.validation.fine_tuned_rows import fine_tuning_of
 from parplan.planner.validation.frameworks import (
     FP8_DTYPES,
     FUSED_LOSS_LOGIT_BYTES,
@@ -17,6 +19,7 @@ from parplan.planner.validation.frameworks import (
     NARROW_GRADIENTS,
     NO_OVERLAP,
     OPEN_MICRO_BATCHES,
+    OPTIMIZERS,
     PRECISIONS,
     RECOMPUTE,
     RELEASE_TEST_UNFUSED,
@@ -24,11 +27,28 @@ from parplan.planner.validation.frameworks import (
     STACKS,
     UNKNOWN_STACK,
 )
+from parplan.planner.validation.packed_rows import documents_of_row
 from parplan.planner.validation.row_cells import Row, UnpricedError, whole
+from parplan.planner.validation.uneven_divisions import laid_out
+from parplan.profiles.machines.hardware import Device
 from parplan.profiles.machines.machine_catalog import load_stack
 from parplan.profiles.machines.stack_terms import Terms
-from parplan.profiles.models.spec import Precision, TrainingSpec
+from parplan.profiles.models.spec import Optimizer, Precision, TrainingSpec
 from parplan.profiles.stack import AttentionKernel, AvailableKernel, FlashKernel, Stack
+from parplan.profiles.units import MIB
+
+_HOPPER = 9.0  # compute capability
+
+
+@dataclass(frozen=True, slots=True)
+class Modules:
+    """Modules of the blocks, as Megatron-LM names them, that are recomputed or offloaded."""
+
+    recomputed: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
+
+
+NO_MODULES = Modules()
 
 
 @functools.cache
@@ -76,6 +96,24 @@ def stack_of(row: Row, stack: Stack) -> Stack:
     )
 
 
+def with_workspaces(row: Row, stack: Stack, device: Device) -> Stack:
+    """Returns the stack with the workspaces of libraries that a row's device and flags give.
+
+    cuBLAS has one for the forward and one for the backward thread: torch takes 32 MiB from Hopper
+    on and 8 MiB before, deterministic mode 32 MiB. Transformer Engine has 32 MiB from Hopper on and
+    4 MiB before, and four more for its grouped products
+    (transformer_engine/pytorch/module/base.py: get_multi_stream_cublas_workspace). Megatron's own
+    parts hold as much again that is not known.
+    """
+    if not stack.workspace_bytes or "TE impl local" in row["notes"]:
+        return stack
+    is_new = device.compute_capability is None or device.compute_capability >= _HOPPER
+    threads = 2 * (32 if is_new or "deterministic mode" in row["notes"] else 8)
+    engine = 32 if is_new else 4
+    engines = 1 + (4 if row.get("grouped_gemm") == "true" else 0)
+    return replace(stack, workspace_bytes=(threads + engines * engine) * MIB)
+
+
 def precision_of(row: Row) -> tuple[Precision, bool]:
     """Returns the precision of weights, and whether products run in fp8. Raises UnpricedError."""
     dtype = row["dtype"].lower()
@@ -100,9 +138,12 @@ def training_of(row: Row, stack: Stack) -> TrainingSpec:
         seq_length=whole(row, "seq_len"),
         precision=precision,
         gradient_precision=_gradient_precision(row, precision),
+        optimizer=_optimizer(row),
+        fine_tuning=fine_tuning_of(row),
         attention=stack.attention,
         fp8_matmuls=fp8,
         overlap_grad_reduce=overlap,
+        documents=documents_of_row(row),
         stack=stack,
     )
 
@@ -116,6 +157,15 @@ def _gradient_precision(row: Row, precision: Precision) -> Precision:
     return Precision.FP32 if precision is Precision.BF16 and not narrow else precision
 
 
+def _optimizer(row: Row) -> Optimizer:
+    """Returns the optimizer that the framework, the model cell or the notes name, else Adam."""
+    named = f"{row['framework']} {row['model']} {row['notes']}"
+    return next(
+        (optimizer for pattern, optimizer in OPTIMIZERS if re.search(pattern, named)),
+        Optimizer.ADAM,
+    )
+
+
 def micro_batches_of(row: Row, mesh: Mesh) -> tuple[int, ...]:
     if row["micro_batch"]:
         return (whole(row, "micro_batch"),)
@@ -126,7 +176,12 @@ def micro_batches_of(row: Row, mesh: Mesh) -> tuple[int, ...]:
 
 
 def virtual_stages_of(row: Row, mesh: Mesh, stack: Stack) -> tuple[int, ...]:
-    """Returns open choices only if the framework interleaves and the row states no micro-batch."""
+    """Returns open choices only if the framework interleaves and the row states no micro-batch.
+
+    A stated layout has all virtual stages.
+    """
+    if row.get("pipeline_layout"):
+        return (max(1, len(laid_out(row["pipeline_layout"])) // mesh.pp),)
     if row["vpp"] or mesh.pp == 1 or row["micro_batch"] or stack.name not in INTERLEAVING_STACKS:
         return (max(1, whole(row, "vpp", 1)),)  # some write 0 for no interleaving
     per_rank = whole(row, "layers") // mesh.pp
@@ -141,6 +196,21 @@ def recompute_of(row: Row, stack: Stack) -> tuple[tuple[Recompute, ...], ...]:
     cell = row["recompute"]
     if cell == Recompute.SELECTIVE:
         cell = SELECTIVE_OF.get(stack.name, cell)
-    if cell not in RECOMPUTE:
-        raise UnpricedError(f"recompute {cell!r}")
-    return (RECOMPUTE[cell],)
+    if cell in RECOMPUTE:
+        return (RECOMPUTE[cell],)
+    if named_modules(cell):
+        return ((Recompute.NONE,),)
+    raise UnpricedError(f"recompute {cell!r}")
+
+
+def modules_of(row: Row) -> Modules:
+    """Returns the modules that a row recomputes by name, and those that it offloads.
+
+    Raises UnpricedError for an offloaded module that is not known.
+    """
+    recomputed = () if row["recompute"] in RECOMPUTE else named_modules(row["recompute"])
+    offloaded = tuple((row.get("offload") or "").split())
+    for module in offloaded:
+        if module not in OFFLOADED:
+            raise UnpricedError(f"offloaded module {module!r}")
+    return Modules(recomputed, offloaded)

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 from parplan.costmodels.communication.mesh import Mesh
+from parplan.planner.validation.row_cells import UnpricedError
 from parplan.profiles.models.spec import ModelSpec
+
+_GROUP = re.compile(r"\(([^()]*)\)(?:\*(\d+))?")
+_LETTER = re.compile(r"([EtmL])(?:\*(\d+))?")
 
 
 def blocks_by_compute(model: ModelSpec, mesh: Mesh) -> tuple[int, ...]:
@@ -27,3 +34,41 @@ def blocks_by_compute(model: ModelSpec, mesh: Mesh) -> tuple[int, ...]:
         if (index + 1) * block > share * (rank + 1):
             rank += 1
     return tuple(blocks)
+
+
+def laid_out(layout: str) -> tuple[int, ...]:
+    """Returns the blocks of each virtual stage of a layout such as `Et*3|(tt|)*29,m|L`.
+
+    The letters are those of Megatron-Core's pipeline_model_parallel_layout: E the embedding, t a
+    block, m a module of multi-token prediction, L the loss. A stage of the last two alone has no
+    block here: prices have both with the head, in the last stage.
+    Raises UnpricedError for a layout that cannot be read.
+    """
+    text = layout.replace(",", "").replace(" ", "")
+    while _GROUP.search(text):
+        text = _GROUP.sub(lambda group: group[1] * int(group[2] or 1), text, count=1)
+    stages = text.split("|")
+    if re.sub(_LETTER, "", "".join(stages)):
+        raise UnpricedError(f"pipeline_layout {layout!r} is not understood")
+    return tuple(
+        sum(int(count or 1) for letter, count in _LETTER.findall(stage) if letter == "t")
+        for stage in stages
+    )
+
+
+def with_longer_first_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Returns blocks of each virtual stage, as Megatron-Bridge lays out a model of any length.
+
+    All stages are as long as the longest of an even division, and the last has the rest, beside the
+    loss; where that is less than none, the first is shorter too:
+    src/megatron/bridge/recipes/deepseek/h100/deepseek_v3.py of
+    NVIDIA-NeMo/Megatron-Bridge@067f987df0.
+    """
+    each = -(-num_layers // num_stages)
+    rest = num_layers - each * (num_stages - 1)
+    return (each + min(0, rest), *[each] * (num_stages - 2), max(0, rest))
+
+
+def num_blocks(stages: Sequence[int], pp: int) -> tuple[int, ...]:
+    """Returns the blocks of each pipeline rank, whose stages are every `pp`-th."""
+    return tuple(sum(stages[rank::pp]) for rank in range(pp))

@@ -164,12 +164,14 @@ class Variant:
            as
            long
     gpu    its name in the tables, where it has its own rows of products and fused attention
+    links  its name in the tables, where it has its own rows of collectives
     """
 
     device: str
     lender: str
     power: float = 1.0
     gpu: str = ""
+    links: str = ""
 
 
 VARIANTS = (
@@ -179,6 +181,9 @@ VARIANTS = (
     Variant(device="a100-40gb-pcie", lender="a100-80gb-pcie"),
     Variant(device="h100-96gb-hbm2e", lender="h100-80gb", power=500 / 700),
     Variant(device="v100-16gb", lender="v100-32gb"),
+    # 1,100 W over 1,000, and 1,400 over 1,200
+    Variant(device="b300-270gb", lender="b200-180gb", power=1.1, links="B300-SXM"),
+    Variant(device="gb300-279gb", lender="gb200-186gb", power=1400 / 1200, links="GB300"),
 )
 HOPPER_KERNELS = {  # device -> the kernel of its flash curves
     "h100-80gb": FlashKernel.FLASH3,
@@ -274,8 +279,20 @@ def _variant(context: FitContext, variant: Variant, lender: Profile) -> Profile:
     compute = _mapped(lender.compute, carried)
     if variant.gpu:
         compute = retimed_curves(context, compute, lender.compute)
-    inside = _carried_intra(context, lender, note)
+    inside = (
+        _measured_intra(context, (variant.links,), (AICONFIGURATOR,))
+        if variant.links
+        else _carried_intra(context, lender, note)
+    )
     return Profile(name=variant.device, compute=compute, intra=inside, inter=lender.inter)
+
+
+def _measured_intra(
+    context: FitContext, gpus: tuple[str, ...], sources: tuple[str, ...]
+) -> Intra:
+    link_bytes_per_s = context.cluster.intra_node.bytes_per_s
+    device = context.recipe.device
+    return intra(context.tables, device, gpus, sources, link_bytes_per_s, context.scores)
 
 
 def _carried_intra(context: FitContext, lender: Profile, note: str) -> Intra:
@@ -354,14 +371,7 @@ def _profile(context: FitContext) -> Profile:
     # for nodes of one GPU
     inside = replace(analytic_profile(recipe.device).intra, link_bytes_per_s=link.bytes_per_s)
     if recipe.collectives:
-        inside = intra(
-            context.tables,
-            recipe.device,
-            gpus,
-            recipe.collectives,
-            link.bytes_per_s,
-            context.scores,
-        )
+        inside = _measured_intra(context, gpus, recipe.collectives)
     return Profile(
         name=recipe.device,
         compute=compute_curves(context),

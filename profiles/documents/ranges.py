@@ -65,7 +65,10 @@ _BY_NAME = {
         DEVICES,
     ),
     **dict.fromkeys(("hidden_size", "num_heads", "num_kv_heads", "head_dim", "hidden"), WIDTH),
-    **dict.fromkeys(("ffn_hidden_size", "expert_ffn_hidden_size"), Range(0, 10 * 10_000_000)),
+    **dict.fromkeys(
+        ("ffn_hidden_size", "expert_ffn_hidden_size", "expert_latent_size"),
+        Range(0, 10 * 10_000_000),
+    ),
     "lora_rank": Range(0, 65_536),
     **dict.fromkeys(("num_experts", "experts_per_token"), Range(0, 100_000)),
     **dict.fromkeys(
@@ -77,9 +80,11 @@ _BY_NAME = {
             "seq_length",
             "micro_batch_size",
             "num_micro_batches",
+            "image_tokens",
         ),
         COUNT,
     ),
+    "images_per_sequence": Range(0, 10**9),
     **dict.fromkeys(("chunk_elements", "num_chunks"), Range(1, 10**18)),
     **dict.fromkeys(
         (

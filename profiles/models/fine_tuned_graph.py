@@ -12,9 +12,13 @@ whole and B is divided by its output; where it is divided by its input, so is A,
 the small tensor of its rank, and B is whole. The second is the row-parallel `linear_in` of NeMo's
 ParallelLinearAdapter; for the first NeMo also divides the rank of A and gathers, peft does as here.
 
+A tower has no adapters, and the gradient of the text does not pass it: where nothing of it is
+trained, it has no backward pass.
+
 FLOPs and saved tensors are EQUATIONS F1. The input of the first trained layer counts as one with a
 gradient, as Hugging Face's `enable_input_require_grads` makes it. The sum is priced as a residual.
-Left out: dropout inside adapters, and adapters of experts.
+Left out: dropout inside adapters, adapters of experts, and the gradient of the text's tokens behind
+a frozen projector, which passes it by a copy.
 """
 
 from __future__ import annotations
@@ -25,7 +29,15 @@ from enum import StrEnum
 from itertools import groupby
 
 from parplan.profiles.errors import ConfigError, did_you_mean
-from parplan.profiles.models.fine_tuning import ALL_LINEAR, EMBEDDING, HEAD, NORMS, FineTuning
+from parplan.profiles.models.fine_tuning import (
+    ALL_LINEAR,
+    EMBEDDING,
+    HEAD,
+    NORMS,
+    PROJECTOR,
+    TOWER,
+    FineTuning,
+)
 from parplan.profiles.models.operator_graph import (
     ADAPTER_RANK,
     PRODUCTS,
@@ -34,6 +46,7 @@ from parplan.profiles.models.operator_graph import (
     LayerClass,
     LayerKind,
     ModelGraph,
+    ModelPart,
     Operator,
     OperatorKind,
     Parameter,
@@ -58,7 +71,7 @@ Variant = tuple[int, State]  # the id of a layer class, and what is left of it
 def fine_tuned(graph: ModelGraph, tuning: FineTuning | None) -> ModelGraph:
     """Returns `graph` with the adapters and the frozen parameters of `tuning`.
 
-    Raises ConfigError where a target is no product of a block, a frozen block does not exist, or
+    Raises ConfigError where a target is no product of a block, a frozen part does not exist, or
     nothing is trained.
     """
     if tuning is None:
@@ -77,20 +90,31 @@ def fine_tuned(graph: ModelGraph, tuning: FineTuning | None) -> ModelGraph:
 
 def _states(layers: list[LayerClass], rules: _Rules) -> list[State]:
     """Returns the state of each layer. Raises ConfigError where nothing is trained."""
-    states = []
+    states: list[State] = []
     block = 0
+    trained_before = {True: False, False: False}  # in the tower, and in all of the model
     for layer in layers:
         frozen = not rules.variant(layer, State.TRAINED).trained
-        if layer.kind is LayerKind.BLOCK:
+        if _is_block(layer):
             frozen = frozen or rules.tuning.freezes_block(block)
             block += 1
-        states.append(State.FROZEN if frozen else State.TRAINED)
+        in_tower = layer.part is not ModelPart.LANGUAGE
+        below = State.FROZEN if trained_before[in_tower] else State.FORWARD
+        states.append(below if frozen else State.TRAINED)
+        trained_before = {
+            True: trained_before[True] or (in_tower and not frozen),
+            False: trained_before[False] or not frozen,
+        }
     if State.TRAINED not in states:
         raise ConfigError(
             "every parameter of the model is frozen", hint="freeze less, or add --lora-rank"
         )
-    first = states.index(State.TRAINED)
-    return [State.FORWARD] * first + states[first:]
+    return states
+
+
+def _is_block(layer: LayerClass) -> bool:
+    """Returns True for a block of the language model."""
+    return layer.kind is LayerKind.BLOCK and layer.part is ModelPart.LANGUAGE
 
 
 def _named(
@@ -115,14 +139,20 @@ def _named(
 class _Rules:
     """The rules of one fine-tuning for the layers of one model.
 
-    Raises ConfigError where a target is no product of a block, or a frozen block does not exist.
+    Raises ConfigError where a target is no product of a block, or a frozen part does not exist.
     """
 
     def __init__(self, tuning: FineTuning, graph: ModelGraph) -> None:
         self.tuning = tuning
-        blocks = [run for run in graph.layers if run.layer.kind is LayerKind.BLOCK]
+        blocks = [run for run in graph.layers if _is_block(run.layer)]
         self.targets = _targets(tuning, [run.layer for run in blocks])
         self._tied = any(p.tied for op in graph.head.operators for p in op.parameters)
+        parts = {run.layer.part for run in graph.layers}
+        for part in tuning.freeze:
+            if part in (TOWER, PROJECTOR) and ModelPart.TOWER not in parts:
+                raise ConfigError(
+                    f"--freeze {part}: {graph.name} has no tower", hint=f"leave out {part}"
+                )
         num_blocks = sum(run.count for run in blocks)
         for first, last in tuning.frozen_runs:
             if last >= num_blocks:
@@ -135,13 +165,15 @@ class _Rules:
     def variant(self, layer: LayerClass, state: State) -> LayerClass:
         """Returns a layer as fine-tuning leaves it."""
         made: list[Operator] = []
-        needs_gradient = layer.kind is not LayerKind.EMBEDDING
+        needs_gradient = (
+            layer.kind is not LayerKind.EMBEDDING and layer.part is not ModelPart.PATCHES
+        )
         for operator in layer.operators:
             tuned = self._tuned(operator, layer, all_of_it=state is not State.TRAINED)
             needs_gradient = needs_gradient or tuned.trained
             runs_back = needs_gradient and state is not State.FORWARD
             base = tuned if runs_back else _forward_only(tuned)
-            adapted = state is State.TRAINED and layer.kind is LayerKind.BLOCK
+            adapted = state is State.TRAINED and _is_block(layer)
             if adapted and operator.name in self.targets:
                 made += adapter_operators(base, self.tuning.lora_rank)
             else:
@@ -150,7 +182,7 @@ class _Rules:
 
     def _tuned(self, operator: Operator, layer: LayerClass, *, all_of_it: bool) -> Operator:
         """Returns an operator with its frozen parameters."""
-        eight_bits = self.tuning.base_bits == 8 and layer.kind is LayerKind.BLOCK
+        eight_bits = self.tuning.base_bits == 8 and _is_block(layer)
         parameters = []
         for parameter in operator.parameters:
             frozen = all_of_it or self._freezes(operator, parameter, layer)
@@ -168,8 +200,10 @@ class _Rules:
             return True
         if self._tied and (parameter.tied or operator.kind is OperatorKind.EMBEDDING):
             return tuning.freezes(EMBEDDING) or tuning.freezes(HEAD)
+        parts = {ModelPart.PATCHES: TOWER, ModelPart.TOWER: TOWER, ModelPart.PROJECTOR: PROJECTOR}
         ends = {LayerKind.EMBEDDING: EMBEDDING, LayerKind.HEAD: HEAD}
-        return layer.kind in ends and tuning.freezes(ends[layer.kind])
+        named = parts.get(layer.part) or ends.get(layer.kind)
+        return named is not None and tuning.freezes(named)
 
 
 def _kept(layer: LayerClass) -> frozenset[str]:
@@ -206,13 +240,13 @@ def _targets(tuning: FineTuning, blocks: list[LayerClass]) -> tuple[str, ...]:
     )
     if tuning.lora_targets == (ALL_LINEAR,):
         return products
-    for target in tuning.lora_targets:
+    for target in tuning.adapted_operators:
         if target not in products:
             raise ConfigError(
                 f"--lora-targets {target} is no product of a block that can have an adapter",
                 hint=did_you_mean(target, products) or f"name {', '.join(products)}",
             )
-    return tuning.lora_targets
+    return tuning.adapted_operators
 
 
 def adapter_operators(base: Operator, rank: int) -> tuple[Operator, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -14,7 +13,9 @@ ALL = "all"
 EMBEDDING = "embedding"
 HEAD = "head"
 NORMS = "norms"
-FROZEN_PARTS = (EMBEDDING, HEAD, NORMS, ALL)
+TOWER = "tower"
+PROJECTOR = "projector"
+FROZEN_PARTS = (EMBEDDING, HEAD, NORMS, TOWER, PROJECTOR, ALL)
 BASE_BITS = (16, 8)
 ALL_LINEAR = "all-linear"  # every product of a block, as peft calls it
 _BLOCKS = re.compile(r"blocks[ :=](\d+)(?:-(\d+))?")
@@ -38,10 +39,10 @@ class FineTuning:
 
     lora_rank      rank of the adapters (LoRA, Hu et al. 2021, arXiv 2106.09685); 0: no adapters.
                    With adapters all other parameters are frozen
-    lora_targets   products of the blocks that have an adapter, by the names of their operators, or
-                   "all-linear"
-    freeze         frozen parts: embedding, head, norms, "blocks 0-15", all. A frozen run of blocks
-                   has no adapters
+    lora_targets   products of the blocks that have an adapter, by the names of their operators or
+                   of modules as users write them, or "all-linear"
+    freeze         frozen parts: embedding, head, norms, the tower, its projector, "blocks 0-15",
+                   all. A frozen run of blocks has no adapters
     base_bits      bits of an element of the blocks' frozen weights: 16 for the training's
                    precision, or 8 with one scale for 64 elements
     """
@@ -54,7 +55,7 @@ class FineTuning:
     base_bits: int = 16
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lora_targets", _operators(self.lora_targets))
+        object.__setattr__(self, "lora_targets", tuple(dict.fromkeys(self.lora_targets)))
         object.__setattr__(self, "freeze", tuple(dict.fromkeys(map(_part, self.freeze))))
         if self.lora_rank < 0:
             raise ConfigError(f"--lora-rank is {self.lora_rank}, it must be at least 0")
@@ -77,13 +78,35 @@ class FineTuning:
                 "--freeze all leaves nothing to train", hint="add --lora-rank, or freeze less"
             )
 
+    @property
+    def text(self) -> str:
+        """One phrase for a summary."""
+        adapters = f"LoRA rank {self.lora_rank} on {', '.join(self.lora_targets)}"
+        frozen = f"{', '.join(self.freeze)} frozen"
+        eight_bits = "frozen weights of blocks in 8 bits"
+        given = (adapters, self.lora_rank), (frozen, self.freeze), (eight_bits, self.base_bits == 8)
+        return "; ".join(text for text, is_given in given if is_given)
+
     def freezes(self, part: str) -> bool:
-        """Returns whether the base of a part, embedding, head or norms, is frozen."""
+        """Returns whether the base of a part, such as the embedding or the norms, is frozen."""
         return self.lora_rank > 0 or part in self.freeze or ALL in self.freeze
 
     def freezes_block(self, block: int) -> bool:
         """Returns whether nothing of a block is trained, adapters included."""
         return any(first <= block <= last for first, last in self.frozen_runs)
+
+    @property
+    def adapted_operators(self) -> tuple[str, ...]:
+        """The targets by the names of their operators, each once."""
+        return tuple(dict.fromkeys(_OPERATORS.get(name, name) for name in self.lora_targets))
+
+    @staticmethod
+    def modules_of(target: str) -> tuple[str, ...]:
+        """Returns the names that modules of a target have: all that compute it, of an operator.
+
+        `proj` is the attention's output product, as in a described model.
+        """
+        return _ALIASES.get("attention_out" if target == "proj" else target, (target,))
 
     @property
     def frozen_runs(self) -> tuple[tuple[int, int], ...]:
@@ -93,11 +116,6 @@ class FineTuning:
             for found in map(_BLOCKS.fullmatch, self.freeze)
             if found
         )
-
-
-def _operators(targets: Iterable[str]) -> tuple[str, ...]:
-    """Returns targets by the names of their operators, each once."""
-    return tuple(dict.fromkeys(_OPERATORS.get(target, target) for target in targets))
 
 
 def _part(name: str) -> str:

@@ -14,8 +14,9 @@ from typing import Any
 from parplan.profiles.documents.schema import document, parse
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.blocks import QkNorm
-from parplan.profiles.models.hf.config_families import ALIASES, FAMILIES, VISION, WRAPPERS, Family
+from parplan.profiles.models.hf.config_families import ALIASES, FAMILIES, WRAPPERS, Family
 from parplan.profiles.models.hf.config_reader import ConfigReader
+from parplan.profiles.models.hf.functions import functions_of
 from parplan.profiles.models.hf.parts import (
     block_fields,
     falcon_fields,
@@ -23,8 +24,15 @@ from parplan.profiles.models.hf.parts import (
     hybrid_fields,
     latent_fields,
 )
-from parplan.profiles.models.hf.without_cost import WITHOUT_COST, WRAPPER_WITHOUT_COST
+from parplan.profiles.models.hf.tower_families import TOWERS, tower_of
+from parplan.profiles.models.hf.whisper import WHISPER, decoder_keys, encoder_keys
+from parplan.profiles.models.hf.without_cost import (
+    TOWER_WITHOUT_COST,
+    WITHOUT_COST,
+    WRAPPER_WITHOUT_COST,
+)
 from parplan.profiles.models.spec import ModelEntry, ModelSpec
+from parplan.profiles.models.towers import Tower
 
 # a training reaches longer contexts in a short last phase, not in most of its steps
 MAX_DEFAULT_SEQ_LENGTH = 8192
@@ -74,13 +82,15 @@ def entry_from_config(config: Mapping[str, Any], where: str) -> ModelEntry:
     not understood, an architecture that the graph cannot express.
     """
     model_type = _model_type(config, where)
-    text, left_out = _text(config, where, model_type)
+    text = _text(config, where, model_type)
     name = _name(config, where)
     family_name = WRAPPERS.get(model_type, ALIASES.get(model_type, model_type))
     family = FAMILIES[family_name]
     reader = ConfigReader(text, where, defaults=family.defaults)
-    fields = _fields(reader, family, family_name) | {"name": name, "left_out": left_out}
+    fields = _fields(reader, family, family_name) | {"name": name}
     _require_understood(reader, WITHOUT_COST, family_name)
+    if model_type in TOWERS:
+        fields["tower"] = _tower(config, where, model_type, fields["hidden_size"])
     spec = parse(ModelSpec, document(fields), where)
     return ModelEntry(
         spec=spec,
@@ -116,24 +126,40 @@ def _model_type(config: Mapping[str, Any], where: str) -> str:
     return model_type
 
 
-def _text(
-    config: Mapping[str, Any], where: str, model_type: str
-) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """Returns the configuration of the text model, and the parts around it that are left out."""
+def _text(config: Mapping[str, Any], where: str, model_type: str) -> Mapping[str, Any]:
+    """Returns the configuration of the text model."""
+    if model_type == WHISPER:
+        return decoder_keys(config)
     if model_type not in WRAPPERS:
-        return config, ()
+        return config
     around = ConfigReader(config, where)
     _, text = around.find(("text_config",))
-    _, vision = around.find(("vision_config",))
-    left_out = (VISION,) if vision is not None or text is not None else ()
     if text is None:
         inner = WRAPPER_WITHOUT_COST | {"vision_config"}
-        return {key: value for key, value in config.items() if key not in inner}, left_out
+        return {key: value for key, value in config.items() if key not in inner}
     if not isinstance(text, Mapping):
         raise around.wrong("text_config", text, "a mapping")
     _, tied = around.find(("tie_word_embeddings",))
-    _require_understood(around, WRAPPER_WITHOUT_COST, model_type)
-    return {"tie_word_embeddings": tied, **text}, left_out
+    return {"tie_word_embeddings": tied, **text}
+
+
+def _tower(config: Mapping[str, Any], where: str, model_type: str, hidden: int) -> Tower:
+    """Returns the tower beside the text model, whose keys and those around both it requires."""
+    around = ConfigReader(config, where)
+    _, text = around.find(("text_config",))
+    _, keys = around.find(("vision_config",))
+    if not isinstance(keys or {}, Mapping):
+        raise around.wrong("vision_config", keys, "a mapping")
+    family, inside = TOWERS[model_type], f"{where}: vision_config"
+    if model_type == WHISPER:
+        keys, inside = encoder_keys(config), where
+    vision = ConfigReader(keys or {}, inside, defaults=family.defaults)
+    tower = tower_of(family, vision, around, hidden)
+    _require_understood(vision, TOWER_WITHOUT_COST, model_type)
+    if text is not None:
+        around.find(("tie_word_embeddings",))
+        _require_understood(around, WRAPPER_WITHOUT_COST, model_type)
+    return tower
 
 
 def _require_understood(
@@ -152,7 +178,7 @@ def _require_understood(
 
 def _fields(reader: ConfigReader, family: Family, family_name: str) -> dict[str, Any]:
     hidden, heads = reader.integer(_HIDDEN), reader.integer(_HEADS)
-    _check_activation(reader, family)
+    activation = _activation(reader, family)
     _check_fixed(reader, family, hidden)
     rotary = reader.rotary()
     fields = {
@@ -183,7 +209,14 @@ def _fields(reader: ConfigReader, family: Family, family_name: str) -> dict[str,
     }
     widths = feed_forward_fields(reader, family, hidden)
     own = falcon_fields(reader, heads) if family_name == "falcon" else {}
-    return {**widths, **fields, **own}
+    functions = functions_of(
+        reader,
+        family_name,
+        activation,
+        gated=family.gated_ffn,
+        head_dim=fields["head_dim"],
+    )
+    return {**widths, **fields, **own, "functions": functions}
 
 
 def _layers(reader: ConfigReader, family: Family, family_name: str) -> dict[str, Any]:
@@ -223,19 +256,24 @@ def _biases(reader: ConfigReader, family: Family) -> dict[str, bool | None]:
         qkv = reader.flag(family.bias_key, family.attention_bias)
     output = qkv if family.output_bias is None else family.output_bias
     return {
+        "key_bias": family.key_bias,
         "qkv_bias": qkv,
         "linear_bias": linear,
         "output_bias": None if output == linear else output,
     }
 
 
-def _check_activation(reader: ConfigReader, family: Family) -> None:
+def _activation(reader: ConfigReader, family: Family) -> str | None:
+    """Returns the name of the activation in the file. Raises ConfigError for an unknown one."""
+    found = None
     for name in _ACTIVATION:
         activation = reader.find((name,))[1]
         if activation is not None and activation not in family.activations:
             raise reader.wrong(
                 name, activation, f"one of {', '.join(family.activations)} in this family"
             )
+        found = found or activation
+    return found
 
 
 def _check_fixed(reader: ConfigReader, family: Family, hidden: int) -> None:

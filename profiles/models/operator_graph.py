@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from parplan.profiles.elementwise import Number, smaller_of
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.models.documents import Reading
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -130,6 +131,7 @@ class Attention:
     chunked      the window is a part of the sequence, which no token reads beyond (Llama 4)
     kv_features  features of keys and values of one token, of all heads
     value_dim    features of a value's head; 0: as many as a key's, `head_dim`
+    in_documents keys met in sequences that are packed from documents; None: a sequence is one
     """
 
     causal: bool
@@ -138,19 +140,31 @@ class Attention:
     chunked: bool = False
     kv_features: int = 0
     value_dim: int = 0
+    in_documents: Reading | None = None
 
     def keys_met(self, keys: Number) -> Number:
         """The mean number of keys that a query meets in a sequence of `keys` tokens.
 
         It is keys / 2 under a causal mask, w - w^2 / (2 keys) within a causal window of w tokens,
-        and w / 2 in parts of w tokens.
+        and w / 2 in parts of w tokens. Documents lower it (EQUATIONS K7).
         """
+        if self.in_documents is not None:
+            return self.in_documents.mean
         if not self.causal:
             return 1.0 * keys if not self.window else 1.0 * smaller_of(keys, self.window)
         if not self.window:
             return keys / 2
         window = smaller_of(keys, self.window)
         return window / 2 if self.chunked else window - window * window / (2 * keys)
+
+    @property
+    def reach(self) -> int:
+        """Tokens that a token reads at most, with itself; 0: all.
+
+        It is the window, or the longest document where its length is known.
+        """
+        longest = self.in_documents.longest if self.in_documents else 0
+        return min(self.window or longest, longest or self.window)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +183,8 @@ class Operator:
     attention     the work of an attention operator, None for all others
     gradient      True if it has a backward pass
     repeatable    False if it cannot run again by itself in the backward pass, to the same values
+    whole_where_uneven   it is not divided by tensor-parallel ranks that do not divide its
+                         `parallel_dim`; for other operators they are no legal degree
     """
 
     name: str
@@ -186,6 +202,7 @@ class Operator:
     attention: Attention | None = None
     gradient: bool = True
     repeatable: bool = True
+    whole_where_uneven: bool = False
 
     @property
     def function(self) -> str:
@@ -284,6 +301,15 @@ def layer_kind(index: int, num_blocks: int) -> LayerKind:
     return ends.get(index, LayerKind.BLOCK)
 
 
+class ModelPart(StrEnum):
+    """The part of a model that a class of blocks belongs to."""
+
+    LANGUAGE = "language"
+    PATCHES = "patches"
+    TOWER = "tower"
+    PROJECTOR = "projector"
+
+
 class LayerKey(Hashable, Protocol):
     """The name of a layer class in a model.
 
@@ -304,12 +330,14 @@ class LayerClass:
 
     outside: names of tensors that a stage saves once for all its layers, not at this one
     block: the name of the class where the blocks of a described model have several
+    part: the part of the model that it is of
     """
 
     kind: LayerKind
     operators: tuple[Operator, ...]
     outside: frozenset[str] = frozenset()
     block: BlockClass | None = None
+    part: ModelPart = ModelPart.LANGUAGE
 
     @property
     def key(self) -> LayerKey:
@@ -449,6 +477,11 @@ class ModelGraph:
     def _classes(self) -> dict[LayerKey, LayerClass]:
         return {layer.key: layer for layer in self}
 
+    def part_behind(self, cut: int) -> ModelPart | None:
+        """Returns the part of the block behind a cut, None before the head and at the ends."""
+        behind = self._keys[cut : cut + 1]
+        return next((self._classes[k].part for k in behind if k.role is LayerKind.BLOCK), None)
+
     @property
     def blocks(self) -> tuple[LayerKey, ...]:
         """The class of each block of a described model."""
@@ -484,8 +517,23 @@ class ModelGraph:
 
     @cached_property
     def boundary(self) -> Tensor:
-        """The activation between two layers."""
-        first = next(layer for layer in self if layer.kind is LayerKind.BLOCK)
+        """The activation between two layers of the language model."""
+        return self._input_of(ModelPart.LANGUAGE)
+
+    @cached_property
+    def tower_boundary(self) -> Tensor:
+        """The activation between two layers of the tower, in a model with one."""
+        return self._input_of(ModelPart.TOWER)
+
+    @cached_property
+    def attended(self) -> Tensor:
+        """The output of a tower that all blocks attend to, in a model with one."""
+        last = next(layer for layer in self if layer.part is ModelPart.PROJECTOR)
+        return last.operators[-1].outputs[0]
+
+    def _input_of(self, part: ModelPart) -> Tensor:
+        blocks = (layer for layer in self if layer.kind is LayerKind.BLOCK)
+        first = next(layer for layer in blocks if layer.part is part)
         assert first.input is not None, "a block reads the residual stream"
         return first.input
 
@@ -542,6 +590,7 @@ def layer_class(
     operators: tuple[Operator, ...],
     outside: frozenset[str] = frozenset(),
     block: BlockClass | None = None,
+    part: ModelPart = ModelPart.LANGUAGE,
 ) -> LayerClass:
     """Returns a layer class made of operators in topological order."""
-    return LayerClass(kind=kind, operators=operators, outside=outside, block=block)
+    return LayerClass(kind=kind, operators=operators, outside=outside, block=block, part=part)

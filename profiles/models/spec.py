@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 
 from parplan.profiles.documents.ranges import require_range, require_ranges
@@ -19,7 +19,10 @@ from parplan.profiles.models.blocks import (
     block_kinds,
     require_positive,
 )
+from parplan.profiles.models.documents import Documents
 from parplan.profiles.models.fine_tuning import FineTuning
+from parplan.profiles.models.functions import PLAIN_FUNCTIONS, Functions
+from parplan.profiles.models.towers import ENDS, Tower
 from parplan.profiles.stack import AttentionKernel, Stack
 
 _FORBID = {"extra": "forbid"}
@@ -30,14 +33,19 @@ _RARE_NAMES = (
     "output_bias",
     "qk_norm",
     "sinks",
+    "bidirectional",
     "attention_soft_cap",
     "logit_soft_cap",
     "norm_layout",
     "shared_experts",
+    "expert_latent_size",
     "expert_bias",
     "router_bias",
     "state_space",
     "mtp_layers",
+    "functions",
+    "key_bias",
+    "tower",
     "left_out",
 )
 
@@ -76,7 +84,7 @@ class Optimizer(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """The shape of a decoder-only transformer.
+    """The shape of a transformer of one stack of blocks: a decoder, or an encoder.
 
     ffn_hidden_size: the width of one of the two halves, where the feed-forward network is gated
     num_experts: 0 for a dense model; else blocks are mixtures of that many experts of width
@@ -89,14 +97,20 @@ class ModelSpec:
     latent: attention with compressed keys and values; `head_dim` is then that of queries and keys
     output_bias: whether the attention's output product has a bias; None: as `linear_bias`
     qk_norm: the norm of queries and keys
+    bidirectional: a token reads those behind it as well (BERT)
     sinks: one trained number a head takes part in the softmax (gpt-oss)
     attention_soft_cap, logit_soft_cap: a bound of the scores and of the logits, c tanh(x / c); 0
         for none
     norm_layout: the norms of a block's parts
     shared_experts: a dense network beside the experts
+    expert_latent_size: width to which tokens are projected before they are sent to their experts,
+        and from which they come back (Nemotron 3 Super); 0: they are sent as they are
     expert_bias, router_bias: whether the experts' and the router's products have a bias
     state_space: the shape of the blocks with `mixer: state_space`
     mtp_layers: multi-token prediction modules behind the blocks (DeepSeek-V3)
+    functions: functions and factors that cost nothing, such as the activation
+    key_bias: False: queries and values have a bias, keys have none (Whisper)
+    tower: the network that makes tokens of images
     left_out: parts of the published model that are not planned, such as a vision tower
     """
 
@@ -131,14 +145,19 @@ class ModelSpec:
     output_bias: bool | None = None
     qk_norm: QkNorm = QkNorm.NONE
     sinks: bool = False
+    bidirectional: bool = False
     attention_soft_cap: float = 0.0
     logit_soft_cap: float = 0.0
     norm_layout: NormLayout = NormLayout.PRE
     shared_experts: SharedExperts | None = None
+    expert_latent_size: int = 0
     expert_bias: bool = False
     router_bias: bool = False
     state_space: StateSpace | None = None
     mtp_layers: int = 0
+    functions: Functions = PLAIN_FUNCTIONS
+    key_bias: bool = True
+    tower: Tower | None = None
     left_out: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -196,6 +215,15 @@ class ModelSpec:
                 f"norm_layout is {self.norm_layout}, parallel residuals have norms before parts",
                 "set norm_layout: pre or shared",
             )
+        tower = self.tower
+        if tower is not None and self.dropout:
+            yield f"dropout is {self.dropout}, a tower has none", "set dropout: 0"
+        if tower is not None and tower.width != self.hidden_size:
+            yield (
+                f"the {tower.name} tower ends in {tower.width} features, hidden_size is "
+                f"{self.hidden_size}",
+                "correct the last width of projector",
+            )
         if self.norm_layout is NormLayout.SHARED and not self.parallel_residual:
             yield "norm_layout is shared without parallel_residual", "set parallel_residual: true"
 
@@ -203,7 +231,7 @@ class ModelSpec:
         """Yields what is wrong with the fields of experts, each with a hint."""
         fields_of_experts = ("experts_per_token", "expert_ffn_hidden_size", "shared_experts")
         if not self.num_experts:
-            for field in (*fields_of_experts, "expert_bias", "router_bias"):
+            for field in (*fields_of_experts, "expert_latent_size", "expert_bias", "router_bias"):
                 if getattr(self, field):
                     yield (
                         f"{field} is {getattr(self, field)} without num_experts",
@@ -235,6 +263,11 @@ class ModelSpec:
         return block_kinds(self.blocks, self.num_layers)
 
     @property
+    def num_blocks(self) -> int:
+        """Layers between the embedding and the head: those of the tower and the blocks."""
+        return self.num_layers + (self.tower.num_layers + ENDS if self.tower else 0)
+
+    @property
     def tensor_parallel_sizes(self) -> tuple[tuple[str, int], ...]:
         """The sizes that tensor parallelism divides, each with its name; 0 where there is none."""
         shared, scans = self.shared_experts, self.state_space
@@ -245,6 +278,7 @@ class ModelSpec:
             ("width of the shared experts", shared.ffn_hidden_size if shared else 0),
             ("state-space groups", scans.num_groups if scans else 0),
             ("vocabulary", self.padded_vocab_size),
+            ("heads of the tower", self.tower.num_heads if self.tower else 0),
         )
 
     @property
@@ -274,6 +308,22 @@ class ModelSpec:
         return self.num_kv_heads * self.head_dim
 
 
+def text_alone(model: ModelSpec) -> ModelSpec:
+    """Returns a model without its tower, which is then among the parts that are left out.
+
+    Raises ConfigError for a model whose blocks attend to it.
+    """
+    if model.tower is None:
+        return model
+    if model.tower.attended:
+        raise ConfigError(
+            f"the blocks of {model.name} attend to its {model.tower.name} tower: there is no "
+            "text alone",
+            hint="choose another model, or leave out --images-per-sequence and --module",
+        )
+    return replace(model, tower=None, left_out=(*model.left_out, f"the {model.tower.name} tower"))
+
+
 # fields of few models, which files leave out where they have their defaults
 _RARE = tuple(field for field in fields(ModelSpec) if field.name in _RARE_NAMES)
 
@@ -282,13 +332,6 @@ def rare_defaults(model: ModelSpec) -> dict[str, object]:
     """Returns the fields of few models that have their defaults in this one, with these."""
     return {
         field.name: field.default for field in _RARE if getattr(model, field.name) == field.default
-    }
-
-
-def rare_parts(model: ModelSpec) -> dict[str, object]:
-    """Returns the fields of few models that this one has, with the defaults of others."""
-    return {
-        field.name: field.default for field in _RARE if getattr(model, field.name) != field.default
     }
 
 
@@ -307,6 +350,8 @@ class TrainingSpec:
         the ranks that divide the experts; 1 where routing is balanced
     expert_capacity: copies that each expert takes, over the mean: more are dropped and fewer are
         padded; 0 where none is dropped
+    documents: lengths of the documents that sequences are packed from, in which attention reads
+        alone; None where it reads whole sequences
     stack: the software that runs the step. It has no default here:
         parplan.commands.requests.requests.request_of takes that of the command
     """
@@ -324,6 +369,7 @@ class TrainingSpec:
     fine_tuning: FineTuning | None = None
     expert_imbalance: float = 1.0
     expert_capacity: float = 0.0
+    documents: Documents | None = None
     stack: Stack
 
     def __post_init__(self) -> None:
@@ -338,6 +384,12 @@ class TrainingSpec:
             )
         for field in ("global_batch_size", "seq_length"):
             require_range(field, getattr(self, field), f"training: {field}")
+        if self.documents is not None and self.documents.longest > self.seq_length:
+            raise ConfigError(
+                f"training: a document has {self.documents.longest:,.0f} tokens, seq_length is "
+                f"{self.seq_length:,}",
+                hint="cut longer documents, or raise the sequence length",
+            )
         if self.precision is Precision.FP32 and self.gradient_precision is not Precision.FP32:
             raise ConfigError(
                 f"training: gradient_precision {self.gradient_precision} is below precision fp32",

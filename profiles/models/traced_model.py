@@ -57,7 +57,7 @@ class TracedOperator:
             operator.kind,
             _sizes(operator.dims),
             *(_shapes(tensors) for tensors in (operator.inputs, operator.outputs, operator.saved)),
-            tuple(parameter.shape for parameter in operator.parameters),
+            tuple((parameter.shape, parameter.trained) for parameter in operator.parameters),
             operator.flops_forward,
             operator.flops_backward,
             operator.attention,

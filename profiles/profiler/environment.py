@@ -45,6 +45,8 @@ CATALOGUE = {
     "NVIDIA GH200 480GB": "gh200-96gb",
     "NVIDIA B200": "b200-180gb",
     "NVIDIA GB200": "gb200-186gb",
+    "NVIDIA B300 SXM6 AC": "b300-270gb",
+    "NVIDIA GB300": "gb300-279gb",
     "NVIDIA L4": "l4-24gb",
     "NVIDIA GeForce RTX 3090": "rtx3090-24gb",
     "GeForce RTX 3090": "rtx3090-24gb",

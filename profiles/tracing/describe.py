@@ -178,6 +178,7 @@ class _Describer:
             name=str(node.target),
             dims=self.divisible.dims(node),
             fused=self.divisible.parts(node),
+            trained=node.meta["val"].requires_grad,
         )
 
     def _saved(self, node: fx.Node, computed: Computation) -> Iterator[model.Tensor]:

@@ -20,9 +20,11 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils._pytree import tree_leaves, tree_map
 
 from parplan.profiles.errors import ConfigError, did_you_mean
+from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.stack import AttentionKernel
 from parplan.profiles.tracing.deferred import Deferred
+from parplan.profiles.tracing.partly_trained import train_in_part
 from parplan.profiles.tracing.random_batches import (
     IDS,
     TARGETS,
@@ -391,7 +393,9 @@ def _hugging_face(
                 f"module: transformers has no fused attention for {kind.__name__}",
                 hint="use --attention unfused",
             )
-        module = making(lambda: kind._from_config(config, attn_implementation=ATTENTION[attention]))
+        module = making(
+            lambda: _hugging_face_module(kind, config, ATTENTION[attention], source.fine_tuning)
+        )
     batch, unit = drawn_batch(module, config, seq_length)
     return TracedWorkload(
         name=_name(values, config),
@@ -402,6 +406,13 @@ def _hugging_face(
         unit=unit,
         seq_length=seq_length if unit == TOKENS else 1,
     )
+
+
+def _hugging_face_module(
+    kind: Any, config: Any, attention: str, tuning: FineTuning | None
+) -> nn.Module:
+    made: nn.Module = kind._from_config(config, attn_implementation=attention)
+    return made if tuning is None else train_in_part(made, tuning, config.num_hidden_layers)
 
 
 def require_names(values: Mapping[str, Any]) -> None:

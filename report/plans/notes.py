@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from parplan.planner.objective import Objective
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Status
 from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
-from parplan.profiles.models.transformer import has_unlike_blocks
+from parplan.profiles.models.transformer import build_graph, has_unlike_blocks
 from parplan.profiles.provenance import Kind
+from parplan.profiles.stack import AttentionKernel
+from parplan.report.names import graph_of
+from parplan.report.text import percent
 
 EXECUTORS_STACK = "parplan"
 _TABLES = "the step time is a price between measured tables, not a measurement of this step"
@@ -36,6 +40,7 @@ def notes(plan: AnyPlan, *, ruled: bool = False) -> Iterator[str]:
     if isinstance(plan, Plan):
         for part in plan.model.left_out:
             yield f"{part} is left out: the plan is that of the text model alone"
+        yield from _packed(plan)
     space = None if isinstance(plan, TracedPlan) else _space_text(plan, ruled=ruled)
     if space:
         yield space
@@ -52,6 +57,21 @@ def notes(plan: AnyPlan, *, ruled: bool = False) -> Iterator[str]:
             f"priced as {plan.training.stack.name} runs it; parplan's own executor is --stack "
             f"{EXECUTORS_STACK}"
         )
+
+
+def _packed(plan: Plan) -> Iterator[str]:
+    """Yields the length of documents, and the FLOPs that attention within them saves."""
+    training = plan.training
+    if training.documents is None:
+        return
+    whole = build_graph(plan.model, replace(training, documents=None), 1).model_flops
+    fewer = 1 - graph_of(plan).model_flops / whole
+    yield (
+        f"sequences are packed from {training.documents}, within which attention reads: "
+        f"{percent(fewer)} fewer model FLOPs than in whole sequences, and MFU counts the rest"
+    )
+    if training.attention is AttentionKernel.UNFUSED:
+        yield "un-fused attention gains nothing of it: it computes the scores between documents"
 
 
 def _band_notes(plan: AnyPlan) -> Iterator[str]:

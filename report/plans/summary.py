@@ -181,16 +181,10 @@ def _trained(plan: Plan) -> Iterator[str]:
     tuning, graph = plan.training.fine_tuning, graph_of(plan)
     if tuning is None:
         return
-    trained = (
-        f"{format_count(graph.num_trained_parameters)} of {format_count(graph.num_parameters)} "
-        "parameters trained"
+    yield (
+        f"{tuning.text}; {format_count(graph.num_trained_parameters)} of "
+        f"{format_count(graph.num_parameters)} parameters trained"
     )
-    eight_bits = ["frozen weights of blocks in 8 bits"] if tuning.base_bits == 8 else []
-    frozen = [f"{', '.join(tuning.freeze)} frozen"] if tuning.freeze else []
-    adapters = []
-    if tuning.lora_rank:
-        adapters = [f"LoRA rank {tuning.lora_rank} on {', '.join(tuning.lora_targets)}"]
-    yield "; ".join((*adapters, *frozen, *eight_bits, trained))
 
 
 def _facts(
@@ -284,9 +278,12 @@ def _host_fact(plan: AnyPlan, host_gib: float) -> tuple[str, str, str]:
 
 def _layers_text(plan: Plan) -> str:
     """Returns the number of blocks, and of those of each class where there are several."""
+    tower = plan.model.tower
     counts = Counter(str(key) for key in graph_of(plan).blocks)
     classes = ", ".join(f"{count} {name}" for name, count in counts.items())
-    return f"{plan.model.num_layers} layers" + (f" ({classes})" if len(counts) > 1 else "")
+    beside = f", {tower.name} tower of {tower.num_layers}" if tower else ""
+    listed = f" ({classes})" if len(counts) > 1 else ""
+    return f"{plan.model.num_layers} layers{beside}{listed}"
 
 
 def layers_phrases(plan: AnyPlan) -> tuple[str, str]:
@@ -326,7 +323,7 @@ def _over_data(plan: Plan) -> str:
             divided[f"weights of {' and '.join(names)} over dp too"] += count
     if not divided:
         return ""
-    every = divided.total() == plan.model.num_layers
+    every = divided.total() == plan.model.num_blocks
     return "; " + ", ".join(
         text if every and len(divided) == 1 else f"{text} on {counted(count, 'block')}"
         for text, count in divided.items()

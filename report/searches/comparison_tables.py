@@ -16,6 +16,7 @@ from parplan.planner.search.comparison import MEMORY_NAMES, ComparedPlan, Compar
 from parplan.profiles.units import gib
 from parplan.report.names import pipeline_phrases
 from parplan.report.plans.summary import header, layers_phrases
+from parplan.report.searches.baseline_flags import flags_text
 from parplan.report.text import (
     aligned,
     band_text,
@@ -66,6 +67,8 @@ def print_comparison(
         _say_words(out, line, "dim")
     for row in comparison.rows:
         _say_words(out, f"{row.baseline.name}: {_meaning(row)}", "dim")
+        if flags := _flags(row):
+            _say_words(out, f"{row.baseline.name} with {flags}", "dim")
 
 
 def _say_words(out: Console, text: str, style: str = "") -> None:
@@ -229,14 +232,22 @@ def _notes(comparison: Comparison, *, pinned: bool) -> Iterator[str]:
 
 
 def _meaning(row: ComparisonRow) -> str:
-    """Describes a baseline, with the number of its strategies that were priced."""
-    baseline, optimum = row.baseline, row.baseline.optimum
+    """Describes a baseline, with the number of its strategies."""
+    baseline = row.baseline
     strategies = f"{baseline.candidates:,} strategies"
-    if optimum is None:
+    if baseline.optimum is None:
         return f"{baseline.what} ({strategies}, none fits)"
     if baseline.in_order:
         return f"{baseline.what} (the first of {strategies} that fits)"
-    return f"{baseline.what} ({strategies}, {optimum.fitted:,} fit)"
+    return f"{baseline.what} ({strategies})"
+
+
+def _flags(row: ComparisonRow) -> str:
+    """Returns the flags with which a described model runs as the baseline, empty if unknown."""
+    optimum = row.baseline.optimum
+    if optimum is None or row.side is None or not isinstance(row.side.plan, Plan):
+        return ""
+    return flags_text(row.baseline.name, optimum.strategy, row.side.plan)
 
 
 def comparison_document(comparison: Comparison) -> dict[str, Any]:
@@ -302,6 +313,7 @@ def _row_document(comparison: Comparison, row: ComparisonRow) -> dict[str, Any]:
     return {
         **document,
         **theirs,
+        "flags": _flags(row),
         "slower": row.side.step_s / comparison.ours.step_s - 1,
         "tie": comparison.is_tie(row.side),
         "difference": differences,

@@ -75,3 +75,17 @@ def test_a_run_file_of_before_has_no_rows_of_stages(tmp_path):
     text = succeed("show", str(path)).stdout
     assert "idle, stage" not in text
     assert "idle " in text
+
+
+def test_a_tower_has_a_line_of_its_tokens_its_seconds_and_its_bytes(tmp_path):
+    path = str(tmp_path / "plan.yaml")
+    pins = "--pp", "2", "--tp", "1", "--micro-batch-size", "1", "--global-batch-size", "16"
+    machine = "--gpus", "8", "--gpu", "h100-80gb"
+    printed = succeed("--model", "gemma-3-4b", *machine, *pins, "-o", path).stdout
+
+    text = " ".join(succeed("show", path).stdout.split())
+
+    assert "34 layers, vision tower of 27" in " ".join(printed.split())
+    assert "tower 1 x 4,096 vision tokens a sequence, which become 256 | its passes take" in text
+    assert "of states" in text
+    assert "blocks 0 (vision-patches)" in text

@@ -89,3 +89,33 @@ def test_tensor_parallelism_divides_the_work_of_the_new_families(name):
     )
 
     assert (divided.forward_s < whole.forward_s) == (tp > 1)
+
+
+def test_inside_a_tower_the_embedding_travels_along():
+    cache = prices(load_model("qwen2-vl-7b").spec)
+    classes = [cache.cut_class(cut) for cut in range(1, cache.num_layers)]
+
+    # before the patches, 32 blocks and the projector, 28 blocks, the head
+    assert classes == [0, *[1] * 33, *[0] * 29]
+    tower, embedded = cache.crossing_tensors(1, 2)
+    assert tower.num_elements == 2 * 5120 * 1280
+    assert embedded.num_elements == 2 * 4096 * 3584
+    assert cache.crossing_tensors(0, 2) == (embedded,)
+
+
+def test_the_output_of_an_encoder_travels_to_all_blocks_and_is_held_once_by_a_stage():
+    cache = prices(load_model("whisper-large-v3").spec)
+    last = cache.num_layers - 1
+
+    assert [cache.cut_class(cut) for cut in (1, 2, 34, 35, last - 1, last)] == [0, 1, 1, 2, 2, 0]
+    _, sound = cache.crossing_tensors(2, 3)
+    assert sound.num_elements == 3 * 1500 * 1280
+    assert cache.besides_bytes(0, 35, 3) == 0  # the tower alone
+    assert cache.besides_bytes(35, last, 3) == cache.besides_bytes(50, 52, 3) == sound.num_bytes
+
+
+def test_parameters_of_a_tower_that_are_not_trained_have_no_states():
+    cache = prices(load_model("whisper-large-v3").spec)
+
+    assert cache.num_parameters - cache.num_trained_parameters == 1500 * 1280
+    assert cache.frozen_bytes == 2 * 1500 * 1280

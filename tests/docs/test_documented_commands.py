@@ -28,6 +28,8 @@ QUICK = (
     "plan estimate --model gpt-18b --gpus 8 --gpu v100-32gb --offload optimizer,parameters --host-blocks 45",
     "plan estimate --model gpt-7.5b --gpus 4 --gpu v100-32gb --stack parplan --offload optimizer,parameters --host-blocks 20",
     "plan estimate --model gpt-7.5b --gpus 4 --gpu v100-32gb --stack parplan --offload optimizer,parameters --chunk-access operator",
+    "plan estimate --model llama3-8b --gpus 8 --gpu h100-80gb --seq-length 32768 --global-batch-size 64 --tp 4 --cp 2 "
+    "--sequence-parallel --recompute full --document-lengths 2000",
     "plan explain --model gpt-20b --gpus 64 --tp 8 --operator fc1",
     "plan schemes --model gpt-20b --gpus 64 --micro-batch-size 4",
     "plan explain --model gpt-20b --gpus 64 --tp 8 --operator fc2",
@@ -76,6 +78,7 @@ NOT_RUN = {
     "plan max-model --gpus 8 --gpu a100-40gb --host-memory 1TiB": MINUTES,
     "plan --model my_package.my_model:build --gpus 16": PLACEHOLDER,
     "plan --model ./t5/config.json --gpus 16": MINUTES,
+    "plan --model ./llama/config.json --trace --gpus 4 --gpu cpu --precision fp32 --lora-rank 16 --lora-targets q_proj,down_proj": PLACEHOLDER,
     "plan --model my_package.my_model:build --gpus 4 --gpu cpu --precision fp32": PLACEHOLDER,
     "plan check plan.yaml --execute": LAUNCHES,
     "plan --model shape.yaml --module my_package.my_model:build --gpus 8": PLACEHOLDER,

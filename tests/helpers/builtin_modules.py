@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from parplan.executor.models.transformer_layers import Block, Embedding, Head
 from parplan.profiles.models.huggingface import entry_from_config
 from parplan.profiles.models.spec import ModelSpec, Norm, Positions, TrainingSpec
+from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.stack import NEUTRAL
 
 SEQ_LENGTH, VOCAB = 128, 256
@@ -108,9 +109,12 @@ class Decoder(nn.Module):
 
     def __init__(self, model: ModelSpec) -> None:
         super().__init__()
-        self.embedding = Embedding(model)
-        self.blocks = nn.ModuleList(Block(model, TRAINING) for _ in range(model.num_layers))
-        self.head = Head(model)
+        graph = build_graph(model, TRAINING, 1)
+        self.embedding = Embedding(graph.embedding, model, TRAINING)
+        self.blocks = nn.ModuleList(
+            Block(graph.block, model, TRAINING) for _ in range(model.num_layers)
+        )
+        self.head = Head(graph.head, model, TRAINING)
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         x = self.embedding(ids)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tests.helpers.published_towers import LLAMA4, PIXTRAL, QWEN2_5_VL, QWEN2_VL, SIGLIP
+
 _HYBRID_8B = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
 
 
@@ -110,7 +112,7 @@ def _gpt_oss(layers, experts):
     }
 
 
-def _gemma2(hidden, ffn, layers, heads, kv_heads, head_dim):
+def _gemma2(hidden, ffn, layers, heads, kv_heads, head_dim, scalar=256):
     return {
         "model_type": "gemma2",
         "hidden_size": hidden,
@@ -122,7 +124,7 @@ def _gemma2(hidden, ffn, layers, heads, kv_heads, head_dim):
         "vocab_size": 256000,
         "max_position_embeddings": 8192,
         "sliding_window": 4096,
-        "query_pre_attn_scalar": 256,
+        "query_pre_attn_scalar": scalar,
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
         "hidden_act": "gelu_pytorch_tanh",
@@ -132,7 +134,7 @@ def _gemma2(hidden, ffn, layers, heads, kv_heads, head_dim):
     }
 
 
-def _gemma3(hidden, ffn, layers, heads, kv_heads, head_dim):
+def _gemma3(hidden, ffn, layers, heads, kv_heads, head_dim, scalar=256):
     """Its text lies beside a vision tower."""
     text = {
         "model_type": "gemma3_text",
@@ -142,14 +144,14 @@ def _gemma3(hidden, ffn, layers, heads, kv_heads, head_dim):
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
+        "query_pre_attn_scalar": scalar,
         "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
         "sliding_window": 1024,
     }
-    vision = {"hidden_size": 1152, "model_type": "siglip_vision_model", "num_hidden_layers": 27}
     return {
         "model_type": "gemma3",
         "text_config": text,
-        "vision_config": vision,
+        "vision_config": SIGLIP,
         "mm_tokens_per_image": 256,
         "image_token_index": 262144,
         "boi_token_index": 255999,
@@ -187,8 +189,48 @@ def _llama4(experts, step, *, qk_norm):
         "tie_word_embeddings": False,
         "attention_bias": False,
     }
-    vision = {"hidden_size": 1408, "model_type": "llama4_vision_model", "num_hidden_layers": 34}
-    return {"model_type": "llama4", "text_config": text, "vision_config": vision}
+    return {"model_type": "llama4", "text_config": text, "vision_config": LLAMA4}
+
+
+def _qwen_vl(model_type, vision):
+    """Its text lies around the tower, as in the published files."""
+    return _qwen(
+        model_type,
+        *(3584, 18944, 28, 28, 4, 152064, 32768),
+        max_window_layers=28,
+        sliding_window=32768,
+        vision_config=vision,
+        image_token_id=151655,
+        video_token_id=151656,
+        vision_start_token_id=151652,
+        vision_end_token_id=151653,
+        vision_token_id=151654,
+        rope_scaling={"type": "mrope", "mrope_section": [16, 24, 24]},
+    )
+
+
+def _mistral3():
+    text = _llama_like(
+        "mistral",
+        *(5120, 32768, 40, 32, 8, 131072, 131072),
+        head_dim=128,
+        hidden_act="silu",
+        rms_norm_eps=1e-5,
+        rope_theta=1e9,
+        sliding_window=None,
+        attention_dropout=0.0,
+    )
+    return {
+        "model_type": "mistral3",
+        "text_config": text,
+        "vision_config": PIXTRAL,
+        "image_token_index": 10,
+        "multimodal_projector_bias": False,
+        "projector_hidden_act": "gelu",
+        "spatial_merge_size": 2,
+        "tie_word_embeddings": False,
+        "vision_feature_layer": -1,
+    }
 
 
 def _glm(model_type):
@@ -204,7 +246,7 @@ def _glm(model_type):
     )
 
 
-def _glm4_moe(hidden, ffn, width, layers, experts, dense, *, qk_norm):
+def _glm4_moe(hidden, ffn, width, layers, experts, dense, *, qk_norm, factor):
     return _llama_like(
         "glm4_moe",
         *(hidden, ffn, layers, 96, 8, 151552, 131072),
@@ -220,7 +262,7 @@ def _glm4_moe(hidden, ffn, width, layers, experts, dense, *, qk_norm):
         n_group=1,
         topk_group=1,
         norm_topk_prob=True,
-        routed_scaling_factor=2.5,
+        routed_scaling_factor=factor,
         partial_rotary_factor=0.5,
         rope_theta=1000000,
         hidden_act="silu",
@@ -352,6 +394,7 @@ CONFIGS = {
         num_nextn_predict_layers=0,
         rope_theta=50000.0,
         n_group=1,
+        routed_scaling_factor=2.827,
         topk_group=1,
     ),
     "moonlight-16b-a3b": _deepseek(
@@ -366,19 +409,20 @@ CONFIGS = {
         num_nextn_predict_layers=0,
         rope_theta=50000.0,
         n_group=1,
+        routed_scaling_factor=2.446,
         topk_group=1,
     ),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
     "gemma-2-9b": _gemma2(3584, 14336, 42, 16, 8, 256),
-    "gemma-2-27b": _gemma2(4608, 36864, 46, 32, 16, 128),
+    "gemma-2-27b": _gemma2(4608, 36864, 46, 32, 16, 128, 144),
     "gemma-3-4b": _gemma3(2560, 10240, 34, 8, 4, 256),
     "gemma-3-12b": _gemma3(3840, 15360, 48, 16, 8, 256),
-    "gemma-3-27b": _gemma3(5376, 21504, 62, 32, 16, 128),
+    "gemma-3-27b": _gemma3(5376, 21504, 62, 32, 16, 128, 168),
     "glm-4-9b": _glm("glm"),
     "glm-4-9b-0414": _glm("glm4"),
-    "glm-4.5": _glm4_moe(5120, 12288, 1536, 92, 160, 3, qk_norm=True),
-    "glm-4.5-air": _glm4_moe(4096, 10944, 1408, 46, 128, 1, qk_norm=False),
+    "glm-4.5": _glm4_moe(5120, 12288, 1536, 92, 160, 3, qk_norm=True, factor=2.5),
+    "glm-4.5-air": _glm4_moe(4096, 10944, 1408, 46, 128, 1, qk_norm=False, factor=1.0),
     "olmo-2-7b": _olmo2(4096, 11008, 32, 32, 32),
     "olmo-2-13b": _olmo2(5120, 13824, 40, 40, 40),
     "olmo-2-32b": _olmo2(5120, 27648, 64, 40, 8),
@@ -476,6 +520,34 @@ CONFIGS = {
         "time_step_min": 0.001,
         "time_step_max": 0.1,
         "rms_norm_eps": 1e-5,
+    },
+    "qwen2-vl-7b": _qwen_vl("qwen2_vl", QWEN2_VL),
+    "qwen2.5-vl-7b": _qwen_vl("qwen2_5_vl", QWEN2_5_VL),
+    "mistral-small-3.1-24b": _mistral3(),
+    "whisper-large-v3": {
+        "model_type": "whisper",
+        "d_model": 1280,
+        "encoder_layers": 32,
+        "decoder_layers": 32,
+        "num_hidden_layers": 32,
+        "encoder_attention_heads": 20,
+        "decoder_attention_heads": 20,
+        "encoder_ffn_dim": 5120,
+        "decoder_ffn_dim": 5120,
+        "num_mel_bins": 128,
+        "max_source_positions": 1500,
+        "max_target_positions": 448,
+        "vocab_size": 51866,
+        "activation_function": "gelu",
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+        "activation_dropout": 0.0,
+        "encoder_layerdrop": 0.0,
+        "decoder_layerdrop": 0.0,
+        "apply_spec_augment": False,
+        "scale_embedding": False,
+        "use_weighted_layer_sum": False,
+        "tie_word_embeddings": True,
     },
     "llama4-scout": _llama4(16, 1, qk_norm=True),
     "llama4-maverick": _llama4(128, 2, qk_norm=False),

@@ -36,7 +36,7 @@ from tests.helpers.executor_plans import make_plan
 
 
 def hand_plan(
-    module: str | Mapping[str, Any],
+    module: str | Mapping[str, Any] | ModuleSource,
     *,
     pp: int = 1,
     dp: int = 1,
@@ -53,7 +53,7 @@ def hand_plan(
     offload: tuple[Offload, ...] = (),
     rules: TpRules | None = None,
 ) -> TracedPlan:
-    """A plan of a factory's module, or of a Hugging Face config's.
+    """A plan of a factory's module, of a Hugging Face config's, or of a source.
 
     With `recompute` the first shard of every stage is recomputed; with `lists` every second
     operator that can run again is, of the other shards.
@@ -68,11 +68,7 @@ def hand_plan(
         virtual_stages=virtual_stages,
         precision=precision,
     )
-    source = (
-        ModuleSource(factory=module)
-        if isinstance(module, str)
-        else ModuleSource(huggingface=module)
-    )
+    source = module if isinstance(module, ModuleSource) else _source(module)
     program = record(
         open_workload(source, seq_length=like.training.seq_length), micro_batch_size, precision
     )
@@ -185,3 +181,9 @@ def _shards(program: Program, ends: list[int]) -> tuple[ShardPlan, ...]:
         )
         for i, (first, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True))
     )
+
+
+def _source(module: str | Mapping[str, Any]) -> ModuleSource:
+    if isinstance(module, str):
+        return ModuleSource(factory=module)
+    return ModuleSource(huggingface=module)

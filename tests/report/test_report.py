@@ -31,11 +31,13 @@ from parplan.planner.request import Progress
 from parplan.profiles.documents.files import require_writable
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.stack_terms import Residuals, Term, Terms
+from parplan.profiles.models.documents import Documents
 from parplan.profiles.profiler import session_progress as profiling
 from parplan.profiles.provenance import Kind
 from parplan.profiles.stack import AttentionKernel, AvailableKernel, Stack
 from parplan.profiles.units import GIB, MIB, parse_size
 from parplan.report.machines.catalogue_tables import print_stacks, stack_rows
+from parplan.report.names import graph_of
 from parplan.report.plan_documents import plan_document, plan_schema
 from parplan.report.plans.layer_table import print_layers
 from parplan.report.plans.memory_table import layers_text, rows
@@ -95,6 +97,19 @@ def test_no_line_is_wider_than_the_terminal(plan, width):
     text = text_of(plan, width, assumed=assumed)
 
     assert max(map(len, text.splitlines())) <= width
+
+
+def test_documents_say_their_mean_and_the_flops_that_they_save(plan):
+    packed = replace(plan, training=replace(plan.training, documents=Documents(mean=500)))
+    unfused = replace(packed, training=replace(packed.training, attention=AttentionKernel.UNFUSED))
+    whole = graph_of(plan).model_flops
+    fewer = 100 * (1 - graph_of(packed).model_flops / whole)
+
+    assert "documents" not in text_of(plan, 400)
+    assert "packed from documents of 500 tokens on average" in text_of(packed, 400)
+    assert f"{fewer:.1f} % fewer model FLOPs" in text_of(packed, 400)
+    assert "un-fused attention gains nothing" not in text_of(packed, 400)
+    assert "un-fused attention gains nothing" in text_of(unfused, 400)
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])

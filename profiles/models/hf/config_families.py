@@ -12,10 +12,9 @@ from enum import StrEnum
 from parplan.profiles.models.blocks import NormLayout, QkNorm
 from parplan.profiles.models.spec import Norm, Positions
 
-_GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_python", "gelu_pytorch_tanh", "quick_gelu")
-_SILU = ("silu", "swish")
+GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_python", "gelu_pytorch_tanh", "quick_gelu")
+SILU = ("silu", "swish")
 _RELU = ("relu",)
-VISION = "the vision tower"
 
 
 class Windows(StrEnum):
@@ -65,6 +64,7 @@ class ExpertKeys:
 class Family:
     """The architecture of a model_type, and the defaults for keys that a file may leave out.
 
+    key_bias         False: queries and values have a bias, keys have none
     qkv_bias         None: the key `bias_key` decides (`attention_bias` where it is absent)
     output_bias      None: the attention's output has a bias where queries have one
     extra_positions  rows of the position table that no token of a sequence uses
@@ -82,6 +82,7 @@ class Family:
     epsilon: float = 1e-6
     linear_bias: bool = False
     qkv_bias: bool | None = None
+    key_bias: bool = True
     bias_key: str = "attention_bias"
     attention_bias: bool = False
     output_bias: bool | None = None
@@ -89,7 +90,7 @@ class Family:
     rotary_fraction: float = 1.0
     dropout: float = 0.0
     dropout_key: str = "resid_pdrop"
-    activations: tuple[str, ...] = _SILU
+    activations: tuple[str, ...] = SILU
     extra_positions: int = 0
     qk_norm: QkNorm = QkNorm.NONE
     qk_norm_key: tuple[str, bool] | None = None
@@ -109,15 +110,16 @@ _LAYER_NORM = Family(
     linear_bias=True,
     output_bias=True,
     qkv_bias=True,
-    activations=_GELU,
+    activations=GELU,
 )
+_LEARNED = replace(_LAYER_NORM, positions=Positions.LEARNED, tied_embeddings=True)
 _LLAMA = Family()
 _WINDOWED = {"windows": Windows.LATER, "defaults": {"max_window_layers": 28}}
 _QWEN2 = Family(qkv_bias=True, output_bias=False, **_WINDOWED)  # type: ignore[arg-type]
 _QWEN3 = Family(qk_norm=QkNorm.HEAD, **_WINDOWED)  # type: ignore[arg-type]
 _GEMMA2 = Family(
     tied_embeddings=True,
-    activations=_GELU,
+    activations=GELU,
     norm_layout=NormLayout.BOTH,
     windows=Windows.EVEN,
     defaults={
@@ -180,7 +182,7 @@ FAMILIES: Mapping[str, Family] = {
         tied_embeddings=True,
         epsilon=1e-5,
         qkv_bias=False,
-        activations=_GELU,
+        activations=GELU,
         defaults={"max_position_embeddings": 2048},
         fixed={"alibi": False, "apply_residual_connection_post_layernorm": False},
     ),
@@ -188,7 +190,7 @@ FAMILIES: Mapping[str, Family] = {
         tied_embeddings=True,
         qkv_bias=False,
         output_bias=False,
-        activations=_GELU,
+        activations=GELU,
         defaults={"num_key_value_heads": 16, "head_dim": 256},
         fixed={"attention_bias": False, "use_bidirectional_attention": False},
     ),
@@ -225,13 +227,7 @@ FAMILIES: Mapping[str, Family] = {
             "num_key_value_heads": 8,
         },
     ),
-    "gpt2": replace(
-        _LAYER_NORM,
-        positions=Positions.LEARNED,
-        tied_embeddings=True,
-        dropout=0.1,
-        fixed={"add_cross_attention": False},
-    ),
+    "gpt2": replace(_LEARNED, dropout=0.1, fixed={"add_cross_attention": False}),
     "gpt_neox": replace(
         _LAYER_NORM,
         qkv_bias=None,
@@ -330,12 +326,10 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "olmo2": Family(epsilon=1e-5, qk_norm=QkNorm.WHOLE, norm_layout=NormLayout.POST),
     "opt": replace(
-        _LAYER_NORM,
-        positions=Positions.LEARNED,
-        tied_embeddings=True,
-        dropout=0.1,
+        _LEARNED,
         activations=_RELU,
         extra_positions=2,
+        dropout=0.1,
         dropout_key="dropout",
         fixed={
             "do_layer_norm_before": True,
@@ -388,6 +382,16 @@ FAMILIES: Mapping[str, Family] = {
         windows=Windows.ALL,
         defaults={"num_key_value_heads": 2},
         fixed={"use_bias": True, "norm_type": "layer_norm", "mlp_type": "default"},
+    ),
+    "whisper": replace(
+        _LEARNED,
+        key_bias=False,
+        defaults={"max_position_embeddings": 448, "vocab_size": 51865},
+        fixed={
+            "encoder_layerdrop": 0.0,
+            "decoder_layerdrop": 0.0,
+            "use_weighted_layer_sum": False,
+        },
     ),
 }
 ALIASES = {"kimi_k2": "deepseek_v3"}

@@ -53,7 +53,8 @@ class ConfigReader:
             aliases = f" (or {', '.join(names[1:])})" if names[1:] else ""
             raise ConfigError(f"{self.where}: {name} is missing{aliases}", hint=f"add {name}")
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise self.wrong(name, value, "a positive integer" if least else "a whole number")
+            needed = "a positive integer" if least > 0 else "a whole number"
+            raise self.wrong(name, value, needed)
         return value
 
     def number(self, names: Names, default: float) -> float:

@@ -32,6 +32,7 @@ _HYBRID = {
     "full_attention": BlockRun(feed_forward=False),
     "attention": BlockRun(feed_forward=False),
     "mlp": BlockRun(mixer=Mixer.NONE),
+    "moe": BlockRun(mixer=Mixer.NONE),
 }
 
 
@@ -211,8 +212,8 @@ def falcon_fields(reader: ConfigReader, heads: int) -> Fields:
     }
 
 
-def hybrid_kinds(reader: ConfigReader) -> list[BlockRun]:
-    """Returns the blocks of a model of state-space, attention and feed-forward blocks."""
+def _hybrid_names(reader: ConfigReader) -> list[str]:
+    """Returns the names of the blocks of a model of blocks of one part each."""
     name, _ = reader.find(("hybrid_override_pattern", "layers_block_type", "layer_types"))
     items = reader.items(("hybrid_override_pattern", "layers_block_type", "layer_types"))
     if items is None:
@@ -221,19 +222,38 @@ def hybrid_kinds(reader: ConfigReader) -> list[BlockRun]:
     for each in names:
         if each not in _HYBRID:
             raise reader.wrong(name, each, f"made of {', '.join(_HYBRID)}")
-    return [_HYBRID[each] for each in names]
+    return names
+
+
+def lettered_kinds(letters: str) -> list[BlockRun] | None:
+    """Returns the blocks that the letters of Megatron-LM's --hybrid-layer-pattern name.
+
+    M is a state-space block, * attention, - a dense feed-forward network, E a mixture of experts.
+    None for another letter.
+    """
+    if set(letters) - set(_LETTERS):
+        return None
+    return _hybrid([_LETTERS[letter] for letter in letters])
+
+
+def _hybrid(names: list[str]) -> list[BlockRun]:
+    """Returns the blocks of these names; a dense network is another kind beside experts alone."""
+    kinds = dict(_HYBRID)
+    if "moe" in names:
+        kinds["mlp"] = replace(kinds["mlp"], experts=False)
+    return [kinds[name] for name in names]
 
 
 def hybrid_fields(reader: ConfigReader) -> Fields:
     """Returns the blocks of a Nemotron-H, and the shape of its state-space blocks."""
-    kinds = hybrid_kinds(reader)
-    for name in _UNUSED_WITHOUT_EXPERTS:
-        reader.find((name,))
+    names = _hybrid_names(reader)
+    kinds = _hybrid(names)
     if reader.find(("mamba_proj_bias",))[1]:
         raise reader.wrong("mamba_proj_bias", True, "false: use_bias is the key that counts")
     return {
         "num_layers": len(kinds),
         "blocks": runs_of(kinds),
+        **_hybrid_experts(reader, names),
         "state_space": StateSpace(
             num_heads=reader.integer(("mamba_num_heads",)),
             head_dim=reader.integer(("mamba_head_dim",)),
@@ -247,13 +267,22 @@ def hybrid_fields(reader: ConfigReader) -> Fields:
     }
 
 
-# keys of the experts of the same configuration class, in a model without blocks of experts
-_UNUSED_WITHOUT_EXPERTS = (
-    "n_routed_experts",
-    "n_shared_experts",
-    "moe_intermediate_size",
-    "moe_shared_expert_intermediate_size",
-    "moe_latent_size",
-    "num_experts_per_tok",
-    "sliding_window",
-)
+def _hybrid_experts(reader: ConfigReader, names: list[str]) -> Fields:
+    """Returns the experts of a Nemotron-H; files of models without any have their keys as well."""
+    number = reader.integer(("n_routed_experts",), 0, least=0)
+    per_token = reader.integer(("num_experts_per_tok",), 0, least=0)
+    width = reader.integer(("moe_intermediate_size",), 0, least=0)
+    shared = reader.integer(("moe_shared_expert_intermediate_size",), 0, least=0)
+    latent = reader.integer(("moe_latent_size",), 0, least=0)
+    for name in ("sliding_window", "n_shared_experts"):
+        reader.find((name,))
+    if "moe" not in names:
+        return {}
+    return {
+        "num_experts": number,
+        "experts_per_token": per_token,
+        "expert_ffn_hidden_size": width,
+        "expert_latent_size": latent,
+        "shared_experts": SharedExperts(ffn_hidden_size=shared) if shared else None,
+        **({} if "mlp" in names else {"ffn_hidden_size": 0}),
+    }

@@ -37,6 +37,12 @@ _ROUTER = """
 aux_loss_alpha ep_size n_group norm_topk_prob routed_scaling_factor router_aux_loss_coef
 router_jitter_noise scoring_func seq_aux topk_group topk_method moe_router_dtype
 """
+# a decoder of speech: how it generates, and masks of the input
+_SPEECH = """
+alignment_heads apply_spec_augment classifier_proj_size forced_decoder_ids lang_to_id
+mask_feature_length mask_feature_min_masks mask_feature_prob mask_time_length mask_time_min_masks
+mask_time_prob median_filter_width scale_embedding task_to_id
+"""
 # the kernels of state-space blocks
 _STATE_SPACE = """
 mamba_ssm_cache_dtype residual_in_fp32 time_step_floor time_step_limit time_step_max time_step_min
@@ -45,10 +51,16 @@ mtp_hybrid_override_pattern moe_shared_expert_overlap
 """
 _WRAPPER = """
 boi_token_index boi_token_id eoi_token_index eoi_token_id image_token_id image_token_index
-mm_tokens_per_image multimodal_projector_bias projector_hidden_act spatial_merge_size
-video_token_id video_token_index vision_end_token_id vision_feature_layer vision_start_token_id
+projector_hidden_act video_token_id video_token_index vision_end_token_id vision_start_token_id
 vision_token_id
 """
-WITHOUT_COST = frozenset(" ".join((_LIBRARY, _TRAINING, _FACTORS, _ROUTER, _STATE_SPACE)).split())
+# of a tower: sizes of heads that no model here has, and what its features are taken from
+_TOWER = """
+layer_norm_eps norm_eps projection_dim rms_norm_eps rope_parameters rope_theta spatial_patch_size
+tokens_per_second vision_feature_layer vision_feature_select_strategy vocab_size
+"""
+_EVERY = (_LIBRARY, _TRAINING, _FACTORS, _ROUTER, _STATE_SPACE, _SPEECH)
+WITHOUT_COST = frozenset(" ".join(_EVERY).split())
 # of a configuration around that of the text
 WRAPPER_WITHOUT_COST = WITHOUT_COST | frozenset(_WRAPPER.split())
+TOWER_WITHOUT_COST = WITHOUT_COST | frozenset(_TOWER.split())

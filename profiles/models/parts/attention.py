@@ -6,7 +6,10 @@ nothing there, and un-fused attention saves the capped scores.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from parplan.profiles.models.blocks import QkNorm
+from parplan.profiles.models.documents import reading
 from parplan.profiles.models.operator_graph import (
     Attention,
     Dim,
@@ -48,7 +51,9 @@ def _projections(x: Tensor, shapes: Shapes) -> tuple[Operator, ...]:
     """Returns the product of queries, keys and values, their norms and their positions."""
     model = shapes.model
     qkv = shapes.tokens("qkv", shapes.heads(model.q_size + 2 * model.kv_size))
-    made = [linear("qkv", x, qkv, parallel_dim="heads", bias=model.qkv_bias)]
+    product = linear("qkv", x, qkv, parallel_dim="heads", bias=model.qkv_bias)
+    of_bias = qkv.dims[-1] if model.key_bias else shapes.heads(model.q_size + model.kv_size)
+    made = [biased(product, of_bias)]
     rotates = model.positions is Positions.ROTARY and shapes.block.rotary
     if model.qk_norm is QkNorm.PLAIN:
         if rotates:
@@ -63,6 +68,14 @@ def _projections(x: Tensor, shapes: Shapes) -> tuple[Operator, ...]:
         name = "qkv_rotated" if positioned is qkv else "qk_rotated"
         made.append(_rotary(positioned, shapes.tokens(name, positioned.dims[-1])))
     return tuple(made)
+
+
+def biased(product: Operator, features: Dim) -> Operator:
+    """Returns a product whose bias, if it has one, is of some of its features: not of keys."""
+    weight, *bias = product.parameters
+    return replace(
+        product, parameters=(weight, *(replace(each, dims=(features,)) for each in bias))
+    )
 
 
 def qk_features(shapes: Shapes) -> Dim:
@@ -110,14 +123,16 @@ def attention_kernel(read: tuple[Tensor, ...], context: Tensor, shapes: Shapes) 
     scores = (shapes.batch, heads, shapes.sequence, shapes.keys)
     kv_heads = model.num_kv_heads
     attention = Attention(
-        causal=True,
+        causal=shapes.causal and not model.bidirectional,
         dropped=model.dropout > 0,
         window=block.window or block.chunk,
         chunked=bool(block.chunk),
         kv_features=kv_heads * (model.head_dim + model.value_head_dim),
         value_dim=model.value_head_dim,
     )
-    met = round(2 * attention.keys_met(shapes.keys.size))
+    attention = _in_documents(attention, shapes)
+    counted = 2 if attention.causal else 1
+    met = round(counted * attention.keys_met(shapes.keys.size))
     features = model.q_size + model.context_size
     flops = 2 * shapes.batch.size * shapes.sequence.size * met * features
     return Operator(
@@ -131,13 +146,33 @@ def attention_kernel(read: tuple[Tensor, ...], context: Tensor, shapes: Shapes) 
         parallel_dim="heads",
         flops_forward=flops,
         flops_backward=2 * flops,
-        attention=attention,
+        attention=attention if _fused(shapes) else replace(attention, in_documents=None),
         undivided=(
             ("sequence", "attention reads every token of a sequence"),
             ("keys", "the softmax is over all of them"),
             ("head_dim", "the scores sum over it"),
         ),
     )
+
+
+def _in_documents(attention: Attention, shapes: Shapes) -> Attention:
+    """Returns attention that reads within the documents of its sequences, if they have any."""
+    documents = shapes.training.documents
+    if documents is None:
+        return attention
+    read = reading(
+        documents,
+        shapes.keys.size,
+        causal=attention.causal,
+        window=attention.window,
+        chunked=attention.chunked,
+    )
+    return replace(attention, in_documents=read)
+
+
+def _fused(shapes: Shapes) -> bool:
+    """True unless the kernel computes all scores, also those between documents."""
+    return shapes.training.attention is AttentionKernel.FLASH
 
 
 def _made_inside(scores: tuple[Dim, ...], shapes: Shapes) -> tuple[Tensor, ...]:
@@ -160,11 +195,7 @@ def _copies(context: Tensor, shapes: Shapes) -> tuple[Tensor, ...]:
     """
     stack = shapes.training.stack
     kv = Dim("heads", 2 * shapes.model.kv_size)
-    outputs = (
-        stack.attention_output_copies
-        if shapes.batch.size > 1 and shapes.training.attention is AttentionKernel.FLASH
-        else 0
-    )
+    outputs = stack.attention_output_copies if shapes.batch.size > 1 and _fused(shapes) else 0
     return (
         *(shapes.tokens(f"attention_kv_{i}", kv) for i in range(stack.attention_kv_copies)),
         *(shapes.tokens(f"{context.name}_{i}", context.dims[-1]) for i in range(outputs)),

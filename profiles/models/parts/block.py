@@ -5,6 +5,7 @@ from __future__ import annotations
 from parplan.profiles.models.blocks import Mixer, NormLayout
 from parplan.profiles.models.operator_graph import Operator, Tensor
 from parplan.profiles.models.parts.attention import attention_operators
+from parplan.profiles.models.parts.cross_attention import attended, cross_attention_operators
 from parplan.profiles.models.parts.experts import expert_operators
 from parplan.profiles.models.parts.feed_forward import feed_forward_operators
 from parplan.profiles.models.parts.shapes import Shapes
@@ -26,7 +27,12 @@ def block_operators(shapes: Shapes) -> Part:
     if not mixes:
         return _fed(x, out, shapes)
     middle = shapes.tokens("residual1", shapes.hidden)
-    return (*_mixed(x, middle, shapes), *_fed(middle, out, shapes))
+    mixed = _mixed(x, middle, shapes)
+    states = attended(shapes)
+    if states is None:
+        return (*mixed, *_fed(middle, out, shapes))
+    crossed = shapes.tokens("cross_residual", shapes.hidden)
+    return (*mixed, *_crossed(middle, crossed, states, shapes), *_fed(crossed, out, shapes))
 
 
 def _mixed(x: Tensor, out: Tensor, shapes: Shapes) -> Part:
@@ -35,6 +41,14 @@ def _mixed(x: Tensor, out: Tensor, shapes: Shapes) -> Part:
     mixed = _mixer(normed, shapes)
     behind, added = _norm_behind("post_norm1", mixed[-1].outputs[0], shapes)
     return (*before, *mixed, *behind, shapes.residual("residual1", (x, added), out))
+
+
+def _crossed(x: Tensor, out: Tensor, states: Tensor, shapes: Shapes) -> Part:
+    """Returns the attention to the output of a tower with its norms, added to `x`."""
+    before, normed = _norm_before("cross_norm", x, shapes)
+    crossed = cross_attention_operators(normed, states, shapes)
+    behind, added = _norm_behind("post_cross_norm", crossed[-1].outputs[0], shapes)
+    return (*before, *crossed, *behind, shapes.residual("cross_residual", (x, added), out))
 
 
 def _fed(x: Tensor, out: Tensor, shapes: Shapes) -> Part:

@@ -27,6 +27,7 @@ CHOICE_BYTES = 12  # number (int64) and weight (fp32) of one chosen expert
 _CHOICE = "the choice of a token's experts needs all of its scores"
 _EXPERTS_UNDIVIDED = (
     ("hidden", "the ranks of an expert divide its width"),
+    ("latent", "the ranks of an expert divide its width"),
     ("chosen", "the experts of a token are on the ranks that hold them"),
 )
 
@@ -36,7 +37,9 @@ def expert_operators(x: Tensor, shapes: Shapes) -> tuple[Operator, ...]:
 
     Its operators are the router, the choice of the experts, the dispatch of tokens to their ranks,
     the experts, and the way back. The copies of the tokens are counted under balanced routing: as
-    many arrive at a rank as leave it.
+    many arrive at a rank as leave it. The way back multiplies outputs by the weights of the choice,
+    for which it saves them, unless the stack multiplies the activation (`weighs_activations`): that
+    is saved before and after, but for a gated one, which is one kernel with the weights.
     """
     model = shapes.model
     routes = Dim("routes", model.num_experts)
@@ -45,11 +48,17 @@ def expert_operators(x: Tensor, shapes: Shapes) -> tuple[Operator, ...]:
     scores = shapes.tokens("router", routes)
     probabilities = shapes.tokens("router_probabilities", routes, FP32_BYTES)
     choice = shapes.tokens("choice", shapes.chosen, CHOICE_BYTES)
-    sent = shapes.copies("dispatch", shapes.hidden)
+    latent = Dim("latent", model.expert_latent_size)
+    features = latent if model.expert_latent_size else shapes.hidden
+    compressed = shapes.tokens("latent_down", latent) if model.expert_latent_size else x
+    sent = shapes.copies("dispatch", features)
     fc1 = shapes.copies("fc1", Dim(EXPERT_WIDTH, width.size * halves, halves))
-    activated, fc2 = shapes.copies("activation", width), shapes.copies("fc2", shapes.hidden)
-    combined = shapes.tokens("combine", shapes.hidden)
-    gate = kept_gate(shapes.copies("activated_gate", width), shapes)
+    activated, fc2 = shapes.copies("activation", width), shapes.copies("fc2", features)
+    combined = shapes.tokens("combine", features)
+    weighs = shapes.training.stack.weighs_activations
+    kept = kept_gate(shapes.copies("activated_gate", width), shapes)
+    if weighs and not model.gated_ffn:
+        kept = (*kept, shapes.copies("unweighted", width))
     operators = (
         linear(
             "router",
@@ -66,19 +75,30 @@ def expert_operators(x: Tensor, shapes: Shapes) -> tuple[Operator, ...]:
             (probabilities,),
             undivided=(("routes", _CHOICE), ("chosen", _CHOICE)),
         ),
-        _exchange("dispatch", OperatorKind.DISPATCH, (x, choice), sent, ()),
+        *_projection("latent_down", x, compressed, features),
+        _exchange("dispatch", OperatorKind.DISPATCH, (compressed, choice), sent, ()),
         _grouped("fc1", sent, fc1, shapes),
         elementwise(
             "activation",
             (fc1,),
             activated,
-            (fc1, *gate),
+            (fc1, *kept),
             parallel_dim=EXPERT_WIDTH,
             undivided=_EXPERTS_UNDIVIDED,
         ),
         _grouped("fc2", activated, fc2, shapes),
-        _exchange("combine", OperatorKind.COMBINE, (fc2, choice), combined, (fc2, choice)),
+        _exchange(
+            "combine",
+            OperatorKind.COMBINE,
+            (fc2, choice),
+            combined,
+            (choice,) if weighs else (fc2, choice),
+        ),
     )
+    if model.expert_latent_size:
+        restored = shapes.tokens("latent_up", shapes.hidden)
+        operators = (*operators, *_projection("latent_up", combined, restored, shapes.hidden))
+        combined = restored
     # executor/models/mixture_of_experts.py runs them as one module
     mixture = tuple(
         each if each.name == "activation" else replace(each, repeatable=False) for each in operators
@@ -86,6 +106,22 @@ def expert_operators(x: Tensor, shapes: Shapes) -> tuple[Operator, ...]:
     if model.shared_experts is None:
         return mixture
     return (*mixture, *shared_expert_operators(x, combined, shapes))
+
+
+def _projection(name: str, x: Tensor, out: Tensor, features: Dim) -> tuple[Operator, ...]:
+    """Returns the product of a token with a whole matrix, none where it stays as it is."""
+    if out is x:
+        return ()
+    return (
+        linear(
+            name,
+            x,
+            out,
+            parallel_dim=None,
+            bias=False,
+            undivided=((features.name, "the experts of a token need all of it"),),
+        ),
+    )
 
 
 def _exchange(

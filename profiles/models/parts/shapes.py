@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import copy
 
 from parplan.profiles.models.blocks import BlockRun
 from parplan.profiles.models.operator_graph import Dim, Operator, OperatorKind, Parameter, Tensor
@@ -18,11 +19,15 @@ Reasons = tuple[tuple[str, str], ...]  # dims that no axis may divide, each with
 class Shapes:
     """The dims and tensors of the blocks of one kind, for micro-batches of `batch` sequences.
 
+    causal: a token reads those before it alone
+
     cp: parts of every sequence, of which the tensors have one
     exchanged: the experts lie over several ranks, of which this is the fullest
     plain_dropout: dropout is no fused kernel, it saves a mask of its input's type; attention that
     drops out saves its scores
     """
+
+    causal = True
 
     def __init__(
         self,
@@ -51,6 +56,12 @@ class Shapes:
         self.vocab = Dim("vocab", model.padded_vocab_size)
         self.positions = Dim("positions", model.max_seq_length)
         self.chosen = Dim("chosen", model.experts_per_token)
+
+    def over(self, keys: int) -> Shapes:
+        """Returns the same shapes for queries that attend to `keys` tokens of another sequence."""
+        other = copy(self)
+        other.keys, other.causal = Dim("keys", keys), False
+        return other
 
     def heads(self, features: int) -> Dim:
         """Returns the dim of features that belong to heads, divided by groups of keys."""

@@ -215,7 +215,7 @@ def test_replicas_are_the_ranks_of_both_axes_that_divide_no_parameter(gpus_per_n
         ({"cp": 2}, "mesh: context_form is None with cp 2"),
         ({"context_form": "ring"}, "mesh: context_form is ring with cp 1"),
         ({"cp": 2, "context_form": "cube"}, "context_form"),
-        ({"tp": 4, "etp": 2}, "mesh: etp is 2, it must be 1 or tp 4"),
+        ({"tp": 4, "etp": 3}, "mesh: etp is 3, it must divide tp 4"),
         ({"tp": 4, "etp": 4, "ep": 16}, "ep 16 x etp 4 does not divide the 32 ranks of a stage"),
         (
             {"cp": 2, "context_form": "ring", "order": "dp-pp-tp"},

@@ -13,14 +13,21 @@ from parplan.costmodels.communication.collectives import (
 )
 from parplan.costmodels.communication.hiding import contention
 from parplan.costmodels.communication.mesh import Mesh, Placement
-from parplan.costmodels.layers.context_parallel import illegal_context, ranks_with_heads
+from parplan.costmodels.layers.context_parallel import (
+    ContextCall,
+    context_calls,
+    illegal_context,
+    ranks_with_heads,
+)
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.price_cache import PriceCache
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.machines.shipped_profiles import machine_for
+from parplan.profiles.models.blocks import BlockRun
+from parplan.profiles.models.documents import Documents
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind
-from parplan.profiles.models.spec import TrainingSpec
+from parplan.profiles.models.spec import TrainingSpec, text_alone
 from parplan.profiles.stack import NEUTRAL, ContextForm
 
 BLOCK = LayerKind.BLOCK
@@ -165,6 +172,85 @@ def test_states_are_those_of_all_ranks_that_hold_copies(prices):
     assert reduced[1] >= reduced[0] > 0  # the window of a fourth of the tokens hides less
 
 
+def calls_of(sharding, *, window=0, documents=None, sends_within_windows=True):
+    model = replace(MODEL, blocks=(BlockRun(window=window),)) if window else MODEL
+    stack = replace(NEUTRAL, sends_within_windows=sends_within_windows)
+    training = replace(TRAINING, documents=documents, stack=stack)
+    block = PriceCache(model, training, MACHINE).divided_layer(BLOCK, 1, sharding)
+    return context_calls(block.operator("attention"), sharding, 8, stack)
+
+
+@pytest.mark.parametrize("form", [RING, ALL_GATHER])
+@pytest.mark.parametrize(
+    ("reach", "pieces"),
+    [
+        pytest.param({"window": 4096}, 2, id="the-piece-before-each"),
+        pytest.param({"window": 4098}, 4, id="two-pieces-before-each"),
+        pytest.param({"documents": Documents(lengths=((4096, 1),))}, 2, id="longest-document"),
+        pytest.param(
+            {"window": 9000, "documents": Documents(lengths=((4000, 1),))}, 2, id="the-shorter"
+        ),
+    ],
+)
+def test_a_stack_may_send_a_piece_to_those_ranks_alone_that_read_it(form, reach, pieces):
+    sharding = Sharding(cp=4, context_form=form)  # of eight pieces of 4,096 tokens
+    (forward,), (backward,) = calls_of(sharding, **reach)
+
+    assert forward == ContextCall(
+        kind=Collective.ALL_TO_ALL, ranks=4, num_bytes=pieces * local_bytes(8, KV), chosen=True
+    )
+    assert backward == replace(forward, calls=2)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param({}, id="no-window"),
+        pytest.param({"window": SEQUENCE}, id="window-of-the-sequence"),
+        pytest.param({"window": 4096, "sends_within_windows": False}, id="a-stack-that-sends-all"),
+        pytest.param({"documents": Documents(mean=500)}, id="no-document-is-known-to-be-longest"),
+    ],
+)
+def test_all_keys_and_values_are_sent_where_nothing_bounds_the_reach(how):
+    sharding = Sharding(cp=4, context_form=RING)
+
+    assert calls_of(sharding, **how)[0] == (
+        ContextCall(kind=None, ranks=4, num_bytes=local_bytes(4, KV), calls=3),
+    )
+
+
+def test_two_levels_send_pieces_of_groups_and_all_to_all_the_same_with_a_window():
+    exchanges = {form: calls_of(Sharding(cp=8, context_form=form)) for form in ContextForm}
+    windowed = {
+        form: calls_of(Sharding(cp=8, context_form=form), window=1024) for form in ContextForm
+    }
+
+    assert windowed[ALL_TO_ALL] == exchanges[ALL_TO_ALL]
+    assert windowed[TWO_LEVEL][0][:-1] == exchanges[TWO_LEVEL][0][:-1]
+    assert windowed[TWO_LEVEL][0][-1].chosen
+    assert not exchanges[TWO_LEVEL][0][-1].chosen
+
+
+def test_a_window_that_is_sent_within_waits_less(prices):
+    sharding = Sharding(cp=16, context_form=ALL_GATHER)
+    windowed = replace(MODEL, blocks=(BlockRun(window=1024),))
+    sends_all, sends_pieces = (
+        PriceCache(
+            windowed,
+            replace(TRAINING, stack=replace(NEUTRAL, sends_within_windows=within)),
+            MACHINE,
+        )
+        for within in (False, True)
+    )
+
+    assert all(
+        less < more
+        for less, more in zip(
+            sent_s(sends_pieces, sharding), sent_s(sends_all, sharding), strict=True
+        )
+    )
+
+
 @pytest.mark.parametrize(
     ("form", "cp", "tp", "near"),
     [
@@ -196,3 +282,14 @@ def test_a_form_that_cannot_divide_the_heads_says_why():
         "8 ranks cannot have equal parts of the 12 heads of keys of a rank"
     )
     assert illegal_context(replace(mesh, context_form=RING), MODEL, CLUSTER) is None
+
+
+def test_the_images_of_a_tower_are_not_divided():
+    seen = load_model("qwen2-vl-7b").spec
+    mesh = Mesh(pp=1, dp=1, tp=1, cp=2, context_form=RING)
+
+    assert illegal_context(mesh, seen, CLUSTER) == (
+        "context parallelism does not divide the images of the vision tower"
+    )
+    assert illegal_context(mesh, text_alone(seen), CLUSTER) is None
+    assert illegal_context(replace(mesh, cp=1, context_form=None), seen, CLUSTER) is None

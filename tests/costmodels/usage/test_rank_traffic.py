@@ -19,11 +19,13 @@ from parplan.costmodels.usage.rank_traffic import (
     Tally,
     forward_moves,
     layer_moves,
+    rank_tally,
     rank_traffic,
 )
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import TrainingSpec
+from parplan.profiles.models.towers import Projection, Tower
 from parplan.profiles.stack import NEUTRAL
 from tests.helpers.executor_plans import CLUSTER, GPT, LLAMA
 
@@ -154,6 +156,34 @@ def test_every_stage_receives_an_activation_and_a_gradient_but_for_the_ends():
     assert (
         first == last == 4 * (3 + 2)
     )  # chunk 0 of rank 0 receives no activation, the last chunk no gradient
+
+
+def test_a_cut_inside_a_tower_sends_its_tensor_and_the_embedding_s():
+    tower = Tower(
+        num_layers=2,
+        hidden_size=96,
+        num_heads=4,
+        ffn_hidden_size=256,
+        patches=8,
+        patch_features=588,
+        projector=(Projection(width=LLAMA.hidden_size),),
+    )
+    seen = replace(LLAMA, tower=tower)
+    cache = price_cache(seen)
+    choices = [LayerChoice(key, (), 0) for key in cache.keys(0, cache.num_layers)]
+    layout = strategy(LLAMA, pp=2).layout
+
+    def sent(cut):
+        plan = Strategy(layout=layout, stages=(tuple(choices[:cut]), tuple(choices[cut:])))
+        return {
+            (each.calls, each.num_bytes // each.calls)
+            for each in rank_tally(plan, 0, cache).by_size()
+            if each.kind == MESSAGE
+        }
+
+    text, image = 2 * 2 * 16 * LLAMA.hidden_size, 2 * 2 * 8 * 96  # of micro-batches of 2, in bf16
+    assert sent(2) == sent(4) == {(4, text), (4, image)}  # gradients that the first rank receives
+    assert sent(1) == sent(5) == {(4, text)}
 
 
 def test_a_tied_embedding_is_reduced_once_between_the_ends():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.executor.checking.parity import run_ranks
-from parplan.executor.context.context_attention import Context
+from parplan.executor.context.context_attention import Context, Reading
 from parplan.executor.context.zigzag import in_order, part_of
 from parplan.profiles.stack import ContextForm
 
@@ -103,7 +103,7 @@ def run(case: Case) -> list[Tensor]:
     *inputs, gradient = (
         part_of(each, context.rank, case.ranks, dim=2).requires_grad_() for each in inputs_of(case)
     )
-    out = context.attend(*context.enter(*inputs), case.window)
+    out = context.attend(*context.enter(*inputs), Reading(window=case.window))
     gradients = torch.autograd.grad(out, inputs, gradient.detach())
     return [each.detach().clone() for each in (out, *gradients)]
 

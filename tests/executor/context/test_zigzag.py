@@ -13,7 +13,6 @@ from parplan.executor.context.zigzag import (
     in_order,
     part_of,
     pieces,
-    read_from_others,
 )
 
 RANKS = (1, 2, 3, 4)
@@ -83,16 +82,3 @@ def test_all_ranks_have_equally_many_scores(ranks):
         return total
 
     assert len({num_scores(rank) for rank in range(ranks)}) == 1
-
-
-@pytest.mark.parametrize(
-    ("window", "read"),
-    [
-        pytest.param(1, (), id="itself"),
-        pytest.param(5, (0, 5), id="into-the-piece-before"),
-        pytest.param(6, (0, 4, 5), id="into-two-pieces"),
-        pytest.param(99, (0, 2, 3, 4, 5), id="everything-before"),
-    ],
-)
-def test_a_rank_reads_from_others_the_pieces_that_its_windows_reach_into(window, read):
-    assert read_from_others(1, 4, 4, window) == read

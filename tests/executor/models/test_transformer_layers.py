@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from parplan.executor.models.transformer_layers import SelfAttention, build_layer
+from parplan.executor.models.attention import SelfAttention
+from parplan.executor.models.transformer_layers import build_layer
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, Positions, TrainingSpec
 from parplan.profiles.models.transformer import build_graph

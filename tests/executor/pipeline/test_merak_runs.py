@@ -26,7 +26,7 @@ import torch.multiprocessing as mp
 
 from parplan.costmodels.schedules.actions import ActionKind, parse_row
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.executor.models.transformer_layers import Linear
+from parplan.executor.models.operators import Linear
 from parplan.executor.placed_layers import action_rows
 from parplan.executor.rules.all_rules import nearest_legal, validate
 from parplan.executor.training.compiled import validate_compiled

@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.executor.models.transformer_layers import Linear
+from parplan.executor.models.operators import Linear
 from parplan.executor.pipeline.pipeline import build_pipeline
 from parplan.executor.placed_layers import action_rows
 from parplan.executor.rules.all_rules import validate

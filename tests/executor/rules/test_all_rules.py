@@ -22,8 +22,11 @@ from parplan.planner.plan.plan import LayerRun, OperatorPlacement, Plan, StagePl
 from parplan.planner.search.estimate import ChunkRequest
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.blocks import BlockRun
+from parplan.profiles.models.documents import Documents
 from parplan.profiles.models.fine_tuning import FineTuning
+from parplan.profiles.models.functions import Functions, RouterScores
 from parplan.profiles.models.spec import Optimizer, Precision
+from parplan.profiles.models.towers import Projection, Tower
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.stack import AttentionKernel, ContextForm
 from tests.helpers.chunked_runs import chunked_plan
@@ -232,12 +235,19 @@ BROKEN = {
         r"plans with recompute \[\]",
         "no effect",
     ),
-    "sinks-that-no-attention-has": Broken(
+    "more-tokens-predicted": Broken(
         "model parts",
-        make_plan(dataclasses.replace(LLAMA, sinks=True)),
-        "has sinks",
-        "leave out sinks",
-        "other bytes",
+        make_plan(dataclasses.replace(LLAMA, mtp_layers=1)),
+        "1 modules of multi-token prediction, which need the ids on the last stage",
+        "set mtp_layers to 0",
+        "fails",
+    ),
+    "scores-dropped-beside-sinks": Broken(
+        "dropped scores",
+        make_plan(dataclasses.replace(LLAMA, sinks=True, dropout=0.5)),
+        "dropout is 0.5 with sinks",
+        "set dropout to 0.0",
+        "other gradients",
     ),
     "tokens-of-experts-are-dropped": Broken(
         "dropless",
@@ -247,6 +257,16 @@ BROKEN = {
         ),
         "expert_capacity is 1.25",
         "set expert_capacity to 0",
+        "no effect",
+    ),
+    "sequences-packed-from-documents": Broken(
+        "whole sequences",
+        dataclasses.replace(
+            make_plan(LLAMA),
+            training=dataclasses.replace(make_plan(LLAMA).training, documents=Documents(mean=4)),
+        ),
+        "documents of 4 tokens on average",
+        "leave out documents",
         "no effect",
     ),
     "three-experts-on-two-ranks": Broken(
@@ -623,14 +643,58 @@ def _less_wrong(plan: Plan) -> Plan:
     return nearest
 
 
-def test_a_plan_of_blocks_of_several_classes_is_refused_before_all_rules():
+def test_halves_of_blocks_of_several_classes_are_refused_before_all_rules():
     model = dataclasses.replace(LLAMA, blocks=(BlockRun(window=4), BlockRun()))
-    plan = dataclasses.replace(GPT1, model=model)
+    plan = with_pipeline(make_plan(model, tp=2), tp_overlap=2)
 
-    with pytest.raises(ConfigError, match="of 2 classes, window-4, full: the executor's own"):
+    validate(make_plan(model, tp=2))
+    with pytest.raises(ConfigError, match="of 2 classes, window-4, full, with tp_overlap 2: chunk"):
         validate(plan)
 
     assert [rule.name for rule, _ in refusals(plan)] == ["alike blocks"]
+    assert nearest_legal(plan) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        pytest.param(
+            {"blocks": (BlockRun(feed_forward=False), BlockRun())},
+            "state-space blocks, or blocks of one part",
+            id="blocks-of-one-part",
+        ),
+        pytest.param(
+            {"functions": Functions(router_scores=RouterScores.SIGMOID_INPUTS)},
+            "weights the inputs of its experts",
+            id="weighted-inputs",
+        ),
+    ],
+)
+def test_a_model_with_parts_that_no_module_has_is_refused(changes, message):
+    plan = make_plan(dataclasses.replace(LLAMA, **changes))
+
+    with pytest.raises(ConfigError, match=message):
+        validate(plan)
+
+    assert nearest_legal(plan) is None
+
+
+def test_a_plan_of_a_model_with_a_tower_is_refused_before_all_rules():
+    tower = Tower(
+        num_layers=3,
+        hidden_size=64,
+        num_heads=4,
+        ffn_hidden_size=256,
+        patches=16,
+        patch_features=588,
+        projector=(Projection(width=LLAMA.hidden_size),),
+    )
+    plan = dataclasses.replace(GPT1, model=dataclasses.replace(LLAMA, tower=tower))
+
+    with pytest.raises(ConfigError, match="has a vision tower of 3 layers: the executor builds"):
+        validate(plan)
+
+    assert [rule.name for rule, _ in refusals(plan)] == ["text alone"]
     assert nearest_legal(plan) is None
 
 

@@ -6,12 +6,18 @@ import pytest
 
 from parplan.executor.traced.program_cut import cut_program
 from parplan.executor.traced.traced_trainer import open_plan_module
+from parplan.profiles.models.fine_tuning import FineTuning
+from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.tracing.record import record
 from tests.helpers.builtin_modules import CONFIGS
 from tests.helpers.like_one_process import check_to_1e_6
 from tests.helpers.traced_modules import HUGGING_FACE
 from tests.helpers.traced_plans import hand_plan
 
+LORA = ModuleSource(
+    huggingface=CONFIGS["llama"],
+    fine_tuning=FineTuning(lora_rank=4, lora_targets=("q_proj", "down_proj")),
+)
 WOVEN = "tests.helpers.divided_modules:woven"
 
 
@@ -20,6 +26,7 @@ WOVEN = "tests.helpers.divided_modules:woven"
     "module",
     [
         pytest.param(WOVEN, id="tied-tables-shared-block-long-skips"),
+        pytest.param(LORA, id="llama-with-adapters"),
         pytest.param(CONFIGS["gpt2"], id="gpt2", marks=pytest.mark.slow),
         pytest.param(HUGGING_FACE["bert"], id="bert", marks=pytest.mark.slow),
         pytest.param(HUGGING_FACE["t5"], id="t5", marks=pytest.mark.slow),

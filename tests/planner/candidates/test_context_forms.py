@@ -15,6 +15,7 @@ from parplan.planner.request import Constraints
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
 from parplan.profiles.machines.shipped_profiles import machine_for
+from parplan.profiles.models.documents import Documents
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import ContextForm
@@ -54,9 +55,12 @@ def test_pins_ask_for_degrees_and_forms():
         layouts(replace(LONG, stack=load_stack("nanotron")), context_form=(ContextForm.RING,))
 
 
-def test_a_form_that_waits_longer_is_dropped_and_no_plan_is_lost():
-    prices = PriceCache(MODEL, LONG, machine_for(CLUSTER))
-    every = layouts(cp=(2, 4), pp=(1,), tp=(1,))
+@pytest.mark.parametrize("documents", [None, Documents(mean=2000)], ids=["whole", "documents"])
+def test_a_form_that_waits_longer_is_dropped_and_no_plan_is_lost(documents):
+    stack = replace(STACK, divides_documents=documents is None)
+    training = replace(LONG, documents=documents, stack=stack)
+    prices = PriceCache(MODEL, training, machine_for(CLUSTER))
+    every = layouts(training, cp=(2, 4), pp=(1,), tp=(1,))
 
     space = without_beaten_forms(CandidateSpace(every, ()), prices, NEVER)
 
@@ -66,9 +70,12 @@ def test_a_form_that_waits_longer_is_dropped_and_no_plan_is_lost():
     forms = {each.mesh.context_form for each in every}
     each_alone = [
         find_plan(
-            MODEL, CLUSTER, LONG, constraints=Constraints(cp=(4,), pp=(1,), context_form=(form,))
+            MODEL,
+            CLUSTER,
+            training,
+            constraints=Constraints(cp=(4,), pp=(1,), context_form=(form,)),
         ).predicted.step_time_s.value
         for form in sorted(forms)
     ]
-    best = find_plan(MODEL, CLUSTER, LONG, constraints=Constraints(cp=(4,), pp=(1,)))
+    best = find_plan(MODEL, CLUSTER, training, constraints=Constraints(cp=(4,), pp=(1,)))
     assert best.predicted.step_time_s.value == pytest.approx(min(each_alone))

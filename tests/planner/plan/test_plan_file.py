@@ -15,6 +15,7 @@ from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.plan_file import plan_to_yaml, read_plan, write_plan
 from parplan.planner.plan.prediction import Band, ErrorBand
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.models.documents import Documents
 from parplan.profiles.stack import NEUTRAL, AvailableKernel, Stack
 from parplan.report.plan_documents import plan_document, plan_schema
 from tests.helpers.cases import mostly_slow
@@ -51,6 +52,31 @@ def test_a_plan_is_read_back_equal_and_written_with_the_same_bytes(seed, objecti
         plan_to_yaml(read_plan(path)) == path.read_text() == plan_to_yaml(plan_of(seed, objective))
     )
     assert path.read_text().isascii()
+
+
+@pytest.mark.parametrize(
+    "documents",
+    [Documents(mean=20.5), Documents(lengths=((7, 2), (64, 0.5)))],
+    ids=["mean", "lengths"],
+)
+def test_the_lengths_of_documents_are_in_the_file_where_there_are_any(documents, plan, tmp_path):
+    packed = replace(plan, training=replace(plan.training, documents=documents))
+    path = tmp_path / "plan.yaml"
+
+    write_plan(packed, path)
+
+    assert read_plan(path) == packed
+    assert "\n  documents:" not in plan_to_yaml(plan)
+
+
+def test_a_document_beyond_the_sequence_is_an_error_of_the_file(plan, tmp_path):
+    body = yaml.safe_load(plan_to_yaml(plan))
+    body["training"]["documents"] = {"lengths": [[9, 1], [9999, 1]]}
+    path = tmp_path / "plan.yaml"
+    path.write_text(yaml.safe_dump(body))
+
+    with pytest.raises(ConfigError, match=r"plan.yaml: training: a document has 9,999 tokens"):
+        read_plan(path)
 
 
 def test_the_file_holds_no_dates_paths_or_durations_of_the_search(plan):

@@ -17,11 +17,12 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import price_step
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
+from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.objective import Objective
 from parplan.planner.plan.plan_file import any_plan_from_document, plan_to_document
 from parplan.planner.plan.plan_strategy import prices_of_plan, strategy_of
 from parplan.planner.plan.prediction import Status
-from parplan.planner.request import Constraints, SearchOptions
+from parplan.planner.request import Constraints, PlanRequest, SearchOptions
 from parplan.planner.search.block_class_prices import BlockClassPrices, given_cuts
 from parplan.planner.search.find_plan import _search_fastest, search
 from parplan.planner.search.search_session import SearchSession
@@ -32,13 +33,15 @@ from parplan.profiles.models.blocks import BlockRun
 from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, Norm, Positions, TrainingSpec
-from parplan.profiles.stack import NEUTRAL
+from parplan.profiles.models.towers import Projection, Tower
+from parplan.profiles.stack import NEUTRAL, ContextForm
 from parplan.profiles.units import GIB, MIB
 from tests.helpers.cases import mostly_slow
 from tests.helpers.enumerations import OBJECTIVES, Point, check_memory_first, check_objectives
 from tests.helpers.planning import find_plan, request
 
-TRAINING = TrainingSpec(global_batch_size=16, seq_length=512, stack=NEUTRAL)
+STACK = replace(NEUTRAL, context_forms=tuple(ContextForm), divides_experts=True)
+TRAINING = TrainingSpec(global_batch_size=16, seq_length=512, stack=STACK)
 CLUSTER = replace(load_cluster("a100-80gb"), nodes=1)
 ALTERNATING = ModelSpec(
     name="alternating",
@@ -96,6 +99,12 @@ SPACES = {
         ALTERNATING,
         replace(TWO, tp=(2,), megatron_sharding=True, sequence_parallel=(True,)),
     ),
+    "context": (ALTERNATING, replace(TWO, cp=(1, 2))),
+    "experts-over-context": (PREFIX, replace(TWO, cp=(1, 2), ep=(1, 2, 4))),
+    "divided-experts": (
+        PREFIX,
+        replace(TWO, pp=(1,), tp=(2,), cp=(2,), ep=(1, 2), etp=(1, 2), sequence_parallel=(True,)),
+    ),
     "six-blocks": (
         replace(ALTERNATING, num_layers=6, blocks=(BlockRun(num_blocks=2, window=64), BlockRun())),
         replace(TWO, zero=(1,)),
@@ -119,20 +128,78 @@ SPACES |= {
 }
 
 
+# two blocks behind a tower of two, whose patches and projector are layers too
+SEEING = replace(
+    ALTERNATING,
+    name="seeing",
+    num_layers=2,
+    blocks=(),
+    tower=Tower(
+        num_layers=2,
+        hidden_size=384,
+        num_heads=6,
+        ffn_hidden_size=1537,
+        patches=576,
+        images=2,
+        patch_features=588,
+        class_token=True,
+        position_table=True,
+        norm_last=True,
+        merged=4,
+        projector=(Projection(width=768, activated=True), Projection(width=512, bias=True)),
+    ),
+)
+# two blocks that attend to a tower of two
+LISTENING = replace(
+    SEEING,
+    name="listening",
+    tower=Tower(
+        name="audio",
+        attended=True,
+        num_layers=2,
+        hidden_size=512,
+        num_heads=8,
+        ffn_hidden_size=2048,
+        patches=300,
+        patch_features=1536,
+        frame_features=80,
+        position_table=True,
+        fixed_positions=True,
+        key_bias=False,
+        norm_last=True,
+    ),
+)
+SPACES |= {
+    "tower": (SEEING, TWO),
+    "attended-tower": (LISTENING, TWO),
+    "attended-tower-three-ranks": (LISTENING, replace(TWO, pp=(3,), zero=(0, 1))),
+    "attended-tower-tensor-parallel": (LISTENING, SPACES["tensor-parallel"][1]),
+    "tower-frozen": (SEEING, replace(TWO, zero=(0, 3))),
+    "tower-three-ranks": (SEEING, replace(TWO, pp=(3,), zero=(0, 1))),
+    "tower-interleaved": (SEEING, SPACES["interleaved"][1]),
+    "tower-tensor-parallel": (SEEING, SPACES["tensor-parallel"][1]),
+}
+TUNINGS["tower-frozen"] = FineTuning(freeze=("tower", "embedding"))
+
+
 def training_of(space: str) -> TrainingSpec:
     return replace(TRAINING, fine_tuning=TUNINGS.get(space))
 
 
-def prices_of(
+def request_of(
     model: ModelSpec,
     pins: Constraints,
     limit: int | None = None,
     training: TrainingSpec = TRAINING,
-) -> BlockClassPrices:
+) -> PlanRequest[ModelSpec]:
     gpus = {3: 6}.get(pins.pp[0], 4) * pins.tp[0]
     cluster = replace(CLUSTER, gpus_per_node=gpus)
     options = SearchOptions(memory_limit_bytes=limit, max_slowdown=0.2)
-    return BlockClassPrices(request(model, cluster, training, constraints=pins, options=options))
+    return request(model, cluster, training, constraints=pins, options=options)
+
+
+def prices_of(space: str, limit: int) -> BlockClassPrices:
+    return BlockClassPrices(request_of(*SPACES[space], limit, training_of(space)))
 
 
 def every_cut(layout: ParallelLayout, num_layers: int) -> Iterator[tuple[tuple[int, int], ...]]:
@@ -144,10 +211,16 @@ def every_cut(layout: ParallelLayout, num_layers: int) -> Iterator[tuple[tuple[i
         yield tuple(pairwise((0, *inner, num_layers)))
 
 
-def every_strategy(prices: BlockClassPrices, pins: Constraints) -> Iterator[Strategy]:
-    """Yields all cuts, ZeRO stages of the ranks and recompute levels of the blocks."""
+def every_strategy(
+    question: PlanRequest[ModelSpec], prices: BlockClassPrices
+) -> Iterator[Strategy]:
+    """Yields all cuts, ZeRO stages of the ranks and recompute levels of the blocks.
+
+    Their layouts are all that are legal, also those that the search drops before it begins.
+    """
     cache, num_layers = prices.price_cache, prices.price_cache.num_layers
-    for layout in prices.space.layouts:
+    pins = question.constraints
+    for layout in enumerate_candidates(question).layouts:
         for cuts, zeros, levels in product(
             every_cut(layout, num_layers),
             product(prices._table(layout).zero_stages(layout), repeat=layout.mesh.pp),
@@ -174,9 +247,9 @@ def tied_alike(strategy: Strategy, *, tied: bool) -> bool:
     return not tied or (strategy.stages[0][0].zero > 0) == (strategy.stages[-1][-1].zero > 0)
 
 
-def every_point(prices: BlockClassPrices, pins: Constraints) -> list[Point]:
-    points = []
-    for strategy in every_strategy(prices, pins):
+def every_point(question: PlanRequest[ModelSpec]) -> list[Point]:
+    points, prices = [], BlockClassPrices(question)
+    for strategy in every_strategy(question, prices):
         if not tied_alike(strategy, tied=prices.price_cache.tied):
             continue
         price = price_step(strategy, prices.price_cache)
@@ -189,25 +262,28 @@ def every_point(prices: BlockClassPrices, pins: Constraints) -> list[Point]:
 
 
 @pytest.mark.parametrize(
-    "space", mostly_slow([*SPACES], {"alternating", "one-rank", "frozen-first"})
+    "space",
+    mostly_slow(
+        [*SPACES], {"alternating", "one-rank", "frozen-first", "experts-over-context", "tower"}
+    ),
 )
 def test_every_objective_finds_what_enumeration_finds(space):
     model, pins = SPACES[space]
-    points = every_point(prices_of(model, pins, None, training_of(space)), pins)
+    points = every_point(request_of(model, pins, None, training_of(space)))
     peaks = sorted({point.peak for point in points})
 
     for share in (0.0, 0.1, 0.4, 1.0):
         limit = int(peaks[0] + share * (peaks[-1] - peaks[0])) + 1
         options = SearchOptions(memory_limit_bytes=limit, max_slowdown=0.2)
         found = {
-            objective: search(prices_of(model, pins, limit, training_of(space)), objective, options)
+            objective: search(prices_of(space, limit), objective, options)
             for objective in OBJECTIVES
         }
         fitting = [point for point in points if point.peak <= limit]
         check_objectives(found, fitting, options)
         first = replace(options, memory_slack=0.1)
         check_memory_first(
-            search(prices_of(model, pins, limit, training_of(space)), Objective.MEMORY, first),
+            search(prices_of(space, limit), Objective.MEMORY, first),
             fitting,
             first,
         )
@@ -217,20 +293,22 @@ def test_the_bound_holds_where_gradients_come_and_go():
     """The peak depends on the order of recomputed layers, which no front of columns knows."""
     model, pins = SPACES["alternating"]
     training = replace(TRAINING, stack=load_stack("parplan"))
-    points = every_point(prices_of(model, pins, None, training), pins)
+    points = every_point(request_of(model, pins, None, training))
     peaks = sorted({point.peak for point in points})
 
     for share in (0.0, 0.1, 0.4, 1.0):
         limit = int(peaks[0] + share * (peaks[-1] - peaks[0])) + 1
         options = SearchOptions(memory_limit_bytes=limit)
-        session = SearchSession(prices_of(model, pins, limit, training), options, None)
+        session = SearchSession(
+            BlockClassPrices(request_of(model, pins, limit, training)), options, None
+        )
         outcome, _ = _search_fastest(session.prices.space.layouts, session)
         fastest_s = min(point.step_s for point in points if point.peak <= limit)
         assert outcome.bound <= fastest_s * (1 + 1e-9)
         assert all(solved.value >= fastest_s * (1 - 1e-9) for solved in outcome.solved)
 
 
-@pytest.mark.parametrize("model", mostly_slow([PREFIX, ALTERNATING], (PREFIX,)))
+@pytest.mark.parametrize("model", mostly_slow([PREFIX, ALTERNATING, SEEING], (PREFIX,)))
 def test_no_random_plan_of_any_layout_is_below_the_bound(model):
     """The operators of a class may be divided in several ways, and lists of them recompute."""
     question = model, replace(CLUSTER, gpus_per_node=4), TRAINING

@@ -17,10 +17,11 @@ from parplan.planner.stage_columns.mix_table import MixTable
 from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.machines.stack_terms import Residuals, Terms
+from parplan.profiles.models.documents import Documents
 from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import Optimizer, TrainingSpec
-from parplan.profiles.stack import NEUTRAL, Stack
+from parplan.profiles.stack import NEUTRAL, AttentionKernel, Stack
 from parplan.profiles.units import GIB
 from tests.helpers.cases import mostly_slow
 from tests.helpers.instances import (
@@ -49,14 +50,25 @@ TRAINED = mostly_slow(
         *((seed, "lora") for seed in (0, 1, 4, 7)),
         (4, "norms"),
         (3, "lora-8-bit"),
+        *((seed, "documents") for seed in (0, 2, 5, 6)),
     ],
-    {(0, Optimizer.ADAM), (4, Optimizer.ADAM), *tuple(enumerate(OTHERS))[:3], (0, "lora")},
+    {
+        (0, Optimizer.ADAM),
+        (4, Optimizer.ADAM),
+        *tuple(enumerate(OTHERS))[:3],
+        (0, "lora"),
+        (2, "documents"),
+    },
 )
 
 
 def instance_of(seed: int, trained: Optimizer | str) -> Instance:
-    """Returns an instance with an optimizer, or with a fine-tuning of TUNINGS."""
+    """Returns an instance with an optimizer, a fine-tuning of TUNINGS, or packed documents."""
     instance = random_instance(seed)
+    if trained == "documents":
+        few = Documents(lengths=((16, 9), (instance.training.seq_length // 2, 1)))
+        fused = replace(instance.training, documents=few, attention=AttentionKernel.FLASH)
+        return replace(instance, training=fused)
     if isinstance(trained, Optimizer):
         return replace(instance, training=replace(instance.training, optimizer=trained))
     return replace(instance, training=replace(instance.training, fine_tuning=TUNINGS[trained]))

@@ -55,6 +55,57 @@ def test_layers_below_the_first_trained_one_have_no_backward_pass():
     assert [str(key) for key in tuned.keys] == ["embedding", "forward", "trained", "head"]
 
 
+def seen(*freeze: str, **parts):
+    training = TrainingSpec(
+        global_batch_size=8,
+        seq_length=2048,
+        stack=NEUTRAL,
+        fine_tuning=FineTuning(freeze=freeze, **parts),
+    )
+    graph = build_graph(load_model("qwen2-vl-7b").spec, training, 1)
+    return {str(layer.key): layer for layer in graph}
+
+
+def test_a_frozen_tower_has_no_backward_pass_whatever_the_embedding_does():
+    layers = seen("tower")
+
+    for name in ("vision-patches", "vision"):
+        assert not layers[name].gradient
+        assert not any(op.saved for op in layers[name].operators)
+    assert layers["vision-projector"].trained
+    assert layers["language"].trained
+    assert layers["embedding"].trained
+
+
+def test_a_trained_projector_before_a_frozen_language_model_gets_its_gradient():
+    layers = seen("tower", "embedding", "blocks 0-27", "head")
+
+    assert not layers["vision"].gradient
+    assert layers["vision-projector"].trained
+    assert layers["language"].gradient
+    assert not layers["language"].trained
+    whole = seen("head")["language"]
+    products = sum(op.flops_forward for op in whole.operators if op.kind == "matmul")
+    assert layers["language"].flops_backward == whole.flops_backward - products
+
+
+def test_a_frozen_projector_passes_the_gradient_to_a_trained_tower():
+    layers = seen("projector", "embedding")
+
+    assert layers["vision"].trained
+    assert layers["vision-projector"].gradient
+    assert not layers["vision-projector"].trained
+
+
+def test_adapters_are_in_the_language_model_alone():
+    layers = seen(lora_rank=R, lora_targets=("qkv",), base_bits=8)
+
+    assert not layers["vision"].gradient
+    assert not any(op.is_adapter for op in layers["vision"].operators)
+    assert any(op.is_adapter for op in layers["language"].operators)
+    assert not any(p.quantised for op in layers["vision"].operators for p in op.parameters)
+
+
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
@@ -63,7 +114,8 @@ def test_layers_below_the_first_trained_one_have_no_backward_pass():
         ({"lora_rank": 4, "lora_targets": ("gate",)}, "no product"),
         ({"lora_rank": 4}, "without --lora-targets"),
         ({"freeze": ("all",)}, "nothing to train"),
-        ({"freeze": ("tower",)}, "no part"),
+        ({"freeze": ("body",)}, "no part"),
+        ({"freeze": ("tower",)}, "has no tower"),
         ({"freeze": ("norms",), "base_bits": 4}, "16 or 8"),
     ],
 )

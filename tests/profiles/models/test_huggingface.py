@@ -11,6 +11,7 @@ import pytest
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.blocks import BlockRun
 from parplan.profiles.models.hf.config_families import ALIASES, FAMILIES, WRAPPERS
+from parplan.profiles.models.functions import Activations, Functions
 from parplan.profiles.models.huggingface import (
     DEFAULT_GLOBAL_BATCH_SIZE,
     MAX_DEFAULT_SEQ_LENGTH,
@@ -198,6 +199,7 @@ def test_neox_is_read_with_its_defaults():
         tied_embeddings=False,
         parallel_residual=True,
         rotary_fraction=0.25,
+        functions=Functions(activation=Activations.GELU),
     )
 
 
@@ -218,6 +220,7 @@ def test_opt_is_read_with_its_defaults_and_the_two_rows_that_no_position_uses():
         positions=Positions.LEARNED,
         dropout=0.1,
         tied_embeddings=True,
+        functions=Functions(activation=Activations.RELU),
     )
     assert entry.seq_length == 64
 
@@ -307,14 +310,15 @@ def test_a_text_inside_another_configuration_is_read_as_by_itself():
     wrapped = {
         "model_type": "mistral3",
         "text_config": text,
-        "vision_config": {"hidden_size": 8},
+        "vision_config": {"hidden_size": 64, "num_hidden_layers": 3, "head_dim": 4},
         "image_token_index": 10,
     }
 
     spec = entry_from_config(wrapped, "m/config.json").spec
 
-    assert spec.left_out == ("the vision tower",)
-    assert replace(spec, left_out=()) == entry_from_config(text, "m/config.json").spec
+    assert (spec.tower.num_layers, spec.tower.hidden_size) == (3, 64)
+    assert spec.tower.patches == (1540 // 14) ** 2  # the default of transformers
+    assert replace(spec, tower=None) == entry_from_config(text, "m/config.json").spec
     with pytest.raises(ConfigError, match="audio_config is not understood"):
         entry_from_config({**wrapped, "audio_config": {}}, "m/config.json")
 

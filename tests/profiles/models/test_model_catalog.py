@@ -58,6 +58,7 @@ MODELS = (
     "llama4-maverick",
     "llama4-scout",
     "mistral-7b",
+    "mistral-small-3.1-24b",
     "mixtral-8x22b",
     "mixtral-8x7b",
     "mixtral-tiny",
@@ -70,15 +71,18 @@ MODELS = (
     "phi-3-mini",
     "phi-4",
     "qwen2-57b-a14b",
+    "qwen2-vl-7b",
     "qwen2.5-32b",
     "qwen2.5-72b",
     "qwen2.5-7b",
+    "qwen2.5-vl-7b",
     "qwen3-14b",
     "qwen3-235b-a22b",
     "qwen3-30b-a3b",
     "qwen3-32b",
     "qwen3-8b",
     "qwen3-moe-tiny",
+    "whisper-large-v3",
 )
 
 MEMBERS = (

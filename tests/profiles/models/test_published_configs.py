@@ -36,8 +36,19 @@ def torch_parameters(name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import (
+            AutoConfig,
+            AutoModelForCausalLM,
+            AutoModelForImageTextToText,
+            AutoModelForSpeechSeq2Seq,
+        )
 
+        if spec_of(name).tower:
+            speaks = CONFIGS[name]["model_type"] == "whisper"
+            whole = AutoModelForSpeechSeq2Seq if speaks else AutoModelForImageTextToText
+            config = AutoConfig.for_model(**CONFIGS[name])
+            with torch.device("meta"):
+                return whole.from_config(config).num_parameters()
         only_here = ("model_type", "auto_map", "quantization_config")
         keys = {key: value for key, value in text_of(name).items() if key not in only_here}
         model_type = text_of(name)["model_type"]
@@ -83,12 +94,6 @@ def test_an_unknown_key_of_the_text_is_refused_by_name():
 
     with pytest.raises(ConfigError, match="rotate_experts is not understood"):
         entry_from_config({**config, "text_config": text}, "config.json")
-
-
-def test_a_vision_tower_is_left_out_by_name():
-    assert spec_of("gemma-3-12b").left_out == ("the vision tower",)
-    assert spec_of("llama4-scout").left_out == ("the vision tower",)
-    assert spec_of("gemma-2-9b").left_out == ()
 
 
 def test_deepseek_has_latent_attention_dense_blocks_and_shared_experts():
