@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from parplan.costmodels.communication.collectives import (
     Collective,
@@ -301,7 +302,7 @@ def _more_launches(operator: Operator, sharding: Sharding, stack: Stack) -> floa
     return 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerOperators:
     """Every operator of one layer class priced once; the price under any recompute set is a sum.
 
@@ -320,7 +321,7 @@ class LayerOperators:
         """Prices one micro-batch through the layer; the backward pass recomputes `recompute`.
 
         No pass is faster than the host launches it: operators, collectives, and both gradients of a
-        product (EQUATIONS K8).
+        product. The device waits for the launches behind the counts of tokens (EQUATIONS K8).
         """
         forward, tp_forward = self._forward(tuple(self.compute))
         repeated, tp_repeated = self._forward(tuple(recompute))
@@ -391,7 +392,28 @@ class LayerOperators:
         operators = sum(self.compute[name] is not FREE for name in names)
         more = sum(self.more_launches.get(name, 0.0) for name in names)
         launches = operators + collectives + more
-        return launched(compute, communication, launches * self.host_forward_s), communication
+        behind = sum(self.more_launches.get(name, 0.0) for name in names if name in self._behind)
+        running_s = compute.value_s + communication.value_s
+        host_s = max(launches * self.host_forward_s, running_s + behind * self.host_forward_s)
+        return launched(compute, communication, host_s), communication
+
+    @cached_property
+    def _behind(self) -> frozenset[str]:
+        """The operators whose launches wait until the host knows how many tokens each expert gets.
+
+        They are a dispatch and the product that reads what arrived.
+        """
+        dispatched = {
+            operator.outputs[0].name: operator.name
+            for operator in self.layer.operators
+            if operator.kind is OperatorKind.DISPATCH
+        }
+        readers = (
+            operator.name
+            for operator in self.layer.operators
+            if operator.kind is OperatorKind.EXPERTS and operator.inputs[0].name in dispatched
+        )
+        return frozenset((*dispatched.values(), *readers))
 
 
 def launched(compute: Seconds, communication: Seconds, host_s: float) -> Seconds:
