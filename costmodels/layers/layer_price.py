@@ -393,9 +393,8 @@ class LayerOperators:
         more = sum(self.more_launches.get(name, 0.0) for name in names)
         launches = operators + collectives + more
         behind = sum(self.more_launches.get(name, 0.0) for name in names if name in self._behind)
-        running_s = compute.value_s + communication.value_s
-        host_s = max(launches * self.host_forward_s, running_s + behind * self.host_forward_s)
-        return launched(compute, communication, host_s), communication
+        host_s, idle_s = launches * self.host_forward_s, behind * self.host_forward_s
+        return launched(compute, communication, host_s, idle_s), communication
 
     @cached_property
     def _behind(self) -> frozenset[str]:
@@ -416,9 +415,14 @@ class LayerOperators:
         return frozenset((*dispatched.values(), *readers))
 
 
-def launched(compute: Seconds, communication: Seconds, host_s: float) -> Seconds:
-    """Adds to the compute the device's wait for the host where launching is slower than running."""
-    waits_s = host_s - compute.value_s - communication.value_s
+def launched(
+    compute: Seconds, communication: Seconds, host_s: float, idle_s: float = 0.0
+) -> Seconds:
+    """Adds to the compute the device's wait for the host where launching is slower than running.
+
+    idle_s    least wait, for launches that cannot run ahead
+    """
+    waits_s = max(idle_s, host_s - compute.value_s - communication.value_s)
     return compute + Seconds(waits_s, Kind.ANALYTIC) if waits_s > 0 else compute
 
 

@@ -114,7 +114,10 @@ RECIPES: tuple[tuple[str, Cells], ...] = (
         r"mbridge-.*-GPT_OSS_120B-(b200|gb200|h100)-\d+-bf16-",
         {"recompute": "selective layernorm+moe_act"},
     ),
-    (r"mbcard-gpt-oss-120b-pretrain_performance-GB200", {"recompute": "selective layernorm+moe_act"}),
+    (
+        r"mbcard-gpt-oss-120b-pretrain_performance-GB200",
+        {"recompute": "selective layernorm+moe_act"},
+    ),
     (r"mbcard-deepseek-v3-.*-H100", {"recompute": "selective mla_up_proj+mlp"}),
     (r"nemolauncher-llama2-7b-8-sft", {"recompute": "none"}),
     (r"nemolauncher-llama2-13b-8-sft", {"recompute": "none", "vpp": "10"}),

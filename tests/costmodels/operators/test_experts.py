@@ -428,6 +428,15 @@ def test_the_host_launches_each_expert_of_a_rank():
     assert router_alone.recompute_s == pytest.approx(1e-2)
 
 
+def test_the_device_waits_for_launches_behind_the_counts_of_tokens():
+    stack = replace(NEUTRAL, host_operator_s=1e-6, dispatch_launches=20, expert_launches=1)
+    free = price_operators_of(replace(stack, dispatch_launches=0, expert_launches=0)).time()
+    waits = price_operators_of(stack).time()
+
+    assert waits.forward_s - free.forward_s == pytest.approx((20 + 1) * 1e-6)  # one expert a rank
+    assert waits.backward_s == free.backward_s
+
+
 def test_experts_run_in_fp8_where_the_stack_says_so():
     h100 = machine_for(with_gpus(load_cluster("h100-80gb"), 8))
     fc1 = build_graph(MIXTRAL, TRAINING, 1).block.operator("fc1")
