@@ -23,6 +23,7 @@ ACCESS = ("block", "operator")
 PREFERENCES = ("fastest", "leanest", "robust")
 SHARDS = ("quota", "merge")
 PRECISIONS = ("bf16", "fp16", "fp32")
+NARROW = ("fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4")
 OPTIMIZERS = ("adam", "adam-8bit", "muon", "adafactor", "sgd", "sgd-momentum")
 ATTENTION = ("flash", "unfused")
 BASE_WEIGHTS = ("bf16", "int8")
@@ -202,9 +203,9 @@ training_options = together(
     option(
         WHAT,
         "--precision",
-        type=click.Choice(PRECISIONS),
-        help="Precision of weights and activations. [default: bf16, fp16 where the GPU has no "
-        "bf16, or the profile's]",
+        type=click.Choice((*PRECISIONS, *NARROW)),
+        help="Precision of weights and activations, or a format of the blocks' products beside "
+        "bf16. [default: bf16, fp16 where the GPU has no bf16, or the profile's]",
     ),
     option(
         WHAT,
@@ -218,7 +219,12 @@ training_options = together(
         type=click.Choice(OPTIMIZERS),
         help="Optimizer: its states and its update are priced and run. [default: adam]",
     ),
-    option(WHAT, "--fp8", is_flag=True, help="Run the matrix products of the blocks in fp8."),
+    option(
+        WHAT,
+        "--fp8",
+        is_flag=True,
+        help="Run the products of the blocks in fp8, in the first format that the stack has.",
+    ),
     option(
         WHAT,
         "--images-per-sequence",

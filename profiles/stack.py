@@ -16,6 +16,7 @@ from enum import StrEnum
 from typing import Literal, get_args
 
 from parplan.profiles.errors import ConfigError, coerce_choice
+from parplan.profiles.product_formats import ProductFormat
 from parplan.profiles.units import MIB
 
 _FORBID = {"extra": "forbid"}
@@ -116,7 +117,8 @@ class Stack:
                              another micro-batch
     sends_tokens_once        a token goes to a rank once, however many of its experts are there, and
                              to another node once (DeepEP, HybridEP); otherwise once for each expert
-    fp8_experts              under fp8 the products of experts run in fp8, too
+    narrow_experts           products of experts run in the format of the blocks' other products,
+                             too
     fused_experts            one kernel has a product of experts, the activation and the casts
     widens_expert_biases     biases of experts are added in fp32, expert by expert
     dispatch_launches        launches of one pass of a dispatch or a combination beside its own
@@ -141,6 +143,9 @@ class Stack:
                              have equal work
     context_alone            it divides sequences only without tensor and pipeline parallelism
     divides_experts          each expert may be divided over the tensor-parallel ranks
+    product_formats          the formats that its products of blocks run in beside the precision of
+                             training; the first of each peak is that of --fp8
+    holds_cast_weights       weights are cast to such a format once a step, not in every micro-batch
     terms_of                 the stack whose fitted terms it shares, empty for its own
 
     Facts of memory:
@@ -159,6 +164,9 @@ class Stack:
                                    they are added to
     ddp_buckets                    data parallelism holds 16-bit buckets, as large as the
                                    parameters, beside the gradients
+    master_bytes                   bytes of the copy of a 16-bit parameter that the optimizer
+                                   updates; 0: it updates the parameter itself
+    moment_bytes                   bytes of one of its moments that has no 8 bits
     step_copy_bytes                bytes of the fp32 copies of 16-bit gradients in the optimizer's
                                    step, for each parameter that the rank updates; they do not
                                    coexist with the activations, but the allocator cannot reuse the
@@ -206,7 +214,7 @@ class Stack:
     weights_over_data: bool = False
     overlap_exchanges: bool = False
     sends_tokens_once: bool = False
-    fp8_experts: bool = False
+    narrow_experts: bool = False
     fused_experts: bool = False
     widens_expert_biases: bool = False
     dispatch_launches: int = 0
@@ -223,6 +231,8 @@ class Stack:
     divides_documents: bool = False
     context_alone: bool = False
     divides_experts: bool = False
+    product_formats: tuple[ProductFormat, ...] = ()
+    holds_cast_weights: bool = False
     terms_of: str = ""
     logit_bytes: int = 6
     keeps_gathered_inputs: bool = False
@@ -232,6 +242,8 @@ class Stack:
     attention_output_copies: int = 0
     keeps_low_precision_gradients: bool = False
     ddp_buckets: bool = False
+    master_bytes: int = 4
+    moment_bytes: int = 4
     step_copy_bytes: int = 0
     bucket_elements: int = 0
     zero_buffers: bool = True
@@ -267,6 +279,8 @@ class Stack:
             "logit_bytes",
             "attention_kv_copies",
             "attention_output_copies",
+            "master_bytes",
+            "moment_bytes",
             "step_copy_bytes",
             "bucket_elements",
             "workspace_bytes",

@@ -49,6 +49,7 @@ from parplan.planner.stage_columns.mix_table import MixTable
 from parplan.profiles.errors import PlannerError
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.models.spec import Precision
+from parplan.profiles.product_formats import ProductFormat
 from parplan.profiles.units import GIB
 
 LAUNCHER = "NVIDIA/NeMo-Framework-Launcher@26e42fa91d"
@@ -264,7 +265,11 @@ def request_of(
         )
     )
     gradients = Precision.BF16 if bf16_gradients else problem.training.gradient_precision
-    training = replace(problem.training, fp8_matmuls=fp8, gradient_precision=gradients)
+    training = replace(
+        problem.training,
+        products=ProductFormat.FP8_CURRENT if fp8 else None,
+        gradient_precision=gradients,
+    )
     price_cache = PriceCache(problem.model, training, machine_for(problem.cluster))
     pins = Constraints(zero=tuple(range(max_zero + 1)))
     return Request(price_cache, limit_bytes(problem.cluster, training.stack, SearchOptions()), pins)

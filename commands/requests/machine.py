@@ -14,7 +14,8 @@ from parplan.profiles.machines.hardware import Cluster, Device
 from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
 from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.spec import Optimizer, Precision, TrainingSpec
-from parplan.profiles.stack import AttentionKernel
+from parplan.profiles.product_formats import FORMATS, ProductFormat
+from parplan.profiles.stack import AttentionKernel, Stack
 from parplan.profiles.units import parse_size
 
 if TYPE_CHECKING:
@@ -117,6 +118,50 @@ def _cluster_of_file(target: TargetOptions, name: str) -> Cluster:
     )
 
 
+def _products(target: TargetOptions, stack: Stack, device: Device) -> ProductFormat | None:
+    """Returns the narrow format of the products that the options name, or None.
+
+    Raises ConfigError for one that the stack or the device does not run.
+    """
+    named = target.precision if target.precision in list(ProductFormat) else None
+    if target.fp8 and named:
+        raise ConfigError(
+            f"--fp8 and --precision {named} both name a format", hint="leave out --fp8"
+        )
+    runs = stack.product_formats
+    narrow = ProductFormat(named) if named else None
+    if target.fp8:
+        narrow = next((each for each in runs if FORMATS[each].peak == "fp8"), None)
+        named = "fp8"
+    if named is None:
+        return None
+    if narrow is None or narrow not in runs:
+        raise ConfigError(
+            f"stack {stack.name} runs no products in {named}",
+            hint=f"use one of {', '.join(runs)}"
+            if runs
+            else "choose another --stack or --precision",
+        )
+    _require_format(device, narrow)
+    return narrow
+
+
+def _require_format(device: Device, narrow: ProductFormat) -> None:
+    """Raises ConfigError for a device without the arithmetic or the scales of a format."""
+    needed = FORMATS[narrow]
+    if needed.peak not in device.peak_flops_per_s:
+        raise ConfigError(
+            f"{device.name} has no {needed.peak} arithmetic",
+            hint="use bf16, or plan for a device that has it: `plan clusters` lists them",
+        )
+    if (device.compute_capability or 0.0) < needed.from_capability:
+        raise ConfigError(
+            f"{device.name} has no products in {narrow}, which need a compute capability of "
+            f"{needed.from_capability:g}",
+            hint="use fp8-current, or plan for a later device",
+        )
+
+
 def fine_tuning_of(target: TargetOptions) -> FineTuning | None:
     """Returns the trained part that the options name, None for all of it. Raises ConfigError."""
     if not (target.lora_rank or target.lora_targets or target.freeze):
@@ -147,6 +192,7 @@ def training_of(
 
         measured_at, run_by = precision_of(profile, str(target.profile)), stack_of(profile)
     stack = load_stack(target.stack or run_by or defaults.stack)
+    narrow = _products(target, stack, device)
     attention = stack.attention_on(device.compute_capability)
     whose_attention = (
         "the stack's"
@@ -163,12 +209,12 @@ def training_of(
         if target.global_batch_size is None
         else target.global_batch_size,
         seq_length=seq_length,
-        precision=Precision(target.precision or measured_at or usual),
+        precision=Precision.BF16 if narrow else Precision(target.precision or measured_at or usual),
         gradient_precision=Precision(target.gradient_precision or Precision.FP32),
         attention=AttentionKernel(target.attention or attention),
         overlap_grad_reduce=stack.overlap_grad_reduce,
         optimizer=Optimizer(target.optimizer or Optimizer.ADAM),
-        fp8_matmuls=target.fp8,
+        products=narrow,
         fine_tuning=fine_tuning_of(target),
         expert_imbalance=target.expert_imbalance,
         expert_capacity=target.expert_capacity,

@@ -40,7 +40,6 @@ from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Device
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import (
-    FP8,
     ModelEntry,
     ModelSpec,
     Optimizer,
@@ -102,12 +101,7 @@ def request_about(
 
 
 def _require_trainable(model: ModelSpec, device: Device, training: TrainingSpec) -> None:
-    """Raises ConfigError for fp8 on a device that lacks it, and for too long sequences."""
-    if training.fp8_matmuls and FP8 not in device.peak_flops_per_s:
-        raise ConfigError(
-            f"{device.name} has no fp8 arithmetic",
-            hint="leave out --fp8, or plan for a device of Hopper or later",
-        )
+    """Raises ConfigError for too long sequences."""
     require_room(model, training.seq_length)
     if model.positions is Positions.LEARNED and training.seq_length > model.max_seq_length:
         raise ConfigError(

@@ -28,7 +28,7 @@ from parplan.costmodels.communication.mesh import Axis, Mesh, place
 from parplan.costmodels.host.offload import copy_time, host_adam_time, host_time
 from parplan.costmodels.host.state_location import ChunkCommunication, Eviction, StateLocation
 from parplan.costmodels.layers.layer_price import LayerTime
-from parplan.costmodels.layers.model_states import MASTER_BYTES, MOMENTS_BYTES, StateBytes
+from parplan.costmodels.layers.model_states import StateBytes
 from parplan.costmodels.operators.compute import OperatorTime, optimizer_time
 from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.models.spec import Precision, TrainingSpec
@@ -131,16 +131,17 @@ def state_widths(
     """Bytes per parameter that are always on the device, and on the host: the module's table."""
     width = training.precision.num_bytes
     gradient = 0 if in_parameters else training.gradient_precision.num_bytes
-    optimizer = MOMENTS_BYTES
+    stack = training.stack
+    optimizer = 2 * stack.moment_bytes
     if training.precision is not Precision.FP32:
-        optimizer += MASTER_BYTES
+        optimizer += stack.master_bytes
     whole = StateBytes(width, gradient, optimizer)
     if location is StateLocation.DEVICE:
         return whole, StateBytes()
     if location is StateLocation.HOST:
         return StateBytes(), whole
     host_gradient = training.gradient_precision.num_bytes
-    host = StateBytes(0, host_gradient, MASTER_BYTES + MOMENTS_BYTES)
+    host = StateBytes(0, host_gradient, stack.master_bytes + 2 * stack.moment_bytes)
     return StateBytes(width, gradient, 0), host
 
 

@@ -293,7 +293,7 @@ def _exchange_time(
 
 
 def _more_launches(operator: Operator, sharding: Sharding, stack: Stack) -> float:
-    """Launches of an operator of a mixture beside its own, in the forward pass (EQUATIONS K8)."""
+    """Launches of an operator of a mixture beside its own, in the forward pass (EQUATIONS K9)."""
     if operator.exchanged is not None:
         return stack.dispatch_launches
     if operator.kind is OperatorKind.EXPERTS:
@@ -321,7 +321,7 @@ class LayerOperators:
         """Prices one micro-batch through the layer; the backward pass recomputes `recompute`.
 
         No pass is faster than the host launches it: operators, collectives, and both gradients of a
-        product. The device waits for the launches behind the counts of tokens (EQUATIONS K8).
+        product. The device waits for the launches behind the counts of tokens (EQUATIONS K9).
         """
         forward, tp_forward = self._forward(tuple(self.compute))
         repeated, tp_repeated = self._forward(tuple(recompute))

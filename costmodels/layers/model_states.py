@@ -43,8 +43,6 @@ from parplan.profiles.models.operator_graph import (
 )
 from parplan.profiles.models.spec import Precision, TrainingSpec
 
-MASTER_BYTES = 4
-MOMENTS_BYTES = 8
 OwnZero = tuple[tuple[str, int], ...]  # operators whose ZeRO stage is not the layer's
 # fp32 copies of a layer's parameters that ZeRO holds beside them (`zero_buffer_bytes`)
 ZERO_2_COPIES, ZERO_3_COPIES = 2, 4
@@ -299,7 +297,13 @@ def states_of(
         parameters = 4 * (elements if zero == 0 else gathered + shard)
         return StateBytes(parameters, gradients, moments)
     parameters = training.precision.num_bytes * gathered
-    return StateBytes(parameters, gradients, MASTER_BYTES * updated + moments)
+    return StateBytes(parameters, gradients, training.stack.master_bytes * updated + moments)
+
+
+def least_moments(training: TrainingSpec) -> float:
+    """Bytes of moments that every element of every tensor has at least."""
+    least = OPTIMIZERS[training.optimizer].least_moments
+    return min(least, least * training.stack.moment_bytes / FP32_BYTES)
 
 
 def frozen_bytes(elements: int, training: TrainingSpec, *, quantised: bool) -> int:
@@ -391,7 +395,7 @@ def held_states(
             elements[same] = elements.get(same, 0) + parameter.elements
             owned[same] = owned.get(same, 0) + math.prod(shard)
             moments[same] = moments.get(same, 0) + moments_bytes(
-                training.optimizer, updated, parameter.whole
+                training.optimizer, updated, parameter.whole, training.stack.moment_bytes
             )
     total = StateBytes(frozen)
     for same, number in elements.items():
@@ -448,7 +452,7 @@ def ideal_states(
     moments: bytes of one copy of the moments; None for the least of any parameters of that number
     """
     share = num_parameters / ranks
-    width = OPTIMIZERS[training.optimizer].least_moments
+    width = least_moments(training)
     if moments is not None and num_parameters:
         width = moments / num_parameters
     if training.precision is Precision.FP32:
@@ -457,10 +461,12 @@ def ideal_states(
             training.gradient_precision.num_bytes * share,
             width * share,
         )
+    master = training.stack.master_bytes
+    trained = 0 if master else training.precision.num_bytes * share
     return (
-        frozen / ranks,
+        trained + frozen / ranks,
         training.gradient_precision.num_bytes * share,
-        (MASTER_BYTES + width) * share,
+        (master + width) * share,
     )
 
 
@@ -475,7 +481,10 @@ def ideal_states_of(
         if not each.trained
     )
     trained = [parameter for parameter in counted if parameter.trained]
-    moments = sum(moments_bytes(training.optimizer, p.shape, p.whole) for p in trained)
+    moments = sum(
+        moments_bytes(training.optimizer, p.shape, p.whole, training.stack.moment_bytes)
+        for p in trained
+    )
     return ideal_states(sum(p.elements for p in trained), ranks, training, moments, frozen)
 
 

@@ -66,7 +66,7 @@ def update_time(
             width += updates.further_bytes
         owned += math.prod(shape)
         moved_bytes += width * math.prod(shape)
-        moved_bytes += 2 * moments.num_bytes(shape, parameter.whole)
+        moved_bytes += 2 * moments.num_bytes(shape, parameter.whole, training.stack.moment_bytes)
     total = optimizer_time(owned, machine, training, moved_bytes)
     matrices = [p for p in each if p.whole.matrix and p.elements]
     if updates.orthogonal:

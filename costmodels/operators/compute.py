@@ -18,6 +18,7 @@ from parplan.costmodels.operators.kernels import (
     BATCHED_SIZES,
     FORWARD,
     FUSED_SIZES,
+    INPUT_GRADIENT,
     PRODUCT_SIZES,
     STREAM_SIZES,
     WEIGHT_GRADIENT,
@@ -47,7 +48,8 @@ from parplan.profiles.machines.curves import (
 from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.machines.speeds import ASSUMED_GROUPED, Compute, PassCurves
 from parplan.profiles.models.operator_graph import Operator
-from parplan.profiles.models.spec import FP8, Precision, TrainingSpec
+from parplan.profiles.models.spec import Precision, TrainingSpec
+from parplan.profiles.product_formats import gradient_slowdown
 from parplan.profiles.provenance import ZERO, Kind, Seconds
 
 
@@ -157,17 +159,21 @@ def kernel_time(kernel: Kernel, machine: Machine, training: TrainingSpec) -> Sec
 def _product_time(kernel: ProductKernel, machine: Machine, training: TrainingSpec) -> Seconds:
     """Seconds of one matrix product.
 
-    The fp8 price is the fp8 peak at the efficiency fitted in 16 bits; no fp8 product was measured.
+    In a narrow format it is the peak of the format at the efficiency fitted in 16 bits; no such
+    product was measured.
     """
     chip = chip_of(machine, training.precision)
     product = kernel.product
     curve: MatmulCurve = getattr(machine.profile.compute, kernel.curve)
-    if kernel.fp8:
-        chip = replace(chip, peak_flops_per_s=machine.cluster.device.peak(FP8))
-    form_s = kernel.slower * matmul_s(product, curve, chip)
+    slower, device = kernel.slower, machine.cluster.device
+    if kernel.peak:
+        chip = replace(chip, peak_flops_per_s=device.peak(kernel.peak))
+        if kernel.curve in (INPUT_GRADIENT, WEIGHT_GRADIENT):
+            slower = slower * gradient_slowdown(kernel.peak, device.compute_capability)
+    form_s = slower * matmul_s(product, curve, chip)
     if kernel.grouped:
         return _grouped_time(kernel, form_s, machine.profile.compute)
-    if kernel.fp8:
+    if kernel.peak:
         return Seconds(form_s, Kind.ANALYTIC)
     if curve.points:
         return _corrected(
@@ -189,7 +195,7 @@ def _grouped_time(kernel: ProductKernel, single_s: Number, compute: Compute) -> 
     """
     curve, product = compute.grouped or ASSUMED_GROUPED, kernel.product
     groups = 0 if kernel.curve == WEIGHT_GRADIENT else product.batch
-    kind = Kind.ANALYTIC if kernel.fp8 else curve.kind_at((product.m, product.n, product.k))
+    kind = Kind.ANALYTIC if kernel.peak else curve.kind_at((product.m, product.n, product.k))
     return Seconds(grouped_s(single_s, groups, curve), kind)
 
 

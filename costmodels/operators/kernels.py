@@ -31,8 +31,6 @@ FP32_BYTES = 4
 # single-node A100 rows, a head of 50,257 (odd) against one of 25,128; 4 and 8 are assumed between.
 MISALIGNED = {16: 1.0, 8: 1.15, 4: 1.4, 2: 2.3}
 CAUSAL = Attention(causal=True)
-VALUE_BYTES = 8  # fp32 master copy, read and written
-ADAM_MOMENT_BYTES = 16  # two moments, read and written
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +42,14 @@ class ProductKernel:
     curve     a field of `Compute`: forward, input_gradient, weight_gradient, batched_forward or
               batched_backward
     slower    factor on its time for rows that are not aligned
-    fp8       true when its operands are in fp8
+    peak      key of the device's peak, of operands in another format than the training's precision
     grouped   true for one product over all experts of a rank, which has a curve of its own
     """
 
     curve: str
     product: Product
     slower: Number = 1.0
-    fp8: bool = False
+    peak: str = ""
     grouped: bool = False
 
     @property
@@ -156,13 +154,19 @@ def adam_bytes_per_parameter(training: TrainingSpec) -> int:
     16-bit parameter (in fp32 the parameter is the master). With fp32 gradients beside 16-bit
     weights they are 30.
     """
-    return ADAM_MOMENT_BYTES + update_bytes_per_parameter(training)
+    return 4 * training.stack.moment_bytes + update_bytes_per_parameter(training)
 
 
 def update_bytes_per_parameter(training: TrainingSpec) -> int:
-    """Bytes that any update touches per parameter beside the moments (EQUATIONS K5)."""
-    parameter = 0 if training.precision is Precision.FP32 else training.precision.num_bytes
-    return VALUE_BYTES + training.gradient_precision.num_bytes + parameter
+    """Bytes that any update touches per parameter beside the moments (EQUATIONS K5).
+
+    Without an fp32 master copy it reads and writes the parameter.
+    """
+    width, master = training.precision.num_bytes, training.stack.master_bytes
+    values = 2 * FP32_BYTES
+    if training.precision is not Precision.FP32:
+        values = 2 * master + width if master else 2 * width
+    return values + training.gradient_precision.num_bytes
 
 
 def misaligned(row_bytes: Number) -> Number:
@@ -176,10 +180,10 @@ def misaligned(row_bytes: Number) -> Number:
 def product_kernel(
     curve: str,
     sizes: tuple[Number, ...],
-    operand_bytes: int,
+    operand_bytes: float,
     result_bytes: int,
     *,
-    fp8: bool = False,
+    peak: str = "",
 ) -> ProductKernel:
     """The product of `curve` with `sizes`, slower where rows of its weight are not aligned."""
     if len(sizes) == BATCHED_SIZES:
@@ -192,7 +196,7 @@ def product_kernel(
     weight = (m, n) if curve == WEIGHT_GRADIENT else (n, k)
     product = Product(m=m, n=n, k=k, operand_bytes=operand_bytes, result_bytes=result_bytes)
     slower = misaligned(gcd(*weight) * operand_bytes)
-    return ProductKernel(curve, product, slower=slower, fp8=fp8)
+    return ProductKernel(curve, product, slower=slower, peak=peak)
 
 
 def fused_kernel_of(stack: Stack, device: Device) -> FlashKernel:

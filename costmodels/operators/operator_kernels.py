@@ -32,6 +32,7 @@ from parplan.profiles.models.operator_graph import (
     Tensor,
 )
 from parplan.profiles.models.spec import TrainingSpec
+from parplan.profiles.product_formats import FORMATS
 from parplan.profiles.stack import AttentionKernel
 
 SCALED_ELEMENTS = 64  # 8-bit elements that share an fp32 scale, as in QLoRA, arXiv 2305.14314
@@ -117,34 +118,35 @@ def _added(elements: Number, training: TrainingSpec) -> tuple[Kernel, ...]:
 def _matmul(operator: Operator, sizes: LocalSizes, training: TrainingSpec) -> OperatorKernels:
     """Forward y = x w; backward dx = dy w^T and dw = x^T dy, and the bias gradient (EQUATIONS K1).
 
-    In fp8 the operands have one byte, and each is cast before its product (read for its largest
-    value, read again and written): input and weight forward, the output's gradient backward. The
-    head stays in 16 bits.
+    In a narrow format (EQUATIONS K8) each operand is cast before its product: the input
+    forward, the output's gradient backward, and the weight forward where the stack does not hold
+    its cast for the whole step. That one cast a step is left out. The head stays in `precision`.
     """
     if not operator.parameters:
         return _activations_product(operator, sizes, training)
     *token_dims, features, contracted = operator.dims
     m = math.prod(sizes.dim_size(operator, dim.name) for dim in token_dims)
     n, k = sizes.dim_size(operator, features.name), sizes.dim_size(operator, contracted.name)
-    fp8 = training.fp8_matmuls and features.name != "vocab"
     element = training.precision.num_bytes
-    operand = 1 if fp8 else element
+    narrow = FORMATS[training.products] if training.products and features.name != "vocab" else None
+    operand, peak = (narrow.element_bytes, narrow.peak) if narrow else (element, "")
+    cast_weight = 0 if training.stack.holds_cast_weights else n * k
 
     def product(
         curve: str, m: Number, n: Number, k: Number, result_bytes: int = element
     ) -> ProductKernel:
-        return product_kernel(curve, (m, n, k), operand, result_bytes, fp8=fp8)
+        return product_kernel(curve, (m, n, k), operand, result_bytes, peak=peak)
 
     def cast(way: str, elements: Number) -> tuple[Kernel, ...]:
-        if not fp8:
+        if narrow is None:
             return ()
-        return (StreamKernel("cast", "elementwise", way, (2 * element + operand) * elements),)
+        return (StreamKernel("cast", "elementwise", way, narrow.cast_bytes(element) * elements),)
 
     bias: tuple[Kernel, ...] = ()
     if len(operator.parameters) > 1:
         bias = (StreamKernel("bias_gradient", "elementwise", BACKWARD, element * m * n),)
     return OperatorKernels(
-        (product(FORWARD, m, n, k), *cast(FORWARD, m * k + n * k)),
+        (product(FORWARD, m, n, k), *cast(FORWARD, m * k + cast_weight)),
         (product(INPUT_GRADIENT, m, k, n), *cast(BACKWARD, m * n)),
         (
             product(WEIGHT_GRADIENT, k, n, m, _accumulated_bytes(training)),
@@ -179,16 +181,17 @@ def _experts(operator: Operator, sizes: LocalSizes, training: TrainingSpec) -> O
 
     Routing is balanced: each expert has an equal part of as many token copies as the rank sent.
     They take the curve of grouped products, which is relative to that of single ones with the tiles
-    of all experts in the same waves. Where a stack runs them in fp8, tokens and gradients are cast
-    as for other products, and each weight once a step, which is left out.
+    of all experts in the same waves. Where a stack runs them in the format of other products,
+    tokens and gradients are cast as for these, and each weight once a step, which is left out.
     """
     *token_dims, features, contracted = operator.dims
     experts = operator.parameters[0].dims[0].size // sizes.ep
     element = training.precision.num_bytes
     m = -(-math.prod(sizes.dim_size(operator, dim.name) for dim in token_dims) // experts)
     n, k = features.size, contracted.size
-    fp8 = training.fp8_matmuls and training.stack.fp8_experts
-    operand = 1 if fp8 else element
+    stack = training.stack
+    narrow = FORMATS[training.products] if training.products and stack.narrow_experts else None
+    operand, peak = (narrow.element_bytes, narrow.peak) if narrow else (element, "")
 
     def product(
         curve: str, m: Number, n: Number, k: Number, result_bytes: int = element
@@ -196,12 +199,13 @@ def _experts(operator: Operator, sizes: LocalSizes, training: TrainingSpec) -> O
         shape = Product(
             m=m, n=n, k=k, batch=experts, operand_bytes=operand, result_bytes=result_bytes
         )
-        return ProductKernel(curve, shape, fp8=fp8, grouped=True)
+        return ProductKernel(curve, shape, peak=peak, grouped=True)
 
     def cast(way: str, features: Number) -> tuple[Kernel, ...]:
-        n_bytes = (2 * element + operand) * experts * m * features
-        casts = fp8 and not training.stack.fused_experts
-        return (StreamKernel("cast", "elementwise", way, n_bytes),) if casts else ()
+        if narrow is None or stack.fused_experts:
+            return ()
+        n_bytes = narrow.cast_bytes(element) * experts * m * features
+        return (StreamKernel("cast", "elementwise", way, n_bytes),)
 
     weights = product(WEIGHT_GRADIENT, k, n, m, _accumulated_bytes(training))
     added, returned = _expert_biases(operator, experts * m * n, training)

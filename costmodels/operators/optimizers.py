@@ -58,15 +58,18 @@ class Moments:
     in_8_bits: bool = False
     factored: bool = False
 
-    def num_bytes(self, shape: tuple[int, ...], tensor: WholeTensor) -> int:
-        """Bytes of the moments of a part of `shape` of a tensor."""
+    def num_bytes(self, shape: tuple[int, ...], tensor: WholeTensor, moment_bytes: int = 4) -> int:
+        """Bytes of the moments of a part of `shape` of a tensor.
+
+        moment_bytes: bytes of a moment that has no 8 bits
+        """
         elements = math.prod(shape)
         if self.factored and tensor.matrix:
-            return FP32_BYTES * (elements // shape[-1] + shape[-1])
+            return moment_bytes * (elements // shape[-1] + shape[-1])
         if self.in_8_bits and tensor.matrix and tensor.num_elements >= LEAST_8BIT_ELEMENTS:
             scales = elements // shape[-1] * -(-shape[-1] // BLOCK_ELEMENTS)
             return self.whole * (elements + FP32_BYTES * scales)
-        return self.whole * FP32_BYTES * elements
+        return self.whole * moment_bytes * elements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +130,8 @@ OPTIMIZERS = MappingProxyType(
 PLAIN_OPTIMIZERS = (Optimizer.ADAM, Optimizer.SGD, Optimizer.SGD_MOMENTUM)
 
 
-def moments_bytes(optimizer: Optimizer, shape: tuple[int, ...], tensor: WholeTensor) -> int:
+def moments_bytes(
+    optimizer: Optimizer, shape: tuple[int, ...], tensor: WholeTensor, moment_bytes: int = 4
+) -> int:
     """Bytes of the moments of a part of `shape` of a tensor (EQUATIONS M7)."""
-    return OPTIMIZERS[optimizer].moments_of(tensor).num_bytes(shape, tensor)
+    return OPTIMIZERS[optimizer].moments_of(tensor).num_bytes(shape, tensor, moment_bytes)

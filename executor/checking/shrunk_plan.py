@@ -56,7 +56,7 @@ def shrunk(plan: Plan) -> Plan:
         seq_length=SEQ_LENGTH,
         precision=Precision.FP32,
         gradient_precision=Precision.FP32,
-        fp8_matmuls=False,
+        products=None,
     )
     small = replace(
         plan,

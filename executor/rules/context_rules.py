@@ -27,7 +27,7 @@ def context_pieces(plan: Plan) -> Iterator[Refusal]:
     yield Refusal(
         problem=problem,
         action=f"set seq_length to {whole}",
-        nearest=replace(plan, training=replace(plan.training, seq_length=whole)),
+        nearest=replace(plan, training=replace(plan.training, seq_length=whole, documents=None)),
     )
 
 

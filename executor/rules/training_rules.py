@@ -67,15 +67,15 @@ def dropped_scores(plan: Plan) -> Iterator[Refusal]:
 
 
 @rule(
-    why="the executor has no fp8 products and would run 16-bit ones",
-    action="make a plan without --fp8",
+    why="the executor runs products in the training's precision alone",
+    action="make a plan with a --precision of 16 or 32 bits",
 )
-def fp8(plan: Plan) -> Iterator[Refusal]:
-    if plan.training.fp8_matmuls:
+def product_formats(plan: Plan) -> Iterator[Refusal]:
+    if plan.training.products is not None:
         yield Refusal(
-            problem="training: fp8_matmuls is set",
-            action="set fp8_matmuls to false",
-            nearest=replace(plan, training=replace(plan.training, fp8_matmuls=False)),
+            problem=f"training: products is {plan.training.products}",
+            action="leave products out",
+            nearest=replace(plan, training=replace(plan.training, products=None)),
         )
 
 
@@ -103,7 +103,7 @@ def positions_rule(plan: Plan) -> Iterator[Refusal]:
         yield Refusal(
             problem=f"training: seq_length is {length}, the model's max_seq_length {most}",
             action=f"set seq_length to {most}",
-            nearest=replace(plan, training=replace(plan.training, seq_length=most)),
+            nearest=replace(plan, training=replace(plan.training, seq_length=most, documents=None)),
         )
 
 
@@ -198,7 +198,7 @@ def dropless(plan: Plan) -> Iterator[Refusal]:
 TRAINING = (
     model_parts,
     dropped_scores,
-    fp8,
+    product_formats,
     fine_tuning,
     gradient_precision,
     positions_rule,

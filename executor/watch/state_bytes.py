@@ -168,7 +168,9 @@ def shard_states(
         shard, zero = (0, 1), 1
     index, shards = shard
     part = chunk_shape(shape, shards, index)
-    moments = moments_bytes(training.optimizer, part if zero else shape, whole)
+    moments = moments_bytes(
+        training.optimizer, part if zero else shape, whole, training.stack.moment_bytes
+    )
     return states_of(math.prod(shape), math.prod(part), zero, training, moments)
 
 

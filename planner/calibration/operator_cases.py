@@ -113,7 +113,7 @@ def _linear(operator: Operator, kernels: OperatorKernels, precision: str) -> Ite
         if isinstance(kernel, ProductKernel)
     ]
     m, n, k = products[0].sizes
-    if not any(product.fp8 for product in products):
+    if not any(product.peak for product in products):
         sizes = {"m": m, "n": n, "k": k, "bias": int(len(operator.parameters) > 1)}
         passes = tuple(_pass(product.curve, product) for product in products)
         yield _case("linear", sizes, precision, passes)

@@ -71,7 +71,7 @@ def in_todays_form(body: Mapping[str, Any], where: str) -> dict[str, Any]:
         stack = training.get("stack", {})
         if isinstance(stack, dict):
             stack = dict(_present_key(key, value, stack) for key, value in stack.items())
-        body = {**body, "training": {**training, "stack": stack}}
+        body = {**body, "training": {**_present_products(training), "stack": stack}}
     if body["plan_version"] != OLD_VERSION or "stages" not in body:
         return {**body, "plan_version": PLAN_VERSION}
     old = {"stages": body["stages"]}
@@ -106,6 +106,12 @@ def _shard_stage(old: _OldShardStage) -> dict[str, Any]:
         "zero": old.zero,
         "recompute": list(old.recompute),
     }
+
+
+def _present_products(training: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns training with a format where older files said that products are in fp8."""
+    kept = {key: value for key, value in training.items() if key != "fp8_matmuls"}
+    return {**kept, "products": "fp8-current"} if training.get("fp8_matmuls") is True else kept
 
 
 def _present_key(key: str, value: Any, stack: Mapping[str, Any]) -> tuple[str, Any]:

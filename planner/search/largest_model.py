@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from parplan.costmodels.host.offload import Offload
-from parplan.costmodels.operators.optimizers import OPTIMIZERS
+from parplan.costmodels.layers.model_states import least_moments
 from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.deadline import Deadline
 from parplan.planner.infeasible.shortfall import limit_bytes
@@ -28,8 +28,8 @@ from parplan.profiles.stack import NEUTRAL
 from parplan.profiles.units import gib
 
 ALSO_TRIED = 2  # sizes above the bisection's answer
-# Bytes of a parameter in 16 bits (EQUATIONS O2) beside its moments: parameter or gradient, master.
-LEAST_STATE_BYTES = 6
+# Bytes of a parameter in 16 bits (EQUATIONS O2) beside master and moments: parameter or gradient.
+LEAST_STATE_BYTES = 2
 LEVELS: tuple[tuple[Offload, ...], ...] = ((), (Offload.OPTIMIZER,), SEARCHED_OFFLOAD)
 
 
@@ -86,7 +86,8 @@ def widths(of_width: Callable[[int], ModelEntry], request: Request) -> ModelSize
 
 
 def _least_state_bytes(request: Request) -> float:
-    return LEAST_STATE_BYTES + OPTIMIZERS[request.training.optimizer].least_moments
+    training = request.training
+    return LEAST_STATE_BYTES + training.stack.master_bytes + least_moments(training)
 
 
 def _num_parameters(model: ModelSpec) -> int:

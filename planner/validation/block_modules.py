@@ -56,6 +56,7 @@ OFFLOADED: Mapping[str, Module] = {
     "mlp_norm": _named("norm2"),
     "expert_fc1": _of_experts("fc1"),
     "moe_act": _of_experts("activation"),
+    "all": lambda _, __: True,
 }
 
 

@@ -41,6 +41,7 @@ from parplan.planner.validation.row_stack import (
     described_stack,
     micro_batches_of,
     modules_of,
+    on_device,
     precision_of,
     recompute_of,
     stack_facts,
@@ -48,7 +49,6 @@ from parplan.planner.validation.row_stack import (
     stack_of,
     training_of,
     virtual_stages_of,
-    with_workspaces,
 )
 from parplan.planner.validation.uneven_divisions import with_longer_first_stages
 from parplan.profiles.machines.hardware import Cluster
@@ -167,7 +167,7 @@ def configuration_of(
         raise UnpricedError(f"{missing[0]} is not stated")
     terms = shipped_terms() if terms is None else terms
     stack = stack_of(row, terms.of_stack(stack_facts(stack_name(row)), without))
-    stack = with_workspaces(row, stack, cluster.device)
+    stack = on_device(row, stack, cluster.device)
     mesh = _mesh(row)
     model = model_of(row, stack, shape.model)
     _require_ranks(row, model)

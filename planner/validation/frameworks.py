@@ -6,6 +6,7 @@ import re
 
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.profiles.models.spec import Optimizer, Precision
+from parplan.profiles.product_formats import ProductFormat
 from parplan.profiles.stack import ContextForm
 
 DEVICES = {  # start of a gpu cell, up to the end of a word -> the cluster file
@@ -63,10 +64,24 @@ PRECISIONS = {  # fp16/bf16: BLOOM's early runs, fp16 as their log says
     "float16": Precision.FP16,
     "fp16/bf16": Precision.FP16,
 }
-FP8_DTYPES = (
-    *("fp8", "fp8-cs", "bf16+float8 linear", "bf16+float8 tensorwise", "float8 tensorwise"),
-    "bf16+float8 rowwise",
-)
+PRODUCT_FORMATS = {  # a dtype cell -> the format of the products
+    "fp8": ProductFormat.FP8_DELAYED,
+    "fp8-cs": ProductFormat.FP8_CURRENT,
+    "bf16+float8 linear": ProductFormat.FP8_CURRENT,
+    "bf16+float8 tensorwise": ProductFormat.FP8_CURRENT,
+    "float8 tensorwise": ProductFormat.FP8_CURRENT,
+    "bf16+float8 rowwise": ProductFormat.FP8_ROWWISE,
+    "fp8-mx": ProductFormat.MXFP8,
+    "fp8_mx": ProductFormat.MXFP8,
+    "fp8-cs/mx": ProductFormat.MXFP8,
+    "mxfp8": ProductFormat.MXFP8,
+    "mxfp8_cublas": ProductFormat.MXFP8,
+    "mxfp8_cublas_rceil": ProductFormat.MXFP8,
+    "nvfp4": ProductFormat.NVFP4,
+}
+# Megatron-Bridge's recipes of fp8 without a further word scale by the tensor as it is (fp8_cs)
+CURRENT_SCALING = re.compile(r"Megatron-Bridge")
+PURE = re.compile(r"bf16 \(pure|pure bf16")  # states in bf16, without fp32 copies
 RECOMPUTE = {  # a recompute cell -> the levels that blocks take in turn
     "none": (Recompute.NONE,),
     "none []": (Recompute.NONE,),
@@ -155,6 +170,10 @@ PUBLISHED_MODELS = (
 )
 # vocabulary of GPT2BPETokenizer, the default of Megatron's GPT release tests
 RELEASE_TEST_VOCAB = 50257
+# Tokens of the fullest rank of experts over the mean, in the fullest of the 50 to 100 steps of a
+# release test, whose routing is learned: [fitted] to the peak memory of these tests. Performance
+# runs of NVIDIA force a balance.
+RELEASE_TEST_IMBALANCE = 1.15
 # Megatron's fused cross entropy holds fp32 logits beside their gradient
 FUSED_LOSS_LOGIT_BYTES = 10
 # Blocks on the last stage of the vocabulary-parallel fork's `redis` (sail-sg/VocabularyParallelism
@@ -169,4 +188,5 @@ OPEN_MICRO_BATCHES = (1, 2, 4, 8, 16)
 # Release tests whose golden values equal those of the un-fused test: they were not refreshed since
 # (inferred from the values). The core attention of context parallelism is never un-fused.
 RELEASE_TEST_UNFUSED = re.compile(r"lts-dgxa100_dracooci|moe-gpt3_.*_resume_.*-lts-dgx_a100")
+OFFLOADS = re.compile(r"(^|[;,] )offload\b")  # all activations of all blocks
 NO_OVERLAP = re.compile(r"overlap=none|overlap features OFF")

@@ -247,9 +247,10 @@ def _by_module(strategy: Strategy, modules: Modules, price_cache: PriceCache) ->
         if choice.kind.role is not LayerKind.BLOCK:
             return choice
         layer = price_cache.whole_layer(choice.kind)
+        recomputed = module_operators(layer, modules.recomputed, RECOMPUTED)
         return replace(
             choice,
-            recompute=module_operators(layer, modules.recomputed, RECOMPUTED),
+            recompute=recomputed if modules.recomputed else choice.recompute,
             on_host=module_operators(layer, modules.offloaded, OFFLOADED),
         )
 

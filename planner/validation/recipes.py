@@ -81,6 +81,7 @@ RECIPES: tuple[tuple[str, Cells], ...] = (
         r"mbcard-gpt-oss-20b-sft_long_context-H100",
         {"pp": "1", "ep": "8", "micro_batch": "1", "sequence_parallel": "true"},
     ),
+    (r"mbridge-moonlight16b-|mbcard-moonlight-16b-a3b-", {"moments": "bf16"}),
     (
         r"mbcard-moonlight-16b-a3b-peft-",
         {"lora_rank": "8", "lora_targets": "q kv_down kv_up attention_out"},
@@ -100,6 +101,18 @@ RECIPES: tuple[tuple[str, Cells], ...] = (
     (
         r"mbcard-nemotron-3-super-120b-a12b-pretrain\w*-H100",
         {"recompute": "selective layernorm+moe_act+moe+core_attn"},
+    ),
+    (
+        r"mbcard-nemotron-3-super-120b-a12b-peft-",
+        {"tp": "8", "pp": "1", "ep": "16", "global_batch": "16", "micro_batch": "1"},
+    ),
+    (
+        r"mbcard-nemotron-3-super-120b-a12b-sft_long_context-",
+        {
+            **{"tp": "1", "pp": "8", "cp": "2", "ep": "2", "mtp_layers": "2"},
+            **{"global_batch": "2", "micro_batch": "1", "recompute": "full"},
+            "pipeline_layout": "Et*12|(t*12|)*6t*4mL",
+        },
     ),
     (r"mbridge-.*-Nemotron_3_Nano-h100-16-fp8-", {"recompute": "selective layernorm"}),
     (
@@ -131,6 +144,7 @@ RECIPES: tuple[tuple[str, Cells], ...] = (
         r"mcoreci-gpt-gpt3_15b_8t_release(_sm)?-",
         {"global_batch": "384", "n_gpus": "256", "vocab": "256000"},
     ),
+    (r"mcoreci-gpt-.*_qk_layernorm_", {"qk_norm": "head"}),
     (r"mcoreci-bert-", {"vocab": "30522"}),
     (r"mcoreci-gpt-gpt3_mcore_te_tp2_pp2_(mla|dsa)", _SMALL_LATENT),
     (

@@ -31,8 +31,10 @@ MORE = (
     "state_space",  # heads, their width, state size and groups
     "pipeline_layout",  # of the virtual stages, as Megatron-LM writes it
     "positions",
+    "qk_norm",
     "tied",
     "vocab_multiple",
+    "moments",  # type of the optimizer's moments
     "offload",  # modules whose activations go to the host, as Megatron-LM names them
     "grouped_gemm",  # experts run in one product of Transformer Engine
     "lora_rank",

@@ -17,13 +17,18 @@ from parplan.planner.validation.row_cells import (
     whole,
 )
 from parplan.planner.validation.uneven_divisions import blocks_by_compute, laid_out
-from parplan.profiles.models.blocks import BlockRun, LatentAttention, SharedExperts, StateSpace
+from parplan.profiles.models.blocks import (
+    BlockRun,
+    LatentAttention,
+    QkNorm,
+    SharedExperts,
+    StateSpace,
+)
 from parplan.profiles.models.hf.parts import lettered_kinds, runs_of
 from parplan.profiles.models.spec import ModelSpec, Norm, Positions
 from parplan.profiles.stack import AttentionKernel, Stack
 
 _LATENT = ("q_rank", "kv_rank", "nope_head_dim", "rope_head_dim", "value_head_dim")
-_STATE_SPACE = ("num_heads", "head_dim", "state_size", "num_groups")
 _ENCODER = re.compile(r"bert", re.IGNORECASE)
 _NO_MTP = re.compile(r"w/o MTP")
 
@@ -59,6 +64,7 @@ def model_of(row: Row, stack: Stack, published: ModelSpec | None = None) -> Mode
         linear_bias=not gated and not experts,
         qkv_bias=not gated and not experts,
         tied_embeddings=_tied(row, gated),
+        qk_norm=QkNorm(row.get("qk_norm") or "none"),
         bidirectional=_ENCODER.match(row["model"]) is not None,
         mtp_layers=whole(row, "mtp_layers", 0),
     )
@@ -105,11 +111,13 @@ def _blocks(row: Row) -> dict[str, Any]:
         kinds = lettered_kinds(row["layer_pattern"].replace("|", ""))
         if kinds is None:
             raise UnpricedError(f"layer_pattern {row['layer_pattern']!r} is not understood")
-        shape: Any = dict(zip(_STATE_SPACE, numbers(row, "state_space", 4), strict=True))
+        heads, head_dim, state_size, groups = numbers(row, "state_space", 4)
         return {
             "num_layers": len(kinds),
             "blocks": runs_of(kinds),
-            "state_space": StateSpace(**shape),
+            "state_space": StateSpace(
+                num_heads=heads, head_dim=head_dim, state_size=state_size, num_groups=groups
+            ),
         }
     layers, dense = whole(row, "layers"), whole(row, "dense_layers", 0)
     if not dense:

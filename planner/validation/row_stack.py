@@ -12,16 +12,20 @@ from parplan.planner.validation.block_modules import OFFLOADED, named_modules
 from parplan.planner.validation.expert_recipes import recomputes_little, with_recipe
 from parplan.planner.validation.fine_tuned_rows import fine_tuning_of
 from parplan.planner.validation.frameworks import (
-    FP8_DTYPES,
+    CURRENT_SCALING,
     FUSED_LOSS_LOGIT_BYTES,
     INTERLEAVING_STACKS,
     KERNELS,
     NARROW_GRADIENTS,
     NO_OVERLAP,
+    OFFLOADS,
     OPEN_MICRO_BATCHES,
     OPTIMIZERS,
     PRECISIONS,
+    PRODUCT_FORMATS,
+    PURE,
     RECOMPUTE,
+    RELEASE_TEST_IMBALANCE,
     RELEASE_TEST_UNFUSED,
     SELECTIVE_OF,
     STACKS,
@@ -34,10 +38,11 @@ from parplan.profiles.machines.hardware import Device
 from parplan.profiles.machines.machine_catalog import load_stack
 from parplan.profiles.machines.stack_terms import Terms
 from parplan.profiles.models.spec import Optimizer, Precision, TrainingSpec
+from parplan.profiles.product_formats import ProductFormat
 from parplan.profiles.stack import AttentionKernel, AvailableKernel, FlashKernel, Stack
 from parplan.profiles.units import MIB
 
-_HOPPER = 9.0  # compute capability
+_HOPPER, _BLACKWELL = 9.0, 10.0  # compute capabilities
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,12 @@ def stack_of(row: Row, stack: Stack) -> Stack:
         stack = replace(stack, overlap_tensor_parallel=False, overlap_transfers=False)
     if "asyncTP" in row["id"]:
         stack = replace(stack, overlap_tensor_parallel=True)
+    if PURE.match(row["dtype"].lower()):
+        stack = replace(stack, master_bytes=0, moment_bytes=2)
+    elif row.get("moments") == "bf16":
+        stack = replace(stack, moment_bytes=2)
+    if "fused in backward" in notes:
+        stack = replace(stack, frees_gradients=True)
     unfused = re.search(r"attention-backend unfused|TE impl local", notes)
     stale = RELEASE_TEST_UNFUSED.search(row["id"]) and whole(row, "cp", 1) == 1
     if unfused or stale:
@@ -96,37 +107,53 @@ def stack_of(row: Row, stack: Stack) -> Stack:
     )
 
 
-def with_workspaces(row: Row, stack: Stack, device: Device) -> Stack:
-    """Returns the stack with the workspaces of libraries that a row's device and flags give.
+def on_device(row: Row, stack: Stack, device: Device) -> Stack:
+    """Returns the stack with the facts of memory that the device and the flags of a test give.
 
+    Megatron-LM's tests are so small that they count: tens of MiB, where a stack has the most.
+    FlashAttention 2, which Transformer Engine runs before Hopper, and behind it where cuDNN's is
+    not deterministic, takes batches before sequences: its output is saved again in their order.
     cuBLAS has one for the forward and one for the backward thread: torch takes 32 MiB from Hopper
     on and 8 MiB before, deterministic mode 32 MiB. Transformer Engine has 32 MiB from Hopper on and
     4 MiB before, and four more for its grouped products
     (transformer_engine/pytorch/module/base.py: get_multi_stream_cublas_workspace). Megatron's own
     parts hold as much again that is not known.
     """
-    if not stack.workspace_bytes or "TE impl local" in row["notes"]:
+    if "Megatron-LM CI" not in row["framework"] or "TE impl local" in row["notes"]:
         return stack
-    is_new = device.compute_capability is None or device.compute_capability >= _HOPPER
-    threads = 2 * (32 if is_new or "deterministic mode" in row["notes"] else 8)
+    capability = device.compute_capability or _HOPPER
+    is_new, deterministic = capability >= _HOPPER, "deterministic mode" in row["notes"]
+    threads = 2 * (32 if is_new or deterministic else 8)
     engine = 32 if is_new else 4
     engines = 1 + (4 if row.get("grouped_gemm") == "true" else 0)
-    return replace(stack, workspace_bytes=(threads + engines * engine) * MIB)
+    copies = int(not is_new or (deterministic and capability >= _BLACKWELL))
+    return replace(
+        stack,
+        workspace_bytes=(threads + engines * engine) * MIB,
+        attention_output_copies=copies if stack.attention is AttentionKernel.FLASH else 0,
+    )
 
 
-def precision_of(row: Row) -> tuple[Precision, bool]:
-    """Returns the precision of weights, and whether products run in fp8. Raises UnpricedError."""
+def precision_of(row: Row) -> tuple[Precision, ProductFormat | None]:
+    """Returns the precision of weights, and the narrow format of products, if they have one.
+
+    Raises UnpricedError.
+    """
     dtype = row["dtype"].lower()
     if not dtype:
         raise UnpricedError("dtype is not stated")
-    fp8 = dtype in FP8_DTYPES
-    if dtype not in PRECISIONS and not fp8:
+    if PURE.match(dtype):
+        return Precision.BF16, None
+    narrow = PRODUCT_FORMATS.get(dtype)
+    if dtype not in PRECISIONS and narrow is None:
         raise UnpricedError(f"precision {row['dtype']!r}")
-    return Precision.BF16 if fp8 else PRECISIONS[dtype], fp8
+    if dtype == "fp8" and CURRENT_SCALING.search(row["framework"]):
+        narrow = ProductFormat.FP8_CURRENT
+    return (Precision.BF16 if narrow else PRECISIONS[dtype]), narrow
 
 
 def training_of(row: Row, stack: Stack) -> TrainingSpec:
-    precision, fp8 = precision_of(row)
+    precision, narrow = precision_of(row)
     # Megatron-LM has a flag for it that is off by default
     overlap = stack.overlap_grad_reduce and "Megatron-LM" not in row["framework"]
     if NO_OVERLAP.search(row["notes"]):
@@ -140,8 +167,9 @@ def training_of(row: Row, stack: Stack) -> TrainingSpec:
         gradient_precision=_gradient_precision(row, precision),
         optimizer=_optimizer(row),
         fine_tuning=fine_tuning_of(row),
+        expert_imbalance=RELEASE_TEST_IMBALANCE if "Megatron-LM CI" in row["framework"] else 1.0,
         attention=stack.attention,
-        fp8_matmuls=fp8,
+        products=narrow,
         overlap_grad_reduce=overlap,
         documents=documents_of_row(row),
         stack=stack,
@@ -151,9 +179,10 @@ def training_of(row: Row, stack: Stack) -> TrainingSpec:
 def _gradient_precision(row: Row, precision: Precision) -> Precision:
     """Returns fp32 for bf16 weights, else the precision of the weights.
 
-    InternEvo and the runs of `NARROW_GRADIENTS` keep bf16.
+    Runs in pure bf16, InternEvo and the runs of `NARROW_GRADIENTS` keep bf16.
     """
-    narrow = "InternEvo" in row["framework"] or NARROW_GRADIENTS.match(row["id"])
+    pure = PURE.match(row["dtype"].lower())
+    narrow = pure or "InternEvo" in row["framework"] or NARROW_GRADIENTS.match(row["id"])
     return Precision.FP32 if precision is Precision.BF16 and not narrow else precision
 
 
@@ -209,7 +238,8 @@ def modules_of(row: Row) -> Modules:
     Raises UnpricedError for an offloaded module that is not known.
     """
     recomputed = () if row["recompute"] in RECOMPUTE else named_modules(row["recompute"])
-    offloaded = tuple((row.get("offload") or "").split())
+    noted = "all" if OFFLOADS.search(row["notes"]) else ""
+    offloaded = tuple((row.get("offload") or noted).split())
     for module in offloaded:
         if module not in OFFLOADED:
             raise UnpricedError(f"offloaded module {module!r}")

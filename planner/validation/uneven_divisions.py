@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.planner.validation.row_cells import UnpricedError
@@ -67,8 +66,3 @@ def with_longer_first_stages(num_layers: int, num_stages: int) -> tuple[int, ...
     each = -(-num_layers // num_stages)
     rest = num_layers - each * (num_stages - 1)
     return (each + min(0, rest), *[each] * (num_stages - 2), max(0, rest))
-
-
-def num_blocks(stages: Sequence[int], pp: int) -> tuple[int, ...]:
-    """Returns the blocks of each pipeline rank, whose stages are every `pp`-th."""
-    return tuple(sum(stages[rank::pp]) for rank in range(pp))

@@ -287,9 +287,7 @@ def _variant(context: FitContext, variant: Variant, lender: Profile) -> Profile:
     return Profile(name=variant.device, compute=compute, intra=inside, inter=lender.inter)
 
 
-def _measured_intra(
-    context: FitContext, gpus: tuple[str, ...], sources: tuple[str, ...]
-) -> Intra:
+def _measured_intra(context: FitContext, gpus: tuple[str, ...], sources: tuple[str, ...]) -> Intra:
     link_bytes_per_s = context.cluster.intra_node.bytes_per_s
     device = context.recipe.device
     return intra(context.tables, device, gpus, sources, link_bytes_per_s, context.scores)

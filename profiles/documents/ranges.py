@@ -112,7 +112,7 @@ _BY_NAME = {
     "logit_bytes": Range(0, 10**6),
     "attention_kv_copies": Range(0, 10**6),
     "attention_output_copies": Range(0, 10**6),
-    "step_copy_bytes": Range(0, 10**6),
+    **dict.fromkeys(("step_copy_bytes", "master_bytes", "moment_bytes"), Range(0, 10**6)),
     "bucket_elements": BYTES,
     "host_operator_s": Range(0, 10**6),
     "allocator_share": Range(0, 1000),

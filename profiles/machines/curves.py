@@ -193,7 +193,7 @@ class Product:
     n: Number
     k: Number
     batch: Number = 1
-    operand_bytes: int = 2
+    operand_bytes: float = 2
     result_bytes: int = 2
 
     @property

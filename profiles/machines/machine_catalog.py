@@ -31,7 +31,9 @@ _Positive = Annotated[float, Limits(gt=0)]
 _NotNegative = Annotated[float, Limits(ge=0)]
 _Count = Annotated[int, Limits(ge=1)]
 _FORBID = {"extra": "forbid"}
-_Arithmetic = Literal["fp8", "bf16", "fp16", "fp32"]  # precisions that a device has a peak for
+_Arithmetic = Literal[
+    "fp4", "fp8", "bf16", "fp16", "fp32"
+]  # precisions that a device has a peak for
 _CLUSTER_ALIASES = {
     "v100": "v100-32gb",
     "a100": "a100-80gb",

@@ -23,10 +23,10 @@ from parplan.profiles.models.documents import Documents
 from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.functions import PLAIN_FUNCTIONS, Functions
 from parplan.profiles.models.towers import ENDS, Tower
+from parplan.profiles.product_formats import ProductFormat
 from parplan.profiles.stack import AttentionKernel, Stack
 
 _FORBID = {"extra": "forbid"}
-FP8 = "fp8"  # the key of the fp8 peak of a device
 _RARE_NAMES = (
     "blocks",
     "latent",
@@ -343,8 +343,8 @@ class TrainingSpec:
         Megatron does for bf16)
     overlap_grad_reduce: the gradient reduction runs under the last backward pass (FSDP2; Megatron's
         flag of that name)
-    fp8_matmuls: the products of the blocks run in fp8, with operands that are scaled by tensor and
-        cast each time; all else runs in `precision`
+    products: the format in which the products of the blocks run, whose operands are cast from
+        `precision`; None: they run in `precision`, as all else does
     fine_tuning: the trained part of the model; None for all of it
     expert_imbalance: copies of tokens that the ranks with the fullest experts get, over the mean of
         the ranks that divide the experts; 1 where routing is balanced
@@ -365,7 +365,7 @@ class TrainingSpec:
     optimizer: Optimizer = Optimizer.ADAM
     attention: AttentionKernel = AttentionKernel.FLASH
     overlap_grad_reduce: bool = True
-    fp8_matmuls: bool = False
+    products: ProductFormat | None = None
     fine_tuning: FineTuning | None = None
     expert_imbalance: float = 1.0
     expert_capacity: float = 0.0
@@ -377,6 +377,8 @@ class TrainingSpec:
         coerce_choice(self, "gradient_precision", Precision)
         coerce_choice(self, "optimizer", Optimizer)
         coerce_choice(self, "attention", AttentionKernel)
+        if self.products is not None:
+            coerce_choice(self, "products", ProductFormat)
         if self.expert_imbalance < 1.0 or self.expert_capacity < 0.0:
             raise ConfigError(
                 f"training: expert_imbalance is {self.expert_imbalance:g} and expert_capacity "

@@ -127,14 +127,13 @@ def header(plan: AnyPlan, width: int) -> str:
     model = plan.model
     cluster = plan.cluster
     training = plan.training
-    precision = (
-        f"{training.precision} with fp8 products" if training.fp8_matmuls else training.precision
-    )
+    products = f" with {training.products} products" if training.products else ""
     return joined(
         (
             f"{model.name}, {_parameters(plan)}, {_layers_text(plan)}",
             f"{cluster.num_gpus} x {cluster.device.name}, {cluster.gpus_per_node} a node",
-            f"{training.global_batch_size:,} x {training.seq_length:,} tokens, {precision}, "
+            f"{training.global_batch_size:,} x {training.seq_length:,} tokens, "
+            f"{training.precision}{products}, "
             f"{OPTIMIZER_NAMES[training.optimizer]}",
             *_trained(plan),
         ),

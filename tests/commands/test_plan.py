@@ -31,6 +31,7 @@ from parplan.planner.search.one_candidate import fastest_choice
 from parplan.profiles.machines.machine_catalog import load_stack, stack_names
 from parplan.profiles.machines.stack_terms import shipped_terms
 from parplan.profiles.models.spec import Optimizer, Precision
+from parplan.profiles.product_formats import ProductFormat
 from parplan.profiles.stack import AttentionKernel, Stack
 from parplan.report.names import OPTIMIZER_NAMES
 from parplan.report.text import band_text
@@ -931,8 +932,8 @@ def test_a_closed_pipe_is_silent():
 
 def test_fp8_products_are_in_the_plan_and_a_device_without_them_is_an_error():
     plan = read_plan(plan_file("--model", "gpt-1.5b", "--gpus", "8", "--gpu", "h100-80gb", "--fp8"))
-    assert plan.training.fp8_matmuls
-    assert "bf16 with fp8 products" in succeed("show", "plan.yaml").stdout
+    assert plan.training.products is ProductFormat.FP8_DELAYED
+    assert "bf16 with fp8-delayed products" in succeed("show", "plan.yaml").stdout
 
     assert "a100-80gb has no fp8 arithmetic" in fail(
         2, "--model", "gpt-1.5b", "--gpus", "8", "--fp8"

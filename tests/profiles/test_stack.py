@@ -32,6 +32,7 @@ from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.models.transformer import build_graph
+from parplan.profiles.product_formats import ProductFormat
 from parplan.profiles.stack import NEUTRAL, AvailableKernel, FlashKernel, Stack
 
 GPT = load_model("gpt-22b").spec
@@ -327,7 +328,7 @@ def test_a_vocabulary_with_an_odd_part_slows_the_head():
 
 def test_fp8_products_are_faster_than_16_bit_ones_but_not_twice_and_the_head_stays():
     machine = machine_for(with_gpus(load_cluster("h100-80gb"), 8), Terms())
-    fp8 = replace(TRAINING, fp8_matmuls=True)
+    fp8 = replace(TRAINING, products=ProductFormat.FP8_CURRENT)
 
     def times(name, kind=LayerKind.BLOCK):
         return (
@@ -345,7 +346,7 @@ def test_fp8_products_are_faster_than_16_bit_ones_but_not_twice_and_the_head_sta
 
 def test_a_device_without_fp8_says_so():
     with pytest.raises(ConfigError, match="a100-80gb has no fp8 arithmetic"):
-        operator("qkv", training=replace(TRAINING, fp8_matmuls=True))
+        operator("qkv", training=replace(TRAINING, products=ProductFormat.FP8_CURRENT))
 
 
 def test_a_networks_fitted_share_replaces_that_of_its_device():

@@ -156,9 +156,12 @@ def attention_kernel(read: tuple[Tensor, ...], context: Tensor, shapes: Shapes) 
 
 
 def _in_documents(attention: Attention, shapes: Shapes) -> Attention:
-    """Returns attention that reads within the documents of its sequences, if they have any."""
+    """Returns attention that reads within the documents of its sequences, if they have any.
+
+    Attention to the tokens of a tower reads all of them.
+    """
     documents = shapes.training.documents
-    if documents is None:
+    if documents is None or shapes.keys.size != shapes.training.seq_length:
         return attention
     read = reading(
         documents,

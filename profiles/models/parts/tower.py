@@ -62,7 +62,7 @@ class TowerShapes(Shapes):
 
     def __init__(self, text: Shapes, tower: Tower, block: BlockRun | None = None) -> None:
         self.text, self.tower = text, tower
-        training: TrainingSpec = replace(text.training, seq_length=tower.tokens)
+        training: TrainingSpec = replace(text.training, seq_length=tower.tokens, documents=None)
         batch = text.batch.size * tower.images
         super().__init__(as_model(tower), training, batch, False, block)
 

@@ -36,6 +36,7 @@ from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
+from parplan.profiles.product_formats import ProductFormat
 from parplan.profiles.provenance import Kind
 from parplan.profiles.stack import NEUTRAL, AttentionKernel
 
@@ -521,7 +522,7 @@ def test_points_of_a_class_say_nothing_of_another_operation_of_it():
 
 def test_products_in_fp8_keep_the_form():
     fp8, device = (
-        replace(TRAINING, fp8_matmuls=True),
+        replace(TRAINING, products=ProductFormat.FP8_CURRENT),
         replace(DEVICE, peak_flops_per_s={**DEVICE.peak_flops_per_s, "fp8": 200e12}),
     )
     plain, measured = (

@@ -31,6 +31,7 @@ from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, Norm, Positions, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
+from parplan.profiles.product_formats import ProductFormat
 from parplan.profiles.stack import NEUTRAL, AttentionKernel
 from parplan.profiles.units import GIB, TERA
 from tests.helpers.instances import PINS, Instance, every_price, peak_bytes, redundant_bytes
@@ -437,17 +438,17 @@ def test_the_device_waits_for_launches_behind_the_counts_of_tokens():
     assert waits.backward_s == free.backward_s
 
 
-def test_experts_run_in_fp8_where_the_stack_says_so():
+def test_experts_run_in_the_format_of_other_products_where_the_stack_says_so():
     h100 = machine_for(with_gpus(load_cluster("h100-80gb"), 8))
     fc1 = build_graph(MIXTRAL, TRAINING, 1).block.operator("fc1")
 
     def seconds(**facts):
-        training = replace(TRAINING, seq_length=4096, fp8_matmuls=True)
+        training = replace(TRAINING, seq_length=4096, products=ProductFormat.FP8_CURRENT)
         training = replace(training, stack=replace(NEUTRAL, **facts))
         return operator_time(fc1, Sharding(), h100, training).forward.value_s
 
-    assert seconds(fp8_experts=True) < seconds()
-    assert seconds(fp8_experts=True, fused_experts=True) < seconds(fp8_experts=True)
+    assert seconds(narrow_experts=True) < seconds()
+    assert seconds(narrow_experts=True, fused_experts=True) < seconds(narrow_experts=True)
 
 
 def test_biases_that_are_added_expert_by_expert_take_time_and_a_fused_mixture_takes_none():

@@ -20,6 +20,7 @@ from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import Attention, LayerKind
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.models.transformer import build_graph
+from parplan.profiles.product_formats import ProductFormat
 from parplan.profiles.stack import NEUTRAL, AttentionKernel, Stack
 
 B, S, H, F, A, V = (
@@ -73,20 +74,22 @@ def test_a_weight_gradient_that_its_product_does_not_add_is_added_by_another_ker
 
 
 def test_fp8_products_are_marked_and_cast_before_each():
-    kernel_list = kernels("fc1", training=replace(TRAINING, fp8_matmuls=True))
+    kernel_list = kernels("fc1", training=replace(TRAINING, products=ProductFormat.FP8_CURRENT))
     m = B * S
 
     assert [
-        kernel.fp8
+        kernel.peak
         for kernel in (*kernel_list.forward, *kernel_list.backward)
         if isinstance(kernel, ProductKernel)
-    ] == [True] * 3
+    ] == ["fp8"] * 3
     assert points(kernel_list.forward)[1] == ("cast.forward", (5 * (m * H + F * H),))
     assert points(kernel_list.inputs)[1] == ("cast.backward", (5 * m * F,))
     assert not any(
-        kernel.fp8
+        kernel.peak
         for kernel in kernels(
-            "lm_head", kind=LayerKind.HEAD, training=replace(TRAINING, fp8_matmuls=True)
+            "lm_head",
+            kind=LayerKind.HEAD,
+            training=replace(TRAINING, products=ProductFormat.FP8_CURRENT),
         ).forward
     )
 

@@ -28,6 +28,7 @@ from parplan.profiles.models.functions import Functions, RouterScores
 from parplan.profiles.models.spec import Optimizer, Precision
 from parplan.profiles.models.towers import Projection, Tower
 from parplan.profiles.models.transformer import build_graph
+from parplan.profiles.product_formats import ProductFormat
 from parplan.profiles.stack import AttentionKernel, ContextForm
 from tests.helpers.chunked_runs import chunked_plan
 from tests.helpers.executor_plans import GPT, LLAMA, MIXTRAL, make_plan
@@ -320,8 +321,8 @@ BROKEN = {
     ),
     "fp8": Broken(
         "fp8",
-        with_training(make_plan(GPT, precision=BF16), fp8_matmuls=True),
-        "fp8_matmuls is set",
+        with_training(make_plan(GPT, precision=BF16), products=ProductFormat.FP8_CURRENT),
+        "products is fp8-current",
         "false",
         "no effect",
     ),

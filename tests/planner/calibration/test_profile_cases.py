@@ -32,6 +32,7 @@ from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import OperatorKind
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
+from parplan.profiles.product_formats import ProductFormat
 from parplan.profiles.profiler.fits.profile_fit import fit_compute
 from parplan.profiles.provenance import Kind
 from parplan.profiles.stack import AttentionKernel
@@ -220,7 +221,7 @@ def test_un_fused_attention_is_its_products_its_softmax_and_its_dropout():
 
 def test_products_in_fp8_make_no_case():
     profiled = workload("llama3-8b")
-    training = replace(profiled.training, fp8_matmuls=True)
+    training = replace(profiled.training, products=ProductFormat.FP8_CURRENT)
     block = build_graph(profiled.model, training, 1).block
 
     cases = {

@@ -51,6 +51,8 @@ def test_the_rest_of_an_old_plan_is_kept_and_written_in_todays_version(path):
 
     assert (old.pop("plan_version"), new.pop("plan_version")) == (1, 2)
     assert old.pop("stages") != new.pop("stages")
+    assert old["training"].pop("fp8_matmuls") is False
+    assert new["training"]["products"] is None
     assert known_keys(new, old) == old  # a newer file may have further keys
     assert any_plan_from_document(plan_to_document(plan), "plan") == plan
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from parplan.planner.validation.completion import OWN_FIGURES, RECIPE, SHIPPED, completed
-from parplan.planner.validation.row_cells import OPTIONAL
+from parplan.planner.validation.recipes import RECIPES
+from parplan.planner.validation.row_cells import NEEDED, OPTIONAL
 from parplan.planner.validation.step_rows import read_table
 
 ROW = dict.fromkeys(OPTIONAL, "") | {
@@ -71,7 +74,29 @@ def test_the_recipe_of_a_source_fills_the_rest():
 
 
 @pytest.mark.parametrize(
-    ("gpu", "dtype"), [pytest.param("h100-80g", "fp8-cs"), pytest.param("b200-sxm", "fp8-cs/mx")]
+    ("row_id", "dtype"),
+    [
+        pytest.param("mbridge-b200-main-pretrain", "fp8-cs", id="the-figure"),
+        pytest.param("mbridge-b200-alt-pretrain", "fp8-cs/mx", id="in-parentheses"),
+    ],
 )
-def test_an_h100_scales_by_tensor_where_a_table_names_both_fp8_recipes(gpu, dtype):
-    assert completed({**ROW, "gpu": gpu, "dtype": "fp8-cs/mx"})[0]["dtype"] == dtype
+def test_the_first_figure_of_a_table_of_two_recipes_scales_by_tensor(row_id, dtype):
+    assert completed({**ROW, "id": row_id, "dtype": "fp8-cs/mx"})[0]["dtype"] == dtype
+
+
+def test_of_two_recipes_the_first_goes_before_and_the_second_adds():
+    row, _ = completed({**ROW, "id": "mbcard-moonlight-16b-a3b-peft-H100"})
+
+    assert (row["moments"], row["lora_rank"]) == ("bf16", "8")
+
+
+def test_the_letters_of_a_hybrid_count_its_layers():
+    row, _ = completed({**ROW, "layers": "", "layer_pattern": "M-|M*"})
+
+    assert row["layers"] == "4"
+
+
+@pytest.mark.parametrize(("pattern", "settings"), RECIPES, ids=lambda each: str(each)[:40])
+def test_a_recipe_has_cells_that_rows_have(pattern, settings):
+    re.compile(pattern)
+    assert settings.keys() <= {*NEEDED, *OPTIONAL}

@@ -12,49 +12,17 @@ from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.validation.configuration import configuration_of, expert_tensor_parallel
 from parplan.planner.validation.priced_rows import price_row
-from parplan.planner.validation.row_cells import OPTIONAL
 from parplan.planner.validation.step_rows import read_rows
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
-from parplan.profiles.models.spec import ModelSpec, Precision, TrainingSpec
-from parplan.profiles.stack import AttentionKernel, ContextForm, FlashKernel
+from parplan.profiles.models.spec import (
+    ModelSpec,
+    TrainingSpec,
+)
+from parplan.profiles.stack import ContextForm
+from tests.helpers.measured_rows import FULL, ROW
 from tests.helpers.planning import estimate_plan
 
-ROW = {
-    "id": "made-1",
-    "framework": "Megatron-LM core 0.14",
-    "gpu": "a100-80g-sxm",
-    "n_gpus": "16",
-    "gpus_per_node": "8",
-    "interconnect": "NVLink3",
-    "model": "made",
-    "layers": "8",
-    "hidden": "1024",
-    "heads": "16",
-    "kv_heads": "",
-    "head_dim": "",
-    "ffn_hidden": "4096",
-    "gated_ffn": "false",
-    "vocab": "51200",
-    "seq_len": "1024",
-    "global_batch": "32",
-    "micro_batch": "2",
-    "dp": "4",
-    "tp": "2",
-    "pp": "2",
-    "vpp": "",
-    "cp": "",
-    "ep": "",
-    "experts": "",
-    "sequence_parallel": "true",
-    "zero_stage": "1",
-    "recompute": "full",
-    "dtype": "bf16",
-    "step_time_s": "0.5",
-    "derived_step_time_s": "",
-    "peak_memory_gib": "4.0",
-    "notes": "",
-}
 MODEL = ModelSpec(
     name="made",
     num_layers=8,
@@ -72,7 +40,6 @@ TRAINING = TrainingSpec(
     overlap_grad_reduce=False,
     stack=load_stack("megatron-core"),
 )
-FULL = dict.fromkeys(OPTIONAL, "") | ROW
 
 
 def test_a_row_is_priced_as_estimate_prices_its_configuration():
@@ -112,11 +79,10 @@ def test_a_row_is_priced_as_estimate_prices_its_configuration():
     ("change", "reason"),
     [
         pytest.param({"layers": ""}, "layers is not stated", id="missing"),
-        pytest.param({"run_type": "LoRA"}, "LoRA", id="lora"),
         pytest.param({"interconnect": "8x 0 Gb/s"}, "interconnect is 0 Gb/s", id="network"),
         pytest.param(
-            {"experts": "8", "tp": "4", "dp": "2", "notes": "etp2"},
-            "expert tensor parallelism 2 under tensor parallelism 4",
+            {"experts": "8", "tp": "4", "dp": "2", "notes": "etp3"},
+            "mesh: etp is N, it must divide tp N",
             id="expert-tensor-parallel",
         ),
         pytest.param(
@@ -129,10 +95,38 @@ def test_a_row_is_priced_as_estimate_prices_its_configuration():
             "mesh: ep N does not divide the N ranks of a stage, over which the experts are divided",
             id="expert-parallel",
         ),
-        pytest.param({"run_type": "peft"}, "LoRA", id="peft"),
-        pytest.param({"model": "bert/bert_tp1"}, "an encoder", id="encoder"),
         pytest.param(
-            {"notes": "a | INCONSISTENT: MFU"}, "its own figures disagree", id="contradiction"
+            {"model": "t5/t5_tp1"}, "an encoder beside a decoder, or of images", id="encoder"
+        ),
+        pytest.param({"notes": "STALE: a"}, "its own figures disagree", id="contradiction"),
+        pytest.param(
+            {"recompute": "selective [moe_act block]"},
+            "recompute 'selective [moe_act block]'",
+            id="unknown-module",
+        ),
+        pytest.param({"offload": "block"}, "offloaded module 'block'", id="offloaded-module"),
+        pytest.param(
+            {"pipeline_layout": "Et*3|t*5?L"},
+            "pipeline_layout 'Et*3|t*5?L' is not understood",
+            id="layout",
+        ),
+        pytest.param(
+            {"pipeline_layout": "Et*3|t*4L"},
+            "2 stages of 7 layers are stated, not 2 of 8",
+            id="layout-of-fewer-layers",
+        ),
+        pytest.param(
+            {"layer_pattern": "M?", "state_space": "1 1 1 1"},
+            "layer_pattern 'M?' is not understood",
+            id="layer-pattern",
+        ),
+        pytest.param(
+            {"latent": "1 2 3"}, "latent is not made of 5 whole numbers", id="latent-ranks"
+        ),
+        pytest.param(
+            {"model": "gpt/small_mla"},
+            "latent attention of ranks that are not stated",
+            id="no-latent-ranks",
         ),
         pytest.param(
             {"model": "DeepSeekV4 Flash", "layers": ""},
@@ -210,110 +204,6 @@ def test_a_row_without_a_time_is_priced_and_has_no_error():
     assert priced.error is None
 
 
-@pytest.mark.parametrize(
-    ("framework", "notes", "stack", "attention", "dropout", "overlap"),
-    [
-        pytest.param(
-            "Megatron-LM v1.1/v2.0 (2020)",
-            "",
-            "megatron-lm-2020",
-            AttentionKernel.UNFUSED,
-            0.1,
-            False,
-            id="megatron-2020",
-        ),
-        pytest.param(
-            "Megatron-LM (Apr 2021)",
-            "",
-            "megatron-lm-2021",
-            AttentionKernel.UNFUSED,
-            0.1,
-            False,
-            id="megatron-2021",
-        ),
-        pytest.param(
-            "Megatron-DeepSpeed (microsoft)",
-            "",
-            "megatron-deepspeed",
-            AttentionKernel.UNFUSED,
-            0.1,
-            False,
-            id="deepspeed",
-        ),
-        pytest.param(
-            "Megatron-LM core 0.14",
-            "",
-            "megatron-core",
-            AttentionKernel.FLASH,
-            0.0,
-            False,
-            id="megatron-core",
-        ),
-        pytest.param(
-            "Megatron-LM core 0.14",
-            "overlap=grad",
-            "megatron-core",
-            AttentionKernel.FLASH,
-            0.0,
-            True,
-            id="overlap-noted",
-        ),
-        pytest.param("NeMo 24.05", "", "nemo", AttentionKernel.FLASH, 0.0, True, id="nemo"),
-        pytest.param(
-            "torchtitan 820504e",
-            "",
-            "torchtitan",
-            AttentionKernel.FLASH,
-            0.0,
-            True,
-            id="torchtitan",
-        ),
-        pytest.param(
-            "torchtitan 820504e",
-            "overlap=none",
-            "torchtitan",
-            AttentionKernel.FLASH,
-            0.0,
-            False,
-            id="no-overlap-noted",
-        ),
-        pytest.param(
-            "MosaicML Composer FSDP",
-            "attention=unfused",
-            "fsdp1",
-            AttentionKernel.UNFUSED,
-            0.1,
-            True,
-            id="attention-noted",
-        ),
-    ],
-)
-def test_what_a_framework_decides_is_read_off_its_name_and_the_notes(
-    framework, notes, stack, attention, dropout, overlap
-):
-    configuration = configuration_of({**FULL, "framework": framework, "notes": notes})
-
-    training = configuration.training
-    assert (training.stack.name, training.attention, training.overlap_grad_reduce) == (
-        stack,
-        attention,
-        overlap,
-    )
-    assert configuration.model.dropout == dropout
-
-
-def test_a_noted_attention_kernel_is_the_stacks_and_one_that_nobody_knows_a_reason():
-    assert (
-        configuration_of({**FULL, "notes": "attention=flash1"}).training.stack.flash_kernel_on(7.0)
-        is FlashKernel.FLASH1
-    )
-    assert (
-        configuration_of({**FULL, "notes": "attention=sdpa"}).training.stack.flash_kernel_on(9.0)
-        is FlashKernel.FLASH2
-    )
-    assert price_row({**ROW, "notes": "attention=what"}).reason == "no attention kernel 'what'"
-
-
 def test_a_setting_that_a_row_leaves_open_is_the_fastest_that_fits_and_is_named():
     open_ = price_row({**ROW, "vpp": "1", "micro_batch": "", "recompute": ""})
     stated = [
@@ -355,25 +245,6 @@ def test_rows_of_one_model_machine_and_batch_are_one_grid():
     assert price_row({**ROW, "global_batch": "64"}).grid != second.grid
 
 
-def test_fp8_rows_run_their_products_in_fp8():
-    fp8 = {
-        **ROW,
-        "gpu": "h100-80g-sxm",
-        "hidden": "4096",
-        "ffn_hidden": "16384",
-        "heads": "32",
-        "seq_len": "4096",
-        "dtype": "bf16+float8 linear",
-    }
-
-    assert configuration_of({**FULL, **fp8}).training.fp8_matmuls
-    assert price_row(fp8).predicted_s < price_row({**fp8, "dtype": "bf16"}).predicted_s
-    assert (
-        price_row({**ROW, "dtype": "fp8"}).reason
-        == "a100-80gb has no fp8 arithmetic (it has bf16, fp16, fp32)"
-    )
-
-
 @pytest.mark.parametrize(
     ("interconnect", "faster"),
     [
@@ -413,35 +284,6 @@ def test_a_cell_that_is_no_number_is_a_reason():
     assert price_row({**ROW, "layers": "eight"}).reason is not None
 
 
-def test_bf16_gradients_are_fp32_and_fp16_ones_their_own_but_for_internevo():
-    def gradients(**change):
-        return configuration_of({**FULL, **change}).training.gradient_precision
-
-    assert gradients() is Precision.FP32
-    assert gradients(dtype="fp16") is gradients(dtype="fp16/bf16") is Precision.FP16
-    assert gradients(framework="InternEvo (2024-03)") is Precision.BF16
-
-
-def test_frameworks_that_divide_blocks_unevenly_are_priced_so():
-    nanotron = configuration_of({**FULL, "framework": "nanotron v0.5"})
-    assert sum(nanotron.blocks) == 8
-    assert nanotron.blocks[0] > nanotron.blocks[-1]  # the head counts as compute of the last stage
-
-    redis = {
-        **FULL,
-        "framework": "Megatron-LM fork, 1F1B, method redis",
-        "layers": "32",
-        "pp": "8",
-        "dp": "2",
-        "tp": "1",
-    }
-    assert configuration_of({**redis, "vocab": "128000"}).blocks == (4, 4, 4, 4, 4, 5, 5, 2)
-    assert (
-        price_row({**redis, "vocab": "50000"}).reason
-        == "layers moved between stages, how many is not stated"
-    )
-
-
 def test_levels_that_blocks_take_in_turn_lie_between_them():
     def seconds(recompute):
         return price_row(
@@ -451,23 +293,21 @@ def test_levels_that_blocks_take_in_turn_lie_between_them():
     assert seconds("none") < seconds("selective (every other layer)") < seconds("full")
 
 
-def test_a_release_test_has_the_vocabulary_and_dropout_of_its_defaults():
-    row = {
-        **FULL,
-        "framework": "Megatron-LM CI (dev container)",
-        "vocab": "",
-        "notes": "tied embeddings",
-    }
-    model = configuration_of(row).model
+def test_figures_that_disagree_are_compared_with_nothing():
+    priced = price_row({**ROW, "notes": "a | INCONSISTENT: reported TFLOPs / recomputed = 0.9"})
 
-    assert (model.vocab_size, model.dropout, model.tied_embeddings) == (50257, 0.1, True)
-    assert not configuration_of({**row, "notes": ""}).model.tied_embeddings
+    assert priced.predicted_s == price_row(ROW).predicted_s
+    assert (priced.measured_s, priced.measured_gib) == (None, None)
+    assert priced.untimed == ("its own figures disagree",)
 
 
-def test_a_fused_cross_entropy_is_noted():
-    assert (
-        configuration_of({**FULL, "notes": "fused cross entropy"}).training.stack.logit_bytes == 10
-    )
+def test_adapters_take_less_time_and_memory_than_all_weights():
+    large = {**ROW, "hidden": "4096", "ffn_hidden": "16384", "heads": "32", "seq_len": "4096"}
+    adapters, whole = price_row({**large, "run_type": "LoRA"}), price_row(large)
+
+    assert adapters.reason is None
+    assert adapters.predicted_s < whole.predicted_s
+    assert adapters.predicted_gib < whole.predicted_gib
 
 
 def test_the_time_of_a_toy_model_is_not_compared():
@@ -484,10 +324,6 @@ def test_a_framework_that_no_stack_describes_is_priced_as_plain_pytorch_and_said
 
     assert unknown.assumed == ("framework",)
     assert unknown.predicted_s == price_row({**ROW, "framework": "torchtitan 820504e"}).predicted_s
-
-
-def test_a_precision_may_be_written_out():
-    assert configuration_of({**FULL, "dtype": "BFloat16"}).training.precision is Precision.BF16
 
 
 def test_experts_and_divided_sequences_become_axes_of_the_mesh():

@@ -287,7 +287,7 @@ def test_an_unknown_cluster_is_an_error_that_suggests_a_name():
     [
         pytest.param(
             {"peak_tflops": {"bf17": 1}},
-            r"here: device\.peak_tflops\.bf17: input should be 'fp8', 'bf16', 'fp16' or 'fp32'",
+            r"here: device\.peak_tflops\.bf17: input should be 'fp4', 'fp8', 'bf16', 'fp16' or",
             id="precision",
         ),
         pytest.param(

@@ -10,8 +10,8 @@ import pytest
 
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.blocks import BlockRun
-from parplan.profiles.models.hf.config_families import ALIASES, FAMILIES, WRAPPERS
 from parplan.profiles.models.functions import Activations, Functions
+from parplan.profiles.models.hf.config_families import ALIASES, FAMILIES, WRAPPERS
 from parplan.profiles.models.huggingface import (
     DEFAULT_GLOBAL_BATCH_SIZE,
     MAX_DEFAULT_SEQ_LENGTH,
@@ -460,9 +460,9 @@ def test_a_model_is_named_after_its_publication_its_folder_or_its_family(keys, w
             id="too-few-kinds",
         ),
         pytest.param(
-            {"model_type": "nemotron_h", "hybrid_override_pattern": "M-E"},
-            "c.json: hybrid_override_pattern is 'moe', it must be made of linear_attention, mamba, "
-            "full_attention, attention, mlp",
+            {"model_type": "nemotron_h", "hybrid_override_pattern": "M-X"},
+            "c.json: hybrid_override_pattern is 'X', it must be made of linear_attention, mamba, "
+            "full_attention, attention, mlp, moe",
             id="unknown-block",
         ),
         pytest.param(

@@ -146,6 +146,17 @@ def test_falcon_has_one_norm_or_two_before_its_parallel_parts():
     assert (large.num_kv_heads, large.norm_layout, large.parallel_residual) == (8, "pre", True)
 
 
+def test_nemotron_3_has_experts_in_blocks_of_their_own():
+    nano, large = (spec_of(name) for name in CONFIGS if name.startswith("nemotron-3"))
+
+    assert [sum(kind.feed_forward for kind in spec.block_kinds) for spec in (nano, large)] == [
+        23,
+        40,
+    ]
+    assert (nano.ffn_hidden_size, nano.expert_latent_size, large.expert_latent_size) == (0, 0, 1024)
+    assert large.shared_experts == SharedExperts(ffn_hidden_size=5376)
+
+
 def test_nemotron_h_has_blocks_of_one_part_each():
     spec = spec_of("nemotron-h-8b")
     kinds = spec.block_kinds

@@ -9,6 +9,7 @@ import pytest
 from parplan.costmodels.operators.operator_kernels import operator_kernels
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.profiles.models.blocks import BlockRun, QkNorm
+from parplan.profiles.models.documents import Documents
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import Attention, LayerKind
 from parplan.profiles.models.spec import TrainingSpec
@@ -138,3 +139,13 @@ def test_the_output_has_a_bias_of_its_own():
 
     assert operator.num_parameters == 4096 * 4096 + 4096
     assert block(LLAMA).operator("attention_out").num_parameters == 4096 * 4096
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-vl-7b", "whisper-large-v3"])
+def test_documents_are_of_the_text_and_a_tower_is_read_whole(name):
+    training = replace(TRAINING, seq_length=448, documents=Documents(lengths=((64, 1),)))
+    graph = build_graph(load_model(name).spec, training, 1)
+    kernels = [op.attention for run in graph.layers for op in run.layer.operators if op.attention]
+
+    assert {each.in_documents.longest for each in kernels if each.causal} == {64}
+    assert {each.in_documents for each in kernels if not each.causal} == {None}

@@ -134,3 +134,38 @@ def test_capped_logits_are_kept_beside_the_probabilities():
 
     assert names(head) == ["norm", "lm_head", "logit_cap", "loss"]
     assert [tensor.name for tensor in head.operator("logit_cap").saved] == ["capped_logits"]
+
+
+def test_tokens_are_compressed_before_they_are_sent_to_their_experts():
+    graph = build_graph(load_model("nemotron-3-super-120b-a12b").spec, TRAINING, 1)
+    experts = next(each for each in map(graph.layer_class, graph.keys) if each.has_experts)
+
+    assert experts.operator("dispatch").outputs[0].dims[-1].size == 1024
+    assert [p.shape for p in experts.operator("fc1").parameters] == [(512, 2688, 1024)]
+    assert [p.shape for p in experts.operator("latent_up").parameters] == [(4096, 1024)]
+    assert experts.operator("shared_fc1").inputs[0].name == "norm2"
+
+
+def test_weights_multiply_the_output_of_experts_or_their_activation():
+    def kept(gated, weighs):
+        stack = replace(TRAINING.stack, weighs_activations=weighs)
+        model = replace(load_model("mixtral-8x7b").spec, gated_ffn=gated)
+        block = build_graph(model, replace(TRAINING, stack=stack), 1).block
+        saved = {tensor.name for operator in block.operators for tensor in operator.saved}
+        return saved & {"fc1", "activation", "unweighted", "fc2"}
+
+    assert kept(True, False) == kept(False, False) == {"fc1", "activation", "fc2"}
+    assert kept(True, True) == {"fc1", "activation"}
+    assert kept(False, True) == {"fc1", "unweighted", "activation"}
+
+
+def test_an_encoder_meets_all_keys():
+    model = load_model("gpt-tiny").spec
+    encoder = replace(model, bidirectional=True)
+    causal, whole = (
+        build_graph(each, TRAINING, 1).block.operator("attention").attention
+        for each in (model, encoder)
+    )
+
+    assert (causal.causal, whole.causal) == (True, False)
+    assert whole.keys_met(1024) == 2 * causal.keys_met(1024)

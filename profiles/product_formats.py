@@ -1,0 +1,87 @@
+"""The formats in which the matrix products of blocks may run: narrow operands with scales.
+
+Weights and activations are in the training's precision, and each operand is cast before its
+product (EQUATIONS K8). A row of `FORMATS` says what the casts move, and what the device must have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+
+
+class ProductFormat(StrEnum):
+    FP8_DELAYED = "fp8-delayed"
+    FP8_CURRENT = "fp8-current"
+    FP8_ROWWISE = "fp8-rowwise"
+    FP8_BLOCK = "fp8-block"
+    MXFP8 = "mxfp8"
+    NVFP4 = "nvfp4"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperandFormat:
+    """The format of one operand of a product.
+
+    peak            the key of the device's peak FLOP/s
+    element_bytes   bytes of an element with its part of the scales
+    reads           passes over the operand in the training's precision: one, or a first one for the
+                    largest value
+    copies          casts that are written: one by rows and one by columns, where the two products
+                    that read an operand need it so
+    from_capability the least compute capability of a device of NVIDIA that runs it
+    """
+
+    peak: str
+    element_bytes: float
+    reads: int
+    copies: int
+    from_capability: float
+
+    def cast_bytes(self, element_bytes: int) -> float:
+        """Bytes that the cast of one element moves, of `element_bytes` in training's precision."""
+        return self.reads * element_bytes + self.copies * self.element_bytes
+
+
+_HOPPER, _BLACKWELL = 8.9, 10.0  # fp8 begins with Ada
+# Gradients' products in fp8 promote their sums to fp32 on the way before Blackwell, as Transformer
+# Engine (use_split_accumulator) and torchao have it; without, products on H100 are 1.1 to 1.2 times
+# as fast (pytorch/ao issue 2377).
+PROMOTED_SUMS = 1.15
+
+
+def gradient_slowdown(peak: str, capability: float | None) -> float:
+    """Returns the factor on the time of a gradient's product whose operands have `peak`."""
+    promotes = peak == "fp8" and capability is not None and capability < _BLACKWELL
+    return PROMOTED_SUMS if promotes else 1.0
+
+
+# Transformer Engine (transformer_engine/common/recipe/__init__.py): DelayedScaling (the scale of
+# earlier steps; the cast writes the transposed copy too, which Hopper's products need),
+# Float8CurrentScaling, Float8BlockScaling (1 x 128 of activations, 128 x 128 of weights),
+# MXFP8BlockScaling (32 with a scale of one byte) and NVFP4BlockScaling (16 with a scale of one
+# byte, under one scale of the tensor). torchao float8 (recipe tensorwise and rowwise).
+FORMATS: Mapping[ProductFormat, OperandFormat] = MappingProxyType(
+    {
+        ProductFormat.FP8_DELAYED: OperandFormat(
+            peak="fp8", element_bytes=1.0, reads=1, copies=2, from_capability=_HOPPER
+        ),
+        ProductFormat.FP8_CURRENT: OperandFormat(
+            peak="fp8", element_bytes=1.0, reads=2, copies=1, from_capability=_HOPPER
+        ),
+        ProductFormat.FP8_ROWWISE: OperandFormat(
+            peak="fp8", element_bytes=1.0, reads=2, copies=2, from_capability=_HOPPER
+        ),
+        ProductFormat.FP8_BLOCK: OperandFormat(
+            peak="fp8", element_bytes=1 + 4 / 128, reads=1, copies=2, from_capability=9.0
+        ),
+        ProductFormat.MXFP8: OperandFormat(
+            peak="fp8", element_bytes=1 + 1 / 32, reads=1, copies=2, from_capability=_BLACKWELL
+        ),
+        ProductFormat.NVFP4: OperandFormat(
+            peak="fp4", element_bytes=0.5 + 1 / 16, reads=2, copies=2, from_capability=_BLACKWELL
+        ),
+    }
+)
