@@ -48,7 +48,7 @@ _EXCHANGES: tuple[tuple[str, _Facts], ...] = (
     (r"mbridge-26\.04.*gpt_oss.*-b[23]00", _ONCE),
     (r"mbridge-26\.0[68].*gpt_oss.*-b300", _ONCE),
     (r"kimi.*-gb", _ONCE),
-    (r"nemotron_3", _ONCE),
+    (r"nemotron.3", _ONCE),
 )
 # one graph a step, with a kernel that adds the biases of experts and runs their activation
 _WHOLE_STEP: _Facts = {"host_operator_s": 0.0, "fused_experts": True}
@@ -65,7 +65,7 @@ _GRAPHS: tuple[tuple[str, _Facts], ...] = (
     (r"(deepseek|kimi).*-gb200", _ROUTERS),
     (r"mbridge-25\.11.*deepseek.*-gb300", _ROUTERS),
     (r"mbridge-26\.(04\.01|0[68]).*deepseek.*-(b300|b200-\d+-mxfp8)", _ROUTERS),
-    (r"nemotron_3", _ROUTERS),
+    (r"nemotron.3", _ROUTERS),
 )
 # Rows that recompute nothing, or norms, activations and up-projections alone, whose time is left
 # out. Kimi K2 and DeepSeek-V3 on H100 recompute the dense network and shared experts as well.
