@@ -123,6 +123,14 @@ class Stack:
     weights_over_data        operators of a block may be divided over data-parallel ranks as well
     overlap_exchanges        the exchanges of tokens with their experts run under the compute of
                              another micro-batch
+    sends_tokens_once        a token goes to a rank once, however many of its experts are there, and
+                             to another node once (DeepEP, HybridEP); otherwise once for each expert
+    narrow_experts           products of experts run in the format of the blocks' other products,
+                             too
+    fused_experts            one kernel has a product of experts, the activation and the casts
+    widens_expert_biases     biases of experts are added in fp32, expert by expert
+    dispatch_launches        launches of one pass of a dispatch or a combination beside its own
+    expert_launches          launches of a product for each expert of a rank
     overlap_transfers        under the interleaved schedule, transfers between stages run under the
                              compute of other micro-batches
     paired_exchanges         the tensors of a message between stages, and those of the message that
@@ -213,6 +221,12 @@ class Stack:
     divided_ends: bool = False
     weights_over_data: bool = False
     overlap_exchanges: bool = False
+    sends_tokens_once: bool = False
+    narrow_experts: bool = False
+    fused_experts: bool = False
+    widens_expert_biases: bool = False
+    dispatch_launches: int = 0
+    expert_launches: int = 0
     overlap_transfers: bool = False
     paired_exchanges: bool = False
     overlap_grad_reduce: bool = True
@@ -278,6 +292,8 @@ class Stack:
             "step_copy_bytes",
             "bucket_elements",
             "workspace_bytes",
+            "dispatch_launches",
+            "expert_launches",
             "allocator_share",
             "nccl_bytes",
         )

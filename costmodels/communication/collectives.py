@@ -16,6 +16,7 @@ import math
 from enum import StrEnum
 
 from parplan.costmodels.communication.mesh import Placement
+from parplan.costmodels.operators.kernels import ranks_met
 from parplan.profiles.elementwise import Number, exp, larger_of, log, smaller_of
 from parplan.profiles.machines.curves import CollectiveCurve, spline_s
 from parplan.profiles.machines.hardware import Link
@@ -125,6 +126,25 @@ def collective_time(
     return _across_nodes(collective, n_bytes, placement, inside, machine)
 
 
+def exchange_once_time(
+    n_bytes: Number, copies: int, placement: Placement, machine: Machine
+) -> Seconds:
+    """Seconds of an exchange that sends a token once to a rank, and once to another node.
+
+    n_bytes    those of `copies` copies of each token of a rank, one for each of its experts
+
+    Between nodes goes one copy for each node with some of the token's experts, which its ranks pass
+    on to one another (EQUATIONS T3; DeepEP and HybridEP).
+    """
+    token_bytes = n_bytes / copies
+    to_ranks = token_bytes * ranks_met(placement.num_ranks, copies)
+    if not placement.crosses_nodes:
+        return collective_time(Collective.ALL_TO_ALL, to_ranks, placement, machine)
+    inside = _inside_node(Collective.ALL_TO_ALL, to_ranks, placement.ranks_per_node, machine)
+    to_nodes = token_bytes * ranks_met(placement.nodes, copies)
+    return _across_nodes(Collective.ALL_TO_ALL, to_nodes, placement, inside, machine)
+
+
 def _placed(
     name: str, nodes: int, ranks: int, groups: tuple[int, ...], machine: Machine
 ) -> CollectiveCurve | None:
@@ -167,15 +187,19 @@ def _inside_node(collective: Collective, n_bytes: Number, ranks: int, machine: M
 def _between_ranks(
     below: CollectiveCurve, above: CollectiveCurve, ranks: int, n_bytes: Number
 ) -> Number:
-    """Seconds between two curves, log-linear in the number of ranks.
+    """Seconds between two curves, log-linear in the number of ranks (EQUATIONS C7).
 
-    Beyond the last curve time grows like the latency.
+    Beyond the last curve the latency, its seconds of the fewest bytes, grows by steps of a tree,
+    and the rest as the bytes that a rank sends through the switch, (p - 1) / p of them.
     """
     low_s = spline_s(below, n_bytes)
     if below.ranks == above.ranks:
         if ranks <= below.ranks:
             return low_s
-        return low_s * max(1.0, math.log2(ranks) / math.log2(below.ranks))
+        latency_s = smaller_of(low_s, below.time_us[0] * 1e-6)
+        steps = max(1.0, math.log2(ranks) / math.log2(below.ranks))
+        sent = (1 - 1 / ranks) / (1 - 1 / below.ranks)
+        return latency_s * steps + (low_s - latency_s) * sent
     share = math.log(ranks / below.ranks) / math.log(above.ranks / below.ranks)
     high_s = spline_s(above, n_bytes)
     return exp((1 - share) * log(low_s) + share * log(high_s))

@@ -5,8 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
-from parplan.costmodels.communication.collectives import Collective, collective_time
+from parplan.costmodels.communication.collectives import (
+    Collective,
+    collective_time,
+    exchange_once_time,
+)
 from parplan.costmodels.communication.hiding import under
 from parplan.costmodels.communication.mesh import (
     place_axis,
@@ -302,26 +307,43 @@ def _exchange_time(
     """The all-to-all of token copies to or from their experts' ranks (EQUATIONS C3, T3).
 
     The backward pass runs the reverse. Routing is balanced: every rank sends one ep-th of its
-    copies to each rank of its group.
+    copies to each rank of its group, or a token once where the stack does so.
     """
     if sharding.ep == 1:
         return FREE
     stride = sharding.etp
     gpus_per_node = inside.machine.cluster.gpus_per_node
     where = place_axis(sharding.ep, stride, sharding.ep * stride, gpus_per_node)
-    once = collective_time(
-        Collective.ALL_TO_ALL, sharding.tensor_bytes(operator, copies), where, inside.machine
-    )
+    num_bytes = sharding.tensor_bytes(operator, copies)
+    if inside.stack.sends_tokens_once:
+        once = exchange_once_time(num_bytes, copies.size("chosen"), where, inside.machine)
+    else:
+        once = collective_time(Collective.ALL_TO_ALL, num_bytes, where, inside.machine)
     if inside.stack.overlap_exchanges:
         once = inside.under(once, inside.exchange_window_s)
     return OperatorTime(once, once)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def _more_launches(operator: Operator, sharding: Sharding, stack: Stack) -> float:
+    """Launches of an operator of a mixture beside its own, in the forward pass (EQUATIONS K9)."""
+    if operator.exchanged is not None:
+        return stack.dispatch_launches
+    if operator.kind is OperatorKind.EXPERTS:
+        of_each = len(operator.parameters) if stack.widens_expert_biases else 1
+        return stack.expert_launches * of_each * operator.parameters[0].dims[0].size / sharding.ep
+    return 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerOperators:
-    """Every operator of one layer class priced once; the price under any recompute set is a sum."""
+    """Every operator of one layer class priced once; the price under any recompute set is a sum.
+
+    more_launches    launches beside those of the operators, in the forward pass; a backward pass
+                     has as many, and for a product twice as many
+    """
 
     layer: LayerClass
+    more_launches: Mapping[str, float] = field(default_factory=dict)
     host_forward_s: float
     host_backward_s: float
     compute: dict[str, OperatorTime]
@@ -331,14 +353,14 @@ class LayerOperators:
         """Prices one micro-batch through the layer; the backward pass recomputes `recompute`.
 
         No pass is faster than the host launches it: operators, collectives, and both gradients of a
-        product.
+        product. The device waits for the launches behind the counts of tokens (EQUATIONS K9).
         """
         forward, tp_forward = self._forward(tuple(self.compute))
         repeated, tp_repeated = self.again(recompute)
         backward = _sum(time.backward for time in self.compute.values())
         tp_backward = _sum(time.backward for time in self.tensor_parallel.values())
         collectives = sum(time.backward.value_s > 0 for time in self.tensor_parallel.values())
-        launches = self.layer.gradient_launches + collectives
+        launches = self.layer.gradient_launches + collectives + self._more_gradient_launches
         return LayerTime(
             forward=forward,
             recompute=repeated,
@@ -387,6 +409,14 @@ class LayerOperators:
         )
 
     @property
+    def _more_gradient_launches(self) -> float:
+        return sum(
+            self.more_launches.get(operator.name, 0.0) * (1 + operator.weight_gradient)
+            for operator in self.layer.operators
+            if operator.gradient
+        )
+
+    @property
     def weight_s(self) -> float:
         """Seconds of the backward pass for gradients of weights, which zero-bubble defers."""
         return sum(time.weight.value_s for time in self.compute.values())
@@ -395,13 +425,40 @@ class LayerOperators:
         compute = _sum(self.compute[name].forward for name in names)
         communication = _sum(self.tensor_parallel[name].forward for name in names)
         collectives = sum(self.tensor_parallel[name].forward.value_s > 0 for name in names)
-        launches = sum(self.compute[name] is not FREE for name in names) + collectives
-        return launched(compute, communication, launches * self.host_forward_s), communication
+        operators = sum(self.compute[name] is not FREE for name in names)
+        more = sum(self.more_launches.get(name, 0.0) for name in names)
+        launches = operators + collectives + more
+        behind = sum(self.more_launches.get(name, 0.0) for name in names if name in self._behind)
+        host_s, idle_s = launches * self.host_forward_s, behind * self.host_forward_s
+        return launched(compute, communication, host_s, idle_s), communication
+
+    @cached_property
+    def _behind(self) -> frozenset[str]:
+        """The operators whose launches wait until the host knows how many tokens each expert gets.
+
+        They are a dispatch and the product that reads what arrived.
+        """
+        dispatched = {
+            operator.outputs[0].name: operator.name
+            for operator in self.layer.operators
+            if operator.kind is OperatorKind.DISPATCH
+        }
+        readers = (
+            operator.name
+            for operator in self.layer.operators
+            if operator.kind is OperatorKind.EXPERTS and operator.inputs[0].name in dispatched
+        )
+        return frozenset((*dispatched.values(), *readers))
 
 
-def launched(compute: Seconds, communication: Seconds, host_s: float) -> Seconds:
-    """Adds to the compute the device's wait for the host where launching is slower than running."""
-    waits_s = host_s - compute.value_s - communication.value_s
+def launched(
+    compute: Seconds, communication: Seconds, host_s: float, idle_s: float = 0.0
+) -> Seconds:
+    """Adds to the compute the device's wait for the host where launching is slower than running.
+
+    idle_s    least wait, for launches that cannot run ahead
+    """
+    waits_s = max(idle_s, host_s - compute.value_s - communication.value_s)
     return compute + Seconds(waits_s, Kind.ANALYTIC) if waits_s > 0 else compute
 
 
@@ -432,6 +489,11 @@ def price_operators(
         layer=layer,
         host_forward_s=forward_s,
         host_backward_s=backward_s,
+        more_launches={
+            operator.name: more
+            for operator in layer.operators
+            if (more := _more_launches(operator, sharding, training.stack))
+        },
         compute=compute,
         tensor_parallel=_communication(layer, sharding, compute, inside, base),
     )

@@ -115,6 +115,14 @@ class StreamKernel:
 Kernel = ProductKernel | FusedKernel | StreamKernel
 
 
+def ranks_met(parts: Number, copies: int) -> Number:
+    """The mean number of `parts` that hold some of the `copies` experts of a token (EQUATIONS T3).
+
+    p (1 - (1 - 1 / p)^k), where each of k experts lies on any of p parts, equally often.
+    """
+    return parts * (1 - (1 - 1 / parts) ** copies)
+
+
 def update_kernels(
     num_parameters: float, training: TrainingSpec, moved_bytes: float | None = None
 ) -> tuple[StreamKernel, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,17 +19,30 @@ from parplan.costmodels.operators.kernels import (
     StreamKernel,
     fused_kernel,
     product_kernel,
+    ranks_met,
 )
 from parplan.costmodels.operators.sharding import LocalSizes
-from parplan.profiles.elementwise import Number, anywhere, chosen, larger_of
+from parplan.profiles.elementwise import Number, anywhere, chosen
 from parplan.profiles.machines.curves import Product
-from parplan.profiles.models.operator_graph import Attention, Operator, OperatorKind, Tensor
+from parplan.profiles.models.operator_graph import (
+    EXPERT_WIDTH,
+    Attention,
+    Operator,
+    OperatorKind,
+    Tensor,
+)
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.product_formats import FORMATS
 from parplan.profiles.stack import AttentionKernel
 
 SCALED_ELEMENTS = 64  # 8-bit elements that share an fp32 scale, as in QLoRA, arXiv 2305.14314
 QUANTISED_BYTES = 1 + FP32_BYTES / SCALED_ELEMENTS  # of an element with its part of the scale
+# Bytes that the kernels of Megatron-Core's TEGroupedMLP move for an element, forward and backward.
+# Biases by weight: a product in fp32 (4 bytes), its sum with the output (10), the experts joined
+# (8) and cast (6); backward a cast (6), one back for the output (6), the experts joined (4), and
+# the gradients of the biases and of the weights, each a product and a sum (12 each).
+WIDE_BIAS_BYTES = (28, 40)
+CLAMP_BYTES = (8, 12)  # both halves clamped (4) and joined (4); backward 6, 4 and the bias (2)
 TABLE_PASSES = 3  # over the gradient of an embedding table: zeroed, read and written
 
 
@@ -169,26 +181,64 @@ def _experts(operator: Operator, sizes: LocalSizes, training: TrainingSpec) -> O
 
     Routing is balanced: each expert has an equal part of as many token copies as the rank sent.
     They take the curve of grouped products, which is relative to that of single ones with the tiles
-    of all experts in the same waves. They stay in 16 bits under fp8.
+    of all experts in the same waves. Where a stack runs them in the format of other products,
+    tokens and gradients are cast as for these, and each weight once a step, which is left out.
     """
     *token_dims, features, contracted = operator.dims
     experts = operator.parameters[0].dims[0].size // sizes.ep
     element = training.precision.num_bytes
     m = -(-math.prod(sizes.dim_size(operator, dim.name) for dim in token_dims) // experts)
     n, k = sizes.dim_size(operator, features.name), sizes.dim_size(operator, contracted.name)
+    stack = training.stack
+    narrow = FORMATS[training.products] if training.products and stack.narrow_experts else None
+    operand, peak = (narrow.element_bytes, narrow.peak) if narrow else (element, "")
 
     def product(
         curve: str, m: Number, n: Number, k: Number, result_bytes: int = element
     ) -> ProductKernel:
         shape = Product(
-            m=m, n=n, k=k, batch=experts, operand_bytes=element, result_bytes=result_bytes
+            m=m, n=n, k=k, batch=experts, operand_bytes=operand, result_bytes=result_bytes
         )
-        return ProductKernel(curve, shape, grouped=True)
+        return ProductKernel(curve, shape, peak=peak, grouped=True)
+
+    def cast(way: str, features: Number) -> tuple[Kernel, ...]:
+        if narrow is None or stack.fused_experts:
+            return ()
+        n_bytes = narrow.cast_bytes(element) * experts * m * features
+        return (StreamKernel("cast", "elementwise", way, n_bytes),)
 
     weights = product(WEIGHT_GRADIENT, k, n, m, _accumulated_bytes(training))
+    added, returned = _expert_biases(operator, experts * m * n, training)
     return OperatorKernels(
-        (product(FORWARD, m, n, k),),
-        (product(INPUT_GRADIENT, m, k, n), weights, *_added(experts * n * k, training)),
+        (product(FORWARD, m, n, k), *cast(FORWARD, k), *added),
+        (
+            product(INPUT_GRADIENT, m, k, n),
+            weights,
+            *_added(experts * n * k, training),
+            *cast(BACKWARD, n),
+            *returned,
+        ),
+    )
+
+
+def _expert_biases(
+    operator: Operator, elements: Number, training: TrainingSpec
+) -> tuple[tuple[Kernel, ...], tuple[Kernel, ...]]:
+    """The kernels of biases that experts add outside of their products, forward and backward.
+
+    `elements` are those of the product. Megatron-Core multiplies the second bias by the fp32
+    weights of the tokens and adds it expert by expert (`WIDE_BIAS_BYTES`); the first is added in
+    the product, and the halves of what it gives are clamped and joined (`CLAMP_BYTES`), as gpt-oss
+    alone does, the one family whose experts have biases.
+    """
+    stack = training.stack
+    if len(operator.parameters) == 1 or stack.fused_experts or not stack.widens_expert_biases:
+        return (), ()
+    second = operator.contracted == EXPERT_WIDTH
+    forward, backward = WIDE_BIAS_BYTES if second else CLAMP_BYTES
+    return (
+        (StreamKernel("expert_bias", "elementwise", FORWARD, forward * elements),),
+        (StreamKernel("expert_bias", "elementwise", BACKWARD, backward * elements),),
     )
 
 
@@ -257,6 +307,8 @@ def _streaming(operator: Operator, sizes: LocalSizes, training: TrainingSpec) ->
     tensors read, input gradients written. Rotary is priced as a fused kernel; PyTorch's un-fused
     one takes 2 (forward) to 5 times as long.
     """
+    if training.stack.fused_experts and operator.parallel_dim == EXPERT_WIDTH:
+        return OperatorKernels((), ())  # its products have it
     read = _bytes_of(operator.inputs, operator, sizes)
     written = _bytes_of(operator.outputs, operator, sizes)
     dropped = [tensor for tensor in operator.saved if tensor.element_bytes == 1]
@@ -350,15 +402,20 @@ def _cross_entropy(
 def _permuting(operator: Operator, sizes: LocalSizes, training: TrainingSpec) -> OperatorKernels:
     """Token copies are written in the order of their experts, or read in it and summed by weight.
 
-    Both passes read and write the larger side once, and once more after an exchange to order what
-    arrived.
+    Both passes move each side once. After an exchange a rank with several experts orders what
+    arrived, or before one what it returns: the copies are read and written once more. Where a stack
+    sends a token once to a rank, its exchange reads and writes the tokens, and what arrived is read
+    as it came and written as copies.
     """
-    larger_bytes = functools.reduce(
-        larger_of,
-        (sizes.tensor_bytes(operator, tensor) for tensor in (*operator.inputs, *operator.outputs)),
-    )
-    passes = chosen(sizes.ep > 1, 4, 2)
-    return _both(operator.kind.value, "elementwise", passes * larger_bytes)
+    copies = operator.exchanged
+    assert copies is not None, f"{operator.name} exchanges copies"
+    tokens = operator.inputs[0] if operator.outputs[0] is copies else operator.outputs[0]
+    n_bytes = sizes.tensor_bytes(operator, copies)
+    whole = sizes.tensor_bytes(operator, tokens) + chosen(sizes.ep > 1, 3, 1) * n_bytes
+    if training.stack.sends_tokens_once:
+        arrived = ranks_met(sizes.ep, copies.size("chosen")) / copies.size("chosen")
+        whole = chosen(sizes.ep > 1, (1 + arrived) * n_bytes, whole)
+    return _both(operator.kind.value, "elementwise", whole)
 
 
 def _both(name: str, like: str, n_bytes: Number) -> OperatorKernels:

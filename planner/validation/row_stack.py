@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.planner.validation.block_modules import OFFLOADED, named_modules
+from parplan.planner.validation.expert_recipes import recomputes_little, with_recipe
 from parplan.planner.validation.fine_tuned_rows import fine_tuning_of
 from parplan.planner.validation.frameworks import (
     CURRENT_SCALING,
@@ -73,6 +74,7 @@ def described_stack(row: Row) -> str | None:
 def stack_of(row: Row, stack: Stack) -> Stack:
     """Returns the stack with the changes in the row's notes, such as `attention=flash1`."""
     notes = row["notes"]
+    stack = with_recipe(row, stack)
     fused_loss = re.search(r"fused cross entropy|cross-entropy fusion on", notes)
     if fused_loss or "cross_entropy_loss_fusion" in row["id"]:
         stack = replace(stack, logit_bytes=FUSED_LOSS_LOGIT_BYTES)
@@ -219,6 +221,8 @@ def virtual_stages_of(row: Row, mesh: Mesh, stack: Stack) -> tuple[int, ...]:
 
 
 def recompute_of(row: Row, stack: Stack) -> tuple[tuple[Recompute, ...], ...]:
+    if not row["recompute"] and recomputes_little(row):
+        return ((Recompute.NONE,),)
     if not row["recompute"]:
         return tuple((level,) for level in Recompute)
     cell = row["recompute"]

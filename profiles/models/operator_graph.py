@@ -77,6 +77,10 @@ class Tensor:
     def num_bytes(self) -> int:
         return self.num_elements * self.element_bytes
 
+    def size(self, dim_name: str) -> int:
+        """Returns the extent of the dim of that name, 1 where it has none."""
+        return math.prod(dim.size for dim in self.dims if dim.name == dim_name)
+
     def has(self, dim_name: str | None) -> bool:
         """Returns True if the tensor is laid out over the dim of that name."""
         return dim_name in [dim.name for dim in self.dims]

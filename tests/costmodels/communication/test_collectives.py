@@ -12,6 +12,7 @@ from parplan.costmodels.communication.collectives import (
     Collective,
     all_reduce_s,
     collective_time,
+    exchange_once_time,
     group_nic_bytes_per_s,
     pairwise_all_to_all_s,
     point_to_point_time,
@@ -23,7 +24,7 @@ from parplan.costmodels.communication.collectives import (
 from parplan.costmodels.communication.mesh import Placement
 from parplan.profiles.machines.curves import CollectiveCurve
 from parplan.profiles.machines.hardware import Link
-from parplan.profiles.machines.machine_catalog import load_cluster
+from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.machines.shipped_profiles import Machine, machine_for
 from parplan.profiles.provenance import ZERO, Kind
 
@@ -127,6 +128,21 @@ def test_three_ranks_lie_between_two_and_four():
     assert three.kind is Kind.INTERPOLATED
 
 
+def test_beyond_the_last_curve_latency_grows_by_steps_and_bytes_as_those_that_leave_a_rank():
+    gb200 = machine_for(with_gpus(load_cluster("gb200-186gb"), 64, 64))
+    four, all_ranks = (
+        Placement(nodes=1, ranks_per_node=ranks, groups_per_node=1) for ranks in (4, 64)
+    )
+
+    def seconds(n_bytes, placement):
+        return collective_time(Collective.ALL_TO_ALL, n_bytes, placement, gb200).value_s
+
+    assert seconds(512, all_ranks) == pytest.approx(3 * seconds(512, four))  # log2 64 / log2 4
+    latency_s, moved_s = seconds(512, four), seconds(2**29, four) - seconds(512, four)
+    expected_s = 3 * latency_s + moved_s * (63 / 64) / (3 / 4)
+    assert seconds(2**29, all_ranks) == pytest.approx(expected_s)
+
+
 # Rows of collectives.csv of the measurements: ai-dynamo/aiconfigurator (Apache-2.0), nccl-tests, 8
 # GPUs of one node, us.
 @pytest.mark.parametrize(
@@ -196,6 +212,27 @@ def test_all_to_all_sends_what_belongs_to_other_nodes_through_the_nics():
     assert collective_time(Collective.ALL_TO_ALL, 10**9, placement, A100).value_s == pytest.approx(
         expected_s, rel=1e-12
     )
+
+
+def test_tokens_sent_once_leave_a_node_once_for_each_node_with_one_of_their_experts():
+    placement = Placement(nodes=2, ranks_per_node=8, groups_per_node=1)
+    copies, token_bytes = 8, 10**9
+    once = exchange_once_time(copies * token_bytes, copies, placement, A100)
+    to_nodes = 2 * (1 - 0.5**8) * token_bytes
+    wire_s = 8 * to_nodes / 2 / (200e9 * A100.profile.inter.nic_share)
+
+    assert once.value_s == pytest.approx(wire_s + A100.cluster.nic.latency_s)
+    every_copy = collective_time(Collective.ALL_TO_ALL, copies * token_bytes, placement, A100)
+    assert once.value_s < every_copy.value_s / 3
+
+
+def test_in_a_node_tokens_sent_once_go_to_each_rank_with_one_of_their_experts():
+    to_ranks = 8 * (1 - (7 / 8) ** 6) * 10**7
+    once = exchange_once_time(6 * 10**7, 6, NODE, A100)
+
+    assert once == collective_time(Collective.ALL_TO_ALL, to_ranks, NODE, A100)
+    one_rank = Placement(nodes=1, ranks_per_node=1, groups_per_node=1)
+    assert exchange_once_time(6 * 10**7, 6, one_rank, A100) == ZERO
 
 
 def test_messages_between_nodes_share_the_nics_only_when_there_are_more_than_nics():

@@ -8,9 +8,14 @@ import pytest
 
 from parplan.costmodels.communication.collectives import Collective, collective_time
 from parplan.costmodels.communication.mesh import Mesh, Placement, place_copies
+from parplan.costmodels.layers.layer_price import price_operators
 from parplan.costmodels.layers.model_states import StateSharding, layer_states
 from parplan.costmodels.layers.recompute import Recompute
+<<<<<<< HEAD
 from parplan.costmodels.operators.operator_kernels import operator_kernels
+=======
+from parplan.costmodels.operators.compute import FREE, operator_time
+>>>>>>> w-experts
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
@@ -25,10 +30,12 @@ from parplan.planner.stage_columns.mix_table import MixTable
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
 from parplan.profiles.machines.shipped_profiles import machine_for
+from parplan.profiles.models.blocks import SharedExperts
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, Norm, Positions, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
+from parplan.profiles.product_formats import ProductFormat
 from parplan.profiles.stack import NEUTRAL, AttentionKernel
 from parplan.profiles.units import GIB, TERA
 from tests.helpers.instances import PINS, Instance, every_price, peak_bytes, redundant_bytes
@@ -354,6 +361,121 @@ def test_a_stack_that_overlaps_exchanges_hides_them_under_the_experts():
 
     assert 0 < hidden.tp_forward.value_s < 0.3 * exposed.tp_forward.value_s
     assert hidden.forward.value_s == exposed.forward.value_s
+
+
+def test_tokens_sent_once_save_exchange_and_the_order_of_what_arrives():
+    often, once = (
+        price_operators_of(replace(NEUTRAL, sends_tokens_once=sends)) for sends in (False, True)
+    )
+
+    for name in ("dispatch", "combine"):
+        assert (
+            once.tensor_parallel[name].forward.value_s < often.tensor_parallel[name].forward.value_s
+        )
+        assert once.compute[name].forward.value_s < often.compute[name].forward.value_s
+    assert once.compute["fc1"] == often.compute["fc1"]
+
+
+def price_operators_of(stack, **changes):
+    training = replace(TRAINING, stack=stack, **changes)
+    prices = book_of(MIXTRAL, 8, training=training)
+    sharding = Sharding(ep=8)
+    return price_operators(
+        prices.divided_layer(BLOCK, 1, sharding), sharding, prices.machine, training
+    )
+
+
+# tests/functional_tests/test_cases/common/moe_perf/baseline.json of NVIDIA/Megatron-LM: ms of a
+# mixture of 32 experts without gates, 8 of them for a token and one shared, on 8 H100
+@pytest.mark.parametrize(
+    ("once", "forward_ms", "backward_ms"),
+    [
+        pytest.param(False, 7.12, 10.48, id="all-to-all"),
+        pytest.param(True, 5.39, 8.80, id="hybrid-ep"),
+    ],
+)
+def test_a_mixture_on_eight_gpus_takes_about_as_long_as_published(once, forward_ms, backward_ms):
+    model = replace(
+        TINY,
+        hidden_size=7168,
+        num_heads=56,
+        num_kv_heads=56,
+        head_dim=128,
+        max_seq_length=4096,
+        gated_ffn=False,
+        num_experts=32,
+        experts_per_token=8,
+        expert_ffn_hidden_size=2048,
+        shared_experts=SharedExperts(ffn_hidden_size=2048),
+    )
+    stack = replace(load_stack("megatron-core"), sends_tokens_once=once, kernel_slowdown=1.0)
+    training = replace(STEPS, stack=stack)
+    machine = machine_for(with_gpus(load_cluster("h100-80gb"), 8))
+    sharding = Sharding(ep=8)
+    layer = build_graph(model, training, 1).block
+    priced = price_operators(layer, sharding, machine, training)
+    names = [op.name for op in layer.operators]
+    mixture = names[names.index("router") : names.index("residual2")]
+
+    for way, measured_ms in (("forward", forward_ms), ("backward", backward_ms)):
+        parts_s = (
+            getattr(times[name], way).value_s
+            for name in mixture
+            for times in (priced.compute, priced.tensor_parallel)
+        )
+        assert 1e3 * sum(parts_s) == pytest.approx(measured_ms, rel=0.12)
+
+
+def test_the_host_launches_each_expert_of_a_rank():
+    stack = replace(NEUTRAL, host_operator_s=1e-2, dispatch_launches=20, expert_launches=1)
+    plain = price_operators_of(replace(stack, dispatch_launches=0, expert_launches=0)).time()
+    launched = price_operators_of(stack).time()
+
+    # one of eight experts in two products, once forward and twice backward, and two exchanges
+    assert launched.forward_s - plain.forward_s == pytest.approx((2 * 1 + 2 * 20) * 1e-2)
+    assert launched.backward_s - plain.backward_s == pytest.approx((4 * 1 + 2 * 20) * 1e-2)
+    router_alone = price_operators_of(stack).time(("router",))
+    assert router_alone.recompute_s == pytest.approx(1e-2)
+
+
+def test_the_device_waits_for_launches_behind_the_counts_of_tokens():
+    stack = replace(NEUTRAL, host_operator_s=1e-6, dispatch_launches=20, expert_launches=1)
+    free = price_operators_of(replace(stack, dispatch_launches=0, expert_launches=0)).time()
+    waits = price_operators_of(stack).time()
+
+    assert waits.forward_s - free.forward_s == pytest.approx((20 + 1) * 1e-6)  # one expert a rank
+    assert waits.backward_s == free.backward_s
+
+
+def test_experts_run_in_the_format_of_other_products_where_the_stack_says_so():
+    h100 = machine_for(with_gpus(load_cluster("h100-80gb"), 8))
+    fc1 = build_graph(MIXTRAL, TRAINING, 1).block.operator("fc1")
+
+    def seconds(**facts):
+        training = replace(TRAINING, seq_length=4096, products=ProductFormat.FP8_CURRENT)
+        training = replace(training, stack=replace(NEUTRAL, **facts))
+        return operator_time(fc1, Sharding(), h100, training).forward.value_s
+
+    assert seconds(narrow_experts=True) < seconds()
+    assert seconds(narrow_experts=True, fused_experts=True) < seconds(narrow_experts=True)
+
+
+def test_biases_that_are_added_expert_by_expert_take_time_and_a_fused_mixture_takes_none():
+    model = load_model("gpt-oss-20b").spec
+    block = next(layer for layer in build_graph(model, TRAINING, 1) if layer.has_experts)
+
+    def seconds(name, **facts):
+        training = replace(TRAINING, stack=replace(NEUTRAL, **facts))
+        operator = block.operator(name)
+        return operator_time(operator, Sharding(), machine_for(A100), training)
+
+    widened = seconds("fc2", widens_expert_biases=True)
+    assert widened.forward.value_s > seconds("fc2").forward.value_s
+    assert widened.backward.value_s > seconds("fc2").backward.value_s
+    fused = seconds("fc2", widens_expert_biases=True, fused_experts=True)
+    assert fused == seconds("fc2")
+    assert seconds("activation", fused_experts=True) is FREE
+    assert seconds("activation").forward.value_s > 0
 
 
 # The search
