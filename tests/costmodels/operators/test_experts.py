@@ -11,11 +11,8 @@ from parplan.costmodels.communication.mesh import Mesh, Placement, place_copies
 from parplan.costmodels.layers.layer_price import price_operators
 from parplan.costmodels.layers.model_states import StateSharding, layer_states
 from parplan.costmodels.layers.recompute import Recompute
-<<<<<<< HEAD
-from parplan.costmodels.operators.operator_kernels import operator_kernels
-=======
 from parplan.costmodels.operators.compute import FREE, operator_time
->>>>>>> w-experts
+from parplan.costmodels.operators.operator_kernels import operator_kernels
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
