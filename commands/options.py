@@ -11,7 +11,16 @@ import click
 
 from parplan.commands.style import LONGEST_S, List, Number, Whole, option, packs, together
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "early-recompute", "last-no-recompute", "scp", "zbv")
+SCHEDULES = (
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "early-recompute",
+    "last-no-recompute",
+    "scp",
+    "zbv",
+    "dualpipev",
+)
 MESH_ORDERS = ("pp-dp-tp", "dp-pp-tp")
 CONTEXT_FORMS = ("ring", "all-gather", "all-to-all", "two-level")
 RECOMPUTE = ("none", "selective", "full")

@@ -24,7 +24,7 @@ from parplan.profiles.models.hub import stay_offline
 from parplan.profiles.standard_streams import Streams, sturdy_streams
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it; SIGTERM ends a command in the same way
-YOUNG_OBJECTS = 50_000  # objects between two collections; a few MiB
+YOUNG_OBJECTS = 500_000  # objects between two collections; tens of MiB
 LONGEST_S = 1e9  # 30 years, a tenth of the 2^63 ns at which the timers of the system end
 
 

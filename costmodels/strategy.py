@@ -16,6 +16,7 @@ from parplan.costmodels.schedules.schedule import (
     AHEAD,
     LAST_KEEPS_ALL,
     SPLIT,
+    V_SHAPED,
     Schedule,
     actions,
     rank_of,
@@ -128,7 +129,7 @@ class ParallelLayout:
         Else each rank may hold any number, at most one more on its first chunk.
         """
         free = self.virtual_stages == 1 or (
-            self.virtual_stages == 2 and self.schedule in (Schedule.ZBV, Schedule.CUSTOM)
+            self.virtual_stages == 2 and self.schedule in (*V_SHAPED, Schedule.CUSTOM)
         )
         return not free
 

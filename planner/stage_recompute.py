@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import floor
 
-from parplan.costmodels.schedules.schedule import LAST_KEEPS_ALL, Schedule
+from parplan.costmodels.schedules.schedule import LAST_KEEPS_ALL, V_SHAPED, Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.units import gib
@@ -121,7 +121,7 @@ def illegal_pins(
     """Returns the pin that leaves no pipeline to a rule, in words, or None."""
     if pp and max(pp) < len(rule.shares):
         return f"{OPTION} has {len(rule.shares)} shares, --pp has at most {max(pp)} stages"
-    if schedules and set(schedules) <= {Schedule.ZBV, Schedule.INTERLEAVED}:
+    if schedules and set(schedules) <= {*V_SHAPED, Schedule.INTERLEAVED}:
         return f"{OPTION} is for one model chunk a rank, --schedule {schedules[0]} has several"
     if virtual_stages and 1 not in virtual_stages:
         return f"{OPTION} is for one model chunk a rank, --virtual-stages excludes it"

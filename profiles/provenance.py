@@ -65,7 +65,8 @@ class Seconds:
         _SET_PARTS_S(self, tuple(parts_s))
 
     @classmethod
-    def _of(cls, parts_s: tuple[Number, ...]) -> Seconds:
+    def of_parts(cls, parts_s: tuple[Number, ...]) -> Seconds:
+        """Returns a duration of a measured, an interpolated and an analytic part."""
         seconds = _NEW(cls)
         _SET_PARTS_S(seconds, parts_s)
         return seconds
@@ -91,21 +92,21 @@ class Seconds:
 
     def at(self, index: Any) -> Seconds:
         """Returns the durations at an index of the arrays."""
-        return Seconds._of(
+        return Seconds.of_parts(
             tuple(part[index] if isinstance(part, np.ndarray) else part for part in self.parts_s)
         )
 
     def __add__(self, addend: Seconds) -> Seconds:
         measured_s, interpolated_s, analytic_s = self.parts_s
         added = addend.parts_s
-        return Seconds._of(
+        return Seconds.of_parts(
             (measured_s + added[0], interpolated_s + added[1], analytic_s + added[2])
         )
 
     def scaled(self, factor: Number) -> Seconds:
         """Returns the duration times `factor`."""
         measured_s, interpolated_s, analytic_s = self.parts_s
-        return Seconds._of((factor * measured_s, factor * interpolated_s, factor * analytic_s))
+        return Seconds.of_parts((factor * measured_s, factor * interpolated_s, factor * analytic_s))
 
     def __eq__(self, value: object) -> bool:
         return isinstance(value, Seconds) and self.parts_s == value.parts_s

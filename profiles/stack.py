@@ -22,7 +22,15 @@ from parplan.profiles.units import MIB
 _FORBID = {"extra": "forbid"}
 
 ScheduleName = Literal[
-    "gpipe", "1f1b", "interleaved", "early-recompute", "last-no-recompute", "scp", "zbv", "custom"
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "early-recompute",
+    "last-no-recompute",
+    "scp",
+    "zbv",
+    "dualpipev",
+    "custom",
 ]
 MeshOrderName = Literal["pp-dp-tp", "dp-pp-tp"]
 ContextFormName = Literal["ring", "all-gather", "all-to-all", "two-level"]

@@ -31,6 +31,7 @@ _SCHEDULES = {
     Schedule.ONE_F_ONE_B: "1F1B",
     Schedule.INTERLEAVED: "interleaved 1F1B",
     Schedule.ZBV: "zero-bubble V",
+    Schedule.DUALPIPEV: "DualPipeV",
     Schedule.EARLY_RECOMPUTE: "1F1B with early recompute",
     Schedule.LAST_NO_RECOMPUTE: "1F1B with early recompute, none on the last stage",
     Schedule.SCP: "shifted critical path",

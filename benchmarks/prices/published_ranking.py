@@ -481,7 +481,7 @@ def _ranking_table(
     return table
 
 
-def _breakdown_table(named: Iterable[tuple[str, StepPrice]]) -> Table:
+def breakdown_table(named: Iterable[tuple[str, StepPrice]]) -> Table:
     """Return seconds by cause on the rank that takes longest.
 
     The rest of the step is the bubble.
@@ -532,7 +532,7 @@ def report(request: Request, console: Console) -> None:
     console.print(_headline(candidates, request, band))
     console.print(_ranking_table(placings, candidates, band))
     published = ((f"{placing.published.name}, as published", placing.price) for placing in placings)
-    console.print(_breakdown_table((("the best", candidates[0].price), *published)))
+    console.print(breakdown_table((("the best", candidates[0].price), *published)))
     for row, placing in placed:
         note = "" if placing else "; not legal here"
         console.print(

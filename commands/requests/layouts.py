@@ -12,7 +12,7 @@ from parplan.costmodels.host.state_location import Access, ChunkCommunication, E
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.actions import placement_of
-from parplan.costmodels.schedules.schedule import Schedule
+from parplan.costmodels.schedules.schedule import V_SHAPED, Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.meshes import illegal_tensor_parallel
 from parplan.planner.infeasible.shortfall import price_cache_of
@@ -68,7 +68,7 @@ def layout_of(request: Request, by_hand: LayoutOptions) -> ParallelLayout:
         by_hand.schedule or (Schedule.INTERLEAVED if virtual_stages > 1 else Schedule.ONE_F_ONE_B)
     )
     actions: tuple[str, ...] = ()
-    if schedule is Schedule.ZBV and virtual_stages == 1:  # ZBV always has two
+    if schedule in V_SHAPED and virtual_stages == 1:  # a V always has two
         virtual_stages = 2
     if by_hand.schedule_file:
         schedule, virtual_stages, actions = _custom(by_hand.schedule_file, by_hand)

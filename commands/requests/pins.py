@@ -1,68 +1,125 @@
-"""Refuses pins that exclude every mesh before a search, and names the pin."""
+"""Refuses pins that exclude every mesh before a search.
+
+The error says what was pinned, the rule that it breaks, and one action.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from itertools import product
 from math import prod
 
-from parplan.costmodels.communication.mesh import Mesh, illegal_expert_parallel
-from parplan.planner.candidates.meshes import illegal_tensor_parallel
-from parplan.planner.request import Request
+from parplan.costmodels.communication.mesh import Axis, Mesh, illegal_expert_parallel
+from parplan.costmodels.layers.context_parallel import illegal_context
+from parplan.planner.candidates.meshes import (
+    OUTSIDE_PINS,
+    context_degrees,
+    illegal_tensor_parallel,
+    meshes,
+)
+from parplan.planner.candidates.stack_rules import require_stack_runs
+from parplan.planner.request import Constraints, Request
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.models.spec import ModelSpec
+from parplan.profiles.stack import ContextForm
+
+_OF_MESHES = ("pp", "dp", "cp", "tp", "ep", "etp", "context_form")
 
 
 def require_possible(request: Request) -> None:
-    """Raises ConfigError for pins that exclude every mesh, and names the pin."""
-    pins = request.constraints
+    """Raises ConfigError for pins that exclude every mesh, and says why."""
+    pins, stack = request.constraints, request.training.stack
     num_gpus, batch = request.cluster.num_gpus, request.training.global_batch_size
     _require_tensor_parallel(request)
     _require_expert_parallel(request)
-    _require_divisor({"tp": pins.tp}, num_gpus, "GPUs")
-    _require_divisor({"pp": pins.pp}, num_gpus, "GPUs")
-    _require_divisor({"dp": pins.dp}, num_gpus, "GPUs")
+    _require_context_parallel(request)
+    require_stack_runs(stack, pins)
+    for name in ("tp", "pp", "dp", "cp"):
+        _require_divisor({name: getattr(pins, name)}, num_gpus, "GPUs")
+    _require_pieces(request)
+    experts = {"pp": pins.pp, "ep": pins.ep, "etp": pins.etp}
+    if pins.ep or pins.etp:
+        _require_divisor({"ep": pins.ep, "etp": pins.etp}, num_gpus, "GPUs")
+        _require_divisor(experts, num_gpus, "GPUs, and ep x etp divides the ranks of a stage")
     _require_divisor(
         {"dp": pins.dp, "micro-batch-size": pins.micro_batch_size},
         batch,
         "sequences of the global batch",
     )
-    if (
-        pins.pp
-        and pins.dp
-        and pins.tp
-        and num_gpus not in map(prod, product(pins.pp, pins.dp, pins.tp))
-    ):
-        raise ConfigError(
-            f"no --pp x --dp x --tp that is pinned makes {num_gpus} GPUs",
-            hint="leave --dp to the search",
-        )
+    _require_all_gpus(request)
+    _require_mesh(request)
 
 
 def _require_tensor_parallel(request: Request) -> None:
-    pins = request.constraints
-    reasons = [
-        illegal_tensor_parallel(
-            tp, request.model, request.cluster, across_nodes=pins.tp_across_nodes
-        )
-        for tp in pins.tp or ()
-    ]
-    if reasons and all(reasons):
-        raise ConfigError(
-            f"--tp is pinned: {reasons[0]}", hint="pin another --tp, or leave it to the search"
-        )
+    across = request.constraints.tp_across_nodes
+
+    def reason(tp: int) -> str | None:
+        return illegal_tensor_parallel(tp, request.model, request.cluster, across_nodes=across)
+
+    _require_one(request.constraints, "tp", reason)
 
 
 def _require_expert_parallel(request: Request) -> None:
+    model, pins = request.model, request.constraints
+    for name in ("ep", "etp"):
+        asked = getattr(pins, name) or (1,)
+        if not model.num_experts and 1 not in asked:
+            raise ConfigError(
+                f"{_named(pins, name)} divides experts, {model.name} has none",
+                hint=f"leave out --{name}",
+            )
+    _require_one(pins, "ep", lambda ep: _illegal_experts(model, ep=ep))
+    _require_one(pins, "etp", lambda etp: _illegal_etp(model, pins, etp))
+
+
+def _illegal_etp(model: ModelSpec, pins: Constraints, etp: int) -> str | None:
+    if pins.tp and etp > 1 and etp not in pins.tp:
+        return (
+            f"an expert is whole or divided over the tp ranks, so etp {etp} needs tp {etp}, "
+            f"found {_named(pins, 'tp')}"
+        )
+    return _illegal_experts(model, etp=etp)
+
+
+def _illegal_experts(model: ModelSpec, ep: int = 1, etp: int = 1) -> str | None:
+    return illegal_expert_parallel(Mesh(pp=1, dp=ep, tp=etp, ep=ep, etp=etp), model)
+
+
+def _require_one(pins: Constraints, name: str, illegal: Callable[[int], str | None]) -> None:
+    """Raises ConfigError where every pinned degree of an axis is illegal."""
+    reasons = [illegal(degree) for degree in getattr(pins, name) or ()]
+    if reasons and all(reasons):
+        raise ConfigError(
+            f"--{name} is pinned: {reasons[0]}",
+            hint=f"pin another --{name}, or leave it to the search",
+        )
+
+
+def _require_pieces(request: Request) -> None:
+    """Raises ConfigError where no pinned cp divides the sequences into pieces of equal length."""
+    degrees, length = request.constraints.cp or (1,), request.training.seq_length
+    if all(cp > 1 and length % (2 * cp) for cp in degrees):
+        raise ConfigError(
+            f"{_named(request.constraints, 'cp')} cuts a sequence into {2 * degrees[0]} equal "
+            f"pieces, --seq-length is {length}",
+            hint=f"use a --seq-length that is a multiple of {2 * degrees[0]}",
+        )
+
+
+def _require_context_parallel(request: Request) -> None:
     pins = request.constraints
     reasons = [
-        illegal_expert_parallel(Mesh(pp=1, dp=ep, tp=1, ep=ep), request.model)
-        for ep in pins.ep or ()
+        illegal_context(
+            Mesh(pp=1, dp=1, tp=1, cp=cp, context_form=form), request.model, request.cluster
+        )
+        for cp in pins.cp or ()
+        for form in (ContextForm if cp > 1 else (None,))
     ]
     if reasons and all(reasons):
         raise ConfigError(
-            f"--ep is pinned: {reasons[0]}", hint="pin another --ep, or leave it to the search"
+            f"--cp is pinned: {reasons[0]}", hint="pin another --cp, or leave it to the search"
         )
-    _require_divisor({"ep": pins.ep}, request.cluster.num_gpus, "GPUs")
 
 
 def _require_divisor(pins: Mapping[str, tuple[int, ...] | None], whole: int, what: str) -> None:
@@ -81,5 +138,46 @@ def _require_divisor(pins: Mapping[str, tuple[int, ...] | None], whole: int, wha
         )
 
 
-def _listed(values: tuple[int, ...]) -> str:
+def _require_all_gpus(request: Request) -> None:
+    """Raises ConfigError where the pinned degrees of a mesh cannot make all GPUs."""
+    pins, num_gpus = request.constraints, request.cluster.num_gpus
+    axes = [axis.value for axis in Axis if getattr(pins, axis.value)]
+    products = set(map(prod, product(*(getattr(pins, axis) for axis in axes))))
+    named = " x ".join(f"--{axis}" for axis in axes)
+    if {"pp", "dp", "tp"} <= set(axes):
+        contexts = (1,) if pins.cp else context_degrees(num_gpus, request)
+        if num_gpus not in {ranks * cp for ranks in products for cp in contexts}:
+            raise ConfigError(
+                f"no {named} that is pinned makes {num_gpus} GPUs", hint="leave --dp to the search"
+            )
+    if all(num_gpus % ranks for ranks in products):
+        raise ConfigError(
+            f"no {named} that is pinned divides the {num_gpus} GPUs", hint="pin smaller degrees"
+        )
+
+
+def _require_mesh(request: Request) -> None:
+    """Raises ConfigError where no mesh is left, with the rule that most pinned meshes break."""
+    every = tuple(meshes(request))
+    if any(isinstance(mesh, Mesh) for mesh in every):
+        return
+    pins = request.constraints
+    pinned = " ".join(_named(pins, name) for name in _OF_MESHES if getattr(pins, name))
+    broken = Counter(
+        mesh.reason
+        for mesh in every
+        if not isinstance(mesh, Mesh) and not mesh.reason.startswith(OUTSIDE_PINS)
+    )
+    if pinned and broken:
+        raise ConfigError(
+            f"{pinned}: {broken.most_common(1)[0][0]}",
+            hint="pin other degrees, or leave one of them to the search",
+        )
+
+
+def _named(pins: Constraints, name: str) -> str:
+    return f"--{name.replace('_', '-')} {_listed(getattr(pins, name))}"
+
+
+def _listed(values: tuple[object, ...]) -> str:
     return ",".join(map(str, values))

@@ -173,6 +173,12 @@ class Mesh:
         return pp, dp, cp, tp
 
 
+@functools.lru_cache(maxsize=4096)
+def mesh_without_experts(mesh: Mesh) -> Mesh:
+    """Returns the mesh of layers that have no experts."""
+    return replace(mesh, ep=1, etp=1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """The placement of one group of an axis: `ranks_per_node` ranks on each of `nodes` nodes.

@@ -17,7 +17,7 @@ the fullest of n ranks exceeds the mean by the share
     ranks of a  e c        c^2 = (spread(S / 2n) / 2 - spread(S)) / b n / (n - 1)
     sequence    two pieces of each of b sequences, beside what the ranks have in common
 
-where `Reading.spread` is the variance of the keys met over a stretch of tokens, over its mean
+where `KeysMet.spread` is the variance of the keys met over a stretch of tokens, over its mean
 squared. The fullest reads at most as much as whole sequences. Leaves out: recompute of attention at
 the end of a step, micro-batches of a pipeline that wait for each other, unlike blocks of a ring.
 """

@@ -19,7 +19,12 @@ from parplan.costmodels.communication.mesh import (
 from parplan.costmodels.communication.redistribution import redistribute
 from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.context_parallel import context_time
-from parplan.costmodels.layers.tensor_flow import TensorFlow, leaving_tensor, tensor_flows_of
+from parplan.costmodels.layers.tensor_flow import (
+    Edges,
+    TensorFlow,
+    leaving_tensor,
+    tensor_flows_of,
+)
 from parplan.costmodels.operators.compute import FREE, OperatorTime, operator_time
 from parplan.costmodels.operators.host_launch import launch_s
 from parplan.costmodels.operators.sharding import PARTIAL, Place, Sharding
@@ -89,10 +94,13 @@ UNHIDING = LayerTime(  # hides nothing
 
 
 def _sum(parts: Iterable[Seconds]) -> Seconds:
-    total = ZERO
+    measured_s = interpolated_s = analytic_s = 0.0
     for part in parts:
-        total = total + part
-    return total
+        added = part.parts_s
+        measured_s += added[0]
+        interpolated_s += added[1]
+        analytic_s += added[2]
+    return Seconds.of_parts((measured_s, interpolated_s, analytic_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,29 +251,53 @@ def leaving_time(layer: LayerClass, sharding: Sharding, inside: StageAxes) -> Op
     )
 
 
+@dataclass(frozen=True, slots=True)
+class PricedBase:
+    """The operators of a layer with the base of a sharding (`Sharding.base`).
+
+    flows    the edges of the layer, which all shardings of that base share
+    """
+
+    flows: Edges
+    operators: LayerOperators
+
+
 def _communication(
-    layer: LayerClass, sharding: Sharding, compute: Mapping[str, OperatorTime], inside: StageAxes
+    layer: LayerClass,
+    sharding: Sharding,
+    compute: Mapping[str, OperatorTime],
+    inside: StageAxes,
+    base: PricedBase | None,
 ) -> dict[str, OperatorTime]:
-    """Collectives of each operator over the axes inside the stage, and exchanges of tokens."""
+    """Collectives of each operator over the axes inside the stage, and exchanges of tokens.
+
+    base    has those of the operators whose price does not depend on more
+    """
     inside = inside.beside_mixture(
         compute[operator.name] for operator in layer.operators if operator.in_mixture
     )
+    known = base.operators.tensor_parallel if base else {}
     times = {
         operator.name: own_communication(operator, sharding, compute[operator.name], inside)
+        if base is None or operator.name in layer.of_form
+        else known[operator.name]
         for operator in layer.operators
     }
     if sharding.ranks == 1:
         return times
     summed: set[str] = set()
-    for (reader, name), edge in tensor_flows_of(layer, sharding).items():
+    flows = base.flows if base else tensor_flows_of(layer, sharding)
+    for (reader, name), edge in flows.items():
         # readers of one whole tensor add up their summands of its gradient before the ranks do
         if edge.source == edge.target and PARTIAL in edge.gradient:
             if name in summed:
                 continue
             summed.add(name)
-        times[reader] = times[reader].plus(edge_time(edge, compute[reader], inside))
+        if base is None or reader in layer.of_form:
+            times[reader] = times[reader].plus(edge_time(edge, compute[reader], inside))
     last = layer.operators[-1].name
-    times[last] = times[last].plus(leaving_time(layer, sharding, inside))
+    if base is None or last in layer.of_form:
+        times[last] = times[last].plus(leaving_time(layer, sharding, inside))
     return times
 
 
@@ -324,7 +356,7 @@ class LayerOperators:
         product. The device waits for the launches behind the counts of tokens (EQUATIONS K9).
         """
         forward, tp_forward = self._forward(tuple(self.compute))
-        repeated, tp_repeated = self._forward(tuple(recompute))
+        repeated, tp_repeated = self.again(recompute)
         backward = _sum(time.backward for time in self.compute.values())
         tp_backward = _sum(time.backward for time in self.tensor_parallel.values())
         collectives = sum(time.backward.value_s > 0 for time in self.tensor_parallel.values())
@@ -337,6 +369,10 @@ class LayerOperators:
             tp_backward=tp_backward,
             tp_recompute=tp_repeated,
         )
+
+    def again(self, recompute: Iterable[str]) -> tuple[Seconds, Seconds]:
+        """Prices the recompute of some operators, and its collectives."""
+        return self._forward(tuple(recompute))
 
     def by_part(
         self,
@@ -433,19 +469,21 @@ def price_operators(
     training: TrainingSpec,
     inside: StageAxes | None = None,
     time_of: Callable[[Operator], OperatorTime] | None = None,
+    base: PricedBase | None = None,
 ) -> LayerOperators:
     """Compute and tensor-parallel communication of every operator of `layer` on one rank.
 
     inside, time_of    prices of redistributions and of operators that others share
+    base               the operators with the base of the sharding, None where they have no price
     """
+    inside = inside or StageAxes(sharding.degrees, machine, training.stack)
     time_of = time_of or (lambda operator: operator_time(operator, sharding, machine, training))
-    compute = {operator.name: time_of(operator) for operator in layer.operators}
-    communication = _communication(
-        layer,
-        sharding,
-        compute,
-        inside or StageAxes(sharding.degrees, machine, training.stack),
-    )
+    compute = {
+        operator.name: time_of(operator)
+        if base is None or operator.name in layer.of_experts
+        else base.operators.compute[operator.name]
+        for operator in layer.operators
+    }
     forward_s, backward_s = launch_s(machine, training.stack)
     return LayerOperators(
         layer=layer,
@@ -457,5 +495,5 @@ def price_operators(
             if (more := _more_launches(operator, sharding, training.stack))
         },
         compute=compute,
-        tensor_parallel=communication,
+        tensor_parallel=_communication(layer, sharding, compute, inside, base),
     )

@@ -13,7 +13,7 @@ from parplan.costmodels.communication.collectives import (
     collective_time,
     point_to_point_time,
 )
-from parplan.costmodels.communication.mesh import Axis, Mesh, place
+from parplan.costmodels.communication.mesh import Axis, Mesh, mesh_without_experts, place
 from parplan.costmodels.host.offload import COPIED_BYTES, HOST_STATE_BYTES
 from parplan.costmodels.host.state_location import Access, ChunkCommunication, StateLocation
 from parplan.costmodels.layers.block_parts import (
@@ -58,7 +58,7 @@ from parplan.costmodels.layers.model_states import (
 from parplan.costmodels.layers.recompute import (
     RecomputedOperators,
 )
-from parplan.costmodels.operators.sharding import Sharding
+from parplan.costmodels.operators.sharding import Sharding, without_experts
 from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.models.operator_graph import LayerKey, Tensor
 from parplan.profiles.provenance import ZERO, Seconds
@@ -154,6 +154,7 @@ class LayerPriceCache(LayerTimes):
 
         The operators of `own_zero` have another stage. Replicas wait for the longest documents.
         """
+        mesh, sharding = self._apart(kind, mesh, sharding)
 
         def make() -> DataParallelTime:
             groups = self.groups(kind, mesh, sharding, zero, own_zero)
@@ -178,12 +179,19 @@ class LayerPriceCache(LayerTimes):
 
         It has no wait for documents.
         """
+        mesh, sharding = self._apart(kind, mesh, sharding)
         return self._once(
             ("hidden dp", kind, mesh, sharding, zero, own_zero, self.offloads_states),
             lambda: self._data_parallel(
                 ENDLESS, mesh, self.groups(kind, mesh, sharding, zero, own_zero)
             ),
         )
+
+    def _apart(self, kind: LayerKey, mesh: Mesh, sharding: Sharding) -> tuple[Mesh, Sharding]:
+        """Returns mesh and sharding, without the ranks of experts where a layer has no experts."""
+        if mesh.ep == mesh.etp == 1 or self.zero_ranks or self.layer(kind, 1).has_experts:
+            return mesh, sharding
+        return mesh_without_experts(mesh), without_experts(sharding)
 
     def _data_parallel(
         self, time: LayerTime, mesh: Mesh, groups: tuple[ParameterGroup, ...]
@@ -230,6 +238,7 @@ class LayerPriceCache(LayerTimes):
 
         A tied head holds its own copy only when stages are apart.
         """
+        mesh, sharding = self._apart(kind, mesh, sharding)
         groups = self.groups(kind, mesh, sharding, zero, own_zero)
 
         def make() -> LayerStates:

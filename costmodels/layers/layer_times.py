@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.offload import copy_time
@@ -11,6 +11,7 @@ from parplan.costmodels.layers.halved_layer import HalvedOperators
 from parplan.costmodels.layers.layer_price import (
     LayerOperators,
     LayerTime,
+    PricedBase,
     StageAxes,
     price_operators,
 )
@@ -19,13 +20,15 @@ from parplan.costmodels.layers.recompute import (
     Recompute,
     RecomputedOperators,
     backward_bytes,
+    gradient_bytes,
     host_bytes_by_operator,
     ideal_saved_bytes,
     saved_bytes,
     workspace_of,
 )
+from parplan.costmodels.layers.tensor_flow import tensor_flows_of
 from parplan.costmodels.operators.compute import FREE, OperatorTime, operator_time
-from parplan.costmodels.operators.sharding import Sharding
+from parplan.costmodels.operators.sharding import Sharding, without_experts
 from parplan.profiles.models.operator_graph import LayerClass, LayerKey, Operator
 from parplan.profiles.provenance import ZERO, Seconds
 
@@ -72,14 +75,36 @@ class LayerTimes(ModelLayers):
                 self.training,
                 self.inside(sharding.degrees),
                 lambda operator: self._operator_time(operator, kind, micro_batch_size, sharding),
+                self._base(kind, micro_batch_size, sharding),
             )
 
         return self._once(("operators", kind, micro_batch_size, sharding), make)
 
+    def _base(self, kind: LayerKey, micro_batch_size: int, sharding: Sharding) -> PricedBase | None:
+        """Returns the operators with the base of a sharding, None for a base."""
+        if sharding.base is sharding:
+            return None
+        operators = self._operators(kind, micro_batch_size, sharding.base)
+        assert isinstance(operators, LayerOperators), "blocks in halves have no experts"
+        flows = self._once(
+            ("flows", kind, micro_batch_size, sharding.base),
+            lambda: tensor_flows_of(
+                self.divided_layer(kind, micro_batch_size, sharding), sharding.base
+            ),
+        )
+        return PricedBase(flows, operators)
+
+    def apart(self, kind: LayerKey, sharding: Sharding) -> Sharding:
+        """Returns the sharding, without the ranks of experts where a layer has no experts."""
+        if sharding.ep == sharding.etp == 1 or self.layer(kind, 1).has_experts:
+            return sharding
+        return without_experts(sharding)
+
     def _operator_time(
         self, operator: Operator, kind: LayerKey, micro_batch_size: int, sharding: Sharding
     ) -> OperatorTime:
-        way = sharding.splits(operator), sharding.degrees, sharding.experts, sharding.context
+        experts = sharding.experts if operator.in_mixture or operator.on_copies else None
+        way = sharding.splits(operator), sharding.degrees, experts, sharding.cp
         return self._once(
             ("operator", kind, micro_batch_size, operator.name, way),
             lambda: operator_time(operator, sharding, self.machine, self.training),
@@ -117,12 +142,22 @@ class LayerTimes(ModelLayers):
         level: RecomputedOperators = Recompute.NONE,
     ) -> LayerTime:
         """One micro-batch through one layer of `kind`, without data-parallel communication."""
+        sharding = self.apart(kind, sharding)
         return self._once(
             ("time", kind, micro_batch_size, sharding, level),
-            lambda: self._operators(kind, micro_batch_size, sharding).time(
-                self.recompute_operators(kind, level)
-            ),
+            lambda: self._layer_time(kind, micro_batch_size, sharding, level),
         )
+
+    def _layer_time(
+        self, kind: LayerKey, micro_batch_size: int, sharding: Sharding, level: RecomputedOperators
+    ) -> LayerTime:
+        operators = self._operators(kind, micro_batch_size, sharding)
+        names = self.recompute_operators(kind, level)
+        if level == Recompute.NONE or isinstance(operators, HalvedOperators):
+            return operators.time(names)
+        repeated, tp_repeated = operators.again(names)
+        plain = self.layer_time(kind, micro_batch_size, sharding)
+        return replace(plain, recompute=repeated, tp_recompute=tp_repeated)
 
     def weight_s(self, kind: LayerKey, micro_batch_size: int, sharding: Sharding) -> float:
         """Seconds of the backward pass of one layer of `kind` for the gradients of its weights."""
@@ -162,15 +197,39 @@ class LayerTimes(ModelLayers):
         stack = self.training.stack
         widest = self._once(
             ("widest", kind, micro_batch_size, sharding),
-            lambda: max(backward_bytes(layer, sharding, stack)),
+            lambda: max(self._backward_bytes(kind, layer, micro_batch_size, sharding)),
         )
         whole = self._saved_bytes(kind, micro_batch_size, sharding, ())
         kept = self._saved_bytes(kind, micro_batch_size, sharding, recomputed)
         return workspace_of(whole, kept, widest, stack)
 
+    def _backward_bytes(
+        self, kind: LayerKey, layer: LayerClass, micro_batch_size: int, sharding: Sharding
+    ) -> tuple[int, ...]:
+        """Bytes that the backward pass of each operator adds to the saved bytes, the last first.
+
+        With another number of ranks for the experts only what depends on it is counted again.
+        """
+        stack, base = self.training.stack, sharding.base
+        if base is sharding:
+            return tuple(backward_bytes(layer, sharding, stack))
+        added = self._once(
+            ("backward bytes", kind, micro_batch_size, base),
+            lambda: self._backward_bytes(kind, layer, micro_batch_size, base),
+        )
+        return tuple(
+            num_bytes
+            if operator.name not in layer.of_form
+            else num_bytes
+            + gradient_bytes(operator, sharding, stack)
+            - gradient_bytes(operator, base, stack)
+            for operator, num_bytes in zip(reversed(layer.operators), added, strict=True)
+        )
+
     def _saved_bytes(
         self, kind: LayerKey, micro_batch_size: int, sharding: Sharding, recomputed: tuple[str, ...]
     ) -> int:
+        sharding = sharding.base
         return self._once(
             ("saved", kind, micro_batch_size, sharding, recomputed),
             lambda: saved_bytes(
@@ -194,6 +253,7 @@ class LayerTimes(ModelLayers):
         The host holds the saved tensors of the operators `on_host`; they are back on the device
         while the layer runs backward.
         """
+        sharding = self.apart(kind, sharding)
 
         def make() -> ActivationBytes:
             layer = self.divided_kept_layer(kind, micro_batch_size, sharding)

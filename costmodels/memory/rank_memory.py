@@ -14,8 +14,9 @@ from parplan.costmodels.layers.model_states import ZERO_3_COPIES, StateBytes
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.memory.peak_candidates import peak_candidates
 from parplan.costmodels.memory.peak_memory import Bytes, ConstantBytes, LayerBytes, peak_bytes
-from parplan.costmodels.schedules.actions import ActionKind, parse_row
-from parplan.costmodels.schedules.schedule import Schedule, in_flight
+from parplan.costmodels.schedules.actions import ActionKind, csv_row, parse_row
+from parplan.costmodels.schedules.dual_pipe import fewest_micro_batches
+from parplan.costmodels.schedules.schedule import Schedule, actions, in_flight, stages_of
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.profiles.models.operator_graph import LayerKind
 
@@ -120,14 +121,31 @@ def peak_stash_counts(rank: int, layout: ParallelLayout) -> tuple[tuple[float, f
     The pairs count any chunk of the rank. Whole backward passes: the most stashes. ZBV: stashes and
     waiting gradients together are at most one more (costmodels/schedules/zero_bubble.py). So the
     peak is at all stashes and one waiting gradient, or at half of that number of each, if a waiting
-    gradient is larger than a stash.
+    gradient is larger than a stash. DualPipeV: as its lists have them, which more micro-batches
+    only make longer. The waiting gradient of the head counts at all of these moments.
     """
     most = stashes(LayerKind.BLOCK, rank, layout)
     if not layout.splits_backward:
         return ((most, 0),)
     if layout.schedule is Schedule.CUSTOM:
         return tuple(dict.fromkeys(_held(layout.actions, rank)))
+    if layout.schedule is Schedule.DUALPIPEV:
+        return _dual_pipe_counts(rank, layout.mesh.pp)
     return (most, 1), ((most + 1) / 2, (most + 1) / 2)
+
+
+@lru_cache(maxsize=64)
+def _dual_pipe_counts(rank: int, num_ranks: int) -> tuple[tuple[float, float], ...]:
+    """Returns the pairs of `peak_stash_counts` of which no other has as much of both."""
+    schedule, fewest = Schedule.DUALPIPEV, fewest_micro_batches(num_ranks)
+    order = actions(schedule, rank, num_ranks, fewest, 2)
+    row = csv_row(order, stages_of(schedule, rank, num_ranks, 2))
+    pairs = set(_held((row,), 0))
+    return tuple(
+        pair
+        for pair in sorted(pairs)
+        if not any(pair[0] <= held and pair[1] <= waits for held, waits in pairs - {pair})
+    )
 
 
 @lru_cache(maxsize=64)

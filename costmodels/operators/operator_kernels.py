@@ -188,7 +188,7 @@ def _experts(operator: Operator, sizes: LocalSizes, training: TrainingSpec) -> O
     experts = operator.parameters[0].dims[0].size // sizes.ep
     element = training.precision.num_bytes
     m = -(-math.prod(sizes.dim_size(operator, dim.name) for dim in token_dims) // experts)
-    n, k = features.size, contracted.size
+    n, k = sizes.dim_size(operator, features.name), sizes.dim_size(operator, contracted.name)
     stack = training.stack
     narrow = FORMATS[training.products] if training.products and stack.narrow_experts else None
     operand, peak = (narrow.element_bytes, narrow.peak) if narrow else (element, "")

@@ -128,6 +128,14 @@ class Sharding:
         return self.cp, self.context_form
 
     @property
+    def base(self) -> Sharding:
+        """The sharding with which all operators but those of `LayerClass.of_form` cost the same.
+
+        All shardings with that base place every tensor alike.
+        """
+        return self if self.ep <= 2 and self.context_form is None else _base_of(self)
+
+    @property
     def boundary(self) -> Place:
         """The placement of activations between layers."""
         inside = ("sequence" if self.sequence_parallel else None,) * len(self.axes or (self.tp,))
@@ -236,6 +244,17 @@ class Sharding:
         """The data-parallel ranks that a parameter is divided over, 1 where each has a copy."""
         divided = self.data > 1 and parameter.tensor_dim(self.splits(operator)[0].dim) is not None
         return self.data if divided else 1
+
+
+@functools.lru_cache(maxsize=4096)
+def _base_of(sharding: Sharding) -> Sharding:
+    return replace(sharding, ep=min(sharding.ep, 2), context_form=None)
+
+
+@functools.lru_cache(maxsize=4096)
+def without_experts(sharding: Sharding) -> Sharding:
+    """Returns the sharding of layers that have no experts."""
+    return replace(sharding, ep=1, etp=1)
 
 
 class LocalSizes(Protocol):

@@ -17,9 +17,9 @@ rank r is virtual stage c P + r of the P v stages that a micro-batch walks throu
 
 Early recompute, last-no-recompute and the shifted critical path are 1F1B with recompute ahead of
 the gradient, the last with one forward more on one stage (costmodels/schedules/merak_schedules.py).
-Two schedules have another shape: ZBV splits the backward and folds the stages into a V
-(costmodels/schedules/zero_bubble.py), and a custom one is the lists in its plan
-(costmodels/schedules/actions.py).
+Three schedules have another shape: ZBV and DualPipeV split backwards and fold the stages into a V
+(costmodels/schedules/zero_bubble.py, costmodels/schedules/dual_pipe.py), and a custom one is the
+lists in its plan (costmodels/schedules/actions.py).
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ from enum import StrEnum
 from functools import lru_cache
 
 from parplan.costmodels.schedules.actions import Action, ActionKind, csv_row
+from parplan.costmodels.schedules.dual_pipe import (
+    dual_pipe_list,
+    fewest_micro_batches,
+    stashes,
+)
 from parplan.costmodels.schedules.merak_schedules import (
     SHIFTED_FEWEST,
     SHIFTED_STASHES,
@@ -48,11 +53,13 @@ class Schedule(StrEnum):
     LAST_NO_RECOMPUTE = "last-no-recompute"
     SCP = "scp"
     ZBV = "zbv"
+    DUALPIPEV = "dualpipev"
     CUSTOM = "custom"
 
 
 MOST_PASSES = 2_000_000  # of a step, which is simulated pass by pass: 10 to 20 s
-SPLIT = frozenset({Schedule.ZBV})  # schedules with split backwards; a custom one may have them
+V_SHAPED = frozenset({Schedule.ZBV, Schedule.DUALPIPEV})  # stages go down the ranks and up again
+SPLIT = V_SHAPED  # schedules with split backwards; a custom one may have them
 # schedules that recompute ahead of the gradient; a custom one may
 AHEAD = frozenset({Schedule.EARLY_RECOMPUTE, Schedule.LAST_NO_RECOMPUTE, Schedule.SCP})
 # schedules that forbid recompute on the last stage
@@ -62,9 +69,9 @@ LAST_KEEPS_ALL = frozenset({Schedule.LAST_NO_RECOMPUTE, Schedule.SCP})
 def rank_of(schedule: Schedule, stage: int, num_ranks: int) -> int:
     """Returns the pipeline rank of a virtual stage; custom schedules are excluded.
 
-    Ranks follow each other round and round, in ZBV down and up again.
+    Ranks follow each other round and round, in a V down and up again.
     """
-    if schedule is Schedule.ZBV:
+    if schedule in V_SHAPED:
         return min(stage, 2 * num_ranks - 1 - stage)
     return stage % num_ranks
 
@@ -73,7 +80,7 @@ def stages_of(
     schedule: Schedule, rank: int, num_ranks: int, virtual_stages: int
 ) -> tuple[int, ...]:
     """Returns the virtual stages of a pipeline rank, by chunk; custom schedules are excluded."""
-    if schedule is Schedule.ZBV:
+    if schedule in V_SHAPED:
         return tuple(stage_of(chunk, rank, num_ranks) for chunk in range(virtual_stages))
     return tuple(range(rank, num_ranks * virtual_stages, num_ranks))
 
@@ -107,6 +114,8 @@ def actions(
     _require_legal(schedule, num_ranks, num_micro_batches, virtual_stages)
     if schedule is Schedule.ZBV:
         return zbv_lists(num_ranks, num_micro_batches)[rank]
+    if schedule is Schedule.DUALPIPEV:
+        return dual_pipe_list(rank, num_ranks, num_micro_batches)
     group = num_ranks if schedule is Schedule.INTERLEAVED else num_micro_batches
     forwards, backwards = _orders(num_micro_batches, virtual_stages, group)
     warm_up = _warm_up(schedule, rank, num_ranks, num_micro_batches, virtual_stages)
@@ -133,11 +142,11 @@ def legal(
     """Returns None when the schedule exists for these counts, else the reason in words.
 
     Interleaved: P >= 2, v >= 2 and M a multiple of P (Narayanan et al. 2021, section 2.2). GPipe
-    and 1F1B: v = 1. ZBV: P >= 2 and v = 2. Early recompute, last-no-recompute, SCP: v = 1 and P >=
-    2, since one rank waits for nobody and is 1F1B. SCP also M >= max(4, P), Merak's own rule and
-    that of its closed form (EQUATIONS P4): stage P - 2 has three forwards before its first
-    backward, and the pipeline must fill. `parplan.costmodels.schedules.actions.check_rows` has the
-    rules of a custom schedule.
+    and 1F1B: v = 1. ZBV: P >= 2 and v = 2. DualPipeV also M >= 2 P. Early recompute,
+    last-no-recompute, SCP: v = 1 and P >= 2, since one rank waits for nobody and is 1F1B. SCP also
+    M >= max(4, P), Merak's own rule and that of its closed form (EQUATIONS P4): stage P - 2 has
+    three forwards before its first backward, and the pipeline must fill.
+    `parplan.costmodels.schedules.actions.check_rows` has the rules of a custom schedule.
     """
     if min(num_ranks, num_micro_batches, virtual_stages) < 1:
         return (
@@ -153,12 +162,8 @@ def legal(
         )
     if schedule is Schedule.CUSTOM:
         return None
-    if schedule is Schedule.ZBV:
-        if num_ranks < 2:
-            return "zbv needs at least 2 pipeline ranks, found 1"
-        if virtual_stages != 2:
-            return f"zbv has 2 virtual stages per rank, found {virtual_stages}"
-        return None
+    if schedule in V_SHAPED:
+        return _no_v(schedule, num_ranks, num_micro_batches, virtual_stages)
     if schedule is not Schedule.INTERLEAVED:
         if virtual_stages != 1:
             return f"{schedule} has 1 virtual stage per rank, found {virtual_stages}"
@@ -172,6 +177,23 @@ def legal(
     if num_micro_batches % num_ranks:
         return (
             f"interleaved needs micro-batches in multiples of the {num_ranks} pipeline ranks, "
+            f"found {num_micro_batches}"
+        )
+    return None
+
+
+def _no_v(
+    schedule: Schedule, num_ranks: int, num_micro_batches: int, virtual_stages: int
+) -> str | None:
+    """The `legal` of schedules whose stages are folded into a V."""
+    if num_ranks < 2:
+        return f"{schedule} needs at least 2 pipeline ranks, found 1"
+    if virtual_stages != 2:
+        return f"{schedule} has 2 virtual stages per rank, found {virtual_stages}"
+    fewest = fewest_micro_batches(num_ranks) if schedule is Schedule.DUALPIPEV else 1
+    if num_micro_batches < fewest:
+        return (
+            f"{schedule} on {num_ranks} pipeline ranks needs at least {fewest} micro-batches, "
             f"found {num_micro_batches}"
         )
     return None
@@ -204,13 +226,15 @@ def in_flight(
 
     A steady-state forward comes before the backward of its turn, hence the + 1 (EQUATIONS M4; the
     count of `actions`). Interleaved counts chunk-stashes, each about 1/v of the rank's layers; so
-    does ZBV (`most_stashes`). Early recompute, last-no-recompute and SCP hold as many as 1F1B, but
-    stage P - 2 of SCP holds 3. Custom schedules are excluded. Raises ConfigError when the schedule
-    is not `legal` for these counts.
+    do ZBV (`most_stashes`) and DualPipeV (2 P + 1). Early recompute, last-no-recompute and SCP hold
+    as many as 1F1B, but stage P - 2 of SCP holds 3. Custom schedules are excluded. Raises
+    ConfigError when the schedule is not `legal` for these counts.
     """
     _require_legal(schedule, num_ranks, num_micro_batches, virtual_stages)
     if schedule is Schedule.ZBV:
         return most_stashes(rank, num_ranks, num_micro_batches)
+    if schedule is Schedule.DUALPIPEV:
+        return stashes(num_ranks)
     if schedule is Schedule.SCP and rank == num_ranks - 2:
         return SHIFTED_STASHES
     warm_up = _warm_up(schedule, rank, num_ranks, num_micro_batches, virtual_stages)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parplan.costmodels.schedules.merak_schedules import SHIFTED_FEWEST
-from parplan.costmodels.schedules.schedule import Schedule, in_flight
+from parplan.costmodels.schedules.schedule import V_SHAPED, Schedule, in_flight
 from parplan.costmodels.usage.rank_traffic import EXPERT_COPIES, EXPERT_PARALLEL, SentBytes
 from parplan.costmodels.usage.rank_usage import RankUse
 from parplan.executor.checking.lone_rank import alone
@@ -91,7 +91,7 @@ def counted_micro_batches(plan: Plan, pipeline_rank: int) -> tuple[int, ...]:
     step = pp if in_rounds else 1
     if pipeline.schedule is Schedule.CUSTOM:  # its lists name every micro-batch
         return (whole,)
-    if pipeline.schedule is Schedule.ZBV:  # holds at most two virtual stages' worth for every rank
+    if pipeline.schedule in V_SHAPED:  # holds at most two virtual stages' worth for every rank
         first = 2 * pp
         last = first + 1
     elif pipeline.schedule is Schedule.GPIPE:  # holds all: linear as soon as there are gradients

@@ -8,7 +8,7 @@ from typing import Any
 
 from parplan.costmodels.schedules.actions import check_rows
 from parplan.costmodels.schedules.merak_schedules import SHIFTED_FEWEST
-from parplan.costmodels.schedules.schedule import AHEAD, LAST_KEEPS_ALL, Schedule, legal
+from parplan.costmodels.schedules.schedule import AHEAD, LAST_KEEPS_ALL, V_SHAPED, Schedule, legal
 from parplan.executor.placed_layers import action_rows, layer_operators, stage_layers
 from parplan.executor.rules.rule import Refusal, rule, with_layer_plan
 from parplan.planner.plan.derived import layout_of
@@ -104,12 +104,13 @@ def stage_ranks(plan: Plan) -> Iterator[Refusal]:
 
 
 @rule(
-    why="the schedule has one stage per pipeline rank, zbv two, interleaved two or more",
+    why="the schedule has one stage per pipeline rank, in a V two, interleaved two or more",
     action="use another schedule, or its number of virtual stages",
 )
 def virtual_stages(plan: Plan) -> Iterator[Refusal]:
     pipeline = plan.pipeline
-    known = {Schedule.GPIPE: 1, Schedule.ONE_F_ONE_B: 1, Schedule.ZBV: 2, **dict.fromkeys(AHEAD, 1)}
+    known = {Schedule.GPIPE: 1, Schedule.ONE_F_ONE_B: 1, **dict.fromkeys(AHEAD, 1)}
+    known |= dict.fromkeys(V_SHAPED, 2)
     known |= {Schedule.INTERLEAVED: max(2, pipeline.virtual_stages)}
     legal_stages = known.get(pipeline.schedule, pipeline.virtual_stages)
     if plan.mesh.pp == 1 or pipeline.virtual_stages == legal_stages:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from parplan.costmodels.schedules.schedule import Schedule
+from parplan.costmodels.schedules.schedule import SPLIT
 from parplan.executor.run_options import Options
 from parplan.planner.plan.derived import layout_of
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import Precision
-
-_SPLIT = (Schedule.ZBV,)  # schedules that split backward passes
 
 
 def validate_traced_plan(plan: TracedPlan, options: Options | None = None) -> None:
@@ -69,7 +67,7 @@ def _check_chunks(plan: TracedPlan) -> None:
 def _check_stages(plan: TracedPlan) -> None:
     pipeline, pp = plan.pipeline, plan.mesh.pp
     split = any(letter in row for row in pipeline.actions for letter in "IW")
-    if pipeline.schedule in _SPLIT or split:
+    if pipeline.schedule in SPLIT or split:
         raise ConfigError(
             f"pipeline: schedule {pipeline.schedule} splits backward passes, a stage of a "
             "traced module has one",

@@ -6,9 +6,11 @@ attention waits no longer than another's, forward and backward, is never worse.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
+from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.enumeration import CandidateSpace, layout_text
@@ -25,53 +27,67 @@ def without_beaten_forms(
 
     Raises OutOfTimeError at the end of the deadline.
     """
-    by_rest: dict[ParallelLayout, list[ParallelLayout]] = {}
+    blocks = tuple(
+        dict.fromkeys(price_cache.key(layer, 1) for layer in range(1, price_cache.num_layers - 1))
+    )
+    forms: dict[tuple[int, Sharding], dict[Sharding, None]] = {}
     for layout in space.layouts:
         if layout.mesh.cp > 1:
-            ring = replace(layout, mesh=replace(layout.mesh, context_form=ContextForm.RING))
-            by_rest.setdefault(ring, []).append(layout)
-    if not by_rest:
-        return space
-    beaten: dict[ParallelLayout, ContextForm | None] = {}
-    for alike in by_rest.values():
+            forms.setdefault(_besides_form(layout), {})[layout.sharding] = None
+    beaten: dict[tuple[int, Sharding], ContextForm | None] = {}
+    for (micro_batch_size, _), shardings in forms.items():
         deadline.check()
-        beaten.update(_beaten(alike, price_cache))
-    pruned = (
-        Pruned(layout_text(layout), f"attention waits less in the form {form}")
-        for layout, form in beaten.items()
-    )
-    kept = tuple(layout for layout in space.layouts if layout not in beaten)
-    return CandidateSpace(kept, (*space.pruned, *pruned))
+        waits_s = {
+            each: tuple(_passes_s(blocks, micro_batch_size, each, price_cache))
+            for each in shardings
+        }
+        for sharding, form in _beaten(waits_s):
+            beaten[micro_batch_size, sharding] = form
+    kept: list[ParallelLayout] = []
+    pruned: list[Pruned] = []
+    for layout in space.layouts:
+        way = layout.micro_batch_size, layout.sharding
+        if way in beaten:
+            reason = f"attention waits less in the form {beaten[way]}"
+            pruned.append(Pruned(layout_text(layout), reason))
+        else:
+            kept.append(layout)
+    return CandidateSpace(tuple(kept), (*space.pruned, *pruned))
+
+
+def _besides_form(layout: ParallelLayout) -> tuple[int, Sharding]:
+    """Returns all but the form that the passes of a layout's blocks depend on."""
+    return layout.micro_batch_size, _ring(layout.sharding)
+
+
+@lru_cache(maxsize=1024)
+def _ring(sharding: Sharding) -> Sharding:
+    return replace(sharding, context_form=ContextForm.RING)
 
 
 def _beaten(
-    alike: Sequence[ParallelLayout], price_cache: PriceCache
-) -> Iterator[tuple[ParallelLayout, ContextForm | None]]:
-    """Yields the layouts that another is no slower than in any pass, with the form of that one."""
-    waits_s = {each: tuple(_passes_s(each, price_cache)) for each in alike}
-    fastest: list[ParallelLayout] = []
-    for layout in sorted(alike, key=waits_s.__getitem__):
-        faster = (other for other in fastest if _no_slower(waits_s[other], waits_s[layout]))
+    waits_s: Mapping[Sharding, tuple[float, ...]],
+) -> Iterator[tuple[Sharding, ContextForm | None]]:
+    """Yields the shardings that another is no slower than in any pass, with that one's form."""
+    fastest: list[Sharding] = []
+    for sharding in sorted(waits_s, key=waits_s.__getitem__):
+        faster = (other for other in fastest if _no_slower(waits_s[other], waits_s[sharding]))
         other = next(faster, None)
         if other is None:
-            fastest.append(layout)
+            fastest.append(sharding)
         else:
-            yield layout, other.mesh.context_form
+            yield sharding, other.context_form
 
 
 def _no_slower(first_s: Sequence[float], second_s: Sequence[float]) -> bool:
     return all(a <= b for a, b in zip(first_s, second_s, strict=True))
 
 
-def _passes_s(layout: ParallelLayout, price_cache: PriceCache) -> Iterator[float]:
+def _passes_s(
+    blocks: Sequence[LayerKey], micro_batch_size: int, sharding: Sharding, price_cache: PriceCache
+) -> Iterator[float]:
     """Yields the seconds of both passes of each class of blocks."""
-    for kind in _block_classes(price_cache):
-        time = price_cache.layer_time(kind, layout.micro_batch_size, layout.sharding)
+    for kind in blocks:
+        time = price_cache.layer_time(kind, micro_batch_size, sharding)
         yield time.forward_s
         yield time.backward_s
-
-
-def _block_classes(price_cache: PriceCache) -> tuple[LayerKey, ...]:
-    return tuple(
-        dict.fromkeys(price_cache.key(layer, 1) for layer in range(1, price_cache.num_layers - 1))
-    )

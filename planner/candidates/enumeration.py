@@ -14,7 +14,7 @@ from parplan.costmodels.host.state_location import Access
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import AHEAD, Schedule, legal
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.candidates.meshes import Pruned, allowed, meshes
+from parplan.planner.candidates.meshes import OUTSIDE_PINS, Pruned, allowed, meshes
 from parplan.planner.candidates.stack_rules import lacking_schedule, require_stack_runs
 from parplan.planner.host_options.state_locations import has_chunks, illegal_chunks
 from parplan.planner.layer_options.overlap_levels import (
@@ -157,7 +157,8 @@ def _schedules(
     critical path, which recompute ahead of the gradient, are tried where pins leave something to
     recompute, or where they are pinned. Last-no-recompute is tried only if pinned: where every
     layer has its own recompute, early recompute includes the plans in which the last stage
-    recomputes nothing, at most one recompute slower.
+    recomputes nothing, at most one recompute slower. So is DualPipeV, which idles
+    as long as ZBV where the parts of a pass are equal, and holds one stash more.
     """
     if mesh.pp == 1:
         yield Schedule.ONE_F_ONE_B, 1
@@ -181,6 +182,8 @@ def _schedules(
     if Schedule.LAST_NO_RECOMPUTE in pinned:
         yield Schedule.LAST_NO_RECOMPUTE, 1
     yield Schedule.ZBV, 2
+    if Schedule.DUALPIPEV in pinned:
+        yield Schedule.DUALPIPEV, 2
     shares = (
         layers // mesh.pp
         for layers in (model.num_blocks, model.num_blocks + 2)
@@ -320,8 +323,12 @@ def enumerate_candidates(request: Request) -> CandidateSpace:
 
 
 def no_candidate_error(space: CandidateSpace, cluster: Cluster) -> ConfigError:
-    """Returns the error of a space without candidates, with the most common reason."""
-    reasons = Counter(pruned.reason for pruned in space.pruned)
+    """Returns the error of a space without candidates, with the most common reason.
+
+    Candidates inside the pins tell more than others.
+    """
+    inside = [each for each in space.pruned if not each.reason.startswith(OUTSIDE_PINS)]
+    reasons = Counter(pruned.reason for pruned in inside or space.pruned)
     reason, _ = max(
         reasons.items(), key=lambda item: (item[1], item[0]), default=("the pins leave none", 0)
     )

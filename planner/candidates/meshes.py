@@ -108,7 +108,7 @@ def meshes(request: Request) -> Iterator[Mesh | Pruned]:
 def _not_alone(mesh: Mesh, stack: Stack) -> str | None:
     """Returns why the stack does not run context parallelism beside the other axes, or None."""
     if stack.context_alone and mesh.cp > 1 and mesh.tp * mesh.pp > 1:
-        return f"{stack.name} runs cp {mesh.cp} only without tp and pp"
+        return f"the stack {stack.name} runs cp {mesh.cp} only with tp 1 and pp 1"
     return None
 
 

@@ -22,10 +22,13 @@ class UnsearchedPart:
 
 _ALWAYS = (
     UnsearchedPart(
-        "recompute under zero-bubble V",
+        "recompute under zero-bubble V and DualPipeV",
         "schedules that split backward passes run without recompute",
     ),
-    UnsearchedPart("ZeRO 3 under zero-bubble V", "it frees what a split backward pass still needs"),
+    UnsearchedPart(
+        "ZeRO 3 under zero-bubble V and DualPipeV",
+        "it frees what a split backward pass still needs",
+    ),
     UnsearchedPart(
         "ZeRO 3 under early recompute and the shifted critical path",
         "its gather for a recompute ahead of the gradient has no price",
@@ -98,6 +101,14 @@ def unsearched_parts(
                 "last-no-recompute",
                 "early recompute has its plans and takes at most one recompute longer; "
                 "--schedule last-no-recompute",
+            )
+        )
+    if "dualpipev" in stack.schedules and "dualpipev" not in (pins.schedule or ()):
+        parts.append(
+            UnsearchedPart(
+                "DualPipeV",
+                "zero-bubble V idles as long where the parts of a pass are equal; "
+                "--schedule dualpipev",
             )
         )
     if pins.tp_overlap is None and not unlike:

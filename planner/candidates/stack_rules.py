@@ -39,8 +39,20 @@ _RUNS = {
 }
 
 
+# degrees that need a fact of the stack where they are more than 1
+_DIVIDES = {"cp": ("context_forms", "sequences"), "etp": ("divides_experts", "single experts")}
+
+
 def require_stack_runs(stack: Stack, pins: Constraints) -> None:
     """Raises ConfigError for the first pinned choice that the stack does not run."""
+    for name, (field, what) in _DIVIDES.items():
+        degrees = getattr(pins, name) or (1,)
+        if 1 not in degrees and not getattr(stack, field):
+            able = [each for each in stack_names() if getattr(load_stack(each), field)]
+            raise ConfigError(
+                f"--{name} {','.join(map(str, degrees))}: the stack {stack.name} divides no {what}",
+                hint=f"choose a --stack that does: {', '.join(able)}",
+            )
     for name, field in _RUNS.items():
         has = getattr(stack, field)
         pinned = getattr(pins, name) or ()

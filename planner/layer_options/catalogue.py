@@ -124,12 +124,14 @@ class BlockProblems:
         self, kind: LayerKey, sizes: tuple[int, ...], sharding: Sharding
     ) -> LayerStrategies:
         price_cache = self.price_cache
+        base = kind, sizes, sharding.degrees, sharding.data, sharding.etp, sharding.part
         return LayerStrategies(
             [price_cache.graph(size, sharding.part).layer_class(kind) for size in sizes],
             price_cache.inside(sharding.degrees),
             price_cache.training,
             over_data=sharding.data > 1,
             like=sharding,
+            shared=self._once(("shared", base), KeyedCache),
         )
 
     def _alike(self, micro_batch_size: int, of: TokenPart, kind: LayerKey) -> tuple[int, ...]:

@@ -14,12 +14,13 @@ the maker's output. The problem leaves the second out; the catalogue prices it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
+from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.layer_price import StageAxes, edge_time
 from parplan.costmodels.layers.model_states import StateSharding
 from parplan.costmodels.layers.operator_price import (
@@ -263,13 +264,24 @@ class _MovedTensor:
     makers_bytes: Number
 
 
+@dataclass(frozen=True, slots=True)
+class _Strategies:
+    """The strategies of an operator: options, their costs, and what `LayerStrategies` has of it."""
+
+    options: tuple[StrategyOption, ...]
+    costs: StrategyCosts
+    kept: list[Ints]
+    alone: dict[tuple[str, Place, Place], OperatorTime]
+
+
 class LayerStrategies:
     """The strategies of every operator of a layer on the axes `inside`, and the links between them.
 
     All boundaries of the layer share them. The layer is given once for each micro-batch size, and
     all sizes are priced at once. With a `sharding` its split is the only one of each operator. With
     `over_data` the first axis are data-parallel ranks. Experts and sequences are divided as in
-    `like`.
+    `like`. What is priced for one number of ranks of the experts and one context form is in
+    `shared`, for all that have the same `Sharding.base`.
 
     savers   by tensor, the first operator that saves it: its bytes count there
     alone    by reader and the placements of an input and of its gradient, the reader's seconds
@@ -288,7 +300,9 @@ class LayerStrategies:
         *,
         over_data: bool = False,
         like: Sharding = WHOLE,
+        shared: KeyedCache | None = None,
     ) -> None:
+        self._shared = shared or KeyedCache()
         self.layer = layer = of_all_sizes(layers)
         self.over_data = over_data
         self.sizes = len(layers)
@@ -312,17 +326,40 @@ class LayerStrategies:
             if operator.in_mixture and inside.stack.overlap_exchanges
         )
         self.alone: dict[tuple[str, Place, Place], OperatorTime] = {}
-        priced = [self._strategies(operator) for operator in layer.operators]
-        self.options = tuple(options for options, _, _ in priced)
-        self.costs = tuple(costs for _, costs, _ in priced)
-        self.kept = [self._unbeaten(*each) for each in priced]
+        priced = [self._shared_strategies(operator) for operator in layer.operators]
+        self.options = tuple(each.options for each in priced)
+        self.costs = tuple(each.costs for each in priced)
+        self.kept = [each.kept for each in priced]
+        for each in priced:
+            self.alone.update(each.alone)
         makers = _makers(layer)
         self.links = {
-            (reader, position): self._link(reader, position, maker)
+            (reader, position): self._shared_link(reader, position, maker)
             for reader, operator in enumerate(layer.operators)
             for position, tensor in enumerate(operator.inputs)
             if (maker := makers.get((reader, tensor.name))) is not None
         }
+
+    def _shared_strategies(self, operator: Operator) -> _Strategies:
+        """Returns the strategies of an operator, which others may share."""
+
+        def make() -> _Strategies:
+            priced = self._strategies(operator)
+            alone = {key: time for key, time in self.alone.items() if key[0] == operator.name}
+            return _Strategies(priced[0], priced[1], self._unbeaten(*priced), alone)
+
+        return self._shared((operator.name, self._form(operator)), make)
+
+    def _shared_link(self, reader: int, position: int, maker: str) -> TensorLink:
+        """Returns the link to one input of a reader from its maker, which others may share."""
+        form = self._form(self.layer.operators[reader])
+        return self._shared((reader, position, form), lambda: self._link(reader, position, maker))
+
+    def _form(self, operator: Operator) -> Hashable:
+        """Returns what the price of an operator depends on beside the base of the sharding."""
+        if operator.name not in self.layer.of_form:
+            return None
+        return self.like.experts, self.like.context
 
     def _megatron(self, like: Sharding) -> Sharding:
         """Returns Megatron's division over the axes, which is the only one of a mixture."""

@@ -15,7 +15,8 @@ _FORBID = {"extra": "forbid"}
 class PipelinePlan:
     """The pipeline schedule of a plan and its micro-batches.
 
-    virtual_stages   model chunks per pipeline rank, 1 unless the schedule is interleaved or zbv
+    virtual_stages   model chunks per pipeline rank, 1 unless the schedule is interleaved, zbv or
+                     dualpipev
     actions          of a custom schedule alone, the actions of each pipeline rank as a line of
                      torch's compute-only CSV
     tp_overlap       level of sub-pipelined tensor parallelism in the blocks: all-reduces of one

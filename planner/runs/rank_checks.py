@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parplan.costmodels.memory.rank_memory import occupied_bytes
 from parplan.costmodels.price_cache import PriceCache
@@ -29,6 +29,7 @@ class RankCheck:
     """One pipeline rank with its predicted and its measured use.
 
     planned         the predicted peak in the plan file, rounded
+    repriced        the same at today's prices
     occupied        bytes of the device, including those outside tensors
     micro_batches   the micro-batches that were run, of as many as `of`
     node_host       bytes that the fullest node's host holds, with the predictions of ranks that
@@ -39,6 +40,7 @@ class RankCheck:
     predicted: RankUse
     found: RankUse
     planned: float
+    repriced: float
     occupied: float
     capacity: int
     micro_batches: tuple[int, ...]
@@ -49,7 +51,7 @@ class RankCheck:
     @property
     def outdated(self) -> bool:
         """Returns whether the plan file was written under other prices than today's."""
-        return abs(self.planned - self.predicted.held) > MIB + self.predicted.held / 1000
+        return abs(self.planned - self.repriced) > MIB + self.repriced / 1000
 
     @property
     def fits(self) -> bool:
@@ -112,9 +114,16 @@ def repriced_today(plan: Plan) -> RepricedPlan:
 def check_ranks(
     today: RepricedPlan, used: Mapping[int, tuple[RankUse, tuple[int, ...]]]
 ) -> tuple[RankCheck, ...]:
-    """Returns each pipeline rank of `used` (its use and micro-batches) beside its prediction."""
+    """Returns each pipeline rank of `used` (its use and micro-batches) beside its prediction.
+
+    A dry run gives every expert as many tokens, so its prediction is that of balanced experts.
+    """
     plan, price_cache = today.plan, today.price_cache
-    predicted = [predicted_use(today.strategy, rank, price_cache) for rank in range(plan.mesh.pp)]
+    repriced = _uses(today)
+    predicted = repriced
+    if plan.training.expert_imbalance > 1:
+        training = replace(plan.training, expert_imbalance=1.0)
+        predicted = _uses(repriced_today(replace(plan, training=training)))
     found = {rank: use for rank, (use, _) in used.items()}
     node_host = fullest_node(
         plan, [found.get(rank, use).host for rank, use in enumerate(predicted)]
@@ -125,6 +134,7 @@ def check_ranks(
             predicted=predicted[rank],
             found=use,
             planned=_planned_bytes(plan.predicted.memory_gib[rank]),
+            repriced=repriced[rank].held,
             occupied=occupied_bytes(use.held, plan.mesh, price_cache),
             capacity=plan.cluster.device.memory_bytes,
             micro_batches=steps,
@@ -134,6 +144,12 @@ def check_ranks(
         )
         for rank, (use, steps) in sorted(used.items())
     )
+
+
+def _uses(today: RepricedPlan) -> list[RankUse]:
+    """Returns the predicted use of every pipeline rank."""
+    ranks = range(today.plan.mesh.pp)
+    return [predicted_use(today.strategy, rank, today.price_cache) for rank in ranks]
 
 
 def _planned_bytes(memory: StageMemory) -> float:

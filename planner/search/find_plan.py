@@ -83,14 +83,16 @@ def _search_fastest(
     limit, prices = session.limit_bytes, session.prices
     values_s: dict[ParallelLayout, float] = {}
     relaxed_values_s: dict[ParallelLayout, float] = {}
-    possible = [layout for layout in layouts if prices.may_fit(layout, limit)]
-    last = {layout for layout in possible if prices.parts_last and layout.virtual_stages > 1}
+    last = {layout for layout in layouts if prices.parts_last and layout.virtual_stages > 1}
     least_of_one_s = INFINITY  # of layouts with one part a rank
     relaxed_layouts: list[ParallelLayout] = []  # layouts whose relaxation is below the cut
 
     def solve(
         layout: ParallelLayout, _: float, cut_s: float, best_s: float
     ) -> SolvedCandidate | None:
+        if not prices.may_fit(layout, limit):
+            prices.raise_bound(layout, limit, INFINITY)
+            return None
         usual = replace(layout, schedule=Schedule.ONE_F_ONE_B)
         if layout.recomputes_ahead:
             cut_s = min(cut_s, values_s.get(usual, INFINITY))
@@ -154,14 +156,14 @@ def _search_fastest(
             incumbents=known,
         )
 
-    outcome = searched([layout for layout in possible if layout not in last])
+    outcome = searched([layout for layout in layouts if layout not in last])
     least_of_one_s = best_of(outcome.solved)
     if last and not outcome.interrupted:
         outcome = outcome.then(
-            searched([layout for layout in possible if layout in last], outcome.solved)
+            searched([layout for layout in layouts if layout in last], outcome.solved)
         )
-    bound = min((best_of(outcome.solved), *(prices.least_s(layout, limit) for layout in possible)))
-    return replace(outcome, bound=bound), BoundedCandidates(tuple(possible), tuple(relaxed_layouts))
+    bound = min((best_of(outcome.solved), *(prices.least_s(layout, limit) for layout in layouts)))
+    return replace(outcome, bound=bound), BoundedCandidates(tuple(layouts), tuple(relaxed_layouts))
 
 
 def _proven_s(

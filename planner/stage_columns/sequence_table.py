@@ -12,7 +12,7 @@ from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.deadline import NEVER, Deadline
 from parplan.planner.dominance import lower_hull
-from parplan.planner.layer_options.catalogue import catalogue_of
+from parplan.planner.layer_options.catalogue import Catalogue, catalogue_of
 from parplan.planner.layer_options.chunk_labels import ChunkLabels, of_chunk, of_chunks
 from parplan.planner.layer_options.layer_option import LayerOption, unbeaten
 from parplan.planner.layer_options.recompute_labels import LabelTable
@@ -68,8 +68,18 @@ class SequenceTable(StageTable):
         own = self.price_cache.own_sharding(key, sharding)
         if key.role is not LayerKind.BLOCK:
             levels = (Recompute.NONE,)
+        apart = self.price_cache.apart(key, own)
+        options = self.once(
+            ("options", key, b, apart, levels), lambda: self._options(key, b, apart, levels)
+        )
+        if apart is own:
+            return options
         return self.once(
-            ("options", key, b, own, levels), lambda: self._options(key, b, own, levels)
+            ("options", key, b, own, levels),
+            lambda: tuple(
+                replace(each, sharding=replace(each.sharding, ep=own.ep, etp=own.etp))
+                for each in options
+            ),
         )
 
     def _options(
@@ -130,18 +140,23 @@ class BlockClassTable(SequenceTable):
         """Returns the least seconds of the passes of a layer, without recompute."""
         if key.role is not LayerKind.BLOCK:
             return self.price_cache.layer_time(key, b, sharding).total_s
-        catalogue = catalogue_of(self.price_cache, self._pins, key)
+        catalogue = self._catalogue(key)
         plain_s = self.price_cache.layer_time(key, b, sharding).total_s
         if not catalogue.divides(sharding):
             return plain_s
         return min(plain_s, *catalogue.fastest_s(b, sharding).values())
+
+    def _catalogue(self, key: LayerKey) -> Catalogue:
+        return self.once(
+            ("catalogue", key), lambda: catalogue_of(self.price_cache, self._pins, key)
+        )
 
     def _options(
         self, key: LayerKey, b: int, sharding: Sharding, levels: Sequence[Recompute]
     ) -> tuple[LayerOption, ...]:
         if key.role is not LayerKind.BLOCK:
             return super()._options(key, b, sharding, levels)
-        catalogue = catalogue_of(self.price_cache, self._pins, key)
+        catalogue = self._catalogue(key)
         megatron = catalogue.weight_layouts(sharding)[0]
         options = tuple(
             option

@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping
 
 from parplan.planner.validation.frameworks import RELEASE_TEST_VOCAB
-from parplan.planner.validation.recipes import RECIPES
 from parplan.planner.validation.row_cells import Row, whole
+from parplan.planner.validation.row_recipes import RECIPES
 from parplan.planner.validation.step_rows import read_table
 
 SHIPPED = "the shipped table"
@@ -104,6 +104,8 @@ def _implied(row: Row) -> dict[str, str]:
         implied["vocab"] = str(RELEASE_TEST_VOCAB)
     if row["dtype"].lower() == "fp8-cs/mx" and "-alt-" not in row["id"]:
         implied["dtype"] = "fp8-cs"
+    if row["dtype"] == "see notes" and "in parentheses (other quantisation" in row["notes"]:
+        implied["dtype"] = "fp8-mx"
     if row.get("layer_pattern") and not row["layers"]:
         implied["layers"] = str(len(row["layer_pattern"].replace("|", "")))
     if row["id"].startswith("bs") and not row["zero_stage"]:

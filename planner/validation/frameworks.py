@@ -18,6 +18,7 @@ DEVICES = {  # start of a gpu cell, up to the end of a word -> the cluster file
     "a800-80g": "a800-80gb",
     "h100-80g": "h100-80gb",
     "h100-96g": "h100-96gb-hbm2e",
+    "h800-80g": "h800-80gb",
     "h200-141g": "h200-141gb",
     "gh200-96g": "gh200-96gb",
     "b200": "b200-180gb",
@@ -31,7 +32,7 @@ DEVICES = {  # start of a gpu cell, up to the end of a word -> the cluster file
     "l4": "l4-24gb",
 }
 # devices whose PCIe card is slower than the one of `DEVICES`
-PCIE_IS_ANOTHER = ("v100", "a100", "a800", "h100", "h200")
+PCIE_IS_ANOTHER = ("v100", "a100", "a800", "h100", "h200", "h800")
 STACKS = (  # pattern in a framework cell, first match first -> the stack
     (r"Megatron-LM v[12]\.|Megatron-LM \(2020\)", "megatron-lm-2020"),
     (r"Megatron-LM \((\w+ )?2021\)", "megatron-lm-2021"),

@@ -21,7 +21,7 @@ NEEDED = (
     "tp",
     "pp",
 )
-# cells that few rows have: settings that their recipes state (recipes.py)
+# cells that few rows have: settings that their recipes state (row_recipes.py)
 MORE = (
     "latent",  # ranks of queries and keys, head widths of keys, of positions and of values
     "shared_ffn_hidden",
@@ -36,6 +36,8 @@ MORE = (
     "vocab_multiple",
     "moments",  # type of the optimizer's moments
     "offload",  # modules whose activations go to the host, as Megatron-LM names them
+    "deterministic",  # true: only kernels that give equal bits in every run
+    "engine",  # local: without Transformer Engine
     "grouped_gemm",  # experts run in one product of Transformer Engine
     "lora_rank",
     "lora_targets",

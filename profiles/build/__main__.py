@@ -180,6 +180,7 @@ VARIANTS = (
     Variant(device="a100-80gb-pcie", lender="a100-80gb", gpu="A100-PCIe-80GB"),
     Variant(device="a100-40gb-pcie", lender="a100-80gb-pcie"),
     Variant(device="h100-96gb-hbm2e", lender="h100-80gb", power=500 / 700),
+    Variant(device="h800-80gb", lender="h100-80gb"),
     Variant(device="v100-16gb", lender="v100-32gb"),
     # 1,100 W over 1,000, and 1,400 over 1,200
     Variant(device="b300-270gb", lender="b200-180gb", power=1.1, links="B300-SXM"),

@@ -94,7 +94,7 @@ def documents_of(lengths: Iterable[tuple[int, float]]) -> Documents:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class KeysMet:
     """The keys that the queries of packed sequences meet.
 
     mean      of a query
@@ -123,7 +123,7 @@ class Reading:
 @lru_cache(maxsize=256)
 def reading(
     documents: Documents, sequence: int, *, causal: bool, window: int, chunked: bool
-) -> Reading:
+) -> KeysMet:
     """Returns the keys that queries meet inside of their documents, and of their window.
 
     With l tokens of a document, whose queries meet k keys in turn, over all documents:
@@ -147,7 +147,7 @@ def reading(
         met, squares = reach**2 / 2 + beyond * reach, reach**3 / 3 + beyond * reach**2
     tokens = float(number @ length)
     mean = float(number @ met) / tokens
-    return Reading(
+    return KeysMet(
         mean=mean,
         variance=max(0.0, float(number @ squares) / tokens - mean**2),
         drift=float(number @ (met - mean * length) ** 2) / tokens,

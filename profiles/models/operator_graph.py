@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from parplan.profiles.elementwise import Number, smaller_of
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.models.documents import Reading
+from parplan.profiles.models.documents import KeysMet
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -140,7 +140,7 @@ class Attention:
     chunked: bool = False
     kv_features: int = 0
     value_dim: int = 0
-    in_documents: Reading | None = None
+    in_documents: KeysMet | None = None
 
     def keys_met(self, keys: Number) -> Number:
         """The mean number of keys that a query meets in a sequence of `keys` tokens.
@@ -400,7 +400,25 @@ class LayerClass:
             None,
         )
 
-    @property
+    @cached_property
+    def of_experts(self) -> frozenset[str]:
+        """The operators with the parameters of experts."""
+        return frozenset(
+            operator.name
+            for operator in self.operators
+            if any(parameter.of_experts for parameter in operator.parameters)
+        )
+
+    @cached_property
+    def of_form(self) -> frozenset[str]:
+        """The operators whose price depends on the ranks of the experts, or on a context form."""
+        return self.of_experts | {
+            operator.name
+            for operator in self.operators
+            if operator.attention is not None or operator.exchanged is not None
+        }
+
+    @cached_property
     def has_experts(self) -> bool:
         """True if tokens pass some of its experts."""
         return any(operator.kind is OperatorKind.EXPERTS for operator in self.operators)

@@ -41,6 +41,7 @@ CATALOGUE = {
     "NVIDIA A10G": "a10g-24gb",
     "A10G": "a10g-24gb",
     "NVIDIA H100 80GB HBM3": "h100-80gb",
+    "NVIDIA H800": "h800-80gb",
     "NVIDIA H200": "h200-141gb",
     "NVIDIA GH200 480GB": "gh200-96gb",
     "NVIDIA B200": "b200-180gb",

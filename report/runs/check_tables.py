@@ -53,7 +53,7 @@ def print_check(plan: Plan, checks: Sequence[RankCheck], out: Console) -> None:
         left=("axis", "collective"),
     )
     say(out)
-    for note in _notes(checks):
+    for note in (*_notes(checks), *_of_experts(plan)):
         say(out, joined(note.split(" "), " ", out.width, start="  note      ", indent=12))
     say(out, joined(verdict(checks).split(" "), " ", out.width, indent=2), "bold")
 
@@ -142,7 +142,7 @@ def _notes(checks: Sequence[RankCheck]) -> Iterator[str]:
         yield (
             f"the plan file predicts a peak of {format_bytes(old[0].planned)} on stage "
             f"{old[0].rank}, today's prices "
-            f"{format_bytes(old[0].predicted.held)}: make the plan again"
+            f"{format_bytes(old[0].repriced)}: make the plan again"
         )
     if class_names(checks) != CLASSES:
         check = checks[0]
@@ -158,6 +158,15 @@ def _notes(checks: Sequence[RankCheck]) -> Iterator[str]:
         "activations, which may never be there "
         "together; peak: tensors alone, the device also holds the reserve"
     )
+
+
+def _of_experts(plan: Plan) -> Iterator[str]:
+    imbalance = plan.training.expert_imbalance
+    if imbalance > 1:
+        yield (
+            f"both columns are of experts that get equally many tokens; the plan is priced for "
+            f"ranks with {imbalance:g} times as many (expert_imbalance)"
+        )
 
 
 def verdict(checks: Sequence[RankCheck]) -> str:

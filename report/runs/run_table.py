@@ -219,5 +219,11 @@ def _notes(run: RunFile) -> Iterator[str]:
                 "prices of the device cpu are assumed: 'plan profile' measures them, 'plan "
                 "calibrate' takes them from this run"
             )
+    imbalance = run.plan["training"].get("expert_imbalance", 1.0)
+    if imbalance > 1:
+        yield (
+            f"predicted for ranks whose experts get {imbalance:g} times the mean of tokens "
+            "(expert_imbalance); in the run the routers decided"
+        )
     if run.clock_error_s:
         yield f"clocks of the machines agree to within about {seconds_text(run.clock_error_s)}"

@@ -30,6 +30,7 @@ _TORCH_SCHEDULES = {
     Schedule.ONE_F_ONE_B: "1F1B",
     Schedule.INTERLEAVED: "Interleaved1F1B",
     Schedule.ZBV: "ZBVZeroBubble",
+    Schedule.DUALPIPEV: "DualPipeV",
 }
 Flag = tuple[str, bool | int | str]  # a switch, a degree, or any other value
 

@@ -18,13 +18,20 @@ from parplan.costmodels.layers.model_states import StateBytes
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.costmodels.usage.rank_traffic import SentBytes
-from parplan.costmodels.usage.rank_usage import RankUse
+from parplan.costmodels.usage.rank_usage import RankUse, predicted_use
 from parplan.executor.checking.parity import gradient_error
 from parplan.executor.pipeline import pipeline
 from parplan.executor.training import train
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.plan_file import write_plan
-from parplan.planner.runs.rank_checks import RankCheck, all_match, sent_checks, worst_deviation
+from parplan.planner.runs.rank_checks import (
+    RankCheck,
+    all_match,
+    check_ranks,
+    repriced_today,
+    sent_checks,
+    worst_deviation,
+)
 from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import ModelSpec, Optimizer, TrainingSpec
@@ -325,6 +332,7 @@ def a_check(predicted: RankUse, measured: RankUse, capacity: int = 10**6) -> Ran
         predicted=predicted,
         found=measured,
         planned=float(predicted.held),
+        repriced=float(predicted.held),
         occupied=float(measured.held),
         capacity=capacity,
         micro_batches=(4,),
@@ -372,6 +380,41 @@ def test_a_plan_file_of_other_prices_is_said_to_be_old():
 
     assert not check.outdated
     assert dataclasses.replace(check, planned=20.0 * MIB).outdated
+
+
+def of_experts(imbalance: float) -> Plan:
+    """Returns a plan whose experts lie over two ranks."""
+    layout = ParallelLayout(
+        mesh=Mesh(pp=1, dp=2, tp=1, ep=2),
+        schedule=Schedule.ONE_F_ONE_B,
+        virtual_stages=1,
+        micro_batch_size=2,
+        num_micro_batches=2,
+        sequence_parallel=False,
+    )
+    training = TrainingSpec(
+        global_batch_size=8,
+        seq_length=128,
+        stack=load_stack("parplan"),
+        expert_imbalance=imbalance,
+    )
+    cluster = with_gpus(load_cluster("a100-80gb"), 2)
+    return estimate_plan(load_model("mixtral-tiny").spec, cluster, training, layout)
+
+
+def test_a_dry_run_of_uneven_experts_is_compared_with_even_ones_and_says_so(tmp_path):
+    even, uneven = (of_experts(imbalance) for imbalance in (1.0, 1.5))
+    assert uneven.predicted.memory_gib[0].total > even.predicted.memory_gib[0].total
+
+    result = run(uneven, tmp_path)
+
+    text = " ".join(result.stdout.split())
+    assert "priced for ranks with 1.5 times as many (expert_imbalance)" in text
+    assert "today's prices" not in text
+    today = repriced_today(even)
+    expected = predicted_use(today.strategy, 0, today.price_cache)
+    (check,) = check_ranks(repriced_today(uneven), {0: (expected, (2,))})
+    assert check.predicted == expected
 
 
 def test_the_worst_deviation_of_all_stages_counts():

@@ -17,10 +17,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parplan.costmodels.layers.model_states import MASTER_BYTES, MOMENTS_BYTES
 from parplan.profiles.errors import ConfigError
 
-OPTIMIZER_BYTES = MASTER_BYTES + MOMENTS_BYTES
+OPTIMIZER_BYTES = 12  # the fp32 master copy and two moments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

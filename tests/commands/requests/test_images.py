@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from parplan.commands.options import TargetOptions
+from parplan.commands.options import PinOptions, TargetOptions
+from parplan.commands.requests.pins import require_possible
 from parplan.commands.requests.requests import request_of
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.model_catalog import load_model
@@ -53,3 +54,11 @@ def test_no_image_leaves_the_text_alone():
 def test_images_that_a_model_cannot_have_are_refused(model, options, message):
     with pytest.raises(ConfigError, match=message):
         request(model, **options)
+
+
+def test_a_pin_that_would_divide_images_is_refused_by_name():
+    target, pins = TargetOptions(model="qwen2-vl-7b", gpus=8), PinOptions(cp=(2, 4))
+
+    with pytest.raises(ConfigError, match="--cp is pinned: context parallelism does not divide"):
+        require_possible(request_of(target, pins))
+    require_possible(request_of(target, PinOptions(cp=(1, 2))))

@@ -12,6 +12,7 @@ from parplan.costmodels.layers.layer_price import price_operators
 from parplan.costmodels.layers.model_states import StateSharding, layer_states
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.operators.compute import FREE, operator_time
+from parplan.costmodels.operators.operator_kernels import operator_kernels
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
@@ -305,6 +306,11 @@ def test_divided_experts_have_the_states_of_their_part_and_the_tokens_of_all_the
     assert divided.parameter_shape(fc1, fc1.parameters[0]) == (4 * 4096, 14336)
     assert divided.tensor_bytes(fc1, fc1.inputs[0]) == 2 * whole.tensor_bytes(fc1, fc1.inputs[0])
     assert divided.tensor_bytes(fc1, fc1.outputs[0]) == whole.tensor_bytes(fc1, fc1.outputs[0])
+    kernels = [operator_kernels(fc1, each, TRAINING).forward[0] for each in (whole, divided)]
+    flops = [
+        each.product.batch * each.product.m * each.product.n * each.product.k for each in kernels
+    ]
+    assert flops[0] == flops[1] == 2 * 512 * 4096 * 2 * 14336 // 2
 
 
 @pytest.mark.parametrize(

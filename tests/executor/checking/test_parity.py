@@ -41,6 +41,7 @@ CHEAP = ("norm1", "activation", "norm2")  # the operators that a selective plan 
 BF16 = Precision.BF16
 INTERLEAVED = {"schedule": Schedule.INTERLEAVED, "virtual_stages": 2, "num_micro_batches": 4}
 ZBV = {"schedule": Schedule.ZBV, "virtual_stages": 2, "num_micro_batches": 4}
+DUALPIPEV = ZBV | {"schedule": Schedule.DUALPIPEV}
 
 
 def half_sequence_parallel() -> Plan:
@@ -87,6 +88,7 @@ PLANS: dict[str, Plan] = {
     "pp2-llama-uneven-gpipe": make_plan(LLAMA, pp=2, blocks=(1, 3), schedule=Schedule.GPIPE),
     "pp2-llama-interleaved": make_plan(LLAMA, pp=2, **INTERLEAVED),
     "pp2-gpt-tied-zbv": make_plan(GPT, pp=2, **ZBV),
+    "pp2-gpt-tied-dualpipev": make_plan(GPT, pp=2, **DUALPIPEV),
     "pp2-llama-zbv-few-micro-batches-recompute": make_plan(
         LLAMA, pp=2, recompute=CHEAP, **(ZBV | {"num_micro_batches": 2})
     ),
@@ -134,6 +136,7 @@ PLANS: dict[str, Plan] = {
     "pp2-dp2-zero2": make_plan(GPT, pp=2, dp=2, zero=(2,), num_micro_batches=4),
     "pp2-dp2-llama-zero3-interleaved": make_plan(LLAMA, pp=2, dp=2, zero=(3,), **INTERLEAVED),
     "pp2-dp2-gpt-tied-zbv-zero1": make_plan(GPT, pp=2, dp=2, zero=(1,), **ZBV),
+    "pp2-tp2-sp-llama-dualpipev": make_plan(LLAMA, pp=2, tp=2, sp=True, **DUALPIPEV),
     "pp2-dp2-llama-zbv-zero-mixed": make_plan(LLAMA, pp=2, dp=2, zero=(0, 2, 1), **ZBV),
     "pp2-tp2-sp-llama-zbv": make_plan(LLAMA, pp=2, tp=2, sp=True, **ZBV),
     "bf16-pp2-dp2-zbv-zero1": make_plan(GPT, pp=2, dp=2, zero=(1,), precision=BF16, **ZBV),

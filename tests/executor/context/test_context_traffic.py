@@ -12,6 +12,7 @@ from parplan.costmodels.usage.rank_traffic import MESSAGE, rank_traffic
 from parplan.costmodels.usage.rank_usage import RankUse
 from parplan.executor.checking.dry_run import dry_run
 from parplan.planner.plan.plan_strategy import prices_of_plan, strategy_of
+from parplan.profiles.models.blocks import BlockRun
 from parplan.profiles.stack import ContextForm
 from tests.helpers.executor_plans import LLAMA, SEQ_LENGTH, make_plan
 
@@ -139,3 +140,27 @@ def test_a_block_keeps_what_it_would_of_sequences_as_short_as_its_part(form, cp,
     expected = dry_run(short, 0).use.saved + NUM_BLOCKS * more
 
     assert used(form, cp).saved == expected
+
+
+@pytest.mark.parametrize("form", [RING, GATHER])
+@pytest.mark.parametrize(("cp", "window"), [(2, 3), (2, 5), (2, 9), (4, 3), (4, 5)])
+def test_the_first_rank_sends_no_more_within_a_window_than_the_fullest_is_predicted_to(
+    form, cp, window
+):
+    model = dataclasses.replace(MODEL, blocks=(BlockRun(window=window),))
+    plan = make_plan(model, cp=cp, form=form)
+    stack = dataclasses.replace(plan.training.stack, sends_within_windows=True)
+    plan = dataclasses.replace(plan, training=dataclasses.replace(plan.training, stack=stack))
+    price_cache = prices_of_plan(plan)
+
+    (priced,) = (
+        each
+        for each in rank_traffic(strategy_of(plan, price_cache), 0, price_cache)
+        if each.axis == "cp"
+    )
+    (counted,) = (each for each in dry_run(plan, 0).use.sent if each.axis == "cp")
+
+    assert (counted.kind, counted.calls) == (priced.kind, priced.calls)
+    if (cp, window) in ((2, 3), (2, 5)):  # both ranks send and read one piece
+        assert counted.num_bytes == priced.num_bytes
+    assert counted.num_bytes <= priced.num_bytes

@@ -236,6 +236,7 @@ def test_the_json_has_every_number_and_nothing_else_is_printed():
         "megatron-defaults",
         "megatron-guide",
         "deepspeed-3d",
+        "torchtitan",
         "merak",
         "zero-1",
         "zero-2",

@@ -31,4 +31,4 @@ def test_the_rank_is_stated_or_that_of_the_framework(change, rank):
 def test_the_targets_are_all_products_unless_they_are_stated():
     assert fine_tuning_of(ROW).lora_targets == ("all-linear",)
     stated = fine_tuning_of({**ROW, "lora_targets": "linear_qkv linear_proj"})
-    assert stated.lora_targets == ("qkv", "attention_out")
+    assert stated.lora_targets == ("linear_qkv", "linear_proj")

@@ -273,6 +273,8 @@ def test_a_slower_link_keeps_the_shares_of_its_lender_and_no_curve():
     assert (a800.link_share, a800.link_bytes_per_s, a800.curves) == (a100.link_share, 200e9, ())
     assert (pcie.link_share, pcie.link_bytes_per_s, pcie.kind) == (0.75, 31.5e9, Kind.ANALYTIC)
     assert not machine_for(load_cluster("a800-80gb")).collective_curves
+    assert shipped_profile("h800-80gb").intra.link_bytes_per_s == 200e9
+    assert shipped_profile("h800-80gb").compute.forward.kind is Kind.ANALYTIC
     assert len(machine_for(load_cluster("h100-96gb-hbm2e")).collective_curves) == 4
 
 

@@ -65,6 +65,16 @@ def test_the_parameter_count_is_exactly_that_of_the_torch_model(name):
     assert build_graph(spec, TRAINING, 1).num_parameters == torch_parameters(name)
 
 
+@pytest.mark.parametrize("name", [name for name in CONFIGS if spec_of(name).tower])
+def test_a_tower_is_read_the_same_from_the_file_that_transformers_writes(name):
+    from transformers import AutoConfig
+
+    written = AutoConfig.for_model(**CONFIGS[name]).to_dict()
+
+    spec = entry_from_config(written, f"{name}/config.json").spec
+    assert spec == spec_of(name)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_configuration_is_read_in_under_a_second(name):
     before = time.process_time()

@@ -31,6 +31,8 @@ _OFFLOADED = {
     "offload": "expert_fc1 moe_act attn_norm mlp_norm qkv_linear core_attn attn_proj",
 }
 _SMALL_LATENT = {"latent": "192 64 16 8 16"}
+# tests without --deterministic-mode
+_RANDOM = "nondeterministic|reshard|loss_fusion|te_tp2_pp2_cp2|pp2_ep4_etp1"
 _GROUPED = {"grouped_gemm": "true"}
 _HYBRID = {
     "layer_pattern": "M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M-",
@@ -119,18 +121,17 @@ RECIPES: tuple[tuple[str, Cells], ...] = (
         r"mbridge-.*-(DeepSeekV3|Kimi_K2)-g?b[23]00-256-",
         {"pipeline_layout": "Et*4|(t*4|)*14tmL"},
     ),
+    (r"mbridge-.*-DeepSeekV3-h100-1024-", {"pipeline_layout": "Et|(tt|)*30mL"}),
     (
-        r"mbridge-.*-DeepSeekV3-h100-1024-",
-        {"recompute": "selective mla_up_proj+mlp", "pipeline_layout": "Et|(tt|)*30mL"},
-    ),
-    (
-        r"mbridge-.*-GPT_OSS_120B-(b200|gb200|h100)-\d+-bf16-",
+        r"(mbridge-.*-GPT_OSS_120B-(b200|gb200|h100)-\d+-bf16-|mbcard-gpt-oss-120b-.*_performance-GB200)",
         {"recompute": "selective layernorm+moe_act"},
     ),
-    (
-        r"mbcard-gpt-oss-120b-pretrain_performance-GB200",
-        {"recompute": "selective layernorm+moe_act"},
-    ),
+    (r"mbridge-.*-Qwen3_(30B|235B)_", {"recompute": "none"}),
+    (r"mbridge-.*-DeepSeekV3-h100-", {"recompute": "selective mla_up_proj+mlp"}),
+    (r"mbridge-.*-DeepSeekV3-gb200-.*-(fp8-cs|nvfp4)", {"recompute": "selective mlp"}),
+    (r"mbridge-.*-DeepSeekV3-gb300-.*-bf16-", {"recompute": "selective moe_act"}),
+    (r"mbridge-.*-DeepSeekV3-gb300-.*-(mxfp8|fp8-mx)-", {"recompute": "none"}),
+    (r"mbridge-.*-DeepSeekV3-", {"recompute": "selective mla_up_proj"}),
     (r"mbcard-deepseek-v3-.*-H100", {"recompute": "selective mla_up_proj+mlp"}),
     (r"nemolauncher-llama2-7b-8-sft", {"recompute": "none"}),
     (r"nemolauncher-llama2-13b-8-sft", {"recompute": "none", "vpp": "10"}),
@@ -140,6 +141,10 @@ RECIPES: tuple[tuple[str, Cells], ...] = (
         {"tp": "8", "pp": "6", "cp": "1", "sequence_parallel": "true", "zero_stage": "1"},
     ),
     (r"mbcard-qwen3-30b-a3b-pretrain_performance-H100", _QWEN3_30B | {"ep": "16"}),
+    (
+        r"mbcard-qwen3-30b-a3b-pretrain_performance-GB200",
+        _QWEN3_30B | {"ep": "8", "micro_batch": "4", "recompute": "none"},
+    ),
     (
         r"mcoreci-gpt-gpt3_15b_8t_release(_sm)?-",
         {"global_batch": "384", "n_gpus": "256", "vocab": "256000"},
@@ -188,6 +193,9 @@ RECIPES: tuple[tuple[str, Cells], ...] = (
     ),
     (r"mcoreci-moe-.*_tp4_ep2_etp2_pp2_", {"shared_ffn_hidden": "512"}),
     (r"mcoreci-moe-deepseek_proxy_", {"latent": "256 128 128 64 128", "vocab_multiple": "64"}),
+    (r"mcoreci-bert-|mcoreci-gpt-gpt3_mcore_tp", {"engine": "local"}),
+    (r"mcoreci-moe-gpt3_mcore_tp\d_pp\d_(ep2|resume)_", {"engine": "local"}),
+    (rf"mcoreci-(gpt|moe)-gpt3_(moe_)?mcore_(?!.*({_RANDOM}))", {"deterministic": "true"}),
     (
         r"mcoreci-moe-.*(groupedGEMM|top2router|ddp_average|etp1_ep4|_ep8_|ep4_etp1|etp2_pp2)",
         _GROUPED,

@@ -1,0 +1,185 @@
+"""Pins that no mesh can have are refused with the rule that they break and one action."""
+
+from __future__ import annotations
+
+import pytest
+
+from parplan.commands.requests.pins import require_possible
+from parplan.planner.request import Constraints, PlanRequest
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
+from parplan.profiles.models.model_catalog import load_model
+from parplan.profiles.models.spec import ModelSpec, TrainingSpec
+from parplan.profiles.stack import ContextForm
+
+DENSE, EXPERTS = "llama3-8b", "mixtral-8x7b"
+FORMS = "megatron-core, megatron-deepspeed, nemo, torchtitan"
+
+
+def request(
+    model: str = DENSE,
+    gpus: int = 16,
+    stack: str = "megatron-core",
+    seq_length: int = 8192,
+    **pins: tuple[object, ...],
+) -> PlanRequest[ModelSpec]:
+    return PlanRequest(
+        model=load_model(model).spec,
+        cluster=with_gpus(load_cluster("h100-80gb"), gpus),
+        training=TrainingSpec(
+            global_batch_size=512, seq_length=seq_length, stack=load_stack(stack)
+        ),
+        constraints=Constraints(**pins),
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "message", "hint"),
+    [
+        pytest.param(
+            request(cp=(3,)),
+            "--cp 3 does not divide the 16 GPUs",
+            "pin a divisor of 16",
+            id="cp-that-does-not-divide-the-gpus",
+        ),
+        pytest.param(
+            request(cp=(4,), seq_length=8188),
+            "--cp 4 cuts a sequence into 8 equal pieces, --seq-length is 8188",
+            "use a --seq-length that is a multiple of 8",
+            id="cp-that-does-not-divide-the-sequence",
+        ),
+        pytest.param(
+            request(cp=(2,), stack="nanotron"),
+            "--cp 2: the stack nanotron divides no sequences",
+            f"choose a --stack that does: {FORMS}",
+            id="cp-of-a-stack-without",
+        ),
+        pytest.param(
+            request(context_form=(ContextForm.RING,), stack="nanotron"),
+            "--context-form ring: the stack nanotron does not run it, it runs none",
+            "choose a --stack that does: megatron-core, nemo, torchtitan",
+            id="form-of-a-stack-without",
+        ),
+        pytest.param(
+            request(cp=(8,), tp=(2,), stack="megatron-deepspeed"),
+            "--cp 8 --tp 2: the stack megatron-deepspeed runs cp 8 only with tp 1 and pp 1",
+            "pin other degrees, or leave one of them to the search",
+            id="cp-that-a-stack-runs-alone",
+        ),
+        pytest.param(
+            request(gpus=64, cp=(32,), tp=(2,), context_form=(ContextForm.ALL_TO_ALL,)),
+            "--cp 32 --tp 2 --context-form all-to-all: cp 32 does not divide the 16 heads",
+            "pin other degrees, or leave one of them to the search",
+            id="all-to-all-that-does-not-divide-heads",
+        ),
+        pytest.param(
+            request(cp=(2,), context_form=(ContextForm.TWO_LEVEL,)),
+            "--cp 2 --context-form two-level: cp 2 has no part inside a node",
+            "pin other degrees, or leave one of them to the search",
+            id="two-levels-of-two-ranks",
+        ),
+        pytest.param(
+            request(cp=(8,), dp=(4,)),
+            "no --dp x --cp that is pinned divides the 16 GPUs",
+            "pin smaller degrees",
+            id="cp-beside-dp",
+        ),
+        pytest.param(
+            request(cp=(2,), pp=(2,), dp=(2,), tp=(1,)),
+            "no --pp x --dp x --cp x --tp that is pinned makes 16 GPUs",
+            "leave --dp to the search",
+            id="all-axes",
+        ),
+        pytest.param(
+            request(ep=(2,)),
+            "--ep 2 divides experts, llama3-8b has none",
+            "leave out --ep",
+            id="ep-of-a-dense-model",
+        ),
+        pytest.param(
+            request(etp=(2,)),
+            "--etp 2 divides experts, llama3-8b has none",
+            "leave out --etp",
+            id="etp-of-a-dense-model",
+        ),
+        pytest.param(
+            request(EXPERTS, gpus=24, ep=(3,)),
+            "--ep is pinned: ep 3 does not divide the 8 experts",
+            "pin another --ep, or leave it to the search",
+            id="ep-that-does-not-divide-the-experts",
+        ),
+        pytest.param(
+            request(EXPERTS, ep=(8,), pp=(4,)),
+            "--pp 4 x --ep 8 does not divide the 16 GPUs, and ep x etp divides the ranks of a",
+            "pin a divisor of 16",
+            id="ep-beyond-a-stage",
+        ),
+        pytest.param(
+            request(EXPERTS, gpus=8, ep=(8,), etp=(2,)),
+            "--ep 8 x --etp 2 does not divide the 8 GPUs",
+            "pin a divisor of 8",
+            id="ep-x-etp-beyond-all-gpus",
+        ),
+        pytest.param(
+            request(EXPERTS, etp=(2,), tp=(4,)),
+            "--etp is pinned: an expert is whole or divided over the tp ranks, so etp 2 needs "
+            "tp 2, found --tp 4",
+            "pin another --etp, or leave it to the search",
+            id="etp-that-is-not-tp",
+        ),
+        pytest.param(
+            request(EXPERTS, etp=(3,)),
+            "--etp is pinned: etp 3 does not divide the experts' width 14336",
+            "pin another --etp, or leave it to the search",
+            id="etp-that-does-not-divide-the-width",
+        ),
+        pytest.param(
+            request(EXPERTS, etp=(2,), stack="nanotron"),
+            "--etp 2: the stack nanotron divides no single experts",
+            "choose a --stack that does: megatron-core, nemo, torchtitan",
+            id="etp-of-a-stack-without",
+        ),
+        pytest.param(
+            request(gpus=64, tp=(64,), tp_across_nodes=True),
+            "--tp is pinned: tp 64 does not divide the 32 attention heads",
+            "pin another --tp, or leave it to the search",
+            id="tp-beyond-the-heads",
+        ),
+        pytest.param(
+            request(tp=(16,)),
+            "--tp is pinned: tp 16 does not divide the 8 key-value heads",
+            "pin another --tp, or leave it to the search",
+            id="tp-beyond-a-node",
+        ),
+        pytest.param(
+            request(gpus=64, pp=(64,)),
+            "--pp 64: pp 64 is more than the 32 layers",
+            "pin other degrees, or leave one of them to the search",
+            id="pp-beyond-the-layers",
+        ),
+    ],
+)
+def test_pins_without_a_mesh_say_the_rule_and_one_action(asked, message, hint):
+    with pytest.raises(ConfigError) as error:
+        require_possible(asked)
+
+    assert str(error.value).startswith(message)
+    assert error.value.hint == hint
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        pytest.param(request(), id="no-pins"),
+        pytest.param(request(cp=(3, 4)), id="one-cp-that-divides"),
+        pytest.param(request(cp=(1,), stack="nanotron"), id="cp-1-of-a-stack-without"),
+        pytest.param(request(ep=(1,), etp=(1,)), id="whole-experts-of-a-dense-model"),
+        pytest.param(request(EXPERTS, ep=(3, 8), etp=(2,), tp=(2,)), id="etp-as-tp"),
+        pytest.param(request(cp=(8,), stack="megatron-deepspeed"), id="cp-alone"),
+        pytest.param(
+            request(seq_length=65536, pp=(2,), dp=(2,), tp=(2,)), id="cp-left-to-the-search"
+        ),
+    ],
+)
+def test_pins_that_leave_a_mesh_pass(asked):
+    require_possible(asked)
