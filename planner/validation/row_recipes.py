@@ -117,28 +117,22 @@ RECIPES: tuple[tuple[str, Cells], ...] = (
         },
     ),
     (r"mbridge-.*-Nemotron_3_Nano-h100-16-fp8-", {"recompute": "selective layernorm"}),
+    (
+        r"mbridge-.*-(DeepSeekV3|Kimi_K2)-g?b[23]00-256-",
+        {"pipeline_layout": "Et*4|(t*4|)*14tmL"},
+    ),
+    (r"mbridge-.*-DeepSeekV3-h100-1024-", {"pipeline_layout": "Et|(tt|)*30mL"}),
+    (
+        r"mbridge-.*-GPT_OSS_120B-(b200|gb200|h100)-\d+-bf16-"
+        r"|mbcard-gpt-oss-120b-.*_performance-GB200",
+        {"recompute": "selective layernorm+moe_act"},
+    ),
     (r"mbridge-.*-Qwen3_(30B|235B)_", {"recompute": "none"}),
     (r"mbridge-.*-DeepSeekV3-h100-", {"recompute": "selective mla_up_proj+mlp"}),
     (r"mbridge-.*-DeepSeekV3-gb200-.*-(fp8-cs|nvfp4)", {"recompute": "selective mlp"}),
     (r"mbridge-.*-DeepSeekV3-gb300-.*-bf16-", {"recompute": "selective moe_act"}),
     (r"mbridge-.*-DeepSeekV3-gb300-.*-(mxfp8|fp8-mx)-", {"recompute": "none"}),
     (r"mbridge-.*-DeepSeekV3-", {"recompute": "selective mla_up_proj"}),
-    (
-        r"mbridge-.*-(DeepSeekV3|Kimi_K2)-g?b[23]00-256-",
-        {"pipeline_layout": "Et*4|(t*4|)*14tmL"},
-    ),
-    (
-        r"mbridge-.*-DeepSeekV3-h100-1024-",
-        {"recompute": "selective mla_up_proj+mlp", "pipeline_layout": "Et|(tt|)*30mL"},
-    ),
-    (
-        r"mbridge-.*-GPT_OSS_120B-(b200|gb200|h100)-\d+-bf16-",
-        {"recompute": "selective layernorm+moe_act"},
-    ),
-    (
-        r"mbcard-gpt-oss-120b-pretrain_performance-GB200",
-        {"recompute": "selective layernorm+moe_act"},
-    ),
     (r"mbcard-deepseek-v3-.*-H100", {"recompute": "selective mla_up_proj+mlp"}),
     (r"nemolauncher-llama2-7b-8-sft", {"recompute": "none"}),
     (r"nemolauncher-llama2-13b-8-sft", {"recompute": "none", "vpp": "10"}),
