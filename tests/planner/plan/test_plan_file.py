@@ -150,7 +150,7 @@ def put(*keys_and_value):
         ),
         pytest.param(
             put("pipeline", "schedule", "1f1bb"),
-            "pipeline.schedule: .*'gpipe', '1f1b', 'interleaved', .*'scp', 'zbv', 'dualpipev' or 'custom'",
+            "pipeline.schedule: .*'gpipe', '1f1b', .*'scp', 'zbv', 'dualpipev' or 'custom'",
             "correct that value",
             id="choice",
         ),
