@@ -142,7 +142,8 @@ class WholeBounds:
         that ranks with at most K - 1 do not hold. One of them has no fewer micro-batches in flight
         than as many ranks with the fewest.
         """
-        ascending, slowest_s, n = np.sort(in_flight), 0.0, 0
+        ascending = np.sort(in_flight)
+        slowest_s, n = 0.0, 0
         some: list[_Costs] = []
         for key in sorted(self._blocks, key=lambda key: -float(costs[key].time_s.min())):
             some.append(costs[key])
