@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 from parplan.costmodels.communication.collectives import (
     Collective,
@@ -26,7 +25,7 @@ from parplan.costmodels.layers.tensor_flow import (
     tensor_flows_of,
 )
 from parplan.costmodels.operators.compute import FREE, OperatorTime, operator_time
-from parplan.costmodels.operators.host_launch import launch_s
+from parplan.costmodels.operators.host_launch import launch_s, more_launches
 from parplan.costmodels.operators.sharding import PARTIAL, Place, Sharding
 from parplan.profiles.elementwise import Number, anywhere, key_of
 from parplan.profiles.machines.shipped_profiles import Machine
@@ -324,16 +323,6 @@ def _exchange_time(
     return OperatorTime(once, once)
 
 
-def _more_launches(operator: Operator, sharding: Sharding, stack: Stack) -> float:
-    """Launches of an operator of a mixture beside its own, in the forward pass (EQUATIONS K9)."""
-    if operator.exchanged is not None:
-        return stack.dispatch_launches
-    if operator.kind is OperatorKind.EXPERTS:
-        of_each = len(operator.parameters) if stack.widens_expert_biases else 1
-        return stack.expert_launches * of_each * operator.parameters[0].dims[0].size / sharding.ep
-    return 0.0
-
-
 @dataclass(frozen=True, kw_only=True)
 class LayerOperators:
     """Every operator of one layer class priced once; the price under any recompute set is a sum.
@@ -353,7 +342,7 @@ class LayerOperators:
         """Prices one micro-batch through the layer; the backward pass recomputes `recompute`.
 
         No pass is faster than the host launches it: operators, collectives, and both gradients of a
-        product. The device waits for the launches behind the counts of tokens (EQUATIONS K9).
+        product (EQUATIONS K9).
         """
         forward, tp_forward = self._forward(tuple(self.compute))
         repeated, tp_repeated = self.again(recompute)
@@ -428,37 +417,12 @@ class LayerOperators:
         operators = sum(self.compute[name] is not FREE for name in names)
         more = sum(self.more_launches.get(name, 0.0) for name in names)
         launches = operators + collectives + more
-        behind = sum(self.more_launches.get(name, 0.0) for name in names if name in self._behind)
-        host_s, idle_s = launches * self.host_forward_s, behind * self.host_forward_s
-        return launched(compute, communication, host_s, idle_s), communication
-
-    @cached_property
-    def _behind(self) -> frozenset[str]:
-        """The operators whose launches wait until the host knows how many tokens each expert gets.
-
-        They are a dispatch and the product that reads what arrived.
-        """
-        dispatched = {
-            operator.outputs[0].name: operator.name
-            for operator in self.layer.operators
-            if operator.kind is OperatorKind.DISPATCH
-        }
-        readers = (
-            operator.name
-            for operator in self.layer.operators
-            if operator.kind is OperatorKind.EXPERTS and operator.inputs[0].name in dispatched
-        )
-        return frozenset((*dispatched.values(), *readers))
+        return launched(compute, communication, launches * self.host_forward_s), communication
 
 
-def launched(
-    compute: Seconds, communication: Seconds, host_s: float, idle_s: float = 0.0
-) -> Seconds:
-    """Adds to the compute the device's wait for the host where launching is slower than running.
-
-    idle_s    least wait, for launches that cannot run ahead
-    """
-    waits_s = max(idle_s, host_s - compute.value_s - communication.value_s)
+def launched(compute: Seconds, communication: Seconds, host_s: float) -> Seconds:
+    """Adds to the compute the device's wait for the host where launching is slower than running."""
+    waits_s = host_s - compute.value_s - communication.value_s
     return compute + Seconds(waits_s, Kind.ANALYTIC) if waits_s > 0 else compute
 
 
@@ -492,7 +456,7 @@ def price_operators(
         more_launches={
             operator.name: more
             for operator in layer.operators
-            if (more := _more_launches(operator, sharding, training.stack))
+            if (more := more_launches(operator, sharding.ep, training.stack))
         },
         compute=compute,
         tensor_parallel=_communication(layer, sharding, compute, inside, base),

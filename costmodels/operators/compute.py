@@ -11,7 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import add
 
-from parplan.costmodels.operators.host_launch import launch_cost_of, measured_layout_costs
+from parplan.costmodels.operators.host_launch import (
+    launch_cost_of,
+    launch_s,
+    measured_layout_costs,
+    more_launches,
+    waits_for_counts,
+)
 from parplan.costmodels.operators.kernels import (
     BACKWARD,
     BATCHED,
@@ -33,7 +39,7 @@ from parplan.costmodels.operators.kernels import (
 )
 from parplan.costmodels.operators.operator_kernels import operator_kernels
 from parplan.costmodels.operators.sharding import LocalSizes
-from parplan.profiles.elementwise import Number, chosen, smaller_of
+from parplan.profiles.elementwise import Number, anywhere, chosen, smaller_of
 from parplan.profiles.machines.corrections import Corrections, corrections_of
 from parplan.profiles.machines.curves import (
     Chip,
@@ -105,7 +111,8 @@ def operator_time(
     The sum is the kernels' own time times the factor by which kernels are slower in a step than
     alone, plus the host's seconds where they add to it (costmodels/operators/host_launch.py), times
     the factors of a calibration. Where the host launches ahead, its seconds bound the layer instead
-    (costmodels/layers/layer_price.py). Raises ConfigError when the device lacks the precision.
+    (costmodels/layers/layer_price.py), but for what it cannot launch ahead: the device waits for
+    it. Raises ConfigError when the device lacks the precision.
     """
     chip_of(machine, training.precision)
     runs = operator_kernels(operator, sizes, training)
@@ -130,8 +137,13 @@ def operator_time(
     if layout_cost is not None:
         divided_forward_s = chosen(sizes.ranks > 1, layout_cost.divided_forward_s, 0.0)
         divided_backward_s = chosen(sizes.ranks > 1, layout_cost.divided_backward_s, 0.0)
+    ahead = in_step("forward", forward, pace.forward_s + divided_forward_s)
+    if waits_for_counts(operator):
+        waits_s = launch_s(machine, training.stack)[0]
+        waits_s = waits_s * more_launches(operator, sizes.ep, training.stack)
+        ahead = ahead + Seconds(waits_s, Kind.ANALYTIC) if anywhere(waits_s) else ahead
     return OperatorTime(
-        in_step("forward", forward, pace.forward_s + divided_forward_s),
+        ahead,
         in_step("backward", inputs + weights, gradients * (pace.backward_s + divided_backward_s)),
         in_step("backward", weights, pace.backward_s) if weights else ZERO,
     )

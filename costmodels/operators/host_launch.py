@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from parplan.profiles.elementwise import Number
 from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.machines.speeds import InStep
+from parplan.profiles.models.operator_graph import EXPERT_WIDTH, Operator, OperatorKind
 from parplan.profiles.provenance import ZERO, Kind, Seconds
 from parplan.profiles.stack import Stack
 
@@ -48,6 +50,26 @@ def launch_s(machine: Machine, stack: Stack) -> tuple[float, float]:
         return 0.0, 0.0
     forward_s = pace.forward_s * machine.launch_factor("forward")
     return forward_s, pace.backward_s * machine.launch_factor("backward")
+
+
+def more_launches(operator: Operator, ep: Number, stack: Stack) -> Number:
+    """Launches of an operator of a mixture beside its own, in the forward pass (EQUATIONS K9)."""
+    if operator.exchanged is not None:
+        return stack.dispatch_launches
+    if operator.kind is OperatorKind.EXPERTS:
+        of_each = len(operator.parameters) if stack.widens_expert_biases else 1
+        return stack.expert_launches * of_each * operator.parameters[0].dims[0].size / ep
+    return 0.0
+
+
+def waits_for_counts(operator: Operator) -> bool:
+    """Returns whether the host launches an operator once it knows how many tokens each expert gets.
+
+    They are a dispatch and the product that reads what arrived: the device has nothing to run
+    before it (EQUATIONS K9).
+    """
+    first = operator.kind is OperatorKind.EXPERTS and operator.contracted != EXPERT_WIDTH
+    return first or operator.kind is OperatorKind.DISPATCH
 
 
 def measured_layout_costs(machine: Machine, stack: Stack) -> InStep | None:

@@ -31,7 +31,7 @@ from parplan.costmodels.layers.operator_price import (
 )
 from parplan.costmodels.layers.tensor_flow import TensorFlow, saves_own_output
 from parplan.costmodels.operators.compute import OperatorTime, operator_time
-from parplan.costmodels.operators.host_launch import launch_s
+from parplan.costmodels.operators.host_launch import launch_s, more_launches
 from parplan.costmodels.operators.micro_batches import of_all_sizes
 from parplan.costmodels.operators.sharding import (
     Place,
@@ -162,6 +162,7 @@ class LayerProblem:
 
     costs                             by operator, those of its options
     products                          by operator, whether it launches two gradients
+    launches                          by operator, those of its forward pass
     host_forward_s, host_backward_s   seconds in which the host launches one operator
     """
 
@@ -171,6 +172,7 @@ class LayerProblem:
     links: tuple[TensorLink, ...]
     workspace_bytes: float = 0.0
     products: tuple[bool, ...] = ()
+    launches: tuple[Number, ...] = ()
     host_forward_s: float = 0.0
     host_backward_s: float = 0.0
 
@@ -389,6 +391,10 @@ class LayerStrategies:
             tuple(links),
             workspace_bytes=self.training.stack.workspace_bytes,
             products=tuple(operator.kind in PRODUCTS for operator in self.layer.operators),
+            launches=tuple(
+                1 + more_launches(operator, self.like.ep, self.training.stack)
+                for operator in self.layer.operators
+            ),
             host_forward_s=host_forward_s,
             host_backward_s=host_backward_s,
         )

@@ -106,7 +106,12 @@ def _launched_s(
     """Seconds of the three passes, none faster than the host launches its kernels."""
     # by operator and layer
     forward_s = np.array([sum(part.forward_s for part in costs) for costs in parts])
-    forwards = 1 + np.array([_any(part.sent_forward for part in costs) for costs in parts])
+    forwards = np.array(
+        [
+            own + _any(part.sent_forward for part in costs)
+            for costs, own in zip(parts, problem.launches, strict=True)
+        ]
+    )
     again = np.array(
         [
             np.array([option.recomputed for option in options])[chosen[:, i]]
@@ -115,8 +120,8 @@ def _launched_s(
     )
     backward_s = sum(part.backward_s for costs in parts for part in costs)
     launches = sum(
-        1 + product + _any(part.sent_backward for part in costs)
-        for costs, product in zip(parts, problem.products, strict=True)
+        own * (1 + product) + _any(part.sent_backward for part in costs)
+        for costs, own, product in zip(parts, problem.launches, problem.products, strict=True)
     )
     ahead_s = np.maximum(forward_s.sum(axis=0), problem.host_forward_s * forwards.sum(axis=0))
     again_s = np.maximum(
