@@ -82,7 +82,7 @@ PRODUCT_FORMATS = {  # a dtype cell -> the format of the products
 }
 # Megatron-Bridge's recipes of fp8 without a further word scale by the tensor as it is (fp8_cs)
 CURRENT_SCALING = re.compile(r"Megatron-Bridge")
-PURE = re.compile(r"bf16 \(pure|pure bf16")  # states in bf16, without fp32 copies
+PURE = re.compile(r"bf16 \(?pure|pure bf16")  # states in bf16, without fp32 copies
 RECOMPUTE = {  # a recompute cell -> the levels that blocks take in turn
     "none": (Recompute.NONE,),
     "none []": (Recompute.NONE,),
