@@ -6,6 +6,8 @@ The columns are those of docs/accuracy.md. An empty cell is unknown.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import StrEnum
+from typing import TypeVar
 
 Row = Mapping[str, str]
 
@@ -73,6 +75,9 @@ OPTIONAL = (
 )
 
 
+ChoiceT = TypeVar("ChoiceT", bound=StrEnum)
+
+
 class UnpricedError(Exception):
     """A row that cannot be priced, with the reason."""
 
@@ -99,6 +104,14 @@ def whole(row: Row, name: str, default: int | None = None) -> int:
         return int(row[name])
     except ValueError:
         raise UnpricedError(f"{name} is no whole number") from None
+
+
+def choice(row: Row, name: str, kind: type[ChoiceT]) -> ChoiceT | None:
+    """Reads one of the values of `kind`, None from an empty cell. Raises UnpricedError."""
+    stated = row.get(name)
+    if stated and stated not in list(kind):
+        raise UnpricedError(f"{name} is {stated!r}, known are {', '.join(kind)}")
+    return kind(stated) if stated else None
 
 
 def numbers(row: Row, name: str, count: int) -> tuple[int, ...]:

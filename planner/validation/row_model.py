@@ -11,6 +11,7 @@ from parplan.planner.validation.frameworks import DROPOUT, LAST_STAGE_OF_REDIS, 
 from parplan.planner.validation.row_cells import (
     Row,
     UnpricedError,
+    choice,
     is_true,
     numbers,
     source_of,
@@ -64,7 +65,7 @@ def model_of(row: Row, stack: Stack, published: ModelSpec | None = None) -> Mode
         linear_bias=not gated and not experts,
         qkv_bias=not gated and not experts,
         tied_embeddings=_tied(row, gated),
-        qk_norm=QkNorm(row.get("qk_norm") or "none"),
+        qk_norm=choice(row, "qk_norm", QkNorm) or QkNorm.NONE,
         bidirectional=_ENCODER.match(row["model"]) is not None,
         mtp_layers=whole(row, "mtp_layers", 0),
     )
@@ -146,9 +147,8 @@ def _feed_forward(row: Row) -> dict[str, Any]:
 
 def _positions(row: Row, gated: bool) -> Positions:
     """Returns the stated positions, else those that go with the feed-forward network."""
-    if row.get("positions"):
-        return Positions(row["positions"])
-    return Positions.ROTARY if gated else Positions.LEARNED
+    usual = Positions.ROTARY if gated else Positions.LEARNED
+    return choice(row, "positions", Positions) or usual
 
 
 def _tied(row: Row, gated: bool) -> bool:

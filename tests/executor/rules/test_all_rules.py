@@ -319,11 +319,11 @@ BROKEN = {
         "base_bits to 16",
         "no effect",
     ),
-    "fp8": Broken(
-        "fp8",
+    "product formats": Broken(
+        "product formats",
         with_training(make_plan(GPT, precision=BF16), products=ProductFormat.FP8_CURRENT),
         "products is fp8-current",
-        "false",
+        "products",
         "no effect",
     ),
     "bf16-gradients": Broken(

@@ -117,10 +117,12 @@ def test_a_plan_of_a_configuration_with_a_tower_needs_little_memory(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["llama4-scout"]))
     pins = "--gpu", "h100-80gb", "--pp", "4", "--tp", "4", "--ep", "4", "--dp", "4"
     command = "--model", "config.json", "--gpus", "64", *pins, "--micro-batch-size", "1"
+    # ru_maxrss would have the size of the process that starts this one
     code = (
-        "import resource, sys; from parplan.cli import main\n"
+        "import re, sys; from pathlib import Path; from parplan.cli import main\n"
         "try: main()\n"
-        "finally: print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)"
+        "finally: print(re.search(r'VmHWM:\\s+(\\d+)', "
+        "Path('/proc/self/status').read_text())[1], file=sys.stderr)"
     )
 
     run = subprocess.run(
