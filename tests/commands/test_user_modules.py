@@ -132,6 +132,7 @@ def peak_gib(plan_file):
     return fullest_gib(yaml.safe_load(Path(plan_file).read_text())["predicted"])
 
 
+@pytest.mark.slow
 def test_a_plan_with_states_on_the_hosts_is_smaller_and_says_so(leanest):
     alone, hosted, text = leanest
 

@@ -94,20 +94,18 @@ PLANS: dict[str, Plan] = {
     "shared-experts-etp2": make_plan(WHOLE, tp=2, etp=2, sp=True),
     "shared-experts-dp2-etp2": make_plan(WHOLE, dp=2, tp=2, ep=2, etp=2, sp=True, zero=(1, 3)),
 }
-FAST_FOUR_RANKS = (
-    "dp4-ep2-zero-mixed",
-    "dp4-ep2-zero3",
-    "dp2-tp2-ep4",
-    "dp2-tp2-ep2-etp2",
-    "dp2-tp2-zero3",
-    "pp2-dp2-ep2",
-    "pp2-dp2-ep2-interleaved",
-)
+FAST_FOUR_RANKS = ("dp4-ep2-zero3", "dp2-tp2-ep2-etp2", "pp2-dp2-ep2-interleaved")
 
 WORLDS = Worlds(
     PLANS,
     slow=[
+        "dp2",
+        "ep2-zero0",
         "ep2-zero1",
+        "tp2",
+        "bf16-tp2-etp2",
+        "shared-experts-ep2",
+        "shared-experts-tp2-ep2",
         "ep2-selective-recompute",
         "bf16-ep2-zero0",
         "tp2-etp2-full-recompute",

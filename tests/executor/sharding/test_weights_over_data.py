@@ -96,7 +96,7 @@ PLANS = {
         5,
     ),
 }
-PLAIN = {"dp2-tp2-gpt", "dp2-tp2-llama-recomputed", "dp2-tp2-bf16"}
+PLAIN = {"dp2-tp2-llama-recomputed"}
 WORLDS = Worlds(PLANS, slow=PLANS.keys() - PLAIN)
 
 

@@ -51,7 +51,8 @@ PLANS: dict[str, Plan] = {
     "norms-frozen-dp2-tp2": make_plan(GPT, dp=2, tp=2, zero=(2,), fine_tuning=NORMS),
     "norms-frozen-pp2": make_plan(LLAMA, pp=2, fine_tuning=NORMS),
 }
-WORLDS = Worlds(PLANS)
+QUICK = {"lora-one-rank", "lora-dp2-tp2-sp", "lora-dp2-zero3", "frozen-first-stage-pp2"}
+WORLDS = Worlds(PLANS, slow=PLANS.keys() - QUICK)
 
 
 @pytest.fixture(autouse=True)

@@ -369,6 +369,7 @@ def test_merak_is_no_slower_than_1f1b_of_whole_layers_and_within_memory():
     assert peak_bytes(optimum.price) <= tight.limit_bytes()
 
 
+@pytest.mark.slow
 def test_the_embedding_and_the_loss_may_count_as_layers_where_the_layers_alone_do_not_divide():
     uneven = Request(
         "llama3-405b", 512, 256, gpu="h100-80gb"

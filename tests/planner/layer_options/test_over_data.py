@@ -118,6 +118,7 @@ def test_the_front_over_both_axes_has_the_prices_of_the_price_cache():
         assert option.time_s >= least_s[option.weight_layout] * (1 - 1e-12)
 
 
+@pytest.mark.slow
 def test_a_search_finds_the_better_of_both_and_says_what_it_left_out():
     pins = {"pp": (1,), "tp": (8,), "micro_batch_size": (8,), "tp_overlap": (0,)}
     alone = find_plan(request(**pins, weights_over_data=(False,)))
