@@ -19,7 +19,7 @@ from parplan.costmodels.usage.redundancy import (
     operator_redundancy,
     summed_redundancy,
 )
-from parplan.planner.plan.error_band import error_band
+from parplan.planner.plan.error_band import error_band, without_steps
 from parplan.planner.plan.pipeline_plan import PipelinePlan
 from parplan.planner.plan.plan import (
     PLAN_VERSION,
@@ -321,16 +321,17 @@ def assemble(
     layout = strategy.layout
     training = price_cache.training
     names = _name_choices(strategy)
+    machine = price_cache.machine
     unmeasured = (
-        price_cache.model.num_experts
+        without_steps(price_cache.model, training, machine.cluster.device.compute_capability)
         or price_cache.offload
         or layout.chunked
         or any(choice.on_host for choice in names)
     )
     predicted = replace(
         prediction_of(layout, price, price_cache),
-        # no measured step has experts or offload
-        error_band=None if unmeasured else error_band(price_cache.machine, training.stack),
+        # no step of the fit has any of it, or offload
+        error_band=None if unmeasured else error_band(machine, training.stack),
         redundancy_gib=_redundancy(strategy, price, names, price_cache),
     )
     return Plan(

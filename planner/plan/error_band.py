@@ -16,6 +16,8 @@ from parplan.profiles.machines.stack_terms import (
     Terms,
     shipped_terms,
 )
+from parplan.profiles.models.spec import ModelSpec, TrainingSpec
+from parplan.profiles.product_formats import FORMATS, ProductFormat
 from parplan.profiles.stack import Stack
 
 
@@ -43,6 +45,31 @@ def error_band(machine: Machine, stack: Stack) -> ErrorBand | None:
     """
     known = machine.cluster.profile is None and machine.profile.compute.forward.rows
     return stack_band(stack.name, shipped_terms()) if known else None
+
+
+def without_steps(model: ModelSpec, training: TrainingSpec, capability: float | None) -> str | None:
+    """Returns what the fitted steps have nothing of, so that a plan with it has no band, or None.
+
+    Narrow products were measured in fp8 before Blackwell alone.
+    """
+    narrow = training.products
+    before_blackwell = (
+        capability is not None and capability < FORMATS[ProductFormat.MXFP8].from_capability
+    )
+    return next(
+        (
+            what
+            for what, is_there in (
+                ("models with experts, whose routing is taken as balanced", model.num_experts),
+                ("models with a tower", model.tower),
+                ("training in part", training.fine_tuning),
+                ("packed documents", training.documents),
+                (f"{narrow} products on this device", narrow and not before_blackwell),
+            )
+            if is_there
+        ),
+        None,
+    )
 
 
 def residuals_of(stack: Stack) -> Residuals:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from parplan.planner.objective import Objective
+from parplan.planner.plan.error_band import without_steps
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Status
 from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
@@ -81,21 +82,25 @@ def _band_notes(plan: AnyPlan) -> Iterator[str]:
             f"+-: eight in ten of {band.time.rows:,} measured steps, whose fit had not seen "
             f"them, were within it"
         )
-    elif isinstance(plan, TracedPlan):
-        yield "band unknown: no measured steps of traced modules"
-    elif plan.model.num_experts:
-        yield (
-            "band unknown: no measured steps of models with experts, whose routing is taken as "
-            "balanced"
-        )
+    else:
+        yield f"band unknown: {_no_band(plan)}"
+    if isinstance(plan, Plan) and plan.model.num_experts:
         yield (
             "blocks of experts are divided over tp as Megatron divides them, and recompute "
             "nothing, a selection or everything"
         )
-    elif plan.cluster.profile:
-        yield "band unknown: no published step was priced with a profile of your own"
-    else:
-        yield "band unknown: no measured steps on this device"
+
+
+def _no_band(plan: AnyPlan) -> str:
+    if isinstance(plan, TracedPlan):
+        return "no measured steps of traced modules"
+    device = plan.cluster.device
+    missing = without_steps(plan.model, plan.training, device.compute_capability)
+    if missing:
+        return f"no measured steps of {missing}"
+    if plan.cluster.profile:
+        return "no published step was priced with a profile of your own"
+    return "no measured steps on this device"
 
 
 def _space_text(plan: Plan, *, ruled: bool) -> str | None:

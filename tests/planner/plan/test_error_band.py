@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from parplan.planner.plan.error_band import error_band, margin_text, memory_margin, stack_band
+from parplan.planner.plan.error_band import (
+    error_band,
+    margin_text,
+    memory_margin,
+    stack_band,
+    without_steps,
+)
 from parplan.planner.plan.prediction import Band, ErrorBand
 from parplan.planner.request import SearchOptions
 from parplan.profiles.machines.machine_catalog import load_cluster, load_stack
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.machines.stack_terms import FEWEST_ROWS, Residuals, Terms
-from parplan.profiles.stack import Stack
+from parplan.profiles.models.fine_tuning import FineTuning
+from parplan.profiles.models.model_catalog import load_model
+from parplan.profiles.models.spec import TrainingSpec
+from parplan.profiles.product_formats import ProductFormat
+from parplan.profiles.stack import NEUTRAL, Stack
 
 EVERY = Residuals(
     time_rows=1000, time_band=0.1, memory_rows=300, memory_band=0.08, memory_margin=0.09
@@ -105,3 +115,19 @@ def test_the_margin_is_that_of_the_measured_runs_unless_asked(margin, name, expe
 )
 def test_the_margin_says_where_it_comes_from(name, text):
     assert margin_text(Stack(name=name)) == text
+
+
+@pytest.mark.parametrize(
+    ("changes", "capability", "missing"),
+    [
+        ({}, 8.0, None),
+        ({"products": ProductFormat.FP8_CURRENT}, 9.0, None),
+        ({"products": ProductFormat.FP8_CURRENT}, 10.0, "fp8-current products on this device"),
+        ({"products": ProductFormat.NVFP4}, 10.3, "nvfp4 products on this device"),
+        ({"fine_tuning": FineTuning(freeze=("embedding",))}, 8.0, "training in part"),
+    ],
+)
+def test_what_no_fitted_step_has_leaves_a_plan_without_a_band(changes, capability, missing):
+    training = TrainingSpec(global_batch_size=8, seq_length=128, stack=NEUTRAL, **changes)
+
+    assert without_steps(load_model("gpt-tiny").spec, training, capability) == missing
