@@ -24,6 +24,7 @@ BEHIND = FineTuning(lora_rank=2, lora_targets=("qkv", "down_proj"), freeze=("blo
 NORMS = FineTuning(freeze=("embedding", "norms"))
 PLANS: dict[str, Plan] = {
     "lora-one-rank": make_plan(LLAMA, fine_tuning=LORA),
+    "lora-tp2-sp": make_plan(LLAMA, tp=2, sp=True, fine_tuning=LORA),
     "lora-dp2-tp2": make_plan(LLAMA, dp=2, tp=2, fine_tuning=LORA),
     "lora-dp2-tp2-sp": make_plan(LLAMA, dp=2, tp=2, sp=True, fine_tuning=LORA),
     "lora-dp2-tp2-sp-recompute": make_plan(
@@ -51,7 +52,7 @@ PLANS: dict[str, Plan] = {
     "norms-frozen-dp2-tp2": make_plan(GPT, dp=2, tp=2, zero=(2,), fine_tuning=NORMS),
     "norms-frozen-pp2": make_plan(LLAMA, pp=2, fine_tuning=NORMS),
 }
-QUICK = {"lora-one-rank", "lora-dp2-tp2-sp", "lora-dp2-zero3", "frozen-first-stage-pp2"}
+QUICK = {"lora-dp2-zero3", "lora-tp2-sp", "frozen-first-stage-pp2"}
 WORLDS = Worlds(PLANS, slow=PLANS.keys() - QUICK)
 
 
