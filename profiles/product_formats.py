@@ -52,10 +52,14 @@ _HOPPER, _BLACKWELL = 8.9, 10.0  # fp8 begins with Ada
 PROMOTED_SUMS = 1.15
 
 
+def is_before_blackwell(capability: float | None) -> bool:
+    """Returns whether a compute capability is known and before Blackwell's."""
+    return capability is not None and capability < _BLACKWELL
+
+
 def gradient_slowdown(peak: str, capability: float | None) -> float:
     """Returns the factor on the time of a gradient's product whose operands have `peak`."""
-    promotes = peak == "fp8" and capability is not None and capability < _BLACKWELL
-    return PROMOTED_SUMS if promotes else 1.0
+    return PROMOTED_SUMS if peak == "fp8" and is_before_blackwell(capability) else 1.0
 
 
 # Transformer Engine (transformer_engine/common/recipe/__init__.py): DelayedScaling (the scale of

@@ -163,11 +163,7 @@ def _products(target: TargetOptions, stack: Stack, device: Device) -> ProductFor
 def _require_format(device: Device, narrow: ProductFormat) -> None:
     """Raises ConfigError for a device without the arithmetic or the scales of a format."""
     needed = FORMATS[narrow]
-    if needed.peak not in device.peak_flops_per_s:
-        raise ConfigError(
-            f"{device.name} has no {needed.peak} arithmetic",
-            hint="use bf16, or plan for a device that has it: `plan clusters` lists them",
-        )
+    device.peak(needed.peak)
     if (device.compute_capability or 0.0) < needed.from_capability:
         raise ConfigError(
             f"{device.name} has no products in {narrow}, which need a compute capability of "
