@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from parplan.executor.memory.early_recompute import checkpointed
 from parplan.executor.memory.saved_tensors import Recipes
 from parplan.executor.models.attention_modules import SelfAttention
+from parplan.executor.models.operators import operator_module
 from parplan.executor.tensors import local, memory_of
 from parplan.profiles.errors import ConfigError
 
@@ -90,28 +91,12 @@ def _check_random(layer: nn.Module, operators: list[str], where: str) -> None:
 
     A recomputed output must be identical, and the operator would draw another mask.
     """
-    random = [name for name in operators if getattr(_operator(layer, name), "dropout", 0.0)]
+    random = [name for name in operators if getattr(operator_module(layer, name), "dropout", 0.0)]
     if random:
         raise ConfigError(
             f"{where}: {random[0]} draws a dropout mask, it cannot be recomputed by itself",
             hint="recompute the whole layer, or not this",
         )
-
-
-def operator_module(layer: nn.Module, name: str) -> nn.Module | None:
-    """Returns the module of an operator of the layer, its mixture or the experts, None if none."""
-    mixture = getattr(layer, "mixture", None)
-    for holder in (layer, mixture, getattr(mixture, "experts", None)):
-        if hasattr(holder, name):
-            return getattr(holder, name)
-    return None
-
-
-def _operator(layer: nn.Module, name: str) -> nn.Module:
-    """Returns the module of an operator, from the layer or from its experts."""
-    if hasattr(layer, name):
-        return getattr(layer, name)
-    return layer.mixture.experts.get_submodule(name)
 
 
 def _discard_outputs(layer: nn.Module, operators: list[str], recipes: Recipes) -> None:
@@ -121,7 +106,7 @@ def _discard_outputs(layer: nn.Module, operators: list[str], recipes: Recipes) -
         recipes.remember((output,), lambda *tensors: (local(module(*tensors)),), *inputs)
 
     for name in operators:
-        _operator(layer, name).register_forward_hook(remember)
+        operator_module(layer, name).register_forward_hook(remember)
 
 
 def _follow_copies(attention: SelfAttention, recipes: Recipes) -> None:

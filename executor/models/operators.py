@@ -279,6 +279,15 @@ class Sum(nn.Module):
         return x + y
 
 
+def operator_module(layer: nn.Module, name: str) -> nn.Module | None:
+    """Returns the module of an operator of the layer, its mixture or the experts, None if none."""
+    mixture = getattr(layer, "mixture", None)
+    for holder in (layer, mixture, getattr(mixture, "experts", None)):
+        if hasattr(holder, name):
+            return getattr(holder, name)
+    return None
+
+
 class SoftCap(nn.Module):
     """Bounds logits: c tanh(x / c)."""
 

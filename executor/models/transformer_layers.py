@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from parplan.executor.context.context_attention import Context
-from parplan.executor.models.adapters import AdapterSum, freeze
+from parplan.executor.models.adapters import SUM, A, AdapterSum, B, freeze
 from parplan.executor.models.attention_modules import (
     LatentRotary,
     QueryKeyNorm,
@@ -46,12 +46,18 @@ from parplan.executor.models.operators import (
     Tokens,
 )
 from parplan.profiles.models.blocks import BlockRun
-from parplan.profiles.models.operator_graph import LayerClass, LayerKind, Operator, OperatorKind
+from parplan.profiles.models.operator_graph import (
+    ADAPTER_RANK,
+    LayerClass,
+    LayerKind,
+    Operator,
+    OperatorKind,
+)
 from parplan.profiles.models.spec import ModelSpec, Norm, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 
 INIT_STD = 0.02  # GPT-2, Radford et al. 2019
-ZERO_AT_START = ("_lora_b.weight", "sinks")  # the second matrix of an adapter, and sinks
+ZERO_AT_START = (f"{B}.weight", "sinks")  # the second matrix of an adapter, and sinks
 MIXTURE = "mixture"  # the module of the operators of a mixture of experts
 
 
@@ -65,8 +71,8 @@ class Blueprint:
     block: BlockRun
 
 
-def _linear(of: Blueprint) -> nn.Module:
-    weight, *bias = of.operator.parameters
+def _linear(operator: Operator) -> nn.Module:
+    weight, *bias = operator.parameters
     features, contracted = weight.shape
     kind = EightBitLinear if weight.quantised else Linear
     return kind(contracted, features, bias=bool(bias))
@@ -88,7 +94,7 @@ def _rotary(of: Blueprint) -> nn.Module:
 
 
 _BY_KIND: dict[OperatorKind, Callable[[Blueprint], nn.Module]] = {
-    OperatorKind.MATMUL: _linear,
+    OperatorKind.MATMUL: lambda of: _linear(of.operator),
     OperatorKind.NORM: _norm,
     OperatorKind.EMBEDDING: _tokens,
     OperatorKind.ATTENTION: lambda of: SelfAttention(of.model, of.training.attention, of.block),
@@ -113,7 +119,7 @@ def module_of(of: Blueprint) -> nn.Module:
     operator = of.operator
     if operator.name in _BY_NAME:
         return _BY_NAME[operator.name](of)
-    if operator.name.endswith("_lora_sum"):
+    if operator.name.endswith(SUM):
         return AdapterSum()
     return _BY_KIND[operator.kind](of)
 
@@ -152,7 +158,8 @@ class Layer(nn.Module):
                 of = Blueprint(operator=operator, model=model, training=training, block=block)
                 self.add_module(operator.name, module_of(of))
             elif not hasattr(self, MIXTURE):
-                self.add_module(MIXTURE, _mixture(model, ranks))
+                mixture = tuple(each for each in layer.operators if each.in_mixture)
+                self.add_module(MIXTURE, _mixture(mixture, model, ranks))
         self.functions = model.functions
         self.steps = _steps(layer)
 
@@ -195,11 +202,19 @@ def _steps(layer: LayerClass) -> tuple[Step, ...]:
     return tuple(reversed(steps))
 
 
-def _mixture(model: ModelSpec, ranks: ExpertRanks | None) -> nn.Module:
-    router = Linear(model.hidden_size, model.num_experts, bias=model.router_bias)
+def _mixture(
+    operators: tuple[Operator, ...], model: ModelSpec, ranks: ExpertRanks | None
+) -> nn.Module:
+    router = next(_linear(each) for each in operators if each.kind is OperatorKind.MATMUL)
     held = range(model.num_experts) if ranks is None else ranks.held(model.num_experts)
     parts = 1 if ranks is None else ranks.degree(ETP)
-    return MixtureOfExperts(model, router, Experts(model, held, parts, Activation(model)))
+    adapters = {
+        each.name.removesuffix(A): each.size(ADAPTER_RANK)
+        for each in operators
+        if each.kind is OperatorKind.EXPERTS and each.name.endswith(A)
+    }
+    experts = Experts(model, held, parts, Activation(model), adapters)
+    return MixtureOfExperts(model, router, experts, tuple(each.name for each in operators))
 
 
 class Embedding(Layer):
@@ -229,7 +244,7 @@ class Block(Layer):
 
     def _ends_at(self, name: str) -> int:
         """Returns the number of the last step of an operator and its adapter."""
-        names = (name, f"{name}_lora_sum")
+        names = (name, name + SUM)
         return max(at for at, step in enumerate(self.steps) if step.module in names)
 
 
@@ -313,6 +328,8 @@ def _init_experts(module: Grouped, key: str, ranks: ExpertRanks | None) -> None:
         hidden, width = matrix.shape[0], matrix.shape[1] * parts
         whole = matrix.new_empty((width, hidden) if module.widens else (hidden, width))
         _init(whole, f"{key}.weight/{expert}")  # of [features, contracted], as any product
+        if f"{key}.weight".endswith(ZERO_AT_START):
+            whole.zero_()
         by_width = whole.t() if module.widens else whole
         matrix.copy_(by_width.chunk(parts, dim=1)[part])
     if module.bias is not None:

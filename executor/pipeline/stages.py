@@ -21,9 +21,10 @@ from parplan.executor.external.external_body import ExternalBody
 from parplan.executor.external.external_stage import build_external
 from parplan.executor.memory.host_copies import HostCopies, HostOffload
 from parplan.executor.memory.host_table import HostTable
-from parplan.executor.memory.layer_recompute import operator_module, recomputed
+from parplan.executor.memory.layer_recompute import recomputed
 from parplan.executor.memory.saved_tensors import Recipes
 from parplan.executor.models.mixture_of_experts import experts_of, mark_biases
+from parplan.executor.models.operators import operator_module
 from parplan.executor.models.transformer_layers import (
     Block,
     Embedding,
