@@ -24,13 +24,15 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.model_states import StateBytes
 from parplan.executor.data.batches import synthetic_batches
 from parplan.executor.models.eight_bits import round_to_8_bits
-from parplan.executor.models.transformer_layers import build_layer
+from parplan.executor.models.loss import FURTHER_WEIGHT
+from parplan.executor.models.transformer_layers import FURTHER, build_layer
 from parplan.executor.run_options import Options
 from parplan.executor.tensors import begin_fork, forget_meshes
 from parplan.executor.training.optimizer import build_optimizer, decays, layout_of
@@ -40,7 +42,7 @@ from parplan.planner.runs.relative_error import relative_error
 from parplan.planner.runs.run_file import ChunkMoved, PredictedAndMeasured
 from parplan.profiles.errors import PlannerError
 from parplan.profiles.interrupts import leave_signals_to_parent
-from parplan.profiles.models.operator_graph import layer_kind
+from parplan.profiles.models.operator_graph import LayerKind, layer_kind
 from parplan.profiles.models.spec import ModelSpec, Optimizer, TrainingSpec
 
 # Tolerances of `plan check --execute` in fp32: of first-step gradients as `gradient_error` measures
@@ -265,18 +267,31 @@ def reference_layers(model: ModelSpec, training: TrainingSpec, seed: int) -> nn.
             for index, (name, kind) in enumerate(zip(names, kinds, strict=True))
         }
     )
-    if model.tied_embeddings:
-        layers["head"].lm_head.weight = layers["embedding"].tokens.weight
+    if model.shares_table:
+        layers["head"].table.weight = layers["embedding"].tokens.weight
     round_to_8_bits(layers)
     return layers
 
 
-def forward(layers: nn.ModuleDict, ids: Tensor) -> Tensor:
-    """Return the logits of token ids."""
+def forward(layers: nn.ModuleDict, ids: Tensor, **of_head: Tensor) -> Tensor:
+    """Return the logits of token ids; `of_head` are further inputs of the head."""
     x = ids
-    for layer in layers.values():
-        x = layer(x)
+    for name, layer in layers.items():
+        x = layer(x, **(of_head if name == LayerKind.HEAD else {}))
     return x
+
+
+def mean_loss(layers: nn.ModuleDict, ids: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean loss of a batch, by torch's own cross entropy.
+
+    A module of multi-token prediction adds its mean loss, of all tokens but each sequence's last.
+    """
+    if not hasattr(layers["head"], FURTHER):
+        return cross_entropy(forward(layers, ids).flatten(0, 1), targets.flatten())
+    logits, further = forward(layers, ids, next_ids=targets).unbind(2)
+    loss = cross_entropy(logits.flatten(0, 1), targets.flatten())
+    beyond = cross_entropy(further[:, :-1].flatten(0, 1), targets[:, 1:].flatten(), reduction="sum")
+    return loss + FURTHER_WEIGHT * beyond / targets.numel()
 
 
 def reference_optimizer(
@@ -311,8 +326,7 @@ def run_reference(plan: Plan) -> TrainingOutcome:
     first = {}
     for step in range(STEPS):
         ids, targets = batches(step)
-        logits = forward(layers, ids)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss = mean_loss(layers, ids, targets)
         optimizer.zero_grad()
         loss.backward()
         if step == 0:

@@ -91,12 +91,26 @@ def _check_random(layer: nn.Module, operators: list[str], where: str) -> None:
 
     A recomputed output must be identical, and the operator would draw another mask.
     """
-    random = [name for name in operators if getattr(operator_module(layer, name), "dropout", 0.0)]
+    random = [name for name in operators if getattr(_operator(layer, name), "dropout", 0.0)]
     if random:
         raise ConfigError(
             f"{where}: {random[0]} draws a dropout mask, it cannot be recomputed by itself",
             hint="recompute the whole layer, or not this",
         )
+
+
+def _operator(layer: nn.Module, name: str) -> nn.Module:
+    """Returns the module of an operator. Raises ConfigError for one that has no module of its own.
+
+    Such an operator is a part of a mixture of experts.
+    """
+    module = operator_module(layer, name)
+    if module is None:
+        raise ConfigError(
+            f"recompute names {name}, which cannot run again by itself",
+            hint="recompute the whole layer, or not this",
+        )
+    return module
 
 
 def _discard_outputs(layer: nn.Module, operators: list[str], recipes: Recipes) -> None:
@@ -106,7 +120,7 @@ def _discard_outputs(layer: nn.Module, operators: list[str], recipes: Recipes) -
         recipes.remember((output,), lambda *tensors: (local(module(*tensors)),), *inputs)
 
     for name in operators:
-        operator_module(layer, name).register_forward_hook(remember)
+        _operator(layer, name).register_forward_hook(remember)
 
 
 def _follow_copies(attention: SelfAttention, recipes: Recipes) -> None:

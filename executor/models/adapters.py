@@ -15,7 +15,10 @@ from parplan.executor.models.eight_bits import QUANTISED, quantise_frozen
 from parplan.executor.models.operators import operator_module
 from parplan.profiles.models.operator_graph import LayerClass
 
-A, B, SUM = "_lora_a", "_lora_b", "_lora_sum"  # ends of the names of an adapter's operators
+# ends of the names of an adapter's operators
+A = "_lora_a"
+B = "_lora_b"
+SUM = "_lora_sum"
 # alpha over rank, the factor of an adapter's output: alpha = 2 rank is usual, as in torchtune's
 # recipes (rank 8, alpha 16)
 SCALE = 2.0

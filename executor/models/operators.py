@@ -280,12 +280,27 @@ class Sum(nn.Module):
 
 
 def operator_module(layer: nn.Module, name: str) -> nn.Module | None:
-    """Returns the module of an operator of the layer, its mixture or the experts, None if none."""
+    """Returns the module of an operator of the layer, its mixture or the experts, None if none.
+
+    The name of an operator of multi-token prediction begins with that of its module.
+    """
+    inside, _, rest = name.partition(".")
+    if rest:
+        return operator_module(layer.get_submodule(inside), rest)
     mixture = getattr(layer, "mixture", None)
     for holder in (layer, mixture, getattr(mixture, "experts", None)):
         if hasattr(holder, name):
             return getattr(holder, name)
     return None
+
+
+class Joined(nn.Module):
+    """Lays the features of two tensors side by side."""
+
+    on_shards = True
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.cat((x, y), dim=-1)
 
 
 class SoftCap(nn.Module):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from parplan.executor.models.mixture_of_experts import (
 from parplan.executor.models.operators import (
     Activation,
     Gated,
+    Joined,
     LayerNorm,
     LearnedPositions,
     Linear,
@@ -53,11 +54,13 @@ from parplan.profiles.models.operator_graph import (
     Operator,
     OperatorKind,
 )
+from parplan.profiles.models.parts.multi_token import MODULE
 from parplan.profiles.models.spec import ModelSpec, Norm, TrainingSpec
-from parplan.profiles.models.transformer import build_graph
+from parplan.profiles.models.transformer import build_graph, last_kind
 
 INIT_STD = 0.02  # GPT-2, Radford et al. 2019
 ZERO_AT_START = (f"{B}.weight", "sinks")  # the second matrix of an adapter, and sinks
+FURTHER = f"{MODULE}1"  # the module of multi-token prediction
 MIXTURE = "mixture"  # the module of the operators of a mixture of experts
 
 
@@ -110,6 +113,7 @@ _BY_NAME: dict[str, Callable[[Blueprint], nn.Module]] = {
     "residual2": lambda of: Residual(of.model),
     "shared_gated": lambda _: Gated(),
     "expert_sum": lambda _: Sum(),
+    "joined": lambda _: Joined(),
     "logit_cap": lambda of: SoftCap(of.model.logit_soft_cap),
 }
 
@@ -166,9 +170,12 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.run(self.steps, x)
 
-    def run(self, steps: Sequence[Step], x: Tensor) -> Tensor:
-        """Returns the output of the last of `steps`, the first of which reads `x`."""
-        tensors = {steps[0].reads[0][0]: x}
+    def run(self, steps: Sequence[Step], x: Tensor, **further: Tensor) -> Tensor:
+        """Returns the output of the last of `steps`, the first of which reads `x`.
+
+        further   other tensors that steps read, by name
+        """
+        tensors = {steps[0].reads[0][0]: x, **further}
         del x  # a name would hold the activation until the last step
         for step in steps:
             read = [tensors.pop(name) if last else tensors[name] for name, last in step.reads]
@@ -179,7 +186,7 @@ class Layer(nn.Module):
 def _steps(layer: LayerClass) -> tuple[Step, ...]:
     """Returns the calls of a layer; a mixture of experts is one, and the schedule calls the loss.
 
-    Token ids have no name in the graph.
+    Token ids have no name in the graph, which are `ids` here.
     """
     calls: list[tuple[str, tuple[str, ...], str]] = []
     mixture = [operator for operator in layer.operators if operator.in_mixture]
@@ -248,16 +255,75 @@ class Block(Layer):
         return max(at for at, step in enumerate(self.steps) if step.module in names)
 
 
+class FurtherToken(Layer):
+    """A module of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+
+    Maps states [batch, sequence, hidden] and the ids of the tokens behind them to the states that
+    predict one token further. Its `operators` have the names of those in the head's graph.
+    """
+
+    operators: tuple[str, ...] = ()
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        return self.run(self.steps, x, ids=ids)
+
+
 class Head(Layer):
     """Maps [batch, sequence, hidden] to logits [batch, sequence, padded vocabulary].
 
-    The schedule calls `loss` on the logits.
+    With a module of multi-token prediction, `further`, the logits are [batch, sequence, 2, padded
+    vocabulary], of the next token and of the one behind it. The schedule calls `loss` on them.
     """
 
-    def forward(self, x: Tensor) -> Tensor:
-        logits = super().forward(x)
+    def __init__(
+        self,
+        layer: LayerClass,
+        model: ModelSpec,
+        training: TrainingSpec,
+        block: BlockRun | None = None,
+        ranks: ExpertRanks | None = None,
+    ) -> None:
+        own, further = _ahead(layer)
+        super().__init__(own, model, training, block, ranks)
+        if further is not None:
+            module = FurtherToken(further, model, training, block, ranks)
+            module.operators = tuple(f"{FURTHER}.{each.name}" for each in further.operators)
+            self.add_module(FURTHER, module)
+
+    @property
+    def table(self) -> nn.Module:
+        """The module whose weight is that of the token table, in a model that has such a one."""
+        return self.get_submodule(FURTHER).tokens if hasattr(self, FURTHER) else self.lm_head
+
+    def forward(self, x: Tensor, next_ids: Tensor | None = None) -> Tensor:
+        if next_ids is None:
+            logits = super().forward(x)
+        else:
+            states = self.norm(x), self.get_submodule(FURTHER)(x, next_ids)
+            logits = self.run(self.steps[1:], torch.stack(states, dim=2))
         divisor = self.functions.logit_divisor
         return logits if divisor == 1.0 else logits / divisor
+
+
+def _ahead(head: LayerClass) -> tuple[LayerClass, LayerClass | None]:
+    """Returns a head without its module of multi-token prediction, and the module if it has one.
+
+    The product with the vocabulary then reads one tensor, of both states.
+    """
+    begins = f"{FURTHER}."
+    inside = tuple(
+        replace(each, name=each.name.removeprefix(begins))
+        for each in head.operators
+        if each.name.startswith(begins)
+    )
+    own = tuple(
+        replace(each, inputs=each.inputs[:1])
+        for each in head.operators
+        if not each.name.startswith(begins)
+    )
+    if not inside:
+        return head, None
+    return replace(head, operators=own), replace(head, operators=inside)
 
 
 def divide_sequences(layer: nn.Module, context: Context) -> None:
@@ -272,9 +338,12 @@ def described(
 ) -> tuple[LayerClass, BlockRun]:
     """Returns the operators of a layer by its number, and its kind of block.
 
-    Blocks are counted on behind the last one; embedding and head have any number.
+    Blocks are counted on behind the last one; embedding and head have any number. The kind of a
+    head is that of its module of multi-token prediction.
     """
     graph = build_graph(model, training, 1)
+    if kind is LayerKind.HEAD:
+        return graph.head, last_kind(model)
     place = (index - 1) % model.num_layers
     key = graph.key(place + 1) if kind is LayerKind.BLOCK else kind
     return graph.layer_class(key), model.block_kinds[place]
@@ -302,7 +371,7 @@ def build_layer(
     _materialize(layer, device)
     of_experts = {parameter for each in grouped_of(layer) for parameter in each.parameters()}
     for name, parameter in layer.named_parameters():
-        tied = model.tied_embeddings and name == "lm_head.weight"
+        tied = model.shares_table and isinstance(layer, Head) and parameter is layer.table.weight
         if parameter not in of_experts:
             _init(parameter, f"{seed}/0/tokens.weight" if tied else f"{seed}/{index}/{name}")
     for name, module in layer.named_modules():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.operators.optimizers import PLAIN_OPTIMIZERS
 from parplan.executor.rules.rule import Refusal, rule
 from parplan.planner.plan.plan import Plan
@@ -20,6 +21,7 @@ RUN = {"blocks", "latent", "output_bias", "qk_norm", "sinks", "norm_layout", "fu
     "shared_experts",
     "expert_bias",
     "router_bias",
+    "mtp_layers",
     "state_space",
     "tower",
     "left_out",
@@ -46,12 +48,40 @@ def model_parts(plan: Plan) -> Iterator[Refusal]:
             action=model_parts.action,
         )
     for name, default in rare_parts(model).items():
-        if name not in RUN:  # such as multi-token prediction, which needs ids on the last stage
+        if name not in RUN:
             yield Refusal(
                 problem=f"model: {model.name} has {name}",
                 action=f"set {name} to {str(default).lower()}",
                 nearest=replace(plan, model=replace(model, **{name: default})),  # type: ignore[arg-type]
             )
+
+
+@rule(
+    why="the executor runs one module of multi-token prediction, on ranks that hold all of it and "
+    "whole sequences, with a token table on the device that the last product does not share",
+    action="leave the modules out",
+)
+def further_tokens(plan: Plan) -> Iterator[Refusal]:
+    model, mesh = plan.model, plan.mesh
+    if not model.mtp_layers or plan.module is not None:
+        return
+    obstacles = {
+        f"{model.mtp_layers} modules": model.mtp_layers > 1,
+        "a tied table": model.tied_embeddings,
+        f"tp {mesh.tp}": mesh.tp > 1,
+        f"cp {mesh.cp}": mesh.cp > 1,
+        "a token table on the host": any(
+            Offload.LOOKUP in each.offload for each in plan.layer_plans.values()
+        ),
+    }
+    found = [what for what, is_there in obstacles.items() if is_there]
+    if found:
+        left = 1 if found == [f"{model.mtp_layers} modules"] else 0
+        yield Refusal(
+            problem=f"model: {model.name} has mtp_layers with {', '.join(found)}",
+            action=f"set mtp_layers to {left}",
+            nearest=replace(plan, model=replace(model, mtp_layers=left)),
+        )
 
 
 @rule(
@@ -203,6 +233,7 @@ def dropless(plan: Plan) -> Iterator[Refusal]:
 
 TRAINING = (
     model_parts,
+    further_tokens,
     dropped_scores,
     product_formats,
     fine_tuning,

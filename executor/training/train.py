@@ -216,12 +216,12 @@ class Trainer:
     def held(self) -> RankTensors:
         """Return the parameters of this rank that a checkpoint contains."""
         apart = self.pipeline.chunks.parameters if self.pipeline.chunks is not None else ()
-        return held(self.pipeline.stages, tied=self.plan.model.tied_embeddings, apart=apart)
+        return held(self.pipeline.stages, tied=self.plan.model.shares_table, apart=apart)
 
     @property
     def has_copies(self) -> bool:
         """True if some rank holds a copy of a parameter that another rank saves."""
-        return self.plan.model.tied_embeddings and self.plan.mesh.pp > 1
+        return self.plan.model.shares_table and self.plan.mesh.pp > 1
 
     def settle_copies(self) -> None:
         """Do nothing after a load: a rank holds at most one copy of a parameter."""

@@ -111,7 +111,7 @@ class FineTuning:
 
     @property
     def adapts_experts(self) -> bool:
-        """Whether the products of experts have adapters, in a model that has experts."""
+        """True if products of experts have adapters, in a model that has experts."""
         products = {"fc1", "fc2"}
         return self.lora_targets == (ALL_LINEAR,) or not products.isdisjoint(self.adapted_operators)
 

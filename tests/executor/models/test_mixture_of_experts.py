@@ -359,7 +359,7 @@ def test_experts_that_do_not_divide_would_leave_one_with_nobody():
 
 
 def test_no_module_of_its_own_runs_the_dispatch_again():
-    with pytest.raises(AttributeError, match="dispatch"):
+    with pytest.raises(ConfigError, match="dispatch"):
         recomputed(block(), ("dispatch",), "block0")
 
 

@@ -236,10 +236,24 @@ BROKEN = {
         r"plans with recompute \[\]",
         "no effect",
     ),
-    "more-tokens-predicted": Broken(
+    "compressed-tokens-of-experts": Broken(
         "model parts",
-        make_plan(dataclasses.replace(LLAMA, mtp_layers=1)),
-        "tiny-llama has mtp_layers",
+        make_plan(dataclasses.replace(MIXTRAL, expert_latent_size=16)),
+        "tiny-mixtral has expert_latent_size",
+        "set expert_latent_size to 0",
+        "other bytes",
+    ),
+    "more-tokens-predicted": Broken(
+        "further tokens",
+        make_plan(dataclasses.replace(LLAMA, mtp_layers=2), pp=2),
+        "tiny-llama has mtp_layers with 2 modules",
+        "set mtp_layers to 1",
+        "fails",
+    ),
+    "further-tokens-of-tensor-parallel-ranks": Broken(
+        "further tokens",
+        make_plan(dataclasses.replace(LLAMA, mtp_layers=1), tp=2),
+        "tiny-llama has mtp_layers with tp 2",
         "set mtp_layers to 0",
         "fails",
     ),
