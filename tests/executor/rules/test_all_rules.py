@@ -241,7 +241,7 @@ BROKEN = {
         make_plan(dataclasses.replace(MIXTRAL, expert_latent_size=16)),
         "tiny-mixtral has expert_latent_size",
         "set expert_latent_size to 0",
-        "other bytes",
+        "fails",
     ),
     "more-tokens-predicted": Broken(
         "further tokens",
