@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.model_states import StateBytes
 from parplan.executor.data.batches import synthetic_batches
+from parplan.executor.data.document_places import build_places
 from parplan.executor.models.eight_bits import round_to_8_bits
 from parplan.executor.models.loss import FURTHER_WEIGHT
 from parplan.executor.models.transformer_layers import FURTHER, build_layer
@@ -294,6 +296,21 @@ def mean_loss(layers: nn.ModuleDict, ids: Tensor, targets: Tensor) -> Tensor:
     return loss + FURTHER_WEIGHT * beyond / targets.numel()
 
 
+def packed_loss(layers: nn.ModuleDict, ids: Tensor, targets: Tensor, places: Tensor) -> Tensor:
+    """Return the mean loss of a batch of packed sequences, each document by itself.
+
+    places   those of the tokens in their documents
+    """
+    total = torch.zeros(())
+    for each in zip(ids, targets, places, strict=True):
+        starts = (each[2] == 0).nonzero().flatten().tolist()
+        lengths = [end - start for start, end in pairwise((*starts, len(each[2])))]
+        for row_ids, row_targets in zip(*(row.split(lengths) for row in each[:2]), strict=True):
+            logits = forward(layers, row_ids[None])
+            total = total + cross_entropy(logits[0], row_targets, reduction="sum")
+    return total / targets.numel()
+
+
 def reference_optimizer(
     layers: nn.Module, options: Options, optimizer: Optimizer = Optimizer.ADAM
 ) -> torch.optim.Optimizer:
@@ -321,12 +338,17 @@ def run_reference(plan: Plan) -> TrainingOutcome:
     """
     layers = reference_layers(plan.model, plan.training, OPTIONS.seed)
     optimizer = reference_optimizer(layers, OPTIONS, plan.training.optimizer)
-    batches = synthetic_batches(replace(plan, mesh=Mesh(pp=1, dp=1, tp=1)), 0, OPTIONS.seed)
+    alone = replace(plan, mesh=Mesh(pp=1, dp=1, tp=1))
+    batches = synthetic_batches(alone, 0, OPTIONS.seed)
+    places = build_places(alone, 0, OPTIONS)
     losses, norms = [], []
     first = {}
     for step in range(STEPS):
         ids, targets = batches(step)
-        loss = mean_loss(layers, ids, targets)
+        if places is None:
+            loss = mean_loss(layers, ids, targets)
+        else:
+            loss = packed_loss(layers, ids, targets, places(step))
         optimizer.zero_grad()
         loss.backward()
         if step == 0:

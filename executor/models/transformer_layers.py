@@ -60,6 +60,7 @@ from parplan.profiles.models.transformer import build_graph, last_kind
 
 INIT_STD = 0.02  # GPT-2, Radford et al. 2019
 ZERO_AT_START = (f"{B}.weight", "sinks")  # the second matrix of an adapter, and sinks
+READS_PLACES = ("attention", "positions")  # modules that tell documents apart
 FURTHER = f"{MODULE}1"  # the module of multi-token prediction
 MIXTURE = "mixture"  # the module of the operators of a mixture of experts
 
@@ -167,18 +168,24 @@ class Layer(nn.Module):
         self.functions = model.functions
         self.steps = _steps(layer)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(self.steps, x)
+    def forward(self, x: Tensor, places: Tensor | None = None) -> Tensor:
+        return self.run(self.steps, x, places)
 
-    def run(self, steps: Sequence[Step], x: Tensor, **further: Tensor) -> Tensor:
+    def run(
+        self, steps: Sequence[Step], x: Tensor, places: Tensor | None = None, **further: Tensor
+    ) -> Tensor:
         """Returns the output of the last of `steps`, the first of which reads `x`.
 
+        places    those of the tokens in their documents, [batch, sequence]; None where sequences
+                  are whole
         further   other tensors that steps read, by name
         """
         tensors = {steps[0].reads[0][0]: x, **further}
         del x  # a name would hold the activation until the last step
         for step in steps:
             read = [tensors.pop(name) if last else tensors[name] for name, last in step.reads]
+            if places is not None and step.module in READS_PLACES:
+                read.append(places)
             tensors[step.gives] = getattr(self, step.module)(*read)
         return tensors[steps[-1].gives]
 
@@ -227,9 +234,9 @@ def _mixture(
 class Embedding(Layer):
     """Maps token ids [batch, sequence] to [batch, sequence, hidden]."""
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, places: Tensor | None = None) -> Tensor:
         factor = self.functions.embedding_factor
-        x = super().forward(ids)
+        x = super().forward(ids, places)
         return x if factor == 1.0 else x * factor
 
 
@@ -295,7 +302,9 @@ class Head(Layer):
         """The module whose weight is that of the token table, in a model that has such a one."""
         return self.get_submodule(FURTHER).tokens if hasattr(self, FURTHER) else self.lm_head
 
-    def forward(self, x: Tensor, next_ids: Tensor | None = None) -> Tensor:
+    def forward(  # type: ignore[override]
+        self, x: Tensor, next_ids: Tensor | None = None
+    ) -> Tensor:
         if next_ids is None:
             logits = super().forward(x)
         else:

@@ -56,7 +56,7 @@ class RankPipeline:
     """
 
     stages: tuple[Stage, ...]
-    run: Callable[[Batch | None], Tensor]
+    run: Callable[[Batch | None, Tensor | None], Tensor]
     reads: bool
     tp_mesh: DeviceMesh | None
     tied: bool
@@ -78,16 +78,17 @@ class RankPipeline:
         """Returns by pipeline stage the most micro-batches in flight at once."""
         return {stage.stage_index: stage.in_flight for stage in self.steps}
 
-    def step(self, batch: Batch | None) -> Tensor:
+    def step(self, batch: Batch | None, places: Tensor | None = None) -> Tensor:
         """Computes the gradients of one batch: ids and targets of [sequences, sequence length].
 
-        A rank that reads no batches has None. Returns this rank's share of the mean loss.
+        A rank that reads no batches has None. Every rank has the places of tokens in documents, of
+        the same shape, where sequences are packed. Returns this rank's share of the mean loss.
         """
         for stage in self.stages:
             stage.begin_step()
         if self.chunks is not None:
             self.chunks.begin_step()
-        loss = self.run(batch)
+        loss = self.run(batch, places)
         with self.span("reduce", -1, -1):
             for stage in self.stages:
                 stage.reduce_gradients(self.tp_mesh)
@@ -184,6 +185,7 @@ def _loop(
     after_backward: After,
     span: Span,
     batch: Batch | None,
+    places: Tensor | None,
 ) -> Tensor:
     """Runs forward and backward of one micro-batch after the other, on one pipeline rank."""
     assert batch is not None, "one pipeline rank has the first stage"
@@ -191,9 +193,12 @@ def _loop(
     total = torch.zeros((), device=ids.device)
     size = plan.pipeline.micro_batch_size
     micro_batches = zip(ids.split(size), targets.split(size), strict=True)
+    of_documents = None if places is None else places.split(size)
     for index, (micro_ids, micro_targets) in enumerate(micro_batches):
         with span("F", 0, index):
             inputs = {"next_ids": micro_targets} if plan.model.mtp_layers else {}
+            if of_documents is not None:
+                inputs["places"] = of_documents[index]
             loss = mean_loss(stage(micro_ids, **inputs), micro_targets)
         with span("B", 0, index):
             loss.backward()
@@ -208,6 +213,7 @@ def _scheduled(
     device: torch.device,
     plan: Plan,
     batch: Batch | None,
+    places: Tensor | None,
 ) -> Tensor:
     """Runs one step of the runtime.
 
@@ -221,6 +227,8 @@ def _scheduled(
     inputs = {"ids": ids} if plan.module is not None else {}
     if plan.model.mtp_layers and plan.module is None and ends_model:
         inputs["next_ids"] = targets
+    if places is not None:
+        inputs["places"] = places
     schedule.step(
         *first,
         target=targets if ends_model else None,

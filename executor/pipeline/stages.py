@@ -77,12 +77,18 @@ class Body(nn.Module):
         for name, layer in layers.items():
             self.add_module(name, layer)
 
-    def forward(self, x: Tensor, **of_head: Tensor) -> Tensor:
-        """Returns the output of the last layer; `of_head` are further inputs of the head."""
+    def forward(self, x: Tensor, places: Tensor | None = None, **of_head: Tensor) -> Tensor:
+        """Returns the output of the last layer.
+
+        places    those of the tokens in their documents, which all layers but the head read
+        of_head   further inputs of the head
+        """
+        of_others = () if places is None else (places,)
         for name, layer in self.named_children():
             inputs = x.inputs() if isinstance(x, HalvedOutput) else (x,)
             del x  # the name would hold the activation until the layer ends
-            x = layer(*inputs, **(of_head if name == LayerKind.HEAD else {}))
+            in_head = name == LayerKind.HEAD
+            x = layer(*inputs, **of_head) if in_head else layer(*inputs, *of_others)
         return x
 
     def tied_weight(self) -> nn.Parameter | None:

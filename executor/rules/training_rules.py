@@ -98,6 +98,7 @@ def dropped_scores(plan: Plan) -> Iterator[Refusal]:
         "sinks": model.sinks,
         "a soft cap": model.attention_soft_cap > 0.0,
         "values of another width": model.value_head_dim != model.head_dim,
+        "packed documents": plan.training.documents is not None,
     }
     found = [part for part, is_there in parts.items() if is_there]
     if found and plan.module is None:
@@ -209,13 +210,26 @@ def optimizer_rule(plan: Plan) -> Iterator[Refusal]:
 
 
 @rule(
-    why="data files have tokens without the ends of documents, and attention reads whole sequences",
-    action="run it in the framework whose stack it was priced for, or plan whole sequences",
+    why="only the executor's own blocks tell documents apart, on ranks with whole sequences and "
+    "where nothing else moves under their passes",
+    action="plan whole sequences, or do what it says",
 )
-def whole_sequences(plan: Plan) -> Iterator[Refusal]:
-    if plan.training.documents is not None:
+def packed_sequences(plan: Plan) -> Iterator[Refusal]:
+    if plan.training.documents is None:
+        return
+    obstacles = {
+        f"cp {plan.mesh.cp}": plan.mesh.cp > 1,
+        "a module that is not the executor's own": plan.module is not None,
+        "blocks in chunks": plan.chunks is not None,
+        f"tp_overlap {plan.pipeline.tp_overlap}": plan.pipeline.tp_overlap > 0,
+        "multi-token prediction": plan.model.mtp_layers > 0,
+        "activations on the host": any(each.keep_on_host for each in plan.layer_plans.values()),
+    }
+    found = [what for what, is_there in obstacles.items() if is_there]
+    if found:
         yield Refusal(
-            problem=f"training: sequences are packed from {plan.training.documents}",
+            problem=f"training: sequences are packed from {plan.training.documents}, with "
+            + ", ".join(found),
             action="leave out documents",
             nearest=replace(plan, training=replace(plan.training, documents=None)),
         )
@@ -242,5 +256,5 @@ TRAINING = (
     rotary_pairs,
     optimizer_rule,
     dropless,
-    whole_sequences,
+    packed_sequences,
 )

@@ -13,7 +13,7 @@ from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.stack import ContextForm
 
 DENSE, EXPERTS = "llama3-8b", "mixtral-8x7b"
-FORMS = "megatron-core, megatron-deepspeed, nemo, torchtitan"
+FORMS = "megatron-core, megatron-deepspeed, nemo, parplan, torchtitan"
 
 
 def request(

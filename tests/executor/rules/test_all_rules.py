@@ -274,15 +274,12 @@ BROKEN = {
         "set expert_capacity to 0",
         "no effect",
     ),
-    "sequences-packed-from-documents": Broken(
-        "whole sequences",
-        dataclasses.replace(
-            make_plan(LLAMA),
-            training=dataclasses.replace(make_plan(LLAMA).training, documents=Documents(mean=4)),
-        ),
-        "documents of 4 tokens on average",
+    "packed-sequences-over-ranks": Broken(
+        "packed sequences",
+        with_training(make_plan(LLAMA, cp=2, form=ContextForm.RING), documents=Documents(mean=4)),
+        "documents of 4 tokens on average, with cp 2",
         "leave out documents",
-        "no effect",
+        "fails",
     ),
     "three-experts-on-two-ranks": Broken(
         "expert parallel",
