@@ -1,11 +1,11 @@
 """Error bands by the traits of a run, from the deviations of measured runs.
 
 A band is conformal: it is a quantile of scores of measured runs whose prices had not seen them
-(docs/equations.md E1). With d the deviation measured / predicted - 1 of a run,
+(EQUATIONS E1). With d the deviation measured / predicted - 1 of a run,
 
-    score = |d| / sigma(traits)
+    score = (|d| + 0.01) / sigma(traits)
     log sigma(traits) = a + sum of b over the traits: ridge regression of log (|d| + 0.01)
-    band(traits) = sigma(traits) * (smallest score that 80 % of the scores do not exceed)
+    band(traits) = sigma(traits) * (smallest score that 80 % of the scores do not exceed) - 0.01
 
 The score of a run is taken with the sigma of a regression that left out its experiment, and the
 quantile counts one run more than there are (Lei et al. 2018, doi:10.1080/01621459.2017.1307116,
@@ -25,15 +25,19 @@ import numpy.typing as npt
 
 BAND_SHARE = 0.8
 LEAST_DEVIATION = 0.01  # added before the logarithm, so that a run that agrees by luck says little
-PRIOR_ROWS = 20.0  # runs of no effect that each trait begins with (the ridge)
+PRIOR_ROWS = 5.0  # runs of no effect that each trait begins with (the ridge)
 
 _Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Deviating:
-    """A measured run: its experiment, its traits, and measured / predicted - 1."""
+    """A measured run: its experiment, its traits, and measured / predicted - 1.
 
+    Equal ids are prices of the same measurement.
+    """
+
+    id: str
     experiment: str
     traits: tuple[str, ...]
     deviation: float
@@ -45,14 +49,15 @@ class ConformalBands:
     def __init__(self, runs: Sequence[Deviating]) -> None:
         if not runs:
             raise ValueError("a band needs measured runs")
-        self.rows_of: Mapping[str, int] = Counter(trait for run in runs for trait in run.traits)
-        self.num_rows = len(runs)
+        ids_of = {(run.id, trait) for run in runs for trait in run.traits}
+        self.rows_of: Mapping[str, int] = Counter(trait for _, trait in ids_of)
+        self.num_rows = len({run.id for run in runs})
         self._names = tuple(sorted(self.rows_of))
         self._experiments: npt.NDArray[np.str_] = np.array([run.experiment for run in runs])
         self._has = np.array(
             [[1.0, *(name in run.traits for name in self._names)] for run in runs], dtype=float
         )
-        self._deviations = np.abs([run.deviation for run in runs])
+        self._deviations = np.abs([run.deviation for run in runs]) + LEAST_DEVIATION
         self._band = functools.cache(self._fitted_band)
 
     def share(self, traits: Sequence[str], without: str | None = None) -> float:
@@ -64,7 +69,7 @@ class ConformalBands:
         effects, quantile = self._band(without)
         known = dict(zip(self._names, effects[1:], strict=True))
         log = effects[0] + sum(_effect(trait, known) for trait in traits)
-        return float(quantile * math.exp(log))
+        return max(0.0, float(quantile * math.exp(log)) - LEAST_DEVIATION)
 
     def _fitted_band(self, without: str | None) -> tuple[tuple[float, ...], float]:
         """Returns the effects, that of every run first, and the quantile of the scores."""
@@ -81,7 +86,7 @@ class ConformalBands:
     def _effects(self, kept: npt.NDArray[np.bool_]) -> _Array:
         has = self._has[kept]
         ridge = np.diag([1e-6, *([PRIOR_ROWS] * len(self._names))])
-        logs = np.log(self._deviations[kept] + LEAST_DEVIATION)
+        logs = np.log(self._deviations[kept])
         effects: _Array = np.linalg.solve(has.T @ has + ridge, has.T @ logs)
         rows = np.count_nonzero(has, axis=0)[1:]
         known = {

@@ -66,8 +66,10 @@ def _band(bands: ConformalBands, traits: Sequence[str]) -> Band:
 def shipped_bands() -> tuple[ConformalBands, ConformalBands]:
     """Returns the bands of step times and of peak memories, from profiles/data/deviations.csv."""
     runs = shipped_deviations()
-    times = [Deviating(r.experiment, r.traits, r.time) for r in runs if r.time is not None]
-    memories = [Deviating(r.experiment, r.traits, r.memory) for r in runs if r.memory is not None]
+    times = [Deviating(r.id, r.experiment, r.traits, r.time) for r in runs if r.time is not None]
+    memories = [
+        Deviating(r.id, r.experiment, r.traits, r.memory) for r in runs if r.memory is not None
+    ]
     return ConformalBands(times), ConformalBands(memories)
 
 

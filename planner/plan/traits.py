@@ -25,7 +25,7 @@ _LATEST = "Blackwell"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What the traits of a run are read from.
+    """A run as its traits see it.
 
     zero   the highest ZeRO stage of its layers
     """

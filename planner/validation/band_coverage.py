@@ -1,4 +1,4 @@
-"""How many measured steps lie within the error band of their prediction, which shall be 80 %.
+"""Counts the measured steps within the error band of their prediction, which shall be 80 %.
 
 The band of a row is made without the rows of its experiment (planner/plan/conformal.py).
 """
@@ -15,7 +15,7 @@ from parplan.planner.validation.priced_rows import PricedRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Coverage:
+class BandCoverage:
     """The rows that have a band, the share of them within it, and the median width of the bands.
 
     by_trait   rows and share within of the rows with each trait
@@ -27,7 +27,7 @@ class Coverage:
     by_trait: Mapping[str, tuple[int, float]]
 
 
-def coverage(priced: Iterable[PricedRow]) -> dict[str, Coverage]:
+def coverage(priced: Iterable[PricedRow]) -> dict[str, BandCoverage]:
     """Returns the coverage of `time` and of `memory`, without a figure that no row has.
 
     Rows that leave a setting open have no band.
@@ -43,7 +43,7 @@ def coverage(priced: Iterable[PricedRow]) -> dict[str, Coverage]:
 
 def _covered(
     bands: ConformalBands, figures: Iterable[tuple[PricedRow, float | None, float | None]]
-) -> Coverage | None:
+) -> BandCoverage | None:
     shares: list[float] = []
     within: list[bool] = []
     by_trait: dict[str, list[bool]] = {}
@@ -55,7 +55,7 @@ def _covered(
                 by_trait.setdefault(trait, []).append(within[-1])
     if not within:
         return None
-    return Coverage(
+    return BandCoverage(
         rows=len(within),
         within=statistics.fmean(within),
         median_share=statistics.median(shares),

@@ -107,13 +107,14 @@ def price_row(
     *,
     held_out: bool | None = None,
     speeds: SpeedFactors | None = None,
+    computed: bool = False,
 ) -> PricedRow:
     """Prices the row as the configuration it states, or returns the reason why it cannot.
 
     `terms` replaces the shipped terms. With `held_out` the terms are those fitted without the
     row's experiment; by default a row is held out if the shipped table, which terms are fitted to,
     has rows of the same experiment, model and GPUs. `speeds` prices it on a machine with other
-    speeds.
+    speeds, `computed` on one whose device counts as unmeasured.
     """
     row = dict.fromkeys(OPTIONAL, "") | dict(row)
     if held_out is None:
@@ -122,7 +123,7 @@ def price_row(
     complete, _ = completed(row)
     try:
         configuration = configuration_of(row, terms, without=without)
-        machine = machine_for(configuration.cluster, terms, without=without)
+        machine = machine_for(configuration.cluster, terms, without=without, measured=not computed)
         price_cache = PriceCache(
             configuration.model,
             configuration.training,

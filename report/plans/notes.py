@@ -80,8 +80,8 @@ def _band_notes(plan: AnyPlan) -> Iterator[str]:
     if band:
         like = ", ".join(f"{trait} {rows:,}" for trait, rows in band.time.like.items())
         yield (
-            f"+-: eight in ten of {band.time.rows:,} measured steps, whose fit had not seen "
-            f"them, were within theirs; of the kind of this plan were: {like}"
+            f"+-: eight in ten of {band.time.rows:,} held-out measured steps were within theirs; "
+            f"of this plan's kind: {like}"
         )
     else:
         yield f"band unknown: {_no_band(plan)}"

@@ -14,10 +14,10 @@ def runs(seed, experiments=12, rows=80):
     """Runs of two stacks; the deviations of the first are normal with 0.2, of the second 0.02."""
     draw = np.random.default_rng(seed)
     return [
-        Deviating(f"{traits[0]}-{experiment}", traits, draw.normal(0, spread))
+        Deviating(f"run-{row}", f"{traits[0]}-{experiment}", traits, draw.normal(0, spread))
         for traits, spread in ((WIDE, 0.2), (NARROW, 0.02))
         for experiment in range(experiments)
-        for _ in range(rows)
+        for row in range(rows)
     ]
 
 
@@ -47,14 +47,14 @@ def test_an_unknown_stack_has_the_band_of_the_loosest(bands):
 def test_a_left_out_experiment_has_no_part_in_its_band():
     seen = runs(1)
     alone = ConformalBands(seen)
-    with_outlier = ConformalBands([*seen, Deviating("broken", NARROW, 50.0)])
+    with_outlier = ConformalBands([*seen, Deviating("one", "broken", NARROW, 50.0)])
 
     assert with_outlier.share(NARROW, without="broken") == pytest.approx(alone.share(NARROW))
     assert with_outlier.share(NARROW) > alone.share(NARROW)
 
 
 def test_the_last_run_of_a_stack_left_out_makes_it_unknown():
-    seen = [*runs(1), Deviating("only", ("stack rare",), 0.0)]
+    seen = [*runs(1), Deviating("one", "only", ("stack rare",), 0.0)]
 
     share = ConformalBands(seen).share(("stack rare", "chip new"), without="only")
 
