@@ -178,8 +178,8 @@ def test_the_error_band_stands_beside_step_and_memory_and_says_what_it_rests_on(
     assert re.search(r"  step +[\d,.]+ s \+- 4 % \(\w+\) ", text)
     assert re.search(r"  memory +[\d,.]+ GiB \(\+- 0\.5 %\) of 79\.2 ", text)
     assert (
-        "+-: eight in ten of 1,234 held-out measured steps were within theirs; of this plan's kind: "
-        "stack mine 33, experts 4 " in said
+        "+-: eight in ten of 1,234 held-out measured steps were within theirs; of this plan's "
+        "kind: stack mine 33, experts 4 " in said
     )
     assert "band unknown" not in text
 
