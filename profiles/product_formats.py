@@ -63,7 +63,7 @@ _NARROW_POWER = 0.9
 
 def narrow_power(capability: float | None) -> float:
     """Returns the power of a narrow product at its full rate over that of a 16-bit one."""
-    return 1.0 if capability is not None and capability < _BLACKWELL else _NARROW_POWER
+    return 1.0 if is_before_blackwell(capability) else _NARROW_POWER
 
 
 # Gradients' products in fp8 promote their sums to fp32 on the way before Blackwell, as Transformer
@@ -79,10 +79,14 @@ def narrow_efficiency(peak: str, capability: float | None) -> float:
     return _EFFICIENCY[peak]
 
 
+def is_before_blackwell(capability: float | None) -> bool:
+    """Returns whether a compute capability is known and before Blackwell's."""
+    return capability is not None and capability < _BLACKWELL
+
+
 def gradient_slowdown(peak: str, capability: float | None) -> float:
     """Returns the factor on the time of a gradient's product whose operands have `peak`."""
-    promotes = peak == "fp8" and capability is not None and capability < _BLACKWELL
-    return PROMOTED_SUMS if promotes else 1.0
+    return PROMOTED_SUMS if peak == "fp8" and is_before_blackwell(capability) else 1.0
 
 
 # Transformer Engine (transformer_engine/common/recipe/__init__.py): DelayedScaling (the scale of

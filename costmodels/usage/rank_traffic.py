@@ -172,11 +172,12 @@ def _add_lookup(
 def _add_chunks(tally: Tally, chunks: RankChunks) -> None:
     """Adds gathers and reductions of whole communication groups of chunks, or of one chunk each.
 
-    A broadcast counts as a scatter and a gather (EQUATIONS O5).
+    A broadcast counts as a scatter and a gather (EQUATIONS O5). Experts with owners of their own
+    are gathered from those.
     """
-    messages = 1
+    messages, chunk_layout = 1, chunks.groups[0].chunk_layout
     if chunks.communication is ChunkCommunication.SINGLE:
-        messages = chunks.groups[0].chunk_layout.ranks
+        messages = chunk_layout.ranks
     kinds = {
         ChunkAction.GATHER: Collective.ALL_GATHER,
         ChunkAction.REDUCE: Collective.REDUCE_SCATTER,
@@ -186,7 +187,10 @@ def _add_chunks(tally: Tally, chunks: RankChunks) -> None:
             if op.does in kinds:
                 twice = messages > 1 and op.does is ChunkAction.GATHER
                 calls = messages * (BROADCAST_GATHERS if twice else 1)
-                tally.add(Axis.DP, kinds[op.does], op.num_bytes // messages, calls)
+                experts = op.num_bytes * chunk_layout.expert_elements // chunk_layout.group_elements
+                tally.add(Axis.DP, kinds[op.does], (op.num_bytes - experts) // messages, calls)
+                if chunk_layout.expert_ranks > 1:
+                    tally.add(EXPERT_COPIES, kinds[op.does], experts)
 
 
 def attention_calls(

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.model_states import StateBytes
 from parplan.executor.data.batches import synthetic_batches
+from parplan.executor.models.eight_bits import round_to_8_bits
 from parplan.executor.models.transformer_layers import build_layer
 from parplan.executor.run_options import Options
 from parplan.executor.tensors import begin_fork, forget_meshes
@@ -252,7 +253,10 @@ def joined(results: list[Result]) -> TrainingOutcome:
 
 
 def reference_layers(model: ModelSpec, training: TrainingSpec, seed: int) -> nn.ModuleDict:
-    """Return the layers of the whole model, for one process."""
+    """Return the layers of the whole model, for one process.
+
+    Frozen weights that a plan holds in 8 bits have those numbers in fp32.
+    """
     kinds = [layer_kind(index, model.num_layers) for index in range(model.num_layers + 2)]
     names = ["embedding", *(f"block{i}" for i in range(model.num_layers)), "head"]
     layers = nn.ModuleDict(
@@ -263,6 +267,7 @@ def reference_layers(model: ModelSpec, training: TrainingSpec, seed: int) -> nn.
     )
     if model.tied_embeddings:
         layers["head"].lm_head.weight = layers["embedding"].tokens.weight
+    round_to_8_bits(layers)
     return layers
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from parplan.executor.models.eight_bits import QUANTISED, quantise_frozen
 from parplan.profiles.models.operator_graph import LayerClass
 
 # alpha over rank, the factor of an adapter's output: alpha = 2 rank is usual, as in torchtune's
@@ -48,13 +49,15 @@ def frozen_parameters(layers: tuple[nn.Module, ...]) -> dict[nn.Parameter, None]
 def in_precision(layers: tuple[nn.Module, ...], dtype: torch.dtype) -> None:
     """Holds the frozen parameters of `layers` in `dtype`, as they compute.
 
-    Layers that share one share it afterwards.
+    Layers that share one share it afterwards. Products that the plan holds in 8 bits become codes
+    and scales, which stay as they are.
     """
     cast: dict[nn.Parameter, nn.Parameter] = {}
     for layer in layers:
+        quantise_frozen(layer)
         for module in layer.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
-                if parameter.requires_grad:
+                if parameter.requires_grad or name in QUANTISED:
                     continue
                 if parameter not in cast:
                     held = parameter.detach().to(dtype)

@@ -22,6 +22,7 @@ from parplan.executor.models.attention_modules import (
     Rotary,
     SelfAttention,
 )
+from parplan.executor.models.eight_bits import EightBitLinear
 from parplan.executor.models.expert_exchange import EP, ETP, ExpertRanks
 from parplan.executor.models.loss import Loss
 from parplan.executor.models.mixture_of_experts import (
@@ -67,7 +68,8 @@ class Blueprint:
 def _linear(of: Blueprint) -> nn.Module:
     weight, *bias = of.operator.parameters
     features, contracted = weight.shape
-    return Linear(contracted, features, bias=bool(bias))
+    kind = EightBitLinear if weight.quantised else Linear
+    return kind(contracted, features, bias=bool(bias))
 
 
 def _norm(of: Blueprint) -> nn.Module:

@@ -143,13 +143,6 @@ def fine_tuning(plan: Plan) -> Iterator[Refusal]:
     tuning = plan.training.fine_tuning
     if tuning is None:
         return
-    if tuning.base_bits == 8:
-        sixteen = replace(tuning, base_bits=16)
-        yield Refusal(
-            problem="training: fine_tuning has base_bits 8",
-            action="set base_bits to 16",
-            nearest=replace(plan, training=replace(plan.training, fine_tuning=sixteen)),
-        )
     if plan.model.num_experts:
         yield Refusal(
             problem="training: fine_tuning of a model with experts",

@@ -17,7 +17,7 @@ from parplan.profiles.machines.stack_terms import (
     shipped_terms,
 )
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
-from parplan.profiles.product_formats import FORMATS, ProductFormat
+from parplan.profiles.product_formats import is_before_blackwell
 from parplan.profiles.stack import Stack
 
 
@@ -53,9 +53,6 @@ def without_steps(model: ModelSpec, training: TrainingSpec, capability: float | 
     Narrow products were measured in fp8 before Blackwell alone.
     """
     narrow = training.products
-    before_blackwell = (
-        capability is not None and capability < FORMATS[ProductFormat.MXFP8].from_capability
-    )
     return next(
         (
             what
@@ -64,7 +61,10 @@ def without_steps(model: ModelSpec, training: TrainingSpec, capability: float | 
                 ("models with a tower", model.tower),
                 ("training in part", training.fine_tuning),
                 ("packed documents", training.documents),
-                (f"{narrow} products on this device", narrow and not before_blackwell),
+                (
+                    f"{narrow} products on this device",
+                    narrow and not is_before_blackwell(capability),
+                ),
             )
             if is_there
         ),

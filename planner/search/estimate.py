@@ -420,7 +420,9 @@ def estimate_plan(
     in_chunks = () if chunks is None else OFFLOAD_OF[StateLocation.HOST]
     require_host_contents((*offload, *in_chunks), training.optimizer)
     if chunks is not None:
-        reason = illegal_chunks(layout, (zero,) if zero else None, choices.zero_ranks)
+        reason = illegal_chunks(
+            layout, (zero,) if zero else None, choices.zero_ranks, chunks.communication
+        )
         if reason:
             raise ConfigError(
                 reason, hint="change that option, or drop optimizer and parameters of --offload"

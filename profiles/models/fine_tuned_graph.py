@@ -153,14 +153,7 @@ class _Rules:
                 raise ConfigError(
                     f"--freeze {part}: {graph.name} has no tower", hint=f"leave out {part}"
                 )
-        num_blocks = sum(run.count for run in blocks)
-        for first, last in tuning.frozen_runs:
-            if last >= num_blocks:
-                raise ConfigError(
-                    f"--freeze blocks {first}-{last}: {graph.name} has blocks 0 to "
-                    f"{num_blocks - 1}",
-                    hint="freeze fewer blocks",
-                )
+        tuning.require_blocks(sum(run.count for run in blocks), graph.name)
 
     def variant(self, layer: LayerClass, state: State) -> LayerClass:
         """Returns a layer as fine-tuning leaves it."""

@@ -312,12 +312,26 @@ BROKEN = {
         r"set recompute to \[\] on layer plan block-0",
         "no effect",
     ),
-    "8-bit-base": Broken(
+    "adapters-of-a-foreign-module": Broken(
         "fine tuning",
-        make_plan(GPT, fine_tuning=FineTuning(lora_rank=2, lora_targets=("qkv",), base_bits=8)),
-        "base_bits 8",
-        "base_bits to 16",
-        "no effect",
+        with_training(
+            family_plan("llama"), fine_tuning=FineTuning(lora_rank=2, lora_targets=("qkv",))
+        ),
+        "fine_tuning of a module that is not the executor's own",
+        "module to null",
+        "fails",
+    ),
+    "8-bit-base-of-zero-3": Broken(
+        "eight bits",
+        make_plan(
+            GPT,
+            dp=2,
+            zero=(3,),
+            fine_tuning=FineTuning(lora_rank=2, lora_targets=("qkv",), base_bits=8),
+        ),
+        "layer_plans.block-3: zero is 3 with base_bits 8",
+        "set zero to 2 on layer plan block-3",
+        "other bytes",
     ),
     "product formats": Broken(
         "product formats",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from parplan.costmodels.schedules.schedule import Schedule
@@ -17,6 +19,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning"),
 ]
 
+# whole blocks of 64 elements in the part of a row that one of two ranks has
+WIDE = replace(
+    LLAMA, name="tiny-wide", num_layers=2, hidden_size=128, head_dim=32, ffn_hidden_size=128
+)
+QLORA = FineTuning(lora_rank=2, lora_targets=("qkv", "proj", "fc1", "fc2"), base_bits=8)
 LORA = FineTuning(lora_rank=2, lora_targets=("qkv", "proj", "fc1", "fc2"))
 SOME = FineTuning(lora_rank=4, lora_targets=("q_proj",))
 FIRST = FineTuning(freeze=("embedding", "blocks:0-1"))
@@ -50,8 +57,24 @@ PLANS: dict[str, Plan] = {
     "frozen-first-tp2-recompute": make_plan(LLAMA, tp=2, recompute="full", fine_tuning=FIRST),
     "norms-frozen-dp2-tp2": make_plan(GPT, dp=2, tp=2, zero=(2,), fine_tuning=NORMS),
     "norms-frozen-pp2": make_plan(LLAMA, pp=2, fine_tuning=NORMS),
+    "eight-bits-dp2-tp2-sp": make_plan(WIDE, dp=2, tp=2, sp=True, zero=(2,), fine_tuning=QLORA),
+    "eight-bits-dp2-tp2-recompute": make_plan(
+        WIDE, dp=2, tp=2, zero=(1,), recompute="full", fine_tuning=QLORA
+    ),
+    "eight-bits-pp2-dp2": make_plan(
+        GPT, pp=2, dp=2, fine_tuning=replace(SOME, base_bits=8, freeze=("blocks:0-1",))
+    ),
+    "eight-bits-dp2-tp2-bf16": make_plan(
+        WIDE, dp=2, tp=2, zero=(1,), precision=Precision.BF16, fine_tuning=QLORA
+    ),
 }
-QUICK = {"lora-one-rank", "lora-dp2-tp2-sp", "lora-dp2-zero3", "frozen-first-stage-pp2"}
+QUICK = {
+    "lora-one-rank",
+    "lora-dp2-tp2-sp",
+    "lora-dp2-zero3",
+    "frozen-first-stage-pp2",
+    "eight-bits-dp2-tp2-sp",
+}
 WORLDS = Worlds(PLANS, slow=PLANS.keys() - QUICK)
 
 
