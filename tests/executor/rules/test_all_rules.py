@@ -236,10 +236,24 @@ BROKEN = {
         r"plans with recompute \[\]",
         "no effect",
     ),
-    "more-tokens-predicted": Broken(
+    "compressed-tokens-of-experts": Broken(
         "model parts",
-        make_plan(dataclasses.replace(LLAMA, mtp_layers=1)),
-        "tiny-llama has mtp_layers",
+        make_plan(dataclasses.replace(MIXTRAL, expert_latent_size=16)),
+        "tiny-mixtral has expert_latent_size",
+        "set expert_latent_size to 0",
+        "fails",
+    ),
+    "more-tokens-predicted": Broken(
+        "further tokens",
+        make_plan(dataclasses.replace(LLAMA, mtp_layers=2), pp=2),
+        "tiny-llama has mtp_layers with 2 modules",
+        "set mtp_layers to 1",
+        "fails",
+    ),
+    "further-tokens-of-tensor-parallel-ranks": Broken(
+        "further tokens",
+        make_plan(dataclasses.replace(LLAMA, mtp_layers=1), tp=2),
+        "tiny-llama has mtp_layers with tp 2",
         "set mtp_layers to 0",
         "fails",
     ),
@@ -260,15 +274,12 @@ BROKEN = {
         "set expert_capacity to 0",
         "no effect",
     ),
-    "sequences-packed-from-documents": Broken(
-        "whole sequences",
-        dataclasses.replace(
-            make_plan(LLAMA),
-            training=dataclasses.replace(make_plan(LLAMA).training, documents=Documents(mean=4)),
-        ),
-        "documents of 4 tokens on average",
+    "packed-sequences-over-ranks": Broken(
+        "packed sequences",
+        with_training(make_plan(LLAMA, cp=2, form=ContextForm.RING), documents=Documents(mean=4)),
+        "documents of 4 tokens on average, with cp 2",
         "leave out documents",
-        "no effect",
+        "fails",
     ),
     "three-experts-on-two-ranks": Broken(
         "expert parallel",
@@ -311,6 +322,19 @@ BROKEN = {
         "recompute names norm1, it is all operators of a block or none",
         r"set recompute to \[\] on layer plan block-0",
         "no effect",
+    ),
+    "adapters-of-divided-experts": Broken(
+        "fine tuning",
+        make_plan(
+            MIXTRAL,
+            tp=2,
+            etp=2,
+            sp=True,
+            fine_tuning=FineTuning(lora_rank=2, lora_targets=("fc1", "fc2")),
+        ),
+        "mesh: etp is 2, and experts have adapters",
+        "set etp to 1",
+        "fails",
     ),
     "adapters-of-a-foreign-module": Broken(
         "fine tuning",
