@@ -160,6 +160,7 @@ def test_without_a_measured_norm_of_the_gradients_nothing_is_missed_for_it_costs
                 for count in (49984, 40960)
             },
             id="dp2",
+            marks=pytest.mark.slow,
         ),
         # what ends the products of 16 sequences of 64 tokens, 64 wide, and per token the loss's
         # sums
@@ -175,6 +176,7 @@ def test_without_a_measured_norm_of_the_gradients_nothing_is_missed_for_it_costs
             {"pp": 2, "micro_batch_size": 1},
             {f"point_to_point bytes={4 * 64 * 64} nodes=1 ranks_per_node=2 groups=1 fp32"},
             id="pp2",
+            marks=pytest.mark.slow,
         ),
     ],
 )
