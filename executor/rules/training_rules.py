@@ -260,6 +260,7 @@ TRAINING = (
     product_formats,
     fine_tuning,
     gradient_precision,
+    state_precision,
     positions_rule,
     rotary_pairs,
     optimizer_rule,
