@@ -169,18 +169,16 @@ PLANS: dict[str, Plan] = {
     "llama4-tp2-etp2": make_plan(LLAMA4_ROUTED, tp=2, etp=2, sp=True, recompute=("norm2",)),
     "chunks-tp2-sp": make_plan(LLAMA4, tp=2, sp=True, recompute=("norm1", "qkv")),
 }
-QUICK = (
+QUICK = {
     "latent-by-batch-and-whole",
     "qwen3-norms-by-sequence",
     "deepseek-tp2-sp",
-    "deepseek-pp2-dp2-ep2",
     "gpt-oss-dp2-ep2",
     "gemma-tp2-sp-recompute",
-    "qwen3-moe-tp2-etp2",
     "olmo2-tp2-sp",
     "chunks-tp2-sp",
-)
-WORLDS = Worlds(PLANS, slow=[name for name in PLANS if name not in QUICK])
+}
+WORLDS = Worlds(PLANS, slow=PLANS.keys() - QUICK)
 
 
 @cache
