@@ -47,7 +47,7 @@ from parplan.executor.models.operators import (
     Sum,
     Tokens,
 )
-from parplan.executor.models.state_space import Convolution, GatedNorm, Scan, StepSizes
+from parplan.executor.models.state_space_modules import Convolution, GatedNorm, Scan, StepSizes
 from parplan.profiles.models.blocks import BlockRun
 from parplan.profiles.models.operator_graph import (
     ADAPTER_RANK,

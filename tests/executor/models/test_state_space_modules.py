@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from parplan.executor.models.state_space import scan
+from parplan.executor.models.state_space_modules import scan
 from parplan.executor.rules.all_rules import validate
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.blocks import BlockRun, Mixer, StateSpace
