@@ -138,11 +138,9 @@ def test_a_row_is_priced_as_estimate_prices_its_configuration():
         ),
         pytest.param({"gpu": "tpu-v5"}, "no device profile for tpu-v5", id="device"),
         pytest.param(
-            {"gpu": "l40s-48g"}, "no device profile for l40s-48g", id="a-name-that-begins-alike"
+            {"gpu": "l40-48g"}, "no device profile for l40-48g", id="a-name-that-begins-alike"
         ),
-        pytest.param(
-            {"gpu": "h100-80gb-pcie"}, "no device profile for h100-80gb-pcie", id="the-slower-card"
-        ),
+        pytest.param({"gpu": "h200-pcie"}, "no device profile for h200-pcie", id="the-slower-card"),
         pytest.param({"vocab": ""}, "vocab is not stated", id="no-vocabulary"),
         pytest.param({"dtype": ""}, "dtype is not stated", id="no-precision"),
         pytest.param(
