@@ -23,6 +23,7 @@ HEADER = """\
 """
 _WIDTH = 100
 BITS = 8
+PCIE_LATENCY_S = 2.5e-6
 NETWORKS = {"infiniband": "ib", "roce": "roce", "efa": "efa", "omni-path": "omni-path"}
 RATES = {100: "edr", 200: "hdr", 400: "ndr", 800: "xdr"}  # InfiniBand's names of Gbit/s of 4 lanes
 
@@ -73,6 +74,14 @@ def tier(name: str, nodes: int, oversubscription: float, *, rails: bool, source:
 
 def _link(cluster: Cluster, known: Mapping[str, Any]) -> Link:
     link = cluster.intra_node
+    if known.get("joined_gpus") == 1 and link.name.startswith("nvlink"):
+        link = Link(
+            name="pcie",
+            bytes_per_s=cluster.pcie_bytes_per_s,
+            latency_s=PCIE_LATENCY_S,
+            source="nvidia-smi topo -m shows no NVLink: the lane of a GPU to its host, with peer "
+            "access assumed; latency: ring, LL128 over PCI, in NCCL's tuning table",
+        )
     if "link_gb_per_s" not in known:
         return link
     return replace(

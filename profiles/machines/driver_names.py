@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parplan.profiles.machines.machine_catalog import load_cluster
+from parplan.profiles.machines.machine_catalog import load_cluster, packaged_cluster
 
 # torch's name of a GPU -> its cluster in configs/clusters. The whole name counts, because a part of
 # a GPU (MIG) is another device.
@@ -57,3 +57,18 @@ def named_device(name: str, memory_bytes: int | None) -> str | None:
         return known
     ratio = memory_bytes / load_cluster(known).device.memory_bytes
     return known if abs(ratio - 1) < MEMORY_TOLERANCE else None
+
+
+def scheduled_device(word: str) -> str | None:
+    """Returns the packaged machine of a scheduler's word for a GPU, None for an unknown one.
+
+    Words are short names (`h100`), or drivers' names with other separators
+    (`nvidia_h100_80gb_hbm3`), with or without the maker.
+    """
+    plain = _plain(word)
+    names = {_plain(name): machine for name, machine in CATALOGUE.items()}
+    return packaged_cluster(plain) or names.get(plain) or names.get(f"nvidia-{plain}")
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "-").replace(" ", "-")

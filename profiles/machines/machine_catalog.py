@@ -143,14 +143,24 @@ def cluster_names() -> tuple[str, ...]:
     return packaged_names("clusters")
 
 
+def packaged_cluster(name: str) -> str | None:
+    """Returns the name of the packaged cluster that a name or a short name stands for, or None."""
+    known = _canonical(name)
+    return known if known in cluster_names() else None
+
+
+def _canonical(name: str) -> str:
+    name = name.lower().replace("_", "-")
+    return _CLUSTER_ALIASES.get(name, name)
+
+
 def load_cluster(name_or_path: str, *, what: str = "cluster") -> Cluster:
     """Returns a packaged cluster by name, or that of a YAML of the same shape.
 
     what: the word for a cluster in the error for an unknown name
     Raises ConfigError: unknown name, unreadable or broken file, unknown keys or wrong types.
     """
-    name = name_or_path.lower().replace("_", "-")
-    name = _CLUSTER_ALIASES.get(name, name)
+    name = _canonical(name_or_path)
     source = config_source("clusters", name, what, name_or_path)
     return cluster_from_document(read_config(source), label_of(source))
 
