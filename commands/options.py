@@ -200,7 +200,7 @@ training_options = together(
         "--global-batch-size",
         type=Whole("global_batch_size"),
         metavar="N",
-        help="Sequences in a step. [default: the model's]",
+        help="Sequences in a step. [default: the model's, fewer of longer sequences]",
     ),
     option(
         WHAT,

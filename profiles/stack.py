@@ -153,6 +153,8 @@ class Stack:
     divides_experts          each expert may be divided over the tensor-parallel ranks
     product_formats          the formats that its products of blocks run in beside the precision of
                              training; the first of each peak is that of --fp8
+    gathers_casts            under sequence parallelism tokens are cast to such a format before they
+                             are gathered: a rank casts its own, and the gather moves the casts
     holds_cast_weights       weights are cast to such a format once a step, not in every micro-batch
     terms_of                 the stack whose fitted terms it shares, empty for its own
 
@@ -240,6 +242,7 @@ class Stack:
     context_alone: bool = False
     divides_experts: bool = False
     product_formats: tuple[ProductFormat, ...] = ()
+    gathers_casts: bool = False
     holds_cast_weights: bool = False
     terms_of: str = ""
     logit_bytes: int = 6

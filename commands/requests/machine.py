@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from parplan.commands.options import TargetOptions
 from parplan.commands.requests.document_lengths import documents_of_option
+from parplan.profiles.divisors import divisors
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster, Device
 from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
@@ -34,6 +35,19 @@ class TrainingDefaults:
     seq_length: int
     whose: str = "the model's"
     stack: str = DEFAULT_STACK
+
+    def batch_of(self, seq_length: int) -> tuple[int, str]:
+        """Returns the default sequences of a step with sequences of a length, and their owner.
+
+        Longer sequences keep the tokens of a step: of the divisors of the default batch, the one
+        with the nearest number of tokens is taken. It divides over the same numbers of ranks.
+        """
+        batch = self.global_batch_size
+        if seq_length <= self.seq_length:
+            return batch, self.whose
+        wanted = batch * self.seq_length / seq_length
+        nearest = min(divisors(batch), key=lambda count: max(count / wanted, wanted / count))
+        return nearest, f"{self.whose} {batch} x {self.seq_length} tokens"
 
 
 def cluster_and_training(
@@ -149,11 +163,7 @@ def _products(target: TargetOptions, stack: Stack, device: Device) -> ProductFor
 def _require_format(device: Device, narrow: ProductFormat) -> None:
     """Raises ConfigError for a device without the arithmetic or the scales of a format."""
     needed = FORMATS[narrow]
-    if needed.peak not in device.peak_flops_per_s:
-        raise ConfigError(
-            f"{device.name} has no {needed.peak} arithmetic",
-            hint="use bf16, or plan for a device that has it: `plan clusters` lists them",
-        )
+    device.peak(needed.peak)
     if (device.compute_capability or 0.0) < needed.from_capability:
         raise ConfigError(
             f"{device.name} has no products in {narrow}, which need a compute capability of "
@@ -204,10 +214,9 @@ def training_of(
     )
     usual, why = (Precision.BF16, "") if has_bf16 else (Precision.FP16, " (the device has no bf16)")
     seq_length = defaults.seq_length if target.seq_length is None else target.seq_length
+    batch, whose_batch = defaults.batch_of(seq_length)
     training = TrainingSpec(
-        global_batch_size=defaults.global_batch_size
-        if target.global_batch_size is None
-        else target.global_batch_size,
+        global_batch_size=target.global_batch_size or batch,
         seq_length=seq_length,
         precision=Precision.BF16 if narrow else Precision(target.precision or measured_at or usual),
         gradient_precision=Precision(target.gradient_precision or Precision.FP32),
@@ -222,7 +231,7 @@ def training_of(
         stack=stack,
     )
     taken = {
-        "global_batch_size": f"{training.global_batch_size} ({defaults.whose})",
+        "global_batch_size": f"{training.global_batch_size} ({whose_batch})",
         "seq_length": f"{training.seq_length} ({defaults.whose})",
         "precision": f"{training.precision}{_OF_THE_PROFILE if measured_at else why}",
         "gradient_precision": training.gradient_precision,

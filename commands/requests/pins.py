@@ -33,7 +33,7 @@ def require_possible(request: Request) -> None:
     num_gpus, batch = request.cluster.num_gpus, request.training.global_batch_size
     _require_tensor_parallel(request)
     _require_expert_parallel(request)
-    _require_context_parallel(request)
+    _require_one(pins, "cp", lambda cp: _illegal_context(request, cp))
     require_stack_runs(stack, pins)
     for name in ("tp", "pp", "dp", "cp"):
         _require_divisor({name: getattr(pins, name)}, num_gpus, "GPUs")
@@ -107,19 +107,15 @@ def _require_pieces(request: Request) -> None:
         )
 
 
-def _require_context_parallel(request: Request) -> None:
-    pins = request.constraints
+def _illegal_context(request: Request, cp: int) -> str | None:
+    """Returns why no form of context parallelism runs at a degree, None where one does."""
     reasons = [
         illegal_context(
             Mesh(pp=1, dp=1, tp=1, cp=cp, context_form=form), request.model, request.cluster
         )
-        for cp in pins.cp or ()
         for form in (ContextForm if cp > 1 else (None,))
     ]
-    if reasons and all(reasons):
-        raise ConfigError(
-            f"--cp is pinned: {reasons[0]}", hint="pin another --cp, or leave it to the search"
-        )
+    return reasons[0] if all(reasons) else None
 
 
 def _require_divisor(pins: Mapping[str, tuple[int, ...] | None], whole: int, what: str) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -36,6 +36,7 @@ class SizedTensor:
 
     name: str
     elements: int
+    of_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,8 @@ class ChunkLayout:
 
     ranks    data-parallel ranks; in their order, each owns one chunk of every group
     counts   tensors of each block
+    expert_elements, expert_ranks    the last elements of a group, and the ranks that own equal
+                                     parts of them, where experts have other owners
     """
 
     group_elements: int
@@ -53,10 +56,17 @@ class ChunkLayout:
     offset_of: tuple[int, ...]
     num_groups: int
     counts: tuple[int, ...]
+    expert_elements: int = 0
+    expert_ranks: int = 1
+
+    @property
+    def shared_elements(self) -> int:
+        """The elements of a group that `ranks` own together, which are its first."""
+        return self.group_elements - self.expert_elements
 
     @property
     def chunk_elements(self) -> int:
-        return self.group_elements // self.ranks
+        return self.shared_elements // self.ranks + self.expert_elements // self.expert_ranks
 
     @property
     def num_chunks(self) -> int:
@@ -73,6 +83,20 @@ class ChunkLayout:
         return self.used_elements / (self.num_groups * self.group_elements)
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertGroup:
+    """Elements of a communication group, and those of experts with owners of their own."""
+
+    elements: int
+    experts: int
+
+    @classmethod
+    def of(cls, tensors: Iterable[SizedTensor]) -> ExpertGroup:
+        """Returns the elements of a block without padding."""
+        sizes = [(each.elements, each.of_experts) for each in tensors]
+        return cls(sum(size for size, _ in sizes), sum(size for size, own in sizes if own))
+
+
 def block_tensors(layer: LayerClass, sharding: Sharding) -> tuple[SizedTensor, ...]:
     """Returns the parameters of a layer in use order, as one tensor-parallel rank has them.
 
@@ -82,6 +106,7 @@ def block_tensors(layer: LayerClass, sharding: Sharding) -> tuple[SizedTensor, .
         SizedTensor(
             f"{operator.name}.{parameter.name}",
             math.prod(sharding.parameter_shape(operator, parameter)),
+            parameter.of_experts,
         )
         for operator in layer.operators
         for parameter in operator.parameters
@@ -141,6 +166,36 @@ def pack(
         offset_of=offset_of,
         num_groups=group + 1,
         counts=counts,
+    )
+
+
+def pack_with_experts(
+    blocks: Sequence[Sequence[SizedTensor]], size: ExpertGroup, ranks: int, expert_ranks: int
+) -> ChunkLayout:
+    """Packs each block into a group, its experts behind the elements that all blocks' others take.
+
+    Raises ConfigError if a block does not fit.
+    """
+    shared = size.elements - size.experts
+    group_of, offset_of = list[int](), list[int]()
+    for number, tensors in enumerate(blocks):
+        filled = {False: 0, True: shared}
+        for tensor in tensors:
+            group_of.append(number)
+            offset_of.append(filled[tensor.of_experts])
+            filled[tensor.of_experts] += tensor.elements
+        _require_room("a block without its experts", filled[False], shared)
+        _require_room("a block", filled[True], size.elements)
+    return ChunkLayout(
+        group_elements=size.elements,
+        ranks=ranks,
+        tensors=tuple(tensor for tensors in blocks for tensor in tensors),
+        group_of=tuple(group_of),
+        offset_of=tuple(offset_of),
+        num_groups=len(blocks),
+        counts=tuple(map(len, blocks)),
+        expert_elements=size.experts,
+        expert_ranks=expert_ranks,
     )
 
 

@@ -20,6 +20,7 @@ No parameter of HOST blocks on the device stays valid past the end of a step: th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 
 from parplan.costmodels.chunks.accesses import (
@@ -30,12 +31,20 @@ from parplan.costmodels.chunks.accesses import (
     numbered_layers,
 )
 from parplan.costmodels.chunks.chunk_budget import NonChunkBytes, non_chunk_bytes
-from parplan.costmodels.chunks.chunk_layout import SizedTensor, block_tensors, pack
+from parplan.costmodels.chunks.chunk_layout import (
+    ChunkLayout,
+    ExpertGroup,
+    SizedTensor,
+    block_tensors,
+    pack,
+    pack_with_experts,
+)
 from parplan.costmodels.chunks.chunk_operations import BlockPass, ChunkedBlocks, RankChunks
 from parplan.costmodels.chunks.chunk_states import check_states
 from parplan.costmodels.chunks.eviction import Residency, residencies
 from parplan.costmodels.chunks.group_size import (
     common_group_size,
+    expert_group_size,
     summed_by_part,
     widest_group,
 )
@@ -49,6 +58,7 @@ from parplan.costmodels.chunks.slots import (
     summed_by_slot,
 )
 from parplan.costmodels.host.state_location import Access, Eviction, StateLocation
+from parplan.costmodels.layers.chunk_owners import expert_owners
 from parplan.costmodels.layers.chunked_layer import (
     sent_precision,
     state_widths,
@@ -56,7 +66,7 @@ from parplan.costmodels.layers.chunked_layer import (
 )
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.schedules.actions import ActionKind
-from parplan.costmodels.strategy import Strategy
+from parplan.costmodels.strategy import LayerChoice, Strategy
 from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.units import format_bytes
 
@@ -88,6 +98,9 @@ def rank_groups(
         choice: block_tensors(price_cache.layer(choice.kind, 1), layout.sharding_of(choice))
         for _, choice in blocks
     }
+    owners = expert_owners(layout.mesh)
+    if owners:
+        return _groups_with_experts(blocks, tensors, layout.mesh.dp, owners)
     sizes = {
         choice.kind: widest_group(
             tuple(tensor.elements for tensor in sized)
@@ -112,11 +125,7 @@ def rank_groups(
     for location in StateLocation:
         here = [(block, choice) for block, choice in blocks if choice.home is location]
         if here:
-            named = [
-                SizedTensor(f"block{block}.{tensor.name}", tensor.elements)
-                for block, choice in here
-                for tensor in tensors[choice]
-            ]
+            named = [tensor for block, choice in here for tensor in _named(block, tensors[choice])]
             groups.append(
                 ChunkedBlocks(
                     home=location,
@@ -135,6 +144,36 @@ def rank_groups(
                 )
             )
     return tuple(groups)
+
+
+def _groups_with_experts(
+    blocks: Sequence[tuple[int, LayerChoice]],
+    tensors: Mapping[LayerChoice, Sequence[SizedTensor]],
+    ranks: int,
+    expert_ranks: int,
+) -> tuple[ChunkedBlocks, ...]:
+    """Returns the blocks by location where experts have owners of their own."""
+    sizes = [ExpertGroup.of(block) for block in tensors.values()]
+    size = expert_group_size(sizes, ranks, expert_ranks)
+
+    def packed(here: Sequence[tuple[int, LayerChoice]]) -> ChunkLayout:
+        named = [_named(block, tensors[choice]) for block, choice in here]
+        return pack_with_experts(named, size, ranks, expert_ranks)
+
+    return tuple(
+        ChunkedBlocks(
+            home=location,
+            blocks=tuple(block for block, _ in here),
+            chunk_layout=packed(here),
+            parts=tuple((len(tensors[choice]),) for _, choice in here),
+        )
+        for location in StateLocation
+        if (here := [(block, choice) for block, choice in blocks if choice.home is location])
+    )
+
+
+def _named(block: int, tensors: Sequence[SizedTensor]) -> list[SizedTensor]:
+    return [replace(each, name=f"block{block}.{each.name}") for each in tensors]
 
 
 def rank_chunks(
@@ -245,7 +284,8 @@ def _slots(
     price_cache: LayerPriceCache,
     clean_copies: bool,
 ) -> Slots:
-    training, elements = price_cache.training, groups[0].chunk_layout.chunk_elements
+    training, chunk_layout = price_cache.training, groups[0].chunk_layout
+    elements, gathered = chunk_layout.chunk_elements, chunk_layout.group_elements
     in_parameters = writes_over_parameters(training, strategy.layout.num_micro_batches)
     gradient = sent_precision(training, in_parameters)
     return Slots(
@@ -257,6 +297,8 @@ def _slots(
             parameters=training.precision.num_bytes * elements,
             gradients=gradient.num_bytes * elements,
             ranks=strategy.layout.mesh.dp,
+            gathered_parameters=training.precision.num_bytes * gathered,
+            gathered_gradients=gradient.num_bytes * gathered,
         ),
         adds_up=strategy.layout.num_micro_batches > 1,
         clean_copies=clean_copies,

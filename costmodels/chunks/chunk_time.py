@@ -90,12 +90,13 @@ def _chunk_time(
     layout = strategy.layout
     chunks = chunks_of_rank(strategy, rank, price_cache)
     gather, reduce = group_collectives(
-        layout.mesh.dp * chunk_elements(chunks),
+        chunks.groups[0].chunk_layout.group_elements,
         layout.mesh,
         price_cache.machine,
         price_cache.training,
         in_parameters=chunks.in_parameters,
         communication=chunks.communication,
+        experts=chunks.groups[0].chunk_layout.expert_elements,
     )
     costs = stream_costs(strategy, rank, chunks, price_cache)
     copies = _waits(chunks, costs, price_cache)

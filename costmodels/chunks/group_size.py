@@ -25,11 +25,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 
-from parplan.costmodels.chunks.chunk_layout import first_tensors
+from parplan.costmodels.chunks.chunk_layout import ExpertGroup, first_tensors
 from parplan.profiles.machines.hardware import Cluster
 
 COPY_LATENCY_S = 1e-5  # assumed: start of one copy over PCIe, including the launch
@@ -158,6 +158,18 @@ def common_group_size(
         return group_size_of(blocks[0], len(blocks), ranks, cluster, width_bytes)
     least = least_bytes(cluster) / width_bytes if ranks == 1 else 0.0
     return _best_of_several(frozenset(counts.items()), ranks, least, width_bytes, by_part)
+
+
+def expert_group_size(
+    blocks: Collection[ExpertGroup], ranks: int, expert_ranks: int
+) -> ExpertGroup:
+    """Elements of a group that holds any of some blocks, given by their elements.
+
+    A group is a block. Each of its two parts is rounded up for its owners.
+    """
+    experts = _aligned(max(block.experts for block in blocks), expert_ranks)
+    shared = _aligned(max(block.elements - block.experts for block in blocks), ranks)
+    return ExpertGroup(shared + experts, experts)
 
 
 @lru_cache(maxsize=256)

@@ -125,7 +125,7 @@ def _gathers(step: Slots) -> Iterator[_Movable]:
         released = -1
         for span in group.spans:
             key = ChunkAction.GATHER, group.group, group.number, span.first
-            yield _Movable(key, step.sizes.ranks * step.sizes.parameters, released + 1, span.first)
+            yield _Movable(key, step.sizes.gathered_parameters, released + 1, span.first)
             released = span.last
 
 
@@ -142,8 +142,8 @@ def _reduces(step: Slots) -> Iterator[_Movable]:
     """
     late = step.gathers and not step.in_parameters and not step.single
     for group in step.uses if late else ():
-        chunks = step.sizes.ranks + 1 if step.reduces_apart(group) else step.sizes.ranks
-        size = step.sizes.gradients * chunks
+        apart = step.sizes.gradients if step.reduces_apart(group) else 0
+        size = step.sizes.gathered_gradients + apart
         yield from (
             _Movable((ChunkAction.REDUCE, group.group, group.number, last), size, limit, last)
             for last, limit in _latest(step, group)

@@ -14,7 +14,6 @@ from parplan.costmodels.chunks.accesses import GroupUses
 from parplan.costmodels.chunks.chunk_operations import ChunkAction, ChunkedBlocks, ChunkOp
 from parplan.costmodels.chunks.eviction import Residency
 from parplan.costmodels.host.state_location import ChunkCommunication, StateLocation
-from parplan.costmodels.layers.chunked_layer import gradient_chunks
 from parplan.costmodels.operators.kernels import FP32_BYTES
 
 OpKey = tuple[ChunkAction, int, int, int]  # action, group, communication group, moment
@@ -37,12 +36,16 @@ def summed_by_slot(count: int, held: Iterable[tuple[int, int, int]]) -> list[int
 class ChunkBytes:
     """Bytes of the parameters and the gradients of one chunk.
 
-    ranks    chunks of a communication group, of which a device owns one
+    ranks                                         chunks of a communication group, of which a
+                                                  device owns one
+    gathered_parameters, gathered_gradients       of a whole group
     """
 
     parameters: int
     gradients: int
     ranks: int
+    gathered_parameters: int
+    gathered_gradients: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +97,8 @@ class Slots:
     @property
     def fresh_bytes(self) -> int:
         """Bytes of a group's gradients that are not yet reduced or sent."""
-        return self.sizes.gradients * gradient_chunks(self.sizes.ranks, self.communication)
+        single = self.communication is ChunkCommunication.SINGLE
+        return self.sizes.gradients if single else self.sizes.gathered_gradients
 
     def needs(self) -> list[list[int]]:
         """Returns for each slot the numbers of the own chunks of HOST blocks that it needs."""
@@ -154,7 +158,7 @@ class Slots:
         """Yields (first slot, last slot, bytes) of gathered groups and gradients in transit."""
         for use in self.uses:
             if self.gathers:
-                whole = self.sizes.ranks * self.sizes.parameters
+                whole = self.sizes.gathered_parameters
                 yield from (
                     (moment_slot(span.first), moment_slot(span.last), whole) for span in use.spans
                 )
@@ -203,7 +207,7 @@ class Slots:
         """Yields (moment, gather before it)."""
         if not self.gathers:
             return
-        size = self.sizes.ranks * self.sizes.parameters
+        size = self.sizes.gathered_parameters
         for use in self.uses:
             for span in use.spans:
                 op = ChunkOp(ChunkAction.GATHER, use.group, use.number, size, span.first)
@@ -211,7 +215,7 @@ class Slots:
 
     def ops_behind(self) -> Iterator[tuple[int, ChunkOp]]:
         """Yields (moment, operation after it): releases, reductions and sends."""
-        size = self.sizes.ranks * self.sizes.gradients
+        size = self.sizes.gathered_gradients
         for use in reversed(self.uses):
             if self.gathers:
                 released = [

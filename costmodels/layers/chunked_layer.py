@@ -24,12 +24,14 @@ from dataclasses import dataclass, replace
 
 from parplan.costmodels.communication.collectives import Collective, collective_time
 from parplan.costmodels.communication.hiding import under
-from parplan.costmodels.communication.mesh import Axis, Mesh, place
+from parplan.costmodels.communication.mesh import Axis, Mesh, place, place_copies
 from parplan.costmodels.host.offload import copy_time, host_adam_time, host_time
 from parplan.costmodels.host.state_location import ChunkCommunication, Eviction, StateLocation
+from parplan.costmodels.layers.chunk_owners import expert_owners, own_elements
 from parplan.costmodels.layers.layer_price import LayerTime
 from parplan.costmodels.layers.model_states import StateBytes
-from parplan.costmodels.operators.compute import OperatorTime, optimizer_time
+from parplan.costmodels.operators.compute import OperatorTime, kernel_time, optimizer_time
+from parplan.costmodels.operators.kernels import FORWARD, StreamKernel
 from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.provenance import ZERO, Seconds
@@ -161,12 +163,14 @@ def block_cost(
     in_parameters: bool,
     machine: Machine,
     training: TrainingSpec,
+    experts: int = 0,
 ) -> BlockCost:
     """Prices a block that takes `time` in a micro-batch.
 
-    elements: elements of its chunks on all ranks together, padding included
+    elements    elements of its chunks on all their owners together, padding included
+    experts     elements among them that have owners of their own (`expert_owners`)
     """
-    owned = -(-elements // mesh.dp)
+    owned = own_elements(elements, experts, mesh)
     gathered = elements if mesh.dp > 1 else 0
     fetched = owned if location is StateLocation.HOST else 0
     returned = owned if location is StateLocation.OPTIMIZER else 0
@@ -174,7 +178,7 @@ def block_cost(
     gradient = sent_precision(training, in_parameters).num_bytes
     device_widths, host_widths = state_widths(location, training, in_parameters)
     forward, reduce = group_collectives(
-        elements, mesh, machine, training, in_parameters=in_parameters
+        elements, mesh, machine, training, in_parameters=in_parameters, experts=experts
     )
     backward = forward + reduce
     if training.overlap_grad_reduce:
@@ -239,14 +243,22 @@ def group_collectives(
     *,
     in_parameters: bool,
     communication: ChunkCommunication = ChunkCommunication.GROUP,
+    experts: int = 0,
 ) -> tuple[Seconds, Seconds]:
     """Seconds of one gather of `elements` parameters and one reduce-scatter of their gradients.
 
     They are the parameters of all data-parallel ranks together. One chunk after the other, each of
-    dp chunks is broadcast and reduced in messages that are as much smaller (EQUATIONS O5).
+    dp chunks is broadcast and reduced in messages that are as much smaller (EQUATIONS O5). The
+    `experts` among them have owners of their own, whose collectives follow the others.
     """
     if mesh.dp == 1:
         return ZERO, ZERO
+    if experts:
+        shared = group_collectives(
+            elements - experts, mesh, machine, training, in_parameters=in_parameters
+        )
+        own = _expert_collectives(experts, mesh, machine, training, in_parameters=in_parameters)
+        return shared[0] + own[0], shared[1] + own[1]
     width = training.precision.num_bytes
     where = place(mesh, Axis.DP, machine.cluster.gpus_per_node)
     gradient = sent_precision(training, in_parameters).num_bytes
@@ -259,6 +271,28 @@ def group_collectives(
     if single:
         gather = gather.scaled(BROADCAST_GATHERS)
     return machine.corrected("data", gather), machine.corrected("data", reduce)
+
+
+def _expert_collectives(
+    experts: int, mesh: Mesh, machine: Machine, training: TrainingSpec, *, in_parameters: bool
+) -> tuple[Seconds, Seconds]:
+    """Seconds of a gather and a reduce-scatter of `experts` elements over the owners of experts.
+
+    A single owner copies its chunk to the gathered group, and the gradients back.
+    """
+    widths = training.precision.num_bytes, sent_precision(training, in_parameters).num_bytes
+    owners = expert_owners(mesh)
+    if owners == 1:
+        copies = (StreamKernel("copy", "elementwise", FORWARD, 2 * w * experts) for w in widths)
+        gather, reduce = (kernel_time(copy, machine, training) for copy in copies)
+        return gather, reduce
+    where = place_copies(mesh, owners, machine.cluster.gpus_per_node, of_experts=True)
+    kinds = Collective.ALL_GATHER, Collective.REDUCE_SCATTER
+    gather, reduce = (
+        machine.corrected("data", collective_time(kind, width * experts, where, machine))
+        for kind, width in zip(kinds, widths, strict=True)
+    )
+    return gather, reduce
 
 
 def host_update_time(num_parameters: float, machine: Machine, training: TrainingSpec) -> Seconds:

@@ -22,6 +22,7 @@ from parplan.costmodels.layers.block_parts import (
     parts_of,
     tensor_counts,
 )
+from parplan.costmodels.layers.chunk_owners import expert_elements
 from parplan.costmodels.layers.chunked_layer import (
     BlockCost,
     block_cost,
@@ -296,13 +297,17 @@ class LayerPriceCache(LayerTimes):
         *,
         in_parameters: bool,
         elements: int | None = None,
+        experts: int | None = None,
     ) -> BlockCost:
         """Returns the cost of one layer held in chunks at `location`.
 
-        elements    of its chunks on all data-parallel ranks together; without padding by default
+        elements    of its chunks on all their owners together; without padding by default
+        experts     those among them with owners of their own; without padding by default
         """
         if elements is None:
             elements = owned_parameters(self.layer(kind, 1), sharding)
+        if experts is None:
+            experts = expert_elements(self.layer(kind, 1), sharding, mesh)
 
         def make() -> BlockCost:
             time = self.layer_time(kind, micro_batch_size, sharding)
@@ -314,6 +319,7 @@ class LayerPriceCache(LayerTimes):
                 in_parameters=in_parameters,
                 machine=self.machine,
                 training=self.training,
+                experts=experts,
             )
             if communication is ChunkCommunication.GROUP:
                 return cost
@@ -324,6 +330,7 @@ class LayerPriceCache(LayerTimes):
                 self.training,
                 in_parameters=in_parameters,
                 communication=communication,
+                experts=experts,
             )
             return chunk_by_chunk(cost, collectives, time, self.machine, self.training)
 
@@ -332,7 +339,8 @@ class LayerPriceCache(LayerTimes):
         def waiting() -> BlockCost:
             return make().waiting(self.replica_wait(kind, micro_batch_size, mesh, sharding, 1))
 
-        which = kind, location, micro_batch_size, mesh, sharding, in_parameters, elements
+        sizes = elements, experts
+        which = kind, location, micro_batch_size, mesh, sharding, in_parameters, sizes
         return self._once(("chunked", communication, *which), waiting)
 
     def tensors_by_part(self, kind: LayerKey, access: Access) -> tuple[int, ...]:

@@ -190,6 +190,21 @@ class Sharding:
             PARTIAL if s.dim and not tensor.has(s.dim) else s.dim for s in self.splits(operator)
         )
 
+    def scattered_parts(self, operator: Operator) -> tuple[int, int]:
+        """The parts in which a product's input, and its output's gradient, lie beside its own.
+
+        Under sequence parallelism a rank has its tokens of both, before they are gathered.
+        """
+        before = behind = 1
+        for p, split in zip(self.degrees, self.splits(operator), strict=True):
+            if split.dim is None or split.dim in SCATTERED:
+                continue
+            if split.dim == operator.contracted:
+                behind *= p if split.result in SCATTERED else 1
+            elif self.sequence_parallel:
+                before *= p
+        return before, behind
+
     def local_bytes(self, tensor: Tensor, place: Place) -> int:
         """Bytes of `tensor` on one rank when it lies at `place`."""
         return -(-tensor.num_bytes // placed_parts(place, self.degrees))
@@ -268,6 +283,8 @@ class LocalSizes(Protocol):
 
     def dim_size(self, operator: Operator, dim_name: str) -> Number: ...
 
+    def scattered_parts(self, operator: Operator) -> tuple[Number, Number]: ...
+
     def tensor_bytes(self, operator: Operator, tensor: Tensor) -> Number: ...
 
     def made_bytes(self, operator: Operator, tensor: Tensor) -> Number: ...
@@ -291,6 +308,10 @@ class Shardings:
 
     def dim_size(self, operator: Operator, dim_name: str) -> Number:
         return self._divided(operator.size(dim_name), lambda each: each.parts(operator, dim_name))
+
+    def scattered_parts(self, operator: Operator) -> tuple[Number, Number]:
+        before, behind = zip(*(each.scattered_parts(operator) for each in self.each), strict=True)
+        return np.array(before), np.array(behind)
 
     def tensor_bytes(self, operator: Operator, tensor: Tensor) -> Number:
         return self._divided(

@@ -29,6 +29,7 @@ from parplan.costmodels.layers.model_states import SUMMED, LocalParameters
 from parplan.costmodels.layers.sub_pipeline import HALVES
 from parplan.costmodels.layers.tensor_flow import TensorFlow, leaving_tensor, tensor_flows_of
 from parplan.costmodels.operators.kernels import FP32_BYTES
+from parplan.costmodels.operators.operator_kernels import gathered_bytes
 from parplan.costmodels.operators.sharding import PARTIAL, Place, Sharding
 from parplan.costmodels.price_cache import PriceCache, table_of
 from parplan.costmodels.schedules.actions import ActionKind
@@ -40,6 +41,7 @@ from parplan.profiles.models.operator_graph import (
     OperatorKind,
     Tensor,
 )
+from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import Stack
 
 MESSAGE = "point_to_point"  # a kind beside those of `Collective`
@@ -130,7 +132,7 @@ def _add_layer(
         parts = HALVES if sharding.overlap and choice.kind.role is LayerKind.BLOCK else 1
         batch = layout.micro_batch_size * sharding.data // parts
         sending = price_cache.graph(batch, sharding.part).layer_class(choice.kind)
-        for move in layer_moves(sending, sharding, recomputed):
+        for move in layer_moves(sending, sharding, recomputed, price_cache.training):
             axis = Axis.DP if sharding.data > 1 and move.axis == 0 else Axis.TP
             tally.add(axis, move.collective, move.num_bytes, parts * layout.num_micro_batches)
         for num_bytes in _summed_inside(choice, layer, layout, price_cache):
@@ -170,11 +172,12 @@ def _add_lookup(
 def _add_chunks(tally: Tally, chunks: RankChunks) -> None:
     """Adds gathers and reductions of whole communication groups of chunks, or of one chunk each.
 
-    A broadcast counts as a scatter and a gather (EQUATIONS O5).
+    A broadcast counts as a scatter and a gather (EQUATIONS O5). Experts with owners of their own
+    are gathered from those.
     """
-    messages = 1
+    messages, chunk_layout = 1, chunks.groups[0].chunk_layout
     if chunks.communication is ChunkCommunication.SINGLE:
-        messages = chunks.groups[0].chunk_layout.ranks
+        messages = chunk_layout.ranks
     kinds = {
         ChunkAction.GATHER: Collective.ALL_GATHER,
         ChunkAction.REDUCE: Collective.REDUCE_SCATTER,
@@ -184,7 +187,10 @@ def _add_chunks(tally: Tally, chunks: RankChunks) -> None:
             if op.does in kinds:
                 twice = messages > 1 and op.does is ChunkAction.GATHER
                 calls = messages * (BROADCAST_GATHERS if twice else 1)
-                tally.add(Axis.DP, kinds[op.does], op.num_bytes // messages, calls)
+                experts = op.num_bytes * chunk_layout.expert_elements // chunk_layout.group_elements
+                tally.add(Axis.DP, kinds[op.does], (op.num_bytes - experts) // messages, calls)
+                if chunk_layout.expert_ranks > 1:
+                    tally.add(EXPERT_COPIES, kinds[op.does], experts)
 
 
 def attention_calls(
@@ -203,7 +209,7 @@ def attention_calls(
 
 
 def layer_moves(
-    layer: LayerClass, sharding: Sharding, recomputed: tuple[str, ...]
+    layer: LayerClass, sharding: Sharding, recomputed: tuple[str, ...], training: TrainingSpec
 ) -> Iterator[RedistributionStep]:
     """Yields the tensor-parallel collectives of one micro-batch in one layer, forward and backward.
 
@@ -211,8 +217,8 @@ def layer_moves(
     """
     for operator in layer.operators:
         for _ in range(1 + (operator.name in recomputed)):
-            yield from forward_moves(layer, operator, sharding)
-        yield from backward_moves(layer, operator, sharding)
+            yield from forward_moves(layer, operator, sharding, training)
+        yield from backward_moves(layer, operator, sharding, training)
     left = leaving_tensor(layer, sharding)
     if left is not None and layer.kind.role is not LayerKind.HEAD:
         yield from _moved(left[0], left[1], sharding.boundary, sharding)
@@ -221,14 +227,14 @@ def layer_moves(
 
 
 def forward_moves(
-    layer: LayerClass, operator: Operator, sharding: Sharding
+    layer: LayerClass, operator: Operator, sharding: Sharding, training: TrainingSpec
 ) -> Iterator[RedistributionStep]:
     """Yields the collectives before an operator, and those that end its partial sums.
 
     Their seconds are `edge_time` and `ending_time` of `parplan.costmodels.layers.layer_price`.
     """
     for edge in _edges(layer, operator, sharding):
-        yield from _moved(edge.tensor, edge.source, edge.target, sharding)
+        yield from _read(edge, sharding, training)
     if operator.kind is OperatorKind.CROSS_ENTROPY:
         partial = tuple(
             PARTIAL if split.dim == operator.parallel_dim else None
@@ -243,7 +249,7 @@ def forward_moves(
 
 
 def backward_moves(
-    layer: LayerClass, operator: Operator, sharding: Sharding
+    layer: LayerClass, operator: Operator, sharding: Sharding, training: TrainingSpec
 ) -> Iterator[RedistributionStep]:
     """Yields the collectives of gradients, and of gathered inputs that a weight gradient needs."""
     if not operator.gradient:
@@ -251,7 +257,7 @@ def backward_moves(
     for edge in _edges(layer, operator, sharding):
         is_frozen = bool(operator.parameters) and not operator.trained
         if edge.gathers(sharding.degrees) and operator.saved and not is_frozen:
-            yield from _moved(edge.tensor, edge.source, edge.target, sharding)
+            yield from _read(edge, sharding, training)
         yield from _moved(edge.tensor, edge.gradient, edge.source, sharding)
     if operator.kind is OperatorKind.CROSS_ENTROPY:
         return
@@ -260,7 +266,8 @@ def backward_moves(
         ended = sharding.place(operator, tensor)
         if summed != ended:
             target = tuple(None if place == PARTIAL else place for place in summed)
-            yield from _moved(tensor, ended, target, sharding)
+            num_bytes = gathered_bytes(tensor, operator, training)
+            yield from moves(num_bytes, ended, target, sharding.degrees)
 
 
 def _exchanges(layer: LayerClass, sharding: Sharding, recomputed: tuple[str, ...]) -> Iterator[int]:
@@ -280,6 +287,17 @@ def _edges(layer: LayerClass, operator: Operator, sharding: Sharding) -> list[Te
         for (reader, _), edge in tensor_flows_of(layer, sharding).items()
         if reader == operator.name
     ]
+
+
+def _read(
+    edge: TensorFlow, sharding: Sharding, training: TrainingSpec
+) -> Iterator[RedistributionStep]:
+    """Yields the collectives of a tensor on its way to its reader, which may gather a cast."""
+    gathers = edge.gathers(sharding.degrees)
+    num_bytes = edge.tensor.num_bytes
+    if gathers:
+        num_bytes = gathered_bytes(edge.tensor, edge.reader, training)
+    return moves(num_bytes, edge.source, edge.target, sharding.degrees)
 
 
 def _moved(

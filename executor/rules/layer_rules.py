@@ -12,6 +12,7 @@ from parplan.costmodels.host.offload import Offload
 from parplan.executor.placed_layers import (
     PlacedLayer,
     effective_zero,
+    layer_class_of,
     layer_operators,
     stage_layers,
 )
@@ -29,6 +30,9 @@ from parplan.executor.rules.rule import Refusal, rule, with_layer_plan
 from parplan.planner.plan.plan import LayerPlan, Plan
 from parplan.profiles.divisors import divisors
 from parplan.profiles.models.operator_graph import LayerKind
+
+EIGHT_BITS = 8
+GATHERED = 3  # the ZeRO stage that shards parameters
 
 
 @rule(
@@ -89,7 +93,7 @@ def zero_ranks(plan: Plan) -> Iterator[Refusal]:
     action="use one zero for both",
 )
 def tied(plan: Plan) -> Iterator[Refusal]:
-    if not plan.model.tied_embeddings:
+    if not plan.model.shares_table:
         return
     stages = stage_layers(plan)
     embedding = _sharded_as(stages[0][0], plan.mesh)
@@ -164,6 +168,29 @@ def zero_by_operator(plan: Plan) -> Iterator[Refusal]:
                 problem=f"layer_plans.{name}: own_zero names operators of {operators}",
                 action=f"leave own_zero out of layer plan {name}",
                 nearest=with_layer_plan(plan, name, own_zero={}),
+            )
+
+
+@rule(
+    why="ZeRO 3 would cast the scales of 8-bit weights to 16 bits with all that it gathers, and "
+    "leave those of parts of blocks on one rank",
+    action="use zero 2 or less",
+)
+def eight_bits(plan: Plan) -> Iterator[Refusal]:
+    tuning = plan.training.fine_tuning
+    if tuning is None or tuning.base_bits != EIGHT_BITS or plan.mesh.replicas == 1:
+        return
+    for name, layer_plan in plan.layer_plans.items():
+        operators = layer_class_of(plan, layer_plan).operators
+        held_so = any(each.quantised for operator in operators for each in operator.parameters)
+        if held_so and layer_plan.highest_zero == GATHERED:
+            own_zero = {each: min(zero, 2) for each, zero in layer_plan.own_zero.items()}
+            yield Refusal(
+                problem=f"layer_plans.{name}: zero is {GATHERED} with base_bits {EIGHT_BITS}",
+                action=f"set zero to 2 on layer plan {name}",
+                nearest=with_layer_plan(
+                    plan, name, zero=min(layer_plan.zero, 2), own_zero=own_zero
+                ),
             )
 
 
@@ -291,6 +318,7 @@ LAYERS = (
     tied,
     tied_tables,
     zero_by_operator,
+    eight_bits,
     recompute_names_rule,
     recomputed_dropout,
     kept_on_host,

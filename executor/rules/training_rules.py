@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.operators.optimizers import PLAIN_OPTIMIZERS
 from parplan.executor.rules.rule import Refusal, rule
 from parplan.planner.plan.plan import Plan
@@ -20,6 +21,7 @@ RUN = {"blocks", "latent", "output_bias", "qk_norm", "sinks", "norm_layout", "fu
     "shared_experts",
     "expert_bias",
     "router_bias",
+    "mtp_layers",
     "state_space",
     "tower",
     "left_out",
@@ -46,12 +48,40 @@ def model_parts(plan: Plan) -> Iterator[Refusal]:
             action=model_parts.action,
         )
     for name, default in rare_parts(model).items():
-        if name not in RUN:  # such as multi-token prediction, which needs ids on the last stage
+        if name not in RUN:
             yield Refusal(
                 problem=f"model: {model.name} has {name}",
                 action=f"set {name} to {str(default).lower()}",
                 nearest=replace(plan, model=replace(model, **{name: default})),  # type: ignore[arg-type]
             )
+
+
+@rule(
+    why="the executor runs one module of multi-token prediction, on ranks that hold all of it and "
+    "whole sequences, with a token table on the device that the last product does not share",
+    action="leave the modules out",
+)
+def further_tokens(plan: Plan) -> Iterator[Refusal]:
+    model, mesh = plan.model, plan.mesh
+    if not model.mtp_layers or plan.module is not None:
+        return
+    obstacles = {
+        f"{model.mtp_layers} modules": model.mtp_layers > 1,
+        "a tied table": model.tied_embeddings,
+        f"tp {mesh.tp}": mesh.tp > 1,
+        f"cp {mesh.cp}": mesh.cp > 1,
+        "a token table on the host": any(
+            Offload.LOOKUP in each.offload for each in plan.layer_plans.values()
+        ),
+    }
+    found = [what for what, is_there in obstacles.items() if is_there]
+    if found:
+        left = 1 if found == [f"{model.mtp_layers} modules"] else 0
+        yield Refusal(
+            problem=f"model: {model.name} has mtp_layers with {', '.join(found)}",
+            action=f"set mtp_layers to {left}",
+            nearest=replace(plan, model=replace(model, mtp_layers=left)),
+        )
 
 
 @rule(
@@ -68,6 +98,7 @@ def dropped_scores(plan: Plan) -> Iterator[Refusal]:
         "sinks": model.sinks,
         "a soft cap": model.attention_soft_cap > 0.0,
         "values of another width": model.value_head_dim != model.head_dim,
+        "packed documents": plan.training.documents is not None,
     }
     found = [part for part, is_there in parts.items() if is_there]
     if found and plan.module is None:
@@ -135,25 +166,19 @@ def rotary_pairs(plan: Plan) -> Iterator[Refusal]:
 
 
 @rule(
-    why="the executor trains part of its own dense models, and holds frozen weights as they "
-    "compute; peft's adapters of a Hugging Face module are not run",
-    action="train all of the model, or leave out what it says",
+    why="the executor adapts its own models; ranks that divide an expert have no adapters of it, "
+    "and peft's adapters of a Hugging Face module are not run",
+    action="train all of the model, or do what it says",
 )
 def fine_tuning(plan: Plan) -> Iterator[Refusal]:
     tuning = plan.training.fine_tuning
     if tuning is None:
         return
-    if tuning.base_bits == 8:
-        sixteen = replace(tuning, base_bits=16)
+    if plan.model.num_experts and tuning.adapts_experts and plan.mesh.etp > 1:
         yield Refusal(
-            problem="training: fine_tuning has base_bits 8",
-            action="set base_bits to 16",
-            nearest=replace(plan, training=replace(plan.training, fine_tuning=sixteen)),
-        )
-    if plan.model.num_experts:
-        yield Refusal(
-            problem="training: fine_tuning of a model with experts",
-            action="run it in the framework whose stack it was priced for",
+            problem=f"mesh: etp is {plan.mesh.etp}, and experts have adapters",
+            action="set etp to 1",
+            nearest=replace(plan, mesh=replace(plan.mesh, etp=1)),
         )
     if plan.module is not None:
         yield Refusal(
@@ -185,13 +210,26 @@ def optimizer_rule(plan: Plan) -> Iterator[Refusal]:
 
 
 @rule(
-    why="data files have tokens without the ends of documents, and attention reads whole sequences",
-    action="run it in the framework whose stack it was priced for, or plan whole sequences",
+    why="only the executor's own blocks tell documents apart, on ranks with whole sequences and "
+    "where nothing else moves under their passes",
+    action="plan whole sequences, or do what it says",
 )
-def whole_sequences(plan: Plan) -> Iterator[Refusal]:
-    if plan.training.documents is not None:
+def packed_sequences(plan: Plan) -> Iterator[Refusal]:
+    if plan.training.documents is None:
+        return
+    obstacles = {
+        f"cp {plan.mesh.cp}": plan.mesh.cp > 1,
+        "a module that is not the executor's own": plan.module is not None,
+        "blocks in chunks": plan.chunks is not None,
+        f"tp_overlap {plan.pipeline.tp_overlap}": plan.pipeline.tp_overlap > 0,
+        "multi-token prediction": plan.model.mtp_layers > 0,
+        "activations on the host": any(each.keep_on_host for each in plan.layer_plans.values()),
+    }
+    found = [what for what, is_there in obstacles.items() if is_there]
+    if found:
         yield Refusal(
-            problem=f"training: sequences are packed from {plan.training.documents}",
+            problem=f"training: sequences are packed from {plan.training.documents}, with "
+            + ", ".join(found),
             action="leave out documents",
             nearest=replace(plan, training=replace(plan.training, documents=None)),
         )
@@ -209,6 +247,7 @@ def dropless(plan: Plan) -> Iterator[Refusal]:
 
 TRAINING = (
     model_parts,
+    further_tokens,
     dropped_scores,
     product_formats,
     fine_tuning,
@@ -217,5 +256,5 @@ TRAINING = (
     rotary_pairs,
     optimizer_rule,
     dropless,
-    whole_sequences,
+    packed_sequences,
 )

@@ -257,7 +257,7 @@ def _levels(layout: ParallelLayout, request: Request) -> Iterator[ParallelLayout
 def _in_chunks(layout: ParallelLayout, pins: Constraints) -> ParallelLayout | Pruned:
     """Returns the layout with the states of its blocks in chunks."""
     chunked = replace(layout, chunked=True)
-    reason = illegal_chunks(layout, pins.zero, pins.zero_ranks)
+    reason = illegal_chunks(layout, pins.zero, pins.zero_ranks, pins.chunk_communication)
     if pins.recompute_first_stage is not None:
         reason = reason or illegal_stage_recompute(chunked, pins.recompute_first_stage)
     return Pruned(layout_text(chunked), reason) if reason else chunked

@@ -16,6 +16,7 @@ import numpy as np
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.state_location import StateLocation
 from parplan.costmodels.keyed_cache import KeyedCache
+from parplan.costmodels.layers.chunk_owners import expert_elements, own_elements
 from parplan.costmodels.layers.chunked_layer import state_widths, writes_over_parameters
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.layers.model_states import owned_parameters
@@ -346,8 +347,10 @@ class ChunkedRangeTables(RangeTables):
                 cost = price_cache.chunked(
                     key, StateLocation.DEVICE, b, mesh, own, in_parameters=self._over
                 )
-                elements = owned_parameters(price_cache.layer(key, 1), own)
-                by_key[:, place] = cost.forward_s + cost.backward_s, elements / mesh.dp
+                layer = price_cache.layer(key, 1)
+                elements, experts = owned_parameters(layer, own), expert_elements(layer, own, mesh)
+                owned = own_elements(elements, experts, mesh)
+                by_key[:, place] = cost.forward_s + cost.backward_s, owned
         gathered_s, elements = sums(by_key[:, number])
         return replace(
             outside,

@@ -14,10 +14,14 @@ import numpy as np
 
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.host.state_location import Access, ChunkCommunication, StateLocation
+from parplan.costmodels.layers.chunk_owners import (
+    expert_elements,
+    expert_owners,
+    own_elements,
+)
 from parplan.costmodels.layers.chunked_layer import (
     STAGED_CHUNKS,
     BlockCost,
-    gradient_chunks,
     writes_over_parameters,
 )
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
@@ -158,14 +162,12 @@ def location_costs(
     backward_s = price_cache.layer_time(
         LayerKind.BLOCK, layout.micro_batch_size, layout.sharding
     ).backward_s
-    ranks = layout.mesh.dp
     width = price_cache.training.precision.num_bytes
     packed = _packed(tensors, num_blocks, layout, price_cache)
-    size, by_part = packed.elements, layout.access is Access.OPERATOR
-    chunk = size // ranks
+    chunk, by_part = packed.chunk, layout.access is Access.OPERATOR
     # blocks with their padding, by number of blocks
-    padded = packed.groups * (size / sum(tensors))
-    block_bytes = width * padded[-1] / num_blocks * sum(tensors) / ranks
+    padded = packed.groups * (chunk / packed.own)
+    block_bytes = width * chunk * packed.groups[-1] / num_blocks
     per_block = packed.groups[-1] / num_blocks if by_part else 1.0
     block_bytes /= per_block  # of one group
     host, optimizer = counts_of_locations(num_blocks, costs)
@@ -219,12 +221,16 @@ class _Packed:
     """The groups of a rank's blocks.
 
     elements    of a group
+    chunk       elements of the own chunk of a group
+    own         the own part of a block without padding
     groups      of x blocks, by x
     needed      groups that the widest pass needs
     made        elements of the tensors whose gradients it makes
     """
 
     elements: int
+    chunk: int
+    own: float
     groups: Array
     needed: int
     made: int
@@ -243,16 +249,48 @@ def _packed(
 
     ranks, cluster = layout.mesh.dp, price_cache.machine.cluster
     width = price_cache.training.precision.num_bytes
+    own = sum(tensors) / ranks
+    if expert_owners(layout.mesh):
+        return _packed_with_experts(sum(tensors), num_blocks, layout, price_cache)
     if layout.access is Access.BLOCK:
         size = group_size_of(tensors, num_blocks, ranks, cluster, width)
         groups = np.array(groups_after(tensors, num_blocks, size, ranks), dtype=np.float64)
         needed = widest_groups(tensors, num_blocks, size, ranks)
-        return _Packed(elements=size, groups=groups, needed=needed, made=sum(tensors))
+        return _Packed(
+            elements=size,
+            chunk=size // ranks,
+            own=own,
+            groups=groups,
+            needed=needed,
+            made=sum(tensors),
+        )
     counts = price_cache.tensors_by_part(LayerKind.BLOCK, layout.access)
     parts = summed_by_part(tensors, counts)
     size = common_group_size([parts] * num_blocks, ranks, cluster, width, by_part=True)
     groups = len(first_tensors(parts, 1, size)) * np.arange(num_blocks + 1, dtype=np.float64)
-    return _Packed(elements=size, groups=groups, needed=1, made=max(parts))
+    return _Packed(
+        elements=size, chunk=size // ranks, own=own, groups=groups, needed=1, made=max(parts)
+    )
+
+
+def _packed_with_experts(
+    made: int, num_blocks: int, layout: ParallelLayout, price_cache: PriceCache
+) -> _Packed:
+    """Returns groups of a block each, whose experts have owners of their own."""
+    from parplan.costmodels.chunks.chunk_layout import ExpertGroup
+    from parplan.costmodels.chunks.group_size import expert_group_size
+
+    mesh = layout.mesh
+    experts = expert_elements(price_cache.layer(LayerKind.BLOCK, 1), layout.sharding, mesh)
+    size = expert_group_size([ExpertGroup(made, experts)], mesh.dp, expert_owners(mesh))
+    return _Packed(
+        elements=size.elements,
+        chunk=own_elements(size.elements, size.experts, mesh),
+        own=own_elements(made, experts, mesh),
+        groups=np.arange(num_blocks + 1, dtype=np.float64),
+        needed=1,
+        made=made,
+    )
 
 
 def _working_bytes(
@@ -271,12 +309,12 @@ def _working_bytes(
     width = price_cache.training.precision.num_bytes
     in_parameters = writes_over_parameters(price_cache.training, layout.num_micro_batches)
     gradient = 0 if in_parameters else price_cache.training.gradient_precision.num_bytes
-    gathered = packed.needed * packed.elements
-    chunks = gathered // ranks
+    gathered, chunks = packed.needed * packed.elements, packed.needed * packed.chunk
     communication = price_cache.chunking.communication
-    fresh = chunks * gradient_chunks(ranks, communication) * gradient
+    single = communication is ChunkCommunication.SINGLE
+    fresh = gradient * (chunks if single else gathered)
     has_host_blocks = (counts[StateLocation.HOST] > 0).astype(np.float64)
-    kept = gradient if communication is ChunkCommunication.SINGLE else 0  # the sum, for the host
+    kept = gradient if single else 0  # the sum, for the host
     if ranks > 1:
         working = gathered * width + fresh + chunks * (width + kept) * has_host_blocks
     else:

@@ -15,7 +15,8 @@ from functools import lru_cache
 import numpy as np
 
 from parplan.costmodels.host.offload import Offload
-from parplan.costmodels.host.state_location import StateLocation
+from parplan.costmodels.host.state_location import Access, ChunkCommunication, StateLocation
+from parplan.costmodels.layers.chunk_owners import expert_owners
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout
 from parplan.planner.dominance import Ints
 
@@ -74,11 +75,15 @@ def counts_of_locations(num_blocks: int, allowed: Collection[StateLocation]) -> 
 
 
 def illegal_chunks(
-    layout: ParallelLayout, zero: Collection[int] | None = None, zero_ranks: int | None = None
+    layout: ParallelLayout,
+    zero: Collection[int] | None = None,
+    zero_ranks: int | None = None,
+    communication: ChunkCommunication = ChunkCommunication.GROUP,
 ) -> str | None:
     """Returns the reason why the blocks of a layout cannot lie in chunks, or None.
 
-    zero    the ZeRO stages allowed, None for all
+    zero             the ZeRO stages allowed, None for all
+    communication    how ranks gather the chunks of a group
     """
     if layout.splits_backward:
         return f"chunks follow whole backward passes, {layout.schedule} splits them"
@@ -92,8 +97,17 @@ def illegal_chunks(
             "chunks are of blocks that run one after the other, "
             "sub-pipelined tensor parallelism runs two halves"
         )
-    if layout.mesh.ep > 1 or layout.mesh.etp > 1:
-        return f"chunks lie over all of dp, experts are divided over ep {layout.mesh.ep}"
+    if layout.mesh.dp == 1 and layout.mesh.ep * layout.mesh.etp not in (1, layout.mesh.tp):
+        return (
+            f"chunks of dp 1 are not gathered, {layout.mesh.expert_replicas} tensor-parallel ranks "
+            f"have copies of each of ep {layout.mesh.ep} parts of the experts"
+        )
+    if expert_owners(layout.mesh):
+        apart = f"other ranks own the experts of ep {layout.mesh.ep} than the rest of a block"
+        if layout.access is Access.OPERATOR:
+            return f"{apart}, which an access by operators does not know"
+        if communication is ChunkCommunication.SINGLE:
+            return f"{apart}, which single chunks do not know"
     if layout.mesh.cp > 1:
         return f"chunks lie over all of dp, not over cp {layout.mesh.cp}"
     if layout.mesh.dp > 1 and zero is not None and 3 not in zero:

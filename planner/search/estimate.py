@@ -27,7 +27,7 @@ from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.planner.baselines.stage_aware import StageAwareRoom, stage_aware
 from parplan.planner.baselines.uniform_strategies import staged
 from parplan.planner.candidates.enumeration import illegal_layout
-from parplan.planner.candidates.meshes import illegal_tensor_parallel
+from parplan.planner.candidates.meshes import divides_adapters, illegal_tensor_parallel
 from parplan.planner.candidates.stack_rules import lacking_schedule, require_stack_runs
 from parplan.planner.host_options.activation_options import (
     ALL,
@@ -146,6 +146,7 @@ def _check(
     reason = (
         illegal_tensor_parallel(mesh.tp, model, cluster, across_nodes=True)
         or illegal_expert_parallel(mesh, model)
+        or divides_adapters(mesh, training.fine_tuning)
         or illegal_context(mesh, model, cluster)
         or illegal_layout(layout, model, training)
     )
@@ -420,7 +421,9 @@ def estimate_plan(
     in_chunks = () if chunks is None else OFFLOAD_OF[StateLocation.HOST]
     require_host_contents((*offload, *in_chunks), training.optimizer)
     if chunks is not None:
-        reason = illegal_chunks(layout, (zero,) if zero else None, choices.zero_ranks)
+        reason = illegal_chunks(
+            layout, (zero,) if zero else None, choices.zero_ranks, chunks.communication
+        )
         if reason:
             raise ConfigError(
                 reason, hint="change that option, or drop optimizer and parameters of --offload"

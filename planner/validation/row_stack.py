@@ -38,11 +38,11 @@ from parplan.profiles.machines.hardware import Device
 from parplan.profiles.machines.machine_catalog import load_stack
 from parplan.profiles.machines.stack_terms import Terms
 from parplan.profiles.models.spec import Optimizer, Precision, TrainingSpec
-from parplan.profiles.product_formats import ProductFormat
+from parplan.profiles.product_formats import ProductFormat, is_before_blackwell
 from parplan.profiles.stack import AttentionKernel, AvailableKernel, FlashKernel, Stack
 from parplan.profiles.units import MIB
 
-_HOPPER, _BLACKWELL = 9.0, 10.0  # compute capabilities
+_HOPPER = 9.0  # compute capability
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ def on_device(row: Row, stack: Stack, device: Device) -> Stack:
     threads = 2 * (32 if is_new or deterministic else 8)
     engine = 32 if is_new else 4
     engines = 1 + (4 if row.get("grouped_gemm") == "true" else 0)
-    copies = int(not is_new or (deterministic and capability >= _BLACKWELL))
+    copies = int(not is_new or (deterministic and not is_before_blackwell(capability)))
     return replace(
         stack,
         workspace_bytes=(threads + engines * engine) * MIB,

@@ -95,10 +95,25 @@ class FineTuning:
         """Returns whether nothing of a block is trained, adapters included."""
         return any(first <= block <= last for first, last in self.frozen_runs)
 
+    def require_blocks(self, num_blocks: int, model: str) -> None:
+        """Raises ConfigError where a frozen run ends beyond the blocks of a model."""
+        for first, last in self.frozen_runs:
+            if last >= num_blocks:
+                raise ConfigError(
+                    f"--freeze blocks {first}-{last}: {model} has blocks 0 to {num_blocks - 1}",
+                    hint="freeze fewer blocks",
+                )
+
     @property
     def adapted_operators(self) -> tuple[str, ...]:
         """The targets by the names of their operators, each once."""
         return tuple(dict.fromkeys(_OPERATORS.get(name, name) for name in self.lora_targets))
+
+    @property
+    def adapts_experts(self) -> bool:
+        """True if products of experts have adapters, in a model that has experts."""
+        products = {"fc1", "fc2"}
+        return self.lora_targets == (ALL_LINEAR,) or not products.isdisjoint(self.adapted_operators)
 
     @staticmethod
     def modules_of(target: str) -> tuple[str, ...]:

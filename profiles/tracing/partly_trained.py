@@ -116,10 +116,6 @@ def _frozen(module: nn.Module, tuning: FineTuning, blocks: Blocks) -> Iterable[n
     if NORMS in tuning.freeze:
         yield from (part for part in module.modules() if "Norm" in type(part).__name__)
     named = list(blocks.values())
+    tuning.require_blocks(len(named), "the model")
     for first, last in tuning.frozen_runs:
-        if last >= len(named):
-            raise ConfigError(
-                f"--freeze blocks {first}-{last}: the model has blocks 0 to {len(named) - 1}",
-                hint="freeze fewer blocks",
-            )
         yield from named[first : last + 1]

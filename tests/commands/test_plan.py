@@ -314,16 +314,17 @@ def test_show_names_the_stack_and_no_kernel_of_gpus_on_a_cpu():
 def test_the_error_band_is_in_the_file_and_the_summary(searched):
     summary, path = searched[0].stdout, searched[1]
 
-    plan, residuals = read_plan(path), shipped_terms().residuals_of("megatron-core")
+    plan = read_plan(path)
     band = plan.predicted.error_band
-    assert (band.time.share, band.time.rows) == (residuals.time_band, residuals.time_rows)
-    assert (band.memory.share, band.memory.rows) == (residuals.memory_band, residuals.memory_rows)
+    assert band.time.like["stack megatron-core"] > 0
     assert f" s {band_text(band.time.share)} ({plan.predicted.step_time_s.kind})" in summary
-    assert f"eight in ten of {residuals.time_rows:,} measured steps" in summary
+    assert f"eight in ten of {band.time.rows:,} held-out measured steps" in summary
 
 
-def test_without_measurements_of_the_device_the_band_is_unknown():
-    assert "band unknown: no measured steps on this device\n" in succeed(*TINY).stdout
+def test_the_band_of_a_plan_that_trains_in_part_is_unknown():
+    summary = succeed(*TINY, "--freeze", "embedding").stdout
+
+    assert "band unknown: no measured steps of training in part\n" in summary
     assert yaml.safe_load(Path("plan.yaml").read_text())["predicted"]["error_band"] is None
 
 

@@ -168,7 +168,7 @@ def test_json_is_the_scores_by_source_and_one_entry_a_row_and_nothing_else(steps
 
     body = json.loads(result.stdout)
     assert result.stderr == ""
-    assert list(body) == ["sources", "rows"]
+    assert list(body) == ["sources", "bands", "rows"]
     assert list(body["sources"]) == ["made", "other"]
     assert all(list(source) == SOURCE_KEYS for source in body["sources"].values())
     assert body["sources"]["other"]["unpriced"] == {"no device profile for tpu-v5": 1}
@@ -287,6 +287,7 @@ def test_fitted_alone_prices_nothing(monkeypatch):
 def test_fitted_with_a_table_prints_both(steps):
     assert list(json.loads(succeed("validate", "--steps", steps, "--fitted", "--json").stdout)) == [
         "sources",
+        "bands",
         "rows",
         "fitted",
     ]

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from parplan.commands.options import TargetOptions
-from parplan.commands.requests.machine import DEFAULT_STACK
-from parplan.commands.requests.requests import request_of
+from parplan.commands.requests.machine import DEFAULT_STACK, TrainingDefaults
+from parplan.commands.requests.requests import request_about, request_of
 from parplan.planner.plan.plan_file import read_plan
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import TrainingSpec
 from tests.helpers.command_runs import succeed
 
@@ -46,3 +47,29 @@ def test_the_python_page_says_the_step_of_the_readme_s_command():
     assert from_python
     assert from_command
     assert f"{float(from_python[1]):.1f}" == from_command[1]
+
+
+@pytest.mark.parametrize(
+    ("seq_length", "expected", "whose"),
+    [
+        pytest.param(4096, 2048, "the model's", id="shorter"),
+        pytest.param(8192, 2048, "the model's", id="its own"),
+        pytest.param(131072, 128, "the model's 2048 x 8192 tokens", id="longer"),
+        pytest.param(20000, 1024, "the model's 2048 x 8192 tokens", id="the nearest divisor"),
+        pytest.param(2**40, 1, "the model's 2048 x 8192 tokens", id="at least one"),
+    ],
+)
+def test_longer_sequences_keep_the_tokens_of_the_default_step(seq_length, expected, whose):
+    defaults = TrainingDefaults(global_batch_size=2048, seq_length=8192)
+
+    assert defaults.batch_of(seq_length) == (expected, whose)
+
+
+def test_the_assumed_batch_of_a_longer_sequence_says_which_tokens_it_keeps():
+    entry = load_model("llama3-8b")
+    longer = request_about(entry, TargetOptions(gpus=8, seq_length=32768))
+    given = request_about(entry, TargetOptions(gpus=8, seq_length=32768, global_batch_size=1024))
+
+    assert longer.training.global_batch_size == 128
+    assert "--global-batch-size 128 (the model's 512 x 8192 tokens)" in longer.assumed
+    assert given.training.global_batch_size == 1024

@@ -13,7 +13,7 @@ from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.stack import ContextForm
 
 DENSE, EXPERTS = "llama3-8b", "mixtral-8x7b"
-FORMS = "megatron-core, megatron-deepspeed, nemo, torchtitan"
+FORMS = "megatron-core, megatron-deepspeed, nemo, parplan, torchtitan"
 
 
 def request(
@@ -57,7 +57,7 @@ def request(
         pytest.param(
             request(context_form=(ContextForm.RING,), stack="nanotron"),
             "--context-form ring: the stack nanotron does not run it, it runs none",
-            "choose a --stack that does: megatron-core, nemo, torchtitan",
+            "choose a --stack that does: megatron-core, nemo, parplan, torchtitan",
             id="form-of-a-stack-without",
         ),
         pytest.param(
@@ -136,7 +136,7 @@ def request(
         pytest.param(
             request(EXPERTS, etp=(2,), stack="nanotron"),
             "--etp 2: the stack nanotron divides no single experts",
-            "choose a --stack that does: megatron-core, nemo, torchtitan",
+            "choose a --stack that does: megatron-core, nemo, parplan, torchtitan",
             id="etp-of-a-stack-without",
         ),
         pytest.param(

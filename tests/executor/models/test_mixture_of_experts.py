@@ -20,7 +20,7 @@ from parplan.executor.models.expert_exchange import held_experts
 from parplan.executor.models.mixture_of_experts import MixtureOfExperts
 from parplan.executor.models.transformer_layers import build_layer
 from parplan.executor.rules.all_rules import nearest_legal, validate
-from parplan.executor.rules.expert_rules import MIXTURE
+from parplan.executor.rules.expert_rules import mixture_of
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.blocks import SharedExperts
@@ -204,9 +204,7 @@ def test_every_parameter_of_the_graph_is_in_the_block():
     graph = build_graph(MIXTRAL, TRAINING, 1).block
 
     assert sum(p.numel() for p in block().parameters()) == graph.num_parameters
-    assert [
-        operator.name for operator in graph.operators if operator.name in MixtureOfExperts.operators
-    ] == list(MIXTURE)
+    assert block().mixture.operators == mixture_of(graph)
 
 
 def test_each_expert_starts_from_its_own_values_wherever_it_is():
@@ -361,7 +359,7 @@ def test_experts_that_do_not_divide_would_leave_one_with_nobody():
 
 
 def test_no_module_of_its_own_runs_the_dispatch_again():
-    with pytest.raises(AttributeError, match="dispatch"):
+    with pytest.raises(ConfigError, match="dispatch"):
         recomputed(block(), ("dispatch",), "block0")
 
 

@@ -236,10 +236,24 @@ BROKEN = {
         r"plans with recompute \[\]",
         "no effect",
     ),
-    "more-tokens-predicted": Broken(
+    "compressed-tokens-of-experts": Broken(
         "model parts",
-        make_plan(dataclasses.replace(LLAMA, mtp_layers=1)),
-        "tiny-llama has mtp_layers",
+        make_plan(dataclasses.replace(MIXTRAL, expert_latent_size=16)),
+        "tiny-mixtral has expert_latent_size",
+        "set expert_latent_size to 0",
+        "fails",
+    ),
+    "more-tokens-predicted": Broken(
+        "further tokens",
+        make_plan(dataclasses.replace(LLAMA, mtp_layers=2), pp=2),
+        "tiny-llama has mtp_layers with 2 modules",
+        "set mtp_layers to 1",
+        "fails",
+    ),
+    "further-tokens-of-tensor-parallel-ranks": Broken(
+        "further tokens",
+        make_plan(dataclasses.replace(LLAMA, mtp_layers=1), tp=2),
+        "tiny-llama has mtp_layers with tp 2",
         "set mtp_layers to 0",
         "fails",
     ),
@@ -260,15 +274,12 @@ BROKEN = {
         "set expert_capacity to 0",
         "no effect",
     ),
-    "sequences-packed-from-documents": Broken(
-        "whole sequences",
-        dataclasses.replace(
-            make_plan(LLAMA),
-            training=dataclasses.replace(make_plan(LLAMA).training, documents=Documents(mean=4)),
-        ),
-        "documents of 4 tokens on average",
+    "packed-sequences-over-ranks": Broken(
+        "packed sequences",
+        with_training(make_plan(LLAMA, cp=2, form=ContextForm.RING), documents=Documents(mean=4)),
+        "documents of 4 tokens on average, with cp 2",
         "leave out documents",
-        "no effect",
+        "fails",
     ),
     "three-experts-on-two-ranks": Broken(
         "expert parallel",
@@ -312,12 +323,39 @@ BROKEN = {
         r"set recompute to \[\] on layer plan block-0",
         "no effect",
     ),
-    "8-bit-base": Broken(
+    "adapters-of-divided-experts": Broken(
         "fine tuning",
-        make_plan(GPT, fine_tuning=FineTuning(lora_rank=2, lora_targets=("qkv",), base_bits=8)),
-        "base_bits 8",
-        "base_bits to 16",
-        "no effect",
+        make_plan(
+            MIXTRAL,
+            tp=2,
+            etp=2,
+            sp=True,
+            fine_tuning=FineTuning(lora_rank=2, lora_targets=("fc1", "fc2")),
+        ),
+        "mesh: etp is 2, and experts have adapters",
+        "set etp to 1",
+        "fails",
+    ),
+    "adapters-of-a-foreign-module": Broken(
+        "fine tuning",
+        with_training(
+            family_plan("llama"), fine_tuning=FineTuning(lora_rank=2, lora_targets=("qkv",))
+        ),
+        "fine_tuning of a module that is not the executor's own",
+        "module to null",
+        "fails",
+    ),
+    "8-bit-base-of-zero-3": Broken(
+        "eight bits",
+        make_plan(
+            GPT,
+            dp=2,
+            zero=(3,),
+            fine_tuning=FineTuning(lora_rank=2, lora_targets=("qkv",), base_bits=8),
+        ),
+        "layer_plans.block-3: zero is 3 with base_bits 8",
+        "set zero to 2 on layer plan block-3",
+        "other bytes",
     ),
     "product formats": Broken(
         "product formats",

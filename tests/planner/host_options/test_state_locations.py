@@ -9,7 +9,7 @@ from parplan.commands.options import TargetOptions
 from parplan.commands.requests.requests import request_of
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.offload import Offload
-from parplan.costmodels.host.state_location import StateLocation
+from parplan.costmodels.host.state_location import Access, StateLocation
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.enumeration import layout_text
@@ -79,7 +79,8 @@ def test_the_homes_of_a_rank_are_all_that_what_may_be_offloaded_allows(
         ({"schedule": Schedule.ZBV, "virtual_stages": 2}, "splits"),
         ({"schedule": Schedule.SCP}, "recomputes ahead"),
         ({"tp_overlap": 1}, "two halves"),
-        ({"mesh": Mesh(pp=2, dp=2, tp=1, ep=2)}, "experts"),
+        ({"mesh": Mesh(pp=2, dp=2, tp=1, ep=2), "access": Access.OPERATOR}, "experts"),
+        ({"mesh": Mesh(pp=2, dp=1, tp=4, ep=2)}, "experts"),
     ],
 )
 def test_what_has_no_whole_passes_of_one_block_after_the_other_is_refused(

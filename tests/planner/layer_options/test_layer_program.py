@@ -279,7 +279,7 @@ def test_all_micro_batch_sizes_at_once_have_the_prices_of_each(model, sharding):
     """Size 3 forbids splits of the batch that the others allow."""
     sizes = tuple(sharding.data * size for size in (1, 2, 3, 4, 8))
     layers = [build_graph(model, TRAINING, size).block for size in sizes]
-    inside = StageAxes(sharding.degrees, MACHINE, TRAINING.stack)
+    inside = StageAxes(sharding.degrees, MACHINE, TRAINING)
 
     strategies = LayerStrategies(layers, inside, TRAINING, over_data=sharding.data > 1)
     together = strategies.problems(sharding.boundary)
@@ -305,7 +305,7 @@ def test_all_micro_batch_sizes_at_once_have_the_prices_of_each(model, sharding):
 def test_an_array_of_prices_has_the_price_of_each_strategy(sharding):
     """The formulas are the same for numbers and for arrays."""
     layers = [build_graph(MODELS["gpt"], TRAINING, size).block for size in (2, 4)]
-    inside = StageAxes(sharding.degrees, MACHINE, TRAINING.stack)
+    inside = StageAxes(sharding.degrees, MACHINE, TRAINING)
     problems = LayerStrategies(layers, inside, TRAINING).problems(sharding.boundary)
     for layer, problem in zip(layers, problems, strict=True):
         for operator, options, costs in zip(
