@@ -236,7 +236,7 @@ def crosses_nodes(mesh: Mesh, here: Number, there: Number, gpus_per_node: int) -
 
 
 def units_crossed(mesh: Mesh, here: Number, there: Number, unit_gpus: tuple[int, ...]) -> Number:
-    """Returns how many levels a message between two pipeline ranks leaves, in some copy of them.
+    """Returns how many levels a message between pipeline ranks leaves in some copy (EQUATIONS C9).
 
     It is 0 inside a node, 1 between nodes, and one more for each tier of which it leaves a unit.
 

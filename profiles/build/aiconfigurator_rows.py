@@ -127,7 +127,8 @@ def _attention(repository: Path, system: System) -> Iterator[tuple[Any, ...]]:
     ]
     counted.sort(key=lambda row: (row["batch_size"], row["isl"], row["num_heads"], row["head_dim"]))
     for row in counted[::STEP]:
-        seq, head_dim, time_us = row["isl"], row["head_dim"], row["latency"] * 1e3
+        seq, head_dim = row["isl"], row["head_dim"]
+        time_us = row["latency"] * 1e3
         shape = (row["batch_size"], row["num_heads"], row["num_key_value_heads"], seq)
         flops = 2 * row["batch_size"] * row["num_heads"] * seq**2 * head_dim
         timing = (round(time_us, 3), round(flops / time_us / 1e6, 1))

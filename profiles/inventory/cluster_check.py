@@ -26,7 +26,7 @@ LARGEST_HOST_GIB = 65536
 
 
 class Weight(StrEnum):
-    """How bad a finding is: the file cannot be used, a figure is unlikely, or one is missing."""
+    """The weight of a finding: the file cannot be used, a figure is unlikely, or one is missing."""
 
     WRONG = "wrong"
     UNLIKELY = "unlikely"

@@ -25,7 +25,9 @@ WAIT_S = 20.0  # a driver that is not loaded yet takes seconds
 NVIDIA_SMI = ("nvidia-smi", f"--query-gpu={GPU_QUERY}", "--format=csv,noheader,nounits")
 TOPOLOGY = ("nvidia-smi", "topo", "-m")
 ROCM_SMI = ("rocm-smi", "--showproductname", "--showmeminfo", "vram", "--json")
-LSPCI, NUMACTL, IBSTAT = ("lspci",), ("numactl", "--hardware"), ("ibstat",)
+LSPCI = ("lspci",)
+NUMACTL = ("numactl", "--hardware")
+IBSTAT = ("ibstat",)
 SINFO = ("sinfo", "-h", "-o", "%P %D %G %m")
 SWITCHES = ("scontrol", "show", "topology")
 

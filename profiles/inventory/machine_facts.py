@@ -1,4 +1,4 @@
-"""What is known of a machine before its cluster file: a value for each name, and its origin."""
+"""Facts about a machine before it has a cluster file: a value for each name, and its origin."""
 
 from __future__ import annotations
 

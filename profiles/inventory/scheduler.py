@@ -14,7 +14,7 @@ _GRES = re.compile(r"gpu:(?:([A-Za-z][\w.-]*):)?(\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Partition:
+class SlurmPartition:
     """Nodes of a partition that are alike.
 
     gpu: the scheduler's word for its GPU, empty where it has none
@@ -36,7 +36,7 @@ class SwitchLevel:
     switches: int
 
 
-def partitions_of_sinfo(text: str) -> tuple[Partition, ...]:
+def partitions_of_sinfo(text: str) -> tuple[SlurmPartition, ...]:
     """Parses `sinfo -h -o "%P %D %G %m"`; lines without GPUs are left out.
 
     Lines of one partition with the same nodes are added, since sinfo has one for each state.
@@ -56,12 +56,14 @@ def partitions_of_sinfo(text: str) -> tuple[Partition, ...]:
         )
         found[key] = found.get(key, 0) + int(cells[1])
     return tuple(
-        Partition(name=name, nodes=nodes, gpu=gpu, gpus_per_node=gpus, memory_bytes=memory * MIB)
+        SlurmPartition(
+            name=name, nodes=nodes, gpu=gpu, gpus_per_node=gpus, memory_bytes=memory * MIB
+        )
         for (name, gpu, gpus, memory), nodes in found.items()
     )
 
 
-def chosen_partition(partitions: tuple[Partition, ...], name: str | None) -> Partition:
+def chosen_partition(partitions: tuple[SlurmPartition, ...], name: str | None) -> SlurmPartition:
     """Returns the partition of a name, else the one with the most GPUs. Raises ConfigError."""
     if not partitions:
         raise ConfigError(

@@ -69,7 +69,7 @@ class Link:
     mesh: int | None = None
 
     def among(self, ranks: int) -> float:
-        """Bytes per second of one of `ranks` GPUs that send to each other alone.
+        """Bytes per second of one of `ranks` GPUs that send to each other alone (EQUATIONS C9).
 
         W (g - 1) / (G - 1) in a mesh of G GPUs, else W
         """

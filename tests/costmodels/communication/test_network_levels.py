@@ -60,8 +60,8 @@ def test_a_tier_with_as_much_bandwidth_upwards_and_no_latency_changes_nothing(co
 def test_a_group_with_one_node_in_a_leaf_pays_the_whole_oversubscription_and_with_four_none():
     """4 nodes of a leaf send 4 x 200 GB/s through 200 GB/s of uplinks.
 
-    Of 16 ranks at a distance of 8 there are 4 in a leaf, which send once for the four of them; of 4
-    ranks at a distance of 32 there is one.
+    A leaf has 4 of 16 ranks at a distance of 8, which send once for the four of them, and one of 4
+    ranks at a distance of 32.
     """
     flat, narrow = machine_for(FLAT), tiered(leaf())
 
@@ -74,7 +74,7 @@ def test_a_group_with_one_node_in_a_leaf_pays_the_whole_oversubscription_and_wit
 
 
 def test_an_all_to_all_sends_most_of_its_bytes_out_of_a_leaf():
-    """Of 16 ranks, one a node: 15/16 n leave a node at 25 GB/s, 12/16 of 4 n a leaf at 4 x 25/4."""
+    """One rank a node: 15/16 n leave a node at 25 GB/s, 12/16 of 4 n leave a leaf at 4 x 25/4."""
     machine = tiered(leaf())
     share = machine.profile.inter.nic_share
 
