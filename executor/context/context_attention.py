@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from parplan.costmodels.layers.sequence_pieces import Numbers, pieces
-from parplan.executor.context.block_kernels import Scores, attend, attend_backward
+from parplan.executor.context.block_kernels import Attended, Scores, attend, attend_backward
 from parplan.executor.context.carriers import (
     TOKENS,
     Alone,
@@ -211,13 +211,10 @@ class _Attention(torch.autograd.Function):
             for block in reading.blocks(carrier.held, numbers, _length(query, carrier)):
                 rows = (block.batch, slice(None), block.queries)
                 read = (block.batch, slice(None), block.keys)
-                gradients = attend_backward(
-                    gradient[rows],
-                    _inputs(block, query, held),
-                    out[rows],
-                    logsumexp[rows],
-                    reading.scores(block, query),
+                of = Attended(
+                    gradient[rows], *_inputs(block, query, held), out[rows], logsumexp[rows]
                 )
+                gradients = attend_backward(of, reading.scores(block, query))
                 by_query[rows] += gradients[0]
                 by_key[read] += gradients[1]
                 by_value[read] += gradients[2]

@@ -163,6 +163,7 @@ class MixtureOfExperts(nn.Module):
         self.num_experts = model.num_experts
         self.experts_per_token = model.experts_per_token
         self.functions = model.functions
+        self.weighs_inputs = model.functions.router_scores is RouterScores.SIGMOID_INPUTS
         self.router = router
         self.experts = experts
 
@@ -171,9 +172,13 @@ class MixtureOfExperts(nn.Module):
         chosen, weights = self._choose(tokens)
         order = chosen.flatten().argsort(stable=True)
         rows = tokens[order // self.experts_per_token]
+        if self.weighs_inputs:
+            rows = rows * weights.flatten()[order].unsqueeze(1).to(rows.dtype)
         routes = count_rows(chosen, self.num_experts, self.ranks)
         rows = self._pass(rows, routes)
         by_token = rows[order.argsort()].unflatten(0, (-1, self.experts_per_token))
+        if self.weighs_inputs:
+            return by_token.sum(dim=1).view(x.shape)
         return torch.bmm(weights.to(by_token.dtype).unsqueeze(1), by_token).view(x.shape)
 
     def _pass(self, rows: Tensor, routes: Routes) -> Tensor:

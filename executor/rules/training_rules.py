@@ -7,10 +7,9 @@ from dataclasses import replace
 
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.operators.optimizers import PLAIN_OPTIMIZERS
-from parplan.executor.rules.rule import Refusal, rule
+from parplan.executor.rules.rule import Refusal, rule, those, with_training
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.blocks import Mixer
-from parplan.profiles.models.functions import RouterScores
 from parplan.profiles.models.spec import Optimizer, Positions, Precision, rare_parts
 from parplan.profiles.stack import AttentionKernel
 
@@ -42,11 +41,6 @@ def model_parts(plan: Plan) -> Iterator[Refusal]:
             problem=f"model: {model.name} has state-space blocks, or blocks of one part",
             action=model_parts.action,
         )
-    if model.functions.router_scores is RouterScores.SIGMOID_INPUTS:
-        yield Refusal(
-            problem=f"model: {model.name} weights the inputs of its experts, not their outputs",
-            action=model_parts.action,
-        )
     for name, default in rare_parts(model).items():
         if name not in RUN:
             yield Refusal(
@@ -74,7 +68,7 @@ def further_tokens(plan: Plan) -> Iterator[Refusal]:
             Offload.LOOKUP in each.offload for each in plan.layer_plans.values()
         ),
     }
-    found = [what for what, is_there in obstacles.items() if is_there]
+    found = those(obstacles)
     if found:
         left = 1 if found == [f"{model.mtp_layers} modules"] else 0
         yield Refusal(
@@ -100,7 +94,7 @@ def dropped_scores(plan: Plan) -> Iterator[Refusal]:
         "values of another width": model.value_head_dim != model.head_dim,
         "packed documents": plan.training.documents is not None,
     }
-    found = [part for part, is_there in parts.items() if is_there]
+    found = those(parts)
     if found and plan.module is None:
         yield Refusal(
             problem=f"model: dropout is {model.dropout} with {', '.join(found)}",
@@ -118,7 +112,7 @@ def product_formats(plan: Plan) -> Iterator[Refusal]:
         yield Refusal(
             problem=f"training: products is {plan.training.products}",
             action="leave products out",
-            nearest=replace(plan, training=replace(plan.training, products=None)),
+            nearest=with_training(plan, products=None),
         )
 
 
@@ -133,9 +127,7 @@ def gradient_precision(plan: Plan) -> Iterator[Refusal]:
         yield Refusal(
             problem=f"training: gradient_precision is {precision}",
             action="set gradient_precision to fp32",
-            nearest=replace(
-                plan, training=replace(plan.training, gradient_precision=Precision.FP32)
-            ),
+            nearest=with_training(plan, gradient_precision=Precision.FP32),
         )
 
 
@@ -146,7 +138,7 @@ def positions_rule(plan: Plan) -> Iterator[Refusal]:
         yield Refusal(
             problem=f"training: seq_length is {length}, the model's max_seq_length {most}",
             action=f"set seq_length to {most}",
-            nearest=replace(plan, training=replace(plan.training, seq_length=most, documents=None)),
+            nearest=with_training(plan, seq_length=most, documents=None),
         )
 
 
@@ -205,7 +197,7 @@ def optimizer_rule(plan: Plan) -> Iterator[Refusal]:
     yield Refusal(
         problem=f"training: optimizer is {optimizer}, and {where}",
         action=f"set optimizer to {Optimizer.ADAM}",
-        nearest=replace(plan, training=replace(plan.training, optimizer=Optimizer.ADAM)),
+        nearest=with_training(plan, optimizer=Optimizer.ADAM),
     )
 
 
@@ -225,13 +217,13 @@ def packed_sequences(plan: Plan) -> Iterator[Refusal]:
         "multi-token prediction": plan.model.mtp_layers > 0,
         "activations on the host": any(each.keep_on_host for each in plan.layer_plans.values()),
     }
-    found = [what for what, is_there in obstacles.items() if is_there]
+    found = those(obstacles)
     if found:
         yield Refusal(
             problem=f"training: sequences are packed from {plan.training.documents}, with "
             + ", ".join(found),
             action="leave out documents",
-            nearest=replace(plan, training=replace(plan.training, documents=None)),
+            nearest=with_training(plan, documents=None),
         )
 
 
@@ -241,7 +233,7 @@ def dropless(plan: Plan) -> Iterator[Refusal]:
         yield Refusal(
             problem=f"training: expert_capacity is {plan.training.expert_capacity:g}",
             action="set expert_capacity to 0",
-            nearest=replace(plan, training=replace(plan.training, expert_capacity=0.0)),
+            nearest=with_training(plan, expert_capacity=0.0),
         )
 
 

@@ -24,7 +24,6 @@ from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.blocks import BlockRun, QkNorm
 from parplan.profiles.models.documents import Documents
 from parplan.profiles.models.fine_tuning import FineTuning
-from parplan.profiles.models.functions import Functions, RouterScores
 from parplan.profiles.models.spec import Optimizer, Precision
 from parplan.profiles.models.towers import Projection, Tower
 from parplan.profiles.models.transformer import build_graph
@@ -719,11 +718,6 @@ def test_halves_of_blocks_of_several_classes_are_refused_before_all_rules():
             {"blocks": (BlockRun(feed_forward=False), BlockRun())},
             "state-space blocks, or blocks of one part",
             id="blocks-of-one-part",
-        ),
-        pytest.param(
-            {"functions": Functions(router_scores=RouterScores.SIGMOID_INPUTS)},
-            "weights the inputs of its experts",
-            id="weighted-inputs",
         ),
     ],
 )

@@ -32,6 +32,7 @@ BEHIND = FineTuning(lora_rank=2, lora_targets=("qkv", "down_proj"), freeze=("blo
 NORMS = FineTuning(freeze=("embedding", "norms"))
 PLANS: dict[str, Plan] = {
     "lora-one-rank": make_plan(LLAMA, fine_tuning=LORA),
+    "lora-tp2-sp": make_plan(LLAMA, tp=2, sp=True, fine_tuning=LORA),
     "lora-dp2-tp2": make_plan(LLAMA, dp=2, tp=2, fine_tuning=LORA),
     "lora-dp2-tp2-sp": make_plan(LLAMA, dp=2, tp=2, sp=True, fine_tuning=LORA),
     "lora-dp2-tp2-sp-recompute": make_plan(
@@ -71,6 +72,7 @@ PLANS: dict[str, Plan] = {
     "attention-beside-experts-dp2-ep2-zero3": make_plan(
         MIXTRAL, dp=2, ep=2, zero=(3,), fine_tuning=SOME
     ),
+    "eight-bits-tp2": make_plan(WIDE, tp=2, fine_tuning=QLORA),
     "eight-bits-dp2-tp2-sp": make_plan(WIDE, dp=2, tp=2, sp=True, zero=(2,), fine_tuning=QLORA),
     "eight-bits-dp2-tp2-recompute": make_plan(
         WIDE, dp=2, tp=2, zero=(1,), recompute="full", fine_tuning=QLORA
@@ -83,11 +85,10 @@ PLANS: dict[str, Plan] = {
     ),
 }
 QUICK = {
-    "lora-one-rank",
-    "lora-dp2-tp2-sp",
     "lora-dp2-zero3",
+    "lora-tp2-sp",
     "frozen-first-stage-pp2",
-    "eight-bits-dp2-tp2-sp",
+    "eight-bits-tp2",
     "experts-dp2-ep2",
 }
 WORLDS = Worlds(PLANS, slow=PLANS.keys() - QUICK)
