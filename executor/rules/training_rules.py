@@ -9,7 +9,6 @@ from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.operators.optimizers import PLAIN_OPTIMIZERS
 from parplan.executor.rules.rule import Refusal, rule, those, with_training
 from parplan.planner.plan.plan import Plan
-from parplan.profiles.models.blocks import Mixer
 from parplan.profiles.models.spec import Optimizer, Positions, Precision, rare_parts
 from parplan.profiles.stack import AttentionKernel
 
@@ -35,12 +34,6 @@ def model_parts(plan: Plan) -> Iterator[Refusal]:
     model = plan.model
     if plan.module is not None:
         return
-    scans = any(kind.mixer is Mixer.STATE_SPACE for kind in model.block_kinds)
-    if scans or any(not kind.feed_forward for kind in model.block_kinds):
-        yield Refusal(
-            problem=f"model: {model.name} has state-space blocks, or blocks of one part",
-            action=model_parts.action,
-        )
     for name, default in rare_parts(model).items():
         if name not in RUN:
             yield Refusal(
@@ -215,6 +208,7 @@ def packed_sequences(plan: Plan) -> Iterator[Refusal]:
         "blocks in chunks": plan.chunks is not None,
         f"tp_overlap {plan.pipeline.tp_overlap}": plan.pipeline.tp_overlap > 0,
         "multi-token prediction": plan.model.mtp_layers > 0,
+        "state-space blocks": plan.model.state_space is not None,
         "activations on the host": any(each.keep_on_host for each in plan.layer_plans.values()),
     }
     found = those(obstacles)

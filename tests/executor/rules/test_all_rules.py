@@ -711,25 +711,6 @@ def test_halves_of_blocks_of_several_classes_are_refused_before_all_rules():
     assert nearest_legal(plan) is None
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        pytest.param(
-            {"blocks": (BlockRun(feed_forward=False), BlockRun())},
-            "state-space blocks, or blocks of one part",
-            id="blocks-of-one-part",
-        ),
-    ],
-)
-def test_a_model_with_parts_that_no_module_has_is_refused(changes, message):
-    plan = make_plan(dataclasses.replace(LLAMA, **changes))
-
-    with pytest.raises(ConfigError, match=message):
-        validate(plan)
-
-    assert nearest_legal(plan) is None
-
-
 def test_a_plan_of_a_model_with_a_tower_is_refused_before_all_rules():
     tower = Tower(
         num_layers=3,
