@@ -232,7 +232,7 @@ def test_the_summary_says_how_much_was_measured_and_how_to_measure_the_rest(tmp_
     assert row.split("of cpu")[1].strip() == f"{counts[0]} shapes measured, {counts[2]} analytic"
     assert counts[2] == 5
     assert "measure what is analytic: plan profile -o mine.yaml --missing plan.yaml" in text
-    assert "band unknown: no published step was priced with a profile of your own" in text
+    assert "of this plan's kind: stack parplan 0, chip another chip 0" in text
     assert "--comm" not in text
     write_plan(plan, tmp_path / "plan.yaml")
     assert f"{counts[0]} shapes measured" in printed(read_plan(tmp_path / "plan.yaml"))
