@@ -102,7 +102,6 @@ QUICK = {
     "ep2-zero3-full-recompute",
     "tp2-etp2",
     "shared-experts-etp2",
-    "dp2-tp2-ep2-etp2",
 }
 WORLDS = Worlds(PLANS, slow=PLANS.keys() - QUICK)
 

@@ -519,7 +519,7 @@ INTERLEAVED = Constraints(
     micro_batch_size=(8192,),
     zero=(0, 2),
 )
-ONE_PART = replace(INTERLEAVED, schedule=(Schedule.ONE_F_ONE_B,), virtual_stages=(1,))
+ONE_PART = replace(INTERLEAVED, schedule=(Schedule.ONE_F_ONE_B,), virtual_stages=(1,), zero=(2,))
 FOUR_GPUS = replace(CLUSTER, nodes=1, gpus_per_node=4)
 
 
