@@ -194,8 +194,8 @@ def _problems(operator: Operator, layer: LayerKind, placement: OperatorPlacement
 def _entries(operator: Operator, placement: OperatorPlacement) -> Iterator[str]:
     """Yield faults of entries that are not one shard of a dim that the tensor has."""
     num_dims = {
-        "input": max((len(each.dims) for each in operator.inputs), default=3),
-        "output": max((len(each.dims) for each in operator.outputs), default=3),
+        "input": max((3, *(len(each.dims) for each in operator.inputs))),
+        "output": max((3, *(len(each.dims) for each in operator.outputs))),
         **{parameter.name: len(parameter.shape) for parameter in operator.parameters},
     }
     for name, entries in {
