@@ -12,6 +12,7 @@ from parplan.profiles.errors import ConfigError
 
 _INDEXED = ("index_topk", "attention reads the tokens that an indexer picks")
 _DEEPSTACK = ("vision_config.deepstack_visual_indexes", "blocks add features of the tower's blocks")
+_TOWER = ("vision_config", "its tower is not described, the text_config is")
 _LINEAR = ("layer_types", "blocks with linear attention")
 _SHORT = ("conv_L_cache", "blocks with short convolutions")
 _PER_LAYER = ("hidden_size_per_layer_input", "every block adds an embedding of its own")
@@ -30,6 +31,8 @@ NOT_DESCRIBED: Mapping[str, tuple[str, str]] = {
     "lfm2_moe": _SHORT,
     "longcat_flash": ("zero_expert_num", "experts that compute nothing"),
     "minimax": _LINEAR,
+    "qwen3_5": _TOWER,
+    "qwen3_5_moe": _TOWER,
     "qwen3_vl": _DEEPSTACK,
     "qwen3_vl_moe": _DEEPSTACK,
     "zamba2": ("mamba_d_state", "blocks that share their attention"),
