@@ -11,6 +11,7 @@ from parplan.executor.rules.rule import Refusal, rule, those, with_training
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.spec import Optimizer, Positions, Precision, rare_parts
 from parplan.profiles.stack import AttentionKernel
+from parplan.profiles.state_precision import StatePrecision
 
 # fields of few models that the executor's blocks have, or that another rule is about
 RUN = {"blocks", "latent", "output_bias", "qk_norm", "sinks", "norm_layout", "functions"} | {
@@ -130,6 +131,21 @@ def gradient_precision(plan: Plan) -> Iterator[Refusal]:
         )
 
 
+@rule(
+    why="the executor's optimizers keep an fp32 copy of every parameter and fp32 moments",
+    action="make a plan with --state-precision fp32",
+)
+def state_precision(plan: Plan) -> Iterator[Refusal]:
+    stack = plan.training.stack
+    if stack.states is not StatePrecision.FP32:
+        yield Refusal(
+            problem=f"training.stack: the optimizer keeps {stack.master_bytes} bytes of a copy and "
+            f"{stack.moment_bytes} of a moment",
+            action="set master_bytes and moment_bytes to 4",
+            nearest=with_training(plan, stack=stack.keeping(StatePrecision.FP32)),
+        )
+
+
 @rule(why="the table of learned positions ends there", action="use shorter sequences")
 def positions_rule(plan: Plan) -> Iterator[Refusal]:
     length, most = plan.training.seq_length, plan.model.max_seq_length
@@ -244,6 +260,7 @@ TRAINING = (
     product_formats,
     fine_tuning,
     gradient_precision,
+    state_precision,
     positions_rule,
     rotary_pairs,
     optimizer_rule,
