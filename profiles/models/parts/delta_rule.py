@@ -103,7 +103,8 @@ def _scan(inputs: tuple[Tensor, ...], out: Tensor, shape: DeltaRule, shapes: Sha
     """
     chunk = min(CHUNK, shapes.sequence.size)
     chunks = -(-shapes.sequence.size // chunk)
-    k, v, heads = shape.key_head_dim, shape.value_head_dim, shape.value_heads
+    k, v = shape.key_head_dim, shape.value_head_dim
+    heads = shape.value_heads
     depth = round((3 * chunk * k + 2 * chunk * v + 3 * k * v) / v)
     dims = (
         shapes.batch,
