@@ -26,6 +26,8 @@ RUN = {"blocks", "latent", "output_bias", "qk_norm", "sinks", "norm_layout", "fu
     "left_out",
 }
 
+OF_BLOCKS = {"delta_rule"}  # fields without which the blocks of a model are none
+
 
 @rule(
     why="the executor's own blocks do not have it and would train another model",
@@ -36,7 +38,11 @@ def model_parts(plan: Plan) -> Iterator[Refusal]:
     if plan.module is not None:
         return
     for name, default in rare_parts(model).items():
-        if name not in RUN:
+        if name in OF_BLOCKS:
+            yield Refusal(
+                problem=f"model: {model.name} has blocks with {name}", action="choose another model"
+            )
+        elif name not in RUN:
             yield Refusal(
                 problem=f"model: {model.name} has {name}",
                 action=f"set {name} to {str(default).lower()}",
