@@ -194,7 +194,8 @@ _MAX_ACHIEVABLE = "ROCm/rocm-blogs, Measuring Max-Achievable FLOPs part 2, table
 _CDNA3_FLASH = (0.34, 0.33)
 _CDNA3_FLASH_SOURCE = (
     "1.15 times the bars of FlashAttention 2 on H100 (arXiv:2407.08608 figures 5 and 6), as AMD "
-    "says of its own forward pass, 10 to 20 % more (semianalysis.substack.com, AMD MI300 performance)"
+    "says of its own forward pass, 10 to 20 % more (semianalysis.substack.com, "
+    "AMD MI300 performance)"
 )
 DATASHEETS = (
     Datasheet(
