@@ -10,9 +10,11 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.memory.rank_memory import RankMemory
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.step import StepPrice, price_step
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
@@ -228,6 +230,20 @@ def _price_one(
     levels: tuple[Recompute, ...],
     price_cache: PriceCache,
 ) -> StepPrice:
+    price = price_step(strategy_of(configuration, layout, levels, price_cache), price_cache)
+    return replace(price, memory=held(configuration, price.memory))
+
+
+def strategy_of(
+    configuration: Configuration,
+    layout: ParallelLayout,
+    levels: tuple[Recompute, ...],
+    price_cache: PriceCache,
+) -> Strategy:
+    """Returns the strategy of one choice of what a configuration leaves open.
+
+    Raises UnpricedError for a layout that is not legal.
+    """
     model = configuration.model
     stages = configuration.stages_of(layout)
     reason = illegal_tensor_parallel(
@@ -244,16 +260,16 @@ def _price_one(
     )
     if configuration.modules != NO_MODULES:
         strategy = _by_module(strategy, configuration.modules, price_cache)
-    if len(levels) > 1:
-        strategy = _in_turn(strategy, levels)
-    price = price_step(strategy, price_cache)
+    return _in_turn(strategy, levels) if len(levels) > 1 else strategy
+
+
+def held(configuration: Configuration, memory: Sequence[RankMemory]) -> tuple[RankMemory, ...]:
+    """Returns the memory of the ranks of a row, whose activations in flight may be more."""
     if configuration.in_flight == 1.0:
-        return price
-    memory = tuple(
-        replace(rank, activations=rank.activations * configuration.in_flight)
-        for rank in price.memory
+        return tuple(memory)
+    return tuple(
+        replace(rank, activations=rank.activations * configuration.in_flight) for rank in memory
     )
-    return replace(price, memory=memory)
 
 
 def _by_module(strategy: Strategy, modules: Modules, price_cache: PriceCache) -> Strategy:
