@@ -30,7 +30,7 @@ from parplan.planner.validation.configuration import (
     configuration_of,
     experiment_of,
 )
-from parplan.planner.validation.frameworks import FIGURES_AGREE, FIGURES_DISAGREE
+from parplan.planner.validation.frameworks import FIGURES_AGREE, FIGURES_DISAGREE, NAMED_FAULTS
 from parplan.planner.validation.reported_memory import predicted_gib
 from parplan.planner.validation.row_cells import OPTIONAL, Row, UnpricedError, source_of
 from parplan.planner.validation.row_stack import NO_MODULES, Modules, stack_name
@@ -47,7 +47,9 @@ UNTIMED = {
     "small models are launch-bound": "small models, which are launch-bound",
     "functional (untuned) run": "functional runs, whose source calls their times sanity checks",
     "INCONSISTENT": FIGURES_DISAGREE,
+    "power limited": "devices of a lower power limit, which their source does not state",
 }
+NAMED_FAULT = "a release that was slow by a fault which its publisher names"
 OUT_OF_MEMORY = ("OOM", "out-of-memory")  # memory_kind of a run that ran out
 
 
@@ -318,7 +320,8 @@ def _untimed(row: Row) -> tuple[str, ...]:
     if _step_time_s(row) is None:
         return ()
     kinds = (kind for words, kind in UNTIMED.items() if words in row["notes"])
-    return tuple(kind for kind in kinds if kind != FIGURES_DISAGREE or not _agrees(row))
+    said = tuple(kind for kind in kinds if kind != FIGURES_DISAGREE or not _agrees(row))
+    return (*said, NAMED_FAULT) if NAMED_FAULTS.match(row["id"]) else said
 
 
 def _agrees(row: Row) -> bool:

@@ -100,6 +100,7 @@ RECIPES: tuple[tuple[str, Cells], ...] = (
     ),
     (r"mbcard-nemotron-3\.5-lightning-", {"micro_batch": "1", **_LIGHTNING}),
     (r"mbcard-nemotron-3-super-120b-a12b-pretrain", {"mtp_layers": "2"}),
+    (r"mbcard-nemotron-3-super-120b-a12b-pretrain_performance-GB200", {"seq_len": "8192"}),
     (
         r"mbcard-nemotron-3-super-120b-a12b-pretrain\w*-H100",
         {"recompute": "selective layernorm+moe_act+moe+core_attn"},

@@ -129,7 +129,7 @@ def test_rows_that_leave_a_setting_open_or_run_slower_on_purpose_are_not_fitted(
     rest[0]["recompute"] = ""
     rest[1]["notes"] = "deterministic kernels"
 
-    assert [row["id"] for row in Fit([good, *rest]).rows["one"]] == [good["id"]]
+    assert [row.row["id"] for row in Fit([good, *rest]).rows["one"]] == [good["id"]]
 
 
 def test_a_quantile_is_a_value_that_enough_do_not_exceed():
