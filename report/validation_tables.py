@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from parplan.planner.plan.traits import STACK
-from parplan.planner.validation.band_coverage import coverage
+from parplan.planner.validation.band_coverage import coverage, overrun
 from parplan.planner.validation.fitted_terms import FittedTerm
 from parplan.planner.validation.priced_rows import PricedRow
 from parplan.planner.validation.scores import GridScore, SourceScore, grid_scores, score, unpriced
@@ -91,6 +91,7 @@ def validation_document(priced: Sequence[PricedRow]) -> dict[str, Any]:
     return {
         "sources": sources,
         "bands": bands,
+        "oom_risk": {f"{risk:g}": above for risk, (_, above) in overrun(priced).items()},
         "rows": [_row_document(row) for row in priced],
     }
 
@@ -257,6 +258,13 @@ def _band_notes(priced: Sequence[PricedRow]) -> Iterator[str]:
             f"{name}: the error bands of 80 %, half of them below {band_text(covered.median_share)}"
             f", held {percent(covered.within)} of {covered.rows:,} rows; {', '.join(stacks)}"
         )
+    risks = overrun(priced)
+    if risks:
+        shares = ", ".join(
+            f"{percent(above)} at {100 * risk:g} %" for risk, (_, above) in risks.items()
+        )
+        rows = max(rows for rows, _ in risks.values())
+        yield f"--oom-risk: of {rows:,} runs needed more than the margin left: {shares}"
 
 
 def _print_rows(priced: Sequence[PricedRow], out: Console) -> None:

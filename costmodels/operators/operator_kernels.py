@@ -230,17 +230,14 @@ def _experts(operator: Operator, sizes: LocalSizes, training: TrainingSpec) -> O
         n_bytes = narrow.cast_bytes(element) * experts * m * features
         return (StreamKernel("cast", "elementwise", way, n_bytes),)
 
-    weights = product(WEIGHT_GRADIENT, k, n, m, _accumulated_bytes(training))
+    weights: tuple[Kernel, ...] = ()
+    if operator.weight_gradient:
+        gradient = product(WEIGHT_GRADIENT, k, n, m, _accumulated_bytes(training))
+        weights = (gradient, *_added(experts * n * k, training))
     added, returned = _expert_biases(operator, experts * m * n, training)
     return OperatorKernels(
         (product(FORWARD, m, n, k), *cast(FORWARD, k), *added),
-        (
-            product(INPUT_GRADIENT, m, k, n),
-            weights,
-            *_added(experts * n * k, training),
-            *cast(BACKWARD, n),
-            *returned,
-        ),
+        (product(INPUT_GRADIENT, m, k, n), *weights, *cast(BACKWARD, n), *returned),
     )
 
 

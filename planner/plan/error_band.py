@@ -11,8 +11,9 @@ import functools
 from collections.abc import Sequence
 
 from parplan.planner.plan.conformal import ConformalBands, Deviating
+from parplan.planner.plan.oom_risk import margin_at
 from parplan.planner.plan.prediction import Band, ErrorBand
-from parplan.planner.plan.traits import Run, traits_of
+from parplan.planner.plan.traits import Run, family_of, traits_of
 from parplan.planner.request import SearchOptions
 from parplan.profiles.machines.deviations import shipped_deviations
 from parplan.profiles.machines.stack_terms import (
@@ -95,14 +96,23 @@ def residuals_of(stack: Stack) -> Residuals:
 
 
 def memory_margin(stack: Stack, options: SearchOptions) -> float:
-    """Returns the share of a device that is kept free: the request's, or else the stack's."""
-    if options.memory_margin is None:
-        return residuals_of(stack).memory_margin
-    return options.memory_margin
+    """Returns the share of a device that is kept free: the request's, or else the stack's.
+
+    Raises ConfigError for a risk that no measured runs tell.
+    """
+    if options.memory_margin is not None:
+        return options.memory_margin
+    if options.oom_risk is not None:
+        return margin_at(options.oom_risk, family_of(stack)).share
+    return residuals_of(stack).memory_margin
 
 
-def margin_text(stack: Stack) -> str:
-    """Returns the source of the default margin of a stack as text."""
+def margin_text(stack: Stack, options: SearchOptions) -> str:
+    """Returns the source of a margin that no option states as text."""
+    if options.oom_risk is not None:
+        margin = margin_at(options.oom_risk, family_of(stack))
+        whose = "every stack" if margin.stack == EVERY_STACK else margin.stack
+        return f"from --oom-risk {options.oom_risk:g} and {margin.rows:,} measured runs of {whose}"
     residuals = residuals_of(stack)
     whose = shipped_terms().memory_stack(stack.name)
     runs = f"{residuals.memory_rows:,} measured runs" + (

@@ -14,6 +14,7 @@ from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.product_formats import is_before_blackwell
+from parplan.profiles.stack import Stack
 
 MANY_GPUS = 256
 STACK = "stack "  # begins the trait of a stack
@@ -68,12 +69,16 @@ _TRAITS: Mapping[str, Callable[[Run], bool]] = MappingProxyType(
 
 def traits_of(run: Run) -> tuple[str, ...]:
     """Returns the traits of a run: its stack, the generation of its chip, and those it has."""
-    stack = run.training.stack
     return (
-        f"{STACK}{stack.terms_of or stack.name}",
+        f"{STACK}{family_of(run.training.stack)}",
         f"chip {generation(run.cluster.device.compute_capability)}",
         *(name for name, has in _TRAITS.items() if has(run)),
     )
+
+
+def family_of(stack: Stack) -> str:
+    """Returns the stack whose terms a stack has."""
+    return stack.terms_of or stack.name
 
 
 def generation(capability: float | None) -> str:

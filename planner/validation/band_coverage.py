@@ -1,6 +1,7 @@
-"""Counts the measured steps within the error band of their prediction, which shall be 80 %.
+"""Counts the measured steps within their error band, and the runs within their memory margin.
 
-The band of a row is made without the rows of its experiment (planner/plan/conformal.py).
+A band shall hold 80 %, a margin all but its risk. Both are made without the rows of the experiment
+of a row (planner/plan/conformal.py, planner/plan/oom_risk.py).
 """
 
 from __future__ import annotations
@@ -11,7 +12,12 @@ from dataclasses import dataclass
 
 from parplan.planner.plan.conformal import ConformalBands
 from parplan.planner.plan.error_band import shipped_bands
+from parplan.planner.plan.oom_risk import margin_at
+from parplan.planner.plan.traits import STACK
+from parplan.planner.validation.deviation_table import excess_of
 from parplan.planner.validation.priced_rows import PricedRow
+
+RISKS = (0.01, 0.05, 0.1)  # at which the margins are tried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +45,28 @@ def coverage(priced: Iterable[PricedRow]) -> dict[str, BandCoverage]:
         "memory": _covered(memories, ((row, row.measured_gib, row.predicted_gib) for row in rows)),
     }
     return {name: found for name, found in figures.items() if found is not None}
+
+
+def overrun(priced: Iterable[PricedRow]) -> dict[float, tuple[int, float]]:
+    """Returns the runs that tell it and the share above their margin, at each of `RISKS`.
+
+    The margin of a run is made without its experiment.
+    """
+    stated = [row for row in priced if row.reason is None and not row.assumed]
+    runs = [(row, excess) for row in stated if (excess := excess_of(row)) is not None]
+    found: dict[float, tuple[int, float]] = {}
+    for risk in RISKS if runs else ():
+        margins = [margin_at(risk, _family(row), without=row.experiment).share for row, _ in runs]
+        above = [
+            excess > margin / (1 - margin)
+            for (_, excess), margin in zip(runs, margins, strict=True)
+        ]
+        found[risk] = (len(above), statistics.fmean(above))
+    return found
+
+
+def _family(row: PricedRow) -> str:
+    return next(each.removeprefix(STACK) for each in row.traits if each.startswith(STACK))
 
 
 def _covered(

@@ -44,16 +44,15 @@ def deviations_on_computed_kernels(rows: Iterable[Row]) -> list[Deviation]:
         by_experiment.setdefault(experiment_of(row), []).append(row)
     some = [row for group in by_experiment.values() for row in spaced(group, SOME_ROWS)]
     computed = deviations_of(some, computed=True)
-    return [replace(each, memory=None) for each in computed if each.time is not None]
+    return [replace(each, memory=None, excess=None) for each in computed if each.time is not None]
 
 
 def _deviation(row: Row, priced: PricedRow) -> Deviation | None:
     if priced.reason or priced.assumed or DETERMINISTIC in row["notes"]:
         return None
     time = _share(priced.measured_s, priced.predicted_s)
-    toy = (priced.measured_gib or 0) < TOY_SHARE * (priced.capacity_gib or 0)
-    memory = None if toy else _share(priced.measured_gib, priced.predicted_gib)
-    if time is None and memory is None:
+    memory = None if _is_toy(priced) else _share(priced.measured_gib, priced.predicted_gib)
+    if time is None and memory is None and excess_of(priced) is None:
         return None
     return Deviation(
         id=row["id"],
@@ -62,7 +61,23 @@ def _deviation(row: Row, priced: PricedRow) -> Deviation | None:
         traits=priced.traits,
         time=time,
         memory=memory,
+        excess=excess_of(priced),
     )
+
+
+def excess_of(priced: PricedRow) -> float | None:
+    """Returns the memory that a run needed beyond its prediction, over the prediction, or None.
+
+    A run out of memory needed at least the whole device.
+    """
+    if priced.out_of_memory and priced.predicted_total_gib and priced.capacity_gib:
+        return max(0.0, priced.capacity_gib / priced.predicted_total_gib - 1)
+    share = None if _is_toy(priced) else _share(priced.measured_gib, priced.predicted_gib)
+    return None if share is None else max(0.0, share)
+
+
+def _is_toy(priced: PricedRow) -> bool:
+    return (priced.measured_gib or 0) < TOY_SHARE * (priced.capacity_gib or 0)
 
 
 def _share(measured: float | None, predicted: float | None) -> float | None:

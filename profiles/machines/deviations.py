@@ -22,6 +22,8 @@ class Deviation:
     citation       where it is published; empty for a run of the shipped table, which says it
     experiment     the fold that cross-validation leaves out with it
     time, memory   of the step and of the fullest device; None where it is not measured
+    excess         memory that it needed beyond its prediction over the prediction, 0 where it
+                   needed less; at least what was left free where it ran out of memory
     """
 
     id: str
@@ -30,6 +32,7 @@ class Deviation:
     traits: tuple[str, ...]
     time: float | None
     memory: float | None
+    excess: float | None
 
 
 @functools.cache
@@ -45,6 +48,7 @@ def shipped_deviations() -> tuple[Deviation, ...]:
                 traits=tuple(row["traits"].split(_SEPARATOR)),
                 time=_number(row["time"]),
                 memory=_number(row["memory"]),
+                excess=_number(row["excess"]),
             )
             for row in csv.DictReader(file)
         )
@@ -52,7 +56,7 @@ def shipped_deviations() -> tuple[Deviation, ...]:
 
 def cells(deviation: Deviation) -> tuple[str, ...]:
     """Returns the line of a run in the file, in the order of its fields."""
-    numbers = (deviation.time, deviation.memory)
+    numbers = (deviation.time, deviation.memory, deviation.excess)
     return (
         deviation.id,
         deviation.experiment,

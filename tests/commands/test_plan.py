@@ -26,7 +26,7 @@ from parplan.planner.objective import Objective
 from parplan.planner.plan.error_band import margin_text
 from parplan.planner.plan.plan_file import read_plan
 from parplan.planner.plan.prediction import Status
-from parplan.planner.request import SolverName
+from parplan.planner.request import SearchOptions, SolverName
 from parplan.planner.search.one_candidate import fastest_choice
 from parplan.profiles.machines.machine_catalog import load_stack, stack_names
 from parplan.profiles.machines.stack_terms import shipped_terms
@@ -95,7 +95,7 @@ def test_every_default_that_was_taken_is_printed_and_no_other():
         "--gpus-per-node 2, --global-batch-size 16 (the model's), --seq-length 64 (the model's), "
         "--precision bf16, --gradient-precision fp32, --optimizer adam, --stack megatron-core, "
         f"--attention flash (the stack's), --memory-margin {residuals.memory_margin:g} "
-        f"({margin_text(load_stack('megatron-core'))})"
+        f"({margin_text(load_stack('megatron-core'), SearchOptions())})"
     )
     assert assumed(
         *TINY,

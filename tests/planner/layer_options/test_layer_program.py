@@ -46,7 +46,7 @@ SHARDINGS = {
     "dp2-tp2": Sharding(2, data=2),
     "dp2-tp2-sp": Sharding(2, True, data=2),
 }
-SEEDS = mostly_slow(range(50), {1, 3, 4, 5, 6, 7})
+SEEDS = mostly_slow(range(50), {1, 3, 4})
 HOST_S = 20e-6  # as long as some of these operators
 
 
@@ -65,7 +65,7 @@ def sharding_of(problem, options, sharding):
 
 
 @pytest.mark.parametrize("kernel", list(AttentionKernel))
-@pytest.mark.parametrize("sharding", named(SHARDINGS, {"one", "tp4-sp", "2x2-sp", "dp2-tp2-sp"}))
+@pytest.mark.parametrize("sharding", named(SHARDINGS, {"one", "tp4-sp", "dp2-tp2-sp"}))
 @pytest.mark.parametrize("model", named(MODELS, {"gpt", "llama"}))
 def test_options_add_up_to_the_price_of_the_layer(model, sharding, kernel):
     training = replace(
@@ -273,7 +273,7 @@ def test_an_operator_without_a_strategy_leaves_nothing():
     assert LayerProgram(problem).fastest(1e15, SolverName.CBC) is None
 
 
-@pytest.mark.parametrize("sharding", named(SHARDINGS, {"one", "tp4-sp", "2x2-sp", "dp2-tp2-sp"}))
+@pytest.mark.parametrize("sharding", named(SHARDINGS, {"one", "dp2-tp2-sp"}))
 @pytest.mark.parametrize("model", named(MODELS, {"gpt", "llama"}))
 def test_all_micro_batch_sizes_at_once_have_the_prices_of_each(model, sharding):
     """Size 3 forbids splits of the batch that the others allow."""

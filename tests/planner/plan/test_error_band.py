@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from parplan.costmodels.communication.mesh import Mesh
@@ -12,6 +14,7 @@ from parplan.planner.plan.error_band import (
     stack_band,
     without_steps,
 )
+from parplan.planner.plan.oom_risk import margin_at
 from parplan.planner.plan.prediction import Band, ErrorBand
 from parplan.planner.plan.traits import Run
 from parplan.planner.request import SearchOptions
@@ -120,6 +123,14 @@ def test_the_margin_is_that_of_the_measured_runs_unless_asked(margin, name, expe
     assert memory_margin(Stack(name=name), SearchOptions(memory_margin=margin)) == expected
 
 
+def test_a_risk_gives_the_margin_unless_a_margin_is_stated():
+    stack, options = Stack(name="mine"), SearchOptions(oom_risk=0.05)
+
+    assert memory_margin(stack, options) == margin_at(0.05, "mine").share
+    assert margin_text(stack, options).startswith("from --oom-risk 0.05 and ")
+    assert memory_margin(stack, replace(options, memory_margin=0.2)) == 0.2
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -129,7 +140,7 @@ def test_the_margin_is_that_of_the_measured_runs_unless_asked(margin, name, expe
     ],
 )
 def test_the_margin_says_where_it_comes_from(name, text):
-    assert margin_text(Stack(name=name)) == text
+    assert margin_text(Stack(name=name), SearchOptions()) == text
 
 
 @pytest.mark.parametrize(

@@ -263,9 +263,7 @@ def every_point(question: PlanRequest[ModelSpec]) -> list[Point]:
 
 @pytest.mark.parametrize(
     "space",
-    mostly_slow(
-        [*SPACES], {"alternating", "one-rank", "frozen-first", "experts-over-context", "tower"}
-    ),
+    mostly_slow(SPACES, {"alternating", "frozen-first", "tower"}),
 )
 def test_every_objective_finds_what_enumeration_finds(space):
     model, pins = SPACES[space]
@@ -403,8 +401,8 @@ def test_states_go_to_the_hosts_where_nothing_fits_without():
 
 
 def test_the_error_says_by_how_much_the_leanest_plan_is_short_and_how_many_gpus_are_enough():
-    options = SearchOptions(memory_limit_bytes=int(1.6 * GIB))
-    large = replace(PREFIX, num_layers=12, hidden_size=2048, head_dim=256)
+    options = SearchOptions(memory_limit_bytes=int(1.0 * GIB))
+    large = replace(PREFIX, num_layers=6, hidden_size=2048, head_dim=256)
     pins = Constraints(offload=(), tp=(1,), zero=(0, 1))
 
     with pytest.raises(InfeasibleError, match=r"prefix does not fit on 4 x") as error:

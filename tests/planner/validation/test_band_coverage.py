@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from parplan.planner.plan.error_band import shipped_bands
-from parplan.planner.validation.band_coverage import coverage
+from parplan.planner.validation.band_coverage import coverage, overrun
 from parplan.planner.validation.priced_rows import PricedRow
 from parplan.profiles.machines.deviations import shipped_deviations
 
@@ -31,6 +33,16 @@ def test_rows_within_and_outside_are_counted_by_trait():
 
 def test_rows_without_a_price_or_with_open_settings_have_no_band():
     assert coverage([row(1.0, assumed=("vpp",)), PricedRow("a", "a", reason="no price")]) == {}
+
+
+def test_runs_above_the_margin_of_a_risk_are_counted():
+    fits = row(None, measured_gib=50.0, predicted_gib=50.0, capacity_gib=80.0, experiment="made")
+    worse = replace(fits, measured_gib=79.0)
+
+    found = overrun([fits, fits, fits, worse])
+
+    assert found[0.1] == (4, 0.25)
+    assert overrun([row(1.0)]) == {}
 
 
 def test_shipped_bands_hold_eight_in_ten_runs_that_they_did_not_see():

@@ -54,7 +54,7 @@ def test_some_rows_count_as_of_a_device_that_nobody_measured():
 def test_the_file_has_what_is_read_of_it():
     lines = list(csv.reader(io.StringIO(deviations_to_csv(shipped_deviations()))))
 
-    assert lines[0] == ["id", "experiment", "citation", "traits", "time", "memory"]
+    assert lines[0] == ["id", "experiment", "citation", "traits", "time", "memory", "excess"]
     assert lines[1:] == [list(cells(each)) for each in shipped_deviations()]
 
 
