@@ -235,9 +235,24 @@ def _experts(operator: Operator, sizes: LocalSizes, training: TrainingSpec) -> O
         gradient = product(WEIGHT_GRADIENT, k, n, m, _accumulated_bytes(training))
         weights = (gradient, *_added(experts * n * k, training))
     added, returned = _expert_biases(operator, experts * m * n, training)
+    first = operator.contracted != EXPERT_WIDTH
+    saved = operand * k + (element * n if first else 0)
+    stashed, fetched = _stash(saved * experts * m, training)
     return OperatorKernels(
-        (product(FORWARD, m, n, k), *cast(FORWARD, k), *added),
-        (product(INPUT_GRADIENT, m, k, n), *weights, *cast(BACKWARD, n), *returned),
+        (product(FORWARD, m, n, k), *cast(FORWARD, k), *added, *stashed),
+        (*fetched, product(INPUT_GRADIENT, m, k, n), *weights, *cast(BACKWARD, n), *returned),
+    )
+
+
+def _stash(num_bytes: Number, training: TrainingSpec) -> tuple[tuple[Kernel, ...], ...]:
+    """The copies of what the products of experts save, to pages and back from them.
+
+    They are the input of each product, and the output of the first for the activation.
+    """
+    if not training.stack.stashes_experts:
+        return (), ()
+    return tuple(
+        (StreamKernel("stash", "elementwise", way, 2 * num_bytes),) for way in (FORWARD, BACKWARD)
     )
 
 

@@ -51,8 +51,9 @@ _EXCHANGES: tuple[tuple[str, _Facts], ...] = (
     (r"kimi.*-gb", _ONCE),
     (r"nemotron.3", _ONCE),
 )
-# one graph a step, with a kernel that adds the biases of experts and runs their activation
-_WHOLE_STEP: _Facts = {"host_operator_s": 0.0, "fused_experts": True}
+# one graph a step, with a kernel that adds the biases of experts and runs their activation; what
+# they save is in pages (moe_paged_stash, megatron/core/transformer/moe/paged_stash.py)
+_WHOLE_STEP: _Facts = {"host_operator_s": 0.0, "fused_experts": True, "stashes_experts": True}
 _WHOLE_LAYERS: _Facts = {"host_operator_s": 0.0}
 _ROUTERS: _Facts = {"dispatch_launches": 0}  # graphs of routers, and of attention in most
 _GRAPHS: tuple[tuple[str, _Facts], ...] = (
@@ -66,6 +67,7 @@ _GRAPHS: tuple[tuple[str, _Facts], ...] = (
     (r"(deepseek|kimi).*-gb200", _ROUTERS),
     (r"mbridge-25\.11.*deepseek.*-gb300", _ROUTERS),
     (r"mbridge-26\.(04\.01|0[68]).*deepseek.*-(b300|b200-\d+-mxfp8)", _ROUTERS),
+    (r"nemotron.3.nano.*h100", {}),  # of mixers alone
     (r"nemotron.3", _ROUTERS),
 )
 # Rows that recompute nothing, or norms, activations and up-projections alone, whose time is left
