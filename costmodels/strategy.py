@@ -23,7 +23,7 @@ from parplan.costmodels.schedules.schedule import (
     stages_of,
 )
 from parplan.profiles.models.operator_graph import LayerKey
-from parplan.profiles.stack import ContextForm
+from parplan.profiles.stack import ContextForm, TowerDivision
 
 TP_OVERLAP_LEVELS = (0, 1, 2, 3)
 Inside = tuple[int, int, int, int, ContextForm | None]  # tp, ep, etp, cp and its form
@@ -69,6 +69,7 @@ class ParallelLayout:
     access               the unit of a block in chunks that has to be on the device together
     states_on_host       the hosts hold the states of all layers, as FSDP2 moves them (EQUATIONS O9)
     weights_over_data    blocks divide weights over the data-parallel ranks too
+    tower                the way in which the tensor-parallel ranks run a tower
     """
 
     mesh: Mesh
@@ -83,6 +84,7 @@ class ParallelLayout:
     access: Access = Access.BLOCK
     states_on_host: bool = False
     weights_over_data: bool = False
+    tower: TowerDivision = TowerDivision.TENSOR
 
     @property
     def sharding(self) -> Sharding:

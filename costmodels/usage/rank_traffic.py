@@ -42,7 +42,7 @@ from parplan.profiles.models.operator_graph import (
     Tensor,
 )
 from parplan.profiles.models.spec import TrainingSpec
-from parplan.profiles.stack import Stack
+from parplan.profiles.stack import Stack, TowerDivision
 
 MESSAGE = "point_to_point"  # a kind beside those of `Collective`
 # axes beside those of `Axis`: the ranks that divide whole experts, and those with copies of them
@@ -314,7 +314,11 @@ def _summed_inside(
     (`parplan.costmodels.layers.data_parallel.summed_inside`)
     """
     sharding = layout.sharding_of(choice)
-    sums = bool(sharding.own) or any(operator.is_adapter for operator in layer.operators)
+    sums = (
+        bool(sharding.own)
+        or sharding.tower is TowerDivision.IMAGES
+        or any(operator.is_adapter for operator in layer.operators)
+    )
     for operator in layer.operators if sums else ():
         shards = price_cache.shards(layout.mesh) if choice.zero_of(operator.name) else 1
         for parameter in operator.parameters if operator.kind in SUMMED else ():

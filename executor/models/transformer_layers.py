@@ -7,6 +7,7 @@ are one module. A part of a model is one row of a table here, from an operator t
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -46,6 +47,7 @@ from parplan.executor.models.operators import (
     Sum,
     Tokens,
 )
+from parplan.executor.models.state_space_modules import Convolution, GatedNorm, Scan, StepSizes
 from parplan.profiles.models.blocks import BlockRun
 from parplan.profiles.models.operator_graph import (
     ADAPTER_RANK,
@@ -60,6 +62,8 @@ from parplan.profiles.models.transformer import build_graph, last_kind
 
 INIT_STD = 0.02  # GPT-2, Radford et al. 2019
 ZERO_AT_START = (f"{B}.weight", "sinks")  # the second matrix of an adapter, and sinks
+OF_STATES = ("steps.A_log", "steps.dt_bias", "conv.weight")  # of state-space mixers
+STEP_SIZES = (0.001, 0.1)  # least and most at the start: Mamba-2, arXiv 2405.21060
 READS_PLACES = ("attention", "positions")  # modules that tell documents apart
 FURTHER = f"{MODULE}1"  # the module of multi-token prediction
 MIXTURE = "mixture"  # the module of the operators of a mixture of experts
@@ -114,6 +118,10 @@ _BY_NAME: dict[str, Callable[[Blueprint], nn.Module]] = {
     "residual2": lambda of: Residual(of.model),
     "shared_gated": lambda _: Gated(),
     "expert_sum": lambda _: Sum(),
+    "conv": lambda of: Convolution(of.model),
+    "steps": lambda of: StepSizes(of.model),
+    "scan": lambda of: Scan(of.model),
+    "gated_norm": lambda of: GatedNorm(of.model),
     "joined": lambda _: Joined(),
     "logit_cap": lambda of: SoftCap(of.model.logit_soft_cap),
 }
@@ -166,10 +174,13 @@ class Layer(nn.Module):
                 mixture = tuple(each for each in layer.operators if each.in_mixture)
                 self.add_module(MIXTURE, _mixture(mixture, model, ranks))
         self.functions = model.functions
-        self.steps = _steps(layer)
+        self.calls = _calls(layer)
+        for module in self.children():
+            if isinstance(module, Scan):
+                module.of_heads = (self.get_submodule("steps"),)
 
     def forward(self, x: Tensor, places: Tensor | None = None) -> Tensor:
-        return self.run(self.steps, x, places)
+        return self.run(self.calls, x, places)
 
     def run(
         self, steps: Sequence[Step], x: Tensor, places: Tensor | None = None, **further: Tensor
@@ -190,7 +201,7 @@ class Layer(nn.Module):
         return tensors[steps[-1].gives]
 
 
-def _steps(layer: LayerClass) -> tuple[Step, ...]:
+def _calls(layer: LayerClass) -> tuple[Step, ...]:
     """Returns the calls of a layer; a mixture of experts is one, and the schedule calls the loss.
 
     Token ids have no name in the graph, which are `ids` here.
@@ -249,17 +260,17 @@ class Block(Layer):
 
     def attend(self, x: Tensor) -> Tensor:
         """Returns the attention branch of `x`, which the residual adds."""
-        return self.run(self.steps[: self._ends_at("attention_out") + 1], x)
+        return self.run(self.calls[: self._ends_at("attention_out") + 1], x)
 
     def feed_forward(self, x: Tensor) -> Tensor:
         """Returns the branch of the feed-forward network or of the mixture."""
         first = self._ends_at("attention_out") + (1 if self.parallel_residual else 2)
-        return self.run(self.steps[first:-1], x)
+        return self.run(self.calls[first:-1], x)
 
     def _ends_at(self, name: str) -> int:
         """Returns the number of the last step of an operator and its adapter."""
         names = (name, name + SUM)
-        return max(at for at, step in enumerate(self.steps) if step.module in names)
+        return max(at for at, step in enumerate(self.calls) if step.module in names)
 
 
 class FurtherToken(Layer):
@@ -272,7 +283,7 @@ class FurtherToken(Layer):
     operators: tuple[str, ...] = ()
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        return self.run(self.steps, x, ids=ids)
+        return self.run(self.calls, x, ids=ids)
 
 
 class Head(Layer):
@@ -309,7 +320,7 @@ class Head(Layer):
             logits = super().forward(x)
         else:
             states = self.norm(x), self.get_submodule(FURTHER)(x, next_ids)
-            logits = self.run(self.steps[1:], torch.stack(states, dim=2))
+            logits = self.run(self.calls[1:], torch.stack(states, dim=2))
         divisor = self.functions.logit_divisor
         return logits if divisor == 1.0 else logits / divisor
 
@@ -435,8 +446,29 @@ def _init(parameter: Tensor, key: str) -> None:
     if key.endswith(ZERO_AT_START):
         parameter.zero_()
         return
+    generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+    if key.endswith(OF_STATES):
+        _init_state_space(parameter, key, generator)
+        return
     if parameter.ndim == 1:
         parameter.fill_(0.0 if key.endswith("bias") else 1.0)
         return
-    generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
     parameter.copy_(torch.empty(parameter.shape).normal_(0.0, INIT_STD, generator=generator))
+
+
+def _init_state_space(parameter: Tensor, key: str, generator: torch.Generator) -> None:
+    """Fills parameters of a state-space mixer as the authors' Mamba-2 does.
+
+    Decays are 1, 2, 3, .. by head, step sizes are distributed evenly by their logarithm, and
+    weights of the convolution evenly.
+    """
+    if key.endswith("A_log"):
+        parameter.copy_(torch.arange(1, len(parameter) + 1).log())
+        return
+    share = torch.rand(parameter.shape, generator=generator)
+    if key.endswith("dt_bias"):
+        least, most = map(math.log, STEP_SIZES)
+        step = (least + share * (most - least)).exp()
+        parameter.copy_(step + (-(-step).expm1()).log())  # the inverse of softplus
+    else:
+        parameter.copy_((2 * share - 1) * parameter.shape[1] ** -0.5)

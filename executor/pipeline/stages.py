@@ -400,7 +400,8 @@ def border(plan: Plan, after: PlacedLayer) -> tuple[str, ...]:
         return WHOLE
     if after.kind is LayerKind.EMBEDDING:
         return SEQUENCE if after.plan.sequence_parallel else WHOLE
-    name = "residual2" if after.kind is LayerKind.BLOCK else "lm_head"
+    ends = ("lm_head", "residual2", "residual1")  # a block may have the mixer alone
+    name = next(each for each in ends if each in after.plan.operators)
     return of_axis(after.plan.operators[name].output, "tp")
 
 

@@ -86,6 +86,8 @@ def _obstacle(plan: Plan) -> str | None:
         return "blocks in chunks"
     if any(kind.chunk for kind in plan.model.block_kinds):
         return "attention within parts of a sequence"
+    if plan.model.state_space is not None:
+        return "state-space blocks"
     if plan.pipeline.tp_overlap:
         return f"tp_overlap {plan.pipeline.tp_overlap}"
     for name, layer_plan in plan.layer_plans.items():

@@ -9,9 +9,9 @@ from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.operators.optimizers import PLAIN_OPTIMIZERS
 from parplan.executor.rules.rule import Refusal, rule, those, with_training
 from parplan.planner.plan.plan import Plan
-from parplan.profiles.models.blocks import Mixer
 from parplan.profiles.models.spec import Optimizer, Positions, Precision, rare_parts
 from parplan.profiles.stack import AttentionKernel
+from parplan.profiles.state_precision import StatePrecision
 
 # fields of few models that the executor's blocks have, or that another rule is about
 RUN = {"blocks", "latent", "output_bias", "qk_norm", "sinks", "norm_layout", "functions"} | {
@@ -35,12 +35,6 @@ def model_parts(plan: Plan) -> Iterator[Refusal]:
     model = plan.model
     if plan.module is not None:
         return
-    scans = any(kind.mixer is Mixer.STATE_SPACE for kind in model.block_kinds)
-    if scans or any(not kind.feed_forward for kind in model.block_kinds):
-        yield Refusal(
-            problem=f"model: {model.name} has state-space blocks, or blocks of one part",
-            action=model_parts.action,
-        )
     for name, default in rare_parts(model).items():
         if name not in RUN:
             yield Refusal(
@@ -131,6 +125,21 @@ def gradient_precision(plan: Plan) -> Iterator[Refusal]:
         )
 
 
+@rule(
+    why="the executor's optimizers keep an fp32 copy of every parameter and fp32 moments",
+    action="make a plan with --state-precision fp32",
+)
+def state_precision(plan: Plan) -> Iterator[Refusal]:
+    stack = plan.training.stack
+    if stack.states is not StatePrecision.FP32:
+        yield Refusal(
+            problem=f"training.stack: the optimizer keeps {stack.master_bytes} bytes of a copy and "
+            f"{stack.moment_bytes} of a moment",
+            action="set master_bytes and moment_bytes to 4",
+            nearest=with_training(plan, stack=stack.keeping(StatePrecision.FP32)),
+        )
+
+
 @rule(why="the table of learned positions ends there", action="use shorter sequences")
 def positions_rule(plan: Plan) -> Iterator[Refusal]:
     length, most = plan.training.seq_length, plan.model.max_seq_length
@@ -215,6 +224,7 @@ def packed_sequences(plan: Plan) -> Iterator[Refusal]:
         "blocks in chunks": plan.chunks is not None,
         f"tp_overlap {plan.pipeline.tp_overlap}": plan.pipeline.tp_overlap > 0,
         "multi-token prediction": plan.model.mtp_layers > 0,
+        "state-space blocks": plan.model.state_space is not None,
         "activations on the host": any(each.keep_on_host for each in plan.layer_plans.values()),
     }
     found = those(obstacles)
@@ -244,6 +254,7 @@ TRAINING = (
     product_formats,
     fine_tuning,
     gradient_precision,
+    state_precision,
     positions_rule,
     rotary_pairs,
     optimizer_rule,

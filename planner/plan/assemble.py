@@ -89,6 +89,7 @@ def _layer_plan(choice: LayerChoice, layout: ParallelLayout, price_cache: PriceC
         },
         own_zero=own_zero,
         block=key.name if isinstance(key, BlockClass) else "",
+        tower=sharding.runs_tower,
     )
 
 
