@@ -18,6 +18,7 @@ from parplan.costmodels.communication.mesh import (
 from parplan.costmodels.communication.redistribution import redistribute
 from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.context_parallel import context_time
+from parplan.costmodels.layers.exchange_windows import ExchangeWindows, exchange_windows
 from parplan.costmodels.layers.tensor_flow import (
     Edges,
     TensorFlow,
@@ -28,7 +29,7 @@ from parplan.costmodels.operators.compute import FREE, OperatorTime, operator_ti
 from parplan.costmodels.operators.host_launch import launch_s, more_launches
 from parplan.costmodels.operators.operator_kernels import gathered_bytes
 from parplan.costmodels.operators.sharding import PARTIAL, Place, Sharding
-from parplan.profiles.elementwise import Number, anywhere, key_of
+from parplan.profiles.elementwise import anywhere, key_of
 from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.models.operator_graph import (
     LayerClass,
@@ -102,20 +103,6 @@ def _sum(parts: Iterable[Seconds]) -> Seconds:
     return Seconds.of_parts((measured_s, interpolated_s, analytic_s))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExchangeWindows:
-    """Seconds of compute of another micro-batch that hide the exchanges of a mixture.
-
-    As Megatron-Core overlaps the forward pass of one micro-batch with the backward pass of another
-    (megatron/core/models/common/model_chunk_schedule_plan.py): the dispatches of both passes share
-    the experts of both, a combination runs under what comes before the dispatch in the other pass.
-    """
-
-    dispatch: Number = 0.0
-    combine_forward: Number = 0.0
-    combine_backward: Number = 0.0
-
-
 @dataclass(frozen=True, slots=True)
 class StageAxes:
     """The axes inside a stage that divide its operators, on one machine in one training.
@@ -141,23 +128,7 @@ class StageAxes:
         """
         if not self.stack.overlap_exchanges:
             return self
-        before_forward_s: Number = 0.0
-        before_backward_s: Number = 0.0
-        experts_s: Number = 0.0
-        dispatched = False
-        for operator, time in times:
-            dispatched = dispatched or operator.kind is OperatorKind.DISPATCH
-            if dispatched:
-                experts_s = experts_s + time.forward.value_s + time.backward.value_s
-            else:
-                before_forward_s = before_forward_s + time.forward.value_s
-                before_backward_s = before_backward_s + time.backward.value_s
-        windows = ExchangeWindows(
-            dispatch=experts_s / 2,
-            combine_forward=before_backward_s,
-            combine_backward=before_forward_s,
-        )
-        return replace(self, windows=windows)
+        return replace(self, windows=exchange_windows(times))
 
     def moved(
         self, tensor: Tensor, source: Place, target: Place, reader: Operator | None = None
