@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parplan.costmodels.operators.kernels import (
     BACKWARD,
@@ -139,7 +139,8 @@ def _matmul(operator: Operator, sizes: LocalSizes, training: TrainingSpec) -> Op
     def product(
         curve: str, m: Number, n: Number, k: Number, result_bytes: int = element
     ) -> ProductKernel:
-        return product_kernel(curve, (m, n, k), operand, result_bytes, peak=peak)
+        kernel = product_kernel(curve, (m, n, k), operand, result_bytes, peak=peak)
+        return replace(kernel, slower=kernel.slower * narrow.product_slower) if narrow else kernel
 
     def cast(way: str, elements: Number) -> tuple[Kernel, ...]:
         if narrow is None:
