@@ -37,8 +37,6 @@ from parplan.profiles.errors import ConfigError, PlannerError
 from parplan.profiles.models.spec import Optimizer, Precision
 from parplan.profiles.stack import ContextForm
 from tests.executor.models.test_family_runs import DEEPSEEK, GEMMA
-from tests.executor.models.test_further_tokens import FURTHER
-from tests.executor.models.test_state_space_modules import HYBRID
 from tests.helpers import executor_plans
 from tests.helpers.cases import mostly_slow
 from tests.helpers.executor_world import (
@@ -166,16 +164,6 @@ CHAINS = {
         make_plan(DEEPSEEK, dp=2, ep=2, zero=(3,)),
         make_plan(DEEPSEEK, tp=2, etp=2, sp=True),
         make_plan(DEEPSEEK, pp=2),
-    ],
-    "further-tokens": [
-        make_plan(FURTHER, pp=2, zero=(1,)),
-        make_plan(FURTHER, tp=2, sp=True),
-        make_plan(FURTHER, dp=2, zero=(3,)),
-    ],
-    "state-spaces": [
-        make_plan(HYBRID, pp=2),
-        make_plan(HYBRID, tp=2, sp=True),
-        make_plan(HYBRID, dp=2, zero=(3,)),
     ],
     "windows-in-turns": [
         make_plan(GEMMA, tp=2),
