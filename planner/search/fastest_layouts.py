@@ -116,6 +116,12 @@ class _Fastest:
         Layouts whose mixes of real numbers of blocks are not below the cut are not solved.
         """
         session = self.session
+        if not layout.equal_ranks and layout.mesh.pp > 1:
+            averages = session.relaxed(layout, cut_s, averages=True)
+            averages_s = relaxed_bound_s(layout, averages, cut_s, session)
+            if averages is None or averages_s >= cut_s:
+                self.raised_s(layout, min(averages_s, cut_s))
+                return known
         relaxed = session.relaxed(layout, cut_s)
         relaxed_s = relaxed_bound_s(layout, relaxed, cut_s, session)
         # Columns that take longer than the cut are left out.

@@ -172,6 +172,21 @@ class RankColumns(MixPrices):
         """
         if not plain and self._tries_all(num_blocks):
             return self.fastest(num_blocks, limit_bytes)
+        return self.averages(num_blocks, limit_bytes, plain=plain)
+
+    def averages(
+        self, num_blocks: int, limit_bytes: float, *, plain: bool = False
+    ) -> list[StageColumn]:
+        """Returns the columns of `relaxed` as if the mixes did not include every choice.
+
+        They take less to find than all mixes, and bound them too.
+        """
+        return self._once(
+            ("averages", num_blocks, limit_bytes, plain),
+            lambda: self._averages(num_blocks, limit_bytes, plain=plain),
+        )
+
+    def _averages(self, num_blocks: int, limit_bytes: float, *, plain: bool) -> list[StageColumn]:
         usable = usable_bytes(limit_bytes, self.layout.mesh, self.table.price_cache)
         hides = self.layout.recomputes_ahead and not plain
         bounds: list[StageColumn] = []
