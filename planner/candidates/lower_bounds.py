@@ -6,13 +6,14 @@ No plan of the layout can be below them.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from parplan.costmodels.chunks.chunk_memory import unchunked_prices
 from parplan.costmodels.layers.chunked_layer import writes_over_parameters
+from parplan.costmodels.layers.data_parallel import DataParallelTime
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.memory.rank_memory import (
     gradients_come_and_go,
@@ -199,30 +200,53 @@ def _least_block(layout: ParallelLayout, table: MixTable) -> tuple[float, float]
     """
     if layout.chunked:
         return _least_chunked_block(layout, table)
-    price_cache = table.price_cache
-    b = layout.micro_batch_size
-    mesh = layout.mesh
-    catalogue = table.catalogue
-    per_micro_batch_s: list[float] = []
-    per_step_s: list[float] = []
+    b, catalogue = layout.micro_batch_size, table.catalogue
     hidden_s = _always_recomputed_s(layout, table)
-    for weight_layout, fastest_s in catalogue.fastest_s(b, layout.of_blocks).items():
-        for zero, own_zero in table.zero_ways(layout):
-            if not catalogue.divides(layout.of_blocks):
-                data = price_cache.data_parallel(
-                    LayerKind.BLOCK, b, mesh, layout.of_blocks, zero, own_zero
-                )
-            else:
-                data = price_cache.hidden_data_parallel(
-                    LayerKind.BLOCK,
-                    mesh,
-                    catalogue.with_weight_layout(weight_layout, layout.of_blocks),
-                    zero,
-                    own_zero,
-                )
-            per_micro_batch_s.append(fastest_s - hidden_s + data.per_micro_batch_s)
-            per_step_s.append(data.per_step_s)
-    return min(per_micro_batch_s), min(per_step_s)
+    fastest_s = catalogue.fastest_s(b, layout.of_blocks)
+    if catalogue.divides(layout.of_blocks):
+        data = _least_hidden_data(layout, table)
+    else:
+        ways = [
+            table.price_cache.data_parallel(LayerKind.BLOCK, b, layout.mesh, layout.of_blocks, *way)
+            for way in table.zero_ways(layout)
+        ]
+        data = dict.fromkeys(fastest_s, _least_data(ways))
+    return (
+        min(fastest_s[each] - hidden_s + data[each].per_micro_batch_s for each in fastest_s),
+        min(data[each].per_step_s for each in fastest_s),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _LeastData:
+    """The least seconds of data parallelism of a block, at any ZeRO stage for each."""
+
+    per_micro_batch_s: float
+    per_step_s: float
+
+
+def _least_data(ways: Sequence[DataParallelTime]) -> _LeastData:
+    return _LeastData(
+        min(way.per_micro_batch_s for way in ways), min(way.per_step_s for way in ways)
+    )
+
+
+def _least_hidden_data(layout: ParallelLayout, table: MixTable) -> dict[WeightLayout, _LeastData]:
+    """Least seconds of data parallelism of a block by layout of its weights, where most is hidden.
+
+    They depend on no micro-batch size.
+    """
+    ways, sharding = table.zero_ways(layout), layout.of_blocks
+
+    def make() -> dict[WeightLayout, _LeastData]:
+        hidden = table.price_cache.hidden_data_parallel
+        return {
+            each: _least_data([hidden(LayerKind.BLOCK, layout.mesh, divided, *way) for way in ways])
+            for each in table.catalogue.weight_layouts(sharding)
+            for divided in [table.catalogue.with_weight_layout(each, sharding)]
+        }
+
+    return table.once(("hidden data", layout.mesh, sharding, ways), make)
 
 
 def _least_chunked_block(layout: ParallelLayout, table: MixTable) -> tuple[float, float]:

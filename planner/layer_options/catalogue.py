@@ -29,7 +29,7 @@ from parplan.planner.layer_options.layer_problem import (
 )
 from parplan.planner.layer_options.layer_program import PickedStrategies, evaluate
 from parplan.planner.layer_options.overlap_levels import illegal_full_recompute
-from parplan.planner.request import MAX_MICRO_BATCH_SIZE, Constraints
+from parplan.planner.request import MAX_MICRO_BATCH_SIZE, Constraints, sizes_of
 from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.models.operator_graph import (
     EXPERT_WIDTH,
@@ -89,7 +89,7 @@ def _catalogue(
     key: LayerKey,
 ) -> Catalogue:
     return Catalogue(
-        PriceCache(model, training, node.machine),
+        PriceCache(model, training, node.machine, sizes=sizes_of(training)),
         recompute,
         megatron_sharding=megatron_sharding,
         problems=_block_problems(model, training, node),

@@ -321,6 +321,11 @@ class SequenceColumns(RankColumns):
             return self.fastest(num_blocks, limit_bytes)
         return self.bounds(limit_bytes, plain=plain)
 
+    def averages(
+        self, num_blocks: int, limit_bytes: float, *, plain: bool = False
+    ) -> list[StageColumn]:
+        return self.bounds(limit_bytes, plain=plain)
+
     @property
     def _divided_alike(self) -> bool:
         """True if all options of a class have one sharding."""
