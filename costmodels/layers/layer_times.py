@@ -280,6 +280,14 @@ class LayerTimes(ModelLayers):
             for operator, num_bytes in zip(reversed(layer.operators), added, strict=True)
         )
 
+    def saved_bytes(
+        self, kind: LayerKey, micro_batch_size: int, sharding: Sharding, level: RecomputedOperators
+    ) -> int:
+        """Bytes of `activations` that are held for the backward pass."""
+        recomputed = self.recompute_operators(kind, level)
+        sharding = self.apart(kind, sharding)
+        return self._saved_bytes(kind, micro_batch_size, sharding, recomputed)
+
     def _saved_bytes(
         self, kind: LayerKey, micro_batch_size: int, sharding: Sharding, recomputed: tuple[str, ...]
     ) -> int:

@@ -19,6 +19,7 @@ from typing import Protocol
 
 import numpy as np
 
+from parplan.costmodels.keyed_cache import HashedOnce
 from parplan.profiles.elementwise import Number, anywhere
 from parplan.profiles.models.operator_graph import (
     EXPERT_WIDTH,
@@ -74,7 +75,7 @@ _token_part = functools.lru_cache(maxsize=256)(TokenPart)
 
 
 @dataclass(frozen=True, slots=True)
-class Sharding:
+class Sharding(HashedOnce):
     """The division of one layer over `tp` ranks, and over `data` ranks besides.
 
     sequence_parallel  activations between layers are split by token
@@ -90,6 +91,8 @@ class Sharding:
                        They are the first axis, where every other operator divides the batch, which
                        is then that of all these ranks; 1 where data parallelism is no axis
     """
+
+    __hash__ = HashedOnce.__hash__
 
     tp: int = 1
     sequence_parallel: bool = False

@@ -334,9 +334,13 @@ class SequenceColumns(RankColumns):
 
     def bounds(self, limit_bytes: float, *, plain: bool = False) -> list[StageColumn]:
         """Returns the column of the Lagrangian bound at each ZeRO stage that has room."""
-        usable = usable_bytes(limit_bytes, self.layout.mesh, self.table.price_cache)
-        columns = (self._bound_at(zero, usable, plain=plain) for zero in self._hosted)
-        return [column for column in columns if column.time_s < math.inf]
+
+        def make() -> list[StageColumn]:
+            usable = usable_bytes(limit_bytes, self.layout.mesh, self.table.price_cache)
+            columns = (self._bound_at(zero, usable, plain=plain) for zero in self._hosted)
+            return [column for column in columns if column.time_s < math.inf]
+
+        return self._once(("bounds", limit_bytes, plain), make)
 
     @cached_property
     def _rows(self) -> Counter[tuple[tuple[int, ...], float]]:
