@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 # Options that a plan file leaves open.
 _WITH_A_PLAN = (
     "memory_margin",
+    "oom_risk",
     "memory_limit",
     "baseline",
     "as_json",

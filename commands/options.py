@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from parplan.commands.style import LONGEST_S, List, Number, Whole, option, packs, together
+from parplan.commands.style import LONGEST_S, List, Number, Share, Whole, option, packs, together
 
 SCHEDULES = (
     "gpipe",
@@ -136,6 +136,7 @@ class SearchFlags:
     max_slowdown: float | None = None
     memory_slack: float | None = None
     memory_margin: float | None = None
+    oom_risk: float | None = None
     memory_limit: str | None = None
     time_limit: float | None = None
     solver: str = "cbc"
@@ -453,6 +454,14 @@ search_options = together(
         type=Number(),
         metavar="SHARE",
         help="Share of each device that stays free. [default: from measured runs]",
+    ),
+    option(
+        AIM,
+        "--oom-risk",
+        type=Share(),
+        metavar="SHARE",
+        help="Probability that the plan runs out of memory, such as 1%; measured runs give the "
+        "margin.",
     ),
     option(
         AIM,

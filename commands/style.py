@@ -72,6 +72,17 @@ class Number(click.FloatRange):
         return "" if self.min is None and self.max is None else super()._describe_range()
 
 
+class Share(Number):
+    """A number, or percents of one: `1%` is 0.01."""
+
+    name = "share"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str) and value.rstrip().endswith("%"):
+            return super().convert(value.rstrip().rstrip("%"), param, ctx) / 100
+        return super().convert(value, param, ctx)
+
+
 class Option(click.Option):
     """An option that stands under `section` in the help."""
 

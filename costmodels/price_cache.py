@@ -25,7 +25,13 @@ from parplan.costmodels.layers.model_layers import ParameterSharing
 from parplan.costmodels.layers.model_states import OwnZero, frozen_bytes, local_parameters
 from parplan.costmodels.layers.recompute import RecomputedOperators, recompute_operators
 from parplan.costmodels.layers.sub_pipeline import HALVES
-from parplan.costmodels.operators.sharding import ALL_TOKENS, SCATTERED, Sharding, TokenPart
+from parplan.costmodels.operators.sharding import (
+    ALL_TOKENS,
+    SCATTERED,
+    Sharding,
+    TokenPart,
+    of_tower,
+)
 from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.models.operator_graph import (
     LayerClass,
@@ -39,6 +45,7 @@ from parplan.profiles.models.operator_graph import (
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.provenance import ZERO, Seconds
+from parplan.profiles.stack import TowerDivision
 
 TOKENS = "tokens"  # what a sharding divides where a table is whole over divided tokens
 
@@ -214,6 +221,12 @@ class PriceCache(LayerPriceCache):
         if not self.tied:
             return ()
         return table_division(self.layer(kind, 1), self.own_sharding(kind, sharding))
+
+    def own_sharding(self, kind: LayerKey, sharding: Sharding) -> Sharding:
+        own = super().own_sharding(kind, sharding)
+        if self.tower is TowerDivision.TENSOR or sharding.tp == 1:
+            return own
+        return of_tower(own, self.layer(kind, 1).part, self.tower)
 
     def layer(
         self, kind: LayerKey, micro_batch_size: int, of: TokenPart = ALL_TOKENS

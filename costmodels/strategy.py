@@ -24,7 +24,7 @@ from parplan.costmodels.schedules.schedule import (
     stages_of,
 )
 from parplan.profiles.models.operator_graph import LayerKey
-from parplan.profiles.stack import ContextForm
+from parplan.profiles.stack import ContextForm, TowerDivision
 
 TP_OVERLAP_LEVELS = (0, 1, 2, 3)
 Inside = tuple[int, int, int, int, ContextForm | None]  # tp, ep, etp, cp and its form
@@ -70,6 +70,7 @@ class ParallelLayout(HashedOnce):
     access               the unit of a block in chunks that has to be on the device together
     states_on_host       the hosts hold the states of all layers, as FSDP2 moves them (EQUATIONS O9)
     weights_over_data    blocks divide weights over the data-parallel ranks too
+    tower                the way in which the tensor-parallel ranks run a tower
     """
 
     __hash__ = HashedOnce.__hash__
@@ -86,6 +87,7 @@ class ParallelLayout(HashedOnce):
     access: Access = Access.BLOCK
     states_on_host: bool = False
     weights_over_data: bool = False
+    tower: TowerDivision = TowerDivision.TENSOR
 
     @property
     def sharding(self) -> Sharding:

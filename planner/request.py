@@ -217,6 +217,7 @@ class SearchOptions:
     objective memory takes the fastest plan; None for the least redundant plan within the slowdown
     memory_margin: share of the device that stays free; None for the margin from the measured runs
     of the stack (planner/plan/error_band.py)
+    oom_risk: the probability that a plan needs more memory than its device, in place of the margin
     memory_limit_bytes: limit that replaces capacity minus margin
     deadline: end of all work with these options together
     prefer: the choice among plans inside the error band of the fastest
@@ -225,6 +226,7 @@ class SearchOptions:
     max_slowdown: float = DEFAULT_MAX_SLOWDOWN
     memory_slack: float | None = None
     memory_margin: float | None = None
+    oom_risk: float | None = None
     memory_limit_bytes: int | None = None
     deadline: Deadline = NEVER
     solver: SolverName = SolverName.CBC
@@ -245,6 +247,11 @@ class SearchOptions:
             raise ConfigError(
                 f"--memory-margin is {self.memory_margin}, it must be in [0, 1)",
                 hint="0.08 keeps 8 % free",
+            )
+        if self.oom_risk is not None and not 0 < self.oom_risk < 1:
+            raise ConfigError(
+                f"--oom-risk is {self.oom_risk:g}, it must be above 0 and below 1",
+                hint="1% or 0.01 is one run in a hundred",
             )
 
 

@@ -46,10 +46,37 @@ class OperandFormat:
 
 
 _HOPPER, _BLACKWELL = 8.9, 10.0  # fp8 begins with Ada
+_ULTRA = 10.3  # B300 and GB300
+# The efficiency that products in a narrow format reach, over that of the same products in 16 bits
+# on the same device: fits of the form of K1 to the products of ai-dynamo/aiconfigurator
+# (095f58a51c: gemm_perf of TensorRT-LLM 1.3.0rc20 and SGLang 0.5.14 on H100, H200, B200, B300,
+# GB200 and GB300, each with the cast of its input apart). fp8: 0.93 to 0.97. fp4: 0.73 to 0.83,
+# and 0.53 to 0.67 where its peak alone is half as high again.
+_EFFICIENCY = {"fp8": 0.95, "fp4": 0.78}
+_ULTRA_FP4 = 0.57
+# Power that a narrow product would draw at its full rate, over that of a 16-bit one. Runs of the
+# same source that sampled the power under steady load were 1.15 to 1.24 times as slow as the others
+# in 16 bits, and 1.02 to 1.12 times in fp8 (B200 and GB200, TensorRT-LLM 1.3.0rc15 and rc17).
+# On H200 large products were 1.04 times as slow in either (vLLM 0.22.0).
+_NARROW_POWER = 0.9
+
+
+def narrow_power(capability: float | None) -> float:
+    """Returns the power of a narrow product at its full rate over that of a 16-bit one."""
+    return 1.0 if is_before_blackwell(capability) else _NARROW_POWER
+
+
 # Gradients' products in fp8 promote their sums to fp32 on the way before Blackwell, as Transformer
 # Engine (use_split_accumulator) and torchao have it; without, products on H100 are 1.1 to 1.2 times
 # as fast (pytorch/ao issue 2377).
 PROMOTED_SUMS = 1.15
+
+
+def narrow_efficiency(peak: str, capability: float | None) -> float:
+    """Returns the efficiency of products at `peak` over that of 16-bit products of a device."""
+    if peak == "fp4" and capability is not None and capability >= _ULTRA:
+        return _ULTRA_FP4
+    return _EFFICIENCY[peak]
 
 
 def is_before_blackwell(capability: float | None) -> bool:

@@ -64,6 +64,19 @@ class FlashKernel(StrEnum):
     CUDNN = "cudnn"
 
 
+class TowerDivision(StrEnum):
+    """The ways in which tensor-parallel ranks run a tower.
+
+    tensor     they divide its matrices, as those of the blocks
+    images     each has whole matrices and its own images of a micro-batch
+    repeated   each has whole matrices and all images
+    """
+
+    TENSOR = "tensor"
+    IMAGES = "images"
+    REPEATED = "repeated"
+
+
 class ContextForm(StrEnum):
     """The ways in which ranks that divide a sequence compute its attention.
 
@@ -151,8 +164,11 @@ class Stack:
                              have equal work
     context_alone            it divides sequences only without tensor and pipeline parallelism
     divides_experts          each expert may be divided over the tensor-parallel ranks
+    tower_divisions          the ways in which its tensor-parallel ranks run a tower
     product_formats          the formats that its products of blocks run in beside the precision of
                              training; the first of each peak is that of --fp8
+    gathers_casts            under sequence parallelism tokens are cast to such a format before they
+                             are gathered: a rank casts its own, and the gather moves the casts
     holds_cast_weights       weights are cast to such a format once a step, not in every micro-batch
     terms_of                 the stack whose fitted terms it shares, empty for its own
 
@@ -239,7 +255,9 @@ class Stack:
     divides_documents: bool = False
     context_alone: bool = False
     divides_experts: bool = False
+    tower_divisions: tuple[TowerDivision, ...] = (TowerDivision.TENSOR,)
     product_formats: tuple[ProductFormat, ...] = ()
+    gathers_casts: bool = False
     holds_cast_weights: bool = False
     terms_of: str = ""
     logit_bytes: int = 6

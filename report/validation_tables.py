@@ -10,15 +10,19 @@ from typing import Any
 
 from rich.console import Console
 
+from parplan.planner.plan.traits import STACK
+from parplan.planner.validation.band_coverage import coverage, overrun
 from parplan.planner.validation.fitted_terms import FittedTerm
 from parplan.planner.validation.priced_rows import PricedRow
 from parplan.planner.validation.scores import GridScore, SourceScore, grid_scores, score, unpriced
 from parplan.profiles.units import format_number
 from parplan.report.text import (
     aligned,
+    band_text,
     gib_text,
     joined,
     labelled,
+    percent,
     print_table,
     say,
     seconds_text,
@@ -83,7 +87,13 @@ class _Group:
 def validation_document(priced: Sequence[PricedRow]) -> dict[str, Any]:
     """Returns the output of `plan validate --json`: fractions, seconds and GiB, None if unknown."""
     sources = {source: asdict(source_score) for source, source_score in score(priced).items()}
-    return {"sources": sources, "rows": [_row_document(row) for row in priced]}
+    bands = {name: asdict(covered) for name, covered in coverage(priced).items()}
+    return {
+        "sources": sources,
+        "bands": bands,
+        "oom_risk": {f"{risk:g}": above for risk, (_, above) in overrun(priced).items()},
+        "rows": [_row_document(row) for row in priced],
+    }
 
 
 def _row_document(row: PricedRow) -> dict[str, Any]:
@@ -124,7 +134,11 @@ def print_validation(
         say(out)
     _print_unpriced(priced, out)
     shown = {group.title for group in groups}
-    for note in (*_counted_notes(priced), *(note for title, note in NOTES if title in shown)):
+    for note in (
+        *_counted_notes(priced),
+        *_band_notes(priced),
+        *(note for title, note in NOTES if title in shown),
+    ):
         say(out, joined(note.split(" "), " ", out.width, start=labelled("note")), "dim")
 
 
@@ -230,6 +244,27 @@ def _counted_notes(priced: Sequence[PricedRow]) -> Iterator[str]:
         if counts:
             counted = (f"{name} ({count:,})" for name, count in counts.most_common())
             yield f"{heading}: {', '.join(counted)}"
+
+
+def _band_notes(priced: Sequence[PricedRow]) -> Iterator[str]:
+    """Yields how many rows each error band of 80 % held, with the stacks that it held least of."""
+    for name, covered in coverage(priced).items():
+        stacks = (
+            f"{trait.removeprefix(STACK)} {100 * within:.0f} % of {rows:,}"
+            for trait, (rows, within) in covered.by_trait.items()
+            if trait.startswith(STACK)
+        )
+        yield (
+            f"{name}: the error bands of 80 %, half of them below {band_text(covered.median_share)}"
+            f", held {percent(covered.within)} of {covered.rows:,} rows; {', '.join(stacks)}"
+        )
+    risks = overrun(priced)
+    if risks:
+        shares = ", ".join(
+            f"{percent(above)} at {100 * risk:g} %" for risk, (_, above) in risks.items()
+        )
+        rows = max(rows for rows, _ in risks.values())
+        yield f"--oom-risk: of {rows:,} runs needed more than the margin left: {shares}"
 
 
 def _print_rows(priced: Sequence[PricedRow], out: Console) -> None:

@@ -39,7 +39,7 @@ from parplan.planner.candidates.enumeration import enumerate_candidates, layout_
 from parplan.planner.candidates.lower_bounds import time_bound
 from parplan.planner.infeasible.shortfall import limit_bytes
 from parplan.planner.master import Master, MasterChoice
-from parplan.planner.plan.error_band import error_band
+from parplan.planner.plan.error_band import stack_band
 from parplan.planner.request import Constraints, PlanRequest, SearchOptions, SolverName
 from parplan.planner.search.estimate import default_blocks, uniform_strategy
 from parplan.planner.solver import Unsolved
@@ -525,8 +525,7 @@ def report(request: Request, console: Console) -> None:
     candidates = ranked(request)
     if not candidates:
         raise click.ClickException("nothing fits")
-    bands = error_band(request.price_cache.machine, request.price_cache.training.stack)
-    band = None if bands is None else bands.time.share
+    band = stack_band(request.price_cache.training.stack.name).time.share
     placed = [(row, place(row, candidates, request)) for row in PUBLISHED]
     placings = [placing for _, placing in placed if placing]
     console.print(_headline(candidates, request, band))

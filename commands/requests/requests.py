@@ -209,16 +209,31 @@ def options_of(flags: SearchFlags) -> SearchOptions:
     if flags.prefer is not None and flags.objective != Objective.THROUGHPUT:
         raise prefer_error(flags.objective)
     _require_one_order(flags)
+    _require_one_margin(flags)
     slowdown, limit = flags.max_slowdown, flags.memory_limit
     return SearchOptions(
         max_slowdown=DEFAULT_MAX_SLOWDOWN if slowdown is None else slowdown,
         memory_slack=flags.memory_slack,
         memory_margin=flags.memory_margin,
+        oom_risk=flags.oom_risk,
         solver=SolverName(flags.solver),
         deadline=deadline_after(flags.time_limit),
         memory_limit_bytes=None if limit is None else parse_size("--memory-limit", limit),
         prefer=Prefer.FASTEST if flags.prefer is None else Prefer(flags.prefer),
     )
+
+
+def _require_one_margin(flags: SearchFlags) -> None:
+    """Raises ConfigError where a risk and another limit of the memory are both stated."""
+    for name, value in (
+        ("--memory-margin", flags.memory_margin),
+        ("--memory-limit", flags.memory_limit),
+    ):
+        if flags.oom_risk is not None and value is not None:
+            raise ConfigError(
+                f"--oom-risk and {name} both say how much of a device stays free",
+                hint="leave one of them out",
+            )
 
 
 def _require_one_order(flags: SearchFlags) -> None:
@@ -262,7 +277,9 @@ def all_assumed(request: PlanRequest[Any], flags: SearchFlags) -> tuple[str, ...
     assumed, options = request.assumed, request.options
     if flags.memory_margin is None and flags.memory_limit is None:
         stack = request.training.stack
-        assumed += (f"--memory-margin {memory_margin(stack, options):g} ({margin_text(stack)})",)
+        assumed += (
+            f"--memory-margin {memory_margin(stack, options):g} ({margin_text(stack, options)})",
+        )
     if flags.objective in _SLOWED and flags.max_slowdown is None and flags.memory_slack is None:
         assumed += (f"--max-slowdown {options.max_slowdown}",)
     return assumed

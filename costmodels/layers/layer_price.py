@@ -26,6 +26,7 @@ from parplan.costmodels.layers.tensor_flow import (
 )
 from parplan.costmodels.operators.compute import FREE, OperatorTime, operator_time
 from parplan.costmodels.operators.host_launch import launch_s, more_launches
+from parplan.costmodels.operators.operator_kernels import gathered_bytes
 from parplan.costmodels.operators.sharding import PARTIAL, Place, Sharding
 from parplan.profiles.elementwise import Number, anywhere, key_of, larger_of
 from parplan.profiles.machines.shipped_profiles import Machine
@@ -113,7 +114,7 @@ def _sum(parts: Iterable[Seconds]) -> Seconds:
 
 @dataclass(frozen=True, slots=True)
 class StageAxes:
-    """The axes inside a stage that divide its operators, on one machine with one software stack.
+    """The axes inside a stage that divide its operators, on one machine in one training.
 
     once                the redistributions that were priced
     exchange_window_s   compute that hides one of the four exchanges of a mixture of experts
@@ -121,9 +122,13 @@ class StageAxes:
 
     degrees: tuple[int, ...]
     machine: Machine
-    stack: Stack
+    training: TrainingSpec
     once: KeyedCache = field(default_factory=KeyedCache, compare=False)
     exchange_window_s: Number = field(default=0.0, compare=False)
+
+    @property
+    def stack(self) -> Stack:
+        return self.training.stack
 
     def beside_mixture(self, mixture: Iterable[OperatorTime]) -> StageAxes:
         """Returns the axes beside the compute of a mixture of experts, which may hide exchanges.
@@ -137,9 +142,14 @@ class StageAxes:
         passes_s = sum(time.forward.value_s + time.backward.value_s for time in mixture)
         return replace(self, exchange_window_s=passes_s / EXCHANGES)
 
-    def moved(self, tensor: Tensor, source: Place, target: Place) -> Seconds:
-        """Seconds to redistribute a tensor from one placement to another."""
-        num_bytes = tensor.num_bytes
+    def moved(
+        self, tensor: Tensor, source: Place, target: Place, reader: Operator | None = None
+    ) -> Seconds:
+        """Seconds to redistribute a tensor from one placement to another.
+
+        reader   the product that reads what is gathered, which may read a cast of it
+        """
+        num_bytes = gathered_bytes(tensor, reader, self.training) if reader else tensor.num_bytes
         return self.once(
             (key_of(num_bytes), source, target),
             lambda: self.machine.corrected(
@@ -174,7 +184,8 @@ def edge_time(edge: TensorFlow, alone: OperatorTime, inside: StageAxes) -> Opera
         return FREE
     is_frozen = bool(edge.reader.parameters) and not edge.reader.trained
     gradient_s = alone.backward.value_s / (1 if is_frozen else 2)
-    read = inside.moved(edge.tensor, edge.source, edge.target)
+    gathering = edge.reader if edge.gathers(inside.degrees) else None
+    read = inside.moved(edge.tensor, edge.source, edge.target, gathering)
     forward = inside.beside(read, alone.forward.value_s)
     if not edge.reader.gradient:
         return OperatorTime(forward, ZERO)
@@ -224,7 +235,9 @@ def _ending_time(
         whole = _whole_where_partial(summed, ended)
         forward += reduced if whole else inside.beside(reduced, alone.forward.value_s)
         read = tuple(None if place == PARTIAL else place for place in summed)
-        backward += inside.beside(inside.moved(tensor, ended, read), alone.backward.value_s / 2)
+        backward += inside.beside(
+            inside.moved(tensor, ended, read, operator), alone.backward.value_s / 2
+        )
     return OperatorTime(forward, backward)
 
 
@@ -451,7 +464,7 @@ def price_operators(
     inside, time_of    prices of redistributions and of operators that others share
     base               the operators with the base of the sharding, None where they have no price
     """
-    inside = inside or StageAxes(sharding.degrees, machine, training.stack)
+    inside = inside or StageAxes(sharding.degrees, machine, training)
     time_of = time_of or (lambda operator: operator_time(operator, sharding, machine, training))
     compute = {
         operator.name: time_of(operator)

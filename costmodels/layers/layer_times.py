@@ -166,7 +166,7 @@ class LayerTimes(ModelLayers):
     def inside(self, degrees: tuple[int, ...]) -> StageAxes:
         """The axes inside a stage, with the prices of their redistributions."""
         return self._once(
-            ("inside", degrees), lambda: StageAxes(degrees, self.machine, self.training.stack)
+            ("inside", degrees), lambda: StageAxes(degrees, self.machine, self.training)
         )
 
     def layer_time(

@@ -31,7 +31,7 @@ from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.models.operator_graph import LayerClass, LayerKey, Tensor
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.provenance import ZERO, Seconds
-from parplan.profiles.stack import AttentionKernel
+from parplan.profiles.stack import AttentionKernel, TowerDivision
 
 Ends = tuple[tuple[LayerKey, Sharding], ...]  # embedding and head with their shardings
 IDS_BYTES = 16  # id and target of a token, as int64
@@ -59,6 +59,7 @@ class ModelLayers(ABC):
     offload     parts of every layer that the host holds
     chunking    how a device holds chunks in layouts with chunks; no other price depends on it
     ends        the shardings of embedding and head where they are not those of a layout
+    tower       the way in which the tensor-parallel ranks of a layout run a tower
 
     Raises ConfigError where the stack has no kernel for the chosen attention, or the host would
     hold states of a model that is fine-tuned.
@@ -82,6 +83,7 @@ class ModelLayers(ABC):
         self.offload = offload
         self.chunking = chunking or Chunking()
         self.ends: Ends = ()
+        self.tower = TowerDivision.TENSOR
         self.once = self._once = KeyedCache()
 
     @abstractmethod
@@ -170,6 +172,14 @@ class ModelLayers(ABC):
         """Returns the same prices for layouts whose embedding and head have these shardings."""
         prices = copy(self)  # shares the cache of layers
         prices.ends = ends
+        return prices
+
+    def with_tower(self, way: TowerDivision) -> Self:
+        """Returns the same prices for layouts whose tower the tensor-parallel ranks run so."""
+        if way is self.tower:
+            return self
+        prices = copy(self)  # shares the cache of layers
+        prices.tower = way
         return prices
 
     def table_division(self, kind: LayerKey, sharding: Sharding) -> tuple[str | None, ...]:

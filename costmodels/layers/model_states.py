@@ -42,6 +42,7 @@ from parplan.profiles.models.operator_graph import (
     Parameter,
 )
 from parplan.profiles.models.spec import Precision, TrainingSpec
+from parplan.profiles.stack import TowerDivision
 
 OwnZero = tuple[tuple[str, int], ...]  # operators whose ZeRO stage is not the layer's
 # fp32 copies of a layer's parameters that ZeRO holds beside them (`zero_buffer_bytes`)
@@ -250,6 +251,7 @@ def local_parameters(
     """
     sums_weights = (
         bool(sharding.own)
+        or sharding.tower is TowerDivision.IMAGES
         or layer.has_experts
         or any(operator.is_adapter for operator in layer.operators)
     )

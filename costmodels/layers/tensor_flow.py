@@ -60,7 +60,7 @@ def tensor_flows_of(layer: LayerClass, sharding: Sharding) -> Edges:
                 tensor=tensor,
                 maker=maker.name if maker else None,
                 reader=reader,
-                source=sharding.place(maker, tensor) if maker else sharding.boundary,
+                source=sharding.place(maker, tensor) if maker else sharding.arrives(tensor),
                 target=sharding.place(reader, tensor),
                 gradient=sharding.gradient_place(reader, tensor),
                 makers_own=saves_own_output(maker),

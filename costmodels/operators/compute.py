@@ -55,7 +55,7 @@ from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.machines.speeds import ASSUMED_GROUPED, Compute, PassCurves
 from parplan.profiles.models.operator_graph import Operator
 from parplan.profiles.models.spec import Precision, TrainingSpec
-from parplan.profiles.product_formats import gradient_slowdown
+from parplan.profiles.product_formats import gradient_slowdown, narrow_efficiency, narrow_power
 from parplan.profiles.provenance import ZERO, Kind, Seconds
 
 
@@ -169,17 +169,20 @@ def kernel_time(kernel: Kernel, machine: Machine, training: TrainingSpec) -> Sec
 
 
 def _product_time(kernel: ProductKernel, machine: Machine, training: TrainingSpec) -> Seconds:
-    """Seconds of one matrix product.
+    """Seconds of one matrix product (EQUATIONS K8).
 
-    In a narrow format it is the peak of the format at the efficiency fitted in 16 bits; no such
-    product was measured.
+    A narrow format has its own peak, a share of the efficiency fitted in 16 bits, and tiles whose
+    start and end take as long as in 16 bits.
     """
     chip = chip_of(machine, training.precision)
     product = kernel.product
     curve: MatmulCurve = getattr(machine.profile.compute, kernel.curve)
     slower, device = kernel.slower, machine.cluster.device
     if kernel.peak:
-        chip = replace(chip, peak_flops_per_s=device.peak(kernel.peak))
+        narrow = replace(chip, peak_flops_per_s=device.peak(kernel.peak))
+        faster = narrow.peak_flops_per_s / chip.peak_flops_per_s
+        curve = narrow_curve(curve, faster, kernel.peak, device.compute_capability)
+        chip = narrow
         if kernel.curve in (INPUT_GRADIENT, WEIGHT_GRADIENT):
             slower = slower * gradient_slowdown(kernel.peak, device.compute_capability)
     form_s = slower * matmul_s(product, curve, chip)
@@ -198,6 +201,20 @@ def _product_time(kernel: ProductKernel, machine: Machine, training: TrainingSpe
     if kernel.curve in BATCHED:  # these curves are bounded by sequence and head_dim
         return Seconds(form_s, curve.kind_at((product.m, smaller_of(product.n, product.k))))
     return Seconds(form_s, curve.kind_at(kernel.sizes))
+
+
+@functools.lru_cache(maxsize=256)
+def narrow_curve(
+    curve: MatmulCurve, faster: float, peak: str, capability: float | None
+) -> MatmulCurve:
+    """Returns the curve of products at `peak`, which is `faster` times that of 16-bit ones."""
+    efficiency = narrow_efficiency(peak, capability)
+    return replace(
+        curve,
+        efficiency=curve.efficiency * efficiency,
+        k_half=curve.k_half * faster * efficiency,
+        throttle=max(0.0, (1 + curve.throttle) * narrow_power(capability) - 1),
+    )
 
 
 def _grouped_time(kernel: ProductKernel, single_s: Number, compute: Compute) -> Seconds:

@@ -32,7 +32,7 @@ from parplan.profiles.models.operator_graph import (
     Tensor,
 )
 from parplan.profiles.models.spec import TrainingSpec
-from parplan.profiles.product_formats import FORMATS
+from parplan.profiles.product_formats import FORMATS, OperandFormat
 from parplan.profiles.stack import AttentionKernel
 
 SCALED_ELEMENTS = 64  # 8-bit elements that share an fp32 scale, as in QLoRA, arXiv 2305.14314
@@ -120,7 +120,8 @@ def _matmul(operator: Operator, sizes: LocalSizes, training: TrainingSpec) -> Op
 
     In a narrow format (EQUATIONS K8) each operand is cast before its product: the input
     forward, the output's gradient backward, and the weight forward where the stack does not hold
-    its cast for the whole step. That one cast a step is left out. The head stays in `precision`.
+    its cast for the whole step. That one cast a step is left out. A stack may cast a rank's tokens
+    before they are gathered. The head stays in `precision`.
     """
     if not operator.parameters:
         return _activations_product(operator, sizes, training)
@@ -128,9 +129,12 @@ def _matmul(operator: Operator, sizes: LocalSizes, training: TrainingSpec) -> Op
     m = math.prod(sizes.dim_size(operator, dim.name) for dim in token_dims)
     n, k = sizes.dim_size(operator, features.name), sizes.dim_size(operator, contracted.name)
     element = training.precision.num_bytes
-    narrow = FORMATS[training.products] if training.products and features.name != "vocab" else None
+    narrow = narrow_format(operator, training)
     operand, peak = (narrow.element_bytes, narrow.peak) if narrow else (element, "")
     cast_weight = 0 if training.stack.holds_cast_weights else n * k
+    before, behind = (1, 1)
+    if narrow is not None and training.stack.gathers_casts:
+        before, behind = sizes.scattered_parts(operator)
 
     def product(
         curve: str, m: Number, n: Number, k: Number, result_bytes: int = element
@@ -146,14 +150,33 @@ def _matmul(operator: Operator, sizes: LocalSizes, training: TrainingSpec) -> Op
     if len(operator.parameters) > 1:
         bias = (StreamKernel("bias_gradient", "elementwise", BACKWARD, element * m * n),)
     return OperatorKernels(
-        (product(FORWARD, m, n, k), *cast(FORWARD, m * k + cast_weight)),
-        (product(INPUT_GRADIENT, m, k, n), *cast(BACKWARD, m * n)),
+        (product(FORWARD, m, n, k), *cast(FORWARD, m * k / before + cast_weight)),
+        (product(INPUT_GRADIENT, m, k, n), *cast(BACKWARD, m * n / behind)),
         (
             product(WEIGHT_GRADIENT, k, n, m, _accumulated_bytes(training)),
             *_added(n * k, training),
             *bias,
         ),
     )
+
+
+def narrow_format(operator: Operator, training: TrainingSpec) -> OperandFormat | None:
+    """Returns the narrow format in which a product of a weight runs, None for other operators."""
+    if training.products is None or not operator.parameters:
+        return None
+    if operator.kind is OperatorKind.EXPERTS:
+        return FORMATS[training.products] if training.stack.narrow_experts else None
+    if operator.kind is not OperatorKind.MATMUL or operator.dims[-2].name == "vocab":
+        return None
+    return FORMATS[training.products]
+
+
+def gathered_bytes(tensor: Tensor, reader: Operator, training: TrainingSpec) -> int:
+    """Bytes of a tensor that is gathered for a reader: of its cast, where the stack casts first."""
+    narrow = narrow_format(reader, training) if training.stack.gathers_casts else None
+    if narrow is None:
+        return tensor.num_bytes
+    return math.ceil(tensor.num_bytes * narrow.element_bytes / training.precision.num_bytes)
 
 
 def _activations_product(
@@ -190,7 +213,7 @@ def _experts(operator: Operator, sizes: LocalSizes, training: TrainingSpec) -> O
     m = -(-math.prod(sizes.dim_size(operator, dim.name) for dim in token_dims) // experts)
     n, k = sizes.dim_size(operator, features.name), sizes.dim_size(operator, contracted.name)
     stack = training.stack
-    narrow = FORMATS[training.products] if training.products and stack.narrow_experts else None
+    narrow = narrow_format(operator, training)
     operand, peak = (narrow.element_bytes, narrow.peak) if narrow else (element, "")
 
     def product(
@@ -207,17 +230,14 @@ def _experts(operator: Operator, sizes: LocalSizes, training: TrainingSpec) -> O
         n_bytes = narrow.cast_bytes(element) * experts * m * features
         return (StreamKernel("cast", "elementwise", way, n_bytes),)
 
-    weights = product(WEIGHT_GRADIENT, k, n, m, _accumulated_bytes(training))
+    weights: tuple[Kernel, ...] = ()
+    if operator.weight_gradient:
+        gradient = product(WEIGHT_GRADIENT, k, n, m, _accumulated_bytes(training))
+        weights = (gradient, *_added(experts * n * k, training))
     added, returned = _expert_biases(operator, experts * m * n, training)
     return OperatorKernels(
         (product(FORWARD, m, n, k), *cast(FORWARD, k), *added),
-        (
-            product(INPUT_GRADIENT, m, k, n),
-            weights,
-            *_added(experts * n * k, training),
-            *cast(BACKWARD, n),
-            *returned,
-        ),
+        (product(INPUT_GRADIENT, m, k, n), *weights, *cast(BACKWARD, n), *returned),
     )
 
 

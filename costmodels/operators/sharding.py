@@ -25,15 +25,17 @@ from parplan.profiles.models.operator_graph import (
     EXPERT_WIDTH,
     EXPERTS_DIM,
     Dim,
+    ModelPart,
     Operator,
     OperatorKind,
     Parameter,
     Tensor,
 )
-from parplan.profiles.stack import ContextForm
+from parplan.profiles.stack import ContextForm, TowerDivision
 
 PARTIAL = "partial"  # a placement: every rank holds a summand
 BATCH = "batch"
+BLOCK_INPUT = "block_input"  # what a layer of a tower reads of the one before it
 SCATTERED = (BATCH, "sequence")  # dims that the executor can reduce-scatter partial sums over
 # placement of a tensor, by axis: the divided dim, None where every rank holds it whole, or PARTIAL
 Place = tuple[str | None, ...]
@@ -90,6 +92,8 @@ class Sharding(HashedOnce):
     data               number of data-parallel ranks that operators may divide their weights over.
                        They are the first axis, where every other operator divides the batch, which
                        is then that of all these ranks; 1 where data parallelism is no axis
+    tower              of a layer of a tower: the way in which the tensor-parallel ranks run it
+    reads_tower        that way, of the layer behind the tower, which the ranks divide as a block
     """
 
     __hash__ = HashedOnce.__hash__
@@ -104,6 +108,8 @@ class Sharding(HashedOnce):
     etp: int = 1
     cp: int = 1
     context_form: ContextForm | None = None
+    tower: TowerDivision = TowerDivision.TENSOR
+    reads_tower: TowerDivision = TowerDivision.TENSOR
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -141,14 +147,34 @@ class Sharding(HashedOnce):
     @property
     def boundary(self) -> Place:
         """The placement of activations between layers."""
+        if self.tower is not TowerDivision.TENSOR:
+            return self._of_tower(self.tower)
         inside = ("sequence" if self.sequence_parallel else None,) * len(self.axes or (self.tp,))
         return (BATCH, *inside) if self.data > 1 else inside
+
+    def _of_tower(self, way: TowerDivision) -> Place:
+        """The placement of activations between two layers of a tower that runs in such a way."""
+        dim = BATCH if way is TowerDivision.IMAGES else None
+        return (dim,) * len(self.axes or (self.tp,))
+
+    @property
+    def runs_tower(self) -> TowerDivision | None:
+        """The way in which the ranks run the tower that the layer is of, None for as a block."""
+        ways = (self.tower, self.reads_tower)
+        return next((way for way in ways if way is not TowerDivision.TENSOR), None)
+
+    def arrives(self, tensor: Tensor) -> Place:
+        """The placement of a tensor that another layer made."""
+        reads = self.reads_tower is not TowerDivision.TENSOR and tensor.name == BLOCK_INPUT
+        return self._of_tower(self.reads_tower) if reads else self.boundary
 
     def splits(self, operator: Operator) -> Splits:
         """The split of `operator` by each axis."""
         for name, splits in self.own:
             if name == operator.name:
                 return splits
+        if self.tower is not TowerDivision.TENSOR:
+            return tuple(map(Split, self._of_tower(self.tower)))
         dim = operator.parallel_dim
         whole = dim == EXPERT_WIDTH and self.etp == 1
         if whole or (operator.whole_where_uneven and self._is_uneven(operator)):
@@ -192,6 +218,21 @@ class Sharding(HashedOnce):
         return tuple(
             PARTIAL if s.dim and not tensor.has(s.dim) else s.dim for s in self.splits(operator)
         )
+
+    def scattered_parts(self, operator: Operator) -> tuple[int, int]:
+        """The parts in which a product's input, and its output's gradient, lie beside its own.
+
+        Under sequence parallelism a rank has its tokens of both, before they are gathered.
+        """
+        before = behind = 1
+        for p, split in zip(self.degrees, self.splits(operator), strict=True):
+            if split.dim is None or split.dim in SCATTERED:
+                continue
+            if split.dim == operator.contracted:
+                behind *= p if split.result in SCATTERED else 1
+            elif self.sequence_parallel:
+                before *= p
+        return before, behind
 
     def local_bytes(self, tensor: Tensor, place: Place) -> int:
         """Bytes of `tensor` on one rank when it lies at `place`."""
@@ -260,6 +301,17 @@ def without_experts(sharding: Sharding) -> Sharding:
     return replace(sharding, ep=1, etp=1)
 
 
+@functools.lru_cache(maxsize=4096)
+def of_tower(sharding: Sharding, part: ModelPart, way: TowerDivision) -> Sharding:
+    """Returns the sharding of a layer of a part of a model whose tower runs in such a way.
+
+    The projector is divided as a block, which makes tokens of the text from what the tower leaves.
+    """
+    if part in (ModelPart.PATCHES, ModelPart.TOWER):
+        return replace(sharding, tower=way, sequence_parallel=False)
+    return replace(sharding, reads_tower=way) if part is ModelPart.PROJECTOR else sharding
+
+
 class LocalSizes(Protocol):
     """Sizes of an operator on one rank: numbers of one sharding, arrays of several."""
 
@@ -270,6 +322,8 @@ class LocalSizes(Protocol):
     def ep(self) -> Number: ...
 
     def dim_size(self, operator: Operator, dim_name: str) -> Number: ...
+
+    def scattered_parts(self, operator: Operator) -> tuple[Number, Number]: ...
 
     def tensor_bytes(self, operator: Operator, tensor: Tensor) -> Number: ...
 
@@ -294,6 +348,10 @@ class Shardings:
 
     def dim_size(self, operator: Operator, dim_name: str) -> Number:
         return self._divided(operator.size(dim_name), lambda each: each.parts(operator, dim_name))
+
+    def scattered_parts(self, operator: Operator) -> tuple[Number, Number]:
+        before, behind = zip(*(each.scattered_parts(operator) for each in self.each), strict=True)
+        return np.array(before), np.array(behind)
 
     def tensor_bytes(self, operator: Operator, tensor: Tensor) -> Number:
         return self._divided(

@@ -29,6 +29,7 @@ from parplan.costmodels.layers.model_states import SUMMED, LocalParameters
 from parplan.costmodels.layers.sub_pipeline import HALVES
 from parplan.costmodels.layers.tensor_flow import TensorFlow, leaving_tensor, tensor_flows_of
 from parplan.costmodels.operators.kernels import FP32_BYTES
+from parplan.costmodels.operators.operator_kernels import gathered_bytes
 from parplan.costmodels.operators.sharding import PARTIAL, Place, Sharding
 from parplan.costmodels.price_cache import PriceCache, table_of
 from parplan.costmodels.schedules.actions import ActionKind
@@ -40,7 +41,8 @@ from parplan.profiles.models.operator_graph import (
     OperatorKind,
     Tensor,
 )
-from parplan.profiles.stack import Stack
+from parplan.profiles.models.spec import TrainingSpec
+from parplan.profiles.stack import Stack, TowerDivision
 
 MESSAGE = "point_to_point"  # a kind beside those of `Collective`
 # axes beside those of `Axis`: the ranks that divide whole experts, and those with copies of them
@@ -130,7 +132,7 @@ def _add_layer(
         parts = HALVES if sharding.overlap and choice.kind.role is LayerKind.BLOCK else 1
         batch = layout.micro_batch_size * sharding.data // parts
         sending = price_cache.graph(batch, sharding.part).layer_class(choice.kind)
-        for move in layer_moves(sending, sharding, recomputed):
+        for move in layer_moves(sending, sharding, recomputed, price_cache.training):
             axis = Axis.DP if sharding.data > 1 and move.axis == 0 else Axis.TP
             tally.add(axis, move.collective, move.num_bytes, parts * layout.num_micro_batches)
         for num_bytes in _summed_inside(choice, layer, layout, price_cache):
@@ -207,7 +209,7 @@ def attention_calls(
 
 
 def layer_moves(
-    layer: LayerClass, sharding: Sharding, recomputed: tuple[str, ...]
+    layer: LayerClass, sharding: Sharding, recomputed: tuple[str, ...], training: TrainingSpec
 ) -> Iterator[RedistributionStep]:
     """Yields the tensor-parallel collectives of one micro-batch in one layer, forward and backward.
 
@@ -215,8 +217,8 @@ def layer_moves(
     """
     for operator in layer.operators:
         for _ in range(1 + (operator.name in recomputed)):
-            yield from forward_moves(layer, operator, sharding)
-        yield from backward_moves(layer, operator, sharding)
+            yield from forward_moves(layer, operator, sharding, training)
+        yield from backward_moves(layer, operator, sharding, training)
     left = leaving_tensor(layer, sharding)
     if left is not None and layer.kind.role is not LayerKind.HEAD:
         yield from _moved(left[0], left[1], sharding.boundary, sharding)
@@ -225,14 +227,14 @@ def layer_moves(
 
 
 def forward_moves(
-    layer: LayerClass, operator: Operator, sharding: Sharding
+    layer: LayerClass, operator: Operator, sharding: Sharding, training: TrainingSpec
 ) -> Iterator[RedistributionStep]:
     """Yields the collectives before an operator, and those that end its partial sums.
 
     Their seconds are `edge_time` and `ending_time` of `parplan.costmodels.layers.layer_price`.
     """
     for edge in _edges(layer, operator, sharding):
-        yield from _moved(edge.tensor, edge.source, edge.target, sharding)
+        yield from _read(edge, sharding, training)
     if operator.kind is OperatorKind.CROSS_ENTROPY:
         partial = tuple(
             PARTIAL if split.dim == operator.parallel_dim else None
@@ -247,7 +249,7 @@ def forward_moves(
 
 
 def backward_moves(
-    layer: LayerClass, operator: Operator, sharding: Sharding
+    layer: LayerClass, operator: Operator, sharding: Sharding, training: TrainingSpec
 ) -> Iterator[RedistributionStep]:
     """Yields the collectives of gradients, and of gathered inputs that a weight gradient needs."""
     if not operator.gradient:
@@ -255,7 +257,7 @@ def backward_moves(
     for edge in _edges(layer, operator, sharding):
         is_frozen = bool(operator.parameters) and not operator.trained
         if edge.gathers(sharding.degrees) and operator.saved and not is_frozen:
-            yield from _moved(edge.tensor, edge.source, edge.target, sharding)
+            yield from _read(edge, sharding, training)
         yield from _moved(edge.tensor, edge.gradient, edge.source, sharding)
     if operator.kind is OperatorKind.CROSS_ENTROPY:
         return
@@ -264,7 +266,8 @@ def backward_moves(
         ended = sharding.place(operator, tensor)
         if summed != ended:
             target = tuple(None if place == PARTIAL else place for place in summed)
-            yield from _moved(tensor, ended, target, sharding)
+            num_bytes = gathered_bytes(tensor, operator, training)
+            yield from moves(num_bytes, ended, target, sharding.degrees)
 
 
 def _exchanges(layer: LayerClass, sharding: Sharding, recomputed: tuple[str, ...]) -> Iterator[int]:
@@ -286,6 +289,17 @@ def _edges(layer: LayerClass, operator: Operator, sharding: Sharding) -> list[Te
     ]
 
 
+def _read(
+    edge: TensorFlow, sharding: Sharding, training: TrainingSpec
+) -> Iterator[RedistributionStep]:
+    """Yields the collectives of a tensor on its way to its reader, which may gather a cast."""
+    gathers = edge.gathers(sharding.degrees)
+    num_bytes = edge.tensor.num_bytes
+    if gathers:
+        num_bytes = gathered_bytes(edge.tensor, edge.reader, training)
+    return moves(num_bytes, edge.source, edge.target, sharding.degrees)
+
+
 def _moved(
     tensor: Tensor, source: Place, target: Place, sharding: Sharding
 ) -> Iterator[RedistributionStep]:
@@ -300,7 +314,11 @@ def _summed_inside(
     (`parplan.costmodels.layers.data_parallel.summed_inside`)
     """
     sharding = layout.sharding_of(choice)
-    sums = bool(sharding.own) or any(operator.is_adapter for operator in layer.operators)
+    sums = (
+        bool(sharding.own)
+        or sharding.tower is TowerDivision.IMAGES
+        or any(operator.is_adapter for operator in layer.operators)
+    )
     for operator in layer.operators if sums else ():
         shards = price_cache.shards(layout.mesh) if choice.zero_of(operator.name) else 1
         for parameter in operator.parameters if operator.kind in SUMMED else ():

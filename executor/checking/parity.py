@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,13 +25,16 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.model_states import StateBytes
 from parplan.executor.data.batches import synthetic_batches
+from parplan.executor.data.document_places import build_places
 from parplan.executor.models.eight_bits import round_to_8_bits
-from parplan.executor.models.transformer_layers import build_layer
+from parplan.executor.models.loss import FURTHER_WEIGHT
+from parplan.executor.models.transformer_layers import FURTHER, build_layer
 from parplan.executor.run_options import Options
 from parplan.executor.tensors import begin_fork, forget_meshes
 from parplan.executor.training.optimizer import build_optimizer, decays, layout_of
@@ -40,7 +44,7 @@ from parplan.planner.runs.relative_error import relative_error
 from parplan.planner.runs.run_file import ChunkMoved, PredictedAndMeasured
 from parplan.profiles.errors import PlannerError
 from parplan.profiles.interrupts import leave_signals_to_parent
-from parplan.profiles.models.operator_graph import layer_kind
+from parplan.profiles.models.operator_graph import LayerKind, layer_kind
 from parplan.profiles.models.spec import ModelSpec, Optimizer, TrainingSpec
 
 # Tolerances of `plan check --execute` in fp32: of first-step gradients as `gradient_error` measures
@@ -265,18 +269,46 @@ def reference_layers(model: ModelSpec, training: TrainingSpec, seed: int) -> nn.
             for index, (name, kind) in enumerate(zip(names, kinds, strict=True))
         }
     )
-    if model.tied_embeddings:
-        layers["head"].lm_head.weight = layers["embedding"].tokens.weight
+    if model.shares_table:
+        layers["head"].table.weight = layers["embedding"].tokens.weight
     round_to_8_bits(layers)
     return layers
 
 
-def forward(layers: nn.ModuleDict, ids: Tensor) -> Tensor:
-    """Return the logits of token ids."""
+def forward(layers: nn.ModuleDict, ids: Tensor, **of_head: Tensor) -> Tensor:
+    """Return the logits of token ids; `of_head` are further inputs of the head."""
     x = ids
-    for layer in layers.values():
-        x = layer(x)
+    for name, layer in layers.items():
+        x = layer(x, **(of_head if name == LayerKind.HEAD else {}))
     return x
+
+
+def mean_loss(layers: nn.ModuleDict, ids: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean loss of a batch, by torch's own cross entropy.
+
+    A module of multi-token prediction adds its mean loss, of all tokens but each sequence's last.
+    """
+    if not hasattr(layers["head"], FURTHER):
+        return cross_entropy(forward(layers, ids).flatten(0, 1), targets.flatten())
+    logits, further = forward(layers, ids, next_ids=targets).unbind(2)
+    loss = cross_entropy(logits.flatten(0, 1), targets.flatten())
+    beyond = cross_entropy(further[:, :-1].flatten(0, 1), targets[:, 1:].flatten(), reduction="sum")
+    return loss + FURTHER_WEIGHT * beyond / targets.numel()
+
+
+def packed_loss(layers: nn.ModuleDict, ids: Tensor, targets: Tensor, places: Tensor) -> Tensor:
+    """Return the mean loss of a batch of packed sequences, each document by itself.
+
+    places   those of the tokens in their documents
+    """
+    total = torch.zeros(())
+    for each in zip(ids, targets, places, strict=True):
+        starts = (each[2] == 0).nonzero().flatten().tolist()
+        lengths = [end - start for start, end in pairwise((*starts, len(each[2])))]
+        for row_ids, row_targets in zip(*(row.split(lengths) for row in each[:2]), strict=True):
+            logits = forward(layers, row_ids[None])
+            total = total + cross_entropy(logits[0], row_targets, reduction="sum")
+    return total / targets.numel()
 
 
 def reference_optimizer(
@@ -306,13 +338,17 @@ def run_reference(plan: Plan) -> TrainingOutcome:
     """
     layers = reference_layers(plan.model, plan.training, OPTIONS.seed)
     optimizer = reference_optimizer(layers, OPTIONS, plan.training.optimizer)
-    batches = synthetic_batches(replace(plan, mesh=Mesh(pp=1, dp=1, tp=1)), 0, OPTIONS.seed)
+    alone = replace(plan, mesh=Mesh(pp=1, dp=1, tp=1))
+    batches = synthetic_batches(alone, 0, OPTIONS.seed)
+    places = build_places(alone, 0, OPTIONS)
     losses, norms = [], []
     first = {}
     for step in range(STEPS):
         ids, targets = batches(step)
-        logits = forward(layers, ids)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        if places is None:
+            loss = mean_loss(layers, ids, targets)
+        else:
+            loss = packed_loss(layers, ids, targets, places(step))
         optimizer.zero_grad()
         loss.backward()
         if step == 0:

@@ -19,7 +19,8 @@ from parplan.planner.plan.pipeline_plan import PipelinePlan
 from parplan.planner.plan.plan import LayerPlan, LayerRun, Plan, StagePlan
 from parplan.planner.plan.plan_chunks import rechunked, require_matching_chunks
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.models.spec import ModelSpec, Precision
+from parplan.profiles.models.documents import Documents
+from parplan.profiles.models.spec import ModelSpec, Precision, TrainingSpec
 from parplan.profiles.stack import ContextForm
 
 DEGREE = 2
@@ -54,6 +55,7 @@ def shrunk(plan: Plan) -> Plan:
         plan.training,
         global_batch_size=pipeline.micro_batch_size * pipeline.num_micro_batches * mesh.dp,
         seq_length=SEQ_LENGTH,
+        documents=_documents(plan.training),
         precision=Precision.FP32,
         gradient_precision=Precision.FP32,
         products=None,
@@ -73,6 +75,14 @@ def shrunk(plan: Plan) -> Plan:
         return small
     require_matching_chunks(plan)  # the small plan gets new chunks
     return rechunked(small)
+
+
+def _documents(training: TrainingSpec) -> Documents | None:
+    """Return documents that are as long a part of a short sequence on average."""
+    if training.documents is None:
+        return None
+    part = training.documents.mean_length / training.seq_length
+    return Documents(mean=max(1.0, part * SEQ_LENGTH))
 
 
 def _mesh(plan: Plan) -> Mesh:

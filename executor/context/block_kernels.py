@@ -10,6 +10,7 @@ None of them bounds scores: those with a soft cap are computed here, some querie
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,68 +68,59 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[T
     return out[..., :features], logsumexp[..., : query.shape[2]]
 
 
-def attend_backward(
-    gradient: Tensor,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    output: Tensor,
-    logsumexp: Tensor,
-    scores: Scores,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of query, key and value by the scores of one block.
+class Attended(NamedTuple):
+    """A block after its forward pass, with the gradient of the output.
 
-    inputs              query, key and value of the block
-    output, logsumexp   of its queries, over all blocks
+    query, key, value             of the block
+    gradient, output, logsumexp   of its queries, over all blocks
     """
-    query, key, value = inputs
+
+    gradient: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor
+    logsumexp: Tensor
+
+
+Gradients = tuple[Tensor, Tensor, Tensor]  # of query, key and value
+
+
+def attend_backward(of: Attended, scores: Scores) -> Gradients:
+    """Returns the gradients of query, key and value by the scores of one block."""
     if scores.soft_cap:
-        return _capped_backward(gradient, inputs, output, logsumexp, scores)
-    features = value.shape[-1]
-    padded = _widened(value, query)
-    gradient, output = _widened(gradient, query), _widened(output, query)
-    if query.device.type != "cuda":
+        return _capped_backward(of, scores)
+    features = of.value.shape[-1]
+    wide = of._replace(
+        gradient=_widened(of.gradient, of.query),
+        value=_widened(of.value, of.query),
+        output=_widened(of.output, of.query),
+    )
+    if of.query.device.type != "cuda":
         by_query, by_key, by_value = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient,
-            query,
-            key,
-            padded,
-            output,
-            logsumexp.contiguous(),
+            *wide[:-1],
+            of.logsumexp.contiguous(),
             0.0,
             scores.causal,
             attn_mask=scores.mask,
             scale=scores.factor,
         )
-    elif _runs_flash(query, scores):
-        by_query, by_key, by_value = _flash_backward(
-            gradient, (query, key, padded), output, logsumexp.contiguous(), scores
-        )
+    elif _runs_flash(of.query, scores):
+        by_query, by_key, by_value = _flash_backward(wide, scores)
     else:
-        by_query, by_key, by_value = _efficient_backward(
-            gradient, (query, key, padded), output, logsumexp, scores
-        )
+        by_query, by_key, by_value = _efficient_backward(wide, scores)
     return by_query, by_key, by_value[..., :features]
 
 
-def _flash_backward(
-    gradient: Tensor,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    output: Tensor,
-    logsumexp: Tensor,
-    scores: Scores,
-) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, value = inputs
-    random = torch.zeros((), dtype=torch.int64, device=query.device)  # read by dropout alone
-    gradients: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_flash_attention_backward(
-        gradient,
-        query,
-        key,
-        value,
-        output,
-        logsumexp,
+def _flash_backward(of: Attended, scores: Scores) -> Gradients:
+    random = torch.zeros((), dtype=torch.int64, device=of.query.device)  # read by dropout alone
+    gradients: Gradients = aten._scaled_dot_product_flash_attention_backward(
+        *of[:-1],
+        of.logsumexp.contiguous(),
         None,
         None,
-        query.shape[2],
-        key.shape[2],
+        of.query.shape[2],
+        of.key.shape[2],
         0.0,
         scores.causal,
         random,
@@ -138,24 +130,18 @@ def _flash_backward(
     return gradients
 
 
-def _efficient_backward(
-    gradient: Tensor,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    output: Tensor,
-    logsumexp: Tensor,
-    scores: Scores,
-) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, value = inputs
+def _efficient_backward(of: Attended, scores: Scores) -> Gradients:
+    query = of.query
     random = torch.zeros((), dtype=torch.int64)  # read by dropout alone
     padding = -query.shape[2] % EFFICIENT_ROWS
     by_query, by_key, by_value, _ = aten._scaled_dot_product_efficient_attention_backward(
-        gradient,
+        of.gradient,
         query,
-        _for_every_head(key, query),
-        _for_every_head(value, query),
+        _for_every_head(of.key, query),
+        _for_every_head(of.value, query),
         _of_heads(scores.mask, query),
-        output,
-        functional.pad(logsumexp, (0, padding)).contiguous(),
+        of.output,
+        functional.pad(of.logsumexp, (0, padding)).contiguous(),
         random,
         random,
         0.0,
@@ -163,7 +149,7 @@ def _efficient_backward(
         scores.causal,
         scale=scores.factor,
     )
-    return by_query, _over_queries(by_key, key), _over_queries(by_value, value)
+    return by_query, _over_queries(by_key, of.key), _over_queries(by_value, of.value)
 
 
 def _capped(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
@@ -179,15 +165,9 @@ def _capped(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[
     return out.transpose(1, 2).contiguous().transpose(1, 2), torch.cat(sums, dim=2)
 
 
-def _capped_backward(
-    gradient: Tensor,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    output: Tensor,
-    logsumexp: Tensor,
-    scores: Scores,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _capped_backward(of: Attended, scores: Scores) -> Gradients:
     """Returns the gradients: d score = P (dP - sum(dO O)) (1 - (bounded / c)^2)."""
-    query, key, value = inputs
+    gradient, query, key, value, output, logsumexp = of
     keys, values = _for_every_head(key, query).float(), _for_every_head(value, query).float()
     by_key, by_value = torch.zeros_like(keys), torch.zeros_like(values)
     by_query = []

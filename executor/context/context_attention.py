@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from parplan.costmodels.layers.sequence_pieces import Numbers, pieces
-from parplan.executor.context.block_kernels import Scores, attend, attend_backward
+from parplan.executor.context.block_kernels import Attended, Scores, attend, attend_backward
 from parplan.executor.context.carriers import (
     TOKENS,
     Alone,
@@ -47,15 +48,29 @@ class KeysRead:
     chunk      tokens of the parts of a sequence that queries stay within; 0 for none
     factor     the factor of the scores; None: head_dim^-1/2
     soft_cap   the bound of the scores; 0 for none
+    documents  lengths of the documents of each sequence, which queries stay within; empty where
+               they read whole sequences
     """
 
     window: int = 0
     chunk: int = 0
     factor: float | None = None
     soft_cap: float = 0.0
+    documents: tuple[tuple[int, ...], ...] = ()
 
     def blocks(self, queries: Numbers, keys: Numbers, length: int) -> Iterator[ScoreBlock]:
         """Yields the blocks of scores of pieces of `length` tokens."""
+        if not self.documents:
+            yield from self._within(queries, keys, length)
+            return
+        for row, lengths in enumerate(self.documents):
+            starts = accumulate(lengths, initial=0)
+            for start, tokens in zip(starts, lengths, strict=False):
+                for block in self._within((0,), (0,), tokens):
+                    yield block.moved(start, row)
+
+    def _within(self, queries: Numbers, keys: Numbers, length: int) -> Iterator[ScoreBlock]:
+        """Yields the blocks of one sequence, or of one document as a sequence of one piece."""
         if not self.chunk:
             yield from blocks(queries, keys, length, self.window)
             return
@@ -194,17 +209,15 @@ class _Attention(torch.autograd.Function):
             by_held = torch.zeros_like(held, dtype=torch.float32)
             by_key, by_value = by_held.split((key.shape[-1], value.shape[-1]), dim=-1)
             for block in reading.blocks(carrier.held, numbers, _length(query, carrier)):
-                rows = block.queries
-                gradients = attend_backward(
-                    gradient[:, :, rows],
-                    _inputs(block, query, held),
-                    out[:, :, rows],
-                    logsumexp[:, :, rows],
-                    reading.scores(block, query),
+                rows = (block.batch, slice(None), block.queries)
+                read = (block.batch, slice(None), block.keys)
+                of = Attended(
+                    gradient[rows], *_inputs(block, query, held), out[rows], logsumexp[rows]
                 )
-                by_query[:, :, rows] += gradients[0]
-                by_key[:, :, block.keys] += gradients[1]
-                by_value[:, :, block.keys] += gradients[2]
+                gradients = attend_backward(of, reading.scores(block, query))
+                by_query[rows] += gradients[0]
+                by_key[read] += gradients[1]
+                by_value[read] += gradients[2]
             return by_held
 
         own = torch.cat((key, value), dim=-1)
@@ -237,9 +250,10 @@ class _Merged:
 
     def add(self, block: ScoreBlock, out: Tensor, logsumexp: Tensor) -> None:
         """Adds the output of a block: a mean over its keys, whose weight is its sum of exps."""
-        before = self.logsumexp[:, :, block.queries]
+        rows = (block.batch, slice(None), block.queries)
+        before = self.logsumexp[rows]
         after = torch.logaddexp(before, logsumexp)
-        merged = self.out[:, :, block.queries]
+        merged = self.out[rows]
         merged.mul_((before - after).exp().unsqueeze(-1))
         merged.addcmul_(out.float(), (logsumexp - after).exp().unsqueeze(-1))
         before.copy_(after)
@@ -258,9 +272,13 @@ def _length(query: Tensor, carrier: Carrier) -> int:
 
 def _inputs(block: ScoreBlock, query: Tensor, held: Tensor) -> Inputs:
     """Returns queries, keys and values of a block."""
-    keys_values = held[:, :, block.keys]
+    keys_values = held[block.batch, :, block.keys]
     features = query.shape[-1]
-    return query[:, :, block.queries], keys_values[..., :features], keys_values[..., features:]
+    return (
+        query[block.batch, :, block.queries],
+        keys_values[..., :features],
+        keys_values[..., features:],
+    )
 
 
 def _for_each_rank(x: Tensor, group: dist.ProcessGroup) -> Tensor:

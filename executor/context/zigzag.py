@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -45,12 +45,23 @@ class ScoreBlock:
     causal   query i of the range reads its first i + 1 keys alone
     lead     None where a query reads all its keys; else the number of tokens from the first key to
              the first query, and a query reads those keys that are in its window
+    batch    the sequences of the batch that it is of
     """
 
     queries: slice
     keys: slice
+    batch: slice = field(default_factory=lambda: slice(None))
     causal: bool = False
     lead: int | None = None
+
+    def moved(self, tokens: int, row: int) -> ScoreBlock:
+        """Returns the block behind a number of tokens of one sequence of the batch."""
+        return replace(
+            self,
+            queries=slice(self.queries.start + tokens, self.queries.stop + tokens),
+            keys=slice(self.keys.start + tokens, self.keys.stop + tokens),
+            batch=slice(row, row + 1),
+        )
 
     def mask(self, window: int, like: Tensor) -> Tensor | None:
         """Returns the mask to add to the scores, or None; [queries, keys] in the type of `like`."""

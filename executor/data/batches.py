@@ -34,6 +34,7 @@ _OTHER_DATA = "check --data and --data-dtype"
 ASSUMED_TYPE = "uint16"  # for a .bin file without a .json file beside it
 
 Batches = Callable[[int], tuple[Tensor, Tensor]]
+Sequence = Callable[[int], Tensor]  # from the global index of a sequence
 
 
 def build_batches(plan: Plan, replica: int, options: Options) -> Batches:
@@ -81,6 +82,26 @@ def file_batches(
 
     Raises ConfigError.
     """
+    return _batches(plan, dp_rank, _file_sequence(plan, path, data_type, seed=seed))
+
+
+def file_sequences(plan: Plan, options: Options) -> Sequence:
+    """Returns a function from the global index to the ids of a sequence and one further id.
+
+    Raises ConfigError.
+    """
+    assert options.data is not None, "the run has a file"
+    seed = options.seed if options.shuffle else None
+    return _file_sequence(plan, options.data, options.data_dtype, seed=seed)
+
+
+def document_end(path: Path) -> int | None:
+    """Returns the id that ends a document in a token file, None if nothing beside it says."""
+    beside = read_sidecar(path)
+    return beside.end_of_document if beside else None
+
+
+def _file_sequence(plan: Plan, path: Path, data_type: str | None, *, seed: int | None) -> Sequence:
     length = plan.training.seq_length
     tokens = open_tokens(path, data_type, plan.model.vocab_size)
     num_sequences = (len(tokens) - 1) // length
@@ -99,7 +120,7 @@ def file_batches(
         _check_ids(int(ids.min()), int(ids.max()), plan.model.vocab_size, path)
         return ids
 
-    return _batches(plan, dp_rank, sequence)
+    return sequence
 
 
 def open_tokens(path: Path, data_type: str | None, vocab_size: int) -> np.ndarray:
@@ -188,12 +209,22 @@ def _check_ids(least: int, largest: int, vocab_size: int, path: Path) -> None:
         )
 
 
-def _batches(plan: Plan, dp_rank: int, sequence: Callable[[int], Tensor]) -> Batches:
+def sequences_of(plan: Plan, dp_rank: int, sequence: Sequence) -> Callable[[int], Tensor]:
+    """Returns a function from the step to what `sequence` has of each row of a replica."""
     rows = plan.training.global_batch_size // plan.mesh.dp
 
-    def batch(step: int) -> tuple[Tensor, Tensor]:
+    def batch(step: int) -> Tensor:
         first = step * plan.training.global_batch_size + dp_rank * rows
-        tokens = torch.stack([sequence(first + row) for row in range(rows)])
+        return torch.stack([sequence(first + row) for row in range(rows)])
+
+    return batch
+
+
+def _batches(plan: Plan, dp_rank: int, sequence: Sequence) -> Batches:
+    tokens_of = sequences_of(plan, dp_rank, sequence)
+
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        tokens = tokens_of(step)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     return batch

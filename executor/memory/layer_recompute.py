@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from parplan.executor.memory.early_recompute import checkpointed
 from parplan.executor.memory.saved_tensors import Recipes
 from parplan.executor.models.attention_modules import SelfAttention
+from parplan.executor.models.operators import operator_module
 from parplan.executor.tensors import local, memory_of
 from parplan.profiles.errors import ConfigError
 
@@ -98,20 +99,18 @@ def _check_random(layer: nn.Module, operators: list[str], where: str) -> None:
         )
 
 
-def operator_module(layer: nn.Module, name: str) -> nn.Module | None:
-    """Returns the module of an operator of the layer, its mixture or the experts, None if none."""
-    mixture = getattr(layer, "mixture", None)
-    for holder in (layer, mixture, getattr(mixture, "experts", None)):
-        if hasattr(holder, name):
-            return getattr(holder, name)
-    return None
-
-
 def _operator(layer: nn.Module, name: str) -> nn.Module:
-    """Returns the module of an operator, from the layer or from its experts."""
-    if hasattr(layer, name):
-        return getattr(layer, name)
-    return layer.mixture.experts.get_submodule(name)
+    """Returns the module of an operator. Raises ConfigError for one that has no module of its own.
+
+    Such an operator is a part of a mixture of experts.
+    """
+    module = operator_module(layer, name)
+    if module is None:
+        raise ConfigError(
+            f"recompute names {name}, which cannot run again by itself",
+            hint="recompute the whole layer, or not this",
+        )
+    return module
 
 
 def _discard_outputs(layer: nn.Module, operators: list[str], recipes: Recipes) -> None:

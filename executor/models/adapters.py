@@ -2,7 +2,8 @@
 
 An adapter is three submodules with the names of its operators in the graph
 (profiles/models/fine_tuned_graph.py): the products A and B and the sum. B starts at zero, so that
-the first step is that of the base model.
+the first step is that of the base model. Inside a mixture of experts the sum is none of them: the
+module of the mixture adds (executor/models/mixture_of_experts.py).
 """
 
 from __future__ import annotations
@@ -11,8 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from parplan.executor.models.eight_bits import QUANTISED, quantise_frozen
+from parplan.executor.models.operators import operator_module
 from parplan.profiles.models.operator_graph import LayerClass
 
+# ends of the names of an adapter's operators
+A = "_lora_a"
+B = "_lora_b"
+SUM = "_lora_sum"
 # alpha over rank, the factor of an adapter's output: alpha = 2 rank is usual, as in torchtune's
 # recipes (rank 8, alpha 16)
 SCALE = 2.0
@@ -32,8 +38,9 @@ def freeze(layer: nn.Module, described: LayerClass) -> None:
     for operator in described.operators:
         for parameter in operator.parameters:
             if not parameter.trained:
-                held = layer.get_parameter(f"{operator.name}.{parameter.name}")
-                held.requires_grad_(False)
+                module = operator_module(layer, operator.name)
+                assert module is not None, "every operator with parameters has a module"
+                module.get_parameter(parameter.name).requires_grad_(False)
 
 
 def frozen_parameters(layers: tuple[nn.Module, ...]) -> dict[nn.Parameter, None]:
@@ -57,7 +64,7 @@ def in_precision(layers: tuple[nn.Module, ...], dtype: torch.dtype) -> None:
         quantise_frozen(layer)
         for module in layer.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
-                if parameter.requires_grad or name in QUANTISED:
+                if parameter.requires_grad or parameter.dtype == dtype or name in QUANTISED:
                     continue
                 if parameter not in cast:
                     held = parameter.detach().to(dtype)

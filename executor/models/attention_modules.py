@@ -9,6 +9,9 @@ sequences, sinks, soft caps and values of another width run by blocks of scores
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -166,8 +169,16 @@ class SelfAttention(nn.Module):
         self.sinks = nn.Parameter(torch.empty(model.num_heads)) if model.sinks else None
 
     def forward(self, *read: Tensor) -> Tensor:
+        """Returns [batch, sequence, features] of the tensors that `split` reads.
+
+        The places of tokens in their documents may follow them, [batch, sequence] of integers:
+        queries then stay within documents.
+        """
+        places = None
+        if not read[-1].is_floating_point():
+            *read, places = read
         run = self._flash if self.kernel is AttentionKernel.FLASH else self._unfused
-        return run(*self.split(*read)).transpose(1, 2).flatten(2)
+        return run(*self.split(*read), places).transpose(1, 2).flatten(2)
 
     def split(self, *read: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns queries, keys and values as the kernel saves them.
@@ -205,8 +216,11 @@ class SelfAttention(nn.Module):
         width = latent.nope_head_dim + latent.value_head_dim
         return x.unflatten(-1, (-1, width))[..., latent.nope_head_dim :]
 
-    def _flash(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _flash(self, query: Tensor, key: Tensor, value: Tensor, places: Tensor | None) -> Tensor:
         sinks = None if self.sinks is None else local(self.sinks)
+        if places is not None:
+            within = replace(self.reading, documents=document_lengths(places))
+            return attend_alone(query, key, value, within, sinks)
         if self.context is not None:
             return self.context.attend(query, key, value, self.reading, sinks)
         if self._by_blocks(query.shape[2], query.shape[-1] != value.shape[-1]):
@@ -228,33 +242,41 @@ class SelfAttention(nn.Module):
             reach < length or unlike_widths or self.sinks is not None or self.reading.soft_cap > 0.0
         )
 
-    def _unfused(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        weights = self.weights(query @ key.transpose(-2, -1))
+    def _unfused(self, query: Tensor, key: Tensor, value: Tensor, places: Tensor | None) -> Tensor:
+        weights = self.weights(query @ key.transpose(-2, -1), places)
         weights = functional.dropout(weights, self.dropout, self.training)
         return weights @ value
 
-    def weights(self, products: Tensor) -> Tensor:
+    def weights(self, products: Tensor, places: Tensor | None = None) -> Tensor:
         """Returns the masked softmax of the products of queries and keys.
 
-        Both are [batch, heads, sequence, sequence].
+        Both are [batch, heads, sequence, sequence]; `places` are those of tokens in documents.
         """
         cap = self.reading.soft_cap
         scores = products * (self.reading.factor or self.model.head_dim**-0.5)
         if cap:
             scores = cap * (scores / cap).tanh()
-        scores = scores.masked_fill(self._unread(scores), float("-inf"))
+        scores = scores.masked_fill(self._unread(scores, places), float("-inf"))
         if self.sinks is None:
             return scores.softmax(dim=-1)
         sinks = local(self.sinks)[:, None, None].expand(*scores.shape[:-1], 1)
         return torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
 
-    def _unread(self, scores: Tensor) -> Tensor:
+    def _unread(self, scores: Tensor, places: Tensor | None) -> Tensor:
         """Returns which keys a query does not read."""
         tokens = torch.arange(scores.shape[-1], device=scores.device)
         distance = tokens[:, None] - tokens
         unread = distance < 0
         if self.reading.window:
             unread |= distance >= self.reading.window
+        since = tokens[:, None] if places is None else places[:, None, :, None]
         if self.reading.chunk:
-            unread |= distance > (tokens % self.reading.chunk)[:, None]
-        return unread
+            unread = unread | (distance > since % self.reading.chunk)
+        return unread if places is None else unread | (distance > since)
+
+
+def document_lengths(places: Tensor) -> tuple[tuple[int, ...], ...]:
+    """Returns the lengths of the documents of each sequence, whose first tokens have place 0."""
+    length = places.shape[1]
+    starts = [[*(row == 0).nonzero().flatten().tolist(), length] for row in places]
+    return tuple(tuple(end - start for start, end in pairwise(row)) for row in starts)

@@ -13,16 +13,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+# The factor of the mean loss of further tokens: that of DeepSeek-V3's first 10 T tokens, arXiv
+# 2412.19437, section 4.2.
+FURTHER_WEIGHT = 0.3
+
 
 class _CrossEntropy(torch.autograd.Function):
     """Sums log(sum_v exp x_v) - x_target over the tokens, each rank with its slice of v.
+
+    The summands have `weights`, if there are any.
 
     The forward pass takes three reductions over `group`.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        group: dist.ProcessGroup | None,
+        weights: Tensor | None,
     ) -> Tensor:
         scores = logits.to(torch.float32, copy=True)
         first = scores.shape[-1] * (dist.get_rank(group) if group else 0)
@@ -34,15 +44,18 @@ class _CrossEntropy(torch.autograd.Function):
         total = _all_reduce(scores.exp_().sum(dim=-1, keepdim=True), dist.ReduceOp.SUM, group)
         scores.div_(total)
         ctx.save_for_backward(scores, index, on_this_rank)
-        ctx.dtype = logits.dtype
-        return (total.log() - at_target).sum()
+        ctx.dtype, ctx.weights = logits.dtype, weights
+        losses = (total.log() - at_target).squeeze(-1)
+        return (losses if weights is None else losses * weights).sum()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         probabilities, index, on_this_rank = ctx.saved_tensors
+        if ctx.weights is not None:
+            gradient = gradient * ctx.weights.unsqueeze(-1)
         minus_one = -on_this_rank.to(probabilities.dtype)
         probabilities.scatter_add_(-1, index, minus_one).mul_(gradient)
-        return probabilities.to(ctx.dtype), None, None
+        return probabilities.to(ctx.dtype), None, None, None
 
 
 def _all_reduce(
@@ -58,12 +71,27 @@ class Loss(nn.Module):
 
     The ranks of `group` hold equal slices of the vocabulary, in rank order. Without a group it is
     the sum over the given tokens, which may be a part of all. logits [batch,
-    sequence, vocabulary of this rank], targets [batch, sequence] -> a scalar in fp32. The backward
-    pass works in place, so it can run only once.
+    sequence, vocabulary of this rank], targets [batch, sequence] -> a scalar in fp32. Logits of
+    several predictions of a token, [batch, sequence, predictions, vocabulary], predict one token
+    further each; those behind the end of a sequence do not count. The backward pass works in
+    place, so it can run only once.
     """
 
     on_shards = True
     group: dist.ProcessGroup | None = None
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return _CrossEntropy.apply(logits, targets, self.group)
+        weights = None
+        if logits.ndim > targets.ndim + 1:
+            targets, weights = _further_targets(targets, logits.shape[2])
+        return _CrossEntropy.apply(logits, targets, self.group, weights)
+
+
+def _further_targets(targets: Tensor, predictions: int) -> tuple[Tensor, Tensor]:
+    """Returns the targets of all predictions, [batch, sequence, predictions], and their weights."""
+    length, modules = targets.shape[1], predictions - 1
+    places = torch.arange(length, device=targets.device)
+    ahead = places[:, None] + torch.arange(predictions, device=targets.device)
+    weights = torch.full(ahead.shape, FURTHER_WEIGHT / modules, device=targets.device)
+    weights[:, 0] = 1.0
+    return targets[:, ahead.clamp(max=length - 1)], weights.masked_fill(ahead >= length, 0.0)

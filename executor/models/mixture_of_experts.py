@@ -14,12 +14,15 @@ choice alone (DeepSeek-V3).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn import functional
 
+from parplan.executor.models.adapters import SCALE, A, B
 from parplan.executor.models.expert_exchange import (
     ETP,
     ExpertRanks,
@@ -30,12 +33,12 @@ from parplan.executor.models.expert_exchange import (
     exchanged,
     returned,
 )
-from parplan.executor.rules.expert_rules import MIXTURE
 from parplan.executor.tensors import local
 from parplan.planner.plan.plan import OperatorPlacement
 from parplan.profiles.models.functions import RouterScores
 from parplan.profiles.models.spec import ModelSpec
 
+NONE: Mapping[str, int] = MappingProxyType({})
 BIASES = "biases"  # an attribute of parameters that are several vectors
 Remember = Callable[..., None]  # of tensors, how to make them, and what from
 
@@ -84,9 +87,17 @@ class Experts(nn.Module):
 
     held   the experts on this rank
     parts  number of ranks that divide the width of each
+    adapters  ranks of the adapters of fc1 and fc2, where they have any
     """
 
-    def __init__(self, model: ModelSpec, held: range, parts: int, activation: nn.Module) -> None:
+    def __init__(
+        self,
+        model: ModelSpec,
+        held: range,
+        parts: int,
+        activation: nn.Module,
+        adapters: Mapping[str, int] = NONE,
+    ) -> None:
         super().__init__()
         hidden, width = model.hidden_size, model.expert_ffn_hidden_size // parts
         halves = 2 if model.gated_ffn else 1
@@ -96,8 +107,32 @@ class Experts(nn.Module):
         self.activation = activation
         self.fc2 = Grouped(len(held), hidden, width, widens=False, bias=bias, summands=parts)
 
+        self.adapters = adapters
+        for name, rank in adapters.items():
+            self._add_adapter(name, rank)
+
+    def _add_adapter(self, name: str, rank: int) -> None:
+        """Adds the products of an adapter, of which ranks that divide an expert have none."""
+        base = self.get_submodule(name)
+        hidden, width = base.weight.shape[0] // base.num_experts, base.weight.shape[1]
+        plain = partial(Grouped, base.num_experts, bias=False, summands=1)
+        if base.widens:
+            first, second = plain(rank, hidden, widens=False), plain(rank, width, widens=True)
+        else:
+            first, second = plain(rank, width, widens=False), plain(hidden, rank, widens=False)
+        self.add_module(name + A, first)
+        self.add_module(name + B, second)
+
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        return self.fc2(self.activation(self.fc1(rows, counts)), counts)
+        return self._product("fc2", self.activation(self._product("fc1", rows, counts)), counts)
+
+    def _product(self, name: str, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Returns a product with its adapter, if it has one."""
+        out: Tensor = self.get_submodule(name)(rows, counts)
+        if name not in self.adapters:
+            return out
+        small = self.get_submodule(name + A)(rows, counts)
+        return torch.add(out, self.get_submodule(name + B)(small, counts), alpha=SCALE)
 
 
 class MixtureOfExperts(nn.Module):
@@ -112,16 +147,23 @@ class MixtureOfExperts(nn.Module):
     """
 
     on_shards = True
-    operators = MIXTURE
     ranks: ExpertRanks | None = None
     remember: Remember | None = None
     apart = False
 
-    def __init__(self, model: ModelSpec, router: nn.Module, experts: Experts) -> None:
+    def __init__(
+        self,
+        model: ModelSpec,
+        router: nn.Module,
+        experts: Experts,
+        operators: tuple[str, ...],
+    ) -> None:
         super().__init__()
+        self.operators = operators
         self.num_experts = model.num_experts
         self.experts_per_token = model.experts_per_token
         self.functions = model.functions
+        self.weighs_inputs = model.functions.router_scores is RouterScores.SIGMOID_INPUTS
         self.router = router
         self.experts = experts
 
@@ -130,9 +172,13 @@ class MixtureOfExperts(nn.Module):
         chosen, weights = self._choose(tokens)
         order = chosen.flatten().argsort(stable=True)
         rows = tokens[order // self.experts_per_token]
+        if self.weighs_inputs:
+            rows = rows * weights.flatten()[order].unsqueeze(1).to(rows.dtype)
         routes = count_rows(chosen, self.num_experts, self.ranks)
         rows = self._pass(rows, routes)
         by_token = rows[order.argsort()].unflatten(0, (-1, self.experts_per_token))
+        if self.weighs_inputs:
+            return by_token.sum(dim=1).view(x.shape)
         return torch.bmm(weights.to(by_token.dtype).unsqueeze(1), by_token).view(x.shape)
 
     def _pass(self, rows: Tensor, routes: Routes) -> Tensor:
@@ -178,7 +224,9 @@ class MixtureOfExperts(nn.Module):
         """
         summed = (self.router,) if self.apart else (self.router, *grouped_of(self.experts))
         for module in summed:
-            module.summed_over_tp = tuple(name for name, _ in module.named_parameters())
+            module.summed_over_tp = tuple(
+                name for name, parameter in module.named_parameters() if parameter.requires_grad
+            )
 
 
 def divide_experts(layer: nn.Module, ranks: ExpertRanks) -> None:

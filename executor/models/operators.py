@@ -117,11 +117,18 @@ class LearnedPositions(nn.Module):
         self.weight = nn.Parameter(torch.empty(model.max_seq_length, model.hidden_size))
         self.dropout = model.dropout
 
-    def forward(self, x: Tensor) -> Tensor:
-        return _dropout(x + self._rows(x.shape[1]), self.dropout if self.training else 0.0)
+    def forward(self, x: Tensor, places: Tensor | None = None) -> Tensor:
+        """Returns `x` with the positions of its tokens in their sequence, or documents.
 
-    def _rows(self, length: int) -> Tensor:
+        places   those of the tokens in their documents, [batch, sequence]
+        """
+        rows = self._rows(x.shape[1], places)
+        return _dropout(x + rows, self.dropout if self.training else 0.0)
+
+    def _rows(self, length: int, places: Tensor | None) -> Tensor:
         """Returns the rows of this rank's `length` tokens."""
+        if places is not None:
+            return functional.embedding(places, self.weight)
         if self.context is None:
             return self.weight[:length]
         rank, ranks = self.context.rank, self.context.ranks
@@ -277,6 +284,30 @@ class Sum(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return x + y
+
+
+def operator_module(layer: nn.Module, name: str) -> nn.Module | None:
+    """Returns the module of an operator of the layer, its mixture or the experts, None if none.
+
+    The name of an operator of multi-token prediction begins with that of its module.
+    """
+    inside, _, rest = name.partition(".")
+    if rest:
+        return operator_module(layer.get_submodule(inside), rest)
+    mixture = getattr(layer, "mixture", None)
+    for holder in (layer, mixture, getattr(mixture, "experts", None)):
+        if hasattr(holder, name):
+            return getattr(holder, name)
+    return None
+
+
+class Joined(nn.Module):
+    """Lays the features of two tensors side by side."""
+
+    on_shards = True
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.cat((x, y), dim=-1)
 
 
 class SoftCap(nn.Module):

@@ -7,15 +7,16 @@ are one module. A part of a model is one row of a table here, from an operator t
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from parplan.executor.context.context_attention import Context
-from parplan.executor.models.adapters import AdapterSum, freeze
+from parplan.executor.models.adapters import SUM, A, AdapterSum, B, freeze
 from parplan.executor.models.attention_modules import (
     LatentRotary,
     QueryKeyNorm,
@@ -36,6 +37,7 @@ from parplan.executor.models.mixture_of_experts import (
 from parplan.executor.models.operators import (
     Activation,
     Gated,
+    Joined,
     LayerNorm,
     LearnedPositions,
     Linear,
@@ -45,13 +47,25 @@ from parplan.executor.models.operators import (
     Sum,
     Tokens,
 )
+from parplan.executor.models.state_space_modules import Convolution, GatedNorm, Scan, StepSizes
 from parplan.profiles.models.blocks import BlockRun
-from parplan.profiles.models.operator_graph import LayerClass, LayerKind, Operator, OperatorKind
+from parplan.profiles.models.operator_graph import (
+    ADAPTER_RANK,
+    LayerClass,
+    LayerKind,
+    Operator,
+    OperatorKind,
+)
+from parplan.profiles.models.parts.multi_token import MODULE
 from parplan.profiles.models.spec import ModelSpec, Norm, TrainingSpec
-from parplan.profiles.models.transformer import build_graph
+from parplan.profiles.models.transformer import build_graph, last_kind
 
 INIT_STD = 0.02  # GPT-2, Radford et al. 2019
-ZERO_AT_START = ("_lora_b.weight", "sinks")  # the second matrix of an adapter, and sinks
+ZERO_AT_START = (f"{B}.weight", "sinks")  # the second matrix of an adapter, and sinks
+OF_STATES = ("steps.A_log", "steps.dt_bias", "conv.weight")  # of state-space mixers
+STEP_SIZES = (0.001, 0.1)  # least and most at the start: Mamba-2, arXiv 2405.21060
+READS_PLACES = ("attention", "positions")  # modules that tell documents apart
+FURTHER = f"{MODULE}1"  # the module of multi-token prediction
 MIXTURE = "mixture"  # the module of the operators of a mixture of experts
 
 
@@ -65,8 +79,8 @@ class Blueprint:
     block: BlockRun
 
 
-def _linear(of: Blueprint) -> nn.Module:
-    weight, *bias = of.operator.parameters
+def _linear(operator: Operator) -> nn.Module:
+    weight, *bias = operator.parameters
     features, contracted = weight.shape
     kind = EightBitLinear if weight.quantised else Linear
     return kind(contracted, features, bias=bool(bias))
@@ -88,7 +102,7 @@ def _rotary(of: Blueprint) -> nn.Module:
 
 
 _BY_KIND: dict[OperatorKind, Callable[[Blueprint], nn.Module]] = {
-    OperatorKind.MATMUL: _linear,
+    OperatorKind.MATMUL: lambda of: _linear(of.operator),
     OperatorKind.NORM: _norm,
     OperatorKind.EMBEDDING: _tokens,
     OperatorKind.ATTENTION: lambda of: SelfAttention(of.model, of.training.attention, of.block),
@@ -104,6 +118,11 @@ _BY_NAME: dict[str, Callable[[Blueprint], nn.Module]] = {
     "residual2": lambda of: Residual(of.model),
     "shared_gated": lambda _: Gated(),
     "expert_sum": lambda _: Sum(),
+    "conv": lambda of: Convolution(of.model),
+    "steps": lambda of: StepSizes(of.model),
+    "scan": lambda of: Scan(of.model),
+    "gated_norm": lambda of: GatedNorm(of.model),
+    "joined": lambda _: Joined(),
     "logit_cap": lambda of: SoftCap(of.model.logit_soft_cap),
 }
 
@@ -113,7 +132,7 @@ def module_of(of: Blueprint) -> nn.Module:
     operator = of.operator
     if operator.name in _BY_NAME:
         return _BY_NAME[operator.name](of)
-    if operator.name.endswith("_lora_sum"):
+    if operator.name.endswith(SUM):
         return AdapterSum()
     return _BY_KIND[operator.kind](of)
 
@@ -152,27 +171,40 @@ class Layer(nn.Module):
                 of = Blueprint(operator=operator, model=model, training=training, block=block)
                 self.add_module(operator.name, module_of(of))
             elif not hasattr(self, MIXTURE):
-                self.add_module(MIXTURE, _mixture(model, ranks))
+                mixture = tuple(each for each in layer.operators if each.in_mixture)
+                self.add_module(MIXTURE, _mixture(mixture, model, ranks))
         self.functions = model.functions
-        self.steps = _steps(layer)
+        self.calls = _calls(layer)
+        for module in self.children():
+            if isinstance(module, Scan):
+                module.of_heads = (self.get_submodule("steps"),)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(self.steps, x)
+    def forward(self, x: Tensor, places: Tensor | None = None) -> Tensor:
+        return self.run(self.calls, x, places)
 
-    def run(self, steps: Sequence[Step], x: Tensor) -> Tensor:
-        """Returns the output of the last of `steps`, the first of which reads `x`."""
-        tensors = {steps[0].reads[0][0]: x}
+    def run(
+        self, steps: Sequence[Step], x: Tensor, places: Tensor | None = None, **further: Tensor
+    ) -> Tensor:
+        """Returns the output of the last of `steps`, the first of which reads `x`.
+
+        places    those of the tokens in their documents, [batch, sequence]; None where sequences
+                  are whole
+        further   other tensors that steps read, by name
+        """
+        tensors = {steps[0].reads[0][0]: x, **further}
         del x  # a name would hold the activation until the last step
         for step in steps:
             read = [tensors.pop(name) if last else tensors[name] for name, last in step.reads]
+            if places is not None and step.module in READS_PLACES:
+                read.append(places)
             tensors[step.gives] = getattr(self, step.module)(*read)
         return tensors[steps[-1].gives]
 
 
-def _steps(layer: LayerClass) -> tuple[Step, ...]:
+def _calls(layer: LayerClass) -> tuple[Step, ...]:
     """Returns the calls of a layer; a mixture of experts is one, and the schedule calls the loss.
 
-    Token ids have no name in the graph.
+    Token ids have no name in the graph, which are `ids` here.
     """
     calls: list[tuple[str, tuple[str, ...], str]] = []
     mixture = [operator for operator in layer.operators if operator.in_mixture]
@@ -195,19 +227,27 @@ def _steps(layer: LayerClass) -> tuple[Step, ...]:
     return tuple(reversed(steps))
 
 
-def _mixture(model: ModelSpec, ranks: ExpertRanks | None) -> nn.Module:
-    router = Linear(model.hidden_size, model.num_experts, bias=model.router_bias)
+def _mixture(
+    operators: tuple[Operator, ...], model: ModelSpec, ranks: ExpertRanks | None
+) -> nn.Module:
+    router = next(_linear(each) for each in operators if each.kind is OperatorKind.MATMUL)
     held = range(model.num_experts) if ranks is None else ranks.held(model.num_experts)
     parts = 1 if ranks is None else ranks.degree(ETP)
-    return MixtureOfExperts(model, router, Experts(model, held, parts, Activation(model)))
+    adapters = {
+        each.name.removesuffix(A): each.size(ADAPTER_RANK)
+        for each in operators
+        if each.kind is OperatorKind.EXPERTS and each.name.endswith(A)
+    }
+    experts = Experts(model, held, parts, Activation(model), adapters)
+    return MixtureOfExperts(model, router, experts, tuple(each.name for each in operators))
 
 
 class Embedding(Layer):
     """Maps token ids [batch, sequence] to [batch, sequence, hidden]."""
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, places: Tensor | None = None) -> Tensor:
         factor = self.functions.embedding_factor
-        x = super().forward(ids)
+        x = super().forward(ids, places)
         return x if factor == 1.0 else x * factor
 
 
@@ -220,29 +260,90 @@ class Block(Layer):
 
     def attend(self, x: Tensor) -> Tensor:
         """Returns the attention branch of `x`, which the residual adds."""
-        return self.run(self.steps[: self._ends_at("attention_out") + 1], x)
+        return self.run(self.calls[: self._ends_at("attention_out") + 1], x)
 
     def feed_forward(self, x: Tensor) -> Tensor:
         """Returns the branch of the feed-forward network or of the mixture."""
         first = self._ends_at("attention_out") + (1 if self.parallel_residual else 2)
-        return self.run(self.steps[first:-1], x)
+        return self.run(self.calls[first:-1], x)
 
     def _ends_at(self, name: str) -> int:
         """Returns the number of the last step of an operator and its adapter."""
-        names = (name, f"{name}_lora_sum")
-        return max(at for at, step in enumerate(self.steps) if step.module in names)
+        names = (name, name + SUM)
+        return max(at for at, step in enumerate(self.calls) if step.module in names)
+
+
+class FurtherToken(Layer):
+    """A module of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+
+    Maps states [batch, sequence, hidden] and the ids of the tokens behind them to the states that
+    predict one token further. Its `operators` have the names of those in the head's graph.
+    """
+
+    operators: tuple[str, ...] = ()
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        return self.run(self.calls, x, ids=ids)
 
 
 class Head(Layer):
     """Maps [batch, sequence, hidden] to logits [batch, sequence, padded vocabulary].
 
-    The schedule calls `loss` on the logits.
+    With a module of multi-token prediction, `further`, the logits are [batch, sequence, 2, padded
+    vocabulary], of the next token and of the one behind it. The schedule calls `loss` on them.
     """
 
-    def forward(self, x: Tensor) -> Tensor:
-        logits = super().forward(x)
+    def __init__(
+        self,
+        layer: LayerClass,
+        model: ModelSpec,
+        training: TrainingSpec,
+        block: BlockRun | None = None,
+        ranks: ExpertRanks | None = None,
+    ) -> None:
+        own, further = _ahead(layer)
+        super().__init__(own, model, training, block, ranks)
+        if further is not None:
+            module = FurtherToken(further, model, training, block, ranks)
+            module.operators = tuple(f"{FURTHER}.{each.name}" for each in further.operators)
+            self.add_module(FURTHER, module)
+
+    @property
+    def table(self) -> nn.Module:
+        """The module whose weight is that of the token table, in a model that has such a one."""
+        return self.get_submodule(FURTHER).tokens if hasattr(self, FURTHER) else self.lm_head
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, next_ids: Tensor | None = None
+    ) -> Tensor:
+        if next_ids is None:
+            logits = super().forward(x)
+        else:
+            states = self.norm(x), self.get_submodule(FURTHER)(x, next_ids)
+            logits = self.run(self.calls[1:], torch.stack(states, dim=2))
         divisor = self.functions.logit_divisor
         return logits if divisor == 1.0 else logits / divisor
+
+
+def _ahead(head: LayerClass) -> tuple[LayerClass, LayerClass | None]:
+    """Returns a head without its module of multi-token prediction, and the module if it has one.
+
+    The product with the vocabulary then reads one tensor, of both states.
+    """
+    begins = f"{FURTHER}."
+    inside = tuple(
+        replace(each, name=each.name.removeprefix(begins))
+        for each in head.operators
+        if each.name.startswith(begins)
+    )
+    own = tuple(
+        replace(each, inputs=each.inputs[:1])
+        for each in head.operators
+        if not each.name.startswith(begins)
+    )
+    if not inside:
+        return head, None
+    return replace(head, operators=own), replace(head, operators=inside)
 
 
 def divide_sequences(layer: nn.Module, context: Context) -> None:
@@ -257,9 +358,12 @@ def described(
 ) -> tuple[LayerClass, BlockRun]:
     """Returns the operators of a layer by its number, and its kind of block.
 
-    Blocks are counted on behind the last one; embedding and head have any number.
+    Blocks are counted on behind the last one; embedding and head have any number. The kind of a
+    head is that of its module of multi-token prediction.
     """
     graph = build_graph(model, training, 1)
+    if kind is LayerKind.HEAD:
+        return graph.head, last_kind(model)
     place = (index - 1) % model.num_layers
     key = graph.key(place + 1) if kind is LayerKind.BLOCK else kind
     return graph.layer_class(key), model.block_kinds[place]
@@ -287,7 +391,7 @@ def build_layer(
     _materialize(layer, device)
     of_experts = {parameter for each in grouped_of(layer) for parameter in each.parameters()}
     for name, parameter in layer.named_parameters():
-        tied = model.tied_embeddings and name == "lm_head.weight"
+        tied = model.shares_table and isinstance(layer, Head) and parameter is layer.table.weight
         if parameter not in of_experts:
             _init(parameter, f"{seed}/0/tokens.weight" if tied else f"{seed}/{index}/{name}")
     for name, module in layer.named_modules():
@@ -313,6 +417,8 @@ def _init_experts(module: Grouped, key: str, ranks: ExpertRanks | None) -> None:
         hidden, width = matrix.shape[0], matrix.shape[1] * parts
         whole = matrix.new_empty((width, hidden) if module.widens else (hidden, width))
         _init(whole, f"{key}.weight/{expert}")  # of [features, contracted], as any product
+        if f"{key}.weight".endswith(ZERO_AT_START):
+            whole.zero_()
         by_width = whole.t() if module.widens else whole
         matrix.copy_(by_width.chunk(parts, dim=1)[part])
     if module.bias is not None:
@@ -340,8 +446,29 @@ def _init(parameter: Tensor, key: str) -> None:
     if key.endswith(ZERO_AT_START):
         parameter.zero_()
         return
+    generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+    if key.endswith(OF_STATES):
+        _init_state_space(parameter, key, generator)
+        return
     if parameter.ndim == 1:
         parameter.fill_(0.0 if key.endswith("bias") else 1.0)
         return
-    generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
     parameter.copy_(torch.empty(parameter.shape).normal_(0.0, INIT_STD, generator=generator))
+
+
+def _init_state_space(parameter: Tensor, key: str, generator: torch.Generator) -> None:
+    """Fills parameters of a state-space mixer as the authors' Mamba-2 does.
+
+    Decays are 1, 2, 3, .. by head, step sizes are distributed evenly by their logarithm, and
+    weights of the convolution evenly.
+    """
+    if key.endswith("A_log"):
+        parameter.copy_(torch.arange(1, len(parameter) + 1).log())
+        return
+    share = torch.rand(parameter.shape, generator=generator)
+    if key.endswith("dt_bias"):
+        least, most = map(math.log, STEP_SIZES)
+        step = (least + share * (most - least)).exp()
+        parameter.copy_(step + (-(-step).expm1()).log())  # the inverse of softplus
+    else:
+        parameter.copy_((2 * share - 1) * parameter.shape[1] ** -0.5)

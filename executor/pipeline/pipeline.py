@@ -56,7 +56,7 @@ class RankPipeline:
     """
 
     stages: tuple[Stage, ...]
-    run: Callable[[Batch | None], Tensor]
+    run: Callable[[Batch | None, Tensor | None], Tensor]
     reads: bool
     tp_mesh: DeviceMesh | None
     tied: bool
@@ -78,16 +78,17 @@ class RankPipeline:
         """Returns by pipeline stage the most micro-batches in flight at once."""
         return {stage.stage_index: stage.in_flight for stage in self.steps}
 
-    def step(self, batch: Batch | None) -> Tensor:
+    def step(self, batch: Batch | None, places: Tensor | None = None) -> Tensor:
         """Computes the gradients of one batch: ids and targets of [sequences, sequence length].
 
-        A rank that reads no batches has None. Returns this rank's share of the mean loss.
+        A rank that reads no batches has None. Every rank has the places of tokens in documents, of
+        the same shape, where sequences are packed. Returns this rank's share of the mean loss.
         """
         for stage in self.stages:
             stage.begin_step()
         if self.chunks is not None:
             self.chunks.begin_step()
-        loss = self.run(batch)
+        loss = self.run(batch, places)
         with self.span("reduce", -1, -1):
             for stage in self.stages:
                 stage.reduce_gradients(self.tp_mesh)
@@ -141,13 +142,13 @@ def build_pipeline(
             stage.after_backward = after_backward
             stage.after_recompute = after_recompute
             stage.span = span
-        run = partial(_scheduled, schedule, stages, ranks.device, plan.module is not None)
+        run = partial(_scheduled, schedule, stages, ranks.device, plan)
     return RankPipeline(
         stages=stages,
         run=run,
         reads=reads_batches(plan, ranks.coordinate("pp")),
         tp_mesh=ranks.tp_mesh,
-        tied=plan.model.tied_embeddings and plan.mesh.pp > 1,
+        tied=plan.model.shares_table and plan.mesh.pp > 1,
         tied_group=_tied_group(plan, ranks),
         span=span,
         steps=steps,
@@ -184,6 +185,7 @@ def _loop(
     after_backward: After,
     span: Span,
     batch: Batch | None,
+    places: Tensor | None,
 ) -> Tensor:
     """Runs forward and backward of one micro-batch after the other, on one pipeline rank."""
     assert batch is not None, "one pipeline rank has the first stage"
@@ -191,9 +193,13 @@ def _loop(
     total = torch.zeros((), device=ids.device)
     size = plan.pipeline.micro_batch_size
     micro_batches = zip(ids.split(size), targets.split(size), strict=True)
+    of_documents = None if places is None else places.split(size)
     for index, (micro_ids, micro_targets) in enumerate(micro_batches):
         with span("F", 0, index):
-            loss = mean_loss(stage(micro_ids), micro_targets)
+            inputs = {"next_ids": micro_targets} if plan.model.mtp_layers else {}
+            if of_documents is not None:
+                inputs["places"] = of_documents[index]
+            loss = mean_loss(stage(micro_ids, **inputs), micro_targets)
         with span("B", 0, index):
             loss.backward()
         after_backward()
@@ -205,19 +211,24 @@ def _scheduled(
     schedule: _PipelineScheduleRuntime,
     stages: Sequence[Stage],
     device: torch.device,
-    ids_everywhere: bool,
+    plan: Plan,
     batch: Batch | None,
+    places: Tensor | None,
 ) -> Tensor:
     """Runs one step of the runtime.
 
-    With `ids_everywhere` every stage gets the ids, because each stage of an external module runs
-    the module's own forward pass.
+    Every stage of an external module gets the ids, because it runs the module's own forward pass.
+    The last stage of a model that predicts further tokens gets the ids of the next ones.
     """
     ids, targets = batch or (None, None)
     losses: list[Tensor] = []
     ends_model = any(stage.ends_model for stage in stages)
     first = (ids,) if any(stage.begins_model for stage in stages) else ()
-    inputs = {"ids": ids} if ids_everywhere else {}
+    inputs = {"ids": ids} if plan.module is not None else {}
+    if plan.model.mtp_layers and plan.module is None and ends_model:
+        inputs["next_ids"] = targets
+    if places is not None:
+        inputs["places"] = places
     schedule.step(
         *first,
         target=targets if ends_model else None,
@@ -275,7 +286,7 @@ def _tied_group(plan: Plan, ranks: RankPlace) -> dist.ProcessGroup | None:
     copies.
     """
     ends = [plan.stages[index].rank for index in (0, -1)]
-    if not plan.model.tied_embeddings or ends[0] == ends[1]:
+    if not plan.model.shares_table or ends[0] == ends[1]:
         return None
     tied, mesh = None, plan.mesh
     for dp, cp, tp in product(range(mesh.dp), range(mesh.cp), range(mesh.tp)):

@@ -21,9 +21,10 @@ from parplan.executor.external.external_body import ExternalBody
 from parplan.executor.external.external_stage import build_external
 from parplan.executor.memory.host_copies import HostCopies, HostOffload
 from parplan.executor.memory.host_table import HostTable
-from parplan.executor.memory.layer_recompute import operator_module, recomputed
+from parplan.executor.memory.layer_recompute import recomputed
 from parplan.executor.memory.saved_tensors import Recipes
 from parplan.executor.models.mixture_of_experts import experts_of, mark_biases
+from parplan.executor.models.operators import operator_module
 from parplan.executor.models.transformer_layers import (
     Block,
     Embedding,
@@ -76,18 +77,25 @@ class Body(nn.Module):
         for name, layer in layers.items():
             self.add_module(name, layer)
 
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.children():
+    def forward(self, x: Tensor, places: Tensor | None = None, **of_head: Tensor) -> Tensor:
+        """Returns the output of the last layer.
+
+        places    those of the tokens in their documents, which all layers but the head read
+        of_head   further inputs of the head
+        """
+        of_others = () if places is None else (places,)
+        for name, layer in self.named_children():
             inputs = x.inputs() if isinstance(x, HalvedOutput) else (x,)
             del x  # the name would hold the activation until the layer ends
-            x = layer(*inputs)
+            in_head = name == LayerKind.HEAD
+            x = layer(*inputs, **of_head) if in_head else layer(*inputs, *of_others)
         return x
 
     def tied_weight(self) -> nn.Parameter | None:
         """Returns this stage's copy of the token embedding, if it holds one."""
         if hasattr(self, "embedding"):
             return self.embedding.tokens.weight
-        return self.head.lm_head.weight if hasattr(self, "head") else None
+        return self.head.table.weight if hasattr(self, "head") else None
 
 
 class Stage(nn.Module):
@@ -173,7 +181,7 @@ def _build_stage(
         }
         _overlap(plan, ranks, built, recipes, placed, last_choice)
         if len(built) > 1:
-            built["head"].lm_head.weight = built["embedding"].tokens.weight
+            built["head"].table.weight = built["embedding"].tokens.weight
         tables += _host_tables(plan, ranks, built, group[0])
         is_chunked = chunks is not None and group[0].kind is LayerKind.BLOCK
         if is_chunked:
@@ -314,7 +322,7 @@ def _expert_units(
 def _unit_layers(plan: Plan, placed: tuple[PlacedLayer, ...]) -> list[tuple[PlacedLayer, ...]]:
     """Returns each layer alone, except embedding and head that share one Parameter."""
     ends = tuple(layer for layer in placed if layer.kind is not LayerKind.BLOCK)
-    if not plan.model.tied_embeddings or len(ends) < 2:
+    if not plan.model.shares_table or len(ends) < 2:
         return [(layer,) for layer in placed]
     return [ends, *((layer,) for layer in placed if layer.kind is LayerKind.BLOCK)]
 
@@ -392,7 +400,8 @@ def border(plan: Plan, after: PlacedLayer) -> tuple[str, ...]:
         return WHOLE
     if after.kind is LayerKind.EMBEDDING:
         return SEQUENCE if after.plan.sequence_parallel else WHOLE
-    name = "residual2" if after.kind is LayerKind.BLOCK else "lm_head"
+    ends = ("lm_head", "residual2", "residual1")  # a block may have the mixer alone
+    name = next(each for each in ends if each in after.plan.operators)
     return of_axis(after.plan.operators[name].output, "tp")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from parplan.costmodels.layers.context_parallel import illegal_context
-from parplan.executor.rules.rule import Refusal, rule
+from parplan.executor.rules.rule import Refusal, rule, with_training
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.stack import AttentionKernel, ContextForm
 
@@ -27,7 +27,7 @@ def context_pieces(plan: Plan) -> Iterator[Refusal]:
     yield Refusal(
         problem=problem,
         action=f"set seq_length to {whole}",
-        nearest=replace(plan, training=replace(plan.training, seq_length=whole, documents=None)),
+        nearest=with_training(plan, seq_length=whole, documents=None),
     )
 
 
@@ -57,7 +57,7 @@ def context_attention(plan: Plan) -> Iterator[Refusal]:
         yield Refusal(
             problem=f"training: attention is {plan.training.attention} with cp {plan.mesh.cp}",
             action="set attention to flash",
-            nearest=replace(plan, training=replace(plan.training, attention=AttentionKernel.FLASH)),
+            nearest=with_training(plan, attention=AttentionKernel.FLASH),
         )
     if plan.model.dropout:
         yield Refusal(
@@ -86,6 +86,8 @@ def _obstacle(plan: Plan) -> str | None:
         return "blocks in chunks"
     if any(kind.chunk for kind in plan.model.block_kinds):
         return "attention within parts of a sequence"
+    if plan.model.state_space is not None:
+        return "state-space blocks"
     if plan.pipeline.tp_overlap:
         return f"tp_overlap {plan.pipeline.tp_overlap}"
     for name, layer_plan in plan.layer_plans.items():

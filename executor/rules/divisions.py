@@ -9,6 +9,7 @@
     attention, rotary         Shard(0) or Shard(2), whole heads; the same output
     norm                      Shard(0) or Shard(1); the same output
     norm of heads             Shard(0), Shard(1) or Shard(2), whole heads; the same output
+    state space               Shard(0) or Shard(2), whole groups of heads; the same output
     activation, residual      Shard(0), Shard(1) or Shard(2); the same output
     token table, by rows      ids whole  Shard(0)               whole, Shard(0) or Shard(1)
             by columns        ids whole  Shard(1)               Shard(2)
@@ -42,6 +43,7 @@ SEQUENCE: Entries = ("Shard(1)@tp",)
 FEATURES: Entries = ("Shard(2)@tp",)
 ROWS, COLUMNS = BATCH, SEQUENCE  # of a weight [features out, features in], and of a table
 TOKENS = (BATCH, SEQUENCE)
+OF_STATE_SPACES = ("conv", "steps", "scan", "gated_norm")  # operators that hold groups of heads
 
 _SHARD = re.compile(r"Shard\((\d+)\)@tp")
 
@@ -210,7 +212,7 @@ def _rule(operator: Operator, layer: LayerKind, placement: OperatorPlacement) ->
         yield from _embedding_rule(operator, placement)
     elif operator.kind is OperatorKind.CROSS_ENTROPY:
         yield from _loss_rule(placement)
-    elif operator.kind is OperatorKind.MATMUL:
+    elif operator.kind is OperatorKind.MATMUL and operator.parameters:
         yield from _matmul_rule(operator, placement)
     else:
         yield from _same_rule(operator, placement)
@@ -253,7 +255,8 @@ def _same_rule(operator: Operator, placement: OperatorPlacement) -> Iterator[str
         if entries != (ROWS if by_heads else WHOLE):
             yield f"its parameters must be {'Shard(0)' if by_heads else 'whole'}"
     over_heads = operator.parallel_dim == "heads"
-    reads_sequences = any(name == "sequence" for name, _ in operator.undivided)
+    in_chunks = operator.kind is OperatorKind.MATMUL  # the scan of a state space
+    reads_sequences = in_chunks or any(name == "sequence" for name, _ in operator.undivided)
     if reads_sequences and placement.input == SEQUENCE:
         why = (
             "queries need every key before them"
@@ -308,6 +311,8 @@ def _divided_sizes(
             continue
         if dim != 2:
             size, name = sizes[dim], names[dim]
+        elif operator.name in OF_STATE_SPACES and plan.model.state_space is not None:
+            size, name = plan.model.state_space.num_groups, "groups of state-space heads"
         elif operator.parallel_dim == "heads" and operator.kind is not OperatorKind.MATMUL:
             size, name = plan.model.num_kv_heads, "num_kv_heads"
         else:

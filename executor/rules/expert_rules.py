@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 from parplan.costmodels.communication.mesh import Mesh
@@ -13,15 +13,6 @@ from parplan.executor.rules.divisions import SEQUENCE, TOKENS
 from parplan.planner.plan.plan import LayerPlan, OperatorPlacement, Plan
 from parplan.profiles.models.operator_graph import LayerClass
 
-MIXTURE = (
-    "router",
-    "choice",
-    "dispatch",
-    "fc1",
-    "activation",
-    "fc2",
-    "combine",
-)  # one module: executor/models/mixture_of_experts.py
 RECOMPUTED_ALONE = ("activation",)  # operators of the mixture that can be recomputed by themselves
 
 Problem = tuple[str, str, LayerPlan]  # the problem, the remedy, and the layer plan with the remedy
@@ -35,25 +26,28 @@ def mixture_problems(plan: Plan) -> Iterator[tuple[str, Problem]]:
     for name, layer_plan in plan.layer_plans.items():
         block = layer_class_of(plan, layer_plan)
         if block.has_experts:
-            names = {operator.name for operator in block.operators}
-            kept = host_bytes_by_operator(block, Sharding(), layer_plan.recompute)
             for problem in (
-                _recompute(layer_plan, names),
-                _kept_on_host(layer_plan, kept),
+                _recompute(layer_plan, block),
+                _kept_on_host(layer_plan, block),
                 _placements(layer_plan, plan.mesh, block) if plan.mesh.tp > 1 else None,
             ):
                 if problem:
                     yield name, problem
 
 
-def _recompute(layer_plan: LayerPlan, names: set[str]) -> Problem | None:
+def mixture_of(block: LayerClass) -> tuple[str, ...]:
+    """Return the operators of a mixture, one module of executor/models/mixture_of_experts.py."""
+    return tuple(operator.name for operator in block.operators if operator.in_mixture)
+
+
+def _recompute(layer_plan: LayerPlan, block: LayerClass) -> Problem | None:
     recomputed = set(layer_plan.recompute)
     alone = [
         operator
-        for operator in MIXTURE
+        for operator in mixture_of(block)
         if operator in recomputed and operator not in RECOMPUTED_ALONE
     ]
-    if not alone or recomputed == names:
+    if not alone or recomputed == {operator.name for operator in block.operators}:
         return None
     left = tuple(operator for operator in layer_plan.recompute if operator not in alone)
     problem = (
@@ -63,16 +57,18 @@ def _recompute(layer_plan: LayerPlan, names: set[str]) -> Problem | None:
     return problem, f"set recompute to {list(left)}", replace(layer_plan, recompute=left)
 
 
-def _kept_on_host(layer_plan: LayerPlan, kept: Mapping[str, int]) -> Problem | None:
+def _kept_on_host(layer_plan: LayerPlan, block: LayerClass) -> Problem | None:
     """Check that the host keeps all saved tensors of the mixture or none.
 
     Saved tensors of one of its operators cannot be told from those of another.
     """
-    named = [operator for operator in MIXTURE if operator in layer_plan.keep_on_host]
-    missing = [operator for operator in MIXTURE if kept[operator] and operator not in named]
+    mixture = mixture_of(block)
+    kept = host_bytes_by_operator(block, Sharding(), layer_plan.recompute)
+    named = [operator for operator in mixture if operator in layer_plan.keep_on_host]
+    missing = [operator for operator in mixture if kept[operator] and operator not in named]
     if not named or not missing:
         return None
-    left = tuple(operator for operator in layer_plan.keep_on_host if operator not in MIXTURE)
+    left = tuple(operator for operator in layer_plan.keep_on_host if operator not in mixture)
     problem = (
         f"keep_on_host names {named[0]} and not {missing[0]}: the host keeps all that the experts "
         "keep, or nothing"
@@ -83,7 +79,7 @@ def _kept_on_host(layer_plan: LayerPlan, kept: Mapping[str, int]) -> Problem | N
 def _placements(layer_plan: LayerPlan, mesh: Mesh, block: LayerClass) -> Problem | None:
     """Check that ranks divide the tokens of a mixture alike, or the width of all experts."""
     legal = _legal(layer_plan.operators["router"], mesh, block)
-    wrong = [name for name in MIXTURE if layer_plan.operators[name] != legal[name]]
+    wrong = [name for name in legal if layer_plan.operators[name] != legal[name]]
     if not wrong:
         return None
     problem = (
@@ -113,7 +109,7 @@ def _legal(
         return tokens if entries == SEQUENCE else entries
 
     legal = {}
-    for name in MIXTURE:
+    for name in mixture_of(block):
         each = placements(block.operator(name), sharding)
         legal[name] = OperatorPlacement(
             parameters=each.parameters, input=placed(each.input), output=placed(each.output)

@@ -93,7 +93,7 @@ def zero_ranks(plan: Plan) -> Iterator[Refusal]:
     action="use one zero for both",
 )
 def tied(plan: Plan) -> Iterator[Refusal]:
-    if not plan.model.tied_embeddings:
+    if not plan.model.shares_table:
         return
     stages = stage_layers(plan)
     embedding = _sharded_as(stages[0][0], plan.mesh)

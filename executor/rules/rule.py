@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,6 +52,16 @@ def rule(*, why: str, action: str) -> Callable[[Check], Rule]:
         )
 
     return make
+
+
+def those(parts: Mapping[str, bool]) -> list[str]:
+    """Return the names of the parts that a plan has."""
+    return [name for name, is_there in parts.items() if is_there]
+
+
+def with_training(plan: Plan, **changes: Any) -> Plan:
+    """Return the plan with fields of its training changed."""
+    return replace(plan, training=replace(plan.training, **changes))
 
 
 def with_layer_plan(plan: Plan, name: str, **changes: Any) -> Plan:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.operators.optimizers import PLAIN_OPTIMIZERS
-from parplan.executor.rules.rule import Refusal, rule
+from parplan.executor.rules.rule import Refusal, rule, those, with_training
 from parplan.planner.plan.plan import Plan
-from parplan.profiles.models.blocks import Mixer
-from parplan.profiles.models.functions import RouterScores
 from parplan.profiles.models.spec import Optimizer, Positions, Precision, rare_parts
 from parplan.profiles.stack import AttentionKernel
 
@@ -20,6 +19,7 @@ RUN = {"blocks", "latent", "output_bias", "qk_norm", "sinks", "norm_layout", "fu
     "shared_experts",
     "expert_bias",
     "router_bias",
+    "mtp_layers",
     "state_space",
     "tower",
     "left_out",
@@ -34,24 +34,41 @@ def model_parts(plan: Plan) -> Iterator[Refusal]:
     model = plan.model
     if plan.module is not None:
         return
-    scans = any(kind.mixer is Mixer.STATE_SPACE for kind in model.block_kinds)
-    if scans or any(not kind.feed_forward for kind in model.block_kinds):
-        yield Refusal(
-            problem=f"model: {model.name} has state-space blocks, or blocks of one part",
-            action=model_parts.action,
-        )
-    if model.functions.router_scores is RouterScores.SIGMOID_INPUTS:
-        yield Refusal(
-            problem=f"model: {model.name} weights the inputs of its experts, not their outputs",
-            action=model_parts.action,
-        )
     for name, default in rare_parts(model).items():
-        if name not in RUN:  # such as multi-token prediction, which needs ids on the last stage
+        if name not in RUN:
             yield Refusal(
                 problem=f"model: {model.name} has {name}",
                 action=f"set {name} to {str(default).lower()}",
                 nearest=replace(plan, model=replace(model, **{name: default})),  # type: ignore[arg-type]
             )
+
+
+@rule(
+    why="the executor runs one module of multi-token prediction, on ranks that hold all of it and "
+    "whole sequences, with a token table on the device that the last product does not share",
+    action="leave the modules out",
+)
+def further_tokens(plan: Plan) -> Iterator[Refusal]:
+    model, mesh = plan.model, plan.mesh
+    if not model.mtp_layers or plan.module is not None:
+        return
+    obstacles = {
+        f"{model.mtp_layers} modules": model.mtp_layers > 1,
+        "a tied table": model.tied_embeddings,
+        f"tp {mesh.tp}": mesh.tp > 1,
+        f"cp {mesh.cp}": mesh.cp > 1,
+        "a token table on the host": any(
+            Offload.LOOKUP in each.offload for each in plan.layer_plans.values()
+        ),
+    }
+    found = those(obstacles)
+    if found:
+        left = 1 if found == [f"{model.mtp_layers} modules"] else 0
+        yield Refusal(
+            problem=f"model: {model.name} has mtp_layers with {', '.join(found)}",
+            action=f"set mtp_layers to {left}",
+            nearest=replace(plan, model=replace(model, mtp_layers=left)),
+        )
 
 
 @rule(
@@ -68,8 +85,9 @@ def dropped_scores(plan: Plan) -> Iterator[Refusal]:
         "sinks": model.sinks,
         "a soft cap": model.attention_soft_cap > 0.0,
         "values of another width": model.value_head_dim != model.head_dim,
+        "packed documents": plan.training.documents is not None,
     }
-    found = [part for part, is_there in parts.items() if is_there]
+    found = those(parts)
     if found and plan.module is None:
         yield Refusal(
             problem=f"model: dropout is {model.dropout} with {', '.join(found)}",
@@ -87,7 +105,7 @@ def product_formats(plan: Plan) -> Iterator[Refusal]:
         yield Refusal(
             problem=f"training: products is {plan.training.products}",
             action="leave products out",
-            nearest=replace(plan, training=replace(plan.training, products=None)),
+            nearest=with_training(plan, products=None),
         )
 
 
@@ -102,9 +120,7 @@ def gradient_precision(plan: Plan) -> Iterator[Refusal]:
         yield Refusal(
             problem=f"training: gradient_precision is {precision}",
             action="set gradient_precision to fp32",
-            nearest=replace(
-                plan, training=replace(plan.training, gradient_precision=Precision.FP32)
-            ),
+            nearest=with_training(plan, gradient_precision=Precision.FP32),
         )
 
 
@@ -115,7 +131,7 @@ def positions_rule(plan: Plan) -> Iterator[Refusal]:
         yield Refusal(
             problem=f"training: seq_length is {length}, the model's max_seq_length {most}",
             action=f"set seq_length to {most}",
-            nearest=replace(plan, training=replace(plan.training, seq_length=most, documents=None)),
+            nearest=with_training(plan, seq_length=most, documents=None),
         )
 
 
@@ -135,18 +151,19 @@ def rotary_pairs(plan: Plan) -> Iterator[Refusal]:
 
 
 @rule(
-    why="the executor trains part of its own dense models, and holds frozen weights as they "
-    "compute; peft's adapters of a Hugging Face module are not run",
-    action="train all of the model, or leave out what it says",
+    why="the executor adapts its own models; ranks that divide an expert have no adapters of it, "
+    "and peft's adapters of a Hugging Face module are not run",
+    action="train all of the model, or do what it says",
 )
 def fine_tuning(plan: Plan) -> Iterator[Refusal]:
     tuning = plan.training.fine_tuning
     if tuning is None:
         return
-    if plan.model.num_experts:
+    if plan.model.num_experts and tuning.adapts_experts and plan.mesh.etp > 1:
         yield Refusal(
-            problem="training: fine_tuning of a model with experts",
-            action="run it in the framework whose stack it was priced for",
+            problem=f"mesh: etp is {plan.mesh.etp}, and experts have adapters",
+            action="set etp to 1",
+            nearest=replace(plan, mesh=replace(plan.mesh, etp=1)),
         )
     if plan.module is not None:
         yield Refusal(
@@ -173,20 +190,34 @@ def optimizer_rule(plan: Plan) -> Iterator[Refusal]:
     yield Refusal(
         problem=f"training: optimizer is {optimizer}, and {where}",
         action=f"set optimizer to {Optimizer.ADAM}",
-        nearest=replace(plan, training=replace(plan.training, optimizer=Optimizer.ADAM)),
+        nearest=with_training(plan, optimizer=Optimizer.ADAM),
     )
 
 
 @rule(
-    why="data files have tokens without the ends of documents, and attention reads whole sequences",
-    action="run it in the framework whose stack it was priced for, or plan whole sequences",
+    why="only the executor's own blocks tell documents apart, on ranks with whole sequences and "
+    "where nothing else moves under their passes",
+    action="plan whole sequences, or do what it says",
 )
-def whole_sequences(plan: Plan) -> Iterator[Refusal]:
-    if plan.training.documents is not None:
+def packed_sequences(plan: Plan) -> Iterator[Refusal]:
+    if plan.training.documents is None:
+        return
+    obstacles = {
+        f"cp {plan.mesh.cp}": plan.mesh.cp > 1,
+        "a module that is not the executor's own": plan.module is not None,
+        "blocks in chunks": plan.chunks is not None,
+        f"tp_overlap {plan.pipeline.tp_overlap}": plan.pipeline.tp_overlap > 0,
+        "multi-token prediction": plan.model.mtp_layers > 0,
+        "state-space blocks": plan.model.state_space is not None,
+        "activations on the host": any(each.keep_on_host for each in plan.layer_plans.values()),
+    }
+    found = those(obstacles)
+    if found:
         yield Refusal(
-            problem=f"training: sequences are packed from {plan.training.documents}",
+            problem=f"training: sequences are packed from {plan.training.documents}, with "
+            + ", ".join(found),
             action="leave out documents",
-            nearest=replace(plan, training=replace(plan.training, documents=None)),
+            nearest=with_training(plan, documents=None),
         )
 
 
@@ -196,12 +227,13 @@ def dropless(plan: Plan) -> Iterator[Refusal]:
         yield Refusal(
             problem=f"training: expert_capacity is {plan.training.expert_capacity:g}",
             action="set expert_capacity to 0",
-            nearest=replace(plan, training=replace(plan.training, expert_capacity=0.0)),
+            nearest=with_training(plan, expert_capacity=0.0),
         )
 
 
 TRAINING = (
     model_parts,
+    further_tokens,
     dropped_scores,
     product_formats,
     fine_tuning,
@@ -210,5 +242,5 @@ TRAINING = (
     rotary_pairs,
     optimizer_rule,
     dropless,
-    whole_sequences,
+    packed_sequences,
 )

@@ -164,9 +164,10 @@ def _enter_and_leave(layer: nn.Module, axes: Axes) -> None:
     both = axes.mesh
 
     def enter(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        (x,) = args
+        x, *others = args
         over_tp = x.placements if isinstance(x, DTensor) else (Replicate(),)
-        return (DTensor.from_local(local(x), both, (Shard(0), *over_tp), run_check=False),)
+        placed = DTensor.from_local(local(x), both, (Shard(0), *over_tp), run_check=False)
+        return placed, *others
 
     def leave(_: nn.Module, args: Any, out: DTensor) -> Tensor:
         part = out.to_local()

@@ -203,6 +203,7 @@ class RankPlace:
             mesh=self.expert_mesh[COPIES] if divided is None else divided["shards"],
             copies=None if divided is None else divided["apart"],
             offloaded=Offload.STATES in placed.plan.offload,
+            fine_tuned=plan.training.fine_tuning is not None,
         )
         shard_unit(unit, plan.training.precision)
         return unit

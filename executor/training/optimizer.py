@@ -223,7 +223,7 @@ def _counted(plan: Plan, stages: Sequence[Stage]) -> Iterator[nn.Parameter]:
     copies = [
         stage.tied_weight()
         for stage in stages
-        if plan.model.tied_embeddings and plan.mesh.pp > 1 and stage.ends_model
+        if plan.model.shares_table and plan.mesh.pp > 1 and stage.ends_model
     ]
     return (parameter for parameter in parameters if not any(parameter is copy for copy in copies))
 

@@ -18,6 +18,7 @@ from parplan.costmodels.layers.model_states import StateBytes
 from parplan.executor.chunks.chunk_adam import ChunkAdam
 from parplan.executor.chunks.memory_tracing import MemoryTracing, TraceRequest
 from parplan.executor.data.batches import Batches, build_batches
+from parplan.executor.data.document_places import Places, build_places
 from parplan.executor.models.expert_exchange import COPIES
 from parplan.executor.pipeline.loss_scale import LossScale, loss_scale
 from parplan.executor.pipeline.pipeline import RankPipeline, build_pipeline
@@ -83,7 +84,8 @@ class Trainer:
     """One rank of a training run.
 
     `optimizer` updates the parameters outside of chunks, `adam` those in chunks. `tracing` measures
-    the first steps of a run with chunks, if that is asked for.
+    the first steps of a run with chunks, if that is asked for. `places` has the documents of packed
+    sequences.
     """
 
     plan: Plan
@@ -98,6 +100,7 @@ class Trainer:
     adam: ChunkAdam | None = None
     shares: RankLosses = field(default_factory=RankLosses)
     tracing: MemoryTracing | None = None
+    places: Places | None = None
 
     def gradients(self, step: int) -> Tensor:
         """Run forward, backward and reduction of the batch of `step`.
@@ -108,7 +111,8 @@ class Trainer:
         with self.recorder.span("data", -1, -1):
             batch = self.batch(step) if self.pipeline.reads else None
         self.progress.at("runs forward and backward passes")
-        loss = self.pipeline.step(batch)
+        packed = () if self.places is None else (self.places(step).to(self.ranks.device),)
+        loss = self.pipeline.step(batch, *packed)
         # Every tensor-parallel rank of the last stage has the loss of its data-parallel rank, or
         # of its part of the tokens.
         counts = self.ranks.coordinate("tp") == 0 or loses_by_tokens(self.plan)
@@ -216,12 +220,12 @@ class Trainer:
     def held(self) -> RankTensors:
         """Return the parameters of this rank that a checkpoint contains."""
         apart = self.pipeline.chunks.parameters if self.pipeline.chunks is not None else ()
-        return held(self.pipeline.stages, tied=self.plan.model.tied_embeddings, apart=apart)
+        return held(self.pipeline.stages, tied=self.plan.model.shares_table, apart=apart)
 
     @property
     def has_copies(self) -> bool:
         """True if some rank holds a copy of a parameter that another rank saves."""
-        return self.plan.model.tied_embeddings and self.plan.mesh.pp > 1
+        return self.plan.model.shares_table and self.plan.mesh.pp > 1
 
     def settle_copies(self) -> None:
         """Do nothing after a load: a rank holds at most one copy of a parameter."""
@@ -372,6 +376,7 @@ def trainer_of(
             layout_of(*(stage.body for stage in pipeline.stages)),
         ),
         batches=build_batches(plan, replica, options),
+        places=build_places(plan, replica, options),
         meter=meter,
         recorder=recorder,
         progress=progress,

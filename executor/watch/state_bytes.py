@@ -146,6 +146,8 @@ def _expert_states(
     shards = expert_shards(zero_ranks(layer, mesh), mesh)
     zero, on_host = layer.plan.zero if shards > 1 else 0, Offload.STATES in layer.plan.offload
     index = stage_rank // (mesh.ep * mesh.etp) % shards
+    if not parameter.trained:
+        return frozen_states(shape, (index, shards), zero, plan.training)
     return shard_states(shape, (index, shards), zero, plan.training, whole, on_host=on_host)
 
 

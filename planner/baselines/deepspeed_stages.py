@@ -1,8 +1,8 @@
 """DeepSpeed's partitions of a model into pipeline stages.
 
-The embedding is on the first stage and the head on the last. The rules were read in
-microsoft/DeepSpeed at 00f47f033a1b, deepspeed/runtime/pipe/module.py (_partition_layers);
-deepspeed/runtime/utils.py (partition_uniform, partition_balanced):
+The embedding is on the first stage, with the layers of a tower, and the head on the last. The rules
+were read in microsoft/DeepSpeed at 00f47f033a1b, deepspeed/runtime/pipe/module.py
+(_partition_layers); deepspeed/runtime/utils.py (partition_uniform, partition_balanced):
 
 uniform      equally many layers on each stage, with embedding and head as layers; the first stages
              take the remainder
@@ -35,7 +35,7 @@ def blocks_of_stages(
     method: Partition, num_stages: int, price_cache: PriceCache
 ) -> tuple[int, ...] | None:
     """Returns the blocks of every stage, or None where a stage would have none."""
-    num_layers = price_cache.model.num_blocks
+    num_layers = price_cache.model.num_layers
     weights = _weights(method, price_cache)
     bounds = (
         _uniform(num_layers + 2, num_stages)
@@ -57,11 +57,13 @@ def partitions(num_stages: int, price_cache: PriceCache) -> tuple[tuple[int, ...
 
 def _weights(method: Partition, price_cache: PriceCache) -> tuple[int, ...]:
     """Returns the weights of the embedding, every block and the head in a partition."""
-    num_layers = price_cache.model.num_blocks
+    num_layers = price_cache.model.num_layers
     if method is not Partition.PARAMETERS:
         return (0, *(1,) * num_layers, 0)
     graph = price_cache.graph(1)
-    return tuple(_parameters(run.layer) for run in graph.layers for _ in range(run.count))
+    layers = [_parameters(run.layer) for run in graph.layers for _ in range(run.count)]
+    first = len(layers) - num_layers - 1  # the embedding, and the layers of a tower
+    return sum(layers[:first]), *layers[first:]
 
 
 def _parameters(layer: LayerClass) -> int:

@@ -88,7 +88,7 @@ def without_pipeline(
             else (Recompute.NONE, Recompute.FULL)
         )
         if layout.mesh.pp == 1:
-            yield from strategies((layout,), price_cache.model.num_blocks, zeros, levels)
+            yield from strategies((layout,), price_cache.model.num_layers, zeros, levels)
 
 
 def equal_stages(layouts: Iterable[ParallelLayout], num_layers: int) -> Iterator[Choice]:
@@ -106,7 +106,7 @@ def merak_strategies(price_cache: PriceCache, limit_bytes: float) -> tuple[Strat
     return (
         *without_pipeline(layouts, price_cache),
         *least_recompute(
-            equal_stages((*layouts, *shifted(layouts)), price_cache.model.num_blocks),
+            equal_stages((*layouts, *shifted(layouts)), price_cache.model.num_layers),
             price_cache,
             limit_bytes,
         ),

@@ -16,8 +16,7 @@ from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.planner.baselines.optimum import rank_bytes
-from parplan.planner.baselines.uniform_strategies import staged
-from parplan.planner.stage_columns.block_counts import with_classes
+from parplan.planner.baselines.uniform_strategies import of_model, staged
 from parplan.planner.stage_recompute import (
     Counts,
     recomputed,
@@ -89,7 +88,7 @@ class StageAwareRoom:
     def _fits(self, stage: int, count: int) -> bool:
         counts = [count if index == stage else 0 for index in range(len(self.blocks))]
         strategy = stage_aware(self.layout, self.blocks, counts, self.zero)
-        strategy = with_classes(strategy, self.price_cache)
+        strategy = of_model(strategy, self.price_cache)
         return rank_bytes(strategy, stage, self.price_cache) <= self.limit_bytes
 
     def _least(self, stage: int) -> int | None:

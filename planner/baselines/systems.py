@@ -61,6 +61,7 @@ from parplan.planner.baselines.uniform_strategies import (
     equal_stages,
     megatron_layouts,
     megatron_meshes,
+    of_model,
     plain_layouts,
     staged,
     strategies,
@@ -69,7 +70,6 @@ from parplan.planner.baselines.uniform_strategies import (
 from parplan.planner.candidates.context_forms import without_beaten_forms
 from parplan.planner.candidates.enumeration import CandidateSpace
 from parplan.planner.deadline import NEVER, Deadline
-from parplan.planner.stage_columns.block_counts import with_classes
 from parplan.profiles.errors import unknown_name_error
 from parplan.profiles.models.transformer import has_unlike_blocks
 from parplan.profiles.stack import ContextForm
@@ -127,7 +127,7 @@ class _Space:
         if not has_unlike_blocks(price_cache.model, price_cache.training):
             return self
         return _Space(
-            tuple(tuple(with_classes(each, price_cache) for each in group) for group in self.groups)
+            tuple(tuple(of_model(each, price_cache) for each in group) for group in self.groups)
         )
 
 
@@ -147,7 +147,7 @@ def _megatron(chunks: Callable[[ParallelLayout], bool] = lambda _: True) -> _Mak
 
     def make(price_cache: PriceCache, _: float) -> _Space:
         layouts = filter(chunks, _layouts(megatron_meshes(MEGATRON, price_cache), price_cache))
-        return _Space((strategies(layouts, price_cache.model.num_blocks, (0, 1), LEVELS),))
+        return _Space((strategies(layouts, price_cache.model.num_layers, (0, 1), LEVELS),))
 
     return make
 
@@ -159,7 +159,7 @@ def _megatron_2021(chunks: Callable[[ParallelLayout], bool]) -> _Make:
     """
 
     def make(price_cache: PriceCache, _: float) -> _Space:
-        num_layers = price_cache.model.num_blocks
+        num_layers = price_cache.model.num_layers
         meshes = megatron_meshes(MEGATRON_2021, price_cache, ep=(1,))
         layouts = (
             layout
@@ -197,7 +197,7 @@ def _defaults(price_cache: PriceCache, _: float) -> _Space:
     whole = (
         mesh
         for mesh in megatron_meshes(MEGATRON, price_cache, cp=(1,), ep=(1,))
-        if model.num_blocks % mesh.pp == 0 and (mesh.etp == mesh.tp or not model.num_experts)
+        if model.num_layers % mesh.pp == 0 and (mesh.etp == mesh.tp or not model.num_experts)
     )
     ordered = sorted(whole, key=lambda mesh: (mesh.tp * mesh.pp, mesh.pp))
     plain = (
@@ -207,7 +207,7 @@ def _defaults(price_cache: PriceCache, _: float) -> _Space:
         and layout.virtual_stages == 1
         and layout.sequence_parallel == (model.num_experts > 0 and layout.mesh.tp > 1)
     )
-    ordered_strategies = strategies(plain, model.num_blocks, (0,), (Recompute.NONE,))
+    ordered_strategies = strategies(plain, model.num_layers, (0,), (Recompute.NONE,))
     return _Space(tuple((strategy,) for strategy in ordered_strategies))
 
 
@@ -232,7 +232,7 @@ def _guide(price_cache: PriceCache, _: float) -> _Space:
                     for layout in _layouts(meshes.values(), price_cache)
                     if layout.sequence_parallel or layout.mesh.tp == 1
                 ),
-                price_cache.model.num_blocks,
+                price_cache.model.num_layers,
                 (1,),
                 (level,),
             )
@@ -289,7 +289,7 @@ def _torchtitan(price_cache: PriceCache, _: float) -> _Space:
         if layout.virtual_stages == 1
         and not legal(Schedule.ZBV, layout.mesh.pp, layout.num_micro_batches, 2)
     )
-    return _Space((tuple(_titan_strategies((*plain, *v_shaped), price_cache.model.num_blocks)),))
+    return _Space((tuple(_titan_strategies((*plain, *v_shaped), price_cache.model.num_layers)),))
 
 
 def _titan_experts(mesh: Mesh, price_cache: PriceCache) -> bool:
@@ -321,7 +321,7 @@ def _data_parallel(
     def make(price_cache: PriceCache, _: float) -> _Space:
         meshes = system_meshes(TITAN, price_cache, pp=(1,), tp=(1,), ep=(1,), **pins)
         layouts = _layouts(meshes, price_cache)
-        return _Space((strategies(layouts, price_cache.model.num_blocks, (zero,), levels),))
+        return _Space((strategies(layouts, price_cache.model.num_layers, (zero,), levels),))
 
     return make
 

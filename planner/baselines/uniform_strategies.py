@@ -10,7 +10,9 @@ micro-batches than stages, for which the planner's search has GPipe. The range o
 is a rule of this planner: inside a node, dividing heads, ffn width and the padded vocabulary.
 Sequences and experts are divided as the planner divides them, in the forms that the system's stack
 has (configs/stacks/): context parallelism and micro-batches are tried where the planner's search
-tries them.
+tries them. The layers of a tower are on the first stage, before its blocks, and are not among those
+that stages divide: the first stage of a LLaVAModel has its vision model
+(megatron/core/models/multimodal/llava_model.py, `add_encoder`).
 
 Recompute is none, selective or full as this planner prices them: selective recompute with flash
 attention recomputes norms and activation functions, which saves more than Megatron's default, the
@@ -32,6 +34,7 @@ from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.candidates.enumeration import illegal_tokens
 from parplan.planner.candidates.meshes import meshes
 from parplan.planner.request import MAX_MICRO_BATCH_SIZE, Constraints, PlanRequest
+from parplan.planner.stage_columns.block_counts import with_classes
 from parplan.profiles.divisors import divisors
 from parplan.profiles.machines.machine_catalog import load_stack
 from parplan.profiles.models.operator_graph import LayerKind
@@ -69,7 +72,7 @@ def system_meshes(stack: str, price_cache: PriceCache, **pins: tuple[int, ...]) 
 
 def megatron_meshes(stack: str, price_cache: PriceCache, **pins: tuple[int, ...]) -> Iterator[Mesh]:
     """Yields the degrees of a system whose stages are equal, like `system_meshes`."""
-    num_layers = price_cache.model.num_blocks
+    num_layers = price_cache.model.num_layers
     for mesh in system_meshes(stack, price_cache, **pins):
         if counted_ends(num_layers, mesh.pp):
             yield mesh
@@ -115,8 +118,8 @@ def _plain(mesh: Mesh, training: TrainingSpec) -> Iterator[ParallelLayout]:
 
 def _virtual_stages(mesh: Mesh, model: ModelSpec, num_micro_batches: int) -> Iterator[int]:
     interleaves = mesh.pp > 1 and num_micro_batches % mesh.pp == 0
-    most = -(-(model.num_blocks + max(map(sum, COUNTED))) // mesh.pp) if interleaves else 1
-    yield from (v for v in range(1, most + 1) if counted_ends(model.num_blocks, mesh.pp * v))
+    most = -(-(model.num_layers + max(map(sum, COUNTED))) // mesh.pp) if interleaves else 1
+    yield from (v for v in range(1, most + 1) if counted_ends(model.num_layers, mesh.pp * v))
 
 
 @lru_cache(maxsize=64)
@@ -162,6 +165,20 @@ def staged(layout: ParallelLayout, levels: Sequence[Sequence[Recompute]], zero: 
     stages[0] = (layer_choice(LayerKind.EMBEDDING, zero, Recompute.NONE), *stages[0])
     stages[-1] = (*stages[-1], layer_choice(LayerKind.HEAD, zero, Recompute.NONE))
     return Strategy(layout=layout, stages=tuple(stages))
+
+
+def of_model(strategy: Strategy, price_cache: PriceCache) -> Strategy:
+    """Returns a strategy of a language model's blocks with its tower, and with their classes.
+
+    The layers of the tower run as the first block of the first stage does.
+    """
+    model = price_cache.model
+    tower_layers = model.num_blocks - model.num_layers
+    if tower_layers:
+        embedding, *rest = strategy.stages[0]
+        first = (embedding, *rest[:1] * tower_layers, *rest)
+        strategy = replace(strategy, stages=(first, *strategy.stages[1:]))
+    return with_classes(strategy, price_cache)
 
 
 def strategies(

@@ -34,7 +34,7 @@ from parplan.profiles.divisors import divisors
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
-from parplan.profiles.stack import Stack
+from parplan.profiles.stack import Stack, TowerDivision
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,12 @@ class CandidateSpace:
 
     layouts: tuple[ParallelLayout, ...]
     pruned: tuple[Pruned, ...]
+
+
+TOWER_TEXTS = {
+    TowerDivision.IMAGES: "each rank with its own images",
+    TowerDivision.REPEATED: "the tower on every rank",
+}
 
 
 def layout_text(layout: ParallelLayout) -> str:
@@ -57,6 +63,8 @@ def layout_text(layout: ParallelLayout) -> str:
     if layout.access is Access.OPERATOR:
         chunks += " by operators"
     states = ", states on the host" if layout.states_on_host else ""
+    if layout.tower is not TowerDivision.TENSOR:
+        states += f", {TOWER_TEXTS[layout.tower]}"
     return (
         f"{layout.mesh}, {schedule}, micro-batch {layout.micro_batch_size} x "
         f"{layout.num_micro_batches}{sequence}{overlap}{weights}{chunks}{states}"

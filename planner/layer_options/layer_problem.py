@@ -242,7 +242,7 @@ def layer_problem(
     dp: int = 1,
 ) -> LayerProblem:
     """Returns the problem of `layer` over the axes and with the boundary of `sharding`."""
-    inside = StageAxes(sharding.degrees, machine, training.stack)
+    inside = StageAxes(sharding.degrees, machine, training)
     over_data = sharding.data > 1
     strategies = LayerStrategies(
         (layer,), inside, training, zero, dp, over_data=over_data, like=sharding

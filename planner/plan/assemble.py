@@ -42,6 +42,7 @@ from parplan.planner.plan.prediction import (
     StageMemory,
     StageWait,
 )
+from parplan.planner.plan.traits import Run
 from parplan.profiles.models.operator_graph import BlockClass, LayerKind
 from parplan.profiles.provenance import Kind, Seconds, weakest_kind
 from parplan.profiles.units import gib
@@ -88,6 +89,7 @@ def _layer_plan(choice: LayerChoice, layout: ParallelLayout, price_cache: PriceC
         },
         own_zero=own_zero,
         block=key.name if isinstance(key, BlockClass) else "",
+        tower=sharding.runs_tower,
     )
 
 
@@ -321,17 +323,26 @@ def assemble(
     layout = strategy.layout
     training = price_cache.training
     names = _name_choices(strategy)
-    machine = price_cache.machine
     unmeasured = (
-        without_steps(price_cache.model, training, machine.cluster.device.compute_capability)
+        without_steps(price_cache.model, training)
         or price_cache.offload
         or layout.chunked
         or any(choice.on_host for choice in names)
     )
     predicted = replace(
         prediction_of(layout, price, price_cache),
-        # no step of the fit has any of it, or offload
-        error_band=None if unmeasured else error_band(machine, training.stack),
+        # no measured step has any of it, or offload
+        error_band=None
+        if unmeasured
+        else error_band(
+            Run(
+                model=price_cache.model,
+                training=training,
+                machine=price_cache.machine,
+                mesh=layout.mesh,
+                zero=max(choice.zero for choice in names),
+            )
+        ),
         redundancy_gib=_redundancy(strategy, price, names, price_cache),
     )
     return Plan(

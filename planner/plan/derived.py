@@ -10,6 +10,7 @@ from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.plan.plan import LayerRun, Plan
 from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
 from parplan.profiles.models.operator_graph import LayerKind
+from parplan.profiles.stack import TowerDivision
 
 
 def host_gib(plan: AnyPlan) -> float:
@@ -44,6 +45,7 @@ def layout_of(plan: AnyPlan) -> ParallelLayout:
         access=Access.BLOCK if plan.chunks is None else plan.chunks.access,
         states_on_host=_states_on_host(plan),
         weights_over_data=any(each.divides_over_data for each in layer_plans),
+        tower=next((each.tower for each in layer_plans if each.tower), TowerDivision.TENSOR),
     )
 
 

@@ -1,14 +1,21 @@
 """The error band of a plan, and the share of a device that a search keeps free.
 
-Both come from the residuals in profiles/data/terms.yaml. They are those of the stack that runs the
-plan, or those of all stacks where it has too few measured rows.
+The band of a plan is by its traits (conformal.py), from the runs in profiles/data/deviations.csv.
+The band of a stack and the memory margin are the residuals of the stack in
+profiles/data/terms.yaml, or those of all stacks where it has too few measured rows.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
+from parplan.planner.plan.conformal import ConformalBands, Deviating
+from parplan.planner.plan.oom_risk import margin_at
 from parplan.planner.plan.prediction import Band, ErrorBand
+from parplan.planner.plan.traits import Run, family_of, traits_of
 from parplan.planner.request import SearchOptions
-from parplan.profiles.machines.shipped_profiles import Machine
+from parplan.profiles.machines.deviations import shipped_deviations
 from parplan.profiles.machines.stack_terms import (
     EVERY_STACK,
     LEAST_MARGIN,
@@ -17,7 +24,6 @@ from parplan.profiles.machines.stack_terms import (
     shipped_terms,
 )
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
-from parplan.profiles.product_formats import is_before_blackwell
 from parplan.profiles.stack import Stack
 
 
@@ -37,34 +43,46 @@ def stack_band(stack_name: str, terms: Terms | None = None) -> ErrorBand:
     )
 
 
-def error_band(machine: Machine, stack: Stack) -> ErrorBand | None:
-    """Returns the error band of a plan, or None on a device without measured kernels.
+def error_band(run: Run) -> ErrorBand:
+    """Returns the error band of a plan by its traits, from measured runs of every stack.
 
-    Kernels of a device with the same chip count as measured. The measured steps were priced by
-    shipped curves, so there is no band for prices by a user's profile.
+    The bands of a machine that nobody measured are those of measured ones, widened as runs on
+    computed kernels were.
     """
-    known = machine.cluster.profile is None and machine.profile.compute.forward.rows
-    return stack_band(stack.name, shipped_terms()) if known else None
+    traits = traits_of(run)
+    times, memories = shipped_bands()
+    return ErrorBand(time=_band(times, traits), memory=_band(memories, traits))
 
 
-def without_steps(model: ModelSpec, training: TrainingSpec, capability: float | None) -> str | None:
-    """Returns what the fitted steps have nothing of, so that a plan with it has no band, or None.
+def _band(bands: ConformalBands, traits: Sequence[str]) -> Band:
+    return Band(
+        share=round(bands.share(traits), 3),
+        rows=bands.num_rows,
+        stack=EVERY_STACK,
+        like={trait: bands.rows_of.get(trait, 0) for trait in traits},
+    )
 
-    Narrow products were measured in fp8 before Blackwell alone.
-    """
-    narrow = training.products
+
+@functools.cache
+def shipped_bands() -> tuple[ConformalBands, ConformalBands]:
+    """Returns the bands of step times and of peak memories, from profiles/data/deviations.csv."""
+    runs = shipped_deviations()
+    times = [Deviating(r.id, r.experiment, r.traits, r.time) for r in runs if r.time is not None]
+    memories = [
+        Deviating(r.id, r.experiment, r.traits, r.memory) for r in runs if r.memory is not None
+    ]
+    return ConformalBands(times), ConformalBands(memories)
+
+
+def without_steps(model: ModelSpec, training: TrainingSpec) -> str | None:
+    """Returns what no measured step has, so that a plan with it has no band, or None."""
     return next(
         (
             what
             for what, is_there in (
-                ("models with experts, whose routing is taken as balanced", model.num_experts),
                 ("models with a tower", model.tower),
                 ("training in part", training.fine_tuning),
                 ("packed documents", training.documents),
-                (
-                    f"{narrow} products on this device",
-                    narrow and not is_before_blackwell(capability),
-                ),
             )
             if is_there
         ),
@@ -78,14 +96,23 @@ def residuals_of(stack: Stack) -> Residuals:
 
 
 def memory_margin(stack: Stack, options: SearchOptions) -> float:
-    """Returns the share of a device that is kept free: the request's, or else the stack's."""
-    if options.memory_margin is None:
-        return residuals_of(stack).memory_margin
-    return options.memory_margin
+    """Returns the share of a device that is kept free: the request's, or else the stack's.
+
+    Raises ConfigError for a risk that no measured runs tell.
+    """
+    if options.memory_margin is not None:
+        return options.memory_margin
+    if options.oom_risk is not None:
+        return margin_at(options.oom_risk, family_of(stack)).share
+    return residuals_of(stack).memory_margin
 
 
-def margin_text(stack: Stack) -> str:
-    """Returns the source of the default margin of a stack as text."""
+def margin_text(stack: Stack, options: SearchOptions) -> str:
+    """Returns the source of a margin that no option states as text."""
+    if options.oom_risk is not None:
+        margin = margin_at(options.oom_risk, family_of(stack))
+        whose = "every stack" if margin.stack == EVERY_STACK else margin.stack
+        return f"from --oom-risk {options.oom_risk:g} and {margin.rows:,} measured runs of {whose}"
     residuals = residuals_of(stack)
     whose = shipped_terms().memory_stack(stack.name)
     runs = f"{residuals.memory_rows:,} measured runs" + (

@@ -21,6 +21,7 @@ from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.models.operator_graph import LayerKey, LayerKind, ModelGraph
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.provenance import Kind
+from parplan.profiles.stack import TowerDivision
 
 PLAN_VERSION = 2
 _FORBID = {"extra": "forbid"}
@@ -63,6 +64,8 @@ class LayerPlan:
                    and the backward pass
     own_zero       the operators of a block whose parameters have another ZeRO stage than `zero`,
                    and that stage; the file has it only where there are any
+    tower          of the layers of a tower that tensor-parallel ranks do not divide as blocks:
+                   `images` (every rank has its own), or `repeated` (every rank has all)
     """
 
     __pydantic_config__ = _FORBID
@@ -77,6 +80,7 @@ class LayerPlan:
     operators: Mapping[str, OperatorPlacement] = field(default_factory=dict)
     own_zero: Mapping[str, int] = field(default_factory=dict)
     block: str = ""
+    tower: TowerDivision | None = None
 
     def key(self, graph: ModelGraph) -> LayerKey:
         """Returns its layer class in a model. Raises ConfigError where the model has none such."""

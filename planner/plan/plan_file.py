@@ -26,7 +26,7 @@ def plan_to_document(plan: AnyPlan) -> dict[str, Any]:
     """Returns the plan as plain dicts, lists, strings and numbers, as the file holds it."""
     body: dict[str, Any] = document(plan)
     for layer_plan in body.get("layer_plans", {}).values():
-        for rare in ("own_zero", "block"):
+        for rare in ("own_zero", "block", "tower"):
             if not layer_plan[rare]:  # few plans have any
                 del layer_plan[rare]
     for part in ("training", "module"):

@@ -11,7 +11,13 @@ from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.host.state_location import OFFLOAD_OF, StateLocation
 from parplan.costmodels.layers.chunked_layer import Chunking
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
-from parplan.costmodels.operators.sharding import Placements, Sharding, Splits, placed_splits
+from parplan.costmodels.operators.sharding import (
+    Placements,
+    Sharding,
+    Splits,
+    placed_splits,
+    placements,
+)
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.plan.consistency import IN_CHUNKS
@@ -19,7 +25,8 @@ from parplan.planner.plan.derived import layout_of
 from parplan.planner.plan.plan import ChunkPlan, LayerPlan, Plan, StagePlan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.shipped_profiles import machine_for
-from parplan.profiles.models.operator_graph import LayerKind, Operator
+from parplan.profiles.models.operator_graph import LayerKey, LayerKind, Operator
+from parplan.profiles.stack import TowerDivision
 
 
 def prices_of_plan(plan: Plan) -> PriceCache:
@@ -138,10 +145,10 @@ def _home(name: str, layer_plan: LayerPlan, plan: Plan) -> StateLocation:
 def _choice(name: str, layer_plan: LayerPlan, plan: Plan, price_cache: PriceCache) -> LayerChoice:
     """Returns the choice behind a layer plan, with a sharding where it is not the layout's."""
     layout = layout_of(plan)
-    over = _axes_of(layer_plan, layout)
-    batch = plan.pipeline.micro_batch_size * over.data
+    batch = plan.pipeline.micro_batch_size * _axes_of(layer_plan, layout).data
     graph = price_cache.graph(batch)
     key = layer_plan.key(graph)
+    over = _own_axes(layer_plan, key, layout, price_cache)
     operators = graph.layer_class(key).operators
     known = [operator.name for operator in operators]
     for field, names in (
@@ -167,6 +174,8 @@ def _choice(name: str, layer_plan: LayerPlan, plan: Plan, price_cache: PriceCach
             hint="set pipeline.tp_overlap to 0",
         )
     sharding = replace(over, own=divided) if divided else None
+    if layer_plan.tower is not None:
+        sharding = over
     return LayerChoice(
         key,
         tuple(layer_plan.recompute),
@@ -186,12 +195,32 @@ def _axes_of(layer_plan: LayerPlan, layout: ParallelLayout) -> Sharding:
     return layout.over_data if layer_plan.divides_over_data else layout.sharding
 
 
+def _own_axes(
+    layer_plan: LayerPlan, key: LayerKey, layout: ParallelLayout, price_cache: PriceCache
+) -> Sharding:
+    """Returns the sharding over the axes of a layer's operators, that of a tower where it is one.
+
+    Raises ConfigError where the layer is divided as no layer of the plan's tower is.
+    """
+    over = _axes_of(layer_plan, layout)
+    own = price_cache.with_tower(layout.tower).own_sharding(key, over)
+    if own.runs_tower is not layer_plan.tower:
+        raise ConfigError(
+            f"layer_plans: {key} has tower {layer_plan.tower or TowerDivision.TENSOR}, other "
+            f"layers have {layout.tower}",
+            hint="give the layers of the tower the same, and others none",
+        )
+    return own
+
+
 def _splits(operator: Operator, name: str, layer_plan: LayerPlan, over: Sharding) -> Splits | None:
     """Returns the splits of one operator of a layer plan, None where no axis divides it."""
     if over.ranks == 1:
         return None
     placed = layer_plan.operators.get(operator.name)
     splits = None
+    if layer_plan.tower is not None:
+        return _of_tower(operator, name, layer_plan, over)
     if placed is not None:
         placements = Placements(
             parameters=dict(placed.parameters), input=placed.input, output=placed.output
@@ -204,6 +233,23 @@ def _splits(operator: Operator, name: str, layer_plan: LayerPlan, over: Sharding
             hint="make the plan again, or see plan explain",
         )
     return splits
+
+
+def _of_tower(operator: Operator, name: str, layer_plan: LayerPlan, over: Sharding) -> Splits:
+    """Returns the splits of an operator of a tower. Raises ConfigError for other placements."""
+    needed, placed = placements(operator, over), layer_plan.operators.get(operator.name)
+    stated = None
+    if placed is not None:
+        stated = Placements(
+            parameters=dict(placed.parameters), input=placed.input, output=placed.output
+        )
+    if stated != needed:
+        raise ConfigError(
+            f"layer_plans.{name}.operators.{operator.name}: its placements are not those of "
+            f"tower {layer_plan.tower}",
+            hint="make the plan again",
+        )
+    return over.splits(operator)
 
 
 def _axes_text(over: Sharding) -> str:

@@ -165,6 +165,7 @@ class Band:
     The fit of the prices did not use these measurements. The band is +- `share` of the prediction.
 
     stack   the stack of the measurements, `all` for those of every stack
+    like    of them, the number with each trait of the plan; empty for the band of a stack
     """
 
     __pydantic_config__ = _FORBID
@@ -172,6 +173,7 @@ class Band:
     share: float
     rows: int
     stack: str
+    like: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +194,7 @@ class ErrorBand:
 class Prediction:
     """The predicted cost of a plan.
 
-    error_band   None where nothing was measured on the device
+    error_band   None where no measured step has what the plan has
     waits        by pipeline rank; empty in older files
     """
 

@@ -21,6 +21,7 @@ from parplan.planner.candidates.enumeration import (
     enumerate_candidates,
     no_candidate_error,
 )
+from parplan.planner.candidates.tower_divisions import with_tower_divisions
 from parplan.planner.candidates.whole_bounds import WholeBounds
 from parplan.planner.infeasible.shortfall import price_cache_of
 from parplan.planner.plan.assemble import assemble
@@ -48,6 +49,7 @@ class BlockClassPrices(SequencePrices):
         deadline = request.options.deadline
         space = without_beaten_forms(enumerate_candidates(request), price_cache, deadline)
         space = _with_hosts(space, request.constraints.offload or ())
+        space = with_tower_divisions(space, request.model, request.training.stack)
         if not space.layouts:
             raise no_candidate_error(space, request.cluster)
         num_blocks = request.model.num_blocks
@@ -78,8 +80,9 @@ class BlockClassPrices(SequencePrices):
         return self._once(("whole", table), lambda: WholeBounds(table))
 
     def _assembled(self, strategy: Strategy, price: StepPrice, record: SearchRecord) -> Plan:
-        prices = self.price_cache.with_states(on_host=strategy.layout.states_on_host)
-        return assemble(strategy, price, record, prices)
+        layout = strategy.layout
+        prices = self.price_cache.with_states(on_host=layout.states_on_host)
+        return assemble(strategy, price, record, prices.with_tower(layout.tower))
 
 
 def _require_searched(pins: Constraints, name: str) -> None:

@@ -36,6 +36,7 @@ from parplan.planner.stage_columns.sequence_table import SequenceTable
 from parplan.planner.stage_columns.stage_column import StageColumn, worth_scheduling
 from parplan.planner.stage_columns.stage_contents import Range, StageContents
 from parplan.profiles.models.operator_graph import LayerKey, LayerKind
+from parplan.profiles.stack import TowerDivision
 
 # the ranges that a user gives to the virtual stages of a layout, None where the search cuts
 GivenCuts = Callable[[ParallelLayout], tuple[Range, ...] | None]
@@ -60,7 +61,12 @@ class SequencePrices(SearchPrices):
         assembler: Assembler,
         table: TableMaker = SequenceTable,
     ) -> None:
-        places = [(on_host, price_cache.with_states(on_host=on_host)) for on_host in (False, True)]
+        ways = {layout.tower for layout in space.layouts} | {TowerDivision.TENSOR}
+        places = [
+            ((on_host, way), price_cache.with_states(on_host=on_host).with_tower(way))
+            for on_host in (False, True)
+            for way in sorted(ways)
+        ]
         self._tables = {there: table(book, allowed, deadline) for there, book in places}
         self._ranges = {
             there: RangeTables(
@@ -68,9 +74,10 @@ class SequencePrices(SearchPrices):
             )
             for there, table in self._tables.items()
         }
+        plain = self._tables[False, TowerDivision.TENSOR]
         self._in_chunks = ChunkedRangeTables(
-            self._tables[False].price_cache,
-            partial(self._tables[False].options, levels=self._tables[False].levels),
+            plain.price_cache,
+            partial(plain.options, levels=plain.levels),
             deadline.check,
             locations_allowed(allowed.offload or ()),
         )
@@ -98,7 +105,7 @@ class SequencePrices(SearchPrices):
         return "chunks are sharded as with ZeRO 3, which fused matrices that tp divides are not"
 
     def _table(self, layout: ParallelLayout) -> SequenceTable:
-        return self._tables[layout.states_on_host]
+        return self._tables[layout.states_on_host, layout.tower]
 
     @property
     def num_blocks(self) -> int:
@@ -140,7 +147,7 @@ class SequencePrices(SearchPrices):
         )
 
     def _bounds(self, kind: type[Bounds], layout: ParallelLayout, limit_bytes: float) -> Bounds:
-        table, ranges = self._table(layout), self._ranges[layout.states_on_host]
+        table, ranges = self._table(layout), self._ranges[layout.states_on_host, layout.tower]
         if layout.chunked:
             ranges = self._in_chunks
         zeros = table.zero_stages(layout)
@@ -406,13 +413,13 @@ class SequencePrices(SearchPrices):
     def _choice(
         self, layout: ParallelLayout, key: LayerKey, how: RecomputedOperators, zero: int
     ) -> LayerChoice:
-        own = self.price_cache.own_sharding(key, layout.sharding)
+        own = self._table(layout).price_cache.own_sharding(key, layout.sharding)
         return LayerChoice(key, how, zero, own if own != layout.sharding else None)
 
     def book_of(
         self, layout: ParallelLayout, choice: MasterChoice, prices: LayerPriceCache
     ) -> LayerPriceCache:
-        return prices.with_states(on_host=layout.states_on_host)
+        return prices.with_states(on_host=layout.states_on_host).with_tower(layout.tower)
 
     def assembled(
         self, strategy: Strategy, price: StepPrice, record: SearchRecord, book: LayerPriceCache

@@ -19,6 +19,7 @@ from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.candidates.enumeration import illegal_layout
 from parplan.planner.candidates.meshes import illegal_tensor_parallel
 from parplan.planner.plan.assemble import step_kind
+from parplan.planner.plan.traits import Run, traits_of
 from parplan.planner.search.estimate import default_blocks, uniform_strategy
 from parplan.planner.validation.block_modules import OFFLOADED, RECOMPUTED, module_operators
 from parplan.planner.validation.completion import completed
@@ -62,6 +63,8 @@ class PricedRow:
     untimed              why the row's time is not compared; nor is its memory where its figures
                          disagree
     differing            cells that contradict the published shape of the row's model
+    experiment           the fold that is left out with the row
+    traits               by which its error band is made
     """
 
     id: str
@@ -81,6 +84,8 @@ class PricedRow:
     taken: tuple[str, ...] = ()
     differing: tuple[str, ...] = ()
     untimed: tuple[str, ...] = ()
+    experiment: str = ""
+    traits: tuple[str, ...] = ()
 
     @property
     def error(self) -> float | None:
@@ -102,13 +107,14 @@ def price_row(
     *,
     held_out: bool | None = None,
     speeds: SpeedFactors | None = None,
+    computed: bool = False,
 ) -> PricedRow:
     """Prices the row as the configuration it states, or returns the reason why it cannot.
 
     `terms` replaces the shipped terms. With `held_out` the terms are those fitted without the
     row's experiment; by default a row is held out if the shipped table, which terms are fitted to,
     has rows of the same experiment, model and GPUs. `speeds` prices it on a machine with other
-    speeds.
+    speeds, `computed` on one whose device counts as unmeasured.
     """
     row = dict.fromkeys(OPTIONAL, "") | dict(row)
     if held_out is None:
@@ -117,7 +123,7 @@ def price_row(
     complete, _ = completed(row)
     try:
         configuration = configuration_of(row, terms, without=without)
-        machine = machine_for(configuration.cluster, terms, without=without)
+        machine = machine_for(configuration.cluster, terms, without=without, measured=not computed)
         price_cache = PriceCache(
             configuration.model,
             configuration.training,
@@ -150,6 +156,16 @@ def price_row(
         taken=configuration.taken,
         differing=configuration.differing,
         untimed=_untimed(complete),
+        experiment=experiment_of(row),
+        traits=traits_of(
+            Run(
+                model=configuration.model,
+                training=configuration.training,
+                machine=price_cache.machine,
+                mesh=configuration.mesh,
+                zero=configuration.zero,
+            )
+        ),
     )
 
 

@@ -123,7 +123,7 @@ class Fit:
                 self.rows.setdefault(experiment_of(row), []).append(row)
                 self.keys.setdefault(experiment_of(row), set()).update(_keys(row))
         self.rows = {
-            name: _spaced(rows, ROWS_OF_EXPERIMENT) for name, rows in sorted(self.rows.items())
+            name: spaced(rows, ROWS_OF_EXPERIMENT) for name, rows in sorted(self.rows.items())
         }
         self.all_keys = sorted(set().union(*self.keys.values()))
         self._losses: dict[tuple[str, tuple[tuple[Key, float], ...]], float] = {}
@@ -211,7 +211,8 @@ def _memory_error(row: Row, priced: PricedRow) -> float | None:
     return priced.memory_error if _counts_the_allocator(row) else None
 
 
-def _spaced(rows: Sequence[Row], count: int) -> list[Row]:
+def spaced(rows: Sequence[Row], count: int) -> list[Row]:
+    """Returns at most `count` of the rows, evenly spaced."""
     if len(rows) <= count:
         return list(rows)
     return [rows[i * len(rows) // count] for i in range(count)]

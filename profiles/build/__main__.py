@@ -191,8 +191,31 @@ HOPPER_KERNELS = {  # device -> the kernel of its flash curves
     "h200-141gb": FlashKernel.FLASH3,
     "gh200-96gb": FlashKernel.FLASH2,
 }
-# power limit of products carried: rows too easy on power, or rested
-LIMITS = {"gh200-96gb": "h100-80gb", "gb200-186gb": "b200-180gb"}
+# power limit of products carried: rows too easy on power
+LIMITS = {"gh200-96gb": "h100-80gb"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PowerLimit:
+    """The limit of products under steady load, as in `MatmulCurve`."""
+
+    throttle: float
+    throttle_flops: float
+    source: str
+
+
+# limits of devices whose rows are of a rested device
+STEADY = {
+    "gb200-186gb": PowerLimit(
+        throttle=0.18,
+        throttle_flops=4.948e12,
+        source=(
+            "power limit: the median of 1.12, 1.17, 1.19 and 1.24, by which runs that sampled the "
+            "power were slower (ai-dynamo/aiconfigurator 095f58a51c: bf16 of vLLM 0.22.0 over "
+            "0.24.0 and 0.19.0, TensorRT-LLM 1.3.0rc17 over rc20 and rc10)"
+        ),
+    )
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,17 +339,22 @@ def _carried_intra(context: FitContext, lender: Profile, note: str) -> Intra:
     )
 
 
-def _limited(profile: Profile, lender: Profile) -> Profile:
-    """Returns the profile with the power limit of another chip for its products.
-
-    The limit makes them ANALYTIC.
-    """
+def _limit_of(lender: Profile) -> PowerLimit:
     limit = lender.compute.forward
+    return PowerLimit(
+        throttle=limit.throttle,
+        throttle_flops=limit.throttle_flops,
+        source=f"power limit of {lender.name}",
+    )
+
+
+def _limited(profile: Profile, limit: PowerLimit) -> Profile:
+    """Returns the profile with a power limit for its products, which makes them ANALYTIC."""
 
     def limited(name: str, curve: AnyCurve) -> AnyCurve:
         if not isinstance(curve, MatmulCurve) or name.startswith("batched"):
             return curve
-        source = f"{curve.source}; power limit of {lender.name}"
+        source = f"{curve.source}; {limit.source}"
         return replace(
             curve,
             throttle=limit.throttle,
@@ -389,7 +417,9 @@ def calibrate(tables: MeasurementTables) -> tuple[tuple[Profile, ...], tuple[Sco
         context = FitContext(recipe=recipe, cluster=cluster, tables=tables, scores=scores)
         profiles[recipe.device] = _profile(context)
     for device, lender in LIMITS.items():
-        profiles[device] = _limited(profiles[device], profiles[lender])
+        profiles[device] = _limited(profiles[device], _limit_of(profiles[lender]))
+    for device, limit in STEADY.items():
+        profiles[device] = _limited(profiles[device], limit)
     flash1 = flash1_speed(profiles["a100-80gb"].compute, chip_of(load_cluster("a100-80gb")))
     profiles["a100-80gb"] = _with_kernels(profiles["a100-80gb"], {FlashKernel.FLASH1: flash1})
     for device, kernel in HOPPER_KERNELS.items():

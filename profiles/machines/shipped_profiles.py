@@ -93,18 +93,23 @@ def _near(bytes_per_s: float, of_curves: float | None) -> bool:
 
 
 def machine_for(
-    cluster: Cluster, terms: Terms | None = None, *, without: str | None = None
+    cluster: Cluster,
+    terms: Terms | None = None,
+    *,
+    without: str | None = None,
+    measured: bool = True,
 ) -> Machine:
     """Returns the cluster with its own profile, else the shipped or the analytic one of its device.
 
     terms: the terms of another fit than the shipped one
     without: a source; the terms are those of the fit that did not see it
+    measured: False for the analytic profile although the device has a shipped one
     """
     if cluster.profile is not None:
         return Machine(cluster, cluster.profile)
     name = cluster.device.name
     terms = shipped_terms() if terms is None else terms
-    profile = shipped_profile(name) or analytic_profile(name)
+    profile = (shipped_profile(name) if measured else None) or analytic_profile(name)
     share = terms.nic_share(cluster.nic.name, without)
     if share is not None:
         message_share = min(share, profile.inter.point_to_point_share)

@@ -135,7 +135,7 @@ def reading(
     sequence: tokens of a sequence, which no document exceeds
     window, chunked: those of `Attention`; parts of a window begin anywhere in a document
     """
-    length, number = _histogram(documents, sequence)
+    length, number = length_histogram(documents, sequence)
     reach = np.minimum(length, window) if window else length
     beyond = length - reach
     if not causal:
@@ -155,8 +155,8 @@ def reading(
     )
 
 
-def _histogram(documents: Documents, sequence: int) -> tuple[Array, Array]:
-    """Returns lengths and their numbers."""
+def length_histogram(documents: Documents, sequence: int) -> tuple[Array, Array]:
+    """Returns lengths in tokens and their numbers, of documents that no sequence cuts."""
     if documents.lengths:
         length, number = np.array(documents.lengths).T
         return length, number

@@ -15,9 +15,12 @@ ParallelLinearAdapter; for the first NeMo also divides the rank of A and gathers
 A tower has no adapters, and the gradient of the text does not pass it: where nothing of it is
 trained, it has no backward pass.
 
+An adapter of the experts' product has matrices of each expert, and runs on the same copies of
+tokens. Ranks that divide the width of an expert have no adapters of it.
+
 FLOPs and saved tensors are EQUATIONS F1. The input of the first trained layer counts as one with a
 gradient, as Hugging Face's `enable_input_require_grads` makes it. The sum is priced as a residual.
-Left out: dropout inside adapters, adapters of experts, and the gradient of the text's tokens behind
+Left out: dropout inside adapters, and the gradient of the text's tokens behind
 a frozen projector, which passes it by a copy.
 """
 
@@ -26,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from enum import StrEnum
+from functools import partial
 from itertools import groupby
 
 from parplan.profiles.errors import ConfigError, did_you_mean
@@ -41,6 +45,7 @@ from parplan.profiles.models.fine_tuning import (
 from parplan.profiles.models.operator_graph import (
     ADAPTER_RANK,
     PRODUCTS,
+    ROUTES,
     BlockClass,
     Dim,
     LayerClass,
@@ -52,7 +57,7 @@ from parplan.profiles.models.operator_graph import (
     Parameter,
     RepeatedLayer,
 )
-from parplan.profiles.models.parts.shapes import elementwise, linear
+from parplan.profiles.models.parts.shapes import elementwise, grouped, linear
 
 _WHOLE_RANK = ((ADAPTER_RANK, "every rank of a stage has the whole rank of an adapter"),)
 
@@ -221,6 +226,11 @@ def _forward_only(operator: Operator) -> Operator:
     return replace(operator, gradient=False, saved=(), flops_backward=0)
 
 
+def _is_router(operator: Operator) -> bool:
+    """Returns whether it gives the scores of experts, which no adapter changes."""
+    return any(tensor.has(ROUTES) for tensor in operator.outputs)
+
+
 def _targets(tuning: FineTuning, blocks: list[LayerClass]) -> tuple[str, ...]:
     """Returns the operators that have adapters. Raises ConfigError for one that cannot."""
     products = tuple(
@@ -228,7 +238,7 @@ def _targets(tuning: FineTuning, blocks: list[LayerClass]) -> tuple[str, ...]:
             operator.name
             for layer in blocks
             for operator in layer.operators
-            if operator.kind is OperatorKind.MATMUL and operator.parameters
+            if operator.kind in PRODUCTS and operator.parameters and not _is_router(operator)
         )
     )
     if tuning.lora_targets == (ALL_LINEAR,):
@@ -250,16 +260,21 @@ def adapter_operators(base: Operator, rank: int) -> tuple[Operator, ...]:
     added = replace(out, name=f"{base.name}_lora_b")
     plain = replace(out, name=f"{base.name}_base")
     by_output = None if by_input else base.parallel_dim
-    first = linear(
+    experts = next((each.dims[0] for each in base.parameters if each.of_experts), None)
+    copies = base.flops_forward // (2 * x.dims[-1].size * out.dims[-1].size)
+    product = linear if experts is None else partial(grouped, experts=experts, copies=copies)
+    undivided = (*(() if experts is None else base.undivided), *_WHOLE_RANK)
+    first = product(
         small.name,
         x,
         small,
         parallel_dim=base.parallel_dim if by_input else None,
         bias=False,
-        undivided=_WHOLE_RANK,
+        undivided=undivided,
     )
-    second = linear(
-        added.name, small, added, parallel_dim=by_output, bias=False, undivided=_WHOLE_RANK
+    second = product(
+        added.name, small, added, parallel_dim=by_output, bias=False, undivided=undivided
     )
     joined = elementwise(f"{base.name}_lora_sum", (plain, added), out, parallel_dim=by_output)
-    return replace(base, outputs=(plain,)), first, second, joined
+    adapter = (replace(each, repeatable=base.repeatable) for each in (first, second, joined))
+    return replace(base, outputs=(plain,)), *adapter

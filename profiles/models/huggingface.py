@@ -17,12 +17,14 @@ from parplan.profiles.models.blocks import QkNorm
 from parplan.profiles.models.hf.config_families import ALIASES, FAMILIES, WRAPPERS, Family
 from parplan.profiles.models.hf.config_functions import functions_of
 from parplan.profiles.models.hf.config_reader import ConfigReader
+from parplan.profiles.models.hf.granite_hybrid import granite_hybrid_fields, granite_positions
 from parplan.profiles.models.hf.parts import (
     block_fields,
     falcon_fields,
     feed_forward_fields,
     hybrid_fields,
     latent_fields,
+    minimax_fields,
 )
 from parplan.profiles.models.hf.tower_families import TOWERS, tower_of
 from parplan.profiles.models.hf.whisper import WHISPER, decoder_keys, encoder_keys
@@ -208,7 +210,7 @@ def _fields(reader: ConfigReader, family: Family, family_name: str) -> dict[str,
         "mtp_layers": reader.integer(("num_nextn_predict_layers",), 0, least=0),
     }
     widths = feed_forward_fields(reader, family, hidden)
-    own = falcon_fields(reader, heads) if family_name == "falcon" else {}
+    own = _own_fields(reader, family_name, fields)
     functions = functions_of(
         reader,
         family_name,
@@ -219,11 +221,24 @@ def _fields(reader: ConfigReader, family: Family, family_name: str) -> dict[str,
     return {**widths, **fields, **own, "functions": functions}
 
 
+def _own_fields(reader: ConfigReader, family_name: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields that a family has in place of those of all families."""
+    if family_name == "falcon":
+        return falcon_fields(reader, fields["num_heads"])
+    if family_name == "minimax_m2":
+        return minimax_fields(reader, fields["head_dim"])
+    if family_name == "granitemoehybrid":
+        return {"positions": granite_positions(reader)}
+    return {}
+
+
 def _layers(reader: ConfigReader, family: Family, family_name: str) -> dict[str, Any]:
     """Returns the number of blocks, and the runs of unlike ones."""
     if family_name == "nemotron_h":
         reader.find(_LAYERS)
         return hybrid_fields(reader)
+    if family_name == "granitemoehybrid":
+        return granite_hybrid_fields(reader, reader.integer(_LAYERS), reader.integer(_HIDDEN))
     num_layers = reader.integer(_LAYERS)
     return {"num_layers": num_layers, **block_fields(reader, family, num_layers)}
 
@@ -280,7 +295,8 @@ def _check_fixed(reader: ConfigReader, family: Family, hidden: int) -> None:
     """Raises ConfigError for a variant of the family that the operator graph does not have."""
     for name, needed in {**family.fixed, "word_embed_proj_dim": hidden}.items():
         value = reader.find((name,))[1]
-        if value is not None and value != needed:
+        items = value if isinstance(value, list) else [value]  # a list has one for each block
+        if value is not None and any(item != needed for item in items):
             raise reader.wrong(
                 name, value, f"{needed}, the only one that the operator graph expresses"
             )

@@ -40,7 +40,8 @@ _ON_COPIES = (OperatorKind.DISPATCH, OperatorKind.EXPERTS, OperatorKind.COMBINE)
 PRODUCTS = (OperatorKind.MATMUL, OperatorKind.EXPERTS)
 EXPERTS_DIM = "experts"  # the dim of parameters that expert parallelism divides
 ADAPTER_RANK = "rank"  # the dim between the two products of an adapter
-_ROUTED = ("routes", "chosen")  # dims that the operators of a mixture have alone
+ROUTES = "routes"  # the dim of a router's scores
+_ROUTED = (ROUTES, "chosen")  # dims that the operators of a mixture have alone
 EXPERT_WIDTH = "expert_width"  # the dim along which ranks may divide each expert
 
 

@@ -300,6 +300,11 @@ class ModelSpec:
         return self.num_heads * self.value_head_dim
 
     @property
+    def shares_table(self) -> bool:
+        """True if the head has a copy of the token table, as its product or for further tokens."""
+        return self.tied_embeddings or self.mtp_layers > 0
+
+    @property
     def q_size(self) -> int:
         return self.num_heads * self.head_dim
 

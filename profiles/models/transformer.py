@@ -75,7 +75,7 @@ def build_graph(
             _run(layer_class(LayerKind.EMBEDDING, embedding_operators(shapes())), 1),
             *_tower_runs(shapes(), len(classes)),
             *blocks,
-            _run(layer_class(LayerKind.HEAD, head_operators(shapes(_last_kind(model)))), 1),
+            _run(layer_class(LayerKind.HEAD, head_operators(shapes(last_kind(model)))), 1),
         ),
     )
     return fine_tuned(graph, training.fine_tuning)
@@ -132,7 +132,7 @@ def _tower_runs(text: Shapes, number: int) -> tuple[RepeatedLayer, ...]:
     )
 
 
-def _last_kind(model: ModelSpec) -> BlockRun:
+def last_kind(model: ModelSpec) -> BlockRun:
     """Returns the kind of the blocks of multi-token prediction: attention and what the last has."""
     last = model.block_kinds[-1]
     return replace(last, mixer=Mixer.ATTENTION, feed_forward=True) if model.mtp_layers else last

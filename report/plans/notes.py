@@ -78,9 +78,10 @@ def _packed(plan: Plan) -> Iterator[str]:
 def _band_notes(plan: AnyPlan) -> Iterator[str]:
     band = plan.predicted.error_band
     if band:
+        like = ", ".join(f"{trait} {rows:,}" for trait, rows in band.time.like.items())
         yield (
-            f"+-: eight in ten of {band.time.rows:,} measured steps, whose fit had not seen "
-            f"them, were within it"
+            f"+-: eight in ten of {band.time.rows:,} held-out measured steps were within theirs; "
+            f"of this plan's kind: {like}"
         )
     else:
         yield f"band unknown: {_no_band(plan)}"
@@ -94,13 +95,8 @@ def _band_notes(plan: AnyPlan) -> Iterator[str]:
 def _no_band(plan: AnyPlan) -> str:
     if isinstance(plan, TracedPlan):
         return "no measured steps of traced modules"
-    device = plan.cluster.device
-    missing = without_steps(plan.model, plan.training, device.compute_capability)
-    if missing:
-        return f"no measured steps of {missing}"
-    if plan.cluster.profile:
-        return "no published step was priced with a profile of your own"
-    return "no measured steps on this device"
+    missing = without_steps(plan.model, plan.training)
+    return f"no measured steps {f'of {missing}' if missing else 'with anything on the host'}"
 
 
 def _space_text(plan: Plan, *, ruled: bool) -> str | None:

@@ -58,7 +58,7 @@ def _megatron(strategy: Strategy, plan: Plan) -> Iterator[Flag]:
     yield "--tensor-model-parallel-size", mesh.tp
     yield "--pipeline-model-parallel-size", mesh.pp
     yield "--num-virtual-stages-per-pipeline-rank", layout.virtual_stages
-    embedding, loss = _counted(strategy)
+    embedding, loss = _counted(strategy, plan)
     yield "--account-for-embedding-in-pipeline-split", embedding
     yield "--account-for-loss-in-pipeline-split", loss
     yield "--context-parallel-size", mesh.cp
@@ -145,11 +145,15 @@ def _recompute(strategy: Strategy) -> Recompute:
     return level
 
 
-def _counted(strategy: Strategy) -> tuple[bool, bool]:
-    """Returns whether the embedding, and whether the loss, takes the place of a block."""
+def _counted(strategy: Strategy, plan: Plan) -> tuple[bool, bool]:
+    """Returns whether the embedding, and whether the loss, takes the place of a block.
+
+    The layers of a tower are on the first stage beside its blocks.
+    """
     blocks = [
         sum(choice.kind.role is LayerKind.BLOCK for choice in stage) for stage in strategy.stages
     ]
+    blocks[0] -= plan.model.num_blocks - plan.model.num_layers
     most = max(blocks)
     return blocks[0] < most, blocks[-1] < most
 

@@ -23,7 +23,7 @@ from benchmarks.commands.fuzzing.verdicts import judge
 from parplan.planner.plan.plan import PLAN_VERSION
 from tests.helpers.cases import mostly_slow
 
-INPUTS, ALL_INPUTS = 25, 100
+INPUTS, ALL_INPUTS = 10, 100
 SLOW = ("family-yaml", "command-line", "surroundings")  # searches: the benchmark runs them
 TINY = "--model gpt-tiny --gpus 2 --gpu cpu"
 

@@ -40,6 +40,7 @@ from parplan.profiles.units import GIB, MIB
 from parplan.report.runs.check_tables import verdict
 from parplan.report.runs.parity_table import Parity, parity_document
 from parplan.report.runs.parity_table import parity_verdict as parity_verdict
+from tests.helpers.cases import mostly_slow
 from tests.helpers.executor_plans import GPT, make_plan
 from tests.helpers.planning import estimate_plan
 
@@ -289,8 +290,15 @@ UNTIED = dataclasses.replace(load_model("gpt-tiny").spec, tied_embeddings=False)
     [
         pytest.param({"zero": 3, "offload": (Offload.STATES,)}, True, id="states"),
         pytest.param({"zero": 0, "offload": (Offload.ACTIVATIONS,)}, True, id="activations"),
-        pytest.param({"zero": 2, "offload": (Offload.LOOKUP,)}, True, id="tied table zero 2"),
-        pytest.param({"zero": 3, "offload": (Offload.LOOKUP,)}, True, id="tied table zero 3"),
+        *(
+            pytest.param(
+                {"zero": zero, "offload": (Offload.LOOKUP,)},
+                True,
+                id=f"tied table zero {zero}",
+                marks=pytest.mark.slow,
+            )
+            for zero in (2, 3)
+        ),
         # rows of the table on their way to the device are in no price
         pytest.param({"zero": 1, "offload": (Offload.LOOKUP,), "spec": UNTIED}, False, id="lookup"),
     ],
@@ -313,7 +321,7 @@ def test_a_dry_run_counts_what_the_host_holds(tmp_path, choices, exact):
         assert predicted["host"] < found["host"] < 1.5 * predicted["host"]
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero", mostly_slow(range(4), {3}))
 def test_a_tied_table_on_the_host_is_sent_as_predicted(tmp_path, zero):
     plan = tiny(stack=load_stack("parplan"), zero=zero, offload=(Offload.LOOKUP,))
     (rank,) = json.loads(run(plan, tmp_path, "--json").stdout)["ranks"]

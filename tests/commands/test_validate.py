@@ -20,7 +20,6 @@ from parplan.planner.validation import step_rows as table_rows
 from parplan.planner.validation import step_table as table
 from parplan.planner.validation.fitted_terms import FittedTerm
 from parplan.planner.validation.priced_rows import PricedRow
-from parplan.planner.validation.row_cells import OPTIONAL
 from parplan.planner.validation.step_rows import read_table
 from parplan.planner.validation.step_table import price_table
 from parplan.profiles.errors import ConfigError
@@ -28,42 +27,8 @@ from parplan.report.plots.scatter_plot import draw
 from parplan.report.progress_bars import count_bar
 from parplan.report.validation_tables import print_fitted, print_validation
 from tests.helpers.command_runs import fail, run, succeed
+from tests.helpers.measured_rows import FULL as ROW
 
-ROW = dict.fromkeys(OPTIONAL, "") | {
-    "id": "made-1",
-    "framework": "Megatron-LM core 0.14",
-    "gpu": "a100-80g-sxm",
-    "n_gpus": "16",
-    "gpus_per_node": "8",
-    "interconnect": "NVLink3",
-    "model": "made",
-    "layers": "8",
-    "hidden": "1024",
-    "heads": "16",
-    "kv_heads": "",
-    "head_dim": "",
-    "ffn_hidden": "4096",
-    "gated_ffn": "false",
-    "vocab": "51200",
-    "seq_len": "1024",
-    "global_batch": "32",
-    "micro_batch": "2",
-    "dp": "4",
-    "tp": "2",
-    "pp": "2",
-    "vpp": "",
-    "cp": "",
-    "ep": "",
-    "experts": "",
-    "sequence_parallel": "true",
-    "zero_stage": "1",
-    "recompute": "full",
-    "dtype": "bf16",
-    "step_time_s": "0.5",
-    "derived_step_time_s": "",
-    "peak_memory_gib": "4.0",
-    "notes": "",
-}
 ROWS = (
     ROW,
     {**ROW, "id": "made-2", "micro_batch": "4", "step_time_s": "0.6"},
@@ -168,7 +133,7 @@ def test_json_is_the_scores_by_source_and_one_entry_a_row_and_nothing_else(steps
 
     body = json.loads(result.stdout)
     assert result.stderr == ""
-    assert list(body) == ["sources", "rows"]
+    assert list(body) == ["sources", "bands", "oom_risk", "rows"]
     assert list(body["sources"]) == ["made", "other"]
     assert all(list(source) == SOURCE_KEYS for source in body["sources"].values())
     assert body["sources"]["other"]["unpriced"] == {"no device profile for tpu-v5": 1}
@@ -287,6 +252,8 @@ def test_fitted_alone_prices_nothing(monkeypatch):
 def test_fitted_with_a_table_prints_both(steps):
     assert list(json.loads(succeed("validate", "--steps", steps, "--fitted", "--json").stdout)) == [
         "sources",
+        "bands",
+        "oom_risk",
         "rows",
         "fitted",
     ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -147,28 +148,15 @@ def neox() -> Made:
 
 
 LONG = 1024  # tokens of the large ones
-LARGE_GPT = replace(
-    GPT,
-    name="gpt-large",
-    num_layers=1,
-    hidden_size=4096,
-    num_heads=32,
-    num_kv_heads=32,
-    head_dim=128,
-    ffn_hidden_size=16384,
-    max_seq_length=LONG,
-)
-LARGE_LLAMA = replace(
-    LLAMA,
-    name="llama-large",
-    num_layers=1,
-    hidden_size=4096,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    ffn_hidden_size=14336,
-    max_seq_length=LONG,
-)
+_LARGE: dict[str, Any] = {
+    "num_layers": 1,
+    "hidden_size": 4096,
+    "num_heads": 32,
+    "head_dim": 128,
+    "max_seq_length": LONG,
+}
+LARGE_GPT = replace(GPT, name="gpt-large", num_kv_heads=32, ffn_hidden_size=16384, **_LARGE)
+LARGE_LLAMA = replace(LLAMA, name="llama-large", num_kv_heads=8, ffn_hidden_size=14336, **_LARGE)
 
 
 def _long_batch(size: int) -> dict[str, Tensor]:

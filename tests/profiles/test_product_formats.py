@@ -4,19 +4,36 @@ from __future__ import annotations
 
 import pytest
 
+from parplan.costmodels.operators.compute import narrow_curve
 from parplan.planner.plan.old_plans import in_todays_form
 from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, stack_names
+from parplan.profiles.machines.shipped_profiles import shipped_profile
 from parplan.profiles.product_formats import (
     FORMATS,
     PROMOTED_SUMS,
     ProductFormat,
     gradient_slowdown,
+    narrow_efficiency,
+    narrow_power,
 )
 from tests.helpers.command_runs import fail, succeed
 
 
 def test_every_format_has_a_row():
     assert set(FORMATS) == set(ProductFormat)
+
+
+def test_narrow_products_reach_less_of_their_peak_and_start_as_slowly_as_others():
+    profile = shipped_profile("b200-180gb")
+    assert profile is not None
+    curve = profile.compute.forward
+    fp8 = narrow_curve(curve, 2.0, "fp8", 10.0)
+
+    assert fp8.efficiency == pytest.approx(0.95 * curve.efficiency)
+    assert fp8.k_half / fp8.efficiency == pytest.approx(2 * curve.k_half / curve.efficiency)
+    assert fp8.throttle == pytest.approx(0.9 * (1 + curve.throttle) - 1)
+    assert narrow_power(9.0) == 1
+    assert narrow_efficiency("fp4", 10.3) < narrow_efficiency("fp4", 10.0)
 
 
 @pytest.mark.parametrize(

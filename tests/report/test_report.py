@@ -165,7 +165,7 @@ def test_a_price_says_that_it_is_not_a_measurement(plan, kind, said):
 
 def with_band(plan: Plan, time: float, memory: float, rows: int = 700) -> Plan:
     band = ErrorBand(
-        time=Band(share=time, rows=rows, stack="mine"),
+        time=Band(share=time, rows=rows, stack="all", like={"stack mine": 33, "experts": 4}),
         memory=Band(share=memory, rows=30, stack="all"),
     )
     return replace(plan, predicted=replace(plan.predicted, error_band=band))
@@ -174,20 +174,21 @@ def with_band(plan: Plan, time: float, memory: float, rows: int = 700) -> Plan:
 def test_the_error_band_stands_beside_step_and_memory_and_says_what_it_rests_on(plan):
     text = text_of(with_band(plan, 0.042, 0.005, rows=1234), 100)
 
+    said = " ".join(text.split())
     assert re.search(r"  step +[\d,.]+ s \+- 4 % \(\w+\) ", text)
     assert re.search(r"  memory +[\d,.]+ GiB \(\+- 0\.5 %\) of 79\.2 ", text)
     assert (
-        "+-: eight in ten of 1,234 measured steps, whose fit had not seen them, were within it\n"
-        in text
+        "+-: eight in ten of 1,234 held-out measured steps were within theirs; of this plan's "
+        "kind: stack mine 33, experts 4 " in said
     )
     assert "band unknown" not in text
 
 
-def test_a_device_without_measurements_has_no_band_and_says_so(plan):
+def test_a_plan_of_what_was_never_measured_has_no_band_and_says_so(plan):
     text = text_of(replace(plan, predicted=replace(plan.predicted, error_band=None)), 100)
 
     assert "+-" not in text
-    assert "band unknown: no measured steps on this device\n" in text
+    assert "band unknown: no measured steps with anything on the host\n" in text
 
 
 @pytest.mark.parametrize(
@@ -396,8 +397,18 @@ def test_the_rows_of_stacks_say_whose_band_it_is_and_the_bounds_of_their_terms(m
 
     rows = {row["name"]: row for row in stack_rows()}
 
-    assert rows["nanotron"]["time_band"] == {"share": 0.041, "rows": 33, "stack": "nanotron"}
-    assert rows["nanotron"]["memory_band"] == {"share": 0.08, "rows": 56, "stack": "all"}
+    assert rows["nanotron"]["time_band"] == {
+        "share": 0.041,
+        "rows": 33,
+        "stack": "nanotron",
+        "like": {},
+    }
+    assert rows["nanotron"]["memory_band"] == {
+        "share": 0.08,
+        "rows": 56,
+        "stack": "all",
+        "like": {},
+    }
     assert rows["nanotron"]["terms"] == {
         "kernel_slowdown": {"value": 1.0834, "low": 1.0, "high": 1.5, "unit": "", "rows": 33}
     }

@@ -26,6 +26,7 @@ class Windows(StrEnum):
     PATTERN = "pattern"  # all but each `sliding_window_pattern`-th
     LATER = "later"  # from `max_window_layers` on, with `use_sliding_window`
     CHUNKS = "chunks"  # those with positions stay within parts of a sequence
+    UNROTATED = "unrotated"  # those without positions, with `use_sliding_window`
 
 
 class DenseBlocks(StrEnum):
@@ -41,9 +42,10 @@ class Shared(StrEnum):
     """The width of the network that all tokens pass beside the experts."""
 
     NONE = "none"
-    COUNTED = "counted"  # `n_shared_experts` times the width of an expert
+    COUNTED = "counted"  # their number times the width of an expert
     GATED = "gated"  # `shared_expert_intermediate_size`, with a gate
     ONE = "one"  # the width of an expert
+    WIDTH = "width"  # `shared_intermediate_size`; without experts it is the dense network
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,7 @@ class Family:
     output_bias      None: the attention's output has a bias where queries have one
     extra_positions  rows of the position table that no token of a sequence uses
     qk_norm_key      the key that says whether there are norms of queries and keys
+    unrotated        blocks in turns have no positions (`no_rope_layers`)
     dropout_key      the key whose default `dropout` is
     defaults         values of keys that the file may leave out
     fixed            keys that would change the architecture, each with the only value that the
@@ -96,6 +99,7 @@ class Family:
     qk_norm_key: tuple[str, bool] | None = None
     norm_layout: NormLayout = NormLayout.PRE
     windows: Windows = Windows.NONE
+    unrotated: bool = False
     experts: ExpertKeys | None = None
     latent: bool = False
     sinks: bool = False
@@ -171,11 +175,56 @@ _GLM = Family(
     epsilon=1.5625e-07,
     defaults={"head_dim": 128, "num_key_value_heads": 2},
 )
+_ERNIE = Family(tied_embeddings=True, epsilon=1e-5, fixed={"use_bias": False})
+_HUNYUAN = Family(
+    epsilon=1e-5,
+    qk_norm=QkNorm.HEAD,
+    fixed={
+        "norm_type": "rms",
+        "use_cla": False,
+        "use_mla": False,
+        "use_qk_norm": True,
+        "use_rotary_pos_emb": True,
+    },
+)
+_OLMO2 = Family(epsilon=1e-5, qk_norm=QkNorm.WHOLE, norm_layout=NormLayout.POST)
 _QWEN3_EXPERTS = ExpertKeys(number=("num_experts", "num_local_experts"), dense=DenseBlocks.NAMED)
 
 FAMILIES: Mapping[str, Family] = {
     "deepseek_v2": _DEEPSEEK_V2,
     "deepseek_v3": _DEEPSEEK_V3,
+    "dots1": Family(
+        qk_norm=QkNorm.HEAD,
+        windows=Windows.LATER,
+        experts=_DEEPSEEK.experts,
+        defaults={
+            "first_k_dense_replace": 0,
+            "use_sliding_window": True,
+            "sliding_window": 4096,
+            "max_window_layers": 62,
+        },
+        fixed={"moe_layer_freq": 1},
+    ),
+    "ernie4_5": replace(_ERNIE, defaults={"head_dim": 128, "rope_theta": 500000.0}),
+    "ernie4_5_moe": replace(
+        _ERNIE,
+        experts=ExpertKeys(
+            number=("moe_num_experts", "num_experts"),
+            per_token=("moe_k", "num_experts_per_tok"),
+            dense=DenseBlocks.FIRST,
+            shared=Shared.COUNTED,
+        ),
+        defaults={
+            "num_key_value_heads": 4,
+            "moe_num_experts": 64,
+            "moe_k": 6,
+            "moe_intermediate_size": 1536,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "rope_theta": 500000.0,
+        },
+        fixed={**_ERNIE.fixed, "moe_layer_interval": 1},
+    ),
     "falcon": Family(
         norm=Norm.LAYER_NORM,
         gated_ffn=False,
@@ -263,12 +312,42 @@ FAMILIES: Mapping[str, Family] = {
         experts=ExpertKeys(width=("intermediate_size",)),
         defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
     ),
+    "granitemoehybrid": replace(
+        _LLAMA,
+        experts=ExpertKeys(width=("intermediate_size",), shared=Shared.WIDTH),
+        defaults={
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 1024,
+            "mamba_n_heads": 128,
+            "mamba_d_head": "auto",
+            "mamba_d_state": 256,
+            "mamba_n_groups": 1,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_chunk_size": 256,
+        },
+        fixed={"normalization_function": "rmsnorm"},
+    ),
+    "hunyuan_v1_dense": _HUNYUAN,
+    "hunyuan_v1_moe": replace(
+        _HUNYUAN,
+        experts=ExpertKeys(
+            number=("num_experts",),
+            per_token=("moe_topk",),
+            width=("moe_intermediate_size", "intermediate_size"),
+            shared=Shared.COUNTED,
+        ),
+        defaults={"num_shared_expert": 1},
+        fixed={**_HUNYUAN.fixed, "use_mixed_mlp_moe": True, "moe_layer_num_skipped": 0},
+    ),
     "llama": _LLAMA,
     "llama4_text": Family(
         epsilon=1e-5,
         qk_norm=QkNorm.PLAIN,
         qk_norm_key=("use_qk_norm", True),
         windows=Windows.CHUNKS,
+        unrotated=True,
         experts=ExpertKeys(
             width=("intermediate_size",),
             dense_width=("intermediate_size_mlp",),
@@ -286,6 +365,23 @@ FAMILIES: Mapping[str, Family] = {
             "intermediate_size_mlp": 16384,
             "max_position_embeddings": 131072,
             "rope_theta": 500000.0,
+        },
+    ),
+    "minimax_m2": Family(
+        qkv_bias=False,
+        qk_norm=QkNorm.WHOLE,
+        experts=ExpertKeys(width=("intermediate_size",)),
+        defaults={
+            "head_dim": 128,
+            "num_key_value_heads": 8,
+            "num_local_experts": 256,
+            "num_experts_per_tok": 8,
+        },
+        fixed={
+            "attn_type_list": 1,
+            "qk_norm_type": "per_layer",
+            "shared_intermediate_size": 0,
+            "use_qk_norm": True,
         },
     ),
     "mistral": Family(
@@ -324,7 +420,17 @@ FAMILIES: Mapping[str, Family] = {
         },
         fixed={"attention_bias": False, "num_nextn_predict_layers": 0},
     ),
-    "olmo2": Family(epsilon=1e-5, qk_norm=QkNorm.WHOLE, norm_layout=NormLayout.POST),
+    "olmo2": _OLMO2,
+    "olmo3": replace(
+        _OLMO2,
+        windows=Windows.PATTERN,
+        defaults={
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "max_position_embeddings": 2048,
+            "rope_theta": 500000.0,
+        },
+    ),
     "opt": replace(
         _LEARNED,
         activations=_RELU,
@@ -339,7 +445,12 @@ FAMILIES: Mapping[str, Family] = {
             "layerdrop": 0.0,
         },
     ),
-    "phi3": Family(qkv_bias=False, epsilon=1e-5, windows=Windows.ALL),
+    "phi3": Family(
+        qkv_bias=False,
+        epsilon=1e-5,
+        windows=Windows.ALL,
+        fixed={"attention_bias": False, "lm_head_bias": False},
+    ),
     "qwen2": _QWEN2,
     "qwen2_moe": replace(
         _QWEN2,
@@ -368,6 +479,25 @@ FAMILIES: Mapping[str, Family] = {
             "moe_intermediate_size": 768,
         },
         fixed={"use_sliding_window": False},
+    ),
+    "seed_oss": Family(
+        attention_bias=True,
+        output_bias=False,
+        dropout=0.1,
+        dropout_key="residual_dropout",
+        defaults={"num_key_value_heads": 8, "head_dim": 128},
+        fixed={"attention_out_bias": False},
+    ),
+    "smollm3": Family(
+        tied_embeddings=True,
+        windows=Windows.UNROTATED,
+        unrotated=True,
+        defaults={
+            "num_key_value_heads": 4,
+            "no_rope_layer_interval": 4,
+            "use_sliding_window": False,
+            "rope_theta": 2000000.0,
+        },
     ),
     "stablelm": Family(
         norm=Norm.LAYER_NORM,

@@ -35,13 +35,15 @@ _DEFAULT_ACTIVATIONS = {
 }
 _SCALED_EMBEDDINGS = ("gemma", "gemma2", "gemma3_text")
 _QUERY_SCALED = ("gemma2", "gemma3_text")
-_GRANITE = ("granite", "granitemoe")
+_GRANITE = ("granite", "granitemoe", "granitemoehybrid")
 # scores, whether the weights are normed, their factor
 _ROUTERS = {
     "deepseek_v2": (RouterScores.SOFTMAX, False, 1.0),
     "deepseek_v3": (RouterScores.SIGMOID, True, 2.5),
+    "dots1": (RouterScores.SIGMOID, False, 1.0),
     "glm4_moe": (RouterScores.SIGMOID, True, 1.0),
     "llama4_text": (RouterScores.SIGMOID_INPUTS, False, 1.0),
+    "minimax_m2": (RouterScores.SIGMOID, True, 1.0),
     "qwen2_moe": (RouterScores.SOFTMAX, False, 1.0),
     "qwen3_moe": (RouterScores.SOFTMAX, False, 1.0),
 }

@@ -47,6 +47,8 @@ class ConfigReader:
 
     def integer(self, names: Names, default: int | None = None, *, least: int = 1) -> int:
         name, value = self.find(names)
+        if isinstance(value, list | tuple) and value and all(each == value[0] for each in value):
+            value = value[0]  # one for each block
         if value is None and default is not None:
             return default
         if value is None:
@@ -54,6 +56,8 @@ class ConfigReader:
             raise ConfigError(f"{self.where}: {name} is missing{aliases}", hint=f"add {name}")
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             needed = "a positive integer" if least > 0 else "a whole number"
+            if isinstance(value, list | tuple):
+                needed = f"{needed}, the same for every block"
             raise self.wrong(name, value, needed)
         return value
 

@@ -25,6 +25,8 @@ from parplan.profiles.models.hf.config_reader import ConfigReader
 
 Fields = dict[str, Any]
 _FFN = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+_SHARED_NUMBER = ("n_shared_experts", "moe_num_shared_experts", "num_shared_expert")
+_SHARED_WIDTH = ("shared_intermediate_size",)
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _HYBRID = {
     "linear_attention": BlockRun(mixer=Mixer.STATE_SPACE, feed_forward=False),
@@ -43,7 +45,10 @@ def feed_forward_fields(reader: ConfigReader, family: Family, hidden: int) -> Fi
         default = None if family.gated_ffn else 4 * hidden
         return {"ffn_hidden_size": reader.integer(_FFN, default)}
     width = reader.integer(experts.width)
-    number = reader.integer(experts.number)
+    number = reader.integer(experts.number, least=0 if experts.shared is Shared.WIDTH else 1)
+    if not number:
+        reader.find(experts.per_token)
+        return {"ffn_hidden_size": reader.integer(_SHARED_WIDTH)}
     dense = reader.find(experts.dense_width)[1] if experts.dense is not DenseBlocks.NONE else None
     return {
         "num_experts": number,
@@ -58,7 +63,9 @@ def feed_forward_fields(reader: ConfigReader, family: Family, hidden: int) -> Fi
 
 def _shared(reader: ConfigReader, experts: ExpertKeys, width: int) -> SharedExperts | None:
     if experts.shared is Shared.COUNTED:
-        width *= reader.integer(("n_shared_experts",), 0, least=0)
+        width *= reader.integer(_SHARED_NUMBER, 0, least=0)
+    if experts.shared is Shared.WIDTH:
+        width = reader.integer(_SHARED_WIDTH, 0, least=0)
     if experts.shared is Shared.GATED:
         width = reader.integer(("shared_expert_intermediate_size",), 0, least=0)
     if experts.shared is Shared.NONE or not width:
@@ -97,7 +104,7 @@ def runs_of(kinds: list[BlockRun]) -> tuple[BlockRun, ...]:
 
 def _rotary(reader: ConfigReader, family: Family, num_layers: int) -> list[bool]:
     """Returns whether each block's queries and keys have positions."""
-    if family.windows is not Windows.CHUNKS:
+    if not family.unrotated:
         return [True] * num_layers
     interval = reader.integer(("no_rope_layer_interval",))
     given = reader.items(("no_rope_layers",))
@@ -134,6 +141,9 @@ def _layer_types(reader: ConfigReader, family: Family, rotary: list[bool]) -> tu
     windows, num_layers = family.windows, len(rotary)
     if windows is Windows.CHUNKS:
         local = rotary
+    elif windows is Windows.UNROTATED:
+        slides = reader.flag("use_sliding_window", False)
+        local = [slides and not turned for turned in rotary]
     elif windows is Windows.EVEN:
         local = [place % 2 == 0 for place in range(num_layers)]
     elif windows is Windows.PATTERN:
@@ -154,8 +164,9 @@ def _with_experts(reader: ConfigReader, family: Family, num_layers: int) -> list
     dense = DenseBlocks.NONE if family.experts is None else family.experts.dense
     places = range(num_layers)
     if dense is DenseBlocks.FIRST:
-        first = reader.integer(("first_k_dense_replace",), 0, least=0)
-        return [place >= first for place in places]
+        first = reader.integer(("first_k_dense_replace", "moe_layer_start_index"), 0, least=0)
+        last = reader.integer(("moe_layer_end_index",), -1, least=-1)
+        return [first <= place and (last < 0 or place <= last) for place in places]
     if dense is DenseBlocks.NAMED:
         step = reader.integer(("decoder_sparse_step",), 1)
         named = reader.items(("mlp_only_layers",)) or ()
@@ -209,6 +220,17 @@ def falcon_fields(reader: ConfigReader, heads: int) -> Fields:
         "output_bias": None,
         "parallel_residual": parallel,
         "norm_layout": "shared" if parallel and norms == 1 else "pre",
+    }
+
+
+def minimax_fields(reader: ConfigReader, head_dim: int) -> Fields:
+    """Returns the rotated part of a head and the multi-token prediction of a MiniMax-M2."""
+    modules = reader.integer(("num_mtp_modules",), 0, least=0)
+    each = reader.integer(("mtp_transformer_layers",), 1)
+    rotated = reader.integer(("rotary_dim",), head_dim)
+    return {
+        "rotary_fraction": rotated / head_dim,
+        "mtp_layers": modules * each if reader.flag("use_mtp", False) else 0,
     }
 
 

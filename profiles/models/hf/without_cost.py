@@ -43,6 +43,14 @@ alignment_heads apply_spec_augment classifier_proj_size forced_decoder_ids lang_
 mask_feature_length mask_feature_min_masks mask_feature_prob mask_time_length mask_time_min_masks
 mask_time_prob median_filter_width scale_embedding task_to_id
 """
+# of files whose keys for experts, shared layers or images belong to other models of the maker
+_OTHERS = """
+anyres_pooling_size cla_share_factor dense_list eod_token_id full_attn_mod group_limited_greedy
+im_end_id im_newline_id im_start_id interpolate_factor mask_init_id mlp_intermediate_size
+moe_capacity moe_drop_tokens moe_norm_min moe_random_routing_dropped_token moe_use_aux_free
+num_media_embeds org_vocab_size pad_id pool_type shared_moe_mode text_end_id text_start_id
+use_routing_bias
+"""
 # the kernels of state-space blocks
 _STATE_SPACE = """
 mamba_ssm_cache_dtype residual_in_fp32 time_step_floor time_step_limit time_step_max time_step_min
@@ -59,7 +67,7 @@ _TOWER = """
 layer_norm_eps norm_eps projection_dim rms_norm_eps rope_parameters rope_theta spatial_patch_size
 tokens_per_second vision_feature_layer vision_feature_select_strategy vocab_size
 """
-_EVERY = (_LIBRARY, _TRAINING, _FACTORS, _ROUTER, _STATE_SPACE, _SPEECH)
+_EVERY = (_LIBRARY, _TRAINING, _FACTORS, _ROUTER, _STATE_SPACE, _SPEECH, _OTHERS)
 WITHOUT_COST = frozenset(" ".join(_EVERY).split())
 # of a configuration around that of the text
 WRAPPER_WITHOUT_COST = WITHOUT_COST | frozenset(_WRAPPER.split())

@@ -14,14 +14,21 @@ from dataclasses import replace
 from parplan.profiles.models.operator_graph import (
     EXPERT_WIDTH,
     EXPERTS_DIM,
+    ROUTES,
     Dim,
     Operator,
     OperatorKind,
-    Parameter,
     Tensor,
 )
 from parplan.profiles.models.parts.feed_forward import kept_gate, shared_expert_operators
-from parplan.profiles.models.parts.shapes import FP32_BYTES, Shapes, elementwise, linear
+from parplan.profiles.models.parts.shapes import (
+    FP32_BYTES,
+    Grouping,
+    Shapes,
+    elementwise,
+    grouped,
+    linear,
+)
 
 CHOICE_BYTES = 12  # number (int64) and weight (fp32) of one chosen expert
 _CHOICE = "the choice of a token's experts needs all of its scores"
@@ -42,7 +49,7 @@ def expert_operators(x: Tensor, shapes: Shapes) -> tuple[Operator, ...]:
     is saved before and after, but for a gated one, which is one kernel with the weights.
     """
     model = shapes.model
-    routes = Dim("routes", model.num_experts)
+    routes = Dim(ROUTES, model.num_experts)
     halves = 2 if model.gated_ffn else 1
     width = Dim(EXPERT_WIDTH, model.expert_ffn_hidden_size)
     scores = shapes.tokens("router", routes)
@@ -59,6 +66,13 @@ def expert_operators(x: Tensor, shapes: Shapes) -> tuple[Operator, ...]:
     kept = kept_gate(shapes.copies("activated_gate", width), shapes)
     if weighs and not model.gated_ffn:
         kept = (*kept, shapes.copies("unweighted", width))
+    of_experts: Grouping = {
+        "experts": Dim(EXPERTS_DIM, model.num_experts),
+        "copies": shapes.batch.size * shapes.sequence.size * shapes.chosen.size,
+        "parallel_dim": EXPERT_WIDTH,
+        "bias": model.expert_bias,
+        "undivided": _EXPERTS_UNDIVIDED,
+    }
     operators = (
         linear(
             "router",
@@ -77,7 +91,7 @@ def expert_operators(x: Tensor, shapes: Shapes) -> tuple[Operator, ...]:
         ),
         *_projection("latent_down", x, compressed, features),
         _exchange("dispatch", OperatorKind.DISPATCH, (compressed, choice), sent, ()),
-        _grouped("fc1", sent, fc1, shapes),
+        grouped("fc1", sent, fc1, **of_experts),
         elementwise(
             "activation",
             (fc1,),
@@ -86,7 +100,7 @@ def expert_operators(x: Tensor, shapes: Shapes) -> tuple[Operator, ...]:
             parallel_dim=EXPERT_WIDTH,
             undivided=_EXPERTS_UNDIVIDED,
         ),
-        _grouped("fc2", activated, fc2, shapes),
+        grouped("fc2", activated, fc2, **of_experts),
         _exchange(
             "combine",
             OperatorKind.COMBINE,
@@ -139,31 +153,4 @@ def _exchange(
         outputs=(out,),
         saved=saved,
         undivided=_EXPERTS_UNDIVIDED,
-    )
-
-
-def _grouped(name: str, x: Tensor, out: Tensor, shapes: Shapes) -> Operator:
-    """Returns out[token, o] = x[token, i] weight[expert of the token, o, i]^T.
-
-    It runs for every token and every expert that the token chose.
-    """
-    experts = Dim(EXPERTS_DIM, shapes.model.num_experts)
-    features, contracted = out.dims[-1], x.dims[-1]
-    weight = Parameter(name="weight", dims=(experts, features, contracted))
-    bias = Parameter(name="bias", dims=(experts, features))
-    tokens = shapes.batch.size * shapes.sequence.size * shapes.chosen.size
-    flops = 2 * tokens * contracted.size * features.size
-    return Operator(
-        name=name,
-        kind=OperatorKind.EXPERTS,
-        dims=(*out.dims, contracted),
-        inputs=(x,),
-        outputs=(out,),
-        saved=(x,),
-        parameters=(weight, bias) if shapes.model.expert_bias else (weight,),
-        contracted=contracted.name,
-        parallel_dim=EXPERT_WIDTH,
-        undivided=_EXPERTS_UNDIVIDED,
-        flops_forward=flops,
-        flops_backward=2 * flops,
     )

@@ -14,6 +14,8 @@ from parplan.profiles.models.operator_graph import Dim, Operator, Tensor
 from parplan.profiles.models.parts.block import block_operators
 from parplan.profiles.models.parts.shapes import Shapes, elementwise, linear
 
+MODULE = "mtp"  # the beginning of the names of a module's operators, before its number
+
 
 def multi_token_operators(x: Tensor, shapes: Shapes) -> tuple[tuple[Operator, ...], list[Tensor]]:
     """Returns the operators of all modules, and the states that predict tokens.
@@ -23,7 +25,7 @@ def multi_token_operators(x: Tensor, shapes: Shapes) -> tuple[tuple[Operator, ..
     operators: list[Operator] = []
     states: list[Tensor] = []
     for number in range(1, shapes.model.mtp_layers + 1):
-        operators += _module(x, shapes, f"mtp{number}.")
+        operators += _module(x, shapes, f"{MODULE}{number}.")
         states.append(operators[-1].outputs[0])
         x = operators[-2].outputs[0]
     return tuple(operators), states

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from copy import copy
+from typing import TypedDict
 
 from parplan.profiles.models.blocks import BlockRun
 from parplan.profiles.models.operator_graph import Dim, Operator, OperatorKind, Parameter, Tensor
@@ -158,6 +159,53 @@ def linear(
         outputs=(out,),
         saved=(x,),
         parameters=(weight, Parameter(name="bias", dims=(features,))) if bias else (weight,),
+        contracted=contracted.name,
+        parallel_dim=parallel_dim,
+        undivided=undivided,
+        flops_forward=flops,
+        flops_backward=2 * flops,
+    )
+
+
+class Grouping(TypedDict):
+    """The arguments that both products of the same experts have."""
+
+    experts: Dim
+    copies: int
+    parallel_dim: str | None
+    bias: bool
+    undivided: Reasons
+
+
+def grouped(
+    name: str,
+    x: Tensor,
+    out: Tensor,
+    *,
+    experts: Dim,
+    copies: int,
+    parallel_dim: str | None,
+    bias: bool,
+    undivided: Reasons = (),
+) -> Operator:
+    """Returns out[token, o] = x[token, i] weight[expert of the token, o, i]^T.
+
+    It runs for every token and every expert that the token chose.
+
+    copies   tokens times the experts that each chose, which its FLOPs count
+    """
+    features, contracted = out.dims[-1], x.dims[-1]
+    weight = Parameter(name="weight", dims=(experts, features, contracted))
+    biases = (Parameter(name="bias", dims=(experts, features)),) if bias else ()
+    flops = 2 * copies * contracted.size * features.size
+    return Operator(
+        name=name,
+        kind=OperatorKind.EXPERTS,
+        dims=(*out.dims, contracted),
+        inputs=(x,),
+        outputs=(out,),
+        saved=(x,),
+        parameters=(weight, *biases),
         contracted=contracted.name,
         parallel_dim=parallel_dim,
         undivided=undivided,

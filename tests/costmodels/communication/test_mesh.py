@@ -18,15 +18,17 @@ from parplan.costmodels.communication.mesh import (
 )
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.stack import ContextForm
+from tests.helpers.cases import mostly_slow
 
 
 def groups(mesh: Mesh, axis: Axis) -> list[list[int]]:
     """The ranks of every group of `axis`, from the rank formula of the order."""
     coordinates = itertools.product(range(mesh.pp), range(mesh.dp), range(mesh.cp), range(mesh.tp))
+    index = list(Axis).index(axis)
     by_rest: dict[tuple[int, ...], list[int]] = {}
     for coordinate in coordinates:
         pp, dp, cp, tp = coordinate
-        rest = tuple(c for i, c in enumerate(coordinate) if i != list(Axis).index(axis))
+        rest = coordinate[:index] + coordinate[index + 1 :]
         outer = pp * mesh.dp + dp
         if mesh.order is MeshOrder.DP_PP_TP:
             outer = dp * mesh.pp + pp
@@ -116,7 +118,7 @@ MESHES = tuple(
 )
 
 
-@pytest.mark.parametrize("gpus_per_node", [1, 2, 4, 8])
+@pytest.mark.parametrize("gpus_per_node", mostly_slow([1, 2, 4, 8], {4}))
 @pytest.mark.parametrize("axis", list(Axis))
 def test_placements_equal_the_nodes_that_the_ranks_of_each_group_sit_on(axis, gpus_per_node):
     for mesh in MESHES:
@@ -130,11 +132,8 @@ def test_placements_equal_the_nodes_that_the_ranks_of_each_group_sit_on(axis, gp
         assert placement.crosses_nodes == (placement.nodes > 1)
 
 
-@pytest.mark.parametrize(
-    "gpus_per_node",
-    [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)],
-)
-@pytest.mark.parametrize("axis", list(Axis))
+@pytest.mark.parametrize("gpus_per_node", mostly_slow([2, 4, 8], {2}))
+@pytest.mark.parametrize("axis", mostly_slow(Axis, {Axis.DP, Axis.TP}))
 def test_the_groups_that_share_a_nodes_nics_are_the_groups_with_a_rank_on_it(axis, gpus_per_node):
     for mesh in MESHES:
         placement = place(mesh, axis, gpus_per_node)

@@ -30,7 +30,7 @@ MACHINE = machine_for(with_gpus(load_cluster("a100-80gb"), 8))
 TRAINING = TrainingSpec(global_batch_size=8, seq_length=2048, stack=NEUTRAL)
 GPT = build_graph(load_model("gpt-20b").spec, TRAINING, 4)
 LLAMA = build_graph(load_model("llama3-8b").spec, TRAINING, 4)
-INSIDE = StageAxes((4,), MACHINE, TRAINING.stack)
+INSIDE = StageAxes((4,), MACHINE, TRAINING)
 
 
 def operator(name, graph=LLAMA, kind=LayerKind.BLOCK):

@@ -13,7 +13,7 @@ from parplan.costmodels.operators.kernels import (
     fused_kernel,
     product_kernel,
 )
-from parplan.costmodels.operators.operator_kernels import operator_kernels
+from parplan.costmodels.operators.operator_kernels import gathered_bytes, operator_kernels
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.model_catalog import load_model
@@ -92,6 +92,27 @@ def test_fp8_products_are_marked_and_cast_before_each():
             training=replace(TRAINING, products=ProductFormat.FP8_CURRENT),
         ).forward
     )
+
+
+def test_a_stack_that_gathers_casts_casts_the_tokens_of_a_rank():
+    training = replace(
+        TRAINING,
+        products=ProductFormat.MXFP8,
+        stack=Stack(gathers_casts=True, holds_cast_weights=True),
+    )
+    divided = Sharding(4, sequence_parallel=True)
+    column = kernels("fc1", training=training, sharding=divided)
+    row = kernels("fc2", training=training, sharding=divided)
+    own_tokens, bytes_moved = B * S * H // 4, 2 + 2 * 33 / 32
+
+    assert points(column.forward)[1] == ("cast.forward", (bytes_moved * own_tokens,))
+    assert points(column.inputs)[1] == ("cast.backward", (bytes_moved * B * S * F / 4,))
+    assert points(row.forward)[1] == ("cast.forward", (bytes_moved * B * S * F / 4,))
+    assert points(row.inputs)[1] == ("cast.backward", (bytes_moved * own_tokens,))
+    operators = build_graph(GPT, training, B).layer_class(LayerKind.BLOCK)
+    tokens = operators.operator("fc1").inputs[0]
+    assert gathered_bytes(tokens, operators.operator("fc1"), training) == TOKENS * 33 // 64
+    assert gathered_bytes(tokens, operators.operator("norm2"), training) == TOKENS
 
 
 @pytest.mark.parametrize("name", ["qkv", "attention_out", "fc1", "fc2"])

@@ -73,7 +73,7 @@ def test_the_forward_collectives_take_as_long_as_the_price_of_the_layer_says(mod
         actual = [
             move
             for operator in layer.operators
-            for move in forward_moves(layer, operator, sharding)
+            for move in forward_moves(layer, operator, sharding, priced.training)
         ]
         where = place_axis(2, 1, 2, CLUSTER.gpus_per_node)
         seconds = math.fsum(
@@ -100,7 +100,9 @@ def test_the_forward_collectives_take_as_long_as_the_price_of_the_layer_says(mod
 )
 def test_a_megatron_block_sends_what_korthikanti_says(sp, expected):
     block = price_cache().graph(2).block
-    collected = list(layer_moves(block, Sharding(2, sequence_parallel=sp), ()))
+    collected = list(
+        layer_moves(block, Sharding(2, sequence_parallel=sp), (), price_cache().training)
+    )
 
     assert {
         kind: sum(move.collective is kind for move in collected)
@@ -111,14 +113,18 @@ def test_a_megatron_block_sends_what_korthikanti_says(sp, expected):
 
 def test_recomputed_operators_send_their_forward_collectives_again():
     block, sharding = price_cache().graph(2).block, Sharding(2)
+    training = price_cache().training
     everything = tuple(operator.name for operator in block.operators)
 
-    once = len(list(layer_moves(block, sharding, ())))
-    repeated = len(list(layer_moves(block, sharding, everything)))
+    once = len(list(layer_moves(block, sharding, (), training)))
+    repeated = len(list(layer_moves(block, sharding, everything, training)))
 
     assert (
         repeated - once
-        == sum(len(list(forward_moves(block, operator, sharding))) for operator in block.operators)
+        == sum(
+            len(list(forward_moves(block, operator, sharding, training)))
+            for operator in block.operators
+        )
         == 2
     )
 

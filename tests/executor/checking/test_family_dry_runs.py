@@ -48,7 +48,7 @@ PLANS = {
         "qwen3-moe-tiny", tp=2, etp=2, sp=True, recompute=("qkv", "qk_norm")
     ),
 }
-QUICK = ("deepseek-tp2-etp2", "gemma-tp2-sp")
+QUICK = ("deepseek-tp2-etp2",)
 
 
 def uses(plan: Plan) -> list[tuple[RankUse, RankUse]]:

@@ -107,6 +107,7 @@ PLANS: dict[str, Plan] = {
 
 
 SLOW = (
+    "dp4-every-block-otherwise",
     "dp4-zero1-over-2",
     "dp4-zero2-over-2",
     "dp4-zero3-over-2",

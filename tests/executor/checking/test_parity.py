@@ -13,6 +13,7 @@ from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import Positions, Precision
 from parplan.profiles.stack import AttentionKernel
+from tests.helpers.cases import mostly_slow
 from tests.helpers.executor_plans import GPT, LLAMA, make_plan
 from tests.helpers.executor_world import (
     BF16_NORM_TOLERANCE,
@@ -176,6 +177,15 @@ SLOW = {  # what differs in them from the others is in one of those alone
     "dp2-zero1-one-micro-batch",
     "dp2-zero3-full-recompute",
     "dp2-llama-a-zero-stage-per-block",
+    "dp2-llama-zero3-selective-recompute",
+    "dp2-gpt-zero-by-operator",
+    "llama-dp2-zero0",
+    "llama-dp2-zero1",
+    "llama-dp2-zero2",
+    "llama-dp2-zero3",
+    "bf16-dp2-zero3",
+    "pp2-gpt-tied-dualpipev",
+    "tp2-sp-neox-parallel-residual",
     "tp2-sp-gpt-unfused-attention-recompute",
     "dp2-zero0",
     "dp2-zero1",
@@ -228,29 +238,26 @@ def test_every_rank_holds_exactly_the_predicted_bytes(name):
 
 
 LAYERS = LLAMA.num_layers + 2
+BY_OPERATOR = (  # groups of a block are gathered and reduced as their own stage says
+    "dp2-llama-zero-by-operator-selective-recompute",
+    LLAMA.num_layers * (1 + 1 + 8),
+    LLAMA.num_layers * (1 + 4 + 4),
+    1,
+)
 
 
 @pytest.mark.parametrize(
     ("name", "gathers", "reduce_scatters", "all_reduces"),
-    [
-        pytest.param("llama-dp2-zero0", 0, 0, 1, id="zero0-reduces-once-a-step"),
-        pytest.param(
-            "llama-dp2-zero1", LAYERS, LAYERS, 0, id="zero1-gathers-and-reduces-once-a-step"
-        ),
-        pytest.param(
-            "llama-dp2-zero2", LAYERS, 4 * LAYERS, 0, id="zero2-reduces-every-micro-batch"
-        ),
-        pytest.param(
-            "llama-dp2-zero3", 8 * LAYERS, 4 * LAYERS, 0, id="zero3-gathers-twice-every-micro-batch"
-        ),
-        pytest.param(
-            "dp2-llama-zero-by-operator-selective-recompute",
-            LLAMA.num_layers * (1 + 1 + 8),
-            LLAMA.num_layers * (1 + 4 + 4),
-            1,
-            id="groups-of-a-block-are-gathered-and-reduced-as-their-own-stage-says",
-        ),
-    ],
+    mostly_slow(
+        [
+            ("llama-dp2-zero0", 0, 0, 1),
+            ("llama-dp2-zero1", LAYERS, LAYERS, 0),
+            ("llama-dp2-zero2", LAYERS, 4 * LAYERS, 0),
+            ("llama-dp2-zero3", 8 * LAYERS, 4 * LAYERS, 0),
+            BY_OPERATOR,
+        ],
+        {BY_OPERATOR},
+    ),
 )
 def test_a_step_of_four_micro_batches_communicates_as_its_zero_stage_says(
     name, gathers, reduce_scatters, all_reduces

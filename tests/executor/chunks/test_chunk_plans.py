@@ -432,10 +432,17 @@ BY_OPERATORS = {
     "1f1b-recomputed": {"pp": 2, "num_micro_batches": 4, "recompute": Recompute.FULL},
     "tensor-parallel-recomputed": {"tp": 2, "sp": True, "recompute": Recompute.FULL},
 }
+QUICK = {name: BY_OPERATORS[name] for name in ("data-parallel-recomputed", "1f1b-recomputed")}
 
 
 @pytest.mark.multiproc
 def test_two_ranks_that_use_an_operator_at_a_time_move_gather_and_reduce_what_is_predicted():
+    require_like_plain(QUICK, (1.1,), (Eviction.OPT,), OPERATORS)
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_two_ranks_by_operators_with_two_budgets():
     require_like_plain(BY_OPERATORS, (1.0, 1.1), (Eviction.OPT,), OPERATORS)
 
 

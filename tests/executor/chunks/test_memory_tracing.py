@@ -96,10 +96,15 @@ def roomy(share: float, request: ChunkRequest = HOST, **choices) -> Plan:
     "choices",
     [
         pytest.param({"model": DEEP, "num_micro_batches": 2}, id="one-rank"),
-        pytest.param({"model": DEEP, "dp": 2, "num_micro_batches": 2}, id="gathered-groups"),
+        pytest.param(
+            {"model": DEEP, "dp": 2, "num_micro_batches": 2},
+            id="gathered-groups",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             {"model": DEEP, "pp": 2, "num_micro_batches": 2, "precision": Precision.BF16},
             id="a-pipeline-in-16-bits",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             {"model": DEEP, "pp": 2, "num_micro_batches": 4, "schedule": Schedule.GPIPE},
@@ -167,7 +172,7 @@ def test_a_budget_that_the_measured_memory_does_not_leave_is_an_error_of_every_r
 
 @pytest.mark.multiproc
 def test_a_traced_module_is_traced_like_a_described_model():
-    priced = made(pp=2, dp=2, host=2, optimizer=1)
+    priced = made(dp=2, host=2, optimizer=1)
     schedulers = chunk_schedulers(priced)
 
     def train_module(plan) -> Row:

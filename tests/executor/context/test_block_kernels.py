@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parplan.executor.context.block_kernels import Scores, attend, attend_backward
+from parplan.executor.context.block_kernels import Attended, Scores, attend, attend_backward
 
 QUERIES, FEATURES = 16, 8
 ON_GPU = (
@@ -59,9 +59,8 @@ def test_a_block_is_attention_over_the_keys_that_are_read(
     gradient = torch.randn(expected.shape, generator=generator)
 
     out, logsumexp = attend(*inputs, scores)
-    gradients = attend_backward(
-        gradient.to(device, dtype), tuple(inputs), out, logsumexp.float(), scores
-    )
+    attended = Attended(gradient.to(device, dtype), *inputs, out, logsumexp.float())
+    gradients = attend_backward(attended, scores)
 
     compared = [(out, expected), (logsumexp, products.logsumexp(-1))]
     compared += zip(

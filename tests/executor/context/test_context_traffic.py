@@ -14,6 +14,7 @@ from parplan.executor.checking.dry_run import dry_run
 from parplan.planner.plan.plan_strategy import prices_of_plan, strategy_of
 from parplan.profiles.models.blocks import BlockRun
 from parplan.profiles.stack import ContextForm
+from tests.helpers.cases import mostly_slow
 from tests.helpers.executor_plans import LLAMA, SEQ_LENGTH, make_plan
 
 RING, GATHER = ContextForm.RING, ContextForm.ALL_GATHER
@@ -46,11 +47,14 @@ def predicted_over_context(form: ContextForm, cp: int, recompute: tuple[str, ...
 
 @pytest.mark.parametrize(
     ("form", "cp", "recompute"),
-    [
-        *((form, cp, ()) for form in (RING, GATHER, EXCHANGE) for cp in (2, 4)),
-        (TWO_LEVEL, 4, ()),
-        (RING, 4, ("attention",)),
-    ],
+    mostly_slow(
+        [
+            *((form, cp, ()) for form in (RING, GATHER, EXCHANGE) for cp in (2, 4)),
+            (TWO_LEVEL, 4, ()),
+            (RING, 4, ("attention",)),
+        ],
+        {(GATHER, 4, ()), (EXCHANGE, 4, ()), (TWO_LEVEL, 4, ()), (RING, 4, ("attention",))},
+    ),
 )
 def test_attention_sends_as_many_bytes_in_as_many_calls_as_predicted(form, cp, recompute):
     assert sent_over_context(form, cp, recompute) == predicted_over_context(form, cp, recompute)
@@ -72,7 +76,7 @@ def output_bytes(cp: int) -> int:
     return FP32_BYTES * MICRO_BATCH * SEQ_LENGTH // cp * LLAMA.q_size
 
 
-@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("cp", mostly_slow([2, 4], {2}))
 def test_a_ring_passes_keys_and_values_on_in_both_passes_and_gradients_in_one(cp):
     expected = of_step(3 * (cp - 1), kv_bytes(cp))
 
@@ -85,7 +89,7 @@ def test_attention_that_is_recomputed_goes_round_the_ring_once_more():
     assert sent_over_context(RING, 4, ("attention",)) == {MESSAGE: expected}
 
 
-@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("cp", mostly_slow([2, 4], {4}))
 def test_keys_and_values_are_gathered_in_both_passes_and_their_gradients_scattered(cp):
     assert sent_over_context(GATHER, cp) == {
         Collective.ALL_GATHER: of_step(2, cp * kv_bytes(cp)),
@@ -94,7 +98,11 @@ def test_keys_and_values_are_gathered_in_both_passes_and_their_gradients_scatter
 
 
 @pytest.mark.parametrize(
-    ("cp", "copies"), [pytest.param(2, 1, id="a-head-each"), pytest.param(4, 2, id="half-a-head")]
+    ("cp", "copies"),
+    [
+        pytest.param(2, 1, id="a-head-each", marks=pytest.mark.slow),
+        pytest.param(4, 2, id="half-a-head"),
+    ],
 )
 def test_tokens_are_exchanged_for_heads_and_back_in_both_passes(cp, copies):
     there, back = output_bytes(cp) + copies * kv_bytes(cp), output_bytes(cp)
@@ -126,10 +134,10 @@ def test_two_levels_exchange_among_neighbours_and_pass_on_between_them():
     ("form", "cp", "more"),
     [
         pytest.param(RING, 2, 0, id="ring"),
-        pytest.param(GATHER, 4, 0, id="all-gather"),
-        pytest.param(EXCHANGE, 2, 0, id="all-to-all"),
+        pytest.param(GATHER, 4, 0, id="all-gather", marks=pytest.mark.slow),
+        pytest.param(EXCHANGE, 2, 0, id="all-to-all", marks=pytest.mark.slow),
         pytest.param(EXCHANGE, 4, kv_bytes(4), id="all-to-all-of-two-copies-of-keys"),
-        pytest.param(TWO_LEVEL, 4, 0, id="two-level"),
+        pytest.param(TWO_LEVEL, 4, 0, id="two-level", marks=pytest.mark.slow),
     ],
 )
 def test_a_block_keeps_what_it_would_of_sequences_as_short_as_its_part(form, cp, more):
@@ -142,8 +150,17 @@ def test_a_block_keeps_what_it_would_of_sequences_as_short_as_its_part(form, cp,
     assert used(form, cp).saved == expected
 
 
-@pytest.mark.parametrize("form", [RING, GATHER])
-@pytest.mark.parametrize(("cp", "window"), [(2, 3), (2, 5), (2, 9), (4, 3), (4, 5)])
+@pytest.mark.parametrize(
+    ("cp", "window", "form"),
+    mostly_slow(
+        [
+            (cp, window, form)
+            for cp, window in ((2, 3), (2, 5), (2, 9), (4, 3), (4, 5))
+            for form in (RING, GATHER)
+        ],
+        {(2, 3, RING), (2, 5, GATHER), (4, 3, GATHER), (4, 5, RING)},
+    ),
+)
 def test_the_first_rank_sends_no_more_within_a_window_than_the_fullest_is_predicted_to(
     form, cp, window
 ):

@@ -123,13 +123,22 @@ LEFT_OUT_BYTES = 2 * 8 * 4 * 128 + 128 * 128 + 2 * 128 * 64 * 4
 
 
 @pytest.mark.filterwarnings("ignore:.*alltoall.*")
-@pytest.mark.parametrize("name", DIVISIONS)
 @pytest.mark.parametrize(
-    ("model", "attention"),
+    ("model", "attention", "name"),
     [
-        pytest.param(MODEL, AttentionKernel.FLASH, id="gpt-flash", marks=pytest.mark.slow),
-        pytest.param(MODEL, AttentionKernel.UNFUSED, id="gpt-unfused"),
-        pytest.param(LLAMA, AttentionKernel.FLASH, id="llama-flash"),
+        pytest.param(
+            model,
+            attention,
+            name,
+            id=f"{model.name}-{attention}-{name}",
+            marks=() if name in plain else pytest.mark.slow,
+        )
+        for model, attention, plain in (
+            (MODEL, AttentionKernel.FLASH, ()),
+            (MODEL, AttentionKernel.UNFUSED, ("PATCHWORK", "MEGATRON_SEQUENCE", "WHOLE")),
+            (LLAMA, AttentionKernel.FLASH, DIVISIONS[1:]),
+        )
+        for name in DIVISIONS
     ],
 )
 def test_a_block_keeps_of_every_tensor_the_part_that_its_placements_say(

@@ -88,6 +88,19 @@ FAMILIES = {
             "partial_rotary_factor": 0.5,
         },
     ),
+    "llama-4": (
+        "llama4_text",
+        {
+            **SHAPE,
+            "intermediate_size_mlp": 40,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 6,
+            "no_rope_layers": [1, 1, 0],
+            "pad_token_id": 0,
+        },
+    ),
     "glm-4": ("glm4", {**SHAPE, "partial_rotary_factor": 1.0, "pad_token_id": 0}),
     "olmo-2": ("olmo2", {key: value for key, value in SHAPE.items() if key != "head_dim"}),
     "qwen3": ("qwen3", SHAPE),
@@ -153,7 +166,7 @@ def _copy_attention(ours: nn.Module, attention: nn.Module, model: ModelSpec) -> 
         query, key, value = (
             part.unflatten(0, (model.num_kv_heads, -1, model.head_dim)) for part in parts
         )
-        if model.name == "glm-4":
+        if model.name in ("glm-4", "llama-4"):
             query, key = _pairs(query, 2), _pairs(key, 2)
         parameter.copy_(torch.cat((query, key, value), dim=1).flatten(0, 2))
     for of in "qk":
@@ -175,6 +188,10 @@ def _copy_network(ours: nn.Module, mlp: nn.Module, prefix: str = "") -> None:
     getattr(ours, f"{prefix}fc2").weight.copy_(mlp.down_proj.weight)
 
 
+def _copy_dense(ours: nn.Module, mlp: nn.Module, _: ModelSpec) -> None:
+    _copy_network(ours, mlp)
+
+
 def _copy_experts(ours: nn.Module, mlp: nn.Module, model: ModelSpec) -> None:
     router = mlp.router if hasattr(mlp, "router") else mlp.gate
     ours.mixture.router.load_state_dict(dict(router.named_parameters()), strict=True)
@@ -184,6 +201,10 @@ def _copy_experts(ours: nn.Module, mlp: nn.Module, model: ModelSpec) -> None:
         held.fc1.bias.copy_(experts.gate_up_proj_bias.t())
         held.fc2.weight.copy_(experts.down_proj.transpose(1, 2).flatten(0, 1))
         held.fc2.bias.copy_(experts.down_proj_bias.t())
+    elif model.name == "llama-4":
+        gate_up = experts.gate_up_proj.unflatten(2, (2, -1)).transpose(2, 3)
+        held.fc1.weight.copy_(gate_up.flatten(2).flatten(0, 1))
+        held.fc2.weight.copy_(experts.down_proj.transpose(1, 2).flatten(0, 1))
     else:
         gate_up = experts.gate_up_proj.unflatten(1, (2, -1)).permute(0, 3, 2, 1)
         held.fc1.weight.copy_(gate_up.flatten(2).flatten(0, 1))
@@ -192,6 +213,7 @@ def _copy_experts(ours: nn.Module, mlp: nn.Module, model: ModelSpec) -> None:
         _copy_network(ours, mlp.shared_experts, "shared_")
     if hasattr(mlp, "shared_expert"):
         _copy_network(ours, mlp.shared_expert, "shared_")
+    if hasattr(mlp, "shared_expert_gate"):
         ours.shared_gate.weight.copy_(mlp.shared_expert_gate.weight)
 
 
@@ -208,10 +230,8 @@ def _copy(layers: nn.ModuleDict, theirs: nn.Module, model: ModelSpec) -> None:
         copy_attention = _copy_latent if model.latent is not None else _copy_attention
         copy_attention(ours, block.self_attn, model)
         ours.attention_out.load_state_dict(block.self_attn.o_proj.state_dict())
-        if hasattr(ours, "mixture"):
-            _copy_experts(ours, block.mlp, model)
-        else:
-            _copy_network(ours, block.mlp)
+        network = block.feed_forward if hasattr(block, "feed_forward") else block.mlp
+        (_copy_experts if hasattr(ours, "mixture") else _copy_dense)(ours, network, model)
 
 
 @pytest.mark.parametrize("kernel", list(AttentionKernel))

@@ -24,7 +24,6 @@ from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.blocks import BlockRun, QkNorm
 from parplan.profiles.models.documents import Documents
 from parplan.profiles.models.fine_tuning import FineTuning
-from parplan.profiles.models.functions import Functions, RouterScores
 from parplan.profiles.models.spec import Optimizer, Precision
 from parplan.profiles.models.towers import Projection, Tower
 from parplan.profiles.models.transformer import build_graph
@@ -236,10 +235,24 @@ BROKEN = {
         r"plans with recompute \[\]",
         "no effect",
     ),
-    "more-tokens-predicted": Broken(
+    "compressed-tokens-of-experts": Broken(
         "model parts",
-        make_plan(dataclasses.replace(LLAMA, mtp_layers=1)),
-        "tiny-llama has mtp_layers",
+        make_plan(dataclasses.replace(MIXTRAL, expert_latent_size=16)),
+        "tiny-mixtral has expert_latent_size",
+        "set expert_latent_size to 0",
+        "fails",
+    ),
+    "more-tokens-predicted": Broken(
+        "further tokens",
+        make_plan(dataclasses.replace(LLAMA, mtp_layers=2), pp=2),
+        "tiny-llama has mtp_layers with 2 modules",
+        "set mtp_layers to 1",
+        "fails",
+    ),
+    "further-tokens-of-tensor-parallel-ranks": Broken(
+        "further tokens",
+        make_plan(dataclasses.replace(LLAMA, mtp_layers=1), tp=2),
+        "tiny-llama has mtp_layers with tp 2",
         "set mtp_layers to 0",
         "fails",
     ),
@@ -260,15 +273,12 @@ BROKEN = {
         "set expert_capacity to 0",
         "no effect",
     ),
-    "sequences-packed-from-documents": Broken(
-        "whole sequences",
-        dataclasses.replace(
-            make_plan(LLAMA),
-            training=dataclasses.replace(make_plan(LLAMA).training, documents=Documents(mean=4)),
-        ),
-        "documents of 4 tokens on average",
+    "packed-sequences-over-ranks": Broken(
+        "packed sequences",
+        with_training(make_plan(LLAMA, cp=2, form=ContextForm.RING), documents=Documents(mean=4)),
+        "documents of 4 tokens on average, with cp 2",
         "leave out documents",
-        "no effect",
+        "fails",
     ),
     "three-experts-on-two-ranks": Broken(
         "expert parallel",
@@ -311,6 +321,19 @@ BROKEN = {
         "recompute names norm1, it is all operators of a block or none",
         r"set recompute to \[\] on layer plan block-0",
         "no effect",
+    ),
+    "adapters-of-divided-experts": Broken(
+        "fine tuning",
+        make_plan(
+            MIXTRAL,
+            tp=2,
+            etp=2,
+            sp=True,
+            fine_tuning=FineTuning(lora_rank=2, lora_targets=("fc1", "fc2")),
+        ),
+        "mesh: etp is 2, and experts have adapters",
+        "set etp to 1",
+        "fails",
     ),
     "adapters-of-a-foreign-module": Broken(
         "fine tuning",
@@ -685,30 +708,6 @@ def test_halves_of_blocks_of_several_classes_are_refused_before_all_rules():
         validate(plan)
 
     assert [rule.name for rule, _ in refusals(plan)] == ["alike blocks"]
-    assert nearest_legal(plan) is None
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        pytest.param(
-            {"blocks": (BlockRun(feed_forward=False), BlockRun())},
-            "state-space blocks, or blocks of one part",
-            id="blocks-of-one-part",
-        ),
-        pytest.param(
-            {"functions": Functions(router_scores=RouterScores.SIGMOID_INPUTS)},
-            "weights the inputs of its experts",
-            id="weighted-inputs",
-        ),
-    ],
-)
-def test_a_model_with_parts_that_no_module_has_is_refused(changes, message):
-    plan = make_plan(dataclasses.replace(LLAMA, **changes))
-
-    with pytest.raises(ConfigError, match=message):
-        validate(plan)
-
     assert nearest_legal(plan) is None
 
 

@@ -136,7 +136,6 @@ PLANS: dict[str, Plan] = {
 }
 PLAIN = {
     "gpt-both-by-hidden",
-    "gpt-whole-tables-over-tokens",
     "llama-columns-and-a-head-by-tokens",
 }
 WORLDS = Worlds(PLANS, slow=PLANS.keys() - PLAIN)

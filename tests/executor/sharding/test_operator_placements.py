@@ -146,7 +146,6 @@ PLANS: dict[str, Plan] = {
 
 PLAIN = {
     "tp2-gpt-token-mlp-megatron-hidden-stream",
-    "tp2-gpt-unfused-recomputed-chain",
     "tp2-llama-recomputed-token-mlp",
 }
 WORLDS = Worlds(PLANS, slow=PLANS.keys() - PLAIN)

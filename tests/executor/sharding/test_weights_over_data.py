@@ -96,7 +96,7 @@ PLANS = {
         5,
     ),
 }
-PLAIN = {"dp2-tp2-llama-recomputed"}
+PLAIN = {"dp2-tp2-llama-zero1-11"}
 WORLDS = Worlds(PLANS, slow=PLANS.keys() - PLAIN)
 
 

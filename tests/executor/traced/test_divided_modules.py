@@ -58,7 +58,7 @@ def check(plan: TracedPlan) -> None:
 @pytest.mark.parametrize(
     ("module", "divided"),
     [
-        pytest.param(f"{MODULES}:gpt", 17, id="gpt"),
+        pytest.param(f"{MODULES}:gpt", 17, id="gpt", marks=pytest.mark.slow),
         pytest.param(f"{MODULES}:timed_unet", 22, id="linear-layers-of-a-unet"),
         pytest.param(f"{MODULES}:stopped_gate", 5, id="read-without-gradient-first"),
     ],
@@ -77,8 +77,10 @@ THREE = f"{MODULES}:three_in_a_row"
 @pytest.mark.parametrize(
     ("module", "rules", "divided"),
     [
-        pytest.param(THREE, None, 2, id="three-in-a-row"),
-        pytest.param(THREE, TpRules(column=("layers.1",)), 3, id="three-by-column"),
+        pytest.param(THREE, None, 2, id="three-in-a-row", marks=pytest.mark.slow),
+        pytest.param(
+            THREE, TpRules(column=("layers.1",)), 3, id="three-by-column", marks=pytest.mark.slow
+        ),
         pytest.param(THREE, TpRules(row=("layers.2",)), 3, id="three-by-row"),
         pytest.param(
             f"{MODULES}:own_activation", TpRules(pointwise=("cube",)), 3, id="own-activation"

@@ -26,7 +26,7 @@ WOVEN = "tests.helpers.divided_modules:woven"
     "module",
     [
         pytest.param(WOVEN, id="tied-tables-shared-block-long-skips"),
-        pytest.param(LORA, id="llama-with-adapters"),
+        pytest.param(LORA, id="llama-with-adapters", marks=pytest.mark.slow),
         pytest.param(CONFIGS["gpt2"], id="gpt2", marks=pytest.mark.slow),
         pytest.param(HUGGING_FACE["bert"], id="bert", marks=pytest.mark.slow),
         pytest.param(HUGGING_FACE["t5"], id="t5", marks=pytest.mark.slow),

@@ -34,6 +34,7 @@ from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.models.spec import Optimizer
 from parplan.profiles.tracing.program import PARAMETER
 from parplan.profiles.tracing.record import record
+from tests.helpers.cases import mostly_slow
 from tests.helpers.traced_modules import HUGGING_FACE
 from tests.helpers.traced_plans import hand_plan
 
@@ -60,7 +61,9 @@ def test_skip_connections_go_through_virtual_stages_and_come_back():
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("sizes", [(3, 1, 1, 3), (1, 2, 4, 1)])
+@pytest.mark.parametrize(
+    "sizes", [(3, 1, 1, 3), pytest.param((1, 2, 4, 1), marks=pytest.mark.slow)]
+)
 def test_parts_of_unequal_size_train_as_in_one_process(sizes):
     plan = hand_plan(
         f"{MODULES}:unet", pp=2, virtual_stages=2, schedule=Schedule.INTERLEAVED, zero=0
@@ -80,7 +83,10 @@ def test_a_table_that_three_shards_read_has_one_gradient_on_two_stages():
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("optimizer", [Optimizer.SGD, Optimizer.SGD_MOMENTUM])
+@pytest.mark.parametrize(
+    "optimizer",
+    mostly_slow([Optimizer.SGD, Optimizer.SGD_MOMENTUM], {Optimizer.SGD_MOMENTUM}),
+)
 def test_a_traced_module_trains_with_sgd(optimizer):
     plan = hand_plan(f"{MODULES}:translator", pp=2, zero=0, shards_a_stage=2)
 

@@ -11,7 +11,7 @@ from parplan.executor.models import transformer_layers
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.spec import Precision
-from tests.helpers.executor_plans import GPT, LLAMA, make_plan
+from tests.helpers.executor_plans import GPT, LLAMA, MIXTRAL, make_plan
 from tests.helpers.executor_world import Worlds, require_parity, run_reference
 
 pytestmark = [
@@ -25,12 +25,14 @@ WIDE = replace(
 )
 QLORA = FineTuning(lora_rank=2, lora_targets=("qkv", "proj", "fc1", "fc2"), base_bits=8)
 LORA = FineTuning(lora_rank=2, lora_targets=("qkv", "proj", "fc1", "fc2"))
+ROUTED = FineTuning(lora_rank=2, lora_targets=("all-linear",))
 SOME = FineTuning(lora_rank=4, lora_targets=("q_proj",))
 FIRST = FineTuning(freeze=("embedding", "blocks:0-1"))
 BEHIND = FineTuning(lora_rank=2, lora_targets=("qkv", "down_proj"), freeze=("blocks:0-2",))
 NORMS = FineTuning(freeze=("embedding", "norms"))
 PLANS: dict[str, Plan] = {
     "lora-one-rank": make_plan(LLAMA, fine_tuning=LORA),
+    "lora-tp2-sp": make_plan(LLAMA, tp=2, sp=True, fine_tuning=LORA),
     "lora-dp2-tp2": make_plan(LLAMA, dp=2, tp=2, fine_tuning=LORA),
     "lora-dp2-tp2-sp": make_plan(LLAMA, dp=2, tp=2, sp=True, fine_tuning=LORA),
     "lora-dp2-tp2-sp-recompute": make_plan(
@@ -57,6 +59,20 @@ PLANS: dict[str, Plan] = {
     "frozen-first-tp2-recompute": make_plan(LLAMA, tp=2, recompute="full", fine_tuning=FIRST),
     "norms-frozen-dp2-tp2": make_plan(GPT, dp=2, tp=2, zero=(2,), fine_tuning=NORMS),
     "norms-frozen-pp2": make_plan(LLAMA, pp=2, fine_tuning=NORMS),
+    "experts-dp2-ep2": make_plan(MIXTRAL, dp=2, ep=2, zero=(1,), fine_tuning=ROUTED),
+    "experts-tp2-ep2-recompute": make_plan(
+        MIXTRAL, tp=2, ep=2, sp=True, recompute=("activation", "norm2"), fine_tuning=ROUTED
+    ),
+    "experts-dp2-tp2-ep2-zero3": make_plan(
+        MIXTRAL, dp=2, tp=2, ep=2, sp=True, zero=(3,), recompute="full", fine_tuning=ROUTED
+    ),
+    "experts-pp2-dp2-ep2-eight-bits": make_plan(
+        MIXTRAL, pp=2, dp=2, ep=2, zero=(1,), fine_tuning=replace(ROUTED, base_bits=8)
+    ),
+    "attention-beside-experts-dp2-ep2-zero3": make_plan(
+        MIXTRAL, dp=2, ep=2, zero=(3,), fine_tuning=SOME
+    ),
+    "eight-bits-tp2": make_plan(WIDE, tp=2, fine_tuning=QLORA),
     "eight-bits-dp2-tp2-sp": make_plan(WIDE, dp=2, tp=2, sp=True, zero=(2,), fine_tuning=QLORA),
     "eight-bits-dp2-tp2-recompute": make_plan(
         WIDE, dp=2, tp=2, zero=(1,), recompute="full", fine_tuning=QLORA
@@ -69,11 +85,11 @@ PLANS: dict[str, Plan] = {
     ),
 }
 QUICK = {
-    "lora-one-rank",
-    "lora-dp2-tp2-sp",
     "lora-dp2-zero3",
+    "lora-tp2-sp",
     "frozen-first-stage-pp2",
-    "eight-bits-dp2-tp2-sp",
+    "eight-bits-tp2",
+    "experts-dp2-ep2",
 }
 WORLDS = Worlds(PLANS, slow=PLANS.keys() - QUICK)
 

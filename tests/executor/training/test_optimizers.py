@@ -21,6 +21,7 @@ from parplan.executor.training.optimizer import Layout, build_optimizer
 from parplan.executor.training.train import build_trainer
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.spec import ModelSpec, Optimizer, Precision
+from tests.helpers.cases import mostly_slow
 from tests.helpers.executor_plans import GPT, MIXTRAL, make_plan
 from tests.helpers.executor_world import (
     OPTIONS,
@@ -68,7 +69,20 @@ def plans_of(optimizer: Optimizer) -> dict[str, Plan]:
     }
 
 
-NAMES = tuple(plans_of(Optimizer.SGD))
+PLANS = {
+    (optimizer, name): plan for optimizer in OTHERS for name, plan in plans_of(optimizer).items()
+}
+PLAIN = {  # every division, and of each optimizer with parts that depend on it two
+    (Optimizer.ADAM_8BIT, "dp2-zero3"),
+    (Optimizer.ADAM_8BIT, "tp2"),
+    (Optimizer.MUON, "dp2-zero2"),
+    (Optimizer.MUON, "experts-ep2"),
+    (Optimizer.ADAFACTOR, "experts-dp2-zero2"),
+    (Optimizer.ADAFACTOR, "tp2"),
+    (Optimizer.SGD, "pp2-bf16"),
+    (Optimizer.SGD, "dp2-zero0"),
+    (Optimizer.SGD_MOMENTUM, "dp2-zero1"),
+}
 
 
 def whole(parameter: Tensor) -> Tensor:
@@ -90,9 +104,9 @@ def _train(plan: Plan) -> Trained:
 
 
 @cache
-def trained(optimizer: Optimizer) -> dict[str, list[Trained]]:
-    """Returns what every rank has after the plans of an optimizer, which share one world."""
-    plans = plans_of(optimizer)
+def trained(*, plain: bool) -> dict[tuple[Optimizer, str], list[Trained]]:
+    """Returns what every rank has after each of the plain plans or of the others, in one world."""
+    plans = {case: plan for case, plan in PLANS.items() if (case in PLAIN) is plain}
     return dict(zip(plans, run_ranks(list(plans.values()), _train), strict=True))
 
 
@@ -120,12 +134,12 @@ def one_process(optimizer: Optimizer, model: ModelSpec) -> tuple[list[float], Te
 
 @pytest.mark.multiproc
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("optimizer", OTHERS)
+@pytest.mark.parametrize(("optimizer", "name"), mostly_slow(PLANS, PLAIN))
 def test_a_divided_model_ends_with_the_parameters_of_one_process(
     optimizer: Optimizer, name: str
 ) -> None:
-    plan, ranks = plans_of(optimizer)[name], trained(optimizer)[name]
+    case = optimizer, name
+    plan, ranks = PLANS[case], trained(plain=case in PLAIN)[case]
     losses, expected, before = one_process(optimizer, plan.model)
 
     for rank_losses, parameters, (predicted, measured) in ranks:

@@ -25,6 +25,7 @@ from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.stack import ContextForm
+from tests.helpers.cases import named
 from tests.helpers.planning import find_plan
 
 Parts = tuple[ModelSpec, Cluster, TrainingSpec]
@@ -181,21 +182,28 @@ def test_fsdp_divides_long_sequences_and_nothing_else():
     assert {(mesh.dp, mesh.cp) for mesh in meshes} == {(2, 2), (1, 4)}
 
 
-@pytest.mark.parametrize(
-    ("stack", "name"),
-    [
-        ("megatron-core", "megatron"),
-        ("torchtitan", "torchtitan"),
-        ("megatron-deepspeed", "deepspeed-3d"),
-    ],
+CASES = {"experts": EXPERTS, "sequences": FEW_SEQUENCES, "unlike-blocks": UNLIKE}
+SYSTEMS = (
+    ("megatron-core", "megatron"),
+    ("torchtitan", "torchtitan"),
+    ("megatron-deepspeed", "deepspeed-3d"),
 )
+
+
 @pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(EXPERTS, id="experts"),
-        pytest.param(FEW_SEQUENCES, id="sequences"),
-        pytest.param(UNLIKE, id="unlike-blocks"),
-    ],
+    ("stack", "name", "case"),
+    named(
+        {
+            f"{case}-{stack}-{name}": (stack, name, parts)
+            for case, parts in CASES.items()
+            for stack, name in SYSTEMS
+        },
+        {
+            "experts-megatron-core-megatron",
+            "sequences-megatron-deepspeed-deepspeed-3d",
+            "unlike-blocks-torchtitan-torchtitan",
+        },
+    ),
 )
 def test_our_plan_is_no_slower_than_a_baseline_of_its_stack(stack, name, case):
     plan = find_plan(*parts(*case, stack=stack))

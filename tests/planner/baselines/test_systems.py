@@ -15,7 +15,13 @@ from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import StepPrice, price_step
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.baselines.systems import ALL, Baseline, baseline_names, price_baseline
+from parplan.planner.baselines.systems import (
+    ALL,
+    Baseline,
+    baseline_names,
+    baseline_strategies,
+    price_baseline,
+)
 from parplan.planner.infeasible.shortfall import limit_bytes
 from parplan.planner.request import SearchOptions
 from parplan.planner.search.estimate import uniform_strategy
@@ -68,6 +74,7 @@ class Request:
 
 
 SMALL = Request("gpt-1.5b", 8, 16)
+TOWER = Request("gemma-3-4b", 8, 8)
 BINDING = Request("llama2-7b", 16, 8, limit_gib=24.0, slow_nic=0.1)
 
 
@@ -421,3 +428,21 @@ def test_an_unknown_baseline_is_refused_with_the_nearest_name():
         baseline_names(["megatrom"])
 
     assert error.value.hint == "did you mean 'megatron'?"
+
+
+@pytest.mark.parametrize("name", ["megatron", "torchtitan", "deepspeed-3d"])
+def test_stages_divide_the_blocks_of_the_language_model_and_the_first_has_the_tower(
+    name: str,
+) -> None:
+    """34 blocks are divided by 2; with the 29 layers of the tower they would not be."""
+    price_cache = TOWER.price_cache()
+    tower = price_cache.model.num_blocks - price_cache.model.num_layers
+    every = baseline_strategies(name, price_cache, TOWER.limit_bytes())
+    pipelines = [strategy for strategy in every if len(strategy.stages) == 2]
+    assert tower == 29
+    assert pipelines
+    for strategy in pipelines:
+        assert sum(map(len, strategy.stages)) == price_cache.num_layers
+        assert all(str(choice.kind).startswith("vision") for choice in strategy.stages[0][1:30])
+        first = len(strategy.stages[0]) - 1 - tower
+        assert first == 17 or (name == "deepspeed-3d" and first < 17)  # cut by parameters

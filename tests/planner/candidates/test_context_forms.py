@@ -19,6 +19,7 @@ from parplan.profiles.models.documents import Documents
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import ContextForm
+from tests.helpers.cases import named
 from tests.helpers.planning import enumerate_candidates, find_plan
 
 MODEL = replace(load_model("llama3-8b").spec, num_layers=4)
@@ -55,7 +56,9 @@ def test_pins_ask_for_degrees_and_forms():
         layouts(replace(LONG, stack=load_stack("nanotron")), context_form=(ContextForm.RING,))
 
 
-@pytest.mark.parametrize("documents", [None, Documents(mean=2000)], ids=["whole", "documents"])
+@pytest.mark.parametrize(
+    "documents", named({"whole": None, "documents": Documents(mean=2000)}, {"documents"})
+)
 def test_a_form_that_waits_longer_is_dropped_and_no_plan_is_lost(documents):
     stack = replace(STACK, divides_documents=documents is None)
     training = replace(LONG, documents=documents, stack=stack)

@@ -80,7 +80,7 @@ FAULTS = {
 
 
 # Their ranks may hold any number of blocks, so that every fastest choice is a program's.
-PIPELINES = Constraints(pp=(2, 4, 8), schedule=(Schedule.ONE_F_ONE_B,))
+PIPELINES = Constraints(pp=(2, 4, 8), schedule=(Schedule.ONE_F_ONE_B,), zero=(0, 1))
 
 
 def find_pipeline(objective="throughput", **choices):

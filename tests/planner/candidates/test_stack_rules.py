@@ -24,6 +24,7 @@ from parplan.profiles.machines.machine_catalog import (
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import EVERY_RECOMPUTE, EVERY_SCHEDULE, NEUTRAL, MeshOrderName
+from tests.helpers.cases import mostly_slow
 from tests.helpers.planning import enumerate_candidates, estimate_plan, find_plan
 
 MODEL, CLUSTER = load_model("gpt-tiny").spec, with_gpus(load_cluster("a100-80gb"), 4)
@@ -48,7 +49,12 @@ def test_the_names_that_a_stack_may_use_are_those_of_the_planner():
     assert tuple(order.value for order in MeshOrder) == get_args(MeshOrderName) == MESH_ORDERS
 
 
-@pytest.mark.parametrize("name", stack_names())
+@pytest.mark.parametrize(
+    "name",
+    mostly_slow(
+        stack_names(), {"parplan", "megatron-core", "megatron-deepspeed", "torchtitan-2024"}
+    ),
+)
 def test_every_packaged_stack_is_planned_with_tensor_parallelism(name):
     """Some stacks save more tensors of a micro-batch of several sequences."""
     pins = Constraints(pp=(1,), tp=(2,), micro_batch_size=(1, 2, 4))

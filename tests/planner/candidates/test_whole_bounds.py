@@ -11,6 +11,7 @@ from parplan.planner.search.block_class_prices import BlockClassPrices
 from parplan.planner.search.fastest_layouts import search_fastest
 from parplan.planner.search.search_session import SearchSession
 from parplan.profiles.units import MIB
+from tests.helpers.cases import named
 from tests.helpers.planning import request
 from tests.planner.search.test_block_class_prices import (
     ALTERNATING,
@@ -32,8 +33,17 @@ def prices_of(model, limit_mib, constraints=LAYOUTS):
     return BlockClassPrices(asked)
 
 
-@pytest.mark.parametrize("model", [ALTERNATING, PREFIX, SIX], ids=lambda model: model.name)
-@pytest.mark.parametrize("limit_mib", [900, 1200, 2000, 80000])
+@pytest.mark.parametrize(
+    ("model", "limit_mib"),
+    named(
+        {
+            f"{limit_mib}-{model.name}": (model, limit_mib)
+            for limit_mib in (900, 1200, 2000, 80000)
+            for model in (ALTERNATING, PREFIX, SIX)
+        },
+        {"2000-alternating", "80000-alternating", "1200-prefix", "1200-six", "900-six"},
+    ),
+)
 def test_no_plan_of_a_layout_is_below_its_bounds(model, limit_mib):
     prices = prices_of(model, limit_mib)
     session = SearchSession(prices, SearchOptions(memory_limit_bytes=limit_mib * MIB), None)

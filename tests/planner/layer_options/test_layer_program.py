@@ -46,7 +46,7 @@ SHARDINGS = {
     "dp2-tp2": Sharding(2, data=2),
     "dp2-tp2-sp": Sharding(2, True, data=2),
 }
-SEEDS = mostly_slow(range(50), {1, 3, 4, 5, 6, 7})
+SEEDS = mostly_slow(range(50), {1, 3, 4})
 HOST_S = 20e-6  # as long as some of these operators
 
 
@@ -65,7 +65,7 @@ def sharding_of(problem, options, sharding):
 
 
 @pytest.mark.parametrize("kernel", list(AttentionKernel))
-@pytest.mark.parametrize("sharding", named(SHARDINGS, {"one", "tp4-sp", "2x2-sp", "dp2-tp2-sp"}))
+@pytest.mark.parametrize("sharding", named(SHARDINGS, {"one", "tp4-sp", "dp2-tp2-sp"}))
 @pytest.mark.parametrize("model", named(MODELS, {"gpt", "llama"}))
 def test_options_add_up_to_the_price_of_the_layer(model, sharding, kernel):
     training = replace(
@@ -273,13 +273,13 @@ def test_an_operator_without_a_strategy_leaves_nothing():
     assert LayerProgram(problem).fastest(1e15, SolverName.CBC) is None
 
 
-@pytest.mark.parametrize("sharding", named(SHARDINGS, {"one", "tp4-sp", "2x2-sp", "dp2-tp2-sp"}))
+@pytest.mark.parametrize("sharding", named(SHARDINGS, {"one", "dp2-tp2-sp"}))
 @pytest.mark.parametrize("model", named(MODELS, {"gpt", "llama"}))
 def test_all_micro_batch_sizes_at_once_have_the_prices_of_each(model, sharding):
     """Size 3 forbids splits of the batch that the others allow."""
     sizes = tuple(sharding.data * size for size in (1, 2, 3, 4, 8))
     layers = [build_graph(model, TRAINING, size).block for size in sizes]
-    inside = StageAxes(sharding.degrees, MACHINE, TRAINING.stack)
+    inside = StageAxes(sharding.degrees, MACHINE, TRAINING)
 
     strategies = LayerStrategies(layers, inside, TRAINING, over_data=sharding.data > 1)
     together = strategies.problems(sharding.boundary)
@@ -305,7 +305,7 @@ def test_all_micro_batch_sizes_at_once_have_the_prices_of_each(model, sharding):
 def test_an_array_of_prices_has_the_price_of_each_strategy(sharding):
     """The formulas are the same for numbers and for arrays."""
     layers = [build_graph(MODELS["gpt"], TRAINING, size).block for size in (2, 4)]
-    inside = StageAxes(sharding.degrees, MACHINE, TRAINING.stack)
+    inside = StageAxes(sharding.degrees, MACHINE, TRAINING)
     problems = LayerStrategies(layers, inside, TRAINING).problems(sharding.boundary)
     for layer, problem in zip(layers, problems, strict=True):
         for operator, options, costs in zip(

@@ -83,7 +83,7 @@ def test_its_activations_are_gathered_and_reduced_over_data():
     layer = PRICES.divided_layer(LayerKind.BLOCK, 2, ffn)
     (tokens,) = (t for op in layer.operators if op.name == "norm2" for t in op.inputs)
 
-    over_data = [move for move in layer_moves(layer, ffn, ()) if move.axis == 0]
+    over_data = [move for move in layer_moves(layer, ffn, (), PRICES.training) if move.axis == 0]
 
     gathers, reductions = ["all_gather"] * 3, ["reduce_scatter"] * 2
     assert sorted(move.collective for move in over_data) == gathers + reductions

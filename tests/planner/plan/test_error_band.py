@@ -1,9 +1,12 @@
-"""The error band and the memory margin come from a stack's residuals; some stacks have no band."""
+"""The band of a plan is by its traits; that of a stack and the margin come from its residuals."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from parplan.costmodels.communication.mesh import Mesh
 from parplan.planner.plan.error_band import (
     error_band,
     margin_text,
@@ -11,9 +14,12 @@ from parplan.planner.plan.error_band import (
     stack_band,
     without_steps,
 )
+from parplan.planner.plan.oom_risk import margin_at
 from parplan.planner.plan.prediction import Band, ErrorBand
+from parplan.planner.plan.traits import Run
 from parplan.planner.request import SearchOptions
-from parplan.profiles.machines.machine_catalog import load_cluster, load_stack
+from parplan.profiles.machines.deviations import shipped_deviations
+from parplan.profiles.machines.machine_catalog import load_cluster
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.machines.stack_terms import FEWEST_ROWS, Residuals, Terms
 from parplan.profiles.models.fine_tuning import FineTuning
@@ -76,19 +82,31 @@ def test_the_band_of_a_stack_says_whose_rows_it_rests_on(name, expected):
     assert stack_band(name, TERMS) == stack_band(name) == expected
 
 
-def test_a_device_that_nobody_measured_has_no_band():
-    stack = load_stack("megatron-core")
+def run_on(cluster, **changes):
+    return Run(
+        model=load_model("gpt-tiny").spec,
+        training=TrainingSpec(global_batch_size=8, seq_length=128, stack=NEUTRAL, **changes),
+        machine=machine_for(load_cluster(cluster)),
+        mesh=Mesh(pp=1, dp=8, tp=1),
+        zero=0,
+    )
 
-    assert error_band(machine_for(load_cluster("cpu")), stack) is None
-    assert error_band(machine_for(load_cluster("a100-80gb")), stack) == stack_band("megatron-core")
+
+def test_the_band_of_a_plan_counts_the_measured_runs_of_its_kind():
+    band = error_band(run_on("a100-80gb"))
+
+    times = [each for each in shipped_deviations() if each.time is not None]
+    ampere = len({each.id for each in times if "chip Ampere" in each.traits})
+    assert (band.time.rows, band.time.stack) == (len({each.id for each in times}), "all")
+    assert band.time.like == {"stack neutral": 0, "chip Ampere": ampere}
+    assert 0 < band.memory.share < 1
 
 
-@pytest.mark.parametrize(
-    ("device", "known"),
-    [("a100-40gb", True), ("h100-96gb-hbm2e", True), ("l4-24gb", False), ("rtx3090-24gb", False)],
-)
-def test_a_device_with_the_chip_of_a_measured_one_has_a_band(device, known):
-    assert (error_band(machine_for(load_cluster(device)), Stack(name="mine")) is not None) is known
+def test_a_device_that_nobody_measured_has_a_wider_band():
+    measured, computed = (error_band(run_on(name)) for name in ("a100-80gb", "cpu"))
+
+    assert computed.time.share > measured.time.share
+    assert computed.time.like["computed kernels"] > 0
 
 
 @pytest.mark.parametrize(
@@ -105,6 +123,14 @@ def test_the_margin_is_that_of_the_measured_runs_unless_asked(margin, name, expe
     assert memory_margin(Stack(name=name), SearchOptions(memory_margin=margin)) == expected
 
 
+def test_a_risk_gives_the_margin_unless_a_margin_is_stated():
+    stack, options = Stack(name="mine"), SearchOptions(oom_risk=0.05)
+
+    assert memory_margin(stack, options) == margin_at(0.05, "mine").share
+    assert margin_text(stack, options).startswith("from --oom-risk 0.05 and ")
+    assert memory_margin(stack, replace(options, memory_margin=0.2)) == 0.2
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -114,20 +140,18 @@ def test_the_margin_is_that_of_the_measured_runs_unless_asked(margin, name, expe
     ],
 )
 def test_the_margin_says_where_it_comes_from(name, text):
-    assert margin_text(Stack(name=name)) == text
+    assert margin_text(Stack(name=name), SearchOptions()) == text
 
 
 @pytest.mark.parametrize(
-    ("changes", "capability", "missing"),
+    ("changes", "missing"),
     [
-        ({}, 8.0, None),
-        ({"products": ProductFormat.FP8_CURRENT}, 9.0, None),
-        ({"products": ProductFormat.FP8_CURRENT}, 10.0, "fp8-current products on this device"),
-        ({"products": ProductFormat.NVFP4}, 10.3, "nvfp4 products on this device"),
-        ({"fine_tuning": FineTuning(freeze=("embedding",))}, 8.0, "training in part"),
+        ({}, None),
+        ({"products": ProductFormat.NVFP4}, None),
+        ({"fine_tuning": FineTuning(freeze=("embedding",))}, "training in part"),
     ],
 )
-def test_what_no_fitted_step_has_leaves_a_plan_without_a_band(changes, capability, missing):
+def test_what_no_measured_step_has_leaves_a_plan_without_a_band(changes, missing):
     training = TrainingSpec(global_batch_size=8, seq_length=128, stack=NEUTRAL, **changes)
 
-    assert without_steps(load_model("gpt-tiny").spec, training, capability) == missing
+    assert without_steps(load_model("gpt-tiny").spec, training) == missing

@@ -259,8 +259,8 @@ def test_the_stack_and_the_band_travel_in_the_file(plan, tmp_path):
 
     assert read_plan(path) == plan
     assert yaml.safe_load(path.read_text())["predicted"]["error_band"] == {
-        "time": {"share": 0.04, "rows": 700, "stack": "mine"},
-        "memory": {"share": 0.1, "rows": 9, "stack": "all"},
+        "time": {"share": 0.04, "rows": 700, "stack": "mine", "like": {}},
+        "memory": {"share": 0.1, "rows": 9, "stack": "all", "like": {}},
     }
 
 

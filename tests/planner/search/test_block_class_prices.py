@@ -18,6 +18,7 @@ from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import price_step
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.candidates.enumeration import enumerate_candidates
+from parplan.planner.candidates.tower_divisions import with_tower_divisions
 from parplan.planner.objective import Objective
 from parplan.planner.plan.plan_file import any_plan_from_document, plan_to_document
 from parplan.planner.plan.plan_strategy import prices_of_plan, strategy_of
@@ -35,7 +36,7 @@ from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, Norm, Positions, TrainingSpec
 from parplan.profiles.models.towers import Projection, Tower
-from parplan.profiles.stack import NEUTRAL, ContextForm
+from parplan.profiles.stack import NEUTRAL, ContextForm, TowerDivision
 from parplan.profiles.units import GIB, MIB
 from tests.helpers.cases import mostly_slow
 from tests.helpers.enumerations import OBJECTIVES, Point, check_memory_first, check_objectives
@@ -179,12 +180,19 @@ SPACES |= {
     "tower-three-ranks": (SEEING, replace(TWO, pp=(3,), zero=(0, 1))),
     "tower-interleaved": (SEEING, SPACES["interleaved"][1]),
     "tower-tensor-parallel": (SEEING, SPACES["tensor-parallel"][1]),
+    "tower-divisions": (SEEING, replace(SPACES["tensor-parallel"][1], zero=(0, 1))),
+    "tower-divisions-one-rank": (
+        SEEING,
+        replace(SPACES["tensor-parallel"][1], pp=(1,), zero=(0, 2), sequence_parallel=(False,)),
+    ),
 }
+DIVIDING = replace(TRAINING, stack=replace(NEUTRAL, tower_divisions=tuple(TowerDivision)))
 TUNINGS["tower-frozen"] = FineTuning(freeze=("tower", "embedding"))
 
 
 def training_of(space: str) -> TrainingSpec:
-    return replace(TRAINING, fine_tuning=TUNINGS.get(space))
+    training = DIVIDING if space.startswith("tower-divisions") else TRAINING
+    return replace(training, fine_tuning=TUNINGS.get(space))
 
 
 def request_of(
@@ -221,7 +229,9 @@ def every_strategy(
     """
     cache, num_layers = prices.price_cache, prices.price_cache.num_layers
     pins = question.constraints
-    for layout in enumerate_candidates(question).layouts:
+    space, stack = enumerate_candidates(question), question.training.stack
+    for layout in with_tower_divisions(space, question.model, stack).layouts:
+        book = cache.with_tower(layout.tower)
         for cuts, zeros, levels in product(
             every_cut(layout, num_layers),
             product(prices._table(layout).zero_stages(layout), repeat=layout.mesh.pp),
@@ -235,6 +245,7 @@ def every_strategy(
                             key := cache.key(layer, first),
                             levels[layer - 1] if key.role is LayerKind.BLOCK else Recompute.NONE,
                             zeros[layout.rank_of(stage)],
+                            book.own_sharding(key, layout.sharding),
                         )
                         for layer in range(first, end)
                     )
@@ -264,9 +275,7 @@ def every_point(question: PlanRequest[ModelSpec]) -> list[Point]:
 
 @pytest.mark.parametrize(
     "space",
-    mostly_slow(
-        [*SPACES], {"alternating", "one-rank", "frozen-first", "experts-over-context", "tower"}
-    ),
+    mostly_slow(SPACES, {"alternating", "frozen-first", "tower", "tower-divisions-one-rank"}),
 )
 def test_every_objective_finds_what_enumeration_finds(space):
     model, pins = SPACES[space]
@@ -404,8 +413,8 @@ def test_states_go_to_the_hosts_where_nothing_fits_without():
 
 
 def test_the_error_says_by_how_much_the_leanest_plan_is_short_and_how_many_gpus_are_enough():
-    options = SearchOptions(memory_limit_bytes=int(1.6 * GIB))
-    large = replace(PREFIX, num_layers=12, hidden_size=2048, head_dim=256)
+    options = SearchOptions(memory_limit_bytes=int(1.0 * GIB))
+    large = replace(PREFIX, num_layers=6, hidden_size=2048, head_dim=256)
     pins = Constraints(offload=(), tp=(1,), zero=(0, 1))
 
     with pytest.raises(InfeasibleError, match=r"prefix does not fit on 4 x") as error:
@@ -472,3 +481,24 @@ def test_blocks_that_are_left_over_are_on_the_middle_stages_of_zero_bubble_v():
     )
 
     assert given_cuts(layout, 6) == ((0, 2), (2, 4), (4, 6), (6, 8))
+
+
+def test_a_plan_says_how_ranks_run_a_tower_and_gives_the_same_price():
+    model, pins = SPACES["tower-divisions-one-rank"]
+    pins = replace(pins, micro_batch_size=(2,), zero=(1,))
+    plan = find_plan(
+        model,
+        replace(CLUSTER, gpus_per_node=8),
+        DIVIDING,
+        constraints=pins,
+        options=SearchOptions(),
+    )
+
+    read = any_plan_from_document(plan_to_document(plan), "plan.yaml")
+    cache = prices_of_plan(read)
+    ways = {name.tower for name in read.layer_plans.values() if name.block.startswith("vision")}
+    assert ways <= {TowerDivision.IMAGES, TowerDivision.REPEATED}
+    assert len(ways) == 1
+    assert {each.tower for each in read.layer_plans.values() if not each.block} == {None}
+    step_s = price_step(strategy_of(read, cache), cache).step_s
+    assert step_s == pytest.approx(plan.predicted.step_time_s.value, rel=1e-5)

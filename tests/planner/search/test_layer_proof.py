@@ -10,15 +10,15 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.operators.sharding import Split
 from parplan.planner.infeasible.shortfall import price_cache_of
 from parplan.planner.layer_options.catalogue import catalogue_of
+from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.plan_strategy import strategy_of
-from parplan.planner.request import Constraints, SolverName
+from parplan.planner.request import Constraints, SearchOptions, SolverName
 from parplan.planner.search.layer_proof import layer_proof
 from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.units import GIB
-from tests.helpers.cases import mostly_slow
 from tests.helpers.planning import find_plan, request
 
 ENTRY = load_model("gpt-2.5b")
@@ -29,10 +29,15 @@ PINS = Constraints(pp=(1,), tp=(4,), tp_overlap=(0,), micro_batch_size=(1, 2))
 
 @pytest.fixture(scope="module")
 def priced():
-    plan = find_plan(ENTRY.spec, CLUSTER, TRAINING, constraints=PINS)
+    plan = plan_within(9)  # memory binds
     asked = request(ENTRY.spec, CLUSTER, TRAINING, constraints=PINS)
     price_cache = price_cache_of(asked)
     return plan, strategy_of(plan, price_cache), catalogue_of(price_cache, PINS)
+
+
+def plan_within(limit_gib: float) -> Plan:
+    options = SearchOptions(memory_limit_bytes=int(limit_gib * GIB))
+    return find_plan(ENTRY.spec, CLUSTER, TRAINING, constraints=PINS, options=options)
 
 
 def proof(strategy, catalogue):
@@ -58,19 +63,10 @@ def test_a_plan_has_the_proof_of_its_blocks(priced):
     assert plan.search.layers.gap == 0.0
 
 
-@pytest.mark.parametrize("limit_gib", mostly_slow([7, 9], {9}))
-def test_they_agree_where_memory_binds(limit_gib):
-    from parplan.planner.request import SearchOptions
-
-    plan = find_plan(
-        ENTRY.spec,
-        CLUSTER,
-        TRAINING,
-        constraints=PINS,
-        options=SearchOptions(memory_limit_bytes=limit_gib * GIB),
-    )
-
-    assert plan.search.layers.gap == 0.0
+@pytest.mark.slow
+@pytest.mark.parametrize("limit_gib", [7, 70])
+def test_they_agree_where_memory_binds_more_and_where_it_does_not(limit_gib):
+    assert plan_within(limit_gib).search.layers.gap == 0.0
 
 
 def test_a_block_that_computes_a_product_whole_has_a_faster_alternative(priced):

@@ -536,7 +536,7 @@ def within_limits(
     free = searched(sharded, pins, training=training, cluster=FOUR_GPUS)
     plans = every_price(free)
     peaks = sorted({plan.peak for plan in plans})
-    for share in (0.0, 0.05, 0.2, 0.6, 1.0):
+    for share in (0.0, 0.1, 0.5):
         limit = int(peaks[0] + share * (peaks[-1] - peaks[0])) + 1
         options = SearchOptions(memory_limit_bytes=limit)
         session = searched(sharded, pins, options, training=training, cluster=FOUR_GPUS)

@@ -20,6 +20,7 @@ from parplan.profiles.models.spec import (
     TrainingSpec,
 )
 from parplan.profiles.stack import ContextForm
+from tests.helpers.cases import named
 from tests.helpers.measured_rows import FULL, ROW
 from tests.helpers.planning import estimate_plan
 
@@ -75,96 +76,65 @@ def test_a_row_is_priced_as_estimate_prices_its_configuration():
     assert priced.memory_error == pytest.approx(priced.predicted_gib / 4.0 - 1)
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        pytest.param({"layers": ""}, "layers is not stated", id="missing"),
-        pytest.param({"interconnect": "8x 0 Gb/s"}, "interconnect is 0 Gb/s", id="network"),
-        pytest.param(
-            {"experts": "8", "tp": "4", "dp": "2", "notes": "etp3"},
-            "mesh: etp is N, it must divide tp N",
-            id="expert-tensor-parallel",
-        ),
-        pytest.param(
-            {"experts": "8", "framework": "NeMo", "ep": "4"},
-            "top_k is not stated",
-            id="experts-of-a-token",
-        ),
-        pytest.param(
-            {"experts": "8", "framework": "NeMo", "top_k": "2", "ep": "3"},
-            "mesh: ep N does not divide the N ranks of a stage, over which the experts are divided",
-            id="expert-parallel",
-        ),
-        pytest.param(
-            {"model": "t5/t5_tp1"}, "an encoder beside a decoder, or of images", id="encoder"
-        ),
-        pytest.param({"notes": "STALE: a"}, "its own figures disagree", id="contradiction"),
-        pytest.param(
-            {"recompute": "selective [moe_act block]"},
-            "recompute 'selective [moe_act block]'",
-            id="unknown-module",
-        ),
-        pytest.param({"offload": "block"}, "offloaded module 'block'", id="offloaded-module"),
-        pytest.param(
-            {"pipeline_layout": "Et*3|t*5?L"},
-            "pipeline_layout 'Et*3|t*5?L' is not understood",
-            id="layout",
-        ),
-        pytest.param(
-            {"pipeline_layout": "Et*3|t*4L"},
-            "2 stages of 7 layers are stated, not 2 of 8",
-            id="layout-of-fewer-layers",
-        ),
-        pytest.param(
-            {"layer_pattern": "M?", "state_space": "1 1 1 1"},
-            "layer_pattern 'M?' is not understood",
-            id="layer-pattern",
-        ),
-        pytest.param(
-            {"latent": "1 2 3"}, "latent is not made of 5 whole numbers", id="latent-ranks"
-        ),
-        pytest.param(
-            {"model": "gpt/small_mla"},
-            "latent attention of ranks that are not stated",
-            id="no-latent-ranks",
-        ),
-        pytest.param(
-            {"model": "DeepSeekV4 Flash", "layers": ""},
-            "plan models does not list deepseek-v4-flash",
-            id="unlisted-model",
-        ),
-        pytest.param(
-            {"cp": "2"}, "dp x cp x tp x pp is not the number of GPUs", id="context-parallel"
-        ),
-        pytest.param({"gpu": "tpu-v5"}, "no device profile for tpu-v5", id="device"),
-        pytest.param(
-            {"gpu": "l40s-48g"}, "no device profile for l40s-48g", id="a-name-that-begins-alike"
-        ),
-        pytest.param(
-            {"gpu": "h100-80gb-pcie"}, "no device profile for h100-80gb-pcie", id="the-slower-card"
-        ),
-        pytest.param({"vocab": ""}, "vocab is not stated", id="no-vocabulary"),
-        pytest.param({"dtype": ""}, "dtype is not stated", id="no-precision"),
-        pytest.param(
-            {"sequence_parallel": "yes"},
-            "sequence_parallel is neither true nor false",
-            id="no-truth-value",
-        ),
-        pytest.param({"dtype": "int8"}, "precision 'int8'", id="precision"),
-        pytest.param({"recompute": "block 3 layers"}, "recompute 'block 3 layers'", id="recompute"),
-        pytest.param({"dp": "8"}, "dp x cp x tp x pp is not the number of GPUs", id="mesh"),
-        pytest.param(
-            {"tp": "32", "dp": "1", "pp": "1", "n_gpus": "32"},
-            "tp N does not divide the N attention heads",
-            id="heads",
-        ),
-        pytest.param(
-            {"global_batch": "30"},
-            "the global batch of N is not micro-batch N x dp N x a whole number",
-            id="batch",
-        ),
-    ],
-)
+NOT_PRICED = {
+    "missing": ({"layers": ""}, "layers is not stated"),
+    "network": ({"interconnect": "8x 0 Gb/s"}, "interconnect is 0 Gb/s"),
+    "expert-tensor-parallel": (
+        {"experts": "8", "tp": "4", "dp": "2", "notes": "etp3"},
+        "mesh: etp is N, it must divide tp N",
+    ),
+    "experts-of-a-token": ({"experts": "8", "framework": "NeMo", "ep": "4"}, "top_k is not stated"),
+    "expert-parallel": (
+        {"experts": "8", "framework": "NeMo", "top_k": "2", "ep": "3"},
+        "mesh: ep N does not divide the N ranks of a stage, over which the experts are divided",
+    ),
+    "encoder": ({"model": "t5/t5_tp1"}, "an encoder beside a decoder, or of images"),
+    "contradiction": ({"notes": "STALE: a"}, "its own figures disagree"),
+    "unknown-module": (
+        {"recompute": "selective [moe_act block]"},
+        "recompute 'selective [moe_act block]'",
+    ),
+    "offloaded-module": ({"offload": "block"}, "offloaded module 'block'"),
+    "layout": ({"pipeline_layout": "Et*3|t*5?L"}, "pipeline_layout 'Et*3|t*5?L' is not understood"),
+    "layout-of-fewer-layers": (
+        {"pipeline_layout": "Et*3|t*4L"},
+        "2 stages of 7 layers are stated, not 2 of 8",
+    ),
+    "layer-pattern": (
+        {"layer_pattern": "M?", "state_space": "1 1 1 1"},
+        "layer_pattern 'M?' is not understood",
+    ),
+    "latent-ranks": ({"latent": "1 2 3"}, "latent is not made of 5 whole numbers"),
+    "no-latent-ranks": (
+        {"model": "gpt/small_mla"},
+        "latent attention of ranks that are not stated",
+    ),
+    "unlisted-model": (
+        {"model": "DeepSeekV4 Flash", "layers": ""},
+        "plan models does not list deepseek-v4-flash",
+    ),
+    "context-parallel": ({"cp": "2"}, "dp x cp x tp x pp is not the number of GPUs"),
+    "device": ({"gpu": "tpu-v5"}, "no device profile for tpu-v5"),
+    "a-name-that-begins-alike": ({"gpu": "l40s-48g"}, "no device profile for l40s-48g"),
+    "the-slower-card": ({"gpu": "h100-80gb-pcie"}, "no device profile for h100-80gb-pcie"),
+    "no-vocabulary": ({"vocab": ""}, "vocab is not stated"),
+    "no-precision": ({"dtype": ""}, "dtype is not stated"),
+    "no-truth-value": ({"sequence_parallel": "yes"}, "sequence_parallel is neither true nor false"),
+    "precision": ({"dtype": "int8"}, "precision 'int8'"),
+    "recompute": ({"recompute": "block 3 layers"}, "recompute 'block 3 layers'"),
+    "mesh": ({"dp": "8"}, "dp x cp x tp x pp is not the number of GPUs"),
+    "heads": (
+        {"tp": "32", "dp": "1", "pp": "1", "n_gpus": "32"},
+        "tp N does not divide the N attention heads",
+    ),
+    "batch": (
+        {"global_batch": "30"},
+        "the global batch of N is not micro-batch N x dp N x a whole number",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "reason"), named(NOT_PRICED, NOT_PRICED))
 def test_a_row_outside_what_can_be_priced_has_its_reason(change, reason):
     priced = price_row({**ROW, **change})
 

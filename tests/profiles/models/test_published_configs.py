@@ -54,7 +54,9 @@ def torch_parameters(name):
         model_type = text_of(name)["model_type"]
         config = AutoConfig.for_model(ALIASES.get(model_type, model_type), **keys)
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config).num_parameters()
+            model = AutoModelForCausalLM.from_config(config)
+        # ERNIE holds the correction of its router, which no gradient trains, as a parameter
+        return model.num_parameters(only_trainable=True)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -175,3 +177,53 @@ def test_nemotron_h_has_blocks_of_one_part_each():
     assert sum(kind.mixer is Mixer.STATE_SPACE for kind in kinds) == 24
     assert sum(kind.mixer is Mixer.ATTENTION for kind in kinds) == 4
     assert sum(kind.feed_forward for kind in kinds) == 24
+
+
+def test_granite_4_has_a_network_behind_each_scan():
+    small, dense = spec_of("granite-4-h-tiny"), spec_of("granite-4-micro")
+    kinds = small.block_kinds
+
+    assert sum(kind.mixer is Mixer.STATE_SPACE for kind in kinds) == 36
+    assert all(kind.feed_forward for kind in kinds)
+    assert (small.positions, small.shared_experts) == ("none", SharedExperts(ffn_hidden_size=1024))
+    assert (dense.blocks, dense.num_experts, dense.ffn_hidden_size) == ((), 0, 8192)
+    assert dense.positions == "rotary"
+
+
+def test_windows_and_positions_are_in_turns():
+    assert spec_of("olmo-3-7b").blocks == (BlockRun(num_blocks=3, window=4096), BlockRun())
+    assert spec_of("smollm3-3b").blocks == (BlockRun(num_blocks=3), BlockRun(rotary=False))
+
+
+def test_experts_begin_behind_the_first_blocks_and_have_shared_ones():
+    ernie, hunyuan = spec_of("ernie-4.5-300b-a47b"), spec_of("hunyuan-a13b")
+
+    assert ernie.blocks == (BlockRun(num_blocks=3, experts=False), BlockRun(num_blocks=51))
+    assert (ernie.shared_experts, hunyuan.shared_experts) == (
+        None,
+        SharedExperts(ffn_hidden_size=3072),
+    )
+    assert (hunyuan.experts_per_token, hunyuan.qk_norm) == (8, QkNorm.HEAD)
+
+
+def test_a_minimax_rotates_half_of_a_head_and_norms_all_of_them():
+    spec = spec_of("minimax-m2")
+
+    assert (spec.rotary_fraction, spec.qk_norm, spec.mtp_layers) == (0.5, QkNorm.WHOLE, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("minimax-m2", {"attn_type_list": [1, 0] * 31}, "attn_type_list is"),
+        ("hunyuan-a13b", {"use_cla": True}, "use_cla is True"),
+        ("hunyuan-a13b", {"moe_topk": [8, 4] * 16}, "moe_topk is .* the same for every block"),
+        ("ernie-4.5-21b-a3b", {"moe_layer_interval": 2}, "moe_layer_interval is 2"),
+        ("granite-4-h-tiny", {"mamba_d_head": 32}, "mamba_d_head is 32"),
+        ("granite-4-h-tiny", {"position_embedding_type": "alibi"}, "must be nope or rope"),
+        ("seed-oss-36b", {"attention_out_bias": True}, "attention_out_bias is True"),
+    ],
+)
+def test_what_changes_the_graph_and_is_not_described_is_refused_by_name(name, changes, said):
+    with pytest.raises(ConfigError, match=said):
+        entry_from_config({**CONFIGS[name], **changes}, "config.json")

@@ -1,0 +1,51 @@
+"""The ways in which the tensor-parallel ranks of a candidate run a tower.
+
+A tower is small beside its language model, and the collectives of tensor parallelism in its blocks
+may take longer than they save. So stacks also run it whole on every rank: each with its own images
+of a micro-batch, or all with all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.candidates.enumeration import CandidateSpace
+from parplan.profiles.models.spec import ModelSpec
+from parplan.profiles.stack import Stack, TowerDivision
+
+
+def with_tower_divisions(space: CandidateSpace, model: ModelSpec, stack: Stack) -> CandidateSpace:
+    """Returns the candidates with each way that the stack has to run the tower of a model."""
+    if model.tower is None:
+        return space
+    ways = stack.tower_divisions
+    layouts = (each for layout in space.layouts for each in _divided(layout, model, ways))
+    return replace(space, layouts=tuple(layouts))
+
+
+def _divided(
+    layout: ParallelLayout, model: ModelSpec, ways: tuple[TowerDivision, ...]
+) -> Iterator[ParallelLayout]:
+    yield layout
+    for way in ways:
+        if way is not TowerDivision.TENSOR and not illegal_division(way, layout, model):
+            yield replace(layout, tower=way)
+
+
+def illegal_division(way: TowerDivision, layout: ParallelLayout, model: ModelSpec) -> str | None:
+    """Returns why the tensor-parallel ranks of a layout cannot run a tower so, or None."""
+    tower, tp = model.tower, layout.mesh.tp
+    if way is TowerDivision.TENSOR:
+        return None
+    if tower is None:
+        return f"{model.name} has no tower"
+    if tp == 1:
+        return "tp 1 divides no tower"
+    if tower.attended:
+        return "every block attends to the tower, whose output is divided as the text is"
+    images = layout.micro_batch_size * tower.images
+    if way is TowerDivision.IMAGES and images % tp:
+        return f"tp {tp} does not divide the {images} images of a micro-batch"
+    return None
