@@ -6,7 +6,7 @@ No plan of the layout can be below them.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,8 +30,12 @@ from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.dominance import Array
 from parplan.planner.host_options.activation_options import ALL, named_operators
 from parplan.planner.host_options.host_variants import may_offload_activations
-from parplan.planner.layer_options.layer_option import LayerOption, WeightLayout
-from parplan.planner.layer_options.mixes import column_of
+from parplan.planner.layer_options.layer_option import WeightLayout
+from parplan.planner.layer_options.mixes import (
+    by_way_of_running,
+    column_of,
+    one_way_of_running,
+)
 from parplan.planner.stage_columns.block_counts import block_counts
 from parplan.planner.stage_columns.mix_table import MixTable
 from parplan.planner.stage_columns.stage_prices import end_costs, end_kinds
@@ -100,7 +104,8 @@ def memory_bound_s(
     Equal ranks are bounded by the first one, which also runs what `bound` has beside its blocks.
     Otherwise some rank has at least the mean number of blocks, and no fewer stashes than any rank.
     The largest temporaries are no less than their mean over the blocks; where gradients come and
-    go, neither count. Bytes of embedding and head are left out.
+    go, neither count. Bytes of embedding and head are left out. Blocks that gain nothing by another
+    recompute than that of their rank have one, each with its own bound.
     """
     if layout.recomputes_ahead or layout.chunked:
         return bound.step_s
@@ -126,7 +131,14 @@ def memory_bound_s(
     block_s = repeats * block.time_s + block.tail_s
     beyond = block_bytes - usable_bytes(limit_bytes, layout.mesh, price_cache) / num_blocks
     prices = _BYTE_PRICES * (np.ptp(block_s) / max(1.0, float(np.ptp(block_bytes))))
-    least_s = float((block_s + np.multiply.outer(prices, beyond)).min(axis=1).max())
+    priced_s = block_s + np.multiply.outer(prices, beyond)
+    least_s = float(priced_s.min(axis=1).max())
+    freed = gradients_come_and_go(layout, price_cache)
+    if not freed and one_way_of_running(block.options, num_blocks, layout.virtual_stages):
+        way = by_way_of_running(block.options)
+        least_s = min(
+            float(priced_s[:, way == number].min(axis=1).max()) for number in range(way.max() + 1)
+        )
     return max(bound.step_s, bound.total_s + repeats * beside_s + num_blocks * least_s)
 
 
@@ -159,36 +171,56 @@ def _end_seconds(
 ) -> dict[WeightLayout, float]:
     """Least seconds of embedding or head per micro-batch, by division of the token table."""
     seconds: dict[WeightLayout, float] = {}
-    for option in table.catalogue.ends(kind, layout.micro_batch_size, layout.sharding):
-        known_s = seconds.get(option.weight_layout, math.inf)
+    for weight_layout, sharding, option_s in _end_ways(kind, layout, table):
+        known_s = seconds.get(weight_layout, math.inf)
         least_s = min(
-            _end_compute_s(option, layout, ends) + _end_data_s(option, layout, ends, table)
+            _end_compute_s(kind, sharding, option_s, layout, ends)
+            + _end_data_s(kind, sharding, layout, ends, table)
             for ends in table.tables_of_ends(layout, (kind,))
         )
-        seconds[option.weight_layout] = min(known_s, least_s)
+        seconds[weight_layout] = min(known_s, least_s)
     return seconds
 
 
-def _end_compute_s(option: LayerOption, layout: ParallelLayout, price_cache: PriceCache) -> float:
+def _end_ways(
+    kind: LayerKind, layout: ParallelLayout, table: MixTable
+) -> Iterator[tuple[WeightLayout, Sharding, float]]:
+    """Yields the division of the table, the sharding and the seconds of each way of an end."""
+    b, sharding = layout.micro_batch_size, layout.sharding
+    if table.catalogue.divides_ends(sharding):
+        for option in table.catalogue.ends(kind, b, sharding):
+            yield option.weight_layout, option.sharding, option.time_s
+    else:
+        yield frozenset(), sharding, table.price_cache.layer_time(kind, b, sharding).total_s
+
+
+def _end_compute_s(
+    kind: LayerKind,
+    sharding: Sharding,
+    option_s: float,
+    layout: ParallelLayout,
+    price_cache: PriceCache,
+) -> float:
     """Seconds of embedding or head on the device, with its table in one place."""
-    if not price_cache.looks_up(option.kind):
-        return option.time_s
-    b = layout.micro_batch_size
-    return price_cache.layer_time(option.kind, b, option.sharding).total_s
+    if not price_cache.looks_up(kind):
+        return option_s
+    return price_cache.layer_time(kind, layout.micro_batch_size, sharding).total_s
 
 
 def _end_data_s(
-    option: LayerOption, layout: ParallelLayout, price_cache: PriceCache, table: MixTable
+    kind: LayerKind,
+    sharding: Sharding,
+    layout: ParallelLayout,
+    price_cache: PriceCache,
+    table: MixTable,
 ) -> float:
     """Least seconds of data parallelism of embedding or head per micro-batch."""
     outside = unchunked_prices(layout, price_cache)
     data_s = math.inf
     for zero in table.zero_stages(layout):
-        if zero < 2 and not price_cache.looks_up(option.kind):
+        if zero < 2 and not price_cache.looks_up(kind):
             return 0.0  # ZeRO 0 and 1 communicate once a step
-        data = outside.data_parallel(
-            option.kind, layout.micro_batch_size, layout.mesh, option.sharding, zero
-        )
+        data = outside.data_parallel(kind, layout.micro_batch_size, layout.mesh, sharding, zero)
         data_s = min(data_s, data.per_micro_batch_s)
     return data_s
 
