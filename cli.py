@@ -14,6 +14,7 @@ main.names = (
     "compare",
     "estimate",
     "explain",
+    "init",
     "max-model",
     "models",
     "profile",

@@ -33,6 +33,7 @@ PREFERENCES = ("fastest", "leanest", "robust")
 SHARDS = ("quota", "merge")
 PRECISIONS = ("bf16", "fp16", "fp32")
 NARROW = ("fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4")
+STATE_PRECISIONS = ("fp32", "bf16-moments", "bf16")
 OPTIMIZERS = ("adam", "adam-8bit", "muon", "adafactor", "sgd", "sgd-momentum")
 ATTENTION = ("flash", "unfused")
 BASE_WEIGHTS = ("bf16", "int8")
@@ -66,6 +67,7 @@ class TargetOptions:
     seq_length: int | None = None
     precision: str | None = None
     gradient_precision: str | None = None
+    state_precision: str | None = None
     optimizer: str | None = None
     fp8: bool = False
     lora_rank: int | None = None
@@ -222,6 +224,13 @@ training_options = together(
         "--gradient-precision",
         type=click.Choice(PRECISIONS),
         help="Precision in which gradients accumulate and are reduced. [default: fp32]",
+    ),
+    option(
+        WHAT,
+        "--state-precision",
+        type=click.Choice(STATE_PRECISIONS),
+        help="Precision of the optimizer's states of bf16 parameters: a copy and moments in fp32, "
+        "moments in bf16 beside the copy, or all in bf16 without a copy. [default: the stack's]",
     ),
     option(
         WHAT,

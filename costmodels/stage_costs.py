@@ -16,7 +16,7 @@ import numpy.typing as npt
 from parplan.costmodels.chunks.chunk_memory import unchunked_prices
 from parplan.costmodels.communication.collectives import Collective, collective_time
 from parplan.costmodels.communication.hiding import contention
-from parplan.costmodels.communication.mesh import Axis, Mesh, crosses_nodes, place_axis
+from parplan.costmodels.communication.mesh import Axis, Mesh, place_axis, units_crossed
 from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.data_parallel import DataParallelTime, summed_inside
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
@@ -322,25 +322,23 @@ def all_receives_s(layout: ParallelLayout, price_cache: LayerPriceCache) -> floa
 def _received(
     messages: npt.NDArray[np.int64], layout: ParallelLayout, price_cache: LayerPriceCache
 ) -> Seconds:
-    inside, across = messages.tolist()
     total = ZERO
-    if inside:
-        total = _sent(_link(layout, price_cache, crosses=False), price_cache).scaled(inside)
-    if across:
-        total += _sent(_link(layout, price_cache, crosses=True), price_cache).scaled(across)
+    for level, count in enumerate(messages.tolist()):
+        if count:
+            total += _sent(_link(layout, price_cache, level), price_cache).scaled(count)
     return total
 
 
 def _received_messages(
     layout: ParallelLayout, price_cache: LayerPriceCache
 ) -> npt.NDArray[np.int64]:
-    """Returns by rank the messages inside a node, and those between nodes, that it receives."""
+    """Returns by rank the messages that it receives, by the levels that they leave."""
     return _messages(
         layout.schedule,
         layout.mesh,
         layout.virtual_stages,
         layout.actions,
-        price_cache.machine.cluster.gpus_per_node,
+        price_cache.machine.cluster.unit_gpus,
     )
 
 
@@ -350,9 +348,9 @@ def _messages(
     mesh: Mesh,
     virtual_stages: int,
     actions: tuple[str, ...],
-    gpus_per_node: int,
+    unit_gpus: tuple[int, ...],
 ) -> npt.NDArray[np.int64]:
-    """Returns the messages of one micro-batch by receiving rank: inside a node, between nodes.
+    """Returns the messages of one micro-batch by receiving rank and by the levels that they leave.
 
     Each virtual stage receives its input from the one before, and its output gradient from the one
     after, unless the same rank runs both.
@@ -365,31 +363,32 @@ def _messages(
         stages = range(mesh.pp * virtual_stages)
         ranks = np.array([rank_of(schedule, stage, mesh.pp) for stage in stages])
     before, after = ranks[:-1], ranks[1:]
-    crosses = np.asarray(crosses_nodes(mesh, before, after, gpus_per_node), np.int64)
-    messages = np.zeros((mesh.pp, 2), np.int64)
+    levels = np.asarray(units_crossed(mesh, before, after, unit_gpus), np.int64)
+    messages = np.zeros((mesh.pp, 1 + len(unit_gpus)), np.int64)
     for receiver in (before, after):
-        np.add.at(messages, (receiver, crosses), before != after)
+        np.add.at(messages, (receiver, levels), before != after)
     return messages
 
 
-Link = tuple[int, Sharding, bool, int, bool]
+Link = tuple[int, Sharding, int, int, bool]
 
 
 def link_of(here: int, there: int, layout: ParallelLayout, price_cache: LayerPriceCache) -> Link:
     """Returns all that a transfer between two pipeline ranks depends on, besides its tensors.
 
-    They are the micro-batch size, the sharding, whether the ranks are on different nodes, the
-    number of ranks that leave a node at once, and whether compute hides the transfer.
+    They are the micro-batch size, the sharding, the levels that the transfer leaves (0 inside a
+    node), the number of neighbouring ranks that send at once, and whether compute hides the
+    transfer.
     """
-    gpus_per_node = price_cache.machine.cluster.gpus_per_node
-    crosses = crosses_nodes(layout.mesh, here, there, gpus_per_node)
-    return _link(layout, price_cache, crosses=bool(crosses))
+    unit_gpus = price_cache.machine.cluster.unit_gpus
+    level = units_crossed(layout.mesh, here, there, unit_gpus)
+    return _link(layout, price_cache, int(level))
 
 
-def _link(layout: ParallelLayout, price_cache: LayerPriceCache, *, crosses: bool) -> Link:
+def _link(layout: ParallelLayout, price_cache: LayerPriceCache, level: int) -> Link:
     hidden = layout.virtual_stages > 1 and price_cache.training.stack.overlap_transfers
-    sharing = min(layout.mesh.stride(Axis.PP), price_cache.machine.cluster.gpus_per_node)
-    return layout.micro_batch_size, layout.sharding, crosses, sharing, hidden
+    sharing = min(layout.mesh.stride(Axis.PP), price_cache.machine.cluster.unit_gpus[-1])
+    return layout.micro_batch_size, layout.sharding, level, sharing, hidden
 
 
 def time_between(
@@ -412,10 +411,8 @@ def _sent(link: Link, price_cache: LayerPriceCache, cut_class: int = 0) -> Secon
     (costmodels/layers/layer_price.py). The ranks of a stage inside a node send together and share
     its NICs. `LayerPriceCache.transfer` prices the messages.
     """
-    micro_batch_size, sharding, crosses, sharing, hidden = link
-    sent = price_cache.transfer(
-        cut_class, micro_batch_size, sharding, crosses_nodes=crosses, sharing=sharing
-    )
+    micro_batch_size, sharding, level, sharing, hidden = link
+    sent = price_cache.transfer(cut_class, micro_batch_size, sharding, level=level, sharing=sharing)
     return sent.scaled(contention(price_cache.machine)) if hidden else sent
 
 

@@ -142,7 +142,8 @@ def effective_zero(layer: PlacedLayer, mesh: Mesh, operator: str = "") -> int:
 
 def torchrun_line(plan: Plan | TracedPlan, path: str = "plan.yaml") -> str:
     """Return the command that starts as many ranks as the plan's mesh has."""
-    ranks, per_node = plan.mesh.num_ranks, plan.cluster.gpus_per_node
+    ranks = plan.mesh.num_ranks
+    per_node = plan.cluster.gpus_per_node // plan.cluster.hosts_per_node
     if ranks <= per_node or ranks % per_node:
         return f"torchrun --nproc-per-node {ranks} -m parplan.executor {path}"
     nodes = ranks // per_node

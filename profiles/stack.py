@@ -11,12 +11,13 @@ that cannot is one of a few terms that `planner/validation/term_fit.py` fits to 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal, get_args
 
 from parplan.profiles.errors import ConfigError, coerce_choice
 from parplan.profiles.product_formats import ProductFormat
+from parplan.profiles.state_precision import STATES, StateBytes16, StatePrecision
 from parplan.profiles.units import MIB
 
 _FORBID = {"extra": "forbid"}
@@ -167,6 +168,7 @@ class Stack:
     tower_divisions          the ways in which its tensor-parallel ranks run a tower
     product_formats          the formats that its products of blocks run in beside the precision of
                              training; the first of each peak is that of --fp8
+    state_precisions         the precisions in which its optimizer keeps states of 16-bit parameters
     gathers_casts            under sequence parallelism tokens are cast to such a format before they
                              are gathered: a rank casts its own, and the gather moves the casts
     holds_cast_weights       weights are cast to such a format once a step, not in every micro-batch
@@ -257,6 +259,7 @@ class Stack:
     divides_experts: bool = False
     tower_divisions: tuple[TowerDivision, ...] = (TowerDivision.TENSOR,)
     product_formats: tuple[ProductFormat, ...] = ()
+    state_precisions: tuple[StatePrecision, ...] = (StatePrecision.FP32,)
     gathers_casts: bool = False
     holds_cast_weights: bool = False
     terms_of: str = ""
@@ -320,6 +323,17 @@ class Stack:
                 raise ConfigError(
                     f"stack {self.name}: {field} is {getattr(self, field)}, it must be at least 0"
                 )
+
+    def keeping(self, precision: StatePrecision) -> Stack:
+        """Returns the stack with an optimizer that keeps its states in a precision."""
+        states = STATES[precision]
+        return replace(self, master_bytes=states.master, moment_bytes=states.moment)
+
+    @property
+    def states(self) -> StatePrecision | None:
+        """The precision of the optimizer's states; None for bytes that no recipe has."""
+        kept = StateBytes16(self.master_bytes, self.moment_bytes)
+        return next((name for name, states in STATES.items() if states == kept), None)
 
     def flash_kernel_on(self, capability: float | None) -> FlashKernel | None:
         """Returns the newest fused kernel for a compute capability, None where there is none.

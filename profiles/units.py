@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 from parplan.profiles.errors import ConfigError
@@ -106,3 +106,20 @@ def spans_text(numbers: Sequence[int]) -> str:
         for _, group in groupby(enumerate(numbers), lambda item: item[1] - item[0])
     ]
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+
+
+def shortest(inside: float, unit: float, convert: Callable[[float], float]) -> float:
+    """Returns the number with the fewest decimals that `convert` turns into exactly `inside`.
+
+    A file that is read and written again thus keeps its text.
+    """
+    outside = inside / unit
+    return next((short for short in _spellings(outside) if convert(short) == inside), outside)
+
+
+def _spellings(number: float) -> Iterator[float]:
+    yield round(number)
+    for decimals in range(1, 18):
+        yield round(number, decimals)
+    yield math.nextafter(number, math.inf)
+    yield math.nextafter(number, -math.inf)

@@ -20,6 +20,11 @@ if (
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Where the environment forbids bytecode, each worker and each command that a test starts would
+# compile every module again: a tenth of the run.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 os.environ.pop("COLUMNS", None)  # Tables are as wide as a terminal says; the tests have none.
 
 

@@ -158,7 +158,7 @@ def predicted_layer_s(curve: GroupedCurve | None) -> tuple[float, float]:
 @click.option("--measurements", type=click.Path(path_type=Path, exists=True), required=True)
 def main(measurements: Path) -> None:
     """Prints the three tables; errors are median and mean."""
-    tables = MeasurementTables(measurements)
+    tables = MeasurementTables((measurements,))
 
     def line(name: str, rows: Sequence[Row], price: Price, curve: GroupedCurve) -> None:
         before, after = errors(rows, price, SINGLE), errors(rows, price, curve)

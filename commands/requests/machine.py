@@ -17,6 +17,7 @@ from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.spec import Optimizer, Precision, TrainingSpec
 from parplan.profiles.product_formats import FORMATS, ProductFormat
 from parplan.profiles.stack import AttentionKernel, Stack
+from parplan.profiles.state_precision import StatePrecision
 from parplan.profiles.units import parse_size
 
 if TYPE_CHECKING:
@@ -160,6 +161,30 @@ def _products(target: TargetOptions, stack: Stack, device: Device) -> ProductFor
     return narrow
 
 
+def _with_states(stack: Stack, target: TargetOptions) -> Stack:
+    """Returns the stack with the states that the options name. Raises ConfigError for others'."""
+    if target.state_precision is None:
+        return stack
+    precision = StatePrecision(target.state_precision)
+    if precision not in stack.state_precisions:
+        raise ConfigError(
+            f"stack {stack.name} keeps no states in {precision}",
+            hint=f"use one of {', '.join(stack.state_precisions)}, or another --stack",
+        )
+    return stack.keeping(precision)
+
+
+def _require_16_bits(target: TargetOptions, precision: Precision) -> None:
+    """Raises ConfigError for states in 16 bits beside parameters that are not in bf16."""
+    asked = target.state_precision
+    if asked in (None, StatePrecision.FP32) or precision is Precision.BF16:
+        return
+    raise ConfigError(
+        f"--state-precision {asked} is of parameters in bf16, they are in {precision}",
+        hint="use --precision bf16, or leave out --state-precision",
+    )
+
+
 def _require_format(device: Device, narrow: ProductFormat) -> None:
     """Raises ConfigError for a device without the arithmetic or the scales of a format."""
     needed = FORMATS[narrow]
@@ -202,6 +227,7 @@ def training_of(
 
         measured_at, run_by = precision_of(profile, str(target.profile)), stack_of(profile)
     stack = load_stack(target.stack or run_by or defaults.stack)
+    stack = _with_states(stack, target)
     narrow = _products(target, stack, device)
     attention = stack.attention_on(device.compute_capability)
     whose_attention = (
@@ -215,11 +241,15 @@ def training_of(
     usual, why = (Precision.BF16, "") if has_bf16 else (Precision.FP16, " (the device has no bf16)")
     seq_length = defaults.seq_length if target.seq_length is None else target.seq_length
     batch, whose_batch = defaults.batch_of(seq_length)
+    precision = Precision.BF16 if narrow else Precision(target.precision or measured_at or usual)
+    _require_16_bits(target, precision)
     training = TrainingSpec(
         global_batch_size=target.global_batch_size or batch,
         seq_length=seq_length,
-        precision=Precision.BF16 if narrow else Precision(target.precision or measured_at or usual),
-        gradient_precision=Precision(target.gradient_precision or Precision.FP32),
+        precision=precision,
+        gradient_precision=Precision(
+            target.gradient_precision or (Precision.FP32 if stack.master_bytes else precision)
+        ),
         attention=AttentionKernel(target.attention or attention),
         overlap_grad_reduce=stack.overlap_grad_reduce,
         optimizer=Optimizer(target.optimizer or Optimizer.ADAM),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from parplan.costmodels.communication.mesh import Placement
@@ -96,9 +97,7 @@ _TEXTBOOK = {
 
 
 def _scaled(link: Link, bytes_per_s: float) -> Link:
-    return Link(
-        name=link.name, bytes_per_s=bytes_per_s, latency_s=link.latency_s, source=link.source
-    )
+    return replace(link, bytes_per_s=bytes_per_s)
 
 
 def collective_time(
@@ -120,7 +119,7 @@ def collective_time(
     curve = _placed(collective, placement.nodes, placement.ranks_per_node, groups, machine)
     if curve is not None:
         return Seconds(spline_s(curve, n_bytes), curve.kind_at(n_bytes))
-    inside = _inside_node(collective, n_bytes, placement.ranks_per_node, machine)
+    inside = _inside_node(collective, n_bytes, placement, machine)
     if not placement.crosses_nodes:
         return inside
     return _across_nodes(collective, n_bytes, placement, inside, machine)
@@ -140,7 +139,7 @@ def exchange_once_time(
     to_ranks = token_bytes * ranks_met(placement.num_ranks, copies)
     if not placement.crosses_nodes:
         return collective_time(Collective.ALL_TO_ALL, to_ranks, placement, machine)
-    inside = _inside_node(Collective.ALL_TO_ALL, to_ranks, placement.ranks_per_node, machine)
+    inside = _inside_node(Collective.ALL_TO_ALL, to_ranks, placement, machine)
     to_nodes = token_bytes * ranks_met(placement.nodes, copies)
     return _across_nodes(Collective.ALL_TO_ALL, to_nodes, placement, inside, machine)
 
@@ -162,18 +161,21 @@ def _placed(
     return None
 
 
-def _inside_node(collective: Collective, n_bytes: Number, ranks: int, machine: Machine) -> Seconds:
+def _inside_node(
+    collective: Collective, n_bytes: Number, placement: Placement, machine: Machine
+) -> Seconds:
     """Seconds of the part on the links of one node.
 
     They are read from the curve of that many ranks, interpolated between two curves (EQUATIONS C7),
-    or computed by a textbook form.
+    or computed by a textbook form, on the link of the smallest part of the node that holds them.
     """
+    ranks = placement.ranks_per_node
     if ranks == 1:
         return ZERO
     curves = machine.collective_curves.get(collective, ())
     if not curves:
-        link = machine.cluster.intra_node
-        slowed = _scaled(link, link.bytes_per_s * machine.profile.intra.link_share)
+        link = machine.cluster.link_of(ranks * placement.distance)
+        slowed = _scaled(link, link.among(ranks) * machine.profile.intra.link_share)
         return Seconds(_TEXTBOOK[collective](n_bytes, ranks, slowed), Kind.ANALYTIC)
     below = next((curve for curve in reversed(curves) if curve.ranks <= ranks), curves[0])
     above = next((curve for curve in curves if curve.ranks >= ranks), curves[-1])
@@ -216,37 +218,82 @@ def group_nic_bytes_per_s(placement: Placement, machine: Machine) -> float:
     return min(shared * machine.profile.inter.nic_share, cluster.intra_node.bytes_per_s)
 
 
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """A level of the network of which a group leaves the units: a node, or a unit of a tier.
+
+    ranks: ranks of the group in one unit
+    bytes_per_s: bandwidth of the unit's uplinks that the group has
+    latency_s: seconds that a message takes more because it leaves the unit
+    """
+
+    ranks: int
+    bytes_per_s: float
+    latency_s: float
+
+
+def _levels_left(placement: Placement, machine: Machine) -> tuple[_Left, ...]:
+    """Returns the levels of the network of which a group leaves the units, nodes first.
+
+    All groups of its kind that a unit has ranks of share its uplinks:
+
+        W = W_nodes / o x r / (g G)             (EQUATIONS C9)
+
+    o oversubscription, r ranks of the group in the unit, g on a node, G groups that cross a node.
+    """
+    cluster = machine.cluster
+    nic_bytes_per_s = group_nic_bytes_per_s(placement, machine)
+    left = [_Left(placement.ranks_per_node, nic_bytes_per_s, cluster.nic.latency_s)]
+    reached = cluster.node_bytes_per_s * machine.profile.inter.nic_share
+    for tier, gpus in zip(cluster.tiers, cluster.unit_gpus[1:], strict=True):
+        if placement.num_ranks * placement.distance > gpus and tier.nodes < cluster.nodes:
+            ranks = max(placement.ranks_within(gpus), placement.ranks_per_node)
+            shared_by = placement.ranks_per_node * placement.groups_per_node
+            uplinks = reached / tier.oversubscription * ranks / shared_by
+            left.append(_Left(ranks, uplinks, tier.latency_s))
+    return tuple(left)
+
+
 def _across_nodes(
     collective: Collective, n_bytes: Number, placement: Placement, inside: Seconds, machine: Machine
 ) -> Seconds:
-    """max(inside the node, bytes through the group's NICs / W) + hops alpha.
+    """The slowest level of (bytes that leave a unit / W) + hops alpha (EQUATIONS C5, C6, C9).
 
-    It is the minimum over the algorithms (EQUATIONS C5, C6).
+    It is the minimum over the algorithms. The parts run as one pipeline, so the slowest decides.
     """
-    bytes_per_s = group_nic_bytes_per_s(placement, machine)
-    alpha_s = machine.cluster.nic.latency_s
-    value_s = functools.reduce(
-        smaller_of,
-        (
-            larger_of(inside.value_s, crossing_bytes / bytes_per_s) + hops * alpha_s
-            for crossing_bytes, hops in _crossings(collective, n_bytes, placement)
-        ),
+    levels = _levels_left(placement, machine)
+    crossings = [
+        _crossings(collective, n_bytes, placement.num_ranks, level.ranks) for level in levels
+    ]
+    seconds = (
+        _crossed_s(inside.value_s, levels, of_algorithm)
+        for of_algorithm in zip(*crossings, strict=True)
     )
-    return Seconds(value_s, machine.profile.inter.kind)
+    return Seconds(functools.reduce(smaller_of, seconds), machine.profile.inter.kind)
+
+
+def _crossed_s(
+    inside_s: Number, levels: tuple[_Left, ...], crossings: tuple[tuple[Number, int], ...]
+) -> Number:
+    """Seconds of one algorithm, by the bytes and the hops that leave a unit of each level."""
+    slowest_s, hops_s = inside_s, 0.0
+    for level, (crossing_bytes, hops) in zip(levels, crossings, strict=True):
+        slowest_s = larger_of(slowest_s, crossing_bytes / level.bytes_per_s)
+        hops_s += hops * level.latency_s
+    return slowest_s + hops_s
 
 
 def _crossings(
-    collective: Collective, n_bytes: Number, placement: Placement
+    collective: Collective, n_bytes: Number, p: int, g: int
 ) -> tuple[tuple[Number, int], ...]:
-    """(bytes that leave a node, hops between nodes in sequence) of each algorithm.
+    """(bytes that leave a unit, hops between units in sequence) of each algorithm.
 
-    p ranks, k nodes of g ranks. Ring over all p ranks: 2 (p-1)/p n in 2 (k-1) hops (all-reduce),
-    (p-1)/p n in k - 1. Tree over nodes: 2 n in 2 ceil(log2 k) hops. All-to-all: the part of the g
-    send buffers that is for other nodes, g n (k-1)/k.
+    p ranks, k = p / g units of g ranks. Ring over all p ranks: 2 (p-1)/p n in 2 (k-1) hops
+    (all-reduce), (p-1)/p n in k - 1. Tree over units: 2 n in 2 ceil(log2 k) hops. All-to-all: the
+    part of the g send buffers that is for other units, g n (k-1)/k.
     """
-    p, k = placement.num_ranks, placement.nodes
+    k = p // g
     if collective is Collective.ALL_TO_ALL:
-        g = placement.ranks_per_node
         return ((g * n_bytes * (k - 1) / k, k - 1),)
     ring_bytes = n_bytes * (p - 1) / p
     if collective is Collective.ALL_REDUCE:
@@ -254,25 +301,37 @@ def _crossings(
     return ((ring_bytes, k - 1),)
 
 
-def point_to_point_time(
-    n_bytes: Number, *, crosses_nodes: bool, sharing: int, machine: Machine
-) -> Seconds:
-    """Seconds of one message while `sharing` transfers leave the node at once (EQUATIONS C4, C6).
+def point_to_point_time(n_bytes: Number, *, level: int, sharing: int, machine: Machine) -> Seconds:
+    """Seconds of a message while `sharing` neighbouring ranks send at once (EQUATIONS C4, C6, C9).
 
-    Between nodes each transfer has min(one NIC, all NICs / sharing). A curve in the machine's own
-    profile takes precedence; inside a node, where that number of transfers was not measured, the
-    curve of a single transfer is read. Leaves out: other traffic on the NICs.
+    level: 0 inside a node, 1 between nodes, one more for each tier of which it leaves a unit
+
+    Between nodes each transfer has min(one NIC, all NICs / sharing), and no more than its part of
+    the uplinks of each unit that it leaves. A curve in the machine's own profile takes precedence;
+    inside a node, where that number of transfers was not measured, the curve of a single transfer
+    is read. Leaves out: other traffic on the NICs.
     """
     cluster, profile = machine.cluster, machine.profile
-    place, groups = ((2, 1), (sharing,)) if crosses_nodes else ((1, 2), (sharing, 1))
+    at_once = min(sharing, cluster.gpus_per_node)
+    place, groups = ((2, 1), (at_once,)) if level else ((1, 2), (at_once, 1))
     curve = _placed(POINT_TO_POINT, *place, groups, machine)
     if curve is not None:
         return Seconds(spline_s(curve, n_bytes), curve.kind_at(n_bytes))
-    if not crosses_nodes:
+    if not level:
         link = cluster.intra_node
         measured = machine.collective_curves and not machine.placed_curves
-        slowed = _scaled(link, link.bytes_per_s * profile.intra.point_to_point_share)
+        slowed = _scaled(link, link.among(2) * profile.intra.point_to_point_share)
         return Seconds(send_s(n_bytes, slowed), profile.intra.kind if measured else Kind.ANALYTIC)
-    share = min(1.0, cluster.nics_per_node / max(1, sharing))
-    nic = _scaled(cluster.nic, cluster.nic.bytes_per_s * share * profile.inter.point_to_point_share)
+    share = min(1.0, cluster.nics_per_node / max(1, at_once))
+    bytes_per_s = cluster.nic.bytes_per_s * share
+    latency_s = cluster.nic.latency_s
+    for tier, gpus in zip(cluster.tiers[: level - 1], cluster.unit_gpus[1:], strict=False):
+        uplinks = cluster.node_bytes_per_s * tier.nodes / tier.oversubscription
+        bytes_per_s = min(bytes_per_s, uplinks / max(1, min(sharing, gpus)))
+        latency_s += tier.latency_s
+    nic = replace(
+        cluster.nic,
+        bytes_per_s=bytes_per_s * profile.inter.point_to_point_share,
+        latency_s=latency_s,
+    )
     return Seconds(send_s(n_bytes, nic), profile.inter.kind)

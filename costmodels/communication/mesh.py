@@ -6,7 +6,7 @@ import functools
 import math
 import operator
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import numpy as np
@@ -186,12 +186,15 @@ class Placement:
     """The placement of one group of an axis: `ranks_per_node` ranks on each of `nodes` nodes.
 
     `groups_per_node` is the number of groups of the same axis that cross a node's boundary at once
-    and share its NICs.
+    and share its NICs. `stride` is the distance in ranks between neighbours of the group, None for
+    the nearest; it tells which units of a network's tiers the group spans, and placements that
+    differ in it alone are equal.
     """
 
     nodes: int
     ranks_per_node: int
     groups_per_node: int
+    stride: int | None = field(default=None, compare=False)
 
     @property
     def num_ranks(self) -> int:
@@ -200,6 +203,15 @@ class Placement:
     @property
     def crosses_nodes(self) -> bool:
         return self.nodes > 1
+
+    @property
+    def distance(self) -> int:
+        """Distance in ranks between neighbours of the group."""
+        return self.groups_per_node if self.stride is None else self.stride
+
+    def ranks_within(self, gpus: int) -> int:
+        """Returns the number of the group's ranks among `gpus` neighbouring GPUs."""
+        return _ranks_within(self.num_ranks, self.distance, gpus)
 
 
 def place(mesh: Mesh, axis: Axis, gpus_per_node: int) -> Placement:
@@ -225,30 +237,46 @@ def crosses_nodes(mesh: Mesh, here: Number, there: Number, gpus_per_node: int) -
     return functools.reduce(operator.or_, crosses)
 
 
-def where_axes_lie(mesh: Mesh, gpus_per_node: int) -> Hashable:
+def units_crossed(mesh: Mesh, here: Number, there: Number, unit_gpus: tuple[int, ...]) -> Number:
+    """Returns how many levels a message between pipeline ranks leaves in some copy (EQUATIONS C9).
+
+    It is 0 inside a node, 1 between nodes, and one more for each tier of which it leaves a unit.
+
+    unit_gpus: number of GPUs of a node, and of a unit of each tier
+    """
+    levels = [crosses_nodes(mesh, here, there, gpus) for gpus in unit_gpus]
+    return functools.reduce(operator.add, [np.asarray(level, np.int64) for level in levels])
+
+
+def where_axes_lie(mesh: Mesh, unit_gpus: tuple[int, ...]) -> Hashable:
     """Returns all that prices know of the order of a mesh: equal for orders that cost the same."""
     here = np.arange(mesh.pp)
-    crosses = np.asarray(crosses_nodes(mesh, here, (here + 1) % mesh.pp, gpus_per_node))
+    copies = place_copies(mesh, mesh.replicas, unit_gpus[0])
+    crossed = np.asarray(units_crossed(mesh, here, (here + 1) % mesh.pp, unit_gpus))
+    stride = mesh.stride(Axis.PP)
     return (
-        place_copies(mesh, mesh.replicas, gpus_per_node),
-        crosses.tobytes(),
-        min(mesh.stride(Axis.PP), gpus_per_node) if crosses.any() else 0,
+        copies,
+        tuple(copies.ranks_within(gpus) for gpus in unit_gpus[1:]),
+        crossed.tobytes(),
+        tuple(min(stride, gpus) for gpus in unit_gpus) if crossed.any() else 0,
     )
 
 
 def distinct_orders(
-    mesh: Mesh, orders: Iterable[MeshOrder], gpus_per_node: int
+    mesh: Mesh, orders: Iterable[MeshOrder], unit_gpus: tuple[int, ...]
 ) -> tuple[Mesh, ...]:
     """Returns a mesh in each of the orders, of those that cost the same only the first.
 
     Ranks that divide experts or sequences are neighbours, which pp-dp-tp alone has.
+
+    unit_gpus: number of GPUs of a node, and of a unit of each tier of the network
     """
     if mesh.ep > 1 or mesh.cp > 1:
         orders = (MeshOrder.PP_DP_TP,)
     meshes: dict[Hashable, Mesh] = {}
     for order in orders:
         ordered = replace(mesh, order=order)
-        meshes.setdefault(where_axes_lie(ordered, gpus_per_node), ordered)
+        meshes.setdefault(where_axes_lie(ordered, unit_gpus), ordered)
     return tuple(meshes.values())
 
 
@@ -271,13 +299,19 @@ def place_axis(degree: int, stride: int, num_ranks: int, gpus_per_node: int) -> 
     widest spread.
     """
     local = min(gpus_per_node, num_ranks)
-    ranks_per_node = math.gcd(degree, max(1, local // stride)) if stride < local else 1
+    ranks_per_node = _ranks_within(degree, stride, local)
     nodes = degree // ranks_per_node
     return Placement(
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         groups_per_node=max(1, local // ranks_per_node) if nodes > 1 else 1,
+        stride=stride,
     )
+
+
+def _ranks_within(degree: int, stride: int, gpus: int) -> int:
+    """Returns the number of an axis's ranks at a distance of `stride` among `gpus` neighbours."""
+    return math.gcd(degree, max(1, gpus // stride)) if stride < gpus else 1
 
 
 def illegal_expert_parallel(mesh: Mesh, model: ModelSpec) -> str | None:

@@ -177,17 +177,17 @@ def _waited(
     calls: Iterable[ContextCall], compute: Seconds, sharding: Sharding, machine: Machine
 ) -> Seconds:
     """Seconds of the calls of one pass; messages run beside the attention of what came before."""
-    num_ranks, gpus_per_node = sharding.cp * sharding.tp, machine.cluster.gpus_per_node
+    num_ranks, unit_gpus = sharding.cp * sharding.tp, machine.cluster.unit_gpus
     total = ZERO
     for call in calls:
         if call.kind is not None and not call.chosen:
-            where = place_axis(call.ranks, sharding.tp, num_ranks, gpus_per_node)
+            where = place_axis(call.ranks, sharding.tp, num_ranks, unit_gpus[0])
             total += collective_time(call.kind, call.num_bytes, where, machine)
             continue
         hop = point_to_point_time(
             call.num_bytes,
-            crosses_nodes=num_ranks > gpus_per_node,
-            sharing=min(num_ranks // call.ranks, gpus_per_node),
+            level=sum(num_ranks > gpus for gpus in unit_gpus),
+            sharing=num_ranks // call.ranks,
             machine=machine,
         )
         before_last = compute.value_s * (call.ranks - 1) / call.ranks

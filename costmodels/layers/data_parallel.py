@@ -329,7 +329,8 @@ def shared_reduction(
     crosses = mesh.pp * mesh.stride(Axis.PP) > gpus_per_node
     ends = Mesh(pp=min(holders, mesh.pp), dp=gpus_per_node if crosses else 1, tp=1)
     num_bytes = training.gradient_precision.num_bytes * elements
-    where = place(ends, Axis.PP, gpus_per_node)
+    apart = mesh.stride(Axis.PP) * max(1, (mesh.pp - 1) // max(1, ends.pp - 1))
+    where = replace(place(ends, Axis.PP, gpus_per_node), stride=apart)
     reduced = collective_time(Collective.ALL_REDUCE, num_bytes, where, machine)
     return machine.corrected("data", reduced)
 

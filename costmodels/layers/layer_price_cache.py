@@ -391,12 +391,13 @@ class LayerPriceCache(LayerTimes):
         micro_batch_size: int,
         sharding: Sharding,
         *,
-        crosses_nodes: bool,
+        level: int,
         sharing: int,
     ) -> Seconds:
         """Seconds of a micro-batch's tensors across a cut between pipeline ranks (EQUATIONS T4).
 
-        sharing    pipeline ranks that leave a node at once
+        level      0 inside a node, 1 between nodes, one more for each tier that it leaves
+        sharing    neighbouring ranks that send at once
 
         Each tensor is a message, unless the stack sends all of them as one. Without sequence
         parallelism each tensor-parallel rank sends the whole tensor. If the stack partitions
@@ -412,11 +413,11 @@ class LayerPriceCache(LayerTimes):
                 parts = [(sum(part_bytes for part_bytes, _ in parts), all_gathered)]
             total = ZERO
             for part_bytes, gathered in parts:
-                sent = self.message(part_bytes, crosses_nodes=crosses_nodes, sharing=sharing)
+                sent = self.message(part_bytes, level=level, sharing=sharing)
                 total += sent + gathered
             return self.machine.corrected("pipeline", total)
 
-        key = ("transfer", cut_class, micro_batch_size, sharding, crosses_nodes, sharing)
+        key = ("transfer", cut_class, micro_batch_size, sharding, level, sharing)
         return self._once(key, make)
 
     def _sent_part(self, tensor: Tensor, sharding: Sharding) -> tuple[int, Seconds]:
@@ -442,10 +443,10 @@ class LayerPriceCache(LayerTimes):
             for tensor in self.crossing_tensors(cut_class, micro_batch_size, sharding.part)
         )
 
-    def message(self, num_bytes: int, *, crosses_nodes: bool, sharing: int) -> Seconds:
-        """One message between two pipeline ranks; `sharing` of them leave a node at once."""
+    def message(self, num_bytes: int, *, level: int, sharing: int) -> Seconds:
+        """One message between two pipeline ranks; `sharing` neighbours send at once."""
         # that many bytes take as long on the whole link
         as_slow_bytes = round(num_bytes / self.training.stack.transfer_share)
         return point_to_point_time(
-            as_slow_bytes, crosses_nodes=crosses_nodes, sharing=sharing, machine=self.machine
+            as_slow_bytes, level=level, sharing=sharing, machine=self.machine
         )

@@ -11,6 +11,7 @@ from parplan.executor.rules.rule import Refusal, rule, those, with_training
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.spec import Optimizer, Positions, Precision, rare_parts
 from parplan.profiles.stack import AttentionKernel
+from parplan.profiles.state_precision import StatePrecision
 
 # fields of few models that the executor's blocks have, or that another rule is about
 RUN = {"blocks", "latent", "output_bias", "qk_norm", "sinks", "norm_layout", "functions"} | {
@@ -121,6 +122,21 @@ def gradient_precision(plan: Plan) -> Iterator[Refusal]:
             problem=f"training: gradient_precision is {precision}",
             action="set gradient_precision to fp32",
             nearest=with_training(plan, gradient_precision=Precision.FP32),
+        )
+
+
+@rule(
+    why="the executor's optimizers keep an fp32 copy of every parameter and fp32 moments",
+    action="make a plan with --state-precision fp32",
+)
+def state_precision(plan: Plan) -> Iterator[Refusal]:
+    stack = plan.training.stack
+    if stack.states is not StatePrecision.FP32:
+        yield Refusal(
+            problem=f"training.stack: the optimizer keeps {stack.master_bytes} bytes of a copy and "
+            f"{stack.moment_bytes} of a moment",
+            action="set master_bytes and moment_bytes to 4",
+            nearest=with_training(plan, stack=stack.keeping(StatePrecision.FP32)),
         )
 
 
@@ -238,6 +254,7 @@ TRAINING = (
     product_formats,
     fine_tuning,
     gradient_precision,
+    state_precision,
     positions_rule,
     rotary_pairs,
     optimizer_rule,

@@ -20,9 +20,9 @@ from parplan.costmodels.communication.collectives import (
 from parplan.costmodels.communication.mesh import (
     Axis,
     Placement,
-    crosses_nodes,
     place_axis,
     place_copies,
+    units_crossed,
 )
 from parplan.costmodels.layers.model_states import local_parameters, stage_groups
 from parplan.costmodels.layers.sub_pipeline import HALVES
@@ -218,13 +218,12 @@ def _prices(
         stride = layout.mesh.stride(Axis.PP)
         sharing = min(stride, gpus_per_node)
         neighbours = [near for near in (rank - 1, rank + 1) if near in range(layout.mesh.pp)]
-        for crosses in sorted(
-            {bool(crosses_nodes(layout.mesh, rank, near, gpus_per_node)) for near in neighbours}
+        unit_gpus = machine.cluster.unit_gpus
+        for level in sorted(
+            {int(units_crossed(layout.mesh, rank, near, unit_gpus)) for near in neighbours}
         ):
-            nodes, ranks = (2, 1) if crosses else (1, 2)
-            price = point_to_point_time(
-                n_bytes, crosses_nodes=crosses, sharing=sharing, machine=machine
-            )
+            nodes, ranks = (2, 1) if level else (1, 2)
+            price = point_to_point_time(n_bytes, level=level, sharing=stride, machine=machine)
             yield Shape(nodes=nodes, ranks_per_node=ranks, groups=sharing), price
         return
     where = _place(sent, layout, price_cache)

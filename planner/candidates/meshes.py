@@ -102,7 +102,7 @@ def meshes(request: Request) -> Iterator[Mesh | Pruned]:
                     if excluded:
                         yield Pruned(str(plain), excluded)
                         continue
-                    for mesh in distinct_orders(plain, orders, cluster.gpus_per_node):
+                    for mesh in distinct_orders(plain, orders, cluster.unit_gpus):
                         excluded = excluded_order(mesh, pins)
                         yield Pruned(str(mesh), excluded) if excluded else mesh
 

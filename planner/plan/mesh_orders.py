@@ -35,7 +35,7 @@ def order_prices(plan: Plan) -> tuple[OrderPrice, ...]:
     gpus_per_node = plan.cluster.gpus_per_node
     orders = (plan.mesh.order, *map(MeshOrder, plan.training.stack.mesh_orders))
     prices = []
-    for mesh in distinct_orders(plan.mesh, orders, gpus_per_node):
+    for mesh in distinct_orders(plan.mesh, orders, plan.cluster.unit_gpus):
         predicted = reprice(replace(plan, mesh=mesh)).plan.predicted
         prices.append(
             OrderPrice(

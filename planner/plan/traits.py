@@ -61,6 +61,7 @@ _TRAITS: Mapping[str, Callable[[Run], bool]] = MappingProxyType(
         "ZeRO 3 across nodes": lambda run: (
             run.zero == 3 and run.mesh.dp * run.mesh.tp > run.cluster.gpus_per_node
         ),
+        "ZeRO 3 beside tensor parallelism": lambda run: run.zero == 3 and run.mesh.tp > 1,
         "several nodes": lambda run: run.cluster.num_gpus > run.cluster.gpus_per_node,
         f"over {MANY_GPUS} GPUs": lambda run: run.cluster.num_gpus > MANY_GPUS,
     }

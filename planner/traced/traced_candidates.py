@@ -121,7 +121,7 @@ def _meshes(request: TracedRequest) -> Iterator[Mesh]:
     for tp in divisors(gcd(gpus, request.cluster.gpus_per_node)):
         for pp in divisors(gpus // tp):
             mesh = Mesh(pp=pp, dp=gpus // tp // pp, tp=tp)
-            yield from distinct_orders(mesh, orders, request.cluster.gpus_per_node)
+            yield from distinct_orders(mesh, orders, request.cluster.unit_gpus)
 
 
 def _layouts(

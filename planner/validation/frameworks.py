@@ -9,9 +9,13 @@ from parplan.profiles.models.spec import Optimizer, Precision
 from parplan.profiles.product_formats import ProductFormat
 from parplan.profiles.stack import ContextForm
 
-DEVICES = {  # start of a gpu cell, up to the end of a word -> the cluster file
+DEVICES = {  # pattern of the start of a gpu cell, up to the end of a word -> the cluster file
     "a100-80g-pcie": "a100-80gb-pcie",
     "a100-40g-pcie": "a100-40gb-pcie",
+    "h100-80g-pcie": "h100-80gb-pcie",
+    "h100-pcie": "h100-80gb-pcie",
+    "h100-94g": "h100-94gb-nvl",
+    "h100-nvl": "h100-94gb-nvl",
     "a100-80g": "a100-80gb",
     "a100-40g": "a100-40gb",
     "a100-sxm": "a100-80gb",
@@ -30,7 +34,30 @@ DEVICES = {  # start of a gpu cell, up to the end of a word -> the cluster file
     "rtx3090": "rtx3090-24gb",
     "a10g": "a10g-24gb",
     "l4": "l4-24gb",
+    "h20(?!-?1)": "h20-96gb",  # there is one of 141 GB
+    "l40s": "l40s-48gb",
+    "rtx4090": "rtx4090-24gb",
+    "rtx-4090": "rtx4090-24gb",
+    "rtx5090": "rtx5090-32gb",
+    "rtx-5090": "rtx5090-32gb",
+    "rtx-a6000": "rtxa6000-48gb",
+    "rtxa6000": "rtxa6000-48gb",
+    "rtx-pro-6000": "rtxpro6000-96gb",
+    "mi250x": "mi250x-64gb",
+    "mi300x": "mi300x-192gb",
+    "mi325x": "mi325x-256gb",
+    "mi355x": "mi355x-288gb",
+    "gaudi3": "gaudi3-128gb",
+    "gaudi-3": "gaudi3-128gb",
+    # by the first word alone, after the names that say more
+    "a100": "a100-80gb",
+    "a800": "a800-80gb",
+    "h100": "h100-80gb",
+    "h200": "h200-141gb",
+    "h800": "h800-80gb",
+    "gh200": "gh200-96gb",
 }
+MAKERS = ("nvidia", "geforce", "amd", "instinct", "intel", "habana")  # words before a name
 # devices whose PCIe card is slower than the one of `DEVICES`
 PCIE_IS_ANOTHER = ("v100", "a100", "a800", "h100", "h200", "h800")
 STACKS = (  # pattern in a framework cell, first match first -> the stack

@@ -129,7 +129,7 @@ def price_row(
             configuration.training,
             machine if speeds is None else at_speeds(machine, speeds),
         )
-        price = _price(configuration, price_cache)
+        price = price_configuration(configuration, price_cache)
     except (UnpricedError, ConfigError) as error:
         return PricedRow(
             row["id"],
@@ -199,7 +199,7 @@ def _ran_out(row: Row) -> bool | None:
     return None
 
 
-def _price(configuration: Configuration, price_cache: PriceCache) -> StepPrice:
+def price_configuration(configuration: Configuration, price_cache: PriceCache) -> StepPrice:
     """Prices a configuration with its fastest choice that fits, or its leanest if none does."""
     prices: list[StepPrice] = []
     refused: UnpricedError | None = None

@@ -6,7 +6,13 @@ import functools
 import re
 from dataclasses import replace
 
-from parplan.planner.validation.frameworks import DEVICES, NETWORKS, NVL72_SEGMENT, PCIE_IS_ANOTHER
+from parplan.planner.validation.frameworks import (
+    DEVICES,
+    MAKERS,
+    NETWORKS,
+    NVL72_SEGMENT,
+    PCIE_IS_ANOTHER,
+)
 from parplan.planner.validation.row_cells import Row, UnpricedError, whole
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
@@ -45,7 +51,8 @@ def cluster_of(row: Row) -> Cluster:
 
 def _device(gpu: str) -> str | None:
     """Names the cluster file of a gpu cell; whole words are compared, since an L40S is no L4."""
-    gpu = re.sub(r"(\d)gb\b", r"\1g", gpu.lower())
+    words = re.sub(r"(\d)gb\b", r"\1g", gpu.lower()).split()
+    gpu = "-".join(word for word in words if word not in MAKERS)
     name = next(
         (ours for theirs, ours in DEVICES.items() if re.match(rf"{theirs}(?![a-z0-9])", gpu)), None
     )

@@ -40,6 +40,7 @@ from parplan.profiles.machines.stack_terms import Terms
 from parplan.profiles.models.spec import Optimizer, Precision, TrainingSpec
 from parplan.profiles.product_formats import ProductFormat, is_before_blackwell
 from parplan.profiles.stack import AttentionKernel, AvailableKernel, FlashKernel, Stack
+from parplan.profiles.state_precision import StatePrecision
 from parplan.profiles.units import MIB
 
 _HOPPER = 9.0  # compute capability
@@ -83,9 +84,9 @@ def stack_of(row: Row, stack: Stack) -> Stack:
     if "asyncTP" in row["id"]:
         stack = replace(stack, overlap_tensor_parallel=True)
     if PURE.match(row["dtype"].lower()):
-        stack = replace(stack, master_bytes=0, moment_bytes=2)
+        stack = stack.keeping(StatePrecision.BF16)
     elif row.get("moments") == "bf16":
-        stack = replace(stack, moment_bytes=2)
+        stack = stack.keeping(StatePrecision.BF16_MOMENTS)
     if "fused in backward" in notes:
         stack = replace(stack, frees_gradients=True)
     unfused = re.search(r"attention-backend unfused|TE impl local", notes)

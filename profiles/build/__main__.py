@@ -1,6 +1,6 @@
 """Measurements -> profiles/data/*.yaml.
 
-`python -m parplan.profiles.build --measurements DIR [--out profiles/data]`
+`python -m parplan.profiles.build --measurements DIR ... [--out profiles/data]`
 
 Fits the forms of `profiles/machines/curves.py` to tables of published timings (their README lists
 sources, flags and traps) and prints, per device and family, the rows used and the median and mean
@@ -42,8 +42,9 @@ Choices, with their reasons:
 - A variant (the same chip with another memory, link or power) carries curves, marked ANALYTIC.
   A100-PCIe has rows of products and attention, too few for more than the efficiency. A part with
   less power takes longer where power is the limit.
-- `--datasheets` also writes the devices without measurements. Without such a file a device gets the
-  same assumptions of `analytic_profile`, except the efficiency and the power limit of its products.
+- `--datasheets` also writes the devices without measured operators. Without such a file a device
+  gets the same assumptions of `analytic_profile`, except the efficiency and the power limit of its
+  products.
 - CC BY-SA rows, `other_run_differs`, slow networks and GPUs named by inference are not used.
 """
 
@@ -59,10 +60,19 @@ from typing import Any
 import yaml
 
 from parplan.profiles.build.attention_curves import flash1_speed, hopper_kernels
-from parplan.profiles.build.compute_curves import SUPERSCALER, compute_curves, retimed_curves
+from parplan.profiles.build.compute_curves import compute_curves, retimed_curves
 from parplan.profiles.build.grouped_curves import with_grouped_products
-from parplan.profiles.build.link_curves import inter, intra
-from parplan.profiles.build.recipes import FitContext, Recipe, chip_of
+from parplan.profiles.build.link_curves import inter, intra, reduced_intra
+from parplan.profiles.build.machine_recipes import (
+    AICONFIGURATOR,
+    DATASHEETS,
+    NNSCALER,
+    RECIPES,
+    VARIANTS,
+    Datasheet,
+    Variant,
+)
+from parplan.profiles.build.recipes import FitContext, chip_of
 from parplan.profiles.documents.schema import document
 from parplan.profiles.machines.curve_fitting import AnyCurve, MeasurementTables, Score, rounded
 from parplan.profiles.machines.curves import Curve, FlashCurve, MatmulCurve
@@ -72,120 +82,6 @@ from parplan.profiles.machines.speeds import Compute, FlashSpeed, Intra, PassCur
 from parplan.profiles.provenance import Kind
 from parplan.profiles.stack import FlashKernel
 
-AICONFIGURATOR = "ai-dynamo/aiconfigurator"
-TRAIN_TIME = "DebarghaG/estimate-train-time"
-VTRAIN = "VIA-Research/vTrain"
-RECIPES = (
-    Recipe(
-        device="a100-80gb",
-        gpu="A100-SXM4-80GB",
-        throttles=False,
-        gradients="A100-PCIe-80GB",
-        flash=("flash2",),
-        flash_backward="A100-SXM4-80GB",
-        memory="A100-SXM4-80GB",
-        sources=(AICONFIGURATOR, TRAIN_TIME),
-        collectives=(AICONFIGURATOR, VTRAIN),
-    ),
-    Recipe(
-        device="h100-80gb",
-        gpu="H100-SXM5-80GB",
-        throttles=True,
-        gradients="A100-PCIe-80GB",
-        flash=("flash3",),
-        flash_backward="flash3",
-        memory="GH200-96GB",
-        sources=(AICONFIGURATOR,),
-        collectives=(AICONFIGURATOR,),
-    ),
-    Recipe(
-        device="h200-141gb",
-        gpu="H200-SXM-141GB",
-        throttles=True,
-        gradients="A100-PCIe-80GB",
-        flash=("flash3",),
-        flash_backward="flash3",
-        memory="GH200-96GB",
-        sources=(AICONFIGURATOR,),
-        collectives=(AICONFIGURATOR,),
-    ),
-    Recipe(
-        device="gh200-96gb",
-        gpu="GH200-96GB",
-        throttles=False,
-        gradients="A100-PCIe-80GB",
-        flash=("flash2",),
-        flash_backward="flash2",
-        memory="GH200-96GB",
-        sources=(TRAIN_TIME,),
-        collectives=(),
-    ),
-    Recipe(
-        device="b200-180gb",
-        gpu="B200-SXM-180GB",
-        throttles=True,
-        gradients="B200-SXM-180GB",
-        flash=("flash_te", "flash_trtllm"),
-        flash_backward="B200-SXM-180GB",
-        memory="GH200-96GB",
-        sources=(AICONFIGURATOR,),
-        collectives=(AICONFIGURATOR,),
-    ),
-    Recipe(
-        device="gb200-186gb",
-        gpu="GB200-186GB",
-        throttles=True,
-        gradients="B200-SXM-180GB",
-        flash=("flash_trtllm",),
-        flash_backward="B200-SXM-180GB",
-        memory="GH200-96GB",
-        sources=(AICONFIGURATOR,),
-        collectives=(AICONFIGURATOR,),
-    ),
-    Recipe(
-        device="v100-32gb",
-        gpu="V100-SXM2-32GB",
-        throttles=False,
-        gradients="V100-SXM2-32GB",
-        flash=(),
-        flash_backward="",
-        memory="V100-SXM2-32GB",
-        sources=(SUPERSCALER,),
-        collectives=(SUPERSCALER,),
-    ),
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
-    """A device with the chip of another one.
-
-    power  its power limit over the other's; where power is the limit, it takes power ** -1/2 times
-           as
-           long
-    gpu    its name in the tables, where it has its own rows of products and fused attention
-    links  its name in the tables, where it has its own rows of collectives
-    """
-
-    device: str
-    lender: str
-    power: float = 1.0
-    gpu: str = ""
-    links: str = ""
-
-
-VARIANTS = (
-    Variant(device="a100-40gb", lender="a100-80gb"),
-    Variant(device="a800-80gb", lender="a100-80gb"),
-    Variant(device="a100-80gb-pcie", lender="a100-80gb", gpu="A100-PCIe-80GB"),
-    Variant(device="a100-40gb-pcie", lender="a100-80gb-pcie"),
-    Variant(device="h100-96gb-hbm2e", lender="h100-80gb", power=500 / 700),
-    Variant(device="h800-80gb", lender="h100-80gb"),
-    Variant(device="v100-16gb", lender="v100-32gb"),
-    # 1,100 W over 1,000, and 1,400 over 1,200
-    Variant(device="b300-270gb", lender="b200-180gb", power=1.1, links="B300-SXM"),
-    Variant(device="gb300-279gb", lender="gb200-186gb", power=1400 / 1200, links="GB300"),
-)
 HOPPER_KERNELS = {  # device -> the kernel of its flash curves
     "h100-80gb": FlashKernel.FLASH3,
     "h200-141gb": FlashKernel.FLASH3,
@@ -204,59 +100,22 @@ class PowerLimit:
     source: str
 
 
-# limits of devices whose rows are of a rested device
-STEADY = {
-    "gb200-186gb": PowerLimit(
-        throttle=0.18,
-        throttle_flops=4.948e12,
-        source=(
-            "power limit: the median of 1.12, 1.17, 1.19 and 1.24, by which runs that sampled the "
-            "power were slower (ai-dynamo/aiconfigurator 095f58a51c: bf16 of vLLM 0.22.0 over "
-            "0.24.0 and 0.19.0, TensorRT-LLM 1.3.0rc17 over rc20 and rc10)"
-        ),
-    )
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Datasheet:
-    """The assumptions for a device without measurements, beyond `analytic_profile`.
-
-    efficiency  share of the peak at the boost clock that products reach
-    sustained   share of that efficiency that remains under steady load
-    """
-
-    device: str
-    efficiency: float
-    sustained: float
-    source: str
-
-
-DATASHEETS = (
-    Datasheet(
-        device="rtx3090-24gb",
-        efficiency=0.95,
-        sustained=0.95,
-        source=(
-            "assumed: at half rate the tensor cores of GA102 wait for little, and 350 W carry them"
-        ),
-    ),
-    Datasheet(
-        device="a10g-24gb",
-        efficiency=0.9,
-        sustained=0.9,
-        source="assumed: as GA102 at half rate, with less power",
-    ),
-    Datasheet(
-        device="l4-24gb",
-        efficiency=0.75,
-        sustained=0.63,
-        source=(
-            "assumed: 72 W; 8192^3 in bf16 at 59 TFLOP/s and 2048^3 at 71 are reported "
-            "(zzc0721/torch-performance-test-data issue 120)"
-        ),
+# rows of GB200 and GB300 are of rested devices
+GRACE_BLACKWELL_LIMIT = PowerLimit(
+    throttle=0.18,
+    throttle_flops=4.948e12,
+    source=(
+        "power limit: the median of 1.12, 1.17, 1.19 and 1.24, by which runs that sampled the "
+        "power were slower (ai-dynamo/aiconfigurator 095f58a51c: bf16 of vLLM 0.22.0 over "
+        "0.24.0 and 0.19.0, TensorRT-LLM 1.3.0rc17 over rc20 and rc10)"
     ),
 )
+STEADY = {
+    "gb200-186gb": GRACE_BLACKWELL_LIMIT,
+    "gb300-279gb": replace(
+        GRACE_BLACKWELL_LIMIT, source=f"{GRACE_BLACKWELL_LIMIT.source}, of GB200"
+    ),
+}
 
 
 def _mapped(compute: Compute, change: Callable[[str, Any], Any]) -> Compute:
@@ -284,7 +143,7 @@ def _slowed(curve: Any, power: float) -> Any:
     if isinstance(curve, MatmulCurve) and curve.throttle:
         return replace(curve, throttle=rounded((1 + curve.throttle) * factor - 1))
     if isinstance(curve, FlashCurve):
-        return replace(curve, efficiency=rounded(curve.efficiency / factor))
+        return replace(curve, efficiency=min(1.0, rounded(curve.efficiency / factor)))
     return curve
 
 
@@ -301,6 +160,8 @@ def _variant(context: FitContext, variant: Variant, lender: Profile) -> Profile:
         return replace(moved, kind=Kind.ANALYTIC, source=f"{note}: {curve.source}")
 
     compute = _mapped(lender.compute, carried)
+    if variant.efficiency is not None:
+        compute = _at_efficiency(compute, variant.efficiency, note)
     if variant.gpu:
         compute = retimed_curves(context, compute, lender.compute)
     inside = (
@@ -309,6 +170,18 @@ def _variant(context: FitContext, variant: Variant, lender: Profile) -> Profile:
         else _carried_intra(context, lender, note)
     )
     return Profile(name=variant.device, compute=compute, intra=inside, inter=lender.inter)
+
+
+def _at_efficiency(compute: Compute, efficiency: float, note: str) -> Compute:
+    """Returns the curves with products that reach a share of the peak, whatever their length."""
+    source = f"{note}: its launch and memory; efficiency assumed, without a limit by power"
+
+    def reached(name: str, curve: Any) -> Any:
+        if not isinstance(curve, MatmulCurve):
+            return curve
+        return replace(curve, efficiency=efficiency, throttle=0.0, source=source)
+
+    return _mapped(compute, reached)
 
 
 def _measured_intra(context: FitContext, gpus: tuple[str, ...], sources: tuple[str, ...]) -> Intra:
@@ -370,8 +243,8 @@ def _with_kernels(profile: Profile, kernels: Mapping[FlashKernel, FlashSpeed]) -
     return replace(profile, compute=replace(profile.compute, flash_kernels=kernels))
 
 
-def from_datasheet(sheet: Datasheet) -> Profile:
-    """Returns a profile of assumptions, that of a device without measurements.
+def from_datasheet(sheet: Datasheet, tables: MeasurementTables, scores: list[Score]) -> Profile:
+    """Returns a profile of assumptions, that of a device without measured operators.
 
     The efficiency and the power limit of products are those of the datasheet.
     """
@@ -383,12 +256,14 @@ def from_datasheet(sheet: Datasheet) -> Profile:
         return replace(curve, efficiency=sheet.efficiency, throttle=throttle, source=sheet.source)
 
     profile = analytic_profile(sheet.device)
-    link_bytes_per_s = load_cluster(sheet.device).intra_node.bytes_per_s
-    return replace(
-        profile,
-        compute=_mapped(profile.compute, assumed),
-        intra=replace(profile.intra, link_bytes_per_s=link_bytes_per_s),
+    inside = replace(
+        profile.intra, link_bytes_per_s=load_cluster(sheet.device).intra_node.bytes_per_s
     )
+    if sheet.link_share is not None:
+        inside = replace(inside, link_share=sheet.link_share, source=sheet.link_source)
+    if sheet.links:
+        inside = reduced_intra(tables, sheet.device, sheet.links, (NNSCALER,), inside, scores)
+    return replace(profile, compute=_mapped(profile.compute, assumed), intra=inside)
 
 
 def _profile(context: FitContext) -> Profile:
@@ -481,7 +356,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Rebuild profiles/data/*.yaml from measurements.",
     )
     parser.add_argument(
-        "--measurements", type=Path, required=True, help="directory of the CSV tables"
+        "--measurements",
+        type=Path,
+        required=True,
+        action="append",
+        help="directory of CSV tables; may be repeated",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("profiles/data"), help="directory of the YAML files"
@@ -490,8 +369,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--datasheets", action="store_true", help="write the devices that nobody measured, too"
     )
     options = parser.parse_args(arguments)
-    profiles, scores = calibrate(MeasurementTables(options.measurements))
-    assumed = map(from_datasheet, DATASHEETS) if options.datasheets else ()
+    tables = MeasurementTables(tuple(options.measurements))
+    profiles, fitted = calibrate(tables)
+    scores = list(fitted)
+    sheets = DATASHEETS if options.datasheets else ()
+    assumed = [from_datasheet(sheet, tables, scores) for sheet in sheets]
     for profile in (*profiles, *assumed):
         path = options.out / f"{profile.name}.yaml"
         path.write_text(shipped_profile_to_yaml(profile), encoding="ascii")

@@ -67,8 +67,9 @@ def _curves(
     gpus: tuple[str, ...],
     sources: tuple[str, ...],
     scores: list[Score],
+    collectives: tuple[str, ...] = COLLECTIVES,
 ) -> Iterator[CollectiveCurve]:
-    for collective in COLLECTIVES:
+    for collective in collectives:
         for ranks in RANKS:
             where: Where = {
                 "gpu": gpus,
@@ -128,6 +129,37 @@ def intra(
             f"{', '.join(sources)}: {', '.join(gpus)}, one node; a message is half of an "
             "all-to-all on 2"
         ),
+        curves=curves,
+    )
+
+
+def reduced_intra(
+    tables: MeasurementTables,
+    device: str,
+    gpu: str,
+    sources: tuple[str, ...],
+    assumed: Intra,
+    scores: list[Score],
+) -> Intra:
+    """Returns the speeds inside a node of which only all-reduces were measured.
+
+    Every ring reaches the share of the link of the all-reduce on most ranks, a message that of the
+    all-reduce on two.
+    """
+    curves = tuple(_curves(tables, device, (gpu,), sources, scores, ("all_reduce",)))
+
+    def link_share(curve: CollectiveCurve) -> float:
+        bus_bytes = 2 * (1 - 1 / curve.ranks) * curve.bytes[-1]
+        bytes_per_s = bus_bytes / spline_s(curve, curve.bytes[-1])
+        return rounded(float(bytes_per_s / assumed.link_bytes_per_s))
+
+    return replace(
+        assumed,
+        link_share=link_share(curves[-1]),
+        point_to_point_share=link_share(curves[0]),
+        kind=Kind.INTERPOLATED,
+        source=f"{', '.join(sources)}: {gpu}, all-reduces on 2, 4 and 8 of the 16 GPUs of a node; "
+        "all else at the share of the link that they reach",
         curves=curves,
     )
 

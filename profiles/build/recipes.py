@@ -38,6 +38,7 @@ class Recipe:
 
 # Datasheets of parts that lend rows to others: dense 16-bit FLOP/s, bytes/s, multiprocessors.
 LENDERS = {
+    "A100-SXM4-80GB": Chip(peak_flops_per_s=312e12, bytes_per_s=2039e9, num_sms=108),
     "A100-PCIe-80GB": Chip(peak_flops_per_s=312e12, bytes_per_s=1935e9, num_sms=108),
     "H100-SXM5-80GB": Chip(peak_flops_per_s=989e12, bytes_per_s=3350e9, num_sms=132),
     "GH200-96GB": Chip(peak_flops_per_s=989e12, bytes_per_s=4000e9, num_sms=132),

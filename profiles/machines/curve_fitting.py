@@ -37,9 +37,12 @@ REFUSED_SOURCES = ("stas00/ml-engineering",)  # CC BY-SA
 
 @dataclass(frozen=True, slots=True)
 class MeasurementTables:
-    """The CSV files of one directory, without the rows that no profile may rest on."""
+    """The CSV files of some directories, without the rows that no profile may rest on.
 
-    directory: Path
+    A directory without a table has no rows of it.
+    """
+
+    directories: tuple[Path, ...]
     _read: dict[str, list[Row]] = field(default_factory=dict)
 
     def rows(self, table: str, where: Where, *, allow: str = "") -> list[Row]:
@@ -48,13 +51,20 @@ class MeasurementTables:
         A `source` matches by its beginning; `allow` admits one flag.
         """
         if table not in self._read:
-            with (self.directory / f"{table}.csv").open(encoding="utf-8", newline="") as file:
-                self._read[table] = list(csv.DictReader(file))
+            self._read[table] = [row for path in self.directories for row in _rows_of(path, table)]
         return [
             row
             for row in self._read[table]
             if _usable(row, allow) and all(_matches(row, *item) for item in where.items())
         ]
+
+
+def _rows_of(directory: Path, table: str) -> list[Row]:
+    path = directory / f"{table}.csv"
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def _usable(row: Row, allow: str) -> bool:

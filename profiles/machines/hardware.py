@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -54,6 +55,9 @@ class Link:
     """A connection of one GPU or one NIC.
 
     It has its bytes per second in one direction and the latency of one message.
+
+    mesh: number of GPUs that have a wire of their own to each other one, which share the bandwidth
+        of a GPU equally; None for a switch, through which two GPUs have all of it
     """
 
     __pydantic_config__ = _FORBID
@@ -61,6 +65,46 @@ class Link:
     name: str
     bytes_per_s: float
     latency_s: float
+    source: str
+    mesh: int | None = None
+
+    def among(self, ranks: int) -> float:
+        """Bytes per second of one of `ranks` GPUs that send to each other alone (EQUATIONS C9).
+
+        W (g - 1) / (G - 1) in a mesh of G GPUs, else W
+        """
+        if self.mesh is None:
+            return self.bytes_per_s
+        return self.bytes_per_s * min(1.0, (ranks - 1) / (self.mesh - 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Island:
+    """A part of a node: `gpus` neighbouring GPUs that a link of their own joins, as a bridge."""
+
+    __pydantic_config__ = _FORBID
+
+    gpus: int
+    link: Link
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tier:
+    """A level of the network: a unit of it joins `nodes` nodes, such as a leaf, a rack or a pod.
+
+    oversubscription: bandwidth of all NICs of a unit's nodes over that of the unit's own uplinks
+    latency_s: seconds that a message that leaves the unit takes beyond the NIC's latency
+    rails: True if a switch of the unit joins the same NIC of every node, so that a unit has more
+        nodes than a switch that takes all NICs of a node
+    """
+
+    __pydantic_config__ = _FORBID
+
+    name: str
+    nodes: int
+    oversubscription: float
+    latency_s: float
+    rails: bool
     source: str
 
 
@@ -80,6 +124,10 @@ class Cluster:
     gpus_per_numa: number of GPUs at a part that has any; both are None where neither is known
     profile: measurements of the machine itself, which replace the shipped profile of its device;
         None without any
+    hosts_per_node: number of machines with an operating system of their own that a node has, more
+        than one where NVLink joins several
+    islands: parts of a node with a faster link, the smallest first
+    tiers: levels of the network above the nodes, the smallest first
     """
 
     __pydantic_config__ = _FORBID
@@ -99,6 +147,9 @@ class Cluster:
     gpus_per_numa: int | None = None
     calibration: Calibration | None = None
     profile: Profile | None = None
+    hosts_per_node: int = 1
+    islands: tuple[Island, ...] = ()
+    tiers: tuple[Tier, ...] = ()
 
     def __post_init__(self) -> None:
         for field in ("nodes", "gpus_per_node", "nics_per_node"):
@@ -110,6 +161,27 @@ class Cluster:
                 f"{self.gpus_per_numa}, they are stated together",
                 hint="state both in the cluster's node, or neither",
             )
+        self._check_levels()
+
+    def _check_levels(self) -> None:
+        """Raises ConfigError for levels that do not grow, or that do not fit their node."""
+        sizes = [
+            *(("islands", island.link.name, island.gpus) for island in self.islands),
+            *(("tiers", tier.name, tier.nodes) for tier in self.tiers),
+        ]
+        for (kind, name, size), (next_kind, next_name, larger) in itertools.pairwise(sizes):
+            if kind == next_kind and (larger <= size or larger % size):
+                raise ConfigError(
+                    f"cluster {self.name}: level {next_name} joins {larger} and the level before "
+                    f"it, {name}, {size}; a level joins whole units of the level before it",
+                    hint="list the levels from the inside out",
+                )
+        if self.gpus_per_node % self.hosts_per_node:
+            raise ConfigError(
+                f"cluster {self.name}: {self.hosts_per_node} hosts do not divide the "
+                f"{self.gpus_per_node} GPUs of a node",
+                hint="a node is what the fast link joins: 72 GPUs of an NVL72 rack on 18 hosts",
+            )
 
     @property
     def num_gpus(self) -> int:
@@ -119,6 +191,16 @@ class Cluster:
     def node_bytes_per_s(self) -> float:
         """Bandwidth of all NICs of a node together."""
         return self.nic.bytes_per_s * self.nics_per_node
+
+    @property
+    def unit_gpus(self) -> tuple[int, ...]:
+        """Number of GPUs of a node, and of a unit of each tier."""
+        return (self.gpus_per_node, *(tier.nodes * self.gpus_per_node for tier in self.tiers))
+
+    def link_of(self, span: int) -> Link:
+        """Returns the link between `span` neighbouring GPUs of a node."""
+        near = (island.link for island in self.islands if span <= island.gpus)
+        return next(near, self.intra_node)
 
     def group_nic_bytes_per_s(self, ranks_per_node: int, groups: int) -> float:
         """Bandwidth of one of `groups` groups with `ranks_per_node` ranks on a node (EQUATIONS C6).

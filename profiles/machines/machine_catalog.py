@@ -7,7 +7,7 @@ bytes/s, FLOP/s and seconds in a spec.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, cast
 
@@ -22,10 +22,11 @@ from parplan.profiles.documents.schema import document, json_schema, parse
 from parplan.profiles.errors import ConfigError, unknown_name_error
 from parplan.profiles.machines.calibration_factors import Calibration
 from parplan.profiles.machines.hardware import Cluster, Device, Link
+from parplan.profiles.machines.network_levels import LevelDocument, level_documents, levels_of
 from parplan.profiles.machines.speeds import Profile
 from parplan.profiles.machines.stack_terms import Terms, shipped_terms
 from parplan.profiles.stack import Stack
-from parplan.profiles.units import GB, GIB, TERA, US_PER_S
+from parplan.profiles.units import GB, GIB, TERA, US_PER_S, shortest
 
 _Positive = Annotated[float, Limits(gt=0)]
 _NotNegative = Annotated[float, Limits(ge=0)]
@@ -50,6 +51,28 @@ _CLUSTER_ALIASES = {
     "3090": "rtx3090-24gb",
     "a10g": "a10g-24gb",
     "l4": "l4-24gb",
+    "h100-pcie": "h100-80gb-pcie",
+    "h100-nvl": "h100-94gb-nvl",
+    "h20": "h20-96gb",
+    "l40s": "l40s-48gb",
+    "rtx-3090": "rtx3090-24gb",
+    "rtx4090": "rtx4090-24gb",
+    "rtx-4090": "rtx4090-24gb",
+    "4090": "rtx4090-24gb",
+    "rtx5090": "rtx5090-32gb",
+    "rtx-5090": "rtx5090-32gb",
+    "5090": "rtx5090-32gb",
+    "rtxa6000": "rtxa6000-48gb",
+    "rtx-a6000": "rtxa6000-48gb",
+    "a6000": "rtxa6000-48gb",
+    "rtxpro6000": "rtxpro6000-96gb",
+    "rtx-pro-6000": "rtxpro6000-96gb",
+    "mi250x": "mi250x-64gb",
+    "mi300x": "mi300x-192gb",
+    "mi325x": "mi325x-256gb",
+    "mi355x": "mi355x-288gb",
+    "gaudi3": "gaudi3-128gb",
+    "gaudi-3": "gaudi3-128gb",
 }
 
 
@@ -69,7 +92,10 @@ class _DeviceDocument:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LinkDocument:
-    """A link; `gb_per_s` is in one direction, of one GPU in a node or of one NIC between nodes."""
+    """A link; `gb_per_s` is in one direction, of one GPU in a node or of one NIC between nodes.
+
+    mesh: number of GPUs with a wire to each other one, which share `gb_per_s` equally
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -77,10 +103,13 @@ class _LinkDocument:
     gb_per_s: _Positive
     latency_us: _NotNegative
     source: str
+    mesh: Annotated[int, Limits(ge=2)] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _NodeDocument:
+    """A node: what the fast link joins. `hosts` is the number of machines that have its GPUs."""
+
     __pydantic_config__ = _FORBID
 
     gpus: _Count
@@ -93,6 +122,7 @@ class _NodeDocument:
     host_gb_per_s: _Positive | None = None
     numa_domains: _Count | None = None
     gpus_per_numa: _Count | None = None
+    hosts: _Count | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +133,7 @@ class _ClusterDocument:
     device: _DeviceDocument
     node: _NodeDocument
     nodes: _Count = 1
+    levels: tuple[LevelDocument, ...] = ()
     calibration: Calibration | None = None
     profile: Profile | None = None
 
@@ -112,14 +143,24 @@ def cluster_names() -> tuple[str, ...]:
     return packaged_names("clusters")
 
 
+def packaged_cluster(name: str) -> str | None:
+    """Returns the name of the packaged cluster that a name or a short name stands for, or None."""
+    known = _canonical(name)
+    return known if known in cluster_names() else None
+
+
+def _canonical(name: str) -> str:
+    name = name.lower().replace("_", "-")
+    return _CLUSTER_ALIASES.get(name, name)
+
+
 def load_cluster(name_or_path: str, *, what: str = "cluster") -> Cluster:
     """Returns a packaged cluster by name, or that of a YAML of the same shape.
 
     what: the word for a cluster in the error for an unknown name
     Raises ConfigError: unknown name, unreadable or broken file, unknown keys or wrong types.
     """
-    name = name_or_path.lower().replace("_", "-")
-    name = _CLUSTER_ALIASES.get(name, name)
+    name = _canonical(name_or_path)
     source = config_source("clusters", name, what, name_or_path)
     return cluster_from_document(read_config(source), label_of(source))
 
@@ -131,6 +172,7 @@ def cluster_from_document(document: object, where: str) -> Cluster:
     """
     cluster = parse(_ClusterDocument, document, where)
     device, node = cluster.device, cluster.node
+    islands, tiers = levels_of(cluster.levels, where)
     return Cluster(
         name=cluster.name,
         device=Device(
@@ -158,6 +200,9 @@ def cluster_from_document(document: object, where: str) -> Cluster:
         gpus_per_numa=node.gpus_per_numa,
         calibration=cluster.calibration,
         profile=cluster.profile,
+        hosts_per_node=node.hosts or 1,
+        islands=islands,
+        tiers=tiers,
     )
 
 
@@ -171,14 +216,14 @@ def cluster_document(cluster: Cluster) -> dict[str, Any]:
         name=cluster.name,
         device=_DeviceDocument(
             name=device.name,
-            memory_gib=_shortest(device.memory_bytes, GIB, _bytes),
-            memory_gb_per_s=_shortest(device.memory_bytes_per_s, GB, _per_s),
+            memory_gib=shortest(device.memory_bytes, GIB, _bytes),
+            memory_gb_per_s=shortest(device.memory_bytes_per_s, GB, _per_s),
             peak_tflops={
-                cast(_Arithmetic, name): _shortest(peak, TERA, _flops)
+                cast(_Arithmetic, name): shortest(peak, TERA, _flops)
                 for name, peak in device.peak_flops_per_s.items()
             },
             num_sms=device.num_sms,
-            context_gib=_shortest(device.context_bytes, GIB, _bytes),
+            context_gib=shortest(device.context_bytes, GIB, _bytes),
             source=device.source,
             compute_capability=device.compute_capability,
         ),
@@ -187,19 +232,25 @@ def cluster_document(cluster: Cluster) -> dict[str, Any]:
             link=_link_document(cluster.intra_node),
             nics=cluster.nics_per_node,
             nic=_link_document(cluster.nic),
-            host_memory_gib=_shortest(cluster.host_memory_bytes, GIB, _bytes),
-            pcie_gb_per_s=_shortest(cluster.pcie_bytes_per_s, GB, _per_s),
+            host_memory_gib=shortest(cluster.host_memory_bytes, GIB, _bytes),
+            pcie_gb_per_s=shortest(cluster.pcie_bytes_per_s, GB, _per_s),
             pcie_node_gb_per_s=_gb_per_s_if_known(cluster.pcie_node_bytes_per_s),
             host_gb_per_s=_gb_per_s_if_known(cluster.host_bytes_per_s),
             numa_domains=cluster.numa_domains,
             gpus_per_numa=cluster.gpus_per_numa,
+            hosts=None if cluster.hosts_per_node == 1 else cluster.hosts_per_node,
         ),
         nodes=cluster.nodes,
+        levels=level_documents(cluster),
         calibration=cluster.calibration,
         profile=cluster.profile,
     )
-    fields: dict[str, Any] = document(body)
-    return _known({**fields, "device": _known(fields["device"]), "node": _known(fields["node"])})
+    fields: dict[str, Any] = _known(document(body))
+    node = _known(fields["node"])
+    node.update({name: _known(node[name]) for name in ("link", "nic")})
+    levels = [_known(level) for level in fields.pop("levels")]
+    described = {**fields, "device": _known(fields["device"]), "node": node}
+    return {**described, "levels": levels} if levels else described
 
 
 def _per_s_if_known(gb_per_s: float | None) -> float | None:
@@ -207,7 +258,7 @@ def _per_s_if_known(gb_per_s: float | None) -> float | None:
 
 
 def _gb_per_s_if_known(bytes_per_s: float | None) -> float | None:
-    return None if bytes_per_s is None else _shortest(bytes_per_s, GB, _per_s)
+    return None if bytes_per_s is None else shortest(bytes_per_s, GB, _per_s)
 
 
 def _known(body: dict[str, Any]) -> dict[str, Any]:
@@ -251,7 +302,17 @@ def with_gpus(cluster: Cluster, num_gpus: int, gpus_per_node: int | None = None)
         gpus_per_node=per_node,
         nics_per_node=nics,
         pcie_node_bytes_per_s=uplinks,
+        hosts_per_node=_hosts(cluster, per_node),
+        islands=tuple(island for island in cluster.islands if island.gpus <= per_node),
     )
+
+
+def _hosts(cluster: Cluster, gpus: int) -> int:
+    """Returns the hosts of `gpus` GPUs of a node, equal parts of no more than a host has."""
+    of_a_host = cluster.gpus_per_node // cluster.hosts_per_node
+    if cluster.hosts_per_node == 1 or gpus <= of_a_host:
+        return 1
+    return gpus // math.gcd(gpus, of_a_host)
 
 
 def stack_names() -> tuple[str, ...]:
@@ -286,15 +347,17 @@ def _link(link: _LinkDocument) -> Link:
         bytes_per_s=_per_s(link.gb_per_s),
         latency_s=_seconds(link.latency_us),
         source=link.source,
+        mesh=link.mesh,
     )
 
 
 def _link_document(link: Link) -> _LinkDocument:
     return _LinkDocument(
         name=link.name,
-        gb_per_s=_shortest(link.bytes_per_s, GB, _per_s),
-        latency_us=_shortest(link.latency_s, 1 / US_PER_S, _seconds),
+        gb_per_s=shortest(link.bytes_per_s, GB, _per_s),
+        latency_us=shortest(link.latency_s, 1 / US_PER_S, _seconds),
         source=link.source,
+        mesh=link.mesh,
     )
 
 
@@ -312,20 +375,3 @@ def _flops(tflops: float) -> float:
 
 def _seconds(microseconds: float) -> float:
     return microseconds / US_PER_S
-
-
-def _shortest(inside: float, unit: float, convert: Callable[[float], float]) -> float:
-    """Returns the number with the fewest decimals that `convert` turns into exactly `inside`.
-
-    A file that is read and written again thus keeps its text.
-    """
-    outside = inside / unit
-    return next((short for short in _spellings(outside) if convert(short) == inside), outside)
-
-
-def _spellings(number: float) -> Iterator[float]:
-    yield round(number)
-    for decimals in range(1, 18):
-        yield round(number, decimals)
-    yield math.nextafter(number, math.inf)
-    yield math.nextafter(number, -math.inf)

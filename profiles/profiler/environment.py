@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.driver_names import CATALOGUE, MEMORY_TOLERANCE
 from parplan.profiles.machines.hardware import Cluster, Device
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.machines.measurements import CaseOutcome, Record
@@ -26,39 +27,7 @@ from parplan.profiles.units import GB, TERA, US_PER_S, format_number
 
 CPU = "cpu"
 ASSUMED_LINK = "a100-80gb-pcie"  # the node of an unknown GPU: PCIe 4.0 x16, no NVLink
-# torch's name of a GPU -> its cluster in configs/clusters. The whole name counts, because a part of
-# a GPU (MIG) is another device.
-CATALOGUE = {
-    "NVIDIA A100-SXM4-40GB": "a100-40gb",
-    "A100-SXM4-40GB": "a100-40gb",
-    "NVIDIA A100-PCIE-40GB": "a100-40gb-pcie",
-    "A100-PCIE-40GB": "a100-40gb-pcie",
-    "NVIDIA A100-SXM4-80GB": "a100-80gb",
-    "A100-SXM4-80GB": "a100-80gb",
-    "NVIDIA A100 80GB PCIe": "a100-80gb-pcie",
-    "A100 80GB PCIe": "a100-80gb-pcie",
-    "NVIDIA A800-SXM4-80GB": "a800-80gb",
-    "NVIDIA A10G": "a10g-24gb",
-    "A10G": "a10g-24gb",
-    "NVIDIA H100 80GB HBM3": "h100-80gb",
-    "NVIDIA H800": "h800-80gb",
-    "NVIDIA H200": "h200-141gb",
-    "NVIDIA GH200 480GB": "gh200-96gb",
-    "NVIDIA B200": "b200-180gb",
-    "NVIDIA GB200": "gb200-186gb",
-    "NVIDIA B300 SXM6 AC": "b300-270gb",
-    "NVIDIA GB300": "gb300-279gb",
-    "NVIDIA L4": "l4-24gb",
-    "NVIDIA GeForce RTX 3090": "rtx3090-24gb",
-    "GeForce RTX 3090": "rtx3090-24gb",
-    "Tesla V100-SXM2-16GB": "v100-16gb",
-    "Tesla V100-SXM2-32GB": "v100-32gb",
-    "Tesla V100-SXM3-32GB": "v100-32gb",
-}
 _PRODUCT, _COPY = "linear", "device_copy"  # works that measure the speed of a device
-# Largest relative gap between torch's total memory and the catalogue's: GPUs of one name exist with
-# different memories.
-MEMORY_TOLERANCE = 0.05
 _IDENTITY = (  # fields that agree between points that belong together
     "device",
     "memory_bytes",

@@ -111,6 +111,7 @@ def cluster_rows() -> list[dict[str, Any]]:
                 "nic": cluster.nic.name,
                 "nic_gb_per_s": round(cluster.nic.bytes_per_s / GB, 2),
                 "speeds": speeds_of(device.name),
+                "collectives": collectives_of(device.name),
             }
         )
     return rows
@@ -127,6 +128,14 @@ def speeds_of(device_name: str) -> str:
     return "carried" if product.rows else "assumed"
 
 
+def collectives_of(device_name: str) -> str:
+    """Names the source of the speeds between the GPUs of a node, as `speeds_of` does."""
+    profile = shipped_profile(device_name)
+    if profile is None or "assumed" in profile.intra.source:
+        return "assumed"
+    return "fitted" if profile.intra.curves else "carried"
+
+
 def print_clusters(out: Console) -> None:
     """Print the table of `plan clusters`."""
     heading = (
@@ -139,6 +148,7 @@ def print_clusters(out: Console) -> None:
         "NICs",
         "NIC GB/s",
         "speeds",
+        "links",
     )
     rows = [
         (
@@ -151,10 +161,11 @@ def print_clusters(out: Console) -> None:
             str(row["nics_per_node"]),
             f"{row['nic_gb_per_s']:g}",
             row["speeds"],
+            row["collectives"],
         )
         for row in cluster_rows()
     ]
-    print_table(out, heading, rows, left=("name", "speeds"), indent=0)
+    print_table(out, heading, rows, left=("name", "speeds", "links"), indent=0)
 
 
 def _peak(peaks: Mapping[str, float]) -> str:

@@ -87,7 +87,7 @@ def virtual(monkeypatch):
 @pytest.mark.parametrize(
     ("pp", "micro_batches", "sooner"),
     [
-        pytest.param(4, 5, {}, id="pp4"),
+        pytest.param(4, 5, {}, id="pp4", marks=pytest.mark.slow),
         # under SCP the inputs of the second and third forward arrive while the last rank still
         # computes, and the simulator charges every receive in full
         pytest.param(2, 4, {"SCP": 1}, id="pp2"),

@@ -35,6 +35,7 @@ from parplan.profiles.product_formats import ProductFormat
 from parplan.profiles.stack import AttentionKernel, Stack
 from parplan.report.names import OPTIMIZER_NAMES
 from parplan.report.text import band_text
+from tests.helpers.cases import mostly_slow
 from tests.helpers.command_runs import fail, run, succeed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -890,7 +891,7 @@ def test_a_search_in_another_process_ends_on_sigint_without_a_traceback():
     assert "Traceback" not in errors
 
 
-@pytest.mark.parametrize("whole_group", [False, True])
+@pytest.mark.parametrize("whole_group", mostly_slow([False, True], {True}))
 def test_a_search_with_sigint_ignored_ends_on_sigterm_and_leaves_no_solver(whole_group, tmp_path):
     """A shell's background job ignores SIGINT; `timeout` signals the process and then its group."""
     pid, solver = tmp_path / "pid", tmp_path / "cbc"

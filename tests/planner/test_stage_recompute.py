@@ -204,7 +204,9 @@ def every_plan(
 @pytest.mark.parametrize(
     ("rule", "schedule", "limit_gib", "zeros"),
     [
-        (RecomputeRule((HALF,)), Schedule.ONE_F_ONE_B, 20, (0, 1, 2)),
+        pytest.param(
+            RecomputeRule((HALF,)), Schedule.ONE_F_ONE_B, 20, (0, 1, 2), marks=pytest.mark.slow
+        ),
         (RecomputeRule((HALF, QUARTER)), Schedule.ONE_F_ONE_B, 20, (1, 3)),
         (RecomputeRule((Fraction(1),)), Schedule.EARLY_RECOMPUTE, 20, (1,)),
         (RecomputeRule((HALF,)), Schedule.SCP, 20, (1,)),

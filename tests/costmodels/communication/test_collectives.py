@@ -236,19 +236,21 @@ def test_in_a_node_tokens_sent_once_go_to_each_rank_with_one_of_their_experts():
 
 
 def test_messages_between_nodes_share_the_nics_only_when_there_are_more_than_nics():
-    def wire_s(sharing):
-        return (
-            point_to_point_time(10**9, crosses_nodes=True, sharing=sharing, machine=A100).value_s
-            - A100.cluster.nic.latency_s
-        )
+    few = Machine(replace(A100.cluster, nics_per_node=4), A100.profile)
 
-    assert wire_s(8) == pytest.approx(wire_s(1))
-    assert wire_s(16) == pytest.approx(2 * wire_s(8))
+    def wire_s(sharing, machine):
+        message = point_to_point_time(10**9, level=1, sharing=sharing, machine=machine)
+        return message.value_s - machine.cluster.nic.latency_s
+
+    assert wire_s(8, A100) == pytest.approx(wire_s(1, A100))
+    assert wire_s(4, few) == pytest.approx(wire_s(1, few))
+    assert wire_s(8, few) == pytest.approx(2 * wire_s(4, few))
+    assert wire_s(64, few) == pytest.approx(wire_s(8, few))  # a node has no more ranks that send
 
 
 def test_a_message_of_nothing_is_latency_only():
-    between = point_to_point_time(0, crosses_nodes=True, sharing=8, machine=A100)
-    inside = point_to_point_time(0, crosses_nodes=False, sharing=1, machine=A100)
+    between = point_to_point_time(0, level=1, sharing=8, machine=A100)
+    inside = point_to_point_time(0, level=0, sharing=1, machine=A100)
 
     assert between.value_s == A100.cluster.nic.latency_s
     assert inside.value_s == A100.cluster.intra_node.latency_s
@@ -345,16 +347,13 @@ def test_inside_a_node_a_group_is_priced_among_all_that_the_node_holds():
 def test_a_measured_message_is_priced_by_how_many_leave_the_node_at_once():
     machine = own(("point_to_point", 2, 1, 1, 1.0), ("point_to_point", 2, 1, 8, 2.0))
 
-    assert point_to_point_time(
-        2**20, crosses_nodes=True, sharing=1, machine=machine
-    ).value_s == pytest.approx(50e-6)
-    assert point_to_point_time(
-        2**20, crosses_nodes=True, sharing=8, machine=machine
-    ).value_s == pytest.approx(100e-6)
-    assert (
-        point_to_point_time(2**20, crosses_nodes=True, sharing=4, machine=machine).kind
-        is Kind.ANALYTIC
+    assert point_to_point_time(2**20, level=1, sharing=1, machine=machine).value_s == pytest.approx(
+        50e-6
     )
+    assert point_to_point_time(2**20, level=1, sharing=8, machine=machine).value_s == pytest.approx(
+        100e-6
+    )
+    assert point_to_point_time(2**20, level=1, sharing=4, machine=machine).kind is Kind.ANALYTIC
 
 
 @pytest.mark.parametrize("machine", [pytest.param(A100, id="a100"), pytest.param(CPU, id="cpu")])

@@ -185,7 +185,7 @@ def test_a_message_leaves_a_node_where_one_of_its_copies_does(order, gpus_per_no
 
 def test_orders_lie_alike_where_tensor_parallelism_fills_a_node():
     def where(gpus_per_node, order):
-        return where_axes_lie(Mesh(pp=2, dp=4, tp=4, order=order), gpus_per_node)
+        return where_axes_lie(Mesh(pp=2, dp=4, tp=4, order=order), (gpus_per_node,))
 
     assert where(4, MeshOrder.PP_DP_TP) == where(4, MeshOrder.DP_PP_TP)
     assert where(8, MeshOrder.PP_DP_TP) != where(8, MeshOrder.DP_PP_TP)

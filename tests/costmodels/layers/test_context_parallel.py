@@ -101,7 +101,7 @@ def test_a_ring_passes_under_the_attention_of_the_piece_before(prices, cp):
     sharding = Sharding(cp=cp, context_form=RING)
     compute = prices._operators(BLOCK, (1,), sharding).compute["attention"]
     one_s = point_to_point_time(
-        local_bytes(cp, KV), crosses_nodes=cp > 8, sharing=1, machine=MACHINE
+        local_bytes(cp, KV), level=int(cp > 8), sharing=1, machine=MACHINE
     ).value_s
     hop_s = (one_s, 2 * one_s)  # keys and values, and their gradients
     exposed = [
@@ -122,9 +122,7 @@ def test_two_levels_exchange_in_a_node_and_pass_between_nodes(prices):
         collective_time(Collective.ALL_TO_ALL, local_bytes(16, features), where, MACHINE).value_s
         for features in (Q + KV, Q)
     )
-    hop_s = point_to_point_time(
-        local_bytes(16, KV), crosses_nodes=True, sharing=8, machine=MACHINE
-    ).value_s
+    hop_s = point_to_point_time(local_bytes(16, KV), level=1, sharing=8, machine=MACHINE).value_s
     step_s = compute.forward.value_s / 2
     passed = max(0.0, hop_s - step_s) + contention(MACHINE) * min(hop_s, step_s)
 

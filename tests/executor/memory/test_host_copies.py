@@ -48,6 +48,7 @@ from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.stack import NEUTRAL, AttentionKernel
 from parplan.profiles.units import GIB
 from tests.helpers import executor_plans
+from tests.helpers.cases import named
 from tests.helpers.executor_plans import GPT, LLAMA, MIXTRAL, division, make_plan
 from tests.helpers.planning import estimate_plan
 
@@ -140,8 +141,7 @@ OF_GPT = tuple(operator.name for operator in _graph(GPT)[1].operators)
 )
 @pytest.mark.parametrize(
     "model",
-    [GPT, LLAMA, PARALLEL],
-    ids=lambda model: model.name + "-parallel" * model.parallel_residual,
+    named({"gpt": GPT, "llama": LLAMA, "parallel-residual": PARALLEL}, {"parallel-residual"}),
 )
 def test_the_host_gets_what_is_priced_and_no_gradient_changes(model, names, recompute_names):
     every = tuple(operator.name for operator in _graph(model)[1].operators)

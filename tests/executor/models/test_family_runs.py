@@ -145,7 +145,7 @@ PLANS: dict[str, Plan] = {
     ),
     "deepseek-cp2": make_plan(DEEPSEEK, cp=2, form=ContextForm.RING),
     "deepseek-unfused": make_plan(DEEPSEEK, tp=2, sp=True, attention=AttentionKernel.UNFUSED),
-    "gpt-oss-dp2-ep2": make_plan(GPT_OSS, dp=2, ep=2, zero=(2,)),
+    "gpt-oss-dp2-ep2": make_plan(replace(GPT_OSS, num_layers=2), dp=2, ep=2, zero=(2,)),
     "gpt-oss-pp2-dp2-ep2": make_plan(GPT_OSS, pp=2, dp=2, ep=2, zero=(1,), recompute="full"),
     "gpt-oss-tp2-ep2": make_plan(GPT_OSS, tp=2, ep=2, sp=True, recompute=("attention",)),
     "gpt-oss-cp2-all-to-all": make_plan(GPT_OSS, cp=2, form=ContextForm.ALL_TO_ALL),
@@ -153,7 +153,10 @@ PLANS: dict[str, Plan] = {
     "gpt-oss-unfused": make_plan(GPT_OSS, dp=2, attention=AttentionKernel.UNFUSED),
     "gemma-tp2": make_plan(GEMMA, tp=2),
     "gemma-tp2-sp-recompute": make_plan(
-        GEMMA, tp=2, sp=True, recompute=("norm1", "attention", "post_norm1", "activation")
+        replace(GEMMA, num_layers=2),
+        tp=2,
+        sp=True,
+        recompute=("norm1", "attention", "post_norm1", "activation"),
     ),
     "gemma-pp2-dp2-tp2-sp": make_plan(GEMMA, pp=2, dp=2, tp=2, sp=True, zero=(3, 1)),
     "gemma-cp2": make_plan(GEMMA, cp=2, form=ContextForm.ALL_GATHER),
@@ -167,7 +170,9 @@ PLANS: dict[str, Plan] = {
     "olmo2-tp2-sp": make_plan(OLMO2, tp=2, sp=True, recompute=("qkv", "qk_norm")),
     "llama4-dp2-ep2": make_plan(LLAMA4_ROUTED, dp=2, ep=2, zero=(2,)),
     "llama4-tp2-etp2": make_plan(LLAMA4_ROUTED, tp=2, etp=2, sp=True, recompute=("norm2",)),
-    "chunks-tp2-sp": make_plan(LLAMA4, tp=2, sp=True, recompute=("norm1", "qkv")),
+    "chunks-tp2-sp": make_plan(
+        replace(LLAMA4, num_layers=2), tp=2, sp=True, recompute=("norm1", "qkv")
+    ),
 }
 QUICK = {
     "latent-by-batch-and-whole",

@@ -96,7 +96,7 @@ PLANS = {
         5,
     ),
 }
-PLAIN = {"dp2-tp2-llama-zero1-11"}
+PLAIN = {"dp2-llama"}
 WORLDS = Worlds(PLANS, slow=PLANS.keys() - PLAIN)
 
 

@@ -12,6 +12,7 @@ from parplan.planner.plan.plan_file import any_plan_from_document, plan_to_docum
 from parplan.planner.plan.traced_plan import ShardPlan, ShardStage, TracedPlan, TracedSummary
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.module_source import ModuleSource
+from tests.helpers.cases import mostly_slow
 from tests.helpers.executor_plans import make_plan
 from tests.helpers.synthetic_runs import estimated
 
@@ -127,7 +128,7 @@ def is_free(path) -> bool:
     )  # any shards of a stage may recompute
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", mostly_slow(PLANS, {"tensor", "zbv", "module"}))
 def test_every_other_integer_is_refused_or_is_a_prediction_or_a_description(name):
     plan = PLANS[name]()
     body = plan_to_document(plan)

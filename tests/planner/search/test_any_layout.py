@@ -15,11 +15,12 @@ from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
+from tests.helpers.cases import mostly_slow
 from tests.helpers.command_runs import fail, run
 from tests.helpers.planning import find_plan
 
 SEED = 20
-LAYOUTS = 100
+LAYOUTS = 40
 ALL_LAYOUTS = 3000
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "early-recompute", "last-no-recompute", "scp", "zbv")
 TINY = ("--model", "gpt-tiny", "--gpus", "8")
@@ -133,7 +134,7 @@ def test_a_schedule_without_a_price_for_zero_3_is_refused_as_the_search_refuses_
     assert "no legal way" in fail(2, *TINY, *arguments)
 
 
-@pytest.mark.parametrize("level", list(Recompute))
+@pytest.mark.parametrize("level", mostly_slow(Recompute, {Recompute.FULL}))
 def test_one_level_of_recompute_is_searched_where_activations_may_go_to_the_host(level):
     pins = Constraints(recompute=(level,), offload=SEARCHED_OFFLOAD, tp=(1,), micro_batch_size=(1,))
 

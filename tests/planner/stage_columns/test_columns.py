@@ -129,12 +129,14 @@ def test_columns_cost_what_full_pricing_says_for_every_mix_and_zero_stage(seed, 
     assert mixed or num_layers is None
 
 
-@pytest.mark.parametrize("gradients", [Precision.FP16, Precision.FP32])
 @pytest.mark.parametrize(
-    "name",
+    ("name", "gradients"),
     mostly_slow(
-        ["megatron-core", "megatron-deepspeed", "nanotron", "torchtitan-2024"],
-        {"megatron-deepspeed", "torchtitan-2024"},
+        itertools.product(
+            ["megatron-core", "megatron-deepspeed", "nanotron", "torchtitan-2024"],
+            [Precision.FP16, Precision.FP32],
+        ),
+        {("megatron-deepspeed", Precision.FP16), ("torchtitan-2024", Precision.FP32)},
     ),
 )
 def test_columns_hold_what_full_pricing_says_under_every_stack(name, gradients):

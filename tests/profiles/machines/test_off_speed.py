@@ -38,7 +38,7 @@ def seconds(of):
         optimizer_time(1e9, of, TRAINING).value_s,
         collective_time(Collective.ALL_REDUCE, LARGE, inside, of).value_s,
         collective_time(Collective.ALL_REDUCE, LARGE, across, of).value_s,
-        point_to_point_time(LARGE, crosses_nodes=True, sharing=1, machine=of).value_s,
+        point_to_point_time(LARGE, level=1, sharing=1, machine=of).value_s,
     )
 
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.driver_names import CATALOGUE
 from parplan.profiles.machines.machine_catalog import (
     cluster_document,
     cluster_from_document,
@@ -18,7 +19,6 @@ from parplan.profiles.machines.machine_catalog import (
 from parplan.profiles.machines.user_profile import ProfileEnvironment
 from parplan.profiles.profiler import nvidia_smi as smi
 from parplan.profiles.profiler.environment import (
-    CATALOGUE,
     cluster_of,
     cpu_model_of,
     environment,

@@ -31,6 +31,7 @@ from parplan.profiles.tracing.describe import describe
 from parplan.profiles.tracing.program import BUFFER, Program
 from parplan.profiles.tracing.record import record
 from parplan.profiles.tracing.traced_source import TracedWorkload, open_workload
+from tests.helpers.cases import mostly_slow
 from tests.helpers.published_configs import CONFIGS
 from tests.helpers.traced_modules import HUGGING_FACE
 
@@ -38,6 +39,7 @@ FACTORIES = ("unet", "resnet", "mixer", "translator", "shares", "in_place", "own
 SOURCES = {name: ModuleSource(factory=f"tests.helpers.traced_modules:{name}") for name in FACTORIES}
 SOURCES |= {name: ModuleSource(huggingface=config) for name, config in HUGGING_FACE.items()}
 SEQ_LENGTH = 8
+PLAIN = {"translator", "resnet", "unet", "albert", "vit"}
 
 
 @cache
@@ -96,7 +98,7 @@ def calls_again(program: Program, module: nn.Module, batch: dict[str, Tensor]) -
     return values[next(node for node in program.graph.nodes if node.op == "output").args[0]]
 
 
-@pytest.mark.parametrize("name", list(SOURCES))
+@pytest.mark.parametrize("name", mostly_slow(SOURCES, PLAIN))
 def test_recorded_calls_give_the_loss_gradients_and_buffers_of_the_module(name):
     program, real = recorded(name, 2), opened_with_values(name)
     copied, batch = copy.deepcopy(real.module), real.batch(2)
@@ -127,7 +129,7 @@ def test_constants_that_are_written_are_fresh_for_every_micro_batch():
     assert torch.equal(calls_again(program, real.module, second), real.loss_of(real.module, second))
 
 
-@pytest.mark.parametrize("name", list(SOURCES))
+@pytest.mark.parametrize("name", mostly_slow(SOURCES, PLAIN))
 def test_a_description_scaled_is_that_of_a_recording_of_that_size(name):
     assert described(name).scaled(5) == describe(recorded(name, 5), recorded(name, 2))
 

@@ -19,6 +19,7 @@ from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 from parplan.report.searches import infeasible_text as relaxations_report
 from parplan.report.searches.infeasible_text import hint_text
+from tests.helpers.cases import mostly_slow
 
 BASE = (
     "--model",
@@ -108,7 +109,7 @@ def test_what_the_hint_says_can_be_typed_and_takes_what_it_says(pinned, monkeypa
         assert f"step      {cost.partition(' a step')[0]} " in rerun.stdout
 
 
-@pytest.mark.parametrize("after", [0, 1, 2])
+@pytest.mark.parametrize("after", mostly_slow(range(3), {1}))
 def test_ctrl_c_ends_the_search_for_ways_out_and_not_the_error(after, monkeypatch):
     """The interrupted search has a plan by then, with which it would end otherwise."""
     solved = []

@@ -266,9 +266,7 @@ def test_a_message_is_priced_by_the_curve_of_as_many_at_once(crosses, sharing, k
         *line("point_to_point", 1, 2, 4, 2.0),
         *line("point_to_point", 2, 1, 8, 3.0),
     ]
-    priced = point_to_point_time(
-        2**20, crosses_nodes=crosses, sharing=sharing, machine=own(records)
-    )
+    priced = point_to_point_time(2**20, level=int(crosses), sharing=sharing, machine=own(records))
 
     assert priced.value_s * 1e6 == pytest.approx(time_us)
     assert priced.kind is kind
@@ -277,13 +275,10 @@ def test_a_message_is_priced_by_the_curve_of_as_many_at_once(crosses, sharing, k
 def test_a_message_that_no_curve_is_of_is_analytic_also_beside_curves_of_collectives():
     machine = own(line("all_reduce", 1, 8, 1))
 
-    assert (
-        point_to_point_time(2**20, crosses_nodes=False, sharing=1, machine=machine).kind
-        is Kind.ANALYTIC
-    )
+    assert point_to_point_time(2**20, level=0, sharing=1, machine=machine).kind is Kind.ANALYTIC
     assert (
         point_to_point_time(
-            2**20, crosses_nodes=True, sharing=3, machine=own(line("point_to_point", 2, 1, 8))
+            2**20, level=1, sharing=3, machine=own(line("point_to_point", 2, 1, 8))
         ).kind
         is Kind.ANALYTIC
     )
