@@ -144,14 +144,15 @@ class _Queue:
         return None
 
 
-class _Search(Generic[S]):
+class _Branching(Generic[S]):
     """The solved layouts, the open ones and the errors of a search while it runs."""
 
     def __init__(
         self, incumbents: Sequence[S], closer: CloserBounds | None, watch: BranchWatch
     ) -> None:
         self.solved: list[S] = list(incumbents)
-        self.queue, self.open, self.watch = _Queue(closer), Unanswered(), watch
+        self.queue, self.open = _Queue(closer), Unanswered()
+        self.watch = watch
         self._running: tuple[float, ...] = ()  # the bound of the layout that is being solved
 
     @property
@@ -233,7 +234,7 @@ def branch_and_bound(
     incumbents  answers of another search that must be beaten
     closer      further bounds of a layout, each found when no other layout has a lower bound
     """
-    search = _Search(incumbents, closer, watch)
+    search = _Branching(incumbents, closer, watch)
     finished = interrupted = False
     try:
         finished = search.run(bounded, solve, cut)
