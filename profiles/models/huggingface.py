@@ -18,6 +18,7 @@ from parplan.profiles.models.hf.config_families import ALIASES, FAMILIES, WRAPPE
 from parplan.profiles.models.hf.config_functions import functions_of
 from parplan.profiles.models.hf.config_reader import ConfigReader
 from parplan.profiles.models.hf.granite_hybrid import granite_hybrid_fields, granite_positions
+from parplan.profiles.models.hf.not_described import NOT_DESCRIBED, require_described
 from parplan.profiles.models.hf.parts import (
     block_fields,
     falcon_fields,
@@ -69,10 +70,12 @@ _DROPOUT = (
 def is_described_family(config: Mapping[str, Any]) -> bool:
     """Returns True if the operator graph expresses the family that the configuration names.
 
-    A configuration without a family counts as a broken file of such a family.
+    A configuration without a family counts as a broken file of such a family, and so does one of a
+    family that is known to have other blocks: both have an error that names the key.
     """
     model_type = config.get("model_type")
-    return not isinstance(model_type, str) or model_type in _supported()
+    known = (*_supported(), *NOT_DESCRIBED)
+    return not isinstance(model_type, str) or model_type in known
 
 
 def entry_from_config(config: Mapping[str, Any], where: str) -> ModelEntry:
@@ -83,6 +86,7 @@ def entry_from_config(config: Mapping[str, Any], where: str) -> ModelEntry:
     Raises ConfigError with `where`: an unknown model_type, a missing or wrong key, a key that is
     not understood, an architecture that the graph cannot express.
     """
+    require_described(config, where)
     model_type = _model_type(config, where)
     text = _text(config, where, model_type)
     name = _name(config, where)

@@ -45,6 +45,7 @@ _ROUTERS = {
     "llama4_text": (RouterScores.SIGMOID_INPUTS, False, 1.0),
     "minimax_m2": (RouterScores.SIGMOID, True, 1.0),
     "qwen2_moe": (RouterScores.SOFTMAX, False, 1.0),
+    "qwen3_next": (RouterScores.SOFTMAX, True, 1.0),
     "qwen3_moe": (RouterScores.SOFTMAX, False, 1.0),
 }
 
