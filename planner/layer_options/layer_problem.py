@@ -331,9 +331,9 @@ class LayerStrategies:
                 if tensor.name not in layer.outside:
                     self.savers.setdefault(tensor.name, operator.name)
         self.inside = inside.beside_mixture(
-            operator_time(operator, self._megatron(like), inside.machine, training)
+            (operator, operator_time(operator, self._megatron(like), inside.machine, training))
             for operator in layer.operators
-            if operator.in_mixture and inside.stack.overlap_exchanges
+            if inside.stack.overlap_exchanges
         )
         self.alone: dict[tuple[str, Place, Place], OperatorTime] = {}
         priced = [self._shared_strategies(operator) for operator in layer.operators]

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
+from parplan.profiles.documents.ranges import LAYERS
 from parplan.profiles.documents.schema import document, parse
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.blocks import QkNorm
@@ -233,7 +234,19 @@ def _own_fields(reader: ConfigReader, family_name: str, fields: dict[str, Any]) 
         return minimax_fields(reader, fields["head_dim"])
     if family_name == "granitemoehybrid":
         return {"positions": granite_positions(reader)}
+    if family_name == "hunyuan_v1_moe":
+        _require_one_width(reader)
     return {}
+
+
+def _require_one_width(reader: ConfigReader) -> None:
+    """Raises ConfigError where a Hunyuan names two widths of experts, of which one is used."""
+    experts, dense = (
+        reader.integer((name,), 0) for name in ("moe_intermediate_size", "intermediate_size")
+    )
+    if experts and dense and experts != dense:
+        needed = f"the intermediate_size {dense}, the width of the shared expert"
+        raise reader.wrong("moe_intermediate_size", experts, needed)
 
 
 def _layers(reader: ConfigReader, family: Family, family_name: str) -> dict[str, Any]:
@@ -244,6 +257,8 @@ def _layers(reader: ConfigReader, family: Family, family_name: str) -> dict[str,
     if family_name == "granitemoehybrid":
         return granite_hybrid_fields(reader, reader.integer(_LAYERS), reader.integer(_HIDDEN))
     num_layers = reader.integer(_LAYERS)
+    if num_layers not in LAYERS:  # before a list of them is made
+        raise reader.wrong("num_hidden_layers", num_layers, str(LAYERS))
     return {"num_layers": num_layers, **block_fields(reader, family, num_layers)}
 
 

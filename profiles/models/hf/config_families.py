@@ -180,6 +180,7 @@ _HUNYUAN = Family(
     epsilon=1e-5,
     qk_norm=QkNorm.HEAD,
     fixed={
+        "mlp_bias": False,
         "norm_type": "rms",
         "use_cla": False,
         "use_mla": False,
