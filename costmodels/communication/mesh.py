@@ -11,6 +11,7 @@ from enum import StrEnum
 
 import numpy as np
 
+from parplan.costmodels.keyed_cache import HashedOnce
 from parplan.profiles.documents.ranges import DEVICES
 from parplan.profiles.elementwise import Number
 from parplan.profiles.errors import ConfigError, coerce_choice
@@ -63,7 +64,7 @@ _INSIDE = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mesh:
+class Mesh(HashedOnce):
     """Degrees of the parallel axes.
 
     order: axes in rank order: of pp-dp-tp, rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp
@@ -76,6 +77,7 @@ class Mesh:
     """
 
     __pydantic_config__ = _FORBID
+    __hash__ = HashedOnce.__hash__
 
     pp: int
     dp: int
