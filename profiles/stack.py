@@ -142,6 +142,7 @@ class Stack:
     narrow_experts           products of experts run in the format of the blocks' other products,
                              too
     fused_experts            one kernel has a product of experts, the activation and the casts
+    stashes_experts          what experts save is copied to pages of memory, and back
     widens_expert_biases     biases of experts are added in fp32, expert by expert
     dispatch_launches        launches of one pass of a dispatch or a combination beside its own
     expert_launches          launches of a product for each expert of a rank
@@ -242,6 +243,7 @@ class Stack:
     sends_tokens_once: bool = False
     narrow_experts: bool = False
     fused_experts: bool = False
+    stashes_experts: bool = False
     widens_expert_biases: bool = False
     dispatch_launches: int = 0
     expert_launches: int = 0

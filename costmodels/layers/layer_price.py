@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from parplan.costmodels.communication.collectives import (
     Collective,
@@ -18,6 +18,7 @@ from parplan.costmodels.communication.mesh import (
 from parplan.costmodels.communication.redistribution import redistribute
 from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.context_parallel import context_time
+from parplan.costmodels.layers.exchange_windows import ExchangeWindows, exchange_windows
 from parplan.costmodels.layers.tensor_flow import (
     Edges,
     TensorFlow,
@@ -28,7 +29,7 @@ from parplan.costmodels.operators.compute import FREE, OperatorTime, operator_ti
 from parplan.costmodels.operators.host_launch import launch_s, more_launches
 from parplan.costmodels.operators.operator_kernels import gathered_bytes
 from parplan.costmodels.operators.sharding import PARTIAL, Place, Sharding
-from parplan.profiles.elementwise import Number, anywhere, key_of
+from parplan.profiles.elementwise import anywhere, key_of, larger_of
 from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.models.operator_graph import (
     LayerClass,
@@ -43,7 +44,6 @@ from parplan.profiles.stack import Stack
 
 # vocabulary-parallel cross entropy reduces the maximum, the target logit and the sum
 LOSS_REDUCTIONS = 3
-EXCHANGES = 4  # of a mixture: dispatch and combine, forward and backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,16 @@ class LayerTime:
     def total_s(self) -> float:
         return self.forward_s + self.backward_s + self.recompute_s
 
+    def of_sizes(self, number: int) -> tuple[LayerTime, ...]:
+        """Returns the time of each of `number` micro-batch sizes, the first axis of arrays."""
+        each = (getattr(self, name).of_sizes(number) for name in _PASSES)
+        return tuple(
+            LayerTime(**dict(zip(_PASSES, seconds, strict=True)))
+            for seconds in zip(*each, strict=True)
+        )
 
+
+_PASSES = tuple(each.name for each in fields(LayerTime))
 _INFINITE = Seconds(math.inf, Kind.ANALYTIC)
 ENDLESS = LayerTime(  # hides whatever can be hidden
     forward=_INFINITE,
@@ -107,31 +116,28 @@ def _sum(parts: Iterable[Seconds]) -> Seconds:
 class StageAxes:
     """The axes inside a stage that divide its operators, on one machine in one training.
 
-    once                the redistributions that were priced
-    exchange_window_s   compute that hides one of the four exchanges of a mixture of experts
+    once      the redistributions that were priced
+    windows   compute that hides the exchanges of a mixture of experts
     """
 
     degrees: tuple[int, ...]
     machine: Machine
     training: TrainingSpec
     once: KeyedCache = field(default_factory=KeyedCache, compare=False)
-    exchange_window_s: Number = field(default=0.0, compare=False)
+    windows: ExchangeWindows = field(default=ExchangeWindows(), compare=False)
 
     @property
     def stack(self) -> Stack:
         return self.training.stack
 
-    def beside_mixture(self, mixture: Iterable[OperatorTime]) -> StageAxes:
-        """Returns the axes beside the compute of a mixture of experts, which may hide exchanges.
+    def beside_mixture(self, times: Iterable[tuple[Operator, OperatorTime]]) -> StageAxes:
+        """Returns the axes beside the compute of a block with experts, which may hide exchanges.
 
-        A stack that overlaps them runs the forward pass of one micro-batch beside the backward pass
-        of another; each exchange has a fourth of the two passes of the mixture. Attention, which
-        may hide some too, is left out.
+        times    the operators of the block in their order, each with its compute
         """
         if not self.stack.overlap_exchanges:
             return self
-        passes_s = sum(time.forward.value_s + time.backward.value_s for time in mixture)
-        return replace(self, exchange_window_s=passes_s / EXCHANGES)
+        return replace(self, windows=exchange_windows(times))
 
     def moved(
         self, tensor: Tensor, source: Place, target: Place, reader: Operator | None = None
@@ -286,7 +292,7 @@ def _communication(
     base    has those of the operators whose price does not depend on more
     """
     inside = inside.beside_mixture(
-        compute[operator.name] for operator in layer.operators if operator.in_mixture
+        (operator, compute[operator.name]) for operator in layer.operators
     )
     known = base.operators.tensor_parallel if base else {}
     times = {
@@ -331,9 +337,15 @@ def _exchange_time(
         once = exchange_once_time(num_bytes, copies.size("chosen"), where, inside.machine)
     else:
         once = collective_time(Collective.ALL_TO_ALL, num_bytes, where, inside.machine)
-    if inside.stack.overlap_exchanges:
-        once = inside.under(once, inside.exchange_window_s)
-    return OperatorTime(once, once)
+    if not inside.stack.overlap_exchanges:
+        return OperatorTime(once, once)
+    windows = inside.windows
+    if operator.kind is OperatorKind.DISPATCH:
+        hidden = inside.under(once, windows.dispatch)
+        return OperatorTime(hidden, hidden)
+    return OperatorTime(
+        inside.under(once, windows.combine_forward), inside.under(once, windows.combine_backward)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -419,9 +431,9 @@ class LayerOperators:
         )
 
     @property
-    def weight_s(self) -> float:
+    def weight_time(self) -> Seconds:
         """Seconds of the backward pass for gradients of weights, which zero-bubble defers."""
-        return sum(time.weight.value_s for time in self.compute.values())
+        return _sum(time.weight for time in self.compute.values())
 
     def _forward(self, names: tuple[str, ...]) -> tuple[Seconds, Seconds]:
         compute = _sum(self.compute[name].forward for name in names)
@@ -436,7 +448,9 @@ class LayerOperators:
 def launched(compute: Seconds, communication: Seconds, host_s: float) -> Seconds:
     """Adds to the compute the device's wait for the host where launching is slower than running."""
     waits_s = host_s - compute.value_s - communication.value_s
-    return compute + Seconds(waits_s, Kind.ANALYTIC) if waits_s > 0 else compute
+    if not anywhere(waits_s > 0):
+        return compute
+    return compute + Seconds(larger_of(waits_s, 0.0), Kind.ANALYTIC)
 
 
 def price_operators(

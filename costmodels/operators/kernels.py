@@ -204,6 +204,8 @@ def fused_kernel_of(stack: Stack, device: Device) -> FlashKernel:
 
     Raises ConfigError where the stack has none for it.
     """
+    if device.flash_kernel is not None:
+        return device.flash_kernel
     kernel = stack.flash_kernel_on(device.compute_capability)
     if kernel is None:
         known = ", ".join(

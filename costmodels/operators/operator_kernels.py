@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parplan.costmodels.operators.kernels import (
     BACKWARD,
@@ -139,7 +139,8 @@ def _matmul(operator: Operator, sizes: LocalSizes, training: TrainingSpec) -> Op
     def product(
         curve: str, m: Number, n: Number, k: Number, result_bytes: int = element
     ) -> ProductKernel:
-        return product_kernel(curve, (m, n, k), operand, result_bytes, peak=peak)
+        kernel = product_kernel(curve, (m, n, k), operand, result_bytes, peak=peak)
+        return replace(kernel, slower=kernel.slower * narrow.product_slower) if narrow else kernel
 
     def cast(way: str, elements: Number) -> tuple[Kernel, ...]:
         if narrow is None:
@@ -235,9 +236,24 @@ def _experts(operator: Operator, sizes: LocalSizes, training: TrainingSpec) -> O
         gradient = product(WEIGHT_GRADIENT, k, n, m, _accumulated_bytes(training))
         weights = (gradient, *_added(experts * n * k, training))
     added, returned = _expert_biases(operator, experts * m * n, training)
+    first = operator.contracted != EXPERT_WIDTH
+    saved = operand * k + (element * n if first else 0)
+    stashed, fetched = _stash(saved * experts * m, training)
     return OperatorKernels(
-        (product(FORWARD, m, n, k), *cast(FORWARD, k), *added),
-        (product(INPUT_GRADIENT, m, k, n), *weights, *cast(BACKWARD, n), *returned),
+        (product(FORWARD, m, n, k), *cast(FORWARD, k), *added, *stashed),
+        (*fetched, product(INPUT_GRADIENT, m, k, n), *weights, *cast(BACKWARD, n), *returned),
+    )
+
+
+def _stash(num_bytes: Number, training: TrainingSpec) -> tuple[tuple[Kernel, ...], ...]:
+    """The copies of what the products of experts save, to pages and back from them.
+
+    They are the input of each product, and the output of the first for the activation.
+    """
+    if not training.stack.stashes_experts:
+        return (), ()
+    return tuple(
+        (StreamKernel("stash", "elementwise", way, 2 * num_bytes),) for way in (FORWARD, BACKWARD)
     )
 
 

@@ -146,7 +146,8 @@ def extrapolated(
         )
     ids = 0
     if reads:  # ids and targets, in int64
-        ids = 2 * 8 * more * pipeline.micro_batch_size * rank_tokens(plan)
+        each = 8 * (2 + plan.model.mtp_layers)
+        ids = each * more * pipeline.micro_batch_size * rank_tokens(plan)
     gpipe = pipeline.schedule is Schedule.GPIPE
     return replace(
         last,
@@ -165,7 +166,11 @@ def _step(plan: Plan, ranks: RankPlace, on_backward: OnBackward) -> RankUse:
         shape = (sequences, rank_tokens(plan))
         batch = None
         if trainer.pipeline.reads:
-            batch = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.int64)
+            predictions = (1 + plan.model.mtp_layers,) if plan.model.mtp_layers else ()
+            batch = (
+                torch.empty(shape, dtype=torch.int64),
+                torch.empty((*shape, *predictions), dtype=torch.int64),
+            )
         memory.start()
         trainer.pipeline.step(batch)
         fullest, host = memory.fullest(), memory.fullest_host()

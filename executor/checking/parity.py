@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,11 +29,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.model_states import StateBytes
-from parplan.executor.data.batches import synthetic_batches
+from parplan.executor.data.batches import NO_TOKEN, synthetic_batches
 from parplan.executor.data.document_places import build_places
+from parplan.executor.models.attention_modules import document_lengths
 from parplan.executor.models.eight_bits import round_to_8_bits
-from parplan.executor.models.loss import FURTHER_WEIGHT
-from parplan.executor.models.transformer_layers import FURTHER, build_layer
+from parplan.executor.models.loss import FURTHER_WEIGHT, TOKEN_DIMS
+from parplan.executor.models.transformer_layers import build_layer
 from parplan.executor.run_options import Options
 from parplan.executor.tensors import begin_fork, forget_meshes
 from parplan.executor.training.optimizer import build_optimizer, decays, layout_of
@@ -275,40 +275,43 @@ def reference_layers(model: ModelSpec, training: TrainingSpec, seed: int) -> nn.
     return layers
 
 
-def forward(layers: nn.ModuleDict, ids: Tensor, **of_head: Tensor) -> Tensor:
+def forward(layers: nn.ModuleDict, ids: Tensor, *of_head: Tensor) -> Tensor:
     """Return the logits of token ids; `of_head` are further inputs of the head."""
     x = ids
     for name, layer in layers.items():
-        x = layer(x, **(of_head if name == LayerKind.HEAD else {}))
+        x = layer(x, *(of_head if name == LayerKind.HEAD else ()))
     return x
 
 
-def mean_loss(layers: nn.ModuleDict, ids: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean loss of a batch, by torch's own cross entropy.
+def summed_loss(layers: nn.ModuleDict, ids: Tensor, targets: Tensor) -> Tensor:
+    """Return the loss summed over tokens, by torch's own cross entropy.
 
-    A module of multi-token prediction adds its mean loss, of all tokens but each sequence's last.
+    Modules of multi-token prediction add the mean of theirs, of all tokens that there are.
     """
-    if not hasattr(layers["head"], FURTHER):
-        return cross_entropy(forward(layers, ids).flatten(0, 1), targets.flatten())
-    logits, further = forward(layers, ids, next_ids=targets).unbind(2)
-    loss = cross_entropy(logits.flatten(0, 1), targets.flatten())
-    beyond = cross_entropy(further[:, :-1].flatten(0, 1), targets[:, 1:].flatten(), reduction="sum")
-    return loss + FURTHER_WEIGHT * beyond / targets.numel()
+    if targets.ndim == TOKEN_DIMS:
+        return _summed(forward(layers, ids), targets)
+    pairs = zip(forward(layers, ids, targets).unbind(2), targets.unbind(2), strict=True)
+    first, *further = (_summed(*pair) for pair in pairs)
+    return first + FURTHER_WEIGHT * torch.stack(further).mean()
+
+
+def _summed(logits: Tensor, targets: Tensor) -> Tensor:
+    return cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=NO_TOKEN
+    )
 
 
 def packed_loss(layers: nn.ModuleDict, ids: Tensor, targets: Tensor, places: Tensor) -> Tensor:
-    """Return the mean loss of a batch of packed sequences, each document by itself.
+    """Return the loss summed over tokens of packed sequences, each document by itself.
 
     places   those of the tokens in their documents
     """
     total = torch.zeros(())
-    for each in zip(ids, targets, places, strict=True):
-        starts = (each[2] == 0).nonzero().flatten().tolist()
-        lengths = [end - start for start, end in pairwise((*starts, len(each[2])))]
-        for row_ids, row_targets in zip(*(row.split(lengths) for row in each[:2]), strict=True):
-            logits = forward(layers, row_ids[None])
-            total = total + cross_entropy(logits[0], row_targets, reduction="sum")
-    return total / targets.numel()
+    for row_ids, row_targets, row_places in zip(ids, targets, places, strict=True):
+        (lengths,) = document_lengths(row_places[None])
+        for each in zip(row_ids.split(lengths), row_targets.split(lengths), strict=True):
+            total = total + summed_loss(layers, *(part[None] for part in each))
+    return total
 
 
 def reference_optimizer(
@@ -346,9 +349,9 @@ def run_reference(plan: Plan) -> TrainingOutcome:
     for step in range(STEPS):
         ids, targets = batches(step)
         if places is None:
-            loss = mean_loss(layers, ids, targets)
+            loss = summed_loss(layers, ids, targets) / ids.numel()
         else:
-            loss = packed_loss(layers, ids, targets, places(step))
+            loss = packed_loss(layers, ids, targets, places(step)) / ids.numel()
         optimizer.zero_grad()
         loss.backward()
         if step == 0:

@@ -15,26 +15,21 @@ from dataclasses import replace
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.schedules.schedule import Schedule, rank_of
+from parplan.executor.checking.small_model import SEQ_LENGTH, small_model, small_tuning
 from parplan.planner.plan.pipeline_plan import PipelinePlan
 from parplan.planner.plan.plan import LayerPlan, LayerRun, Plan, StagePlan
 from parplan.planner.plan.plan_chunks import rechunked, require_matching_chunks
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.documents import Documents
-from parplan.profiles.models.spec import ModelSpec, Precision, TrainingSpec
+from parplan.profiles.models.operator_graph import BlockClass
+from parplan.profiles.models.spec import Precision, TrainingSpec
+from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.stack import ContextForm
 
 DEGREE = 2
 MOST_VIRTUAL_STAGES = 4
 MOST_MICRO_BATCHES = 4
 MOST_RANKS = 8
-
-SEQ_LENGTH = 16
-HEADS = 4
-HEAD_DIM = 8
-FFN = 64
-VOCAB = 100
-PADDED = 128
-EXPERTS = 4
 
 
 def shrunk(plan: Plan) -> Plan:
@@ -49,20 +44,21 @@ def shrunk(plan: Plan) -> Plan:
         )
     mesh = _mesh(plan)
     pipeline = _pipeline(plan, mesh)
-    stages = _stages(plan, mesh.pp, pipeline)
-    num_layers = sum(len(stage.layers) for stage in stages) - 2
+    stages, layers = _stages(plan, mesh.pp, pipeline)
+    kept = [layer - 1 for layer in layers[1:-1]]
     training = replace(
         plan.training,
         global_batch_size=pipeline.micro_batch_size * pipeline.num_micro_batches * mesh.dp,
         seq_length=SEQ_LENGTH,
         documents=_documents(plan.training),
+        fine_tuning=small_tuning(plan.training.fine_tuning, kept),
         precision=Precision.FP32,
         gradient_precision=Precision.FP32,
         products=None,
     )
     small = replace(
         plan,
-        model=_model(plan.model, num_layers),
+        model=small_model(plan.model, kept, plan.training.fine_tuning),
         training=training,
         mesh=mesh,
         pipeline=pipeline,
@@ -71,10 +67,27 @@ def shrunk(plan: Plan) -> Plan:
             name: _layer_plan(each, plan.mesh, mesh) for name, each in plan.layer_plans.items()
         },
     )
+    small = replace(small, layer_plans=dict(_of_small_classes(small)))
     if plan.chunks is None:
         return small
     require_matching_chunks(plan)  # the small plan gets new chunks
     return rechunked(small)
+
+
+def _of_small_classes(plan: Plan) -> Iterator[tuple[str, LayerPlan]]:
+    """Yield layer plans with the names that the classes of their blocks have in the small model.
+
+    Plans of no layer stay as they are.
+    """
+    graph = build_graph(plan.model, plan.training, 1)
+    runs = (run for stage in plan.stages for run in stage.layers)
+    keys = {run.plan: graph.key(run.first) for run in runs}
+    for name, layer_plan in plan.layer_plans.items():
+        key = keys.get(name)
+        yield (
+            name,
+            replace(layer_plan, block=key.name) if isinstance(key, BlockClass) else layer_plan,
+        )
 
 
 def _documents(training: TrainingSpec) -> Documents | None:
@@ -145,8 +158,10 @@ def _pipeline(plan: Plan, mesh: Mesh) -> PipelinePlan:
     )
 
 
-def _stages(plan: Plan, pp: int, pipeline: PipelinePlan) -> tuple[StagePlan, ...]:
+def _stages(plan: Plan, pp: int, pipeline: PipelinePlan) -> tuple[tuple[StagePlan, ...], list[int]]:
     """Return the plan's stages, merged into as many as the small pipeline has.
+
+    The second value is the number in the plan of each layer that is left.
 
     A run of equal blocks becomes one block; two if all layers form one stage, or if blocks overlap
     with the next one.
@@ -160,52 +175,24 @@ def _stages(plan: Plan, pp: int, pipeline: PipelinePlan) -> tuple[StagePlan, ...
     for index, stage in enumerate(plan.stages):
         runs[index * count // before].extend(stage.layers)
     most_blocks = 2 if count == 1 or pipeline.tp_overlap == 3 else 1
-    first = 0
+    kept: list[int] = []
     stages = []
     for index, stage_runs in enumerate(runs):
-        layers = tuple(_short(stage_runs, first, most_blocks))
-        first += len(layers)
-        stages.append(StagePlan(rank=ranks[index], layers=layers))
-    return tuple(stages)
+        layers = []
+        for name, number in _short(stage_runs, most_blocks):
+            layers.append(LayerRun(plan=name, first=len(kept), last=len(kept)))
+            kept.append(number)
+        stages.append(StagePlan(rank=ranks[index], layers=tuple(layers)))
+    return tuple(stages), kept
 
 
-def _short(runs: list[LayerRun], first: int, most_blocks: int) -> Iterator[LayerRun]:
-    """Yield runs of one layer each, numbered from `first`.
+def _short(runs: list[LayerRun], most_blocks: int) -> Iterator[tuple[str, int]]:
+    """Yield layers by the name of their plan and their number in the plan.
 
     Each layer plan of a stage has as many layers as before, at most `most_blocks`.
     """
     seen: dict[str, int] = {}
     for run in runs:
         more = min(len(run.indices), most_blocks - seen.get(run.plan, 0))
-        for _ in range(more):
-            yield LayerRun(plan=run.plan, first=first, last=first)
-            first += 1
+        yield from ((run.plan, run.first + place) for place in range(more))
         seen[run.plan] = seen.get(run.plan, 0) + more
-
-
-def _model(model: ModelSpec, num_layers: int) -> ModelSpec:
-    grouped = model.num_kv_heads != model.num_heads
-    kv_heads = HEADS // 2 if grouped else HEADS
-    if model.num_kv_heads == 1:
-        kv_heads = 1
-    hidden = HEADS * HEAD_DIM if model.q_size == model.hidden_size else HEADS * HEAD_DIM * 3 // 2
-    padded = model.padded_vocab_size > model.vocab_size
-    shared = model.shared_experts
-    return replace(
-        model,
-        name=f"{model.name}, shrunk",
-        num_layers=num_layers,
-        hidden_size=hidden,
-        num_heads=HEADS,
-        num_kv_heads=kv_heads,
-        head_dim=HEAD_DIM,
-        num_experts=min(model.num_experts, EXPERTS),
-        experts_per_token=min(model.experts_per_token, EXPERTS // 2),
-        ffn_hidden_size=FFN if model.ffn_hidden_size else 0,
-        expert_ffn_hidden_size=FFN if model.num_experts else 0,
-        shared_experts=None if shared is None else replace(shared, ffn_hidden_size=FFN),
-        vocab_size=VOCAB if padded else PADDED,
-        max_seq_length=SEQ_LENGTH,
-        dropout=0.0,
-        vocab_multiple=PADDED if padded else 1,
-    )

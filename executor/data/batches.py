@@ -20,6 +20,7 @@ from tokenize import TokenError
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from parplan.executor.context.zigzag import part_of
 from parplan.executor.data.shuffle import shuffled_item
@@ -31,6 +32,7 @@ from parplan.profiles.errors import ConfigError, unknown_name_error
 
 ARRAY_TYPES = ("uint16", "uint32", "int32", "int64")  # in .npy files, whose headers name their type
 _OTHER_DATA = "check --data and --data-dtype"
+NO_TOKEN = -1  # the target behind the end of a sequence
 ASSUMED_TYPE = "uint16"  # for a .bin file without a .json file beside it
 
 Batches = Callable[[int], tuple[Tensor, Tensor]]
@@ -40,7 +42,8 @@ Sequence = Callable[[int], Tensor]  # from the global index of a sequence
 def build_batches(plan: Plan, replica: int, options: Options) -> Batches:
     """Returns a function from the step to (ids, targets), each [rows, tokens of this rank].
 
-    Targets are the ids one token later.
+    Targets are the ids one token later. A model with modules of multi-token prediction has targets
+    of [rows, tokens, predictions]: the ids one, two and more tokens later, or `NO_TOKEN`.
 
     replica   number among the data-parallel and context-parallel ranks, the latter innermost
     """
@@ -222,9 +225,17 @@ def sequences_of(plan: Plan, dp_rank: int, sequence: Sequence) -> Callable[[int]
 
 def _batches(plan: Plan, dp_rank: int, sequence: Sequence) -> Batches:
     tokens_of = sequences_of(plan, dp_rank, sequence)
+    further = plan.model.mtp_layers if plan.module is None else 0
 
     def batch(step: int) -> tuple[Tensor, Tensor]:
         tokens = tokens_of(step)
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        ids, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        return ids, _with_further(targets, further) if further else targets
 
     return batch
+
+
+def _with_further(targets: Tensor, further: int) -> Tensor:
+    """Returns [rows, tokens, 1 + further]: targets, and those up to `further` tokens behind."""
+    each = (functional.pad(targets[:, by:], (0, by), value=NO_TOKEN) for by in range(1 + further))
+    return torch.stack(tuple(each), dim=-1)

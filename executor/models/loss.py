@@ -16,6 +16,7 @@ from torch import Tensor, nn
 # The factor of the mean loss of further tokens: that of DeepSeek-V3's first 10 T tokens, arXiv
 # 2412.19437, section 4.2.
 FURTHER_WEIGHT = 0.3
+TOKEN_DIMS = 2  # batch and sequence
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -70,28 +71,24 @@ class Loss(nn.Module):
     """Cross entropy summed over the tokens.
 
     The ranks of `group` hold equal slices of the vocabulary, in rank order. Without a group it is
-    the sum over the given tokens, which may be a part of all. logits [batch,
-    sequence, vocabulary of this rank], targets [batch, sequence] -> a scalar in fp32. Logits of
-    several predictions of a token, [batch, sequence, predictions, vocabulary], predict one token
-    further each; those behind the end of a sequence do not count. The backward pass works in
-    place, so it can run only once.
+    the sum over the given tokens, which may be a part of all. logits [batch, sequence, vocabulary
+    of this rank], targets [batch, sequence] -> a scalar in fp32. Both may have a dim of predictions
+    behind the sequence, each of one token further; negative targets are of no token. The backward
+    pass works in place, so it can run only once.
     """
 
     on_shards = True
     group: dist.ProcessGroup | None = None
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        weights = None
-        if logits.ndim > targets.ndim + 1:
-            targets, weights = _further_targets(targets, logits.shape[2])
+        weights = _weights(targets) if targets.ndim > TOKEN_DIMS else None
         return _CrossEntropy.apply(logits, targets, self.group, weights)
 
 
-def _further_targets(targets: Tensor, predictions: int) -> tuple[Tensor, Tensor]:
-    """Returns the targets of all predictions, [batch, sequence, predictions], and their weights."""
-    length, modules = targets.shape[1], predictions - 1
-    places = torch.arange(length, device=targets.device)
-    ahead = places[:, None] + torch.arange(predictions, device=targets.device)
-    weights = torch.full(ahead.shape, FURTHER_WEIGHT / modules, device=targets.device)
-    weights[:, 0] = 1.0
-    return targets[:, ahead.clamp(max=length - 1)], weights.masked_fill(ahead >= length, 0.0)
+def _weights(targets: Tensor) -> Tensor:
+    """Returns the weights of predictions, 0 for those of no token: [.., predictions]."""
+    further = FURTHER_WEIGHT / (targets.shape[-1] - 1)
+    further = FURTHER_WEIGHT / (targets.shape[-1] - 1)
+    weights = torch.full_like(targets, further, dtype=torch.float32)
+    weights[..., 0] = 1.0
+    return weights * (targets >= 0)

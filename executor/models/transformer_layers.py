@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from parplan.executor.context.context_attention import Context
 from parplan.executor.models.adapters import SUM, A, AdapterSum, B, freeze
@@ -25,7 +26,7 @@ from parplan.executor.models.attention_modules import (
 )
 from parplan.executor.models.eight_bits import EightBitLinear
 from parplan.executor.models.expert_exchange import EP, ETP, ExpertRanks
-from parplan.executor.models.loss import Loss
+from parplan.executor.models.loss import TOKEN_DIMS, Loss
 from parplan.executor.models.mixture_of_experts import (
     Experts,
     Grouped,
@@ -48,6 +49,7 @@ from parplan.executor.models.operators import (
     Tokens,
 )
 from parplan.executor.models.state_space_modules import Convolution, GatedNorm, Scan, StepSizes
+from parplan.executor.tensors import local
 from parplan.profiles.models.blocks import BlockRun
 from parplan.profiles.models.operator_graph import (
     ADAPTER_RANK,
@@ -65,7 +67,6 @@ ZERO_AT_START = (f"{B}.weight", "sinks")  # the second matrix of an adapter, and
 OF_STATES = ("steps.A_log", "steps.dt_bias", "conv.weight")  # of state-space mixers
 STEP_SIZES = (0.001, 0.1)  # least and most at the start: Mamba-2, arXiv 2405.21060
 READS_PLACES = ("attention", "positions")  # modules that tell documents apart
-FURTHER = f"{MODULE}1"  # the module of multi-token prediction
 MIXTURE = "mixture"  # the module of the operators of a mixture of experts
 
 
@@ -212,7 +213,9 @@ def _calls(layer: LayerClass) -> tuple[Step, ...]:
         reads = tuple(tensor.name for tensor in operator.inputs) or ("ids",)
         gives = operator.outputs[0].name
         if operator.kind is OperatorKind.COMBINE:
-            calls.append((MIXTURE, (mixture[0].inputs[0].name,), gives))
+            sent = next(each for each in mixture if each.kind is OperatorKind.DISPATCH)
+            read = dict.fromkeys((mixture[0].inputs[0].name, sent.inputs[0].name))
+            calls.append((MIXTURE, tuple(read), gives))
         elif not operator.in_mixture and operator.kind is not OperatorKind.CROSS_ENTROPY:
             calls.append((operator.name, reads, gives))
     later: set[str] = set()
@@ -276,21 +279,28 @@ class Block(Layer):
 class FurtherToken(Layer):
     """A module of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
-    Maps states [batch, sequence, hidden] and the ids of the tokens behind them to the states that
-    predict one token further. Its `operators` have the names of those in the head's graph.
+    Its `operators` have the names of those in the head's graph.
     """
 
     operators: tuple[str, ...] = ()
 
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        return self.run(self.calls, x, ids=ids)
+    def forward(  # type: ignore[override]
+        self, x: Tensor, ids: Tensor, places: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the states that the next module reads, and those that predict a token.
+
+        x     states, [batch, sequence, hidden]
+        ids   of the tokens behind them
+        """
+        state = self.run(self.calls[:-1], x, places, ids=ids)
+        return state, self.norm(state)
 
 
 class Head(Layer):
     """Maps [batch, sequence, hidden] to logits [batch, sequence, padded vocabulary].
 
-    With a module of multi-token prediction, `further`, the logits are [batch, sequence, 2, padded
-    vocabulary], of the next token and of the one behind it. The schedule calls `loss` on them.
+    With modules of multi-token prediction the logits are [batch, sequence, predictions, padded
+    vocabulary], of the next token and of those behind it. The schedule calls `loss` on them.
     """
 
     def __init__(
@@ -301,49 +311,70 @@ class Head(Layer):
         block: BlockRun | None = None,
         ranks: ExpertRanks | None = None,
     ) -> None:
-        own, further = _ahead(layer)
-        super().__init__(own, model, training, block, ranks)
-        if further is not None:
-            module = FurtherToken(further, model, training, block, ranks)
-            module.operators = tuple(f"{FURTHER}.{each.name}" for each in further.operators)
-            self.add_module(FURTHER, module)
+        names = tuple(f"{MODULE}{number}" for number in range(1, model.mtp_layers + 1))
+        super().__init__(_of_module(layer, ""), model, training, block, ranks)
+        self.modules_ahead = names
+        for name in names:
+            described = _of_module(layer, name)
+            module = FurtherToken(described, model, training, block, ranks)
+            module.operators = tuple(f"{name}.{each.name}" for each in described.operators)
+            if name != names[0]:
+                module.tokens = self.get_submodule(names[0]).tokens
+            self.add_module(name, module)
 
     @property
     def table(self) -> nn.Module:
         """The module whose weight is that of the token table, in a model that has such a one."""
-        return self.get_submodule(FURTHER).tokens if hasattr(self, FURTHER) else self.lm_head
+        if not self.modules_ahead:
+            return self.lm_head
+        return self.get_submodule(self.modules_ahead[0]).tokens
 
-    def forward(  # type: ignore[override]
-        self, x: Tensor, next_ids: Tensor | None = None
-    ) -> Tensor:
-        if next_ids is None:
+    def forward(self, x: Tensor, *of_tokens: Tensor) -> Tensor:  # type: ignore[override]
+        """Returns the logits.
+
+        of_tokens   places in documents, [batch, sequence], where sequences are packed; targets,
+                    [batch, sequence, predictions], where there are several: a module reads the ids
+                    that the one before it predicts
+        """
+        places = next((each for each in of_tokens if each.ndim == TOKEN_DIMS), None)
+        targets = next((each for each in of_tokens if each.ndim > TOKEN_DIMS), None)
+        if targets is None:
             logits = super().forward(x)
         else:
-            states = self.norm(x), self.get_submodule(FURTHER)(x, next_ids)
-            logits = self.run(self.calls[1:], torch.stack(states, dim=2))
+            states = [self.norm(x)]
+            for name, ids in zip(self.modules_ahead, targets.unbind(-1), strict=False):
+                x, state = self.get_submodule(name)(x, ids.clamp(min=0), places)
+                states.append(state)
+            logits = self.run(self.calls[1:], stacked(states))
         divisor = self.functions.logit_divisor
         return logits if divisor == 1.0 else logits / divisor
 
 
-def _ahead(head: LayerClass) -> tuple[LayerClass, LayerClass | None]:
-    """Returns a head without its module of multi-token prediction, and the module if it has one.
+def stacked(states: Sequence[Tensor]) -> Tensor:
+    """Returns [batch, sequence, states, features], divided as the states are."""
+    parts = torch.stack(tuple(map(local, states)), dim=2)
+    first = states[0]
+    if not isinstance(first, DTensor):
+        return parts
+    return DTensor.from_local(parts, first.device_mesh, first.placements, run_check=False)
 
-    The product with the vocabulary then reads one tensor, of both states.
+
+def _of_module(head: LayerClass, name: str) -> LayerClass:
+    """Returns the operators of a module of multi-token prediction, or the others without a name.
+
+    The product with the vocabulary then reads one tensor, of all states.
     """
-    begins = f"{FURTHER}."
-    inside = tuple(
-        replace(each, name=each.name.removeprefix(begins))
+    begins = f"{name}." if name else ""
+    operators = tuple(
+        replace(
+            each,
+            name=each.name.removeprefix(begins),
+            inputs=each.inputs if name else each.inputs[:1],
+        )
         for each in head.operators
-        if each.name.startswith(begins)
+        if (each.name.startswith(begins) if name else "." not in each.name)
     )
-    own = tuple(
-        replace(each, inputs=each.inputs[:1])
-        for each in head.operators
-        if not each.name.startswith(begins)
-    )
-    if not inside:
-        return head, None
-    return replace(head, operators=own), replace(head, operators=inside)
+    return replace(head, operators=operators)
 
 
 def divide_sequences(layer: nn.Module, context: Context) -> None:

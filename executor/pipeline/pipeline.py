@@ -196,7 +196,7 @@ def _loop(
     of_documents = None if places is None else places.split(size)
     for index, (micro_ids, micro_targets) in enumerate(micro_batches):
         with span("F", 0, index):
-            inputs = {"next_ids": micro_targets} if plan.model.mtp_layers else {}
+            inputs = {"targets": micro_targets} if plan.model.mtp_layers else {}
             if of_documents is not None:
                 inputs["places"] = of_documents[index]
             loss = mean_loss(stage(micro_ids, **inputs), micro_targets)
@@ -218,7 +218,7 @@ def _scheduled(
     """Runs one step of the runtime.
 
     Every stage of an external module gets the ids, because it runs the module's own forward pass.
-    The last stage of a model that predicts further tokens gets the ids of the next ones.
+    The last stage of a model that predicts further tokens gets the targets as inputs too.
     """
     ids, targets = batch or (None, None)
     losses: list[Tensor] = []
@@ -226,7 +226,7 @@ def _scheduled(
     first = (ids,) if any(stage.begins_model for stage in stages) else ()
     inputs = {"ids": ids} if plan.module is not None else {}
     if plan.model.mtp_layers and plan.module is None and ends_model:
-        inputs["next_ids"] = targets
+        inputs["targets"] = targets
     if places is not None:
         inputs["places"] = places
     schedule.step(

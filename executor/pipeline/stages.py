@@ -38,7 +38,7 @@ from parplan.executor.placed_layers import (
     rank_tokens,
     stage_layers,
 )
-from parplan.executor.rules.divisions import FEATURES, SEQUENCE, WHOLE, local_shape
+from parplan.executor.rules.divisions import SEQUENCE, TOKENS, WHOLE, local_shape
 from parplan.executor.sharding.overlap import (
     PER_LINEAR,
     PER_STAGE,
@@ -77,18 +77,20 @@ class Body(nn.Module):
         for name, layer in layers.items():
             self.add_module(name, layer)
 
-    def forward(self, x: Tensor, places: Tensor | None = None, **of_head: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, places: Tensor | None = None, targets: Tensor | None = None
+    ) -> Tensor:
         """Returns the output of the last layer.
 
-        places    those of the tokens in their documents, which all layers but the head read
-        of_head   further inputs of the head
+        places    those of the tokens in their documents
+        targets   the tokens behind each, which a head with modules ahead reads
         """
-        of_others = () if places is None else (places,)
+        packed = () if places is None else (places,)
+        in_head = () if targets is None else (targets,)
         for name, layer in self.named_children():
             inputs = x.inputs() if isinstance(x, HalvedOutput) else (x,)
             del x  # the name would hold the activation until the layer ends
-            in_head = name == LayerKind.HEAD
-            x = layer(*inputs, **of_head) if in_head else layer(*inputs, *of_others)
+            x = layer(*inputs, *packed, *(in_head if name == LayerKind.HEAD else ()))
         return x
 
     def tied_weight(self) -> nn.Parameter | None:
@@ -350,7 +352,10 @@ def _build_placed_layer(
             recipes,
             in_halves=level == PER_LINEAR,
         )
-    if placed.kind is LayerKind.HEAD and placed.plan.operators["loss"].input == FEATURES:
+    if placed.kind is LayerKind.HEAD and placed.plan.operators["loss"].input not in (
+        WHOLE,
+        *TOKENS,
+    ):
         layer.loss.group = ranks.tp_mesh.get_group()
     if placed.kind is LayerKind.EMBEDDING:
         boundary = parse_placement(border(plan, placed), placed.name)
@@ -400,7 +405,7 @@ def border(plan: Plan, after: PlacedLayer) -> tuple[str, ...]:
         return WHOLE
     if after.kind is LayerKind.EMBEDDING:
         return SEQUENCE if after.plan.sequence_parallel else WHOLE
-    ends = ("lm_head", "residual2", "residual1")  # a block may have the mixer alone
+    ends = ("residual2", "residual1")  # a block may have the mixer alone
     name = next(each for each in ends if each in after.plan.operators)
     return of_axis(after.plan.operators[name].output, "tp")
 
@@ -418,9 +423,13 @@ def _entry(plan: Plan, ranks: RankPlace, first: PlacedLayer) -> Callable[[Tensor
 
 
 def border_example(plan: Plan, after: PlacedLayer) -> Tensor:
-    """Returns a tensor without data of the shape and type that leave `after` on this rank."""
+    """Returns a tensor without data of the shape and type that leave `after` on this rank.
+
+    Nothing leaves the head, whose example has the shape of its states.
+    """
     whole = (plan.pipeline.micro_batch_size, rank_tokens(plan), plan.model.hidden_size)
-    shape = local_shape(whole, border(plan, after), tp=plan.mesh.tp)
+    entries = WHOLE if after.kind is LayerKind.HEAD else border(plan, after)
+    shape = local_shape(whole, entries, tp=plan.mesh.tp)
     return torch.empty(
         shape, dtype=compute_dtype(plan.training.precision), device="meta", requires_grad=True
     )

@@ -48,6 +48,12 @@ OF_STATE_SPACES = ("conv", "steps", "scan", "gated_norm")  # operators that hold
 _SHARD = re.compile(r"Shard\((\d+)\)@tp")
 
 
+def features_of(operator: Operator) -> Entries:
+    """Return the division of the last dim of an operator's output, or of its input without one."""
+    tensor = (*operator.outputs, *operator.inputs)[0]
+    return (f"Shard({len(tensor.dims) - 1})@tp",)
+
+
 def shard_dim(entries: Entries) -> int | None:
     """Return the dim that the plan's `("Shard(1)@tp",)` divides, or None if the tensor is whole."""
     match = _SHARD.fullmatch(entries[0]) if len(entries) == 1 else None
@@ -100,12 +106,11 @@ def misplaced(plan: Plan) -> Iterator[Misplaced]:
             break
 
 
-def table_division(layer_plan: LayerPlan) -> tuple[Entries, bool]:
-    """Return how embedding or head divides the token table.
+def table_division(layer_plan: LayerPlan, name: str) -> tuple[Entries, bool]:
+    """Return how an operator of embedding or head divides the token table.
 
     The second value is true where ranks hold parts of the gradient of a whole table.
     """
-    name = "tokens" if layer_plan.layer is LayerKind.EMBEDDING else "lm_head"
     placement = layer_plan.operators.get(name, OperatorPlacement())
     weight = placement.parameters.get("weight", WHOLE)
     return weight, weight == WHOLE and placement.output in TOKENS
@@ -151,7 +156,8 @@ def nearest_placement(plan: Plan, fault: Misplaced) -> OperatorPlacement:
     names = [parameter.name for parameter in operator.parameters]
     legal = []
     for read, gives, *held in itertools.product(
-        (FEATURES, SEQUENCE, BATCH, WHOLE), repeat=2 + len(names)
+        dict.fromkeys((features_of(operator), FEATURES, SEQUENCE, BATCH, WHOLE)),
+        repeat=2 + len(names),
     ):
         placement = OperatorPlacement(
             parameters=dict(zip(names, held, strict=True)), input=read, output=gives
@@ -188,8 +194,8 @@ def _problems(operator: Operator, layer: LayerKind, placement: OperatorPlacement
 def _entries(operator: Operator, placement: OperatorPlacement) -> Iterator[str]:
     """Yield faults of entries that are not one shard of a dim that the tensor has."""
     num_dims = {
-        "input": 3,
-        "output": 3,
+        "input": max((3, *(len(each.dims) for each in operator.inputs))),
+        "output": max((3, *(len(each.dims) for each in operator.outputs))),
         **{parameter.name: len(parameter.shape) for parameter in operator.parameters},
     }
     for name, entries in {
@@ -227,9 +233,9 @@ def _matmul_rule(operator: Operator, placement: OperatorPlacement) -> Iterator[s
         allowed = [(entries, entries) for entries in (WHOLE, BATCH, SEQUENCE)]
         why = "a whole weight reads and gives whole features, divided alike by batch or sequence"
     elif weight == ROWS:
-        allowed = [(WHOLE, FEATURES)]
+        allowed = [(WHOLE, features_of(operator))]
         legal_bias = ROWS
-        why = "a weight divided by rows reads the whole input and gives Shard(2)"
+        why = f"a weight divided by rows reads the whole input and gives {_text(allowed[0][1])}"
     else:
         allowed = [(FEATURES, output) for output in (WHOLE, BATCH, SEQUENCE)]
         why = (
@@ -309,14 +315,14 @@ def _divided_sizes(
         dim = shard_dim(entries)
         if dim is None or not tensors:
             continue
-        if dim != 2:
+        if dim < len(sizes):
             size, name = sizes[dim], names[dim]
         elif operator.name in OF_STATE_SPACES and plan.model.state_space is not None:
             size, name = plan.model.state_space.num_groups, "groups of state-space heads"
         elif operator.parallel_dim == "heads" and operator.kind is not OperatorKind.MATMUL:
             size, name = plan.model.num_kv_heads, "num_kv_heads"
         else:
-            size, name = tensors[0].dims[2].size, "features"
+            size, name = tensors[0].dims[dim].size, "features"
         yield f"{name} {size}", size
 
 

@@ -78,7 +78,8 @@ def _kept_on_host(layer_plan: LayerPlan, block: LayerClass) -> Problem | None:
 
 def _placements(layer_plan: LayerPlan, mesh: Mesh, block: LayerClass) -> Problem | None:
     """Check that ranks divide the tokens of a mixture alike, or the width of all experts."""
-    legal = _legal(layer_plan.operators["router"], mesh, block)
+    router = next(name for name in mixture_of(block) if name.endswith("router"))
+    legal = _legal(layer_plan.operators[router], mesh, block)
     wrong = [name for name in legal if layer_plan.operators[name] != legal[name]]
     if not wrong:
         return None
@@ -86,7 +87,7 @@ def _placements(layer_plan: LayerPlan, mesh: Mesh, block: LayerClass) -> Problem
         f"operator {wrong[0]} is placed otherwise than a mixture whose tp ranks divide the tokens, "
         + ("and the width of its experts" if mesh.etp > 1 else "its parameters not at all")
     )
-    tokens = list(legal["router"].input)
+    tokens = list(legal[router].input)
     return (
         problem,
         f"place router to combine on {tokens}"

@@ -31,6 +31,7 @@ from parplan.planner.plan.plan import LayerPlan, Plan
 from parplan.profiles.divisors import divisors
 from parplan.profiles.models.operator_graph import LayerKind
 
+FURTHER_TABLE = "mtp1.tokens"  # the table of multi-token prediction, in the head
 EIGHT_BITS = 8
 GATHERED = 3  # the ZeRO stage that shards parameters
 
@@ -124,8 +125,9 @@ def tied_tables(plan: Plan) -> Iterator[Refusal]:
         return
     stages = stage_layers(plan)
     first, last = stages[0][0], stages[-1][-1]
-    division = table_division(last.plan)
-    if table_division(first.plan) != division:
+    in_head = "lm_head" if plan.model.tied_embeddings else FURTHER_TABLE
+    division = table_division(last.plan, in_head)
+    if table_division(first.plan, "tokens") != division:
         name = _plan_name(plan, first)
         table = table_placement(division)
         yield Refusal(

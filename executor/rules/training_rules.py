@@ -18,6 +18,7 @@ RUN = {"blocks", "latent", "output_bias", "qk_norm", "sinks", "norm_layout", "fu
     "attention_soft_cap",
     "logit_soft_cap",
     "shared_experts",
+    "expert_latent_size",
     "expert_bias",
     "router_bias",
     "mtp_layers",
@@ -25,6 +26,8 @@ RUN = {"blocks", "latent", "output_bias", "qk_norm", "sinks", "norm_layout", "fu
     "tower",
     "left_out",
 }
+
+OF_BLOCKS = {"delta_rule"}  # fields without which the blocks of a model are none
 
 
 @rule(
@@ -36,7 +39,11 @@ def model_parts(plan: Plan) -> Iterator[Refusal]:
     if plan.module is not None:
         return
     for name, default in rare_parts(model).items():
-        if name not in RUN:
+        if name in OF_BLOCKS:
+            yield Refusal(
+                problem=f"model: {model.name} has blocks with {name}", action="choose another model"
+            )
+        elif name not in RUN:
             yield Refusal(
                 problem=f"model: {model.name} has {name}",
                 action=f"set {name} to {str(default).lower()}",
@@ -45,30 +52,26 @@ def model_parts(plan: Plan) -> Iterator[Refusal]:
 
 
 @rule(
-    why="the executor runs one module of multi-token prediction, on ranks that hold all of it and "
-    "whole sequences, with a token table on the device that the last product does not share",
+    why="modules of multi-token prediction have a copy of the token table, on the device and apart "
+    "from the last product",
     action="leave the modules out",
 )
 def further_tokens(plan: Plan) -> Iterator[Refusal]:
-    model, mesh = plan.model, plan.mesh
+    model = plan.model
     if not model.mtp_layers or plan.module is not None:
         return
     obstacles = {
-        f"{model.mtp_layers} modules": model.mtp_layers > 1,
         "a tied table": model.tied_embeddings,
-        f"tp {mesh.tp}": mesh.tp > 1,
-        f"cp {mesh.cp}": mesh.cp > 1,
         "a token table on the host": any(
             Offload.LOOKUP in each.offload for each in plan.layer_plans.values()
         ),
     }
     found = those(obstacles)
     if found:
-        left = 1 if found == [f"{model.mtp_layers} modules"] else 0
         yield Refusal(
             problem=f"model: {model.name} has mtp_layers with {', '.join(found)}",
-            action=f"set mtp_layers to {left}",
-            nearest=replace(plan, model=replace(model, mtp_layers=left)),
+            action="set mtp_layers to 0",
+            nearest=replace(plan, model=replace(model, mtp_layers=0)),
         )
 
 
@@ -223,7 +226,6 @@ def packed_sequences(plan: Plan) -> Iterator[Refusal]:
         "a module that is not the executor's own": plan.module is not None,
         "blocks in chunks": plan.chunks is not None,
         f"tp_overlap {plan.pipeline.tp_overlap}": plan.pipeline.tp_overlap > 0,
-        "multi-token prediction": plan.model.mtp_layers > 0,
         "state-space blocks": plan.model.state_space is not None,
         "activations on the host": any(each.keep_on_host for each in plan.layer_plans.values()),
     }

@@ -118,14 +118,37 @@ def place_layer(
     have.
     """
     for name, module in layer.named_children():
+        inside = of_module(operators, name)
+        if inside:
+            place_layer(module, inside, axes, f"{where}.{name}", recipes)
+            continue
         placement = (
             module.placement(operators) if isinstance(module, MixtureOfExperts) else operators[name]
         )
-        _place_operator(
-            module, placement, axes, f"{where}.operators.{name}", recipes or Recipes(), in_halves
-        )
+        if not getattr(module, "is_placed", False):  # modules ahead share a table
+            module.is_placed = True
+            _place_operator(
+                module,
+                placement,
+                axes,
+                f"{where}.operators.{name}",
+                recipes or Recipes(),
+                in_halves,
+            )
     if axes.both is not None:
         _enter_and_leave(layer, axes)
+
+
+def of_module(
+    operators: Mapping[str, OperatorPlacement], name: str
+) -> dict[str, OperatorPlacement]:
+    """Returns the operators of a module of multi-token prediction, by their names inside it."""
+    begins = f"{name}."
+    return {
+        each.removeprefix(begins): placement
+        for each, placement in operators.items()
+        if each.startswith(begins)
+    }
 
 
 def place_parameters(

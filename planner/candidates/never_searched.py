@@ -45,6 +45,10 @@ _ALWAYS = (
 )
 _UNLIKE = (
     UnsearchedPart(
+        "a tower that every tensor-parallel rank repeats where they can divide its images",
+        "it computes as often as there are ranks",
+    ),
+    UnsearchedPart(
         "different ZeRO stages of the layers of one pipeline rank",
         "where blocks are of several classes a rank has one",
     ),

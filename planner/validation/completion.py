@@ -25,6 +25,8 @@ _SETTINGS = (
     *("vocab", "seq_len", "global_batch", "micro_batch", "dp", "tp", "pp", "vpp", "cp", "ep"),
     *("sequence_parallel", "zero_stage", "recompute", "dtype"),
 )
+# note of a sequence length that was computed from other figures: that of a recipe goes before
+INFERRED_LENGTH = "seq_len inferred"
 _WHOLE = 2e-3  # share that a batch derived from a rounded tokens/s may be off a whole number
 
 
@@ -32,6 +34,9 @@ def completed(row: Row) -> tuple[dict[str, str], tuple[str, ...]]:
     """Returns the row with the settings that it leaves out, and where they were taken from."""
     complete = dict(row)
     taken = []
+    inferred = row["seq_len"] if INFERRED_LENGTH in row["notes"] else ""
+    if inferred:
+        complete["seq_len"] = ""
     for source, settings in (
         (SHIPPED, _shipped_settings(row["id"])),
         (RECIPE, _recipe_settings(row["id"])),
@@ -40,6 +45,7 @@ def completed(row: Row) -> tuple[dict[str, str], tuple[str, ...]]:
         if filled:
             complete |= filled
             taken.append(source)
+    complete["seq_len"] = complete["seq_len"] or inferred
     own = _own_figures(complete)
     if own:
         complete |= own

@@ -153,6 +153,11 @@ CONTEXT_FORMS = (  # pattern in an id or in notes -> the form of context paralle
 # recipes of Megatron-Bridge (perf_recipes/_common.py of the commit below), except those of Kimi K2.
 NARROW_GRADIENTS = re.compile(r"mbridge-(?!.*Kimi)|mbcard-.*pretrain_performance")
 FIGURES_DISAGREE = "its own figures disagree"
+# Start of the id of runs of a release that was slow by a fault which its publisher names
+# (NVIDIA-NeMo/Megatron-Bridge@067f987df0): GPT-OSS of 26.06.01 by cudnn-frontend issue 256
+# (docs/performance-summary-archive.md), Moonlight with tensor parallelism since 26.04 by its
+# PyTorch image (docs/releases/known-issues.md).
+NAMED_FAULTS = re.compile(r"mbridge-26\.06\.01-GPT_OSS|mbridge-moonlight16b-")
 # Rows whose figures agree after all: torchtitan of 2024 counts the parameters of the embedding in
 # its MFU, 6 x 0.53e9 FLOPs a token for Llama 3 8B, 1.054 of the count without them.
 # The FLOPs of packed documents have hardly any attention.
@@ -204,6 +209,16 @@ RELEASE_TEST_VOCAB = 50257
 RELEASE_TEST_IMBALANCE = 1.15
 # Megatron's fused cross entropy holds fp32 logits beside their gradient
 FUSED_LOSS_LOGIT_BYTES = 10
+# Pattern in the id of a run, first match first, and the bytes of a logit at the peak of its loss.
+# torchtune (bd2a0fc7c3 torchtune/modules/loss): plain cross entropy in PyTorch holds the 16-bit
+# logits and their gradient, and in fp32 the logits, their log-softmax and the gradients of both;
+# compiled it holds the 16-bit ones, and in fp32 the logits, their log-softmax and its gradient; in
+# eight chunks (CEWithChunkedOutputLoss) the 16-bit logits, and all of that for one chunk.
+LOGIT_BYTES = (
+    (r"torchtune-.*-packed", 20),
+    (r"torchtune-.*-compile", 14),
+    (r"torchtune-", 4),
+)
 # Blocks on the last stage of the vocabulary-parallel fork's `redis` (sail-sg/VocabularyParallelism
 # artifact/exp_one_host.csv).
 LAST_STAGE_OF_REDIS = {32000: 4, 64000: 3, 128000: 2, 256000: 0}

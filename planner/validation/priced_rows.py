@@ -10,9 +10,11 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.memory.rank_memory import RankMemory
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.step import StepPrice, price_step
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
@@ -28,7 +30,7 @@ from parplan.planner.validation.configuration import (
     configuration_of,
     experiment_of,
 )
-from parplan.planner.validation.frameworks import FIGURES_AGREE, FIGURES_DISAGREE
+from parplan.planner.validation.frameworks import FIGURES_AGREE, FIGURES_DISAGREE, NAMED_FAULTS
 from parplan.planner.validation.reported_memory import predicted_gib
 from parplan.planner.validation.row_cells import OPTIONAL, Row, UnpricedError, source_of
 from parplan.planner.validation.row_stack import NO_MODULES, Modules, stack_name
@@ -45,7 +47,9 @@ UNTIMED = {
     "small models are launch-bound": "small models, which are launch-bound",
     "functional (untuned) run": "functional runs, whose source calls their times sanity checks",
     "INCONSISTENT": FIGURES_DISAGREE,
+    "power limited": "devices of a lower power limit, which their source does not state",
 }
+NAMED_FAULT = "a release that was slow by a fault which its publisher names"
 OUT_OF_MEMORY = ("OOM", "out-of-memory")  # memory_kind of a run that ran out
 
 
@@ -228,6 +232,20 @@ def _price_one(
     levels: tuple[Recompute, ...],
     price_cache: PriceCache,
 ) -> StepPrice:
+    price = price_step(strategy_of(configuration, layout, levels, price_cache), price_cache)
+    return replace(price, memory=held(configuration, price.memory))
+
+
+def strategy_of(
+    configuration: Configuration,
+    layout: ParallelLayout,
+    levels: tuple[Recompute, ...],
+    price_cache: PriceCache,
+) -> Strategy:
+    """Returns the strategy of one choice of what a configuration leaves open.
+
+    Raises UnpricedError for a layout that is not legal.
+    """
     model = configuration.model
     stages = configuration.stages_of(layout)
     reason = illegal_tensor_parallel(
@@ -244,16 +262,16 @@ def _price_one(
     )
     if configuration.modules != NO_MODULES:
         strategy = _by_module(strategy, configuration.modules, price_cache)
-    if len(levels) > 1:
-        strategy = _in_turn(strategy, levels)
-    price = price_step(strategy, price_cache)
+    return _in_turn(strategy, levels) if len(levels) > 1 else strategy
+
+
+def held(configuration: Configuration, memory: Sequence[RankMemory]) -> tuple[RankMemory, ...]:
+    """Returns the memory of the ranks of a row, whose activations in flight may be more."""
     if configuration.in_flight == 1.0:
-        return price
-    memory = tuple(
-        replace(rank, activations=rank.activations * configuration.in_flight)
-        for rank in price.memory
+        return tuple(memory)
+    return tuple(
+        replace(rank, activations=rank.activations * configuration.in_flight) for rank in memory
     )
-    return replace(price, memory=memory)
 
 
 def _by_module(strategy: Strategy, modules: Modules, price_cache: PriceCache) -> Strategy:
@@ -302,7 +320,8 @@ def _untimed(row: Row) -> tuple[str, ...]:
     if _step_time_s(row) is None:
         return ()
     kinds = (kind for words, kind in UNTIMED.items() if words in row["notes"])
-    return tuple(kind for kind in kinds if kind != FIGURES_DISAGREE or not _agrees(row))
+    said = tuple(kind for kind in kinds if kind != FIGURES_DISAGREE or not _agrees(row))
+    return (*said, NAMED_FAULT) if NAMED_FAULTS.match(row["id"]) else said
 
 
 def _agrees(row: Row) -> bool:

@@ -9,7 +9,9 @@ cells alone, and an entry goes before those that follow it.
                   NVIDIA/NeMo-Framework-Launcher@26e42fa91d
     mbcard        src/megatron/bridge/recipes and perf_recipes of
                   NVIDIA-NeMo/Megatron-Bridge@067f987df0, as its model_verification_cards name them
-    mbridge       src/megatron/bridge/perf_recipes of the same
+    mbridge       src/megatron/bridge/perf_recipes of the same; recompute_modules of
+                  scripts/performance/configs at v0.2.0 (releases 25.09 and 25.11), v0.3.1 (26.02),
+                  v0.4.1 (26.04) and v0.5.0 (26.06)
     megh100       the degrees of the same model in the table of weak scaling of the same page
     mcoreci       tests/functional_tests/test_cases/*/model_config.yaml of
                   NVIDIA/Megatron-LM@d98e8a64dd. gpt3_15b: the first batch of the test's schedule;
@@ -100,6 +102,7 @@ RECIPES: tuple[tuple[str, Cells], ...] = (
     ),
     (r"mbcard-nemotron-3\.5-lightning-", {"micro_batch": "1", **_LIGHTNING}),
     (r"mbcard-nemotron-3-super-120b-a12b-pretrain", {"mtp_layers": "2"}),
+    (r"mbcard-nemotron-3-super-120b-a12b-pretrain_performance-GB200", {"seq_len": "8192"}),
     (
         r"mbcard-nemotron-3-super-120b-a12b-pretrain\w*-H100",
         {"recompute": "selective layernorm+moe_act+moe+core_attn"},
@@ -116,6 +119,10 @@ RECIPES: tuple[tuple[str, Cells], ...] = (
             "pipeline_layout": "Et*12|(t*12|)*6t*4mL",
         },
     ),
+    (
+        r"mbridge-26\.0[246].*-Nemotron_3_Nano-h100-16-fp8-",
+        {"recompute": "selective moe+layernorm+core_attn+moe_act"},
+    ),
     (r"mbridge-.*-Nemotron_3_Nano-h100-16-fp8-", {"recompute": "selective layernorm"}),
     (
         r"mbridge-.*-(DeepSeekV3|Kimi_K2)-g?b[23]00-256-",
@@ -130,9 +137,10 @@ RECIPES: tuple[tuple[str, Cells], ...] = (
     (r"mbridge-.*-Qwen3_(30B|235B)_", {"recompute": "none"}),
     (r"mbridge-.*-DeepSeekV3-h100-", {"recompute": "selective mla_up_proj+mlp"}),
     (r"mbridge-.*-DeepSeekV3-gb200-.*-(fp8-cs|nvfp4)", {"recompute": "selective mlp"}),
-    (r"mbridge-.*-DeepSeekV3-gb300-.*-bf16-", {"recompute": "selective moe_act"}),
-    (r"mbridge-.*-DeepSeekV3-gb300-.*-(mxfp8|fp8-mx)-", {"recompute": "none"}),
-    (r"mbridge-.*-DeepSeekV3-", {"recompute": "selective mla_up_proj"}),
+    (r"mbridge-26\.04.*-DeepSeekV3-gb200-", {"recompute": "selective mlp"}),
+    (r"mbridge-25.*-DeepSeekV3-gb300-", {"recompute": "selective moe_act"}),
+    (r"mbridge-26\.0[68].*-DeepSeekV3-gb300-", {"recompute": "none"}),
+    (r"mbridge-.*-(DeepSeekV3|Kimi_K2)-", {"recompute": "selective mla_up_proj"}),
     (r"mbcard-deepseek-v3-.*-H100", {"recompute": "selective mla_up_proj+mlp"}),
     (r"nemolauncher-llama2-7b-8-sft", {"recompute": "none"}),
     (r"nemolauncher-llama2-13b-8-sft", {"recompute": "none", "vpp": "10"}),

@@ -16,6 +16,7 @@ from parplan.planner.validation.frameworks import (
     FUSED_LOSS_LOGIT_BYTES,
     INTERLEAVING_STACKS,
     KERNELS,
+    LOGIT_BYTES,
     NARROW_GRADIENTS,
     NO_OVERLAP,
     OFFLOADS,
@@ -79,6 +80,9 @@ def stack_of(row: Row, stack: Stack) -> Stack:
     fused_loss = re.search(r"fused cross entropy|cross-entropy fusion on", notes)
     if fused_loss or "cross_entropy_loss_fusion" in row["id"]:
         stack = replace(stack, logit_bytes=FUSED_LOSS_LOGIT_BYTES)
+    of_loss = next((size for pattern, size in LOGIT_BYTES if re.match(pattern, row["id"])), None)
+    if of_loss is not None:
+        stack = replace(stack, logit_bytes=of_loss)
     if NO_OVERLAP.search(notes):
         stack = replace(stack, overlap_tensor_parallel=False, overlap_transfers=False)
     if "asyncTP" in row["id"]:

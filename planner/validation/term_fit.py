@@ -1,4 +1,4 @@
-"""Fits the terms of profiles/data/terms.yaml to measured steps, in a few minutes.
+"""Fits the terms of profiles/data/terms.yaml to measured steps, in four minutes.
 
 Every term is one number with physical bounds, of a software stack or of a network. Terms are fitted
 one after another: each takes the tried value with the least mean of |log(predicted / measured)|
@@ -18,11 +18,11 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from parplan.planner.validation.configuration import configuration_of, experiment_of
+from parplan.planner.validation.fitted_row import FittedRow, counts_the_allocator
 from parplan.planner.validation.priced_rows import PricedRow, price_row
-from parplan.planner.validation.reported_memory import Figure, figure_of
 from parplan.planner.validation.row_cells import Row
 from parplan.planner.validation.row_stack import stack_name
 from parplan.planner.validation.step_rows import read_table
@@ -82,6 +82,7 @@ NIC_SHARE = "nic_share"
 # note of release tests whose kernels are slower on purpose, so that they say nothing about a stack
 DETERMINISTIC = "deterministic kernels"
 
+SpacedT = TypeVar("SpacedT")
 Key = tuple[str, str, str]  # "stacks" or "links", name of the stack or link, term
 Values = Mapping[Key, float]
 
@@ -114,13 +115,13 @@ class Fit:
     """The rows that terms are fitted to, and the terms that they depend on, by experiment."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
-        self.rows: dict[str, list[Row]] = {}
+        self.rows: dict[str, list[FittedRow]] = {}
         self.keys: dict[str, set[Key]] = {}
         for row in rows:
             priced = price_row(row, held_out=False)
             measured = priced.error is not None or _memory_error(row, priced) is not None
             if measured and not priced.assumed and DETERMINISTIC not in row["notes"]:
-                self.rows.setdefault(experiment_of(row), []).append(row)
+                self.rows.setdefault(experiment_of(row), []).append(FittedRow(row, priced))
                 self.keys.setdefault(experiment_of(row), set()).update(_keys(row))
         self.rows = {
             name: spaced(rows, ROWS_OF_EXPERIMENT) for name, rows in sorted(self.rows.items())
@@ -149,13 +150,11 @@ class Fit:
         used = tuple(sorted((key, values[key]) for key in self.keys[experiment]))
         if (experiment, used) not in self._losses:
             terms = terms_of(values)
-            rows = self.rows[experiment]
-            priced = [price_row(row, terms, held_out=False) for row in rows]
-            memory_errors = map(_memory_error, rows, priced)
-            times = [_log(each.error) for each in priced if each.error is not None]
-            memories = [_log(error) for error in memory_errors if error is not None]
+            errors = [row.errors(terms) for row in self.rows[experiment]]
+            times = [_log(time) for time, _ in errors if time is not None]
+            memories = [_log(memory) for _, memory in errors if memory is not None]
             self._losses[experiment, used] = sum(
-                statistics.fmean(errors) for errors in (times, memories) if errors
+                statistics.fmean(logs) for logs in (times, memories) if logs
             )
         return self._losses[experiment, used]
 
@@ -194,7 +193,7 @@ def _keys(row: Row) -> set[Key]:
     stack = configuration.training.stack
     name = stack.terms_of or stack.name
     terms = list(STACK_TERMS | TERMS_OF_ONE_STACK.get(name, {}))
-    if _counts_the_allocator(row):
+    if counts_the_allocator(row):
         terms += MEMORY_TERMS
     keys: set[Key] = {("stacks", name, term) for term in terms}
     if nic in LINK_TERMS:
@@ -202,16 +201,12 @@ def _keys(row: Row) -> set[Key]:
     return keys
 
 
-def _counts_the_allocator(row: Row) -> bool:
-    return bool(row["peak_memory_gib"]) and figure_of(row["memory_kind"]) is not Figure.ALLOCATED
-
-
 def _memory_error(row: Row, priced: PricedRow) -> float | None:
     """Returns the memory error of a row whose figure depends on a memory term, else None."""
-    return priced.memory_error if _counts_the_allocator(row) else None
+    return priced.memory_error if counts_the_allocator(row) else None
 
 
-def spaced(rows: Sequence[Row], count: int) -> list[Row]:
+def spaced(rows: Sequence[SpacedT], count: int) -> list[SpacedT]:
     """Returns at most `count` of the rows, evenly spaced."""
     if len(rows) <= count:
         return list(rows)

@@ -256,6 +256,9 @@ def from_datasheet(sheet: Datasheet, tables: MeasurementTables, scores: list[Sco
         return replace(curve, efficiency=sheet.efficiency, throttle=throttle, source=sheet.source)
 
     profile = analytic_profile(sheet.device)
+    compute = _mapped(profile.compute, assumed)
+    if sheet.flash is not None:
+        compute = _with_flash(compute, sheet.flash, sheet.flash_source)
     inside = replace(
         profile.intra, link_bytes_per_s=load_cluster(sheet.device).intra_node.bytes_per_s
     )
@@ -263,7 +266,17 @@ def from_datasheet(sheet: Datasheet, tables: MeasurementTables, scores: list[Sco
         inside = replace(inside, link_share=sheet.link_share, source=sheet.link_source)
     if sheet.links:
         inside = reduced_intra(tables, sheet.device, sheet.links, (NNSCALER,), inside, scores)
-    return replace(profile, compute=_mapped(profile.compute, assumed), intra=inside)
+    return replace(profile, compute=compute, intra=inside)
+
+
+def _with_flash(compute: Compute, shares: tuple[float, float], source: str) -> Compute:
+    """Returns the curves with fused attention at shares of the peak, forward and backward."""
+    forward, backward = shares
+    return replace(
+        compute,
+        flash_forward=replace(compute.flash_forward, efficiency=forward, source=source),
+        flash_backward=replace(compute.flash_backward, efficiency=backward, source=source),
+    )
 
 
 def _profile(context: FitContext) -> Profile:

@@ -173,6 +173,8 @@ class Datasheet:
     link_source  where that share is from
     links        its name in the tables, where it has rows of all-reduces, the one collective whose
                  sizes they tell
+    flash        share of the peak that fused attention reaches forward and backward, None for the
+                 assumed ones
     """
 
     device: str
@@ -182,10 +184,19 @@ class Datasheet:
     link_share: float | None = None
     link_source: str = ""
     links: str = ""
+    flash: tuple[float, float] | None = None
+    flash_source: str = ""
 
 
 _GPU_BENCHMARK = "best shape of github.com/mag-/gpu_benchmark, README"
 _MAX_ACHIEVABLE = "ROCm/rocm-blogs, Measuring Max-Achievable FLOPs part 2, table 1: steady load"
+# 1.15 x 335 and 322 TFLOP/s of 1307, over the form's share of heads of 128
+_CDNA3_FLASH = (0.34, 0.33)
+_CDNA3_FLASH_SOURCE = (
+    "1.15 times the bars of FlashAttention 2 on H100 (arXiv:2407.08608 figures 5 and 6), as AMD "
+    "says of its own forward pass, 10 to 20 % more (semianalysis.substack.com, "
+    "AMD MI300 performance)"
+)
 DATASHEETS = (
     Datasheet(
         device="rtx3090-24gb",
@@ -237,24 +248,32 @@ DATASHEETS = (
         sustained=0.9,
         source="assumed: round figures near MI300X's at twice its power for a FLOP",
         links="MI200",
+        flash=_CDNA3_FLASH,
+        flash_source=f"assumed: as MI300X, {_CDNA3_FLASH_SOURCE}",
     ),
     Datasheet(
         device="mi300x-192gb",
         efficiency=0.58,
         sustained=0.93,
         source=(f"708 TFLOP/s ({_MAX_ACHIEVABLE}); 758 TFLOP/s for a moment ({_GPU_BENCHMARK})"),
+        flash=_CDNA3_FLASH,
+        flash_source=_CDNA3_FLASH_SOURCE,
     ),
     Datasheet(
         device="mi325x-256gb",
         efficiency=0.69,
         sustained=0.93,
         source=f"843 TFLOP/s ({_MAX_ACHIEVABLE}); for a moment as much more as on MI300X",
+        flash=_CDNA3_FLASH,
+        flash_source=f"assumed: as MI300X, {_CDNA3_FLASH_SOURCE}",
     ),
     Datasheet(
         device="mi355x-288gb",
         efficiency=0.69,
         sustained=0.93,
         source="assumed: as MI325X, with 1.4 times its power and 1.9 times its arithmetic",
+        flash=_CDNA3_FLASH,
+        flash_source=f"assumed: as MI300X, {_CDNA3_FLASH_SOURCE}",
     ),
     Datasheet(
         device="gaudi3-128gb",

@@ -10,6 +10,7 @@ from parplan.profiles.documents.ranges import require_range
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.calibration_factors import Calibration
 from parplan.profiles.machines.speeds import Profile
+from parplan.profiles.stack import FlashKernel
 
 _FORBID = {"extra": "forbid"}
 CPU = "cpu"  # the device of configs/clusters/cpu.yaml
@@ -21,6 +22,8 @@ class Device:
 
     compute_capability: that of its CUDA architecture (https://developer.nvidia.com/cuda-gpus), None
         where it is not known or has none
+    flash_kernel: fused attention of its libraries, where these are not CUDA's; a stack then runs it
+        instead of its own
     """
 
     __pydantic_config__ = _FORBID
@@ -33,6 +36,7 @@ class Device:
     context_bytes: int
     source: str
     compute_capability: float | None = None
+    flash_kernel: FlashKernel | None = None
 
     @property
     def is_host(self) -> bool:

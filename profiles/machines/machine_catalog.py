@@ -25,7 +25,7 @@ from parplan.profiles.machines.hardware import Cluster, Device, Link
 from parplan.profiles.machines.network_levels import LevelDocument, level_documents, levels_of
 from parplan.profiles.machines.speeds import Profile
 from parplan.profiles.machines.stack_terms import Terms, shipped_terms
-from parplan.profiles.stack import Stack
+from parplan.profiles.stack import FlashKernel, Stack
 from parplan.profiles.units import GB, GIB, TERA, US_PER_S, shortest
 
 _Positive = Annotated[float, Limits(gt=0)]
@@ -88,6 +88,7 @@ class _DeviceDocument:
     context_gib: _NotNegative
     source: str
     compute_capability: _Positive | None = None
+    flash_kernel: FlashKernel | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +187,7 @@ def cluster_from_document(document: object, where: str) -> Cluster:
             context_bytes=_bytes(device.context_gib),
             source=device.source,
             compute_capability=device.compute_capability,
+            flash_kernel=device.flash_kernel,
         ),
         nodes=cluster.nodes,
         gpus_per_node=node.gpus,
@@ -226,6 +228,7 @@ def cluster_document(cluster: Cluster) -> dict[str, Any]:
             context_gib=shortest(device.context_bytes, GIB, _bytes),
             source=device.source,
             compute_capability=device.compute_capability,
+            flash_kernel=device.flash_kernel,
         ),
         node=_NodeDocument(
             gpus=cluster.gpus_per_node,

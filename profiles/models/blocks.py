@@ -17,6 +17,7 @@ class Mixer(StrEnum):
 
     ATTENTION = "attention"
     STATE_SPACE = "state_space"
+    DELTA_RULE = "delta_rule"
     NONE = "none"  # the block is a feed-forward network alone
 
 
@@ -118,6 +119,33 @@ class StateSpace:
     def conv_size(self) -> int:
         """Channels of the convolution: the inner width and both projections of the state."""
         return self.inner_size + 2 * self.num_groups * self.state_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaRule:
+    """The shape of a gated delta rule: Yang et al. 2024, arXiv 2412.06464.
+
+    key_heads, key_head_dim        heads of queries and keys
+    value_heads, value_head_dim    heads of values, a multiple of those of keys
+    conv_kernel                    tokens that the causal convolution reads
+    """
+
+    __pydantic_config__ = _FORBID
+
+    key_heads: int
+    key_head_dim: int
+    value_heads: int
+    value_head_dim: int
+    conv_kernel: int = 4
+
+    @property
+    def value_size(self) -> int:
+        return self.value_heads * self.value_head_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_head_dim + self.value_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

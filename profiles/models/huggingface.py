@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
+from parplan.profiles.documents.ranges import LAYERS
 from parplan.profiles.documents.schema import document, parse
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.blocks import QkNorm
@@ -18,6 +19,7 @@ from parplan.profiles.models.hf.config_families import ALIASES, FAMILIES, WRAPPE
 from parplan.profiles.models.hf.config_functions import functions_of
 from parplan.profiles.models.hf.config_reader import ConfigReader
 from parplan.profiles.models.hf.granite_hybrid import granite_hybrid_fields, granite_positions
+from parplan.profiles.models.hf.not_described import NOT_DESCRIBED, require_described
 from parplan.profiles.models.hf.parts import (
     block_fields,
     falcon_fields,
@@ -69,10 +71,12 @@ _DROPOUT = (
 def is_described_family(config: Mapping[str, Any]) -> bool:
     """Returns True if the operator graph expresses the family that the configuration names.
 
-    A configuration without a family counts as a broken file of such a family.
+    A configuration without a family counts as a broken file of such a family, and so does one of a
+    family that is known to have other blocks: both have an error that names the key.
     """
     model_type = config.get("model_type")
-    return not isinstance(model_type, str) or model_type in _supported()
+    known = (*_supported(), *NOT_DESCRIBED)
+    return not isinstance(model_type, str) or model_type in known
 
 
 def entry_from_config(config: Mapping[str, Any], where: str) -> ModelEntry:
@@ -83,6 +87,7 @@ def entry_from_config(config: Mapping[str, Any], where: str) -> ModelEntry:
     Raises ConfigError with `where`: an unknown model_type, a missing or wrong key, a key that is
     not understood, an architecture that the graph cannot express.
     """
+    require_described(config, where)
     model_type = _model_type(config, where)
     text = _text(config, where, model_type)
     name = _name(config, where)
@@ -229,7 +234,19 @@ def _own_fields(reader: ConfigReader, family_name: str, fields: dict[str, Any]) 
         return minimax_fields(reader, fields["head_dim"])
     if family_name == "granitemoehybrid":
         return {"positions": granite_positions(reader)}
+    if family_name == "hunyuan_v1_moe":
+        _require_one_width(reader)
     return {}
+
+
+def _require_one_width(reader: ConfigReader) -> None:
+    """Raises ConfigError where a Hunyuan names two widths of experts, of which one is used."""
+    experts, dense = (
+        reader.integer((name,), 0) for name in ("moe_intermediate_size", "intermediate_size")
+    )
+    if experts and dense and experts != dense:
+        needed = f"the intermediate_size {dense}, the width of the shared expert"
+        raise reader.wrong("moe_intermediate_size", experts, needed)
 
 
 def _layers(reader: ConfigReader, family: Family, family_name: str) -> dict[str, Any]:
@@ -240,6 +257,8 @@ def _layers(reader: ConfigReader, family: Family, family_name: str) -> dict[str,
     if family_name == "granitemoehybrid":
         return granite_hybrid_fields(reader, reader.integer(_LAYERS), reader.integer(_HIDDEN))
     num_layers = reader.integer(_LAYERS)
+    if num_layers not in LAYERS:  # before a list of them is made
+        raise reader.wrong("num_hidden_layers", num_layers, str(LAYERS))
     return {"num_layers": num_layers, **block_fields(reader, family, num_layers)}
 
 

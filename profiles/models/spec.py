@@ -10,6 +10,7 @@ from parplan.profiles.documents.ranges import require_range, require_ranges
 from parplan.profiles.errors import ConfigError, coerce_choice
 from parplan.profiles.models.blocks import (
     BlockRun,
+    DeltaRule,
     LatentAttention,
     Mixer,
     NormLayout,
@@ -42,6 +43,8 @@ _RARE_NAMES = (
     "expert_bias",
     "router_bias",
     "state_space",
+    "delta_rule",
+    "attention_gate",
     "mtp_layers",
     "functions",
     "key_bias",
@@ -107,6 +110,8 @@ class ModelSpec:
         and from which they come back (Nemotron 3 Super); 0: they are sent as they are
     expert_bias, router_bias: whether the experts' and the router's products have a bias
     state_space: the shape of the blocks with `mixer: state_space`
+    delta_rule: the shape of the blocks with `mixer: delta_rule`
+    attention_gate: a gate of every feature multiplies the output of attention (Qwen3-Next)
     mtp_layers: multi-token prediction modules behind the blocks (DeepSeek-V3)
     functions: functions and factors that cost nothing, such as the activation
     key_bias: False: queries and values have a bias, keys have none (Whisper)
@@ -154,6 +159,8 @@ class ModelSpec:
     expert_bias: bool = False
     router_bias: bool = False
     state_space: StateSpace | None = None
+    delta_rule: DeltaRule | None = None
+    attention_gate: bool = False
     mtp_layers: int = 0
     functions: Functions = PLAIN_FUNCTIONS
     key_bias: bool = True
@@ -169,7 +176,8 @@ class ModelSpec:
         require_ranges(self, where)
         for error in (*self._shape_errors(), *self._part_errors(), *self._expert_errors()):
             raise ConfigError(f"{where}: {error[0]}", hint=error[1])
-        for record in (*self.blocks, self.latent, self.shared_experts, self.state_space):
+        parts = self.latent, self.shared_experts, self.state_space, self.delta_rule
+        for record in (*self.blocks, *parts):
             if record is not None:
                 require_positive(record, where, zero=("window", "chunk", "q_rank"))
 
@@ -207,9 +215,19 @@ class ModelSpec:
             )
         if latent is not None and self.qk_norm is not QkNorm.NONE:
             yield f"qk_norm is {self.qk_norm}, latent attention has its own", "leave out qk_norm"
-        scans = any(kind.mixer is Mixer.STATE_SPACE for kind in self.block_kinds)
-        if scans and self.state_space is None:
-            yield "blocks have mixer state_space without state_space", "give state_space"
+        mixers = {kind.mixer for kind in self.block_kinds}
+        for mixer in (Mixer.STATE_SPACE, Mixer.DELTA_RULE):
+            if mixer in mixers and getattr(self, mixer.value) is None:
+                yield f"blocks have mixer {mixer} without {mixer}", f"give {mixer}"
+        rule = self.delta_rule
+        if rule is not None and rule.value_heads % rule.key_heads:
+            yield (
+                f"delta_rule has {rule.value_heads} heads of values, no multiple of the "
+                f"{rule.key_heads} of keys",
+                "correct value_heads",
+            )
+        if self.attention_gate and latent is not None:
+            yield "attention_gate with latent attention, which has none", "leave out attention_gate"
         if self.parallel_residual and self.norm_layout in (NormLayout.POST, NormLayout.BOTH):
             yield (
                 f"norm_layout is {self.norm_layout}, parallel residuals have norms before parts",
@@ -277,6 +295,7 @@ class ModelSpec:
             ("ffn width", self.ffn_hidden_size),
             ("width of the shared experts", shared.ffn_hidden_size if shared else 0),
             ("state-space groups", scans.num_groups if scans else 0),
+            ("key heads of the delta rule", self.delta_rule.key_heads if self.delta_rule else 0),
             ("vocabulary", self.padded_vocab_size),
             ("heads of the tower", self.tower.num_heads if self.tower else 0),
         )

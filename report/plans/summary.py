@@ -32,6 +32,7 @@ from parplan.report.names import (
 from parplan.report.plans.chunk_tables import chunks_fact
 from parplan.report.plans.coverage_notes import coverage_notes, coverage_of_profile, coverage_text
 from parplan.report.plans.memory_table import fullest, print_stages
+from parplan.report.plans.network_fact import network_facts
 from parplan.report.plans.notes import notes
 from parplan.report.plans.stage_waits import wait_lines
 from parplan.report.text import (
@@ -195,6 +196,7 @@ def _facts(
     traced = isinstance(plan, TracedPlan)
     predicted = plan.predicted
     yield "mesh", str(plan.mesh), ", ".join(pipeline_phrases(plan.pipeline, plan.mesh))
+    yield from network_facts(plan)
     yield ("stages" if traced else "layers", *layers_phrases(plan))
     if plan.chunks:
         yield chunks_fact(plan, plan.chunks)

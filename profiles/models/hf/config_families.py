@@ -180,6 +180,7 @@ _HUNYUAN = Family(
     epsilon=1e-5,
     qk_norm=QkNorm.HEAD,
     fixed={
+        "mlp_bias": False,
         "norm_type": "rms",
         "use_cla": False,
         "use_mla": False,
@@ -189,6 +190,26 @@ _HUNYUAN = Family(
 )
 _OLMO2 = Family(epsilon=1e-5, qk_norm=QkNorm.WHOLE, norm_layout=NormLayout.POST)
 _QWEN3_EXPERTS = ExpertKeys(number=("num_experts", "num_local_experts"), dense=DenseBlocks.NAMED)
+_QWEN3_NEXT = Family(
+    qk_norm=QkNorm.HEAD,
+    rotary_fraction=0.25,
+    experts=replace(_QWEN3_EXPERTS, shared=Shared.GATED),
+    defaults={
+        "head_dim": 256,
+        "num_key_value_heads": 2,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
+    fixed={"use_sliding_window": False},
+)
 
 FAMILIES: Mapping[str, Family] = {
     "deepseek_v2": _DEEPSEEK_V2,
@@ -499,6 +520,12 @@ FAMILIES: Mapping[str, Family] = {
             "rope_theta": 2000000.0,
         },
     ),
+    "qwen3_next": _QWEN3_NEXT,
+    "qwen3_5_moe_text": replace(
+        _QWEN3_NEXT,
+        defaults={**_QWEN3_NEXT.defaults, "num_experts": 256, "num_experts_per_tok": 8},
+    ),
+    "qwen3_5_text": replace(_QWEN3_NEXT, experts=None),
     "stablelm": Family(
         norm=Norm.LAYER_NORM,
         epsilon=1e-5,

@@ -9,6 +9,7 @@ from typing import Any
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.blocks import (
     BlockRun,
+    DeltaRule,
     LatentAttention,
     Mixer,
     SharedExperts,
@@ -75,17 +76,46 @@ def _shared(reader: ConfigReader, experts: ExpertKeys, width: int) -> SharedExpe
 
 def block_fields(reader: ConfigReader, family: Family, num_layers: int) -> Fields:
     """Returns the runs of unlike blocks, and the width of dense blocks where there are any."""
+    experts = _with_experts(reader, family, num_layers)
+    dense_width = {"ffn_hidden_size": 0} if family.experts is not None and all(experts) else {}
+    if "linear_key_head_dim" in family.defaults:
+        return delta_rule_fields(reader, experts) | dense_width
     rotary = _rotary(reader, family, num_layers)
     reach = _reach(reader, family, rotary)
-    experts = _with_experts(reader, family, num_layers)
     kinds = [
         BlockRun(window=window, chunk=chunk, rotary=turned, experts=routed)
         for (window, chunk), turned, routed in zip(reach, rotary, experts, strict=True)
     ]
-    blocks = runs_of(kinds)
-    if family.experts is not None and all(experts):
-        return {"blocks": blocks, "ffn_hidden_size": 0}
-    return {"blocks": blocks}
+    return {"blocks": runs_of(kinds)} | dense_width
+
+
+def delta_rule_fields(reader: ConfigReader, experts: list[bool]) -> Fields:
+    """Returns the blocks of a Qwen3-Next, of attention in turns, and the shape of the others."""
+    interval = reader.integer(("full_attention_interval",))
+    names = reader.items(("layer_types",)) or tuple(
+        "linear_attention" if (place + 1) % interval else "full_attention"
+        for place in range(len(experts))
+    )
+    mixers = {"linear_attention": Mixer.DELTA_RULE, "full_attention": Mixer.ATTENTION}
+    for name in names:
+        if name not in mixers:
+            raise reader.wrong("layer_types", name, f"made of {', '.join(mixers)}")
+    each = _one_each(reader, "layer_types", names, len(experts))
+    kinds = [
+        BlockRun(mixer=mixers[name], experts=routed)
+        for name, routed in zip(each, experts, strict=True)
+    ]
+    return {
+        "blocks": runs_of(kinds),
+        "attention_gate": True,
+        "delta_rule": DeltaRule(
+            key_heads=reader.integer(("linear_num_key_heads",)),
+            key_head_dim=reader.integer(("linear_key_head_dim",)),
+            value_heads=reader.integer(("linear_num_value_heads",)),
+            value_head_dim=reader.integer(("linear_value_head_dim",)),
+            conv_kernel=reader.integer(("linear_conv_kernel_dim",)),
+        ),
+    }
 
 
 def runs_of(kinds: list[BlockRun]) -> tuple[BlockRun, ...]:

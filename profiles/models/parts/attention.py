@@ -33,11 +33,23 @@ def attention_operators(x: Tensor, shapes: Shapes) -> tuple[Operator, ...]:
     context = shapes.tokens("context", shapes.heads(model.context_size))
     attended = shapes.tokens("attention_out", shapes.hidden)
     bias = model.attention_output_bias
+    kernel = attention_kernel(_read(made), context, shapes)
+    gates = _gate(made, context, shapes) if model.attention_gate else ()
+    x = gates[-1].outputs[0] if gates else context
     return (
         *made,
-        attention_kernel(_read(made), context, shapes),
-        linear("attention_out", context, attended, parallel_dim="heads", bias=bias),
+        kernel,
+        *gates,
+        linear("attention_out", x, attended, parallel_dim="heads", bias=bias),
     )
+
+
+def _gate(made: tuple[Operator, ...], context: Tensor, shapes: Shapes) -> tuple[Operator, ...]:
+    """Returns the product of the output with its gate, which lies beside queries and keys."""
+    (qkv,) = (out for op in made for out in op.outputs if out.name == "qkv")
+    gated = shapes.tokens("attention_gated", context.dims[-1])
+    read = context, qkv
+    return (elementwise("attention_gate", read, gated, read, parallel_dim="heads"),)
 
 
 def _read(made: tuple[Operator, ...]) -> tuple[Tensor, ...]:
@@ -50,7 +62,8 @@ def _read(made: tuple[Operator, ...]) -> tuple[Tensor, ...]:
 def _projections(x: Tensor, shapes: Shapes) -> tuple[Operator, ...]:
     """Returns the product of queries, keys and values, their norms and their positions."""
     model = shapes.model
-    qkv = shapes.tokens("qkv", shapes.heads(model.q_size + 2 * model.kv_size))
+    gate = model.context_size if model.attention_gate else 0
+    qkv = shapes.tokens("qkv", shapes.heads(model.q_size + 2 * model.kv_size + gate))
     product = linear("qkv", x, qkv, parallel_dim="heads", bias=model.qkv_bias)
     of_bias = qkv.dims[-1] if model.key_bias else shapes.heads(model.q_size + model.kv_size)
     made = [biased(product, of_bias)]

@@ -6,6 +6,7 @@ from parplan.profiles.models.blocks import Mixer, NormLayout
 from parplan.profiles.models.operator_graph import Operator, Tensor
 from parplan.profiles.models.parts.attention import attention_operators
 from parplan.profiles.models.parts.cross_attention import attended, cross_attention_operators
+from parplan.profiles.models.parts.delta_rule import delta_rule_operators
 from parplan.profiles.models.parts.experts import expert_operators
 from parplan.profiles.models.parts.feed_forward import feed_forward_operators
 from parplan.profiles.models.parts.shapes import Shapes
@@ -75,6 +76,8 @@ def _parallel(x: Tensor, shapes: Shapes) -> Part:
 def _mixer(x: Tensor, shapes: Shapes) -> Part:
     if shapes.block.mixer is Mixer.STATE_SPACE:
         return state_space_operators(x, shapes)
+    if shapes.block.mixer is Mixer.DELTA_RULE:
+        return delta_rule_operators(x, shapes)
     return attention_operators(x, shapes)
 
 

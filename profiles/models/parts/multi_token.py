@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from parplan.profiles.models.operator_graph import Dim, Operator, Tensor
+from parplan.profiles.models.operator_graph import Dim, Operator, OperatorKind, Tensor
 from parplan.profiles.models.parts.block import block_operators
 from parplan.profiles.models.parts.shapes import Shapes, elementwise, linear
 
@@ -25,7 +25,9 @@ def multi_token_operators(x: Tensor, shapes: Shapes) -> tuple[tuple[Operator, ..
     operators: list[Operator] = []
     states: list[Tensor] = []
     for number in range(1, shapes.model.mtp_layers + 1):
-        operators += _module(x, shapes, f"{MODULE}{number}.")
+        module = _module(x, shapes, f"{MODULE}{number}.")
+        # all modules look tokens up in the table of the first
+        operators += module if number == 1 else map(_without_table, module)
         states.append(operators[-1].outputs[0])
         x = operators[-2].outputs[0]
     return tuple(operators), states
@@ -50,6 +52,11 @@ def _module(x: Tensor, shapes: Shapes, prefix: str) -> tuple[Operator, ...]:
         *block,
         shapes.norm(f"{prefix}norm", block[-1].outputs[0], normed),
     )
+
+
+def _without_table(operator: Operator) -> Operator:
+    is_table = operator.kind is OperatorKind.EMBEDDING
+    return replace(operator, parameters=()) if is_table else operator
 
 
 def _prefixed(operator: Operator, prefix: str) -> Operator:

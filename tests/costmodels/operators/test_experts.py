@@ -8,10 +8,10 @@ import pytest
 
 from parplan.costmodels.communication.collectives import Collective, collective_time
 from parplan.costmodels.communication.mesh import Mesh, Placement, place_copies
-from parplan.costmodels.layers.layer_price import price_operators
+from parplan.costmodels.layers.layer_price import StageAxes, price_operators
 from parplan.costmodels.layers.model_states import StateSharding, layer_states
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.costmodels.operators.compute import FREE, operator_time
+from parplan.costmodels.operators.compute import FREE, OperatorTime, operator_time
 from parplan.costmodels.operators.operator_kernels import operator_kernels
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.price_cache import PriceCache
@@ -33,6 +33,7 @@ from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, Norm, Positions, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.product_formats import ProductFormat
+from parplan.profiles.provenance import Kind, Seconds
 from parplan.profiles.stack import NEUTRAL, AttentionKernel
 from parplan.profiles.units import GIB, TERA
 from tests.helpers.instances import PINS, Instance, every_price, peak_bytes, redundant_bytes
@@ -358,6 +359,37 @@ def test_a_stack_that_overlaps_exchanges_hides_them_under_the_experts():
 
     assert 0 < hidden.tp_forward.value_s < 0.3 * exposed.tp_forward.value_s
     assert hidden.forward.value_s == exposed.forward.value_s
+
+
+def test_exchanges_run_under_the_other_pass_of_what_is_around_them():
+    prices = book_of(MIXTRAL, 8)
+    block = prices.graph(1).layer_class(BLOCK)
+    training = replace(TRAINING, stack=replace(NEUTRAL, overlap_exchanges=True))
+    times = [
+        (operator, OperatorTime(Seconds(1.0, Kind.ANALYTIC), Seconds(2.0, Kind.ANALYTIC)))
+        for operator in block.operators
+    ]
+    before = [operator.name for operator, _ in times].index("dispatch")
+
+    windows = StageAxes((1,), prices.machine, training).beside_mixture(times).windows
+
+    assert windows.combine_backward == before
+    assert windows.combine_forward == 2 * before
+    assert windows.dispatch == 3 * (len(times) - before) / 2
+
+
+def test_pages_move_what_experts_save_once_more_in_each_pass():
+    plain, stashed = (
+        price_operators_of(replace(NEUTRAL, stashes_experts=stashes)) for stashes in (False, True)
+    )
+
+    for name in ("fc1", "fc2"):
+        for way in ("forward", "backward"):
+            before, after = (
+                getattr(prices.compute[name], way).value_s for prices in (plain, stashed)
+            )
+            assert after > before
+    assert stashed.compute["activation"] == plain.compute["activation"]
 
 
 def test_tokens_sent_once_save_exchange_and_the_order_of_what_arrives():

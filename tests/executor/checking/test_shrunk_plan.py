@@ -11,9 +11,11 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.executor.checking.shrunk_plan import MOST_VIRTUAL_STAGES, shrunk
+from parplan.executor.placed_layers import layer_operators
 from parplan.executor.rules.all_rules import validate
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
+from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.stack import NEUTRAL
@@ -31,6 +33,7 @@ from tests.helpers.executor_plans import (
     make_plan,
     with_divisions,
 )
+from tests.helpers.executor_world import require_parity, run_plans, run_reference
 from tests.helpers.planning import estimate_plan
 
 DIVISIONS = (
@@ -141,3 +144,52 @@ def test_a_model_of_billions_becomes_one_of_thousands(model):
     assert small.mesh.num_ranks == 8
     assert small.model.hidden_size < 100
     assert small.model.num_layers < 8
+
+
+def operators_of(plan: Plan) -> dict[str, tuple[str, ...]]:
+    """Returns the operators of the layers of each layer plan."""
+    return {name: layer_operators(plan, each) for name, each in plan.layer_plans.items()}
+
+
+@pytest.mark.parametrize(
+    ("model", "tuning"),
+    [
+        pytest.param(
+            "deepseek-v3",
+            None,
+            id="latent-attention-and-further-tokens",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("nemotron-h-8b", None, id="state-spaces"),
+        pytest.param("gemma-2-27b", None, id="windows", marks=pytest.mark.slow),
+        pytest.param(
+            "llama3-8b",
+            FineTuning(lora_rank=8, lora_targets=("qkv",), freeze=("blocks:0-15",), base_bits=8),
+            id="frozen-blocks",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+@pytest.mark.multiproc
+def test_unlike_blocks_stay_what_they_are_and_train_like_one_process(model, tuning):
+    entry = load_model(model)
+    ep = 2 if entry.spec.num_experts else 1
+    layout = ParallelLayout(
+        mesh=Mesh(pp=4, dp=8, tp=2, ep=ep),
+        schedule=Schedule.ONE_F_ONE_B,
+        virtual_stages=1,
+        micro_batch_size=1,
+        num_micro_batches=8,
+        sequence_parallel=True,
+    )
+    training = TrainingSpec(
+        global_batch_size=64, seq_length=entry.seq_length, fine_tuning=tuning, stack=NEUTRAL
+    )
+    cluster = with_gpus(load_cluster("h100-80gb"), 64)
+    plan = estimate_plan(entry.spec, cluster, training, layout, zero=1)
+
+    small = shrunk(plan)
+
+    validate(small)
+    assert operators_of(small) == operators_of(plan)
+    require_parity(small, *run_plans([small]), run_reference(small))

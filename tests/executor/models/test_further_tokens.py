@@ -10,27 +10,39 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from parplan.costmodels.schedules.schedule import Schedule
+from parplan.executor.data.batches import NO_TOKEN, synthetic_batches
 from parplan.executor.models.loss import FURTHER_WEIGHT, Loss
 from parplan.executor.models.transformer_layers import build_layer
 from parplan.executor.rules.all_rules import validate
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.operator_graph import LayerKind
+from parplan.profiles.stack import ContextForm
+from tests.executor.data.test_document_places import packed
 from tests.executor.models.test_family_runs import DEEPSEEK
 from tests.helpers.executor_plans import LLAMA, SEQ_LENGTH, make_plan
 from tests.helpers.executor_world import Worlds, require_parity, run_reference
 
 FURTHER = replace(LLAMA, name="tiny-further", mtp_layers=1)
+TWO = replace(FURTHER, name="tiny-two-further", mtp_layers=2)
 DEEPSEEK_V3 = replace(DEEPSEEK, name="tiny-deepseek-v3", mtp_layers=1)
 PLANS: dict[str, Plan] = {
     "deepseek-pp2-dp2-ep2": make_plan(DEEPSEEK_V3, pp=2, dp=2, ep=2, zero=(1,)),
     "one-rank": make_plan(FURTHER),
     "dp2-zero3": make_plan(FURTHER, dp=2, zero=(3,), recompute="full", recompute_ends=True),
     "pp2-dp2-zero2": make_plan(FURTHER, pp=2, dp=2, zero=(2,)),
+    "tp2-sp-two-modules": make_plan(TWO, pp=2, tp=2, sp=True),
+    "tp2": make_plan(FURTHER, tp=2),
+    "cp2": make_plan(TWO, cp=2, form=ContextForm.RING),
+    "pp2-packed": packed(make_plan(TWO, pp=2)),
+    "deepseek-pp2-dp2-tp2-ep2-etp2": make_plan(
+        DEEPSEEK_V3, pp=2, dp=2, tp=2, ep=2, etp=2, sp=True, zero=(1,)
+    ),
     "pp2-v-schedule": make_plan(
         FURTHER, pp=2, schedule=Schedule.ZBV, virtual_stages=2, num_micro_batches=4
     ),
 }
-WORLDS = Worlds(PLANS, slow=[name for name in PLANS if name != "deepseek-pp2-dp2-ep2"])
+QUICK = ("deepseek-pp2-dp2-ep2", "tp2")
+WORLDS = Worlds(PLANS, slow=[name for name in PLANS if name not in QUICK])
 
 
 @pytest.mark.multiproc
@@ -58,7 +70,7 @@ def test_a_module_joins_a_state_with_the_embedding_of_the_next_token():
     x = torch.randn(2, SEQ_LENGTH, 32, generator=generator)
     next_ids = torch.randint(100, (2, SEQ_LENGTH), generator=generator)
 
-    logits = head(x, next_ids)
+    logits = head(x, torch.stack((next_ids, next_ids), dim=-1))
 
     def normed(x: Tensor) -> Tensor:
         return functional.rms_norm(x, (32,), eps=FURTHER.norm_epsilon)
@@ -69,9 +81,20 @@ def test_a_module_joins_a_state_with_the_embedding_of_the_next_token():
     torch.testing.assert_close(logits, torch.stack(expected, dim=2))
 
 
+def test_batches_have_the_ids_further_behind():
+    plan = make_plan(TWO)
+
+    ids, targets = synthetic_batches(plan, 0, 3)(0)
+
+    assert targets.shape == (*ids.shape, 3)
+    assert targets[:, :-1, 0].equal(ids[:, 1:])
+    assert targets[:, :-3, 2].equal(ids[:, 3:])
+    assert (targets[:, -2:, 2] == NO_TOKEN).all()
+
+
 def test_the_last_token_of_a_sequence_has_no_further_one():
     logits = torch.randn(1, 3, 2, 5, generator=torch.Generator().manual_seed(0))
-    targets = torch.tensor([[4, 1, 2]])
+    targets = torch.tensor([[[4, 1], [1, 2], [2, NO_TOKEN]]])
 
     loss = Loss()(logits, targets)
 

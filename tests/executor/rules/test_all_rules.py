@@ -238,26 +238,19 @@ BROKEN = {
         r"plans with recompute \[\]",
         "no effect",
     ),
-    "compressed-tokens-of-experts": Broken(
+    "a-gate-behind-attention": Broken(
         "model parts",
-        make_plan(dataclasses.replace(MIXTRAL, expert_latent_size=16)),
-        "tiny-mixtral has expert_latent_size",
-        "set expert_latent_size to 0",
+        make_plan(dataclasses.replace(LLAMA, attention_gate=True)),
+        "tiny-llama has attention_gate",
+        "set attention_gate to false",
         "fails",
     ),
-    "more-tokens-predicted": Broken(
+    "further-tokens-of-a-tied-table": Broken(
         "further tokens",
-        make_plan(dataclasses.replace(LLAMA, mtp_layers=2), pp=2),
-        "tiny-llama has mtp_layers with 2 modules",
-        "set mtp_layers to 1",
-        "fails",
-    ),
-    "further-tokens-of-tensor-parallel-ranks": Broken(
-        "further tokens",
-        make_plan(dataclasses.replace(LLAMA, mtp_layers=1), tp=2),
-        "tiny-llama has mtp_layers with tp 2",
+        make_plan(dataclasses.replace(GPT, mtp_layers=1)),
+        "tiny-gpt has mtp_layers with a tied table",
         "set mtp_layers to 0",
-        "fails",
+        "other bytes",
     ),
     "scores-dropped-beside-sinks": Broken(
         "dropped scores",

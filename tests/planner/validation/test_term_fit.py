@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from parplan.planner.validation.fitted_row import FittedRow
 from parplan.planner.validation.priced_rows import PricedRow, price_row
 from parplan.planner.validation.row_cells import OPTIONAL
 from parplan.planner.validation.term_fit import (
@@ -73,6 +74,14 @@ def rows_of(source: str, truth: dict, *, memory: bool = False) -> list[dict]:
 TRUTH = {SLOWDOWN: 1.25, HOST: bounds_of(HOST).neutral}
 
 
+def test_a_fit_prices_its_rows_as_the_validation_does():
+    row = {**rows_of("one", TRUTH)[0], "peak_memory_gib": "20"}
+    terms = terms_of({**TRUTH, SLOWDOWN: 1.4, ALLOCATOR: 0.2})
+    priced = price_row(row, terms, held_out=False)
+
+    assert FittedRow(row, priced).errors(terms) == (priced.error, priced.memory_error)
+
+
 def test_a_slowdown_is_found_again_and_terms_that_no_row_shows_stay_neutral():
     terms = fit_terms([*rows_of("one", TRUTH), *rows_of("two", TRUTH)])
 
@@ -120,7 +129,7 @@ def test_rows_that_leave_a_setting_open_or_run_slower_on_purpose_are_not_fitted(
     rest[0]["recompute"] = ""
     rest[1]["notes"] = "deterministic kernels"
 
-    assert [row["id"] for row in Fit([good, *rest]).rows["one"]] == [good["id"]]
+    assert [row.row["id"] for row in Fit([good, *rest]).rows["one"]] == [good["id"]]
 
 
 def test_a_quantile_is_a_value_that_enough_do_not_exceed():

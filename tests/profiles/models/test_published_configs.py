@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import warnings
 from dataclasses import replace
@@ -11,7 +12,8 @@ import pytest
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.blocks import BlockRun, LatentAttention, Mixer, QkNorm, SharedExperts
 from parplan.profiles.models.hf.config_families import ALIASES, FAMILIES
-from parplan.profiles.models.huggingface import entry_from_config
+from parplan.profiles.models.hf.not_described import NOT_DESCRIBED
+from parplan.profiles.models.huggingface import entry_from_config, is_described_family
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.stack import NEUTRAL
@@ -227,3 +229,21 @@ def test_a_minimax_rotates_half_of_a_head_and_norms_all_of_them():
 def test_what_changes_the_graph_and_is_not_described_is_refused_by_name(name, changes, said):
     with pytest.raises(ConfigError, match=said):
         entry_from_config({**CONFIGS[name], **changes}, "config.json")
+
+
+@pytest.mark.parametrize("model_type", NOT_DESCRIBED)
+def test_a_family_of_other_blocks_is_refused_by_the_key_that_says_so(model_type):
+    name, meaning = NOT_DESCRIBED[model_type]
+
+    assert is_described_family({"model_type": model_type})  # it is not traced unasked
+    with pytest.raises(ConfigError, match=re.escape(name)) as error:
+        entry_from_config({"model_type": model_type, "hidden_size": 64}, "config.json")
+
+    assert meaning in error.value.message
+
+
+def test_the_refusal_says_the_value_of_a_nested_key():
+    config = {"model_type": "qwen3_vl", "vision_config": {"deepstack_visual_indexes": [8, 16]}}
+
+    with pytest.raises(ConfigError, match=r"deepstack_visual_indexes is \[8, 16\]"):
+        entry_from_config(config, "config.json")
