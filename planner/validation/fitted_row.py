@@ -54,11 +54,9 @@ class FittedRow:
 
     def _strategy_of(self, configuration: Configuration, price_cache: PriceCache) -> Strategy:
         if self._strategy is None:
-            (micro_batch,), (virtual_stages,), (levels,) = (
-                configuration.micro_batches,
-                configuration.virtual_stages,
-                configuration.recompute,
-            )
+            (micro_batch,) = configuration.micro_batches
+            (virtual_stages,) = configuration.virtual_stages
+            (levels,) = configuration.recompute
             layout = configuration.layout(micro_batch, virtual_stages)
             self._strategy = strategy_of(configuration, layout, levels, price_cache)
         return self._strategy

@@ -238,11 +238,11 @@ BROKEN = {
         r"plans with recompute \[\]",
         "no effect",
     ),
-    "compressed-tokens-of-experts": Broken(
+    "a-gate-behind-attention": Broken(
         "model parts",
-        make_plan(dataclasses.replace(MIXTRAL, expert_latent_size=16)),
-        "tiny-mixtral has expert_latent_size",
-        "set expert_latent_size to 0",
+        make_plan(dataclasses.replace(LLAMA, attention_gate=True)),
+        "tiny-llama has attention_gate",
+        "set attention_gate to false",
         "fails",
     ),
     "further-tokens-of-a-tied-table": Broken(
