@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from dataclasses import fields
+from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 _MISSING = object()
@@ -26,3 +27,21 @@ class KeyedCache:
             value = self._made[key] = make()
         made: T = value
         return made
+
+
+class HashedOnce:
+    """A frozen dataclass that finds its hash once: caches look it up in long keys.
+
+    A subclass says `__hash__ = HashedOnce.__hash__`, else its decorator makes another.
+    """
+
+    __slots__ = ("_hash",)
+    _hash: int
+
+    def __hash__(self) -> int:
+        try:
+            return self._hash
+        except AttributeError:
+            values = tuple(getattr(self, each.name) for each in fields(cast(Any, self)))
+            object.__setattr__(self, "_hash", hash(values))
+            return self._hash

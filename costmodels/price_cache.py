@@ -59,7 +59,10 @@ class Cut(IntEnum):
 
 
 class PriceCache(LayerPriceCache):
-    """Prices of the layers of `model`; the head's recompute is always none."""
+    """Prices of the layers of `model`; the head's recompute is always none.
+
+    sizes    micro-batch sizes that are priced at once, as soon as one of them is
+    """
 
     def __init__(
         self,
@@ -70,11 +73,13 @@ class PriceCache(LayerPriceCache):
         zero_ranks: int | None = None,
         offload: tuple[Offload, ...] = (),
         chunking: Chunking | None = None,
+        sizes: tuple[int, ...] = (),
     ) -> None:
         super().__init__(
             training, machine, zero_ranks=zero_ranks, offload=offload, chunking=chunking
         )
         self.model = model
+        self.sizes = sizes
 
     def on(self, machine: Machine) -> PriceCache:
         return PriceCache(
@@ -258,7 +263,12 @@ class PriceCache(LayerPriceCache):
         moved = self._once(
             ("other table", self.offload),
             lambda: PriceCache(
-                self.model, self.training, self.machine, zero_ranks=self.zero_ranks, offload=offload
+                self.model,
+                self.training,
+                self.machine,
+                zero_ranks=self.zero_ranks,
+                offload=offload,
+                sizes=self.sizes,
             ),
         )
         return self._once(
@@ -389,18 +399,19 @@ class PriceCache(LayerPriceCache):
         return recompute_operators(layer, level)
 
     def _operators(
-        self, kind: LayerKey, micro_batch_size: int, sharding: Sharding
+        self, kind: LayerKey, sizes: tuple[int, ...], sharding: Sharding
     ) -> LayerOperators | HalvedOperators:
         """Prices operators; blocks with overlap run as two halves of the micro-batch."""
         if not (kind.role is LayerKind.BLOCK and sharding.overlap):
-            return super()._operators(kind, micro_batch_size, sharding)
+            return super()._operators(kind, sizes, sharding)
+        (micro_batch_size,) = sizes
 
         def make() -> HalvedOperators:
             half = self.layer(kind, micro_batch_size // HALVES, sharding.part)
             whole = self.layer(kind, micro_batch_size, sharding.part)
             return price_halves(half, whole, sharding, self.machine, self.training)
 
-        return self._once(("operators", kind, micro_batch_size, sharding), make)
+        return self._once(("operators", kind, sizes, sharding), make)
 
     def row_edges(self, micro_batch_size: int, sharding: Sharding) -> tuple[Seconds, Seconds]:
         """Returns the seconds that blocks of a stage pay beside `layer_time`, forward and backward.
@@ -411,7 +422,7 @@ class PriceCache(LayerPriceCache):
             return ZERO, ZERO
 
         def make() -> tuple[Seconds, Seconds]:
-            operators = self._operators(LayerKind.BLOCK, micro_batch_size, sharding)
+            operators = self._operators(LayerKind.BLOCK, (micro_batch_size,), sharding)
             assert isinstance(operators, HalvedOperators)  # blocks with overlap are halved
             return operators.edges()
 

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.state_location import Access, StateLocation
+from parplan.costmodels.keyed_cache import HashedOnce
 from parplan.costmodels.layers.model_states import OwnZero
 from parplan.costmodels.layers.recompute import RecomputedOperators
 from parplan.costmodels.operators.sharding import Sharding
@@ -55,7 +56,7 @@ class LayerChoice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelLayout:
+class ParallelLayout(HashedOnce):
     """The choices that all layers of a strategy share (EQUATIONS I1).
 
     sequence_parallel    activations between layers are divided by token over the tensor-parallel
@@ -71,6 +72,8 @@ class ParallelLayout:
     weights_over_data    blocks divide weights over the data-parallel ranks too
     tower                the way in which the tensor-parallel ranks run a tower
     """
+
+    __hash__ = HashedOnce.__hash__
 
     mesh: Mesh
     schedule: Schedule

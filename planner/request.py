@@ -18,6 +18,7 @@ from parplan.planner.deadline import NEVER, Deadline
 from parplan.planner.forbid import NAMES, Ban, Value
 from parplan.planner.objective import Objective, Prefer
 from parplan.planner.stage_recompute import OPTION, RecomputeRule, illegal_pins
+from parplan.profiles.divisors import divisors
 from parplan.profiles.documents.ranges import require_range
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
@@ -47,6 +48,12 @@ _EVERY: Mapping[str, tuple[Value, ...]] = {
 class SolverName(StrEnum):
     CBC = "cbc"
     HIGHS = "highs"
+
+
+def sizes_of(training: TrainingSpec) -> tuple[int, ...]:
+    """Returns the micro-batch sizes that a search of a training may try without a pin."""
+    sizes = divisors(training.global_batch_size)
+    return tuple(size for size in sizes if size <= MAX_MICRO_BATCH_SIZE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
 LARGEST_IN_ARRAYS = 2**62
+# An array of that many numbers takes as long one by one, and each is what it is alone: numpy's
+# logarithms differ from Python's in their last digit.
+FEW = 32
 Number: TypeAlias = Any  # a number, or an array of numbers that broadcast with each other
 
 
@@ -57,12 +60,20 @@ def gcd(first: Number, second: Number) -> Number:
 
 def log(value: Number) -> Number:
     """Returns the natural logarithm."""
-    return np.log(value) if isinstance(value, np.ndarray) else math.log(value)
+    if isinstance(value, np.ndarray):
+        return _one_by_one(math.log, value) if value.size <= FEW else np.log(value)
+    return math.log(value)
 
 
 def exp(value: Number) -> Number:
     """Returns the exponential."""
-    return np.exp(value) if isinstance(value, np.ndarray) else math.exp(value)
+    if isinstance(value, np.ndarray):
+        return _one_by_one(math.exp, value) if value.size <= FEW else np.exp(value)
+    return math.exp(value)
+
+
+def _one_by_one(function: Callable[[float], float], values: Number) -> Number:
+    return np.array([function(value) for value in values.ravel().tolist()]).reshape(values.shape)
 
 
 def sqrt(value: Number) -> Number:
@@ -81,7 +92,9 @@ def interpolated(at: Number, knots: Sequence[float], values: Sequence[float]) ->
     Beyond the knots it is the value of the nearest.
     """
     if isinstance(at, np.ndarray):
-        return np.interp(at, knots, values)
+        if at.size > FEW:
+            return np.interp(at, knots, values)
+        return _one_by_one(lambda each: float(interpolated(each, knots, values)), at)
     if at <= knots[0]:
         return values[0]
     if at >= knots[-1]:

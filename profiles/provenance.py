@@ -96,6 +96,13 @@ class Seconds:
             tuple(part[index] if isinstance(part, np.ndarray) else part for part in self.parts_s)
         )
 
+    def of_sizes(self, number: int) -> list[Seconds]:
+        """Returns the duration of each of `number` micro-batch sizes, the first axis of arrays."""
+        if not any(isinstance(part, np.ndarray) for part in self.parts_s):
+            return [self] * number
+        columns = (np.broadcast_to(part, (number, 1))[:, 0].tolist() for part in self.parts_s)
+        return [Seconds.of_parts(parts_s) for parts_s in zip(*columns, strict=True)]
+
     def __add__(self, addend: Seconds) -> Seconds:
         measured_s, interpolated_s, analytic_s = self.parts_s
         added = addend.parts_s

@@ -11,6 +11,7 @@ from enum import StrEnum
 
 import numpy as np
 
+from parplan.costmodels.keyed_cache import HashedOnce
 from parplan.profiles.documents.ranges import DEVICES
 from parplan.profiles.elementwise import Number
 from parplan.profiles.errors import ConfigError, coerce_choice
@@ -63,7 +64,7 @@ _INSIDE = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mesh:
+class Mesh(HashedOnce):
     """Degrees of the parallel axes.
 
     order: axes in rank order: of pp-dp-tp, rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp
@@ -76,6 +77,7 @@ class Mesh:
     """
 
     __pydantic_config__ = _FORBID
+    __hash__ = HashedOnce.__hash__
 
     pp: int
     dp: int
@@ -242,8 +244,9 @@ def units_crossed(mesh: Mesh, here: Number, there: Number, unit_gpus: tuple[int,
 
     unit_gpus: number of GPUs of a node, and of a unit of each tier
     """
-    levels = [crosses_nodes(mesh, here, there, gpus) for gpus in unit_gpus]
-    return functools.reduce(operator.add, [np.asarray(level, np.int64) for level in levels])
+    return functools.reduce(
+        operator.add, [1 * crosses_nodes(mesh, here, there, gpus) for gpus in unit_gpus]
+    )
 
 
 def where_axes_lie(mesh: Mesh, unit_gpus: tuple[int, ...]) -> Hashable:

@@ -91,9 +91,9 @@ class HalvedOperators:
         )
 
     @property
-    def weight_s(self) -> float:
+    def weight_time(self) -> Seconds:
         """Seconds of the backward pass for the gradients of weights."""
-        return HALVES * self.half.weight_s
+        return self.half.weight_time.scaled(HALVES)
 
     def edges(self) -> tuple[Seconds, Seconds]:
         """Seconds that the ends of a row of blocks add, forward and backward, at level 3."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from parplan.costmodels.communication.collectives import (
     Collective,
@@ -29,7 +29,7 @@ from parplan.costmodels.operators.compute import FREE, OperatorTime, operator_ti
 from parplan.costmodels.operators.host_launch import launch_s, more_launches
 from parplan.costmodels.operators.operator_kernels import gathered_bytes
 from parplan.costmodels.operators.sharding import PARTIAL, Place, Sharding
-from parplan.profiles.elementwise import anywhere, key_of
+from parplan.profiles.elementwise import anywhere, key_of, larger_of
 from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.models.operator_graph import (
     LayerClass,
@@ -73,7 +73,16 @@ class LayerTime:
     def total_s(self) -> float:
         return self.forward_s + self.backward_s + self.recompute_s
 
+    def of_sizes(self, number: int) -> tuple[LayerTime, ...]:
+        """Returns the time of each of `number` micro-batch sizes, the first axis of arrays."""
+        each = (getattr(self, name).of_sizes(number) for name in _PASSES)
+        return tuple(
+            LayerTime(**dict(zip(_PASSES, seconds, strict=True)))
+            for seconds in zip(*each, strict=True)
+        )
 
+
+_PASSES = tuple(each.name for each in fields(LayerTime))
 _INFINITE = Seconds(math.inf, Kind.ANALYTIC)
 ENDLESS = LayerTime(  # hides whatever can be hidden
     forward=_INFINITE,
@@ -422,9 +431,9 @@ class LayerOperators:
         )
 
     @property
-    def weight_s(self) -> float:
+    def weight_time(self) -> Seconds:
         """Seconds of the backward pass for gradients of weights, which zero-bubble defers."""
-        return sum(time.weight.value_s for time in self.compute.values())
+        return _sum(time.weight for time in self.compute.values())
 
     def _forward(self, names: tuple[str, ...]) -> tuple[Seconds, Seconds]:
         compute = _sum(self.compute[name].forward for name in names)
@@ -439,7 +448,9 @@ class LayerOperators:
 def launched(compute: Seconds, communication: Seconds, host_s: float) -> Seconds:
     """Adds to the compute the device's wait for the host where launching is slower than running."""
     waits_s = host_s - compute.value_s - communication.value_s
-    return compute + Seconds(waits_s, Kind.ANALYTIC) if waits_s > 0 else compute
+    if not anywhere(waits_s > 0):
+        return compute
+    return compute + Seconds(larger_of(waits_s, 0.0), Kind.ANALYTIC)
 
 
 def price_operators(

@@ -374,7 +374,7 @@ class LayerPriceCache(LayerTimes):
         """Returns `layer_time` by part: in shares of the seconds of its operators."""
 
         def make() -> tuple[LayerTime, ...]:
-            priced = self._operators(kind, micro_batch_size, sharding)
+            priced = self._operators(kind, (micro_batch_size,), sharding)
             assert isinstance(priced, LayerOperators), "blocks in chunks run one after the other"
             whole = self.layer_time(kind, micro_batch_size, sharding, level)
             return priced.by_part(

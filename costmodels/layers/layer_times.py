@@ -28,6 +28,7 @@ from parplan.costmodels.layers.recompute import (
 )
 from parplan.costmodels.layers.tensor_flow import tensor_flows_of
 from parplan.costmodels.operators.compute import FREE, OperatorTime, operator_time
+from parplan.costmodels.operators.micro_batches import numbers_of_tensors, of_all_sizes
 from parplan.costmodels.operators.sharding import Sharding, without_experts
 from parplan.profiles.models.operator_graph import LayerClass, LayerKey, Operator
 from parplan.profiles.provenance import ZERO, Seconds
@@ -50,7 +51,12 @@ class ActivationBytes:
 
 
 class LayerTimes(ModelLayers):
-    """Seconds and saved bytes of one layer and micro-batch, without data parallelism."""
+    """Seconds and saved bytes of one layer and micro-batch, without data parallelism.
+
+    sizes    micro-batch sizes that are priced at once
+    """
+
+    sizes: tuple[int, ...] = ()
 
     def divided_layer(
         self, kind: LayerKey, micro_batch_size: int, sharding: Sharding
@@ -64,33 +70,62 @@ class LayerTimes(ModelLayers):
         """The layer of `divided_layer` with the tensors that its operators save on this device."""
         return self.kept_layer(kind, micro_batch_size * sharding.data, sharding.part)
 
+    def _alike(self, kind: LayerKey, micro_batch_size: int, sharding: Sharding) -> tuple[int, ...]:
+        """Returns the micro-batch sizes that are priced with a size, whose layers are alike."""
+        if micro_batch_size not in self.sizes or sharding.data > 1 or sharding.overlap:
+            return (micro_batch_size,)
+
+        def tensors(size: int) -> tuple[tuple[int, ...], ...]:
+            return self._once(
+                ("tensors", kind, size, sharding.part),
+                lambda: numbers_of_tensors(self.layer(kind, size, sharding.part)),
+            )
+
+        mine = tensors(micro_batch_size)
+        return self._once(
+            ("alike", kind, sharding.part, mine),
+            lambda: tuple(size for size in self.sizes if tensors(size) == mine),
+        )
+
+    def _layer_of_sizes(
+        self, kind: LayerKey, sizes: tuple[int, ...], sharding: Sharding
+    ) -> LayerClass:
+        if len(sizes) == 1:
+            return self.divided_layer(kind, sizes[0], sharding)
+        return self._once(
+            ("of sizes", kind, sizes, sharding.part),
+            lambda: of_all_sizes([self.layer(kind, size, sharding.part) for size in sizes]),
+        )
+
     def _operators(
-        self, kind: LayerKey, micro_batch_size: int, sharding: Sharding
+        self, kind: LayerKey, sizes: tuple[int, ...], sharding: Sharding
     ) -> LayerOperators | HalvedOperators:
+        """Returns the prices of the operators, which are arrays if there are several sizes."""
+
         def make() -> LayerOperators | HalvedOperators:
             return price_operators(
-                self.divided_layer(kind, micro_batch_size, sharding),
+                self._layer_of_sizes(kind, sizes, sharding),
                 sharding,
                 self.machine,
                 self.training,
                 self.inside(sharding.degrees),
-                lambda operator: self._operator_time(operator, kind, micro_batch_size, sharding),
-                self._base(kind, micro_batch_size, sharding),
+                lambda operator: self._operator_time(operator, kind, sizes, sharding),
+                self._base(kind, sizes, sharding),
             )
 
-        return self._once(("operators", kind, micro_batch_size, sharding), make)
+        return self._once(("operators", kind, sizes, sharding), make)
 
-    def _base(self, kind: LayerKey, micro_batch_size: int, sharding: Sharding) -> PricedBase | None:
+    def _base(
+        self, kind: LayerKey, sizes: tuple[int, ...], sharding: Sharding
+    ) -> PricedBase | None:
         """Returns the operators with the base of a sharding, None for a base."""
         if sharding.base is sharding:
             return None
-        operators = self._operators(kind, micro_batch_size, sharding.base)
+        operators = self._operators(kind, sizes, sharding.base)
         assert isinstance(operators, LayerOperators), "blocks in halves have no experts"
         flows = self._once(
-            ("flows", kind, micro_batch_size, sharding.base),
-            lambda: tensor_flows_of(
-                self.divided_layer(kind, micro_batch_size, sharding), sharding.base
-            ),
+            ("flows", kind, sizes, sharding.base),
+            lambda: tensor_flows_of(self._layer_of_sizes(kind, sizes, sharding), sharding.base),
         )
         return PricedBase(flows, operators)
 
@@ -101,12 +136,12 @@ class LayerTimes(ModelLayers):
         return without_experts(sharding)
 
     def _operator_time(
-        self, operator: Operator, kind: LayerKey, micro_batch_size: int, sharding: Sharding
+        self, operator: Operator, kind: LayerKey, sizes: tuple[int, ...], sharding: Sharding
     ) -> OperatorTime:
         experts = sharding.experts if operator.in_mixture or operator.on_copies else None
         way = sharding.splits(operator), sharding.degrees, experts, sharding.cp
         return self._once(
-            ("operator", kind, micro_batch_size, operator.name, way),
+            ("operator", kind, sizes, operator.name, way),
             lambda: operator_time(operator, sharding, self.machine, self.training),
         )
 
@@ -124,7 +159,7 @@ class LayerTimes(ModelLayers):
         for operator in self.divided_layer(kind, micro_batch_size, sharding).operators:
             share = replica_share(operator, mesh.dp, repeats * micro_batch_size)
             if share:
-                alone = self._operator_time(operator, kind, micro_batch_size, sharding)
+                alone = self._operator_time(operator, kind, (micro_batch_size,), sharding)
                 wait = wait.plus(wait_of(alone, share))
         return wait
 
@@ -151,20 +186,39 @@ class LayerTimes(ModelLayers):
     def _layer_time(
         self, kind: LayerKey, micro_batch_size: int, sharding: Sharding, level: RecomputedOperators
     ) -> LayerTime:
-        operators = self._operators(kind, micro_batch_size, sharding)
+        sizes = self._alike(kind, micro_batch_size, sharding)
+        times = self._once(
+            ("times", kind, sizes, sharding, level),
+            lambda: self._layer_times(kind, sizes, sharding, level),
+        )
+        return times[sizes.index(micro_batch_size)]
+
+    def _layer_times(
+        self, kind: LayerKey, sizes: tuple[int, ...], sharding: Sharding, level: RecomputedOperators
+    ) -> tuple[LayerTime, ...]:
+        """Returns the time of each micro-batch size."""
+        operators = self._operators(kind, sizes, sharding)
         names = self.recompute_operators(kind, level)
         if level == Recompute.NONE or isinstance(operators, HalvedOperators):
-            return operators.time(names)
-        repeated, tp_repeated = operators.again(names)
-        plain = self.layer_time(kind, micro_batch_size, sharding)
-        return replace(plain, recompute=repeated, tp_recompute=tp_repeated)
+            return operators.time(names).of_sizes(len(sizes))
+        repeated, tp_repeated = (each.of_sizes(len(sizes)) for each in operators.again(names))
+        return tuple(
+            replace(
+                self.layer_time(kind, size, sharding),
+                recompute=repeated[number],
+                tp_recompute=tp_repeated[number],
+            )
+            for number, size in enumerate(sizes)
+        )
 
     def weight_s(self, kind: LayerKey, micro_batch_size: int, sharding: Sharding) -> float:
         """Seconds of the backward pass of one layer of `kind` for the gradients of its weights."""
-        return self._once(
-            ("weight", kind, micro_batch_size, sharding),
-            lambda: self._operators(kind, micro_batch_size, sharding).weight_s,
+        sizes = self._alike(kind, micro_batch_size, sharding)
+        weights = self._once(
+            ("weight", kind, sizes, sharding),
+            lambda: self._operators(kind, sizes, sharding).weight_time.of_sizes(len(sizes)),
         )
+        return weights[sizes.index(micro_batch_size)].value_s
 
     def waiting_bytes(self, kind: LayerKey, micro_batch_size: int, sharding: Sharding) -> float:
         """Bytes that a layer holds between the gradients of its input and of its weights.
@@ -225,6 +279,14 @@ class LayerTimes(ModelLayers):
             - gradient_bytes(operator, base, stack)
             for operator, num_bytes in zip(reversed(layer.operators), added, strict=True)
         )
+
+    def saved_bytes(
+        self, kind: LayerKey, micro_batch_size: int, sharding: Sharding, level: RecomputedOperators
+    ) -> int:
+        """Bytes of `activations` that are held for the backward pass."""
+        recomputed = self.recompute_operators(kind, level)
+        sharding = self.apart(kind, sharding)
+        return self._saved_bytes(kind, micro_batch_size, sharding, recomputed)
 
     def _saved_bytes(
         self, kind: LayerKey, micro_batch_size: int, sharding: Sharding, recomputed: tuple[str, ...]

@@ -19,6 +19,7 @@ from typing import Protocol
 
 import numpy as np
 
+from parplan.costmodels.keyed_cache import HashedOnce
 from parplan.profiles.elementwise import Number, anywhere
 from parplan.profiles.models.operator_graph import (
     EXPERT_WIDTH,
@@ -76,7 +77,7 @@ _token_part = functools.lru_cache(maxsize=256)(TokenPart)
 
 
 @dataclass(frozen=True, slots=True)
-class Sharding:
+class Sharding(HashedOnce):
     """The division of one layer over `tp` ranks, and over `data` ranks besides.
 
     sequence_parallel  activations between layers are split by token
@@ -94,6 +95,8 @@ class Sharding:
     tower              of a layer of a tower: the way in which the tensor-parallel ranks run it
     reads_tower        that way, of the layer behind the tower, which the ranks divide as a block
     """
+
+    __hash__ = HashedOnce.__hash__
 
     tp: int = 1
     sequence_parallel: bool = False

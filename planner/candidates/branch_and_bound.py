@@ -6,8 +6,9 @@ it; each of them solves its candidates itself.
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, Protocol, TypeVar
@@ -36,6 +37,7 @@ class CandidateAnswer(Protocol):
 S = TypeVar("S", bound=CandidateAnswer)
 # layout, its bound, the bound from which on no layout is worth a solve, the best value so far
 Solve = Callable[[ParallelLayout, float, float, float], S | None]
+CloserBounds = Callable[[ParallelLayout], Iterator[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,119 @@ class BranchWatch:
     on_progress: OnProgress | None
 
 
+class _Queue:
+    """The open layouts, the least bound first; of equals the one that was listed first.
+
+    A layout with closer bounds goes back into the queue after each of them.
+    """
+
+    def __init__(self, closer: CloserBounds | None) -> None:
+        self._closer = closer
+        self._heap: list[tuple[float, int, ParallelLayout]] = []
+        self._bounds: dict[int, Iterator[float]] = {}
+        self.total = 0
+
+    def fill(self, bounded: Iterable[tuple[float, ParallelLayout]]) -> None:
+        self._heap = [(bound, index, layout) for index, (bound, layout) in enumerate(bounded)]
+        heapq.heapify(self._heap)
+        self.total = len(self._heap)
+
+    @property
+    def left(self) -> int:
+        return len(self._heap)
+
+    @property
+    def least(self) -> float:
+        return self._heap[0][0] if self._heap else math.inf
+
+    def next(self, cut: Callable[[], float]) -> tuple[float, ParallelLayout] | None:
+        """Removes the layout whose closest bound is least, None where none is below the cut."""
+        while self._heap and self._heap[0][0] < cut():
+            bound, index, layout = self._heap[0]
+            if self._closer is not None:
+                closer = self._bounds.setdefault(index, self._closer(layout))
+                closer_s = next(closer, None)
+                if closer_s is not None:
+                    heapq.heapreplace(self._heap, (max(bound, closer_s), index, layout))
+                    continue
+            heapq.heappop(self._heap)
+            return bound, layout
+        return None
+
+
+class _Branching(Generic[S]):
+    """The solved layouts, the open ones and the errors of a search while it runs."""
+
+    def __init__(
+        self, incumbents: Sequence[S], closer: CloserBounds | None, watch: BranchWatch
+    ) -> None:
+        self.solved: list[S] = list(incumbents)
+        self.queue, self.open = _Queue(closer), Unanswered()
+        self.watch = watch
+        self._running: tuple[float, ...] = ()  # the bound of the layout that is being solved
+
+    @property
+    def left(self) -> int:
+        """Number of layouts that were not solved."""
+        return self.queue.left + len(self._running)
+
+    @property
+    def least_open(self) -> float:
+        """The least bound of the layouts that have no answer."""
+        return min((self.queue.least, *self._running, *self.open.bounds))
+
+    def run(
+        self,
+        bounded: Iterable[tuple[float, ParallelLayout]],
+        solve: Solve[S],
+        cut: Callable[[Sequence[S]], float],
+    ) -> bool:
+        """Returns True when nothing open is below the cut, False when the time is over."""
+        self.queue.fill(bounded)
+        while (best := self.queue.next(lambda: cut(self.solved))) is not None:
+            bound, layout = best
+            limit = cut(self.solved)
+            if self.solved and self.watch.left_s() <= 0:  # a late plan is better than none
+                self.open.bounds.append(bound)
+                return False
+            self._running = (bound,)
+            attempted = partial(solve, layout, bound, limit, best_of(self.solved))
+            try:
+                answer = self.open.attempt(attempted, bound)
+            except GaveUp:
+                self._running = ()
+                return False
+            self._running = ()
+            if answer:
+                self.solved = sorted([*self.solved, answer], key=lambda each: each.value)
+            self._report(bound)
+        return True
+
+    def _report(self, bound: float) -> None:
+        if self.watch.on_progress:
+            self.watch.on_progress(
+                Progress(
+                    objective=self.watch.objective,
+                    done=self.queue.total - self.left,
+                    total=self.queue.total,
+                    incumbent=self.solved[0].value if self.solved else None,
+                    bound=min(bound, best_of(self.solved), *self.open.bounds),
+                )
+            )
+
+    def nothing_found(self, error: OutOfTimeError) -> OutOfTimeError:
+        """Returns the error of a search whose time was over before it had an answer."""
+        total = self.queue.total
+        looked = (
+            f"{total - self.left} of {total} candidates were searched"
+            if total
+            else "candidates were still being listed"
+        )
+        return OutOfTimeError(
+            f"the time limit was over before a plan was found: {looked}", hint=error.hint
+        )
+
+
 def branch_and_bound(
     bounded: Iterable[tuple[float, ParallelLayout]],
     solve: Solve[S],
@@ -110,75 +225,37 @@ def branch_and_bound(
     *,
     known: S | None = None,
     incumbents: Sequence[S] = (),
+    closer: CloserBounds | None = None,
 ) -> BranchOutcome[S]:
     """Solves layouts by ascending bound until the next bound reaches `cut` of the solved ones.
 
     known       the answer when no layout was solved; without it an interrupt, the end of the time,
                 or the last error of the solver is raised again
     incumbents  answers of another search that must be beaten
+    closer      further bounds of a layout, each found when no other layout has a lower bound
     """
-    solved: list[S] = list(incumbents)
-    open_ = Unanswered()
-    ordered: list[tuple[float, int, ParallelLayout]] = []
-    proven = 0.0  # the least bound of the layouts that are still to solve
-    finished = True
-    interrupted = False
-    reached = 0
+    search = _Branching(incumbents, closer, watch)
+    finished = interrupted = False
     try:
-        ordered = sorted(((bound, index, layout) for index, (bound, layout) in enumerate(bounded)))
-        for reached, (bound, _, layout) in enumerate(ordered):
-            limit, proven = cut(solved), bound
-            if bound >= limit:
-                break
-            if solved and watch.left_s() <= 0:  # a late plan is better than none
-                finished = False
-                break
-            answer = open_.attempt(partial(solve, layout, bound, limit, best_of(solved)), bound)
-            if answer:
-                solved = sorted([*solved, answer], key=lambda each: each.value)
-            if watch.on_progress:
-                watch.on_progress(
-                    Progress(
-                        objective=watch.objective,
-                        done=reached + 1,
-                        total=len(ordered),
-                        incumbent=solved[0].value if solved else None,
-                        bound=min(bound, best_of(solved), *open_.bounds),
-                    )
-                )
-        else:
-            proven = math.inf
-    except GaveUp:
-        finished = False
-        reached += 1  # the bound of the last candidate is among the open ones
+        finished = search.run(bounded, solve, cut)
     except KeyboardInterrupt:
-        if not solved and known is None:
+        if not search.solved and known is None:
             raise
-        finished = False
         interrupted = True
     except OutOfTimeError as error:
-        if not solved and known is None:
-            looked = (
-                f"{reached} of {len(ordered)} candidates were searched"
-                if ordered
-                else "candidates were still being listed"
-            )
-            raise OutOfTimeError(
-                f"the time limit was over before a plan was found: {looked}", hint=error.hint
-            ) from None
+        if not search.solved and known is None:
+            raise search.nothing_found(error) from None
+    if not search.solved and known is None and search.open.failures:
+        raise search.open.failures[-1]
+    left = len(search.open.bounds) + (0 if finished else search.left)
+    if not search.solved and known is not None:
+        search.solved = [known]
         finished = False
-    if not solved and known is None and open_.failures:
-        raise open_.failures[-1]
-    left = len(open_.bounds) + (0 if finished else len(ordered) - reached)
-    if not solved and known is not None:
-        solved = [known]
-        finished = False
-    bounds = (proven, *open_.bounds, *(each.bound for each in solved))
     return BranchOutcome(
-        tuple(solved),
-        min(bounds),
-        finished and not open_.bounds,
+        tuple(search.solved),
+        min((search.least_open, *(each.bound for each in search.solved))),
+        finished and not search.open.bounds,
         interrupted,
         left,
-        tuple(open_.failures),
+        tuple(search.open.failures),
     )

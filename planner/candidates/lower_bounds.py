@@ -6,13 +6,14 @@ No plan of the layout can be below them.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from parplan.costmodels.chunks.chunk_memory import unchunked_prices
 from parplan.costmodels.layers.chunked_layer import writes_over_parameters
+from parplan.costmodels.layers.data_parallel import DataParallelTime
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.memory.rank_memory import (
     gradients_come_and_go,
@@ -29,8 +30,12 @@ from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.dominance import Array
 from parplan.planner.host_options.activation_options import ALL, named_operators
 from parplan.planner.host_options.host_variants import may_offload_activations
-from parplan.planner.layer_options.layer_option import LayerOption, WeightLayout
-from parplan.planner.layer_options.mixes import column_of
+from parplan.planner.layer_options.layer_option import WeightLayout
+from parplan.planner.layer_options.mixes import (
+    by_way_of_running,
+    column_of,
+    one_way_of_running,
+)
 from parplan.planner.stage_columns.block_counts import block_counts
 from parplan.planner.stage_columns.mix_table import MixTable
 from parplan.planner.stage_columns.stage_prices import end_costs, end_kinds
@@ -99,7 +104,8 @@ def memory_bound_s(
     Equal ranks are bounded by the first one, which also runs what `bound` has beside its blocks.
     Otherwise some rank has at least the mean number of blocks, and no fewer stashes than any rank.
     The largest temporaries are no less than their mean over the blocks; where gradients come and
-    go, neither count. Bytes of embedding and head are left out.
+    go, neither count. Bytes of embedding and head are left out. Blocks that gain nothing by another
+    recompute than that of their rank have one, each with its own bound.
     """
     if layout.recomputes_ahead or layout.chunked:
         return bound.step_s
@@ -125,7 +131,14 @@ def memory_bound_s(
     block_s = repeats * block.time_s + block.tail_s
     beyond = block_bytes - usable_bytes(limit_bytes, layout.mesh, price_cache) / num_blocks
     prices = _BYTE_PRICES * (np.ptp(block_s) / max(1.0, float(np.ptp(block_bytes))))
-    least_s = float((block_s + np.multiply.outer(prices, beyond)).min(axis=1).max())
+    priced_s = block_s + np.multiply.outer(prices, beyond)
+    least_s = float(priced_s.min(axis=1).max())
+    freed = gradients_come_and_go(layout, price_cache)
+    if not freed and one_way_of_running(block.options, num_blocks, layout.virtual_stages):
+        way = by_way_of_running(block.options)
+        least_s = min(
+            float(priced_s[:, way == number].min(axis=1).max()) for number in range(way.max() + 1)
+        )
     return max(bound.step_s, bound.total_s + repeats * beside_s + num_blocks * least_s)
 
 
@@ -158,36 +171,56 @@ def _end_seconds(
 ) -> dict[WeightLayout, float]:
     """Least seconds of embedding or head per micro-batch, by division of the token table."""
     seconds: dict[WeightLayout, float] = {}
-    for option in table.catalogue.ends(kind, layout.micro_batch_size, layout.sharding):
-        known_s = seconds.get(option.weight_layout, math.inf)
+    for weight_layout, sharding, option_s in _end_ways(kind, layout, table):
+        known_s = seconds.get(weight_layout, math.inf)
         least_s = min(
-            _end_compute_s(option, layout, ends) + _end_data_s(option, layout, ends, table)
+            _end_compute_s(kind, sharding, option_s, layout, ends)
+            + _end_data_s(kind, sharding, layout, ends, table)
             for ends in table.tables_of_ends(layout, (kind,))
         )
-        seconds[option.weight_layout] = min(known_s, least_s)
+        seconds[weight_layout] = min(known_s, least_s)
     return seconds
 
 
-def _end_compute_s(option: LayerOption, layout: ParallelLayout, price_cache: PriceCache) -> float:
+def _end_ways(
+    kind: LayerKind, layout: ParallelLayout, table: MixTable
+) -> Iterator[tuple[WeightLayout, Sharding, float]]:
+    """Yields the division of the table, the sharding and the seconds of each way of an end."""
+    b, sharding = layout.micro_batch_size, layout.sharding
+    if table.catalogue.divides_ends(sharding):
+        for option in table.catalogue.ends(kind, b, sharding):
+            yield option.weight_layout, option.sharding, option.time_s
+    else:
+        yield frozenset(), sharding, table.price_cache.layer_time(kind, b, sharding).total_s
+
+
+def _end_compute_s(
+    kind: LayerKind,
+    sharding: Sharding,
+    option_s: float,
+    layout: ParallelLayout,
+    price_cache: PriceCache,
+) -> float:
     """Seconds of embedding or head on the device, with its table in one place."""
-    if not price_cache.looks_up(option.kind):
-        return option.time_s
-    b = layout.micro_batch_size
-    return price_cache.layer_time(option.kind, b, option.sharding).total_s
+    if not price_cache.looks_up(kind):
+        return option_s
+    return price_cache.layer_time(kind, layout.micro_batch_size, sharding).total_s
 
 
 def _end_data_s(
-    option: LayerOption, layout: ParallelLayout, price_cache: PriceCache, table: MixTable
+    kind: LayerKind,
+    sharding: Sharding,
+    layout: ParallelLayout,
+    price_cache: PriceCache,
+    table: MixTable,
 ) -> float:
     """Least seconds of data parallelism of embedding or head per micro-batch."""
     outside = unchunked_prices(layout, price_cache)
     data_s = math.inf
     for zero in table.zero_stages(layout):
-        if zero < 2 and not price_cache.looks_up(option.kind):
+        if zero < 2 and not price_cache.looks_up(kind):
             return 0.0  # ZeRO 0 and 1 communicate once a step
-        data = outside.data_parallel(
-            option.kind, layout.micro_batch_size, layout.mesh, option.sharding, zero
-        )
+        data = outside.data_parallel(kind, layout.micro_batch_size, layout.mesh, sharding, zero)
         data_s = min(data_s, data.per_micro_batch_s)
     return data_s
 
@@ -199,30 +232,53 @@ def _least_block(layout: ParallelLayout, table: MixTable) -> tuple[float, float]
     """
     if layout.chunked:
         return _least_chunked_block(layout, table)
-    price_cache = table.price_cache
-    b = layout.micro_batch_size
-    mesh = layout.mesh
-    catalogue = table.catalogue
-    per_micro_batch_s: list[float] = []
-    per_step_s: list[float] = []
+    b, catalogue = layout.micro_batch_size, table.catalogue
     hidden_s = _always_recomputed_s(layout, table)
-    for weight_layout, fastest_s in catalogue.fastest_s(b, layout.of_blocks).items():
-        for zero, own_zero in table.zero_ways(layout):
-            if not catalogue.divides(layout.of_blocks):
-                data = price_cache.data_parallel(
-                    LayerKind.BLOCK, b, mesh, layout.of_blocks, zero, own_zero
-                )
-            else:
-                data = price_cache.hidden_data_parallel(
-                    LayerKind.BLOCK,
-                    mesh,
-                    catalogue.with_weight_layout(weight_layout, layout.of_blocks),
-                    zero,
-                    own_zero,
-                )
-            per_micro_batch_s.append(fastest_s - hidden_s + data.per_micro_batch_s)
-            per_step_s.append(data.per_step_s)
-    return min(per_micro_batch_s), min(per_step_s)
+    fastest_s = catalogue.fastest_s(b, layout.of_blocks)
+    if catalogue.divides(layout.of_blocks):
+        data = _least_hidden_data(layout, table)
+    else:
+        ways = [
+            table.price_cache.data_parallel(LayerKind.BLOCK, b, layout.mesh, layout.of_blocks, *way)
+            for way in table.zero_ways(layout)
+        ]
+        data = dict.fromkeys(fastest_s, _least_data(ways))
+    return (
+        min(fastest_s[each] - hidden_s + data[each].per_micro_batch_s for each in fastest_s),
+        min(data[each].per_step_s for each in fastest_s),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _LeastData:
+    """The least seconds of data parallelism of a block, at any ZeRO stage for each."""
+
+    per_micro_batch_s: float
+    per_step_s: float
+
+
+def _least_data(ways: Sequence[DataParallelTime]) -> _LeastData:
+    return _LeastData(
+        min(way.per_micro_batch_s for way in ways), min(way.per_step_s for way in ways)
+    )
+
+
+def _least_hidden_data(layout: ParallelLayout, table: MixTable) -> dict[WeightLayout, _LeastData]:
+    """Least seconds of data parallelism of a block by layout of its weights, where most is hidden.
+
+    They depend on no micro-batch size.
+    """
+    ways, sharding = table.zero_ways(layout), layout.of_blocks
+
+    def make() -> dict[WeightLayout, _LeastData]:
+        hidden = table.price_cache.hidden_data_parallel
+        return {
+            each: _least_data([hidden(LayerKind.BLOCK, layout.mesh, divided, *way) for way in ways])
+            for each in table.catalogue.weight_layouts(sharding)
+            for divided in [table.catalogue.with_weight_layout(each, sharding)]
+        }
+
+    return table.once(("hidden data", layout.mesh, sharding, ways), make)
 
 
 def _least_chunked_block(layout: ParallelLayout, table: MixTable) -> tuple[float, float]:

@@ -14,11 +14,11 @@ from itertools import count
 import numpy as np
 
 from parplan.costmodels.memory.rank_memory import gradients_come_and_go, stashes, usable_bytes
+from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.stage_costs import all_receives_s
 from parplan.costmodels.step import bubble_share
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.dominance import Array
-from parplan.planner.layer_options.layer_option import LayerOption
 from parplan.planner.stage_columns.sequence_table import BlockClassTable
 from parplan.profiles.models.operator_graph import LayerKey, LayerKind
 
@@ -79,10 +79,13 @@ class WholeBounds:
 
     def may_fit(self, layout: ParallelLayout, limit_bytes: float) -> bool:
         """Returns False if the states exceed the memory of all devices."""
-        held = sum(
-            count
-            * min(self._states_bytes(key, layout, zero) for zero in self._table.zero_stages(layout))
-            for key, count in self._counts.items()
+        zeros, frees = self._table.zero_stages(layout), self._frees(layout)
+        held = self._table.once(
+            ("least states", layout.mesh, layout.sharding, zeros, frees),
+            lambda: sum(
+                count * min(self._states_bytes(key, layout, zero) for zero in zeros)
+                for key, count in self._counts.items()
+            ),
         )
         return held <= layout.mesh.pp * self._usable(layout, limit_bytes)
 
@@ -210,8 +213,10 @@ class WholeBounds:
     def _states_bytes(self, key: LayerKey, layout: ParallelLayout, zero: int) -> float:
         """Bytes of the states of a layer that are there with the most activations."""
         states = self._prices.states(key, layout.mesh, layout.sharding, zero).states
-        frees = gradients_come_and_go(layout, self._prices)
-        return float(states.total - (states.gradients if frees else 0))
+        return float(states.total - (states.gradients if self._frees(layout) else 0))
+
+    def _frees(self, layout: ParallelLayout) -> bool:
+        return gradients_come_and_go(layout, self._prices)
 
     def _least_s(self, key: LayerKey, layout: ParallelLayout) -> float:
         """Least seconds of a layer's passes, on any option."""
@@ -224,17 +229,17 @@ class WholeBounds:
     def _costs(self, key: LayerKey, layout: ParallelLayout, repeats: float) -> _Costs:
         """Returns the costs of a layer; the seconds have the share of the tail."""
         table, b = self._table, layout.micro_batch_size
-        options = table.options(key, b, layout.sharding, table.levels)
+        passes = table.passes_of(key, b, layout.sharding)
         zeros = table.zero_stages(layout)
-        data_s = [self._data_s(key, layout, zero, options, repeats) for zero in zeros]
+        data_s = [self._data_s(key, layout, zero, passes.ways, repeats) for zero in zeros]
         held = [self._states_bytes(key, layout, zero) for zero in zeros]
-        hides = layout.recomputes_ahead
-        times_s = [self._least_s(key, layout) if hides else each.time_s for each in options]
-        saved = [each.saved_bytes for each in options]
+        times_s = passes.time_s
+        if layout.recomputes_ahead:
+            times_s = np.full_like(times_s, self._least_s(key, layout))
         return _Costs(
             time_s=np.add.outer(times_s, data_s).ravel(),
-            saved=np.repeat(np.array(saved, np.float64), len(zeros)),
-            held=np.tile(np.array(held, np.float64), len(options)),
+            saved=np.repeat(passes.saved_bytes, len(zeros)),
+            held=np.tile(np.array(held, np.float64), len(times_s)),
         )
 
     def _data_s(
@@ -242,11 +247,10 @@ class WholeBounds:
         key: LayerKey,
         layout: ParallelLayout,
         zero: int,
-        options: Sequence[LayerOption],
+        ways: Sequence[Sharding],
         repeats: float,
     ) -> float:
         """Least seconds of data parallelism of a layer, with the share of the tail."""
         b, mesh = layout.micro_batch_size, layout.mesh
-        ways = dict.fromkeys(option.sharding for option in options)
         data = [self._prices.data_parallel(key, b, mesh, way, zero) for way in ways]
         return min(each.per_micro_batch_s + each.per_step_s / repeats for each in data)

@@ -17,7 +17,7 @@ from parplan.planner.candidates.lower_bounds import in_reach, may_fit
 from parplan.planner.host_options.state_locations import has_chunks
 from parplan.planner.layer_options.over_data import with_weights_over_data
 from parplan.planner.plan.error_band import memory_margin
-from parplan.planner.request import Constraints, Request, SearchOptions
+from parplan.planner.request import Constraints, Request, SearchOptions, sizes_of
 from parplan.planner.stage_columns.block_counts import block_counts, to_strategy
 from parplan.planner.stage_columns.chunk_columns import rank_columns
 from parplan.planner.stage_columns.mix_table import MixTable
@@ -52,7 +52,12 @@ def price_cache_of(request: Request) -> PriceCache:
     zero_ranks = request.constraints.zero_ranks
     chunking = Chunking(communication=request.constraints.chunk_communication)
     return PriceCache(
-        request.model, request.training, machine, zero_ranks=zero_ranks, chunking=chunking
+        request.model,
+        request.training,
+        machine,
+        zero_ranks=zero_ranks,
+        chunking=chunking,
+        sizes=sizes_of(request.training),
     )
 
 

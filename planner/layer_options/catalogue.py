@@ -7,7 +7,7 @@ sharding, when the search needs it. The exact prices of the options come from th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -20,7 +20,7 @@ from parplan.costmodels.operators.micro_batches import numbers_of_tensors
 from parplan.costmodels.operators.sharding import BATCH, Sharding, Split, Splits, TokenPart
 from parplan.costmodels.price_cache import PriceCache
 from parplan.planner.layer_options.end_options import EndOptions
-from parplan.planner.layer_options.layer_front import Allowed, layer_fronts, least_times_s
+from parplan.planner.layer_options.layer_front import Allowed, layer_fronts, least_times_of_sizes_s
 from parplan.planner.layer_options.layer_option import LayerOption, WeightLayout, unbeaten
 from parplan.planner.layer_options.layer_problem import (
     LayerProblem,
@@ -29,7 +29,7 @@ from parplan.planner.layer_options.layer_problem import (
 )
 from parplan.planner.layer_options.layer_program import PickedStrategies, evaluate
 from parplan.planner.layer_options.overlap_levels import illegal_full_recompute
-from parplan.planner.request import MAX_MICRO_BATCH_SIZE, Constraints
+from parplan.planner.request import MAX_MICRO_BATCH_SIZE, Constraints, sizes_of
 from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.models.operator_graph import (
     EXPERT_WIDTH,
@@ -89,7 +89,7 @@ def _catalogue(
     key: LayerKey,
 ) -> Catalogue:
     return Catalogue(
-        PriceCache(model, training, node.machine),
+        PriceCache(model, training, node.machine, sizes=sizes_of(training)),
         recompute,
         megatron_sharding=megatron_sharding,
         problems=_block_problems(model, training, node),
@@ -112,13 +112,24 @@ class BlockProblems:
     def __call__(
         self, micro_batch_size: int, sharding: Sharding, kind: LayerKey = LayerKind.BLOCK
     ) -> LayerProblem:
-        sizes = self._alike(micro_batch_size * sharding.data, sharding.part, kind)
-        axes = kind, sharding.degrees, sharding.data, sharding.experts, sharding.context
-        strategies = self._once((sizes, axes), lambda: self._strategies(kind, sizes, sharding))
+        sizes, strategies = self.of_sizes(micro_batch_size, sharding, kind)
         problems = self._once(
-            (sizes, axes, sharding.boundary), lambda: strategies.problems(sharding.boundary)
+            (sizes, _axes(kind, sharding), sharding.boundary),
+            lambda: strategies.problems(sharding.boundary),
         )
         return problems[sizes.index(micro_batch_size * sharding.data)]
+
+    def of_sizes(
+        self, micro_batch_size: int, sharding: Sharding, kind: LayerKey = LayerKind.BLOCK
+    ) -> tuple[tuple[int, ...], LayerStrategies]:
+        """Returns the choices for all sizes that are priced with a size, and these sizes.
+
+        Each is the sequences on all ranks that divide the batch of an operator.
+        """
+        sizes = self._alike(micro_batch_size * sharding.data, sharding.part, kind)
+        return sizes, self._once(
+            (sizes, _axes(kind, sharding)), lambda: self._strategies(kind, sizes, sharding)
+        )
 
     def _strategies(
         self, kind: LayerKey, sizes: tuple[int, ...], sharding: Sharding
@@ -150,6 +161,11 @@ class BlockProblems:
 
         mine = tensors(micro_batch_size)
         return tuple(size for size in _sizes_with(micro_batch_size) if tensors(size) == mine)
+
+
+def _axes(kind: LayerKey, sharding: Sharding) -> Hashable:
+    """Returns all that the choices for the operators of a layer depend on beside its sizes."""
+    return kind, sharding.degrees, sharding.data, sharding.experts, sharding.context
 
 
 def _sizes_with(micro_batch_size: int) -> tuple[int, ...]:
@@ -229,7 +245,7 @@ class Catalogue:
         """Returns the least seconds of a micro-batch in a block, by layout of the weights."""
         key = micro_batch_size, sharding
         if key not in self._fastest_s:
-            self._fastest_s[key] = dict(self._least_s(micro_batch_size, sharding))
+            self._fastest_s |= self._least_s(micro_batch_size, sharding)
         return self._fastest_s[key]
 
     def divides(self, sharding: Sharding) -> bool:
@@ -240,24 +256,32 @@ class Catalogue:
         """Returns whether embedding and head may have other shardings than Megatron's."""
         return self.price_cache.training.stack.divided_ends and self.divides(sharding)
 
-    def _least_s(self, b: int, sharding: Sharding) -> Iterator[tuple[WeightLayout, float]]:
-        if not self.divides(sharding):
-            yield (
-                self.weight_layouts(sharding)[0],
-                min(
-                    self.price_cache.layer_time(self.key, b, sharding, level).total_s
-                    for level in self.levels
-                ),
-            )
-            return
-        problem = self.problem(b, sharding, self.key).only(lambda _, option: not option.recomputed)
+    def _least_s(
+        self, b: int, sharding: Sharding
+    ) -> dict[tuple[int, Sharding], dict[WeightLayout, float]]:
+        """Returns the least seconds for a size, and for those that are priced with it."""
         weight_layouts = self.weight_layouts(sharding)
-        variants = [self._allowed(each, None, sharding) for each in weight_layouts]
-        for weight_layout, least_s in zip(
-            weight_layouts, least_times_s(problem, variants), strict=True
-        ):
-            if least_s is not None:
-                yield weight_layout, least_s
+        if not self.divides(sharding):
+            levels_s = (
+                self.price_cache.layer_time(self.key, b, sharding, level).total_s
+                for level in self.levels
+            )
+            return {(b, sharding): {weight_layouts[0]: min(levels_s)}}
+        sizes, strategies = self.problem.of_sizes(b, sharding, self.key)
+        least_s = least_times_of_sizes_s(
+            strategies.of_all_sizes(sharding.boundary),
+            [strategies.without_recompute(kept) for kept in strategies.kept_of],
+            [self._allowed(each, None, sharding) for each in weight_layouts],
+        )
+        return {
+            (size // sharding.data, sharding): {
+                weight_layout: time_s
+                for weight_layout, time_s in zip(weight_layouts, times_s, strict=True)
+                if time_s is not None
+            }
+            for size, times_s in zip(sizes, least_s, strict=True)
+            if size % sharding.data == 0
+        }
 
     def with_weight_layout(self, weight_layout: WeightLayout, sharding: Sharding) -> Sharding:
         """Returns a sharding with that weight layout; other operators are replicated."""

@@ -115,37 +115,80 @@ def least_times_s(
     problem: LayerProblem, variants: Sequence[Allowed] = (_always,)
 ) -> list[float | None]:
     """Returns by variant the seconds of the fastest layer, or None without a solution."""
-    if not all(problem.options):
-        return [None] * len(variants)
-    # by variant, and by output placement of each open maker
-    times_s = np.zeros((len(variants), 1))
-    open_makers: tuple[int, ...] = (BEFORE,)
-    for i, operator in enumerate(_operators(problem)):
-        allowed = _allowed(problem, i, variants)
-        options_s = np.where(allowed, operator.time_s, np.inf)
-        times_s = times_s[..., None] + np.expand_dims(
-            options_s, tuple(range(1, 1 + len(open_makers)))
+    every = [np.arange(len(options)) for options in problem.options]
+    (times_s,) = least_times_of_sizes_s(problem.with_sizes(), [every], variants)
+    return times_s
+
+
+def least_times_of_sizes_s(
+    problem: LayerProblem, kept: Sequence[Sequence[Ints]], variants: Sequence[Allowed]
+) -> list[list[float | None]]:
+    """Returns by micro-batch size and variant the seconds of the fastest layer.
+
+    problem    its costs have the size as their first axis
+    kept       by size and operator, the numbers of the options to choose from
+    """
+    options = [np.unique(np.concatenate(each)) for each in zip(*kept, strict=True)]
+    if not all(map(len, options)):
+        return [[None] * len(variants) for _ in kept]
+    placed = {
+        link.maker: np.unique(
+            link.left if link.maker == BEFORE else link.left[options[link.maker]],
+            return_inverse=True,
         )
-        for maker, link_s, _ in operator.links:
-            axes = set(range(times_s.ndim)) - {1 + open_makers.index(maker), times_s.ndim - 1}
+        for link in problem.links
+    }
+    # by size, variant, and output placement of each open maker
+    times_s = np.zeros((len(kept), len(variants), 1))
+    open_makers: tuple[int, ...] = (BEFORE,)
+    for i in range(len(options) + 1):
+        if i < len(options):
+            allowed = _allowed(problem, i, variants, options[i])
+            own_s = np.full((len(kept), len(options[i])), np.inf)
+            for size, each in enumerate(kept):
+                rows = np.searchsorted(options[i], each[i])
+                own_s[size, rows] = problem.costs[i].time_s[size, each[i]]
+            options_s = np.where(allowed, own_s[:, None], np.inf)
+        else:
+            options_s = np.zeros((1, 1, 1))
+        times_s = times_s[..., None] + np.expand_dims(
+            options_s, tuple(range(2, 2 + len(open_makers)))
+        )
+        for link in problem.incoming(i):
+            needed = link.needed if i == len(options) else link.needed[options[i]]
+            link_s = link.costs.time_s[:, placed[link.maker][0]][:, :, needed]
+            axes = set(range(1, times_s.ndim - 1)) - {2 + open_makers.index(link.maker)}
             times_s = times_s + np.expand_dims(link_s, tuple(axes))
-        closed = [n for n, maker in enumerate(open_makers, 1) if maker not in operator.still_open]
+        later = {link.maker for link in problem.links if link.reader > i}
+        still_open = tuple(maker for maker in (BEFORE, *range(i + 1)) if maker in later)
+        closed = [n for n, maker in enumerate(open_makers, 2) if maker not in still_open]
         times_s = times_s.min(axis=tuple(closed))
-        if i in operator.still_open:
-            order = np.argsort(operator.outputs, kind="stable")
-            begins = np.flatnonzero(np.diff(operator.outputs[order], prepend=-1))
+        if i in still_open:
+            outputs = placed[i][1]
+            order = np.argsort(outputs, kind="stable")
+            begins = np.flatnonzero(np.diff(outputs[order], prepend=-1))
             times_s = np.minimum.reduceat(times_s[..., order], begins, axis=-1)
         else:
             times_s = times_s.min(axis=-1)
-        open_makers = operator.still_open
-    return [float(time_s) if np.isfinite(time_s) else None for time_s in times_s]
+        open_makers = still_open
+    return [
+        [float(time_s) if np.isfinite(time_s) else None for time_s in of_size]
+        for of_size in times_s
+    ]
 
 
-def _allowed(problem: LayerProblem, i: int, variants: Sequence[Allowed]) -> Mask:
-    """Returns by variant and option of the i-th operator whether it is allowed."""
+def _allowed(
+    problem: LayerProblem, i: int, variants: Sequence[Allowed], some: Ints | None = None
+) -> Mask:
+    """Returns by variant and option of the i-th operator whether it is allowed.
+
+    some    the numbers of the options, all by default
+    """
     if i == len(problem.options):
         return np.ones((len(variants), 1), np.bool_)
     name, options = problem.names[i], problem.options[i]
+    if some is not None:
+        options = tuple(options[k] for k in some.tolist())
     return np.array(
         [[variant(name, option) for option in options] for variant in variants], np.bool_
     )

@@ -179,6 +179,14 @@ class LayerProblem:
     def incoming(self, reader: int) -> tuple[TensorLink, ...]:
         return tuple(link for link in self.links if link.reader == reader)
 
+    def with_sizes(self) -> LayerProblem:
+        """Returns the problem of one micro-batch size, with the size as first axis of its costs."""
+        return replace(
+            self,
+            costs=tuple(costs.at(None) for costs in self.costs),
+            links=tuple(replace(link, costs=link.costs.at(None)) for link in self.links),
+        )
+
     def only(self, allowed: Callable[[str, StrategyOption], bool]) -> LayerProblem:
         """Returns the problem with the options that `allowed` accepts by operator name."""
         return self._with(
@@ -375,6 +383,23 @@ class LayerStrategies:
 
     def problems(self, boundary: Place) -> tuple[LayerProblem, ...]:
         """Returns the problem of each micro-batch size, between layers that lie at `boundary`."""
+        problem = self.of_all_sizes(boundary)
+        return tuple(problem.of_size(number, kept) for number, kept in enumerate(self.kept_of))
+
+    @property
+    def kept_of(self) -> list[list[Ints]]:
+        """By micro-batch size and operator, the legal options that none beats."""
+        return [[kept[number] for kept in self.kept] for number in range(self.sizes)]
+
+    def without_recompute(self, kept: Sequence[Ints]) -> list[Ints]:
+        """Returns by operator those of some options that are not recomputed."""
+        return [
+            some[[not options[k].recomputed for k in some.tolist()]]
+            for options, some in zip(self.options, kept, strict=True)
+        ]
+
+    def of_all_sizes(self, boundary: Place) -> LayerProblem:
+        """Returns the problem with the micro-batch size as the first axis of its costs."""
         enters = OutputPlacement(boundary, False)
         links = [
             self.links.get((reader, position)) or self._link(reader, position, None, enters)
@@ -384,7 +409,7 @@ class LayerStrategies:
         if self.layer.kind is not LayerKind.HEAD:
             links.append(self._last_link(InputPlacement(boundary, boundary, False)))
         host_forward_s, host_backward_s = launch_s(self.inside.machine, self.training.stack)
-        problem = LayerProblem(
+        return LayerProblem(
             tuple(self.index),
             self.options,
             self.costs,
@@ -397,10 +422,6 @@ class LayerStrategies:
             ),
             host_forward_s=host_forward_s,
             host_backward_s=host_backward_s,
-        )
-        return tuple(
-            problem.of_size(number, [kept[number] for kept in self.kept])
-            for number in range(self.sizes)
         )
 
     def _by_size(self, values: Sequence[Number]) -> Array:

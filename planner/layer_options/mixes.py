@@ -78,6 +78,12 @@ class OptionPairs:
     saved_bytes: Array
     workspace_bytes: Array
 
+    def at(self, rows: Ints) -> OptionPairs:
+        """Returns some of the pairs."""
+        return OptionPairs(
+            self.index[:, rows], self.saved_bytes[:, rows], self.workspace_bytes[rows]
+        )
+
 
 def option_pairs(options: tuple[LayerOption, ...]) -> OptionPairs:
     """Returns every ordered pair of options, including an option with itself."""
@@ -172,6 +178,28 @@ def all_tried(options: Sequence[LayerOption], num_blocks: int, num_chunks: int) 
     return exhaustive(options, num_blocks) and (
         num_chunks == 1 or all(_same_but_zero(options[0], option) for option in options)
     )
+
+
+def one_way_of_running(options: Sequence[LayerOption], num_blocks: int, num_chunks: int) -> bool:
+    """Returns whether blocks that differ in more than their ZeRO stage gain nothing.
+
+    Chunks of at most one block take as much memory as the one that saves most. So all of them may
+    run as the fastest of them does, which is among those in use: it saves no more, and has no
+    larger workspace. The seconds of data parallelism, and the states, depend on the ZeRO stage
+    alone where all options have one sharding.
+    """
+    return (
+        1 < num_chunks >= num_blocks
+        and len({option.sharding for option in options}) == 1
+        and not any(option.on_host or option.own_zero for option in options)
+    )
+
+
+def by_way_of_running(options: Sequence[LayerOption]) -> Ints:
+    """Returns by option a number that options have in common which differ in ZeRO stage alone."""
+    ways = [(option.recompute, option.sharding, option.on_host) for option in options]
+    numbers = {way: number for number, way in enumerate(dict.fromkeys(ways))}
+    return np.array([numbers[way] for way in ways], np.int64)
 
 
 def _same_but_zero(first: LayerOption, second: LayerOption) -> bool:

@@ -10,29 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import StepPrice
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.branch_and_bound import (
     BranchOutcome,
-    BranchWatch,
-    best_of,
-    branch_and_bound,
-    worth_replaying,
 )
-from parplan.planner.master import MasterChoice
 from parplan.planner.objective import Objective, Prefer
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import SearchRecord, Status
 from parplan.planner.request import OnProgress, Request, SearchOptions
 from parplan.planner.search.described_shortfall import infeasible_error
+from parplan.planner.search.fastest_layouts import BoundedCandidates, search_fastest
 from parplan.planner.search.layer_proof import with_layer_proof
 from parplan.planner.search.leaner_with_host import search_leaner
 from parplan.planner.search.least_peak import LeastPeak, least_peak
 from parplan.planner.search.least_redundancy import then_fastest, then_leanest
-from parplan.planner.search.one_candidate import certify, fastest_choice, relaxed_bound_s
+from parplan.planner.search.one_candidate import certify
 from parplan.planner.search.preference import preferred_plan
 from parplan.planner.search.price_factory import DescribedFactory, Explain, PriceFactory
 from parplan.planner.search.replay import replay_best
@@ -49,121 +44,11 @@ from parplan.planner.search.search_session import (
     SearchSession,
     SolvedCandidate,
 )
-from parplan.planner.solver import Unsolved
 from parplan.profiles.errors import ConfigError, OutOfTimeError, SolverError
 from parplan.profiles.units import GIB
 
-Outcome = BranchOutcome[SolvedCandidate]
 WORTH_PROVING = 0.0005  # share below the best at which a bound is worth another program
-# share above its bound at which an easy choice of a layout that cannot win is good enough
-WORTH_SOLVING = 0.01
 SLACK = 0.02  # share of the memory limit
-
-
-@dataclass(frozen=True, slots=True)
-class BoundedCandidates:
-    """Layouts that cheap bounds allow in the memory limit, and those with a solved relaxation."""
-
-    possible: tuple[ParallelLayout, ...]
-    relaxed: tuple[ParallelLayout, ...]
-
-
-def _search_fastest(
-    layouts: Sequence[ParallelLayout], session: SearchSession
-) -> tuple[BranchOutcome[SolvedCandidate], BoundedCandidates]:
-    """Returns the best choices of the layouts, and the layouts that were bounded.
-
-    Layouts whose mixes of real numbers of blocks are not below the cut are skipped; the others are
-    solved.
-
-    A schedule that only moves recompute has no plan below 1F1B with the same layers and no
-    recompute. It need not be solved where 1F1B reaches that bound, nor replayed where it is not
-    faster.
-    """
-    limit, prices = session.limit_bytes, session.prices
-    values_s: dict[ParallelLayout, float] = {}
-    relaxed_values_s: dict[ParallelLayout, float] = {}
-    last = {layout for layout in layouts if prices.parts_last and layout.virtual_stages > 1}
-    least_of_one_s = INFINITY  # of layouts with one part a rank
-    relaxed_layouts: list[ParallelLayout] = []  # layouts whose relaxation is below the cut
-
-    def solve(
-        layout: ParallelLayout, _: float, cut_s: float, best_s: float
-    ) -> SolvedCandidate | None:
-        if not prices.may_fit(layout, limit):
-            prices.raise_bound(layout, limit, INFINITY)
-            return None
-        usual = replace(layout, schedule=Schedule.ONE_F_ONE_B)
-        if layout.recomputes_ahead:
-            cut_s = min(cut_s, values_s.get(usual, INFINITY))
-            prices.raise_bound(
-                layout,
-                limit,
-                prices.ahead_bound_s(layout, relaxed_values_s.get(usual, 0.0)),
-            )
-            if prices.least_s(layout, limit) >= cut_s:
-                relaxed_values_s[layout] = cut_s
-                return None
-        if layout in last:
-            cut_s = min(cut_s, least_of_one_s)  # no slower choice is worth its columns
-        for closer_s in prices.closer_bounds_s(layout, limit):
-            prices.raise_bound(layout, limit, closer_s)
-            if prices.least_s(layout, limit) >= cut_s:
-                relaxed_values_s[layout] = cut_s
-                return None
-        known = prices.first_choice(layout, cut_s, session)
-        if known:
-            cut_s = min(cut_s, known.step_s)
-            least_s = prices.least_s(layout, limit)
-            if least_s >= best_s and known.step_s <= least_s * (1 + WORTH_SOLVING):
-                relaxed_values_s[layout] = least_s
-                return solved_as(layout, known)
-        relaxed = session.relaxed(layout, cut_s)
-        relaxed_s = relaxed_bound_s(layout, relaxed, cut_s, session)
-        # Columns that take longer than the cut are left out.
-        relaxed_values_s[layout] = 0.0 if relaxed_s == INFINITY else min(relaxed_s, cut_s)
-        prices.raise_bound(layout, limit, min(relaxed_s, cut_s))
-        choice = known
-        if relaxed is not None and relaxed_s < cut_s:
-            relaxed_layouts.append(layout)
-            try:
-                choice = fastest_choice(layout, relaxed, cut_s, session) or known
-            except Unsolved:
-                if known is None:
-                    raise
-        if choice is None and best_s == INFINITY and not prices.covers(layout, cut_s, limit):
-            raise Unsolved("some cuts into stages were not tried, and the others do not fit")
-        return solved_as(layout, choice) if choice else None
-
-    def solved_as(layout: ParallelLayout, choice: MasterChoice) -> SolvedCandidate | None:
-        usual = replace(layout, schedule=Schedule.ONE_F_ONE_B)
-        solved = SolvedCandidate(layout, choice, choice.step_s, prices.least_s(layout, limit))
-        if layout.recomputes_ahead and solved.value >= values_s.get(usual, INFINITY):
-            return None
-        values_s[layout] = solved.value
-        return solved
-
-    def searched(some: Sequence[ParallelLayout], known: Sequence[SolvedCandidate] = ()) -> Outcome:
-        return branch_and_bound(
-            ((prices.least_s(layout, limit), layout) for layout in some),
-            solve,
-            worth_replaying,
-            BranchWatch(
-                objective=Objective.THROUGHPUT,
-                left_s=session.left_s,
-                on_progress=session.on_progress,
-            ),
-            incumbents=known,
-        )
-
-    outcome = searched([layout for layout in layouts if layout not in last])
-    least_of_one_s = best_of(outcome.solved)
-    if last and not outcome.interrupted:
-        outcome = outcome.then(
-            searched([layout for layout in layouts if layout in last], outcome.solved)
-        )
-    bound = min((best_of(outcome.solved), *(prices.least_s(layout, limit) for layout in layouts)))
-    return replace(outcome, bound=bound), BoundedCandidates(tuple(layouts), tuple(relaxed_layouts))
 
 
 def _proven_s(
@@ -231,7 +116,7 @@ def _search(
         return None
     looked = BoundedCandidates((), ())
     if fastest is None:
-        outcome, looked = _search_fastest(space.layouts, session)
+        outcome, looked = search_fastest(space.layouts, session)
     else:
         assert objective is Objective.MEMORY, "another objective proves its own fastest plan"
         outcome = BranchOutcome((fastest,), fastest.bound, finished=True)
@@ -309,7 +194,7 @@ def _fastest_within(
     least: LeastPeak, layouts: Sequence[ParallelLayout], slowest_s: float, inner: SearchSession
 ) -> BranchOutcome[SolvedCandidate]:
     """The fastest choices within the least peak and the slowdown, with the choice that set it."""
-    outcome, _ = _search_fastest(layouts, inner)
+    outcome, _ = search_fastest(layouts, inner)
     solved = [candidate for candidate in outcome.solved if candidate.value <= slowest_s]
     if all(candidate.layout != least.best.layout for candidate in solved):
         solved = sorted([*solved, least.best], key=lambda candidate: candidate.value)

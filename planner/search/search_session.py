@@ -445,17 +445,27 @@ class SearchSession:
         return options
 
     def relaxed(
-        self, layout: ParallelLayout, cut_s: float, *, plain: bool = False
+        self,
+        layout: ParallelLayout,
+        cut_s: float,
+        *,
+        plain: bool = False,
+        averages: bool = False,
     ) -> list[list[StageColumn]] | None:
         """Returns columns of real numbers of blocks (`RankColumns.relaxed`), a bound of every plan.
 
         A number of blocks is left out if each of its columns alone takes longer than the cut;
         larger numbers then do too. An average of two columns may be below the cut where one of
         them is not.
+
+        averages    the columns of `RankColumns.averages`, which take less to find
         """
 
         def make(rank: Columns, count: int) -> list[StageColumn]:
-            columns = rank.relaxed(count, self.limit_bytes, plain=plain)
+            if averages and isinstance(rank, RankColumns):
+                columns = rank.averages(count, self.limit_bytes, plain=plain)
+            else:
+                columns = rank.relaxed(count, self.limit_bytes, plain=plain)
             too_slow = all(self._too_slow(layout, column, cut_s) for column in columns)
             return [] if too_slow else columns
 

@@ -19,6 +19,8 @@ from parplan.costmodels.schedules.hidden_recompute import plain_and_ramp
 from parplan.planner.dominance import Array, Ints, undominated_rows
 from parplan.planner.layer_options.mixes import (
     all_tried,
+    by_way_of_running,
+    one_way_of_running,
     pure_mixes,
 )
 from parplan.planner.stage_columns.mix_peaks import MixPeak
@@ -172,6 +174,21 @@ class RankColumns(MixPrices):
         """
         if not plain and self._tries_all(num_blocks):
             return self.fastest(num_blocks, limit_bytes)
+        return self.averages(num_blocks, limit_bytes, plain=plain)
+
+    def averages(
+        self, num_blocks: int, limit_bytes: float, *, plain: bool = False
+    ) -> list[StageColumn]:
+        """Returns the columns of `relaxed` as if the mixes did not include every choice.
+
+        They take less to find than all mixes, and bound them too.
+        """
+        return self._once(
+            ("averages", num_blocks, limit_bytes, plain),
+            lambda: self._averages(num_blocks, limit_bytes, plain=plain),
+        )
+
+    def _averages(self, num_blocks: int, limit_bytes: float, *, plain: bool) -> list[StageColumn]:
         usable = usable_bytes(limit_bytes, self.layout.mesh, self.table.price_cache)
         hides = self.layout.recomputes_ahead and not plain
         bounds: list[StageColumn] = []
@@ -250,9 +267,20 @@ class RankColumns(MixPrices):
         )
         return plain_s + fixed_s, plain_s + fixed_s
 
-    @cached_property
-    def _pairs(self) -> RelaxedPairs:
-        return RelaxedPairs(*self.mix_table.unbeaten_blocks(self.layout, self.rank))
+    def _pairs(self, num_blocks: int) -> RelaxedPairs:
+        """Returns the pairs of options that the blocks of a rank may be an average of."""
+        block, pairs = self.mix_table.unbeaten_blocks(self.layout, self.rank)
+        alike = not self._freed and one_way_of_running(
+            block.options, num_blocks, self.layout.virtual_stages
+        )
+
+        def make() -> RelaxedPairs:
+            if not alike:
+                return RelaxedPairs(block, pairs)
+            way = by_way_of_running(block.options)[pairs.index]
+            return RelaxedPairs(block, pairs.at(np.flatnonzero(way[0] == way[1])))
+
+        return self._once(("pairs", alike), make)
 
     def relaxed_s(
         self, num_blocks: int, zero: int, usable: float, *, plain: bool = False
@@ -263,7 +291,7 @@ class RankColumns(MixPrices):
         separately: a program with two limits at once would mix three options, and the larger of two
         optima with one limit each is below its optimum. Chunks of a rank count as equal.
         """
-        fixed, pairs = self.fixed[zero], self._pairs
+        fixed, pairs = self.fixed[zero], self._pairs(num_blocks)
         least_s = np.zeros(len(self._weights))
         for block_bytes, room in self._limits(num_blocks, zero, usable):
             chosen, share = least_shares(block_bytes, room, pairs.alone)
@@ -280,10 +308,10 @@ class RankColumns(MixPrices):
 
         The bytes are by side and pair, the limit by pair.
         """
-        fixed, pairs = self.fixed[zero], self._pairs
+        fixed, pairs = self.fixed[zero], self._pairs(num_blocks)
         chunk = num_blocks / self.layout.virtual_stages
         outside = usable - self._spare(fixed.step_copies)
-        by_moment = self._bytes_by_moment(zero)
+        by_moment = self._bytes_by_moment(zero, pairs)
         if self._freed:
             for peak, block_bytes in zip(self._freed.moments(zero), by_moment, strict=True):
                 room = outside - peak.besides - pairs.inside(peak.alone)
@@ -298,16 +326,16 @@ class RankColumns(MixPrices):
             room = beside - temporaries - (moment.stashes - self.stashes) * fixed.saved
             yield block_bytes, room / num_blocks
 
-    def _bytes_by_moment(self, zero: int) -> list[Array]:
+    def _bytes_by_moment(self, zero: int, pairs: RelaxedPairs) -> list[Array]:
         """Returns for every moment the bytes of one block by side and pair."""
-        pairs, chunks = self._pairs, self.layout.virtual_stages
+        chunks = self.layout.virtual_stages
         always = pairs.states + self._spare(pairs.step_copies)
         remade = pairs.whole_saved - pairs.saved_bytes
         candidates: Sequence[MixPeak | PeakCandidate] = (
             self._freed.moments(zero) if self._freed else self._moments
         )
         return self._once(
-            ("moments", zero),
+            ("moments", zero, pairs),
             lambda: [
                 always
                 - (1 - moment.made) * pairs.gradients

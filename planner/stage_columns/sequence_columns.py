@@ -321,6 +321,11 @@ class SequenceColumns(RankColumns):
             return self.fastest(num_blocks, limit_bytes)
         return self.bounds(limit_bytes, plain=plain)
 
+    def averages(
+        self, num_blocks: int, limit_bytes: float, *, plain: bool = False
+    ) -> list[StageColumn]:
+        return self.bounds(limit_bytes, plain=plain)
+
     @property
     def _divided_alike(self) -> bool:
         """True if all options of a class have one sharding."""
@@ -329,9 +334,13 @@ class SequenceColumns(RankColumns):
 
     def bounds(self, limit_bytes: float, *, plain: bool = False) -> list[StageColumn]:
         """Returns the column of the Lagrangian bound at each ZeRO stage that has room."""
-        usable = usable_bytes(limit_bytes, self.layout.mesh, self.table.price_cache)
-        columns = (self._bound_at(zero, usable, plain=plain) for zero in self._hosted)
-        return [column for column in columns if column.time_s < math.inf]
+
+        def make() -> list[StageColumn]:
+            usable = usable_bytes(limit_bytes, self.layout.mesh, self.table.price_cache)
+            columns = (self._bound_at(zero, usable, plain=plain) for zero in self._hosted)
+            return [column for column in columns if column.time_s < math.inf]
+
+        return self._once(("bounds", limit_bytes, plain), make)
 
     @cached_property
     def _rows(self) -> Counter[tuple[tuple[int, ...], float]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.layers.recompute import Recompute, RecomputedOperators
@@ -11,10 +13,11 @@ from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.deadline import NEVER, Deadline
-from parplan.planner.dominance import lower_hull
+from parplan.planner.dominance import Array, lower_hull
 from parplan.planner.layer_options.catalogue import Catalogue, catalogue_of
 from parplan.planner.layer_options.chunk_labels import ChunkLabels, of_chunk, of_chunks
 from parplan.planner.layer_options.layer_option import LayerOption, unbeaten
+from parplan.planner.layer_options.mixes import column_of
 from parplan.planner.layer_options.recompute_labels import LabelTable
 from parplan.planner.layer_options.recompute_lists import MOST_LISTS, recompute_lists
 from parplan.planner.request import Constraints
@@ -22,6 +25,19 @@ from parplan.planner.stage_columns.mix_table import StageTable
 from parplan.profiles.models.operator_graph import LayerKey, LayerKind
 
 LEVELS = (Recompute.NONE, Recompute.FULL)
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """A layer and micro-batch on any option.
+
+    time_s, saved_bytes    by option
+    ways                   the shardings of the options
+    """
+
+    time_s: Array
+    saved_bytes: Array
+    ways: tuple[Sharding, ...]
 
 
 class SequenceTable(StageTable):
@@ -145,6 +161,36 @@ class BlockClassTable(SequenceTable):
         if not catalogue.divides(sharding):
             return plain_s
         return min(plain_s, *catalogue.fastest_s(b, sharding).values())
+
+    def passes_of(self, key: LayerKey, b: int, sharding: Sharding) -> Passes:
+        """Returns seconds and saved bytes of a layer on any of its options.
+
+        Options that others beat are among them where that saves finding out. They change no least
+        value of seconds and bytes.
+        """
+        own = self.price_cache.own_sharding(key, sharding)
+        apart = self.price_cache.apart(key, own)
+        return self.once(
+            ("passes of", key, b, own, apart), lambda: self._passes_of(key, b, own, apart)
+        )
+
+    def _passes_of(self, key: LayerKey, b: int, own: Sharding, apart: Sharding) -> Passes:
+        block = key.role is LayerKind.BLOCK
+        catalogue = self._catalogue(key) if block else None
+        if catalogue and (catalogue.by_operator or catalogue.divides(apart) or apart.overlap):
+            options = self.options(key, b, own, self.levels)
+            return Passes(
+                column_of(options, "time_s"),
+                column_of(options, "saved_bytes"),
+                tuple(dict.fromkeys(option.sharding for option in options)),
+            )
+        prices = self.price_cache
+        levels = self.levels if block else (Recompute.NONE,)
+        return Passes(
+            np.array([prices.layer_time(key, b, apart, level).total_s for level in levels]),
+            np.array([float(prices.saved_bytes(key, b, apart, level)) for level in levels]),
+            (own,),
+        )
 
     def _catalogue(self, key: LayerKey) -> Catalogue:
         return self.once(

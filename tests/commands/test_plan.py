@@ -843,7 +843,7 @@ def test_ctrl_c_and_sigterm_print_and_write_the_best_plan_so_far(number, monkeyp
         solved.append(arguments)
         return fastest_choice(*arguments)
 
-    monkeypatch.setattr("parplan.planner.search.find_plan.fastest_choice", interrupted)
+    monkeypatch.setattr("parplan.planner.search.fastest_layouts.fastest_choice", interrupted)
 
     result = run(*MIDDLE)
 
@@ -854,7 +854,7 @@ def test_ctrl_c_and_sigterm_print_and_write_the_best_plan_so_far(number, monkeyp
 
 def test_ctrl_c_before_the_first_plan_is_one_line(monkeypatch):
     monkeypatch.setattr(
-        "parplan.planner.search.find_plan.fastest_choice",
+        "parplan.planner.search.fastest_layouts.fastest_choice",
         lambda *_: signal.raise_signal(signal.SIGINT),
     )
 

@@ -46,7 +46,7 @@ def prices():
 
 def sent_s(prices, sharding):
     """Seconds that attention of a block waits for other ranks, forward and backward."""
-    time = prices._operators(BLOCK, 1, sharding).tensor_parallel["attention"]
+    time = prices._operators(BLOCK, (1,), sharding).tensor_parallel["attention"]
     return time.forward.value_s, time.backward.value_s
 
 
@@ -99,7 +99,7 @@ def test_keys_of_more_ranks_than_heads_are_copied(prices):
 @pytest.mark.parametrize("cp", [2, 8, 16])
 def test_a_ring_passes_under_the_attention_of_the_piece_before(prices, cp):
     sharding = Sharding(cp=cp, context_form=RING)
-    compute = prices._operators(BLOCK, 1, sharding).compute["attention"]
+    compute = prices._operators(BLOCK, (1,), sharding).compute["attention"]
     one_s = point_to_point_time(
         local_bytes(cp, KV), level=int(cp > 8), sharing=1, machine=MACHINE
     ).value_s
@@ -116,7 +116,7 @@ def test_a_ring_passes_under_the_attention_of_the_piece_before(prices, cp):
 
 def test_two_levels_exchange_in_a_node_and_pass_between_nodes(prices):
     two_level = Sharding(cp=16, context_form=TWO_LEVEL)
-    compute = prices._operators(BLOCK, 1, two_level).compute["attention"]
+    compute = prices._operators(BLOCK, (1,), two_level).compute["attention"]
     where = Placement(nodes=1, ranks_per_node=8, groups_per_node=1)
     once = sum(
         collective_time(Collective.ALL_TO_ALL, local_bytes(16, features), where, MACHINE).value_s

@@ -113,7 +113,7 @@ def test_equal_work_waits_for_nothing(documents):
 
 
 def attention_s(prices, sharding):
-    time = prices._operators(BLOCK, 1, sharding).compute["attention"]
+    time = prices._operators(BLOCK, (1,), sharding).compute["attention"]
     return time.forward.value_s, time.backward.value_s
 
 
@@ -145,7 +145,7 @@ def test_ranks_of_a_sequence_wait_at_attention_unless_documents_are_divided():
     documents = Documents(mean=500)
     divided = cache(documents, stack=replace(NEUTRAL, divides_documents=True))
     times = [
-        prices._operators(BLOCK, 1, RING).tensor_parallel["attention"].forward.value_s
+        prices._operators(BLOCK, (1,), RING).tensor_parallel["attention"].forward.value_s
         for prices in (cache(documents), divided)
     ]
     share = context_share(attention(documents), 4)

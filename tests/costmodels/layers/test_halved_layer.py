@@ -47,7 +47,7 @@ def parts_of(priced: PriceCache, way: str) -> list[HalfTime]:
 
     Operators are priced as in undivided blocks of that size.
     """
-    operators = priced._operators(LayerKind.BLOCK, B // 2, Sharding(TP))
+    operators = priced._operators(LayerKind.BLOCK, (B // 2,), Sharding(TP))
     names = list(operators.compute)
     parts, compute_s = [], 0.0
     for name in names if way == "forward" else reversed(names):
@@ -76,8 +76,8 @@ def test_a_pass_takes_what_its_operators_at_half_the_size_take_in_the_recursion(
 
 def test_level_1_divides_the_products_that_are_all_reduced_and_nothing_else():
     priced = price_cache(contention=0.0)
-    half = priced._operators(LayerKind.BLOCK, B // 2, Sharding(TP))
-    whole = priced._operators(LayerKind.BLOCK, B, Sharding(TP))
+    half = priced._operators(LayerKind.BLOCK, (B // 2,), Sharding(TP))
+    whole = priced._operators(LayerKind.BLOCK, (B,), Sharding(TP))
     sent = {
         name: time.forward.value_s
         for name, time in half.tensor_parallel.items()

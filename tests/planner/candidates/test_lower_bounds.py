@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from dataclasses import replace
 from functools import cache
 
@@ -21,13 +22,15 @@ from parplan.planner.candidates.lower_bounds import (
     redundancy_bound_bytes,
     time_bound,
 )
-from parplan.planner.request import Constraints
+from parplan.planner.request import Constraints, SearchOptions
+from parplan.planner.search.one_candidate import relaxed_bound_s
+from parplan.planner.search.search_session import DescribedPrices, SearchSession
 from parplan.planner.stage_columns.mix_table import MixTable
 from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
 from parplan.profiles.models.operator_graph import LayerKind
 from tests.helpers.cases import mostly_slow
 from tests.helpers.instances import every_price, every_strategy, random_instance, redundant_bytes
-from tests.helpers.planning import enumerate_candidates
+from tests.helpers.planning import enumerate_candidates, request
 
 SEEDS = mostly_slow(range(10), {9})
 PINNED = [
@@ -94,6 +97,48 @@ def test_no_strategy_with_virtual_stages_is_below_the_bounds_of_its_frame(seed):
             within_s = memory_bound_within_its_own_memory_s(strategy, price, table)
             assert step_s <= within_s <= price.closed_form_s * (1 + 1e-12)
             assert redundant <= redundant_bytes(strategy, price) * (1 + 1e-12) + 1
+
+
+def drawn(layout, num_layers, draw, count):
+    """Strategies with chunks of one block, each with a recompute and a ZeRO stage of its own."""
+    last = layout.num_virtual_stages - 1
+    for _ in range(count):
+        ends, stages = draw.choice((0, 1)), []
+        for stage in range(num_layers):
+            level, zero = draw.choice(list(Recompute)), draw.choice((0, 1))
+            chunk = [LayerChoice(LayerKind.BLOCK, level, zero)]
+            if stage == 0:
+                chunk.insert(0, LayerChoice(LayerKind.EMBEDDING, Recompute.NONE, ends))
+            if stage == last:
+                chunk.append(LayerChoice(LayerKind.HEAD, Recompute.NONE, ends))
+            stages.append(tuple(chunk))
+        yield Strategy(layout=layout, stages=tuple(stages))
+
+
+@pytest.mark.parametrize("seed", mostly_slow(range(6), {1}))
+def test_no_choice_for_each_block_is_below_the_bounds_of_chunks_with_one_block(seed):
+    instance = random_instance(seed)
+    instance = replace(instance, model=replace(instance.model, num_layers=8))
+    pins = Constraints(zero=(0, 1), megatron_sharding=True)
+    cluster = with_gpus(instance.cluster, 4, 4)
+    prices = DescribedPrices(request(instance.model, cluster, instance.training, constraints=pins))
+    layouts = [each for each in prices.space.layouts if each.num_virtual_stages == 8]
+    interleaved = [each for each in layouts if each.schedule is Schedule.INTERLEAVED]
+    draw, raised = random.Random(seed), 0
+    assert interleaved
+    for layout in interleaved[:4]:
+        for strategy in drawn(layout, 8, draw, 25):
+            price = price_step(strategy, prices.price_cache)
+            own_bytes = max(memory.total for memory in price.memory)
+            session = SearchSession(prices, SearchOptions(), None).within(own_bytes * (1 + 1e-9))
+            relaxed = session.relaxed(layout, math.inf)
+            bounds_s = (
+                memory_bound_s(layout, prices.table, own_bytes, prices.time_bound(layout)),
+                relaxed_bound_s(layout, relaxed, math.inf, session),
+            )
+            assert max(bounds_s) <= price.closed_form_s * (1 + 1e-9)
+            raised += max(bounds_s) > prices.time_bound(layout).step_s * (1 + 1e-9)
+    assert raised
 
 
 def test_the_tail_of_the_bound_is_that_of_one_rank():

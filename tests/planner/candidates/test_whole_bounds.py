@@ -8,7 +8,7 @@ import pytest
 
 from parplan.planner.request import Constraints, SearchOptions
 from parplan.planner.search.block_class_prices import BlockClassPrices
-from parplan.planner.search.find_plan import _search_fastest
+from parplan.planner.search.fastest_layouts import search_fastest
 from parplan.planner.search.search_session import SearchSession
 from parplan.profiles.units import MIB
 from tests.helpers.cases import named
@@ -50,7 +50,7 @@ def test_no_plan_of_a_layout_is_below_its_bounds(model, limit_mib):
     found = 0
     for layout in prices.space.layouts:
         whole = prices._whole(layout)
-        outcome, _ = _search_fastest([layout], session)
+        outcome, _ = search_fastest([layout], session)
         if not outcome.solved:
             continue
         found += 1

@@ -13,6 +13,7 @@ from parplan.planner.layer_options.catalogue import (
     divided_dims,
     weight_divided,
 )
+from parplan.planner.layer_options.layer_front import least_times_s
 from parplan.planner.request import Constraints
 from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
 from parplan.profiles.machines.shipped_profiles import machine_for
@@ -140,3 +141,16 @@ def test_ways_to_divide_that_are_not_megatrons_are_found():
     assert min(o.time_s for o in heads_only) < min(
         o.time_s for o in options if o.weight_layout == {("heads", False), ("ffn", False)}
     )
+
+
+@pytest.mark.parametrize("sharding", [Sharding(4), Sharding(4, True), Sharding(2, data=2)])
+def test_the_fastest_layers_of_all_sizes_are_those_of_each_size_alone(sharding):
+    catalogue = Catalogue(book_of("gpt-1.5b"))
+
+    for size in (1, 2, 4, 8):
+        problem = catalogue.problem(size, sharding).only(lambda _, option: not option.recomputed)
+        fastest_s = catalogue.fastest_s(size, sharding)
+        for weight_layout, least_s in fastest_s.items():
+            allowed = catalogue._allowed(weight_layout, None, sharding)
+            assert least_times_s(problem, [allowed]) == [least_s]
+        assert fastest_s

@@ -25,7 +25,8 @@ from parplan.planner.plan.plan_strategy import prices_of_plan, strategy_of
 from parplan.planner.plan.prediction import Status
 from parplan.planner.request import Constraints, PlanRequest, SearchOptions
 from parplan.planner.search.block_class_prices import BlockClassPrices, given_cuts
-from parplan.planner.search.find_plan import _search_fastest, search
+from parplan.planner.search.fastest_layouts import search_fastest
+from parplan.planner.search.find_plan import search
 from parplan.planner.search.search_session import SearchSession
 from parplan.planner.search.sequence_shortfall import least_peak_bytes
 from parplan.profiles.errors import ConfigError, InfeasibleError
@@ -311,7 +312,7 @@ def test_the_bound_holds_where_gradients_come_and_go():
         session = SearchSession(
             BlockClassPrices(request_of(model, pins, limit, training)), options, None
         )
-        outcome, _ = _search_fastest(session.prices.space.layouts, session)
+        outcome, _ = search_fastest(session.prices.space.layouts, session)
         fastest_s = min(point.step_s for point in points if point.peak <= limit)
         assert outcome.bound <= fastest_s * (1 + 1e-9)
         assert all(solved.value >= fastest_s * (1 - 1e-9) for solved in outcome.solved)

@@ -272,7 +272,7 @@ def test_an_interrupt_before_the_first_plan_is_raised(monkeypatch):
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("parplan.planner.search.find_plan.fastest_choice", interrupt)
+    monkeypatch.setattr("parplan.planner.search.fastest_layouts.fastest_choice", interrupt)
 
     with pytest.raises(KeyboardInterrupt):
         front_with()

@@ -19,7 +19,8 @@ from parplan.planner.candidates.branch_and_bound import BranchOutcome
 from parplan.planner.objective import Objective
 from parplan.planner.plan.prediction import Status
 from parplan.planner.request import Constraints, SearchOptions
-from parplan.planner.search.find_plan import _search_fastest, search
+from parplan.planner.search.fastest_layouts import search_fastest
+from parplan.planner.search.find_plan import search
 from parplan.planner.search.search_session import SearchSession
 from parplan.planner.traced.shard_price_cache import ShardPriceCache
 from parplan.planner.traced.shards import Shard, Sharded, shard
@@ -178,7 +179,7 @@ def searched(
 
 def fastest_of(session: SearchSession) -> BranchOutcome:
     """Returns the fastest choices of all layouts."""
-    return _search_fastest(session.prices.space.layouts, session)[0]
+    return search_fastest(session.prices.space.layouts, session)[0]
 
 
 def ways(search: SearchSession, layout: ParallelLayout, shard: int) -> list[RecomputedOperators]:

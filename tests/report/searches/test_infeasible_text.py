@@ -120,7 +120,7 @@ def test_ctrl_c_ends_the_search_for_ways_out_and_not_the_error(after, monkeypatc
         solved.append(arguments)
         return fastest_choice(*arguments)
 
-    monkeypatch.setattr("parplan.planner.search.find_plan.fastest_choice", interrupted)
+    monkeypatch.setattr("parplan.planner.search.fastest_layouts.fastest_choice", interrupted)
 
     result = CliRunner().invoke(cli.main, [*BASE, "--recompute", "none", "--memory-limit", "17GiB"])
 

@@ -1,0 +1,176 @@
+"""The fastest choices of all layouts within one memory limit, by branch and bound."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from parplan.costmodels.schedules.schedule import Schedule
+from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.candidates.branch_and_bound import (
+    BranchOutcome,
+    BranchWatch,
+    best_of,
+    branch_and_bound,
+    worth_replaying,
+)
+from parplan.planner.master import MasterChoice
+from parplan.planner.objective import Objective
+from parplan.planner.search.one_candidate import fastest_choice, relaxed_bound_s
+from parplan.planner.search.search_session import INFINITY, SearchSession, SolvedCandidate
+from parplan.planner.solver import Unsolved
+
+Outcome = BranchOutcome[SolvedCandidate]
+# share above its bound at which an easy choice of a layout that cannot win is good enough
+WORTH_SOLVING = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class BoundedCandidates:
+    """Layouts that cheap bounds allow in the memory limit, and those with a solved relaxation."""
+
+    possible: tuple[ParallelLayout, ...]
+    relaxed: tuple[ParallelLayout, ...]
+
+
+@dataclass
+class _Fastest:
+    """The search of some layouts.
+
+    values_s        the fastest choice of each solved layout
+    relaxed         layouts whose relaxation is below the cut
+    least_of_one_s  the fastest choice with one part a rank
+    """
+
+    session: SearchSession
+    values_s: dict[ParallelLayout, float] = field(default_factory=dict)
+    relaxed: list[ParallelLayout] = field(default_factory=list)
+    least_of_one_s: float = INFINITY
+
+    def least_s(self, layout: ParallelLayout) -> float:
+        return self.session.prices.least_s(layout, self.session.limit_bytes)
+
+    def raised_s(self, layout: ParallelLayout, bound_s: float) -> float:
+        """Stores a bound of a layout, and returns the closest one."""
+        self.session.prices.raise_bound(layout, self.session.limit_bytes, bound_s)
+        return self.least_s(layout)
+
+    def searched(
+        self, layouts: Sequence[ParallelLayout], known: Sequence[SolvedCandidate] = ()
+    ) -> Outcome:
+        """Solves layouts whose bounds are below the cut, the one with the least bound first."""
+        session = self.session
+        return branch_and_bound(
+            ((self.least_s(layout), layout) for layout in layouts),
+            self._solve,
+            worth_replaying,
+            BranchWatch(
+                objective=Objective.THROUGHPUT,
+                left_s=session.left_s,
+                on_progress=session.on_progress,
+            ),
+            incumbents=known,
+            closer=self._closer_s,
+        )
+
+    def _closer_s(self, layout: ParallelLayout) -> Iterator[float]:
+        """Yields bounds of a layout within the memory limit, before any column is made."""
+        prices, limit = self.session.prices, self.session.limit_bytes
+        if not prices.may_fit(layout, limit):
+            yield self.raised_s(layout, INFINITY)
+            return
+        if layout.recomputes_ahead:
+            usual_s = self.least_s(_usual(layout))
+            yield self.raised_s(layout, prices.ahead_bound_s(layout, usual_s))
+        for closer_s in prices.closer_bounds_s(layout, limit):
+            yield self.raised_s(layout, closer_s)
+
+    def _solve(
+        self, layout: ParallelLayout, _: float, cut_s: float, best_s: float
+    ) -> SolvedCandidate | None:
+        """Returns the best choice of a layout, None where none is below the cut."""
+        prices = self.session.prices
+        if layout.recomputes_ahead:
+            cut_s = min(cut_s, self.values_s.get(_usual(layout), INFINITY))
+        if prices.parts_last and layout.virtual_stages > 1:
+            cut_s = min(cut_s, self.least_of_one_s)  # no slower choice is worth its columns
+        if self.least_s(layout) >= cut_s:
+            return None
+        known = prices.first_choice(layout, cut_s, self.session)
+        if known:
+            cut_s = min(cut_s, known.step_s)
+            least_s = self.least_s(layout)
+            if least_s >= best_s and known.step_s <= least_s * (1 + WORTH_SOLVING):
+                return self._solved(layout, known)
+        choice = self._relaxed_and_solved(layout, known, cut_s)
+        limit = self.session.limit_bytes
+        if choice is None and best_s == INFINITY and not prices.covers(layout, cut_s, limit):
+            raise Unsolved("some cuts into stages were not tried, and the others do not fit")
+        return self._solved(layout, choice) if choice else None
+
+    def _relaxed_and_solved(
+        self, layout: ParallelLayout, known: MasterChoice | None, cut_s: float
+    ) -> MasterChoice | None:
+        """Returns a choice below the cut, or the known one.
+
+        Layouts whose mixes of real numbers of blocks are not below the cut are not solved.
+        """
+        session = self.session
+        if not layout.equal_ranks and layout.mesh.pp > 1:
+            averages = session.relaxed(layout, cut_s, averages=True)
+            averages_s = relaxed_bound_s(layout, averages, cut_s, session)
+            if averages is None or averages_s >= cut_s:
+                self.raised_s(layout, min(averages_s, cut_s))
+                return known
+        relaxed = session.relaxed(layout, cut_s)
+        relaxed_s = relaxed_bound_s(layout, relaxed, cut_s, session)
+        # Columns that take longer than the cut are left out.
+        self.raised_s(layout, min(relaxed_s, cut_s))
+        if relaxed is None or relaxed_s >= cut_s:
+            return known
+        self.relaxed.append(layout)
+        try:
+            return fastest_choice(layout, relaxed, cut_s, session) or known
+        except Unsolved:
+            if known is None:
+                raise
+        return known
+
+    def _solved(self, layout: ParallelLayout, choice: MasterChoice) -> SolvedCandidate | None:
+        """Returns the candidate, None where the same without recompute ahead is as fast."""
+        solved = SolvedCandidate(layout, choice, choice.step_s, self.least_s(layout))
+        if layout.recomputes_ahead and solved.value >= self.values_s.get(_usual(layout), INFINITY):
+            return None
+        self.values_s[layout] = solved.value
+        return solved
+
+
+def search_fastest(
+    layouts: Sequence[ParallelLayout], session: SearchSession
+) -> tuple[Outcome, BoundedCandidates]:
+    """Returns the best choices of the layouts, and the layouts that were bounded.
+
+    A schedule that only moves recompute has no plan below 1F1B with the same layers and no
+    recompute. It comes after all others: it need not be solved where 1F1B reaches that bound, nor
+    replayed where it is not faster. Layouts with several parts a rank come last where their
+    columns take long.
+    """
+    fastest = _Fastest(session)
+    last = {layout for layout in layouts if session.prices.parts_last and layout.virtual_stages > 1}
+    ahead = {layout for layout in layouts if layout.recomputes_ahead} - last
+    outcome = fastest.searched([each for each in layouts if each not in last | ahead])
+    if ahead and not outcome.interrupted:
+        later = fastest.searched([each for each in layouts if each in ahead], outcome.solved)
+        outcome = replace(outcome.then(later), earlier=())
+    fastest.least_of_one_s = best_of(outcome.solved)
+    if last and not outcome.interrupted:
+        outcome = outcome.then(
+            fastest.searched([each for each in layouts if each in last], outcome.solved)
+        )
+    bound = min((best_of(outcome.solved), *map(fastest.least_s, layouts)))
+    return replace(outcome, bound=bound), BoundedCandidates(tuple(layouts), tuple(fastest.relaxed))
+
+
+def _usual(layout: ParallelLayout) -> ParallelLayout:
+    """Returns the layout with 1F1B."""
+    return replace(layout, schedule=Schedule.ONE_F_ONE_B)
