@@ -173,13 +173,17 @@ def narrow_format(operator: Operator, training: TrainingSpec) -> OperandFormat |
     return FORMATS[training.products]
 
 
-def gathered_bytes(tensor: Tensor, reader: Operator, training: TrainingSpec) -> int:
+def gathered_bytes(tensor: Tensor, reader: Operator, training: TrainingSpec) -> Number:
     """Bytes of a tensor that is gathered for a reader: of its cast, where the stack casts first."""
     narrow = narrow_format(reader, training) if training.stack.gathers_casts else None
     if narrow is None:
         return tensor.num_bytes
+<<<<<<< HEAD
     parts = round(CAST_PARTS * narrow.element_bytes)
     return -(-tensor.num_bytes * parts // (CAST_PARTS * training.precision.num_bytes))
+=======
+    return -(-tensor.num_bytes * narrow.element_bytes // training.precision.num_bytes)
+>>>>>>> main
 
 
 def _activations_product(

@@ -179,7 +179,6 @@ PLANS: dict[str, Plan] = {
     ),
 }
 QUICK = {
-    "latent-by-batch-and-whole",
     "qwen3-norms-by-sequence",
     "deepseek-tp2-sp",
     "gpt-oss-dp2-ep2",
