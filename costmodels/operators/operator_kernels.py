@@ -178,12 +178,8 @@ def gathered_bytes(tensor: Tensor, reader: Operator, training: TrainingSpec) -> 
     narrow = narrow_format(reader, training) if training.stack.gathers_casts else None
     if narrow is None:
         return tensor.num_bytes
-<<<<<<< HEAD
     parts = round(CAST_PARTS * narrow.element_bytes)
     return -(-tensor.num_bytes * parts // (CAST_PARTS * training.precision.num_bytes))
-=======
-    return -(-tensor.num_bytes * narrow.element_bytes // training.precision.num_bytes)
->>>>>>> main
 
 
 def _activations_product(
