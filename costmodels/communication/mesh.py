@@ -244,8 +244,9 @@ def units_crossed(mesh: Mesh, here: Number, there: Number, unit_gpus: tuple[int,
 
     unit_gpus: number of GPUs of a node, and of a unit of each tier
     """
-    levels = [crosses_nodes(mesh, here, there, gpus) for gpus in unit_gpus]
-    return functools.reduce(operator.add, [np.asarray(level, np.int64) for level in levels])
+    return functools.reduce(
+        operator.add, [1 * crosses_nodes(mesh, here, there, gpus) for gpus in unit_gpus]
+    )
 
 
 def where_axes_lie(mesh: Mesh, unit_gpus: tuple[int, ...]) -> Hashable:

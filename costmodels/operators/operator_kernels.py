@@ -172,12 +172,12 @@ def narrow_format(operator: Operator, training: TrainingSpec) -> OperandFormat |
     return FORMATS[training.products]
 
 
-def gathered_bytes(tensor: Tensor, reader: Operator, training: TrainingSpec) -> int:
+def gathered_bytes(tensor: Tensor, reader: Operator, training: TrainingSpec) -> Number:
     """Bytes of a tensor that is gathered for a reader: of its cast, where the stack casts first."""
     narrow = narrow_format(reader, training) if training.stack.gathers_casts else None
     if narrow is None:
         return tensor.num_bytes
-    return math.ceil(tensor.num_bytes * narrow.element_bytes / training.precision.num_bytes)
+    return -(-tensor.num_bytes * narrow.element_bytes // training.precision.num_bytes)
 
 
 def _activations_product(

@@ -99,7 +99,8 @@ class Experts(nn.Module):
         adapters: Mapping[str, int] = NONE,
     ) -> None:
         super().__init__()
-        hidden, width = model.hidden_size, model.expert_ffn_hidden_size // parts
+        hidden = model.expert_latent_size or model.hidden_size
+        width = model.expert_ffn_hidden_size // parts
         halves = 2 if model.gated_ffn else 1
         bias = model.expert_bias
         self.held = held
@@ -167,9 +168,14 @@ class MixtureOfExperts(nn.Module):
         self.router = router
         self.experts = experts
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, compressed: Tensor | None = None) -> Tensor:
+        """Returns the sum of a token's experts.
+
+        compressed   what is sent to the experts in place of `x`, which the router reads
+        """
+        chosen, weights = self._choose(x.flatten(0, 1))
+        x = x if compressed is None else compressed
         tokens = x.flatten(0, 1)
-        chosen, weights = self._choose(tokens)
         order = chosen.flatten().argsort(stable=True)
         rows = tokens[order // self.experts_per_token]
         if self.weighs_inputs:

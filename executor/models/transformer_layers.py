@@ -213,7 +213,9 @@ def _calls(layer: LayerClass) -> tuple[Step, ...]:
         reads = tuple(tensor.name for tensor in operator.inputs) or ("ids",)
         gives = operator.outputs[0].name
         if operator.kind is OperatorKind.COMBINE:
-            calls.append((MIXTURE, (mixture[0].inputs[0].name,), gives))
+            sent = next(each for each in mixture if each.kind is OperatorKind.DISPATCH)
+            read = dict.fromkeys((mixture[0].inputs[0].name, sent.inputs[0].name))
+            calls.append((MIXTURE, tuple(read), gives))
         elif not operator.in_mixture and operator.kind is not OperatorKind.CROSS_ENTROPY:
             calls.append((operator.name, reads, gives))
     later: set[str] = set()

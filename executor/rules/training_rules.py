@@ -18,6 +18,7 @@ RUN = {"blocks", "latent", "output_bias", "qk_norm", "sinks", "norm_layout", "fu
     "attention_soft_cap",
     "logit_soft_cap",
     "shared_experts",
+    "expert_latent_size",
     "expert_bias",
     "router_bias",
     "mtp_layers",

@@ -48,7 +48,7 @@ def check_document(document: object, where: str) -> tuple[Cluster | None, tuple[
     try:
         cluster = cluster_from_document(document, where)
     except ConfigError as error:
-        hint = _unit_hint(str(error)) or error.hint or "plan schema has no cluster of that shape"
+        hint = _unit_hint(str(error)) or error.hint or "compare with a file that plan init writes"
         return None, (Finding(weight=Weight.WRONG, key="", message=str(error), hint=hint),)
     return cluster, check_cluster(cluster)
 

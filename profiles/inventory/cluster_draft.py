@@ -10,9 +10,14 @@ from typing import Any
 import yaml
 
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.inventory.machine_facts import PLACES, Fact
+from parplan.profiles.inventory.machine_facts import FOUND, PLACES, Fact
 from parplan.profiles.machines.hardware import Cluster, Link, Tier
-from parplan.profiles.machines.machine_catalog import cluster_document, load_cluster, with_gpus
+from parplan.profiles.machines.machine_catalog import (
+    cluster_document,
+    load_cluster,
+    packaged_cluster,
+    with_gpus,
+)
 from parplan.profiles.units import GB
 
 HEADER = """\
@@ -43,7 +48,13 @@ def draft_of(facts: Mapping[str, Fact], name: str) -> Draft:
             "no GPU was found and none was named",
             hint="name it: --gpu h100-80gb; `plan clusters` lists them",
         )
-    base = load_cluster(str(facts["gpu"].value), what="GPU")
+    gpu = str(facts["gpu"].value)
+    if facts["gpu"].origin.startswith(FOUND) and packaged_cluster(gpu) is None:
+        raise ConfigError(
+            f"plan clusters has no machine with {gpu}, {facts['gpu'].origin}",
+            hint="name a like one with --gpu and change its figures in the file",
+        )
+    base = load_cluster(gpu, what="GPU")
     known = {key: fact.value for key, fact in facts.items()}
     per_node = known.get("gpus_per_node", base.gpus_per_node)
     nodes = known.get("nodes", 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 
-from parplan.profiles.inventory.machine_facts import Fact
+from parplan.profiles.inventory.machine_facts import FOUND, Fact
 from parplan.profiles.inventory.tool_outputs import (
     GPU_QUERY,
     gpus_of_lspci,
@@ -62,13 +62,13 @@ def _gpus(say: Say) -> dict[str, Fact]:
         gpus = read(say(command))
         if gpus is None:
             continue
-        origin = f"found by {command[0]}"
+        origin = f"{FOUND} {command[0]}"
         facts = {"gpus_per_node": Fact(gpus.count, origin)}
         name = named_device(gpus.name, gpus.memory_bytes)
         facts["gpu"] = Fact(name or gpus.name, f"{origin}: {gpus.name}")
         links = links_of_topology(say(TOPOLOGY)) if command is NVIDIA_SMI else None
         if links is not None:
-            facts["joined_gpus"] = Fact(links.joined_gpus, "found by nvidia-smi topo -m")
+            facts["joined_gpus"] = Fact(links.joined_gpus, f"{FOUND} nvidia-smi topo -m")
         return facts
     return {}
 
@@ -78,8 +78,8 @@ def _memory(say: Say) -> dict[str, Fact]:
     if numa is None:
         return {}
     return {
-        "host_memory_bytes": Fact(numa.memory_bytes, "found by numactl"),
-        "numa_domains": Fact(numa.domains, "found by numactl"),
+        "host_memory_bytes": Fact(numa.memory_bytes, f"{FOUND} numactl"),
+        "numa_domains": Fact(numa.domains, f"{FOUND} numactl"),
     }
 
 
@@ -88,7 +88,7 @@ def _nics(say: Say) -> dict[str, Fact]:
         nics = read(say(command))
         if nics is None:
             continue
-        origin = f"found by {command[0]}"
+        origin = f"{FOUND} {command[0]}"
         facts = {
             "nics": Fact(nics.count, origin),
             "nic_gbit_per_s": Fact(nics.gbit_per_s, origin),

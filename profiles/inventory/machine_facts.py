@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+FOUND = "found by"  # begins the origin of what a tool shows
 # name of a fact -> its place in the cluster file
 PLACES: Mapping[str, str] = {
     "gpu": "device",

@@ -68,8 +68,9 @@ def coverage_notes(profiled: Coverage, plan: Plan, profile: str, plan_file: str)
     if any(case.size("nodes") == 1 for case in messages):
         yield f"{measure} --comm"
     if any(case.size("nodes") > 1 for case in messages):
+        hosts = plan.cluster.nodes * plan.cluster.hosts_per_node
         yield (
-            f"{measure} --add COMM, of torchrun --nnodes {plan.cluster.nodes} ... -m "
+            f"{measure} --add COMM, of torchrun --nnodes {hosts} ... -m "
             f"parplan.profiles.profile_comm -o COMM"
         )
     if profiled.beyond:

@@ -63,6 +63,17 @@ def test_the_tools_of_the_machine_fill_the_file(tmp_path, monkeypatch):
     assert "found by ibstat" in (tmp_path / "found.yaml").read_text()
 
 
+def test_a_gpu_that_is_not_packaged_is_named_with_its_tool(tmp_path, monkeypatch):
+    tools = {found_machine.NVIDIA_SMI: "NVIDIA L40, 46068\n" * 8}
+    facts = found_machine.found_machine(lambda command: tools.get(tuple(command), ""))
+    monkeypatch.setattr(found_machine, "found_machine", lambda: facts)
+
+    result = run(tmp_path / "l40.yaml", "--no-ask")
+
+    assert "no machine with NVIDIA L40, found by nvidia-smi" in result.output
+    assert "name a like one with --gpu" in result.output
+
+
 def test_a_scheduler_says_nodes_gpus_and_switches(tmp_path):
     (tmp_path / "sinfo.txt").write_text(recorded.SINFO)
     (tmp_path / "switches.txt").write_text(recorded.SWITCHES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -18,6 +18,28 @@ def mostly_slow(cases: Iterable[Any], plain: Collection[Any]) -> list[Any]:
         else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
         for case in every
     ]
+
+
+def of_every(cases: Iterable[tuple[Any, ...]]) -> Callable[[Callable[..., None]], Any]:
+    """A decorator of tests that take microseconds: all cases are one test.
+
+    To collect and report a test takes milliseconds. A failure names its case.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[[], None]:
+        def of_all() -> None:
+            for case in cases:
+                try:
+                    test(*case)
+                except AssertionError as error:
+                    error.add_note(f"in the case {case}")
+                    raise
+
+        of_all.__name__, of_all.__doc__ = test.__name__, test.__doc__
+        of_all.__module__ = test.__module__
+        return of_all
+
+    return decorate
 
 
 def named(cases: Mapping[str, Any], plain: Collection[str]) -> list[Any]:

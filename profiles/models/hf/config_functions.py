@@ -43,6 +43,7 @@ _ROUTERS = {
     "dots1": (RouterScores.SIGMOID, False, 1.0),
     "glm4_moe": (RouterScores.SIGMOID, True, 1.0),
     "llama4_text": (RouterScores.SIGMOID_INPUTS, False, 1.0),
+    "nemotron_h": (RouterScores.SIGMOID, True, 1.0),
     "minimax_m2": (RouterScores.SIGMOID, True, 1.0),
     "qwen2_moe": (RouterScores.SOFTMAX, False, 1.0),
     "qwen3_next": (RouterScores.SOFTMAX, True, 1.0),
@@ -108,7 +109,8 @@ def _window_theta(reader: ConfigReader) -> float:
 
 
 def _router(reader: ConfigReader, family_name: str) -> tuple[RouterScores, bool, float]:
-    if family_name not in _ROUTERS:
+    has_experts = reader.find(("n_routed_experts",))[1] is not None
+    if family_name not in _ROUTERS or (family_name == "nemotron_h" and not has_experts):
         return RouterScores.SOFTMAX, True, 1.0
     scores, normed, factor = _ROUTERS[family_name]
     if family_name != "deepseek_v2":  # its router in transformers never divides by the sum

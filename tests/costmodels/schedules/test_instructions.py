@@ -19,14 +19,15 @@ from parplan.costmodels.schedules.instructions import (
 )
 from parplan.costmodels.schedules.schedule import Schedule, csv_rows, legal
 from parplan.costmodels.schedules.simulator import StageCost, run_lists
+from tests.helpers.cases import of_every
 
 CASES = [
-    pytest.param(csv_rows(schedule, p, m, v), id=f"{schedule}-{p}-{m}-{v}")
+    (csv_rows(schedule, p, m, v),)
     for schedule, p, m, v in product(Schedule, (2, 3, 5), (1, 4, 6, 9), (1, 2, 3))
     if schedule is not Schedule.CUSTOM and legal(schedule, p, m, v) is None
 ]
 CASES.append(  # unequal stages of a custom V: a rank is its own neighbour
-    pytest.param(("0F0,3F0,3I0,3W0,0B0", "1F0,2F0,2B0,1B0"), id="custom")
+    (("0F0,3F0,3I0,3W0,0B0", "1F0,2F0,2B0,1B0"),)
 )
 
 
@@ -48,14 +49,14 @@ def exchanges(rows: Sequence[str]) -> list[int]:
     return [sum(isinstance(each, Exchange) for each in row) for row in instruction_lists(rows)]
 
 
-@pytest.mark.parametrize("rows", CASES)
+@of_every(CASES)
 def test_the_computations_are_those_of_the_action_list_in_its_order(rows):
     for row, instructions in zip(rows, instruction_lists(rows), strict=True):
         computed = [each for each in instructions if isinstance(each, StagePass)]
         assert [f"{each.stage}{each.work}{each.micro_batch}" for each in computed] == row.split(",")
 
 
-@pytest.mark.parametrize("rows", CASES)
+@of_every(CASES)
 def test_every_message_is_sent_once_and_received_once(rows):
     sent, received = Counter(), Counter()
     for rank, row in enumerate(instruction_lists(rows)):
@@ -66,7 +67,7 @@ def test_every_message_is_sent_once_and_received_once(rows):
     assert set(sent.values()) <= {1}
 
 
-@pytest.mark.parametrize("rows", CASES)
+@of_every(CASES)
 def test_no_rank_waits_for_ever_where_every_send_waits_for_its_receiver(rows):
     """Each rank runs its list; a message needs both ends at it, an exchange both ends at it."""
     rest = {rank: list(reversed(row)) for rank, row in enumerate(instruction_lists(rows))}
@@ -90,7 +91,7 @@ def test_no_rank_waits_for_ever_where_every_send_waits_for_its_receiver(rows):
     assert not any(rest.values())
 
 
-@pytest.mark.parametrize("rows", CASES)
+@of_every(CASES)
 def test_a_computation_comes_after_the_messages_that_it_reads(rows):
     last = max(stage for stages in placement_of(rows) for stage in stages)
     for row in instruction_lists(rows):
@@ -121,17 +122,15 @@ def with_next(schedule: Schedule, rank: int, num_ranks: int, m: int) -> int:
     return max(0, m - after)
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        Schedule.ONE_F_ONE_B,
-        Schedule.EARLY_RECOMPUTE,
-        Schedule.LAST_NO_RECOMPUTE,
-        Schedule.SCP,
-    ],
+KIN = (
+    Schedule.ONE_F_ONE_B,
+    Schedule.EARLY_RECOMPUTE,
+    Schedule.LAST_NO_RECOMPUTE,
+    Schedule.SCP,
 )
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, 7])
-@pytest.mark.parametrize("m", [1, 2, 4, 7, 12])
+
+
+@of_every([*product(KIN, (2, 3, 4, 7), (1, 2, 4, 7, 12))])
 def test_1f1b_and_its_kin_have_the_closed_number_of_exchanges(schedule, num_ranks, m):
     if legal(schedule, num_ranks, m, 1) is not None:
         assert schedule is Schedule.SCP

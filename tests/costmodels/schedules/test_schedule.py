@@ -15,6 +15,7 @@ from parplan.costmodels.schedules.schedule import (
     uniform_step_s,
 )
 from parplan.profiles.errors import ConfigError
+from tests.helpers.cases import of_every
 
 GPIPE = Schedule.GPIPE
 ONE_F_ONE_B = Schedule.ONE_F_ONE_B
@@ -83,7 +84,7 @@ def test_interleaved_warm_up_is_capped_by_the_forwards_there_are():
     ]
 
 
-@pytest.mark.parametrize(("schedule", "p", "m", "v"), LEGAL)
+@of_every(LEGAL)
 def test_each_micro_batch_goes_forward_once_and_then_backward_once_through_each_chunk(
     schedule, p, m, v
 ):
@@ -104,7 +105,7 @@ def test_each_micro_batch_goes_forward_once_and_then_backward_once_through_each_
         )
 
 
-@pytest.mark.parametrize(("schedule", "p", "m", "v"), LEGAL)
+@of_every(LEGAL)
 def test_in_flight_equals_a_count_of_the_action_list(schedule, p, m, v):
     for rank in range(p):
         assert in_flight(schedule, rank, p, m, v) == max(held(actions(schedule, rank, p, m, v)))

@@ -18,6 +18,7 @@ from parplan.costmodels.schedules.schedule import (
     uniform_step_s,
 )
 from parplan.costmodels.schedules.simulator import StageCost, least_step_s
+from tests.helpers.cases import of_every
 from tests.helpers.simulated_steps import replay, simulate
 
 GPIPE = Schedule.GPIPE
@@ -92,18 +93,10 @@ GRID = [
 ]
 
 
-@pytest.mark.parametrize(("schedule", "p", "m", "v"), GRID)
-@pytest.mark.parametrize(
-    ("f", "b", "r"),
-    [
-        (1.0, 2.0, 1.0),
-        (2.0, 1.0, 0.5),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((1.0, 2.0, 0.0), (1.0, 0.0, 0.0))
-        ),
-    ],
-)
+PASSES = ((1.0, 2.0, 1.0), (2.0, 1.0, 0.5), (1.0, 2.0, 0.0), (1.0, 0.0, 0.0))
+
+
+@of_every([(*case, *passes) for case in GRID for passes in PASSES])
 def test_equal_stages_take_exactly_the_closed_form(schedule, p, m, v, f, b, r):
     assert simulate(schedule, m, equal(p, v, f, b, r)).step_s == uniform_step_s(
         schedule, p, m, v, f + b + r
@@ -184,7 +177,7 @@ def test_the_peak_of_unequal_chunks_is_the_largest_sum_held():
     assert step.ranks[1].peak_stash_bytes == 201.0
 
 
-@pytest.mark.parametrize(("schedule", "p", "m", "v"), GRID)
+@of_every(GRID)
 def test_the_peak_of_equal_chunks_is_in_flight_times_the_stash(schedule, p, m, v):
     costs = [[cost(1.0, 2.0, stash_bytes=3.0)] * v] * p
 
@@ -274,7 +267,7 @@ def test_the_lower_bound_is_never_above_the_step(pipeline, data):
     assert least_step_s(m, costs, tail_s) <= simulate(schedule, m, costs, tail_s).step_s
 
 
-@pytest.mark.parametrize(("schedule", "p", "m", "v"), GRID)
+@of_every(GRID)
 def test_the_lower_bound_of_equal_stages_is_their_step(schedule, p, m, v):
     costs = equal(p, v, 1.0, 2.0, 1.0)
 

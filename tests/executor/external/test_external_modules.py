@@ -44,15 +44,15 @@ INTERLEAVED = {"schedule": Schedule.INTERLEAVED, "virtual_stages": 2, "num_micro
 
 PLANS: dict[str, Plan] = {
     "pp2-gpt_neox": family_plan("gpt_neox", pp=2),
+    "tp2-sp-llama-tied-full-recompute": family_plan("llama-tied", tp=2, sp=True, recompute="full"),
+}
+SLOW: dict[str, Plan] = {
     "pp2-gpt2-tied-interleaved-full-recompute": family_plan(
         "gpt2", pp=2, recompute="full", **INTERLEAVED
     ),
     "dp2-gpt2-bf16-a-zero-stage-per-block": family_plan(
         "gpt2", dp=2, zero=(3, 0, 1, 2), precision=BF16
     ),
-    "tp2-sp-llama-tied-full-recompute": family_plan("llama-tied", tp=2, sp=True, recompute="full"),
-}
-SLOW: dict[str, Plan] = {
     "pp2-llama-interleaved": family_plan("llama", pp=2, **INTERLEAVED),
     **{
         f"pp2-{name}": family_plan(name, pp=2)

@@ -124,6 +124,7 @@ LLAMA4_ROUTED = replace(
     shared_experts=SharedExperts(ffn_hidden_size=24),
     functions=Functions(router_scores=RouterScores.SIGMOID_INPUTS, router_normed=False),
 )
+COMPRESSED = replace(MIXTRAL, name="tiny-compressed", expert_latent_size=16)
 TRAINING = make_plan().training
 PLANS: dict[str, Plan] = {
     "qwen3-norms-by-sequence": with_divisions(
@@ -168,6 +169,9 @@ PLANS: dict[str, Plan] = {
     ),
     "olmo2-tp2": make_plan(OLMO2, tp=2),
     "olmo2-tp2-sp": make_plan(OLMO2, tp=2, sp=True, recompute=("qkv", "qk_norm")),
+    "compressed-dp2-ep2": make_plan(COMPRESSED, dp=2, ep=2, zero=(1,)),
+    "compressed-tp2-ep2": make_plan(COMPRESSED, tp=2, ep=2, sp=True, recompute="full"),
+    "compressed-tp2-etp2": make_plan(COMPRESSED, tp=2, etp=2, sp=True, recompute=("norm2",)),
     "llama4-dp2-ep2": make_plan(LLAMA4_ROUTED, dp=2, ep=2, zero=(2,)),
     "llama4-tp2-etp2": make_plan(LLAMA4_ROUTED, tp=2, etp=2, sp=True, recompute=("norm2",)),
     "chunks-tp2-sp": make_plan(
@@ -175,7 +179,6 @@ PLANS: dict[str, Plan] = {
     ),
 }
 QUICK = {
-    "latent-by-batch-and-whole",
     "qwen3-norms-by-sequence",
     "deepseek-tp2-sp",
     "gpt-oss-dp2-ep2",

@@ -101,9 +101,7 @@ QUICK = {
     "ep2-zero0",
     "ep2-zero3-full-recompute",
     "tp2-etp2",
-    "bf16-ep2-zero-mixed",
     "shared-experts-etp2",
-    "dp2-tp2-ep2-etp2",
 }
 WORLDS = Worlds(PLANS, slow=PLANS.keys() - QUICK)
 

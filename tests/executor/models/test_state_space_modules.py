@@ -96,12 +96,19 @@ CONFIG = {
     "vocab_size": 128,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 5,
+    "num_hidden_layers": 7,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
     "max_position_embeddings": 64,
-    "hybrid_override_pattern": "M-*-M",
+    "hybrid_override_pattern": "M-*-MEM",
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "moe_shared_expert_intermediate_size": 40,
+    "moe_latent_size": 16,
+    "routed_scaling_factor": 2.5,
     "mamba_num_heads": 8,
     "mamba_head_dim": 4,
     "ssm_state_size": 6,
@@ -109,7 +116,7 @@ CONFIG = {
     "chunk_size": 8,
     "tie_word_embeddings": False,
 }
-BLOCKS = ["mamba", "mlp", "attention", "mlp", "mamba"]
+BLOCKS = ["mamba", "mlp", "attention", "mlp", "mamba", "moe", "mamba"]
 
 
 def _by_groups(rows: Tensor, sizes: tuple[int, ...]) -> Tensor:
@@ -131,15 +138,28 @@ def _copy_mixer(ours: nn.Module, theirs: nn.Module, shape: StateSpace) -> None:
     ours.out_proj.weight.copy_(theirs.out_proj.weight)
 
 
+def _copy_experts(ours: nn.Module, theirs: nn.Module) -> None:
+    ours.mixture.router.weight.copy_(theirs.gate.weight)
+    ours.latent_down.weight.copy_(theirs.fc1_latent_proj.weight)
+    ours.latent_up.weight.copy_(theirs.fc2_latent_proj.weight)
+    held = ours.mixture.experts
+    held.fc1.weight.copy_(theirs.experts.up_proj.transpose(1, 2).flatten(0, 1))
+    held.fc2.weight.copy_(theirs.experts.down_proj.flatten(0, 1))
+    ours.shared_fc1.weight.copy_(theirs.shared_experts.up_proj.weight)
+    ours.shared_fc2.weight.copy_(theirs.shared_experts.down_proj.weight)
+
+
 def _copy(layers: nn.ModuleDict, theirs: nn.Module, model: ModelSpec) -> None:
     layers["embedding"].tokens.weight.copy_(theirs.model.embeddings.weight)
     layers["head"].norm.weight.copy_(theirs.model.norm_f.weight)
     layers["head"].lm_head.weight.copy_(theirs.lm_head.weight)
     for place, (kind, block) in enumerate(zip(BLOCKS, theirs.model.layers, strict=True)):
         ours, mixer = layers[f"block{place}"], block.mixer
-        (ours.norm2 if kind == "mlp" else ours.norm1).weight.copy_(block.norm.weight)
+        (ours.norm2 if kind in ("mlp", "moe") else ours.norm1).weight.copy_(block.norm.weight)
         if kind == "mamba":
             _copy_mixer(ours, mixer, model.state_space)
+        elif kind == "moe":
+            _copy_experts(ours, mixer)
         elif kind == "mlp":
             ours.fc1.weight.copy_(mixer.up_proj.weight)
             ours.fc2.weight.copy_(mixer.down_proj.weight)

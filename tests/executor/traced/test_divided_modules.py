@@ -60,7 +60,12 @@ def check(plan: TracedPlan) -> None:
     [
         pytest.param(f"{MODULES}:gpt", 17, id="gpt", marks=pytest.mark.slow),
         pytest.param(f"{MODULES}:timed_unet", 22, id="linear-layers-of-a-unet"),
-        pytest.param(f"{MODULES}:stopped_gate", 5, id="read-without-gradient-first"),
+        pytest.param(
+            f"{MODULES}:stopped_gate",
+            5,
+            id="read-without-gradient-first",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_divided_modules_train_as_in_one_process(module, divided):

@@ -415,7 +415,7 @@ def test_states_go_to_the_hosts_where_nothing_fits_without():
 def test_the_error_says_by_how_much_the_leanest_plan_is_short_and_how_many_gpus_are_enough():
     options = SearchOptions(memory_limit_bytes=int(1.0 * GIB))
     large = replace(PREFIX, num_layers=6, hidden_size=2048, head_dim=256)
-    pins = Constraints(offload=(), tp=(1,), zero=(0, 1))
+    pins = Constraints(offload=(), tp=(1,), zero=(0, 1), micro_batch_size=(1,))
 
     with pytest.raises(InfeasibleError, match=r"prefix does not fit on 4 x") as error:
         find_plan(

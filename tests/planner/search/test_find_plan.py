@@ -87,7 +87,7 @@ def search(instance: Instance, objective: Objective = Objective.THROUGHPUT, **op
 @pytest.mark.parametrize(("seed", "trained"), TRAINED)
 def test_search_equals_brute_force_under_both_objectives_with_memory_binding(seed, trained):
     instance = instance_of(seed, trained)
-    everything = every_price(instance, mixed=100)
+    everything = every_price(instance, mixed=40)
     peaks = sorted(peak_bytes(price) for _, price in everything)
     limit = int(peaks[len(peaks) // 10])  # nine in ten strategies do not fit
     fitting = [(s, p) for s, p in everything if peak_bytes(p) <= limit]

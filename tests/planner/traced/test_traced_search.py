@@ -32,7 +32,7 @@ from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 from parplan.profiles.units import MIB
-from tests.helpers.cases import mostly_slow
+from tests.helpers.cases import mostly_slow, of_every
 from tests.helpers.enumerations import (
     OBJECTIVES,
     Point,
@@ -109,14 +109,13 @@ def strategy(
     )
 
 
-@pytest.mark.parametrize("spec", [GPT, LLAMA], ids=lambda spec: spec.name)
-@pytest.mark.parametrize(
-    ("schedule", "micro_batches"),
-    [(Schedule.ONE_F_ONE_B, 4), (Schedule.GPIPE, 4), (Schedule.ONE_F_ONE_B, 8)],
+PIPELINES = ((Schedule.ONE_F_ONE_B, 4), (Schedule.GPIPE, 4), (Schedule.ONE_F_ONE_B, 8))
+PLACED = product(
+    (GPT, LLAMA), PIPELINES, range(4), (Recompute.NONE, Recompute.FULL), ((), (Offload.STATES,))
 )
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("level", [Recompute.NONE, Recompute.FULL])
-@pytest.mark.parametrize("offload", [(), (Offload.STATES,)], ids=["device", "host"])
+
+
+@of_every([(spec, *pipeline, *rest) for spec, pipeline, *rest in PLACED])
 def test_a_traced_model_costs_what_its_description_does(
     spec, schedule, micro_batches, zero, level, offload
 ):
@@ -521,7 +520,7 @@ INTERLEAVED = Constraints(
     micro_batch_size=(8192,),
     zero=(0, 2),
 )
-ONE_PART = replace(INTERLEAVED, schedule=(Schedule.ONE_F_ONE_B,), virtual_stages=(1,))
+ONE_PART = replace(INTERLEAVED, schedule=(Schedule.ONE_F_ONE_B,), virtual_stages=(1,), zero=(2,))
 FOUR_GPUS = replace(CLUSTER, nodes=1, gpus_per_node=4)
 
 

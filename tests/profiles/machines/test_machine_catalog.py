@@ -214,6 +214,24 @@ def test_the_document_of_a_cluster_is_the_file_it_came_from(name):
     assert cluster_from_document(body, "here") == load_cluster(name)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "per_node", "hosts"),
+    [(72, None, 18), (144, None, 18), (128, 64, 16), (8, None, 2), (2, None, 1), (6, None, 3)],
+)
+def test_the_gpus_of_an_nvlink_domain_are_on_hosts_of_four(gpus, per_node, hosts):
+    """NVL72: 18 trays of 4 GPUs; fewer GPUs are equal parts of no more than a tray has."""
+    cluster = with_gpus(load_cluster("gb200"), gpus, per_node)
+
+    assert cluster.hosts_per_node == hosts
+    assert cluster.gpus_per_node % hosts == 0
+    assert with_gpus(load_cluster("h100"), gpus, per_node).hosts_per_node == 1
+
+
+def test_a_smaller_node_keeps_the_islands_that_fit_it():
+    assert with_gpus(load_cluster("h100-nvl"), 4).islands
+    assert not with_gpus(load_cluster("h100-nvl"), 1).islands
+
+
 SIZES = st.decimals(min_value="0.01", max_value="100000", places=3).map(float)
 
 
