@@ -135,8 +135,8 @@ LEFT_OUT_BYTES = 2 * 8 * 4 * 128 + 128 * 128 + 2 * 128 * 64 * 4
         )
         for model, attention, plain in (
             (MODEL, AttentionKernel.FLASH, ()),
-            (MODEL, AttentionKernel.UNFUSED, ("PATCHWORK", "MEGATRON_SEQUENCE", "WHOLE")),
-            (LLAMA, AttentionKernel.FLASH, DIVISIONS[1:]),
+            (MODEL, AttentionKernel.UNFUSED, ("PATCHWORK", "WHOLE")),
+            (LLAMA, AttentionKernel.FLASH, DIVISIONS[1::2]),
         )
         for name in DIVISIONS
     ],

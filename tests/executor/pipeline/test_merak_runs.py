@@ -35,6 +35,7 @@ from parplan.planner.plan.derived import blocks_of
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.operator_graph import LayerKind
+from tests.helpers.cases import mostly_slow
 from tests.helpers.executor_plans import GPT, LLAMA, make_plan
 from tests.helpers.executor_world import (
     GRADIENT_TOLERANCE,
@@ -80,7 +81,7 @@ def plan_of(
     return legal_layouts
 
 
-WORLD_4 = {
+PLANS = {
     "early-zero2-a-list": plan_of(GPT, schedule=EARLY, pp=2, dp=2, zero=(2,), recompute=LIST),
     "last-tp-sp-full": plan_of(
         LLAMA, schedule=LAST, pp=2, tp=2, sp=True, recompute="full", micro_batches=2
@@ -90,7 +91,7 @@ WORLD_4 = {
         DROPOUT, schedule=SCP, pp=4, recompute="full", on_host=("norm1", "qkv")
     ),
 }
-WORLD_8 = {
+PLANS |= {
     f"{schedule}-pp{pp}-{way}": plan_of(
         model,
         schedule=schedule,
@@ -122,6 +123,7 @@ WORLD_8 = {
         (4, 4, "dp2-zero1-full", LLAMA, "full", {"dp": 2, "zero": (1,)}),
     ]
 }
+QUICK = {"early-zero2-a-list", "scp-pp4-dropout-offload"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,10 +206,18 @@ def _as_1f1b(plan: Plan) -> Plan:
     )
 
 
+def seen(name: str) -> tuple[list[Seen], list[Seen]]:
+    """What every rank saw of a plan, and of the same plan under 1F1B."""
+    return _world_of(PLANS[name].mesh.num_ranks, name in QUICK)[name]
+
+
 @cache
-def seen(world: int) -> dict[str, tuple[list[Seen], list[Seen]]]:
-    """By plan what every rank saw of it, and of the same plan under 1F1B."""
-    plans = WORLD_4 if world == 4 else WORLD_8
+def _world_of(world: int, quick: bool) -> dict[str, tuple[list[Seen], list[Seen]]]:
+    plans = {
+        name: plan
+        for name, plan in PLANS.items()
+        if plan.mesh.num_ranks == world and (name in QUICK) is quick
+    }
     both = [variant for plan in plans.values() for variant in (plan, _as_1f1b(plan))]
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_world, args=(world, both, folder), nprocs=world, start_method="fork")
@@ -220,10 +230,7 @@ def seen(world: int) -> dict[str, tuple[list[Seen], list[Seen]]]:
     }
 
 
-EVERY = [
-    *(pytest.param(4, name, id=name) for name in WORLD_4),
-    *(pytest.param(8, name, id=name, marks=pytest.mark.slow) for name in WORLD_8),
-]
+EVERY = mostly_slow(PLANS, QUICK)
 
 
 def _worst(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
@@ -232,10 +239,10 @@ def _worst(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "name"), EVERY)
-def test_the_gradients_are_those_of_1f1b_and_of_one_process(world, name):
-    plan = (WORLD_4 | WORLD_8)[name]
-    actual, expected = seen(world)[name]
+@pytest.mark.parametrize("name", EVERY)
+def test_the_gradients_are_those_of_1f1b_and_of_one_process(name):
+    plan = PLANS[name]
+    actual, expected = seen(name)
 
     assert (
         max(_worst(a.gradients, b.gradients) for a, b in zip(actual, expected, strict=True))
@@ -246,28 +253,26 @@ def test_the_gradients_are_those_of_1f1b_and_of_one_process(world, name):
         assert max(_worst(rank.gradients, whole) for rank in actual) <= GRADIENT_TOLERANCE
 
 
-@pytest.mark.parametrize(("world", "name"), EVERY)
-def test_every_stage_runs_its_list_and_holds_as_many_micro_batches_as_that_says(world, name):
-    plan = (WORLD_4 | WORLD_8)[name]
+@pytest.mark.parametrize("name", EVERY)
+def test_every_stage_runs_its_list_and_holds_as_many_micro_batches_as_that_says(name):
+    plan = PLANS[name]
     held = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.RECOMPUTE: 0}
     lists = [parse_row(row, rank) for rank, row in enumerate(action_rows(plan))]
 
-    for index, rank in enumerate(seen(world)[name][0]):
+    for index, rank in enumerate(seen(name)[0]):
         stage = index // plan.mesh.ranks_per_stage
         assert list(dict.fromkeys(rank.spans)) == [f"{k}{work}{i}" for k, work, i in lists[stage]]
         assert rank.in_flight == {stage: max(accumulate(held[work] for _, work, _ in lists[stage]))}
 
 
-@pytest.mark.parametrize(("world", "name"), EVERY)
-def test_a_recompute_is_over_before_the_gradient_is_made_and_nothing_runs_again_after_it(
-    world, name
-):
+@pytest.mark.parametrize("name", EVERY)
+def test_a_recompute_is_over_before_the_gradient_is_made_and_nothing_runs_again_after_it(name):
     """The next stage delays its backward pass until the recompute is over (`_watch`).
 
     A recompute that waited for the gradient would wait for ever.
     """
     recomputes = 0
-    for rank, plain in zip(*seen(world)[name], strict=True):
+    for rank, plain in zip(*seen(name), strict=True):
         for early in (span for span in rank.spans if "R" in span):
             repeated = early.replace("R", "B")
             assert rank.products[early] == plain.products[repeated]
@@ -342,4 +347,4 @@ def test_the_nearest_plan_recomputes_on_all_stages_but_the_last():
 
 def test_compiled_blocks_cannot_recompute_ahead():
     with pytest.raises(ConfigError, match="--compile: scp recomputes ahead of the gradient"):
-        validate_compiled(WORLD_4["scp-zero3-full"], torch.device("cuda"))
+        validate_compiled(PLANS["scp-zero3-full"], torch.device("cuda"))

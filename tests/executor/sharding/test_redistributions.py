@@ -131,7 +131,15 @@ def _priced(source, target, shape: tuple[int, ...]) -> list[tuple[str, int, int]
     ]
 
 
-@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2), (2, 4), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2,),
+        (2, 2),
+        *(pytest.param(more, marks=pytest.mark.slow) for more in ((4,), (2, 4), (2, 2, 2))),
+    ],
+    ids=str,
+)
 def test_the_cost_model_prices_what_the_executor_sends(shape):
     requested = transitions(len(shape))
     if len(shape) == 3:

@@ -17,6 +17,7 @@ from parplan.profiles.models.huggingface import entry_from_config, is_described_
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.stack import NEUTRAL
+from tests.helpers.cases import mostly_slow
 from tests.helpers.published_configs import CONFIGS
 
 TRAINING = TrainingSpec(global_batch_size=1, seq_length=4096, stack=NEUTRAL)
@@ -61,7 +62,7 @@ def torch_parameters(name):
         return model.num_parameters(only_trainable=True)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", mostly_slow(CONFIGS, [*CONFIGS][::3]))
 def test_the_parameter_count_is_exactly_that_of_the_torch_model(name):
     # transformers leaves multi-token prediction out, and pads no vocabulary
     spec = replace(spec_of(name), vocab_multiple=1, mtp_layers=0)
