@@ -128,7 +128,11 @@ def _layer_cost(
     layer = (choice.kind, layout.micro_batch_size, layout.sharding_of(choice))
     time = price_cache.layer_time(*layer, choice.recompute)
     data = data_parallel(choice, layout, price_cache)
-    saved = price_cache.activations(*layer, choice.recompute, choice.on_host).saved
+    saved = (
+        price_cache.activations(*layer, choice.recompute, choice.on_host).saved
+        if choice.on_host
+        else price_cache.saved_bytes(*layer, choice.recompute)
+    )
     weight_s = split_s = waiting_bytes = remade_bytes = 0.0
     if layout.splits_backward:
         weight_s = min(price_cache.weight_s(*layer), time.backward_s) + data.backward.value_s

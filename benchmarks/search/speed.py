@@ -1,6 +1,6 @@
 """CPU-seconds of whole commands, now and at an earlier commit.
 
-    python -m benchmarks.search.speed                          # ten requests, about an hour
+    python -m benchmarks.search.speed                          # sixteen requests, over an hour
     python -m benchmarks.search.speed --only help --only compare --repeat 3
     python -m benchmarks.search.speed --baseline none --json
 
@@ -39,11 +39,15 @@ HEADING = ("request", "before s", "now s", "ratio", "to reach s", "peak MiB")
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A request to time, with the CPU-seconds that it is to reach."""
+    """A request to time, with the CPU-seconds that it is to reach.
+
+    earlier     whether the earlier commit plans it too
+    """
 
     name: str
     command: str
     reach_s: float
+    earlier: bool = True
 
 
 REQUESTS = (
@@ -51,6 +55,17 @@ REQUESTS = (
     Timed("llama3-70b", "--model llama3-70b --gpus 512 --gpu h100-80gb", 1.5),
     Timed("llama3-405b", "--model llama3-405b --gpus 16384 --gpu h100-80gb", 1.5),
     Timed("gpt-1t", "--model gpt-1t --gpus 3072 --gpu a100-80gb", 4.0),
+    Timed("deepseek-v3", "--model deepseek-v3 --gpus 2048 --gpu h800-80gb", 3.0, False),
+    Timed("qwen3-235b", "--model qwen3-235b-a22b --gpus 256 --gpu h100-80gb", 3.0, False),
+    Timed("gpt-oss-120b", "--model gpt-oss-120b --gpus 64 --gpu h100-80gb", 3.0, False),
+    Timed("mixtral-8x22b", "--model mixtral-8x22b --gpus 128 --gpu h100-80gb", 3.0, False),
+    Timed(
+        "131,072 tokens",
+        "--model llama3-405b --gpus 16384 --gpu h100-80gb --seq-length 131072",
+        3.0,
+        False,
+    ),
+    Timed("llama3-70b on 128", "--model llama3-70b --gpus 128 --gpu h100-80gb", 3.0),
     Timed("memory", "--model gpt-20b --gpus 64 --objective memory", 2.0),
     Timed("pareto", "--model gpt-20b --gpus 64 --objective pareto", 10.0),
     Timed("compare", "compare --model gpt-20b --gpus 64 --baseline all", 3.0),
@@ -174,7 +189,8 @@ def main(repeat: int, baseline: str, only: Sequence[str], as_json: bool) -> None
         trees = [ROOT] if before is None else [ROOT, before]
         for request in REQUESTS:
             if not only or request.name in only:
-                table.append(measured(request, trees, folder, repeat))
+                each = trees if request.earlier else trees[:1]
+                table.append(measured(request, each, folder, repeat))
                 say(errors, "  ".join(row(table[-1])))
     if as_json:
         click.echo(json.dumps([asdict(figures) for figures in table], indent=2))

@@ -39,7 +39,7 @@ class _Fastest:
 
     values_s        the fastest choice of each solved layout
     relaxed         layouts whose relaxation is below the cut
-    least_of_one_s  the fastest choice with one part a rank
+    least_of_one_s  the fastest choice with one part a rank, once those with several are searched
     """
 
     session: SearchSession
@@ -63,7 +63,8 @@ class _Fastest:
         return branch_and_bound(
             ((self.least_s(layout), layout) for layout in layouts),
             self._solve,
-            worth_replaying,
+            # no slower choice of several parts a rank is worth its columns
+            lambda solved: min(worth_replaying(solved), self.least_of_one_s),
             BranchWatch(
                 objective=Objective.THROUGHPUT,
                 left_s=session.left_s,
@@ -92,8 +93,6 @@ class _Fastest:
         prices = self.session.prices
         if layout.recomputes_ahead:
             cut_s = min(cut_s, self.values_s.get(_usual(layout), INFINITY))
-        if prices.parts_last and layout.virtual_stages > 1:
-            cut_s = min(cut_s, self.least_of_one_s)  # no slower choice is worth its columns
         if self.least_s(layout) >= cut_s:
             return None
         known = prices.first_choice(layout, cut_s, self.session)
@@ -162,8 +161,8 @@ def search_fastest(
     if ahead and not outcome.interrupted:
         later = fastest.searched([each for each in layouts if each in ahead], outcome.solved)
         outcome = replace(outcome.then(later), earlier=())
-    fastest.least_of_one_s = best_of(outcome.solved)
     if last and not outcome.interrupted:
+        fastest.least_of_one_s = best_of(outcome.solved)
         outcome = outcome.then(
             fastest.searched([each for each in layouts if each in last], outcome.solved)
         )
