@@ -43,6 +43,7 @@ QUANTISED_BYTES = 1 + FP32_BYTES / SCALED_ELEMENTS  # of an element with its par
 # the gradients of the biases and of the weights, each a product and a sum (12 each).
 WIDE_BIAS_BYTES = (28, 40)
 CLAMP_BYTES = (8, 12)  # both halves clamped (4) and joined (4); backward 6, 4 and the bias (2)
+CAST_PARTS = 64  # an element of every narrow format is a whole number of 64ths of a byte
 TABLE_PASSES = 3  # over the gradient of an embedding table: zeroed, read and written
 
 
@@ -177,7 +178,8 @@ def gathered_bytes(tensor: Tensor, reader: Operator, training: TrainingSpec) -> 
     narrow = narrow_format(reader, training) if training.stack.gathers_casts else None
     if narrow is None:
         return tensor.num_bytes
-    return -(-tensor.num_bytes * narrow.element_bytes // training.precision.num_bytes)
+    parts = round(CAST_PARTS * narrow.element_bytes)
+    return -(-tensor.num_bytes * parts // (CAST_PARTS * training.precision.num_bytes))
 
 
 def _activations_product(

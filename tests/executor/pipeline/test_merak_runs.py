@@ -207,7 +207,7 @@ def _as_1f1b(plan: Plan) -> Plan:
 
 
 def seen(name: str) -> tuple[list[Seen], list[Seen]]:
-    """What every rank saw of a plan, and of the same plan under 1F1B."""
+    """Returns records of every rank for a plan, and for the same plan under 1F1B."""
     return _world_of(PLANS[name].mesh.num_ranks, name in QUICK)[name]
 
 

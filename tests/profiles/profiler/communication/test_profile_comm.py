@@ -188,14 +188,14 @@ def test_a_case_that_fails_is_recorded_and_the_next_run_does_the_rest(
         tmp_path / "journal",
     )
     bad = cases[1]
-    original = collectives.call
+    original = collectives.collective_call
 
     def call(case, group, ranks, device):
         if case == bad and fault == "memory" and torch.distributed.get_rank() == 1:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         return _faulty(fault, group) if case == bad else original(case, group, ranks, device)
 
-    monkeypatch.setattr(collectives, "call", call)
+    monkeypatch.setattr(collectives, "collective_call", call)
     monkeypatch.setattr(comm_run, "LAST_WORD_S", 0.1)
     first, codes = run(journal, cases, timeout_s=1.5)
     rest, after = run(journal, cases, timeout_s=20.0)
