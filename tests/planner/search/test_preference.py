@@ -21,7 +21,7 @@ from parplan.profiles.machines.off_speed import at_speeds
 
 # The fastest plan of this request leans more on the network than the second.
 REQUEST = TargetOptions(
-    model="llama3-8b", gpus=32, gpu="a100-40gb", gpus_per_node=4, global_batch_size=64
+    model="llama3-8b", gpus=64, gpu="h100-80gb", gpus_per_node=2, global_batch_size=32
 )
 PINS = PinOptions(virtual_stages=(1,), schedule=("1f1b",), zero=(1,))
 
