@@ -112,7 +112,7 @@ def test_ctrl_c_writes_the_points_so_far_and_says_that_the_front_is_incomplete(m
 
 def test_ctrl_c_before_the_first_plan_writes_nothing(monkeypatch):
     monkeypatch.setattr(
-        "parplan.planner.search.find_plan.fastest_choice",
+        "parplan.planner.search.fastest_layouts.fastest_choice",
         lambda *_: signal.raise_signal(signal.SIGINT),
     )
 

@@ -78,7 +78,7 @@ def test_the_search_for_a_module_names_no_operators(config, tmp_path):
         "--micro-batch-size",
         "4",
         "--memory-limit",
-        "780MiB",
+        "810MiB",
     )
     free, kept = (
         run(*arguments, "-o", "free.yaml"),
