@@ -38,7 +38,7 @@ def coverage(priced: Iterable[PricedRow]) -> dict[str, BandCoverage]:
 
     Rows that leave a setting open have no band.
     """
-    rows = [row for row in priced if row.reason is None and not row.assumed]
+    rows = _stated(priced)
     times, memories = shipped_bands()
     figures = {
         "time": _covered(times, ((row, row.measured_s, row.predicted_s) for row in rows)),
@@ -52,8 +52,7 @@ def overrun(priced: Iterable[PricedRow]) -> dict[float, tuple[int, float]]:
 
     The margin of a run is made without its experiment.
     """
-    stated = [row for row in priced if row.reason is None and not row.assumed]
-    runs = [(row, excess) for row in stated if (excess := excess_of(row)) is not None]
+    runs = [(row, excess) for row in _stated(priced) if (excess := excess_of(row)) is not None]
     found: dict[float, tuple[int, float]] = {}
     for risk in RISKS if runs else ():
         margins = [margin_at(risk, _family(row), without=row.experiment).share for row, _ in runs]
@@ -63,6 +62,10 @@ def overrun(priced: Iterable[PricedRow]) -> dict[float, tuple[int, float]]:
         ]
         found[risk] = (len(above), statistics.fmean(above))
     return found
+
+
+def _stated(priced: Iterable[PricedRow]) -> list[PricedRow]:
+    return [row for row in priced if row.reason is None and not row.assumed]
 
 
 def _family(row: PricedRow) -> str:

@@ -21,7 +21,7 @@ from parplan.planner.validation.configuration import experiment_of
 from parplan.planner.validation.priced_rows import PricedRow, price_row
 from parplan.planner.validation.row_cells import Row
 from parplan.planner.validation.step_rows import read_table
-from parplan.planner.validation.term_fit import DETERMINISTIC, TOY_SHARE, spaced
+from parplan.planner.validation.term_fit import spaced, tells_the_error
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.deviations import FILE, Deviation, cells
 
@@ -48,11 +48,11 @@ def deviations_on_computed_kernels(rows: Iterable[Row]) -> list[Deviation]:
 
 
 def _deviation(row: Row, priced: PricedRow) -> Deviation | None:
-    if priced.reason or priced.assumed or DETERMINISTIC in row["notes"]:
+    if not tells_the_error(row, priced):
         return None
-    time = _share(priced.measured_s, priced.predicted_s)
-    memory = None if _is_toy(priced) else _share(priced.measured_gib, priced.predicted_gib)
-    if time is None and memory is None and excess_of(priced) is None:
+    time, memory = priced.time_deviation, priced.memory_deviation
+    excess = excess_of(priced)
+    if time is None and memory is None and excess is None:
         return None
     return Deviation(
         id=row["id"],
@@ -61,7 +61,7 @@ def _deviation(row: Row, priced: PricedRow) -> Deviation | None:
         traits=priced.traits,
         time=time,
         memory=memory,
-        excess=excess_of(priced),
+        excess=excess,
     )
 
 
@@ -72,16 +72,8 @@ def excess_of(priced: PricedRow) -> float | None:
     """
     if priced.out_of_memory and priced.predicted_total_gib and priced.capacity_gib:
         return max(0.0, priced.capacity_gib / priced.predicted_total_gib - 1)
-    share = None if _is_toy(priced) else _share(priced.measured_gib, priced.predicted_gib)
-    return None if share is None else max(0.0, share)
-
-
-def _is_toy(priced: PricedRow) -> bool:
-    return (priced.measured_gib or 0) < TOY_SHARE * (priced.capacity_gib or 0)
-
-
-def _share(measured: float | None, predicted: float | None) -> float | None:
-    return measured / predicted - 1 if measured and predicted else None
+    deviation = priced.memory_deviation
+    return None if deviation is None else max(0.0, deviation)
 
 
 def deviations_to_csv(deviations: Iterable[Deviation]) -> str:

@@ -50,6 +50,7 @@ UNTIMED = {
     "power limited": "devices of a lower power limit, which their source does not state",
 }
 NAMED_FAULT = "a release that was slow by a fault which its publisher names"
+TOY_SHARE = 0.1  # share of a device; smaller runs say little about a device that is nearly full
 OUT_OF_MEMORY = ("OOM", "out-of-memory")  # memory_kind of a run that ran out
 
 
@@ -100,9 +101,23 @@ class PricedRow:
     def memory_error(self) -> float | None:
         return _relative_error(self.predicted_gib, self.measured_gib)
 
+    @property
+    def time_deviation(self) -> float | None:
+        """The measured step time over the predicted one, less 1."""
+        return _relative_error(self.measured_s, self.predicted_s)
 
-def _relative_error(predicted: float | None, measured: float | None) -> float | None:
-    return predicted / measured - 1 if predicted and measured else None
+    @property
+    def memory_deviation(self) -> float | None:
+        """The measured memory over the predicted one, less 1; None for a toy run.
+
+        A run that holds less than a tenth of the device says little about a full one.
+        """
+        is_toy = (self.measured_gib or 0) < TOY_SHARE * (self.capacity_gib or 0)
+        return None if is_toy else _relative_error(self.measured_gib, self.predicted_gib)
+
+
+def _relative_error(value: float | None, reference: float | None) -> float | None:
+    return value / reference - 1 if value and reference else None
 
 
 def price_row(

@@ -47,7 +47,6 @@ PRICE_OF_TERMS = 0.01
 BAND_SHARE = 0.8  # eight rows in ten lie within a band
 # share of the rows, with those out of memory, that need no more than predicted and the margin
 MARGIN_SHARE = 0.99
-TOY_SHARE = 0.1  # share of a device; smaller runs say little about a device that is nearly full
 WORST = 1.5  # largest error in log, so that rows of a broken run pull no term
 
 
@@ -120,7 +119,7 @@ class Fit:
         for row in rows:
             priced = price_row(row, held_out=False)
             measured = priced.error is not None or _memory_error(row, priced) is not None
-            if measured and not priced.assumed and DETERMINISTIC not in row["notes"]:
+            if measured and tells_the_error(row, priced):
                 self.rows.setdefault(experiment_of(row), []).append(FittedRow(row, priced))
                 self.keys.setdefault(experiment_of(row), set()).update(_keys(row))
         self.rows = {
@@ -260,17 +259,23 @@ def fit_terms(rows: Sequence[Row]) -> Terms:
     return _grouped(terms)
 
 
+def tells_the_error(row: Row, priced: PricedRow) -> bool:
+    """Returns whether a priced row says something about the error of a plan.
+
+    A row that leaves a setting open, or ran slower kernels on purpose, says nothing.
+    """
+    return priced.reason is None and not priced.assumed and DETERMINISTIC not in row["notes"]
+
+
 def residuals_of(rows: Sequence[Row], priced: Sequence[PricedRow]) -> dict[str, Residuals]:
     """Returns the residuals of held-out predictions, by stack and over all rows.
 
-    Stacks that share terms share residuals. Rows that leave a setting open, or ran slower kernels
-    on purpose, say nothing about a plan's error and are left out.
+    Stacks that share terms share residuals.
     """
     family_of = {name: load_stack(name).terms_of or name for name in stack_names()}
     by_family: dict[str, list[PricedRow]] = {}
     for row, priced_row in zip(rows, priced, strict=True):
-        stated = priced_row.reason is None and not priced_row.assumed
-        if stated and DETERMINISTIC not in row["notes"]:
+        if tells_the_error(row, priced_row):
             by_family.setdefault(family_of[stack_name(row)], []).append(priced_row)
     every = [priced_row for family_rows in by_family.values() for priced_row in family_rows]
     by_stack = {
@@ -282,16 +287,8 @@ def residuals_of(rows: Sequence[Row], priced: Sequence[PricedRow]) -> dict[str, 
 
 
 def _residuals(priced: Sequence[PricedRow]) -> Residuals:
-    times = [
-        row.measured_s / row.predicted_s - 1 for row in priced if row.measured_s and row.predicted_s
-    ]
-    memories = [
-        row.measured_gib / row.predicted_gib - 1
-        for row in priced
-        if row.measured_gib
-        and row.predicted_gib
-        and row.measured_gib >= TOY_SHARE * (row.capacity_gib or 0)
-    ]
+    times = [row.time_deviation for row in priced if row.time_deviation is not None]
+    memories = [row.memory_deviation for row in priced if row.memory_deviation is not None]
     missed = [share for share in map(_missed_share, priced) if share is not None]
     return Residuals(
         time_rows=len(times),

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing as mp
+from torch import nn
+from torch.nn import functional
 
 from parplan.executor.checking import parity
 from parplan.executor.checking.parity import (
@@ -29,6 +31,7 @@ from parplan.executor.checking.parity import (
     run_reference,
     whole_gradients,
 )
+from parplan.executor.rules.all_rules import validate
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.spec import Precision
 
@@ -46,7 +49,9 @@ __all__ = [
     "gradient_error",
     "reference_layers",
     "reference_optimizer",
+    "require_as_one_process",
     "require_parity",
+    "require_same_as_theirs",
     "run_plans",
     "run_reference",
     "whole_gradients",
@@ -118,6 +123,37 @@ def require_parity(plan: Plan, actual: TrainingOutcome, expected: TrainingOutcom
     )
     assert actual.losses == pytest.approx(
         expected.losses, rel=LOSS_TOLERANCE if exact else BF16_LOSS_TOLERANCE
+    )
+
+
+def require_as_one_process(worlds: Worlds, name: str) -> None:
+    """Requires that a legal plan trains as one process does, with the predicted state bytes."""
+    plan = worlds.plans[name]
+    validate(plan)
+
+    outcome = worlds.outcome(name)
+
+    require_parity(plan, outcome, run_reference(plan))
+    assert all(predicted == measured for predicted, measured in outcome.states.values())
+
+
+def require_same_as_theirs(
+    layers: Mapping[str, nn.Module], theirs: nn.Module, ids: torch.Tensor
+) -> None:
+    """Requires the logits and the gradient of the token table of a transformers' module.
+
+    ids: [batch, sequence], which are the labels too
+    """
+    ours, expected = forward(layers, ids), theirs(ids).logits
+    for logits in (ours, expected):
+        functional.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()
+
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        layers["embedding"].tokens.weight.grad,
+        theirs.get_input_embeddings().weight.grad,
+        rtol=1e-4,
+        atol=1e-6,
     )
 
 

@@ -12,7 +12,6 @@ from parplan.executor.data.batches import build_batches
 from parplan.executor.data.document_places import build_places, drawn_lengths, places_of
 from parplan.executor.data.tokens import bytes_tokenizer, write_tokens
 from parplan.executor.models.attention_modules import document_lengths
-from parplan.executor.rules.all_rules import validate
 from parplan.executor.run_options import Options
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.documents import Documents
@@ -20,7 +19,7 @@ from parplan.profiles.models.spec import Precision
 from parplan.profiles.stack import AttentionKernel
 from tests.executor.models.test_family_runs import DEEPSEEK, GEMMA, LLAMA4
 from tests.helpers.executor_plans import GPT, LLAMA, MIXTRAL, make_plan
-from tests.helpers.executor_world import Worlds, require_parity, run_reference
+from tests.helpers.executor_world import Worlds, require_as_one_process
 
 
 def packed(plan: Plan, documents: Documents | None = None) -> Plan:
@@ -59,13 +58,7 @@ WORLDS = Worlds(PLANS, slow=[name for name in PLANS if name not in QUICK])
 @pytest.mark.parametrize("name", WORLDS.params())
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
 def test_packed_documents_train_as_each_by_itself_with_the_predicted_bytes(name):
-    plan = PLANS[name]
-    validate(plan)
-
-    outcome = WORLDS.outcome(name)
-
-    require_parity(plan, outcome, run_reference(plan))
-    assert all(predicted == measured for predicted, measured in outcome.states.values())
+    require_as_one_process(WORLDS, name)
 
 
 def test_drawn_documents_fill_a_sequence_in_the_planned_proportions():

@@ -13,14 +13,13 @@ from parplan.costmodels.schedules.schedule import Schedule
 from parplan.executor.data.batches import NO_TOKEN, synthetic_batches
 from parplan.executor.models.loss import FURTHER_WEIGHT, Loss
 from parplan.executor.models.transformer_layers import build_layer
-from parplan.executor.rules.all_rules import validate
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.stack import ContextForm
 from tests.executor.data.test_document_places import packed
 from tests.executor.models.test_family_runs import DEEPSEEK
 from tests.helpers.executor_plans import LLAMA, SEQ_LENGTH, make_plan
-from tests.helpers.executor_world import Worlds, require_parity, run_reference
+from tests.helpers.executor_world import Worlds, require_as_one_process
 
 FURTHER = replace(LLAMA, name="tiny-further", mtp_layers=1)
 TWO = replace(FURTHER, name="tiny-two-further", mtp_layers=2)
@@ -48,13 +47,7 @@ WORLDS = Worlds(PLANS, slow=[name for name in PLANS if name not in QUICK])
 @pytest.mark.multiproc
 @pytest.mark.parametrize("name", WORLDS.params())
 def test_further_tokens_are_predicted_as_in_one_process_with_the_predicted_bytes(name):
-    plan = PLANS[name]
-    validate(plan)
-
-    outcome = WORLDS.outcome(name)
-
-    require_parity(plan, outcome, run_reference(plan))
-    assert all(predicted == measured for predicted, measured in outcome.states.values())
+    require_as_one_process(WORLDS, name)
 
 
 def test_a_module_joins_a_state_with_the_embedding_of_the_next_token():

@@ -7,10 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from parplan.executor.models.state_space_modules import scan
-from parplan.executor.rules.all_rules import validate
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.blocks import BlockRun, Mixer, StateSpace
 from parplan.profiles.models.huggingface import entry_from_config
@@ -20,10 +18,9 @@ from parplan.profiles.stack import NEUTRAL
 from tests.helpers.executor_plans import LLAMA, make_plan
 from tests.helpers.executor_world import (
     Worlds,
-    forward,
     reference_layers,
-    require_parity,
-    run_reference,
+    require_as_one_process,
+    require_same_as_theirs,
 )
 
 SEQ_LENGTH = 20
@@ -66,13 +63,7 @@ WORLDS = Worlds(PLANS, slow=[name for name in PLANS if name != "pp2-dp2"])
 @pytest.mark.parametrize("name", WORLDS.params())
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
 def test_a_hybrid_trains_like_one_process_with_the_predicted_bytes(name):
-    plan = PLANS[name]
-    validate(plan)
-
-    outcome = WORLDS.outcome(name)
-
-    require_parity(plan, outcome, run_reference(plan))
-    assert all(predicted == measured for predicted, measured in outcome.states.values())
+    require_as_one_process(WORLDS, name)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 8, 64])
@@ -186,16 +177,5 @@ def test_nemotron_h_computes_what_transformers_computes_with_the_same_weights():
         for parameter in theirs.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
         _copy(layers, theirs, model)
-    ids = torch.randint(1, 128, (2, SEQ_LENGTH))
 
-    ours, expected = forward(layers, ids), theirs(ids).logits
-    for logits in (ours, expected):
-        functional.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()
-
-    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(
-        layers["embedding"].tokens.weight.grad,
-        theirs.get_input_embeddings().weight.grad,
-        rtol=1e-4,
-        atol=1e-6,
-    )
+    require_same_as_theirs(layers, theirs, torch.randint(1, 128, (2, SEQ_LENGTH)))
