@@ -62,6 +62,7 @@ def further_tokens(plan: Plan) -> Iterator[Refusal]:
         return
     obstacles = {
         "a tied table": model.tied_embeddings,
+        "a tower": model.tower is not None,
         "a token table on the host": any(
             Offload.LOOKUP in each.offload for each in plan.layer_plans.values()
         ),
@@ -225,6 +226,7 @@ def packed_sequences(plan: Plan) -> Iterator[Refusal]:
         f"cp {plan.mesh.cp}": plan.mesh.cp > 1,
         "a module that is not the executor's own": plan.module is not None,
         "blocks in chunks": plan.chunks is not None,
+        "a tower": plan.model.tower is not None,
         f"tp_overlap {plan.pipeline.tp_overlap}": plan.pipeline.tp_overlap > 0,
         "state-space blocks": plan.model.state_space is not None,
         "activations on the host": any(each.keep_on_host for each in plan.layer_plans.values()),
