@@ -431,7 +431,7 @@ class TrainingSpec:
 
     @property
     def has_masters(self) -> bool:
-        """Tells that the optimizer updates copies of the parameters, and casts them for the passes."""
+        """Tells that the optimizer updates copies of the parameters, cast for the passes."""
         return self.precision is not Precision.FP32 and self.stack.master_bytes > 0
 
     @property
