@@ -267,7 +267,8 @@ def _across_nodes(
     ]
     passed = _ranks_passed(collective, placement)
     seconds = (
-        _crossed_s(inside.value_s, levels, of_algorithm) + ranks * machine.cluster.intra_node.latency_s
+        _crossed_s(inside.value_s, levels, of_algorithm)
+        + ranks * machine.cluster.intra_node.latency_s
         for of_algorithm, ranks in zip(zip(*crossings, strict=True), passed, strict=True)
     )
     return Seconds(functools.reduce(smaller_of, seconds), machine.profile.inter.kind)
