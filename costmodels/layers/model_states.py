@@ -17,10 +17,12 @@ Held during a step, bytes per parameter, D data-parallel ranks:
     optimizer   8             8/D         8/D         8/D
 
 with g = 4 for fp32 gradients and 2 otherwise, and 8 bytes of moments by AdamW; other optimizers
-have other moments (costmodels/operators/optimizers.py). Some stacks hold further whole copies of
-the gradients (`gradient_copy_bytes`). A frozen parameter has neither gradients nor states: it has
-its weights alone, whole at ZeRO 0 to 2 and one D-th at ZeRO 3 (EQUATIONS F3). Source: Rajbhandari
-et al. 2020, arXiv 1910.02054, for the ZeRO stages; FSDP2 of torch 2.13 for resident bytes.
+have other moments (costmodels/operators/optimizers.py). Without masters (`Stack.master_bytes` 0)
+parameters of 16 bits are held as those in fp32 are, in half the bytes. Some stacks hold further
+whole copies of the gradients (`gradient_copy_bytes`). A frozen parameter has neither gradients nor
+states: it has its weights alone, whole at ZeRO 0 to 2 and one D-th at ZeRO 3 (EQUATIONS F3).
+Source: Rajbhandari et al. 2020, arXiv 1910.02054, for the ZeRO stages; FSDP2 of torch 2.13 for
+resident bytes.
 """
 
 from __future__ import annotations
@@ -325,11 +327,12 @@ def states_of(
     updated = elements if zero == 0 else shard
     gradients = training.gradient_precision.num_bytes * (shard if zero >= 2 else elements)
     gathered = elements if zero < 3 else 0
-    if training.precision is Precision.FP32:
-        parameters = 4 * (elements if zero == 0 else gathered + shard)
+    width = training.precision.num_bytes
+    if not training.has_masters:
+        parameters = width * (elements if zero == 0 else gathered + shard)
         return StateBytes(parameters, gradients, moments)
-    parameters = training.precision.num_bytes * gathered
-    return StateBytes(parameters, gradients, training.stack.master_bytes * updated + moments)
+    masters = training.stack.master_bytes * updated
+    return StateBytes(width * gathered, gradients, masters + moments)
 
 
 def least_moments(training: TrainingSpec) -> float:
@@ -493,18 +496,12 @@ def ideal_states(
     width = least_moments(training)
     if moments is not None and num_parameters:
         width = moments / num_parameters
-    if training.precision is Precision.FP32:
-        return (
-            4 * share + frozen / ranks,
-            training.gradient_precision.num_bytes * share,
-            width * share,
-        )
-    master = training.stack.master_bytes
-    trained = 0 if master else training.precision.num_bytes * share
+    masters = training.stack.master_bytes if training.has_masters else 0
+    trained = 0 if masters else training.precision.num_bytes * share
     return (
         trained + frozen / ranks,
         training.gradient_precision.num_bytes * share,
-        (master + width) * share,
+        (masters + width) * share,
     )
 
 

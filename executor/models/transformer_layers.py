@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from parplan.executor.context.context_attention import Context
-from parplan.executor.models.adapters import SUM, A, AdapterSum, B, freeze
+from parplan.executor.models.adapters import SUM, A, AdapterSum, B, cast_parameters, freeze
 from parplan.executor.models.attention_modules import (
     LatentRotary,
     QueryKeyNorm,
@@ -49,7 +49,7 @@ from parplan.executor.models.operators import (
     Tokens,
 )
 from parplan.executor.models.state_space_modules import Convolution, GatedNorm, Scan, StepSizes
-from parplan.executor.tensors import local
+from parplan.executor.tensors import DTYPES, local
 from parplan.profiles.models.blocks import BlockRun
 from parplan.profiles.models.operator_graph import (
     ADAPTER_RANK,
@@ -409,7 +409,7 @@ def build_layer(
     device: torch.device,
     ranks: ExpertRanks | None = None,
 ) -> nn.Module:
-    """Builds a whole fp32 layer on `device`.
+    """Builds a whole layer on `device`, in fp32, or in the precision of training without masters.
 
     Its values are a function of `seed`, the layer's index and the parameter alone, so every mesh
     starts from the same model: each rank builds the layer and retains its shard. A rank of `ranks`
@@ -430,9 +430,11 @@ def build_layer(
             _init_experts(module, f"{seed}/{index}/{name}", ranks)
     if ranks is not None:
         divide_experts(layer, ranks)
-    mark_biases(layer)
     if training.fine_tuning is not None:
         freeze(layer, operators)
+    if not training.has_masters:
+        cast_parameters((layer,), DTYPES[training.precision])
+    mark_biases(layer)
     return layer
 
 

@@ -440,6 +440,11 @@ class TrainingSpec:
             )
 
     @property
+    def has_masters(self) -> bool:
+        """Tells that the optimizer updates copies of the parameters, cast for the passes."""
+        return self.precision is not Precision.FP32 and self.stack.master_bytes > 0
+
+    @property
     def routed_share(self) -> float:
         """Copies of tokens that the fullest rank computes, over the mean of all ranks.
 

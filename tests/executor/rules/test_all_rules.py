@@ -361,8 +361,12 @@ BROKEN = {
     ),
     "bf16-states": Broken(
         "state precision",
-        with_training(make_plan(GPT, precision=BF16), stack=NEUTRAL.keeping(StatePrecision.BF16)),
-        "the optimizer keeps 0 bytes of a copy and 2 of a moment",
+        with_training(
+            make_plan(GPT, precision=BF16),
+            stack=NEUTRAL.keeping(StatePrecision.BF16_MOMENTS),
+            optimizer=Optimizer.ADAFACTOR,
+        ),
+        "4 bytes of a copy and 2 of a moment, with the optimizer adafactor",
         "master_bytes and moment_bytes to 4",
         "other bytes",
     ),
