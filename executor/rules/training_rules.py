@@ -232,15 +232,14 @@ def optimizer_rule(plan: Plan) -> Iterator[Refusal]:
 
 
 @rule(
-    why="only the executor's own blocks tell documents apart, on ranks with whole sequences and "
-    "where nothing else moves under their passes",
+    why="only the executor's own blocks tell documents apart, and only where nothing else moves "
+    "under their passes",
     action="plan whole sequences, or do what it says",
 )
 def packed_sequences(plan: Plan) -> Iterator[Refusal]:
     if plan.training.documents is None:
         return
     obstacles = {
-        f"cp {plan.mesh.cp}": plan.mesh.cp > 1,
         "a module that is not the executor's own": plan.module is not None,
         "blocks in chunks": plan.chunks is not None,
         f"tp_overlap {plan.pipeline.tp_overlap}": plan.pipeline.tp_overlap > 0,

@@ -269,10 +269,12 @@ BROKEN = {
         "set expert_capacity to 0",
         "no effect",
     ),
-    "packed-sequences-over-ranks": Broken(
+    "packed-sequences-in-halves": Broken(
         "packed sequences",
-        with_training(make_plan(LLAMA, cp=2, form=ContextForm.RING), documents=Documents(mean=4)),
-        "documents of 4 tokens on average, with cp 2",
+        with_training(
+            with_pipeline(make_plan(LLAMA, tp=2), tp_overlap=2), documents=Documents(mean=4)
+        ),
+        "documents of 4 tokens on average, with tp_overlap 2",
         "leave out documents",
         "fails",
     ),
@@ -617,15 +619,6 @@ BROKEN = {
         "context alone",
         family_plan("llama", cp=2, form=ContextForm.RING),
         "cp is 2 with a module that is not the executor's own",
-        "set cp to 1, context_form to null and dp to 2",
-        "other gradients",
-    ),
-    "parts-of-a-sequence-over-two-ranks": Broken(
-        "context alone",
-        make_plan(
-            dataclasses.replace(LLAMA, blocks=(BlockRun(chunk=4),)), cp=2, form=ContextForm.RING
-        ),
-        "cp is 2 with attention within parts of a sequence",
         "set cp to 1, context_form to null and dp to 2",
         "other gradients",
     ),
