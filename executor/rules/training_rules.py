@@ -144,6 +144,7 @@ def state_precision(plan: Plan) -> Iterator[Refusal]:
     looks_up = any(Offload.LOOKUP in each.offload for each in plan.layer_plans.values())
     obstacles = {
         "bytes that no precision has": stack.states is None,
+        "moments in fp8": stack.states is StatePrecision.FP8_MOMENTS,
         f"parameters in {training.precision}": bare and training.precision is not Precision.BF16,
         f"the optimizer {training.optimizer}": narrow and training.optimizer not in ADAMS,
         "blocks in chunks": plan.chunks is not None,
@@ -231,15 +232,14 @@ def optimizer_rule(plan: Plan) -> Iterator[Refusal]:
 
 
 @rule(
-    why="only the executor's own blocks tell documents apart, on ranks with whole sequences and "
-    "where nothing else moves under their passes",
+    why="only the executor's own blocks tell documents apart, and only where nothing else moves "
+    "under their passes",
     action="plan whole sequences, or do what it says",
 )
 def packed_sequences(plan: Plan) -> Iterator[Refusal]:
     if plan.training.documents is None:
         return
     obstacles = {
-        f"cp {plan.mesh.cp}": plan.mesh.cp > 1,
         "a module that is not the executor's own": plan.module is not None,
         "blocks in chunks": plan.chunks is not None,
         f"tp_overlap {plan.pipeline.tp_overlap}": plan.pipeline.tp_overlap > 0,
