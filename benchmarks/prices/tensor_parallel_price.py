@@ -1,4 +1,4 @@
-"""Whether steps take as long inside a node as this project or as Calculon prices their links.
+"""Measured steps beside two prices of the links inside a node, this project's and Calculon's.
 
     python benchmarks/prices/tensor_parallel_price.py                     # published steps alone
     python benchmarks/prices/tensor_parallel_price.py --measurements DIR  # and collectives
