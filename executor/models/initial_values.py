@@ -1,4 +1,4 @@
-"""Initial values of parameters, each a function of its key alone: seed, layer and name."""
+"""The values that the parameters of a layer start from, a function of a seed and their names."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from parplan.executor.context.context_attention import Context
-from parplan.executor.models.adapters import SUM, A, AdapterSum, freeze
+from parplan.executor.models.adapters import SUM, A, AdapterSum, cast_parameters, freeze
 from parplan.executor.models.attention_modules import (
     LatentRotary,
     QueryKeyNorm,
@@ -55,7 +55,7 @@ from parplan.executor.models.tower_modules import (
     PatchTables,
     ProjectorActivation,
 )
-from parplan.executor.tensors import local
+from parplan.executor.tensors import DTYPES, local
 from parplan.profiles.models.blocks import BlockRun
 from parplan.profiles.models.operator_graph import (
     ADAPTER_RANK,
@@ -112,13 +112,18 @@ def _rotary(of: Blueprint) -> nn.Module:
     return Rotary(of.model, of.block, of.operator)
 
 
+def _attention(of: Blueprint) -> nn.Module:
+    work = of.operator.attention
+    longest = work.in_documents.longest if work is not None and work.in_documents else 0
+    causal = of.tower is None
+    return SelfAttention(of.model, of.training.attention, of.block, longest, causal=causal)
+
+
 _BY_KIND: dict[OperatorKind, Callable[[Blueprint], nn.Module]] = {
     OperatorKind.MATMUL: lambda of: _linear(of.operator),
     OperatorKind.NORM: _norm,
     OperatorKind.EMBEDDING: _tokens,
-    OperatorKind.ATTENTION: lambda of: SelfAttention(
-        of.model, of.training.attention, of.block, causal=of.tower is None
-    ),
+    OperatorKind.ATTENTION: _attention,
     OperatorKind.CROSS_ENTROPY: lambda of: Loss(skips=of.model.image_tokens > 0),
 }
 _BY_NAME: dict[str, Callable[[Blueprint], nn.Module]] = {
@@ -470,7 +475,7 @@ def build_layer(
     device: torch.device,
     ranks: ExpertRanks | None = None,
 ) -> nn.Module:
-    """Builds a whole fp32 layer on `device`.
+    """Builds a whole layer on `device`, in fp32, or in the precision of training without masters.
 
     Its values are a function of `seed`, the layer's index and the parameter alone, so every mesh
     starts from the same model: each rank builds the layer and retains its shard. A rank of `ranks`
@@ -491,7 +496,9 @@ def build_layer(
             init_experts(module, f"{seed}/{index}/{name}", ranks)
     if ranks is not None:
         divide_experts(layer, ranks)
-    mark_biases(layer)
     if training.fine_tuning is not None:
         freeze(layer, operators)
+    if not training.has_masters:
+        cast_parameters((layer,), DTYPES[training.precision])
+    mark_biases(layer)
     return layer

@@ -87,8 +87,6 @@ def _obstacle(plan: Plan) -> str | None:
         return "blocks in chunks"
     if plan.model.tower is not None:
         return f"a {plan.model.tower.name} tower, whose images no rank divides"
-    if any(kind.chunk for kind in plan.model.block_kinds):
-        return "attention within parts of a sequence"
     if plan.model.state_space is not None:
         return "state-space blocks"
     if plan.pipeline.tp_overlap:

@@ -44,6 +44,7 @@ from parplan.executor.training.optimizer import (
     clip_gradients,
     layout_of,
     learning_rate,
+    moment_type,
     own_squared_norm,
     set_learning_rate,
 )
@@ -317,7 +318,7 @@ def build_trainer(
     Collective. Raises ConfigError.
     """
     return trainer_of(
-        plan, options, ranks_of(plan, device), Meter(plan.training.precision), progress
+        plan, options, ranks_of(plan, device), Meter(masters=plan.training.has_masters), progress
     )
 
 
@@ -387,6 +388,7 @@ def trainer_of(
             options,
             plan.training.optimizer,
             layout_of(*(stage.body for stage in pipeline.stages)),
+            moment_type(plan.training),
         ),
         batches=of_text(build_batches(plan, replica, options), plan, dp_rank, options.seed),
         places=build_places(plan, replica, options),
