@@ -39,7 +39,7 @@ from parplan.executor.training.train import (
 )
 from parplan.executor.watch.state_bytes import Meter, optimizer_states
 from parplan.planner.plan.plan import Plan
-from parplan.profiles.models.spec import Precision
+from parplan.profiles.models.spec import TrainingSpec
 
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"
@@ -159,7 +159,7 @@ def extrapolated(
 def _step(plan: Plan, ranks: RankPlace, on_backward: OnBackward) -> RankUse:
     """Return the use of one step and its update on the rank that this process is."""
     with FakeTensorMode(), Observed() as memory, _marked_copies(memory):
-        moments = _Moments(plan.training.precision, memory, on_backward)
+        moments = _Moments(plan.training, memory, on_backward)
         trainer = trainer_of(plan, Options(), ranks, moments)
         memory.axes = _axes(trainer)
         sequences = plan.pipeline.micro_batch_size * plan.pipeline.num_micro_batches
@@ -246,8 +246,8 @@ class _Moments(Meter):
     The states count that are on the device.
     """
 
-    def __init__(self, precision: Precision, memory: Observed, on_backward: OnBackward) -> None:
-        super().__init__(precision)
+    def __init__(self, training: TrainingSpec, memory: Observed, on_backward: OnBackward) -> None:
+        super().__init__(masters=training.has_masters)
         self.activations = 0
         self.saved: dict[int, int] = {}
         self._memory, self._on_backward = memory, on_backward
@@ -281,10 +281,8 @@ class _Moments(Meter):
         self.activations = max(self.activations, self._memory.held()[OTHER])
 
     def mark(self) -> None:
-        """Mark the memory of states by kind; in bf16 the shards are the optimizer's master copy."""
-        self._memory.mark(
-            PARAMETERS if self.precision is Precision.FP32 else OPTIMIZER, self.shards
-        )
+        """Mark the memory of states by kind; the shards may be the optimizer's master copy."""
+        self._memory.mark(OPTIMIZER if self.masters else PARAMETERS, self.shards)
         self._memory.mark(PARAMETERS, self.gathered())
         self._memory.mark(GRADIENTS, self.gradients())
         self._memory.mark(HOST, self.hosted)

@@ -37,7 +37,12 @@ from parplan.executor.models.loss import FURTHER_WEIGHT, TOKEN_DIMS
 from parplan.executor.models.transformer_layers import build_layer
 from parplan.executor.run_options import Options
 from parplan.executor.tensors import begin_fork, forget_meshes
-from parplan.executor.training.optimizer import build_optimizer, decays, layout_of
+from parplan.executor.training.optimizer import (
+    build_optimizer,
+    decays,
+    layout_of,
+    moment_type,
+)
 from parplan.executor.training.train import Trainer, build_trainer
 from parplan.planner.plan.plan import Plan
 from parplan.planner.runs.relative_error import relative_error
@@ -297,7 +302,7 @@ def summed_loss(layers: nn.ModuleDict, ids: Tensor, targets: Tensor) -> Tensor:
 
 def _summed(logits: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(
-        logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=NO_TOKEN
+        logits.flatten(0, 1).float(), targets.flatten(), reduction="sum", ignore_index=NO_TOKEN
     )
 
 
@@ -315,15 +320,19 @@ def packed_loss(layers: nn.ModuleDict, ids: Tensor, targets: Tensor, places: Ten
 
 
 def reference_optimizer(
-    layers: nn.Module, options: Options, optimizer: Optimizer = Optimizer.ADAM
+    layers: nn.Module,
+    options: Options,
+    optimizer: Optimizer = Optimizer.ADAM,
+    moments: torch.dtype = torch.float32,
 ) -> torch.optim.Optimizer:
     """Return the optimizer of one process, without decay of vectors.
 
-    AdamW runs in torch's plain loop; others are those of a run, on whole tensors.
+    AdamW runs in torch's plain loop, and its moments are rounded to their type after every step;
+    other optimizers are those of a run, on whole tensors.
     """
     if optimizer is not Optimizer.ADAM:
         parameters = list(layers.parameters())
-        return build_optimizer(parameters, options, optimizer, layout_of(layers))
+        return build_optimizer(parameters, options, optimizer, layout_of(layers), moments)
     groups = [
         {
             "params": [p for p in layers.parameters() if decays(p) is decay],
@@ -331,7 +340,15 @@ def reference_optimizer(
         }
         for decay in (True, False)
     ]
-    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=options.betas, foreach=False)
+    adam = torch.optim.AdamW(groups, lr=options.learning_rate, betas=options.betas, foreach=False)
+    adam.register_step_post_hook(lambda *_: _round_moments(adam, moments))
+    return adam
+
+
+def _round_moments(adam: torch.optim.AdamW, moments: torch.dtype) -> None:
+    for state in adam.state.values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name].copy_(state[name].to(moments))
 
 
 def run_reference(plan: Plan) -> TrainingOutcome:
@@ -340,7 +357,9 @@ def run_reference(plan: Plan) -> TrainingOutcome:
     A batch runs whole: there is no mesh, no micro-batch and no wrapper.
     """
     layers = reference_layers(plan.model, plan.training, OPTIONS.seed)
-    optimizer = reference_optimizer(layers, OPTIONS, plan.training.optimizer)
+    optimizer = reference_optimizer(
+        layers, OPTIONS, plan.training.optimizer, moment_type(plan.training)
+    )
     alone = replace(plan, mesh=Mesh(pp=1, dp=1, tp=1))
     batches = synthetic_batches(alone, 0, OPTIONS.seed)
     places = build_places(alone, 0, OPTIONS)

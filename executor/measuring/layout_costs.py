@@ -194,7 +194,7 @@ def _sharded(
     body = nn.Sequential(*layers)
     units = [Unit(layers=(layer,), zero=1, mesh=mesh) for layer in layers]
     for unit in units:
-        shard_unit(unit, training.precision)
+        shard_unit(unit, training)
     shard_root(body, units, mesh)
     return LayoutTrial(
         layers,

@@ -59,14 +59,23 @@ def in_precision(layers: tuple[nn.Module, ...], dtype: torch.dtype) -> None:
     Layers that share one share it afterwards. Products that the plan holds in 8 bits become codes
     and scales, which stay as they are.
     """
-    cast: dict[nn.Parameter, nn.Parameter] = {}
     for layer in layers:
         quantise_frozen(layer)
-        for module in layer.modules():
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                if parameter.requires_grad or parameter.dtype == dtype or name in QUANTISED:
-                    continue
-                if parameter not in cast:
-                    held = parameter.detach().to(dtype)
-                    cast[parameter] = nn.Parameter(held, requires_grad=False)
-                module.register_parameter(name, cast[parameter])
+    cast_parameters(layers, dtype, trained=False)
+
+
+def cast_parameters(
+    layers: tuple[nn.Module, ...], dtype: torch.dtype, *, trained: bool = True
+) -> None:
+    """Casts the parameters that are trained, or those that are not, to `dtype`.
+
+    `nn.Module.to` cannot do so for fake tensors (executor/checking/dry_run.py).
+    """
+    cast: dict[nn.Parameter, nn.Parameter] = {}
+    for module in (module for layer in layers for module in layer.modules()):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.requires_grad != trained or parameter.dtype == dtype or name in QUANTISED:
+                continue
+            if parameter not in cast:
+                cast[parameter] = nn.Parameter(parameter.detach().to(dtype), requires_grad=trained)
+            module.register_parameter(name, cast[parameter])

@@ -155,7 +155,14 @@ class SelfAttention(nn.Module):
     on_shards = True
     context: Context | None = None
 
-    def __init__(self, model: ModelSpec, kernel: AttentionKernel, block: BlockRun = ALIKE) -> None:
+    def __init__(
+        self,
+        model: ModelSpec,
+        kernel: AttentionKernel,
+        block: BlockRun = ALIKE,
+        longest: int = 0,
+    ) -> None:
+        """`longest` is the number of tokens of the longest document, 0 where it is not known."""
         super().__init__()
         self.model = model
         self.kernel = kernel
@@ -165,14 +172,15 @@ class SelfAttention(nn.Module):
             chunk=block.chunk,
             factor=model.functions.score_factor or None,
             soft_cap=model.attention_soft_cap,
+            longest=longest,
         )
         self.sinks = nn.Parameter(torch.empty(model.num_heads)) if model.sinks else None
 
     def forward(self, *read: Tensor) -> Tensor:
         """Returns [batch, sequence, features] of the tensors that `split` reads.
 
-        The places of tokens in their documents may follow them, [batch, sequence] of integers:
-        queries then stay within documents.
+        The places of tokens in their documents may follow them, [batch, sequence] of integers of
+        whole sequences: queries then stay within documents.
         """
         places = None
         if not read[-1].is_floating_point():
@@ -217,14 +225,14 @@ class SelfAttention(nn.Module):
         return x.unflatten(-1, (-1, width))[..., latent.nope_head_dim :]
 
     def _flash(self, query: Tensor, key: Tensor, value: Tensor, places: Tensor | None) -> Tensor:
-        sinks = None if self.sinks is None else local(self.sinks)
+        sinks, reading = None if self.sinks is None else local(self.sinks), self.reading
         if places is not None:
-            within = replace(self.reading, documents=document_lengths(places))
-            return attend_alone(query, key, value, within, sinks)
+            reading = replace(reading, documents=document_lengths(places))
         if self.context is not None:
-            return self.context.attend(query, key, value, self.reading, sinks)
-        if self._by_blocks(query.shape[2], query.shape[-1] != value.shape[-1]):
-            return attend_alone(query, key, value, self.reading, sinks)
+            return self.context.attend(query, key, value, reading, sinks)
+        unlike_widths = query.shape[-1] != value.shape[-1]
+        if places is not None or self._by_blocks(query.shape[2], unlike_widths):
+            return attend_alone(query, key, value, reading, sinks)
         return functional.scaled_dot_product_attention(
             query,
             key,

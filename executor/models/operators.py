@@ -120,18 +120,19 @@ class LearnedPositions(nn.Module):
     def forward(self, x: Tensor, places: Tensor | None = None) -> Tensor:
         """Returns `x` with the positions of its tokens in their sequence, or documents.
 
-        places   those of the tokens in their documents, [batch, sequence]
+        places   those of the tokens of whole sequences in their documents, [batch, sequence]
         """
         rows = self._rows(x.shape[1], places)
         return _dropout(x + rows, self.dropout if self.training else 0.0)
 
     def _rows(self, length: int, places: Tensor | None) -> Tensor:
         """Returns the rows of this rank's `length` tokens."""
+        rank, ranks = (self.context.rank, self.context.ranks) if self.context else (0, 1)
         if places is not None:
-            return functional.embedding(places, self.weight)
-        if self.context is None:
+            own = part_of(places, rank, ranks, dim=1) if ranks > 1 else places
+            return functional.embedding(own, self.weight)
+        if ranks == 1:
             return self.weight[:length]
-        rank, ranks = self.context.rank, self.context.ranks
         return part_of(self.weight[: ranks * length], rank, ranks, dim=0)
 
 

@@ -7,8 +7,6 @@ are one module. A part of a model is one row of a table here, from an operator t
 
 from __future__ import annotations
 
-import math
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from parplan.executor.context.context_attention import Context
-from parplan.executor.models.adapters import SUM, A, AdapterSum, B, freeze
+from parplan.executor.models.adapters import SUM, A, AdapterSum, cast_parameters, freeze
 from parplan.executor.models.attention_modules import (
     LatentRotary,
     QueryKeyNorm,
@@ -25,7 +23,8 @@ from parplan.executor.models.attention_modules import (
     SelfAttention,
 )
 from parplan.executor.models.eight_bits import EightBitLinear
-from parplan.executor.models.expert_exchange import EP, ETP, ExpertRanks
+from parplan.executor.models.expert_exchange import ETP, ExpertRanks
+from parplan.executor.models.initial_values import init, init_experts, materialize
 from parplan.executor.models.loss import TOKEN_DIMS, Loss
 from parplan.executor.models.mixture_of_experts import (
     Experts,
@@ -49,7 +48,7 @@ from parplan.executor.models.operators import (
     Tokens,
 )
 from parplan.executor.models.state_space_modules import Convolution, GatedNorm, Scan, StepSizes
-from parplan.executor.tensors import local
+from parplan.executor.tensors import DTYPES, local
 from parplan.profiles.models.blocks import BlockRun
 from parplan.profiles.models.operator_graph import (
     ADAPTER_RANK,
@@ -62,10 +61,6 @@ from parplan.profiles.models.parts.multi_token import MODULE
 from parplan.profiles.models.spec import ModelSpec, Norm, TrainingSpec
 from parplan.profiles.models.transformer import build_graph, last_kind
 
-INIT_STD = 0.02  # GPT-2, Radford et al. 2019
-ZERO_AT_START = (f"{B}.weight", "sinks")  # the second matrix of an adapter, and sinks
-OF_STATES = ("steps.A_log", "steps.dt_bias", "conv.weight")  # of state-space mixers
-STEP_SIZES = (0.001, 0.1)  # least and most at the start: Mamba-2, arXiv 2405.21060
 READS_PLACES = ("attention", "positions")  # modules that tell documents apart
 MIXTURE = "mixture"  # the module of the operators of a mixture of experts
 
@@ -102,11 +97,17 @@ def _rotary(of: Blueprint) -> nn.Module:
     return Rotary(of.model, of.block, of.operator)
 
 
+def _attention(of: Blueprint) -> nn.Module:
+    work = of.operator.attention
+    longest = work.in_documents.longest if work is not None and work.in_documents else 0
+    return SelfAttention(of.model, of.training.attention, of.block, longest)
+
+
 _BY_KIND: dict[OperatorKind, Callable[[Blueprint], nn.Module]] = {
     OperatorKind.MATMUL: lambda of: _linear(of.operator),
     OperatorKind.NORM: _norm,
     OperatorKind.EMBEDDING: _tokens,
-    OperatorKind.ATTENTION: lambda of: SelfAttention(of.model, of.training.attention, of.block),
+    OperatorKind.ATTENTION: _attention,
     OperatorKind.CROSS_ENTROPY: lambda _: Loss(),
 }
 _BY_NAME: dict[str, Callable[[Blueprint], nn.Module]] = {
@@ -409,7 +410,7 @@ def build_layer(
     device: torch.device,
     ranks: ExpertRanks | None = None,
 ) -> nn.Module:
-    """Builds a whole fp32 layer on `device`.
+    """Builds a whole layer on `device`, in fp32, or in the precision of training without masters.
 
     Its values are a function of `seed`, the layer's index and the parameter alone, so every mesh
     starts from the same model: each rank builds the layer and retains its shard. A rank of `ranks`
@@ -419,87 +420,20 @@ def build_layer(
     operators, block = described(model, training, kind, index)
     with torch.device("meta"):
         layer = made(operators, model, training, block, ranks)
-    _materialize(layer, device)
+    materialize(layer, device)
     of_experts = {parameter for each in grouped_of(layer) for parameter in each.parameters()}
     for name, parameter in layer.named_parameters():
         tied = model.shares_table and isinstance(layer, Head) and parameter is layer.table.weight
         if parameter not in of_experts:
-            _init(parameter, f"{seed}/0/tokens.weight" if tied else f"{seed}/{index}/{name}")
+            init(parameter, f"{seed}/0/tokens.weight" if tied else f"{seed}/{index}/{name}")
     for name, module in layer.named_modules():
         if isinstance(module, Grouped):
-            _init_experts(module, f"{seed}/{index}/{name}", ranks)
+            init_experts(module, f"{seed}/{index}/{name}", ranks)
     if ranks is not None:
         divide_experts(layer, ranks)
-    mark_biases(layer)
     if training.fine_tuning is not None:
         freeze(layer, operators)
+    if not training.has_masters:
+        cast_parameters((layer,), DTYPES[training.precision])
+    mark_biases(layer)
     return layer
-
-
-@torch.no_grad()
-def _init_experts(module: Grouped, key: str, ranks: ExpertRanks | None) -> None:
-    """Fills this rank's part of the matrix of each expert, and biases with zeros."""
-    held = range(module.num_experts)
-    parts, part = 1, 0
-    if ranks is not None:
-        held = ranks.held(module.num_experts * ranks.degree(EP))
-        parts, part = ranks.degree(ETP), ranks.rank(ETP)
-    for expert, matrix in zip(held, module.weight.chunk(module.num_experts), strict=True):
-        hidden, width = matrix.shape[0], matrix.shape[1] * parts
-        whole = matrix.new_empty((width, hidden) if module.widens else (hidden, width))
-        _init(whole, f"{key}.weight/{expert}")  # of [features, contracted], as any product
-        if f"{key}.weight".endswith(ZERO_AT_START):
-            whole.zero_()
-        by_width = whole.t() if module.widens else whole
-        matrix.copy_(by_width.chunk(parts, dim=1)[part])
-    if module.bias is not None:
-        module.bias.zero_()
-
-
-def _materialize(layer: nn.Module, device: torch.device) -> None:
-    """Gives every parameter memory on `device`.
-
-    `to_empty` cannot do so for fake tensors (executor/checking/dry_run.py).
-    """
-    for module in layer.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            memory = torch.empty_like(parameter, device=device)
-            module.register_parameter(name, nn.Parameter(memory))
-
-
-@torch.no_grad()
-def _init(parameter: Tensor, key: str) -> None:
-    """Fills matrices and tables with normal values, norm weights with ones, biases with zeros.
-
-    The second matrix of an adapter is zero, so that training starts at the base model, and so are
-    sinks.
-    """
-    if key.endswith(ZERO_AT_START):
-        parameter.zero_()
-        return
-    generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
-    if key.endswith(OF_STATES):
-        _init_state_space(parameter, key, generator)
-        return
-    if parameter.ndim == 1:
-        parameter.fill_(0.0 if key.endswith("bias") else 1.0)
-        return
-    parameter.copy_(torch.empty(parameter.shape).normal_(0.0, INIT_STD, generator=generator))
-
-
-def _init_state_space(parameter: Tensor, key: str, generator: torch.Generator) -> None:
-    """Fills parameters of a state-space mixer as the authors' Mamba-2 does.
-
-    Decays are 1, 2, 3, .. by head, step sizes are distributed evenly by their logarithm, and
-    weights of the convolution evenly.
-    """
-    if key.endswith("A_log"):
-        parameter.copy_(torch.arange(1, len(parameter) + 1).log())
-        return
-    share = torch.rand(parameter.shape, generator=generator)
-    if key.endswith("dt_bias"):
-        least, most = map(math.log, STEP_SIZES)
-        step = (least + share * (most - least)).exp()
-        parameter.copy_(step + (-(-step).expm1()).log())  # the inverse of softplus
-    else:
-        parameter.copy_((2 * share - 1) * parameter.shape[1] ** -0.5)

@@ -271,7 +271,7 @@ def _units(
     whole = ranks.unit(plan, placed, layers, apart, highest)
     divided = _units_over_data(ranks, layers)
     for each in divided:
-        shard_unit(each, plan.training.precision)
+        shard_unit(each, plan.training)
     return whole, *experts, *inner, *divided
 
 

@@ -84,8 +84,6 @@ def _obstacle(plan: Plan) -> str | None:
         return "a module that is not the executor's own"
     if plan.chunks is not None:
         return "blocks in chunks"
-    if any(kind.chunk for kind in plan.model.block_kinds):
-        return "attention within parts of a sequence"
     if plan.model.state_space is not None:
         return "state-space blocks"
     if plan.pipeline.tp_overlap:

@@ -22,6 +22,11 @@ def validate_traced_plan(plan: TracedPlan, options: Options | None = None) -> No
             f"{training.gradient_precision}",
             hint="use bf16 or fp32, and fp32 gradients",
         )
+    if training.precision is not Precision.FP32 and not training.has_masters:
+        raise ConfigError(
+            "training.stack: master_bytes is 0, and a traced module keeps fp32 masters",
+            hint="make a plan with --state-precision fp32",
+        )
     if plan.mesh.cp > 1:
         raise ConfigError(
             f"mesh: cp is {plan.mesh.cp}, and a traced module reads whole sequences",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from parplan.costmodels.host.offload import Offload
-from parplan.costmodels.operators.optimizers import PLAIN_OPTIMIZERS
+from parplan.costmodels.operators.optimizers import FP32_BYTES, PLAIN_OPTIMIZERS
 from parplan.executor.rules.rule import Refusal, rule, those, with_training
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.spec import Optimizer, Positions, Precision, rare_parts
@@ -27,6 +27,7 @@ RUN = {"blocks", "latent", "output_bias", "qk_norm", "sinks", "norm_layout", "fu
     "left_out",
 }
 
+ADAMS = (Optimizer.ADAM, Optimizer.ADAM_8BIT)
 OF_BLOCKS = {"delta_rule"}  # fields without which the blocks of a model are none
 
 
@@ -114,30 +115,47 @@ def product_formats(plan: Plan) -> Iterator[Refusal]:
 
 
 @rule(
-    why="outside of chunks gradients accumulate and are reduced in fp32, which takes twice the "
-    "planned bytes",
-    action="use fp32 gradients",
+    why="outside of chunks gradients accumulate and are reduced in fp32, or in the type of "
+    "parameters without masters",
+    action="use gradients of that type",
 )
 def gradient_precision(plan: Plan) -> Iterator[Refusal]:
-    precision = plan.training.gradient_precision
-    if precision is not Precision.FP32 and plan.chunks is None:
+    training = plan.training
+    right = Precision.FP32 if training.has_masters else training.precision
+    if training.gradient_precision is not right and plan.chunks is None:
         yield Refusal(
-            problem=f"training: gradient_precision is {precision}",
-            action="set gradient_precision to fp32",
-            nearest=with_training(plan, gradient_precision=Precision.FP32),
+            problem=f"training: gradient_precision is {training.gradient_precision}",
+            action=f"set gradient_precision to {right}",
+            nearest=with_training(plan, gradient_precision=right),
         )
 
 
 @rule(
-    why="the executor's optimizers keep an fp32 copy of every parameter and fp32 moments",
+    why="Adam alone rounds its moments beside values in fp32, parameters without masters are in "
+    "bf16, and chunks, tables on the host and modules have fp32 states",
     action="make a plan with --state-precision fp32",
 )
 def state_precision(plan: Plan) -> Iterator[Refusal]:
-    stack = plan.training.stack
-    if stack.states is not StatePrecision.FP32:
+    training, stack = plan.training, plan.training.stack
+    if stack.states is StatePrecision.FP32:
+        return
+    bare = training.precision is not Precision.FP32 and not training.has_masters
+    narrow = stack.moment_bytes < FP32_BYTES and not bare
+    looks_up = any(Offload.LOOKUP in each.offload for each in plan.layer_plans.values())
+    obstacles = {
+        "bytes that no precision has": stack.states is None,
+        "moments in fp8": stack.states is StatePrecision.FP8_MOMENTS,
+        f"parameters in {training.precision}": bare and training.precision is not Precision.BF16,
+        f"the optimizer {training.optimizer}": narrow and training.optimizer not in ADAMS,
+        "blocks in chunks": plan.chunks is not None,
+        "a token table on the host": bare and looks_up,
+        "a module that is not the executor's own": bare and plan.module is not None,
+    }
+    found = those(obstacles)
+    if found:
         yield Refusal(
             problem=f"training.stack: the optimizer keeps {stack.master_bytes} bytes of a copy and "
-            f"{stack.moment_bytes} of a moment",
+            f"{stack.moment_bytes} of a moment, with {', '.join(found)}",
             action="set master_bytes and moment_bytes to 4",
             nearest=with_training(plan, stack=stack.keeping(StatePrecision.FP32)),
         )
@@ -214,15 +232,14 @@ def optimizer_rule(plan: Plan) -> Iterator[Refusal]:
 
 
 @rule(
-    why="only the executor's own blocks tell documents apart, on ranks with whole sequences and "
-    "where nothing else moves under their passes",
+    why="only the executor's own blocks tell documents apart, and only where nothing else moves "
+    "under their passes",
     action="plan whole sequences, or do what it says",
 )
 def packed_sequences(plan: Plan) -> Iterator[Refusal]:
     if plan.training.documents is None:
         return
     obstacles = {
-        f"cp {plan.mesh.cp}": plan.mesh.cp > 1,
         "a module that is not the executor's own": plan.module is not None,
         "blocks in chunks": plan.chunks is not None,
         f"tp_overlap {plan.pipeline.tp_overlap}": plan.pipeline.tp_overlap > 0,

@@ -185,7 +185,7 @@ class RankPlace:
             casts_inputs=casts_inputs,
             fine_tuned=plan.training.fine_tuning is not None,
         )
-        shard_unit(unit, plan.training.precision)
+        shard_unit(unit, plan.training)
         return unit
 
     def expert_unit(self, plan: Plan, placed: PlacedLayer, experts: nn.Module) -> Unit:
@@ -205,7 +205,7 @@ class RankPlace:
             offloaded=Offload.STATES in placed.plan.offload,
             fine_tuned=plan.training.fine_tuning is not None,
         )
-        shard_unit(unit, plan.training.precision)
+        shard_unit(unit, plan.training)
         return unit
 
     def copies_mesh(self, num_ranks: int) -> DeviceMesh | None:

@@ -21,9 +21,9 @@ gradients are also added over the copies once, at the end of the step: FSDP2's o
 do so after every micro-batch.
 
 bf16 and fp16 run on a compute copy of fp32 shards (FSDP2's mixed precision), which for stage 0 is
-torch's `replicate`. Weights that data-parallel ranks divide have one holder: they are units of
-their own, which reduce nothing. Every reduction is a sum: the loss is already this rank's share of
-the mean over the global batch.
+torch's `replicate`. Parameters without fp32 masters are sharded and reduced in bf16. Weights that
+data-parallel ranks divide have one holder: they are units of their own, which reduce nothing. Every
+reduction is a sum: the loss is already this rank's share of the mean over the global batch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from torch.distributed.tensor import DTensor
 from parplan.executor.models.adapters import frozen_parameters, in_precision
 from parplan.executor.sharding.place import parameters_over_data, parameters_summed_over_tp
 from parplan.executor.tensors import DTYPES, local
-from parplan.profiles.models.spec import Precision
+from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.units import MIB
 
 BUCKET_BYTES = 25 * MIB  # DistributedDataParallel's default bucket_cap_mb
@@ -91,18 +91,17 @@ def compute_dtype(precision: Precision) -> torch.dtype:
     return DTYPES[precision]
 
 
-def shard_unit(unit: Unit, precision: Precision) -> None:
-    """Applies the unit's ZeRO stage; fp32 at stage 0 needs nothing.
+def shard_unit(unit: Unit, training: TrainingSpec) -> None:
+    """Applies the unit's ZeRO stage; parameters without masters at stage 0 need nothing.
 
     Frozen parameters lie whole on every rank below stage 3, in the precision of their products.
     """
     if unit.fine_tuned:
-        in_precision(unit.layers, compute_dtype(precision))
-    if precision is Precision.FP32:
-        policy = MixedPrecisionPolicy()
-    else:
+        in_precision(unit.layers, compute_dtype(training.precision))
+    policy = MixedPrecisionPolicy()
+    if training.has_masters:
         policy = MixedPrecisionPolicy(
-            param_dtype=compute_dtype(precision),
+            param_dtype=compute_dtype(training.precision),
             reduce_dtype=torch.float32,
             cast_forward_inputs=unit.casts_inputs,
         )
@@ -126,7 +125,7 @@ def shard_unit(unit: Unit, precision: Precision) -> None:
             offload_policy=offload,
             ignored_params=ignored,
         )
-    elif precision is not Precision.FP32 or unit.offloaded:
+    elif training.has_masters or unit.offloaded:
         replicate(
             modules,
             mesh=unit.mesh,

@@ -176,7 +176,7 @@ def build_stage(
                 )
             )
             del parameters
-            shard_unit(units[-1], plan.training.precision)
+            shard_unit(units[-1], plan.training)
     named = {f"shard{planned.first + place}": modules[place] for place in sorted(modules)}
     body = TracedBody(cut, ShardModule(cut.constants, values, ranks.device), named, _loss(program))
     shard_root(body, units, ranks.dp_mesh, chunks.parameters if chunks is not None else ())

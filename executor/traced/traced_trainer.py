@@ -23,7 +23,12 @@ from parplan.executor.traced.module_batches import module_batches
 from parplan.executor.traced.stage_values import OpenedModule, open_module
 from parplan.executor.traced.traced_pipeline import TracedPipeline, build_traced_pipeline
 from parplan.executor.traced.traced_stages import zero_of
-from parplan.executor.training.optimizer import build_optimizer, num_copies, squared_norm
+from parplan.executor.training.optimizer import (
+    build_optimizer,
+    moment_type,
+    num_copies,
+    squared_norm,
+)
 from parplan.executor.training.train import Trainer
 from parplan.executor.training.training_states import RankTensors
 from parplan.executor.watch.rank_progress import RankProgress
@@ -185,7 +190,7 @@ def build_traced_trainer(
     dropout_stream = ranks.coordinate("pp") * plan.mesh.dp + dp_rank
     torch.manual_seed(derived_seed(options.seed, dropout_stream))
     recorder = RunRecorder(device, options.steps if options.record else 0)
-    meter = Meter(plan.training.precision)
+    meter = Meter(masters=plan.training.has_masters)
 
     def after_backward() -> None:
         progress.end_micro_batch()
@@ -214,7 +219,12 @@ def build_traced_trainer(
         options=options,
         ranks=ranks,
         pipeline=pipeline,
-        optimizer=build_optimizer(pipeline.parameters, options, plan.training.optimizer),
+        optimizer=build_optimizer(
+            pipeline.parameters,
+            options,
+            plan.training.optimizer,
+            moments=moment_type(plan.training),
+        ),
         batches=batches,  # type: ignore[arg-type]
         meter=meter,
         recorder=recorder,

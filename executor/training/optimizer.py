@@ -27,10 +27,10 @@ from parplan.executor.pipeline.stages import Stage
 from parplan.executor.run_options import LearningRateSchedule, Options
 from parplan.executor.tensors import local
 from parplan.executor.training.adafactor import Adafactor
-from parplan.executor.training.adam_8bit import Adam8bit
 from parplan.executor.training.muon import Muon
+from parplan.executor.training.narrow_adam import NarrowAdam
 from parplan.planner.plan.plan import Plan
-from parplan.profiles.models.spec import Optimizer
+from parplan.profiles.models.spec import Optimizer, TrainingSpec
 
 ENDS = ("embedding", "head")  # the layers whose matrices are tables
 CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grads_with_norm_ adds it to the norm
@@ -70,10 +70,12 @@ def build_optimizer(
     options: Options,
     optimizer: Optimizer = Optimizer.ADAM,
     layout: Layout | None = None,
+    moments: torch.dtype | None = None,
 ) -> torch.optim.Optimizer:
     """Return the optimizer; vectors (biases, weights of norms) do not decay.
 
-    SGD has the first beta as its momentum.
+    SGD has the first beta as its momentum. `moments` is the type of Adam's moments, None for that
+    of their parameters, which other optimizers have.
     """
     layout = layout or Layout()
     rate, betas = options.learning_rate, options.betas
@@ -82,14 +84,20 @@ def build_optimizer(
         adam = _adam([p for p in parameters if p not in set(matrices)], options)
         return Muon(_groups(matrices, options), adam, lr=rate, stacked=layout.stacked)
     groups = _groups(parameters, options)
-    if optimizer is Optimizer.ADAM_8BIT:
-        return Adam8bit(groups, lr=rate, betas=betas)
+    in_8_bits = optimizer is Optimizer.ADAM_8BIT
+    if in_8_bits or (moments and any(each.dtype is not moments for each in parameters)):
+        return NarrowAdam(groups, lr=rate, betas=betas, moments=moments, in_8_bits=in_8_bits)
     if optimizer is Optimizer.ADAFACTOR:
         return Adafactor(groups, lr=rate)
     if optimizer in (Optimizer.SGD, Optimizer.SGD_MOMENTUM):
         momentum = betas[0] if optimizer is Optimizer.SGD_MOMENTUM else 0.0
         return torch.optim.SGD(groups, lr=rate, momentum=momentum)
     return _adam(parameters, options)
+
+
+def moment_type(training: TrainingSpec) -> torch.dtype:
+    """Return the type of a moment that has no 8 bits."""
+    return torch.bfloat16 if training.stack.moment_bytes == 2 else torch.float32
 
 
 def _adam(parameters: Sequence[nn.Parameter], options: Options) -> torch.optim.AdamW:
@@ -182,7 +190,12 @@ def squared_norm(parts: Mapping[int, list[Tensor]], device: torch.device) -> Ten
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for copies, gradients in parts.items():
-        total += get_total_norm(gradients).to(total).square() / copies
+        # the norm of a 16-bit gradient would have 16 bits
+        norms = (
+            g if g.dtype is torch.float32 else vector_norm(g, dtype=torch.float32)
+            for g in gradients
+        )
+        total += get_total_norm(norms).to(total).square() / copies
     return total
 
 

@@ -42,6 +42,7 @@ from parplan.executor.training.optimizer import (
     clip_gradients,
     layout_of,
     learning_rate,
+    moment_type,
     own_squared_norm,
     set_learning_rate,
 )
@@ -305,7 +306,7 @@ def build_trainer(
     Collective. Raises ConfigError.
     """
     return trainer_of(
-        plan, options, ranks_of(plan, device), Meter(plan.training.precision), progress
+        plan, options, ranks_of(plan, device), Meter(masters=plan.training.has_masters), progress
     )
 
 
@@ -374,6 +375,7 @@ def trainer_of(
             options,
             plan.training.optimizer,
             layout_of(*(stage.body for stage in pipeline.stages)),
+            moment_type(plan.training),
         ),
         batches=build_batches(plan, replica, options),
         places=build_places(plan, replica, options),

@@ -182,8 +182,9 @@ class Meter:
     `sample` is called after each micro-batch's backward pass.
     """
 
-    def __init__(self, precision: Precision) -> None:
-        self.precision = precision
+    def __init__(self, *, masters: bool) -> None:
+        """`masters`: the parameters between steps are copies of those that compute."""
+        self.masters = masters
         self.most_parameters = 0
         self.most_gradients = 0
         self.active = True
@@ -210,7 +211,7 @@ class Meter:
     def sample(self) -> None:
         if not self.active:
             return
-        shards = _held_bytes(self.shards) if self.precision is Precision.FP32 else 0
+        shards = 0 if self.masters else _held_bytes(self.shards)
         self.most_parameters = max(self.most_parameters, shards + _held_bytes(self.gathered()))
         self.most_gradients = max(self.most_gradients, _held_bytes(self.gradients()))
 
@@ -233,7 +234,7 @@ class Meter:
 
         Step counters and states of parameters `apart` are left out.
         """
-        masters = 0 if self.precision is Precision.FP32 else _held_bytes(self.shards)
+        masters = _held_bytes(self.shards) if self.masters else 0
         return StateBytes(
             self.most_parameters,
             self.most_gradients,

@@ -1,11 +1,15 @@
-"""AdamW whose moments have 8 bits (Dettmers et al. 2022, arXiv 2110.02861).
+"""AdamW whose moments have fewer bits than the values that it updates: 16 or 8.
 
-torch has none, and neither bitsandbytes nor torchao is a dependency, so that this is the smallest
-one: each row of a matrix is cut into blocks of 256 elements, a block has the largest absolute value
-as an fp32 scale, and a moment is the nearest of 256 numbers between -1 and 1, or 0 and 1, that are
-dense near zero (that paper's dynamic tree). Blocks end with their row, unlike those of
-bitsandbytes, so that a division of rows changes no number. Vectors and small matrices keep moments
-in fp32.
+torch.optim.AdamW keeps moments in the type of their parameter alone. Here the moments of one tensor
+after the other are read in fp32, updated by torch's own AdamW, and rounded when they are stored, as
+in DeepSeek-V3 (arXiv 2412.19437, section 3.3.2) for bf16.
+
+In 8 bits (Dettmers et al. 2022, arXiv 2110.02861) each row of a matrix is cut into blocks of 256
+elements, a block has the largest absolute value as an fp32 scale, and a moment is the nearest of
+256 numbers between -1 and 1, or 0 and 1, that are dense near zero (that paper's dynamic tree).
+torch has none, and neither bitsandbytes nor torchao is a dependency. Blocks end with their row,
+unlike those of bitsandbytes, so that a division of rows changes no number. Vectors and small
+matrices keep moments without 8 bits.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torch.optim._functional import adamw
 
 from parplan.costmodels.operators.optimizers import BLOCK_ELEMENTS, LEAST_8BIT_ELEMENTS
 from parplan.executor.tensors import local
@@ -27,13 +32,24 @@ EXPONENT_BITS = 7
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether a moment has a sign
 
 
-class Adam8bit(torch.optim.Optimizer):
-    """AdamW with moments of one byte and block scales; small tensors have fp32 moments."""
+class NarrowAdam(torch.optim.Optimizer):
+    """AdamW with rounded moments.
+
+    moments     type of moments that have no 8 bits; None for that of their parameter
+    in_8_bits   whether those of large matrices have 8 bits
+    """
 
     def __init__(
-        self, params: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float]
+        self,
+        params: Iterable[dict[str, Any]],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        moments: torch.dtype | None = None,
+        in_8_bits: bool = False,
     ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": 0.0, "betas": betas})
+        self._moments, self._in_8_bits = moments, in_8_bits
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -47,29 +63,40 @@ class Adam8bit(torch.optim.Optimizer):
         if not state:
             state["step"] = torch.tensor(0.0)
             for name in MOMENTS:
-                state.update(_zeros(name, parameter))
-        state["step"] += 1
-        step, gradient = state["step"], local(parameter.grad)
-        (beta1, beta2), rate = group["betas"], group["lr"]
-        mean, square = (_read(name, state, values.shape) for name in MOMENTS)
-        mean.lerp_(gradient, 1 - beta1)
-        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        values.mul_(1 - rate * group["weight_decay"])
-        scale = (square / (1 - beta2**step)).sqrt_().add_(EPSILON)
-        values.sub_(mean / scale * (rate / (1 - beta1**step)))
-        for name, moment in zip(MOMENTS, (mean, square), strict=True):
+                state.update(self._zeros(name, parameter))
+        wide = values.float()
+        moments = [_read(name, state, values.shape) for name in MOMENTS]
+        adamw(
+            [wide],
+            [local(parameter.grad).float()],
+            *([moment] for moment in moments),
+            [],
+            [state["step"]],
+            foreach=False,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=EPSILON,
+            maximize=False,
+        )
+        if wide is not values:
+            values.copy_(wide)
+        for name, moment in zip(MOMENTS, moments, strict=True):
             _write(name, state, moment)
 
-
-def _zeros(name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """Returns a moment of zeros: fp32, or codes with the scales of their blocks."""
-    if parameter.ndim == 1 or parameter.numel() < LEAST_8BIT_ELEMENTS:
-        return {name: torch.zeros_like(parameter)}
-    part = local(parameter)
-    zero = _numbers(signed=MOMENTS[name]).index(0.0)
-    codes = torch.full_like(part, zero, dtype=torch.uint8)
-    scales = part.new_zeros(part.shape[0], -(-part.shape[1] // BLOCK_ELEMENTS))
-    return {name: _placed(codes, parameter), f"{name}_scale": _placed(scales, parameter)}
+    def _zeros(self, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Returns a moment of zeros: plain, or codes with the scales of their blocks."""
+        small = parameter.ndim == 1 or parameter.numel() < LEAST_8BIT_ELEMENTS
+        if small or not self._in_8_bits:
+            return {name: torch.zeros_like(parameter, dtype=self._moments)}
+        part = local(parameter)
+        zero = _numbers(signed=MOMENTS[name]).index(0.0)
+        codes = torch.full_like(part, zero, dtype=torch.uint8)
+        blocks = -(-part.shape[1] // BLOCK_ELEMENTS)
+        scales = part.new_zeros(part.shape[0], blocks, dtype=torch.float32)
+        return {name: _placed(codes, parameter), f"{name}_scale": _placed(scales, parameter)}
 
 
 def _placed(part: Tensor, like: nn.Parameter) -> Tensor:
@@ -88,19 +115,21 @@ def _placed(part: Tensor, like: nn.Parameter) -> Tensor:
 
 
 def _read(name: str, state: dict[str, Tensor], shape: torch.Size) -> Tensor:
-    """Returns a moment in fp32; one that has 8 bits is a new tensor."""
+    """Returns a moment in fp32; one that has fewer bits is a new tensor."""
     scales = state.get(f"{name}_scale")
     if scales is None:
-        return local(state[name])
+        return local(state[name]).float()
     numbers = torch.tensor(_numbers(signed=MOMENTS[name]), device=local(scales).device)
     whole = _blocks(numbers[local(state[name]).int()]) * local(scales).unsqueeze(-1)
     return whole.flatten(1)[:, : shape[1]].contiguous()
 
 
 def _write(name: str, state: dict[str, Tensor], moment: Tensor) -> None:
-    """Stores a moment as codes and scales, if it has 8 bits."""
+    """Stores a moment, rounded to its type or to codes and scales."""
     scales = state.get(f"{name}_scale")
     if scales is None:
+        if moment is not local(state[name]):
+            local(state[name]).copy_(moment)
         return
     numbers = torch.tensor(_numbers(signed=MOMENTS[name]), device=moment.device)
     blocks = _blocks(moment)
