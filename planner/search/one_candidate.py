@@ -15,8 +15,8 @@ from parplan.planner.master import (
     lower_bound_s,
     separable,
 )
+from parplan.planner.paths_of_layers import on_paths, one_range_a_rank
 from parplan.planner.placed_blocks import fastest_placed, in_reach_of, joined_by_blocks
-from parplan.planner.placed_layers import on_paths, one_range_a_rank
 from parplan.planner.search.search_session import INFINITY, SearchSession
 from parplan.planner.solver import Unsolved
 from parplan.planner.stage_columns.stage_column import StageColumn, alike_ends

@@ -11,7 +11,7 @@ import pytest
 
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.planner.master import Master, evaluate
-from parplan.planner.placed_layers import on_paths, one_range_a_rank
+from parplan.planner.paths_of_layers import on_paths, one_range_a_rank
 from parplan.planner.request import SolverName
 from tests.helpers.cases import mostly_slow
 from tests.planner.test_placed_blocks import SCHEDULES, layout_of, random_column
