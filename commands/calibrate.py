@@ -4,21 +4,37 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from parplan.commands.options import OUTPUT, STDOUT, as_json
 from parplan.commands.output import require_output
 from parplan.commands.style import Command, option, print_json
+from parplan.profiles.errors import ConfigError
+
+if TYPE_CHECKING:
+    from parplan.planner.calibration.measured_run import MeasuredRun
+    from parplan.planner.calibration.trace_measured import MeasuredTraces
+    from parplan.planner.plan.plan import Plan
 
 
 @click.command(
     cls=Command,
     epilog="  plan calibrate run.json -o mygpu.yaml\n  plan calibrate tp1/run.json tp2/run.json "
     "-o mygpu.yaml\n"
+    "  plan calibrate traces/ --plan plan.yaml -o mygpu.yaml\n"
     "  plan --model gpt-20b --gpus 64 --profile mygpu.yaml",
 )
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@option(
+    "Traces",
+    "--plan",
+    "plan_file",
+    type=click.Path(path_type=Path),
+    metavar="PLAN",
+    help="Plan file of the run that traces were recorded of, as `plan estimate -o` writes it.",
+)
 @option(
     OUTPUT,
     "-o",
@@ -29,23 +45,26 @@ from parplan.commands.style import Command, option, print_json
     help="Profile file to write; - for stdout.",
 )
 @as_json
-def calibrate(runs: tuple[Path, ...], output: Path, as_json: bool) -> None:
+def calibrate(runs: tuple[Path, ...], plan_file: Path | None, output: Path, as_json: bool) -> None:
     """Make a hardware profile from measured runs, for `plan --profile`.
 
-    RUN is the run.json that the executor wrote. Its times give factors for the prices of compute,
-    of each kind of communication that the runs exercised, and of the optimizer. Prices that no run
-    exercised stay unchanged, and the output says so. Where the plans used curves that `plan
-    profile` measured, the new profile keeps these curves beside the factors.
+    RUN is the run.json that the executor wrote, or a trace of a step that any framework ran: a
+    file of torch.profiler, packed or not, or a folder with the files of several ranks, beside the
+    --plan of that run. Its times give factors for the prices of compute, of each kind of
+    communication that the runs exercised, and of the optimizer. Prices that no run exercised stay
+    unchanged, and the output says so. Where the plans used curves that `plan profile` measured, the
+    new profile keeps these curves beside the factors.
     """
     from parplan.planner.calibration.run_factors import calibrate
-    from parplan.planner.runs.run_file import read_run
     from parplan.profiles.documents.files import write_text
     from parplan.profiles.machines.user_profile import profile_to_document, profile_to_yaml
     from parplan.report.runs.calibration_table import print_calibration
+    from parplan.report.runs.trace_table import print_traces
     from parplan.report.text import console, say
 
     require_output(output)
-    made = calibrate([read_run(path) for path in runs], [str(path) for path in runs])
+    measured, traced = _measured(runs, plan_file)
+    made = calibrate(measured)
     if output == STDOUT:
         click.echo(profile_to_yaml(made), nl=False)
     else:
@@ -54,6 +73,8 @@ def calibrate(runs: tuple[Path, ...], output: Path, as_json: bool) -> None:
         print_json(profile_to_document(made))
         return
     out = console(sys.stderr if output == STDOUT else sys.stdout)
+    if traced is not None:
+        print_traces(traced, out)
     print_calibration(made, out)
     if output != STDOUT:
         assert made.calibration is not None, "runs give factors"
@@ -61,3 +82,36 @@ def calibrate(runs: tuple[Path, ...], output: Path, as_json: bool) -> None:
         device = "" if made.cluster else f"--gpu {made.device} "
         how = f"{device}--stack {made.calibration.stack} --profile {output}"
         say(out, f"wrote {output}; plan with it: {how}")
+
+
+def _measured(
+    paths: tuple[Path, ...], plan_file: Path | None
+) -> tuple[list[MeasuredRun], MeasuredTraces | None]:
+    """Returns the runs in files, of which all traces are of one run."""
+    from parplan.planner.calibration.measured_run import run_measured
+    from parplan.planner.calibration.trace_measured import measured_by_traces
+    from parplan.planner.runs.run_file import read_run
+    from parplan.profiles.traces.trace_files import is_trace, read_traces
+
+    trace_paths = [path for path in paths if is_trace(path)]
+    runs = [run_measured(read_run(path), str(path)) for path in paths if path not in trace_paths]
+    if not trace_paths:
+        if plan_file is not None:
+            raise ConfigError(
+                f"--plan {plan_file}: none of the files is a trace, a run.json holds its plan",
+                hint="leave --plan out",
+            )
+        return runs, None
+    traced = measured_by_traces(read_traces(trace_paths), _plan_of(plan_file, trace_paths[0]))
+    return [*runs, traced.run], traced
+
+
+def _plan_of(plan_file: Path | None, trace: Path) -> Plan:
+    from parplan.planner.plan.plan_file import read_plan
+
+    if plan_file is None:
+        raise ConfigError(
+            f"{trace}: a trace does not say the model and the layout of its run",
+            hint="give --plan PLAN; plan estimate --model .. --gpus .. -o PLAN writes it",
+        )
+    return read_plan(plan_file)

@@ -145,6 +145,7 @@ def state_precision(plan: Plan) -> Iterator[Refusal]:
     looks_up = any(Offload.LOOKUP in each.offload for each in plan.layer_plans.values())
     obstacles = {
         "bytes that no precision has": stack.states is None,
+        "moments in fp8": stack.states is StatePrecision.FP8_MOMENTS,
         f"parameters in {training.precision}": bare and training.precision is not Precision.BF16,
         f"the optimizer {training.optimizer}": narrow and training.optimizer not in ADAMS,
         "blocks in chunks": plan.chunks is not None,

@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 from parplan import cli
 from parplan.planner.plan.plan_file import write_plan
 from parplan.planner.runs.run_file import write_run as write_run
+from tests.helpers.kineto_traces import one_step, write_kineto
 from tests.helpers.synthetic_runs import estimated, factors, run_of
 
 ESTIMATE = (
@@ -65,7 +66,7 @@ def error(*arguments: str) -> str:
 def test_a_run_becomes_a_profile_that_meets_its_step():
     out = succeed("calibrate", "run.json", "-o", "mine.yaml")
 
-    assert re.search(r"forward passes +1\.5  run [0-9a-f]{16}\n", out)
+    assert re.search(r"forward passes +1\.5  run [0-9a-f]{16} of 2026-11-01\n", out)
     assert re.search(r"transfers between stages +-  no run exercised it\n", out)
     assert (
         out.splitlines()[-1]
@@ -76,6 +77,22 @@ def test_a_run_becomes_a_profile_that_meets_its_step():
     after = json.loads(succeed(*ESTIMATE, "--profile", "mine.yaml"))["predicted"]["step_time_s"]
     assert before["value"] < 0.8 * measured_s
     assert after == {"value": pytest.approx(measured_s, rel=1e-4), "kind": "interpolated"}
+
+
+def test_a_trace_of_any_framework_becomes_a_profile_beside_its_plan():
+    write_kineto(Path("rank0.json"), one_step())
+    write_plan(estimated(tp=2, dp=2), Path("there.yaml"))
+
+    out = succeed("calibrate", "rank0.json", "--plan", "there.yaml", "-o", "mine.yaml")
+
+    assert "1 traced step of 1 rank: 1.00 ms a step" in out
+    assert re.search(r"exposed tensor-parallel communication +50\.0 us +5\.0 %", out)
+    assert re.search(r"all_reduce +tensor +2 +1 +0\.001953 +60\.0 us +50\.0 us", out)
+    assert re.search(r"forward passes +\S+  kineto trace [0-9a-f]{16} of 2023-11-14\n", out)
+    made = yaml.safe_load(Path("mine.yaml").read_text())
+    assert made["calibration"]["tensor"]["measured"] is True
+    assert "give --plan PLAN" in error("calibrate", "rank0.json")
+    assert "a run.json holds its plan" in error("calibrate", "run.json", "--plan", "there.yaml")
 
 
 def test_json_is_the_profile_and_a_dash_is_stdout():

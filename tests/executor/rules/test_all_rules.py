@@ -378,6 +378,16 @@ BROKEN = {
         "master_bytes and moment_bytes to 4",
         "other bytes",
     ),
+    "fp8-moments": Broken(
+        "state precision",
+        with_training(
+            make_plan(GPT, precision=BF16),
+            stack=NEUTRAL.keeping(StatePrecision.FP8_MOMENTS),
+        ),
+        "4 bytes of a copy and 1 of a moment, with moments in fp8",
+        "master_bytes and moment_bytes to 4",
+        "other bytes",
+    ),
     "bf16-gradients": Broken(
         "gradient precision",
         with_training(make_plan(GPT, precision=BF16), gradient_precision=BF16),

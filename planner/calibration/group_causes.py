@@ -1,0 +1,79 @@
+"""The cause of a traced collective: the axis of the mesh that its group lies along.
+
+A group's ranks say the axis; else its name, its size where one axis alone has that degree, or the
+one axis that is divided at all.
+"""
+
+from __future__ import annotations
+
+import re
+
+from parplan.costmodels.communication.mesh import Axis, Mesh
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.traces.trace_record import TracedCollective
+from parplan.profiles.traces.work_classes import MESSAGES
+
+TENSOR = "tensor"
+DATA = "data"
+PIPELINE = "pipeline"
+# Parts of names: of Megatron-LM's groups, of DeviceMesh's axes, of DeepSpeed's.
+_NAMES = (
+    (PIPELINE, r"pipeline|(?:^|_)pp(?:$|_)|embedding"),
+    (TENSOR, r"tensor|(?:^|_)tp(?:$|_)|context_parallel|(?:^|_)cp(?:$|_)|expert_model|(?:^|_)ep"),
+    (DATA, r"data_parallel|(?:^|_)dp(?:$|_)|fsdp|shard|replicate|zero"),
+)
+
+
+def cause_of(collective: TracedCollective, mesh: Mesh, where: str) -> str:
+    """Returns the cause of a collective's time: tensor, data or pipeline.
+
+    Context-parallel and expert exchanges count as tensor, as in the factors of a calibration.
+    Raises ConfigError where the trace does not tell.
+    """
+    axes = _axes(collective, mesh)
+    if collective.operation == "all_to_all":
+        return TENSOR
+    if axes:
+        return _cause_of_axes(axes, collective.operation)
+    named = _named(collective.group)
+    if named:
+        return named
+    raise ConfigError(
+        f"{where}: the axis of {collective.operation} in the group "
+        f"{collective.group or 'without a name'} of {collective.group_size or 'unknown'} ranks "
+        f"is not known in {mesh}",
+        hint="record with torch 2.4 or newer, which writes the ranks of every group",
+    )
+
+
+def _cause_of_axes(axes: set[Axis], operation: str) -> str:
+    if Axis.PP in axes:
+        return PIPELINE if operation in MESSAGES else DATA
+    if Axis.DP in axes:
+        return DATA
+    if Axis.TP in axes:
+        return TENSOR
+    return DATA if operation in ("all_reduce", "reduce_scatter") else TENSOR
+
+
+def _axes(collective: TracedCollective, mesh: Mesh) -> set[Axis]:
+    """Returns the axes along which the ranks of a group differ, empty where they are unknown."""
+    divided = {axis for axis in Axis if mesh.degree(axis) > 1}
+    ranks = collective.ranks
+    if ranks and max(ranks) < mesh.num_ranks and len(ranks) > 1:
+        places = zip(*(mesh.coordinates(rank) for rank in ranks), strict=True)
+        return {axis for axis, at in zip(Axis, places, strict=True) if len(set(at)) > 1}
+    if collective.operation in MESSAGES and Axis.PP in divided:
+        return {Axis.PP}
+    if len(divided) == 1:
+        return divided
+    if collective.group_size and not _named(collective.group):
+        alike = {axis for axis in divided if mesh.degree(axis) == collective.group_size}
+        return alike if len(alike) == 1 else set()
+    return set()
+
+
+def _named(group: str) -> str | None:
+    return next(
+        (cause for cause, pattern in _NAMES if re.search(pattern, group, re.IGNORECASE)), None
+    )
