@@ -107,6 +107,18 @@ class Tokens(nn.Embedding):
         return functional.embedding(ids, weight)
 
 
+class SharedTokens(Tokens):
+    """Looks token ids up in the matrix of another module, which alone has it as a parameter."""
+
+    def __init__(self, owner: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self._owners = (owner,)  # in a tuple it is no submodule
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        return self._owners[0].get_parameter("weight")
+
+
 class LearnedPositions(nn.Module):
     """Adds the learned position table to the token embeddings."""
 

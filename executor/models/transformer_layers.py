@@ -43,6 +43,7 @@ from parplan.executor.models.operators import (
     Linear,
     Residual,
     RMSNorm,
+    SharedTokens,
     SoftCap,
     Sum,
     Tokens,
@@ -368,18 +369,21 @@ class Head(Layer):
         names = tuple(f"{MODULE}{number}" for number in range(1, model.mtp_layers + 1))
         super().__init__(_of_module(layer, ""), model, training, block, ranks)
         self.modules_ahead = names
+        self.tied = model.tied_embeddings
         for name in names:
             described = _of_module(layer, name)
             module = FurtherToken(described, model, training, block, ranks)
             module.operators = tuple(f"{name}.{each.name}" for each in described.operators)
-            if name != names[0]:
+            if model.tied_embeddings:
+                module.tokens = SharedTokens(self.lm_head)
+            elif name != names[0]:
                 module.tokens = self.get_submodule(names[0]).tokens
             self.add_module(name, module)
 
     @property
     def table(self) -> nn.Module:
         """The module whose weight is that of the token table, in a model that has such a one."""
-        if not self.modules_ahead:
+        if self.tied or not self.modules_ahead:
             return self.lm_head
         return self.get_submodule(self.modules_ahead[0]).tokens
 

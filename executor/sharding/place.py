@@ -216,7 +216,8 @@ def _place_operator(
     output = parse_placement(placement.output, where, axes.names)
     weights = _place_parameters(module, placement, axes, where)
     if isinstance(module, Tokens):
-        module.on_shards = weights["weight"] != (Shard(0),)
+        by_rows = weights.get("weight") or module.weight.placements
+        module.on_shards = by_rows != (Shard(0),)
         inputs = output if output[-1] in TOKENS else inputs  # the ids of the tokens that it gives
     if not getattr(module, "on_shards", False):
         _place_whole(module, mesh, inputs, output)
