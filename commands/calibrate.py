@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 )
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @option(
-    "Traces",
+    "Runs of other programs",
     "--plan",
     "plan_file",
     type=click.Path(path_type=Path),
     metavar="PLAN",
-    help="Plan file of the run that traces were recorded of, as `plan estimate -o` writes it.",
+    help="Plan file of the run that a trace or times of layers are of; `plan estimate -o` writes "
+    "it.",
 )
 @option(
     OUTPUT,
@@ -48,12 +49,12 @@ if TYPE_CHECKING:
 def calibrate(runs: tuple[Path, ...], plan_file: Path | None, output: Path, as_json: bool) -> None:
     """Make a hardware profile from measured runs, for `plan --profile`.
 
-    RUN is the run.json that the executor wrote, or a trace of a step that any framework ran: a
-    file of torch.profiler, packed or not, or a folder with the files of several ranks, beside the
-    --plan of that run. Its times give factors for the prices of compute, of each kind of
-    communication that the runs exercised, and of the optimizer. Prices that no run exercised stay
-    unchanged, and the output says so. Where the plans used curves that `plan profile` measured, the
-    new profile keeps these curves beside the factors.
+    RUN is the run.json that the executor wrote. Beside the --plan of its run it is a trace of a
+    step of any framework (a file of torch.profiler, packed or not, or a folder with the files of
+    several ranks), or a file with times of layers of Metis or Galvatron. Its times give factors for
+    the prices of compute, of each kind of communication that the runs exercised, and of the
+    optimizer. Prices that no run exercised stay unchanged, and the output says so. Where the plans
+    used curves that `plan profile` measured, the new profile keeps these curves beside the factors.
     """
     from parplan.planner.calibration.run_factors import calibrate
     from parplan.profiles.documents.files import write_text
@@ -88,30 +89,34 @@ def _measured(
     paths: tuple[Path, ...], plan_file: Path | None
 ) -> tuple[list[MeasuredRun], MeasuredTraces | None]:
     """Returns the runs in files, of which all traces are of one run."""
+    from parplan.planner.calibration.layer_measured import is_layer_profile, measured_by_layers
     from parplan.planner.calibration.measured_run import run_measured
     from parplan.planner.calibration.trace_measured import measured_by_traces
     from parplan.planner.runs.run_file import read_run
     from parplan.profiles.traces.trace_files import is_trace, read_traces
 
-    trace_paths = [path for path in paths if is_trace(path)]
-    runs = [run_measured(read_run(path), str(path)) for path in paths if path not in trace_paths]
-    if not trace_paths:
-        if plan_file is not None:
-            raise ConfigError(
-                f"--plan {plan_file}: none of the files is a trace, a run.json holds its plan",
-                hint="leave --plan out",
-            )
-        return runs, None
-    traced = measured_by_traces(read_traces(trace_paths), _plan_of(plan_file, trace_paths[0]))
-    return [*runs, traced.run], traced
+    traces = [path for path in paths if is_trace(path)]
+    layers = [path for path in paths if path not in traces and is_layer_profile(path)]
+    runs = [path for path in paths if path not in (*traces, *layers)]
+    measured = [run_measured(read_run(path), str(path)) for path in runs]
+    measured += [measured_by_layers(path, _plan_of(plan_file, path)) for path in layers]
+    if traces:
+        traced = measured_by_traces(read_traces(traces), _plan_of(plan_file, traces[0]))
+        return [*measured, traced.run], traced
+    if plan_file is not None and not layers:
+        raise ConfigError(
+            f"--plan {plan_file}: none of the files is a trace, a run.json holds its plan",
+            hint="leave --plan out",
+        )
+    return measured, None
 
 
-def _plan_of(plan_file: Path | None, trace: Path) -> Plan:
+def _plan_of(plan_file: Path | None, file: Path) -> Plan:
     from parplan.planner.plan.plan_file import read_plan
 
     if plan_file is None:
         raise ConfigError(
-            f"{trace}: a trace does not say the model and the layout of its run",
+            f"{file}: it does not say the model and the layout of its run",
             hint="give --plan PLAN; plan estimate --model .. --gpus .. -o PLAN writes it",
         )
     return read_plan(plan_file)
