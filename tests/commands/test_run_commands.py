@@ -91,7 +91,12 @@ def test_a_trace_of_any_framework_becomes_a_profile_beside_its_plan():
     assert re.search(r"forward passes +\S+  kineto trace [0-9a-f]{16} of 2023-11-14\n", out)
     made = yaml.safe_load(Path("mine.yaml").read_text())
     assert made["calibration"]["tensor"]["measured"] is True
-    assert "give --plan PLAN" in error("calibrate", "rank0.json")
+    by_options = ("calibrate", "rank0.json", *ESTIMATE[1:-1], "--gpus", "4", "--tp", "2")
+    again = succeed(*by_options, "--global-batch-size", "16", "-o", "same.yaml")
+    assert again.splitlines()[:-1] == out.splitlines()[:-1]
+    assert Path("same.yaml").read_text() == Path("mine.yaml").read_text()
+    assert "give --plan PLAN, or the options" in error("calibrate", "rank0.json")
+    assert "leave --model out" in error(*by_options, "--plan", "there.yaml")
     assert "a run.json holds its plan" in error("calibrate", "run.json", "--plan", "there.yaml")
 
 
