@@ -66,6 +66,7 @@ def explain(
     from parplan.commands.requests.layouts import layout_prices
     from parplan.commands.requests.requests import request_of
     from parplan.planner.layer_options.operator_strategies import operator_strategies
+    from parplan.report.plans.format_notes import format_notes
     from parplan.report.plans.strategy_table import print_strategies, strategies_document
     from parplan.report.text import console
 
@@ -76,4 +77,6 @@ def explain(
         print_json(strategies_document(strategies))
     else:
         axes = "data-parallel and the tensor-parallel axis" if layout.weights_over_data else AXIS
-        print_strategies(strategies, console(sys.stdout), f"{axes} of {layout.mesh}")
+        capability = price_cache.machine.cluster.device.compute_capability
+        notes = format_notes(price_cache.training, capability)
+        print_strategies(strategies, console(sys.stdout), f"{axes} of {layout.mesh}", notes)

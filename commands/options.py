@@ -33,7 +33,7 @@ PREFERENCES = ("fastest", "leanest", "robust")
 SHARDS = ("quota", "merge")
 PRECISIONS = ("bf16", "fp16", "fp32")
 NARROW = ("fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4")
-STATE_PRECISIONS = ("fp32", "bf16-moments", "bf16")
+STATE_PRECISIONS = ("fp32", "bf16-moments", "fp8-moments", "bf16")
 OPTIMIZERS = ("adam", "adam-8bit", "muon", "adafactor", "sgd", "sgd-momentum")
 ATTENTION = ("flash", "unfused")
 BASE_WEIGHTS = ("bf16", "int8")
@@ -70,6 +70,7 @@ class TargetOptions:
     state_precision: str | None = None
     optimizer: str | None = None
     fp8: bool = False
+    narrow_weights: bool = False
     lora_rank: int | None = None
     lora_targets: tuple[str, ...] = ()
     freeze: tuple[str, ...] = ()
@@ -230,7 +231,8 @@ training_options = together(
         "--state-precision",
         type=click.Choice(STATE_PRECISIONS),
         help="Precision of the optimizer's states of bf16 parameters: a copy and moments in fp32, "
-        "moments in bf16 beside the copy, or all in bf16 without a copy. [default: the stack's]",
+        "moments in bf16 or fp8 beside the copy, or all in bf16 without a copy. [default: the "
+        "stack's]",
     ),
     option(
         WHAT,
@@ -243,6 +245,13 @@ training_options = together(
         "--fp8",
         is_flag=True,
         help="Run the products of the blocks in fp8, in the first format that the stack has.",
+    ),
+    option(
+        WHAT,
+        "--narrow-weights",
+        is_flag=True,
+        help="Gather the weights of such products in their format, and keep no copy in 16 bits "
+        "where the stack needs none.",
     ),
     option(
         WHAT,

@@ -23,6 +23,7 @@ from parplan.costmodels.layers.layer_price_cache import (
 )
 from parplan.costmodels.layers.model_layers import ParameterSharing
 from parplan.costmodels.layers.model_states import OwnZero, frozen_bytes, local_parameters
+from parplan.costmodels.layers.narrow_products import with_kept_casts
 from parplan.costmodels.layers.recompute import RecomputedOperators, recompute_operators
 from parplan.costmodels.layers.sub_pipeline import HALVES
 from parplan.costmodels.operators.sharding import (
@@ -241,9 +242,17 @@ class PriceCache(LayerPriceCache):
     def kept_layer(
         self, kind: LayerKey, micro_batch_size: int, of: TokenPart = ALL_TOKENS
     ) -> LayerClass:
-        return self._on_device(
+        layer = self._on_device(
             self.kept_graph(micro_batch_size, of).layer_class(kind),
             ("kept layer", micro_batch_size, of),
+        )
+        if self.training.products is None:
+            return layer
+        return self._once(
+            ("kept casts", kind, micro_batch_size, of),
+            lambda: with_kept_casts(
+                layer, self.training, self.machine.cluster.device.compute_capability
+            ),
         )
 
     def _on_device(self, layer: LayerClass, key: tuple[str, int, TokenPart]) -> LayerClass:

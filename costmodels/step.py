@@ -56,16 +56,22 @@ STEPS = 50  # a bubble is replayed with proportions in steps of 2 % of a micro-b
 class RankTime:
     """Seconds of one pipeline rank in one step by cause, without the bubble.
 
-    host_comm    exposed copies between device and host, and sums on the host
+    forward, backward   compute of the passes; recompute is apart
+    host_comm           exposed copies between device and host, and sums on the host
     """
 
-    compute: Seconds
+    forward: Seconds
+    backward: Seconds
     recompute: Seconds
     tp_comm: Seconds
     dp_comm: Seconds
     pp_comm: Seconds
     optimizer: Seconds
     host_comm: Seconds = ZERO
+
+    @property
+    def compute(self) -> Seconds:
+        return self.forward + self.backward
 
     @property
     def total(self) -> Seconds:
@@ -245,7 +251,7 @@ def price_step(strategy: Strategy, price_cache: LayerPriceCache) -> StepPrice:
     memory = tuple(device_memory(strategy, rank, price_cache) for rank in ranks)
     costs = step_costs(strategy, price_cache)
     simulated = simulated_step(strategy, costs)
-    times = [_rank_time(strategy, rank, price_cache) for rank in ranks]
+    times = [rank_time(strategy, rank, price_cache) for rank in ranks]
     if layout.recomputes_ahead:
         times = [
             _less_hidden(time, line.transfer_s)
@@ -277,16 +283,18 @@ def price_step(strategy: Strategy, price_cache: LayerPriceCache) -> StepPrice:
     )
 
 
-def _rank_time(strategy: Strategy, rank: int, price_cache: LayerPriceCache) -> RankTime:
+def rank_time(strategy: Strategy, rank: int, price_cache: LayerPriceCache) -> RankTime:
+    """Returns the seconds of pipeline rank `rank` by cause, with all transfers exposed."""
     layout = strategy.layout
-    compute = recompute = tp_comm = optimizer = ZERO
+    forward = backward = recompute = tp_comm = optimizer = ZERO
     per_micro_batch = per_step = host = host_step = ZERO
     for choice in rank_layers(strategy, rank):
         time = price_cache.layer_time(
             choice.kind, layout.micro_batch_size, layout.sharding_of(choice), choice.recompute
         )
         data = data_parallel(choice, layout, price_cache)
-        compute += time.forward + time.backward
+        forward += time.forward
+        backward += time.backward
         recompute += time.recompute
         tp_comm += time.tp_forward + time.tp_backward + time.tp_recompute
         per_micro_batch += _without(data.forward + data.backward, data.host)
@@ -309,11 +317,12 @@ def _rank_time(strategy: Strategy, rank: int, price_cache: LayerPriceCache) -> R
         host += out + back
         received, returned = receive_times(strategy, stage, price_cache)
         transfers += received + returned
-        compute += price_cache.constants(*strategy.layers_of(stage), layout.micro_batch_size)
+        forward += price_cache.constants(*strategy.layers_of(stage), layout.micro_batch_size)
     tp_comm += rank_edges(layout, price_cache)
     m = layout.num_micro_batches
     return RankTime(
-        compute=compute.scaled(m),
+        forward=forward.scaled(m),
+        backward=backward.scaled(m),
         recompute=recompute.scaled(m),
         tp_comm=tp_comm.scaled(m),
         pp_comm=transfers.scaled(m),

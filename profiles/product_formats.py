@@ -6,6 +6,7 @@ product (EQUATIONS K8). A row of `FORMATS` says what the casts move, and what th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -33,6 +34,10 @@ class OperandFormat:
                     that read an operand need it so
     from_capability the least compute capability of a device of NVIDIA that runs it
     product_slower  factor on the time of a product beside that of scales of whole tensors
+    gathered_bytes  bytes of an element of a weight that ranks gather in the format
+    casts_again     the backward pass can cast an operand again from a copy in training's precision
+    one_weight_cast the compute capabilities, from and below, on which one cast of a weight serves
+                    both products that read it; None: each needs its own
     """
 
     peak: str
@@ -41,6 +46,22 @@ class OperandFormat:
     copies: int
     from_capability: float
     product_slower: float = 1.0
+    gathered_bytes: float = 1.0
+    casts_again: bool = True
+    one_weight_cast: tuple[float, float] | None = None
+
+    @property
+    def element_parts(self) -> int:
+        """64ths of a byte of an element with its part of the scales."""
+        return round(64 * self.element_bytes)
+
+    def weight_casts(self, capability: float | None) -> int:
+        """Returns the number of casts of a weight on a device of a compute capability.
+
+        (EQUATIONS M8)
+        """
+        first, end = self.one_weight_cast or (math.inf, math.inf)
+        return 1 if first <= (capability or 0.0) < end else 2
 
     def cast_bytes(self, element_bytes: int) -> float:
         """Bytes that the cast of one element moves, of `element_bytes` in training's precision."""
@@ -99,13 +120,31 @@ def gradient_slowdown(peak: str, capability: float | None) -> float:
 # Float8CurrentScaling, Float8BlockScaling (1 x 128 of activations, 128 x 128 of weights),
 # MXFP8BlockScaling (32 with a scale of one byte) and NVFP4BlockScaling (16 with a scale of one
 # byte, under one scale of the tensor). torchao float8 (recipe tensorwise and rowwise).
+# Memory, NVIDIA/TransformerEngine d0067d0da: pytorch/module/linear.py (the saved input has its
+# columns alone, `update_usage`; save_original_input keeps the operand instead, which delayed
+# scaling refuses), pytorch/csrc/quantizer.cpp (a transposed copy only where products read no other
+# order, nvte_is_non_tn_fp8_gemm_supported: from capability 10 to 12; formats with scales of blocks
+# always have both). Gathers, NVIDIA/Megatron-LM d98e8a64dd: megatron/core/distributed/
+# param_and_grad_buffer.py (--fp8-param-gather in bytes, --reuse-grad-buf-for-mxfp8-param-ag in 16
+# bits through the gradients' buffer, NVFP4 packed by rows).
 FORMATS: Mapping[ProductFormat, OperandFormat] = MappingProxyType(
     {
         ProductFormat.FP8_DELAYED: OperandFormat(
-            peak="fp8", element_bytes=1.0, reads=1, copies=2, from_capability=_HOPPER
+            peak="fp8",
+            element_bytes=1.0,
+            reads=1,
+            copies=2,
+            from_capability=_HOPPER,
+            casts_again=False,
+            one_weight_cast=(_BLACKWELL, 12.0),
         ),
         ProductFormat.FP8_CURRENT: OperandFormat(
-            peak="fp8", element_bytes=1.0, reads=2, copies=1, from_capability=_HOPPER
+            peak="fp8",
+            element_bytes=1.0,
+            reads=2,
+            copies=1,
+            from_capability=_HOPPER,
+            one_weight_cast=(_BLACKWELL, 12.0),
         ),
         ProductFormat.FP8_ROWWISE: OperandFormat(
             peak="fp8",
@@ -119,10 +158,20 @@ FORMATS: Mapping[ProductFormat, OperandFormat] = MappingProxyType(
             peak="fp8", element_bytes=1 + 4 / 128, reads=1, copies=2, from_capability=9.0
         ),
         ProductFormat.MXFP8: OperandFormat(
-            peak="fp8", element_bytes=1 + 1 / 32, reads=1, copies=2, from_capability=_BLACKWELL
+            peak="fp8",
+            element_bytes=1 + 1 / 32,
+            reads=1,
+            copies=2,
+            from_capability=_BLACKWELL,
+            gathered_bytes=2.0,
         ),
         ProductFormat.NVFP4: OperandFormat(
-            peak="fp4", element_bytes=0.5 + 1 / 16, reads=2, copies=2, from_capability=_BLACKWELL
+            peak="fp4",
+            element_bytes=0.5 + 1 / 16,
+            reads=2,
+            copies=2,
+            from_capability=_BLACKWELL,
+            gathered_bytes=0.5,
         ),
     }
 )

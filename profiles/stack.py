@@ -173,6 +173,10 @@ class Stack:
     gathers_casts            under sequence parallelism tokens are cast to such a format before they
                              are gathered: a rank casts its own, and the gather moves the casts
     holds_cast_weights       weights are cast to such a format once a step, not in every micro-batch
+    keeps_casts              such a product keeps the casts of its operands for the backward pass,
+                             otherwise the operands, which are cast again
+    narrow_gathers           the formats in which data-parallel ranks may gather weights; where the
+                             stack holds cast weights, these then replace the weights
     terms_of                 the stack whose fitted terms it shares, empty for its own
 
     Facts of memory:
@@ -264,6 +268,8 @@ class Stack:
     state_precisions: tuple[StatePrecision, ...] = (StatePrecision.FP32,)
     gathers_casts: bool = False
     holds_cast_weights: bool = False
+    keeps_casts: bool = False
+    narrow_gathers: tuple[ProductFormat, ...] = ()
     terms_of: str = ""
     logit_bytes: int = 6
     keeps_gathered_inputs: bool = False

@@ -254,6 +254,7 @@ def training_of(
         overlap_grad_reduce=stack.overlap_grad_reduce,
         optimizer=Optimizer(target.optimizer or Optimizer.ADAM),
         products=narrow,
+        narrow_weights=target.narrow_weights,
         fine_tuning=fine_tuning_of(target),
         expert_imbalance=target.expert_imbalance,
         expert_capacity=target.expert_capacity,

@@ -34,6 +34,7 @@ _WHOLE_SHARDS = "a shard is one function to the executor, and all of it is used 
 _REFUSED = {  # options that a traced module cannot have, and why
     "module": "the traced module is what runs",
     "fp8": "products of a traced module run in --precision",
+    "narrow_weights": "products of a traced module run in --precision",
     "base_weights": "frozen weights of a traced module are in the precision of training",
     "document_lengths": "a traced module reads its sequences as it does",
     **dict.fromkeys(

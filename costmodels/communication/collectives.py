@@ -265,9 +265,11 @@ def _across_nodes(
     crossings = [
         _crossings(collective, n_bytes, placement.num_ranks, level.ranks) for level in levels
     ]
+    passed = _ranks_passed(collective, placement)
     seconds = (
         _crossed_s(inside.value_s, levels, of_algorithm)
-        for of_algorithm in zip(*crossings, strict=True)
+        + ranks * machine.cluster.intra_node.latency_s
+        for of_algorithm, ranks in zip(zip(*crossings, strict=True), passed, strict=True)
     )
     return Seconds(functools.reduce(smaller_of, seconds), machine.profile.inter.kind)
 
@@ -299,6 +301,18 @@ def _crossings(
     if collective is Collective.ALL_REDUCE:
         return (2 * ring_bytes, 2 * (k - 1)), (2 * n_bytes, 2 * math.ceil(math.log2(k)))
     return ((ring_bytes, k - 1),)
+
+
+def _ranks_passed(collective: Collective, placement: Placement) -> tuple[int, ...]:
+    """Links inside nodes that each algorithm passes in sequence, beside those of one node's part.
+
+    A ring passes every rank of every node: (k - 1)(g - 1) links more than inside one node, twice
+    as many for an all-reduce. A tree passes the nodes on the way at once.
+    """
+    links = (placement.nodes - 1) * (placement.ranks_per_node - 1)
+    if collective is Collective.ALL_TO_ALL:
+        return (0,)
+    return (2 * links, 0) if collective is Collective.ALL_REDUCE else (links,)
 
 
 def point_to_point_time(n_bytes: Number, *, level: int, sharing: int, machine: Machine) -> Seconds:

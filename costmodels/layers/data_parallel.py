@@ -28,6 +28,7 @@ from parplan.costmodels.layers.model_states import (
     StateSharding,
     local_parameters,
 )
+from parplan.costmodels.layers.narrow_products import narrow_weights
 from parplan.costmodels.layers.parameter_update import update_time
 from parplan.costmodels.operators.compute import OperatorTime
 from parplan.costmodels.operators.host_launch import host, measured_layout_costs
@@ -258,6 +259,7 @@ def _over_data(
     with_tied, gpus_per_node = states.with_tied, machine.cluster.gpus_per_node
     shards = states.shards if states.zero else 1
     width = training.gradient_precision.num_bytes
+    narrow = narrow_weights(training, machine.cluster.device.compute_capability)
     for of_experts in (False, True):
         trained = parameters.held_alike(of_experts=of_experts)
         alike = trained or (frozen.held_alike(of_experts=of_experts) if frozen else [])
@@ -268,7 +270,9 @@ def _over_data(
         neighbours = place_copies(mesh, near, gpus_per_node, of_experts=of_experts)
         copies = place_copies(mesh, groups, gpus_per_node, of_experts=of_experts, apart=near)
         whole = parameters.owned(with_tied=with_tied, of_experts=of_experts)
-        gathered = training.precision.num_bytes * whole
+        gathered = parameters.gathered_bytes(
+            training, with_tied=with_tied, of_experts=of_experts, narrow=narrow
+        )
         if frozen:
             gathered += frozen.frozen_bytes(training, with_tied=with_tied, of_experts=of_experts)
         gather += collective_time(Collective.ALL_GATHER, gathered, neighbours, machine)

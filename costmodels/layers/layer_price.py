@@ -337,6 +337,7 @@ def _exchange_time(
         once = exchange_once_time(num_bytes, copies.size("chosen"), where, inside.machine)
     else:
         once = collective_time(Collective.ALL_TO_ALL, num_bytes, where, inside.machine)
+    once = inside.machine.corrected("tensor", once)
     if not inside.stack.overlap_exchanges:
         return OperatorTime(once, once)
     windows = inside.windows

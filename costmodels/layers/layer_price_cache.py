@@ -56,6 +56,7 @@ from parplan.costmodels.layers.model_states import (
     step_copy_bytes,
     zero_buffer_bytes,
 )
+from parplan.costmodels.layers.narrow_products import NarrowWeights, narrow_weights
 from parplan.costmodels.layers.recompute import (
     RecomputedOperators,
 )
@@ -248,7 +249,9 @@ class LayerPriceCache(LayerTimes):
             buffers: list[tuple[int, int]] = []
             for group in groups:
                 sharded = self._state_sharding(mesh, group)
-                states += held_states(group.parameters.each, sharded, self.training)
+                states += held_states(
+                    group.parameters.each, sharded, self.training, narrow=self.narrow_weights
+                )
                 shards = sharded.shards if group.zero else 1
                 trained = group.parameters.trained
                 updated = trained.owned(shards, with_tied=sharded.with_tied)
@@ -280,12 +283,29 @@ class LayerPriceCache(LayerTimes):
         of_experts = parameters.owned(of_experts=True)
         # the host counts as a holder
         holding = max(mesh.replicas, 2) if states.offloaded else mesh.replicas
-        buffer = zero_buffer_bytes(local, states.zero, holding, self.training)
+        gathered = [
+            parameters.gathered_bytes(
+                self.training,
+                with_tied=states.with_tied,
+                of_experts=own,
+                narrow=self.narrow_weights,
+            )
+            for own in (False, True)
+        ]
+        buffer = zero_buffer_bytes(local, states.zero, holding, self.training, gathered[0])
         if of_experts:
             buffer += zero_buffer_bytes(
-                of_experts, states.zero, mesh.expert_replicas, self.training
+                of_experts, states.zero, mesh.expert_replicas, self.training, gathered[1]
             )
         return buffer
+
+    @property
+    def narrow_weights(self) -> NarrowWeights | None:
+        """Bytes of the weights of narrow products on this device, None where none is narrow."""
+        return self._once(
+            "narrow weights",
+            lambda: narrow_weights(self.training, self.machine.cluster.device.compute_capability),
+        )
 
     def chunked(
         self,

@@ -32,8 +32,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from parplan.costmodels.layers.narrow_products import NarrowWeights
 from parplan.costmodels.operators.kernels import FP32_BYTES
-from parplan.costmodels.operators.operator_kernels import SCALED_ELEMENTS
+from parplan.costmodels.operators.operator_kernels import SCALED_ELEMENTS, may_be_narrow
 from parplan.costmodels.operators.optimizers import OPTIMIZERS, WholeTensor, moments_bytes
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.profiles.models.operator_graph import (
@@ -116,6 +117,7 @@ class LocalParameter:
     matrices     the matrices of `whole` that lie here, or parts of which lie here
     trained      it has a gradient and optimizer states
     quantised    it is frozen in 8 bits
+    of_product   it is the weight of a product that may be narrow
     """
 
     shape: tuple[int, ...]
@@ -128,10 +130,20 @@ class LocalParameter:
     matrices: int = 1
     trained: bool = True
     quantised: bool = False
+    of_product: bool = False
 
     @property
     def elements(self) -> int:
         return math.prod(self.shape)
+
+    def is_narrow(self, narrow: NarrowWeights | None) -> bool:
+        """Returns true for the weight of a product in a narrow format."""
+        return (
+            narrow is not None
+            and self.of_product
+            and (narrow.experts or not self.of_experts)
+            and not self.quantised
+        )
 
     def holders(self, replicas: int) -> int:
         """The number of ranks with the same part of it, of those of `replicas` of the stage."""
@@ -197,6 +209,23 @@ class LocalParameters:
             if each.of_experts == of_experts and (of_experts or each.over_data == 1)
         ]
 
+    def gathered_bytes(
+        self,
+        training: TrainingSpec,
+        *,
+        with_tied: bool = True,
+        of_experts: bool | None = None,
+        narrow: NarrowWeights | None = None,
+    ) -> int:
+        """Bytes that ranks gather of its parameters, with casts of the weights of `narrow`."""
+        width = training.precision.num_bytes
+        whole = width * self.owned(with_tied=with_tied, of_experts=of_experts)
+        if narrow is None or narrow.gathered == width:
+            return whole
+        parameters = self.each if of_experts is None else self.held_alike(of_experts=of_experts)
+        cast = sum(each.elements for each in parameters if each.is_narrow(narrow))
+        return whole - math.floor((width - narrow.gathered) * cast)
+
     def copied(self, shards: int = 1, *, with_tied: bool = True) -> int:
         """Elements of the largest shard of the parameters that data parallelism may have copies of.
 
@@ -227,6 +256,7 @@ def _local(
             else 1,
             parameter.trained,
             parameter.quantised,
+            may_be_narrow(operator) and parameter is operator.parameters[0],
         )
         for parameter in operator.parameters
     )
@@ -363,10 +393,11 @@ def operator_states(
     training: TrainingSpec,
     *,
     dp_rank: int = 0,
+    narrow: NarrowWeights | None = None,
 ) -> StateBytes:
     """States of one operator's parameters on data-parallel rank `dp_rank`, as `layer_states`."""
     local = _local(operator, sharding, sums_weights=False)
-    return held_states(local, states, training, dp_rank=dp_rank)
+    return held_states(local, states, training, dp_rank=dp_rank, narrow=narrow)
 
 
 def held_states(
@@ -375,18 +406,23 @@ def held_states(
     training: TrainingSpec,
     *,
     dp_rank: int = 0,
+    narrow: NarrowWeights | None = None,
 ) -> StateBytes:
     """States of `parameters` on data-parallel rank `dp_rank`.
 
     They are linear in the elements, in those of the rank's shard, and in the bytes of moments, by
-    number of ranks that hold the same parameters.
+    number of ranks that hold the same parameters. Under ZeRO 3 casts of weights are temporary.
     """
     elements: dict[int, int] = {}
     owned: dict[int, int] = {}
     frozen = 0
+    casts = 0.0
     moments: dict[int, int] = {}
     for parameter in parameters:
         if states.with_tied or not parameter.tied:
+            if narrow is not None and parameter.is_narrow(narrow) and states.zero < 3:
+                width = training.precision.num_bytes
+                casts += (narrow.held - width) * parameter.elements
             same = parameter.holders(states.shards)
             index = dp_rank * same // states.shards  # neighbours hold different experts
             if not parameter.trained:
@@ -402,7 +438,7 @@ def held_states(
             moments[same] = moments.get(same, 0) + moments_bytes(
                 training.optimizer, updated, parameter.whole, training.stack.moment_bytes
             )
-    total = StateBytes(frozen)
+    total = StateBytes(frozen + math.ceil(casts))
     for same, number in elements.items():
         stage = states.zero if same > 1 or states.offloaded else 0
         if states.offloaded:
@@ -495,8 +531,16 @@ def operators_ideal_states(
     return ideal_states_of(parameters, ranks, training)
 
 
-def zero_buffer_bytes(num_parameters: int, zero: int, dp: int, training: TrainingSpec) -> int:
+def zero_buffer_bytes(
+    num_parameters: int,
+    zero: int,
+    dp: int,
+    training: TrainingSpec,
+    gathered_bytes: int | None = None,
+) -> int:
     """Temporary bytes that ZeRO needs for a layer of `num_parameters` on a tensor-parallel rank.
+
+    gathered_bytes: of the parameters when they are gathered; None: in the precision of training
 
     ZeRO 1 casts one layer for its reduce-scatter; ZeRO 2 and 3 also hold the layer's unreduced
     gradient; ZeRO 3 also the gathered parameters of the current and the prefetched layer (EQUATIONS
@@ -508,5 +552,7 @@ def zero_buffer_bytes(num_parameters: int, zero: int, dp: int, training: Trainin
         return bucket if dp > 1 else 0
     reduce_input = training.gradient_precision.num_bytes * num_parameters
     unreduced = training.precision.num_bytes * num_parameters if zero >= 2 else 0
-    gathered = 2 * training.precision.num_bytes * num_parameters if zero == 3 else 0
+    if gathered_bytes is None:
+        gathered_bytes = training.precision.num_bytes * num_parameters
+    gathered = 2 * gathered_bytes if zero == 3 else 0
     return reduce_input + unreduced + gathered

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from parplan.costmodels.layers.layer_price import StageAxes, own_communication
 from parplan.costmodels.layers.model_states import StateBytes, StateSharding, operator_states
+from parplan.costmodels.layers.narrow_products import narrow_weights
 from parplan.costmodels.layers.recompute import gradient_bytes, made_inside
 from parplan.costmodels.operators.compute import OperatorTime, operator_time
 from parplan.costmodels.operators.sharding import Sharding, Shardings, Splits
@@ -145,11 +146,14 @@ def _price(
     training: TrainingSpec,
     states: StateSharding,
 ) -> OperatorPrice:
+    capability = inside.machine.cluster.device.compute_capability
     return OperatorPrice(
         compute=compute,
         ending=own_communication(operator, sharding, compute, inside),
         recompute=None,
-        states=operator_states(operator, sharding, states, training),
+        states=operator_states(
+            operator, sharding, states, training, narrow=narrow_weights(training, capability)
+        ),
         saved_bytes=sum(sharding.tensor_bytes(operator, t) for t in made_inside(operator)),
         temporary_bytes=gradient_bytes(operator, sharding, training.stack),
     )

@@ -34,7 +34,8 @@ def launch_cost_of(machine: Machine, stack: Stack) -> LaunchCost:
     """Returns the launch cost of operators in a step of `stack` on `machine`."""
     measured = machine.profile.in_step
     if measured is None or measured.stack != stack.name:
-        return LaunchCost(stack.kernel_slowdown, stack.host_operator_s, stack.host_operator_s)
+        host_s = stack.host_operator_s * machine.cluster.device.host_slowdown
+        return LaunchCost(stack.kernel_slowdown, host_s, host_s)
     return LaunchCost(
         measured.kernel_slowdown, measured.forward_s, measured.backward_s, measured.host_adds
     )

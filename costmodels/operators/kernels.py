@@ -30,6 +30,10 @@ FP32_BYTES = 4
 # Slowdown of a product whose rows are a multiple of only so many bytes. 2: from vTrain's
 # single-node A100 rows, a head of 50,257 (odd) against one of 25,128; 4 and 8 are assumed between.
 MISALIGNED = {16: 1.0, 8: 1.15, 4: 1.4, 2: 2.3}
+# Slowdown of the batched products of un-fused attention where the features of a head are no
+# multiple of 16 bytes, so that no tensor cores run them. From three of BLOOM's tuning runs on A100
+# (h 13,824, tp 4, micro-batch 2): heads of 216, 144 and 108 features took 103.5, 107.1 and 147.4 s.
+MISALIGNED_BATCHED = 12.0
 CAUSAL = Attention(causal=True)
 
 
@@ -191,7 +195,8 @@ def product_kernel(
         product = Product(
             m=m, n=n, k=k, batch=batch, operand_bytes=operand_bytes, result_bytes=result_bytes
         )
-        return ProductKernel(curve, product)
+        aligned = (gcd(n, k) * operand_bytes) % ALIGNED_BYTES == 0
+        return ProductKernel(curve, product, slower=chosen(aligned, 1.0, MISALIGNED_BATCHED))
     m, n, k = sizes
     weight = (m, n) if curve == WEIGHT_GRADIENT else (n, k)
     product = Product(m=m, n=n, k=k, operand_bytes=operand_bytes, result_bytes=result_bytes)

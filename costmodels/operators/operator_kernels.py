@@ -25,7 +25,10 @@ from parplan.costmodels.operators.sharding import LocalSizes
 from parplan.profiles.elementwise import Number, anywhere, chosen
 from parplan.profiles.machines.curves import Product
 from parplan.profiles.models.operator_graph import (
+    BYTE_PARTS,
     EXPERT_WIDTH,
+    PRODUCTS,
+    ROUTES,
     Attention,
     Operator,
     OperatorKind,
@@ -43,7 +46,6 @@ QUANTISED_BYTES = 1 + FP32_BYTES / SCALED_ELEMENTS  # of an element with its par
 # the gradients of the biases and of the weights, each a product and a sum (12 each).
 WIDE_BIAS_BYTES = (28, 40)
 CLAMP_BYTES = (8, 12)  # both halves clamped (4) and joined (4); backward 6, 4 and the bias (2)
-CAST_PARTS = 64  # an element of every narrow format is a whole number of 64ths of a byte
 TABLE_PASSES = 3  # over the gradient of an embedding table: zeroed, read and written
 
 
@@ -164,13 +166,21 @@ def _matmul(operator: Operator, sizes: LocalSizes, training: TrainingSpec) -> Op
 
 def narrow_format(operator: Operator, training: TrainingSpec) -> OperandFormat | None:
     """Returns the narrow format in which a product of a weight runs, None for other operators."""
-    if training.products is None or not operator.parameters:
+    if training.products is None or not may_be_narrow(operator):
         return None
-    if operator.kind is OperatorKind.EXPERTS:
-        return FORMATS[training.products] if training.stack.narrow_experts else None
-    if operator.kind is not OperatorKind.MATMUL or operator.dims[-2].name == "vocab":
+    if operator.kind is OperatorKind.EXPERTS and not training.stack.narrow_experts:
         return None
     return FORMATS[training.products]
+
+
+def may_be_narrow(operator: Operator) -> bool:
+    """Returns true for the products that stacks run in a narrow format: of a block's weights.
+
+    The head and the routers of experts stay in the precision of training.
+    """
+    if operator.kind not in PRODUCTS or not operator.parameters:
+        return False
+    return operator.dims[-2].name not in ("vocab", ROUTES)
 
 
 def gathered_bytes(tensor: Tensor, reader: Operator, training: TrainingSpec) -> Number:
@@ -178,8 +188,9 @@ def gathered_bytes(tensor: Tensor, reader: Operator, training: TrainingSpec) -> 
     narrow = narrow_format(reader, training) if training.stack.gathers_casts else None
     if narrow is None:
         return tensor.num_bytes
-    parts = round(CAST_PARTS * narrow.element_bytes)
-    return -(-tensor.num_bytes * parts // (CAST_PARTS * training.precision.num_bytes))
+    return -(
+        -tensor.num_bytes * narrow.element_parts // (BYTE_PARTS * training.precision.num_bytes)
+    )
 
 
 def _activations_product(

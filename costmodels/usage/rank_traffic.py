@@ -354,7 +354,12 @@ def _add_data_parallel(
                 group.parameters.trained.owned(parts, with_tied=mesh.pp > 1, of_experts=of_experts)
                 for parts in (1, shards)
             )
-            gathered = price_cache.training.precision.num_bytes * whole
+            gathered = group.parameters.trained.gathered_bytes(
+                price_cache.training,
+                with_tied=mesh.pp > 1,
+                of_experts=of_experts,
+                narrow=price_cache.narrow_weights,
+            )
             if group.zero == 3:
                 gathered += group.parameters.frozen_bytes(
                     price_cache.training, with_tied=mesh.pp > 1, of_experts=of_experts

@@ -204,6 +204,7 @@ def _operator_states(
             price_cache.offloads_states,
         ),
         outside,
+        narrow=price_cache.narrow_weights,
     )
     held = states.parameters, states.gradients, states.optimizer
     return held, operators_ideal_states(everywhere, mesh.ranks_per_stage, outside)

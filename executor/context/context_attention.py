@@ -14,7 +14,7 @@ and its gradient follows from the output and its gradient.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -34,7 +34,13 @@ from parplan.executor.context.carriers import (
     WholeSequences,
     Window,
 )
-from parplan.executor.context.zigzag import ScoreBlock, blocks, by_rank, in_order
+from parplan.executor.context.zigzag import (
+    ScoreBlock,
+    blocks,
+    blocks_of_part,
+    by_rank,
+    in_order,
+)
 from parplan.profiles.stack import ContextForm
 
 Inputs = tuple[Tensor, Tensor, Tensor]  # query, key and value
@@ -50,6 +56,7 @@ class KeysRead:
     soft_cap   the bound of the scores; 0 for none
     documents  lengths of the documents of each sequence, which queries stay within; empty where
                they read whole sequences
+    longest    tokens of the longest document that is planned; 0 where that is not known
     """
 
     window: int = 0
@@ -57,27 +64,30 @@ class KeysRead:
     factor: float | None = None
     soft_cap: float = 0.0
     documents: tuple[tuple[int, ...], ...] = ()
+    longest: int = 0
+
+    @property
+    def reach(self) -> int:
+        """Tokens that a query reads at most, with itself; 0: all."""
+        longest = self.longest and max(self.longest, *map(max, self.documents), 0)
+        return min((each for each in (self.window, self.chunk, longest) if each), default=0)
 
     def blocks(self, queries: Numbers, keys: Numbers, length: int) -> Iterator[ScoreBlock]:
         """Yields the blocks of scores of pieces of `length` tokens."""
-        if not self.documents:
-            yield from self._within(queries, keys, length)
-            return
-        for row, lengths in enumerate(self.documents):
-            starts = accumulate(lengths, initial=0)
-            for start, tokens in zip(starts, lengths, strict=False):
-                for block in self._within((0,), (0,), tokens):
-                    yield block.moved(start, row)
-
-    def _within(self, queries: Numbers, keys: Numbers, length: int) -> Iterator[ScoreBlock]:
-        """Yields the blocks of one sequence, or of one document as a sequence of one piece."""
-        if not self.chunk:
+        if not self.documents and not self.chunk:
             yield from blocks(queries, keys, length, self.window)
             return
-        whole = len(queries) * length
-        for start in range(0, whole, self.chunk):
-            part = slice(start, min(start + self.chunk, whole))
-            yield ScoreBlock(queries=part, keys=part, causal=True)
+        for row, lengths in enumerate(self.documents or (((queries[-1] + 1) * length,),)):
+            batch = slice(row, row + 1) if self.documents else slice(None)
+            for part in self._parts(lengths):
+                for block in blocks_of_part(part, queries, keys, length, self.window):
+                    yield replace(block, batch=batch)
+
+    def _parts(self, lengths: tuple[int, ...]) -> Iterator[range]:
+        """Yields the tokens of every document, or of its parts."""
+        for stop, tokens in zip(accumulate(lengths), lengths, strict=True):
+            for start in range(stop - tokens, stop, self.chunk or tokens):
+                yield range(start, min(start + (self.chunk or tokens), stop))
 
     def scores(self, block: ScoreBlock, query: Tensor) -> Scores:
         mask = block.mask(self.window, query)
@@ -143,18 +153,18 @@ class Context:
         query, key, value   as `enter` returns them
         sinks               one score of each head
         """
-        carrier = self._carrier(query.shape[TOKENS] // 2, reading.window)
+        carrier = self._carrier(query.shape[TOKENS] // 2, reading.reach)
         if sinks is not None and self.heads is not None:
             first = dist.get_rank(self.heads) * query.shape[1]
             sinks = sinks[first : first + query.shape[1]]
         out: Tensor = _Attention.apply(query, key, value, sinks, carrier, self.heads, reading)
         return out
 
-    def _carrier(self, length: int, window: int) -> Carrier:
+    def _carrier(self, length: int, reach: int) -> Carrier:
         if self.around is None:
             return Alone()
-        if 0 < window < 2 * length * dist.get_world_size(self.around):
-            return Window(self.around, length, window)
+        if 0 < reach < 2 * length * dist.get_world_size(self.around):
+            return Window(self.around, length, reach)
         return (Gather if self.form is ContextForm.ALL_GATHER else Ring)(self.around)
 
 

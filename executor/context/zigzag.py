@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -53,15 +53,6 @@ class ScoreBlock:
     batch: slice = field(default_factory=lambda: slice(None))
     causal: bool = False
     lead: int | None = None
-
-    def moved(self, tokens: int, row: int) -> ScoreBlock:
-        """Returns the block behind a number of tokens of one sequence of the batch."""
-        return replace(
-            self,
-            queries=slice(self.queries.start + tokens, self.queries.stop + tokens),
-            keys=slice(self.keys.start + tokens, self.keys.stop + tokens),
-            batch=slice(row, row + 1),
-        )
 
     def mask(self, window: int, like: Tensor) -> Tensor | None:
         """Returns the mask to add to the scores, or None; [queries, keys] in the type of `like`."""
@@ -118,6 +109,54 @@ def _windowed(queries: Numbers, keys: Numbers, length: int, window: int) -> Iter
                 block = _of_tiles((place, query), (places[key], key), tile, window)
                 if block is not None:
                     yield block
+
+
+def blocks_of_part(
+    part: range, queries: Numbers, keys: Numbers, length: int, window: int
+) -> Iterator[ScoreBlock]:
+    """Yields the blocks of scores between the tokens of a part of the sequence, or a document.
+
+    part      its tokens
+    The other arguments are those of `blocks`. Blocks with a mask have at most a window of queries.
+    """
+    for place, query in enumerate(queries):
+        first, last = max(part.start, query * length), min(part.stop, (query + 1) * length)
+        for start in range(first, last, window or length):
+            tile = range(start, min(start + (window or length), last))
+            since = max(part.start, start - window + 1) if window else part.start
+            yield from _of_tile(place, query, tile, since, keys, length, window)
+
+
+def _of_tile(
+    place: int, query: int, tile: range, since: int, keys: Numbers, length: int, window: int
+) -> Iterator[ScoreBlock]:
+    """Yields the blocks of some queries of a piece with the keys from token `since` on."""
+
+    def rows(stop: int) -> slice:
+        shift = (place - query) * length
+        return slice(tile.start + shift, stop + shift)
+
+    masked = window > 0 and tile.stop - since > window
+    read = [(at, key) for at, key in enumerate(keys) if key < query and (key + 1) * length > since]
+    if read and not masked:
+        at, key = read[0]
+        start = at * length + max(0, since - key * length)
+        yield ScoreBlock(queries=rows(tile.stop), keys=slice(start, (read[-1][0] + 1) * length))
+    for at, key in read if masked else ():
+        start, stop = max(since, key * length), (key + 1) * length
+        reaching = min(tile.stop, stop - 1 + window)
+        if reaching > tile.start:
+            held = slice(start + (at - key) * length, stop + (at - key) * length)
+            yield ScoreBlock(queries=rows(reaching), keys=held, lead=tile.start - start)
+    if query in keys:
+        start, shift = max(since, query * length), (keys.index(query) - query) * length
+        lead = tile.start - start
+        yield ScoreBlock(
+            queries=rows(tile.stop),
+            keys=slice(start + shift, tile.stop + shift),
+            causal=not (masked or lead),
+            lead=lead if masked or lead else None,
+        )
 
 
 def _tiles(numbers: Numbers, parts: int) -> Iterator[int]:

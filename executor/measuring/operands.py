@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from parplan.executor.models.transformer_layers import INIT_STD
+from parplan.executor.models.initial_values import INIT_STD
 from parplan.profiles.models.spec import ModelSpec
 from parplan.profiles.units import GIB, KIB
 

@@ -107,6 +107,18 @@ class Tokens(nn.Embedding):
         return functional.embedding(ids, weight)
 
 
+class SharedTokens(Tokens):
+    """Looks token ids up in the matrix of another module, which alone has it as a parameter."""
+
+    def __init__(self, owner: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self._owners = (owner,)  # in a tuple it is no submodule
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        return self._owners[0].get_parameter("weight")
+
+
 class LearnedPositions(nn.Module):
     """Adds the learned position table to the token embeddings."""
 
@@ -120,18 +132,19 @@ class LearnedPositions(nn.Module):
     def forward(self, x: Tensor, places: Tensor | None = None) -> Tensor:
         """Returns `x` with the positions of its tokens in their sequence, or documents.
 
-        places   those of the tokens in their documents, [batch, sequence]
+        places   those of the tokens of whole sequences in their documents, [batch, sequence]
         """
         rows = self._rows(x.shape[1], places)
         return _dropout(x + rows, self.dropout if self.training else 0.0)
 
     def _rows(self, length: int, places: Tensor | None) -> Tensor:
         """Returns the rows of this rank's `length` tokens."""
+        rank, ranks = (self.context.rank, self.context.ranks) if self.context else (0, 1)
         if places is not None:
-            return functional.embedding(places, self.weight)
-        if self.context is None:
+            own = part_of(places, rank, ranks, dim=1) if ranks > 1 else places
+            return functional.embedding(own, self.weight)
+        if ranks == 1:
             return self.weight[:length]
-        rank, ranks = self.context.rank, self.context.ranks
         return part_of(self.weight[: ranks * length], rank, ranks, dim=0)
 
 
@@ -221,7 +234,7 @@ _GATED = {
     Activations.GELU_TANH: (partial(_gelu_gate, "tanh"), partial(_gelu_gate_back, "tanh")),
     Activations.BOUNDED_SILU: (_bounded_gate, _bounded_gate_back),
 }
-_PLAIN: dict[Activations, Callable[[Tensor], Tensor]] = {
+PLAIN_ACTIVATIONS: dict[Activations, Callable[[Tensor], Tensor]] = {
     Activations.GELU_TANH: lambda x: functional.gelu(x, approximate="tanh"),
     Activations.GELU: functional.gelu,
     Activations.QUICK_GELU: lambda x: x * (GATE_SLOPE * x).sigmoid(),
@@ -247,7 +260,7 @@ class Activation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.gated:
-            return _PLAIN[self.function](x)
+            return PLAIN_ACTIVATIONS[self.function](x)
         return _Gated.apply(x, *_GATED[self.function])
 
 

@@ -7,8 +7,6 @@ are one module. A part of a model is one row of a table here, from an operator t
 
 from __future__ import annotations
 
-import math
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from parplan.executor.context.context_attention import Context
-from parplan.executor.models.adapters import SUM, A, AdapterSum, B, cast_parameters, freeze
+from parplan.executor.models.adapters import SUM, A, AdapterSum, cast_parameters, freeze
 from parplan.executor.models.attention_modules import (
     LatentRotary,
     QueryKeyNorm,
@@ -25,7 +23,8 @@ from parplan.executor.models.attention_modules import (
     SelfAttention,
 )
 from parplan.executor.models.eight_bits import EightBitLinear
-from parplan.executor.models.expert_exchange import EP, ETP, ExpertRanks
+from parplan.executor.models.expert_exchange import ETP, ExpertRanks
+from parplan.executor.models.initial_values import init, init_experts, materialize
 from parplan.executor.models.loss import TOKEN_DIMS, Loss
 from parplan.executor.models.mixture_of_experts import (
     Experts,
@@ -44,40 +43,52 @@ from parplan.executor.models.operators import (
     Linear,
     Residual,
     RMSNorm,
+    SharedTokens,
     SoftCap,
     Sum,
     Tokens,
 )
 from parplan.executor.models.state_space_modules import Convolution, GatedNorm, Scan, StepSizes
+from parplan.executor.models.tower_modules import (
+    ImageTokens,
+    JoinedPatches,
+    PatchRotary,
+    PatchTables,
+    ProjectorActivation,
+)
 from parplan.executor.tensors import DTYPES, local
 from parplan.profiles.models.blocks import BlockRun
 from parplan.profiles.models.operator_graph import (
     ADAPTER_RANK,
     LayerClass,
     LayerKind,
+    ModelPart,
     Operator,
     OperatorKind,
 )
 from parplan.profiles.models.parts.multi_token import MODULE
-from parplan.profiles.models.spec import ModelSpec, Norm, TrainingSpec
-from parplan.profiles.models.transformer import build_graph, last_kind
+from parplan.profiles.models.parts.tower import as_model
+from parplan.profiles.models.spec import ModelSpec, TrainingSpec
+from parplan.profiles.models.towers import Tower
+from parplan.profiles.models.transformer import all_block_kinds, build_graph, last_kind
 
-INIT_STD = 0.02  # GPT-2, Radford et al. 2019
-ZERO_AT_START = (f"{B}.weight", "sinks")  # the second matrix of an adapter, and sinks
-OF_STATES = ("steps.A_log", "steps.dt_bias", "conv.weight")  # of state-space mixers
-STEP_SIZES = (0.001, 0.1)  # least and most at the start: Mamba-2, arXiv 2405.21060
-READS_PLACES = ("attention", "positions")  # modules that tell documents apart
+READS_PLACES = ("attention", "positions", "image_tokens")  # modules that read places of tokens
 MIXTURE = "mixture"  # the module of the operators of a mixture of experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blueprint:
-    """The description of one operator's module."""
+    """The description of one operator's module.
+
+    model   of which the layer has a block: that of a tower in a layer of one
+    tower   in a layer of one, None in all others
+    """
 
     operator: Operator
     model: ModelSpec
     training: TrainingSpec
     block: BlockRun
+    tower: Tower | None = None
 
 
 def _linear(operator: Operator) -> nn.Module:
@@ -88,7 +99,7 @@ def _linear(operator: Operator) -> nn.Module:
 
 
 def _norm(of: Blueprint) -> nn.Module:
-    kind = LayerNorm if of.model.norm is Norm.LAYER_NORM else RMSNorm
+    kind = LayerNorm if len(of.operator.parameters) > 1 else RMSNorm  # with a bias
     return kind(of.operator.outputs[0].dims[-1].size, eps=of.model.norm_epsilon)
 
 
@@ -102,12 +113,19 @@ def _rotary(of: Blueprint) -> nn.Module:
     return Rotary(of.model, of.block, of.operator)
 
 
+def _attention(of: Blueprint) -> nn.Module:
+    work = of.operator.attention
+    longest = work.in_documents.longest if work is not None and work.in_documents else 0
+    causal = of.tower is None
+    return SelfAttention(of.model, of.training.attention, of.block, longest, causal=causal)
+
+
 _BY_KIND: dict[OperatorKind, Callable[[Blueprint], nn.Module]] = {
     OperatorKind.MATMUL: lambda of: _linear(of.operator),
     OperatorKind.NORM: _norm,
     OperatorKind.EMBEDDING: _tokens,
-    OperatorKind.ATTENTION: lambda of: SelfAttention(of.model, of.training.attention, of.block),
-    OperatorKind.CROSS_ENTROPY: lambda _: Loss(),
+    OperatorKind.ATTENTION: _attention,
+    OperatorKind.CROSS_ENTROPY: lambda of: Loss(skips=of.model.image_tokens > 0),
 }
 _BY_NAME: dict[str, Callable[[Blueprint], nn.Module]] = {
     "positions": lambda of: LearnedPositions(of.model),
@@ -126,11 +144,21 @@ _BY_NAME: dict[str, Callable[[Blueprint], nn.Module]] = {
     "joined": lambda _: Joined(),
     "logit_cap": lambda of: SoftCap(of.model.logit_soft_cap),
 }
+_OF_TOWER: dict[str, Callable[[ModelSpec, Tower], nn.Module]] = {
+    "rotary": PatchRotary,
+    "positions": lambda _, tower: PatchTables(tower),
+    "joined": lambda _, tower: JoinedPatches(tower),
+    "image_tokens": lambda _, tower: ImageTokens(tower),
+}
 
 
 def module_of(of: Blueprint) -> nn.Module:
     """Returns the module of an operator outside of a mixture of experts. Raises KeyError."""
     operator = of.operator
+    if of.tower is not None and operator.name in _OF_TOWER:
+        return _OF_TOWER[operator.name](of.model, of.tower)
+    if of.tower is not None and operator.name.startswith("projection") and not operator.parameters:
+        return ProjectorActivation(of.tower.functions.projector_activation)
     if operator.name in _BY_NAME:
         return _BY_NAME[operator.name](of)
     if operator.name.endswith(SUM):
@@ -166,10 +194,14 @@ class Layer(nn.Module):
         ranks: ExpertRanks | None = None,
     ) -> None:
         super().__init__()
+        tower = None if layer.part is ModelPart.LANGUAGE else model.tower
+        model = model if tower is None else as_model(tower)
         block = block or model.block_kinds[0]
         for operator in layer.operators:
             if not operator.in_mixture:
-                of = Blueprint(operator=operator, model=model, training=training, block=block)
+                of = Blueprint(
+                    operator=operator, model=model, training=training, block=block, tower=tower
+                )
                 self.add_module(operator.name, module_of(of))
             elif not hasattr(self, MIXTURE):
                 mixture = tuple(each for each in layer.operators if each.in_mixture)
@@ -189,7 +221,7 @@ class Layer(nn.Module):
         """Returns the output of the last of `steps`, the first of which reads `x`.
 
         places    those of the tokens in their documents, [batch, sequence]; None where sequences
-                  are whole
+                  are whole; in the projector of a tower those of images
         further   other tensors that steps read, by name
         """
         tensors = {steps[0].reads[0][0]: x, **further}
@@ -276,6 +308,29 @@ class Block(Layer):
         return max(at for at, step in enumerate(self.calls) if step.module in names)
 
 
+class Patches(Layer):
+    """The first layer of a tower."""
+
+    def forward(self, pixels: Tensor) -> Tensor:  # type: ignore[override]
+        """Returns tokens of images, [images of all sequences, tokens, features].
+
+        pixels   [sequences, images of each, patches, features of a patch]
+        """
+        return self.run(self.calls, pixels.flatten(0, 1))
+
+
+class Projector(Layer):
+    """The last layer of a tower."""
+
+    def forward(self, x: Tensor, embedded: Tensor, first: Tensor) -> Tensor:  # type: ignore[override]
+        """Returns the tokens of the sequences, with those of images among them.
+
+        embedded   tokens of the sequences, [sequences, tokens, features]
+        first      the place of the first token of each image, [sequences, images of each]
+        """
+        return self.run(self.calls, x, first, embedded=embedded)
+
+
 class FurtherToken(Layer):
     """A module of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
@@ -314,18 +369,21 @@ class Head(Layer):
         names = tuple(f"{MODULE}{number}" for number in range(1, model.mtp_layers + 1))
         super().__init__(_of_module(layer, ""), model, training, block, ranks)
         self.modules_ahead = names
+        self.tied = model.tied_embeddings
         for name in names:
             described = _of_module(layer, name)
             module = FurtherToken(described, model, training, block, ranks)
             module.operators = tuple(f"{name}.{each.name}" for each in described.operators)
-            if name != names[0]:
+            if model.tied_embeddings:
+                module.tokens = SharedTokens(self.lm_head)
+            elif name != names[0]:
                 module.tokens = self.get_submodule(names[0]).tokens
             self.add_module(name, module)
 
     @property
     def table(self) -> nn.Module:
         """The module whose weight is that of the token table, in a model that has such a one."""
-        if not self.modules_ahead:
+        if self.tied or not self.modules_ahead:
             return self.lm_head
         return self.get_submodule(self.modules_ahead[0]).tokens
 
@@ -395,9 +453,21 @@ def described(
     graph = build_graph(model, training, 1)
     if kind is LayerKind.HEAD:
         return graph.head, last_kind(model)
-    place = (index - 1) % model.num_layers
+    kinds = all_block_kinds(model)
+    place = (index - 1) % len(kinds)
     key = graph.key(place + 1) if kind is LayerKind.BLOCK else kind
-    return graph.layer_class(key), model.block_kinds[place]
+    return graph.layer_class(key), kinds[place]
+
+
+_OF_KIND: dict[LayerKind, type[Layer]] = {
+    LayerKind.EMBEDDING: Embedding,
+    LayerKind.BLOCK: Block,
+    LayerKind.HEAD: Head,
+}
+_OF_PART: dict[ModelPart, type[Layer]] = {
+    ModelPart.PATCHES: Patches,
+    ModelPart.PROJECTOR: Projector,
+}
 
 
 def build_layer(
@@ -415,19 +485,19 @@ def build_layer(
     starts from the same model: each rank builds the layer and retains its shard. A rank of `ranks`
     builds only its part of the experts, each of which has separate values.
     """
-    made = {LayerKind.EMBEDDING: Embedding, LayerKind.BLOCK: Block, LayerKind.HEAD: Head}[kind]
     operators, block = described(model, training, kind, index)
+    made = _OF_PART.get(operators.part) or _OF_KIND[kind]
     with torch.device("meta"):
         layer = made(operators, model, training, block, ranks)
-    _materialize(layer, device)
+    materialize(layer, device)
     of_experts = {parameter for each in grouped_of(layer) for parameter in each.parameters()}
     for name, parameter in layer.named_parameters():
         tied = model.shares_table and isinstance(layer, Head) and parameter is layer.table.weight
         if parameter not in of_experts:
-            _init(parameter, f"{seed}/0/tokens.weight" if tied else f"{seed}/{index}/{name}")
+            init(parameter, f"{seed}/0/tokens.weight" if tied else f"{seed}/{index}/{name}")
     for name, module in layer.named_modules():
         if isinstance(module, Grouped):
-            _init_experts(module, f"{seed}/{index}/{name}", ranks)
+            init_experts(module, f"{seed}/{index}/{name}", ranks)
     if ranks is not None:
         divide_experts(layer, ranks)
     if training.fine_tuning is not None:
@@ -436,72 +506,3 @@ def build_layer(
         cast_parameters((layer,), DTYPES[training.precision])
     mark_biases(layer)
     return layer
-
-
-@torch.no_grad()
-def _init_experts(module: Grouped, key: str, ranks: ExpertRanks | None) -> None:
-    """Fills this rank's part of the matrix of each expert, and biases with zeros."""
-    held = range(module.num_experts)
-    parts, part = 1, 0
-    if ranks is not None:
-        held = ranks.held(module.num_experts * ranks.degree(EP))
-        parts, part = ranks.degree(ETP), ranks.rank(ETP)
-    for expert, matrix in zip(held, module.weight.chunk(module.num_experts), strict=True):
-        hidden, width = matrix.shape[0], matrix.shape[1] * parts
-        whole = matrix.new_empty((width, hidden) if module.widens else (hidden, width))
-        _init(whole, f"{key}.weight/{expert}")  # of [features, contracted], as any product
-        if f"{key}.weight".endswith(ZERO_AT_START):
-            whole.zero_()
-        by_width = whole.t() if module.widens else whole
-        matrix.copy_(by_width.chunk(parts, dim=1)[part])
-    if module.bias is not None:
-        module.bias.zero_()
-
-
-def _materialize(layer: nn.Module, device: torch.device) -> None:
-    """Gives every parameter memory on `device`.
-
-    `to_empty` cannot do so for fake tensors (executor/checking/dry_run.py).
-    """
-    for module in layer.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            memory = torch.empty_like(parameter, device=device)
-            module.register_parameter(name, nn.Parameter(memory))
-
-
-@torch.no_grad()
-def _init(parameter: Tensor, key: str) -> None:
-    """Fills matrices and tables with normal values, norm weights with ones, biases with zeros.
-
-    The second matrix of an adapter is zero, so that training starts at the base model, and so are
-    sinks.
-    """
-    if key.endswith(ZERO_AT_START):
-        parameter.zero_()
-        return
-    generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
-    if key.endswith(OF_STATES):
-        _init_state_space(parameter, key, generator)
-        return
-    if parameter.ndim == 1:
-        parameter.fill_(0.0 if key.endswith("bias") else 1.0)
-        return
-    parameter.copy_(torch.empty(parameter.shape).normal_(0.0, INIT_STD, generator=generator))
-
-
-def _init_state_space(parameter: Tensor, key: str, generator: torch.Generator) -> None:
-    """Fills parameters of a state-space mixer as the authors' Mamba-2 does.
-
-    Decays are 1, 2, 3, .. by head, step sizes are distributed evenly by their logarithm, and
-    weights of the convolution evenly.
-    """
-    if key.endswith("A_log"):
-        parameter.copy_(torch.arange(1, len(parameter) + 1).log())
-        return
-    share = torch.rand(parameter.shape, generator=generator)
-    if key.endswith("dt_bias"):
-        least, most = map(math.log, STEP_SIZES)
-        step = (least + share * (most - least)).exp()
-        parameter.copy_(step + (-(-step).expm1()).log())  # the inverse of softplus
-    else:
-        parameter.copy_((2 * share - 1) * parameter.shape[1] ** -0.5)

@@ -21,19 +21,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import Any
 
 import numpy as np
 
 from parplan.costmodels.price_cache import PriceCache
-from parplan.costmodels.stage_costs import StepCosts, step_costs
+from parplan.costmodels.stage_costs import step_costs
 from parplan.costmodels.step import simulated_step
 from parplan.costmodels.strategy import Strategy
+from parplan.planner.calibration.measured_run import MeasuredRun
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.plan_strategy import strategy_of
-from parplan.planner.runs.run_file import RunFile, run_fingerprint
-from parplan.planner.runs.timelines import Key, parts_s
+from parplan.planner.runs.timelines import Key
 from parplan.profiles.documents.schema import document
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.calibration_factors import CAUSES, Calibration, Factor
@@ -65,39 +64,41 @@ Row = tuple[int, Key]  # index of the run, part of its step
 
 @dataclass(frozen=True, slots=True)
 class PricedRun:
-    """A run with its plan, without a calibration that the plan was made with."""
+    """A run with its strategy, without a calibration that its plan was made with."""
 
-    run: RunFile
-    plan: Plan
+    run: MeasuredRun
     strategy: Strategy
 
-    def costs(self, calibration: Calibration | None) -> StepCosts:
-        return step_costs(self.strategy, _price_cache(self.plan, calibration))
+    @property
+    def plan(self) -> Plan:
+        return self.run.plan
 
-    def parts_s(self, calibration: Calibration | None) -> dict[Key, float]:
-        return parts_s(self.strategy, self.costs(calibration))
+    def parts_s(self, calibration: Calibration | None) -> Mapping[Key, float]:
+        return self.run.priced_parts(self.strategy, _price_cache(self.plan, calibration))
 
     def step_s(self, calibration: Calibration | None) -> float:
-        return simulated_step(self.strategy, self.costs(calibration)).step_s
+        costs = step_costs(self.strategy, _price_cache(self.plan, calibration))
+        return simulated_step(self.strategy, costs).step_s
 
 
-def calibrate(runs: Sequence[RunFile], names: Sequence[str]) -> UserProfile:
-    """Returns the profile that `runs` make; `names` are their files.
+def calibrate(runs: Sequence[MeasuredRun]) -> UserProfile:
+    """Returns the profile that `runs` make.
 
     Raises ConfigError when they are not of one device, stack and precision.
     """
-    priced = [_priced(run, name) for run, name in zip(runs, names, strict=True)]
-    _require_alike(priced, names)
+    priced = [PricedRun(run, strategy_of(run.plan, _price_cache(run.plan, None))) for run in runs]
+    _require_alike(runs)
     calibration = _Equations(priced).solve()
     plan = priced[0].plan
     measured = plan.cluster.profile
     cluster = replace(plan.cluster, calibration=None, profile=None)
+    shares = [run.allocator_share for run in runs if run.allocator_share is not None]
     return UserProfile(
         profile_version=PROFILE_VERSION,
         fingerprint=prices_fingerprint(plan.cluster, plan.training.stack),
         device=plan.cluster.device.name,
         calibration=calibration,
-        allocator_share=allocator_share(runs),
+        allocator_share=max(shares, default=None),
         runs=tuple(_source(priced_run, calibration) for priced_run in priced),
         precision=plan.training.precision.value if measured else None,
         profile=measured,
@@ -111,15 +112,10 @@ def _price_cache(plan: Plan, calibration: Calibration | None) -> PriceCache:
     )
 
 
-def _priced(run: RunFile, name: str) -> PricedRun:
-    plan = run.the_plan(name)
-    return PricedRun(run, plan, strategy_of(plan, _price_cache(plan, None)))
-
-
-def _require_alike(priced: Sequence[PricedRun], names: Sequence[str]) -> None:
-    first = priced[0].plan
-    for priced_run, name in zip(priced, names, strict=True):
-        plan = priced_run.plan
+def _require_alike(runs: Sequence[MeasuredRun]) -> None:
+    first = runs[0].plan
+    for run in runs:
+        plan, name = run.plan, run.name
         for what, expected, value in (
             ("device", first.cluster.device.name, plan.cluster.device.name),
             ("software stack", first.training.stack.name, plan.training.stack.name),
@@ -127,19 +123,18 @@ def _require_alike(priced: Sequence[PricedRun], names: Sequence[str]) -> None:
         ):
             if expected != value:
                 raise ConfigError(
-                    f"{name}: its {what} is {value}, that of {names[0]} is {expected}",
+                    f"{name}: its {what} is {value}, that of {runs[0].name} is {expected}",
                     hint="make one profile for each of them",
                 )
         if measured_digest(plan.cluster.profile) != measured_digest(first.cluster.profile):
             raise ConfigError(
-                f"{name}: its plan was made with other measured curves than that of {names[0]}",
+                f"{name}: its plan was made with other measured curves than that of {runs[0].name}",
                 hint="make one profile for each of them",
             )
         device = plan.cluster.device.name
-        ran_on = priced_run.run.environment.device
-        if not _can_be(device, ran_on):
+        if not _can_be(device, run.device):
             raise ConfigError(
-                f"{name}: the plan is for {device}, the run was on {ran_on}",
+                f"{name}: the plan is for {device}, the run was on {run.device}",
                 hint="calibrate with a run on that device",
             )
 
@@ -157,25 +152,14 @@ def _can_be(device: str, torch_name: str) -> bool:
     return torch_name != "cpu"
 
 
-def allocator_share(runs: Sequence[RunFile]) -> float | None:
-    """Largest share that the allocator reserved beyond allocated bytes, None without CUDA runs."""
-    peaks = [
-        (rank.peak_allocated_bytes.measured, rank.peak_reserved_bytes.measured)
-        for run in runs
-        for rank in run.ranks
-    ]
-    shares = [reserved / allocated - 1 for allocated, reserved in peaks if allocated and reserved]
-    return round(max(shares), 4) if shares else None
-
-
 def _source(priced_run: PricedRun, calibration: Calibration) -> ProfiledRun:
     run = priced_run.run
     return ProfiledRun(
-        fingerprint=run_fingerprint(run),
+        fingerprint=run.fingerprint,
         date=run.date,
-        model=priced_run.plan.model.name,
-        mesh=str(priced_run.plan.mesh),
-        measured_s=median(run.steps.seconds[-run.recorded_steps :]),
+        model=run.plan.model.name,
+        mesh=str(run.plan.mesh),
+        measured_s=run.step_s,
         priced_s=priced_run.step_s(None),
         calibrated_s=priced_run.step_s(calibration),
     )
@@ -200,13 +184,13 @@ class _Equations:
         measured_s: dict[Row, float] = {}
         for index, priced_run in enumerate(self.priced):
             prices = priced_run.parts_s(None)
-            for part in priced_run.run.parts:
-                if part.measured_s and prices.get((part.work, part.stage), 0.0) > 0.0:
-                    measured_s[index, (part.work, part.stage)] = part.measured_s
+            for part, seconds in priced_run.run.parts.items():
+                if seconds > 0.0 and prices.get(part, 0.0) > 0.0:
+                    measured_s[index, part] = seconds
         if not measured_s:
             raise ConfigError(
                 "the runs measured no part of a step that has a price",
-                hint="run the plan with --steps 5 or more",
+                hint="run the plan with --steps 5 or more, or check that --plan is of that run",
             )
         return list(measured_s), np.log(np.array(list(measured_s.values())))
 
@@ -249,12 +233,12 @@ class _Equations:
         ]
         free, tied = self._told_apart(exercised)
         x = self._least_squares(free, tied)
-        runs = ", ".join(run_fingerprint(priced_run.run) for priced_run in self.priced)
-        together = f"run {runs}: together with compute, not told apart"
+        runs = ", ".join(priced_run.run.source for priced_run in self.priced)
+        together = f"{runs}: together with compute, not told apart"
         factors: dict[str, Any] = {}
         for cause, logarithm in self._all(free, tied, x).items():
             value = float(f"{math.exp(logarithm):.6g}")
-            source = together if cause in tied else f"run {runs}"
+            source = together if cause in tied else runs
             factors[cause] = Factor(value=value, measured=True, source=source)
         return replace(self.none, **factors)
 

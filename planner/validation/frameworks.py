@@ -109,6 +109,10 @@ PRODUCT_FORMATS = {  # a dtype cell -> the format of the products
 }
 # Megatron-Bridge's recipes of fp8 without a further word scale by the tensor as it is (fp8_cs)
 CURRENT_SCALING = re.compile(r"Megatron-Bridge")
+# Runs that gather weights in the format of the products: Megatron-Bridge's recipes of every format
+# but scales of blocks (067f987df0 src/megatron/bridge/training/mixed_precision.py,
+# fp8_param_gather and fp4_param_gather), and runs of torchtitan that say so.
+NARROW_WEIGHTS = (("framework", r"Megatron-Bridge"), ("notes", r"float8 all-gather"))
 PURE = re.compile(r"bf16 \(?pure|pure bf16")  # states in bf16, without fp32 copies
 RECOMPUTE = {  # a recompute cell -> the levels that blocks take in turn
     "none": (Recompute.NONE,),

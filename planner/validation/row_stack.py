@@ -18,6 +18,7 @@ from parplan.planner.validation.frameworks import (
     KERNELS,
     LOGIT_BYTES,
     NARROW_GRADIENTS,
+    NARROW_WEIGHTS,
     NO_OVERLAP,
     OFFLOADS,
     OPEN_MICRO_BATCHES,
@@ -178,10 +179,18 @@ def training_of(row: Row, stack: Stack) -> TrainingSpec:
         expert_imbalance=RELEASE_TEST_IMBALANCE if "Megatron-LM CI" in row["framework"] else 1.0,
         attention=stack.attention,
         products=narrow,
+        narrow_weights=_gathers_casts(row, narrow, stack),
         overlap_grad_reduce=overlap,
         documents=documents_of_row(row),
         stack=stack,
     )
+
+
+def _gathers_casts(row: Row, narrow: ProductFormat | None, stack: Stack) -> bool:
+    """Returns true for a run that gathers the weights of its products in their format."""
+    if narrow not in stack.narrow_gathers or narrow is ProductFormat.FP8_BLOCK:
+        return False
+    return any(re.search(pattern, row[cell]) for cell, pattern in NARROW_WEIGHTS)
 
 
 def _gradient_precision(row: Row, precision: Precision) -> Precision:

@@ -24,6 +24,8 @@ class Device:
         where it is not known or has none
     flash_kernel: fused attention of its libraries, where these are not CUDA's; a stack then runs it
         instead of its own
+    host_slowdown: factor on the seconds in which its host launches an operator, of a host on the
+        same board as the device; 1 for the hosts on which the stacks' seconds were fitted
     """
 
     __pydantic_config__ = _FORBID
@@ -37,6 +39,7 @@ class Device:
     source: str
     compute_capability: float | None = None
     flash_kernel: FlashKernel | None = None
+    host_slowdown: float = 1.0
 
     @property
     def is_host(self) -> bool:

@@ -89,6 +89,7 @@ class _DeviceDocument:
     source: str
     compute_capability: _Positive | None = None
     flash_kernel: FlashKernel | None = None
+    host_slowdown: _Positive | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +189,7 @@ def cluster_from_document(document: object, where: str) -> Cluster:
             source=device.source,
             compute_capability=device.compute_capability,
             flash_kernel=device.flash_kernel,
+            host_slowdown=device.host_slowdown or 1.0,
         ),
         nodes=cluster.nodes,
         gpus_per_node=node.gpus,
@@ -229,6 +231,7 @@ def cluster_document(cluster: Cluster) -> dict[str, Any]:
             source=device.source,
             compute_capability=device.compute_capability,
             flash_kernel=device.flash_kernel,
+            host_slowdown=None if device.host_slowdown == 1.0 else device.host_slowdown,
         ),
         node=_NodeDocument(
             gpus=cluster.gpus_per_node,

@@ -42,6 +42,7 @@ EXPERTS_DIM = "experts"  # the dim of parameters that expert parallelism divides
 ADAPTER_RANK = "rank"  # the dim between the two products of an adapter
 ROUTES = "routes"  # the dim of a router's scores
 _ROUTED = (ROUTES, "chosen")  # dims that the operators of a mixture have alone
+BYTE_PARTS = 64  # an element of every narrow format is a whole number of 64ths of a byte
 EXPERT_WIDTH = "expert_width"  # the dim along which ranks may divide each expert
 
 
@@ -64,11 +65,15 @@ class Tensor:
     """An activation, with the dims that it is laid out over.
 
     Two tensors of one layer with the same name are the same memory.
+
+    element_parts    64ths of a byte of an element of a cast, with its part of the scales; 0: the
+                     tensor has `element_bytes`
     """
 
     name: str
     dims: tuple[Dim, ...]
     element_bytes: int
+    element_parts: int = 0
 
     @property
     def num_elements(self) -> int:
@@ -76,6 +81,8 @@ class Tensor:
 
     @property
     def num_bytes(self) -> int:
+        if self.element_parts:
+            return -(-self.num_elements * self.element_parts // BYTE_PARTS)
         return self.num_elements * self.element_bytes
 
     def size(self, dim_name: str) -> int:

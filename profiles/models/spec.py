@@ -286,6 +286,11 @@ class ModelSpec:
         return self.num_layers + (self.tower.num_layers + ENDS if self.tower else 0)
 
     @property
+    def image_tokens(self) -> int:
+        """Tokens of a sequence that are of images."""
+        return self.tower.images * self.tower.image_tokens if self.tower else 0
+
+    @property
     def tensor_parallel_sizes(self) -> tuple[tuple[str, int], ...]:
         """The sizes that tensor parallelism divides, each with its name; 0 where there is none."""
         shared, scans = self.shared_experts, self.state_space
@@ -376,6 +381,8 @@ class TrainingSpec:
         flag of that name)
     products: the format in which the products of the blocks run, whose operands are cast from
         `precision`; None: they run in `precision`, as all else does
+    narrow_weights: data-parallel ranks gather the weights of these products in their format, and
+        keep no copy in `precision` where the stack holds the casts
     fine_tuning: the trained part of the model; None for all of it
     expert_imbalance: copies of tokens that the ranks with the fullest experts get, over the mean of
         the ranks that divide the experts; 1 where routing is balanced
@@ -397,6 +404,7 @@ class TrainingSpec:
     attention: AttentionKernel = AttentionKernel.FLASH
     overlap_grad_reduce: bool = True
     products: ProductFormat | None = None
+    narrow_weights: bool = False
     fine_tuning: FineTuning | None = None
     expert_imbalance: float = 1.0
     expert_capacity: float = 0.0
@@ -410,6 +418,13 @@ class TrainingSpec:
         coerce_choice(self, "attention", AttentionKernel)
         if self.products is not None:
             coerce_choice(self, "products", ProductFormat)
+        if self.narrow_weights and self.products not in self.stack.narrow_gathers:
+            known = ", ".join(self.stack.narrow_gathers)
+            raise ConfigError(
+                f"training: stack {self.stack.name} gathers no weights in "
+                f"{self.products or self.precision}",
+                hint=f"use --precision with one of {known}" if known else "use another --stack",
+            )
         if self.expert_imbalance < 1.0 or self.expert_capacity < 0.0:
             raise ConfigError(
                 f"training: expert_imbalance is {self.expert_imbalance:g} and expert_capacity "

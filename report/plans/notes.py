@@ -14,6 +14,7 @@ from parplan.profiles.models.transformer import build_graph, has_unlike_blocks
 from parplan.profiles.provenance import Kind
 from parplan.profiles.stack import AttentionKernel
 from parplan.report.names import graph_of
+from parplan.report.plans.format_notes import format_notes
 from parplan.report.text import percent
 
 EXECUTORS_STACK = "parplan"
@@ -42,6 +43,7 @@ def notes(plan: AnyPlan, *, ruled: bool = False) -> Iterator[str]:
         for part in plan.model.left_out:
             yield f"{part} is left out: the plan is that of the text model alone"
         yield from _packed(plan)
+        yield from format_notes(plan.training, plan.cluster.device.compute_capability)
     space = None if isinstance(plan, TracedPlan) else _space_text(plan, ruled=ruled)
     if space:
         yield space

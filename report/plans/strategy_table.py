@@ -24,8 +24,10 @@ HEADING = (
 )
 
 
-def print_strategies(operators: Iterable[OperatorStrategies], out: Console, axes: str) -> None:
-    """Print one table an operator, fastest strategy first.
+def print_strategies(
+    operators: Iterable[OperatorStrategies], out: Console, axes: str, notes: Iterable[str] = ()
+) -> None:
+    """Print one table an operator, fastest strategy first, behind the notes.
 
     Times are forward and backward of one micro-batch on one GPU.
     """
@@ -34,6 +36,8 @@ def print_strategies(operators: Iterable[OperatorStrategies], out: Console, axes
         f"strategies over the {axes}; what lies between operators is priced by placement pair",
         "bold",
     )
+    for note in notes:
+        say(out, note, "dim")
     for operator in operators:
         say(out)
         note = "keep or recompute" if operator.recomputable else "keep only"

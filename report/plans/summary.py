@@ -130,6 +130,8 @@ def header(plan: AnyPlan, width: int) -> str:
     cluster = plan.cluster
     training = plan.training
     products = f" with {training.products} products" if training.products else ""
+    if training.narrow_weights:
+        products += " and weights"
     kept = training.stack.states
     states = f" ({kept} states)" if kept not in (None, StatePrecision.FP32) else ""
     return joined(

@@ -942,6 +942,21 @@ def test_fp8_products_are_in_the_plan_and_a_device_without_them_is_an_error():
     )
 
 
+def test_narrow_weights_are_in_the_plan_and_a_stack_without_them_is_an_error():
+    plan_file(
+        *("--model", "gpt-1.5b", "--gpus", "8", "--gpu", "h100-80gb"),
+        *("--precision", "fp8-current", "--narrow-weights"),
+    )
+    shown = " ".join(succeed("show", "plan.yaml").stdout.split())
+    assert "bf16 with fp8-current products and weights" in shown
+    assert "1 of an input until the backward pass, 2 of the casts of a weight" in shown
+
+    error = fail(
+        2, *("--model", "gpt-1.5b", "--gpus", "8", "--gpu", "h100-80gb", "--narrow-weights")
+    )
+    assert "stack megatron-core gathers no weights in bf16" in error
+
+
 def test_gradients_in_16_bits_are_asked_for_and_need_less_memory():
     def gradients_gib(*more):
         return (

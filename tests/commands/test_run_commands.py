@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 from parplan import cli
 from parplan.planner.plan.plan_file import write_plan
 from parplan.planner.runs.run_file import write_run as write_run
+from tests.helpers.kineto_traces import one_step, write_kineto
 from tests.helpers.synthetic_runs import estimated, factors, run_of
 
 ESTIMATE = (
@@ -65,7 +66,7 @@ def error(*arguments: str) -> str:
 def test_a_run_becomes_a_profile_that_meets_its_step():
     out = succeed("calibrate", "run.json", "-o", "mine.yaml")
 
-    assert re.search(r"forward passes +1\.5  run [0-9a-f]{16}\n", out)
+    assert re.search(r"forward passes +1\.5  run [0-9a-f]{16} of 2026-11-01\n", out)
     assert re.search(r"transfers between stages +-  no run exercised it\n", out)
     assert (
         out.splitlines()[-1]
@@ -76,6 +77,53 @@ def test_a_run_becomes_a_profile_that_meets_its_step():
     after = json.loads(succeed(*ESTIMATE, "--profile", "mine.yaml"))["predicted"]["step_time_s"]
     assert before["value"] < 0.8 * measured_s
     assert after == {"value": pytest.approx(measured_s, rel=1e-4), "kind": "interpolated"}
+
+
+def test_a_trace_of_any_framework_becomes_a_profile_beside_its_plan():
+    write_kineto(Path("rank0.json"), one_step())
+    write_plan(estimated(tp=2, dp=2), Path("there.yaml"))
+
+    out = succeed("calibrate", "rank0.json", "--plan", "there.yaml", "-o", "mine.yaml")
+
+    assert "1 traced step of 1 rank: 1.00 ms a step" in out
+    assert re.search(r"exposed tensor-parallel communication +50\.0 us +5\.0 %", out)
+    assert re.search(r"all_reduce +tensor +2 +1 +0\.001953 +60\.0 us +50\.0 us", out)
+    assert re.search(r"forward passes +\S+  kineto trace [0-9a-f]{16} of 2023-11-14\n", out)
+    made = yaml.safe_load(Path("mine.yaml").read_text())
+    assert made["calibration"]["tensor"]["measured"] is True
+    by_options = ("calibrate", "rank0.json", *ESTIMATE[1:-1], "--gpus", "4", "--tp", "2")
+    again = succeed(*by_options, "--global-batch-size", "16", "-o", "same.yaml")
+    assert again.splitlines()[:-1] == out.splitlines()[:-1]
+    assert Path("same.yaml").read_text() == Path("mine.yaml").read_text()
+    assert "give --plan PLAN, or the options" in error("calibrate", "rank0.json")
+    assert "leave --model out" in error(*by_options, "--plan", "there.yaml")
+    assert "a run.json holds its plan" in error("calibrate", "run.json", "--plan", "there.yaml")
+
+
+def test_files_of_other_planners_become_a_profile():
+    Path("sp_time_1nodes_8gpus_per_node.json").write_text('{"allreduce_size_4_64MB_time": 1.2}')
+    Path("DeviceType.A100_tp1_bs1.json").write_text('{"execution_time": {}}')
+    of_galvatron = ("profile", "--import", "sp_time_1nodes_8gpus_per_node.json", "-o", "mine.yaml")
+
+    out = succeed(*of_galvatron, "--gpu", "a100-80gb")
+
+    assert re.search(r"measured +files of Galvatron, \S+ on 8 x NVIDIA A100-SXM4-80GB", out)
+    assert re.search(r"all_reduce +4 ranks, 2 groups +1 +64\.0 MiB +1\.20 ms", out)
+    before = json.loads(succeed(*ESTIMATE, "--gpus", "4", "--tp", "4"))
+    after = json.loads(succeed(*ESTIMATE, "--gpus", "4", "--tp", "4", "--profile", "mine.yaml"))
+    tensor_s = [plan["predicted"]["breakdown"]["tp_comm_s"]["value"] for plan in (before, after)]
+    assert tensor_s[1] > 1.1 * tensor_s[0]
+    assert "plan calibrate DeviceType.A100_tp1_bs1.json --plan PLAN" in error(
+        "profile", "--import", "DeviceType.A100_tp1_bs1.json"
+    )
+    assert "layer_compute_total_ms is missing" in error(
+        "calibrate", "DeviceType.A100_tp1_bs1.json", "--plan", _plan_file()
+    )
+
+
+def _plan_file() -> str:
+    write_plan(estimated(), Path("there.yaml"))
+    return "there.yaml"
 
 
 def test_json_is_the_profile_and_a_dash_is_stdout():

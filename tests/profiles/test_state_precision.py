@@ -25,6 +25,7 @@ def test_the_options_have_every_precision():
     ("stack", "precision", "kept", "gradients"),
     [
         ("megatron-core", "bf16-moments", (4, 2), Precision.FP32),
+        ("nemo", "fp8-moments", (4, 1), Precision.FP32),
         ("torchtitan", "bf16", (0, 2), Precision.BF16),
         ("torchtitan", "fp32", (4, 4), Precision.FP32),
     ],

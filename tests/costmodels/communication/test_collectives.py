@@ -193,6 +193,16 @@ def test_across_nodes_the_ring_is_as_slow_as_its_nics():
     )
 
 
+def test_a_ring_over_whole_nodes_passes_every_rank_of_them():
+    placement = Placement(nodes=64, ranks_per_node=8, groups_per_node=1)
+    cluster = A100.cluster
+    nearly_nothing = collective_time(Collective.ALL_GATHER, 512, placement, A100).value_s
+    inside_s = collective_time(Collective.ALL_GATHER, 512, NODE, A100).value_s
+
+    hops_s = 63 * cluster.nic.latency_s + 63 * 7 * cluster.intra_node.latency_s
+    assert nearly_nothing == pytest.approx(inside_s + hops_s, rel=1e-3)
+
+
 def test_across_nodes_a_part_inside_the_node_that_is_slower_decides():
     slow = replace(A100.cluster, nic=replace(A100.cluster.nic, bytes_per_s=1e12))
     placement = Placement(nodes=2, ranks_per_node=8, groups_per_node=1)

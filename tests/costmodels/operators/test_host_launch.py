@@ -128,3 +128,12 @@ def test_a_calibration_corrects_what_the_host_adds_and_what_it_bounds():
         operator, Sharding(), machine, training()
     ).forward.value_s == pytest.approx(2 * plain.forward.value_s)
     assert launch_s(with_step(BOUND, machine), STACK) == (2e-3, 2e-3)
+
+
+def test_a_host_on_the_board_of_the_device_launches_as_much_slower_as_it_is_said_to():
+    grace = machine_for(load_cluster("gb200-186gb"))
+
+    assert grace.cluster.device.host_slowdown > A100.cluster.device.host_slowdown == 1.0
+    assert launch_s(grace, STACK) == tuple(
+        grace.cluster.device.host_slowdown * seconds for seconds in launch_s(A100, STACK)
+    )

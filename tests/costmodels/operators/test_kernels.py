@@ -6,7 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from parplan.costmodels.operators.kernels import misaligned, product_kernel, update_kernels
+from parplan.costmodels.operators.kernels import (
+    MISALIGNED_BATCHED,
+    misaligned,
+    product_kernel,
+    update_kernels,
+)
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 
@@ -27,6 +32,16 @@ def test_a_product_built_of_its_sizes_is_as_slow_as_its_weight_is_misaligned(cur
     assert made.sizes == sizes
     assert made.slower == misaligned(2) > 1.0
     assert product_kernel(curve, (64, 64, 64), 2, 2).slower == 1.0
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "slower"), [(144, 1.0), (108, MISALIGNED_BATCHED), (145, MISALIGNED_BATCHED)]
+)
+def test_heads_that_are_no_multiple_of_16_bytes_leave_the_tensor_cores(head_dim, slower):
+    scores = product_kernel("batched_forward", (4, 2048, 2048, head_dim), 2, 2)
+    values = product_kernel("batched_backward", (4, 2048, head_dim, 2048), 2, 2)
+
+    assert scores.slower == values.slower == slower
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,13 @@ from functools import cache
 import pytest
 
 from parplan.costmodels.communication.collectives import Collective
-from parplan.costmodels.usage.rank_traffic import MESSAGE, rank_traffic
+from parplan.costmodels.usage.rank_traffic import MESSAGE, SentBytes, rank_traffic
 from parplan.costmodels.usage.rank_usage import RankUse
 from parplan.executor.checking.dry_run import dry_run
+from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.plan_strategy import prices_of_plan, strategy_of
 from parplan.profiles.models.blocks import BlockRun
+from parplan.profiles.models.documents import Documents
 from parplan.profiles.stack import ContextForm
 from tests.helpers.cases import mostly_slow
 from tests.helpers.executor_plans import LLAMA, SEQ_LENGTH, make_plan
@@ -150,6 +152,20 @@ def test_a_block_keeps_what_it_would_of_sequences_as_short_as_its_part(form, cp,
     assert used(form, cp).saved == expected
 
 
+def within_reach(plan: Plan) -> tuple[SentBytes, SentBytes]:
+    """Returns what the first rank sends over cp, counted and priced as the executor sends it."""
+    stack = dataclasses.replace(plan.training.stack, sends_within_windows=True)
+    plan = dataclasses.replace(plan, training=dataclasses.replace(plan.training, stack=stack))
+    price_cache = prices_of_plan(plan)
+    (priced,) = (
+        each
+        for each in rank_traffic(strategy_of(plan, price_cache), 0, price_cache)
+        if each.axis == "cp"
+    )
+    (counted,) = (each for each in dry_run(plan, 0).use.sent if each.axis == "cp")
+    return counted, priced
+
+
 @pytest.mark.parametrize(
     ("cp", "window", "form"),
     mostly_slow(
@@ -166,18 +182,37 @@ def test_the_first_rank_sends_no_more_within_a_window_than_the_fullest_is_predic
 ):
     model = dataclasses.replace(MODEL, blocks=(BlockRun(window=window),))
     plan = make_plan(model, cp=cp, form=form)
-    stack = dataclasses.replace(plan.training.stack, sends_within_windows=True)
-    plan = dataclasses.replace(plan, training=dataclasses.replace(plan.training, stack=stack))
-    price_cache = prices_of_plan(plan)
 
-    (priced,) = (
-        each
-        for each in rank_traffic(strategy_of(plan, price_cache), 0, price_cache)
-        if each.axis == "cp"
-    )
-    (counted,) = (each for each in dry_run(plan, 0).use.sent if each.axis == "cp")
+    counted, priced = within_reach(plan)
 
     assert (counted.kind, counted.calls) == (priced.kind, priced.calls)
     if (cp, window) in ((2, 3), (2, 5)):  # both ranks send and read one piece
+        assert counted.num_bytes == priced.num_bytes
+    assert counted.num_bytes <= priced.num_bytes
+
+
+@pytest.mark.parametrize(
+    ("form", "cp", "documents"),
+    mostly_slow(
+        [
+            (RING, 2, Documents(lengths=((2, 1), (3, 1)))),
+            (GATHER, 2, Documents(lengths=((5, 1),))),
+            (RING, 4, Documents(lengths=((1, 3), (3, 1)))),
+            (EXCHANGE, 2, Documents(lengths=((5, 1),))),
+            (RING, 2, Documents(mean=4.0)),
+            (RING, 4, None),
+        ],
+        {(RING, 2, Documents(lengths=((2, 1), (3, 1)))), (RING, 2, Documents(mean=4.0))},
+    ),
+)
+def test_packed_sequences_send_as_far_as_their_longest_document_reaches(form, cp, documents):
+    model = MODEL if documents else dataclasses.replace(MODEL, blocks=(BlockRun(chunk=8),))
+    plan = make_plan(model, cp=cp, form=form)
+    training = dataclasses.replace(plan.training, documents=documents)
+
+    counted, priced = within_reach(dataclasses.replace(plan, training=training))
+
+    assert (counted.kind, counted.calls) == (priced.kind, priced.calls)
+    if cp == 2:
         assert counted.num_bytes == priced.num_bytes
     assert counted.num_bytes <= priced.num_bytes

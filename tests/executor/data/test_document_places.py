@@ -14,12 +14,16 @@ from parplan.executor.data.tokens import bytes_tokenizer, write_tokens
 from parplan.executor.models.attention_modules import document_lengths
 from parplan.executor.run_options import Options
 from parplan.planner.plan.plan import Plan
+from parplan.profiles.models.blocks import BlockRun
 from parplan.profiles.models.documents import Documents
 from parplan.profiles.models.spec import Precision
-from parplan.profiles.stack import AttentionKernel
+from parplan.profiles.stack import AttentionKernel, ContextForm
 from tests.executor.models.test_family_runs import DEEPSEEK, GEMMA, LLAMA4
 from tests.helpers.executor_plans import GPT, LLAMA, MIXTRAL, make_plan
 from tests.helpers.executor_world import Worlds, require_as_one_process
+
+RING, GATHER = ContextForm.RING, ContextForm.ALL_GATHER
+EXCHANGE, TWO_LEVEL = ContextForm.ALL_TO_ALL, ContextForm.TWO_LEVEL
 
 
 def packed(plan: Plan, documents: Documents | None = None) -> Plan:
@@ -48,9 +52,28 @@ PLANS: dict[str, Plan] = {
     "parts-of-documents-unfused": packed(
         make_plan(LLAMA4, dp=2, attention=AttentionKernel.UNFUSED)
     ),
+    "gpt-cp2-ring-learned-positions": packed(make_plan(GPT, cp=2, form=RING, zero=(1,))),
+    "llama-cp2-gather-window": packed(
+        make_plan(replace(LLAMA, blocks=(BlockRun(window=3),)), cp=2, form=GATHER)
+    ),
+    "llama-cp2-exchange-recompute": packed(
+        make_plan(LLAMA, cp=2, form=EXCHANGE, zero=(3,), recompute="full")
+    ),
+    "llama-cp4-ring-of-known-documents": packed(
+        make_plan(LLAMA, cp=4, form=RING, recompute=("attention",)),
+        Documents(lengths=((2, 1), (4, 3))),
+    ),
+    "llama-cp4-two-level-mean": packed(make_plan(LLAMA, cp=4, form=TWO_LEVEL), Documents(mean=5.0)),
+    "llama-cp2-tp2-pp2": packed(make_plan(LLAMA, pp=2, cp=2, form=RING, tp=2, sp=True)),
+    "parts-of-documents-cp2": packed(make_plan(LLAMA4, cp=2, form=RING)),
+    "further-tokens-cp2": packed(make_plan(replace(LLAMA, mtp_layers=1), cp=2, form=RING)),
     "llama-bf16": packed(make_plan(LLAMA, dp=2, zero=(1,), precision=Precision.BF16)),
 }
-QUICK = ("gpt-pp2-dp2-learned-positions", "gpt-tp2-attention-recompute")
+QUICK = (
+    "gpt-cp2-ring-learned-positions",
+    "gpt-pp2-dp2-learned-positions",
+    "gpt-tp2-attention-recompute",
+)
 WORLDS = Worlds(PLANS, slow=[name for name in PLANS if name not in QUICK])
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from parplan.planner.calibration.measured_run import run_measured
 from parplan.planner.calibration.run_factors import calibrate
 from parplan.planner.plan.derived import layout_of
 from parplan.planner.runs.run_account import predict
@@ -25,7 +26,12 @@ def calibrated(*pairs) -> Calibration:
 
 def profile_of(*pairs):
     runs = [run_of(plan, factors(plan, **truth)) for plan, truth in pairs]
-    return calibrate(runs, [f"run{i}.json" for i in range(len(runs))])
+    return made_of(*runs)
+
+
+def made_of(*runs, names=None):
+    names = names or [f"run{i}.json" for i in range(len(runs))]
+    return calibrate([run_measured(run, name) for run, name in zip(runs, names, strict=True)])
 
 
 @pytest.mark.parametrize(
@@ -117,7 +123,7 @@ def test_noise_of_a_few_percent_stays_a_few_percent():
         if part.measured_s
     ]
 
-    calibration = calibrate([replace(run, parts=tuple(off))], ["run.json"]).calibration
+    calibration = made_of(replace(run, parts=tuple(off))).calibration
 
     for cause, value in truth.items():
         assert calibration.factor(cause).value == pytest.approx(value, rel=0.12), cause
@@ -128,7 +134,7 @@ def test_a_run_of_a_calibrated_plan_gives_the_same_profile():
     first = calibrated((plan, truth))
     with_it = replace(plan, cluster=replace(plan.cluster, calibration=first))
 
-    second = calibrate([run_of(with_it, factors(plan, **truth))], ["run.json"]).calibration
+    second = made_of(run_of(with_it, factors(plan, **truth))).calibration
 
     assert {c: second.factor(c).value for c in CAUSES} == {
         c: pytest.approx(first.factor(c).value, rel=1e-4) for c in CAUSES
@@ -179,10 +185,10 @@ def test_runs_with_unlike_curves_make_no_profile():
 def test_the_allocator_share_is_the_largest_that_a_rank_had():
     plan = estimated()
 
-    assert calibrate(
-        [run_of(plan, allocated=100, reserved=107)], ["run.json"]
+    assert made_of(
+        run_of(plan, allocated=100, reserved=107), run_of(plan, allocated=100, reserved=103)
     ).allocator_share == pytest.approx(0.07)
-    assert calibrate([run_of(plan)], ["run.json"]).allocator_share is None
+    assert made_of(run_of(plan)).allocator_share is None
 
 
 def test_a_factor_prices_only_its_own_cause():
@@ -225,7 +231,7 @@ def test_a_factor_prices_only_its_own_cause():
 )
 def test_runs_of_unlike_machines_make_no_profile(changed, message):
     with pytest.raises(ConfigError, match=message):
-        calibrate([run_of(estimated()), run_of(estimated(**changed))], ["a.json", "b.json"])
+        made_of(run_of(estimated()), run_of(estimated(**changed)), names=["a.json", "b.json"])
 
 
 @pytest.mark.parametrize("device", ["cpu", "NVIDIA H100 80GB HBM3"])
@@ -236,7 +242,7 @@ def test_a_run_on_another_device_than_the_plans_is_refused(device):
     with pytest.raises(
         ConfigError, match=rf"run\.json: the plan is for a100-80gb, the run was on {device}"
     ):
-        calibrate([elsewhere], ["run.json"])
+        made_of(elsewhere, names=["run.json"])
 
 
 def test_a_run_without_times_is_refused():
@@ -244,7 +250,7 @@ def test_a_run_without_times_is_refused():
     empty = replace(run, parts=tuple(replace(part, measured_s=None) for part in run.parts))
 
     with pytest.raises(ConfigError, match="measured no part of a step that has a price"):
-        calibrate([empty], ["run.json"])
+        made_of(empty)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
