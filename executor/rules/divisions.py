@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from parplan.executor.placed_layers import rank_tokens
 from parplan.planner.plan.plan import LayerPlan, OperatorPlacement, Plan
 from parplan.planner.plan.traced_plan import AnyPlan
-from parplan.profiles.models.operator_graph import LayerKind, Operator, OperatorKind
+from parplan.profiles.models.operator_graph import Dim, LayerKind, Operator, OperatorKind
 from parplan.profiles.models.transformer import build_graph
 
 Entries = tuple[str, ...]
@@ -43,7 +43,7 @@ SEQUENCE: Entries = ("Shard(1)@tp",)
 FEATURES: Entries = ("Shard(2)@tp",)
 ROWS, COLUMNS = BATCH, SEQUENCE  # of a weight [features out, features in], and of a table
 TOKENS = (BATCH, SEQUENCE)
-OF_STATE_SPACES = ("conv", "steps", "scan", "gated_norm")  # operators that hold groups of heads
+OF_SCANS = ("conv", "steps", "scan", "gated_norm")  # operators that hold groups of heads
 
 _SHARD = re.compile(r"Shard\((\d+)\)@tp")
 
@@ -317,13 +317,17 @@ def _divided_sizes(
             continue
         if dim < len(sizes):
             size, name = sizes[dim], names[dim]
-        elif operator.name in OF_STATE_SPACES and plan.model.state_space is not None:
-            size, name = plan.model.state_space.num_groups, "groups of state-space heads"
+        elif operator.name in OF_SCANS:
+            size, name = _groups_of_heads(tensors[0].dims[dim]), "groups of heads of a scan"
         elif operator.parallel_dim == "heads" and operator.kind is not OperatorKind.MATMUL:
             size, name = plan.model.num_kv_heads, "num_kv_heads"
         else:
             size, name = tensors[0].dims[dim].size, "features"
         yield f"{name} {size}", size
+
+
+def _groups_of_heads(features: Dim) -> int:
+    return features.size // features.unit
 
 
 def _text(entries: Entries) -> str:
