@@ -234,7 +234,7 @@ _GATED = {
     Activations.GELU_TANH: (partial(_gelu_gate, "tanh"), partial(_gelu_gate_back, "tanh")),
     Activations.BOUNDED_SILU: (_bounded_gate, _bounded_gate_back),
 }
-_PLAIN: dict[Activations, Callable[[Tensor], Tensor]] = {
+PLAIN_ACTIVATIONS: dict[Activations, Callable[[Tensor], Tensor]] = {
     Activations.GELU_TANH: lambda x: functional.gelu(x, approximate="tanh"),
     Activations.GELU: functional.gelu,
     Activations.QUICK_GELU: lambda x: x * (GATE_SLOPE * x).sigmoid(),
@@ -260,7 +260,7 @@ class Activation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.gated:
-            return _PLAIN[self.function](x)
+            return PLAIN_ACTIVATIONS[self.function](x)
         return _Gated.apply(x, *_GATED[self.function])
 
 

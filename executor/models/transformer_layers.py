@@ -61,31 +61,46 @@ from parplan.executor.models.state_space_modules import (
     StepSizes,
     state_space_convolution,
 )
+from parplan.executor.models.tower_modules import (
+    ImageTokens,
+    JoinedPatches,
+    PatchRotary,
+    PatchTables,
+    ProjectorActivation,
+)
 from parplan.executor.tensors import DTYPES, local
 from parplan.profiles.models.blocks import BlockRun, Mixer
 from parplan.profiles.models.operator_graph import (
     ADAPTER_RANK,
     LayerClass,
     LayerKind,
+    ModelPart,
     Operator,
     OperatorKind,
 )
 from parplan.profiles.models.parts.multi_token import MODULE
-from parplan.profiles.models.spec import ModelSpec, Norm, TrainingSpec
-from parplan.profiles.models.transformer import build_graph, last_kind
+from parplan.profiles.models.parts.tower import as_model
+from parplan.profiles.models.spec import ModelSpec, TrainingSpec
+from parplan.profiles.models.towers import Tower
+from parplan.profiles.models.transformer import all_block_kinds, build_graph, last_kind
 
-READS_PLACES = ("attention", "positions")  # modules that tell documents apart
+READS_PLACES = ("attention", "positions", "image_tokens")  # modules that read places of tokens
 MIXTURE = "mixture"  # the module of the operators of a mixture of experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blueprint:
-    """The description of one operator's module."""
+    """The description of one operator's module.
+
+    model   of which the layer has a block: that of a tower in a layer of one
+    tower   in a layer of one, None in all others
+    """
 
     operator: Operator
     model: ModelSpec
     training: TrainingSpec
     block: BlockRun
+    tower: Tower | None = None
 
 
 def _linear(operator: Operator) -> nn.Module:
@@ -96,7 +111,7 @@ def _linear(operator: Operator) -> nn.Module:
 
 
 def _norm(of: Blueprint) -> nn.Module:
-    kind = LayerNorm if of.model.norm is Norm.LAYER_NORM else RMSNorm
+    kind = LayerNorm if len(of.operator.parameters) > 1 else RMSNorm  # with a bias
     return kind(of.operator.outputs[0].dims[-1].size, eps=of.model.norm_epsilon)
 
 
@@ -113,7 +128,8 @@ def _rotary(of: Blueprint) -> nn.Module:
 def _attention(of: Blueprint) -> nn.Module:
     work = of.operator.attention
     longest = work.in_documents.longest if work is not None and work.in_documents else 0
-    return SelfAttention(of.model, of.training.attention, of.block, longest)
+    causal = of.tower is None
+    return SelfAttention(of.model, of.training.attention, of.block, longest, causal=causal)
 
 
 _BY_KIND: dict[OperatorKind, Callable[[Blueprint], nn.Module]] = {
@@ -121,7 +137,7 @@ _BY_KIND: dict[OperatorKind, Callable[[Blueprint], nn.Module]] = {
     OperatorKind.NORM: _norm,
     OperatorKind.EMBEDDING: _tokens,
     OperatorKind.ATTENTION: _attention,
-    OperatorKind.CROSS_ENTROPY: lambda _: Loss(),
+    OperatorKind.CROSS_ENTROPY: lambda of: Loss(skips=of.model.image_tokens > 0),
 }
 _BY_NAME: dict[str, Callable[[Blueprint], nn.Module]] = {
     "positions": lambda of: LearnedPositions(of.model),
@@ -136,6 +152,12 @@ _BY_NAME: dict[str, Callable[[Blueprint], nn.Module]] = {
     "attention_gate": lambda of: AttentionGate(of.model),
     "joined": lambda _: Joined(),
     "logit_cap": lambda of: SoftCap(of.model.logit_soft_cap),
+}
+_OF_TOWER: dict[str, Callable[[ModelSpec, Tower], nn.Module]] = {
+    "rotary": PatchRotary,
+    "positions": lambda _, tower: PatchTables(tower),
+    "joined": lambda _, tower: JoinedPatches(tower),
+    "image_tokens": lambda _, tower: ImageTokens(tower),
 }
 
 
@@ -158,8 +180,11 @@ _BY_MIXER: dict[Mixer, dict[str, Callable[[ModelSpec], nn.Module]]] = {
 def module_of(of: Blueprint) -> nn.Module:
     """Returns the module of an operator outside of a mixture of experts. Raises KeyError."""
     operator = of.operator
-    of_mixer = _BY_MIXER.get(of.block.mixer, {})
-    if operator.name in of_mixer:
+    if of.tower is not None and operator.name in _OF_TOWER:
+        return _OF_TOWER[operator.name](of.model, of.tower)
+    if of.tower is not None and operator.name.startswith("projection") and not operator.parameters:
+        return ProjectorActivation(of.tower.functions.projector_activation)
+    if of.tower is None and operator.name in (of_mixer := _BY_MIXER.get(of.block.mixer, {})):
         return of_mixer[operator.name](of.model)
     if operator.name in _BY_NAME:
         return _BY_NAME[operator.name](of)
@@ -196,10 +221,14 @@ class Layer(nn.Module):
         ranks: ExpertRanks | None = None,
     ) -> None:
         super().__init__()
+        tower = None if layer.part is ModelPart.LANGUAGE else model.tower
+        model = model if tower is None else as_model(tower)
         block = block or model.block_kinds[0]
         for operator in layer.operators:
             if not operator.in_mixture:
-                of = Blueprint(operator=operator, model=model, training=training, block=block)
+                of = Blueprint(
+                    operator=operator, model=model, training=training, block=block, tower=tower
+                )
                 self.add_module(operator.name, module_of(of))
             elif not hasattr(self, MIXTURE):
                 mixture = tuple(each for each in layer.operators if each.in_mixture)
@@ -219,7 +248,7 @@ class Layer(nn.Module):
         """Returns the output of the last of `steps`, the first of which reads `x`.
 
         places    those of the tokens in their documents, [batch, sequence]; None where sequences
-                  are whole
+                  are whole; in the projector of a tower those of images
         further   other tensors that steps read, by name
         """
         tensors = {steps[0].reads[0][0]: x, **further}
@@ -304,6 +333,29 @@ class Block(Layer):
         """Returns the number of the last step of an operator and its adapter."""
         names = (name, name + SUM)
         return max(at for at, step in enumerate(self.calls) if step.module in names)
+
+
+class Patches(Layer):
+    """The first layer of a tower."""
+
+    def forward(self, pixels: Tensor) -> Tensor:  # type: ignore[override]
+        """Returns tokens of images, [images of all sequences, tokens, features].
+
+        pixels   [sequences, images of each, patches, features of a patch]
+        """
+        return self.run(self.calls, pixels.flatten(0, 1))
+
+
+class Projector(Layer):
+    """The last layer of a tower."""
+
+    def forward(self, x: Tensor, embedded: Tensor, first: Tensor) -> Tensor:  # type: ignore[override]
+        """Returns the tokens of the sequences, with those of images among them.
+
+        embedded   tokens of the sequences, [sequences, tokens, features]
+        first      the place of the first token of each image, [sequences, images of each]
+        """
+        return self.run(self.calls, x, first, embedded=embedded)
 
 
 class FurtherToken(Layer):
@@ -428,9 +480,21 @@ def described(
     graph = build_graph(model, training, 1)
     if kind is LayerKind.HEAD:
         return graph.head, last_kind(model)
-    place = (index - 1) % model.num_layers
+    kinds = all_block_kinds(model)
+    place = (index - 1) % len(kinds)
     key = graph.key(place + 1) if kind is LayerKind.BLOCK else kind
-    return graph.layer_class(key), model.block_kinds[place]
+    return graph.layer_class(key), kinds[place]
+
+
+_OF_KIND: dict[LayerKind, type[Layer]] = {
+    LayerKind.EMBEDDING: Embedding,
+    LayerKind.BLOCK: Block,
+    LayerKind.HEAD: Head,
+}
+_OF_PART: dict[ModelPart, type[Layer]] = {
+    ModelPart.PATCHES: Patches,
+    ModelPart.PROJECTOR: Projector,
+}
 
 
 def build_layer(
@@ -448,8 +512,8 @@ def build_layer(
     starts from the same model: each rank builds the layer and retains its shard. A rank of `ranks`
     builds only its part of the experts, each of which has separate values.
     """
-    made = {LayerKind.EMBEDDING: Embedding, LayerKind.BLOCK: Block, LayerKind.HEAD: Head}[kind]
     operators, block = described(model, training, kind, index)
+    made = _OF_PART.get(operators.part) or _OF_KIND[kind]
     with torch.device("meta"):
         layer = made(operators, model, training, block, ranks)
     materialize(layer, device)

@@ -62,6 +62,7 @@ def further_tokens(plan: Plan) -> Iterator[Refusal]:
     looks_up = any(Offload.LOOKUP in each.offload for each in plan.layer_plans.values())
     splits = plan.mesh.pp > 1 and layout_of(plan).splits_backward
     obstacles = {
+        "a tower": model.tower is not None,
         "a token table on the host": looks_up,
         f"a tied table under {plan.pipeline.schedule}": splits and model.tied_embeddings,
     }
@@ -240,6 +241,7 @@ def packed_sequences(plan: Plan) -> Iterator[Refusal]:
     obstacles = {
         "a module that is not the executor's own": plan.module is not None,
         "blocks in chunks": plan.chunks is not None,
+        "a tower": plan.model.tower is not None,
         f"tp_overlap {plan.pipeline.tp_overlap}": plan.pipeline.tp_overlap > 0,
         "blocks that scan a sequence": plan.model.scans,
         "activations on the host": any(each.keep_on_host for each in plan.layer_plans.values()),

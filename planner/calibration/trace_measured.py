@@ -39,16 +39,12 @@ def measured_by_traces(traces: Sequence[RankTrace], plan: Plan) -> MeasuredTrace
     """Returns the measurements of the traced steps of `plan`.
 
     The parts are those of the median step of each rank, and their means over the ranks of a stage.
-    Raises ConfigError: a trace of another number of ranks, of no known rank in a pipeline, or with
-    collectives whose axis is not known.
+    Raises ConfigError: a trace of another number of ranks, or of no known rank in a pipeline.
     """
     every: list[StepAccount] = []
     typical: defaultdict[int, list[StepAccount]] = defaultdict(list)
     for trace in traces:
-        accounts = [
-            account_of(step, partial(cause_of, mesh=plan.mesh, where=trace.file))
-            for step in trace.steps
-        ]
+        accounts = [account_of(step, partial(cause_of, mesh=plan.mesh)) for step in trace.steps]
         every += accounts
         by_time = sorted(accounts, key=lambda account: account.step_s)
         typical[_pipeline_rank(trace, plan)].append(by_time[(len(by_time) - 1) // 2])

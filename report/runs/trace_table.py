@@ -20,6 +20,7 @@ _CAUSES = {
     "tensor": "exposed tensor-parallel communication",
     "data": "exposed data-parallel communication",
     "pipeline": "waits for other stages",
+    "unknown axis": "exposed communication of an unknown axis",
     "copies": "exposed copies of the host",
     "between steps": "between steps",
 }
