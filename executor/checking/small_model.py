@@ -1,7 +1,8 @@
 """A small model with the structure of a large one, of some of its blocks.
 
 It has the kinds of these blocks, its norms, positions and functions, grouped heads, latent
-attention, experts, state spaces and tower, all of small sizes. Windows are shorter than a sequence.
+attention, experts, state spaces, delta rules and tower, all of small sizes. Windows are shorter
+than a sequence.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from parplan.profiles.models.blocks import BlockRun, LatentAttention, StateSpace
+from parplan.profiles.models.blocks import BlockRun, DeltaRule, LatentAttention, StateSpace
 from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.spec import ModelSpec
 from parplan.profiles.models.towers import Tower
@@ -48,11 +49,11 @@ def small_model(model: ModelSpec, kept: Sequence[int], tuning: FineTuning | None
     ffn = 2 * FFN if eight_bits else FFN
     latent = _latent(model.latent)
     hidden = width if model.q_size == model.hidden_size else width * 3 // 2
-    kept_text = text_blocks(model, kept)
+    kinds = [model.block_kinds[block] for block in text_blocks(model, kept)]
     return replace(
         model,
         name=f"{model.name}, shrunk",
-        num_layers=len(kept_text),
+        num_layers=len(kinds),
         hidden_size=hidden,
         num_heads=HEADS,
         num_kv_heads=kv_heads,
@@ -66,11 +67,10 @@ def small_model(model: ModelSpec, kept: Sequence[int], tuning: FineTuning | None
         max_seq_length=SEQ_LENGTH,
         dropout=0.0,
         vocab_multiple=PADDED if padded else 1,
-        blocks=tuple(_short(model.block_kinds[block]) for block in kept_text)
-        if model.blocks
-        else (),
+        blocks=tuple(map(_short, kinds)) if model.blocks else (),
         latent=latent,
         state_space=_state_space(model.state_space),
+        delta_rule=_delta_rule(model.delta_rule),
         tower=_tower(model.tower, kept, hidden) if model.tower else None,
     )
 
@@ -138,4 +138,13 @@ def _state_space(shape: StateSpace | None) -> StateSpace | None:
     groups = min(shape.num_groups, HEADS)
     return replace(
         shape, num_heads=2 * HEADS, head_dim=4, state_size=8, num_groups=groups, chunk_size=6
+    )
+
+
+def _delta_rule(shape: DeltaRule | None) -> DeltaRule | None:
+    if shape is None:
+        return None
+    each = shape.value_heads // shape.key_heads
+    return replace(
+        shape, key_heads=HEADS, key_head_dim=6, value_heads=HEADS * each, value_head_dim=8
     )
