@@ -99,7 +99,7 @@ class LatentRotary(_Positioned):
     All heads of a key share the rotated part. Returns [heads, query + key, head_dim].
     """
 
-    shared_inputs = (1,)
+    shared_inputs = {1: 2}  # noqa: RUF012
 
     def forward(self, query: Tensor, down: Tensor, kv: Tensor) -> Tensor:
         latent = self.model.latent
@@ -147,8 +147,9 @@ class QueryKeyNorm(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Causal grouped-query attention over the heads on this rank.
+    """Grouped-query attention over the heads on this rank.
 
+    causal    False: a token reads all tokens, or all of its window, a part of the sequence
     context   the ranks that divide every sequence; None where this rank has whole sequences
     """
 
@@ -161,11 +162,14 @@ class SelfAttention(nn.Module):
         kernel: AttentionKernel,
         block: BlockRun = ALIKE,
         longest: int = 0,
+        *,
+        causal: bool = True,
     ) -> None:
         """`longest` is the number of tokens of the longest document, 0 where it is not known."""
         super().__init__()
         self.model = model
         self.kernel = kernel
+        self.causal = causal
         self.dropout = model.dropout
         self.reading = KeysRead(
             window=block.window,
@@ -185,8 +189,18 @@ class SelfAttention(nn.Module):
         places = None
         if not read[-1].is_floating_point():
             *read, places = read
+        if not self.causal:
+            return self._in_parts(*read)
         run = self._flash if self.kernel is AttentionKernel.FLASH else self._unfused
         return run(*self.split(*read), places).transpose(1, 2).flatten(2)
+
+    def _in_parts(self, x: Tensor) -> Tensor:
+        """Returns the output where every token reads all of its window, or of the sequence."""
+        length = x.shape[1]
+        parts = x.unflatten(1, (-1, self.reading.window or length)).flatten(0, 1)
+        run = self._flash if self.kernel is AttentionKernel.FLASH else self._unfused
+        out = run(*self.split(parts), None).transpose(1, 2).flatten(2)
+        return out.view(x.shape[0], length, -1)
 
     def split(self, *read: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns queries, keys and values as the kernel saves them.
@@ -237,7 +251,7 @@ class SelfAttention(nn.Module):
             query,
             key,
             value,
-            is_causal=True,
+            is_causal=self.causal,
             dropout_p=self.dropout if self.training else 0.0,
             scale=self.reading.factor,
             enable_gqa=key.shape[1] != query.shape[1],
@@ -245,6 +259,8 @@ class SelfAttention(nn.Module):
 
     def _by_blocks(self, length: int, unlike_widths: bool) -> bool:
         """Returns whether torch has no kernel for this attention over whole sequences."""
+        if not self.causal:
+            return False
         reach = self.reading.window or self.reading.chunk or length
         return (
             reach < length or unlike_widths or self.sinks is not None or self.reading.soft_cap > 0.0
@@ -272,6 +288,8 @@ class SelfAttention(nn.Module):
 
     def _unread(self, scores: Tensor, places: Tensor | None) -> Tensor:
         """Returns which keys a query does not read."""
+        if not self.causal:
+            return scores.new_zeros(1, dtype=torch.bool)
         tokens = torch.arange(scores.shape[-1], device=scores.device)
         distance = tokens[:, None] - tokens
         unread = distance < 0

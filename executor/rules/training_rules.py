@@ -8,6 +8,7 @@ from dataclasses import replace
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.operators.optimizers import FP32_BYTES, PLAIN_OPTIMIZERS
 from parplan.executor.rules.rule import Refusal, rule, those, with_training
+from parplan.planner.plan.derived import layout_of
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.spec import Optimizer, Positions, Precision, rare_parts
 from parplan.profiles.stack import AttentionKernel
@@ -53,19 +54,20 @@ def model_parts(plan: Plan) -> Iterator[Refusal]:
 
 
 @rule(
-    why="modules of multi-token prediction have a copy of the token table, on the device and apart "
-    "from the last product",
+    why="modules of multi-token prediction look tokens up on the device; a tied table is behind "
+    "itself in their backward pass, which cannot be split then",
     action="leave the modules out",
 )
 def further_tokens(plan: Plan) -> Iterator[Refusal]:
     model = plan.model
     if not model.mtp_layers or plan.module is not None:
         return
+    looks_up = any(Offload.LOOKUP in each.offload for each in plan.layer_plans.values())
+    splits = plan.mesh.pp > 1 and layout_of(plan).splits_backward
     obstacles = {
-        "a tied table": model.tied_embeddings,
-        "a token table on the host": any(
-            Offload.LOOKUP in each.offload for each in plan.layer_plans.values()
-        ),
+        "a tower": model.tower is not None,
+        "a token table on the host": looks_up,
+        f"a tied table under {plan.pipeline.schedule}": splits and model.tied_embeddings,
     }
     found = those(obstacles)
     if found:
@@ -242,6 +244,7 @@ def packed_sequences(plan: Plan) -> Iterator[Refusal]:
     obstacles = {
         "a module that is not the executor's own": plan.module is not None,
         "blocks in chunks": plan.chunks is not None,
+        "a tower": plan.model.tower is not None,
         f"tp_overlap {plan.pipeline.tp_overlap}": plan.pipeline.tp_overlap > 0,
         "state-space blocks": plan.model.state_space is not None,
         "activations on the host": any(each.keep_on_host for each in plan.layer_plans.values()),

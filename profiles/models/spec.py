@@ -286,6 +286,11 @@ class ModelSpec:
         return self.num_layers + (self.tower.num_layers + ENDS if self.tower else 0)
 
     @property
+    def image_tokens(self) -> int:
+        """Tokens of a sequence that are of images."""
+        return self.tower.images * self.tower.image_tokens if self.tower else 0
+
+    @property
     def tensor_parallel_sizes(self) -> tuple[tuple[str, int], ...]:
         """The sizes that tensor parallelism divides, each with its name; 0 where there is none."""
         shared, scans = self.shared_experts, self.state_space
