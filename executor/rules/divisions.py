@@ -51,7 +51,7 @@ SEQUENCE: Entries = ("Shard(1)@tp",)
 FEATURES: Entries = ("Shard(2)@tp",)
 ROWS, COLUMNS = BATCH, SEQUENCE  # of a weight [features out, features in], and of a table
 TOKENS = (BATCH, SEQUENCE)
-OF_STATE_SPACES = ("conv", "steps", "scan", "gated_norm")  # operators that hold groups of heads
+OF_SCANS = ("conv", "steps", "scan", "gated_norm")  # operators that hold groups of heads
 
 _SHARD = re.compile(r"Shard\((\d+)\)@tp")
 
@@ -330,13 +330,17 @@ def _divided_sizes(
             size, name = _tower_size(tower, operator, tensors[-1].dims[dim])
         elif dim < len(sizes):
             size, name = sizes[dim], names[dim]
-        elif operator.name in OF_STATE_SPACES and plan.model.state_space is not None:
-            size, name = plan.model.state_space.num_groups, "groups of state-space heads"
+        elif operator.name in OF_SCANS:
+            size, name = _groups_of_heads(tensors[0].dims[dim]), "groups of heads of a scan"
         elif operator.parallel_dim == "heads" and operator.kind is not OperatorKind.MATMUL:
             size, name = plan.model.num_kv_heads, "num_kv_heads"
         else:
             size, name = tensors[0].dims[dim].size, "features"
         yield f"{name} {size}", size
+
+
+def _groups_of_heads(features: Dim) -> int:
+    return features.size // features.unit
 
 
 def _tower_size(tower: Tower, operator: Operator, divided: Dim) -> tuple[int, str]:
