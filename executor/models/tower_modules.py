@@ -80,6 +80,7 @@ class PatchTables(nn.Module):
         super().__init__()
         if tower.class_token:
             self.class_token = nn.Parameter(torch.empty(tower.hidden_size))
+        self.has_positions = tower.position_table
         if tower.position_table:
             self.weight = nn.Parameter(torch.empty(tower.tokens, tower.hidden_size))
 
@@ -87,7 +88,7 @@ class PatchTables(nn.Module):
         if hasattr(self, "class_token"):
             token = local(self.class_token).to(x.dtype).expand(len(x), 1, -1)
             x = torch.cat((x, token), dim=1)
-        if not hasattr(self, "weight"):
+        if not self.has_positions:
             return x
         rank, _ = self.ranks_of_tokens or (0, 1)
         return x + local(self.weight)[rank * x.shape[1] :][: x.shape[1]]

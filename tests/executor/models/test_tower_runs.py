@@ -11,11 +11,16 @@ from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.blocks import BlockRun
 from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.functions import Activations
-from parplan.profiles.models.spec import ModelSpec
+from parplan.profiles.models.spec import ModelSpec, Optimizer
 from parplan.profiles.models.towers import Projection, Tower, TowerFunctions
-from parplan.profiles.stack import TowerDivision
+from parplan.profiles.stack import AttentionKernel, TowerDivision
 from tests.helpers.executor_plans import LLAMA, make_plan
-from tests.helpers.executor_world import Worlds, require_as_one_process
+from tests.helpers.executor_world import (
+    Worlds,
+    require_as_one_process,
+    run_plans,
+    run_reference,
+)
 
 SHAPE = {
     "num_layers": 2,
@@ -132,6 +137,16 @@ PLANS: dict[str, Plan] = {
         blocks=(3, 3),
         fine_tuning=FineTuning(lora_rank=4, lora_targets=("qkv", "fc1")),
     ),
+    "pp2-early-recompute": make_plan(
+        seeing(LLAMA4),
+        pp=2,
+        blocks=(3, 3),
+        schedule=Schedule.EARLY_RECOMPUTE,
+        recompute=("norm1", "attention", "activation"),
+    ),
+    "tp2-unfused": make_plan(
+        seeing(QWEN2_5_VL), tp=2, attention=AttentionKernel.UNFUSED, recompute=("attention",)
+    ),
     "pp2-v-schedule": make_plan(
         seeing(QWEN2_VL),
         pp=2,
@@ -149,3 +164,15 @@ WORLDS = Worlds(PLANS, slow=[name for name in PLANS if name not in QUICK])
 @pytest.mark.parametrize("name", WORLDS.params())
 def test_a_model_with_a_tower_trains_as_one_process_with_the_predicted_bytes(name):
     require_as_one_process(WORLDS, name)
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_positions_of_patches_are_a_table_to_muon():
+    plan = make_plan(seeing(LLAMA4), dp=2, zero=(1,))
+    plan = replace(plan, training=replace(plan.training, optimizer=Optimizer.MUON))
+
+    (outcome,) = run_plans([plan])
+
+    assert all(predicted == measured for predicted, measured in outcome.states.values())
+    assert outcome.losses == pytest.approx(run_reference(plan).losses, rel=1e-5)
