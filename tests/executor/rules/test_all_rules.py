@@ -790,19 +790,6 @@ def test_halves_of_blocks_of_several_classes_are_refused_before_all_rules():
     assert nearest_legal(plan) is None
 
 
-def test_a_plan_of_blocks_that_attend_to_a_tower_is_refused_before_all_rules():
-    sound = dataclasses.replace(
-        TOWER, name="audio", attended=True, hidden_size=LLAMA.hidden_size, projector=()
-    )
-    plan = dataclasses.replace(GPT1, model=dataclasses.replace(LLAMA, tower=sound))
-
-    with pytest.raises(ConfigError, match="attend to its audio tower of 3 layers: no block of"):
-        validate(plan)
-
-    assert [rule.name for rule, _ in refusals(plan)] == ["attended tower"]
-    assert nearest_legal(plan) is None
-
-
 def test_every_rule_has_a_plan_that_it_refuses():
     assert {broken.rule for broken in BROKEN.values()} == {rule.name for rule in RULES}
 
