@@ -45,10 +45,14 @@ def token_order(tower: Tower, device: torch.device) -> Tensor:
 class Heard(nn.Module):
     """A convolution over neighbouring frames, the first and the last beside a frame of zeros.
 
-    step   frames between two outputs
+    step              frames between two outputs
+    shared_inputs     the frames, of which each rank reads all
+    ranks_of_tokens   this rank and their number, where tensor-parallel ranks divide the outputs
     """
 
     on_shards = True
+    shared_inputs = {0: 1}  # noqa: RUF012
+    ranks_of_tokens: tuple[int, int] | None = None
 
     def __init__(self, operator: Operator, step: int) -> None:
         super().__init__()
@@ -59,8 +63,14 @@ class Heard(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = local(self.weight).unflatten(1, (-1, CONVOLVED))
+        padding = CONVOLVED // 2
+        if self.ranks_of_tokens is not None:
+            rank, ranks = self.ranks_of_tokens
+            outputs = x.shape[1] // self.step // ranks
+            x = functional.pad(x, (0, 0, padding, padding))[:, rank * outputs * self.step :]
+            x, padding = x[:, : (outputs - 1) * self.step + CONVOLVED], 0
         out = functional.conv1d(
-            x.transpose(1, 2), weight, local(self.bias), stride=self.step, padding=CONVOLVED // 2
+            x.transpose(1, 2), weight, local(self.bias), stride=self.step, padding=padding
         )
         return out.transpose(1, 2).contiguous()
 

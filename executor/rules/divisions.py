@@ -238,6 +238,8 @@ def _rule(operator: Operator, layer: LayerKind, placement: OperatorPlacement) ->
 def _matmul_rule(operator: Operator, placement: OperatorPlacement) -> Iterator[str]:
     weight = placement.parameters.get("weight", ())
     bias = placement.parameters.get("bias", ())
+    if weight != WHOLE:
+        yield from (f"its {dim} cannot be divided: {why}" for dim, why in operator.undivided)
     has_bias = any(parameter.name == "bias" for parameter in operator.parameters)
     legal_bias = WHOLE
     if weight == WHOLE:

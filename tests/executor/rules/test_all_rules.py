@@ -295,12 +295,12 @@ BROKEN = {
         r"plans with recompute \[\]",
         "no effect",
     ),
-    "keys-without-a-bias": Broken(
+    "tokens-that-read-those-behind-them": Broken(
         "model parts",
-        make_plan(dataclasses.replace(GPT, key_bias=False)),
-        "tiny-gpt has key_bias",
-        "set key_bias to true",
-        "fails",
+        make_plan(dataclasses.replace(GPT, bidirectional=True)),
+        "tiny-gpt has bidirectional",
+        "set bidirectional to false",
+        "no effect",
     ),
     "further-tokens-of-a-tied-table-in-split-passes": Broken(
         "further tokens",
