@@ -14,6 +14,7 @@ from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.export.arguments import Facts
 from parplan.planner.plan.derived import blocks_of, layout_of
 from parplan.planner.plan.plan import LayerPlan, Plan
+from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, Optimizer, Precision, TrainingSpec
 from parplan.profiles.product_formats import ProductFormat
@@ -119,34 +120,33 @@ class Settings:
 
 def settings_of(plan: Plan) -> Settings:
     """Returns the settings of a plan, those of most blocks where the blocks differ."""
-    layout = layout_of(plan)
-    mesh, training = layout.mesh, plan.training
     block = _usual_block(plan)
-    near = ranks_with_heads(
-        mesh.context_form, mesh.cp, mesh.tp, plan.model.num_heads, plan.cluster.gpus_per_node
-    )
-    short = layout.schedule is Schedule.GPIPE and layout.num_micro_batches < mesh.pp
     return Settings(
-        pp=mesh.pp,
-        dp=mesh.dp,
-        cp=mesh.cp,
-        tp=mesh.tp,
-        ep=mesh.ep,
-        etp=mesh.etp,
-        order=mesh.order,
-        context_form=mesh.context_form,
-        near=near if mesh.context_form is ContextForm.TWO_LEVEL else None,
-        sequence_parallel=layout.sequence_parallel,
-        schedule=Schedule.ONE_F_ONE_B if short else layout.schedule,
-        virtual_stages=layout.virtual_stages,
         blocks=stage_blocks(plan),
-        micro_batch_size=layout.micro_batch_size,
         zero=block.zero,
         zero_ranks=block.zero_ranks,
         states_on_host=Offload.STATES in block.offload,
+        **layout_facts(layout_of(plan), plan.model, plan.cluster),
         **model_facts(plan.model),
-        **training_facts(training),
+        **training_facts(plan.training),
     )
+
+
+def layout_facts(layout: ParallelLayout, model: ModelSpec, cluster: Cluster) -> Facts:
+    """Returns the fields of `Settings` that a layout decides."""
+    mesh = layout.mesh
+    near = ranks_with_heads(
+        mesh.context_form, mesh.cp, mesh.tp, model.num_heads, cluster.gpus_per_node
+    )
+    short = layout.schedule is Schedule.GPIPE and layout.num_micro_batches < mesh.pp
+    axes = ("pp", "dp", "cp", "tp", "ep", "etp", "order", "context_form")
+    return {name: getattr(mesh, name) for name in axes} | {
+        "near": near if mesh.context_form is ContextForm.TWO_LEVEL else None,
+        "sequence_parallel": layout.sequence_parallel,
+        "schedule": Schedule.ONE_F_ONE_B if short else layout.schedule,
+        "virtual_stages": layout.virtual_stages,
+        "micro_batch_size": layout.micro_batch_size,
+    }
 
 
 def model_facts(model: ModelSpec) -> Facts:
