@@ -14,6 +14,7 @@ from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.export.arguments import Facts
 from parplan.planner.plan.derived import blocks_of, layout_of
 from parplan.planner.plan.plan import LayerPlan, Plan
+from parplan.planner.validation.frameworks import FUSED_LOSS_LOGIT_BYTES
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, Optimizer, Precision, TrainingSpec
@@ -35,6 +36,8 @@ class Settings:
     states_on_host     the host holds parameters, gradients and optimizer states of all layers
     overlap            gradients are reduced, and parameters gathered, under compute
     tp_overlap         products hide the collectives of sequence parallelism
+    fused_loss         one kernel computes the loss, and holds fp32 logits beside their gradient
+    narrow_weights     parameters are gathered in the format of narrow products
     num_layers         blocks of the model, and whether any has experts
     """
 
@@ -69,6 +72,8 @@ class Settings:
     expert_capacity: float = 0.0
     overlap: bool = False
     tp_overlap: bool = False
+    fused_loss: bool = False
+    narrow_weights: bool = False
     num_layers: int = 1
     has_experts: bool = False
     mtp_layers: int = 0
@@ -173,12 +178,16 @@ def training_facts(training: TrainingSpec) -> Facts:
         "expert_capacity": training.expert_capacity,
         "overlap": training.overlap_grad_reduce,
         "tp_overlap": stack.overlap_tensor_parallel,
+        "fused_loss": stack.logit_bytes == FUSED_LOSS_LOGIT_BYTES,
+        "narrow_weights": training.narrow_weights,
     }
 
 
 def with_training(training: TrainingSpec, settings: Settings) -> TrainingSpec:
     """Returns a training with what the settings say of it."""
     stack = training.stack.keeping(settings.state_precision)
+    if settings.fused_loss:
+        stack = replace(stack, logit_bytes=FUSED_LOSS_LOGIT_BYTES)
     return replace(
         training,
         global_batch_size=settings.global_batch_size,
@@ -190,6 +199,7 @@ def with_training(training: TrainingSpec, settings: Settings) -> TrainingSpec:
         attention=settings.attention,
         expert_capacity=settings.expert_capacity,
         overlap_grad_reduce=settings.overlap,
+        narrow_weights=settings.narrow_weights,
         stack=replace(stack, overlap_tensor_parallel=settings.tp_overlap),
     )
 
