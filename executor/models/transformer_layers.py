@@ -17,10 +17,17 @@ from torch.distributed.tensor import DTensor
 from parplan.executor.context.context_attention import Context
 from parplan.executor.models.adapters import SUM, A, AdapterSum, cast_parameters, freeze
 from parplan.executor.models.attention_modules import (
+    AttentionGate,
     LatentRotary,
     QueryKeyNorm,
     Rotary,
     SelfAttention,
+)
+from parplan.executor.models.delta_rule_modules import (
+    DeltaNorm,
+    DeltaScan,
+    DeltaSteps,
+    delta_rule_convolution,
 )
 from parplan.executor.models.eight_bits import EightBitLinear
 from parplan.executor.models.expert_exchange import ETP, ExpertRanks
@@ -48,7 +55,12 @@ from parplan.executor.models.operators import (
     Sum,
     Tokens,
 )
-from parplan.executor.models.state_space_modules import Convolution, GatedNorm, Scan, StepSizes
+from parplan.executor.models.state_space_modules import (
+    GatedNorm,
+    Scan,
+    StepSizes,
+    state_space_convolution,
+)
 from parplan.executor.models.tower_modules import (
     ImageTokens,
     JoinedPatches,
@@ -57,7 +69,7 @@ from parplan.executor.models.tower_modules import (
     ProjectorActivation,
 )
 from parplan.executor.tensors import DTYPES, local
-from parplan.profiles.models.blocks import BlockRun
+from parplan.profiles.models.blocks import BlockRun, Mixer
 from parplan.profiles.models.operator_graph import (
     ADAPTER_RANK,
     LayerClass,
@@ -137,10 +149,7 @@ _BY_NAME: dict[str, Callable[[Blueprint], nn.Module]] = {
     "residual2": lambda of: Residual(of.model),
     "shared_gated": lambda _: Gated(),
     "expert_sum": lambda _: Sum(),
-    "conv": lambda of: Convolution(of.model),
-    "steps": lambda of: StepSizes(of.model),
-    "scan": lambda of: Scan(of.model),
-    "gated_norm": lambda of: GatedNorm(of.model),
+    "attention_gate": lambda of: AttentionGate(of.model),
     "joined": lambda _: Joined(),
     "logit_cap": lambda of: SoftCap(of.model.logit_soft_cap),
 }
@@ -152,6 +161,22 @@ _OF_TOWER: dict[str, Callable[[ModelSpec, Tower], nn.Module]] = {
 }
 
 
+_BY_MIXER: dict[Mixer, dict[str, Callable[[ModelSpec], nn.Module]]] = {
+    Mixer.STATE_SPACE: {
+        "conv": state_space_convolution,
+        "steps": StepSizes,
+        "scan": Scan,
+        "gated_norm": GatedNorm,
+    },
+    Mixer.DELTA_RULE: {
+        "conv": delta_rule_convolution,
+        "steps": DeltaSteps,
+        "scan": DeltaScan,
+        "gated_norm": DeltaNorm,
+    },
+}
+
+
 def module_of(of: Blueprint) -> nn.Module:
     """Returns the module of an operator outside of a mixture of experts. Raises KeyError."""
     operator = of.operator
@@ -159,6 +184,8 @@ def module_of(of: Blueprint) -> nn.Module:
         return _OF_TOWER[operator.name](of.model, of.tower)
     if of.tower is not None and operator.name.startswith("projection") and not operator.parameters:
         return ProjectorActivation(of.tower.functions.projector_activation)
+    if of.tower is None and operator.name in (of_mixer := _BY_MIXER.get(of.block.mixer, {})):
+        return of_mixer[operator.name](of.model)
     if operator.name in _BY_NAME:
         return _BY_NAME[operator.name](of)
     if operator.name.endswith(SUM):

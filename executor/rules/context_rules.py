@@ -87,8 +87,8 @@ def _obstacle(plan: Plan) -> str | None:
         return "blocks in chunks"
     if plan.model.tower is not None:
         return f"a {plan.model.tower.name} tower, whose images no rank divides"
-    if plan.model.state_space is not None:
-        return "state-space blocks"
+    if plan.model.scans:
+        return "blocks that scan a sequence"
     if plan.pipeline.tp_overlap:
         return f"tp_overlap {plan.pipeline.tp_overlap}"
     for name, layer_plan in plan.layer_plans.items():

@@ -51,7 +51,7 @@ SEQUENCE: Entries = ("Shard(1)@tp",)
 FEATURES: Entries = ("Shard(2)@tp",)
 ROWS, COLUMNS = BATCH, SEQUENCE  # of a weight [features out, features in], and of a table
 TOKENS = (BATCH, SEQUENCE)
-OF_STATE_SPACES = ("conv", "steps", "scan", "gated_norm")  # operators that hold groups of heads
+OF_SCANS = ("conv", "steps", "scan", "gated_norm")  # operators that hold groups of heads
 
 _SHARD = re.compile(r"Shard\((\d+)\)@tp")
 
@@ -280,8 +280,18 @@ def _same_rule(operator: Operator, placement: OperatorPlacement) -> Iterator[str
             else "positions count from a shard's start"
         )
         yield f"it cannot be divided by sequence: {why}"
+    elif operator.kind is OperatorKind.ELEMENTWISE:
+        yield from _undivided_dims(operator, placement)
     if operator.kind is OperatorKind.NORM and not over_heads and placement.input == FEATURES:
         yield "a norm needs the whole hidden dim of a token"
+
+
+def _undivided_dims(operator: Operator, placement: OperatorPlacement) -> Iterator[str]:
+    """Yield the reason why the dim that the input is divided by cannot be divided."""
+    dims, dim = operator.outputs[0].dims, shard_dim(placement.input)
+    for name, reason in operator.undivided:
+        if dim is not None and dim < len(dims) and dims[dim].name == name:
+            yield f"it cannot be divided by {name}: {reason}"
 
 
 def _embedding_rule(operator: Operator, placement: OperatorPlacement) -> Iterator[str]:
@@ -330,13 +340,17 @@ def _divided_sizes(
             size, name = _tower_size(tower, operator, tensors[-1].dims[dim])
         elif dim < len(sizes):
             size, name = sizes[dim], names[dim]
-        elif operator.name in OF_STATE_SPACES and plan.model.state_space is not None:
-            size, name = plan.model.state_space.num_groups, "groups of state-space heads"
+        elif operator.name in OF_SCANS:
+            size, name = _groups_of_heads(tensors[0].dims[dim]), "groups of heads of a scan"
         elif operator.parallel_dim == "heads" and operator.kind is not OperatorKind.MATMUL:
             size, name = plan.model.num_kv_heads, "num_kv_heads"
         else:
             size, name = tensors[0].dims[dim].size, "features"
         yield f"{name} {size}", size
+
+
+def _groups_of_heads(features: Dim) -> int:
+    return features.size // features.unit
 
 
 def _tower_size(tower: Tower, operator: Operator, divided: Dim) -> tuple[int, str]:

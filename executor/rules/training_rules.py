@@ -24,12 +24,13 @@ RUN = {"blocks", "latent", "output_bias", "qk_norm", "sinks", "norm_layout", "fu
     "router_bias",
     "mtp_layers",
     "state_space",
+    "delta_rule",
+    "attention_gate",
     "tower",
     "left_out",
 }
 
 ADAMS = (Optimizer.ADAM, Optimizer.ADAM_8BIT)
-OF_BLOCKS = {"delta_rule"}  # fields without which the blocks of a model are none
 
 
 @rule(
@@ -41,11 +42,7 @@ def model_parts(plan: Plan) -> Iterator[Refusal]:
     if plan.module is not None:
         return
     for name, default in rare_parts(model).items():
-        if name in OF_BLOCKS:
-            yield Refusal(
-                problem=f"model: {model.name} has blocks with {name}", action="choose another model"
-            )
-        elif name not in RUN:
+        if name not in RUN:
             yield Refusal(
                 problem=f"model: {model.name} has {name}",
                 action=f"set {name} to {str(default).lower()}",
@@ -246,7 +243,7 @@ def packed_sequences(plan: Plan) -> Iterator[Refusal]:
         "blocks in chunks": plan.chunks is not None,
         "a tower": plan.model.tower is not None,
         f"tp_overlap {plan.pipeline.tp_overlap}": plan.pipeline.tp_overlap > 0,
-        "state-space blocks": plan.model.state_space is not None,
+        "blocks that scan a sequence": plan.model.scans,
         "activations on the host": any(each.keep_on_host for each in plan.layer_plans.values()),
     }
     found = those(obstacles)

@@ -324,6 +324,11 @@ class ModelSpec:
         return self.num_heads * self.value_head_dim
 
     @property
+    def scans(self) -> bool:
+        """True if it has blocks whose mixer hands a state on from token to token."""
+        return self.state_space is not None or self.delta_rule is not None
+
+    @property
     def shares_table(self) -> bool:
         """True if the head has a copy of the token table, as its product or for further tokens."""
         return self.tied_embeddings or self.mtp_layers > 0

@@ -21,7 +21,7 @@ from parplan.executor.rules.all_rules import RULES, nearest_legal, refusals, val
 from parplan.planner.plan.plan import LayerRun, OperatorPlacement, Plan, StagePlan
 from parplan.planner.search.estimate import ChunkRequest
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.models.blocks import BlockRun, DeltaRule, Mixer, QkNorm
+from parplan.profiles.models.blocks import BlockRun, QkNorm
 from parplan.profiles.models.documents import Documents
 from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.spec import ModelSpec, Optimizer, Precision
@@ -149,6 +149,19 @@ BROKEN = {
         make_plan(seeing(blocks=(BlockRun(window=9),))),
         "the vision tower has windows of 9 patches in images of 4 x 4",
         "set the windows of tower.blocks to 0",
+        "fails",
+    ),
+    "images-by-batch-among-all-sequences": Broken(
+        "placements",
+        with_operator(
+            make_plan(seeing(), tp=2),
+            "vision-projector-0",
+            "image_tokens",
+            input=("Shard(0)@tp",),
+            output=("Shard(0)@tp",),
+        ),
+        "image_tokens: it cannot be divided by batch: the places of images are those of all",
+        r"set input to \['Shard\(2\)@tp'\]",
         "fails",
     ),
     "images-over-half-a-sequence": Broken(
@@ -282,11 +295,11 @@ BROKEN = {
         r"plans with recompute \[\]",
         "no effect",
     ),
-    "a-gate-behind-attention": Broken(
+    "keys-without-a-bias": Broken(
         "model parts",
-        make_plan(dataclasses.replace(LLAMA, attention_gate=True)),
-        "tiny-llama has attention_gate",
-        "set attention_gate to false",
+        make_plan(dataclasses.replace(GPT, key_bias=False)),
+        "tiny-gpt has key_bias",
+        "set key_bias to true",
         "fails",
     ),
     "further-tokens-of-a-tied-table-in-split-passes": Broken(
@@ -787,17 +800,6 @@ def test_a_plan_of_blocks_that_attend_to_a_tower_is_refused_before_all_rules():
         validate(plan)
 
     assert [rule.name for rule, _ in refusals(plan)] == ["attended tower"]
-    assert nearest_legal(plan) is None
-
-
-def test_a_plan_of_a_model_with_a_delta_rule_has_no_nearest_one():
-    rule = DeltaRule(key_heads=2, key_head_dim=16, value_heads=4, value_head_dim=16)
-    blocks = (BlockRun(mixer=Mixer.DELTA_RULE),)
-    plan = make_plan(dataclasses.replace(LLAMA, blocks=blocks, delta_rule=rule))
-
-    with pytest.raises(ConfigError, match="has blocks with delta_rule"):
-        validate(plan)
-
     assert nearest_legal(plan) is None
 
 
