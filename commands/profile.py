@@ -54,6 +54,8 @@ class ProfileOptions:
     hang_limit: float = 60.0
     add: tuple[Path, ...] = ()
     nccl_tests: tuple[Path, ...] = ()
+    imports: tuple[Path, ...] = ()
+    gpu: str | None = None
     nodes: int | None = None
     ranks_per_node: int | None = None
     show: bool = False
@@ -152,6 +154,21 @@ class ProfileOptions:
     type=click.Path(path_type=Path),
     metavar="FILE",
     help="Text file that nccl-tests printed, read instead of measuring; may be repeated.",
+)
+@option(
+    IMPORT,
+    "--import",
+    "imports",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Profile file of SimuMax, Galvatron (hardware) or AIConfigurator (CSV); may be repeated.",
+)
+@option(
+    IMPORT,
+    "--gpu",
+    metavar="NAME",
+    help="GPU that an imported file is of, if it does not say.",
 )
 @option(
     IMPORT,
@@ -260,7 +277,8 @@ def _measure(options: ProfileOptions) -> int:
         from parplan.report.plots.scatter_plot import require_plot
 
         require_plot(options.plot)
-    profiled = _imported(options) if options.nccl_tests or options.add else _measured(options)
+    others = options.nccl_tests or options.add or options.imports
+    profiled = _imported(options) if others else _measured(options)
     for note in profiled.notes:
         click.echo(f"note: {note}", err=True)
     _print(profiled.profile, options)
@@ -310,10 +328,13 @@ def _measured(options: ProfileOptions) -> Profiled:
 
 
 def _imported(options: ProfileOptions) -> Profiled:
+    from parplan.planner.calibration.imported_profile import import_files
     from parplan.planner.calibration.profiling import add_records
     from parplan.profiles.profiler.communication import comm_file, nccl_tests
 
     profiled: Profiled | None = None
+    if options.imports:
+        profiled = import_files(options.output, options.imports, options.gpu)
     for path in options.add:
         measured = comm_file.read_comm_file(path)
         profiled = add_records(options.output, measured.records, measured.device, str(path))
@@ -323,7 +344,7 @@ def _imported(options: ProfileOptions) -> Profiled:
         )
         where = ", ".join(map(str, options.nccl_tests))
         profiled = add_records(options.output, records, None, where)
-    assert profiled is not None, "one of the two options was given"
+    assert profiled is not None, "one of the three options was given"
     return profiled
 
 

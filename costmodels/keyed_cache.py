@@ -29,6 +29,27 @@ class KeyedCache:
         return made
 
 
+class RecentCache(KeyedCache):
+    """A cache of the results that were asked for last; older ones are computed again.
+
+    most     number of results that it holds
+    """
+
+    def __init__(self, most: int, check: Callable[[], None] = lambda: None) -> None:
+        super().__init__(check)
+        self._most = most
+
+    def __call__(self, key: Hashable, make: Callable[[], T]) -> T:
+        value = super().__call__(key, make)
+        self._made[key] = self._made.pop(key)  # a dict is in the order of its entries
+        if len(self._made) > self._most:
+            del self._made[next(iter(self._made))]
+        return value
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+
 class HashedOnce:
     """A frozen dataclass that finds its hash once: caches look it up in long keys.
 

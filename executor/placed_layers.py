@@ -13,7 +13,13 @@ from parplan.costmodels.schedules.schedule import Schedule, csv_rows
 from parplan.planner.plan.plan import LayerPlan, LayerRun, Plan
 from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.models.operator_graph import LayerClass, LayerKind, ModelGraph, layer_kind
+from parplan.profiles.models.operator_graph import (
+    LayerClass,
+    LayerKind,
+    ModelGraph,
+    ModelPart,
+    layer_kind,
+)
 from parplan.profiles.models.transformer import build_graph
 
 
@@ -54,7 +60,7 @@ def _run_layers(plan: Plan, run: LayerRun, graph: ModelGraph) -> Iterator[Placed
         )
     layer_plan = plan.layer_plans[run.plan]
     for index in run.indices:
-        kind = layer_kind(index, plan.model.num_layers)
+        kind = layer_kind(index, plan.model.num_blocks)
         if layer_plan.layer is not kind:
             raise ConfigError(
                 f"stages: layer {index} is of kind {kind}, "
@@ -83,6 +89,18 @@ def reads_batches(plan: Plan, pipeline_rank: int) -> bool:
     """
     ends = {plan.stages[0].rank, plan.stages[-1].rank}
     return plan.module is not None or pipeline_rank in ends
+
+
+def reads_images(plan: Plan, pipeline_rank: int) -> bool:
+    """Return True if a layer of a pipeline rank reads images, or their places."""
+    if plan.model.tower is None:
+        return False
+    graph, stages = build_graph(plan.model, plan.training, 1), stage_layers(plan)
+    return any(
+        graph.layer_class(graph.key(layer.index)).part in (ModelPart.PATCHES, ModelPart.PROJECTOR)
+        for k in local_stages(plan, pipeline_rank)
+        for layer in stages[k]
+    )
 
 
 def rank_tokens(plan: Plan) -> int:

@@ -29,7 +29,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from parplan.costmodels.layers.recompute import Recompute, recompute_operators, saved_bytes
 from parplan.costmodels.operators.sharding import Sharding
-from parplan.executor.pipeline.stages import border_example
+from parplan.executor.pipeline.borders import border_examples
 from parplan.executor.placed_layers import stage_layers
 from parplan.executor.rules.all_rules import validate
 from parplan.executor.run_options import Options
@@ -171,7 +171,7 @@ def _stage_input(plan: Plan, pipeline_rank: int) -> torch.Tensor:
         return torch.randint(
             plan.model.vocab_size, (plan.pipeline.micro_batch_size, plan.training.seq_length)
         )
-    shape = border_example(plan, stage_layers(plan)[pipeline_rank - 1][-1]).shape
+    shape = border_examples(plan, stage_layers(plan)[pipeline_rank - 1][-1])[-1].shape
     return torch.randn(shape, requires_grad=True)
 
 

@@ -24,6 +24,7 @@ from parplan.costmodels.usage.rank_traffic import EXPERT_COPIES, EXPERT_PARALLEL
 from parplan.costmodels.usage.rank_usage import RankUse
 from parplan.executor.checking.lone_rank import alone
 from parplan.executor.checking.observed_rank import HOST, OTHER, Observed
+from parplan.executor.data.seen_images import IMAGE_PLACES, PIXELS
 from parplan.executor.memory.host_copies import HostCopies
 from parplan.executor.models.expert_exchange import COPIES, EP, ETP
 from parplan.executor.models.loss import Loss
@@ -171,8 +172,10 @@ def _step(plan: Plan, ranks: RankPlace, on_backward: OnBackward) -> RankUse:
                 torch.empty(shape, dtype=torch.int64),
                 torch.empty((*shape, *predictions), dtype=torch.int64),
             )
+        images = _images(plan, sequences) if trainer.pipeline.reads_images else {}
+        memory.mark(HOST, (images.get(PIXELS),))
         memory.start()
-        trainer.pipeline.step(batch)
+        trainer.pipeline.step(batch, **images)
         fullest, host = memory.fullest(), memory.fullest_host()
         sent = memory.sent()
         trainer.optimizer.step()
@@ -191,6 +194,14 @@ def _step(plan: Plan, ranks: RankPlace, on_backward: OnBackward) -> RankUse:
         apart=max(0, -beyond),
         host=host + made_on_host,
     )
+
+
+def _images(plan: Plan, sequences: int) -> dict[str, Tensor]:
+    """Return the images of sequences, whose pixels are on the host until a pass reads them."""
+    tower = plan.model.tower
+    assert tower is not None, "the model has a tower"
+    pixels = torch.empty(sequences, tower.images, tower.patches, tower.patch_features)
+    return {PIXELS: pixels, IMAGE_PLACES: torch.zeros(sequences, tower.images, dtype=torch.int64)}
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -31,10 +31,18 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.model_states import StateBytes
 from parplan.executor.data.batches import NO_TOKEN, synthetic_batches
 from parplan.executor.data.document_places import build_places
+from parplan.executor.data.seen_images import (
+    IMAGE_PLACES,
+    PIXELS,
+    build_images,
+    num_targets,
+    of_text,
+)
 from parplan.executor.models.attention_modules import document_lengths
 from parplan.executor.models.eight_bits import round_to_8_bits
 from parplan.executor.models.loss import FURTHER_WEIGHT, TOKEN_DIMS
-from parplan.executor.models.transformer_layers import build_layer
+from parplan.executor.models.transformer_layers import Patches, Projector, build_layer
+from parplan.executor.pipeline.passage import layer_name
 from parplan.executor.run_options import Options
 from parplan.executor.tensors import begin_fork, forget_meshes
 from parplan.executor.training.optimizer import (
@@ -266,12 +274,13 @@ def reference_layers(model: ModelSpec, training: TrainingSpec, seed: int) -> nn.
 
     Frozen weights that a plan holds in 8 bits have those numbers in fp32.
     """
-    kinds = [layer_kind(index, model.num_layers) for index in range(model.num_layers + 2)]
-    names = ["embedding", *(f"block{i}" for i in range(model.num_layers)), "head"]
+    num_blocks = model.num_blocks
     layers = nn.ModuleDict(
         {
-            name: build_layer(model, training, kind, index, seed, torch.device("cpu"))
-            for index, (name, kind) in enumerate(zip(names, kinds, strict=True))
+            layer_name(index, num_blocks): build_layer(
+                model, training, layer_kind(index, num_blocks), index, seed, torch.device("cpu")
+            )
+            for index in range(num_blocks + 2)
         }
     )
     if model.shares_table:
@@ -280,22 +289,35 @@ def reference_layers(model: ModelSpec, training: TrainingSpec, seed: int) -> nn.
     return layers
 
 
-def forward(layers: nn.ModuleDict, ids: Tensor, *of_head: Tensor) -> Tensor:
+def forward(
+    layers: nn.ModuleDict, ids: Tensor, *of_head: Tensor, images: Mapping[str, Tensor] | None = None
+) -> Tensor:
     """Return the logits of token ids; `of_head` are further inputs of the head."""
-    x = ids
+    x = embedded = ids
     for name, layer in layers.items():
-        x = layer(x, *(of_head if name == LayerKind.HEAD else ()))
+        if isinstance(layer, Patches):
+            assert images is not None, "a model with a tower reads images"
+            embedded, x = x, layer(images[PIXELS])
+        elif isinstance(layer, Projector):
+            assert images is not None, "a model with a tower reads images"
+            x = layer(x, embedded, images[IMAGE_PLACES])
+        else:
+            x = layer(x, *(of_head if name == LayerKind.HEAD else ()))
     return x
 
 
-def summed_loss(layers: nn.ModuleDict, ids: Tensor, targets: Tensor) -> Tensor:
+def summed_loss(
+    layers: nn.ModuleDict, ids: Tensor, targets: Tensor, images: Mapping[str, Tensor] | None = None
+) -> Tensor:
     """Return the loss summed over tokens, by torch's own cross entropy.
 
     Modules of multi-token prediction add the mean of theirs, of all tokens that there are.
     """
     if targets.ndim == TOKEN_DIMS:
-        return _summed(forward(layers, ids), targets)
-    pairs = zip(forward(layers, ids, targets).unbind(2), targets.unbind(2), strict=True)
+        return _summed(forward(layers, ids, images=images), targets)
+    pairs = zip(
+        forward(layers, ids, targets, images=images).unbind(2), targets.unbind(2), strict=True
+    )
     first, *further = (_summed(*pair) for pair in pairs)
     return first + FURTHER_WEIGHT * torch.stack(further).mean()
 
@@ -361,14 +383,15 @@ def run_reference(plan: Plan) -> TrainingOutcome:
         layers, OPTIONS, plan.training.optimizer, moment_type(plan.training)
     )
     alone = replace(plan, mesh=Mesh(pp=1, dp=1, tp=1))
-    batches = synthetic_batches(alone, 0, OPTIONS.seed)
-    places = build_places(alone, 0, OPTIONS)
+    batches = of_text(synthetic_batches(alone, 0, OPTIONS.seed), alone, 0, OPTIONS.seed)
+    places, images = build_places(alone, 0, OPTIONS), build_images(alone, 0, OPTIONS)
     losses, norms = [], []
     first = {}
     for step in range(STEPS):
         ids, targets = batches(step)
         if places is None:
-            loss = summed_loss(layers, ids, targets) / ids.numel()
+            seen = None if images is None else images(step)
+            loss = summed_loss(layers, ids, targets, seen) / num_targets(alone)
         else:
             loss = packed_loss(layers, ids, targets, places(step)) / ids.numel()
         optimizer.zero_grad()

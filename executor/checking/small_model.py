@@ -1,7 +1,8 @@
 """A small model with the structure of a large one, of some of its blocks.
 
 It has the kinds of these blocks, its norms, positions and functions, grouped heads, latent
-attention, experts and state spaces, all of small sizes. Windows are shorter than a sequence.
+attention, experts, state spaces and delta rules, all of small sizes. Windows are shorter than a
+sequence.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from parplan.profiles.models.blocks import BlockRun, LatentAttention, StateSpace
+from parplan.profiles.models.blocks import BlockRun, DeltaRule, LatentAttention, StateSpace
 from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.spec import ModelSpec
 
@@ -62,6 +63,7 @@ def small_model(model: ModelSpec, kept: Sequence[int], tuning: FineTuning | None
         blocks=tuple(_short(model.block_kinds[block]) for block in kept) if model.blocks else (),
         latent=latent,
         state_space=_state_space(model.state_space),
+        delta_rule=_delta_rule(model.delta_rule),
     )
 
 
@@ -97,4 +99,13 @@ def _state_space(shape: StateSpace | None) -> StateSpace | None:
     groups = min(shape.num_groups, HEADS)
     return replace(
         shape, num_heads=2 * HEADS, head_dim=4, state_size=8, num_groups=groups, chunk_size=6
+    )
+
+
+def _delta_rule(shape: DeltaRule | None) -> DeltaRule | None:
+    if shape is None:
+        return None
+    each = shape.value_heads // shape.key_heads
+    return replace(
+        shape, key_heads=HEADS, key_head_dim=6, value_heads=HEADS * each, value_head_dim=8
     )

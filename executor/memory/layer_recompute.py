@@ -23,7 +23,8 @@ from parplan.executor.tensors import local, memory_of
 from parplan.profiles.errors import ConfigError
 
 ATTENTION = "attention"
-AFTER_ATTENTION = "attention_out"  # the only operator that reads the output of attention
+# the only operator that reads the output of attention: the first of these that a block has
+AFTER_ATTENTION = ("attention_gate", "attention_out")
 
 
 def recomputed(
@@ -55,8 +56,9 @@ def recomputed(
     _discard_outputs(layer, discarded, recipes)
     attention = getattr(layer, ATTENTION, None)
     if ATTENTION in operators:
+        reader = next(name for name in AFTER_ATTENTION if hasattr(layer, name))
         rerun = partial(
-            recipes.rerun, output_too=AFTER_ATTENTION in operators, random=bool(attention.dropout)
+            recipes.rerun, output_too=reader in operators, random=bool(attention.dropout)
         )
         attention.forward = partial(rerun, attention.forward)
     elif attention is not None:

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from parplan.executor.context.context_attention import Context, KeysRead, attend_alone
 from parplan.executor.models.operators import rms_norm
+from parplan.executor.models.run_again import run_again
 from parplan.executor.tensors import local
 from parplan.profiles.models.blocks import BlockRun
 from parplan.profiles.models.operator_graph import Operator
@@ -30,10 +31,12 @@ ALIKE = BlockRun()  # a block of a model whose blocks are alike
 def groups_of(x: Tensor, model: ModelSpec, *, values: bool) -> Tensor:
     """Views [batch, sequence, features] by head; `values` says whether it has those.
 
-    Returns [batch, sequence, kv groups, queries per group + key (+ value), head_dim].
+    Returns [batch, sequence, kv groups, queries per group + key (+ value + gates), head_dim], with
+    as many gates of the output as queries, where the model has them.
     """
-    each = model.num_heads // model.num_kv_heads + 1 + values
-    return x.unflatten(-1, (-1, each, model.head_dim))
+    queries = model.num_heads // model.num_kv_heads
+    behind = (1 + queries * model.attention_gate) if values else 0
+    return x.unflatten(-1, (-1, queries + 1 + behind, model.head_dim))
 
 
 class _Positioned(nn.Module):
@@ -85,11 +88,12 @@ class Rotary(_Positioned):
     def forward(self, x: Tensor) -> Tensor:
         size = int(self.model.head_dim * self.model.rotary_fraction)
         groups = groups_of(x, self.model, values=self.reads_values)
-        queries_keys = groups[..., :-1, :] if self.reads_values else groups
+        first_value = self.model.num_heads // self.model.num_kv_heads + 1
+        queries_keys = groups[..., :first_value, :]
         rotated, rest = queries_keys.split((size, self.model.head_dim - size), dim=-1)
         queries_keys = torch.cat((_turned(rotated, *self.tables(x, size)), rest), dim=-1)
         if self.gives_values:
-            queries_keys = torch.cat((queries_keys, groups[..., -1:, :]), dim=-2)
+            queries_keys = torch.cat((queries_keys, groups[..., first_value:, :]), dim=-2)
         return queries_keys.flatten(2)
 
 
@@ -99,7 +103,7 @@ class LatentRotary(_Positioned):
     All heads of a key share the rotated part. Returns [heads, query + key, head_dim].
     """
 
-    shared_inputs = (1,)
+    shared_inputs = {1: 2}  # noqa: RUF012
 
     def forward(self, query: Tensor, down: Tensor, kv: Tensor) -> Tensor:
         latent = self.model.latent
@@ -146,9 +150,28 @@ class QueryKeyNorm(nn.Module):
         return rms_norm(x.flatten(-3), weight, self.model.norm_epsilon).view(x.shape)
 
 
-class SelfAttention(nn.Module):
-    """Causal grouped-query attention over the heads on this rank.
+class AttentionGate(nn.Module):
+    """Multiplies the output of attention by the sigmoid of its gates, which lie behind values."""
 
+    on_shards = True
+
+    def __init__(self, model: ModelSpec) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, context: Tensor, qkv: Tensor) -> Tensor:
+        return run_again(self._run, context, qkv)
+
+    def _run(self, context: Tensor, qkv: Tensor) -> Tensor:
+        first = self.model.num_heads // self.model.num_kv_heads + 2
+        gates = groups_of(qkv, self.model, values=True)[..., first:, :]
+        return context * gates.flatten(2).sigmoid()
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention over the heads on this rank.
+
+    causal    False: a token reads all tokens, or all of its window, a part of the sequence
     context   the ranks that divide every sequence; None where this rank has whole sequences
     """
 
@@ -161,11 +184,14 @@ class SelfAttention(nn.Module):
         kernel: AttentionKernel,
         block: BlockRun = ALIKE,
         longest: int = 0,
+        *,
+        causal: bool = True,
     ) -> None:
         """`longest` is the number of tokens of the longest document, 0 where it is not known."""
         super().__init__()
         self.model = model
         self.kernel = kernel
+        self.causal = causal
         self.dropout = model.dropout
         self.reading = KeysRead(
             window=block.window,
@@ -185,8 +211,18 @@ class SelfAttention(nn.Module):
         places = None
         if not read[-1].is_floating_point():
             *read, places = read
+        if not self.causal:
+            return self._in_parts(*read)
         run = self._flash if self.kernel is AttentionKernel.FLASH else self._unfused
         return run(*self.split(*read), places).transpose(1, 2).flatten(2)
+
+    def _in_parts(self, x: Tensor) -> Tensor:
+        """Returns the output where every token reads all of its window, or of the sequence."""
+        length = x.shape[1]
+        parts = x.unflatten(1, (-1, self.reading.window or length)).flatten(0, 1)
+        run = self._flash if self.kernel is AttentionKernel.FLASH else self._unfused
+        out = run(*self.split(parts), None).transpose(1, 2).flatten(2)
+        return out.view(x.shape[0], length, -1)
 
     def split(self, *read: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns queries, keys and values as the kernel saves them.
@@ -202,7 +238,9 @@ class SelfAttention(nn.Module):
         keys_at = self.model.num_heads // self.model.num_kv_heads
         query = groups[..., :keys_at, :].flatten(2, 3).transpose(1, 2)
         key = groups[..., keys_at, :].transpose(1, 2)
-        value = (groups[..., -1, :] if second is None else self._values(second)).transpose(1, 2)
+        value = (groups[..., keys_at + 1, :] if second is None else self._values(second)).transpose(
+            1, 2
+        )
         if self.kernel is AttentionKernel.UNFUSED:
             # repeat_interleave copies keys and values, the batched product would copy the queries
             return (
@@ -220,7 +258,8 @@ class SelfAttention(nn.Module):
         """Returns the values of a tensor that is saved whole, by head."""
         latent = self.model.latent
         if latent is None:
-            return groups_of(x, self.model, values=True)[..., -1, :]
+            keys_at = self.model.num_heads // self.model.num_kv_heads
+            return groups_of(x, self.model, values=True)[..., keys_at + 1, :]
         width = latent.nope_head_dim + latent.value_head_dim
         return x.unflatten(-1, (-1, width))[..., latent.nope_head_dim :]
 
@@ -237,7 +276,7 @@ class SelfAttention(nn.Module):
             query,
             key,
             value,
-            is_causal=True,
+            is_causal=self.causal,
             dropout_p=self.dropout if self.training else 0.0,
             scale=self.reading.factor,
             enable_gqa=key.shape[1] != query.shape[1],
@@ -245,6 +284,8 @@ class SelfAttention(nn.Module):
 
     def _by_blocks(self, length: int, unlike_widths: bool) -> bool:
         """Returns whether torch has no kernel for this attention over whole sequences."""
+        if not self.causal:
+            return False
         reach = self.reading.window or self.reading.chunk or length
         return (
             reach < length or unlike_widths or self.sinks is not None or self.reading.soft_cap > 0.0
@@ -272,6 +313,8 @@ class SelfAttention(nn.Module):
 
     def _unread(self, scores: Tensor, places: Tensor | None) -> Tensor:
         """Returns which keys a query does not read."""
+        if not self.causal:
+            return scores.new_zeros(1, dtype=torch.bool)
         tokens = torch.arange(scores.shape[-1], device=scores.device)
         distance = tokens[:, None] - tokens
         unread = distance < 0

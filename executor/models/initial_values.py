@@ -16,6 +16,7 @@ INIT_STD = 0.02  # GPT-2, Radford et al. 2019
 ZERO_AT_START = (f"{B}.weight", "sinks")  # the second matrix of an adapter, and sinks
 OF_STATES = ("steps.A_log", "steps.dt_bias", "conv.weight")  # of state-space mixers
 STEP_SIZES = (0.001, 0.1)  # least and most at the start: Mamba-2, arXiv 2405.21060
+CLASS_TOKEN = "class_token"  # of a tower, a row of its table
 
 
 @torch.no_grad()
@@ -53,8 +54,8 @@ def materialize(layer: nn.Module, device: torch.device) -> None:
 def init(parameter: Tensor, key: str) -> None:
     """Fills matrices and tables with normal values, norm weights with ones, biases with zeros.
 
-    The second matrix of an adapter is zero, so that training starts at the base model, and so are
-    sinks.
+    A class token is a row of a table. The second matrix of an adapter is zero, so that training
+    starts at the base model, and so are sinks.
     """
     if key.endswith(ZERO_AT_START):
         parameter.zero_()
@@ -63,7 +64,7 @@ def init(parameter: Tensor, key: str) -> None:
     if key.endswith(OF_STATES):
         _init_state_space(parameter, key, generator)
         return
-    if parameter.ndim == 1:
+    if parameter.ndim == 1 and not key.endswith(CLASS_TOKEN):
         parameter.fill_(0.0 if key.endswith("bias") else 1.0)
         return
     parameter.copy_(torch.empty(parameter.shape).normal_(0.0, INIT_STD, generator=generator))

@@ -73,15 +73,23 @@ class Loss(nn.Module):
     The ranks of `group` hold equal slices of the vocabulary, in rank order. Without a group it is
     the sum over the given tokens, which may be a part of all. logits [batch, sequence, vocabulary
     of this rank], targets [batch, sequence] -> a scalar in fp32. Both may have a dim of predictions
-    behind the sequence, each of one token further; negative targets are of no token. The backward
-    pass works in place, so it can run only once.
+    behind the sequence, each of one token further; negative targets are then of no token, and so
+    they are where it `skips` them. The backward pass works in place, so it can run only once.
     """
 
     on_shards = True
     group: dist.ProcessGroup | None = None
 
+    def __init__(self, *, skips: bool = False) -> None:
+        super().__init__()
+        self.skips = skips
+
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        weights = _weights(targets) if targets.ndim > TOKEN_DIMS else None
+        weights = None
+        if targets.ndim > TOKEN_DIMS:
+            weights = _weights(targets)
+        elif self.skips:
+            weights = (targets >= 0).float()
         return _CrossEntropy.apply(logits, targets, self.group, weights)
 
 

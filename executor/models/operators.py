@@ -107,6 +107,18 @@ class Tokens(nn.Embedding):
         return functional.embedding(ids, weight)
 
 
+class SharedTokens(Tokens):
+    """Looks token ids up in the matrix of another module, which alone has it as a parameter."""
+
+    def __init__(self, owner: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self._owners = (owner,)  # in a tuple it is no submodule
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        return self._owners[0].get_parameter("weight")
+
+
 class LearnedPositions(nn.Module):
     """Adds the learned position table to the token embeddings."""
 
@@ -222,7 +234,7 @@ _GATED = {
     Activations.GELU_TANH: (partial(_gelu_gate, "tanh"), partial(_gelu_gate_back, "tanh")),
     Activations.BOUNDED_SILU: (_bounded_gate, _bounded_gate_back),
 }
-_PLAIN: dict[Activations, Callable[[Tensor], Tensor]] = {
+PLAIN_ACTIVATIONS: dict[Activations, Callable[[Tensor], Tensor]] = {
     Activations.GELU_TANH: lambda x: functional.gelu(x, approximate="tanh"),
     Activations.GELU: functional.gelu,
     Activations.QUICK_GELU: lambda x: x * (GATE_SLOPE * x).sigmoid(),
@@ -248,7 +260,7 @@ class Activation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.gated:
-            return _PLAIN[self.function](x)
+            return PLAIN_ACTIVATIONS[self.function](x)
         return _Gated.apply(x, *_GATED[self.function])
 
 

@@ -8,41 +8,18 @@ the kernels of the paper's authors do; those run on GPUs alone, and torch has no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from parplan.executor.models.operators import rms_norm
+from parplan.executor.models.run_again import run_again
 from parplan.executor.tensors import local
 from parplan.profiles.models.blocks import StateSpace
 from parplan.profiles.models.spec import ModelSpec
-
-Run = Callable[..., Tensor]
-
-
-class _Again(torch.autograd.Function):
-    """A function that saves its inputs alone and runs again in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Run, *inputs: Tensor) -> Tensor:
-        ctx.run = run
-        ctx.save_for_backward(*inputs)
-        return run(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[1:]
-        pairs = zip(ctx.saved_tensors, needed, strict=True)
-        leaves = [saved.detach().requires_grad_(is_needed) for saved, is_needed in pairs]
-        with torch.enable_grad():
-            out = ctx.run(*leaves)
-        found = torch.autograd.grad(out, [each for each in leaves if each.requires_grad], gradient)
-        gradients = iter(found)
-        return (None, *(next(gradients) if is_needed else None for is_needed in needed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,25 +49,42 @@ class _Mixer(nn.Module):
         self.shape = model.state_space
 
 
-class Convolution(_Mixer):
-    """The causal convolution of each channel over the tokens before it, and SiLU."""
+class Convolution(nn.Module):
+    """The causal convolution of each channel over the tokens before it, and SiLU.
 
-    def __init__(self, model: ModelSpec) -> None:
-        super().__init__(model)
-        channels = self.shape.conv_size
-        self.weight = nn.Parameter(torch.empty(channels, self.shape.conv_kernel))
-        self.bias = nn.Parameter(torch.empty(channels)) if self.shape.conv_bias else None
+    mixed_of    returns the channels, a part of the first projection, by groups of heads
+    """
+
+    on_shards = True
+
+    def __init__(
+        self, channels: int, kernel: int, mixed_of: Callable[[Tensor], Tensor], *, bias: bool
+    ) -> None:
+        super().__init__()
+        self.mixed_of = mixed_of
+        self.weight = nn.Parameter(torch.empty(channels, kernel))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
 
     def forward(self, projected: Tensor) -> Tensor:
         bias = () if self.bias is None else (local(self.bias),)
-        out: Tensor = _Again.apply(self._run, projected, local(self.weight), *bias)
-        return out
+        return run_again(self._run, projected, local(self.weight), *bias)
 
     def _run(self, projected: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        x = parts_of(projected, self.shape).mixed.flatten(2).transpose(1, 2)
-        x = functional.pad(x, (self.shape.conv_kernel - 1, 0))
+        x = self.mixed_of(projected).flatten(2).transpose(1, 2)
+        x = functional.pad(x, (weight.shape[1] - 1, 0))
         out = functional.conv1d(x, weight.unsqueeze(1), bias, groups=x.shape[1])
         return functional.silu(out).transpose(1, 2).contiguous()
+
+
+def state_space_convolution(model: ModelSpec) -> Convolution:
+    shape = model.state_space
+    assert shape is not None, "the model has state-space blocks"
+    return Convolution(
+        shape.conv_size,
+        shape.conv_kernel,
+        lambda projected: parts_of(projected, shape).mixed,
+        bias=shape.conv_bias,
+    )
 
 
 class StepSizes(_Mixer):
@@ -102,8 +96,7 @@ class StepSizes(_Mixer):
             self.register_parameter(name, nn.Parameter(torch.empty(self.shape.num_heads)))
 
     def forward(self, projected: Tensor) -> Tensor:
-        out: Tensor = _Again.apply(self._run, projected, local(self.dt_bias))
-        return out
+        return run_again(self._run, projected, local(self.dt_bias))
 
     def _run(self, projected: Tensor, bias: Tensor) -> Tensor:
         steps = parts_of(projected, self.shape).steps.flatten(2)
@@ -126,8 +119,7 @@ class Scan(_Mixer):
 
     def forward(self, mixed: Tensor, steps: Tensor) -> Tensor:
         (held,) = self.of_heads
-        out: Tensor = _Again.apply(self._run, mixed, steps, local(held.A_log), local(held.D))
-        return out
+        return run_again(self._run, mixed, steps, local(held.A_log), local(held.D))
 
     def _run(self, mixed: Tensor, steps: Tensor, decay: Tensor, skip: Tensor) -> Tensor:
         shape = self.shape
@@ -150,19 +142,8 @@ def scan(u: Tensor, falls: Tensor, keys: Tensor, queries: Tensor, chunk: int) ->
     keys, queries   projections to and from the state, [batch, sequence, groups, state size]
     """
     length = u.shape[1]
-    chunk = min(chunk, length)
-    # a token of zeros behind the end changes nothing before it
-    u, falls, keys, queries = (
-        functional.pad(each, (0, 0) * (each.ndim - 2) + (0, -length % chunk)).unflatten(
-            1, (-1, chunk)
-        )
-        for each in (u, falls, keys, queries)
-    )
-    sums = falls.cumsum(dim=2)
-    places = torch.arange(chunk, device=u.device)
-    between = sums.unsqueeze(3) - sums.unsqueeze(2)  # [batch, chunks, i, j, groups, heads]
-    unread = (places[:, None] < places)[:, :, None, None]
-    weights = between.masked_fill(unread, float("-inf")).exp()
+    u, falls, keys, queries = in_chunks((u, falls, keys, queries), chunk)
+    sums, weights = decays(falls)
     scores = torch.einsum("bcign,bcjgn->bcijg", queries, keys)
     inside = torch.einsum("bcijg,bcijgh,bcjghp->bcighp", scores, weights, u)
     left = (sums[:, :, -1:] - sums).exp()
@@ -170,6 +151,35 @@ def scan(u: Tensor, falls: Tensor, keys: Tensor, queries: Tensor, chunk: int) ->
     before = _states_before(added, sums[:, :, -1].exp())
     read = torch.einsum("bcign,bcghpn,bcigh->bcighp", queries, before, sums.exp())
     return (inside + read).flatten(1, 2)[:, :length]
+
+
+def in_chunks(tensors: Sequence[Tensor], chunk: int) -> list[Tensor]:
+    """Cuts the tokens, dim 1, into chunks: [batch, chunks, tokens of one, ..].
+
+    Tokens of zeros behind the end fill up the last one, and change nothing before them.
+    """
+    length = tensors[0].shape[1]
+    chunk = min(chunk, length)
+    return [
+        functional.pad(each, (0, 0) * (each.ndim - 2) + (0, -length % chunk)).unflatten(
+            1, (-1, chunk)
+        )
+        for each in tensors
+    ]
+
+
+def decays(falls: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the logarithms of the decay since the begin of a chunk, and the decay between tokens.
+
+    falls   of each token, [batch, chunks, tokens, ..]
+
+    The second is [batch, chunks, i, j, ..], of what token j <= i left there; 0 for other tokens.
+    """
+    sums = falls.cumsum(dim=2)
+    places = torch.arange(falls.shape[2], device=falls.device)
+    between = sums.unsqueeze(3) - sums.unsqueeze(2)
+    unread = (places[:, None] < places).view(len(places), -1, *(1,) * (falls.ndim - 3))
+    return sums, between.masked_fill(unread, float("-inf")).exp()
 
 
 def _states_before(added: Tensor, kept: Tensor) -> Tensor:
@@ -195,8 +205,7 @@ class GatedNorm(_Mixer):
         self.epsilon = model.norm_epsilon
 
     def forward(self, scanned: Tensor, projected: Tensor) -> Tensor:
-        out: Tensor = _Again.apply(self._run, scanned, projected, local(self.weight))
-        return out
+        return run_again(self._run, scanned, projected, local(self.weight))
 
     def _run(self, scanned: Tensor, projected: Tensor, weight: Tensor) -> Tensor:
         gate = parts_of(projected, self.shape).gate

@@ -17,10 +17,17 @@ from torch.distributed.tensor import DTensor
 from parplan.executor.context.context_attention import Context
 from parplan.executor.models.adapters import SUM, A, AdapterSum, cast_parameters, freeze
 from parplan.executor.models.attention_modules import (
+    AttentionGate,
     LatentRotary,
     QueryKeyNorm,
     Rotary,
     SelfAttention,
+)
+from parplan.executor.models.delta_rule_modules import (
+    DeltaNorm,
+    DeltaScan,
+    DeltaSteps,
+    delta_rule_convolution,
 )
 from parplan.executor.models.eight_bits import EightBitLinear
 from parplan.executor.models.expert_exchange import ETP, ExpertRanks
@@ -43,36 +50,57 @@ from parplan.executor.models.operators import (
     Linear,
     Residual,
     RMSNorm,
+    SharedTokens,
     SoftCap,
     Sum,
     Tokens,
 )
-from parplan.executor.models.state_space_modules import Convolution, GatedNorm, Scan, StepSizes
+from parplan.executor.models.state_space_modules import (
+    GatedNorm,
+    Scan,
+    StepSizes,
+    state_space_convolution,
+)
+from parplan.executor.models.tower_modules import (
+    ImageTokens,
+    JoinedPatches,
+    PatchRotary,
+    PatchTables,
+    ProjectorActivation,
+)
 from parplan.executor.tensors import DTYPES, local
-from parplan.profiles.models.blocks import BlockRun
+from parplan.profiles.models.blocks import BlockRun, Mixer
 from parplan.profiles.models.operator_graph import (
     ADAPTER_RANK,
     LayerClass,
     LayerKind,
+    ModelPart,
     Operator,
     OperatorKind,
 )
 from parplan.profiles.models.parts.multi_token import MODULE
-from parplan.profiles.models.spec import ModelSpec, Norm, TrainingSpec
-from parplan.profiles.models.transformer import build_graph, last_kind
+from parplan.profiles.models.parts.tower import as_model
+from parplan.profiles.models.spec import ModelSpec, TrainingSpec
+from parplan.profiles.models.towers import Tower
+from parplan.profiles.models.transformer import all_block_kinds, build_graph, last_kind
 
-READS_PLACES = ("attention", "positions")  # modules that tell documents apart
+READS_PLACES = ("attention", "positions", "image_tokens")  # modules that read places of tokens
 MIXTURE = "mixture"  # the module of the operators of a mixture of experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blueprint:
-    """The description of one operator's module."""
+    """The description of one operator's module.
+
+    model   of which the layer has a block: that of a tower in a layer of one
+    tower   in a layer of one, None in all others
+    """
 
     operator: Operator
     model: ModelSpec
     training: TrainingSpec
     block: BlockRun
+    tower: Tower | None = None
 
 
 def _linear(operator: Operator) -> nn.Module:
@@ -83,7 +111,7 @@ def _linear(operator: Operator) -> nn.Module:
 
 
 def _norm(of: Blueprint) -> nn.Module:
-    kind = LayerNorm if of.model.norm is Norm.LAYER_NORM else RMSNorm
+    kind = LayerNorm if len(of.operator.parameters) > 1 else RMSNorm  # with a bias
     return kind(of.operator.outputs[0].dims[-1].size, eps=of.model.norm_epsilon)
 
 
@@ -100,7 +128,8 @@ def _rotary(of: Blueprint) -> nn.Module:
 def _attention(of: Blueprint) -> nn.Module:
     work = of.operator.attention
     longest = work.in_documents.longest if work is not None and work.in_documents else 0
-    return SelfAttention(of.model, of.training.attention, of.block, longest)
+    causal = of.tower is None
+    return SelfAttention(of.model, of.training.attention, of.block, longest, causal=causal)
 
 
 _BY_KIND: dict[OperatorKind, Callable[[Blueprint], nn.Module]] = {
@@ -108,7 +137,7 @@ _BY_KIND: dict[OperatorKind, Callable[[Blueprint], nn.Module]] = {
     OperatorKind.NORM: _norm,
     OperatorKind.EMBEDDING: _tokens,
     OperatorKind.ATTENTION: _attention,
-    OperatorKind.CROSS_ENTROPY: lambda _: Loss(),
+    OperatorKind.CROSS_ENTROPY: lambda of: Loss(skips=of.model.image_tokens > 0),
 }
 _BY_NAME: dict[str, Callable[[Blueprint], nn.Module]] = {
     "positions": lambda of: LearnedPositions(of.model),
@@ -120,18 +149,43 @@ _BY_NAME: dict[str, Callable[[Blueprint], nn.Module]] = {
     "residual2": lambda of: Residual(of.model),
     "shared_gated": lambda _: Gated(),
     "expert_sum": lambda _: Sum(),
-    "conv": lambda of: Convolution(of.model),
-    "steps": lambda of: StepSizes(of.model),
-    "scan": lambda of: Scan(of.model),
-    "gated_norm": lambda of: GatedNorm(of.model),
+    "attention_gate": lambda of: AttentionGate(of.model),
     "joined": lambda _: Joined(),
     "logit_cap": lambda of: SoftCap(of.model.logit_soft_cap),
+}
+_OF_TOWER: dict[str, Callable[[ModelSpec, Tower], nn.Module]] = {
+    "rotary": PatchRotary,
+    "positions": lambda _, tower: PatchTables(tower),
+    "joined": lambda _, tower: JoinedPatches(tower),
+    "image_tokens": lambda _, tower: ImageTokens(tower),
+}
+
+
+_BY_MIXER: dict[Mixer, dict[str, Callable[[ModelSpec], nn.Module]]] = {
+    Mixer.STATE_SPACE: {
+        "conv": state_space_convolution,
+        "steps": StepSizes,
+        "scan": Scan,
+        "gated_norm": GatedNorm,
+    },
+    Mixer.DELTA_RULE: {
+        "conv": delta_rule_convolution,
+        "steps": DeltaSteps,
+        "scan": DeltaScan,
+        "gated_norm": DeltaNorm,
+    },
 }
 
 
 def module_of(of: Blueprint) -> nn.Module:
     """Returns the module of an operator outside of a mixture of experts. Raises KeyError."""
     operator = of.operator
+    if of.tower is not None and operator.name in _OF_TOWER:
+        return _OF_TOWER[operator.name](of.model, of.tower)
+    if of.tower is not None and operator.name.startswith("projection") and not operator.parameters:
+        return ProjectorActivation(of.tower.functions.projector_activation)
+    if of.tower is None and operator.name in (of_mixer := _BY_MIXER.get(of.block.mixer, {})):
+        return of_mixer[operator.name](of.model)
     if operator.name in _BY_NAME:
         return _BY_NAME[operator.name](of)
     if operator.name.endswith(SUM):
@@ -167,10 +221,14 @@ class Layer(nn.Module):
         ranks: ExpertRanks | None = None,
     ) -> None:
         super().__init__()
+        tower = None if layer.part is ModelPart.LANGUAGE else model.tower
+        model = model if tower is None else as_model(tower)
         block = block or model.block_kinds[0]
         for operator in layer.operators:
             if not operator.in_mixture:
-                of = Blueprint(operator=operator, model=model, training=training, block=block)
+                of = Blueprint(
+                    operator=operator, model=model, training=training, block=block, tower=tower
+                )
                 self.add_module(operator.name, module_of(of))
             elif not hasattr(self, MIXTURE):
                 mixture = tuple(each for each in layer.operators if each.in_mixture)
@@ -190,7 +248,7 @@ class Layer(nn.Module):
         """Returns the output of the last of `steps`, the first of which reads `x`.
 
         places    those of the tokens in their documents, [batch, sequence]; None where sequences
-                  are whole
+                  are whole; in the projector of a tower those of images
         further   other tensors that steps read, by name
         """
         tensors = {steps[0].reads[0][0]: x, **further}
@@ -277,6 +335,29 @@ class Block(Layer):
         return max(at for at, step in enumerate(self.calls) if step.module in names)
 
 
+class Patches(Layer):
+    """The first layer of a tower."""
+
+    def forward(self, pixels: Tensor) -> Tensor:  # type: ignore[override]
+        """Returns tokens of images, [images of all sequences, tokens, features].
+
+        pixels   [sequences, images of each, patches, features of a patch]
+        """
+        return self.run(self.calls, pixels.flatten(0, 1))
+
+
+class Projector(Layer):
+    """The last layer of a tower."""
+
+    def forward(self, x: Tensor, embedded: Tensor, first: Tensor) -> Tensor:  # type: ignore[override]
+        """Returns the tokens of the sequences, with those of images among them.
+
+        embedded   tokens of the sequences, [sequences, tokens, features]
+        first      the place of the first token of each image, [sequences, images of each]
+        """
+        return self.run(self.calls, x, first, embedded=embedded)
+
+
 class FurtherToken(Layer):
     """A module of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
@@ -315,18 +396,21 @@ class Head(Layer):
         names = tuple(f"{MODULE}{number}" for number in range(1, model.mtp_layers + 1))
         super().__init__(_of_module(layer, ""), model, training, block, ranks)
         self.modules_ahead = names
+        self.tied = model.tied_embeddings
         for name in names:
             described = _of_module(layer, name)
             module = FurtherToken(described, model, training, block, ranks)
             module.operators = tuple(f"{name}.{each.name}" for each in described.operators)
-            if name != names[0]:
+            if model.tied_embeddings:
+                module.tokens = SharedTokens(self.lm_head)
+            elif name != names[0]:
                 module.tokens = self.get_submodule(names[0]).tokens
             self.add_module(name, module)
 
     @property
     def table(self) -> nn.Module:
         """The module whose weight is that of the token table, in a model that has such a one."""
-        if not self.modules_ahead:
+        if self.tied or not self.modules_ahead:
             return self.lm_head
         return self.get_submodule(self.modules_ahead[0]).tokens
 
@@ -396,9 +480,21 @@ def described(
     graph = build_graph(model, training, 1)
     if kind is LayerKind.HEAD:
         return graph.head, last_kind(model)
-    place = (index - 1) % model.num_layers
+    kinds = all_block_kinds(model)
+    place = (index - 1) % len(kinds)
     key = graph.key(place + 1) if kind is LayerKind.BLOCK else kind
-    return graph.layer_class(key), model.block_kinds[place]
+    return graph.layer_class(key), kinds[place]
+
+
+_OF_KIND: dict[LayerKind, type[Layer]] = {
+    LayerKind.EMBEDDING: Embedding,
+    LayerKind.BLOCK: Block,
+    LayerKind.HEAD: Head,
+}
+_OF_PART: dict[ModelPart, type[Layer]] = {
+    ModelPart.PATCHES: Patches,
+    ModelPart.PROJECTOR: Projector,
+}
 
 
 def build_layer(
@@ -416,8 +512,8 @@ def build_layer(
     starts from the same model: each rank builds the layer and retains its shard. A rank of `ranks`
     builds only its part of the experts, each of which has separate values.
     """
-    made = {LayerKind.EMBEDDING: Embedding, LayerKind.BLOCK: Block, LayerKind.HEAD: Head}[kind]
     operators, block = described(model, training, kind, index)
+    made = _OF_PART.get(operators.part) or _OF_KIND[kind]
     with torch.device("meta"):
         layer = made(operators, model, training, block, ranks)
     materialize(layer, device)

@@ -19,7 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from parplan.executor.chunks.chunk_manager import ChunkManager
+from parplan.executor.data.seen_images import num_targets
+from parplan.executor.pipeline.borders import border_examples
 from parplan.executor.pipeline.loss_scale import LossScale, unscale
+from parplan.executor.pipeline.passage import TARGETS, Inputs
 from parplan.executor.pipeline.runtime import (
     After,
     PipelineStep,
@@ -28,12 +31,13 @@ from parplan.executor.pipeline.runtime import (
     do_nothing,
     no_span,
 )
-from parplan.executor.pipeline.stages import Stage, border_example, build_stages
+from parplan.executor.pipeline.stages import Stage, build_stages
 from parplan.executor.placed_layers import (
     action_rows,
     local_stages,
     rank_tokens,
     reads_batches,
+    reads_images,
     stage_layers,
 )
 from parplan.executor.sharding.rank_place import RankPlace
@@ -51,12 +55,13 @@ class RankPipeline:
     """This rank's stages; `run` does all forward and backward passes of a batch.
 
     reads   whether the rank reads batches; the first and the last stage do
+    reads_images   whether a layer of the rank reads images or their places
     scale   of the loss; `run` returns the scaled loss
     chunks  holds the states of the blocks, if they lie in chunks; their gradients stay scaled
     """
 
     stages: tuple[Stage, ...]
-    run: Callable[[Batch | None, Tensor | None], Tensor]
+    run: Callable[[Batch | None, Inputs], Tensor]
     reads: bool
     tp_mesh: DeviceMesh | None
     tied: bool
@@ -65,6 +70,7 @@ class RankPipeline:
     steps: tuple[PipelineStep, ...] = ()
     scale: LossScale | None = None
     chunks: ChunkManager | None = None
+    reads_images: bool = False
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -78,17 +84,18 @@ class RankPipeline:
         """Returns by pipeline stage the most micro-batches in flight at once."""
         return {stage.stage_index: stage.in_flight for stage in self.steps}
 
-    def step(self, batch: Batch | None, places: Tensor | None = None) -> Tensor:
+    def step(self, batch: Batch | None, **inputs: Tensor) -> Tensor:
         """Computes the gradients of one batch: ids and targets of [sequences, sequence length].
 
-        A rank that reads no batches has None. Every rank has the places of tokens in documents, of
-        the same shape, where sequences are packed. Returns this rank's share of the mean loss.
+        A rank that reads no batches has None. Every rank has the further inputs of its layers: the
+        places of tokens in documents where sequences are packed, and images. Returns this rank's
+        share of the mean loss.
         """
         for stage in self.stages:
             stage.begin_step()
         if self.chunks is not None:
             self.chunks.begin_step()
-        loss = self.run(batch, places)
+        loss = self.run(batch, inputs)
         with self.span("reduce", -1, -1):
             for stage in self.stages:
                 stage.reduce_gradients(self.tp_mesh)
@@ -147,6 +154,7 @@ def build_pipeline(
         stages=stages,
         run=run,
         reads=reads_batches(plan, ranks.coordinate("pp")),
+        reads_images=reads_images(plan, ranks.coordinate("pp")),
         tp_mesh=ranks.tp_mesh,
         tied=plan.model.shares_table and plan.mesh.pp > 1,
         tied_group=_tied_group(plan, ranks),
@@ -174,7 +182,7 @@ def _mean_loss(
 
     Every reduction of gradients is therefore a sum.
     """
-    loss = local(stage.body.head.loss(logits, targets)) / plan.training.tokens_per_step
+    loss = local(stage.body.head.loss(logits, targets)) / num_targets(plan)
     return loss if scale is None else loss * scale.value
 
 
@@ -185,7 +193,7 @@ def _loop(
     after_backward: After,
     span: Span,
     batch: Batch | None,
-    places: Tensor | None,
+    further: Inputs,
 ) -> Tensor:
     """Runs forward and backward of one micro-batch after the other, on one pipeline rank."""
     assert batch is not None, "one pipeline rank has the first stage"
@@ -193,12 +201,12 @@ def _loop(
     total = torch.zeros((), device=ids.device)
     size = plan.pipeline.micro_batch_size
     micro_batches = zip(ids.split(size), targets.split(size), strict=True)
-    of_documents = None if places is None else places.split(size)
+    parts = {name: each.split(size) for name, each in further.items()}
     for index, (micro_ids, micro_targets) in enumerate(micro_batches):
         with span("F", 0, index):
-            inputs = {"targets": micro_targets} if plan.model.mtp_layers else {}
-            if of_documents is not None:
-                inputs["places"] = of_documents[index]
+            inputs = {name: each[index] for name, each in parts.items()}
+            if plan.model.mtp_layers:
+                inputs[TARGETS] = micro_targets
             loss = mean_loss(stage(micro_ids, **inputs), micro_targets)
         with span("B", 0, index):
             loss.backward()
@@ -213,7 +221,7 @@ def _scheduled(
     device: torch.device,
     plan: Plan,
     batch: Batch | None,
-    places: Tensor | None,
+    further: Inputs,
 ) -> Tensor:
     """Runs one step of the runtime.
 
@@ -224,11 +232,9 @@ def _scheduled(
     losses: list[Tensor] = []
     ends_model = any(stage.ends_model for stage in stages)
     first = (ids,) if any(stage.begins_model for stage in stages) else ()
-    inputs = {"ids": ids} if plan.module is not None else {}
+    inputs = {**further, **({"ids": ids} if plan.module is not None else {})}
     if plan.model.mtp_layers and plan.module is None and ends_model:
-        inputs["targets"] = targets
-    if places is not None:
-        inputs["places"] = places
+        inputs[TARGETS] = targets
     schedule.step(
         *first,
         target=targets if ends_model else None,
@@ -273,8 +279,8 @@ def _pipeline_stage(plan: Plan, ranks: RankPlace, index: int, module: Stage) -> 
         index,
         len(layers),
         ranks.device,
-        input_args=border_example(plan, layers[index - 1][-1]) if index else ids,
-        output_args=border_example(plan, layers[index][-1]),
+        input_args=border_examples(plan, layers[index - 1][-1]) if index else ids,
+        output_args=border_examples(plan, layers[index][-1]),
         group=ranks.mesh["pp"].get_group(),
     )
 

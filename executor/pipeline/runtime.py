@@ -97,9 +97,9 @@ class PipelineStep(LeanStage):
         """The micro-batches between their forward pass and the end of their backward pass."""
         return len(self.fwd_cache) + len(self.backward_state)
 
-    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         out = super().forward_maybe_with_nosync(*args, **kwargs)
-        return out.clone() if out._is_view() else out
+        return tuple(map(_own, out)) if isinstance(out, tuple) else _own(out)
 
     def recompute_one_chunk(self, chunk_id: int) -> None:
         """Recomputes unsaved tensors of the micro-batch ahead of its backward pass."""
@@ -123,6 +123,11 @@ class PipelineStep(LeanStage):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
             settle_weight_gradients(self.submod.body)
         self.after_backward()
+
+
+def _own(out: Tensor) -> Tensor:
+    """Returns an output of a stage that is neither a view nor an input that only passes through."""
+    return out.clone() if out._is_view() or (out.is_leaf and out.requires_grad) else out
 
 
 class Runtime(_PipelineScheduleRuntime):

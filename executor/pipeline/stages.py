@@ -6,12 +6,11 @@ The layers of each stage are placed, recomputed and sharded as planned.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.host.state_location import Access
@@ -28,27 +27,28 @@ from parplan.executor.models.operators import operator_module
 from parplan.executor.models.transformer_layers import (
     Block,
     Embedding,
+    Layer,
+    Patches,
     build_layer,
     divide_sequences,
 )
+from parplan.executor.pipeline.borders import Enter, border, entries
+from parplan.executor.pipeline.passage import parts_by_name, run_layers
 from parplan.executor.placed_layers import (
     PlacedLayer,
     effective_zero,
     local_stages,
-    rank_tokens,
     stage_layers,
 )
-from parplan.executor.rules.divisions import SEQUENCE, TOKENS, WHOLE, local_shape
+from parplan.executor.rules.divisions import TOKENS, WHOLE
 from parplan.executor.sharding.overlap import (
     PER_LINEAR,
     PER_STAGE,
-    HalvedOutput,
     LastChoice,
     block_in_halves,
 )
 from parplan.executor.sharding.place import (
     Axes,
-    of_axis,
     parameters_over_data,
     parse_placement,
     place_layer,
@@ -65,33 +65,25 @@ from parplan.executor.sharding.zero_units import (
 )
 from parplan.executor.tensors import as_dtensor, local
 from parplan.planner.plan.plan import Plan
-from parplan.profiles.models.operator_graph import LayerKind
+from parplan.profiles.models.operator_graph import LayerKind, ModelPart
 from parplan.profiles.models.transformer import build_graph
 
 
 class Body(nn.Module):
-    """The layers of one stage by name, in order."""
+    """The layers of one stage by name, in order.
 
-    def __init__(self, layers: dict[str, nn.Module]) -> None:
+    parts   the part of the model that each is of
+    """
+
+    def __init__(self, layers: dict[str, nn.Module], parts: Mapping[str, ModelPart]) -> None:
         super().__init__()
+        self.parts = parts
         for name, layer in layers.items():
             self.add_module(name, layer)
 
-    def forward(
-        self, x: Tensor, places: Tensor | None = None, targets: Tensor | None = None
-    ) -> Tensor:
-        """Returns the output of the last layer.
-
-        places    those of the tokens in their documents
-        targets   the tokens behind each, which a head with modules ahead reads
-        """
-        packed = () if places is None else (places,)
-        in_head = () if targets is None else (targets,)
-        for name, layer in self.named_children():
-            inputs = x.inputs() if isinstance(x, HalvedOutput) else (x,)
-            del x  # the name would hold the activation until the layer ends
-            x = layer(*inputs, *packed, *(in_head if name == LayerKind.HEAD else ()))
-        return x
+    def forward(self, *before: Tensor, **inputs: Tensor) -> tuple[Tensor, ...]:
+        """Returns the stack of tensors behind the layers, from that before them."""
+        return tuple(run_layers(self.named_children(), self.parts, list(before), inputs))
 
     def tied_weight(self) -> nn.Parameter | None:
         """Returns this stage's copy of the token embedding, if it holds one."""
@@ -112,7 +104,7 @@ class Stage(nn.Module):
         self,
         body: Body | ExternalBody,
         units: tuple[Unit, ...],
-        enter: Callable[[Tensor], Tensor],
+        enter: tuple[Enter, ...],
         begins_model: bool,
         ends_model: bool,
         host: HostCopies | None = None,
@@ -125,11 +117,15 @@ class Stage(nn.Module):
         self.ends_model = ends_model
         self.host = host
 
-    def forward(self, x: Tensor, **inputs: Tensor) -> Tensor:
+    def forward(self, *received: Tensor, **inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         if self.host is not None:
             self.host.begin_pass()
-        out = self.body(self.enter(x), **inputs)
-        return out if self.ends_model else local(out)
+        entered = (enter(x) for enter, x in zip(self.enter, received, strict=True))
+        out = self.body(*entered, **inputs)
+        stack = out if isinstance(out, tuple) else (out,)
+        if self.ends_model:
+            return stack[-1]
+        return tuple(map(local, stack)) if len(stack) > 1 else local(stack[0])
 
     def begin_step(self) -> None:
         begin_step(self.body, self.units)
@@ -170,7 +166,7 @@ def _build_stage(
     ends = placed[0].kind is LayerKind.EMBEDDING, placed[-1].kind is LayerKind.HEAD
     if plan.module is not None:
         external = build_external(plan, ranks, seed, _unit_layers(plan, placed))
-        return Stage(*external, lambda x: x, *ends)
+        return Stage(*external, (lambda x: x,), *ends)
     layers: dict[str, nn.Module] = {}
     units: list[Unit] = []
     tables: list[HostTable] = []
@@ -202,12 +198,13 @@ def _build_stage(
             apart = (*tables, *(module for unit in table for module in unit.layers))
             units += (*_units(plan, ranks, group[0], tuple(whole.values()), apart), *table)
         layers |= whole
-    body = Body({layer.name: layers[layer.name] for layer in placed})
+    in_order = {layer.name: layers[layer.name] for layer in placed}
+    body = Body(in_order, parts_by_name(plan.model, plan.training))
     in_chunks = chunks.parameters if chunks is not None else []
     apart = (*in_chunks, *(table.weight for table in tables))
     shard_root(body, units, ranks.dp_mesh, apart)
     mark_biases(body)
-    return Stage(body, tuple(units), _entry(plan, ranks, placed[0]), *ends, host)
+    return Stage(body, tuple(units), entries(plan, ranks, placed[0]), *ends, host)
 
 
 def _part_modules(plan: Plan, block: nn.Module) -> tuple[tuple[nn.Module, ...], ...]:
@@ -285,7 +282,7 @@ def _stage_modules(
     """
     if not placed.plan.own_zero:
         return [(effective_zero(placed, plan.mesh), layers)]
-    (block,) = (module for module in layers[0].modules() if isinstance(module, Block))
+    (block,) = (module for module in layers[0].modules() if isinstance(module, Layer))
     by_stage: dict[int, list[nn.Module]] = {}
     for name, module in block.named_children():
         if any(True for _ in module.parameters()):
@@ -337,6 +334,8 @@ def _build_placed_layer(
     )
     if ranks.context is not None:
         divide_sequences(layer, ranks.context)
+    if isinstance(layer, Patches):
+        layer.register_forward_pre_hook(partial(_arrived, plan, ranks))
     level = plan.pipeline.tp_overlap if placed.kind is LayerKind.BLOCK else 0
     both = ranks.both_mesh if placed.plan.divides_over_data else None
     if ranks.tp_mesh is None and both is None:
@@ -361,6 +360,17 @@ def _build_placed_layer(
         boundary = parse_placement(border(plan, placed), placed.name)
         layer.register_forward_hook(lambda _, ids, x: x.redistribute(ranks.tp_mesh, boundary))
     return layer
+
+
+def _arrived(
+    plan: Plan, ranks: RankPlace, _: nn.Module, args: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """Returns pixels on the device in the precision of products, a copy that is this pass's own."""
+    dtype = compute_dtype(plan.training.precision)
+    pixels = (each.to(ranks.device, dtype, copy=True) for each in args)
+    if ranks.tp_mesh is None:
+        return tuple(pixels)
+    return tuple(as_dtensor(each, ranks.tp_mesh) for each in pixels)
 
 
 def _overlap(
@@ -394,45 +404,6 @@ def _recipes(plan: Plan, placed: PlacedLayer, ranks: RankPlace, host: HostCopies
     layer_plan = placed.plan
     offload = HostOffload(layer_plan.keep_on_host, layer, layer_plan.recompute, host)
     return Recipes(on_host=offload)
-
-
-def border(plan: Plan, after: PlacedLayer) -> tuple[str, ...]:
-    """Returns the placement of the activation that leaves a stage after the layer `after`.
-
-    The embedding leaves it as blocks read it, however its tables are divided.
-    """
-    if plan.mesh.tp == 1:
-        return WHOLE
-    if after.kind is LayerKind.EMBEDDING:
-        return SEQUENCE if after.plan.sequence_parallel else WHOLE
-    ends = ("residual2", "residual1")  # a block may have the mixer alone
-    name = next(each for each in ends if each in after.plan.operators)
-    return of_axis(after.plan.operators[name].output, "tp")
-
-
-def _entry(plan: Plan, ranks: RankPlace, first: PlacedLayer) -> Callable[[Tensor], Tensor]:
-    """Returns the conversion of a stage's local input to the input of its first layer."""
-    mesh = ranks.tp_mesh
-    if mesh is None:
-        return lambda x: x
-    if first.kind is LayerKind.EMBEDDING:
-        return lambda ids: as_dtensor(ids, mesh)
-    before = [layer for stage in stage_layers(plan) for layer in stage][first.index - 1]
-    placement = parse_placement(border(plan, before), before.name)
-    return lambda x: DTensor.from_local(x, mesh, placement, run_check=False)
-
-
-def border_example(plan: Plan, after: PlacedLayer) -> Tensor:
-    """Returns a tensor without data of the shape and type that leave `after` on this rank.
-
-    Nothing leaves the head, whose example has the shape of its states.
-    """
-    whole = (plan.pipeline.micro_batch_size, rank_tokens(plan), plan.model.hidden_size)
-    entries = WHOLE if after.kind is LayerKind.HEAD else border(plan, after)
-    shape = local_shape(whole, entries, tp=plan.mesh.tp)
-    return torch.empty(
-        shape, dtype=compute_dtype(plan.training.precision), device="meta", requires_grad=True
-    )
 
 
 def parameters_on_host(stages: Sequence[nn.Module]) -> Iterator[nn.Parameter]:

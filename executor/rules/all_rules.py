@@ -17,6 +17,7 @@ from parplan.executor.rules.over_data_rules import over_data_rule
 from parplan.executor.rules.overlap_rules import halves
 from parplan.executor.rules.rule import Refusal, Rule, rule
 from parplan.executor.rules.schedule_rules import SCHEDULE
+from parplan.executor.rules.tower_rules import TOWERS, attended_tower
 from parplan.executor.rules.training_rules import TRAINING
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.errors import ConfigError
@@ -25,6 +26,7 @@ from parplan.profiles.models.transformer import build_graph
 RULES: tuple[Rule, ...] = (
     *SCHEDULE,
     *TRAINING,
+    *TOWERS,
     *CONTEXT,
     *LAYERS,
     over_data_rule,
@@ -58,29 +60,14 @@ def alike_blocks(plan: Plan) -> Iterator[Refusal]:
             )
 
 
-@rule(
-    why="the executor builds no tower and reads no images",
-    action="plan the text alone with --images-per-sequence 0, or run it in the framework whose "
-    "stack it was priced for",
-)
-def text_alone(plan: Plan) -> Iterator[Refusal]:
-    tower = plan.model.tower
-    if tower is not None:
-        yield Refusal(
-            problem=f"model: {plan.model.name} has a {tower.name} tower of {tower.num_layers} "
-            "layers",
-            action=text_alone.action,
-        )
-
-
 def refusals(plan: Plan) -> Iterator[tuple[Rule, Refusal]]:
     """Yield every rule that `plan` breaks, with the refusal.
 
-    A plan of a model with a tower, or of unlike blocks with what needs alike ones, breaks that rule
-    alone, which has no nearest plan. A plan whose stages do not hold its layers breaks the first
-    rule alone: other rules read the stages.
+    A plan of blocks that attend to a tower, or of unlike blocks with what needs alike ones, breaks
+    that rule alone, which has no nearest plan. A plan whose stages do not hold its layers breaks
+    the first rule alone: other rules read the stages.
     """
-    first = next((each for each in (text_alone, alike_blocks) if any(each.check(plan))), None)
+    first = next((each for each in (attended_tower, alike_blocks) if any(each.check(plan))), None)
     unlike = [(first, refusal) for refusal in first.check(plan)] if first else []
     yield from unlike
     for each in () if unlike else RULES:

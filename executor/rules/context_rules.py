@@ -37,7 +37,8 @@ def context_pieces(plan: Plan) -> Iterator[Refusal]:
     action="use the ring",
 )
 def context_heads(plan: Plan) -> Iterator[Refusal]:
-    reason = illegal_context(plan.mesh, plan.model, plan.cluster)
+    text = replace(plan.model, tower=None)  # the last of these rules is about images
+    reason = illegal_context(plan.mesh, text, plan.cluster)
     if reason:
         yield Refusal(
             problem=f"mesh: {plan.mesh.context_form}: {reason}",
@@ -84,8 +85,10 @@ def _obstacle(plan: Plan) -> str | None:
         return "a module that is not the executor's own"
     if plan.chunks is not None:
         return "blocks in chunks"
-    if plan.model.state_space is not None:
-        return "state-space blocks"
+    if plan.model.tower is not None:
+        return f"a {plan.model.tower.name} tower, whose images no rank divides"
+    if plan.model.scans:
+        return "blocks that scan a sequence"
     if plan.pipeline.tp_overlap:
         return f"tp_overlap {plan.pipeline.tp_overlap}"
     for name, layer_plan in plan.layer_plans.items():

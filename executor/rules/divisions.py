@@ -32,7 +32,15 @@ from dataclasses import dataclass
 from parplan.executor.placed_layers import rank_tokens
 from parplan.planner.plan.plan import LayerPlan, OperatorPlacement, Plan
 from parplan.planner.plan.traced_plan import AnyPlan
-from parplan.profiles.models.operator_graph import LayerKind, Operator, OperatorKind
+from parplan.profiles.models.operator_graph import (
+    Dim,
+    LayerClass,
+    LayerKind,
+    ModelPart,
+    Operator,
+    OperatorKind,
+)
+from parplan.profiles.models.towers import Tower
 from parplan.profiles.models.transformer import build_graph
 
 Entries = tuple[str, ...]
@@ -43,7 +51,7 @@ SEQUENCE: Entries = ("Shard(1)@tp",)
 FEATURES: Entries = ("Shard(2)@tp",)
 ROWS, COLUMNS = BATCH, SEQUENCE  # of a weight [features out, features in], and of a table
 TOKENS = (BATCH, SEQUENCE)
-OF_STATE_SPACES = ("conv", "steps", "scan", "gated_norm")  # operators that hold groups of heads
+OF_SCANS = ("conv", "steps", "scan", "gated_norm")  # operators that hold groups of heads
 
 _SHARD = re.compile(r"Shard\((\d+)\)@tp")
 
@@ -94,7 +102,8 @@ class Undivided:
 
 def misplaced(plan: Plan) -> Iterator[Misplaced]:
     """Yield every operator whose placements do not fit its kind, whatever the size of tp."""
-    for name, layer, operator in _operators(plan):
+    for name, of, operator in _operators(plan):
+        layer = of.kind
         placement = plan.layer_plans[name].operators.get(operator.name)
         if placement is None:
             yield Misplaced(
@@ -139,9 +148,9 @@ def loses_by_tokens(plan: AnyPlan) -> bool:
 
 def undivided(plan: Plan) -> Iterator[Undivided]:
     """Yield every dim that an operator's placements divide unevenly."""
-    for name, _, operator in _operators(plan):
+    for name, layer, operator in _operators(plan):
         placement = plan.layer_plans[name].operators.get(operator.name, OperatorPlacement())
-        for what, size in _divided_sizes(plan, operator, placement):
+        for what, size in _divided_sizes(plan, layer, operator, placement):
             if size % plan.mesh.tp:
                 yield Undivided(layer_plan=name, operator=operator.name, what=what, size=size)
 
@@ -175,15 +184,16 @@ def nearest_placement(plan: Plan, fault: Misplaced) -> OperatorPlacement:
     return min(legal, key=changes)
 
 
-def _operators(plan: Plan) -> Iterator[tuple[str, LayerKind, Operator]]:
+def _operators(plan: Plan) -> Iterator[tuple[str, LayerClass, Operator]]:
     if plan.mesh.tp > 1:
         graph = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size)
         for name, layer_plan in plan.layer_plans.items():
             if layer_plan.divides_over_data:  # executor/rules/over_data_rules.py
                 continue
-            for operator in graph.layer_class(layer_plan.key(graph)).operators:
+            layer = graph.layer_class(layer_plan.key(graph))
+            for operator in layer.operators:
                 if not operator.on_copies:  # executor/rules/expert_rules.py has their placements
-                    yield name, layer_plan.layer, operator
+                    yield name, layer, operator
 
 
 def _problems(operator: Operator, layer: LayerKind, placement: OperatorPlacement) -> Iterator[str]:
@@ -296,7 +306,7 @@ def _loss_rule(placement: OperatorPlacement) -> Iterator[str]:
 
 
 def _divided_sizes(
-    plan: Plan, operator: Operator, placement: OperatorPlacement
+    plan: Plan, layer: LayerClass, operator: Operator, placement: OperatorPlacement
 ) -> Iterator[tuple[str, int]]:
     """Yield the sizes that the placement divides, with their names."""
     for parameter in operator.parameters:
@@ -306,6 +316,7 @@ def _divided_sizes(
                 f"{operator.name}.{parameter.name} of shape {parameter.shape}",
                 parameter.shape[dim],
             )
+    tower = plan.model.tower if layer.part is not ModelPart.LANGUAGE else None
     sizes = (plan.pipeline.micro_batch_size, rank_tokens(plan))
     names = ("micro_batch_size", "seq_length" if plan.mesh.cp == 1 else "seq_length / cp")
     for tensors, entries in (
@@ -315,15 +326,28 @@ def _divided_sizes(
         dim = shard_dim(entries)
         if dim is None or not tensors:
             continue
-        if dim < len(sizes):
+        if tower is not None:
+            size, name = _tower_size(tower, operator, tensors[-1].dims[dim])
+        elif dim < len(sizes):
             size, name = sizes[dim], names[dim]
-        elif operator.name in OF_STATE_SPACES and plan.model.state_space is not None:
-            size, name = plan.model.state_space.num_groups, "groups of state-space heads"
+        elif operator.name in OF_SCANS:
+            size, name = _groups_of_heads(tensors[0].dims[dim]), "groups of heads of a scan"
         elif operator.parallel_dim == "heads" and operator.kind is not OperatorKind.MATMUL:
             size, name = plan.model.num_kv_heads, "num_kv_heads"
         else:
             size, name = tensors[0].dims[dim].size, "features"
         yield f"{name} {size}", size
+
+
+def _groups_of_heads(features: Dim) -> int:
+    return features.size // features.unit
+
+
+def _tower_size(tower: Tower, operator: Operator, divided: Dim) -> tuple[int, str]:
+    """Return what ranks divide of a dim of an operator of a tower, with its name."""
+    by_heads = divided.name == "heads" and operator.kind is not OperatorKind.MATMUL
+    size = tower.num_heads if by_heads else divided.size
+    return size, f"{divided.name} of the {tower.name} tower"
 
 
 def _text(entries: Entries) -> str:

@@ -121,7 +121,7 @@ def tied(plan: Plan) -> Iterator[Refusal]:
     action="divide the table alike in embedding and head",
 )
 def tied_tables(plan: Plan) -> Iterator[Refusal]:
-    if not plan.model.tied_embeddings or plan.mesh.tp == 1:
+    if not plan.model.shares_table or plan.mesh.tp == 1:
         return
     stages = stage_layers(plan)
     first, last = stages[0][0], stages[-1][-1]

@@ -25,7 +25,7 @@ from parplan.profiles.units import spans_text
     action="cut the layers anew",
 )
 def layers(plan: Plan) -> Iterator[Refusal]:
-    needed = list(range(plan.model.num_layers + 2))
+    needed = list(range(plan.model.num_blocks + 2))
     held = [layer.index for stage in stage_layers(plan) for layer in stage]
     empty = [k for k, stage in enumerate(plan.stages) if not stage.layers]
     if held == needed and not empty:
@@ -56,7 +56,7 @@ def _cut_anew(plan: Plan) -> Plan | None:
     A layer keeps its layer plan, or gets one that another layer of its kind has. Returns None if
     there are more stages than layers or a kind has no layer plan.
     """
-    num_layers = plan.model.num_layers + 2
+    num_layers = plan.model.num_blocks + 2
     num_stages = plan.mesh.pp * plan.pipeline.virtual_stages
     names = {
         index: run.plan for stage in plan.stages for run in stage.layers for index in run.indices
@@ -65,7 +65,7 @@ def _cut_anew(plan: Plan) -> Plan | None:
     if num_stages > num_layers or set(spare) != set(LayerKind):
         return None
     runs = [
-        LayerRun(plan=names.get(i, spare[layer_kind(i, plan.model.num_layers)]), first=i, last=i)
+        LayerRun(plan=names.get(i, spare[layer_kind(i, plan.model.num_blocks)]), first=i, last=i)
         for i in range(num_layers)
     ]
     firsts = [num_layers * k // num_stages for k in range(num_stages + 1)]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.operators.optimizers import FP32_BYTES, PLAIN_OPTIMIZERS
 from parplan.executor.rules.rule import Refusal, rule, those, with_training
+from parplan.planner.plan.derived import layout_of
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.spec import Optimizer, Positions, Precision, rare_parts
 from parplan.profiles.stack import AttentionKernel
@@ -23,12 +24,13 @@ RUN = {"blocks", "latent", "output_bias", "qk_norm", "sinks", "norm_layout", "fu
     "router_bias",
     "mtp_layers",
     "state_space",
+    "delta_rule",
+    "attention_gate",
     "tower",
     "left_out",
 }
 
 ADAMS = (Optimizer.ADAM, Optimizer.ADAM_8BIT)
-OF_BLOCKS = {"delta_rule"}  # fields without which the blocks of a model are none
 
 
 @rule(
@@ -40,11 +42,7 @@ def model_parts(plan: Plan) -> Iterator[Refusal]:
     if plan.module is not None:
         return
     for name, default in rare_parts(model).items():
-        if name in OF_BLOCKS:
-            yield Refusal(
-                problem=f"model: {model.name} has blocks with {name}", action="choose another model"
-            )
-        elif name not in RUN:
+        if name not in RUN:
             yield Refusal(
                 problem=f"model: {model.name} has {name}",
                 action=f"set {name} to {str(default).lower()}",
@@ -53,19 +51,20 @@ def model_parts(plan: Plan) -> Iterator[Refusal]:
 
 
 @rule(
-    why="modules of multi-token prediction have a copy of the token table, on the device and apart "
-    "from the last product",
+    why="modules of multi-token prediction look tokens up on the device; a tied table is behind "
+    "itself in their backward pass, which cannot be split then",
     action="leave the modules out",
 )
 def further_tokens(plan: Plan) -> Iterator[Refusal]:
     model = plan.model
     if not model.mtp_layers or plan.module is not None:
         return
+    looks_up = any(Offload.LOOKUP in each.offload for each in plan.layer_plans.values())
+    splits = plan.mesh.pp > 1 and layout_of(plan).splits_backward
     obstacles = {
-        "a tied table": model.tied_embeddings,
-        "a token table on the host": any(
-            Offload.LOOKUP in each.offload for each in plan.layer_plans.values()
-        ),
+        "a tower": model.tower is not None,
+        "a token table on the host": looks_up,
+        f"a tied table under {plan.pipeline.schedule}": splits and model.tied_embeddings,
     }
     found = those(obstacles)
     if found:
@@ -242,8 +241,9 @@ def packed_sequences(plan: Plan) -> Iterator[Refusal]:
     obstacles = {
         "a module that is not the executor's own": plan.module is not None,
         "blocks in chunks": plan.chunks is not None,
+        "a tower": plan.model.tower is not None,
         f"tp_overlap {plan.pipeline.tp_overlap}": plan.pipeline.tp_overlap > 0,
-        "state-space blocks": plan.model.state_space is not None,
+        "blocks that scan a sequence": plan.model.scans,
         "activations on the host": any(each.keep_on_host for each in plan.layer_plans.values()),
     }
     found = those(obstacles)

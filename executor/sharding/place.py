@@ -46,7 +46,8 @@ from parplan.profiles.errors import ConfigError
 _PLACEMENT = re.compile(r"Shard\((\d+)\)@(\w+)")
 
 Over = tuple[Placement, ...]  # one entry for each axis
-TOKENS = (Shard(0), Shard(1))  # of activations by batch or by sequence
+SEQUENCE = Shard(1)
+TOKENS = (Shard(0), SEQUENCE)  # of activations by batch or by sequence
 TP_AXES = ("tp",)
 BOTH_AXES = ("dp", "tp")
 
@@ -215,7 +216,8 @@ def _place_operator(
     output = parse_placement(placement.output, where, axes.names)
     weights = _place_parameters(module, placement, axes, where)
     if isinstance(module, Tokens):
-        module.on_shards = weights["weight"] != (Shard(0),)
+        by_rows = weights.get("weight") or module.weight.placements
+        module.on_shards = by_rows != (Shard(0),)
         inputs = output if output[-1] in TOKENS else inputs  # the ids of the tokens that it gives
     if not getattr(module, "on_shards", False):
         _place_whole(module, mesh, inputs, output)
@@ -247,10 +249,12 @@ def _place_operator(
             for over, read in zip(weight, inputs, strict=True)
         )
 
-    shared = getattr(module, "shared_inputs", ())  # they have no heads that ranks could divide
+    shared = getattr(module, "shared_inputs", {})  # they have no such dim that ranks could divide
+    if inputs[-1] == SEQUENCE and hasattr(module, "ranks_of_tokens"):
+        module.ranks_of_tokens = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
 
     def over(place: int) -> tuple[Over, Over]:
-        return _of_all_heads(inputs) if place in shared else (inputs, gradients)
+        return _of_all(inputs, shared[place]) if place in shared else (inputs, gradients)
 
     def before(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         # a plain tensor is targets, or the local inputs of a recomputed operator
@@ -273,11 +277,11 @@ def _place_operator(
         linear_in_halves(module, mesh.get_group(), rows=rows)
 
 
-def _of_all_heads(inputs: Over) -> tuple[Over, Over]:
-    """Returns the placements of an input that all heads share, and of its gradient."""
+def _of_all(inputs: Over, dim: int) -> tuple[Over, Over]:
+    """Returns the placements of an input that all parts along a dim share, and of its gradient."""
     return (
-        tuple(Replicate() if over == Shard(2) else over for over in inputs),
-        tuple(Partial() if over == Shard(2) else over for over in inputs),
+        tuple(Replicate() if over == Shard(dim) else over for over in inputs),
+        tuple(Partial() if over == Shard(dim) else over for over in inputs),
     )
 
 

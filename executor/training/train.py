@@ -19,8 +19,10 @@ from parplan.executor.chunks.chunk_adam import ChunkAdam
 from parplan.executor.chunks.memory_tracing import MemoryTracing, TraceRequest
 from parplan.executor.data.batches import Batches, build_batches
 from parplan.executor.data.document_places import Places, build_places
+from parplan.executor.data.seen_images import IMAGE_PLACES, Images, build_images, of_text
 from parplan.executor.models.expert_exchange import COPIES
 from parplan.executor.pipeline.loss_scale import LossScale, loss_scale
+from parplan.executor.pipeline.passage import PLACES
 from parplan.executor.pipeline.pipeline import RankPipeline, build_pipeline
 from parplan.executor.pipeline.stages import parameters_on_host
 from parplan.executor.placed_layers import expert_shards
@@ -86,7 +88,7 @@ class Trainer:
 
     `optimizer` updates the parameters outside of chunks, `adam` those in chunks. `tracing` measures
     the first steps of a run with chunks, if that is asked for. `places` has the documents of packed
-    sequences.
+    sequences, `images` those of a model with a tower.
     """
 
     plan: Plan
@@ -102,6 +104,7 @@ class Trainer:
     shares: RankLosses = field(default_factory=RankLosses)
     tracing: MemoryTracing | None = None
     places: Places | None = None
+    images: Images | None = None
 
     def gradients(self, step: int) -> Tensor:
         """Run forward, backward and reduction of the batch of `step`.
@@ -112,8 +115,7 @@ class Trainer:
         with self.recorder.span("data", -1, -1):
             batch = self.batch(step) if self.pipeline.reads else None
         self.progress.at("runs forward and backward passes")
-        packed = () if self.places is None else (self.places(step).to(self.ranks.device),)
-        loss = self.pipeline.step(batch, *packed)
+        loss = self.pipeline.step(batch, **self.inputs(step))
         # Every tensor-parallel rank of the last stage has the loss of its data-parallel rank, or
         # of its part of the tokens.
         counts = self.ranks.coordinate("tp") == 0 or loses_by_tokens(self.plan)
@@ -123,6 +125,16 @@ class Trainer:
         """Return this replica's part of a batch, on the device."""
         ids, targets = self.batches(step)
         return ids.to(self.ranks.device), targets.to(self.ranks.device)
+
+    def inputs(self, step: int) -> dict[str, Tensor]:
+        """Return what this replica's layers read beside the token ids; pixels stay on the host."""
+        inputs: dict[str, Tensor] = {}
+        if self.places is not None:
+            inputs[PLACES] = self.places(step).to(self.ranks.device)
+        if self.images is not None and self.pipeline.reads_images:
+            images = self.images(step)
+            inputs |= images | {IMAGE_PLACES: images[IMAGE_PLACES].to(self.ranks.device)}
+        return inputs
 
     def run(self, first: int = 0) -> Iterator[StepResult]:
         """Train from step `first` to `options.steps` and yield each result. Raises RunError."""
@@ -336,6 +348,7 @@ def trainer_of(
     """Return the trainer of the rank at `ranks`. Collective. Raises ConfigError."""
     progress = progress or RankProgress()
     replica = ranks.coordinate("dp")
+    dp_rank = replica // plan.mesh.cp
     # Tensor-parallel ranks hold the same residual stream, so they draw the same dropout masks.
     torch.manual_seed(
         derived_seed(options.seed, ranks.coordinate("pp") * plan.mesh.replicas + replica)
@@ -377,8 +390,9 @@ def trainer_of(
             layout_of(*(stage.body for stage in pipeline.stages)),
             moment_type(plan.training),
         ),
-        batches=build_batches(plan, replica, options),
+        batches=of_text(build_batches(plan, replica, options), plan, dp_rank, options.seed),
         places=build_places(plan, replica, options),
+        images=build_images(plan, dp_rank, options),
         meter=meter,
         recorder=recorder,
         progress=progress,

@@ -1,7 +1,7 @@
 """The cause of a traced collective: the axis of the mesh that its group lies along.
 
 A group's ranks say the axis; else its name, its size where one axis alone has that degree, or the
-one axis that is divided at all.
+one axis that is divided at all. A collective of which nothing of these is known has no factor.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 
 from parplan.costmodels.communication.mesh import Axis, Mesh
-from parplan.profiles.errors import ConfigError
 from parplan.profiles.traces.trace_record import TracedCollective
 from parplan.profiles.traces.work_classes import MESSAGES
 
 TENSOR = "tensor"
 DATA = "data"
 PIPELINE = "pipeline"
+UNKNOWN_AXIS = "unknown axis"
 # Parts of names: of Megatron-LM's groups, of DeviceMesh's axes, of DeepSpeed's.
 _NAMES = (
     (PIPELINE, r"pipeline|(?:^|_)pp(?:$|_)|embedding"),
@@ -24,26 +24,17 @@ _NAMES = (
 )
 
 
-def cause_of(collective: TracedCollective, mesh: Mesh, where: str) -> str:
-    """Returns the cause of a collective's time: tensor, data or pipeline.
+def cause_of(collective: TracedCollective, mesh: Mesh) -> str:
+    """Returns the cause of a collective's time: tensor, data, pipeline, or an unknown axis.
 
     Context-parallel and expert exchanges count as tensor, as in the factors of a calibration.
-    Raises ConfigError where the trace does not tell.
     """
     axes = _axes(collective, mesh)
     if collective.operation == "all_to_all":
         return TENSOR
     if axes:
         return _cause_of_axes(axes, collective.operation)
-    named = _named(collective.group)
-    if named:
-        return named
-    raise ConfigError(
-        f"{where}: the axis of {collective.operation} in the group "
-        f"{collective.group or 'without a name'} of {collective.group_size or 'unknown'} ranks "
-        f"is not known in {mesh}",
-        hint="record with torch 2.4 or newer, which writes the ranks of every group",
-    )
+    return _named(collective.group) or UNKNOWN_AXIS
 
 
 def _cause_of_axes(axes: set[Axis], operation: str) -> str:

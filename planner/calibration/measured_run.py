@@ -23,7 +23,7 @@ class MeasuredRun:
     name             the file, for messages
     source           the kind of the record, its fingerprint and its date, for the factors
     device           the device's name as torch or its driver says it
-    step_s           the median step
+    step_s           the median step, None where only parts were measured
     parts            measured seconds of parts of the step
     priced_parts     returns the priced seconds of the same parts
     allocator_share  the most that the allocator reserved beyond allocated bytes, None if unknown
@@ -35,7 +35,7 @@ class MeasuredRun:
     date: str
     device: str
     plan: Plan
-    step_s: float
+    step_s: float | None
     parts: Mapping[Key, float]
     priced_parts: PricedParts
     allocator_share: float | None = None

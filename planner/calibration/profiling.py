@@ -24,9 +24,11 @@ from parplan.profiles.machines.machine_catalog import (
     load_stack,
     with_gpus,
 )
+from parplan.profiles.machines.measured_points import with_unmeasured_of
 from parplan.profiles.machines.measurements import Case, CaseFigures, CaseOutcome, Record
 from parplan.profiles.machines.profile_records import rounded_records
 from parplan.profiles.machines.shipped_profiles import analytic_profile, shipped_profile
+from parplan.profiles.machines.speeds import Profile
 from parplan.profiles.machines.user_profile import (
     PROFILE_VERSION,
     ProfileEnvironment,
@@ -351,6 +353,8 @@ def fitted(profile: UserProfile) -> UserProfile:
         inter=inter or base.inter,
         contention=contention,
     )
+    if here.tool is not None:
+        curves = _of_tool(curves, base, f"files of {here.tool}, {here.date}")
     in_step = in_step_of(
         profile.records,
         curves,
@@ -366,4 +370,15 @@ def fitted(profile: UserProfile) -> UserProfile:
             cluster=cluster_document(cluster),
             profile=replace(curves, in_step=in_step, host=host_speed(profile.records)),
         )
+    )
+
+
+def _of_tool(curves: Profile, base: Profile, source: str) -> Profile:
+    """Returns curves that another tool's files gave, and those of `base` for all else."""
+    intra, inter = curves.intra, curves.inter
+    return replace(
+        curves,
+        compute=with_unmeasured_of(base.compute, curves.compute, source),
+        intra=intra if intra.curves == base.intra.curves else replace(intra, source=source),
+        inter=replace(inter, source=source) if inter.crossing else inter,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
@@ -13,13 +13,14 @@ from parplan.costmodels.step import rank_time
 from parplan.costmodels.strategy import Strategy
 from parplan.planner.calibration.group_causes import DATA, TENSOR, cause_of
 from parplan.planner.calibration.measured_run import MeasuredRun
+from parplan.planner.calibration.priced_classes import priced_classes_s
 from parplan.planner.calibration.step_account import UNTOLD, StepAccount, account_of
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.plan_strategy import prices_of_plan, strategy_of
 from parplan.planner.runs.timelines import Key
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.user_profile import digest
-from parplan.profiles.traces.trace_record import Phase, RankTrace
+from parplan.profiles.traces.trace_record import Phase, RankTrace, WorkClass
 
 # Parts of less of the step are not compared: kernels and waits of a step vary by as much.
 LEAST_SHARE = 0.005
@@ -28,27 +29,27 @@ PASSES = (Phase.FORWARD.value, Phase.BACKWARD.value)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredTraces:
-    """The run that traces measured, and the accounts of all its steps and ranks."""
+    """The run that traces measured, and the accounts of all its steps and ranks.
+
+    priced_s   the plan's busy seconds of the same ranks by class of kernels
+    """
 
     run: MeasuredRun
     num_ranks: int
     accounts: tuple[StepAccount, ...]
+    priced_s: Mapping[WorkClass, float]
 
 
 def measured_by_traces(traces: Sequence[RankTrace], plan: Plan) -> MeasuredTraces:
     """Returns the measurements of the traced steps of `plan`.
 
     The parts are those of the median step of each rank, and their means over the ranks of a stage.
-    Raises ConfigError: a trace of another number of ranks, of no known rank in a pipeline, or with
-    collectives whose axis is not known.
+    Raises ConfigError: a trace of another number of ranks, or of no known rank in a pipeline.
     """
     every: list[StepAccount] = []
     typical: defaultdict[int, list[StepAccount]] = defaultdict(list)
     for trace in traces:
-        accounts = [
-            account_of(step, partial(cause_of, mesh=plan.mesh, where=trace.file))
-            for step in trace.steps
-        ]
+        accounts = [account_of(step, partial(cause_of, mesh=plan.mesh)) for step in trace.steps]
         every += accounts
         by_time = sorted(accounts, key=lambda account: account.step_s)
         typical[_pipeline_rank(trace, plan)].append(by_time[(len(by_time) - 1) // 2])
@@ -68,7 +69,12 @@ def measured_by_traces(traces: Sequence[RankTrace], plan: Plan) -> MeasuredTrace
         parts=_parts(typical, plan, LEAST_SHARE * step_s),
         priced_parts=traced_parts_s,
     )
-    return MeasuredTraces(run=run, num_ranks=len(traces), accounts=tuple(every))
+    return MeasuredTraces(
+        run=run,
+        num_ranks=len(traces),
+        accounts=tuple(every),
+        priced_s=_priced_classes(typical, plan),
+    )
 
 
 def traced_parts_s(strategy: Strategy, price_cache: PriceCache) -> dict[Key, float]:
@@ -103,14 +109,26 @@ def _parts(
     return parts
 
 
+def _priced_classes(ranks: Collection[int], plan: Plan) -> dict[WorkClass, float]:
+    """Returns the means over pipeline ranks, without a calibration of the plan."""
+    price_cache = _plain_prices(plan)
+    strategy = strategy_of(plan, price_cache)
+    each = [priced_classes_s(strategy, rank, price_cache) for rank in ranks]
+    kinds = {kind for one in each for kind in one}
+    return {kind: fmean(one.get(kind, 0.0) for one in each) for kind in kinds}
+
+
+def _plain_prices(plan: Plan) -> PriceCache:
+    return prices_of_plan(replace(plan, cluster=replace(plan.cluster, calibration=None)))
+
+
 def _divide_passes(parts: dict[Key, float], plan: Plan) -> None:
     """Divides time of passes that the trace does not tell apart in the proportion of the prices.
 
     Both passes then get the same factor.
     """
-    plain = replace(plan, cluster=replace(plan.cluster, calibration=None))
-    price_cache = prices_of_plan(plain)
-    prices = traced_parts_s(strategy_of(plain, price_cache), price_cache)
+    price_cache = _plain_prices(plan)
+    prices = traced_parts_s(strategy_of(plan, price_cache), price_cache)
     for _, pp in [key for key in parts if key[0] == UNTOLD]:
         untold_s = parts.pop((UNTOLD, pp))
         priced = {name: prices[name, pp] for name in PASSES}

@@ -9,7 +9,7 @@ bytes at that price, less the price of all bytes of the device (a Lagrangian bou
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -151,10 +151,15 @@ class PartBounds(RangeBounds):
         held = states.held - states.buffer + sent
         if not moment.made:
             held = held - states.gradients
-        over = max(0.0, self._stashes(stage) - 1)
-        if stage == layout.num_virtual_stages - 1 and over and not self._frees:
-            held[:, -1] -= over * self._passes.whole[-1, -1]
+        if stage == layout.num_virtual_stages - 1:
+            held[:, -1] -= self._head_bytes
         return np.asarray(held)
+
+    @property
+    def _head_bytes(self) -> float:
+        """Activations of the head that count for more than one micro-batch in flight."""
+        over = max(0.0, self._stashes(self.layout.num_virtual_stages - 1) - 1)
+        return 0.0 if self._frees else over * float(self._passes.whole[-1, -1])
 
     @cached_property
     def _prices(self) -> Array:
@@ -178,18 +183,14 @@ class PartBounds(RangeBounds):
         return {}
 
     def _make_values(self, stage: int) -> Array:
-        passes_s = self.time_s[stage] - np.minimum.reduce(self._tailed_s)
-        held = [
-            (data_s, self._part_bytes(stage, states))
-            for data_s, states in zip(self._tailed_s, self._states, strict=True)
-        ]
-        priced = [
-            passes_s
-            + self._passes.priced(float(price) * self._stashes(stage))
-            + np.minimum.reduce([data_s + price * held_bytes for data_s, held_bytes in held])
-            for price in self._prices[self.layout.rank_of(stage)]
-        ]
-        return np.stack([self.time_s[stage], *priced, self.least_bytes(stage)])
+        prices, stashes = self._prices[self.layout.rank_of(stage)], self._stashes(stage)
+        return part_values(
+            self.time_s[stage],
+            self._tailed_s,
+            [self._part_bytes(stage, states) for states in self._states],
+            self.least_bytes(stage),
+            [(price, self._passes.priced(float(price) * stashes)) for price in prices],
+        )
 
     @cached_property
     def least_pace_s(self) -> float:
@@ -201,8 +202,6 @@ class PartBounds(RangeBounds):
         alone_s = float(self._paces[0][-1][-1])
         if not np.isfinite(alone_s):
             return np.inf
-        if self.cuts is not None:
-            return max(alone_s, *(self._given_s(rank) for rank in range(self.layout.mesh.pp)))
         by_count = [self._least_by_count(rank) for rank in range(self.layout.mesh.pp)]
         paces = np.unique(np.concatenate(by_count))
         paces = paces[np.isfinite(paces)]
@@ -215,14 +214,6 @@ class PartBounds(RangeBounds):
             else:
                 low = middle + 1
         return max(alone_s, float(paces[low])) if low < len(paces) else np.inf
-
-    def _given_s(self, rank: int) -> float:
-        """Least seconds of a rank where the cuts are given."""
-        assert self.cuts is not None
-        own = [
-            self.values(k)[:, self.cuts[k][0], self.cuts[k][1]] for k in self.layout.stages_of(rank)
-        ]
-        return float(self.own_s(rank, np.sum(own, axis=0)))
 
     def _least_by_count(self, rank: int) -> Array:
         """Least seconds of a rank by the number of its layers, wherever they are."""
@@ -245,7 +236,10 @@ class PartBounds(RangeBounds):
         reached[:, 0] = 0.0
         for stage in range(self.layout.num_virtual_stages):
             reached = np.min(reached[:, :-1, None] + self.values(stage), axis=1)
-        totals = reached[:, -1]
+        return self.walk_of(reached[:, -1])
+
+    def walk_of(self, totals: Array) -> float:
+        """Least seconds of all parts by least sums of their values, infinite without room."""
         if totals[-1] > self.layout.mesh.pp * self._usable * (1 + ROUNDING):
             return np.inf
         room_s = self._usable * self._prices.sum(axis=0)
@@ -315,6 +309,30 @@ class PartBounds(RangeBounds):
             parts = _Parts((*node.classes, number), own[number], there_s)
             longer.append((float(bounds_s[number]), parts))
         return longer
+
+
+def part_values(
+    time_s: Array,
+    data_s: Sequence[Array],
+    held: Sequence[Array],
+    least_bytes: Array,
+    priced_s: Sequence[tuple[float | Array, Array]],
+) -> Array:
+    """Returns the values of parts (`PartBounds.values`), for arrays of parts of one shape.
+
+    time_s     least seconds of a micro-batch, infinite where a part cannot be used
+    data_s     seconds of data parallelism by ZeRO stage, of which `time_s` has the least
+    held       bytes besides activations, by ZeRO stage
+    priced_s   prices of a byte, each with the seconds of recompute and of the saved bytes at it
+    """
+    passes_s = time_s - np.minimum.reduce(data_s)
+    priced = [
+        passes_s
+        + again_s
+        + np.minimum.reduce([s + price * b for s, b in zip(data_s, held, strict=True)])
+        for price, again_s in priced_s
+    ]
+    return np.stack([time_s, *priced, least_bytes])
 
 
 @cache

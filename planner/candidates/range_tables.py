@@ -7,6 +7,7 @@ stage holds counts there. Entries with j <= i mean nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -15,7 +16,7 @@ import numpy as np
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.state_location import StateLocation
-from parplan.costmodels.keyed_cache import KeyedCache
+from parplan.costmodels.keyed_cache import KeyedCache, RecentCache
 from parplan.costmodels.layers.chunk_owners import expert_elements, own_elements
 from parplan.costmodels.layers.chunked_layer import state_widths, writes_over_parameters
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
@@ -26,8 +27,10 @@ from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.dominance import Array, Ints, hull_prices
 from parplan.planner.host_options.location_costs import host_share_bytes
 from parplan.planner.layer_options.layer_option import LayerOption
+from parplan.planner.stage_columns.stage_contents import Range
 from parplan.profiles.models.operator_graph import LayerKey
 
+MOST_TABLES = 64  # prices by range that are held: each is up to 1 MiB
 PRICES = 8  # prices of a saved byte at which the seconds of a range are bounded
 # the ways to run a layer of a class, for a micro-batch size and a sharding
 OptionsOf = Callable[[LayerKey, int, Sharding], Sequence[LayerOption]]
@@ -43,6 +46,7 @@ class RangePasses:
     kept         least bytes that a stage saves
     prices       seconds of recompute for which some layer saves a byte less, a few of them
     priced       least seconds of recompute and of the saved bytes at a price
+    priced_at    those of one range, by price
     priced_s     those at each of `prices`
     sent         bytes of the tensors that a stage receives and hands on, both ways
     most_share   largest share of recompute in the seconds of a layer that is recomputed
@@ -54,6 +58,7 @@ class RangePasses:
     kept: Array
     prices: tuple[float, ...]
     priced: Callable[[float], Array]
+    priced_at: Callable[[Range, Array], Array]
     priced_s: tuple[Array, ...]
     sent: Array
     most_share: float
@@ -81,6 +86,11 @@ class _LayerPasses:
     def most_share(self) -> float:
         """Largest share of recompute in its seconds."""
         return self.most_s / max(self.plain_s + self.most_s, 1e-30)
+
+    def priced(self, prices: Array) -> Array:
+        """Returns the least seconds of recompute and of the saved bytes, by price of a byte."""
+        every = self.again_s + np.multiply.outer(prices, self.saved)
+        return np.asarray(every.min(axis=-1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,10 +125,11 @@ class RangeTables:
         self._options_of = options_of
         self.size = price_cache.num_layers
         self._once = KeyedCache(check)
+        self._recent = RecentCache(MOST_TABLES, check)
 
     def passes(self, b: int, sharding: Sharding) -> RangePasses:
         """Returns the prices of passes for one micro-batch size."""
-        return self._once(("passes", b, sharding), lambda: self._passes(b, sharding))
+        return self._recent(("passes", b, sharding), lambda: self._passes(b, sharding))
 
     def _passes(self, b: int, sharding: Sharding) -> RangePasses:
         price_cache, layers = self.price_cache, range(self.size)
@@ -138,8 +149,14 @@ class RangeTables:
         besides, made_s = self._once(("besides", b), lambda: self._besides(b))
 
         def priced(price: float) -> Array:
-            least = {key: (one.again_s + price * one.saved).min() for key, one in by_class.items()}
+            least = {key: float(one.priced(np.array(price))) for key, one in by_class.items()}
             return sum_of(np.array([least[key] for key in keys])) + price * besides
+
+        def priced_at(layers: Range, at: Array) -> Array:
+            total = at * besides[layers]
+            for key, number in Counter(keys[slice(*layers)]).items():
+                total = total + number * by_class[key].priced(at)
+            return np.asarray(total)
 
         return RangePasses(
             time_s=sum_of(plain) + made_s,
@@ -148,6 +165,7 @@ class RangeTables:
             kept=sum_of(kept) + besides,
             prices=prices,
             priced=priced,
+            priced_at=priced_at,
             priced_s=tuple(map(priced, prices)),
             sent=cut[: self.size, None] + cut[None, :],
             most_share=max(one.most_share for one in each),
@@ -192,11 +210,11 @@ class RangeTables:
                 np.minimum.reduce([held.tail_s for held in states]),
             )
 
-        return self._once(("least data", b, mesh, sharding, zeros), make)
+        return self._recent(("least data", b, mesh, sharding, zeros), make)
 
     def states(self, b: int, mesh: Mesh, sharding: Sharding, zero: int) -> RangeStates:
         """Returns the prices of states for one micro-batch size, mesh and ZeRO stage."""
-        return self._once(
+        return self._recent(
             ("states", b, mesh, sharding, zero), lambda: self._states(b, mesh, sharding, zero)
         )
 

@@ -25,7 +25,6 @@ import numpy.typing as npt
 
 BAND_SHARE = 0.8
 LEAST_DEVIATION = 0.01  # added before the logarithm, so that a run that agrees by luck says little
-PRIOR_ROWS = 5.0  # runs of no effect that each trait begins with (the ridge)
 
 _Array = npt.NDArray[np.float64]
 
@@ -44,11 +43,16 @@ class Deviating:
 
 
 class ConformalBands:
-    """The bands of runs by their traits, from measured runs. Raises ValueError for none."""
+    """The bands of runs by their traits, from measured runs.
 
-    def __init__(self, runs: Sequence[Deviating]) -> None:
+    Each trait begins with `prior_rows` runs of no effect (the ridge): the more there are, the less
+    a band differs from that of all runs. Raises ValueError for no measured runs.
+    """
+
+    def __init__(self, runs: Sequence[Deviating], prior_rows: float) -> None:
         if not runs:
             raise ValueError("a band needs measured runs")
+        self._prior_rows = prior_rows
         ids_of = {(run.id, trait) for run in runs for trait in run.traits}
         self.rows_of: Mapping[str, int] = Counter(trait for _, trait in ids_of)
         self.num_rows = len({run.id for run in runs})
@@ -85,7 +89,7 @@ class ConformalBands:
 
     def _effects(self, kept: npt.NDArray[np.bool_]) -> _Array:
         has = self._has[kept]
-        ridge = np.diag([1e-6, *([PRIOR_ROWS] * len(self._names))])
+        ridge = np.diag([1e-6, *([self._prior_rows] * len(self._names))])
         logs = np.log(self._deviations[kept])
         effects: _Array = np.linalg.solve(has.T @ has + ridge, has.T @ logs)
         rows = np.count_nonzero(has, axis=0)[1:]

@@ -15,10 +15,11 @@ from parplan.planner.master import (
     lower_bound_s,
     separable,
 )
+from parplan.planner.paths_of_layers import on_paths, one_range_a_rank
 from parplan.planner.placed_blocks import fastest_placed, in_reach_of, joined_by_blocks
 from parplan.planner.search.search_session import INFINITY, SearchSession
 from parplan.planner.solver import Unsolved
-from parplan.planner.stage_columns.stage_column import StageColumn
+from parplan.planner.stage_columns.stage_column import StageColumn, alike_ends
 from parplan.planner.stage_columns.stage_prices import tied_ends
 from parplan.profiles.errors import SolverError
 
@@ -37,7 +38,11 @@ def relaxed_bound_s(
         return session.prices.least_s(layout, session.limit_bytes)
     share = bubble_share(layout, session.price_cache)
     least_s = lower_bound_s(layout, relaxed, session.num_blocks, share) if relaxed else None
-    return INFINITY if least_s is None else least_s
+    if relaxed is None or least_s is None:
+        return INFINITY
+    if one_range_a_rank(layout, relaxed):
+        return max(least_s, on_paths(layout, relaxed, share).bound_s)
+    return least_s
 
 
 def fastest_choice(
@@ -58,6 +63,10 @@ def fastest_choice(
     least_s = lower_bound_s(layout, options, num_layers, share) if options else None
     if options is None or least_s is None or least_s >= cut_s:
         return None
+    if one_range_a_rank(layout, options):
+        options = on_paths(layout, options, share, cut_s).options
+        if not all(options):
+            return None
     tied = session.price_cache.tied
     if separable(layout, options):
         return fastest_apart(layout, options, tied=tied, share=share)
@@ -77,11 +86,13 @@ def fastest_choice(
 
 def _require_infeasible(layout: ParallelLayout, options: Options, session: SearchSession) -> None:
     """Raises SolverError when the solver calls a solvable problem infeasible."""
-    if can_place(
-        options,
-        session.num_blocks,
-        tied=session.price_cache.tied and bool(tied_ends(layout)),
-    ):
+    ends = tied_ends(layout) if session.price_cache.tied else ()
+    if one_range_a_rank(layout, options):
+        alike = alike_ends(options, ends)
+        solvable = any(on_paths(layout, each, share=1.0).bound_s < INFINITY for each in alike)
+    else:
+        solvable = can_place(options, session.num_blocks, tied=bool(ends))
+    if solvable:
         raise SolverError(
             f"{session.options.solver} calls a problem infeasible that is not",
             hint="use the other --solver",
@@ -126,6 +137,8 @@ def _averages_s(
     relaxed = session.relaxed(layout, best, plain=plain)
     share = bubble_share(layout, session.price_cache)
     num_layers = session.num_blocks
+    if relaxed is not None and one_range_a_rank(layout, relaxed):
+        relaxed = on_paths(layout, relaxed, share, best).options
     if relaxed is None or lower_bound_s(layout, relaxed, num_layers, share) is None:
         return best
     master = Master(layout, relaxed, num_layers, tied=session.price_cache.tied, share=share)

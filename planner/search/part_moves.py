@@ -42,7 +42,7 @@ class PartMoves:
 
         The first cuts are even in time, and then those whose fullest part holds least.
         """
-        for start in (even_path(self.bounds.time_s), self.bounds.cuts or self.bounds.leanest_cuts):
+        for start in (even_path(self.bounds.time_s), self.bounds.leanest_cuts):
             if start is not None:
                 columns = self._descended(tuple(end for _, end in start[:-1]))
                 if columns is not None:
@@ -52,8 +52,7 @@ class PartMoves:
     def _descended(self, cuts: Cuts) -> list[StageColumn] | None:
         best, best_s = None, math.inf
         for _ in range(MOST_TIMES):
-            if self.bounds.cuts is None:
-                cuts = self._moved(cuts)
+            cuts = self._moved(cuts)
             before = len(self._known)
             columns, (step_s, _) = self._columns(cuts), self._step(cuts)
             if columns is not None and step_s < best_s:

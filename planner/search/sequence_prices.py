@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from parplan.costmodels.keyed_cache import RecentCache
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.layers.recompute import Recompute, RecomputedOperators
 from parplan.costmodels.schedules.hidden_recompute import hidden_passes
@@ -18,6 +19,7 @@ from parplan.costmodels.schedules.schedule import LAST_KEEPS_ALL, Schedule
 from parplan.costmodels.step import StepPrice, bubble_share
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.candidates.enumeration import CandidateSpace, layout_text
+from parplan.planner.candidates.given_parts import GivenParts
 from parplan.planner.candidates.meshes import Pruned
 from parplan.planner.candidates.part_bounds import PartBounds, RankParts
 from parplan.planner.candidates.range_bounds import CloserBounds, RangeBounds
@@ -40,6 +42,7 @@ from parplan.profiles.stack import TowerDivision
 
 # the ranges that a user gives to the virtual stages of a layout, None where the search cuts
 GivenCuts = Callable[[ParallelLayout], tuple[Range, ...] | None]
+MOST_BOUNDS = 16  # layouts whose bounds by range are held: each is up to 10 MiB
 Bounds = TypeVar("Bounds", bound=RangeBounds)
 TableMaker = Callable[[Any, Constraints, Deadline], SequenceTable]
 Assembler = Callable[[Strategy, StepPrice, SearchRecord], Any]
@@ -84,6 +87,7 @@ class SequencePrices(SearchPrices):
         super().__init__(self._shardable(space), price_cache, allowed, deadline)
         self._given, self._assembler = given, assembler
         self._classes: dict[Hashable, int] = {}  # of ranges with equal prices
+        self._recent = RecentCache(MOST_BOUNDS, deadline.check)
 
     def _shardable(self, space: CandidateSpace) -> CandidateSpace:
         """Returns the space without layouts that have no ZeRO stage left."""
@@ -128,7 +132,7 @@ class SequencePrices(SearchPrices):
 
     def bounds(self, layout: ParallelLayout, limit_bytes: float) -> RangeBounds:
         """Returns the bounds of a layout over all cuts within a memory limit."""
-        return self._once(
+        return self._recent(
             ("bounds", layout, limit_bytes), lambda: self._bounds(RangeBounds, layout, limit_bytes)
         )
 
@@ -136,14 +140,15 @@ class SequencePrices(SearchPrices):
         """Returns the bounds with the recompute that a limit enforces."""
         if layout.virtual_stages > 1:
             return self.part_bounds(layout, limit_bytes)
-        return self._once(
+        return self._recent(
             ("closer", layout, limit_bytes), lambda: self._bounds(CloserBounds, layout, limit_bytes)
         )
 
     def part_bounds(self, layout: ParallelLayout, limit_bytes: float) -> PartBounds:
         """Returns the bounds of a layout with several virtual stages a rank."""
-        return self._once(
-            ("parts", layout, limit_bytes), lambda: self._bounds(PartBounds, layout, limit_bytes)
+        kind = PartBounds if self._given(layout) is None else GivenParts
+        return self._recent(
+            ("parts", layout, limit_bytes), lambda: self._bounds(kind, layout, limit_bytes)
         )
 
     def _bounds(self, kind: type[Bounds], layout: ParallelLayout, limit_bytes: float) -> Bounds:
@@ -157,14 +162,22 @@ class SequencePrices(SearchPrices):
         return self.closer(layout, limit_bytes).least_s
 
     def may_fit(self, layout: ParallelLayout, limit_bytes: float) -> bool:
-        return self.bounds(layout, limit_bytes).least_s < float("inf")
+        return self._range_bound_s(layout, limit_bytes) < float("inf")
 
     def step_bound_s(self, layout: ParallelLayout, limit_bytes: float) -> float:
-        return self.bounds(layout, limit_bytes).least_s
+        return self._range_bound_s(layout, limit_bytes)
+
+    def _range_bound_s(self, layout: ParallelLayout, limit_bytes: float) -> float:
+        return self._once(
+            ("least", layout, limit_bytes), lambda: self.bounds(layout, limit_bytes).least_s
+        )
 
     def ramps_s(self, layout: ParallelLayout) -> float:
-        walk_s = self.bounds(layout, float("inf")).least_walk_s
-        return walk_s * bubble_share(layout, self.price_cache)
+        def make() -> float:
+            walk_s = self.bounds(layout, float("inf")).least_walk_s
+            return walk_s * bubble_share(layout, self.price_cache)
+
+        return self._once(("ramps", layout), make)
 
     def ahead_bound_s(self, layout: ParallelLayout, usual_s: float) -> float:
         """Returns `planner.candidates.lower_bounds.ahead_bound_s` with the share of any layer."""
@@ -292,10 +305,12 @@ class SequencePrices(SearchPrices):
 
         def make() -> list[MasterChoice]:
             ranks, tried = range(layout.mesh.pp), []
-            chosen = PartMoves(self.part_bounds(layout, limit_bytes), column).descended()
-            if chosen:
-                tried.append([tuple(ranges[0] for ranges in each.layers) for each in chosen])
-            cuts = self._given(layout) or self.bounds(layout, limit_bytes).even_cuts
+            cuts = self._given(layout)
+            if cuts is None:
+                chosen = PartMoves(self.part_bounds(layout, limit_bytes), column).descended()
+                if chosen:
+                    tried.append([tuple(ranges[0] for ranges in each.layers) for each in chosen])
+                cuts = self.bounds(layout, limit_bytes).even_cuts
             assert cuts is not None, "a candidate has no more stages than layers"
             tried.append([tuple(cuts[k] for k in layout.stages_of(rank)) for rank in ranks])
             agreed = (self._agreed(layout, places, limit_bytes) for places in tried)

@@ -22,14 +22,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from parplan.profiles.imports.aiconfigurator_table import (
+    CAUSAL_SEQ,
+    ELEMENT_BYTES,
+    LEAST,
+    OPERATIONS,
+)
+
 SOURCE = "ai-dynamo/aiconfigurator"
 DATA = "HEAD:aic-core/src/aiconfigurator_core/systems/data"
-LEAST = 64  # the smallest size of a product in the tables
 STEP = 17
 DIFFERS = 1.3
-CAUSAL_SEQ = 512  # shorter prompts show the launch
-OPERATIONS = {"alltoall": "all_to_all"}
-ELEMENT_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -104,3 +104,20 @@ def with_points(compute: Compute, records: Iterable[Record]) -> Compute:
         for name, curve in curves_of(compute).items()
     }
     return with_curves(compute, curves)
+
+
+def with_unmeasured_of(base: Compute, fitted: Compute, source: str) -> Compute:
+    """Returns the fitted device with the curves of `base` where the fitted ones have no point.
+
+    source   of the fitted curves
+    """
+    kept = curves_of(base)
+    curves = {
+        name: replace(curve, source=source) if curve.points else kept.get(name, curve)
+        for name, curve in curves_of(fitted).items()
+    }
+    return replace(
+        with_curves(fitted, curves),
+        grouped=base.grouped,
+        flash_kernels=base.flash_kernels,
+    )

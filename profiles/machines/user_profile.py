@@ -55,6 +55,7 @@ class ProfiledRun:
 
     fingerprint   fingerprint of the file of the run
     mesh          for people to read
+    measured_s    None where only parts of a step were measured
     priced_s      the price of its step before the calibration
     calibrated_s  the price of its step with the calibration
     """
@@ -65,7 +66,7 @@ class ProfiledRun:
     date: str
     model: str
     mesh: str
-    measured_s: float
+    measured_s: float | None
     priced_s: float
     calibrated_s: float
 
@@ -76,6 +77,8 @@ class ProfileEnvironment:
 
     A field is None where it is not known.
 
+    tool                            the other planner whose files were imported, None where this
+                                    program measured the machine
     device                          torch's name of it; `cpu` for the host itself, whose devices are
                                     its cores
     memory_bytes                    memory of one device
@@ -92,6 +95,7 @@ class ProfileEnvironment:
     device: str
     num_devices: int
     torch: str
+    tool: str | None = None
     memory_bytes: int | None = None
     compute_capability: str | None = None
     num_sms: int | None = None
@@ -344,7 +348,8 @@ def merge_profiles(old: UserProfile, new: UserProfile) -> UserProfile:
 
 
 def _torch_major(profile: UserProfile) -> str | None:
-    return profile.environment.torch.split(".")[0] if profile.environment else None
+    here = profile.environment
+    return here.torch.split(".")[0] if here and not here.tool else None
 
 
 def profile_schema() -> dict[str, Any]:

@@ -286,6 +286,11 @@ class ModelSpec:
         return self.num_layers + (self.tower.num_layers + ENDS if self.tower else 0)
 
     @property
+    def image_tokens(self) -> int:
+        """Tokens of a sequence that are of images."""
+        return self.tower.images * self.tower.image_tokens if self.tower else 0
+
+    @property
     def tensor_parallel_sizes(self) -> tuple[tuple[str, int], ...]:
         """The sizes that tensor parallelism divides, each with its name; 0 where there is none."""
         shared, scans = self.shared_experts, self.state_space
@@ -317,6 +322,11 @@ class ModelSpec:
     def context_size(self) -> int:
         """Features of a token that attention gives: those of the values of all heads."""
         return self.num_heads * self.value_head_dim
+
+    @property
+    def scans(self) -> bool:
+        """True if it has blocks whose mixer hands a state on from token to token."""
+        return self.state_space is not None or self.delta_rule is not None
 
     @property
     def shares_table(self) -> bool:

@@ -6,10 +6,12 @@ tower.py). Its sizes are its own, and so is its number of tokens: those of its i
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from parplan.profiles.errors import ConfigError
+from parplan.profiles.errors import ConfigError, coerce_choice
 from parplan.profiles.models.blocks import BlockRun, block_kinds, require_positive
+from parplan.profiles.models.functions import Activations
 
 _FORBID = {"extra": "forbid"}
 CONVOLVED = 3  # frames that a convolution reads
@@ -29,6 +31,33 @@ class Projection:
     width: int
     bias: bool = False
     activated: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TowerFunctions:
+    """The functions of a tower, which change its values and none of its costs.
+
+    activation             of its blocks; None: silu where they are gated, else gelu-tanh
+    projector_activation   of the projector
+    norm_epsilon           of all its norms
+    rope_theta             the base of the rotary angles, half of which are of rows of patches, and
+                           half of columns
+    columns_between        the frequencies of columns lie between those of rows (Pixtral); False:
+                           they are the same (Qwen2-VL, Llama 4)
+    """
+
+    __pydantic_config__ = _FORBID
+
+    activation: Activations | None = None
+    projector_activation: Activations = Activations.GELU
+    norm_epsilon: float = 1e-6
+    rope_theta: float = 10000.0
+    columns_between: bool = False
+
+    def __post_init__(self) -> None:
+        coerce_choice(self, "projector_activation", Activations)
+        if self.activation is not None:
+            coerce_choice(self, "activation", Activations)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +87,7 @@ class Tower:
     projector_norm, projector_rms_norm   a norm of either kind before they are joined, or behind
                      their mean
     projector        the products up to the width of the language model
+    functions        functions without cost
     """
 
     __pydantic_config__ = _FORBID
@@ -91,6 +121,7 @@ class Tower:
     projector_norm: bool = False
     projector_rms_norm: bool = False
     projector: tuple[Projection, ...] = ()
+    functions: TowerFunctions = TowerFunctions()
 
     def __post_init__(self) -> None:
         where = f"the {self.name} tower"
@@ -128,6 +159,22 @@ class Tower:
         return 0 if self.attended else self.patches // self.merged
 
     @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of the patches of an image, as near to a square as they can be.
+
+        Patches that become one token of the language model are a square of them where their number
+        is a square, else a part of a row. A window is such a square of patches too.
+        """
+        most = max((kind.window for kind in self.block_kinds), default=0)
+        rows, columns = sides(self.merged)
+        window_rows, window_columns = sides(most) if most else (1, 1)
+        unit = math.lcm(rows, window_rows), math.lcm(columns, window_columns)
+        if self.patches % (unit[0] * unit[1]):
+            unit = rows, columns
+        down, across = sides(self.patches // (unit[0] * unit[1]))
+        return unit[0] * down, unit[1] * across
+
+    @property
     def width(self) -> int:
         """Features of its output."""
         return self.hidden_size if self.attended else self.projector[-1].width
@@ -148,3 +195,9 @@ class Tower:
             begins = product.activated and not (divided and divided[-1])
             divided.append(product.width if begins else 0)
         return (*divided, 0)
+
+
+def sides(number: int) -> tuple[int, int]:
+    """Returns two factors of a number that are as near to each other as can be, the less first."""
+    less = next(each for each in range(math.isqrt(number), 0, -1) if number % each == 0)
+    return less, number // less

@@ -132,6 +132,13 @@ def _tower_runs(text: Shapes, number: int) -> tuple[RepeatedLayer, ...]:
     )
 
 
+def all_block_kinds(model: ModelSpec) -> tuple[BlockRun, ...]:
+    """Returns the kind of each layer between embedding and head, those of a tower included."""
+    tower = model.tower
+    of_tower = (BlockRun(), *tower.block_kinds, BlockRun()) if tower else ()
+    return (*of_tower, *model.block_kinds)
+
+
 def last_kind(model: ModelSpec) -> BlockRun:
     """Returns the kind of the blocks of multi-token prediction: attention and what the last has."""
     last = model.block_kinds[-1]

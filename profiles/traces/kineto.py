@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import json
 import re
-from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.traces.host_phases import HostPhases, HostThread, outermost
 from parplan.profiles.traces.trace_record import (
     Interval,
     Phase,
@@ -55,20 +55,14 @@ _ELEMENT_BYTES = {  # torch's names of types
 
 
 @dataclass(slots=True)
-class _HostThread:
-    """Intervals of one thread of the host, in microseconds, as the trace lists them."""
-
-    backward: list[Interval] = field(default_factory=list)
-    update: list[Interval] = field(default_factory=list)
-
-
-@dataclass(slots=True)
 class _TraceEvents:
     """The events of a file that say anything about a step."""
 
     device: list[Mapping[str, Any]] = field(default_factory=list)
     launches: dict[Any, tuple[Any, float]] = field(default_factory=dict)
-    threads: defaultdict[Any, _HostThread] = field(default_factory=lambda: defaultdict(_HostThread))
+    threads: defaultdict[Hashable, HostThread] = field(
+        default_factory=lambda: defaultdict(HostThread)
+    )
     steps: list[Interval] = field(default_factory=list)
     operators: list[tuple[Any, float, float, str]] = field(default_factory=list)
 
@@ -100,27 +94,6 @@ class _TraceEvents:
             self.operators.append((thread, start, end, name))
 
 
-class _Phases:
-    """The phase of a moment on a thread of the host."""
-
-    def __init__(self, events: _TraceEvents) -> None:
-        self.known = any(thread.backward for thread in events.threads.values())
-        self._marks = {
-            name: (
-                (Phase.BACKWARD, _outermost(thread.backward)),
-                (Phase.OPTIMIZER, _outermost(thread.update)),
-            )
-            for name, thread in events.threads.items()
-        }
-
-    def at(self, thread: Any, moment_us: float) -> Phase | None:
-        for phase, intervals in self._marks.get(thread, ()):
-            index = bisect_right(intervals, (moment_us, float("inf"))) - 1
-            if index >= 0 and moment_us <= intervals[index][1]:
-                return phase
-        return Phase.FORWARD if self.known else None
-
-
 def read_kineto(text: str, where: str, fingerprint: str, file_date: str) -> RankTrace:
     """Returns the steps of one rank.
 
@@ -128,11 +101,11 @@ def read_kineto(text: str, where: str, fingerprint: str, file_date: str) -> Rank
     Raises ConfigError: not JSON, no events, events without times, no step.
     """
     events, header = _parse(text, where)
-    phases = _Phases(events)
+    phases = HostPhases(events.threads)
     on_host = not events.device
     work = _host_work(events, phases) if on_host else _device_work(events, phases, header)
     distributed = _mapping(header.get("distributedInfo"))
-    marked = [(start * _US, end * _US) for start, end in _outermost(events.steps)]
+    marked = [(start * _US, end * _US) for start, end in outermost(events.steps)]
     return RankTrace(
         file=where,
         tool=TOOL,
@@ -194,17 +167,8 @@ def _microseconds(event: Mapping[str, Any], name: str, value: Any, where: str) -
     return float(value)
 
 
-def _outermost(intervals: Iterable[Interval]) -> list[Interval]:
-    """Returns the intervals that lie in no other one, in their order."""
-    outer: list[Interval] = []
-    for start, end in sorted(intervals, key=lambda each: (each[0], -each[1])):
-        if not outer or start >= outer[-1][1]:
-            outer.append((start, end))
-    return outer
-
-
 def _device_work(
-    events: _TraceEvents, phases: _Phases, header: Mapping[str, Any]
+    events: _TraceEvents, phases: HostPhases, header: Mapping[str, Any]
 ) -> Iterator[TracedWork]:
     groups = _group_ranks(header)
     for event in events.device:
@@ -226,7 +190,7 @@ def _device_work(
         )
 
 
-def _host_work(events: _TraceEvents, phases: _Phases) -> Iterator[TracedWork]:
+def _host_work(events: _TraceEvents, phases: HostPhases) -> Iterator[TracedWork]:
     """Yields the outermost operators of torch on a host that is the device, and gloo's work."""
     by_thread: defaultdict[Any, list[tuple[float, float, str]]] = defaultdict(list)
     for thread, start, end, name in events.operators:
@@ -240,7 +204,7 @@ def _host_work(events: _TraceEvents, phases: _Phases) -> Iterator[TracedWork]:
                 yield _operator(start, end, thread, phases, name)
 
 
-def _operator(start: float, end: float, thread: Any, phases: _Phases, name: str) -> TracedWork:
+def _operator(start: float, end: float, thread: Any, phases: HostPhases, name: str) -> TracedWork:
     kind = class_of(name)
     is_collective = kind is WorkClass.COLLECTIVES
     return TracedWork(

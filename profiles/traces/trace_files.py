@@ -5,14 +5,16 @@ from __future__ import annotations
 import gzip
 import hashlib
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.traces.kineto import read_kineto
+from parplan.profiles.traces.nsight import HEAD, read_nsight
 from parplan.profiles.traces.trace_record import RankTrace
 from parplan.profiles.units import GIB, KIB
 
@@ -20,7 +22,8 @@ MAX_TEXT_BYTES = 4 * GIB
 FINGERPRINT_DIGITS = 16
 _HEAD_BYTES = 64 * KIB
 _GZIP = b"\x1f\x8b"
-_HINT = "give traces of torch.profiler, or a folder with one for each rank"
+_RANK = re.compile(r"rank[-_]?(\d+)", re.IGNORECASE)
+_HINT = "give traces of torch.profiler or nsys export, or a folder with one for each rank"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,16 +31,23 @@ class TraceFormat:
     """One format of traces.
 
     begins   returns whether the first bytes of a file, unpacked, are of this format
-    read     reads a file with its unpacked bytes, its fingerprint and its date
+    read     reads a file with its fingerprint and its date
     """
 
     name: str
     begins: Callable[[bytes], bool]
-    read: Callable[[bytes, Path, str, str], RankTrace]
+    read: Callable[[Path, str, str], tuple[RankTrace, ...]]
 
 
-def _kineto(body: bytes, path: Path, fingerprint: str, date: str) -> RankTrace:
-    return read_kineto(body.decode("utf-8", errors="replace"), str(path), fingerprint, date)
+def _kineto(path: Path, fingerprint: str, date: str) -> tuple[RankTrace, ...]:
+    body = _body(path, MAX_TEXT_BYTES + 1)
+    if len(body) > MAX_TEXT_BYTES:
+        raise ConfigError(
+            f"{path}: its text is larger than {MAX_TEXT_BYTES // GIB} GiB",
+            hint="record fewer steps",
+        )
+    text = body.decode("utf-8", errors="replace")
+    return (read_kineto(text, str(path), fingerprint, date),)
 
 
 FORMATS = (
@@ -47,6 +57,11 @@ FORMATS = (
             head.lstrip()[:1] == b"{" and (b'"traceEvents"' in head or b'"schemaVersion"' in head)
         ),
         read=_kineto,
+    ),
+    TraceFormat(
+        name="Nsight Systems (SQLite)",
+        begins=lambda head: head.startswith(HEAD),
+        read=read_nsight,
     ),
 )
 
@@ -59,10 +74,11 @@ def is_trace(path: Path) -> bool:
 def read_traces(paths: Iterable[Path]) -> tuple[RankTrace, ...]:
     """Returns the traces in files and folders.
 
-    A folder's files of no known format are left out. Raises ConfigError: none there, not readable,
+    A folder's files of no known format are left out. A rank that a trace does not say is that of
+    its file's name (rank3). Raises ConfigError: none there, not readable,
     too large, or two of one rank.
     """
-    traces = tuple(_read(path) for path in _files(paths))
+    traces = tuple(trace for path in _files(paths) for trace in _read(path))
     ranks = [trace.rank for trace in traces if trace.rank is not None]
     for trace in traces:
         if ranks.count(trace.rank or 0) > 1:
@@ -85,20 +101,19 @@ def _files(paths: Iterable[Path]) -> Iterator[Path]:
         yield from known
 
 
-def _read(path: Path) -> RankTrace:
+def _read(path: Path) -> tuple[RankTrace, ...]:
     found = _format_of(path)
     if found is None:
         names = ", ".join(each.name for each in FORMATS)
         raise ConfigError(f"{path}: its format is unknown, known are {names}", hint=_HINT)
-    body = _body(path, MAX_TEXT_BYTES + 1)
-    if len(body) > MAX_TEXT_BYTES:
-        raise ConfigError(
-            f"{path}: its text is larger than {MAX_TEXT_BYTES // GIB} GiB",
-            hint="record fewer steps",
-        )
-    fingerprint = hashlib.sha256(body).hexdigest()[:FINGERPRINT_DIGITS]
+    with path.open("rb") as file:
+        fingerprint = hashlib.file_digest(file, "sha256").hexdigest()[:FINGERPRINT_DIGITS]
     changed = datetime.fromtimestamp(os.stat(path).st_mtime, UTC).date().isoformat()
-    return found.read(body, path, fingerprint, changed)
+    traces = found.read(path, fingerprint, changed)
+    named = _RANK.search(path.name)
+    if named and len(traces) == 1 and traces[0].rank is None:
+        return (replace(traces[0], rank=int(named[1])),)
+    return traces
 
 
 def _format_of(path: Path) -> TraceFormat | None:

@@ -141,7 +141,10 @@ def steps_of(
             TracedStep(start_s=start, end_s=end, work=tuple(inside))
             for (start, end), inside in steps
         )
-    firsts = [inside[0].start_s for _, inside in steps]
+    firsts = [
+        next(each.start_s for each in inside if each.kind is not WorkClass.COPIES)
+        for _, inside in steps
+    ]
     (start_s, end_s), last = steps[-1]
     # The host's interval also has the time between two steps.
     end = max(max(each.end_s for each in last), firsts[-1] + (end_s - start_s if marked else 0.0))

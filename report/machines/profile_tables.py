@@ -40,7 +40,8 @@ def _facts(profile: UserProfile) -> Iterator[tuple[str, list[str]]]:
     """Yields the labelled lines above the tables."""
     here = profile.environment
     if here is not None:
-        yield "measured", [f"{here.date} on {here.num_devices} x {here.device}"]
+        by = f"files of {here.tool}, " if here.tool else ""
+        yield "measured", [f"{by}{here.date} on {here.num_devices} x {here.device}"]
         yield from ((label, phrases) for label, phrases in _machine(here) if phrases)
     chip = chip_of(profile)
     if chip is not None:

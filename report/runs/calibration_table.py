@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from parplan.profiles.machines.calibration_factors import CAUSES
-from parplan.profiles.machines.user_profile import UserProfile
+from parplan.profiles.machines.user_profile import ProfiledRun, UserProfile
 from parplan.report.text import percent, print_table, say, seconds_text
 
 _NAMES = {
@@ -50,12 +50,18 @@ def print_calibration(profile: UserProfile, out: Console) -> None:
                 run.fingerprint,
                 run.model,
                 run.mesh,
-                seconds_text(run.measured_s),
+                seconds_text(run.measured_s) if run.measured_s else "-",
                 seconds_text(run.priced_s),
                 seconds_text(run.calibrated_s),
-                f"{100 * (run.calibrated_s / run.measured_s - 1):+.1f} %",
+                _off(run),
             )
             for run in profile.runs
         ],
         left=("run", "model", "mesh"),
     )
+
+
+def _off(run: ProfiledRun) -> str:
+    if not run.measured_s:
+        return "-"
+    return f"{100 * (run.calibrated_s / run.measured_s - 1):+.1f} %"

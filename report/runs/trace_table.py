@@ -20,6 +20,7 @@ _CAUSES = {
     "tensor": "exposed tensor-parallel communication",
     "data": "exposed data-parallel communication",
     "pipeline": "waits for other stages",
+    "unknown axis": "exposed communication of an unknown axis",
     "copies": "exposed copies of the host",
     "between steps": "between steps",
 }
@@ -49,9 +50,14 @@ def print_traces(traced: MeasuredTraces, out: Console) -> None:
     busy = {kind: fmean(account.by_class[kind] for account in accounts) for kind in kinds}
     print_table(
         out,
-        ("kernels", "busy", "share"),
+        ("kernels", "busy", "share", "priced"),
         [
-            (kind.value, seconds_text(seconds), percent(seconds / step_s))
+            (
+                kind.value,
+                seconds_text(seconds),
+                percent(seconds / step_s),
+                seconds_text(traced.priced_s[kind]) if kind in traced.priced_s else "-",
+            )
             for kind, seconds in sorted(busy.items(), key=lambda item: -item[1])
         ],
         left=("kernels",),

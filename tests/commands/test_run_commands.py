@@ -91,8 +91,39 @@ def test_a_trace_of_any_framework_becomes_a_profile_beside_its_plan():
     assert re.search(r"forward passes +\S+  kineto trace [0-9a-f]{16} of 2023-11-14\n", out)
     made = yaml.safe_load(Path("mine.yaml").read_text())
     assert made["calibration"]["tensor"]["measured"] is True
-    assert "give --plan PLAN" in error("calibrate", "rank0.json")
+    by_options = ("calibrate", "rank0.json", *ESTIMATE[1:-1], "--gpus", "4", "--tp", "2")
+    again = succeed(*by_options, "--global-batch-size", "16", "-o", "same.yaml")
+    assert again.splitlines()[:-1] == out.splitlines()[:-1]
+    assert Path("same.yaml").read_text() == Path("mine.yaml").read_text()
+    assert "give --plan PLAN, or the options" in error("calibrate", "rank0.json")
+    assert "leave --model out" in error(*by_options, "--plan", "there.yaml")
     assert "a run.json holds its plan" in error("calibrate", "run.json", "--plan", "there.yaml")
+
+
+def test_files_of_other_planners_become_a_profile():
+    Path("sp_time_1nodes_8gpus_per_node.json").write_text('{"allreduce_size_4_64MB_time": 1.2}')
+    Path("DeviceType.A100_tp1_bs1.json").write_text('{"execution_time": {}}')
+    of_galvatron = ("profile", "--import", "sp_time_1nodes_8gpus_per_node.json", "-o", "mine.yaml")
+
+    out = succeed(*of_galvatron, "--gpu", "a100-80gb")
+
+    assert re.search(r"measured +files of Galvatron, \S+ on 8 x NVIDIA A100-SXM4-80GB", out)
+    assert re.search(r"all_reduce +4 ranks, 2 groups +1 +64\.0 MiB +1\.20 ms", out)
+    before = json.loads(succeed(*ESTIMATE, "--gpus", "4", "--tp", "4"))
+    after = json.loads(succeed(*ESTIMATE, "--gpus", "4", "--tp", "4", "--profile", "mine.yaml"))
+    tensor_s = [plan["predicted"]["breakdown"]["tp_comm_s"]["value"] for plan in (before, after)]
+    assert tensor_s[1] > 1.1 * tensor_s[0]
+    assert "plan calibrate DeviceType.A100_tp1_bs1.json --plan PLAN" in error(
+        "profile", "--import", "DeviceType.A100_tp1_bs1.json"
+    )
+    assert "layer_compute_total_ms is missing" in error(
+        "calibrate", "DeviceType.A100_tp1_bs1.json", "--plan", _plan_file()
+    )
+
+
+def _plan_file() -> str:
+    write_plan(estimated(), Path("there.yaml"))
+    return "there.yaml"
 
 
 def test_json_is_the_profile_and_a_dash_is_stdout():

@@ -48,6 +48,7 @@ QUICK = (
     "plan calibrate run.json -o mycpu.yaml",
     "plan estimate --model gpt-2.5b --gpus 8 --gpu a100-80gb --stack megatron-core --tp 2 --sequence-parallel --micro-batch-size 2 -o there.yaml",
     "plan calibrate traces/ --plan there.yaml -o mygpu.yaml",
+    "plan profile -o theirs.yaml --gpu a100-80gb --import allreduce_bandwidth_2nodes_8gpus_per_node.json",
 )
 SLOW = (
     "plan --model gpt-2.5b --gpus 16 --prefer leanest",
@@ -102,6 +103,8 @@ NOT_RUN = {
     "plan profile --diff before.yaml after.yaml": PLACEHOLDER,
     "plan --model gpt-20b --gpus 64 --profile mygpu.yaml": PLACEHOLDER,
     "plan estimate --model gpt-2.5b --gpus 8 --gpu a100-80gb --stack megatron-core --tp 2 --sequence-parallel --micro-batch-size 2 --profile mygpu.yaml": PLACEHOLDER,
+    "plan profile -o theirs.yaml --gpu a100-80gb --import system.json --import sp_time_1nodes_8gpus_per_node.json": PLACEHOLDER,
+    "plan calibrate DeviceType.A100_tp1_bs1.json --plan there.yaml -o mygpu.yaml": PLACEHOLDER,
     "torchrun --nproc-per-node 8 -m parplan.executor plan.yaml": LAUNCHES,
     "torchrun --nproc-per-node 8 -m parplan.executor plan.yaml --steps 100": LAUNCHES,
     "torchrun --nproc-per-node 2 -m parplan.executor plan.yaml --steps 5": LAUNCHES,
@@ -157,6 +160,11 @@ def _give_files(command: str, folder: Path) -> None:
             cli.main, ["estimate", "--model", "gpt-tiny", "--gpus", "2", *chunks, "-o", "plan.yaml"]
         )
         assert made.exit_code == 0, made.output
+    if "allreduce_bandwidth" in command:
+        (folder / "allreduce_bandwidth_2nodes_8gpus_per_node.json").write_text(
+            '{"allreduce_size_8_consec_1": 154.2, "allreduce_size_16_consec_1": 44.7}',
+            encoding="utf-8",
+        )
     if "traces/" in command:
         (folder / "traces").mkdir()
         write_kineto(folder / "traces" / "rank0.json", one_step())

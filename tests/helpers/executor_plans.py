@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 
 from parplan.costmodels.communication.mesh import Mesh
-from parplan.costmodels.operators.sharding import Sharding, placements
+from parplan.costmodels.operators.sharding import Sharding, of_tower, placements
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.plan.derived import blocks_of
@@ -39,7 +39,7 @@ from parplan.profiles.models.operator_graph import (
 from parplan.profiles.models.spec import ModelSpec, Norm, Positions, Precision, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.provenance import Kind
-from parplan.profiles.stack import NEUTRAL, AttentionKernel, ContextForm
+from parplan.profiles.stack import NEUTRAL, AttentionKernel, ContextForm, TowerDivision
 
 SEQ_LENGTH = 16
 
@@ -133,6 +133,7 @@ def make_plan(
     precision: Precision = Precision.FP32,
     actions: tuple[str, ...] = (),
     fine_tuning: FineTuning | None = None,
+    tower: TowerDivision = TowerDivision.TENSOR,
 ) -> Plan:
     """Returns a plan whose blocks cycle through the stages in `zero`.
 
@@ -167,12 +168,12 @@ def make_plan(
     ranks = [layout.rank_of(stage) for stage in range(pp * virtual_stages)]
     layer_plans = {}
     graph = build_graph(model, training, 1)
+    divided = Sharding(tp=tp, sequence_parallel=sp, etp=etp)
     for key in graph.keys:
+        own = of_tower(divided, graph.layer_class(key).part, tower)
         for stage in sorted(set(zero)):
             names = recompute if key.role is LayerKind.BLOCK or recompute_ends else ()
-            layer_plans[f"{key}-{stage}"] = _layer_plan(
-                graph, key, stage, Sharding(tp=tp, sequence_parallel=sp, etp=etp), names
-            )
+            layer_plans[f"{key}-{stage}"] = _layer_plan(graph, key, stage, own, names)
     return Plan(
         plan_version=PLAN_VERSION,
         model=model,
@@ -182,7 +183,7 @@ def make_plan(
         mesh=Mesh(pp=pp, dp=dp, tp=tp, ep=ep, etp=etp, cp=cp, context_form=form),
         layer_plans=layer_plans,
         stages=_stages(
-            graph, ranks, zero, blocks or even_blocks(model.num_layers, pp * virtual_stages)
+            graph, ranks, zero, blocks or even_blocks(model.num_blocks, pp * virtual_stages)
         ),
         predicted=_prediction(pp),
         search=_search(),
@@ -207,9 +208,18 @@ def _layer_plan(
         block=key.name if isinstance(key, BlockClass) else "",
         sequence_parallel=sharding.sequence_parallel,
         zero=zero,
-        recompute=names if recompute == "full" else tuple(recompute),
+        recompute=names if recompute == "full" else _of_layer(graph, names, recompute),
         operators=operators,
+        tower=sharding.runs_tower,
     )
+
+
+def _of_layer(
+    graph: ModelGraph, names: tuple[str, ...], recompute: tuple[str, ...] | str
+) -> tuple[str, ...]:
+    """The operators of `recompute` without those that other layers alone have."""
+    others = {each.name for layer in graph for each in layer.operators} - set(names)
+    return tuple(name for name in recompute if name not in others)
 
 
 def _stages(

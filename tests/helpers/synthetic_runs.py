@@ -44,17 +44,20 @@ def estimated(
     stack: str = "torchtitan",
     recompute: Recompute = Recompute.NONE,
     schedule: Schedule = Schedule.ONE_F_ONE_B,
+    num_micro_batches: int = 4,
 ) -> Plan:
     """A small GPT laid out by hand."""
     mesh = Mesh(pp=pp, dp=dp, tp=tp)
     entry = load_model("gpt-2.5b")
-    training = TrainingSpec(global_batch_size=8 * dp, seq_length=1024, stack=load_stack(stack))
+    training = TrainingSpec(
+        global_batch_size=2 * num_micro_batches * dp, seq_length=1024, stack=load_stack(stack)
+    )
     layout = ParallelLayout(
         mesh=mesh,
         schedule=Schedule.INTERLEAVED if virtual_stages > 1 else schedule,
         virtual_stages=virtual_stages,
         micro_batch_size=2,
-        num_micro_batches=4,
+        num_micro_batches=num_micro_batches,
         sequence_parallel=False,
     )
     return estimate_plan(

@@ -11,7 +11,7 @@ import math
 from parplan.profiles.models.functions import Activations, Functions, RouterScores
 from parplan.profiles.models.hf.config_reader import ConfigReader
 
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "gelu": Activations.GELU,
     "gelu_python": Activations.GELU,
     "gelu_new": Activations.GELU_TANH,
@@ -79,7 +79,7 @@ def _activation(family_name: str, given: str | None, *, gated: bool) -> Activati
         return Activations.BOUNDED_SILU
     name = given or _DEFAULT_ACTIVATIONS.get(family_name)
     usual = Activations.SILU if gated else Activations.GELU_TANH
-    activation = _ACTIVATIONS[name] if name else usual
+    activation = ACTIVATIONS[name] if name else usual
     return None if activation is usual else activation
 
 

@@ -12,9 +12,10 @@ from typing import Any
 
 from parplan.profiles.models.blocks import BlockRun
 from parplan.profiles.models.hf.config_families import GELU, SILU
+from parplan.profiles.models.hf.config_functions import ACTIVATIONS
 from parplan.profiles.models.hf.config_reader import ConfigReader
 from parplan.profiles.models.hf.parts import runs_of
-from parplan.profiles.models.towers import CONVOLVED, Projection, Tower
+from parplan.profiles.models.towers import CONVOLVED, Projection, Tower, TowerFunctions
 
 # an image of 1,280 tokens in the language model (Qwen/Qwen2-VL-7B-Instruct, "Image Resolution")
 _QWEN_IMAGE_TOKENS = 1280
@@ -30,12 +31,18 @@ class TowerFamily:
     activations  the activation functions that it may have
     defaults     values of its keys that the file may leave out
     fixed        keys that would change the architecture, each with the only value that it has here
+    epsilon      of the norms, where the file does not say it
+    epsilon_key  the key that says it, if there is one
+    columns_between   the frequencies of columns of patches lie between those of rows
     """
 
     fields: Callable[[ConfigReader, ConfigReader, int], Fields]
     activations: tuple[str, ...] = GELU
     defaults: Mapping[str, object] = field(default_factory=dict)
     fixed: Mapping[str, object] = field(default_factory=dict)
+    epsilon: float = 1e-6
+    epsilon_key: str = ""
+    columns_between: bool = False
 
 
 def tower_of(family: TowerFamily, vision: ConfigReader, around: ConfigReader, hidden: int) -> Tower:
@@ -57,7 +64,25 @@ def tower_of(family: TowerFamily, vision: ConfigReader, around: ConfigReader, hi
     return Tower(
         num_layers=vision.integer(("num_hidden_layers", "depth")),
         num_heads=vision.integer(("num_attention_heads", "num_heads")),
+        functions=_functions(family, vision, around, str(activation)),
         **family.fields(vision, around, hidden),
+    )
+
+
+def _functions(
+    family: TowerFamily, vision: ConfigReader, around: ConfigReader, activation: str
+) -> TowerFunctions:
+    """Returns the functions of a tower, whose keys it marks as read."""
+    key, behind = family.epsilon_key, around.find(("projector_hidden_act",))[1]
+    _, rotary = vision.find(("rope_parameters",))
+    nested = rotary.get("rope_theta") if isinstance(rotary, dict) else None
+    theta = vision.number(("rope_theta",), 10000.0)
+    return TowerFunctions(
+        activation=ACTIVATIONS[activation],
+        projector_activation=ACTIVATIONS[behind or "gelu"],
+        norm_epsilon=vision.number((key,), family.epsilon) if key else family.epsilon,
+        rope_theta=theta if nested is None else float(nested),
+        columns_between=family.columns_between,
     )
 
 
@@ -243,6 +268,7 @@ TOWERS: Mapping[str, TowerFamily] = {
             "vision_use_head": True,
         },
         fixed={"model_type": "siglip_vision_model", "vision_use_head": False},
+        epsilon_key="layer_norm_eps",
     ),
     "llama4": TowerFamily(
         fields=_llama4,
@@ -259,6 +285,7 @@ TOWERS: Mapping[str, TowerFamily] = {
             "projector_output_dim": 4096,
         },
         fixed={"model_type": "llama4_vision_model", "multi_modal_projector_bias": False},
+        epsilon=1e-5,  # torch.nn.LayerNorm's, which transformers' module leaves as it is
     ),
     "mistral3": TowerFamily(
         fields=_mistral3,
@@ -273,6 +300,8 @@ TOWERS: Mapping[str, TowerFamily] = {
             "patch_size": 14,
         },
         fixed={"model_type": "pixtral"},
+        epsilon=1e-5,  # PixtralRMSNorm
+        columns_between=True,
     ),
     "qwen2_5_vl": TowerFamily(
         fields=_qwen2_5_vl,
@@ -292,6 +321,7 @@ TOWERS: Mapping[str, TowerFamily] = {
     ),
     "whisper": TowerFamily(
         fields=_whisper,
+        epsilon=1e-5,  # torch.nn.LayerNorm's
         defaults={
             "hidden_act": "gelu",
             "num_hidden_layers": 4,

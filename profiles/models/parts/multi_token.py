@@ -2,7 +2,8 @@
 
 DeepSeek-V3, arXiv 2412.19437, section 2.2. A module joins the state of a token with the embedding
 of the next one, and passes both through one more block. All predictions share the product with the
-vocabulary, and the table is a copy of that of the embedding. The modules belong to the head, whose
+vocabulary, and the table is a copy of that of the embedding, or with tied embeddings that product's
+matrix. The modules belong to the head, whose
 operators are not recomputed.
 """
 
@@ -26,8 +27,9 @@ def multi_token_operators(x: Tensor, shapes: Shapes) -> tuple[tuple[Operator, ..
     states: list[Tensor] = []
     for number in range(1, shapes.model.mtp_layers + 1):
         module = _module(x, shapes, f"{MODULE}{number}.")
-        # all modules look tokens up in the table of the first
-        operators += module if number == 1 else map(_without_table, module)
+        # all modules look tokens up in the table of the first, or in a tied head's matrix
+        owns_table = number == 1 and not shapes.model.tied_embeddings
+        operators += module if owns_table else map(_without_table, module)
         states.append(operators[-1].outputs[0])
         x = operators[-2].outputs[0]
     return tuple(operators), states

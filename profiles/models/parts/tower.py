@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from parplan.profiles.models.blocks import BlockRun
+from parplan.profiles.models.functions import Functions
 from parplan.profiles.models.operator_graph import (
     Dim,
     Operator,
@@ -52,6 +53,9 @@ def as_model(tower: Tower) -> ModelSpec:
         qkv_bias=tower.qkv_bias,
         key_bias=tower.key_bias,
         blocks=tower.blocks,
+        rope_theta=tower.functions.rope_theta,
+        norm_epsilon=tower.functions.norm_epsilon,
+        functions=Functions(activation=tower.functions.activation),
     )
 
 

@@ -18,6 +18,7 @@ from parplan.planner.runs.rank_checks import repriced_today
 from parplan.profiles.models.model_catalog import load_model
 from tests.executor.checking.test_dry_run import on_cpus
 from tests.executor.checking.test_expert_traffic import by_kind
+from tests.executor.models.test_delta_rule_modules import WIDE
 from tests.helpers.executor_plans import make_plan
 
 pytestmark = pytest.mark.multiproc
@@ -25,7 +26,8 @@ pytestmark = pytest.mark.multiproc
 
 def family(name: str, **layout: object) -> Plan:
     """A plan of a small model of the catalog, with sequences of 128 tokens."""
-    plan = make_plan(load_model(name).spec, global_batch_size=16, **layout)
+    model = WIDE if name == WIDE.name else load_model(name).spec
+    plan = make_plan(model, global_batch_size=16, **layout)
     return on_cpus(
         dataclasses.replace(plan, training=dataclasses.replace(plan.training, seq_length=128))
     )
@@ -43,6 +45,8 @@ PLANS = {
     "gemma-tp2-sp": family("gemma-tiny", tp=2, sp=True),
     "gemma-tp2-recompute": family("gemma-tiny", tp=2, recompute=("attention", "post_norm1")),
     "gemma-pp2-dp2-zero3": family("gemma-tiny", pp=2, dp=2, zero=(3,)),
+    "next-tp2-ep2": family(WIDE.name, tp=2, ep=2, sp=True),
+    "next-pp2-dp2": family(WIDE.name, pp=2, dp=2, zero=(1,)),
     "qwen3-moe-tp2-etp2": family("qwen3-moe-tiny", tp=2, etp=2, sp=True),
     "qwen3-moe-tp2-etp2-recompute": family(
         "qwen3-moe-tiny", tp=2, etp=2, sp=True, recompute=("qkv", "qk_norm")

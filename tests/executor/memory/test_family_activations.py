@@ -12,9 +12,10 @@ from parplan.executor.memory.layer_recompute import recomputed
 from parplan.executor.models.transformer_layers import build_layer
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind
-from parplan.profiles.models.spec import TrainingSpec
+from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.stack import NEUTRAL
+from tests.executor.models.test_delta_rule_modules import WIDE
 
 TRAINING = TrainingSpec(global_batch_size=4, seq_length=128, precision="fp32", stack=NEUTRAL)
 BLOCKS = {
@@ -24,8 +25,14 @@ BLOCKS = {
     "gpt-oss-full": ("gpt-oss-tiny", 2, ("attention", "norm2")),
     "gemma-window": ("gemma-tiny", 1, ("attention", "post_norm1", "fc1", "activation")),
     "gemma-full": ("gemma-tiny", 2, ("norm1", "qkv", "norm2", "post_norm2")),
+    "next-delta-rule": (WIDE.name, 1, ("norm1", "conv", "steps", "scan", "gated_norm")),
+    "next-gated-attention": (WIDE.name, 2, ("qk_norm", "attention", "attention_gate")),
     "qwen3-moe": ("qwen3-moe-tiny", 1, ("qk_norm", "rotary")),
 }
+
+
+def model_of(name: str) -> ModelSpec:
+    return WIDE if name == WIDE.name else load_model(name).spec
 
 
 def held_bytes(name: str, index: int, operators: tuple[str, ...]) -> int:
@@ -33,7 +40,7 @@ def held_bytes(name: str, index: int, operators: tuple[str, ...]) -> int:
 
     The tracker counts the block's input apart and its output as an activation; they have one size.
     """
-    model = load_model(name).spec
+    model = model_of(name)
     block = build_layer(model, TRAINING, LayerKind.BLOCK, index, 0, torch.device("cpu"))
     x = torch.randn(4, 128, model.hidden_size, requires_grad=True)
     layer = recomputed(block, operators, "block")
@@ -52,7 +59,7 @@ def test_a_block_keeps_what_its_graph_says(name, recomputes):
     """Left out are statistics of norms, rotary tables and the order of copies of tokens."""
     model_name, index, operators = BLOCKS[name]
     operators = operators if recomputes else ()
-    graph = build_graph(load_model(model_name).spec, TRAINING, 4)
+    graph = build_graph(model_of(model_name), TRAINING, 4)
 
     held = held_bytes(model_name, index, operators)
 

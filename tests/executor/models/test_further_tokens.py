@@ -15,6 +15,7 @@ from parplan.executor.models.loss import FURTHER_WEIGHT, Loss
 from parplan.executor.models.transformer_layers import build_layer
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.operator_graph import LayerKind
+from parplan.profiles.models.spec import Precision
 from parplan.profiles.stack import ContextForm
 from tests.executor.data.test_document_places import packed
 from tests.executor.models.test_family_runs import DEEPSEEK
@@ -23,6 +24,8 @@ from tests.helpers.executor_world import Worlds, require_as_one_process
 
 FURTHER = replace(LLAMA, name="tiny-further", mtp_layers=1)
 TWO = replace(FURTHER, name="tiny-two-further", mtp_layers=2)
+TIED = replace(FURTHER, name="tiny-tied-further", tied_embeddings=True)
+TWO_TIED = replace(TIED, mtp_layers=2)
 DEEPSEEK_V3 = replace(DEEPSEEK, name="tiny-deepseek-v3", mtp_layers=1)
 PLANS: dict[str, Plan] = {
     "deepseek-pp2-dp2-ep2": make_plan(DEEPSEEK_V3, pp=2, dp=2, ep=2, zero=(1,)),
@@ -36,11 +39,17 @@ PLANS: dict[str, Plan] = {
     "deepseek-pp2-dp2-tp2-ep2-etp2": make_plan(
         DEEPSEEK_V3, pp=2, dp=2, tp=2, ep=2, etp=2, sp=True, zero=(1,)
     ),
+    "tied-pp2-tp2-sp": make_plan(TIED, pp=2, tp=2, sp=True),
+    "tied-one-stage-tp2": make_plan(TIED, tp=2),
+    "tied-dp2-zero3": make_plan(TWO_TIED, dp=2, zero=(3,), recompute="full", recompute_ends=True),
+    "tied-pp2-dp2-zero1": make_plan(TWO_TIED, pp=2, dp=2, zero=(1,)),
+    "tied-pp2-cp2": make_plan(TIED, pp=2, cp=2, form=ContextForm.RING, zero=(2,)),
+    "tied-bf16": make_plan(TIED, dp=2, zero=(2,), precision=Precision.BF16),
     "pp2-v-schedule": make_plan(
         FURTHER, pp=2, schedule=Schedule.ZBV, virtual_stages=2, num_micro_batches=4
     ),
 }
-QUICK = ("deepseek-pp2-dp2-ep2", "tp2")
+QUICK = ("deepseek-pp2-dp2-ep2", "tied-one-stage-tp2", "tied-pp2-tp2-sp")
 WORLDS = Worlds(PLANS, slow=[name for name in PLANS if name not in QUICK])
 
 

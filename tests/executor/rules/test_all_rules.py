@@ -21,10 +21,10 @@ from parplan.executor.rules.all_rules import RULES, nearest_legal, refusals, val
 from parplan.planner.plan.plan import LayerRun, OperatorPlacement, Plan, StagePlan
 from parplan.planner.search.estimate import ChunkRequest
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.models.blocks import BlockRun, DeltaRule, Mixer, QkNorm
+from parplan.profiles.models.blocks import BlockRun, QkNorm
 from parplan.profiles.models.documents import Documents
 from parplan.profiles.models.fine_tuning import FineTuning
-from parplan.profiles.models.spec import Optimizer, Precision
+from parplan.profiles.models.spec import ModelSpec, Optimizer, Precision
 from parplan.profiles.models.towers import Projection, Tower
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.product_formats import ProductFormat
@@ -113,7 +113,51 @@ CHUNKED = chunked_plan(AMPLE)
 ZBV = {"schedule": Schedule.ZBV, "virtual_stages": 2}
 ZERO_APART = with_layer_plan(make_plan(GPT, pp=2, dp=2, zero=(0, 1)), "head-0", zero=1)
 
+TOWER = Tower(
+    num_layers=3,
+    hidden_size=24,
+    num_heads=4,
+    ffn_hidden_size=48,
+    patches=16,
+    patch_features=12,
+    projector=(Projection(width=LLAMA.hidden_size),),
+)
+
+
+def seeing(**changes: object) -> ModelSpec:
+    """A model with a tower."""
+    return dataclasses.replace(LLAMA, tower=dataclasses.replace(TOWER, merged=4, **changes))
+
+
 BROKEN = {
+    "images-without-text": Broken(
+        "images",
+        make_plan(seeing(images=4)),
+        "seq_length is 16, the images of a sequence have 16 tokens",
+        "set seq_length to 17",
+        "fails",
+    ),
+    "rotated-thirds-of-heads": Broken(
+        "images",
+        make_plan(seeing(rotary=True)),
+        "the vision tower rotates heads of 6 features",
+        "set tower.rotary to false",
+        "fails",
+    ),
+    "windows-across-images": Broken(
+        "images",
+        make_plan(seeing(blocks=(BlockRun(window=9),))),
+        "the vision tower has windows of 9 patches in images of 4 x 4",
+        "set the windows of tower.blocks to 0",
+        "fails",
+    ),
+    "images-over-half-a-sequence": Broken(
+        "context alone",
+        make_plan(seeing(), cp=2, form=ContextForm.RING),
+        "cp is 2 with a vision tower, whose images no rank divides",
+        "set cp to 1, context_form to null and dp to 2",
+        "fails",
+    ),
     "layers-missing": Broken(
         "layers",
         with_stages(PP2, FIRST),
@@ -238,19 +282,25 @@ BROKEN = {
         r"plans with recompute \[\]",
         "no effect",
     ),
-    "a-gate-behind-attention": Broken(
+    "keys-without-a-bias": Broken(
         "model parts",
-        make_plan(dataclasses.replace(LLAMA, attention_gate=True)),
-        "tiny-llama has attention_gate",
-        "set attention_gate to false",
+        make_plan(dataclasses.replace(GPT, key_bias=False)),
+        "tiny-gpt has key_bias",
+        "set key_bias to true",
         "fails",
     ),
-    "further-tokens-of-a-tied-table": Broken(
+    "further-tokens-of-a-tied-table-in-split-passes": Broken(
         "further tokens",
-        make_plan(dataclasses.replace(GPT, mtp_layers=1)),
-        "tiny-gpt has mtp_layers with a tied table",
+        make_plan(
+            dataclasses.replace(GPT, mtp_layers=1),
+            pp=2,
+            schedule=Schedule.ZBV,
+            virtual_stages=2,
+            num_micro_batches=4,
+        ),
+        "tiny-gpt has mtp_layers with a tied table under zbv",
         "set mtp_layers to 0",
-        "other bytes",
+        "fails",
     ),
     "scores-dropped-beside-sinks": Broken(
         "dropped scores",
@@ -727,33 +777,16 @@ def test_halves_of_blocks_of_several_classes_are_refused_before_all_rules():
     assert nearest_legal(plan) is None
 
 
-def test_a_plan_of_a_model_with_a_tower_is_refused_before_all_rules():
-    tower = Tower(
-        num_layers=3,
-        hidden_size=64,
-        num_heads=4,
-        ffn_hidden_size=256,
-        patches=16,
-        patch_features=588,
-        projector=(Projection(width=LLAMA.hidden_size),),
+def test_a_plan_of_blocks_that_attend_to_a_tower_is_refused_before_all_rules():
+    sound = dataclasses.replace(
+        TOWER, name="audio", attended=True, hidden_size=LLAMA.hidden_size, projector=()
     )
-    plan = dataclasses.replace(GPT1, model=dataclasses.replace(LLAMA, tower=tower))
+    plan = dataclasses.replace(GPT1, model=dataclasses.replace(LLAMA, tower=sound))
 
-    with pytest.raises(ConfigError, match="has a vision tower of 3 layers: the executor builds"):
+    with pytest.raises(ConfigError, match="attend to its audio tower of 3 layers: no block of"):
         validate(plan)
 
-    assert [rule.name for rule, _ in refusals(plan)] == ["text alone"]
-    assert nearest_legal(plan) is None
-
-
-def test_a_plan_of_a_model_with_a_delta_rule_has_no_nearest_one():
-    rule = DeltaRule(key_heads=2, key_head_dim=16, value_heads=4, value_head_dim=16)
-    blocks = (BlockRun(mixer=Mixer.DELTA_RULE),)
-    plan = make_plan(dataclasses.replace(LLAMA, blocks=blocks, delta_rule=rule))
-
-    with pytest.raises(ConfigError, match="has blocks with delta_rule"):
-        validate(plan)
-
+    assert [rule.name for rule, _ in refusals(plan)] == ["attended tower"]
     assert nearest_legal(plan) is None
 
 

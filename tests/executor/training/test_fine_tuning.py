@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.executor.models import transformer_layers
+from parplan.executor.models import initial_values
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.spec import Precision
@@ -97,7 +97,7 @@ WORLDS = Worlds(PLANS, slow=PLANS.keys() - QUICK)
 @pytest.fixture(autouse=True)
 def _adapters_that_count(monkeypatch):
     """Lets B start with values, so that A has gradients in the first step."""
-    monkeypatch.setattr(transformer_layers, "ZERO_AT_START", "no parameter")
+    monkeypatch.setattr(initial_values, "ZERO_AT_START", "no parameter")
 
 
 @pytest.mark.parametrize("name", WORLDS.params())

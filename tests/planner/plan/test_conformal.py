@@ -7,6 +7,7 @@ import pytest
 
 from parplan.planner.plan.conformal import BAND_SHARE, ConformalBands, Deviating
 
+PRIOR_ROWS = 5.0
 WIDE, NARROW = ("stack loose", "chip new"), ("stack tight", "chip new")
 
 
@@ -23,7 +24,7 @@ def runs(seed, experiments=12, rows=80):
 
 @pytest.fixture(scope="module")
 def bands():
-    return ConformalBands(runs(1))
+    return ConformalBands(runs(1), PRIOR_ROWS)
 
 
 def test_a_band_holds_eight_in_ten_of_runs_that_it_has_not_seen(bands):
@@ -46,8 +47,8 @@ def test_an_unknown_stack_has_the_band_of_the_loosest(bands):
 
 def test_a_left_out_experiment_has_no_part_in_its_band():
     seen = runs(1)
-    alone = ConformalBands(seen)
-    with_outlier = ConformalBands([*seen, Deviating("one", "broken", NARROW, 50.0)])
+    alone = ConformalBands(seen, PRIOR_ROWS)
+    with_outlier = ConformalBands([*seen, Deviating("one", "broken", NARROW, 50.0)], PRIOR_ROWS)
 
     assert with_outlier.share(NARROW, without="broken") == pytest.approx(alone.share(NARROW))
     assert with_outlier.share(NARROW) > alone.share(NARROW)
@@ -56,11 +57,11 @@ def test_a_left_out_experiment_has_no_part_in_its_band():
 def test_the_last_run_of_a_stack_left_out_makes_it_unknown():
     seen = [*runs(1), Deviating("one", "only", ("stack rare",), 0.0)]
 
-    share = ConformalBands(seen).share(("stack rare", "chip new"), without="only")
+    share = ConformalBands(seen, PRIOR_ROWS).share(("stack rare", "chip new"), without="only")
 
-    assert share == pytest.approx(ConformalBands(runs(1)).share(WIDE))
+    assert share == pytest.approx(ConformalBands(runs(1), PRIOR_ROWS).share(WIDE))
 
 
 def test_no_runs_make_no_band():
     with pytest.raises(ValueError, match="measured runs"):
-        ConformalBands([])
+        ConformalBands([], PRIOR_ROWS)

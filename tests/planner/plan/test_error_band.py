@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import statistics
 from dataclasses import replace
 
 import pytest
 
 from parplan.costmodels.communication.mesh import Mesh
+from parplan.planner.plan.conformal import BAND_SHARE, ConformalBands, Deviating
 from parplan.planner.plan.error_band import (
+    MEMORY_PRIOR_ROWS,
+    TIME_PRIOR_ROWS,
     error_band,
     margin_text,
     memory_margin,
@@ -155,3 +160,30 @@ def test_what_no_measured_step_has_leaves_a_plan_without_a_band(changes, missing
     training = TrainingSpec(global_batch_size=8, seq_length=128, stack=NEUTRAL, **changes)
 
     assert without_steps(load_model("gpt-tiny").spec, training) == missing
+
+
+def interval_score(runs, prior_rows):
+    """The mean interval score of the bands of runs, each without the experiment of the run."""
+    bands = ConformalBands(runs, prior_rows)
+    share = functools.cache(bands.share)
+    excess = [
+        (band := share(run.traits, run.experiment), max(0.0, abs(run.deviation) - band))
+        for run in runs
+    ]
+    return statistics.fmean(2 * band + 2 / (1 - BAND_SHARE) * over for band, over in excess)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("quantity", "prior_rows"), [("time", TIME_PRIOR_ROWS), ("memory", MEMORY_PRIOR_ROWS)]
+)
+def test_no_other_prior_makes_better_bands(quantity, prior_rows):
+    runs = [
+        Deviating(run.id, run.experiment, run.traits, deviation)
+        for run in shipped_deviations()
+        if (deviation := getattr(run, quantity)) is not None
+    ]
+
+    best = min(interval_score(runs, rows) for rows in (2.0, 10.0, 20.0, 40.0, 200.0, 1000.0))
+
+    assert interval_score(runs, prior_rows) < 1.02 * best

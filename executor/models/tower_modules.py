@@ -1,0 +1,166 @@
+"""The operators of a tower as modules, beside those that it shares with the language model.
+
+A tensor of a tower is [images of all sequences, tokens, features]. The patches of an image come
+window by window, inside a window token by token, and inside a token of the language model row by
+row: patches that attend to each other, and those that become one token, are neighbours.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from parplan.executor.models.attention_modules import Rotary
+from parplan.executor.models.operators import PLAIN_ACTIVATIONS
+from parplan.executor.tensors import local
+from parplan.profiles.models.functions import Activations
+from parplan.profiles.models.spec import ModelSpec
+from parplan.profiles.models.towers import Tower, sides
+
+
+@lru_cache(maxsize=16)
+def patch_places(tower: Tower) -> Tensor:
+    """Returns the row and the column of each patch in the order of its tensor: [patches, 2]."""
+    rows, columns = tower.grid
+    places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
+    unit = sides(tower.merged)
+    window = max((kind.window for kind in tower.block_kinds), default=0)
+    outer = sides(window) if window else unit
+    keys = [places // torch.tensor(outer), places // torch.tensor(unit), places]
+    number = torch.zeros(len(places), dtype=torch.int64)
+    for key in keys:
+        number = (number * rows + key[:, 0]) * columns + key[:, 1]
+    return places[number.argsort()]
+
+
+def token_order(tower: Tower) -> Tensor:
+    """Returns the place of each token of an image, in the order of its tensor, row by row."""
+    firsts = patch_places(tower)[:: tower.merged] // torch.tensor(sides(tower.merged))
+    return (firsts[:, 0] * tower.grid[1] + firsts[:, 1]).argsort().argsort()
+
+
+class PatchRotary(Rotary):
+    """Rotates queries and keys by the row and the column of their patch.
+
+    The first half of the pairs turns by rows, the second by columns. With a class token patches are
+    counted from 1, and the class token is not turned.
+    """
+
+    def __init__(self, model: ModelSpec, tower: Tower) -> None:
+        super().__init__(model)
+        self.tower = tower
+
+    def tables(self, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Returns cos and sin of [tokens, 1, 1, size], computed in fp32."""
+        places = patch_places(self.tower).to(x.device) + int(self.tower.class_token)
+        if self.tower.class_token:
+            places = torch.cat((places, places.new_zeros(1, 2)))
+        even = torch.arange(0, size, 4, device=x.device, dtype=torch.float32)
+        of_columns = even + 2 if self.tower.functions.columns_between else even
+        angles = torch.cat(
+            [
+                torch.outer(places[:, axis].float(), self.theta ** -(exponents / size))
+                for axis, exponents in enumerate((even, of_columns))
+            ],
+            dim=-1,
+        )
+        angles = torch.cat((angles, angles), dim=-1)[:, None, None]
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+class PatchTables(nn.Module):
+    """Puts the class token behind the patches of each image, and adds the table of positions.
+
+    ranks_of_tokens   this rank and their number, where tensor-parallel ranks divide the tokens
+    """
+
+    on_shards = True
+    ranks_of_tokens: tuple[int, int] | None = None
+
+    def __init__(self, tower: Tower) -> None:
+        super().__init__()
+        if tower.class_token:
+            self.class_token = nn.Parameter(torch.empty(tower.hidden_size))
+        if tower.position_table:
+            self.weight = nn.Parameter(torch.empty(tower.tokens, tower.hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if hasattr(self, "class_token"):
+            token = local(self.class_token).to(x.dtype).expand(len(x), 1, -1)
+            x = torch.cat((x, token), dim=1)
+        if not hasattr(self, "weight"):
+            return x
+        rank, _ = self.ranks_of_tokens or (0, 1)
+        return x + local(self.weight)[rank * x.shape[1] :][: x.shape[1]]
+
+
+class JoinedPatches(nn.Module):
+    """Makes one token of neighbouring patches: their mean, or their features side by side."""
+
+    on_shards = True
+
+    def __init__(self, tower: Tower) -> None:
+        super().__init__()
+        self.tower = tower
+
+    def forward(self, x: Tensor) -> Tensor:
+        patches = x[:, : self.tower.patches]
+        if self.tower.pooled:
+            return patches.unflatten(1, (-1, self.tower.merged)).mean(dim=2)
+        if self.tower.class_token:
+            patches = patches.contiguous()
+        return patches.unflatten(1, (-1, self.tower.merged)).flatten(2)
+
+
+class ProjectorActivation(nn.Module):
+    """The activation behind a product of the projector."""
+
+    on_shards = True
+
+    def __init__(self, function: Activations) -> None:
+        super().__init__()
+        self.function = PLAIN_ACTIVATIONS[function]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class ImageTokens(nn.Module):
+    """Puts the tokens of the images among those of the text, in place of what is there.
+
+    shared_inputs     the tokens of images, of which each tensor-parallel rank reads all
+    ranks_of_tokens   this rank and their number, where tensor-parallel ranks divide the tokens
+    """
+
+    on_shards = True
+    shared_inputs = {0: 1}  # noqa: RUF012
+    ranks_of_tokens: tuple[int, int] | None = None
+
+    def __init__(self, tower: Tower) -> None:
+        super().__init__()
+        self.tower = tower
+
+    def forward(self, projected: Tensor, embedded: Tensor, first: Tensor) -> Tensor:
+        """Returns the tokens of the sequences.
+
+        projected   tokens of images, [images of all sequences, tokens of an image, features]
+        embedded    [sequences, tokens of a sequence, features]
+        first       the place of the first token of each image, [sequences, images of a sequence]
+        """
+        places = (first[..., None] + token_order(self.tower).to(first.device)).flatten(1)
+        tokens = projected.reshape(len(embedded), -1, embedded.shape[-1])
+        if self.ranks_of_tokens is None:
+            return embedded.scatter(1, _rows(places, embedded), tokens)
+        held, (rank, _) = embedded.shape[1], self.ranks_of_tokens
+        places = places - rank * held
+        places = places.where((places >= 0) & (places < held), held)  # a row for those of others
+        padded = functional.pad(embedded, (0, 0, 0, 1))
+        return padded.scatter(1, _rows(places, padded), tokens)[:, :held].contiguous()
+
+
+def _rows(places: Tensor, x: Tensor) -> Tensor:
+    """Returns the index of all features of tokens at `places` of `x`, [sequences, tokens]."""
+    return places[..., None].expand(-1, -1, x.shape[-1])

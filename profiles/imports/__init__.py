@@ -1,0 +1,1 @@
+"""Profile files of other planners, read as records of this one."""

@@ -1,0 +1,130 @@
+"""Models with towers train like one process on every mesh, and hold the predicted bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from parplan.costmodels.schedules.schedule import Schedule
+from parplan.planner.plan.plan import Plan
+from parplan.profiles.models.blocks import BlockRun
+from parplan.profiles.models.functions import Activations
+from parplan.profiles.models.spec import ModelSpec
+from parplan.profiles.models.towers import Projection, Tower, TowerFunctions
+from parplan.profiles.stack import TowerDivision
+from tests.helpers.executor_plans import LLAMA, make_plan
+from tests.helpers.executor_world import Worlds, require_as_one_process
+
+SHAPE = {
+    "num_layers": 2,
+    "hidden_size": 48,
+    "num_heads": 4,
+    "ffn_hidden_size": 64,
+    "patches": 16,
+    "patch_features": 48,
+    "merged": 4,
+}
+QWEN2_VL = Tower(
+    **SHAPE,
+    images=2,
+    rotary=True,
+    projector_norm=True,
+    projector=(Projection(width=192, bias=True, activated=True), Projection(width=32, bias=True)),
+    functions=TowerFunctions(activation=Activations.QUICK_GELU),
+)
+QWEN2_5_VL = replace(
+    QWEN2_VL,
+    rms_norm=True,
+    gated_ffn=True,
+    blocks=(BlockRun(window=4), BlockRun()),
+    projector_norm=False,
+    projector_rms_norm=True,
+    functions=TowerFunctions(),
+)
+GEMMA3 = Tower(
+    **SHAPE,
+    images=2,
+    patch_bias=True,
+    position_table=True,
+    norm_last=True,
+    pooled=True,
+    projector_rms_norm=True,
+    projector=(Projection(width=32),),
+)
+LLAMA4 = Tower(
+    **SHAPE,
+    images=2,
+    class_token=True,
+    position_table=True,
+    norm_first=True,
+    norm_last=True,
+    rotary=True,
+    projector=(
+        Projection(width=40, activated=True),
+        Projection(width=40, activated=True),
+        Projection(width=32),
+    ),
+    functions=TowerFunctions(activation=Activations.GELU, norm_epsilon=1e-5),
+)
+MISTRAL3 = Tower(
+    **SHAPE,
+    images=2,
+    norm_first=True,
+    rms_norm=True,
+    gated_ffn=True,
+    linear_bias=False,
+    qkv_bias=False,
+    rotary=True,
+    projector_rms_norm=True,
+    projector=(Projection(width=256), Projection(width=256, activated=True), Projection(width=32)),
+    functions=TowerFunctions(norm_epsilon=1e-5, columns_between=True),
+)
+
+
+def seeing(tower: Tower) -> ModelSpec:
+    """A model with a tower in front of two blocks; the tower has four layers."""
+    return replace(LLAMA, name="tiny-seeing", num_layers=2, tower=tower)
+
+
+IMAGES, REPEATED = TowerDivision.IMAGES, TowerDivision.REPEATED
+PLANS: dict[str, Plan] = {
+    "dp2": make_plan(seeing(QWEN2_VL), dp=2, zero=(1,)),
+    "dp2-zero3-full": make_plan(seeing(GEMMA3), dp=2, zero=(3,), recompute="full"),
+    "dp2-recompute": make_plan(
+        seeing(LLAMA4), dp=2, zero=(2,), recompute=("norm1", "qkv", "rotary", "attention")
+    ),
+    "tp2": make_plan(seeing(LLAMA4), tp=2),
+    "tp2-sp": make_plan(seeing(GEMMA3), tp=2, sp=True, recompute=("norm1", "activation")),
+    "tp2-sp-windows": make_plan(seeing(QWEN2_5_VL), tp=2, sp=True),
+    "tp2-images": make_plan(seeing(MISTRAL3), tp=2, tower=IMAGES),
+    "tp2-sp-images": make_plan(seeing(LLAMA4), tp=2, tower=IMAGES, recompute="full"),
+    "tp2-repeated": make_plan(seeing(MISTRAL3), tp=2, tower=REPEATED),
+    "pp2-behind": make_plan(seeing(LLAMA4), pp=2, blocks=(4, 2)),
+    "pp2-inside": make_plan(seeing(QWEN2_5_VL), pp=2, blocks=(2, 4), recompute="full"),
+    "pp2-before": make_plan(seeing(GEMMA3), pp=2, blocks=(0, 6)),
+    "pp2-tp2-images": make_plan(seeing(QWEN2_VL), pp=2, tp=2, tower=IMAGES, blocks=(2, 4)),
+    "pp2-tp2-sp-repeated": make_plan(
+        seeing(QWEN2_5_VL), pp=2, tp=2, sp=True, tower=REPEATED, blocks=(3, 3)
+    ),
+    "pp2-dp2-tp2-zero1": make_plan(seeing(MISTRAL3), pp=2, dp=2, tp=2, zero=(1,), blocks=(2, 4)),
+    "pp2-interleaved": make_plan(
+        seeing(LLAMA4), pp=2, schedule=Schedule.INTERLEAVED, virtual_stages=2, blocks=(1, 2, 2, 1)
+    ),
+    "pp2-v-schedule": make_plan(
+        seeing(QWEN2_VL),
+        pp=2,
+        schedule=Schedule.ZBV,
+        virtual_stages=2,
+        blocks=(1, 2, 2, 1),
+        num_micro_batches=4,
+    ),
+}
+QUICK = ("dp2", "tp2-sp", "pp2-inside")
+WORLDS = Worlds(PLANS, slow=[name for name in PLANS if name not in QUICK])
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("name", WORLDS.params())
+def test_a_model_with_a_tower_trains_as_one_process_with_the_predicted_bytes(name):
+    require_as_one_process(WORLDS, name)
