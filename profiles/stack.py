@@ -209,8 +209,9 @@ class Stack:
     frees_gradients                gradients are freed after each update: where all forward passes
                                    of a step come before its first backward pass, there are no
                                    gradients at the peak of the activations
-    deferred_head_gradients        micro-batches whose weight gradient of the head is computed at the
-                                   end of the step: their inputs and gradients of logits are kept
+    deferred_head_gradients        micro-batches whose weight gradient of the head is computed at
+                                   the end of the step: their inputs and gradients of logits are
+                                   kept
     updates_in_backward            the optimizer updates a layer in its backward pass, which then
                                    frees its gradients
     whole_table_gradients          the gradient of a token table that tensor parallelism divides is

@@ -211,7 +211,7 @@ RELEASE_TEST_VOCAB = 50257
 # runs of NVIDIA force a balance.
 RELEASE_TEST_IMBALANCE = 1.15
 # --wgrad-deferral-limit of the release tests with --defer-embedding-wgrad-compute (Megatron-LM
-# d98e8a64dd tests/functional_tests/test_cases/gpt/gpt3_mcore_te_tp2_pp2_defer_embedding_wgrad_compute)
+# d98e8a64dd tests/functional_tests/test_cases/gpt, model_config.yaml of these tests)
 DEFERRED_HEAD_GRADIENTS = 2
 # Megatron's fused cross entropy holds fp32 logits beside their gradient
 FUSED_LOSS_LOGIT_BYTES = 10
@@ -225,8 +225,8 @@ LOGIT_BYTES = (
     (r"torchtune-.*-compile", 14),
     (r"torchtune-", 4),
 )
-# Runs of torchtune whose optimizer updates in the backward pass: its techniques add up in this order
-# (docs/source/tutorials/memory_optimizations.rst, optimizer_in_bwd).
+# Runs of torchtune whose optimizer updates in the backward pass: its techniques add up in this
+# order (docs/source/tutorials/memory_optimizations.rst, optimizer_in_bwd).
 IN_BACKWARD = re.compile(r"torchtune-.*-(optimizer_in_bwd|activation_offloading|8-bit_AdamW)")
 # Blocks on the last stage of the vocabulary-parallel fork's `redis` (sail-sg/VocabularyParallelism
 # artifact/exp_one_host.csv).
