@@ -21,6 +21,7 @@ from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.candidates.enumeration import illegal_layout
 from parplan.planner.candidates.meshes import illegal_tensor_parallel
 from parplan.planner.plan.assemble import step_kind
+from parplan.planner.plan.ratio_band import Shape, shape_of
 from parplan.planner.plan.traits import Run, traits_of
 from parplan.planner.search.estimate import default_blocks, uniform_strategy
 from parplan.planner.validation.block_modules import OFFLOADED, RECOMPUTED, module_operators
@@ -31,6 +32,7 @@ from parplan.planner.validation.configuration import (
     experiment_of,
 )
 from parplan.planner.validation.frameworks import FIGURES_AGREE, FIGURES_DISAGREE, NAMED_FAULTS
+from parplan.planner.validation.kept_products import with_kept_products
 from parplan.planner.validation.reported_memory import predicted_gib
 from parplan.planner.validation.row_cells import OPTIONAL, Row, UnpricedError, source_of
 from parplan.planner.validation.row_stack import NO_MODULES, Modules, stack_name
@@ -50,6 +52,7 @@ UNTIMED = {
     "power limited": "devices of a lower power limit, which their source does not state",
 }
 NAMED_FAULT = "a release that was slow by a fault which its publisher names"
+BUSY_NETWORK = "vary +-40% with network load"  # in notes: such rows do not compare
 TOY_SHARE = 0.1  # share of a device; smaller runs say little about a device that is nearly full
 OUT_OF_MEMORY = ("OOM", "out-of-memory")  # memory_kind of a run that ran out
 
@@ -70,6 +73,9 @@ class PricedRow:
     differing            cells that contradict the published shape of the row's model
     experiment           the fold that is left out with the row
     traits               by which its error band is made
+    alike                its grid, empty where its source warns that times hang on the load of the
+                         network, so that no two of them compare
+    shape                the degrees in which it differs from them
     """
 
     id: str
@@ -91,6 +97,8 @@ class PricedRow:
     untimed: tuple[str, ...] = ()
     experiment: str = ""
     traits: tuple[str, ...] = ()
+    alike: str = ""
+    shape: Shape = ()
 
     @property
     def error(self) -> float | None:
@@ -185,6 +193,8 @@ def price_row(
                 zero=configuration.zero,
             )
         ),
+        alike=_alike(row, configuration),
+        shape=shape_of(configuration.mesh, configuration.micro_batches[0]),
     )
 
 
@@ -192,6 +202,11 @@ def _grid(row: Row, configuration: Configuration) -> str:
     """Returns the key of the row's grid; the batch is in tokens, since sequence lengths differ."""
     tokens = configuration.training.tokens_per_step
     return "|".join((source_of(row), row["model"], row["gpu"], row["n_gpus"], f"{tokens} tokens"))
+
+
+def _alike(row: Row, configuration: Configuration) -> str:
+    """Returns the row's grid, or nothing if its times hang on the load of a network."""
+    return "" if BUSY_NETWORK in row["notes"] else _grid(row, configuration)
 
 
 def _counted(reason: str) -> str:
@@ -248,7 +263,8 @@ def _price_one(
     price_cache: PriceCache,
 ) -> StepPrice:
     price = price_step(strategy_of(configuration, layout, levels, price_cache), price_cache)
-    return replace(price, memory=held(configuration, price.memory))
+    memory = held(configuration, price.memory, levels, layout, price_cache)
+    return replace(price, memory=memory)
 
 
 def strategy_of(
@@ -280,12 +296,43 @@ def strategy_of(
     return _in_turn(strategy, levels) if len(levels) > 1 else strategy
 
 
-def held(configuration: Configuration, memory: Sequence[RankMemory]) -> tuple[RankMemory, ...]:
-    """Returns the memory of the ranks of a row, whose activations in flight may be more."""
-    if configuration.in_flight == 1.0:
-        return tuple(memory)
-    return tuple(
+def held(
+    configuration: Configuration,
+    memory: Sequence[RankMemory],
+    levels: tuple[Recompute, ...],
+    layout: ParallelLayout,
+    price_cache: PriceCache,
+) -> tuple[RankMemory, ...]:
+    """Returns the memory of the ranks of a row, whose activations in flight may be more.
+
+    Blocks at the recompute `levels` in turn may keep other products than these say. Where every
+    rank has its part of both ends, the first has the head as well.
+    """
+    memory = with_kept_products(memory, levels, configuration.model, layout, price_cache)
+    ranks = [
         replace(rank, activations=rank.activations * configuration.in_flight) for rank in memory
+    ]
+    if not configuration.every_end:
+        return tuple(ranks)
+    temporaries = max(rank.temporaries for rank in ranks)
+    first = replace(ranks[0], temporaries=temporaries)
+    return (_with_head(first, configuration, layout, price_cache), *ranks[1:])
+
+
+def _with_head(
+    rank: RankMemory, configuration: Configuration, layout: ParallelLayout, price_cache: PriceCache
+) -> RankMemory:
+    """Returns the memory of a rank with the states and the saved tensors of the head."""
+    sharding = layout.sharding
+    head = price_cache.states(LayerKind.HEAD, layout.mesh, sharding, configuration.zero)
+    saved = price_cache.activations(LayerKind.HEAD, layout.micro_batch_size, sharding).saved
+    saved_bytes = saved * configuration.in_flight
+    spare = configuration.training.stack.allocator_share * (head.states.total + saved_bytes)
+    return replace(
+        rank,
+        states=rank.states + head.states,
+        activations=rank.activations + saved_bytes,
+        allocator_reserve=rank.allocator_reserve + spare + head.step_copies,
     )
 
 
