@@ -370,19 +370,6 @@ BROKEN = {
         r"set recompute to \[\] on layer plan block-0",
         "no effect",
     ),
-    "adapters-of-divided-experts": Broken(
-        "fine tuning",
-        make_plan(
-            MIXTRAL,
-            tp=2,
-            etp=2,
-            sp=True,
-            fine_tuning=FineTuning(lora_rank=2, lora_targets=("fc1", "fc2")),
-        ),
-        "mesh: etp is 2, and experts have adapters",
-        "set etp to 1",
-        "other shapes",
-    ),
     "adapters-of-a-foreign-module": Broken(
         "fine tuning",
         with_training(
