@@ -14,6 +14,7 @@ main.names = (
     "compare",
     "estimate",
     "explain",
+    "export",
     "init",
     "max-model",
     "models",

@@ -56,6 +56,7 @@ FITTED_NOTES = (
 )
 _GAP = "   "  # between two groups of columns
 _NONE = "-"
+_BANDED = {"ratio": "pairs of a row and the one of its grid that is predicted fastest"}
 _REASON = "not priced because"
 
 
@@ -256,7 +257,8 @@ def _band_notes(priced: Sequence[PricedRow]) -> Iterator[str]:
         )
         yield (
             f"{name}: the error bands of 80 %, half of them below {band_text(covered.median_share)}"
-            f", held {percent(covered.within)} of {covered.rows:,} rows; {', '.join(stacks)}"
+            f", held {percent(covered.within)} of {covered.rows:,} {_BANDED.get(name, 'rows')}; "
+            f"{', '.join(stacks)}"
         )
     risks = overrun(priced)
     if risks:

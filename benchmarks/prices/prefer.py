@@ -2,11 +2,11 @@
 
     python benchmarks/prices/prefer.py
     python benchmarks/prices/prefer.py --all         # grids without a choice too
-    python benchmarks/prices/prefer.py --band 0.05   # of megatron-core, in place of each stack's
+    python benchmarks/prices/prefer.py --band 0.05   # of every ratio, in place of measured pairs
     python benchmarks/prices/prefer.py --steps FILE  # another table, as `plan validate` reads it
 
 In each grid of measured configurations of one model on one machine, a preference chooses among
-those that are predicted to fit and lie inside the error band of the one predicted fastest. The
+those that are predicted to fit and are ties of the one predicted fastest. The
 regret is the measured step of its choice over the best of the grid
 (benchmarks/prices/preference_regret.py). The default of `plan --prefer` is the preference with the
 least mean regret.

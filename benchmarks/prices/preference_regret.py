@@ -1,13 +1,13 @@
 """Regret of the preferences among ties (planner/plan/ties.py), on grids of measured steps.
 
 In each grid of published runs of one workload on one machine, the configurations that are predicted
-to fit stand for the candidates of a search. Each preference chooses among those inside the error
-band of the one predicted fastest:
+to fit stand for the candidates of a search. Each preference chooses among those whose ratio to the
+one predicted fastest is inside its error band:
 
     regret = measured step of the choice / least measured step of the grid - 1
 
 A choice that was measured out of memory is counted, and the preference chooses again without it.
-The margin and the bands are those of the shipped terms.
+The margin and the band of the memory are those of the shipped terms.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from parplan.planner.objective import Prefer
 from parplan.planner.plan.error_band import stack_band
-from parplan.planner.plan.prediction import ErrorBand
+from parplan.planner.plan.ratio_band import differences, shipped_ratio_bands
 from parplan.planner.plan.ties import SCENARIOS, Tie, inside_band, preferred, worst_losses
 from parplan.planner.validation.priced_rows import PricedRow, price_row
 from parplan.planner.validation.row_cells import Row
@@ -96,7 +96,7 @@ def grid_preferences(rows: Sequence[Row], time_share: float | None = None) -> li
     A grid has at least three configurations with different prices that were timed or were out of
     memory.
 
-    time_share: error band of the step time, None for that of the stack
+    time_share: error band of the ratio of two steps, None for that of measured pairs
     """
     grids: dict[str, list[GridRow]] = {}
     for row, priced in zip(rows, price_table(rows), strict=True):
@@ -120,31 +120,45 @@ def choices_of(
         key=lambda entry: (entry.predicted_s, -entry.measured_s),
     )
     band = stack_band(stack_name(fitting[0].row))
-    if time_share is not None:
-        band = replace(band, time=replace(band.time, share=time_share))
     best_s = min(entry.measured_s for entry in grid)
     return GridPreferences(
         key=key,
         configurations=len(grid),
         fitting=len(fitting),
-        ties=len(_inside(fitting, band)),
+        ties=len(_inside(fitting, time_share)),
         best_s=best_s,
-        chosen={prefer: _chosen(prefer, fitting, band, best_s) for prefer in Prefer},
+        chosen={
+            prefer: _chosen(prefer, fitting, band.memory.share, time_share, best_s)
+            for prefer in Prefer
+        },
     )
 
 
-def _inside(fitting: Sequence[GridRow], band: ErrorBand) -> list[GridRow]:
+def _inside(fitting: Sequence[GridRow], time_share: float | None) -> list[GridRow]:
     steps_s = [entry.predicted_s for entry in fitting]
-    return [fitting[index] for index in inside_band(steps_s, band.time.share)]
+    fastest, bands = fitting[0].priced, shipped_ratio_bands()
+    shares = [
+        bands.share((*fastest.traits, *differences(fastest.shape, entry.priced.shape)))
+        if time_share is None
+        else time_share
+        for entry in fitting
+    ]
+    return [fitting[index] for index in inside_band(steps_s, shares)]
 
 
-def _chosen(prefer: Prefer, fitting: Sequence[GridRow], band: ErrorBand, best_s: float) -> Chosen:
+def _chosen(
+    prefer: Prefer,
+    fitting: Sequence[GridRow],
+    memory_share: float,
+    time_share: float | None,
+    best_s: float,
+) -> Chosen:
     """Returns the first choice that ran; `fitting` has the one predicted fastest first."""
     left = list(fitting)
-    choice = _preferred(prefer, _inside(left, band), band.memory.share)
+    choice = _preferred(prefer, _inside(left, time_share), memory_share)
     while choice.priced.out_of_memory:
         left.remove(choice)
-        choice = _preferred(prefer, _inside(left, band), band.memory.share)
+        choice = _preferred(prefer, _inside(left, time_share), memory_share)
     return Chosen(
         regret=choice.measured_s / best_s - 1,
         peak_gib=choice.peak_gib,

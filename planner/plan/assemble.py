@@ -42,6 +42,7 @@ from parplan.planner.plan.prediction import (
     StageMemory,
     StageWait,
 )
+from parplan.planner.plan.ratio_band import Shape, plan_shape, ratio_share, shape_of
 from parplan.planner.plan.traits import Run
 from parplan.profiles.models.operator_graph import BlockClass, LayerKind
 from parplan.profiles.provenance import Kind, Seconds, weakest_kind
@@ -357,13 +358,13 @@ def assemble(
         },
         stages=_stages(strategy, names),
         predicted=predicted,
-        search=_with_ties(record, predicted),
+        search=_with_ties(record, predicted, shape_of(layout.mesh, layout.micro_batch_size)),
         chunks=chunks_of(strategy, price_cache),
     )
 
 
-def _with_ties(record: SearchRecord, predicted: Prediction) -> SearchRecord:
-    """Returns the record with the runners-up marked that are inside the plan's error band."""
+def _with_ties(record: SearchRecord, predicted: Prediction, shape: Shape) -> SearchRecord:
+    """Returns the record with the runners-up marked whose ratio to the plan is inside its band."""
     band = predicted.error_band
     if band is None:
         return record
@@ -371,7 +372,8 @@ def _with_ties(record: SearchRecord, predicted: Prediction) -> SearchRecord:
     runners_up = tuple(
         replace(
             runner_up,
-            inside_error_band=abs(runner_up.step_time_s.value / step_s - 1) <= band.time.share,
+            inside_error_band=abs(runner_up.step_time_s.value / step_s - 1)
+            <= ratio_share(band, shape, plan_shape(runner_up)),
         )
         for runner_up in record.runners_up
     )

@@ -214,9 +214,9 @@ class Prediction:
 class RunnerUp:
     """Another candidate that was solved: the best plan of its mesh, schedule and micro-batch.
 
-    inside_error_band   its step time is within the error band of the plan's (of the fastest plan's
-                        where another is preferred), so that the prices cannot tell which of them is
-                        faster
+    inside_error_band   its step over the plan's (over the fastest plan's where another is
+                        preferred) is within the error band of such ratios, so that the prices
+                        cannot tell which of them is faster
     worst_loss          the largest share by which its step is longer than the best of such plans,
                         when compute or a bandwidth is 20 % off; None where that was not priced
     """

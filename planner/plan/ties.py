@@ -1,6 +1,7 @@
-"""The choice among ties: plans whose steps lie inside the error band of the fastest.
+"""The choice among ties: plans of which the prices cannot say that the fastest is faster.
 
-The prices cannot tell which of them is the fastest, so another property may decide:
+Their ratio to the fastest lies inside its error band (ratio_band.py), so another property may
+decide:
 
     leanest   least memory on the fullest device. Peaks that the error band of the memory cannot
               tell apart count as equal
@@ -26,21 +27,25 @@ SCENARIOS = tuple(
     for factor in OFF
 )
 LOSS_DIGITS = 6  # decimals of a loss, against another order of summation
-ALONE = "no other plan is inside the error band of the fastest"
+ALONE = "no other plan is inside the error band of the ratio to the fastest"
 UNKNOWN = "the error band of the step time is unknown, so no plan counts as fast as the fastest"
 
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """A plan inside the error band: the peak of its fullest device, and its worst loss."""
+    """A plan that may be the fastest: the peak of its fullest device, and its worst loss."""
 
     peak_gib: float
     worst_loss: float
 
 
-def inside_band(steps_s: Sequence[float], share: float) -> list[int]:
-    """Returns the indices of the steps that are at most `share` longer than the first."""
-    return [index for index, step_s in enumerate(steps_s) if step_s <= steps_s[0] * (1 + share)]
+def inside_band(steps_s: Sequence[float], shares: Sequence[float]) -> list[int]:
+    """Returns the indices of the steps that are longer than the first by their share at most."""
+    return [
+        index
+        for index, (step_s, share) in enumerate(zip(steps_s, shares, strict=True))
+        if step_s <= steps_s[0] * (1 + share)
+    ]
 
 
 def worst_losses(scenarios: Iterable[Sequence[float]]) -> list[float]:
@@ -71,7 +76,7 @@ def reason_for(prefer: Prefer, ties: Sequence[Tie], chosen: int) -> str:
     if len(ties) == 1:
         return ALONE
     if prefer is Prefer.FASTEST:
-        return f"it is the fastest of {len(ties)} plans inside its error band"
+        return f"it is the fastest of {len(ties)} ties"
     if prefer is Prefer.LEANEST:
         return (
             f"its fullest device holds {tie.peak_gib:.1f} GiB, that of the fastest "

@@ -18,6 +18,7 @@ from parplan.planner.objective import Objective
 from parplan.planner.plan.assemble import assemble
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Candidates, SearchRecord, Status
+from parplan.planner.plan.ratio_band import plan_shape, ratio_share
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.plan.traced_plan import AnyPlan
 from parplan.planner.request import SearchOptions
@@ -80,10 +81,23 @@ class Comparison:
     def is_tie(self, plan: ComparedPlan) -> bool:
         """Returns True if the prices cannot say which step is shorter.
 
-        This is so when the step of `plan` lies inside the error band of ours.
+        This is so when its ratio to ours lies inside the error band.
         """
-        band = self.ours.plan.predicted.error_band
-        return band is not None and abs(plan.step_s / self.ours.step_s - 1) <= band.time.share
+        share = self.share_of(plan)
+        return share is not None and abs(plan.step_s / self.ours.step_s - 1) <= share
+
+    def share_of(self, plan: ComparedPlan) -> float | None:
+        """Returns the error band of the ratio of a step to ours, None where it is unknown.
+
+        Plans of two stacks have nothing in common: they have the band of our step.
+        """
+        ours = self.ours.plan
+        band = ours.predicted.error_band
+        if band is None:
+            return None
+        if plan.plan.training.stack != ours.training.stack:
+            return band.time.share
+        return ratio_share(band, plan_shape(ours), plan_shape(plan.plan))
 
 
 def side(name: str, plan: AnyPlan, strategy: Strategy, price: StepPrice) -> ComparedPlan:

@@ -38,6 +38,7 @@ from parplan.planner.infeasible.shortfall import limit_bytes
 from parplan.planner.objective import Objective
 from parplan.planner.plan.derived import host_gib
 from parplan.planner.plan.prediction import FrontPoint
+from parplan.planner.plan.ratio_band import plan_shape, ratio_share
 from parplan.planner.plan.traced_plan import AnyPlan
 from parplan.planner.request import ANY_SLOWDOWN, OnProgress, SearchOptions
 from parplan.planner.search.find_plan import search
@@ -123,17 +124,20 @@ class ParetoFront:
     def leaner_tie(self, point: ParetoPoint) -> int | None:
         """Returns the number of the leanest point with the step time of `point`, if any.
 
-        The step of such a point is inside the error band, and it needs no more peak memory and no
-        more redundancy. So `point` is not certain to be faster.
+        Its ratio to that of `point` is inside the error band, and it needs no more peak memory and
+        no more redundancy. So `point` is not certain to be faster.
         """
         band = point.plan.predicted.error_band
         if band is None:
             return None
-        slowest_s = point.step_time_s * (1 + band.time.share)
+        shape = plan_shape(point.plan)
         ties = [
             (rival.redundancy_gib, rival.peak_memory_gib, number)
             for number, rival in enumerate(self.points, 1)
-            if point.step_time_s < rival.step_time_s <= slowest_s and _as_lean(rival, point)
+            if 0
+            < rival.step_time_s / point.step_time_s - 1
+            <= ratio_share(band, shape, plan_shape(rival.plan))
+            and _as_lean(rival, point)
         ]
         return min(ties)[2] if ties else None
 

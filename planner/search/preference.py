@@ -20,6 +20,7 @@ from parplan.planner.objective import Prefer
 from parplan.planner.plan.assemble import runner_up
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import ErrorBand, RunnerUp, TieChoice
+from parplan.planner.plan.ratio_band import Shape, ratio_shares, shape_of
 from parplan.planner.plan.ties import (
     SCENARIOS,
     UNKNOWN,
@@ -90,13 +91,20 @@ def _runner_up(replayed: Replayed, tie: Tie | None) -> RunnerUp:
 
 def _ties(replayed: Sequence[Replayed], band: ErrorBand, session: SearchSession) -> dict[int, Tie]:
     """Returns the ties by their place among the candidates."""
-    places = inside_band([price.step_s for _, _, price in replayed], band.time.share)
+    shapes = [_shape(strategy) for _, strategy, _ in replayed]
+    places = inside_band(
+        [price.step_s for _, _, price in replayed], ratio_shares(band, shapes[0], shapes)
+    )
     entries = [replayed[place] for place in places]
     scenarios = _steps_by_scenario(entries, session) if len(entries) > 1 else [[1.0]]
     return {
         place: Tie(gib(max(memory.total for memory in price.memory)), loss)
         for place, (_, _, price), loss in zip(places, entries, worst_losses(scenarios), strict=True)
     }
+
+
+def _shape(strategy: Strategy) -> Shape:
+    return shape_of(strategy.layout.mesh, strategy.layout.micro_batch_size)
 
 
 def _steps_by_scenario(

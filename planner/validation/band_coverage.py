@@ -7,12 +7,13 @@ of a row (planner/plan/conformal.py, planner/plan/oom_risk.py).
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from parplan.planner.plan.conformal import ConformalBands
+from parplan.planner.plan.conformal import ConformalBands, Deviating
 from parplan.planner.plan.error_band import shipped_bands
 from parplan.planner.plan.oom_risk import margin_at
+from parplan.planner.plan.ratio_band import GridRun, pairs_of, shipped_ratio_bands
 from parplan.planner.plan.traits import STACK
 from parplan.planner.validation.deviation_table import excess_of
 from parplan.planner.validation.priced_rows import PricedRow
@@ -24,6 +25,8 @@ RISKS = (0.01, 0.05, 0.1)  # at which the margins are tried
 class BandCoverage:
     """The rows that have a band, the share of them within it, and the median width of the bands.
 
+    Of ratios, a row is a pair of them.
+
     by_trait   rows and share within of the rows with each trait
     """
 
@@ -34,15 +37,20 @@ class BandCoverage:
 
 
 def coverage(priced: Iterable[PricedRow]) -> dict[str, BandCoverage]:
-    """Returns the coverage of `time` and of `memory`, without a figure that no row has.
+    """Returns the coverage of `time`, `memory` and `ratio`, without a figure that no row has.
+
+    A ratio is that of a row to the one of its grid that is predicted to be the fastest.
 
     Rows that leave a setting open have no band.
     """
     rows = _stated(priced)
     times, memories = shipped_bands()
     figures = {
-        "time": _covered(times, ((row, row.measured_s, row.predicted_s) for row in rows)),
-        "memory": _covered(memories, ((row, row.measured_gib, row.predicted_gib) for row in rows)),
+        "time": _covered(times, _deviating(rows, lambda row: (row.measured_s, row.predicted_s))),
+        "memory": _covered(
+            memories, _deviating(rows, lambda row: (row.measured_gib, row.predicted_gib))
+        ),
+        "ratio": _covered(shipped_ratio_bands(), pairs_of(_grid_runs(rows))),
     }
     return {name: found for name, found in figures.items() if found is not None}
 
@@ -72,18 +80,38 @@ def _family(row: PricedRow) -> str:
     return next(each.removeprefix(STACK) for each in row.traits if each.startswith(STACK))
 
 
-def _covered(
-    bands: ConformalBands, figures: Iterable[tuple[PricedRow, float | None, float | None]]
-) -> BandCoverage | None:
+def _deviating(
+    rows: Iterable[PricedRow], figures: Callable[[PricedRow], tuple[float | None, float | None]]
+) -> Iterator[Deviating]:
+    for row in rows:
+        measured, predicted = figures(row)
+        if measured and predicted:
+            yield Deviating(row.id, row.experiment, row.traits, measured / predicted - 1)
+
+
+def _grid_runs(rows: Iterable[PricedRow]) -> Iterator[GridRun]:
+    for row in rows:
+        if row.time_deviation is not None and row.predicted_s is not None:
+            yield GridRun(
+                id=row.id,
+                experiment=row.experiment,
+                grid=row.alike,
+                traits=row.traits,
+                shape=row.shape,
+                predicted_s=row.predicted_s,
+                deviation=row.time_deviation,
+            )
+
+
+def _covered(bands: ConformalBands, runs: Iterable[Deviating]) -> BandCoverage | None:
     shares: list[float] = []
     within: list[bool] = []
     by_trait: dict[str, list[bool]] = {}
-    for row, measured, predicted in figures:
-        if measured and predicted:
-            shares.append(bands.share(row.traits, without=row.experiment))
-            within.append(abs(measured / predicted - 1) <= shares[-1])
-            for trait in row.traits:
-                by_trait.setdefault(trait, []).append(within[-1])
+    for run in runs:
+        shares.append(bands.share(run.traits, without=run.experiment))
+        within.append(abs(run.deviation) <= shares[-1])
+        for trait in run.traits:
+            by_trait.setdefault(trait, []).append(within[-1])
     if not within:
         return None
     return BandCoverage(

@@ -44,7 +44,11 @@ def deviations_on_computed_kernels(rows: Iterable[Row]) -> list[Deviation]:
         by_experiment.setdefault(experiment_of(row), []).append(row)
     some = [row for group in by_experiment.values() for row in spaced(group, SOME_ROWS)]
     computed = deviations_of(some, computed=True)
-    return [replace(each, memory=None, excess=None) for each in computed if each.time is not None]
+    return [
+        replace(each, memory=None, excess=None, grid=each.grid and f"{each.grid}|computed")
+        for each in computed
+        if each.time is not None
+    ]
 
 
 def _deviation(row: Row, priced: PricedRow) -> Deviation | None:
@@ -62,6 +66,9 @@ def _deviation(row: Row, priced: PricedRow) -> Deviation | None:
         time=time,
         memory=memory,
         excess=excess,
+        grid=priced.alike,
+        shape=priced.shape,
+        predicted_s=priced.predicted_s,
     )
 
 

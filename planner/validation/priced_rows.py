@@ -21,6 +21,7 @@ from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.candidates.enumeration import illegal_layout
 from parplan.planner.candidates.meshes import illegal_tensor_parallel
 from parplan.planner.plan.assemble import step_kind
+from parplan.planner.plan.ratio_band import Shape, shape_of
 from parplan.planner.plan.traits import Run, traits_of
 from parplan.planner.search.estimate import default_blocks, uniform_strategy
 from parplan.planner.validation.block_modules import OFFLOADED, RECOMPUTED, module_operators
@@ -50,6 +51,7 @@ UNTIMED = {
     "power limited": "devices of a lower power limit, which their source does not state",
 }
 NAMED_FAULT = "a release that was slow by a fault which its publisher names"
+BUSY_NETWORK = "vary +-40% with network load"  # in notes: such rows do not compare
 TOY_SHARE = 0.1  # share of a device; smaller runs say little about a device that is nearly full
 OUT_OF_MEMORY = ("OOM", "out-of-memory")  # memory_kind of a run that ran out
 
@@ -70,6 +72,9 @@ class PricedRow:
     differing            cells that contradict the published shape of the row's model
     experiment           the fold that is left out with the row
     traits               by which its error band is made
+    alike                its grid, empty where its source warns that times hang on the load of the
+                         network, so that no two of them compare
+    shape                the degrees in which it differs from them
     """
 
     id: str
@@ -91,6 +96,8 @@ class PricedRow:
     untimed: tuple[str, ...] = ()
     experiment: str = ""
     traits: tuple[str, ...] = ()
+    alike: str = ""
+    shape: Shape = ()
 
     @property
     def error(self) -> float | None:
@@ -185,6 +192,8 @@ def price_row(
                 zero=configuration.zero,
             )
         ),
+        alike=_alike(row, configuration),
+        shape=shape_of(configuration.mesh, configuration.micro_batches[0]),
     )
 
 
@@ -192,6 +201,11 @@ def _grid(row: Row, configuration: Configuration) -> str:
     """Returns the key of the row's grid; the batch is in tokens, since sequence lengths differ."""
     tokens = configuration.training.tokens_per_step
     return "|".join((source_of(row), row["model"], row["gpu"], row["n_gpus"], f"{tokens} tokens"))
+
+
+def _alike(row: Row, configuration: Configuration) -> str:
+    """Returns the row's grid, or nothing if its times hang on the load of a network."""
+    return "" if BUSY_NETWORK in row["notes"] else _grid(row, configuration)
 
 
 def _counted(reason: str) -> str:

@@ -24,6 +24,9 @@ class Deviation:
     time, memory   of the step and of the fullest device; None where it is not measured
     excess         memory that it needed beyond its prediction over the prediction, 0 where it
                    needed less; at least what was left free where it ran out of memory
+    grid           the runs of one source, model, machine and number of tokens of a step
+    shape          its degrees, as planner/plan/ratio_band.py names them
+    predicted_s    predicted seconds of its step
     """
 
     id: str
@@ -33,6 +36,9 @@ class Deviation:
     time: float | None
     memory: float | None
     excess: float | None
+    grid: str = ""
+    shape: tuple[str, ...] = ()
+    predicted_s: float | None = None
 
 
 @functools.cache
@@ -49,6 +55,9 @@ def shipped_deviations() -> tuple[Deviation, ...]:
                 time=_number(row["time"]),
                 memory=_number(row["memory"]),
                 excess=_number(row["excess"]),
+                grid=row["grid"],
+                shape=tuple(row["shape"].split(_SEPARATOR)),
+                predicted_s=_number(row["predicted_s"]),
             )
             for row in csv.DictReader(file)
         )
@@ -63,6 +72,9 @@ def cells(deviation: Deviation) -> tuple[str, ...]:
         deviation.citation,
         _SEPARATOR.join(deviation.traits),
         *("" if number is None else f"{number:.4f}" for number in numbers),
+        deviation.grid,
+        _SEPARATOR.join(deviation.shape),
+        "" if deviation.predicted_s is None else f"{deviation.predicted_s:.5g}",
     )
 
 

@@ -487,7 +487,7 @@ def _name(runner_up: RunnerUp) -> str:
 
 
 def _is_tie(runner_up: RunnerUp, plan: AnyPlan) -> bool:
-    """Tells if the step is within the plan's error band, with throughput as the objective."""
+    """Tells if the prices cannot say which is faster, with throughput as the objective."""
     return runner_up.inside_error_band and plan.search.objective is Objective.THROUGHPUT
 
 
@@ -499,7 +499,7 @@ def _print_ties(plan: AnyPlan, out: Console) -> None:
         return
     count = "1 other plan is" if len(ties) == 1 else f"{len(ties)} other plans are"
     text = "; ".join(
-        (f"{count} inside the error band of the step time", *_extremes(plan, ties, band))
+        (f"{count} inside the error band of the ratio to it", *_extremes(plan, ties, band))
     )
     say(out, joined(text.split(" "), " ", out.width, start=labelled("ties")))
 

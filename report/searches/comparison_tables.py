@@ -159,7 +159,7 @@ def _verdict(comparison: Comparison, baseline_plan: ComparedPlan) -> str:
     same_time = abs(slower) < SAME_STEP
     time = "takes as long" if same_time else f"takes {percent(abs(slower))} {direction}"
     if comparison.is_tie(baseline_plan) and abs(slower) >= SAME_STEP:
-        time += ", inside the error band: a tie"
+        time += ", inside the error band of the ratio: a tie"
     lost = [
         what
         for what, difference, same in (
@@ -224,11 +224,13 @@ def _notes(comparison: Comparison, *, pinned: bool) -> Iterator[str]:
         )
     if pinned:
         yield "the pins hold for ours; the baselines are free in their own space"
-    yield (
-        f"tie: inside the error band of our step time, {band_text(band.time.share)}"
-        if band
-        else "the error band is unknown: no measured steps on this device"
-    )
+    shares = [comparison.share_of(row.side) for row in comparison.rows if row.side]
+    known = sorted({band_text(share): share for share in shares if share is not None}.items())
+    if band and known:
+        widths = " to ".join(dict.fromkeys((known[0][0], known[-1][0])))
+        yield f"tie: the ratio to our step time is inside its error band, {widths}"
+    elif not band:
+        yield "the error band is unknown: no measured steps on this device"
 
 
 def _meaning(row: ComparisonRow) -> str:

@@ -23,7 +23,6 @@ from parplan.report.names import (
 from parplan.report.plans.summary import SummaryContext, layers_phrases, print_header
 from parplan.report.text import (
     asked_width,
-    band_text,
     gib_text,
     joined,
     labelled,
@@ -165,9 +164,7 @@ def _facts(
 
 def _tie_facts(front: ParetoFront) -> Iterator[tuple[str, str]]:
     # plans that use the host have no band
-    bands = (point.plan.predicted.error_band for point in front.points)
-    band = next((band for band in bands if band), None)
-    if band is None:
+    if not any(point.plan.predicted.error_band for point in front.points):
         yield "ties", "unknown: no measured steps on this device"
         return
     ties = sum(front.leaner_tie(point) is not None for point in front.points)
@@ -175,9 +172,8 @@ def _tie_facts(front: ParetoFront) -> Iterator[tuple[str, str]]:
         yield (
             "ties",
             (
-                f"{ties} of the points {'is' if ties == 1 else 'are'} inside the error band "
-                f"({band_text(band.time.share)}) of a slower one "
-                "that needs no more memory of either kind: take that one"
+                f"{ties} of the points {'is' if ties == 1 else 'are'} inside the error band of the "
+                "ratio to a slower one that needs no more memory of either kind: take that one"
             ),
         )
 

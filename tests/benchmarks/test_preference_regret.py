@@ -56,7 +56,7 @@ def made_grid(monkeypatch):
             )
             row = {"id": name, "framework": "made", "predicted_s": predicted_s}
             entries.append(preference_regret.GridRow(row, priced))
-        return choices_of("made", entries)
+        return choices_of("made", entries, time_share=0.1)
 
     return make
 

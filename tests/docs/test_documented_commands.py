@@ -45,6 +45,9 @@ QUICK = (
     "plan --model gpt-tiny --gpus 2 --gpu cpu --precision fp32 --stack parplan --tp 2 -o tp.yaml",
     "plan tokenize docs/ --glob '**/*.md' -o tokens.bin",
     "plan show run.json",
+    "plan estimate --model llama3-70b --gpus 128 --gpu h100-80gb --tp 4 --pp 8 --virtual-stages 5 --zero 1 --sequence-parallel -o plan.yaml",
+    "plan export plan.yaml --to megatron",
+    "plan export plan.yaml --to megatron --launch slurm -o run/",
     "plan calibrate run.json -o mycpu.yaml",
     "plan estimate --model gpt-2.5b --gpus 8 --gpu a100-80gb --stack megatron-core --tp 2 --sequence-parallel --micro-batch-size 2 -o there.yaml",
     "plan calibrate traces/ --plan there.yaml -o mygpu.yaml",
@@ -65,6 +68,7 @@ SLOW = (
     "plan --model llama3-8b --gpus 8 --gpu h100-80gb --seq-length 4096 --global-batch-size 64 --lora-rank 16 --lora-targets qkv,proj",
     "plan check plan.yaml",
 )
+EXPORTED = "--virtual-stages 5"  # in the command whose plan is exported
 ENOUGH_S = 300.0  # no search for what would fit is cut off
 MINUTES = "takes minutes"
 PLACEHOLDER = "names a file or a module of the reader's"
@@ -156,9 +160,20 @@ def _give_files(command: str, folder: Path) -> None:
         (folder / name).write_text("to be read byte by byte", encoding="utf-8")
     if "plan.yaml" in command:
         chunks = ("--offload", "optimizer") if "--chunks" in command else ()
-        made = CliRunner().invoke(
-            cli.main, ["estimate", "--model", "gpt-tiny", "--gpus", "2", *chunks, "-o", "plan.yaml"]
-        )
+        words = [
+            "plan",
+            "estimate",
+            "--model",
+            "gpt-tiny",
+            "--gpus",
+            "2",
+            *chunks,
+            "-o",
+            "plan.yaml",
+        ]
+        if command.startswith("plan export"):
+            words = next(one.words for one in DOCUMENTED.values() if EXPORTED in one.command)
+        made = CliRunner().invoke(cli.main, words[1:])
         assert made.exit_code == 0, made.output
     if "allreduce_bandwidth" in command:
         (folder / "allreduce_bandwidth_2nodes_8gpus_per_node.json").write_text(

@@ -285,7 +285,7 @@ def test_plans_inside_the_error_band_are_ties_and_the_leanest_of_them_is_named(p
     assert "(+3.0 %, tie)" in text
     assert "(+5.0 %) " in text
     assert (
-        "ties 2 other plans are inside the error band of the step time; "
+        "ties 2 other plans are inside the error band of the ratio to it; "
         "the leanest is pp 1 x dp 2 x tp 1, no pipeline, micro-batch 1 x 512 "
         f"({lean} GiB, +3.0 %) note"
     ) in text
@@ -295,7 +295,8 @@ def test_a_tie_that_saves_less_than_the_memory_band_is_not_the_leanest(plan):
     text = " ".join(text_of(tied(with_band(plan, 0.04, 0.1), (0.01, 0.91, True)), 100).split())
 
     assert (
-        "ties 1 other plan is inside the error band of the step time; the leanest is this plan note"
+        "ties 1 other plan is inside the error band of the ratio to it; "
+        "the leanest is this plan note"
     ) in text
 
 

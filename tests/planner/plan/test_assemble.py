@@ -211,6 +211,7 @@ def test_a_runner_up_is_marked_when_its_step_is_inside_the_error_band(factor, in
     monkeypatch.setattr(
         "parplan.planner.plan.assemble.error_band", lambda _: ErrorBand(time=tenth, memory=tenth)
     )
+    monkeypatch.setattr("parplan.planner.plan.assemble.ratio_share", lambda *_: 0.1)
     stages = ((EMBEDDING, NONE, NONE, NONE, NONE, HEAD),)
     price_cache = PriceCache(
         load_model("gpt-tiny").spec, TRAINING, machine_for(with_gpus(load_cluster("a100-80gb"), 2))

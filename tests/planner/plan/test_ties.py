@@ -20,8 +20,9 @@ TIES = (Tie(70.0, 0.06), Tie(69.5, 0.01), Tie(41.0, 0.03), Tie(40.0, 0.05))
 
 
 def test_steps_at_the_end_of_the_band_are_inside():
-    assert inside_band([10.0, 10.5, 11.0, 11.1], 0.1) == [0, 1, 2]
-    assert inside_band([10.0, 9.9], 0.0) == [0, 1]
+    assert inside_band([10.0, 10.5, 11.0, 11.1], [0.1] * 4) == [0, 1, 2]
+    assert inside_band([10.0, 10.5, 10.5], [0.1, 0.01, 0.06]) == [0, 2]
+    assert inside_band([10.0, 9.9], [0.0] * 2) == [0, 1]
 
 
 def test_the_loss_is_against_the_best_tie_of_each_scenario():
@@ -61,7 +62,7 @@ def test_equal_losses_leave_the_fastest():
 @pytest.mark.parametrize(
     ("prefer", "chosen", "reason"),
     [
-        (Prefer.FASTEST, 0, "it is the fastest of 4 plans inside its error band"),
+        (Prefer.FASTEST, 0, "it is the fastest of 4 ties"),
         (Prefer.LEANEST, 3, "its fullest device holds 40.0 GiB, that of the fastest 70.0"),
         (Prefer.LEANEST, 0, "no tie is leaner by more than the error band of the memory"),
         (

@@ -12,6 +12,7 @@ from parplan.planner.deadline import NEVER
 from parplan.planner.objective import Objective
 from parplan.planner.plan.plan_file import plan_to_yaml
 from parplan.planner.plan.prediction import Status
+from parplan.planner.plan.ratio_band import plan_shape, ratio_share
 from parplan.planner.request import Constraints, SearchOptions, SolverName
 from parplan.planner.stage_columns.mix_table import MixTable
 from parplan.profiles.errors import ConfigError, InfeasibleError
@@ -243,12 +244,13 @@ def test_an_interrupt_after_the_first_plan_returns_it_as_feasible():
 
 def test_runners_up_inside_the_error_band_are_marked_and_no_others(whole):
     plan = whole
-    share, best_s = plan.predicted.error_band.time.share, plan.predicted.step_time_s.value
+    band, best_s = plan.predicted.error_band, plan.predicted.step_time_s.value
 
     assert plan.search.runners_up
     for runner_up in plan.search.runners_up:
         assert runner_up.inside_error_band is (
-            abs(runner_up.step_time_s.value / best_s - 1) <= share
+            abs(runner_up.step_time_s.value / best_s - 1)
+            <= ratio_share(band, plan_shape(plan), plan_shape(runner_up))
         )
 
 

@@ -17,6 +17,7 @@ from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.plan_file import plan_to_yaml, read_plan, write_plan
 from parplan.planner.plan.plan_strategy import strategy_of
 from parplan.planner.plan.prediction import Status
+from parplan.planner.plan.ratio_band import plan_shape, ratio_share
 from parplan.planner.request import SearchOptions
 from parplan.planner.search.find_plan import search
 from parplan.planner.search.pareto import (
@@ -395,7 +396,7 @@ def with_values(plan: Plan, *, step_s: float, redundant_gib: float) -> Plan:
 
 def test_a_tie_is_with_the_leanest_point_inside_the_error_band_that_needs_no_more_memory():
     plan = front_of(0).points[0].plan
-    share = plan.predicted.error_band.time.share
+    share = ratio_share(plan.predicted.error_band, plan_shape(plan), plan_shape(plan))
     steps = (1.0, 1 + 0.5 * share, 1 + 0.9 * share, 1 + 2.5 * share)
     points = tuple(
         ParetoPoint(with_values(plan, step_s=step, redundant_gib=9.0 - index))

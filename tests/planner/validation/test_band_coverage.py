@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from parplan.planner.plan.error_band import shipped_bands
+from parplan.planner.plan.ratio_band import shipped_ratio_bands
 from parplan.planner.validation.band_coverage import coverage, overrun
 from parplan.planner.validation.priced_rows import PricedRow
 from parplan.profiles.machines.deviations import shipped_deviations
@@ -51,3 +52,15 @@ def test_shipped_bands_hold_eight_in_ten_runs_that_they_did_not_see():
     within = [abs(run.time) <= times.share(run.traits, without=run.experiment) for run in runs]
 
     assert sum(within) / len(within) == pytest.approx(0.8, abs=0.04)
+
+
+def test_a_ratio_is_that_to_the_row_of_its_grid_that_is_predicted_fastest():
+    share = shipped_ratio_bands().share(TRAITS)
+    fastest = replace(row(1.0), alike="one")
+    others = [
+        replace(fastest, predicted_s=2.0, measured_s=2.0 * (1 + factor * share))
+        for factor in (0.9, -1.1)
+    ]
+
+    found = coverage([fastest, fastest, *others])["ratio"]  # a repeat is no pair
+    assert (found.rows, found.within) == (2, pytest.approx(0.5))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from dataclasses import fields
 
 import pytest
 
@@ -14,7 +15,7 @@ from parplan.planner.validation.deviation_table import (
     deviations_to_csv,
     main,
 )
-from parplan.profiles.machines.deviations import cells, shipped_deviations
+from parplan.profiles.machines.deviations import Deviation, cells, shipped_deviations
 from tests.helpers.measured_rows import ROW
 
 TIMED = {**ROW, "id": "made-1", "step_time_s": "30.0", "source": "a page"}
@@ -54,7 +55,7 @@ def test_some_rows_count_as_of_a_device_that_nobody_measured():
 def test_the_file_has_what_is_read_of_it():
     lines = list(csv.reader(io.StringIO(deviations_to_csv(shipped_deviations()))))
 
-    assert lines[0] == ["id", "experiment", "citation", "traits", "time", "memory", "excess"]
+    assert lines[0] == [field.name for field in fields(Deviation)]
     assert lines[1:] == [list(cells(each)) for each in shipped_deviations()]
 
 

@@ -1,0 +1,164 @@
+"""The export of a plan: the nearest settings of a launcher, its files, and what is lost.
+
+A plan goes into a launcher's files as far as its table reaches. The files are read back, and the
+configuration that they say is priced like every plan: the parts that differ are those that the
+launcher cannot say, with their costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+
+from parplan.costmodels.schedules.schedule import Schedule
+from parplan.planner.export.arguments import Given, written
+from parplan.planner.export.configured import (
+    Priced,
+    price_settings,
+    recomputed_operators,
+    strategy_of_settings,
+)
+from parplan.planner.export.head import head_lines
+from parplan.planner.export.launcher import RecomputeChoice, Sheet, Target
+from parplan.planner.export.losses import LostPart, losses
+from parplan.planner.export.settings import Settings, settings_of
+from parplan.planner.infeasible.shortfall import limit_bytes
+from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.reprice import reprice
+from parplan.planner.request import SearchOptions
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.machine_catalog import load_stack
+from parplan.profiles.models.spec import TrainingSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """A plan in the words of a launcher.
+
+    plan         the plan at the prices of today
+    configured   the configuration that the files say
+    head         the lines at the head of every file
+    files        their text by name, the first has the arguments
+    """
+
+    target: Target
+    head: tuple[str, ...]
+    plan: Priced
+    configured: Priced
+    files: Mapping[str, str]
+    losses: tuple[LostPart, ...]
+
+
+def export_plan(plan: Plan, target: Target, source: str) -> Export:
+    """Returns the files of a plan for a launcher, and what they lose.
+
+    source    the plan's file, for the head of every file
+    Raises ConfigError for a plan that the launcher cannot run in any form.
+    """
+    today = reprice(plan)
+    own = Priced(today.strategy, today.price_cache, today.price)
+    training = training_on(target, plan.training)
+    sheet = Sheet(settings=_nearest(plan, own, target, training), plan=plan, head=())
+    name, text = next(iter(target.files(sheet).items()))
+    back = target.settings(target.arguments(text, name), plan.model, plan.cluster.num_gpus)
+    configured = price_settings(back, plan.model, plan.cluster, training)
+    lost = losses(own, configured)
+    head = head_lines(today.plan, source, target.source, configured, lost)
+    return Export(
+        target=target,
+        head=head,
+        plan=own,
+        configured=configured,
+        files=target.files(replace(sheet, head=head)),
+        losses=lost,
+    )
+
+
+def training_on(target: Target, training: TrainingSpec) -> TrainingSpec:
+    """Returns a training on a stack of the target, its own where that is one of them."""
+    if training.stack.name in target.stacks:
+        return training
+    stack = load_stack(target.stacks[0])
+    return replace(training, stack=stack, overlap_grad_reduce=stack.overlap_grad_reduce)
+
+
+def _nearest(plan: Plan, own: Priced, target: Target, training: TrainingSpec) -> Settings:
+    """Returns the fastest settings of a target that fit and that are next to a plan.
+
+    The mesh and the batch stay. A ZeRO stage or a recompute that the target says as the plan has it
+    stays too; for any other all those of the target are tried.
+    """
+    usual = settings_of(plan)
+    tried, refused = _tried(usual, plan, own, target, training)
+    if not tried and usual.virtual_stages > 1:
+        tried, _ = _tried(_one_stage_a_rank(usual, own), plan, own, target, training)
+    if not tried:
+        assert refused is not None, "a target has some recompute"
+        raise refused
+    limit = limit_bytes(plan.cluster, training.stack, SearchOptions())
+    room = max(limit, own.peak_bytes)  # the plan may be of another limit
+    fitting = [each for each in tried if each[1].peak_bytes <= room]
+    if fitting:
+        return min(fitting, key=lambda each: each[1].price.step_s)[0]
+    return min(tried, key=lambda each: each[1].peak_bytes)[0]
+
+
+def _tried(
+    usual: Settings, plan: Plan, own: Priced, target: Target, training: TrainingSpec
+) -> tuple[list[tuple[Settings, Priced]], ConfigError | None]:
+    """Returns the prices of the candidates that can run, and why the last of the others cannot."""
+    tried, refused = [], None
+    for settings in _candidates(plan, own, usual, target):
+        try:
+            back = _through_the_table(settings, plan, target)
+            tried.append((settings, price_settings(back, plan.model, plan.cluster, training)))
+        except ConfigError as error:
+            refused = error
+    return tried, refused
+
+
+def _one_stage_a_rank(settings: Settings, own: Priced) -> Settings:
+    """Returns settings in which every pipeline rank has its blocks in one stage."""
+    layout = own.strategy.layout
+    by_rank = [
+        sum(settings.blocks[stage] for stage in layout.stages_of(rank))
+        for rank in range(settings.pp)
+    ]
+    return replace(settings, virtual_stages=1, blocks=tuple(by_rank), schedule=Schedule.ONE_F_ONE_B)
+
+
+def _through_the_table(settings: Settings, plan: Plan, target: Target) -> Settings:
+    """Returns the settings that the arguments of settings say. Raises ConfigError."""
+    given = tuple(
+        Given(name, words, target.name) for name, words in written(target.table, settings)
+    )
+    return target.settings(given, plan.model, plan.cluster.num_gpus)
+
+
+def _candidates(plan: Plan, own: Priced, usual: Settings, target: Target) -> Iterator[Settings]:
+    """Yields the settings of a target with the mesh and the batch of a plan."""
+    choices = [choice for stage in own.strategy.stages for choice in stage]
+    zeros = {choice.zero for choice in choices} | {
+        zero for choice in choices for _, zero in choice.own_zero
+    }
+    exact = len(zeros) == 1 and zeros <= set(target.zeros)
+    recomputes = tuple(target.recomputes(plan))
+    alike = len(usual.blocks) == len(own.strategy.stages)
+    same = tuple(
+        each for each in recomputes if alike and _is_same(own, _with_recompute(usual, each))
+    )
+    for zero, chosen in product(zeros if exact else target.zeros, same[:1] or recomputes):
+        yield _with_recompute(replace(usual, zero=zero), chosen)
+
+
+def _with_recompute(settings: Settings, chosen: RecomputeChoice) -> Settings:
+    level, modules, blocks = chosen
+    return replace(settings, recompute=level, recompute_modules=modules, recompute_blocks=blocks)
+
+
+def _is_same(own: Priced, settings: Settings) -> bool:
+    """True if the layers of a plan recompute the operators of settings with its stages."""
+    cache = own.price_cache
+    strategy = strategy_of_settings(settings, own.strategy.layout, 0, cache)
+    return recomputed_operators(strategy, cache) == recomputed_operators(own.strategy, cache)

@@ -1,0 +1,55 @@
+"""A launcher as the exporter knows it: a table, the files that it reads, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from parplan.costmodels.layers.recompute import Recompute
+from parplan.planner.export.arguments import Argument, Given
+from parplan.planner.export.settings import Settings
+from parplan.planner.plan.plan import Plan
+from parplan.profiles.models.spec import ModelSpec
+
+RecomputeChoice = tuple[Recompute, tuple[str, ...] | None, int | None]  # as in `Settings`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sheet:
+    """The settings, the plan and the head of an export's files.
+
+    head    lines about the plan and its predictions, without comment signs
+    """
+
+    settings: Settings
+    plan: Plan
+    head: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A launcher.
+
+    stacks       the stacks that describe it; a plan of another one is priced as the first
+    table        its arguments of a run
+    zeros        the ZeRO stages that it has
+    recomputes   the kinds of recompute that it has, for blocks of a plan
+    files        the files of a sheet by name; the first has the arguments
+    arguments    the arguments in such a file
+    settings     the settings that arguments say of a model on a number of GPUs
+    model        the model that the arguments of a file say; None where they only name one
+    refused      arguments that change time or memory without a price
+    source       repository and commit or release that the table was read in
+    """
+
+    name: str
+    stacks: tuple[str, ...]
+    table: tuple[Argument, ...]
+    zeros: tuple[int, ...]
+    recomputes: Callable[[Plan], Iterator[RecomputeChoice]]
+    files: Callable[[Sheet], Mapping[str, str]]
+    arguments: Callable[[str, str], tuple[Given, ...]]
+    settings: Callable[[tuple[Given, ...], ModelSpec, int], Settings]
+    model: Callable[[tuple[Given, ...], str, str], ModelSpec] | None
+    refused: tuple[str, ...]
+    source: str

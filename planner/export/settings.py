@@ -1,0 +1,209 @@
+"""The settings of a training run that launchers can say: one choice for all blocks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from parplan.costmodels.communication.mesh import Mesh, MeshOrder
+from parplan.costmodels.host.offload import Offload
+from parplan.costmodels.layers.context_parallel import ranks_with_heads
+from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.schedules.schedule import Schedule
+from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.export.arguments import Facts
+from parplan.planner.plan.derived import blocks_of, layout_of
+from parplan.planner.plan.plan import LayerPlan, Plan
+from parplan.profiles.models.operator_graph import LayerKind
+from parplan.profiles.models.spec import ModelSpec, Optimizer, Precision, TrainingSpec
+from parplan.profiles.product_formats import ProductFormat
+from parplan.profiles.stack import AttentionKernel, ContextForm
+from parplan.profiles.state_precision import StatePrecision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The facts that a launcher is told of a run, the same for all blocks.
+
+    near               context-parallel ranks of the inner group, of the two-level form alone
+    blocks             blocks of each virtual stage in the order of the model
+    recompute          recompute level of blocks
+    recompute_modules  modules that run again at the selective level, as Megatron-Core names them;
+                       None: the operators that the planner calls selective
+    recompute_blocks   the first blocks of each virtual stage that recompute; None for all of them
+    states_on_host     the host holds parameters, gradients and optimizer states of all layers
+    overlap            gradients are reduced, and parameters gathered, under compute
+    tp_overlap         products hide the collectives of sequence parallelism
+    num_layers         blocks of the model, and whether any has experts
+    """
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    etp: int = 1
+    order: MeshOrder = MeshOrder.PP_DP_TP
+    context_form: ContextForm | None = None
+    near: int | None = None
+    sequence_parallel: bool = False
+    schedule: Schedule = Schedule.ONE_F_ONE_B
+    virtual_stages: int = 1
+    blocks: tuple[int, ...] = ()
+    micro_batch_size: int = 1
+    global_batch_size: int = 1
+    seq_length: int = 1
+    zero: int = 0
+    zero_ranks: int | None = None
+    recompute: Recompute = Recompute.NONE
+    recompute_modules: tuple[str, ...] | None = None
+    recompute_blocks: int | None = None
+    states_on_host: bool = False
+    precision: Precision = Precision.FP32
+    gradient_precision: Precision = Precision.FP32
+    products: ProductFormat | None = None
+    state_precision: StatePrecision = StatePrecision.FP32
+    optimizer: Optimizer = Optimizer.ADAM
+    attention: AttentionKernel = AttentionKernel.FLASH
+    expert_capacity: float = 0.0
+    overlap: bool = False
+    tp_overlap: bool = False
+    num_layers: int = 1
+    has_experts: bool = False
+    mtp_layers: int = 0
+
+    @property
+    def replicas(self) -> int:
+        """The ranks of a stage that hold the same part of dense parameters."""
+        return self.dp * self.cp
+
+    @property
+    def num_micro_batches(self) -> int:
+        return self.global_batch_size // (self.micro_batch_size * self.dp)
+
+    @property
+    def num_stages(self) -> int:
+        return self.pp * self.virtual_stages
+
+    @property
+    def shorter_ends(self) -> tuple[int, int] | None:
+        """1 for the first and the last stage if it has a block less; None for other stages."""
+        most = max(self.blocks)
+        first, last = most - self.blocks[0], most - self.blocks[-1]
+        even = all(count == most for count in self.blocks[1:-1]) and max(first, last) <= 1
+        return (first, last) if even else None
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """The mesh, the schedule and the micro-batches. Raises ConfigError for illegal degrees."""
+        short = self.num_micro_batches < self.pp and self.schedule is Schedule.ONE_F_ONE_B
+        return ParallelLayout(
+            mesh=Mesh(
+                pp=self.pp,
+                dp=self.dp,
+                cp=self.cp,
+                tp=self.tp,
+                ep=self.ep,
+                etp=self.etp,
+                order=self.order,
+                context_form=self.context_form,
+            ),
+            # 1F1B runs in the order of GPipe when the pipeline never fills
+            schedule=Schedule.GPIPE if short else self.schedule,
+            virtual_stages=self.virtual_stages,
+            micro_batch_size=self.micro_batch_size,
+            num_micro_batches=self.num_micro_batches,
+            sequence_parallel=self.sequence_parallel,
+        )
+
+
+def settings_of(plan: Plan) -> Settings:
+    """Returns the settings of a plan, those of most blocks where the blocks differ."""
+    layout = layout_of(plan)
+    mesh, training = layout.mesh, plan.training
+    block = _usual_block(plan)
+    near = ranks_with_heads(
+        mesh.context_form, mesh.cp, mesh.tp, plan.model.num_heads, plan.cluster.gpus_per_node
+    )
+    short = layout.schedule is Schedule.GPIPE and layout.num_micro_batches < mesh.pp
+    return Settings(
+        pp=mesh.pp,
+        dp=mesh.dp,
+        cp=mesh.cp,
+        tp=mesh.tp,
+        ep=mesh.ep,
+        etp=mesh.etp,
+        order=mesh.order,
+        context_form=mesh.context_form,
+        near=near if mesh.context_form is ContextForm.TWO_LEVEL else None,
+        sequence_parallel=layout.sequence_parallel,
+        schedule=Schedule.ONE_F_ONE_B if short else layout.schedule,
+        virtual_stages=layout.virtual_stages,
+        blocks=stage_blocks(plan),
+        micro_batch_size=layout.micro_batch_size,
+        zero=block.zero,
+        zero_ranks=block.zero_ranks,
+        states_on_host=Offload.STATES in block.offload,
+        **model_facts(plan.model),
+        **training_facts(training),
+    )
+
+
+def model_facts(model: ModelSpec) -> Facts:
+    """Returns the fields of `Settings` that a model decides."""
+    return {
+        "num_layers": model.num_layers,
+        "has_experts": model.num_experts > 0,
+        "mtp_layers": model.mtp_layers,
+    }
+
+
+def training_facts(training: TrainingSpec) -> Facts:
+    """Returns the fields of `Settings` that a training decides."""
+    stack = training.stack
+    return {
+        "global_batch_size": training.global_batch_size,
+        "seq_length": training.seq_length,
+        "precision": training.precision,
+        "gradient_precision": training.gradient_precision,
+        "products": training.products,
+        "state_precision": stack.states or StatePrecision.FP32,
+        "optimizer": training.optimizer,
+        "attention": training.attention,
+        "expert_capacity": training.expert_capacity,
+        "overlap": training.overlap_grad_reduce,
+        "tp_overlap": stack.overlap_tensor_parallel,
+    }
+
+
+def with_training(training: TrainingSpec, settings: Settings) -> TrainingSpec:
+    """Returns a training with what the settings say of it."""
+    stack = training.stack.keeping(settings.state_precision)
+    return replace(
+        training,
+        global_batch_size=settings.global_batch_size,
+        seq_length=settings.seq_length,
+        precision=settings.precision,
+        gradient_precision=settings.gradient_precision,
+        products=settings.products,
+        optimizer=settings.optimizer,
+        attention=settings.attention,
+        expert_capacity=settings.expert_capacity,
+        overlap_grad_reduce=settings.overlap,
+        stack=replace(stack, overlap_tensor_parallel=settings.tp_overlap),
+    )
+
+
+def stage_blocks(plan: Plan) -> tuple[int, ...]:
+    """Returns the blocks of each virtual stage of a plan, in the order of the model."""
+    return tuple(sum(len(blocks_of(plan, run)) for run in stage.layers) for stage in plan.stages)
+
+
+def _usual_block(plan: Plan) -> LayerPlan:
+    """Returns the layer plan that most blocks have."""
+    counts = Counter[str]()
+    for stage in plan.stages:
+        for run in stage.layers:
+            if plan.layer_plans[run.plan].layer is LayerKind.BLOCK:
+                counts[run.plan] += len(run.indices)
+    return plan.layer_plans[counts.most_common(1)[0][0]]

@@ -1,0 +1,18 @@
+"""The launchers that plans are exported to, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from parplan.planner.export.launcher import Target
+from parplan.planner.export.megatron import MEGATRON
+from parplan.profiles.errors import unknown_name_error
+
+TARGETS: Mapping[str, Target] = {target.name: target for target in (MEGATRON,)}
+
+
+def target_named(name: str) -> Target:
+    """Returns a launcher. Raises ConfigError for an unknown name."""
+    if name not in TARGETS:
+        raise unknown_name_error("target", name, TARGETS)
+    return TARGETS[name]

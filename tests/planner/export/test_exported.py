@@ -1,0 +1,149 @@
+"""A plan that is exported and read back has the same price, or the loss that is stated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.schedules.schedule import Schedule
+from parplan.planner.export.exported import export_plan
+from parplan.planner.export.targets import TARGETS, target_named
+from parplan.planner.plan.plan import Plan
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.stack import ContextForm
+from tests.helpers.laid_out_plans import laid_out
+
+EXACT = 1e-9  # share of a step
+
+
+def exported(plan: Plan, target: str = "megatron"):
+    return export_plan(plan, target_named(target), "plan.yaml")
+
+
+def require_consistent(one) -> None:
+    """The costs of what is lost add up to the difference of both prices."""
+    step_s = one.configured.price.step_s - one.plan.price.step_s
+    peak_bytes = one.configured.peak_bytes - one.plan.peak_bytes
+    assert sum(loss.step_s for loss in one.losses) == pytest.approx(
+        step_s, abs=EXACT * one.plan.price.step_s
+    )
+    assert sum(loss.peak_bytes for loss in one.losses) == pytest.approx(peak_bytes, abs=1.0)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(lambda: laid_out(pp=2, dp=2, tp=4), id="three-axes"),
+        pytest.param(lambda: laid_out(pp=2, virtual_stages=2, dp=2), id="shorter-ends"),
+        pytest.param(lambda: laid_out(pp=2, virtual_stages=3, dp=2), id="interleaved"),
+        pytest.param(lambda: laid_out(pp=2, dp=2, blocks=(26, 28)), id="unequal-stages"),
+        pytest.param(
+            lambda: laid_out("mixtral-8x7b", dp=8, tp=2, ep=8, recompute=Recompute.FULL),
+            id="experts",
+        ),
+        pytest.param(
+            lambda: laid_out(
+                "deepseek-v2-lite", pp=3, dp=2, ep=2, seq_length=2048, num_micro_batches=6
+            ),
+            id="latent-attention-and-dense-blocks",
+        ),
+        pytest.param(
+            lambda: laid_out(
+                "llama3-8b",
+                dp=2,
+                cp=4,
+                context_form=ContextForm.ALL_TO_ALL,
+                seq_length=16384,
+                zero=3,
+            ),
+            id="sequences-and-fsdp",
+        ),
+        pytest.param(lambda: laid_out(dp=4, zero=1, zero_ranks=2), id="two-copies-of-the-states"),
+    ],
+)
+def test_megatron_says_all_of_such_a_plan(plan):
+    one = exported(plan())
+
+    assert one.losses == ()
+    assert one.configured.price.step_s == pytest.approx(one.plan.price.step_s, rel=EXACT)
+    assert one.configured.peak_bytes == pytest.approx(one.plan.peak_bytes, rel=EXACT)
+
+
+def mixed_zero(plan: Plan) -> Plan:
+    """The plan with another ZeRO stage on the first of its blocks."""
+    (name,) = (name for name, each in plan.layer_plans.items() if each.layer == "block")
+    head, body, tail = plan.stages[0].layers
+    other = replace(plan.layer_plans[name], zero=3)
+    runs = (head, replace(body, last=body.first, plan="Z"), replace(body, first=body.first + 1))
+    stage = replace(plan.stages[0], layers=(*runs, tail))
+    return replace(plan, layer_plans={**plan.layer_plans, "Z": other}, stages=(stage,))
+
+
+def test_what_megatron_cannot_say_is_listed_with_its_cost():
+    one = exported(mixed_zero(laid_out(dp=4, zero=1)))
+
+    assert [loss.what for loss in one.losses] == ["ZeRO: 3 on 1 and 1 on 53 -> 1"]
+    assert one.losses[0].step_s < 0.0
+    require_consistent(one)
+
+
+def test_a_schedule_that_megatron_lacks_is_replaced_by_one_that_it_has():
+    plan = laid_out(pp=4, virtual_stages=2, schedule=Schedule.ZBV, zero=0, stack="parplan")
+    one = exported(plan)
+
+    assert one.losses[0].what.startswith("schedule: zbv, 2 virtual stages")
+    assert one.losses[-1].what.startswith("training: ")
+    require_consistent(one)
+
+
+def test_a_model_that_the_arguments_do_not_say_is_refused_by_its_parts():
+    with pytest.raises(ConfigError, match=r"gemma-2-9b has .*attention_soft_cap"):
+        exported(laid_out("gemma-2-9b", dp=2))
+
+
+def test_the_head_says_the_plan_and_both_prices():
+    one = exported(mixed_zero(laid_out(dp=4, zero=1)))
+    head = next(iter(one.files.values())).splitlines()[1:8]
+
+    assert head[0] == "# gpt-2.5b on 4 x h100-80gb, exported by parplan from plan.yaml"
+    assert head[2].startswith("# the plan: ")
+    assert head[3].startswith("# this file: ")
+    assert head[4].startswith("# lost: ZeRO: 3 on 1 and 1 on 53 -> 1: -")
+    assert head[5] == "# read back with --gpu h100-80gb --gpus 4 --gpus-per-node 4"
+
+
+def test_the_command_offers_every_target():
+    from parplan.commands.export import JOBS as OFFERED_JOBS
+    from parplan.commands.export import TARGETS as OFFERED
+    from parplan.planner.export.jobs import JOBS
+
+    assert tuple(TARGETS) == OFFERED
+    assert tuple(JOBS) == OFFERED_JOBS
+
+
+def many_plans():
+    """Every kind of schedule, recompute, ZeRO stage and mesh, as far as they go together."""
+    meshes = (
+        {"dp": 4},
+        {"pp": 4, "dp": 2},
+        {"pp": 2, "dp": 2, "tp": 2, "virtual_stages": 2},
+        {"dp": 2, "cp": 2, "tp": 2, "context_form": ContextForm.RING},
+        {"pp": 2, "dp": 2, "blocks": (26, 28)},
+    )
+    yield from (
+        {"zero": zero, "recompute": level, **mesh}
+        for mesh, zero, level in product(meshes, (0, 1, 2, 3), Recompute)
+    )
+    for schedule in (Schedule.ZBV, Schedule.DUALPIPEV):
+        yield {"pp": 4, "virtual_stages": 2, "schedule": schedule, "zero": 0, "stack": "parplan"}
+    yield {"pp": 4, "schedule": Schedule.EARLY_RECOMPUTE, "zero": 0, "stack": "parplan"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("layout", tuple(many_plans()), ids=str)
+def test_the_round_trip_is_exact_or_its_loss_is_the_difference(layout, target):
+    require_consistent(exported(laid_out(**layout), target))
