@@ -167,6 +167,8 @@ class Stack:
     context_alone            it divides sequences only without tensor and pipeline parallelism
     divides_experts          each expert may be divided over the tensor-parallel ranks
     tower_divisions          the ways in which its tensor-parallel ranks run a tower
+    equal_image_parts        under sequence parallelism ranks have equal parts of the tokens of an
+                             image; False: it pads them
     product_formats          the formats that its products of blocks run in beside the precision of
                              training; the first of each peak is that of --fp8
     state_precisions         the precisions in which its optimizer keeps states of 16-bit parameters
@@ -264,6 +266,7 @@ class Stack:
     context_alone: bool = False
     divides_experts: bool = False
     tower_divisions: tuple[TowerDivision, ...] = (TowerDivision.TENSOR,)
+    equal_image_parts: bool = False
     product_formats: tuple[ProductFormat, ...] = ()
     state_precisions: tuple[StatePrecision, ...] = (StatePrecision.FP32,)
     gathers_casts: bool = False

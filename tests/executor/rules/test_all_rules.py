@@ -151,6 +151,19 @@ BROKEN = {
         "set the windows of tower.blocks to 0",
         "fails",
     ),
+    "images-by-batch-among-all-sequences": Broken(
+        "placements",
+        with_operator(
+            make_plan(seeing(), tp=2),
+            "vision-projector-0",
+            "image_tokens",
+            input=("Shard(0)@tp",),
+            output=("Shard(0)@tp",),
+        ),
+        "image_tokens: it cannot be divided by batch: the places of images are those of all",
+        r"set input to \['Shard\(2\)@tp'\]",
+        "fails",
+    ),
     "images-over-half-a-sequence": Broken(
         "context alone",
         make_plan(seeing(), cp=2, form=ContextForm.RING),
