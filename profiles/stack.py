@@ -167,6 +167,8 @@ class Stack:
     context_alone            it divides sequences only without tensor and pipeline parallelism
     divides_experts          each expert may be divided over the tensor-parallel ranks
     tower_divisions          the ways in which its tensor-parallel ranks run a tower
+    equal_image_parts        under sequence parallelism ranks have equal parts of the tokens of an
+                             image; False: it pads them
     product_formats          the formats that its products of blocks run in beside the precision of
                              training; the first of each peak is that of --fp8
     state_precisions         the precisions in which its optimizer keeps states of 16-bit parameters
@@ -209,6 +211,11 @@ class Stack:
     frees_gradients                gradients are freed after each update: where all forward passes
                                    of a step come before its first backward pass, there are no
                                    gradients at the peak of the activations
+    deferred_head_gradients        micro-batches whose weight gradient of the head is computed at
+                                   the end of the step: their inputs and gradients of logits are
+                                   kept
+    updates_in_backward            the optimizer updates a layer in its backward pass, which then
+                                   frees its gradients
     whole_table_gradients          the gradient of a token table that tensor parallelism divides is
                                    made whole and then cut
     keeps_sent                     a stage holds the activations and gradients that it sends until
@@ -264,6 +271,7 @@ class Stack:
     context_alone: bool = False
     divides_experts: bool = False
     tower_divisions: tuple[TowerDivision, ...] = (TowerDivision.TENSOR,)
+    equal_image_parts: bool = False
     product_formats: tuple[ProductFormat, ...] = ()
     state_precisions: tuple[StatePrecision, ...] = (StatePrecision.FP32,)
     gathers_casts: bool = False
@@ -285,6 +293,8 @@ class Stack:
     bucket_elements: int = 0
     zero_buffers: bool = True
     frees_gradients: bool = False
+    deferred_head_gradients: int = 0
+    updates_in_backward: bool = False
     whole_table_gradients: bool = False
     keeps_sent: bool = False
     plain_dropout_on_cpu: bool = False
@@ -321,6 +331,7 @@ class Stack:
             "step_copy_bytes",
             "bucket_elements",
             "workspace_bytes",
+            "deferred_head_gradients",
             "dispatch_launches",
             "expert_launches",
             "allocator_share",

@@ -15,7 +15,12 @@ from dataclasses import replace
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.schedules.schedule import Schedule, rank_of
-from parplan.executor.checking.small_model import SEQ_LENGTH, small_model, small_tuning
+from parplan.executor.checking.small_model import (
+    SEQ_LENGTH,
+    small_model,
+    small_tuning,
+    text_blocks,
+)
 from parplan.planner.plan.pipeline_plan import PipelinePlan
 from parplan.planner.plan.plan import LayerPlan, LayerRun, Plan, StagePlan
 from parplan.planner.plan.plan_chunks import rechunked, require_matching_chunks
@@ -51,7 +56,7 @@ def shrunk(plan: Plan) -> Plan:
         global_batch_size=pipeline.micro_batch_size * pipeline.num_micro_batches * mesh.dp,
         seq_length=SEQ_LENGTH,
         documents=_documents(plan.training),
-        fine_tuning=small_tuning(plan.training.fine_tuning, kept),
+        fine_tuning=small_tuning(plan.training.fine_tuning, text_blocks(plan.model, kept)),
         precision=Precision.FP32,
         gradient_precision=Precision.FP32,
         products=None,

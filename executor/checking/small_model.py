@@ -1,8 +1,8 @@
 """A small model with the structure of a large one, of some of its blocks.
 
 It has the kinds of these blocks, its norms, positions and functions, grouped heads, latent
-attention, experts, state spaces and delta rules, all of small sizes. Windows are shorter than a
-sequence.
+attention, experts, state spaces, delta rules and tower, all of small sizes. Windows are shorter
+than a sequence.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import replace
 from parplan.profiles.models.blocks import BlockRun, DeltaRule, LatentAttention, StateSpace
 from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.spec import ModelSpec
+from parplan.profiles.models.towers import Tower
 
 SEQ_LENGTH = 16
 HEADS = 4
@@ -23,13 +24,17 @@ VOCAB = 100
 PADDED = 128
 EXPERTS = 4
 WINDOW = 6
+PATCHES = 16  # of an image
+MERGED = 4  # patches of a token, and of a window
+MOST_IMAGES = 2
+PATCH_FEATURES = 12
 PART = 4  # tokens of the parts of a sequence that attention stays within
 
 
 def small_model(model: ModelSpec, kept: Sequence[int], tuning: FineTuning | None) -> ModelSpec:
     """Return the small model.
 
-    kept    the blocks of the large model that it has, by their numbers
+    kept    the blocks of the large model that it has, by their numbers, layers of a tower first
     tuning  the trained part of the large model
     """
     eight_bits = tuning is not None and tuning.base_bits == 8
@@ -43,11 +48,13 @@ def small_model(model: ModelSpec, kept: Sequence[int], tuning: FineTuning | None
     shared = model.shared_experts
     ffn = 2 * FFN if eight_bits else FFN
     latent = _latent(model.latent)
+    hidden = width if model.q_size == model.hidden_size else width * 3 // 2
+    kinds = [model.block_kinds[block] for block in text_blocks(model, kept)]
     return replace(
         model,
         name=f"{model.name}, shrunk",
-        num_layers=len(kept),
-        hidden_size=width if model.q_size == model.hidden_size else width * 3 // 2,
+        num_layers=len(kinds),
+        hidden_size=hidden,
         num_heads=HEADS,
         num_kv_heads=kv_heads,
         head_dim=head_dim if latent is None else latent.key_head_dim,
@@ -60,10 +67,42 @@ def small_model(model: ModelSpec, kept: Sequence[int], tuning: FineTuning | None
         max_seq_length=SEQ_LENGTH,
         dropout=0.0,
         vocab_multiple=PADDED if padded else 1,
-        blocks=tuple(_short(model.block_kinds[block]) for block in kept) if model.blocks else (),
+        blocks=tuple(map(_short, kinds)) if model.blocks else (),
         latent=latent,
         state_space=_state_space(model.state_space),
         delta_rule=_delta_rule(model.delta_rule),
+        tower=_tower(model.tower, kept, hidden) if model.tower else None,
+    )
+
+
+def text_blocks(model: ModelSpec, kept: Sequence[int]) -> list[int]:
+    """Return the numbers of the kept blocks among those of the language model."""
+    before = model.num_blocks - model.num_layers
+    return [block - before for block in kept if block >= before]
+
+
+def _tower(tower: Tower, kept: Sequence[int], width: int) -> Tower:
+    """Return the small tower, which ends in `width` features."""
+    blocks = [block - 1 for block in kept if 0 < block <= tower.num_layers]
+    kinds = [tower.block_kinds[block] for block in blocks]
+    *products, last = tower.projector
+    return replace(
+        tower,
+        num_layers=len(blocks),
+        hidden_size=HEADS * HEAD_DIM,
+        num_heads=HEADS,
+        ffn_hidden_size=FFN,
+        patches=PATCHES if tower.merged > 1 else PATCHES // MERGED,
+        images=min(tower.images, MOST_IMAGES),
+        patch_features=PATCH_FEATURES,
+        merged=min(tower.merged, MERGED),
+        blocks=tuple(
+            replace(kind, num_blocks=1, window=min(kind.window, MERGED)) for kind in kinds
+        ),
+        projector=(
+            *(replace(each, width=FFN) for each in products),
+            replace(last, width=width),
+        ),
     )
 
 

@@ -234,10 +234,27 @@ _GATED = {
     Activations.GELU_TANH: (partial(_gelu_gate, "tanh"), partial(_gelu_gate_back, "tanh")),
     Activations.BOUNDED_SILU: (_bounded_gate, _bounded_gate_back),
 }
+
+
+class _QuickGelu(torch.autograd.Function):
+    """x sigmoid(1.702 x), which saves its input alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * (GATE_SLOPE * x).sigmoid()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        sigmoid = (GATE_SLOPE * x).sigmoid()
+        return gradient * sigmoid * (1 + GATE_SLOPE * x * (1 - sigmoid))
+
+
 PLAIN_ACTIVATIONS: dict[Activations, Callable[[Tensor], Tensor]] = {
     Activations.GELU_TANH: lambda x: functional.gelu(x, approximate="tanh"),
     Activations.GELU: functional.gelu,
-    Activations.QUICK_GELU: lambda x: x * (GATE_SLOPE * x).sigmoid(),
+    Activations.QUICK_GELU: lambda x: _QuickGelu.apply(x),
     Activations.RELU: functional.relu,
     Activations.RELU_SQUARED: lambda x: functional.relu(x).square(),
     Activations.SILU: functional.silu,

@@ -7,8 +7,6 @@ row: patches that attend to each other, and those that become one token, are nei
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -21,25 +19,23 @@ from parplan.profiles.models.spec import ModelSpec
 from parplan.profiles.models.towers import Tower, sides
 
 
-@lru_cache(maxsize=16)
-def patch_places(tower: Tower) -> Tensor:
+def patch_places(tower: Tower, device: torch.device | None = None) -> Tensor:
     """Returns the row and the column of each patch in the order of its tensor: [patches, 2]."""
     rows, columns = tower.grid
-    places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
-    unit = sides(tower.merged)
+    down, across = sides(tower.merged)
     window = max((kind.window for kind in tower.block_kinds), default=0)
-    outer = sides(window) if window else unit
-    keys = [places // torch.tensor(outer), places // torch.tensor(unit), places]
-    number = torch.zeros(len(places), dtype=torch.int64)
-    for key in keys:
-        number = (number * rows + key[:, 0]) * columns + key[:, 1]
-    return places[number.argsort()]
+    outer = sides(window) if window else (down, across)
+    row_by_row = torch.arange(rows * columns, device=device)
+    shape = (rows // outer[0], outer[0] // down, down, columns // outer[1], outer[1] // across)
+    number = row_by_row.view(*shape, across).permute(0, 3, 1, 4, 2, 5).flatten()
+    return torch.stack((number // columns, number % columns), dim=-1)
 
 
-def token_order(tower: Tower) -> Tensor:
-    """Returns the place of each token of an image, in the order of its tensor, row by row."""
-    firsts = patch_places(tower)[:: tower.merged] // torch.tensor(sides(tower.merged))
-    return (firsts[:, 0] * tower.grid[1] + firsts[:, 1]).argsort().argsort()
+def token_order(tower: Tower, device: torch.device) -> Tensor:
+    """Returns the place of each token of an image, row by row, in the order of its tensor."""
+    down, across = sides(tower.merged)
+    row, column = patch_places(tower, device)[:: tower.merged].unbind(-1)
+    return row // down * (tower.grid[1] // across) + column // across
 
 
 class PatchRotary(Rotary):
@@ -55,7 +51,7 @@ class PatchRotary(Rotary):
 
     def tables(self, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """Returns cos and sin of [tokens, 1, 1, size], computed in fp32."""
-        places = patch_places(self.tower).to(x.device) + int(self.tower.class_token)
+        places = patch_places(self.tower, x.device) + int(self.tower.class_token)
         if self.tower.class_token:
             places = torch.cat((places, places.new_zeros(1, 2)))
         even = torch.arange(0, size, 4, device=x.device, dtype=torch.float32)
@@ -150,7 +146,7 @@ class ImageTokens(nn.Module):
         embedded    [sequences, tokens of a sequence, features]
         first       the place of the first token of each image, [sequences, images of a sequence]
         """
-        places = (first[..., None] + token_order(self.tower).to(first.device)).flatten(1)
+        places = (first[..., None] + token_order(self.tower, first.device)).flatten(1)
         tokens = projected.reshape(len(embedded), -1, embedded.shape[-1])
         if self.ranks_of_tokens is None:
             return embedded.scatter(1, _rows(places, embedded), tokens)

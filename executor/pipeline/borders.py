@@ -61,26 +61,28 @@ def _unchanged(x: Tensor) -> Tensor:
 def border_examples(plan: Plan, after: PlacedLayer) -> tuple[Tensor, ...]:
     """Returns tensors without data of the shapes and types that leave `after` on this rank.
 
-    Nothing leaves the head, whose example has the shape of its states.
+    Nothing leaves the head, whose example has the shape of its states. A frozen tower needs no
+    gradient of its tensor.
     """
     dtype = compute_dtype(plan.training.precision)
     return tuple(
-        torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
-        for shape in _shapes(plan, after)
+        torch.empty(shape, dtype=dtype, device="meta", requires_grad=has_gradient)
+        for shape, has_gradient in _shapes(plan, after)
     )
 
 
-def _shapes(plan: Plan, after: PlacedLayer) -> Iterator[tuple[int, ...]]:
+def _shapes(plan: Plan, after: PlacedLayer) -> Iterator[tuple[tuple[int, ...], bool]]:
     graph = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size)
     text = (plan.pipeline.micro_batch_size, rank_tokens(plan), plan.model.hidden_size)
     if after.kind is LayerKind.HEAD:
-        yield text
+        yield text, True
         return
     for maker in _makers(plan, after.index):
-        part = graph.layer_class(graph.key(maker.index)).part
-        in_tower = part in (ModelPart.PATCHES, ModelPart.TOWER)
+        made_by = graph.layer_class(graph.key(maker.index))
+        in_tower = made_by.part in (ModelPart.PATCHES, ModelPart.TOWER)
         whole = tuple(dim.size for dim in graph.tower_boundary.dims) if in_tower else text
-        yield local_shape(whole, border(plan, maker), tp=plan.mesh.tp)
+        shape = local_shape(whole, border(plan, maker), tp=plan.mesh.tp)
+        yield shape, made_by.gradient or not in_tower
 
 
 def _makers(plan: Plan, after: int) -> tuple[PlacedLayer, ...]:

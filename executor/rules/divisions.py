@@ -280,8 +280,18 @@ def _same_rule(operator: Operator, placement: OperatorPlacement) -> Iterator[str
             else "positions count from a shard's start"
         )
         yield f"it cannot be divided by sequence: {why}"
+    elif operator.kind is OperatorKind.ELEMENTWISE:
+        yield from _undivided_dims(operator, placement)
     if operator.kind is OperatorKind.NORM and not over_heads and placement.input == FEATURES:
         yield "a norm needs the whole hidden dim of a token"
+
+
+def _undivided_dims(operator: Operator, placement: OperatorPlacement) -> Iterator[str]:
+    """Yield the reason why the dim that the input is divided by cannot be divided."""
+    dims, dim = operator.outputs[0].dims, shard_dim(placement.input)
+    for name, reason in operator.undivided:
+        if dim is not None and dim < len(dims) and dims[dim].name == name:
+            yield f"it cannot be divided by {name}: {reason}"
 
 
 def _embedding_rule(operator: Operator, placement: OperatorPlacement) -> Iterator[str]:

@@ -4,6 +4,9 @@ A tower is small beside its language model, and the collectives of tensor parall
 may take longer than they save. So stacks also run it whole on every rank: each with its own images
 of a micro-batch, or all with all of them. The latter is tried where the former cannot be: it
 computes the same tp times, and spares one sum of the tower's gradients a step.
+
+Under sequence parallelism ranks divide the tokens of an image. A stack that holds equal parts of
+them then runs no layout whose ranks do not divide their number.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from dataclasses import replace
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.enumeration import CandidateSpace
 from parplan.profiles.models.spec import ModelSpec
+from parplan.profiles.models.towers import Tower
 from parplan.profiles.stack import Stack, TowerDivision
 
 
@@ -22,7 +26,12 @@ def with_tower_divisions(space: CandidateSpace, model: ModelSpec, stack: Stack) 
     if model.tower is None:
         return space
     ways = stack.tower_divisions
-    layouts = (each for layout in space.layouts for each in _divided(layout, model, ways))
+    layouts = (
+        each
+        for layout in space.layouts
+        if not (stack.equal_image_parts and uneven_images(layout, model.tower))
+        for each in _divided(layout, model, ways)
+    )
     return replace(space, layouts=tuple(layouts))
 
 
@@ -34,6 +43,14 @@ def _divided(
         if way in ways and not illegal_division(way, layout, model):
             yield replace(layout, tower=way)
             return
+
+
+def uneven_images(layout: ParallelLayout, tower: Tower) -> bool:
+    """Returns whether ranks that divide sequences do not divide the tokens of an image."""
+    tp = layout.mesh.tp
+    if tp == 1 or not layout.sequence_parallel:
+        return False
+    return any(tokens % tp for tokens in (tower.patches, tower.tokens, tower.image_tokens))
 
 
 def illegal_division(way: TowerDivision, layout: ParallelLayout, model: ModelSpec) -> str | None:

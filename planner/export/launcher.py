@@ -31,7 +31,8 @@ class Target:
     """A launcher.
 
     stacks       the stacks that describe it; a plan of another one is priced as the first
-    table        its arguments of a run
+    rows         its arguments of a run and of a model
+    table        those of a run
     zeros        the ZeRO stages that it has
     recomputes   the kinds of recompute that it has, for blocks of a plan
     files        the files of a sheet by name; the first has the arguments
@@ -44,6 +45,7 @@ class Target:
 
     name: str
     stacks: tuple[str, ...]
+    rows: tuple[Argument, ...]
     table: tuple[Argument, ...]
     zeros: tuple[int, ...]
     recomputes: Callable[[Plan], Iterator[RecomputeChoice]]

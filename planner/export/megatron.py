@@ -112,6 +112,7 @@ def files(sheet: Sheet) -> Mapping[str, str]:
 MEGATRON = Target(
     name="megatron",
     stacks=("megatron-core", "nemo"),
+    rows=(*TABLE, *MODEL_TABLE),
     table=TABLE,
     zeros=(0, 1, 2, 3),
     recomputes=recomputes,

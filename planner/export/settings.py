@@ -14,6 +14,8 @@ from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.export.arguments import Facts
 from parplan.planner.plan.derived import blocks_of, layout_of
 from parplan.planner.plan.plan import LayerPlan, Plan
+from parplan.planner.validation.frameworks import FUSED_LOSS_LOGIT_BYTES
+from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, Optimizer, Precision, TrainingSpec
 from parplan.profiles.product_formats import ProductFormat
@@ -34,6 +36,8 @@ class Settings:
     states_on_host     the host holds parameters, gradients and optimizer states of all layers
     overlap            gradients are reduced, and parameters gathered, under compute
     tp_overlap         products hide the collectives of sequence parallelism
+    fused_loss         one kernel computes the loss, and holds fp32 logits beside their gradient
+    narrow_weights     parameters are gathered in the format of narrow products
     num_layers         blocks of the model, and whether any has experts
     """
 
@@ -68,6 +72,8 @@ class Settings:
     expert_capacity: float = 0.0
     overlap: bool = False
     tp_overlap: bool = False
+    fused_loss: bool = False
+    narrow_weights: bool = False
     num_layers: int = 1
     has_experts: bool = False
     mtp_layers: int = 0
@@ -119,34 +125,33 @@ class Settings:
 
 def settings_of(plan: Plan) -> Settings:
     """Returns the settings of a plan, those of most blocks where the blocks differ."""
-    layout = layout_of(plan)
-    mesh, training = layout.mesh, plan.training
     block = _usual_block(plan)
-    near = ranks_with_heads(
-        mesh.context_form, mesh.cp, mesh.tp, plan.model.num_heads, plan.cluster.gpus_per_node
-    )
-    short = layout.schedule is Schedule.GPIPE and layout.num_micro_batches < mesh.pp
     return Settings(
-        pp=mesh.pp,
-        dp=mesh.dp,
-        cp=mesh.cp,
-        tp=mesh.tp,
-        ep=mesh.ep,
-        etp=mesh.etp,
-        order=mesh.order,
-        context_form=mesh.context_form,
-        near=near if mesh.context_form is ContextForm.TWO_LEVEL else None,
-        sequence_parallel=layout.sequence_parallel,
-        schedule=Schedule.ONE_F_ONE_B if short else layout.schedule,
-        virtual_stages=layout.virtual_stages,
         blocks=stage_blocks(plan),
-        micro_batch_size=layout.micro_batch_size,
         zero=block.zero,
         zero_ranks=block.zero_ranks,
         states_on_host=Offload.STATES in block.offload,
+        **layout_facts(layout_of(plan), plan.model, plan.cluster),
         **model_facts(plan.model),
-        **training_facts(training),
+        **training_facts(plan.training),
     )
+
+
+def layout_facts(layout: ParallelLayout, model: ModelSpec, cluster: Cluster) -> Facts:
+    """Returns the fields of `Settings` that a layout decides."""
+    mesh = layout.mesh
+    near = ranks_with_heads(
+        mesh.context_form, mesh.cp, mesh.tp, model.num_heads, cluster.gpus_per_node
+    )
+    short = layout.schedule is Schedule.GPIPE and layout.num_micro_batches < mesh.pp
+    axes = ("pp", "dp", "cp", "tp", "ep", "etp", "order", "context_form")
+    return {name: getattr(mesh, name) for name in axes} | {
+        "near": near if mesh.context_form is ContextForm.TWO_LEVEL else None,
+        "sequence_parallel": layout.sequence_parallel,
+        "schedule": Schedule.ONE_F_ONE_B if short else layout.schedule,
+        "virtual_stages": layout.virtual_stages,
+        "micro_batch_size": layout.micro_batch_size,
+    }
 
 
 def model_facts(model: ModelSpec) -> Facts:
@@ -173,12 +178,16 @@ def training_facts(training: TrainingSpec) -> Facts:
         "expert_capacity": training.expert_capacity,
         "overlap": training.overlap_grad_reduce,
         "tp_overlap": stack.overlap_tensor_parallel,
+        "fused_loss": stack.logit_bytes == FUSED_LOSS_LOGIT_BYTES,
+        "narrow_weights": training.narrow_weights,
     }
 
 
 def with_training(training: TrainingSpec, settings: Settings) -> TrainingSpec:
     """Returns a training with what the settings say of it."""
     stack = training.stack.keeping(settings.state_precision)
+    if settings.fused_loss:
+        stack = replace(stack, logit_bytes=FUSED_LOSS_LOGIT_BYTES)
     return replace(
         training,
         global_batch_size=settings.global_batch_size,
@@ -190,6 +199,7 @@ def with_training(training: TrainingSpec, settings: Settings) -> TrainingSpec:
         attention=settings.attention,
         expert_capacity=settings.expert_capacity,
         overlap_grad_reduce=settings.overlap,
+        narrow_weights=settings.narrow_weights,
         stack=replace(stack, overlap_tensor_parallel=settings.tp_overlap),
     )
 

@@ -21,6 +21,7 @@ from parplan.planner.search.relaxations import relaxations
 from parplan.report.searches import infeasible_text as relaxations_report
 from tests.helpers.documented import ROOT, documented, shape
 from tests.helpers.kineto_traces import one_step, write_kineto
+from tests.helpers.launcher_scripts import SCRIPT
 from tests.helpers.synthetic_runs import estimated, run_of
 
 QUICK = (
@@ -48,6 +49,7 @@ QUICK = (
     "plan estimate --model llama3-70b --gpus 128 --gpu h100-80gb --tp 4 --pp 8 --virtual-stages 5 --zero 1 --sequence-parallel -o plan.yaml",
     "plan export plan.yaml --to megatron",
     "plan export plan.yaml --to megatron --launch slurm -o run/",
+    "plan read train.sh --gpu h100-80gb -o plan.yaml",
     "plan calibrate run.json -o mycpu.yaml",
     "plan estimate --model gpt-2.5b --gpus 8 --gpu a100-80gb --stack megatron-core --tp 2 --sequence-parallel --micro-batch-size 2 -o there.yaml",
     "plan calibrate traces/ --plan there.yaml -o mygpu.yaml",
@@ -184,6 +186,7 @@ def _give_files(command: str, folder: Path) -> None:
         (folder / "traces").mkdir()
         write_kineto(folder / "traces" / "rank0.json", one_step())
         write_plan(estimated(tp=2, dp=2), folder / "there.yaml")
+    (folder / "train.sh").write_text(SCRIPT, encoding="utf-8")
     if "run.json" in command:
         write_run(run_of(estimated()), folder / "run.json")
 

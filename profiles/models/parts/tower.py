@@ -90,7 +90,8 @@ def patch_operators(shapes: TowerShapes) -> Part:
             trained = not tower.fixed_positions
             dims = shapes.positions, hidden
             tables.append(Parameter(name="weight", dims=dims, trained=trained))
-        added = elementwise("positions", (patches,), positioned)
+        whole = ((hidden.name, "its tables are whole on every rank"),)
+        added = elementwise("positions", (patches,), positioned, undivided=whole)
         made.append(replace(added, parameters=tuple(tables)))
     if tower.norm_first:
         x = made[-1].outputs[0]
@@ -143,7 +144,9 @@ def projector_operators(shapes: TowerShapes) -> Part:
         width = hidden.size if tower.pooled else hidden.size * tower.merged
         feature = hidden if tower.pooled else Dim("joined", width)
         joined = shapes.image("joined", tower.image_tokens, feature)
-        made.append(elementwise("joined", (made[-1].outputs[0] if made else x,), joined))
+        read = made[-1].outputs[0] if made else x
+        whole = ((feature.name, "its features are those of several patches"),)
+        made.append(elementwise("joined", (read,), joined, undivided=whole))
     if norms and tower.pooled:
         made.append(_projector_norm(made[-1].outputs[0], tower.image_tokens, shapes))
     if tower.attended:
@@ -183,7 +186,12 @@ def _products(x: Tensor, shapes: TowerShapes) -> list[Operator]:
 def _placed(projected: Tensor, text: Shapes) -> Operator:
     """Returns the operator that puts the tokens of the images among those of the text."""
     embedded = text.tokens("embedded", text.hidden)
-    return elementwise("image_tokens", (projected, embedded), text.tokens("mixed", text.hidden))
+    return elementwise(
+        "image_tokens",
+        (projected, embedded),
+        text.tokens("mixed", text.hidden),
+        undivided=((text.batch.name, "the places of images are those of all sequences"),),
+    )
 
 
 def _whole_where_uneven(operator: Operator) -> Operator:

@@ -9,6 +9,7 @@ import pytest
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.blocks import BlockRun
+from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.functions import Activations
 from parplan.profiles.models.spec import ModelSpec
 from parplan.profiles.models.towers import Projection, Tower, TowerFunctions
@@ -87,6 +88,7 @@ def seeing(tower: Tower) -> ModelSpec:
     return replace(LLAMA, name="tiny-seeing", num_layers=2, tower=tower)
 
 
+FROZEN = FineTuning(freeze=("tower",))
 IMAGES, REPEATED = TowerDivision.IMAGES, TowerDivision.REPEATED
 PLANS: dict[str, Plan] = {
     "dp2": make_plan(seeing(QWEN2_VL), dp=2, zero=(1,)),
@@ -110,6 +112,25 @@ PLANS: dict[str, Plan] = {
     "pp2-dp2-tp2-zero1": make_plan(seeing(MISTRAL3), pp=2, dp=2, tp=2, zero=(1,), blocks=(2, 4)),
     "pp2-interleaved": make_plan(
         seeing(LLAMA4), pp=2, schedule=Schedule.INTERLEAVED, virtual_stages=2, blocks=(1, 2, 2, 1)
+    ),
+    "frozen-tp2-sp-images": make_plan(
+        seeing(QWEN2_VL), tp=2, sp=True, tower=IMAGES, fine_tuning=FROZEN
+    ),
+    "frozen-dp2-zero3": make_plan(
+        seeing(LLAMA4), dp=2, zero=(3,), recompute="full", fine_tuning=FROZEN
+    ),
+    "frozen-pp2-inside": make_plan(seeing(QWEN2_VL), pp=2, blocks=(2, 4), fine_tuning=FROZEN),
+    "frozen-with-embedding-pp2-inside": make_plan(
+        seeing(QWEN2_VL),
+        pp=2,
+        blocks=(2, 4),
+        fine_tuning=FineTuning(freeze=("tower", "projector", "embedding")),
+    ),
+    "adapters-pp2": make_plan(
+        seeing(GEMMA3),
+        pp=2,
+        blocks=(3, 3),
+        fine_tuning=FineTuning(lora_rank=4, lora_targets=("qkv", "fc1")),
     ),
     "pp2-v-schedule": make_plan(
         seeing(QWEN2_VL),

@@ -118,6 +118,11 @@ def test_names_of_collectives_are_torchs(name, operation):
             "ts of the event 'gemm' is None, needed are microseconds",
             id="no-time",
         ),
+        pytest.param(
+            kineto_text([{"ph": "X", "cat": "kernel", "name": "gemm", "ts": 1e300}]),
+            "ts of the event 'gemm' is 1e+300, needed are microseconds",
+            id="endless",
+        ),
         pytest.param(kineto_text([]), "no step is in it", id="no-step"),
         pytest.param(
             kineto_text(one_step(), deviceProperties=[]),
@@ -184,6 +189,20 @@ def test_a_real_profile_of_torch_is_read(tmp_path):
         (WorkClass.OPTIMIZER, Phase.OPTIMIZER),
     }
     assert trace.date >= "2024"
+
+
+def test_threads_and_launches_without_a_number_are_unknown():
+    events = [dict(event) for event in one_step()]
+    for event in events:
+        event["tid"] = {}
+        event["args"] = {"correlation": []}
+
+    assert {work.phase for work in read(kineto_text(events)).steps[0].work} <= {
+        Phase.FORWARD,
+        Phase.BACKWARD,
+        Phase.OPTIMIZER,
+        None,
+    }
 
 
 def test_a_kernel_without_its_launch_has_no_phase():
