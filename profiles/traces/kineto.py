@@ -37,7 +37,7 @@ _EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
 _SPACE = re.compile(r"[\s,]*")
 _US = 1e-6
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-_LAUNCH = ("cuda_runtime", "cuda_driver", "runtime", "driver")
+_LAUNCH = ("runtime", "driver")  # cuda_runtime, xpu_runtime, cuda_driver, ..
 _MARK = ("user_annotation", "cpu_op")
 _BACKWARD = "autograd::engine::evaluate_function"
 _UPDATE = "Optimizer.step#"
@@ -76,7 +76,7 @@ class _TraceEvents:
         if category in _ON_DEVICE:
             _interval_us(event, where)
             self.device.append(event)
-        elif category in _LAUNCH:
+        elif category.endswith(_LAUNCH):
             correlation = _identity(_arguments(event).get("correlation"))
             self.launches[correlation] = (
                 _identity(event.get("tid")),

@@ -181,9 +181,10 @@ def without(body, *path):
             id="peak",
         ),
         pytest.param(
-            SIMUMAX | {"accelerator": {"op": {"matmul": []}}},
+            SIMUMAX
+            | {"accelerator": {"op": {"matmul": {"tflops": 1, "accurate_efficient_factor": []}}}},
             "s.json",
-            "accelerator.op.matmul is '[]', needed is a mapping",
+            "accelerator.op.matmul.accurate_efficient_factor is '[]', needed is a mapping",
             id="no-mapping",
         ),
         pytest.param(
