@@ -19,6 +19,7 @@ main.names = (
     "max-model",
     "models",
     "profile",
+    "read",
     "schema",
     "schemes",
     "show",

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import click
 
 from parplan.commands import user_modules
-from parplan.commands.options import as_json, trust_module_option
+from parplan.commands.options import TargetOptions, as_json, trust_module_option
 from parplan.commands.output import chosen_ranks, require_torch
 from parplan.commands.style import Command, option, print_json
 
 if TYPE_CHECKING:
+    from parplan.planner.export.launcher_file import LauncherFile
     from parplan.planner.plan.plan import Plan
 
 CHECK = "Check"
@@ -54,16 +55,26 @@ def check(
     bytes of device and host and the collectives of a step. A plan with chunks is priced again
     instead, with the bytes that its chunks move, and compared with its file. With --execute, a
     small model of the same structure is trained as planned, and its losses and gradients are
-    compared with one process. A traced module is traced again, compared with the shards of the
-    plan, and priced again. With --execute it is not shrunk: its plan is executed unchanged, on up
-    to 8 processes. A plan that names a module runs that module's code; the command says which. Exit
-    code 3 when a stage does not fit its device, or what it keeps on the host does not fit there, or
-    when it holds other bytes than predicted; 2 when losses or gradients differ.
+    compared with one process. A launcher's configuration that states its machine is priced, and
+    compared with the memory of its devices. A traced module is traced again, compared with the
+    shards of the plan, and priced again. With --execute it is not shrunk: its plan is executed
+    unchanged, on up to 8 processes. A plan that names a module runs that module's code; the command
+    says which. Exit code 3 when a stage does not fit its device, or what it keeps on the host does
+    not fit there, or when it holds other bytes than predicted; 2 when losses or gradients differ.
     """
+    from parplan.commands.launcher_plans import launcher_file
     from parplan.executor.rules.all_rules import validate
     from parplan.planner.plan.plan_file import read_any_plan
     from parplan.planner.plan.traced_plan import TracedPlan
 
+    file = launcher_file(plan_file)
+    if file is not None:
+        if execute or ranks:
+            raise click.UsageError(
+                f"{plan_file} is a launcher's configuration, which is priced alone: make a plan "
+                f"of it with plan read, to run it with --execute or --rank"
+            )
+        return _check_launcher(file, as_json=as_json)
     plan = read_any_plan(plan_file)
     if not isinstance(plan, TracedPlan):
         validate(plan)
@@ -80,6 +91,21 @@ def check(
         if plan.chunks is not None:
             return _check_chunks(plan, chosen, as_json=as_json)
         return _dry_run(plan, chosen, as_json=as_json)
+
+
+def _check_launcher(file: LauncherFile, *, as_json: bool) -> int:
+    """Prices a launcher's configuration, and says which stages do not fit their device."""
+    from parplan.commands.launcher_plans import launcher_plan
+    from parplan.report.plans.launcher_check import check_document, print_check, shortages
+
+    plan, _ = launcher_plan(file, TargetOptions())
+    if as_json:
+        print_json(check_document(plan))
+    else:
+        from parplan.report.text import console
+
+        print_check(plan, str(file.path), console(sys.stdout))
+    return user_modules.NOT_FITTING if shortages(plan) else 0
 
 
 def _check_chunks(plan: Plan, chosen: list[int], *, as_json: bool) -> int:

@@ -86,8 +86,9 @@ def compare(
 ) -> int:
     """Compare a plan with the strategies of other systems under the same prices.
 
-    Without a plan file, the plan is searched first. The output explains the difference: compute,
-    bubble, exposed communication, recompute, and memory by class. The plan of a traced module is
+    A launcher's configuration that states its machine is read as a plan. Without a file, the plan
+    is searched first. The output explains the difference: compute, bubble, exposed communication,
+    recompute, and memory by class. The plan of a traced module is
     compared with data parallelism and with plain pipelines of the same module, which is traced.
     """
     from parplan.commands.requests.requests import constraints_of, options_of, request_of
@@ -135,13 +136,13 @@ def _of_file(
     plan_file: Path, names: tuple[str, ...] | None, options: SearchOptions, *, trust: bool
 ) -> Comparison:
     """Compares the plan of a file with baselines of its kind. Raises ConfigError."""
+    from parplan.commands.launcher_plans import read_plan_or_launcher
     from parplan.planner.baselines.systems import baseline_names
-    from parplan.planner.plan.plan_file import read_any_plan
     from parplan.planner.plan.traced_plan import TracedPlan
     from parplan.planner.search.comparison import compare
     from parplan.planner.traced.compare_traced import ALL, compare_traced, traced_baseline_names
 
-    plan = read_any_plan(plan_file)
+    plan = read_plan_or_launcher(plan_file)
     if not isinstance(plan, TracedPlan):
         return compare(plan, baseline_names(names or (DEFAULT,)), options)
     chosen = traced_baseline_names(names or (ALL,))

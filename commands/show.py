@@ -64,11 +64,12 @@ def show(
 ) -> None:
     """Print a plan file: summary, layer plans, chunks, placements and redundancy.
 
-    For the file of a run, run.json, print predictions beside measurements. The line idle is the
-    share of the step in which a pipeline stage waits, for its turn in the schedule (the bubble) or
-    for a transfer: the mean, then each stage.
+    A launcher's configuration that states its machine, such as a file of plan export, is read as a
+    plan. For the file of a run, run.json, print predictions beside measurements. The line idle is
+    the share of the step in which a pipeline stage waits, for its turn in the schedule (the bubble)
+    or for a transfer: the mean, then each stage.
     """
-    from parplan.planner.plan.plan_file import read_any_plan
+    from parplan.commands.launcher_plans import read_plan_or_launcher
     from parplan.planner.plan.tower_cost import tower_cost
     from parplan.planner.plan.traced_plan import TracedPlan
     from parplan.planner.runs.run_file import is_run
@@ -99,7 +100,7 @@ def show(
         raise click.UsageError(
             "--plot is for --chunks" if plot else "--rank is for --chunks and --instructions"
         )
-    plan = read_any_plan(plan_file)
+    plan = read_plan_or_launcher(plan_file)
     if as_json:
         print_plan_json(plan)
         return

@@ -211,6 +211,11 @@ class Stack:
     frees_gradients                gradients are freed after each update: where all forward passes
                                    of a step come before its first backward pass, there are no
                                    gradients at the peak of the activations
+    deferred_head_gradients        micro-batches whose weight gradient of the head is computed at
+                                   the end of the step: their inputs and gradients of logits are
+                                   kept
+    updates_in_backward            the optimizer updates a layer in its backward pass, which then
+                                   frees its gradients
     whole_table_gradients          the gradient of a token table that tensor parallelism divides is
                                    made whole and then cut
     keeps_sent                     a stage holds the activations and gradients that it sends until
@@ -288,6 +293,8 @@ class Stack:
     bucket_elements: int = 0
     zero_buffers: bool = True
     frees_gradients: bool = False
+    deferred_head_gradients: int = 0
+    updates_in_backward: bool = False
     whole_table_gradients: bool = False
     keeps_sent: bool = False
     plain_dropout_on_cpu: bool = False
@@ -324,6 +331,7 @@ class Stack:
             "step_copy_bytes",
             "bucket_elements",
             "workspace_bytes",
+            "deferred_head_gradients",
             "dispatch_launches",
             "expert_launches",
             "allocator_share",

@@ -399,12 +399,16 @@ def _apart_bytes(
 ) -> float:
     """Bytes by which `together` exceeds the gradients, activations and temporaries of any moment.
 
-    Zero unless gradients come and go and the host holds no activations.
+    Zero unless gradients come and go; where the host holds activations, the gradients of updates in
+    the backward pass alone, which no two layers have at once.
     """
     layout = strategy.layout
-    if not gradients_come_and_go(layout, price_cache) or any(size.host for size in sizes.values()):
+    if not gradients_come_and_go(layout, price_cache):
         return 0.0
     held = {choice: choice_states(choice, layout, price_cache) for choice in sizes}
+    if any(size.host for size in sizes.values()):
+        gradients = sum(held[choice].states.gradients for choice in rank_layers(strategy, rank))
+        return gradients if price_cache.training.stack.updates_in_backward else 0.0
     embedding = next((choice for choice in sizes if choice.kind.role is LayerKind.EMBEDDING), None)
     reduced = max(states.reduced_after_bytes for states in held.values())
     return together - peak_bytes(
@@ -471,10 +475,11 @@ def held_in_passes(
     if layout.recomputes_ahead:
         remade = _remade_bytes(choice, layout, price_cache)
         alone = layer_activations(choice, layout, price_cache, ahead=True).workspace
+    stay = not price_cache.training.stack.updates_in_backward
     held = LayerBytes(
         saved=size.saved,
         workspace=size.workspace,
-        gradients=states.states.gradients,
+        gradients=states.states.gradients if stay else 0,
         remade=remade,
         alone=alone,
     )

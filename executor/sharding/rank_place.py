@@ -90,11 +90,12 @@ def stage_mesh(mesh: Mesh, device: torch.device, **degrees: int) -> DeviceMesh:
 def expert_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
     """Returns all ranks as those of experts, None where a replica has all experts on one rank.
 
-    Blocks in chunks have none: their experts are in the chunks. Collective.
+    Whole experts in chunks are owned as all else there. Collective.
     """
     mesh = plan.mesh
     alike = mesh.ep == mesh.tp == 1
-    if not plan.model.num_experts or alike or plan.chunks is not None:
+    in_chunks = plan.chunks is not None and mesh.ep == mesh.etp == 1
+    if not plan.model.num_experts or alike or in_chunks:
         return None
     degrees = {COPIES: mesh.expert_replicas, EP: mesh.ep, ETP: mesh.etp}
     return stage_mesh(mesh, device, **degrees)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from parplan.costmodels.layers.recompute import Recompute
-from parplan.planner.export.arguments import Argument, Given
+from parplan.planner.export.arguments import Argument, Facts, Given
 from parplan.planner.export.settings import Settings
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.spec import ModelSpec
 
-RecomputeChoice = tuple[Recompute, tuple[str, ...] | None, int | None]  # as in `Settings`
+RecomputeChoice = Facts  # the fields of `Settings` that say it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +30,8 @@ class Target:
     """A launcher.
 
     stacks       the stacks that describe it; a plan of another one is priced as the first
-    table        its arguments of a run
+    rows         its arguments of a run and of a model
+    table        those of a run
     zeros        the ZeRO stages that it has
     recomputes   the kinds of recompute that it has, for blocks of a plan
     files        the files of a sheet by name; the first has the arguments
@@ -44,6 +44,7 @@ class Target:
 
     name: str
     stacks: tuple[str, ...]
+    rows: tuple[Argument, ...]
     table: tuple[Argument, ...]
     zeros: tuple[int, ...]
     recomputes: Callable[[Plan], Iterator[RecomputeChoice]]

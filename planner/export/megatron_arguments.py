@@ -304,6 +304,8 @@ TRAINING = (
         write=lambda run: ("e2m1",) if run.products is ProductFormat.NVFP4 else None,
         read=lambda _, __: {"products": ProductFormat.NVFP4},
     ),
+    switch("--fp8-param-gather", "narrow_weights"),
+    switch("--cross-entropy-loss-fusion", "fused_loss"),
     choice(
         "--optimizer",
         "optimizer",

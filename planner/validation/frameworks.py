@@ -120,7 +120,6 @@ RECOMPUTE = {  # a recompute cell -> the levels that blocks take in turn
     "full": (Recompute.FULL,),
     "full uniform 1": (Recompute.FULL,),
     "selective": (Recompute.SELECTIVE,),
-    "selective core_attn": (Recompute.SELECTIVE,),
     "selective op": (Recompute.SELECTIVE, Recompute.FULL),
     "selective blocks": (Recompute.FULL,),
     "selective (every other layer)": (Recompute.NONE, Recompute.FULL),
@@ -211,6 +210,9 @@ RELEASE_TEST_VOCAB = 50257
 # release test, whose routing is learned: [fitted] to the peak memory of these tests. Performance
 # runs of NVIDIA force a balance.
 RELEASE_TEST_IMBALANCE = 1.15
+# --wgrad-deferral-limit of the release tests with --defer-embedding-wgrad-compute (Megatron-LM
+# d98e8a64dd tests/functional_tests/test_cases/gpt, model_config.yaml of these tests)
+DEFERRED_HEAD_GRADIENTS = 2
 # Megatron's fused cross entropy holds fp32 logits beside their gradient
 FUSED_LOSS_LOGIT_BYTES = 10
 # Pattern in the id of a run, first match first, and the bytes of a logit at the peak of its loss.
@@ -223,6 +225,9 @@ LOGIT_BYTES = (
     (r"torchtune-.*-compile", 14),
     (r"torchtune-", 4),
 )
+# Runs of torchtune whose optimizer updates in the backward pass: its techniques add up in this
+# order (docs/source/tutorials/memory_optimizations.rst, optimizer_in_bwd).
+IN_BACKWARD = re.compile(r"torchtune-.*-(optimizer_in_bwd|activation_offloading|8-bit_AdamW)")
 # Blocks on the last stage of the vocabulary-parallel fork's `redis` (sail-sg/VocabularyParallelism
 # artifact/exp_one_host.csv).
 LAST_STAGE_OF_REDIS = {32000: 4, 64000: 3, 128000: 2, 256000: 0}

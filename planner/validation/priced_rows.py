@@ -32,6 +32,7 @@ from parplan.planner.validation.configuration import (
     experiment_of,
 )
 from parplan.planner.validation.frameworks import FIGURES_AGREE, FIGURES_DISAGREE, NAMED_FAULTS
+from parplan.planner.validation.kept_products import with_kept_products
 from parplan.planner.validation.reported_memory import predicted_gib
 from parplan.planner.validation.row_cells import OPTIONAL, Row, UnpricedError, source_of
 from parplan.planner.validation.row_stack import NO_MODULES, Modules, stack_name
@@ -262,7 +263,8 @@ def _price_one(
     price_cache: PriceCache,
 ) -> StepPrice:
     price = price_step(strategy_of(configuration, layout, levels, price_cache), price_cache)
-    return replace(price, memory=held(configuration, price.memory))
+    memory = held(configuration, price.memory, levels, layout, price_cache)
+    return replace(price, memory=memory)
 
 
 def strategy_of(
@@ -294,12 +296,43 @@ def strategy_of(
     return _in_turn(strategy, levels) if len(levels) > 1 else strategy
 
 
-def held(configuration: Configuration, memory: Sequence[RankMemory]) -> tuple[RankMemory, ...]:
-    """Returns the memory of the ranks of a row, whose activations in flight may be more."""
-    if configuration.in_flight == 1.0:
-        return tuple(memory)
-    return tuple(
+def held(
+    configuration: Configuration,
+    memory: Sequence[RankMemory],
+    levels: tuple[Recompute, ...],
+    layout: ParallelLayout,
+    price_cache: PriceCache,
+) -> tuple[RankMemory, ...]:
+    """Returns the memory of the ranks of a row, whose activations in flight may be more.
+
+    Blocks at the recompute `levels` in turn may keep other products than these say. Where every
+    rank has its part of both ends, the first has the head as well.
+    """
+    memory = with_kept_products(memory, levels, configuration.model, layout, price_cache)
+    ranks = [
         replace(rank, activations=rank.activations * configuration.in_flight) for rank in memory
+    ]
+    if not configuration.every_end:
+        return tuple(ranks)
+    temporaries = max(rank.temporaries for rank in ranks)
+    first = replace(ranks[0], temporaries=temporaries)
+    return (_with_head(first, configuration, layout, price_cache), *ranks[1:])
+
+
+def _with_head(
+    rank: RankMemory, configuration: Configuration, layout: ParallelLayout, price_cache: PriceCache
+) -> RankMemory:
+    """Returns the memory of a rank with the states and the saved tensors of the head."""
+    sharding = layout.sharding
+    head = price_cache.states(LayerKind.HEAD, layout.mesh, sharding, configuration.zero)
+    saved = price_cache.activations(LayerKind.HEAD, layout.micro_batch_size, sharding).saved
+    saved_bytes = saved * configuration.in_flight
+    spare = configuration.training.stack.allocator_share * (head.states.total + saved_bytes)
+    return replace(
+        rank,
+        states=rank.states + head.states,
+        activations=rank.activations + saved_bytes,
+        allocator_reserve=rank.allocator_reserve + spare + head.step_copies,
     )
 
 

@@ -74,11 +74,16 @@ def model_of(row: Row, stack: Stack, published: ModelSpec | None = None) -> Mode
 def _vocabulary_parts(row: Row) -> int:
     """Returns the pipeline ranks that divide the vocabulary, 1 where the ends of the model have it.
 
-    Every rank then takes its part of each micro-batch's tokens and logits, so that its time and
-    memory are those of the fullest rank of a model with that part of the vocabulary (Yeung et al.
-    2024, arXiv 2411.05288). The reductions between the ranks are left out.
+    Every rank then takes its part of each micro-batch's tokens and logits, so that its time is that
+    of the fullest rank of a model with that part of the vocabulary (Yeung et al. 2024, arXiv
+    2411.05288). The reductions between the ranks are left out.
     """
-    return whole(row, "pp") if _vocabulary_method(row) else 1
+    return whole(row, "pp") if divides_vocabulary(row) else 1
+
+
+def divides_vocabulary(row: Row) -> bool:
+    """Returns true where the pipeline ranks divide the token table and the head."""
+    return _vocabulary_method(row) is not None
 
 
 def in_flight_share(row: Row) -> float:

@@ -13,7 +13,9 @@ from parplan.planner.validation.expert_recipes import recomputes_little, with_re
 from parplan.planner.validation.fine_tuned_rows import fine_tuning_of
 from parplan.planner.validation.frameworks import (
     CURRENT_SCALING,
+    DEFERRED_HEAD_GRADIENTS,
     FUSED_LOSS_LOGIT_BYTES,
+    IN_BACKWARD,
     INTERLEAVING_STACKS,
     KERNELS,
     LOGIT_BYTES,
@@ -92,8 +94,10 @@ def stack_of(row: Row, stack: Stack) -> Stack:
         stack = stack.keeping(StatePrecision.BF16)
     elif row.get("moments") == "bf16":
         stack = stack.keeping(StatePrecision.BF16_MOMENTS)
-    if "fused in backward" in notes:
-        stack = replace(stack, frees_gradients=True)
+    if "defer_embedding_wgrad_compute" in row["id"]:
+        stack = replace(stack, deferred_head_gradients=DEFERRED_HEAD_GRADIENTS)
+    if IN_BACKWARD.match(row["id"]):
+        stack = replace(stack, frees_gradients=True, updates_in_backward=True)
     unfused = re.search(r"attention-backend unfused|TE impl local", notes)
     stale = RELEASE_TEST_UNFUSED.search(row["id"]) and whole(row, "cp", 1) == 1
     if unfused or stale:

@@ -1,6 +1,6 @@
 """The flags with which other systems run a baseline's strategy.
 
-The names were read in NVIDIA/Megatron-LM at d98e8a64dd (megatron/training/arguments.py),
+Those of Megatron-LM are of the table that plans are exported by. The others were read in
 pytorch/torchtitan at 6fc499f6 (torchtitan/config/job_config.py) and
 deepspeedai/Megatron-DeepSpeed at 4efb479d (megatron/arguments.py, examples_deepspeed). A degree of
 1 is each system's default and is left out.
@@ -10,20 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from parplan.costmodels.layers.context_parallel import ranks_with_heads
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import Strategy
+from parplan.planner.export.arguments import written
+from parplan.planner.export.megatron_arguments import BATCH, PARALLEL, RECOMPUTE, SHARDING
+from parplan.planner.export.settings import Settings, layout_facts, model_facts
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.stack import ContextForm
 
-_CP_COMM_TYPES = {
-    ContextForm.RING: "p2p",
-    ContextForm.ALL_GATHER: "all_gather",
-    ContextForm.ALL_TO_ALL: "a2a",
-    ContextForm.TWO_LEVEL: "a2a+p2p",
-}
 # torch.distributed.tensor.experimental: keys and values go round, or are gathered
 _ROTATE_METHODS = {ContextForm.RING: "alltoall", ContextForm.ALL_GATHER: "allgather"}
 _TORCH_SCHEDULES = {
@@ -54,34 +50,16 @@ def _text(flag: Flag) -> str:
 
 
 def _megatron(strategy: Strategy, plan: Plan) -> Iterator[Flag]:
-    layout, mesh = strategy.layout, strategy.layout.mesh
-    yield "--tensor-model-parallel-size", mesh.tp
-    yield "--pipeline-model-parallel-size", mesh.pp
-    yield "--num-virtual-stages-per-pipeline-rank", layout.virtual_stages
-    embedding, loss = _counted(strategy, plan)
-    yield "--account-for-embedding-in-pipeline-split", embedding
-    yield "--account-for-loss-in-pipeline-split", loss
-    yield "--context-parallel-size", mesh.cp
-    if mesh.context_form is not None:
-        yield "--cp-comm-type", _CP_COMM_TYPES[mesh.context_form]
-    if mesh.context_form is ContextForm.TWO_LEVEL:
-        near = ranks_with_heads(
-            mesh.context_form, mesh.cp, mesh.tp, plan.model.num_heads, plan.cluster.gpus_per_node
-        )
-        assert near is not None, "an illegal form is no strategy"
-        yield "--hierarchical-context-parallel-sizes", f"{near} {mesh.cp // near}"
-    yield "--expert-model-parallel-size", mesh.ep
-    if plan.model.num_experts and mesh.tp > 1:  # by default that of the other operators
-        yield "--expert-tensor-parallel-size", f"{mesh.etp}"
-    yield "--sequence-parallel", layout.sequence_parallel
-    yield "--use-distributed-optimizer", _zero(strategy) == 1
-    level = _recompute(strategy)
-    if level is not Recompute.NONE:
-        yield "--recompute-granularity", level.value
-    if level is Recompute.FULL:
-        yield "--recompute-method", "uniform"
-        yield "--recompute-num-layers", "1"
-    yield from _batch(strategy, plan)
+    run = Settings(
+        blocks=_blocks(strategy, plan),
+        zero=_zero(strategy),
+        recompute=_recompute(strategy),
+        global_batch_size=plan.training.global_batch_size,
+        **layout_facts(strategy.layout, plan.model, plan.cluster),
+        **model_facts(plan.model),
+    )
+    for name, words in written((*PARALLEL, *SHARDING, *RECOMPUTE, *BATCH), run):
+        yield name, " ".join(words) or True
 
 
 def _torchtitan(strategy: Strategy, plan: Plan) -> Iterator[Flag]:
@@ -145,17 +123,13 @@ def _recompute(strategy: Strategy) -> Recompute:
     return level
 
 
-def _counted(strategy: Strategy, plan: Plan) -> tuple[bool, bool]:
-    """Returns whether the embedding, and whether the loss, takes the place of a block.
-
-    The layers of a tower are on the first stage beside its blocks.
-    """
+def _blocks(strategy: Strategy, plan: Plan) -> tuple[int, ...]:
+    """Returns the blocks of every stage, without the layers of a tower on the first."""
     blocks = [
         sum(choice.kind.role is LayerKind.BLOCK for choice in stage) for stage in strategy.stages
     ]
     blocks[0] -= plan.model.num_blocks - plan.model.num_layers
-    most = max(blocks)
-    return blocks[0] < most, blocks[-1] < most
+    return tuple(blocks)
 
 
 _FLAGS: dict[str, Callable[[Strategy, Plan], Iterator[Flag]]] = {

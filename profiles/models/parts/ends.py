@@ -38,7 +38,9 @@ def embedding_operators(shapes: Shapes) -> tuple[Operator, ...]:
 def head_operators(shapes: Shapes) -> tuple[Operator, ...]:
     """Returns the last norm, the product with the vocabulary, and the loss.
 
-    The loss saves its probabilities in fp32 (EQUATIONS M5). Modules of multi-token prediction come
+    The loss saves its probabilities in fp32 (EQUATIONS M5), or in the precision of training where
+    the stack's loss holds less for a logit. The product saves what its weight gradients read that
+    the stack defers to the end of the step. Modules of multi-token prediction come
     first, and give as many more states to the product and the loss.
     """
     x = shapes.tokens("head_input", shapes.hidden)
@@ -59,23 +61,35 @@ def head_operators(shapes: Shapes) -> tuple[Operator, ...]:
         inputs=read,
         outputs=(logits,),
         parameters=(weight,),
-        saved=read,
+        saved=(*read, *_deferred((*read, logits), shapes)),
         contracted="hidden",
         parallel_dim="vocab",
         flops_forward=flops,
         flops_backward=2 * flops,
     )
     capped = _logit_cap(logits, shapes)
+    beyond = shapes.training.stack.logit_bytes - shapes.element_bytes
+    saved_bytes = max(shapes.element_bytes, min(FP32_BYTES, beyond))
     loss = Operator(
         name="loss",
         kind=OperatorKind.CROSS_ENTROPY,
         dims=logits.dims,
         inputs=(capped[-1].outputs[0] if capped else logits,),
         outputs=(Tensor(name="loss", dims=rows, element_bytes=FP32_BYTES),),
-        saved=(_over_vocabulary("probabilities", rows, shapes, FP32_BYTES),),
+        saved=(_over_vocabulary("probabilities", rows, shapes, saved_bytes),),
         parallel_dim="vocab",
     )
     return (*further, shapes.norm("norm", x, normed), lm_head, *capped, loss)
+
+
+def _deferred(tensors: tuple[Tensor, ...], shapes: Shapes) -> tuple[Tensor, ...]:
+    """Returns the inputs and gradients that a deferred weight gradient of the head reads."""
+    count = shapes.training.stack.deferred_head_gradients
+    return tuple(
+        replace(each, name=f"deferred {each.name}", dims=(Dim("deferred", count), *each.dims))
+        for each in tensors
+        if count
+    )
 
 
 def _over_vocabulary(

@@ -331,6 +331,25 @@ def test_the_loss_holds_what_the_stack_says_for_each_logit(logit_bytes, beyond):
     assert more == beyond * logits
 
 
+@pytest.mark.parametrize(("logit_bytes", "kept"), [(4, 2), (6, 4), (14, 4)])
+def test_a_loss_that_holds_less_than_fp32_saves_its_logits(logit_bytes, kept):
+    training = replace(FLASH, stack=replace(NEUTRAL, logit_bytes=logit_bytes))
+    head, logits = build_graph(GPT, training, B).head, B * S * GPT.padded_vocab_size
+
+    loss = head.operator("loss")
+    assert sum(tensor.num_bytes for tensor in loss.saved) == kept * logits
+
+
+def test_deferred_gradients_of_the_head_keep_their_inputs_and_the_gradients_of_logits():
+    training = replace(FLASH, stack=replace(NEUTRAL, deferred_head_gradients=3))
+    head = build_graph(GPT, training, B).head
+    logits, states = B * S * GPT.padded_vocab_size, B * S * H
+    sharding = Sharding(2)
+
+    more = saved_bytes(head, sharding) - saved_bytes(build_graph(GPT, FLASH, B).head, sharding)
+    assert more == 3 * 2 * (logits // 2 + states)
+
+
 def test_the_libraries_workspaces_are_there_all_the_time():
     stack = replace(NEUTRAL, workspace_bytes=1000)
 

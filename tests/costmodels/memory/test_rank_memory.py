@@ -195,6 +195,19 @@ def test_no_size_of_a_stack_is_negative(field):
         replace(NEUTRAL, **{field: -1})
 
 
+def test_updates_in_the_backward_pass_leave_one_layers_gradients():
+    def memory(**facts):
+        stack = replace(NEUTRAL, frees_gradients=True, **facts)
+        training = replace(TRAINING, stack=stack)
+        price_cache = PriceCache(TINY, training, machine_for(A100, None))
+        return rank_memory(uniform(frame_of(m=1), 8, recompute=Recompute.FULL), 0, price_cache)
+
+    after, inside = memory(), memory(updates_in_backward=True)
+    assert inside.states == after.states
+    assert inside.allocated < after.allocated
+    assert inside.allocated >= after.allocated - after.states.gradients
+
+
 def test_redundancy_by_hand_is_all_copies_beyond_the_first():
     """Four replicas hold three redundant copies of gradient (4 bytes) and optimizer (12).
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from parplan.planner.validation.configuration import configuration_of
 from parplan.planner.validation.priced_rows import price_row
 from parplan.profiles.models.blocks import BlockRun
@@ -52,6 +54,12 @@ def test_a_vocabulary_over_the_pipeline_is_a_part_of_it_on_every_rank():
     assert divided.predicted_s < price_row(row).predicted_s
     interlaced = price_row({**row, "framework": "Megatron-LM fork, 1F1B, method interlaced"})
     assert interlaced.predicted_s == divided.predicted_s
+    whole, parts = (
+        price_row({**each, "memory_kind": "allocated", "tied": "false"}).predicted_gib
+        for each in (row, {**row, "framework": "Megatron-LM fork, 1F1B, method interlaced"})
+    )
+    # a half of the table and one of the head are as much as the whole head of the last rank
+    assert parts == pytest.approx(whole, rel=0.2)
     assert configuration_of(FULL | {"framework": "fork, method vocab-2"}).in_flight == 1.5
 
 

@@ -189,6 +189,16 @@ def test_a_fused_cross_entropy_is_noted():
     )
 
 
+def test_runs_by_their_names_update_in_the_backward_pass_or_defer_the_gradient_of_the_head():
+    def stack(name):
+        return configuration_of({**FULL, "id": name}).training.stack
+
+    assert stack("torchtune-3b-optimizer_in_bwd").updates_in_backward
+    assert not stack("torchtune-3b-activation_checkpointing").updates_in_backward
+    assert stack("mcoreci-gpt3_defer_embedding_wgrad_compute-dev").deferred_head_gradients == 2
+    assert stack("mcoreci-gpt3-dev").deferred_head_gradients == 0
+
+
 def test_a_precision_may_be_written_out():
     assert configuration_of({**FULL, "dtype": "BFloat16"}).training.precision is Precision.BF16
 

@@ -1,0 +1,83 @@
+"""Plans of launchers' own files, for every command that reads a plan.
+
+All imports but click's are made where they are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from parplan.commands.options import TargetOptions
+
+if TYPE_CHECKING:
+    from parplan.planner.export.launcher_file import LauncherFile
+    from parplan.planner.plan.plan import Plan
+    from parplan.planner.plan.traced_plan import TracedPlan
+
+
+def launcher_file(path: Path) -> LauncherFile | None:
+    """Returns the configuration in a file, None where it is a plan. Raises ConfigError."""
+    from parplan.planner.export.launcher_file import read_launcher_file
+    from parplan.planner.export.targets import TARGETS
+
+    return read_launcher_file(path, TARGETS)
+
+
+def read_plan_or_launcher(path: Path) -> Plan | TracedPlan:
+    """Returns the plan in a file, or that of the launcher's configuration in it.
+
+    Raises ConfigError, also for a configuration that does not state its machine.
+    """
+    from parplan.planner.plan.plan_file import read_any_plan
+
+    file = launcher_file(path)
+    if file is None:
+        return read_any_plan(path)
+    return launcher_plan(file, TargetOptions())[0]
+
+
+def launcher_plan(file: LauncherFile, target: TargetOptions) -> tuple[Plan, Sequence[str]]:
+    """Returns the plan of a configuration, and a phrase for every default that was taken.
+
+    target    options of the user; what they leave open is taken from the file
+    Raises ConfigError.
+    """
+    from parplan.commands.requests.requests import request_about
+    from parplan.planner.export.launcher_file import plan_of_file
+    from parplan.profiles.errors import ConfigError
+    from parplan.profiles.models.model_catalog import load_model
+    from parplan.profiles.models.spec import ModelEntry
+
+    target = _with_options(file, target)
+    if target.cluster is None and (target.gpu is None or target.gpus is None):
+        missing = "--gpus" if target.gpus is None else "--gpu"
+        raise ConfigError(
+            f"{file.path}: the file does not say its machine, {missing} is missing",
+            hint=f"plan read {file.path} --gpu h100-80gb --gpus N -o plan.yaml",
+        )
+    if target.model is None:
+        spec = file.model()
+        entry = ModelEntry(spec=spec, global_batch_size=1, seq_length=1, source=str(file.path))
+    else:
+        entry = load_model(target.model)
+    request = request_about(entry, replace(target, global_batch_size=1, seq_length=1))
+    plan = plan_of_file(file, entry.spec, request.cluster, request.training)
+    machine = ("--gpus-per-node", "--gpu ")  # the file says the rest
+    return plan, tuple(each for each in request.assumed if each.startswith(machine))
+
+
+def _with_options(file: LauncherFile, target: TargetOptions) -> TargetOptions:
+    """Returns the options with the machine that the file states."""
+    if target.cluster is not None:
+        return target
+    stated = file.options
+    per_node = stated.get("--gpus-per-node")
+    return replace(
+        target,
+        gpu=target.gpu or stated.get("--gpu"),
+        gpus=target.gpus or file.num_gpus,
+        gpus_per_node=target.gpus_per_node or (int(per_node) if per_node else None),
+    )

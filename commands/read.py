@@ -1,0 +1,71 @@
+"""`plan read`: the plan of a launcher's own configuration, with its price."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from parplan.commands.options import OUTPUT, WHAT, TargetOptions, as_json, target_options
+from parplan.commands.style import Command, Whole, option
+
+
+@click.command(
+    "read",
+    cls=Command,
+    epilog="  plan read megatron.sh\n"
+    "  plan read train.sh --gpu h100-80gb --gpus 128 -o plan.yaml\n"
+    "  plan read train.sh --model llama3-70b --gpu h100-80gb --gpus 128",
+)
+@click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
+@target_options
+@option(
+    WHAT,
+    "--vocab-size",
+    type=Whole("tokens"),
+    metavar="N",
+    help="Tokens of the vocabulary, where the file leaves them to its tokenizer.",
+)
+@option(
+    OUTPUT,
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Plan file to write; - for stdout.",
+)
+@as_json
+def read(
+    file: Path,
+    target: TargetOptions,
+    vocab_size: int | None,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Read a launcher's own configuration, and price it.
+
+    FILE is a shell script with arguments of Megatron-LM's pretrain_gpt.py or of torchtitan, or a
+    YAML file such as those of Megatron-LM's release tests. It is not run. Arguments that change
+    time or memory and have no price are errors, others are listed. A machine that the file does not
+    state is named by options.
+    """
+    from parplan.commands.launcher_plans import launcher_file, launcher_plan
+    from parplan.commands.output import deliver, require_output
+    from parplan.profiles.errors import ConfigError
+    from parplan.report.plans.summary import SummaryContext
+
+    require_output(output)
+    read_file = launcher_file(file)
+    if read_file is None:
+        raise ConfigError(
+            f"{file}: it has no arguments of a launcher that is known",
+            hint="give a script that starts pretrain_gpt.py or torchtitan; plan show reads plans",
+        )
+    if vocab_size is not None:
+        read_file = read_file.with_argument("--vocab-size", f"{vocab_size}")
+    plan, assumed = launcher_plan(read_file, target)
+    context = SummaryContext(assumed=tuple(assumed), plan_file=str(output or ""))
+    deliver(plan, context, output, as_json=as_json)
+    if read_file.passed_over:
+        names = " ".join(dict.fromkeys(each.name for each in read_file.passed_over))
+        click.echo(f"passed over, for they have no price: {names}", err=True)

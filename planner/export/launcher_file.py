@@ -1,0 +1,114 @@
+"""A launcher's own file: its arguments, and the plan that they say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from parplan.planner.export.arguments import Given
+from parplan.planner.export.configured import price_settings
+from parplan.planner.export.exported import training_on
+from parplan.planner.export.head import stated_options
+from parplan.planner.export.launcher import Target
+from parplan.planner.plan.assemble import assemble
+from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.prediction import SearchRecord
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.hardware import Cluster
+from parplan.profiles.models.spec import ModelSpec, TrainingSpec
+
+SUFFIXES = (".sh", ".sbatch", ".bash", ".slurm", ".yaml", ".yml")
+_NODES = ("--nnodes",)
+_PROCESSES = ("--nproc-per-node", "--nproc_per_node")
+_ENOUGH = 2  # arguments of a launcher's table by which its file is known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LauncherFile:
+    """A configuration as its launcher reads it.
+
+    given     its arguments, in their order
+    options   the machine that the head of an exported file states, by option
+    """
+
+    path: Path
+    target: Target
+    given: tuple[Given, ...]
+    options: Mapping[str, str]
+
+    @property
+    def num_gpus(self) -> int | None:
+        """The processes that the file starts, None where it does not say."""
+        if "--gpus" in self.options:
+            return int(self.options["--gpus"])
+        by_name = {each.name: each.words[0] for each in self.given if each.words}
+        counts = [
+            next((by_name[name] for name in names if name in by_name), "")
+            for names in (_NODES, _PROCESSES)
+        ]
+        if not all(count.isdigit() for count in counts):
+            return None
+        return int(counts[0]) * int(counts[1])
+
+    @property
+    def passed_over(self) -> tuple[Given, ...]:
+        """The arguments that change no price."""
+        known = {row.name for row in self.target.rows} | {*_NODES, *_PROCESSES}
+        return tuple(each for each in self.given if each.name not in known)
+
+    def with_argument(self, name: str, *words: str) -> LauncherFile:
+        """Returns the configuration with a further argument, which the user states."""
+        return replace(self, given=(*self.given, Given(name, words, f"{name} of the user")))
+
+    def model(self) -> ModelSpec:
+        """Returns the model that the arguments say. Raises ConfigError."""
+        if self.target.model is None:
+            raise ConfigError(
+                f"{self.path}: the arguments of {self.target.name} name no shape",
+                hint="name the model with --model",
+            )
+        return self.target.model(self.given, self.path.stem, str(self.path))
+
+
+def read_launcher_file(path: Path, targets: Mapping[str, Target]) -> LauncherFile | None:
+    """Returns the configuration in a file, None for a file that is none of a launcher's.
+
+    Raises ConfigError where the file is not readable, and for arguments that change time or memory
+    without a price.
+    """
+    if path.suffix not in SUFFIXES:
+        return None
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", hint="check its name") from None
+    found = []
+    for target in targets.values():
+        given = target.arguments(text, str(path))
+        known = {row.name for row in target.rows}
+        found.append((sum(each.name in known for each in given), target, given))
+    most, target, given = max(found, key=lambda each: each[0])
+    if most < _ENOUGH:
+        return None
+    wrong = next((each for each in given if each.name in target.refused), None)
+    if wrong:
+        raise ConfigError(
+            f"{wrong.where}: {wrong.name} changes the step and has no price",
+            hint="take it out to price the rest",
+        )
+    return LauncherFile(path=path, target=target, given=given, options=stated_options(text))
+
+
+def plan_of_file(
+    file: LauncherFile, model: ModelSpec, cluster: Cluster, training: TrainingSpec
+) -> Plan:
+    """Returns the plan that a configuration says, with its price.
+
+    training    what the file leaves open
+    Raises ConfigError for a configuration that cannot run.
+    """
+    settings = file.target.settings(file.given, model, cluster.num_gpus)
+    one = price_settings(settings, model, cluster, training_on(file.target, training))
+    record = SearchRecord.of_estimate(one.price.step_s, one.price.closed_form_s)
+    return assemble(one.strategy, one.price, record, one.price_cache)

@@ -1,0 +1,54 @@
+"""A launcher's configuration as it is checked: its price, and the stages that do not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+
+from parplan.costmodels.communication.mesh import Axis, place
+from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.prediction import StageMemory
+from parplan.report.text import say, seconds_text
+
+
+def shortages(plan: Plan) -> tuple[StageMemory, ...]:
+    """Returns the stages that need more memory than their device has."""
+    return tuple(stage for stage in plan.predicted.memory_gib if stage.total > stage.capacity)
+
+
+def _warnings(plan: Plan) -> list[str]:
+    """Returns what is legal and slow."""
+    if place(plan.mesh, Axis.TP, plan.cluster.gpus_per_node).crosses_nodes:
+        return [f"tp {plan.mesh.tp} crosses nodes of {plan.cluster.gpus_per_node} GPUs"]
+    return []
+
+
+def print_check(plan: Plan, name: str, out: Console) -> None:
+    """Print the price of a configuration, and what is wrong with it."""
+    peak = max(stage.total for stage in plan.predicted.memory_gib)
+    step = seconds_text(plan.predicted.step_time_s.value)
+    say(out, f"{name}: {step} a step, {peak:.1f} GiB on the fullest GPU")
+    for warning in _warnings(plan):
+        say(out, f"  slow: {warning}")
+    for stage in shortages(plan):
+        say(
+            out,
+            f"  does not fit: stage {stage.stage} needs {stage.total:.1f} GiB, "
+            f"{stage.total - stage.capacity:.1f} more than the {stage.capacity:.1f} of its device",
+        )
+    if not shortages(plan):
+        say(out, "  it fits")
+
+
+def check_document(plan: Plan) -> dict[str, Any]:
+    """Returns the check as JSON has it: seconds, GiB."""
+    return {
+        "step_s": plan.predicted.step_time_s.value,
+        "fits": not shortages(plan),
+        "slow": _warnings(plan),
+        "stages": [
+            {"stage": each.stage, "total_gib": each.total, "capacity_gib": each.capacity}
+            for each in plan.predicted.memory_gib
+        ],
+    }

@@ -1,0 +1,18 @@
+"""Scripts of launchers as their users have them."""
+
+from __future__ import annotations
+
+SCRIPT = """
+TP=8
+ARGS=(
+    --num-layers 80 --hidden-size 8192 --num-attention-heads 64 --ffn-hidden-size 28672
+    --group-query-attention --num-query-groups 8 --swiglu --disable-bias-linear
+    --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights
+    --attention-dropout 0 --hidden-dropout 0 --seq-length 4096 --max-position-embeddings 4096
+    --tensor-model-parallel-size $TP --pipeline-model-parallel-size 8 --sequence-parallel
+    --micro-batch-size 1 --global-batch-size 512 --bf16 --lr 1e-4
+    --use-distributed-optimizer --recompute-granularity full --recompute-method uniform
+    --recompute-num-layers 1 --vocab-size 32000
+)
+torchrun --nproc_per_node 8 --nnodes 16 pretrain_gpt.py ${ARGS[@]}
+"""
