@@ -25,21 +25,35 @@ LONGEST_WAVE = 10000.0  # of fixed positions, in tokens over 2 pi
 
 def patch_places(tower: Tower, device: torch.device | None = None) -> Tensor:
     """Returns the row and the column of each patch in the order of its tensor: [patches, 2]."""
+    return _places(_nested(tower), device)
+
+
+def _nested(tower: Tower) -> tuple[int, ...]:
+    """Returns the sizes of an image's rows and then of its columns, each as three.
+
+    They are windows of the image, tokens of a window, and patches of a token.
+    """
     rows, columns = tower.grid
     down, across = sides(tower.merged)
     window = max((kind.window for kind in tower.block_kinds), default=0)
     outer = sides(window) if window else (down, across)
-    row_by_row = torch.arange(rows * columns, device=device)
-    shape = (rows // outer[0], outer[0] // down, down, columns // outer[1], outer[1] // across)
-    number = row_by_row.view(*shape, across).permute(0, 3, 1, 4, 2, 5).flatten()
+    of_rows = (rows // outer[0], outer[0] // down, down)
+    return (*of_rows, columns // outer[1], outer[1] // across, across)
+
+
+def _places(nested: tuple[int, ...], device: torch.device | None) -> Tensor:
+    columns = nested[3] * nested[4] * nested[5]
+    patches = nested[0] * nested[1] * nested[2] * columns
+    row_by_row = torch.arange(patches, device=device).view(nested)
+    number = row_by_row.permute(0, 3, 1, 4, 2, 5).flatten()
     return torch.stack((number // columns, number % columns), dim=-1)
 
 
-def token_order(tower: Tower, device: torch.device) -> Tensor:
+def _token_order(nested: tuple[int, ...], device: torch.device) -> Tensor:
     """Returns the place of each token of an image, row by row, in the order of its tensor."""
-    down, across = sides(tower.merged)
-    row, column = patch_places(tower, device)[:: tower.merged].unbind(-1)
-    return row // down * (tower.grid[1] // across) + column // across
+    down, across = nested[2], nested[5]
+    row, column = _places(nested, device)[:: down * across].unbind(-1)
+    return row // down * (nested[3] * nested[4]) + column // across
 
 
 class Heard(nn.Module):
@@ -84,15 +98,17 @@ class PatchRotary(Rotary):
 
     def __init__(self, model: ModelSpec, tower: Tower) -> None:
         super().__init__(model)
-        self.tower = tower
+        self.nested = _nested(tower)
+        self.class_token = tower.class_token
+        self.columns_between = tower.functions.columns_between
 
     def tables(self, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """Returns cos and sin of [tokens, 1, 1, size], computed in fp32."""
-        places = patch_places(self.tower, x.device) + int(self.tower.class_token)
-        if self.tower.class_token:
+        places = _places(self.nested, x.device) + int(self.class_token)
+        if self.class_token:
             places = torch.cat((places, places.new_zeros(1, 2)))
         even = torch.arange(0, size, 4, device=x.device, dtype=torch.float32)
-        of_columns = even + 2 if self.tower.functions.columns_between else even
+        of_columns = even + 2 if self.columns_between else even
         angles = torch.cat(
             [
                 torch.outer(places[:, axis].float(), self.theta ** -(exponents / size))
@@ -186,7 +202,7 @@ class ImageTokens(nn.Module):
 
     def __init__(self, tower: Tower) -> None:
         super().__init__()
-        self.tower = tower
+        self.nested = _nested(tower)
 
     def forward(self, projected: Tensor, embedded: Tensor, first: Tensor) -> Tensor:
         """Returns the tokens of the sequences.
@@ -195,7 +211,7 @@ class ImageTokens(nn.Module):
         embedded    [sequences, tokens of a sequence, features]
         first       the place of the first token of each image, [sequences, images of a sequence]
         """
-        places = (first[..., None] + token_order(self.tower, first.device)).flatten(1)
+        places = (first[..., None] + _token_order(self.nested, first.device)).flatten(1)
         tokens = projected.reshape(len(embedded), -1, embedded.shape[-1])
         if self.ranks_of_tokens is None:
             return embedded.scatter(1, _rows(places, embedded), tokens)
