@@ -7,7 +7,6 @@ from dataclasses import fields
 from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
-_MISSING = object()
 
 
 class KeyedCache:
@@ -21,11 +20,11 @@ class KeyedCache:
         self._check = check
 
     def __call__(self, key: Hashable, make: Callable[[], T]) -> T:
-        value: Any = self._made.get(key, _MISSING)
-        if value is _MISSING:
+        try:
+            made: T = self._made[key]
+        except KeyError:
             self._check()
-            value = self._made[key] = make()
-        made: T = value
+            made = self._made[key] = make()
         return made
 
 

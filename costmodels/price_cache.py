@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from enum import IntEnum
+from functools import cached_property
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.host_embedding import HostEmbedding, host_embedding_of, without_table
@@ -94,9 +95,18 @@ class PriceCache(LayerPriceCache):
 
     def graph(self, micro_batch_size: int, of: TokenPart = ALL_TOKENS) -> ModelGraph:
         """Returns the operator graph of a part of the tokens of a micro-batch."""
+        if micro_batch_size == 1 and of is ALL_TOKENS:
+            return self._unit_graph
         return self._once(
             ("graph", micro_batch_size, of),
             lambda: self._graph(micro_batch_size, of, plain_dropout=False),
+        )
+
+    @cached_property
+    def _unit_graph(self) -> ModelGraph:
+        """The operator graph of one sequence."""
+        return self._once(
+            ("graph", 1, ALL_TOKENS), lambda: self._graph(1, ALL_TOKENS, plain_dropout=False)
         )
 
     def _graph(self, micro_batch_size: int, of: TokenPart, *, plain_dropout: bool) -> ModelGraph:

@@ -55,8 +55,15 @@ class LayerChoice:
         return dict(self.own_zero).get(operator, self.zero)
 
 
+class _ShardedOnce(HashedOnce):
+    """A hash and a sharding that are found once."""
+
+    __slots__ = ("_sharding",)
+    _sharding: Sharding
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelLayout(HashedOnce):
+class ParallelLayout(_ShardedOnce):
     """The choices that all layers of a strategy share (EQUATIONS I1).
 
     sequence_parallel    activations between layers are divided by token over the tensor-parallel
@@ -91,7 +98,12 @@ class ParallelLayout(HashedOnce):
 
     @property
     def sharding(self) -> Sharding:
-        return _sharding(self.mesh, self.sequence_parallel, self.tp_overlap)
+        try:
+            return self._sharding
+        except AttributeError:
+            sharding = _sharding(self.mesh, self.sequence_parallel, self.tp_overlap)
+            object.__setattr__(self, "_sharding", sharding)
+            return sharding
 
     @property
     def over_data(self) -> Sharding:

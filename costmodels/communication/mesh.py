@@ -157,7 +157,7 @@ class Mesh(HashedOnce):
         return self.pp * self.ranks_per_stage
 
     def degree(self, axis: Axis) -> int:
-        degree: int = getattr(self, axis.value)
+        degree: int = getattr(self, axis)  # an axis is the name of its degree
         return degree
 
     def stride(self, axis: Axis) -> int:

@@ -184,12 +184,7 @@ class LocalParameters:
         self, shards: int = 1, *, with_tied: bool = True, of_experts: bool | None = None
     ) -> int:
         """Elements of the largest of `shards` data-parallel shards; see `owned_parameters`."""
-        parameters = self.each if of_experts is None else self.held_alike(of_experts=of_experts)
-        return sum(
-            chunk_elements(parameter.shape, parameter.sharers(shards))
-            for parameter in parameters
-            if with_tied or not parameter.tied
-        )
+        return _owned(self, shards, with_tied, of_experts)
 
     def frozen_bytes(
         self, training: TrainingSpec, *, with_tied: bool = True, of_experts: bool | None = None
@@ -308,6 +303,17 @@ def stage_groups(
     return tuple(
         (stage, frozenset(name for name, its in stages.items() if its == stage))
         for stage in sorted(set(stages.values())) or [zero]
+    )
+
+
+@functools.lru_cache(maxsize=8192)
+def _owned(local: LocalParameters, shards: int, with_tied: bool, of_experts: bool | None) -> int:
+    """Returns `LocalParameters.owned`, which a search asks for once for each of its meshes."""
+    parameters = local.each if of_experts is None else local.held_alike(of_experts=of_experts)
+    return sum(
+        chunk_elements(parameter.shape, parameter.sharers(shards))
+        for parameter in parameters
+        if with_tied or not parameter.tied
     )
 
 

@@ -273,12 +273,14 @@ class Sharding(HashedOnce):
 
         The sum over an axis of data-parallel ranks belongs to data parallelism.
         """
-        if parameter.of_experts:
+        if parameter.of_experts and (self.etp == 1 or self.tp == 1):
             return ()  # data parallelism of the experts reduces over all ranks with the same part
         return tuple(
             axis
             for axis, split in enumerate(self.splits(operator))
             if self.degrees[axis] > 1
+            # ranks with parts of an expert have the same rows, but for an adapter's whole matrix
+            and (not parameter.of_experts or split.dim in SCATTERED)
             and not (axis == 0 and self.data > 1)
             and split.dim is not None
             and parameter.tensor_dim(split.dim) is None

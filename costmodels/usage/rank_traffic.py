@@ -325,6 +325,8 @@ def _summed_inside(
             is_matrix = parameter.trained and len(parameter.dims) > 1
             if is_matrix and sharding.summed_axes(operator, parameter):
                 elements = math.prod(sharding.parameter_shape(operator, parameter))
+                if parameter.of_experts:
+                    shards = max(1, shards * sharding.tp // math.prod(sharding.experts))
                 yield -(-elements // shards) * FP32_BYTES
 
 

@@ -8,9 +8,10 @@ reverse. Gathered parts have the length of the longest: shorter ones end in rows
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, product
+from itertools import chain
+from itertools import product as product_of
 
 import torch
 import torch.distributed as dist
@@ -171,6 +172,29 @@ def by_origin(rows: Tensor, routes: Routes, ranks: ExpertRanks) -> Tensor:
     return ended[: routes.received[ranks.rank(ETP)]]
 
 
+def on_own_rows(
+    product: Callable[[Tensor, Sequence[int]], Tensor],
+    rows: Tensor,
+    routes: Routes,
+    ranks: ExpertRanks,
+) -> Tensor:
+    """Returns a product of the rows that arrived at this rank alone, in the order of arrival.
+
+    product   of rows by expert, with the numbers of rows of each expert
+    """
+    arrived = routes.arriving[ranks.rank(ETP)]
+    held = len(arrived[0])
+    lengths = list(chain.from_iterable(arrived))
+    order = [
+        origin * held + expert for expert, origin in product_of(range(held), range(len(arrived)))
+    ]
+    parts = rows.split(lengths)
+    counts = [sum(of_expert) for of_expert in zip(*arrived, strict=True)]
+    out = product(torch.cat([parts[index] for index in order]), counts)
+    made = dict(zip(order, out.split([lengths[index] for index in order]), strict=True))
+    return torch.cat([made[index] for index in range(len(lengths))])
+
+
 def _lengths(routes: Routes) -> list[int]:
     """Returns the lengths of all pieces of gathered rows: those of each etp rank, and its padding.
 
@@ -188,7 +212,7 @@ def _order(routes: Routes) -> Iterator[int]:
     """Yields the numbers of the pieces by expert, then by rank of origin, without paddings."""
     num_ranks, held = len(routes.arriving[0]), len(routes.arriving[0][0])
     pieces = num_ranks * held + 1
-    for expert, rank, etp in product(range(held), range(num_ranks), range(len(routes.arriving))):
+    for expert, rank, etp in product_of(range(held), range(num_ranks), range(len(routes.arriving))):
         yield etp * pieces + rank * held + expert
 
 

@@ -26,7 +26,8 @@ def init_experts(module: Grouped, key: str, ranks: ExpertRanks | None) -> None:
     parts, part = 1, 0
     if ranks is not None:
         held = ranks.held(module.num_experts * ranks.degree(EP))
-        parts, part = ranks.degree(ETP), ranks.rank(ETP)
+        if module.has_width:
+            parts, part = ranks.degree(ETP), ranks.rank(ETP)
     for expert, matrix in zip(held, module.weight.chunk(module.num_experts), strict=True):
         hidden, width = matrix.shape[0], matrix.shape[1] * parts
         whole = matrix.new_empty((width, hidden) if module.widens else (hidden, width))

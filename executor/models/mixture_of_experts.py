@@ -14,6 +14,7 @@ choice alone (DeepSeek-V3).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
@@ -31,6 +32,7 @@ from parplan.executor.models.expert_exchange import (
     by_origin,
     count_rows,
     exchanged,
+    on_own_rows,
     returned,
 )
 from parplan.executor.tensors import local
@@ -48,12 +50,22 @@ class Grouped(nn.Module):
 
     widens    whether it maps the hidden features to the experts' width, or back
     summands  number of ranks that add up their results
+    has_width whether it reads or gives the experts' width, which ranks may divide
     """
 
     def __init__(
-        self, num_experts: int, hidden: int, width: int, *, widens: bool, bias: bool, summands: int
+        self,
+        num_experts: int,
+        hidden: int,
+        width: int,
+        *,
+        widens: bool,
+        bias: bool,
+        summands: int,
+        has_width: bool = True,
     ) -> None:
         super().__init__()
+        self.has_width = has_width
         self.num_experts = num_experts
         self.widens = widens
         self.summands = summands
@@ -80,6 +92,31 @@ class Grouped(nn.Module):
         if self.summands > 1:
             bias = bias - (bias * (1 - 1 / self.summands)).detach()
         return bias.unbind(1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Across:
+    """The rows of one pass over the ranks that divide experts."""
+
+    routes: Routes
+    ranks: ExpertRanks
+    remember: Remember | None
+
+    def gathered(self, arrived: Tensor) -> Tensor:
+        """Returns rows by expert, which ranks with parts of it gather, in both passes."""
+        rows = by_expert(arrived, self.routes, self.ranks)
+        if self.remember is not None and self.ranks.degree(ETP) > 1:
+            again = partial(by_expert, routes=self.routes, ranks=self.ranks)
+            self.remember((rows,), lambda saved: (again(saved),), arrived, ahead=False)
+        return rows
+
+    def ended(self, rows: Tensor) -> Tensor:
+        """Returns the sums of parts, of the rows that arrived at this rank."""
+        return by_origin(rows, self.routes, self.ranks)
+
+    def alone(self, product: nn.Module, rows: Tensor) -> Tensor:
+        """Returns a product of the rows that arrived at this rank."""
+        return on_own_rows(product, rows, self.routes, self.ranks)
 
 
 class Experts(nn.Module):
@@ -113,19 +150,47 @@ class Experts(nn.Module):
             self._add_adapter(name, rank)
 
     def _add_adapter(self, name: str, rank: int) -> None:
-        """Adds the products of an adapter, of which ranks that divide an expert have none."""
+        """Adds the products of an adapter; one of them has no part of the experts' width."""
         base = self.get_submodule(name)
         hidden, width = base.weight.shape[0] // base.num_experts, base.weight.shape[1]
         plain = partial(Grouped, base.num_experts, bias=False, summands=1)
         if base.widens:
-            first, second = plain(rank, hidden, widens=False), plain(rank, width, widens=True)
+            first = plain(rank, hidden, widens=False, has_width=False)
+            second = plain(rank, width, widens=True)
         else:
-            first, second = plain(rank, width, widens=False), plain(hidden, rank, widens=False)
+            first = plain(rank, width, widens=False)
+            second = plain(hidden, rank, widens=False, has_width=False)
         self.add_module(name + A, first)
         self.add_module(name + B, second)
 
-    def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+    def forward(self, rows: Tensor, counts: Sequence[int], across: Across | None = None) -> Tensor:
+        """Returns the rows after their experts.
+
+        rows     by expert; with `across` those that arrived at this rank, in their order
+        counts   rows of each expert, on all ranks with parts of it
+        across   the ranks with parts of experts that have adapters
+        """
+        if across is not None:
+            return self._adapted(rows, counts, across)
         return self._product("fc2", self.activation(self._product("fc1", rows, counts)), counts)
+
+    def _adapted(self, arrived: Tensor, counts: Sequence[int], across: Across) -> Tensor:
+        """Returns the rows that arrived at this rank after experts that ranks divide.
+
+        The product of an adapter without the width runs on the rows that arrived here: of the first
+        before its small result is gathered, of the second behind the sum of the parts.
+        """
+        wide = self.fc1(across.gathered(arrived), counts)
+        if "fc1" in self.adapters:
+            small = across.gathered(across.alone(self.get_submodule(f"fc1{A}"), arrived))
+            wide = torch.add(wide, self.get_submodule(f"fc1{B}")(small, counts), alpha=SCALE)
+        active = self.activation(wide)
+        out = across.ended(self.fc2(active, counts))
+        if "fc2" in self.adapters:
+            small = across.ended(self.get_submodule(f"fc2{A}")(active, counts))
+            added = across.alone(self.get_submodule(f"fc2{B}"), small)
+            out = torch.add(out, added, alpha=SCALE)
+        return out
 
     def _product(self, name: str, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Returns a product with its adapter, if it has one."""
@@ -193,13 +258,11 @@ class MixtureOfExperts(nn.Module):
         if ranks is None:
             return self.experts(rows, routes.counts)
         arrived = exchanged(rows, routes, ranks)
-        rows = by_expert(arrived, routes, ranks)
-        if self.remember is not None and ranks.degree(ETP) > 1:
-            self.remember(
-                (rows,), lambda saved: (by_expert(saved, routes, ranks),), arrived, ahead=False
-            )
-        rows = by_origin(self.experts(rows, routes.counts), routes, ranks)
-        return returned(rows, routes, ranks)
+        across = Across(routes=routes, ranks=ranks, remember=self.remember)
+        if self.experts.adapters and ranks.degree(ETP) > 1:
+            return returned(self.experts(arrived, routes.counts, across), routes, ranks)
+        rows = self.experts(across.gathered(arrived), routes.counts)
+        return returned(by_origin(rows, routes, ranks), routes, ranks)
 
     def _choose(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the experts of each token and their weights, both [tokens, experts per token].
@@ -247,7 +310,11 @@ def divide_experts(layer: nn.Module, ranks: ExpertRanks) -> None:
 
 
 def _divide(module: Grouped, ranks: ExpertRanks) -> None:
-    over_width: tuple[Placement, ...] = () if ranks.degree(ETP) == 1 else (Shard(1),)
+    divides = ranks.degree(ETP) > 1
+    over_width: tuple[Placement, ...] = (Shard(1),) if divides else ()
+    if divides and not module.has_width:
+        over_width = (Replicate(),)
+        module.summed_over_tp = ("weight",)  # each such rank has the gradients of its rows
     over = {"weight": (Shard(0), *over_width)}
     features = (Shard(0) if module.widens else Replicate(),)
     over["bias"] = (Shard(1), *(features if over_width else ()))

@@ -187,20 +187,13 @@ def rotary_pairs(plan: Plan) -> Iterator[Refusal]:
 
 
 @rule(
-    why="the executor adapts its own models; ranks that divide an expert have no adapters of it, "
-    "and peft's adapters of a Hugging Face module are not run",
+    why="the executor adapts its own models, and runs no adapters of peft in a Hugging Face module",
     action="train all of the model, or do what it says",
 )
 def fine_tuning(plan: Plan) -> Iterator[Refusal]:
     tuning = plan.training.fine_tuning
     if tuning is None:
         return
-    if plan.model.num_experts and tuning.adapts_experts and plan.mesh.etp > 1:
-        yield Refusal(
-            problem=f"mesh: etp is {plan.mesh.etp}, and experts have adapters",
-            action="set etp to 1",
-            nearest=replace(plan, mesh=replace(plan.mesh, etp=1)),
-        )
     if plan.module is not None:
         yield Refusal(
             problem="training: fine_tuning of a module that is not the executor's own",

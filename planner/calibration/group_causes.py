@@ -10,7 +10,7 @@ import re
 
 from parplan.costmodels.communication.mesh import Axis, Mesh
 from parplan.profiles.traces.trace_record import TracedCollective
-from parplan.profiles.traces.work_classes import MESSAGES
+from parplan.profiles.traces.work_classes import MESSAGES, USER_BUFFERS
 
 TENSOR = "tensor"
 DATA = "data"
@@ -30,7 +30,7 @@ def cause_of(collective: TracedCollective, mesh: Mesh) -> str:
     Context-parallel and expert exchanges count as tensor, as in the factors of a calibration.
     """
     axes = _axes(collective, mesh)
-    if collective.operation == "all_to_all":
+    if collective.operation in ("all_to_all", USER_BUFFERS):
         return TENSOR
     if axes:
         return _cause_of_axes(axes, collective.operation)

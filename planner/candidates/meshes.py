@@ -16,7 +16,6 @@ from parplan.costmodels.layers.context_parallel import illegal_context
 from parplan.planner.request import Constraints, Request
 from parplan.profiles.divisors import divisors
 from parplan.profiles.machines.hardware import Cluster
-from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.spec import ModelSpec
 from parplan.profiles.stack import ContextForm, Stack
 
@@ -97,7 +96,6 @@ def meshes(request: Request) -> Iterator[Mesh | Pruned]:
                         or illegal_expert_parallel(plain, model)
                         or illegal_context(plain, model, cluster)
                         or _not_alone(plain, stack)
-                        or divides_adapters(plain, request.training.fine_tuning)
                     )
                     if excluded:
                         yield Pruned(str(plain), excluded)
@@ -111,13 +109,6 @@ def _not_alone(mesh: Mesh, stack: Stack) -> str | None:
     """Returns why the stack does not run context parallelism beside the other axes, or None."""
     if stack.context_alone and mesh.cp > 1 and mesh.tp * mesh.pp > 1:
         return f"the stack {stack.name} runs cp {mesh.cp} only with tp 1 and pp 1"
-    return None
-
-
-def divides_adapters(mesh: Mesh, tuning: FineTuning | None) -> str | None:
-    """Returns why the adapters of experts rule out a mesh, or None."""
-    if tuning is not None and tuning.adapts_experts and mesh.etp > 1:
-        return f"ranks that divide an expert have no adapters of it, etp is {mesh.etp}"
     return None
 
 

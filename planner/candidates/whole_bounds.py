@@ -98,7 +98,9 @@ class WholeBounds:
         pace_s = max(walk_s / layout.mesh.pp, self._longest_s(layout))
         return self._step_s(layout, walk_s, pace_s)
 
-    def within_s(self, layout: ParallelLayout, limit_bytes: float) -> float:
+    def within_s(
+        self, layout: ParallelLayout, limit_bytes: float, *, hidden: bool = False
+    ) -> float:
         """Returns the least seconds of a step within a memory limit.
 
         At any price of a byte of each rank, the layers take no less than their seconds and bytes at
@@ -106,11 +108,13 @@ class WholeBounds:
         (a Lagrangian bound). A byte costs less on ranks that hold more micro-batches, as fewer
         layers fit there. The tail of a step is that of the mean rank, over the micro-batches that
         the pace counts.
+
+        hidden    data parallelism counts as hidden, which takes less to find
         """
         pp, repeats = layout.mesh.pp, layout.num_micro_batches - self._share(layout)
         if repeats <= 0:
             return self.passes_s(layout)
-        costs = {key: self._costs(key, layout, repeats) for key in self._counts}
+        costs = {key: self._costs(key, layout, repeats, hidden=hidden) for key in self._counts}
         in_flight = self._in_flight(layout)
         spread_s = sum(count * np.ptp(costs[key].time_s) for key, count in self._counts.items())
         spread = sum(
@@ -226,19 +230,24 @@ class WholeBounds:
             ("least", key, b, sharding), lambda: self._table.least_s(key, b, sharding)
         )
 
-    def _costs(self, key: LayerKey, layout: ParallelLayout, repeats: float) -> _Costs:
+    def _costs(
+        self, key: LayerKey, layout: ParallelLayout, repeats: float, *, hidden: bool
+    ) -> _Costs:
         """Returns the costs of a layer; the seconds have the share of the tail."""
         table, b = self._table, layout.micro_batch_size
         passes = table.passes_of(key, b, layout.sharding)
         zeros = table.zero_stages(layout)
-        data_s = [self._data_s(key, layout, zero, passes.ways, repeats) for zero in zeros]
         held = [self._states_bytes(key, layout, zero) for zero in zeros]
+        if hidden:
+            held, data_s = [min(held)], [0.0]
+        else:
+            data_s = [self._data_s(key, layout, zero, passes.ways, repeats) for zero in zeros]
         times_s = passes.time_s
         if layout.recomputes_ahead:
             times_s = np.full_like(times_s, self._least_s(key, layout))
         return _Costs(
             time_s=np.add.outer(times_s, data_s).ravel(),
-            saved=np.repeat(passes.saved_bytes, len(zeros)),
+            saved=np.repeat(passes.saved_bytes, len(held)),
             held=np.tile(np.array(held, np.float64), len(times_s)),
         )
 

@@ -70,7 +70,8 @@ class BlockClassPrices(SequencePrices):
         return self._once(("passes", layout), lambda: self._whole(layout).passes_s(layout))
 
     def closer_bounds_s(self, layout: ParallelLayout, limit_bytes: float) -> Iterator[float]:
-        yield self._whole(layout).within_s(layout, limit_bytes)
+        for hidden in (True, False):
+            yield self._whole(layout).within_s(layout, limit_bytes, hidden=hidden)
         yield from super().closer_bounds_s(layout, limit_bytes)
 
     def _whole(self, layout: ParallelLayout) -> WholeBounds:

@@ -27,7 +27,7 @@ from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.planner.baselines.stage_aware import StageAwareRoom, stage_aware
 from parplan.planner.baselines.uniform_strategies import staged
 from parplan.planner.candidates.enumeration import illegal_layout
-from parplan.planner.candidates.meshes import divides_adapters, illegal_tensor_parallel
+from parplan.planner.candidates.meshes import illegal_tensor_parallel
 from parplan.planner.candidates.stack_rules import lacking_schedule, require_stack_runs
 from parplan.planner.host_options.activation_options import (
     ALL,
@@ -146,7 +146,6 @@ def _check(
     reason = (
         illegal_tensor_parallel(mesh.tp, model, cluster, across_nodes=True)
         or illegal_expert_parallel(mesh, model)
-        or divides_adapters(mesh, training.fine_tuning)
         or illegal_context(mesh, model, cluster)
         or illegal_layout(layout, model, training)
     )

@@ -16,6 +16,7 @@ from parplan.profiles.imports.imported import (
     attention_record,
     collective_record,
     product_record,
+    whole_size,
 )
 from parplan.profiles.machines.measurements import Record
 from parplan.profiles.profiler.communication.group_shapes import Shape
@@ -55,7 +56,7 @@ def _attention(row: TableRow, precision: str, source: str, where: str) -> Record
     if row.get("window_size", "0") not in ("", "0"):
         return None
     size = (_whole(row, "batch_size", where) * heads, seq, _whole(row, "head_dim", where))
-    kv_heads = _whole(row, "num_key_value_heads", where) or heads
+    kv_heads = whole_size(row["num_key_value_heads"] or "") or heads
     return attention_record(
         "flash_forward", size, kv_heads, _seconds(row, where), precision, source
     )
@@ -99,7 +100,7 @@ def read_aiconfigurator(rows: Sequence[TableRow], where: str, date: str) -> Impo
             raise ConfigError(f"{where}: the column {column} is missing", hint="give whole rows")
     records: list[Record] = []
     for number, row in enumerate(rows, start=2):
-        precision = PRECISIONS.get(row[table.dtype])
+        precision = PRECISIONS.get(row[table.dtype] or "")
         source = f"{TOOL} {row.get('framework', '')} {row.get('version', '')}, {date}"
         made = precision and table.record(row, precision, source, f"{where}:{number}")
         if made:
@@ -119,15 +120,17 @@ def read_aiconfigurator(rows: Sequence[TableRow], where: str, date: str) -> Impo
 
 
 def _whole(row: TableRow, name: str, where: str) -> int:
-    text = row[name]
-    if not text.isdigit():
-        raise ConfigError(f"{where}: {name} is {text!r}, needed is a size", hint="correct that row")
-    return int(text)
+    size = whole_size(row[name] or "")
+    if size is None:
+        raise ConfigError(
+            f"{where}: {name} is {row[name]!r}, needed is a size", hint="correct that row"
+        )
+    return size
 
 
 def _seconds(row: TableRow, where: str) -> float:
     try:
-        latency_ms = float(row["latency"])
+        latency_ms = float(row["latency"] or "")
     except ValueError:
         latency_ms = 0.0
     if not 0 < latency_ms < float("inf"):

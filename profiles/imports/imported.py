@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,11 @@ from parplan.profiles.machines.measurements import (
 from parplan.profiles.profiler.communication.comm_cases import timed_case
 from parplan.profiles.profiler.communication.group_shapes import Shape
 from parplan.profiles.units import US_PER_S
+
+LEAST_S = 1e-8  # no kernel is faster
+MOST_S = 1e4
+MOST_DIGITS = 15  # of a size
+SHOWN = 80  # most characters of a value in a message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +53,32 @@ def needed(body: Any, path: str, where: str, tool: str) -> Any:
     return value
 
 
+def mapping_at(body: Any, path: str, where: str, tool: str) -> Mapping[str, Any]:
+    """Returns the mapping at a dotted path. Raises ConfigError for another value."""
+    value = needed(body, path, where, tool)
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"{where}: {path} is {str(value)[:SHOWN]!r}, needed is a mapping",
+            hint=f"give the whole file of {tool}",
+        )
+    return value
+
+
 def positive(value: Any, name: str, where: str) -> float:
     """Returns a number above zero. Raises ConfigError for all else."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    number = not isinstance(value, bool) and isinstance(value, int | float)
+    if not number or not 0 < value < math.inf:
         raise ConfigError(
-            f"{where}: {name} is {value!r}, needed is a number above 0", hint="correct that value"
+            f"{where}: {name} is {str(value)[:SHOWN]!r}, needed is a number above 0",
+            hint="correct that value",
         )
     return float(value)
+
+
+def whole_size(text: str) -> int | None:
+    """Returns the size that a text of digits says, None for another text and for zero."""
+    is_size = text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS
+    return int(text) or None if is_size else None
 
 
 def product_record(
@@ -103,6 +128,12 @@ def _record(
 
 
 def _measured(case: Case, name: str, seconds: float, source: str) -> Record:
+    """Returns the record of a case. Raises ConfigError for a time that no kernel has."""
+    if not LEAST_S <= seconds <= MOST_S:
+        raise ConfigError(
+            f"{source}: {case.key} takes {seconds:.3g} s, needed are {LEAST_S:g} to {MOST_S:g} s",
+            hint="correct the value of that shape in the file",
+        )
     timing = Timing(median_us=seconds * US_PER_S, spread=0.0, repeats=1)
     return Record(
         case=case,

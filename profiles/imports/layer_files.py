@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.imports.imported import needed, positive
+from parplan.profiles.imports.imported import mapping_at, needed, positive
 
 METIS = "Metis"
 GALVATRON = "Galvatron"
@@ -75,7 +75,7 @@ def _metis(body: Any, where: str) -> MeasuredLayers:
             f"{where}: its name does not say the device, tp and the batch",
             hint="name it as Metis does: DeviceType.A100_tp1_bs1.json",
         )
-    times = needed(body, "execution_time", where, METIS)
+    times = mapping_at(body, "execution_time", where, METIS)
     layers = needed(body, "execution_time.layer_compute_total_ms", where, METIS)
     if not isinstance(layers, list) or len(layers) < 3:
         raise ConfigError(

@@ -21,9 +21,11 @@ from parplan.profiles.errors import ConfigError
 from parplan.profiles.imports.imported import (
     ImportedFile,
     attention_record,
+    mapping_at,
     needed,
     positive,
     product_record,
+    whole_size,
 )
 from parplan.profiles.machines.measurements import Record
 from parplan.profiles.units import TERA
@@ -32,6 +34,7 @@ TOOL = "SimuMax"
 PRECISION = "bf16"
 _CURVES = {"TN": "forward", "NN": "input_gradient", "NT": "weight_gradient"}
 _ATTENTION = {"sdp_fwd": ("flash_forward", 2), "sdp_bwd": ("flash_backward", 5)}
+_MEASURED = "accurate_efficient_factor"
 _OUTSIDE = ("fp8_matmul", "group_matmul", "fp8_group_matmul")
 _KEYS = {
     "matmul": ("b", "m", "k", "n", "layout"),
@@ -46,7 +49,7 @@ def is_simumax(body: Any) -> bool:
 
 def read_simumax(body: Any, where: str, date: str) -> ImportedFile:
     """Returns the records of a file. Raises ConfigError for missing fields and broken shapes."""
-    operators = needed(body, "accelerator.op", where, TOOL)
+    operators = mapping_at(body, "accelerator.op", where, TOOL)
     source = f"{TOOL} {needed(body, 'sys_name', where, TOOL)}, {date}"
     left_out: Counter[str] = Counter()
     records = [
@@ -54,8 +57,8 @@ def read_simumax(body: Any, where: str, date: str) -> ImportedFile:
         *_attention(operators, where, source, left_out),
     ]
     for name in _OUTSIDE:
-        factors = needed(body, f"accelerator.op.{name}", where, TOOL) if name in operators else {}
-        if rows := len(factors.get("accurate_efficient_factor", {})):
+        rows = len(_factors(operators, name, where)) if name in operators else 0
+        if rows:
             left_out[f"{name}: only relative speeds of such products are priced"] += rows
     if "networks" in body:
         left_out["networks: fitted bandwidths, no measured sizes"] += 1
@@ -74,8 +77,10 @@ def _rows(
     if name not in operators:
         return
     path = f"accelerator.op.{name}"
-    peak = positive(needed(operators[name], "tflops", f"{where}: {path}", TOOL), path, where)
-    for text, efficiency in operators[name].get("accurate_efficient_factor", {}).items():
+    peak_at = f"{path}.tflops"
+    body = {"accelerator": {"op": operators}}
+    peak = positive(needed(body, peak_at, where, TOOL), peak_at, where)
+    for text, efficiency in _factors(operators, name, where).items():
         shape = dict(part.strip().split("=", 1) for part in text.split(",") if "=" in part)
         for key in _KEYS[name.split("_")[0]]:
             if key not in shape:
@@ -84,6 +89,15 @@ def _rows(
                     hint=f"give the whole file of {TOOL}",
                 )
         yield text, shape, peak * TERA * positive(efficiency, f"{path}: {text}", where)
+
+
+def _factors(operators: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
+    """Returns the efficiencies of an operator by shape, none where the file has none."""
+    body = {"accelerator": {"op": operators}}
+    path = f"accelerator.op.{name}"
+    if _MEASURED not in mapping_at(body, path, where, TOOL):
+        return {}
+    return mapping_at(body, f"{path}.{_MEASURED}", where, TOOL)
 
 
 def _products(
@@ -116,8 +130,9 @@ def _attention(
 
 
 def _size(text: str, row: str, where: str) -> int:
-    if not text.isdigit() or int(text) == 0:
+    size = whole_size(text)
+    if size is None:
         raise ConfigError(
             f"{where}: {text!r} in {row!r} is no size", hint=f"give the file as {TOOL} wrote it"
         )
-    return int(text)
+    return size

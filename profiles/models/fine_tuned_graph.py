@@ -16,7 +16,8 @@ A tower has no adapters, and the gradient of the text does not pass it: where no
 trained, it has no backward pass.
 
 An adapter of the experts' product has matrices of each expert, and runs on the same copies of
-tokens. Ranks that divide the width of an expert have no adapters of it.
+tokens. Ranks that divide the width of an expert divide one matrix of its adapter, and have the
+other whole, for the copies that arrived at each.
 
 FLOPs and saved tensors are EQUATIONS F1. The input of the first trained layer counts as one with a
 gradient, as Hugging Face's `enable_input_require_grads` makes it. The sum is priced as a residual.

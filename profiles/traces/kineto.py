@@ -37,7 +37,7 @@ _EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
 _SPACE = re.compile(r"[\s,]*")
 _US = 1e-6
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-_LAUNCH = ("cuda_runtime", "cuda_driver", "runtime", "driver")
+_LAUNCH = ("runtime", "driver")  # cuda_runtime, xpu_runtime, cuda_driver, ..
 _MARK = ("user_annotation", "cpu_op")
 _BACKWARD = "autograd::engine::evaluate_function"
 _UPDATE = "Optimizer.step#"
@@ -46,6 +46,7 @@ _GLOO = "gloo:"
 _OPERATOR = re.compile(r"[a-z]\w*::")
 _WRAPPERS = ("autograd::", "c10d::", "torch::autograd")
 _FIRST_YEAR = 2015
+_ENDLESS = 1e18  # microseconds; no clock is so late
 _ELEMENT_BYTES = {  # torch's names of types
     **dict.fromkeys(("double", "long", "int64", "float64"), 8),
     **dict.fromkeys(("float", "int", "int32", "float32"), 4),
@@ -75,14 +76,17 @@ class _TraceEvents:
         if category in _ON_DEVICE:
             _interval_us(event, where)
             self.device.append(event)
-        elif category in _LAUNCH:
-            correlation = _arguments(event).get("correlation")
-            self.launches[correlation] = (event.get("tid"), _interval_us(event, where)[0])
+        elif category.endswith(_LAUNCH):
+            correlation = _identity(_arguments(event).get("correlation"))
+            self.launches[correlation] = (
+                _identity(event.get("tid")),
+                _interval_us(event, where)[0],
+            )
         elif category in _MARK:
             self._add_host(event, where)
 
     def _add_host(self, event: Mapping[str, Any], where: str) -> None:
-        name, thread = str(event.get("name", "")), event.get("tid")
+        name, thread = str(event.get("name", "")), _identity(event.get("tid"))
         start, end = _interval_us(event, where)
         if name.startswith(_STEP):
             self.steps.append((start, end))
@@ -158,7 +162,7 @@ def _interval_us(event: Mapping[str, Any], where: str) -> Interval:
 
 
 def _microseconds(event: Mapping[str, Any], name: str, value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _ENDLESS:
         raise ConfigError(
             f"{where}: {name} of the event {str(event.get('name'))[:80]!r} is {value!r}, "
             "needed are microseconds",
@@ -174,7 +178,9 @@ def _device_work(
     for event in events.device:
         start, end = float(event["ts"]), float(event["ts"]) + float(event.get("dur", 0))
         name, arguments = str(event.get("name", "")), _arguments(event)
-        thread, launched = events.launches.get(arguments.get("correlation"), (None, start))
+        thread, launched = events.launches.get(
+            _identity(arguments.get("correlation")), (None, start)
+        )
         kind = class_of(name)
         phase = phases.at(thread, launched) if thread is not None else None
         if phase is None and kind is WorkClass.OPTIMIZER:
@@ -288,6 +294,11 @@ def _arguments(event: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
+
+
+def _identity(value: Any) -> int | str | None:
+    """Returns the number or name of a thread or a launch, None for all else."""
+    return value if isinstance(value, int | str) else None
 
 
 def _whole(value: Any) -> int | None:

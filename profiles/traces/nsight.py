@@ -206,6 +206,9 @@ def _work(
 
 
 def _device_name(gpus: dict[int, str], device: int, where: str) -> str:
+    """Returns the name of a device, whose number is that of the process among its GPUs."""
+    if len(set(gpus.values())) == 1:
+        return next(iter(gpus.values()))
     if device not in gpus:
         raise ConfigError(f"{where}: {_GPUS} does not name the device {device}", hint=_HINT)
     return gpus[device]

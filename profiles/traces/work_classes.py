@@ -7,11 +7,16 @@ from functools import lru_cache
 
 from parplan.profiles.traces.trace_record import WorkClass
 
-# The first pattern that a name matches gives its class. Names are those of NCCL and RCCL, cuBLAS
-# and hipBLASLt, cuDNN, FlashAttention, Transformer Engine, apex, Triton as torch.compile names
-# kernels, and torch's own kernels and operators.
+# The first pattern that a name matches gives its class. Names are those of NCCL and RCCL, of
+# Transformer Engine's user buffers, torch's symmetric memory and DeepEP, cuBLAS and hipBLASLt,
+# cuDNN, FlashAttention, Transformer Engine, apex, Triton as torch.compile names kernels, and
+# torch's own kernels and operators.
 _CLASSES = (
-    (WorkClass.COLLECTIVES, r"^(?:nccl|rccl|gloo:)|ncclDevKernel|ncclKernel"),
+    (
+        WorkClass.COLLECTIVES,
+        r"^(?:nccl|rccl|gloo:)|ncclDevKernel|ncclKernel|userbuffers|nvshmem|multimem"
+        r"|(?:one|two)_shot_all_reduce|deep_ep|(?:intra|inter)node::(?:dispatch|combine)",
+    ),
     (WorkClass.COPIES, r"^Memcpy (?:HtoD|DtoH)|CopyHostToDevice|CopyDeviceToHost"),
     (WorkClass.OPTIMIZER, r"adam|lamb(?!da)|lion_|adagrad|sgd_|adafactor"),
     (WorkClass.ATTENTION, r"flash|fmha|attention|attn|sdpa|softmax"),
@@ -24,12 +29,16 @@ _CLASSES = (
     ),
 )
 _PATTERNS = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in _CLASSES)
+USER_BUFFERS = "user_buffers"  # Transformer Engine's collectives beside products, of tensor ranks
 # A part of a collective's name, in small letters without separators -> torch.distributed's name.
 _OPERATIONS = (
     ("allreduce", "all_reduce"),
     ("allgather", "all_gather"),
     ("reducescatter", "reduce_scatter"),
     ("alltoall", "all_to_all"),
+    ("dispatch", "all_to_all"),
+    ("combine", "all_to_all"),
+    ("userbuffers", USER_BUFFERS),
     ("sendrecv", "send_recv"),
     ("broadcast", "broadcast"),
     ("barrier", "barrier"),

@@ -10,8 +10,10 @@ from rich.console import Console
 
 from parplan.planner.calibration.step_account import CollectiveSum
 from parplan.planner.calibration.trace_measured import MeasuredTraces
+from parplan.profiles.traces.trace_record import WorkClass
 from parplan.report.text import percent, print_table, say, seconds_text
 
+UNLIKELY = 3.0  # ratio of measured to priced products of which a plan is seldom that of the run
 _CAUSES = {
     "forward": "forward passes",
     "backward": "backward passes",
@@ -62,6 +64,13 @@ def print_traces(traced: MeasuredTraces, out: Console) -> None:
         ],
         left=("kernels",),
     )
+    ratio = busy.get(WorkClass.PRODUCTS, 0.0) / traced.priced_s[WorkClass.PRODUCTS]
+    if not 1 / UNLIKELY < ratio < UNLIKELY:
+        say(
+            out,
+            f"  note: the products of the trace take {ratio:.2g} times those of the plan: check "
+            "that it is the plan of this run",
+        )
     say(out)
     _print_collectives(traced, out)
 

@@ -86,6 +86,9 @@ def test_a_trace_of_any_framework_becomes_a_profile_beside_its_plan():
     out = succeed("calibrate", "rank0.json", "--plan", "there.yaml", "-o", "mine.yaml")
 
     assert "1 traced step of 1 rank: 1.00 ms a step" in out
+    assert re.search(r"products +450 us +45\.0 % +\d+ ms", out)
+    # the trace is of a toy, the plan of 2.5 B parameters
+    assert "check that it is the plan of this run" in " ".join(out.split())
     assert re.search(r"exposed tensor-parallel communication +50\.0 us +5\.0 %", out)
     assert re.search(r"all_reduce +tensor +2 +1 +0\.001953 +60\.0 us +50\.0 us", out)
     assert re.search(r"forward passes +\S+  kineto trace [0-9a-f]{16} of 2023-11-14\n", out)

@@ -61,6 +61,18 @@ class ConfigReader:
             raise self.wrong(name, value, needed)
         return value
 
+    def agreed(self, names: Names, default: int | None = None, *, least: int = 1) -> int:
+        """Returns an integer that all of its names in the file must have."""
+        name, value = self.find(names)
+        for other in names:
+            if other in self.given and self.values[other] != value:
+                raise ConfigError(
+                    f"{self.where}: {name} is {value!r} and {other} is {self.values[other]!r}, "
+                    "but they are one number",
+                    hint=f"leave out {other}, or correct it",
+                )
+        return self.integer(names, default, least=least)
+
     def number(self, names: Names, default: float) -> float:
         name, value = self.find(names)
         if value is None:

@@ -46,14 +46,14 @@ def feed_forward_fields(reader: ConfigReader, family: Family, hidden: int) -> Fi
         default = None if family.gated_ffn else 4 * hidden
         return {"ffn_hidden_size": reader.integer(_FFN, default)}
     width = reader.integer(experts.width)
-    number = reader.integer(experts.number, least=0 if experts.shared is Shared.WIDTH else 1)
+    number = reader.agreed(experts.number, least=0 if experts.shared is Shared.WIDTH else 1)
     if not number:
         reader.find(experts.per_token)
         return {"ffn_hidden_size": reader.integer(_SHARED_WIDTH)}
     dense = reader.find(experts.dense_width)[1] if experts.dense is not DenseBlocks.NONE else None
     return {
         "num_experts": number,
-        "experts_per_token": reader.integer(experts.per_token),
+        "experts_per_token": reader.agreed(experts.per_token),
         "expert_ffn_hidden_size": width,
         "ffn_hidden_size": dense or 0,
         "shared_experts": _shared(reader, experts, width),

@@ -83,7 +83,7 @@ def starved(plan: Plan) -> Plan:
     return dataclasses.replace(plan, chunks=dataclasses.replace(plan.chunks, ranks=ranks))
 
 
-Effect = Literal["fails", "other gradients", "other shapes", "other bytes", "no effect"]
+Effect = Literal["fails", "other gradients", "other bytes", "no effect"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,19 +382,6 @@ BROKEN = {
         "recompute names norm1, it is all operators of a block or none",
         r"set recompute to \[\] on layer plan block-0",
         "no effect",
-    ),
-    "adapters-of-divided-experts": Broken(
-        "fine tuning",
-        make_plan(
-            MIXTRAL,
-            tp=2,
-            etp=2,
-            sp=True,
-            fine_tuning=FineTuning(lora_rank=2, lora_targets=("fc1", "fc2")),
-        ),
-        "mesh: etp is 2, and experts have adapters",
-        "set etp to 1",
-        "other shapes",
     ),
     "adapters-of-a-foreign-module": Broken(
         "fine tuning",
@@ -759,13 +746,7 @@ def test_a_refused_plan_does_not_train_what_it_says(name):
         assert attempted.losses == like.losses
     else:
         expected = run_reference(_alone(broken.plan))
-        differ = {
-            name
-            for name, gradient in attempted.gradients.items()
-            if gradient.shape != expected.gradients.get(name, gradient).shape
-        }
-        assert bool(differ) is (broken.effect == "other shapes")
-        assert differ or worst_gradient(attempted, expected)[0] > 1000 * GRADIENT_TOLERANCE
+        assert worst_gradient(attempted, expected)[0] > 1000 * GRADIENT_TOLERANCE
 
 
 def _alone(plan: Plan) -> Plan:

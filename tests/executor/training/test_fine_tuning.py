@@ -69,6 +69,23 @@ PLANS: dict[str, Plan] = {
     "experts-pp2-dp2-ep2-eight-bits": make_plan(
         MIXTRAL, pp=2, dp=2, ep=2, zero=(1,), fine_tuning=replace(ROUTED, base_bits=8)
     ),
+    "experts-tp2-etp2": make_plan(MIXTRAL, tp=2, etp=2, sp=True, fine_tuning=ROUTED),
+    "experts-dp2-tp2-ep2-etp2-zero1": make_plan(
+        MIXTRAL, dp=2, tp=2, ep=2, etp=2, sp=True, zero=(1,), fine_tuning=ROUTED
+    ),
+    "experts-dp2-tp2-etp2-zero3-recompute": make_plan(
+        MIXTRAL, dp=2, tp=2, etp=2, sp=True, zero=(3,), recompute="full", fine_tuning=ROUTED
+    ),
+    "experts-dp2-tp2-etp2-fc2": make_plan(
+        MIXTRAL,
+        dp=2,
+        tp=2,
+        etp=2,
+        sp=True,
+        zero=(2,),
+        recompute=("activation",),
+        fine_tuning=FineTuning(lora_rank=2, lora_targets=("fc2",)),
+    ),
     "attention-beside-experts-dp2-ep2-zero3": make_plan(
         MIXTRAL, dp=2, ep=2, zero=(3,), fine_tuning=SOME
     ),
@@ -90,6 +107,7 @@ QUICK = {
     "frozen-first-stage-pp2",
     "eight-bits-tp2",
     "experts-dp2-ep2",
+    "experts-tp2-etp2",
 }
 WORLDS = Worlds(PLANS, slow=PLANS.keys() - QUICK)
 

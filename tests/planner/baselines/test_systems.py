@@ -75,7 +75,8 @@ class Request:
 
 SMALL = Request("gpt-1.5b", 8, 16)
 TOWER = Request("gemma-3-4b", 8, 8)
-BINDING = Request("llama2-7b", 16, 8, limit_gib=24.0, slow_nic=0.1)
+# with fewer sequences than GPUs, Megatron-LM would also divide them, as the enumeration does not
+BINDING = Request("llama2-7b", 16, 16, limit_gib=24.0, slow_nic=0.1)
 
 
 def every_megatron_price(

@@ -277,7 +277,6 @@ def test_the_margin_of_the_stack_is_what_a_search_keeps_free(monkeypatch):
         max(stage.total for stage in full.predicted.memory_gib)
         > 0.4 * cluster.device.memory_bytes / GIB
     )
-    assert kept.predicted.error_band.time.stack == "s"
 
 
 def test_pins_are_respected():

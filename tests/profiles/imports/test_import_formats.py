@@ -177,8 +177,21 @@ def without(body, *path):
         pytest.param(
             without(SIMUMAX, "accelerator", "op", "matmul", "tflops"),
             "s.json",
-            "accelerator.op.matmul: tflops is missing",
+            "accelerator.op.matmul.tflops is missing",
             id="peak",
+        ),
+        pytest.param(
+            SIMUMAX
+            | {"accelerator": {"op": {"matmul": {"tflops": 1, "accurate_efficient_factor": []}}}},
+            "s.json",
+            "accelerator.op.matmul.accurate_efficient_factor is '[]', needed is a mapping",
+            id="no-mapping",
+        ),
+        pytest.param(
+            {"allreduce_size_8_64MB_time": 1e300},
+            "sp_time_1nodes_8gpus_per_node.json",
+            "takes 1e+297 s, needed are 1e-08 to 10000 s",
+            id="endless",
         ),
         pytest.param(
             without(SIMUMAX, "accelerator", "op"), "s.json", "accelerator.op is missing", id="op"

@@ -85,6 +85,8 @@ def test_operators_are_the_work_where_the_host_is_the_device():
         ("triton_poi_fused_mul_silu_3", WorkClass.ELEMENTWISE),
         ("vectorized_elementwise_kernel<4, AUnaryFunctor::{lambda}>", WorkClass.ELEMENTWISE),
         ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", WorkClass.COLLECTIVES),
+        ("void deep_ep::intranode::dispatch<8, 768, 8192>", WorkClass.COLLECTIVES),
+        ("multimem_all_reduce_kernel<c10::BFloat16, 16>", WorkClass.COLLECTIVES),
         ("Memcpy HtoD (Pinned -> Device)", WorkClass.COPIES),
         ("Memcpy DtoD (Device -> Device)", WorkClass.ELEMENTWISE),
     ],
@@ -99,6 +101,8 @@ def test_names_of_kernels_say_their_class(name, kind):
         ("_allgather_base", "all_gather"),
         ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", "reduce_scatter"),
         ("all_to_allv", "all_to_all"),
+        ("void deep_ep::internode::combine<8>", "all_to_all"),
+        ("userbuffers_fp16_sum_inplace_gpu_rr_rs", "user_buffers"),
         ("ncclDevKernel_SendRecv", "send_recv"),
         ("ncclDevKernel_Generic_4", "collective"),
     ],
@@ -117,6 +121,11 @@ def test_names_of_collectives_are_torchs(name, operation):
             kineto_text([{"ph": "X", "cat": "kernel", "name": "gemm", "dur": 1}]),
             "ts of the event 'gemm' is None, needed are microseconds",
             id="no-time",
+        ),
+        pytest.param(
+            kineto_text([{"ph": "X", "cat": "kernel", "name": "gemm", "ts": 1e300}]),
+            "ts of the event 'gemm' is 1e+300, needed are microseconds",
+            id="endless",
         ),
         pytest.param(kineto_text([]), "no step is in it", id="no-step"),
         pytest.param(
@@ -184,6 +193,20 @@ def test_a_real_profile_of_torch_is_read(tmp_path):
         (WorkClass.OPTIMIZER, Phase.OPTIMIZER),
     }
     assert trace.date >= "2024"
+
+
+def test_threads_and_launches_without_a_number_are_unknown():
+    events = [dict(event) for event in one_step()]
+    for event in events:
+        event["tid"] = {}
+        event["args"] = {"correlation": []}
+
+    assert {work.phase for work in read(kineto_text(events)).steps[0].work} <= {
+        Phase.FORWARD,
+        Phase.BACKWARD,
+        Phase.OPTIMIZER,
+        None,
+    }
 
 
 def test_a_kernel_without_its_launch_has_no_phase():
