@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from parplan.planner.export.exported import Export
 
 TARGET = "Target"
-TARGETS = ("megatron",)
+TARGETS = ("megatron", "torchtitan")
 JOBS = ("slurm", "kubernetes")
 TORCHRUN = "torchrun"
 

@@ -44,9 +44,10 @@ def read(
 ) -> None:
     """Read a launcher's own configuration, and price it.
 
-    FILE is a shell script with arguments of pretrain_gpt.py, or a YAML file with them such as those
-    of Megatron-LM's release tests. It is not run. Arguments that change time or memory and have no
-    price are errors, others are listed. A machine that the file does not state is named by options.
+    FILE is a shell script with arguments of Megatron-LM's pretrain_gpt.py or of torchtitan, or a
+    YAML file such as those of Megatron-LM's release tests. It is not run. Arguments that change
+    time or memory and have no price are errors, others are listed. A machine that the file does not
+    state is named by options.
     """
     from parplan.commands.launcher_plans import launcher_file, launcher_plan
     from parplan.commands.output import deliver, require_output
@@ -58,7 +59,7 @@ def read(
     if read_file is None:
         raise ConfigError(
             f"{file}: it has no arguments of a launcher that is known",
-            hint="give a script that starts pretrain_gpt.py; plan show reads plans",
+            hint="give a script that starts pretrain_gpt.py or torchtitan; plan show reads plans",
         )
     if vocab_size is not None:
         read_file = read_file.with_argument("--vocab-size", f"{vocab_size}")

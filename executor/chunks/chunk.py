@@ -16,6 +16,7 @@ else on the host.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,11 +33,8 @@ from parplan.executor.chunks.chunk_buffers import (
     DeviceLedger,
     host_tensor,
 )
+from parplan.executor.chunks.regions import OwnedPart, Region, own_part
 from parplan.executor.tensors import local, memory_of
-
-# torch 2.13 deprecates the names that 2.9 has
-_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,36 +65,6 @@ class ChunkSetting:
 
     def buffer(self, elements: int, dtype: torch.dtype, byte_class: ByteClass) -> Buffer:
         return Buffer(elements, dtype, self.device, self.ledger, byte_class)
-
-
-@dataclass(frozen=True, slots=True)
-class OwnedPart:
-    """A run of a parameter's elements that a rank owns.
-
-    first  its first element in the parameter
-    count  its length
-    at     its place in the rank's chunk
-    """
-
-    first: int
-    count: int
-    at: int
-
-    def of(self, flat: Tensor) -> Tensor:
-        """Returns the run as a view [count] of `flat`, a state of the rank's chunk."""
-        return flat.narrow(0, self.at, self.count)
-
-
-def own_part(offset: int, num_elements: int, chunk_elements: int, rank: int) -> OwnedPart:
-    """Returns the part of a parameter that data-parallel rank `rank` owns; its `count` may be 0.
-
-    The parameter lies `offset` elements from the beginning of its group.
-    """
-    begin = max(offset, rank * chunk_elements)
-    end = min(offset + num_elements, (rank + 1) * chunk_elements)
-    if begin >= end:
-        return OwnedPart(0, 0, 0)
-    return OwnedPart(begin - offset, end - begin, begin - rank * chunk_elements)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,17 +112,20 @@ class Chunk:
     The update writes `parameters`.
     """
 
-    def __init__(self, home: StateLocation, elements: int, setting: ChunkSetting) -> None:
+    def __init__(
+        self, home: StateLocation, regions: Sequence[Region], setting: ChunkSetting
+    ) -> None:
         self.home = home
-        self.elements = elements
+        self.regions = regions
+        self.elements = elements = sum(region.own for region in regions)
+        self._gathered = sum(region.elements for region in regions)
         self.places: list[ChunkedParameter] = []
         self._setting = setting
         self.chunk_buffer = setting.buffer(elements, setting.compute, ByteClass.CHUNKS)
         several = setting.ranks > 1
         self.group_buffer = self.chunk_buffer
         if several:
-            gathered = elements * setting.ranks
-            self.group_buffer = setting.buffer(gathered, setting.compute, ByteClass.GATHERED)
+            self.group_buffer = setting.buffer(self._gathered, setting.compute, ByteClass.GATHERED)
         if self.on_device:
             self.chunk_buffer.bring(zero=True)
         self._make_gradients(several)
@@ -180,8 +151,8 @@ class Chunk:
         self._one_by_one = setting.single and several and not setting.in_parameters
         self._waiting: list[int] = []
 
-        def buffer(ranks: int = 1) -> Buffer:
-            return setting.buffer(self.elements * ranks, setting.gradient, ByteClass.GRADIENTS)
+        def buffer(elements: int = self.elements) -> Buffer:
+            return setting.buffer(elements, setting.gradient, ByteClass.GRADIENTS)
 
         self._summed: Buffer | None = None
         if self.on_device:
@@ -191,7 +162,7 @@ class Chunk:
         elif self._summed is not None and not several:
             self._fresh = self._summed
         else:
-            self._fresh = buffer(1 if self._one_by_one else setting.ranks)
+            self._fresh = buffer(self.elements if self._one_by_one else self._gathered)
         self._leaving = buffer() if several else self._fresh
         if self._summed is not None and not setting.in_parameters:
             self._summed.bring(zero=True)
@@ -265,12 +236,16 @@ class Chunk:
         if self.home is StateLocation.OPTIMIZER:
             self.chunk_buffer.flat.copy_(self.parameters)
 
+    def region_of(self, offset: int) -> Region:
+        """Returns the region of an element of the gathered group."""
+        return next(each for each in self.regions if offset < each.first + each.elements)
+
     def join(self, place: ChunkedParameter, flat: Tensor) -> Tensor:
         """Joins all ranks' elements of a parameter in `flat`, a state of the chunk. Collective.
 
         With one rank this is a view of `flat`.
         """
-        part, group = place.owned.of(flat), self._setting.group
+        part, group = place.owned.of(flat), self.region_of(place.offset).group
         if group is None:
             return part.view(place.shape)
         whole = torch.zeros(place.shape.numel(), dtype=flat.dtype, device=self._setting.device)
@@ -297,15 +272,11 @@ class Chunk:
             return
         with self._setting.copies.aside() as aside:
             self.chunk_buffer.wait()
-            work = _GATHER(
-                self.group_buffer.flat,
-                self.chunk_buffer.flat,
-                group=self._setting.group,
-                async_op=aside,
-            )
-        if work is not None:
-            self.chunk_buffer.is_over(work.wait)
-            self.group_buffer.is_over(work.wait)
+            works = [
+                region.gather(self.chunk_buffer.flat, self.group_buffer.flat, aside=aside)
+                for region in self.regions
+            ]
+        _wait_for(works, self.chunk_buffer, self.group_buffer)
         counts.gathered_bytes += self.group_buffer.num_bytes
         counts.gathers += 1
 
@@ -364,13 +335,14 @@ class Chunk:
             self._reduce_one_by_one()
             return
         counts = self._setting.copies.counts
-        buffer, reduced = self._reduced_to()
+        buffer, targets = self._reduced_to()
         self._reduces = not self._setting.in_parameters
         with self._setting.copies.aside() as aside:
-            work = _SCATTER(reduced, self._fresh.flat, group=self._setting.group, async_op=aside)
-        if work is not None:
-            self._fresh.is_over(work.wait)
-            buffer.is_over(work.wait)
+            works = [
+                region.reduce(self._fresh.flat, target, aside=aside)
+                for region, target in zip(self.regions, targets, strict=True)
+            ]
+        _wait_for(works, self._fresh, buffer)
         counts.reduced_bytes += self._fresh.num_bytes
         counts.reduces += 1
 
@@ -402,7 +374,8 @@ class Chunk:
     def _fill(self, part: Tensor, waiting: list[ChunkedParameter], owner: int) -> None:
         """Copies into `part` the gradients of the chunk that a rank owns."""
         for place in waiting:
-            owned = own_part(place.offset, place.shape.numel(), self.elements, owner)
+            region = self.region_of(place.offset)
+            owned = own_part(place.offset, place.shape.numel(), region, owner)
             gradient = _gradient(place) if owned.count else None
             if gradient is not None:
                 owned.of(part).copy_(gradient.flatten().narrow(0, owned.first, owned.count))
@@ -420,8 +393,8 @@ class Chunk:
             write(reduced)
             self._has_reduced = True
 
-    def _reduced_to(self) -> tuple[Buffer, Tensor]:
-        """Returns the target of the reduction.
+    def _reduced_to(self) -> tuple[Buffer, list[Tensor]]:
+        """Returns the target of the reduction, and the part of each region there.
 
         Gradients that go to the host have separate memory; else the target is their place in the
         gradients of all ranks.
@@ -429,10 +402,10 @@ class Chunk:
         setting = self._setting
         if not self.on_device:
             self._leaving.bring()
-            return self._leaving, self._leaving.flat
+            return self._leaving, [each.mine(self._leaving.flat) for each in self.regions]
         if setting.in_parameters:
-            return self.chunk_buffer, self.chunk_buffer.flat
-        return self._fresh, self._fresh.flat.narrow(0, setting.rank * self.elements, self.elements)
+            return self.chunk_buffer, [each.mine(self.chunk_buffer.flat) for each in self.regions]
+        return self._fresh, [each.part(self._fresh.flat) for each in self.regions]
 
     def reduced(self) -> None:
         """Ends the reduction.
@@ -443,8 +416,9 @@ class Chunk:
             return
         if self._summed is not None:
             self._fresh.wait()
-            write = self._summed.flat.add_ if self._has_reduced else self._summed.flat.copy_
-            write(self._reduced_to()[1])
+            for region, reduced in zip(self.regions, self._reduced_to()[1], strict=True):
+                summed = region.mine(self._summed.flat)
+                (summed.add_ if self._has_reduced else summed.copy_)(reduced)
             self._has_reduced = True
         self._fresh.free()
         self._written.clear()
@@ -484,6 +458,14 @@ class Chunk:
     def bring_back(self) -> None:
         """Runs RETURN: fetches parameters that the host has updated."""
         self._setting.copies.fetch(self.parameters, self.chunk_buffer)
+
+
+def _wait_for(works: Sequence[dist.Work | None], *buffers: Buffer) -> None:
+    """Makes later work on the buffers wait for collectives that run aside."""
+    aside = [work for work in works if work is not None]
+    if aside:
+        for buffer in buffers:
+            buffer.is_over(lambda: [work.wait() for work in aside])
 
 
 def _gradient(place: ChunkedParameter) -> Tensor | None:

@@ -36,10 +36,11 @@ from parplan.costmodels.chunks.chunk_states import ChunkStates
 from parplan.costmodels.host.state_location import ChunkCommunication, StateLocation
 from parplan.costmodels.layers.chunked_layer import sent_precision
 from parplan.costmodels.schedules.actions import ActionKind
-from parplan.executor.chunks.chunk import Chunk, ChunkedParameter, ChunkSetting, own_part
+from parplan.executor.chunks.chunk import Chunk, ChunkedParameter, ChunkSetting
 from parplan.executor.chunks.chunk_buffers import ChunkCopies, CopyCounts, DeviceLedger
 from parplan.executor.chunks.moment_trace import Mark, MomentTrace
 from parplan.executor.chunks.passes import is_early, issued_early, parts_of_tensors, pass_text
+from parplan.executor.chunks.regions import own_part, regions_of
 from parplan.executor.sharding.place import parameters_summed_over_tp
 from parplan.executor.sharding.zero_units import all_reduce
 from parplan.executor.tensors import DTYPES, local
@@ -64,7 +65,8 @@ class ChunkManager:
     the passes inside `action`, `end_step`, the update of every chunk in `chunks` where its
     `gradient` is (`Chunk`), and `end_update`.
 
-    `group` are the data-parallel ranks, None where there is one. With `whole_names` the names of a
+    `group` are the data-parallel ranks, `experts` the ranks with the same experts where these are
+    divided over ranks, each None where there is one. With `whole_names` the names of a
     block's parameters are those of the whole model, else those inside the block. Raises BudgetError
     where the device would hold more than the schedule says, OrderError where passes run in another
     order, and TransitionError where a pass does not find its parameters.
@@ -76,10 +78,12 @@ class ChunkManager:
         training: TrainingSpec,
         device: torch.device,
         group: dist.ProcessGroup | None = None,
+        experts: dist.ProcessGroup | None = None,
         *,
         whole_names: bool = False,
     ) -> None:
         self.schedule = schedule
+        self._experts = experts
         self._whole_names = whole_names
         self.counts = CopyCounts()
         self.ledger = DeviceLedger(limit_bytes=schedule.device_bytes)
@@ -115,9 +119,9 @@ class ChunkManager:
                 f"chunks are laid out for {group.chunk_layout.ranks} data-parallel ranks, "
                 f"there are {self.setting.ranks}"
             )
+        regions = regions_of(group.chunk_layout, self.setting.group, self._experts)
         return [
-            Chunk(group.home, group.chunk_layout.chunk_elements, self.setting)
-            for _ in range(group.chunk_layout.num_groups)
+            Chunk(group.home, regions, self.setting) for _ in range(group.chunk_layout.num_groups)
         ]
 
     @property
@@ -213,7 +217,7 @@ class ChunkManager:
         name: str,
         summed: set[int],
     ) -> None:
-        block = part[0]
+        block, region = part[0], chunk.region_of(offset)
         old = module.get_parameter(name)
         value = local(old.detach())
         with chunk.group_buffer.viewed(offset, value.shape) as view:
@@ -227,7 +231,7 @@ class ChunkManager:
             parameter=parameter,
             offset=offset,
             shape=value.shape,
-            owned=own_part(offset, value.numel(), chunk.elements, self.setting.rank),
+            owned=own_part(offset, value.numel(), region, region.rank),
             over_tp=id(old) in summed,
         )
         chunk.take(place, value)

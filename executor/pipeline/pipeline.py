@@ -20,6 +20,7 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from parplan.executor.chunks.chunk_manager import ChunkManager
 from parplan.executor.data.seen_images import num_targets
+from parplan.executor.models.expert_exchange import COPIES
 from parplan.executor.pipeline.borders import border_examples
 from parplan.executor.pipeline.loss_scale import LossScale, unscale
 from parplan.executor.pipeline.passage import TARGETS, Inputs
@@ -172,7 +173,9 @@ def _chunk_manager(plan: Plan, ranks: RankPlace) -> ChunkManager:
     """
     group = ranks.dp_mesh.get_group() if plan.mesh.dp > 1 else None
     schedule = rank_chunks_of(plan, ranks.coordinate("pp"))
-    return ChunkManager(schedule, plan.training, ranks.device, group)
+    copies = ranks.expert_mesh[COPIES] if ranks.expert_mesh is not None else None
+    experts = copies.get_group() if copies is not None and copies.size() > 1 else None
+    return ChunkManager(schedule, plan.training, ranks.device, group, experts)
 
 
 def _mean_loss(

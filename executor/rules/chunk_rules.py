@@ -68,9 +68,6 @@ def _unchunkable(plan: Plan) -> str | None:
             f"pipeline: schedule {plan.pipeline.schedule} recomputes blocks in chunks ahead of "
             "their backward passes"
         )
-    for axis, degree in (("ep", plan.mesh.ep), ("etp", plan.mesh.etp)):
-        if plan.model.num_experts and degree > 1:
-            return f"mesh: {axis} {degree} divides the experts of blocks in chunks"
     if plan.module is not None:
         return f"module: {plan.module.text} has its own blocks, with chunks"
     return None

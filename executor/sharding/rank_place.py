@@ -90,11 +90,12 @@ def stage_mesh(mesh: Mesh, device: torch.device, **degrees: int) -> DeviceMesh:
 def expert_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
     """Returns all ranks as those of experts, None where a replica has all experts on one rank.
 
-    Blocks in chunks have none: their experts are in the chunks. Collective.
+    Whole experts in chunks are owned as all else there. Collective.
     """
     mesh = plan.mesh
     alike = mesh.ep == mesh.tp == 1
-    if not plan.model.num_experts or alike or plan.chunks is not None:
+    in_chunks = plan.chunks is not None and mesh.ep == mesh.etp == 1
+    if not plan.model.num_experts or alike or in_chunks:
         return None
     degrees = {COPIES: mesh.expert_replicas, EP: mesh.ep, ETP: mesh.etp}
     return stage_mesh(mesh, device, **degrees)
@@ -211,3 +212,9 @@ class RankPlace:
     def copies_mesh(self, num_ranks: int) -> DeviceMesh | None:
         """Returns the ranks that hold this shard in each copy, if there are several copies."""
         return self.sharded[num_ranks]["copies"] if num_ranks in self.sharded else None
+
+
+def _has_frozen(plan: Plan) -> bool:
+    """Returns whether some parameters of a model are not trained."""
+    tower = plan.model.tower
+    return plan.training.fine_tuning is not None or (tower is not None and tower.fixed_positions)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -69,14 +69,14 @@ class TracedTrainer(Trainer):
         """
         by_copies: dict[int, list[Tensor]] = {}
         in_chunks = self.adam.gradients() if self.adam is not None else {}
+        ranks = self.plan.mesh.ranks_per_stage
         for parameter, gradient in in_chunks.items():
-            copies = num_copies(replace(self.plan.mesh, dp=1), parameter)
+            copies = num_copies(ranks // self.plan.mesh.dp, parameter)
             by_copies.setdefault(copies, []).append(gradient)
         for parameter in self.pipeline.own.values():
             if parameter.grad is not None:
-                by_copies.setdefault(num_copies(self.plan.mesh, parameter), []).append(
-                    local(parameter.grad)
-                )
+                copies = num_copies(ranks, parameter)
+                by_copies.setdefault(copies, []).append(local(parameter.grad))
         return self.shares.sum_norm(squared_norm(by_copies, self.ranks.device))
 
     def _on_host(self) -> tuple[nn.Parameter, ...]:

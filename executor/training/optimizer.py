@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.linalg import vector_norm
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from parplan.costmodels.communication.mesh import Mesh
+from parplan.executor.models.expert_exchange import EP
 from parplan.executor.models.mixture_of_experts import BIASES, Grouped
+from parplan.executor.models.tower_modules import PatchTables
 from parplan.executor.pipeline.loss_scale import LossScale
 from parplan.executor.pipeline.stages import Stage
 from parplan.executor.run_options import LearningRateSchedule, Options
@@ -40,7 +41,7 @@ CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grads_with_norm_ adds it to the norm
 class Layout:
     """The tensors that an optimizer does not treat as one matrix of a block.
 
-    tables    matrices of embedding and head
+    tables    matrices of embedding and head, and positions of patches
     stacked   number of matrices that lie one under the other in a tensor
     """
 
@@ -60,7 +61,8 @@ def layout_of(*bodies: nn.Module) -> Layout:
             for body in bodies
             for name, parameter in body.named_parameters()
             if name.split(".")[0] in ENDS and parameter.ndim > 1
-        ),
+        )
+        | {each.weight for each in modules if isinstance(each, PatchTables) and each.has_positions},
         stacked={each.weight: each.num_experts for each in modules if isinstance(each, Grouped)},
     )
 
@@ -156,6 +158,11 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, options: Options, step: 
         group["lr"] = learning_rate(options, step)
 
 
+def _is_divided(parameter: nn.Parameter) -> bool:
+    """Return True for experts that ranks divide, each element of which has one owner in chunks."""
+    return isinstance(parameter, DTensor) and EP in (parameter.device_mesh.mesh_dim_names or ())
+
+
 @torch.no_grad()
 def own_squared_norm(
     plan: Plan,
@@ -171,15 +178,15 @@ def own_squared_norm(
     rank's chunks, which no other data-parallel rank has; they are still multiplied by `scale`.
     """
     by_copies: dict[int, list[Tensor]] = {}
-    owned = in_chunks or {}
+    owned, ranks = in_chunks or {}, plan.mesh.ranks_per_stage
     # The order is that of a plan without chunks, so that the sum is the same.
     for parameter in _counted(plan, stages):
         if parameter in owned:
-            by_copies.setdefault(num_copies(replace(plan.mesh, dp=1), parameter), []).append(
-                _unscaled(owned[parameter], scale)
-            )
+            of_replica = ranks // plan.mesh.dp
+            copies = 1 if _is_divided(parameter) else num_copies(of_replica, parameter)
+            by_copies.setdefault(copies, []).append(_unscaled(owned[parameter], scale))
         elif parameter.grad is not None:
-            by_copies.setdefault(num_copies(plan.mesh, parameter), []).append(local(parameter.grad))
+            by_copies.setdefault(num_copies(ranks, parameter), []).append(local(parameter.grad))
     return squared_norm(by_copies, device)
 
 
@@ -241,10 +248,10 @@ def _counted(plan: Plan, stages: Sequence[Stage]) -> Iterator[nn.Parameter]:
     return (parameter for parameter in parameters if not any(parameter is copy for copy in copies))
 
 
-def num_copies(mesh: Mesh, parameter: nn.Parameter) -> int:
-    """Return the number of ranks of a stage that hold the same part of `parameter`."""
+def num_copies(ranks: int, parameter: nn.Parameter) -> int:
+    """Return how many of the `ranks` of a stage hold the same part of `parameter`."""
     parts = 1
     if isinstance(parameter, DTensor):
         placed = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
         parts = math.prod(size for placement, size in placed if not placement.is_replicate())
-    return mesh.ranks_per_stage // parts
+    return ranks // parts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import cycle
 
 from parplan.costmodels.communication.mesh import illegal_expert_parallel
 from parplan.costmodels.host.offload import Offload
@@ -106,10 +107,15 @@ def by_module(strategy: Strategy, modules: tuple[str, ...], price_cache: PriceCa
 
 def _levels(settings: Settings) -> Iterator[tuple[Recompute, ...]]:
     """Yields the recompute levels of the blocks of each virtual stage."""
+    in_turn: tuple[Recompute, ...] = (settings.recompute,)
+    if settings.recompute is Recompute.SELECTIVE and settings.full_in_turn:
+        in_turn = (Recompute.SELECTIVE, Recompute.FULL)
+    levels = cycle(in_turn)
     for count in settings.blocks:
         first = count if settings.recompute_blocks is None else settings.recompute_blocks
         first = min(first, count)
-        yield (settings.recompute,) * first + (Recompute.NONE,) * (count - first)
+        chosen = tuple(next(levels) for _ in range(first))
+        yield chosen + (Recompute.NONE,) * (count - first)
 
 
 def _require_legal(

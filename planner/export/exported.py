@@ -20,7 +20,7 @@ from parplan.planner.export.configured import (
     strategy_of_settings,
 )
 from parplan.planner.export.head import head_lines
-from parplan.planner.export.launcher import RecomputeChoice, Sheet, Target
+from parplan.planner.export.launcher import Sheet, Target
 from parplan.planner.export.losses import LostPart, losses
 from parplan.planner.export.settings import Settings, settings_of
 from parplan.planner.infeasible.shortfall import limit_bytes
@@ -145,16 +145,9 @@ def _candidates(plan: Plan, own: Priced, usual: Settings, target: Target) -> Ite
     exact = len(zeros) == 1 and zeros <= set(target.zeros)
     recomputes = tuple(target.recomputes(plan))
     alike = len(usual.blocks) == len(own.strategy.stages)
-    same = tuple(
-        each for each in recomputes if alike and _is_same(own, _with_recompute(usual, each))
-    )
+    same = tuple(each for each in recomputes if alike and _is_same(own, replace(usual, **each)))
     for zero, chosen in product(zeros if exact else target.zeros, same[:1] or recomputes):
-        yield _with_recompute(replace(usual, zero=zero), chosen)
-
-
-def _with_recompute(settings: Settings, chosen: RecomputeChoice) -> Settings:
-    level, modules, blocks = chosen
-    return replace(settings, recompute=level, recompute_modules=modules, recompute_blocks=blocks)
+        yield replace(usual, zero=zero, **chosen)
 
 
 def _is_same(own: Priced, settings: Settings) -> bool:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from parplan.costmodels.layers.recompute import Recompute
-from parplan.planner.export.arguments import Argument, Given
+from parplan.planner.export.arguments import Argument, Facts, Given
 from parplan.planner.export.settings import Settings
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.spec import ModelSpec
 
-RecomputeChoice = tuple[Recompute, tuple[str, ...] | None, int | None]  # as in `Settings`
+RecomputeChoice = Facts  # the fields of `Settings` that say it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.planner.export.arguments import Given, read_arguments, written
+from parplan.planner.export.arguments import Facts, Given, read_arguments, written
 from parplan.planner.export.jobs import hosts_of
 from parplan.planner.export.launcher import RecomputeChoice, Sheet, Target
 from parplan.planner.export.megatron_arguments import (
@@ -57,12 +57,13 @@ def recomputes(plan: Plan) -> Iterator[RecomputeChoice]:
     )
     if model.latent and model.num_experts:
         modules = (*modules, ("mla_up_proj", "layernorm", "moe_act"))
-    yield Recompute.NONE, DEFAULT_MODULES, None
+    usual: Facts = {"recompute_modules": DEFAULT_MODULES, "recompute_blocks": None}
+    yield usual | {"recompute": Recompute.NONE}
     for chosen in modules:
-        yield Recompute.SELECTIVE, chosen, None
+        yield usual | {"recompute": Recompute.SELECTIVE, "recompute_modules": chosen}
     for count in range(1, max(stage_blocks(plan))):
-        yield Recompute.FULL, DEFAULT_MODULES, count
-    yield Recompute.FULL, DEFAULT_MODULES, None
+        yield usual | {"recompute": Recompute.FULL, "recompute_blocks": count}
+    yield usual | {"recompute": Recompute.FULL}
 
 
 def arguments(text: str, file: str) -> tuple[Given, ...]:

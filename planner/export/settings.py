@@ -33,6 +33,9 @@ class Settings:
     recompute_modules  modules that run again at the selective level, as Megatron-Core names them;
                        None: the operators that the planner calls selective
     recompute_blocks   the first blocks of each virtual stage that recompute; None for all of them
+    full_in_turn       every second block of those that recompute selectively recomputes all, which
+                       is about what torchtitan's selective recompute costs (planner/validation/
+                       frameworks.py)
     states_on_host     the host holds parameters, gradients and optimizer states of all layers
     overlap            gradients are reduced, and parameters gathered, under compute
     tp_overlap         products hide the collectives of sequence parallelism
@@ -62,6 +65,7 @@ class Settings:
     recompute: Recompute = Recompute.NONE
     recompute_modules: tuple[str, ...] | None = None
     recompute_blocks: int | None = None
+    full_in_turn: bool = False
     states_on_host: bool = False
     precision: Precision = Precision.FP32
     gradient_precision: Precision = Precision.FP32
@@ -90,6 +94,16 @@ class Settings:
     @property
     def num_stages(self) -> int:
         return self.pp * self.virtual_stages
+
+    @property
+    def accumulates(self) -> int:
+        """Micro-batches that run one after the other without a pipeline; 1 with one."""
+        return 1 if self.pp > 1 else self.num_micro_batches
+
+    @property
+    def local_batch_size(self) -> int:
+        """Sequences of a data-parallel rank that one pass through the pipeline takes."""
+        return self.micro_batch_size * self.num_micro_batches // self.accumulates
 
     @property
     def shorter_ends(self) -> tuple[int, int] | None:

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 from parplan.planner.export.launcher import Target
 from parplan.planner.export.megatron import MEGATRON
+from parplan.planner.export.torchtitan import TORCHTITAN
 from parplan.profiles.errors import unknown_name_error
 
-TARGETS: Mapping[str, Target] = {target.name: target for target in (MEGATRON,)}
+TARGETS: Mapping[str, Target] = {target.name: target for target in (MEGATRON, TORCHTITAN)}
 
 
 def target_named(name: str) -> Target:

@@ -49,6 +49,8 @@ QUICK = (
     "plan estimate --model llama3-70b --gpus 128 --gpu h100-80gb --tp 4 --pp 8 --virtual-stages 5 --zero 1 --sequence-parallel -o plan.yaml",
     "plan export plan.yaml --to megatron",
     "plan export plan.yaml --to megatron --launch slurm -o run/",
+    "plan estimate --model llama3-8b --gpus 64 --gpu h100-80gb --zero 3 --recompute full --stack torchtitan -o plan.yaml",
+    "plan export plan.yaml --to torchtitan",
     "plan read train.sh --gpu h100-80gb -o plan.yaml",
     "plan calibrate run.json -o mycpu.yaml",
     "plan estimate --model gpt-2.5b --gpus 8 --gpu a100-80gb --stack megatron-core --tp 2 --sequence-parallel --micro-batch-size 2 -o there.yaml",
@@ -70,7 +72,8 @@ SLOW = (
     "plan --model llama3-8b --gpus 8 --gpu h100-80gb --seq-length 4096 --global-batch-size 64 --lora-rank 16 --lora-targets qkv,proj",
     "plan check plan.yaml",
 )
-EXPORTED = "--virtual-stages 5"  # in the command whose plan is exported
+# by target, a part of the command whose plan is exported to it
+EXPORTED = {"megatron": "--virtual-stages 5", "torchtitan": "--stack torchtitan -o"}
 ENOUGH_S = 300.0  # no search for what would fit is cut off
 MINUTES = "takes minutes"
 PLACEHOLDER = "names a file or a module of the reader's"
@@ -174,7 +177,8 @@ def _give_files(command: str, folder: Path) -> None:
             "plan.yaml",
         ]
         if command.startswith("plan export"):
-            words = next(one.words for one in DOCUMENTED.values() if EXPORTED in one.command)
+            of = next(mark for target, mark in EXPORTED.items() if target in command)
+            words = next(one.words for one in DOCUMENTED.values() if of in one.command)
         made = CliRunner().invoke(cli.main, words[1:])
         assert made.exit_code == 0, made.output
     if "allreduce_bandwidth" in command:

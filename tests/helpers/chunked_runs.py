@@ -46,6 +46,8 @@ def chunked_plan(
     pp: int = 1,
     dp: int = 1,
     tp: int = 1,
+    ep: int = 1,
+    etp: int = 1,
     sp: bool = False,
     num_micro_batches: int = 1,
     schedule: Schedule = Schedule.ONE_F_ONE_B,
@@ -58,7 +60,7 @@ def chunked_plan(
 ) -> Plan:
     """A plan of a tiny model; without a request the same plan without chunks."""
     layout = ParallelLayout(
-        mesh=Mesh(pp=pp, dp=dp, tp=tp),
+        mesh=Mesh(pp=pp, dp=dp, tp=tp, ep=ep, etp=etp),
         schedule=schedule,
         virtual_stages=virtual_stages,
         micro_batch_size=batch // num_micro_batches // dp,

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from parplan.executor.chunks.chunk import OwnedPart, own_part
+from parplan.executor.chunks.regions import OwnedPart, Region, own_part
 from parplan.executor.sharding.tensor_boxes import Box, Boxes, boxes_of
 
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
@@ -58,11 +58,19 @@ def test_boxes_have_the_elements_of_the_run_in_order(shape, data):
     assert torch.cat([part.flatten() for part in actual]).tolist() == list(range(first, last))
 
 
+class Ranks:
+    """A group of as many ranks."""
+
+    def __init__(self, number: int) -> None:
+        self.size = lambda: number
+
+
 @settings(max_examples=50)
 @given(st.integers(0, 30), st.integers(1, 30), st.integers(1, 20))
 def test_the_ranks_parts_of_a_parameter_are_all_of_it(offset, elements, chunk_elements):
     ranks = -(-(offset + elements) // chunk_elements)
-    parts = [own_part(offset, elements, chunk_elements, rank) for rank in range(ranks)]
+    region = Region(first=3, elements=ranks * chunk_elements, at=0, group=Ranks(ranks))
+    parts = [own_part(3 + offset, elements, region, rank) for rank in range(ranks)]
 
     owned = [
         (rank * chunk_elements + part.at + i, part.first + i)
@@ -70,7 +78,7 @@ def test_the_ranks_parts_of_a_parameter_are_all_of_it(offset, elements, chunk_el
         for i in range(part.count)
     ]
     assert owned == [(offset + element, element) for element in range(elements)]
-    assert own_part(0, 4, 4, 1) == OwnedPart(0, 0, 0)
+    assert own_part(offset, elements, region, ranks) == OwnedPart(0, 0, 0)
 
 
 def parts_of(shape: tuple[int, ...], *borders: int) -> list[Boxes]:

@@ -11,11 +11,13 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.planner.export.exported import export_plan
 from parplan.planner.export.targets import TARGETS, target_named
+from parplan.planner.export.torchtitan_arguments import generated_blocks
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.stack import ContextForm
 from tests.helpers.laid_out_plans import laid_out
 
+TITAN = {"stack": "torchtitan"}
 EXACT = 1e-9  # share of a step
 
 
@@ -72,6 +74,47 @@ def test_megatron_says_all_of_such_a_plan(plan):
     assert one.configured.peak_bytes == pytest.approx(one.plan.peak_bytes, rel=EXACT)
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(lambda: laid_out("llama3-8b", dp=4, zero=3, **TITAN), id="fsdp"),
+        pytest.param(lambda: laid_out("llama3-8b", dp=4, zero_ranks=2, zero=2, **TITAN), id="two"),
+        pytest.param(
+            lambda: laid_out("llama3-8b", pp=4, tp=2, dp=2, virtual_stages=4, zero=0, **TITAN),
+            id="interleaved",
+        ),
+        pytest.param(
+            lambda: laid_out(
+                "llama3-8b", pp=2, dp=2, virtual_stages=2, schedule=Schedule.ZBV, zero=2, **TITAN
+            ),
+            id="zero-bubble",
+        ),
+        pytest.param(
+            lambda: laid_out(
+                "qwen3-30b-a3b", dp=8, ep=8, zero=3, recompute=Recompute.FULL, **TITAN
+            ),
+            id="experts",
+        ),
+    ],
+)
+def test_torchtitan_says_all_of_such_a_plan(plan):
+    one = exported(plan(), "torchtitan")
+
+    assert one.losses == ()
+    assert one.configured.price.step_s == pytest.approx(one.plan.price.step_s, rel=EXACT)
+
+
+def test_a_model_without_a_configuration_in_torchtitan_is_refused():
+    with pytest.raises(ConfigError, match="no configuration of gpt-2"):
+        exported(laid_out(dp=2), "torchtitan")
+
+
+def test_the_stages_of_torchtitan_are_dealt_as_it_deals_them():
+    assert generated_blocks(4, 32, 1, 1) == (8, 9, 8, 7)
+    assert generated_blocks(1, 32, 1, 1) == (32,)
+    assert generated_blocks(32, 32, 2, 0) is None
+
+
 def mixed_zero(plan: Plan) -> Plan:
     """The plan with another ZeRO stage on the first of its blocks."""
     (name,) = (name for name, each in plan.layer_plans.items() if each.layer == "block")
@@ -124,6 +167,10 @@ def test_the_command_offers_every_target():
     assert tuple(JOBS) == OFFERED_JOBS
 
 
+# by target: a model that it has, and unequal stages of it
+MODELS = {"megatron": ("gpt-2.5b", (26, 28)), "torchtitan": ("llama3-8b", (15, 17))}
+
+
 def many_plans():
     """Every kind of schedule, recompute, ZeRO stage and mesh, as far as they go together."""
     meshes = (
@@ -131,7 +178,7 @@ def many_plans():
         {"pp": 4, "dp": 2},
         {"pp": 2, "dp": 2, "tp": 2, "virtual_stages": 2},
         {"dp": 2, "cp": 2, "tp": 2, "context_form": ContextForm.RING},
-        {"pp": 2, "dp": 2, "blocks": (26, 28)},
+        {"pp": 2, "dp": 2, "unequal": True},
     )
     yield from (
         {"zero": zero, "recompute": level, **mesh}
@@ -146,4 +193,7 @@ def many_plans():
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("layout", tuple(many_plans()), ids=str)
 def test_the_round_trip_is_exact_or_its_loss_is_the_difference(layout, target):
-    require_consistent(exported(laid_out(**layout), target))
+    model, blocks = MODELS[target]
+    plain = {name: value for name, value in layout.items() if name != "unequal"}
+    plan = laid_out(model, blocks=blocks if "unequal" in layout else None, **plain)
+    require_consistent(exported(plan, target))
