@@ -1,4 +1,4 @@
-"""Growth of a search: CPU-seconds, peak memory and candidates against GPUs, layers and classes.
+"""Growth of a search: CPU-seconds, peak memory and candidates against GPUs, layers and experts.
 
     python -m benchmarks.search.growth                              # a table, half an hour
     python -m benchmarks.search.growth --sweep layers --points 16,64 --repeat 1
@@ -126,10 +126,20 @@ def more_classes(num_classes: int, folder: Path) -> list[str]:
     ]
 
 
+# mixtures of experts by billions of parameters, which hardly fit 64 GPUs, or only with the hosts
+EXPERTS = {109: "llama4-scout", 236: "deepseek-v2", 400: "llama4-maverick", 671: "deepseek-v3"}
+
+
+def more_experts(billions: int, folder: Path) -> list[str]:
+    """Returns a mixture of experts of so many billions of parameters on 64 GPUs."""
+    return ["--model", EXPERTS[billions], "--gpu", "h100-80gb", "--gpus", "64"]
+
+
 SWEEPS = (
     Sweep("gpus", (64, 256, 1024, 4096, 16384), more_gpus),
     Sweep("layers", (16, 32, 64, 128, 256), more_layers),
     Sweep("classes", (1, 2, 3, 4, 5, 6), more_classes),
+    Sweep("experts", tuple(EXPERTS), more_experts),
 )
 
 

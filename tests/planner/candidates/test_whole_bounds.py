@@ -57,7 +57,9 @@ def test_no_plan_of_a_layout_is_below_its_bounds(model, limit_mib):
         best_s = outcome.solved[0].value
         assert whole.may_fit(layout, session.limit_bytes)
         assert whole.passes_s(layout) <= best_s * (1 + 1e-9)
-        assert whole.within_s(layout, session.limit_bytes) <= best_s * (1 + 1e-9)
+        for hidden in (True, False):
+            least_s = whole.within_s(layout, session.limit_bytes, hidden=hidden)
+            assert least_s <= best_s * (1 + 1e-9)
     assert found or limit_mib == 900
 
 
