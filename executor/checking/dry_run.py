@@ -24,7 +24,7 @@ from parplan.costmodels.usage.rank_traffic import EXPERT_COPIES, EXPERT_PARALLEL
 from parplan.costmodels.usage.rank_usage import RankUse
 from parplan.executor.checking.lone_rank import alone
 from parplan.executor.checking.observed_rank import HOST, OTHER, Observed
-from parplan.executor.data.seen_images import IMAGE_PLACES, PIXELS
+from parplan.executor.data.seen_images import IMAGE_PLACES, PIXELS, pixel_shape
 from parplan.executor.memory.host_copies import HostCopies
 from parplan.executor.models.expert_exchange import COPIES, EP, ETP
 from parplan.executor.models.loss import Loss
@@ -200,7 +200,7 @@ def _images(plan: Plan, sequences: int) -> dict[str, Tensor]:
     """Return the images of sequences, whose pixels are on the host until a pass reads them."""
     tower = plan.model.tower
     assert tower is not None, "the model has a tower"
-    pixels = torch.empty(sequences, tower.images, tower.patches, tower.patch_features)
+    pixels = torch.empty(sequences, tower.images, *pixel_shape(tower))
     return {PIXELS: pixels, IMAGE_PLACES: torch.zeros(sequences, tower.images, dtype=torch.int64)}
 
 

@@ -41,7 +41,13 @@ from parplan.executor.data.seen_images import (
 from parplan.executor.models.attention_modules import document_lengths
 from parplan.executor.models.eight_bits import round_to_8_bits
 from parplan.executor.models.loss import FURTHER_WEIGHT, TOKEN_DIMS
-from parplan.executor.models.transformer_layers import Patches, Projector, build_layer
+from parplan.executor.models.transformer_layers import (
+    AttendedNorm,
+    AttendingBlock,
+    Patches,
+    Projector,
+    build_layer,
+)
 from parplan.executor.pipeline.passage import layer_name
 from parplan.executor.run_options import Options
 from parplan.executor.tensors import begin_fork, forget_meshes
@@ -293,7 +299,7 @@ def forward(
     layers: nn.ModuleDict, ids: Tensor, *of_head: Tensor, images: Mapping[str, Tensor] | None = None
 ) -> Tensor:
     """Return the logits of token ids; `of_head` are further inputs of the head."""
-    x = embedded = ids
+    x = embedded = states = ids
     for name, layer in layers.items():
         if isinstance(layer, Patches):
             assert images is not None, "a model with a tower reads images"
@@ -301,6 +307,10 @@ def forward(
         elif isinstance(layer, Projector):
             assert images is not None, "a model with a tower reads images"
             x = layer(x, embedded, images[IMAGE_PLACES])
+        elif isinstance(layer, AttendedNorm):
+            states, x = layer(x), embedded
+        elif isinstance(layer, AttendingBlock):
+            x = layer(x, states)
         else:
             x = layer(x, *(of_head if name == LayerKind.HEAD else ()))
     return x

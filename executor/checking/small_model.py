@@ -13,7 +13,7 @@ from dataclasses import replace
 from parplan.profiles.models.blocks import BlockRun, DeltaRule, LatentAttention, StateSpace
 from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.spec import ModelSpec
-from parplan.profiles.models.towers import Tower
+from parplan.profiles.models.towers import CONVOLVED, Tower
 
 SEQ_LENGTH = 16
 HEADS = 4
@@ -85,11 +85,10 @@ def _tower(tower: Tower, kept: Sequence[int], width: int) -> Tower:
     """Return the small tower, which ends in `width` features."""
     blocks = [block - 1 for block in kept if 0 < block <= tower.num_layers]
     kinds = [tower.block_kinds[block] for block in blocks]
-    *products, last = tower.projector
-    return replace(
+    small = replace(
         tower,
         num_layers=len(blocks),
-        hidden_size=HEADS * HEAD_DIM,
+        hidden_size=width if tower.attended else HEADS * HEAD_DIM,
         num_heads=HEADS,
         ffn_hidden_size=FFN,
         patches=PATCHES if tower.merged > 1 else PATCHES // MERGED,
@@ -99,11 +98,12 @@ def _tower(tower: Tower, kept: Sequence[int], width: int) -> Tower:
         blocks=tuple(
             replace(kind, num_blocks=1, window=min(kind.window, MERGED)) for kind in kinds
         ),
-        projector=(
-            *(replace(each, width=FFN) for each in products),
-            replace(last, width=width),
-        ),
+        projector=tuple(replace(each, width=FFN) for each in tower.projector[:-1])
+        + tuple(replace(each, width=width) for each in tower.projector[-1:]),
     )
+    if not tower.frame_features:
+        return small
+    return replace(small, frame_features=PATCH_FEATURES, patch_features=CONVOLVED * width)
 
 
 def small_tuning(tuning: FineTuning | None, kept: Sequence[int]) -> FineTuning | None:

@@ -48,12 +48,19 @@ def synthetic_images(plan: Plan, dp_rank: int, seed: int) -> Images:
     assert tower is not None, "the model has a tower"
 
     def pixels(index: int) -> Tensor:
-        shape = (tower.images, tower.patches, tower.patch_features)
+        shape = (tower.images, *pixel_shape(tower))
         return torch.empty(shape).normal_(generator=_generator(seed, index, _PIXELS))
 
     of_pixels = sequences_of(plan, dp_rank, pixels)
     places = synthetic_places(plan, dp_rank, seed)
     return lambda step: {PIXELS: of_pixels(step), IMAGE_PLACES: places(step)}
+
+
+def pixel_shape(tower: Tower) -> tuple[int, int]:
+    """Returns the patches of an image and the numbers of each; of sound the frames."""
+    if tower.frame_features:
+        return 2 * tower.patches, tower.frame_features
+    return tower.patches, tower.patch_features
 
 
 def synthetic_places(plan: Plan, dp_rank: int, seed: int) -> Callable[[int], Tensor]:

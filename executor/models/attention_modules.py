@@ -326,6 +326,25 @@ class SelfAttention(nn.Module):
         return unread if places is None else unread | (distance > since)
 
 
+class CrossAttention(SelfAttention):
+    """Attention of the tokens of the text to those of a tower, of the heads on this rank."""
+
+    def __init__(self, model: ModelSpec, kernel: AttentionKernel) -> None:
+        super().__init__(model, kernel, causal=False)
+
+    def forward(self, *read: Tensor) -> Tensor:
+        """Returns [batch, sequence, features] of queries, and of keys and values of the tower."""
+        run = self._flash if self.kernel is AttentionKernel.FLASH else self._unfused
+        return run(*self.split(*read), None).transpose(1, 2).flatten(2)
+
+    def _of_heads(self, first: Tensor, second: Tensor | None = None) -> tuple[Tensor, ...]:
+        assert second is not None, "keys and values are of another tensor"
+        query = first.unflatten(-1, (-1, self.model.head_dim)).transpose(1, 2)
+        both = second.unflatten(-1, (-1, 2, self.model.head_dim))
+        key, value = both.transpose(1, 2).unbind(3)
+        return query, key, value
+
+
 def document_lengths(places: Tensor) -> tuple[tuple[int, ...], ...]:
     """Returns the lengths of the documents of each sequence, whose first tokens have place 0."""
     length = places.shape[1]

@@ -39,6 +39,26 @@ class Linear(nn.Linear):
         return functional.linear(x, local(self.weight), bias)
 
 
+class PartlyBiased(Linear):
+    """A product of queries, keys and values, or of keys and values, whose keys have no bias.
+
+    Its features are those of heads by groups of keys, as those of attention are.
+    """
+
+    def __init__(self, contracted: int, features: int, biased: int, head_dim: int) -> None:
+        super().__init__(contracted, features, bias=False)
+        self.bias = nn.Parameter(torch.empty(biased))
+        self.head_dim = head_dim
+        groups = (features - biased) // head_dim
+        self.before = features // head_dim // groups - 2  # heads of a group before its key
+
+    def forward(self, x: Tensor) -> Tensor:
+        each = local(self.bias).unflatten(0, (-1, self.before + 1, self.head_dim))
+        of_keys = torch.zeros_like(each[:, :1])
+        bias = torch.cat((each[:, : self.before], of_keys, each[:, self.before :]), dim=1)
+        return functional.linear(x, local(self.weight), bias.flatten())
+
+
 class LayerNorm(nn.LayerNorm):
     on_shards = True
 

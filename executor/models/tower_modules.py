@@ -15,8 +15,12 @@ from parplan.executor.models.attention_modules import Rotary
 from parplan.executor.models.operators import PLAIN_ACTIVATIONS
 from parplan.executor.tensors import local
 from parplan.profiles.models.functions import Activations
+from parplan.profiles.models.operator_graph import Operator
 from parplan.profiles.models.spec import ModelSpec
-from parplan.profiles.models.towers import Tower, sides
+from parplan.profiles.models.towers import CONVOLVED, Tower, sides
+
+HEARD = {"frames": 1, "patches": 2}  # convolutions of sound, with their steps
+LONGEST_WAVE = 10000.0  # of fixed positions, in tokens over 2 pi
 
 
 def patch_places(tower: Tower, device: torch.device | None = None) -> Tensor:
@@ -36,6 +40,39 @@ def token_order(tower: Tower, device: torch.device) -> Tensor:
     down, across = sides(tower.merged)
     row, column = patch_places(tower, device)[:: tower.merged].unbind(-1)
     return row // down * (tower.grid[1] // across) + column // across
+
+
+class Heard(nn.Module):
+    """A convolution over neighbouring frames, the first and the last beside a frame of zeros.
+
+    step              frames between two outputs
+    shared_inputs     the frames, of which each rank reads all
+    ranks_of_tokens   this rank and their number, where tensor-parallel ranks divide the outputs
+    """
+
+    on_shards = True
+    shared_inputs = {0: 1}  # noqa: RUF012
+    ranks_of_tokens: tuple[int, int] | None = None
+
+    def __init__(self, operator: Operator, step: int) -> None:
+        super().__init__()
+        self.step = step
+        for parameter in operator.parameters:
+            empty = nn.Parameter(torch.empty(parameter.shape))
+            self.register_parameter(parameter.name, empty)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = local(self.weight).unflatten(1, (-1, CONVOLVED))
+        padding = CONVOLVED // 2
+        if self.ranks_of_tokens is not None:
+            rank, ranks = self.ranks_of_tokens
+            outputs = x.shape[1] // self.step // ranks
+            x = functional.pad(x, (0, 0, padding, padding))[:, rank * outputs * self.step :]
+            x, padding = x[:, : (outputs - 1) * self.step + CONVOLVED], 0
+        out = functional.conv1d(
+            x.transpose(1, 2), weight, local(self.bias), stride=self.step, padding=padding
+        )
+        return out.transpose(1, 2).contiguous()
 
 
 class PatchRotary(Rotary):
@@ -80,14 +117,26 @@ class PatchTables(nn.Module):
         super().__init__()
         if tower.class_token:
             self.class_token = nn.Parameter(torch.empty(tower.hidden_size))
+        self.has_positions = tower.position_table
+        self.fixed = tower.fixed_positions
         if tower.position_table:
             self.weight = nn.Parameter(torch.empty(tower.tokens, tower.hidden_size))
+
+    @torch.no_grad()
+    def fill_fixed(self) -> None:
+        """Fills positions that are not trained with sines and cosines (Whisper)."""
+        if not self.fixed:
+            return
+        tokens, features = self.weight.shape
+        exponents = torch.arange(features // 2) / max(1, features // 2 - 1)
+        angles = torch.outer(torch.arange(tokens), LONGEST_WAVE**-exponents)
+        self.weight.copy_(torch.cat((angles.sin(), angles.cos()), dim=1))
 
     def forward(self, x: Tensor) -> Tensor:
         if hasattr(self, "class_token"):
             token = local(self.class_token).to(x.dtype).expand(len(x), 1, -1)
             x = torch.cat((x, token), dim=1)
-        if not hasattr(self, "weight"):
+        if not self.has_positions:
             return x
         rank, _ = self.ranks_of_tokens or (0, 1)
         return x + local(self.weight)[rank * x.shape[1] :][: x.shape[1]]

@@ -18,6 +18,7 @@ from parplan.executor.context.context_attention import Context
 from parplan.executor.models.adapters import SUM, A, AdapterSum, cast_parameters, freeze
 from parplan.executor.models.attention_modules import (
     AttentionGate,
+    CrossAttention,
     LatentRotary,
     QueryKeyNorm,
     Rotary,
@@ -48,6 +49,7 @@ from parplan.executor.models.operators import (
     LayerNorm,
     LearnedPositions,
     Linear,
+    PartlyBiased,
     Residual,
     RMSNorm,
     SharedTokens,
@@ -62,6 +64,8 @@ from parplan.executor.models.state_space_modules import (
     state_space_convolution,
 )
 from parplan.executor.models.tower_modules import (
+    HEARD,
+    Heard,
     ImageTokens,
     JoinedPatches,
     PatchRotary,
@@ -78,6 +82,7 @@ from parplan.profiles.models.operator_graph import (
     Operator,
     OperatorKind,
 )
+from parplan.profiles.models.parts.cross_attention import ATTENDED
 from parplan.profiles.models.parts.multi_token import MODULE
 from parplan.profiles.models.parts.tower import as_model
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
@@ -103,9 +108,11 @@ class Blueprint:
     tower: Tower | None = None
 
 
-def _linear(operator: Operator) -> nn.Module:
+def _linear(operator: Operator, head_dim: int = 1) -> nn.Module:
     weight, *bias = operator.parameters
     features, contracted = weight.shape
+    if bias and bias[0].shape[0] < features:
+        return PartlyBiased(contracted, features, bias[0].shape[0], head_dim)
     kind = EightBitLinear if weight.quantised else Linear
     return kind(contracted, features, bias=bool(bias))
 
@@ -133,7 +140,7 @@ def _attention(of: Blueprint) -> nn.Module:
 
 
 _BY_KIND: dict[OperatorKind, Callable[[Blueprint], nn.Module]] = {
-    OperatorKind.MATMUL: lambda of: _linear(of.operator),
+    OperatorKind.MATMUL: lambda of: _linear(of.operator, of.model.head_dim),
     OperatorKind.NORM: _norm,
     OperatorKind.EMBEDDING: _tokens,
     OperatorKind.ATTENTION: _attention,
@@ -149,6 +156,8 @@ _BY_NAME: dict[str, Callable[[Blueprint], nn.Module]] = {
     "residual2": lambda of: Residual(of.model),
     "shared_gated": lambda _: Gated(),
     "expert_sum": lambda _: Sum(),
+    "cross_attention": lambda of: CrossAttention(of.model, of.training.attention),
+    "cross_residual": lambda of: Residual(of.model),
     "attention_gate": lambda of: AttentionGate(of.model),
     "joined": lambda _: Joined(),
     "logit_cap": lambda of: SoftCap(of.model.logit_soft_cap),
@@ -157,6 +166,10 @@ _OF_TOWER: dict[str, Callable[[ModelSpec, Tower], nn.Module]] = {
     "rotary": PatchRotary,
     "positions": lambda _, tower: PatchTables(tower),
     "joined": lambda _, tower: JoinedPatches(tower),
+    "frames_activation": lambda _, tower: ProjectorActivation(tower.functions.projector_activation),
+    "patches_activation": lambda _, tower: ProjectorActivation(
+        tower.functions.projector_activation
+    ),
     "image_tokens": lambda _, tower: ImageTokens(tower),
 }
 
@@ -182,6 +195,8 @@ def module_of(of: Blueprint) -> nn.Module:
     operator = of.operator
     if of.tower is not None and operator.name in _OF_TOWER:
         return _OF_TOWER[operator.name](of.model, of.tower)
+    if of.tower is not None and of.tower.frame_features and operator.name in HEARD:
+        return Heard(operator, step=HEARD[operator.name])
     if of.tower is not None and operator.name.startswith("projection") and not operator.parameters:
         return ProjectorActivation(of.tower.functions.projector_activation)
     if of.tower is None and operator.name in (of_mixer := _BY_MIXER.get(of.block.mixer, {})):
@@ -333,6 +348,18 @@ class Block(Layer):
         """Returns the number of the last step of an operator and its adapter."""
         names = (name, name + SUM)
         return max(at for at, step in enumerate(self.calls) if step.module in names)
+
+
+class AttendingBlock(Block):
+    """A block that attends to the output of a tower."""
+
+    def forward(self, x: Tensor, states: Tensor) -> Tensor:  # type: ignore[override]
+        """Returns the output for `x` and `states`, the output of the tower."""
+        return self.run(self.calls, x, **{ATTENDED: states})
+
+
+class AttendedNorm(Layer):
+    """The last layer of a tower that blocks attend to."""
 
 
 class Patches(Layer):
@@ -497,6 +524,12 @@ _OF_PART: dict[ModelPart, type[Layer]] = {
 }
 
 
+_ATTENDED: dict[ModelPart, type[Layer]] = {  # where blocks attend to the tower
+    ModelPart.PROJECTOR: AttendedNorm,
+    ModelPart.LANGUAGE: AttendingBlock,
+}
+
+
 def build_layer(
     model: ModelSpec,
     training: TrainingSpec,
@@ -514,6 +547,8 @@ def build_layer(
     """
     operators, block = described(model, training, kind, index)
     made = _OF_PART.get(operators.part) or _OF_KIND[kind]
+    if model.tower is not None and model.tower.attended:
+        made = _ATTENDED.get(operators.part, made) if kind is LayerKind.BLOCK else made
     with torch.device("meta"):
         layer = made(operators, model, training, block, ranks)
     materialize(layer, device)
@@ -527,8 +562,10 @@ def build_layer(
             init_experts(module, f"{seed}/{index}/{name}", ranks)
     if ranks is not None:
         divide_experts(layer, ranks)
-    if training.fine_tuning is not None:
-        freeze(layer, operators)
+    for module in layer.modules():
+        if isinstance(module, PatchTables):
+            module.fill_fixed()
+    freeze(layer, operators)
     if not training.has_masters:
         cast_parameters((layer,), DTYPES[training.precision])
     mark_biases(layer)

@@ -20,7 +20,7 @@ from parplan.executor.sharding.rank_place import RankPlace
 from parplan.executor.sharding.zero_units import compute_dtype
 from parplan.executor.tensors import as_dtensor
 from parplan.planner.plan.plan import Plan
-from parplan.profiles.models.operator_graph import LayerKind, ModelPart
+from parplan.profiles.models.operator_graph import LayerClass, LayerKind, ModelPart
 from parplan.profiles.models.transformer import build_graph
 
 Enter = Callable[[Tensor], Tensor]
@@ -81,6 +81,8 @@ def _shapes(plan: Plan, after: PlacedLayer) -> Iterator[tuple[tuple[int, ...], b
         made_by = graph.layer_class(graph.key(maker.index))
         in_tower = made_by.part in (ModelPart.PATCHES, ModelPart.TOWER)
         whole = tuple(dim.size for dim in graph.tower_boundary.dims) if in_tower else text
+        if plan.model.tower is not None and plan.model.tower.attended and _ends_tower(made_by):
+            whole = tuple(dim.size for dim in graph.attended.dims)
         shape = local_shape(whole, border(plan, maker), tp=plan.mesh.tp)
         yield shape, made_by.gradient or not in_tower
 
@@ -91,5 +93,14 @@ def _makers(plan: Plan, after: int) -> tuple[PlacedLayer, ...]:
     if after < 0:
         return (layers[0],)  # before the embedding there are token ids
     graph = build_graph(plan.model, plan.training, 1)
-    in_tower = graph.part_behind(after + 1) in (ModelPart.TOWER, ModelPart.PROJECTOR)
-    return (*(layers[:1] if in_tower else ()), layers[after])
+    tower = plan.model.tower
+    if graph.part_behind(after + 1) in (ModelPart.TOWER, ModelPart.PROJECTOR):
+        return layers[0], layers[after]
+    if tower is None or not tower.attended or after == 0:
+        return (layers[after],)
+    last = 1 + plan.model.num_blocks - plan.model.num_layers - 1  # of the tower
+    return layers[last], layers[0 if after == last else after]
+
+
+def _ends_tower(layer: LayerClass) -> bool:
+    return layer.part is ModelPart.PROJECTOR

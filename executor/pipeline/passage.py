@@ -1,8 +1,9 @@
 """The tensors that travel from layer to layer of a model, as a stack whose last one is on top.
 
 A layer takes the top one and puts its output there. The patches of a tower take none of them: the
-output of the embedding lies under the tensor of the tower until the projector takes both. A cut of
-the pipeline sends the stack.
+output of the embedding lies under the tensor of the tower until the projector takes both. Where
+blocks attend to a tower, its output goes to the bottom and stays there. A cut of the pipeline sends
+the stack.
 """
 
 from __future__ import annotations
@@ -44,26 +45,35 @@ def run_layers(
     parts: Mapping[str, ModelPart],
     stack: list[Tensor],
     inputs: Inputs,
+    *,
+    attended: bool = False,
 ) -> list[Tensor]:
     """Runs layers in their order and returns the stack behind them, which is `stack`.
 
-    stack   that before them; the first is token ids before the embedding
+    stack      that before them; the first is token ids before the embedding
+    attended   the blocks of the language model attend to the output of the tower
     """
     for name, layer in layers:
-        stack.append(layer(*_read(name, parts[name], stack, inputs)))
+        out = layer(*_read(name, parts[name], stack, inputs, attended=attended))
+        at = 0 if attended and parts[name] is ModelPart.PROJECTOR else len(stack)
+        stack.insert(at, out)
     return stack
 
 
-def _read(name: str, part: ModelPart, stack: list[Tensor], inputs: Inputs) -> tuple[Tensor, ...]:
-    """Takes what a layer reads from the stack."""
+def _read(
+    name: str, part: ModelPart, stack: list[Tensor], inputs: Inputs, *, attended: bool
+) -> tuple[Tensor, ...]:
+    """Takes what a layer reads from the stack, at whose bottom an attended tensor stays."""
     if part is ModelPart.PATCHES:
         return (inputs[PIXELS],)
     x = stack.pop()
-    if part is ModelPart.TOWER:
+    if part is ModelPart.TOWER or (attended and part is ModelPart.PROJECTOR):
         return (x,)
     if part is ModelPart.PROJECTOR:
         return x, stack.pop(), inputs[IMAGE_PLACES]
     read = x.inputs() if isinstance(x, HalvedOutput) else (x,)
+    if attended and stack and name != LayerKind.HEAD:
+        return (*read, stack[0])
     packed = (inputs[PLACES],) if PLACES in inputs else ()
     in_head = (inputs[TARGETS],) if name == LayerKind.HEAD and TARGETS in inputs else ()
     return (*read, *packed, *in_head)

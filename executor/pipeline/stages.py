@@ -72,18 +72,22 @@ from parplan.profiles.models.transformer import build_graph
 class Body(nn.Module):
     """The layers of one stage by name, in order.
 
-    parts   the part of the model that each is of
+    parts      the part of the model that each is of
+    attended   blocks attend to the output of a tower
     """
 
-    def __init__(self, layers: dict[str, nn.Module], parts: Mapping[str, ModelPart]) -> None:
+    def __init__(
+        self, layers: dict[str, nn.Module], parts: Mapping[str, ModelPart], *, attended: bool
+    ) -> None:
         super().__init__()
-        self.parts = parts
+        self.parts, self.attended = parts, attended
         for name, layer in layers.items():
             self.add_module(name, layer)
 
     def forward(self, *before: Tensor, **inputs: Tensor) -> tuple[Tensor, ...]:
         """Returns the stack of tensors behind the layers, from that before them."""
-        return tuple(run_layers(self.named_children(), self.parts, list(before), inputs))
+        layers, stack = self.named_children(), list(before)
+        return tuple(run_layers(layers, self.parts, stack, inputs, attended=self.attended))
 
     def tied_weight(self) -> nn.Parameter | None:
         """Returns this stage's copy of the token embedding, if it holds one."""
@@ -199,7 +203,9 @@ def _build_stage(
             units += (*_units(plan, ranks, group[0], tuple(whole.values()), apart), *table)
         layers |= whole
     in_order = {layer.name: layers[layer.name] for layer in placed}
-    body = Body(in_order, parts_by_name(plan.model, plan.training))
+    tower = plan.model.tower
+    parts = parts_by_name(plan.model, plan.training)
+    body = Body(in_order, parts, attended=tower is not None and tower.attended)
     in_chunks = chunks.parameters if chunks is not None else []
     apart = (*in_chunks, *(table.weight for table in tables))
     shard_root(body, units, ranks.dp_mesh, apart)

@@ -17,7 +17,7 @@ from parplan.executor.rules.over_data_rules import over_data_rule
 from parplan.executor.rules.overlap_rules import halves
 from parplan.executor.rules.rule import Refusal, Rule, rule
 from parplan.executor.rules.schedule_rules import SCHEDULE
-from parplan.executor.rules.tower_rules import TOWERS, attended_tower
+from parplan.executor.rules.tower_rules import TOWERS
 from parplan.executor.rules.training_rules import TRAINING
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.errors import ConfigError
@@ -63,12 +63,11 @@ def alike_blocks(plan: Plan) -> Iterator[Refusal]:
 def refusals(plan: Plan) -> Iterator[tuple[Rule, Refusal]]:
     """Yield every rule that `plan` breaks, with the refusal.
 
-    A plan of blocks that attend to a tower, or of unlike blocks with what needs alike ones, breaks
-    that rule alone, which has no nearest plan. A plan whose stages do not hold its layers breaks
-    the first rule alone: other rules read the stages.
+    A plan of unlike blocks with what needs alike ones breaks that rule alone, which has no nearest
+    plan. A plan whose stages do not hold its layers breaks the first rule alone: other rules read
+    the stages.
     """
-    first = next((each for each in (attended_tower, alike_blocks) if any(each.check(plan))), None)
-    unlike = [(first, refusal) for refusal in first.check(plan)] if first else []
+    unlike = [(alike_blocks, refusal) for refusal in alike_blocks.check(plan)]
     yield from unlike
     for each in () if unlike else RULES:
         broken = [(each, refusal) for refusal in each.check(plan)]

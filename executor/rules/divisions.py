@@ -40,6 +40,7 @@ from parplan.profiles.models.operator_graph import (
     Operator,
     OperatorKind,
 )
+from parplan.profiles.models.parts.cross_attention import ATTENDED
 from parplan.profiles.models.towers import Tower
 from parplan.profiles.models.transformer import build_graph
 
@@ -237,6 +238,8 @@ def _rule(operator: Operator, layer: LayerKind, placement: OperatorPlacement) ->
 def _matmul_rule(operator: Operator, placement: OperatorPlacement) -> Iterator[str]:
     weight = placement.parameters.get("weight", ())
     bias = placement.parameters.get("bias", ())
+    if weight != WHOLE:
+        yield from (f"its {dim} cannot be divided: {why}" for dim, why in operator.undivided)
     has_bias = any(parameter.name == "bias" for parameter in operator.parameters)
     legal_bias = WHOLE
     if weight == WHOLE:
@@ -326,7 +329,11 @@ def _divided_sizes(
                 f"{operator.name}.{parameter.name} of shape {parameter.shape}",
                 parameter.shape[dim],
             )
-    tower = plan.model.tower if layer.part is not ModelPart.LANGUAGE else None
+    tower = plan.model.tower
+    if layer.part is ModelPart.LANGUAGE and not any(
+        each.name == ATTENDED for each in operator.inputs
+    ):
+        tower = None
     sizes = (plan.pipeline.micro_batch_size, rank_tokens(plan))
     names = ("micro_batch_size", "seq_length" if plan.mesh.cp == 1 else "seq_length / cp")
     for tensors, entries in (

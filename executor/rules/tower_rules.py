@@ -14,20 +14,6 @@ TEXT_ALONE = "plan the text alone with --images-per-sequence 0"
 
 
 @rule(
-    why="no block of the executor attends to a tower",
-    action="run it in the framework whose stack it was priced for",
-)
-def attended_tower(plan: Plan) -> Iterator[Refusal]:
-    tower = plan.model.tower
-    if tower is not None and tower.attended:
-        yield Refusal(
-            problem=f"model: the blocks of {plan.model.name} attend to its {tower.name} tower of "
-            f"{tower.num_layers} layers",
-            action=attended_tower.action,
-        )
-
-
-@rule(
     why="every image is whole, its tokens stand behind one of the text, and its patches turn by "
     "rows and by columns",
     action="do what it says, or " + TEXT_ALONE,

@@ -27,6 +27,7 @@ RUN = {"blocks", "latent", "output_bias", "qk_norm", "sinks", "norm_layout", "fu
     "delta_rule",
     "attention_gate",
     "tower",
+    "key_bias",
     "left_out",
 }
 

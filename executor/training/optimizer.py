@@ -22,6 +22,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from parplan.executor.models.expert_exchange import EP
 from parplan.executor.models.mixture_of_experts import BIASES, Grouped
+from parplan.executor.models.tower_modules import PatchTables
 from parplan.executor.pipeline.loss_scale import LossScale
 from parplan.executor.pipeline.stages import Stage
 from parplan.executor.run_options import LearningRateSchedule, Options
@@ -40,7 +41,7 @@ CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grads_with_norm_ adds it to the norm
 class Layout:
     """The tensors that an optimizer does not treat as one matrix of a block.
 
-    tables    matrices of embedding and head
+    tables    matrices of embedding and head, and positions of patches
     stacked   number of matrices that lie one under the other in a tensor
     """
 
@@ -60,7 +61,8 @@ def layout_of(*bodies: nn.Module) -> Layout:
             for body in bodies
             for name, parameter in body.named_parameters()
             if name.split(".")[0] in ENDS and parameter.ndim > 1
-        ),
+        )
+        | {each.weight for each in modules if isinstance(each, PatchTables) and each.has_positions},
         stacked={each.weight: each.num_experts for each in modules if isinstance(each, Grouped)},
     )
 

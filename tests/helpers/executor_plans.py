@@ -170,7 +170,9 @@ def make_plan(
     graph = build_graph(model, training, 1)
     divided = Sharding(tp=tp, sequence_parallel=sp, etp=etp)
     for key in graph.keys:
-        own = of_tower(divided, graph.layer_class(key).part, tower)
+        own = divided
+        if tower is not TowerDivision.TENSOR:
+            own = of_tower(divided, graph.layer_class(key).part, tower)
         for stage in sorted(set(zero)):
             names = recompute if key.role is LayerKind.BLOCK or recompute_ends else ()
             layer_plans[f"{key}-{stage}"] = _layer_plan(graph, key, stage, own, names)

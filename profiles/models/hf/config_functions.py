@@ -28,6 +28,7 @@ _DEFAULT_ACTIVATIONS = {
     "falcon": "gelu",
     "gpt_neox": "gelu",
     "opt": "relu",
+    "whisper": "gelu",
     "nemotron_h": "relu2",
     "gemma": "gelu_pytorch_tanh",
     "gemma2": "gelu_pytorch_tanh",

@@ -120,8 +120,11 @@ def _patches(shapes: TowerShapes) -> Part:
 
 def _convolution(x: Tensor, out: Tensor, features: int, bias: bool) -> Operator:
     """Returns the convolution that makes each token of `out` from `features` numbers of `x`."""
-    unfolded = replace(out, dims=(*out.dims[:2], Dim("convolved", features)))
-    product = linear(out.name, unfolded, out, parallel_dim=None, bias=bias)
+    convolved = Dim("convolved", features)
+    unfolded = replace(out, dims=(*out.dims[:2], convolved))
+    neighbours = "its weight is whole, a convolution of neighbouring frames"
+    undivided = tuple((dim.name, neighbours) for dim in (out.dims[-1], convolved))
+    product = linear(out.name, unfolded, out, parallel_dim=None, bias=bias, undivided=undivided)
     return replace(product, inputs=(x,), saved=(x,))
 
 

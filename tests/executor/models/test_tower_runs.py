@@ -11,11 +11,16 @@ from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.blocks import BlockRun
 from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.functions import Activations
-from parplan.profiles.models.spec import ModelSpec
+from parplan.profiles.models.spec import ModelSpec, Optimizer
 from parplan.profiles.models.towers import Projection, Tower, TowerFunctions
-from parplan.profiles.stack import TowerDivision
-from tests.helpers.executor_plans import LLAMA, make_plan
-from tests.helpers.executor_world import Worlds, require_as_one_process
+from parplan.profiles.stack import AttentionKernel, TowerDivision
+from tests.helpers.executor_plans import GPT, LLAMA, make_plan
+from tests.helpers.executor_world import (
+    Worlds,
+    require_as_one_process,
+    run_plans,
+    run_reference,
+)
 
 SHAPE = {
     "num_layers": 2,
@@ -83,6 +88,32 @@ MISTRAL3 = Tower(
 )
 
 
+WHISPER = replace(
+    GPT,
+    name="tiny-whisper",
+    num_layers=2,
+    key_bias=False,
+    tower=Tower(
+        name="audio",
+        attended=True,
+        num_layers=2,
+        hidden_size=GPT.hidden_size,
+        num_heads=4,
+        ffn_hidden_size=64,
+        patches=12,
+        fixed_patches=True,
+        patch_features=3 * GPT.hidden_size,
+        frame_features=10,
+        patch_bias=True,
+        position_table=True,
+        fixed_positions=True,
+        key_bias=False,
+        norm_last=True,
+        functions=TowerFunctions(activation=Activations.GELU, norm_epsilon=1e-5),
+    ),
+)
+
+
 def seeing(tower: Tower) -> ModelSpec:
     """A model with a tower in front of two blocks; the tower has four layers."""
     return replace(LLAMA, name="tiny-seeing", num_layers=2, tower=tower)
@@ -132,6 +163,30 @@ PLANS: dict[str, Plan] = {
         blocks=(3, 3),
         fine_tuning=FineTuning(lora_rank=4, lora_targets=("qkv", "fc1")),
     ),
+    "pp2-early-recompute": make_plan(
+        seeing(LLAMA4),
+        pp=2,
+        blocks=(3, 3),
+        schedule=Schedule.EARLY_RECOMPUTE,
+        recompute=("norm1", "attention", "activation"),
+    ),
+    "tp2-unfused": make_plan(
+        seeing(QWEN2_5_VL), tp=2, attention=AttentionKernel.UNFUSED, recompute=("attention",)
+    ),
+    "whisper-tp2-sp": make_plan(WHISPER, tp=2, sp=True, recompute=("cross_kv", "cross_norm")),
+    "whisper-dp2-zero3": make_plan(WHISPER, dp=2, zero=(3,), recompute="full"),
+    "whisper-dp2-frozen": make_plan(WHISPER, dp=2, zero=(1,), fine_tuning=FROZEN),
+    "whisper-pp2-tower-on-two": make_plan(WHISPER, pp=2, blocks=(2, 4)),
+    "whisper-pp2-blocks-on-two": make_plan(WHISPER, pp=2, blocks=(5, 1)),
+    "whisper-pp2-dp2-tp2": make_plan(WHISPER, pp=2, dp=2, tp=2, zero=(2,), blocks=(5, 1)),
+    "whisper-pp2-v-schedule": make_plan(
+        WHISPER,
+        pp=2,
+        schedule=Schedule.ZBV,
+        virtual_stages=2,
+        blocks=(2, 2, 1, 1),
+        num_micro_batches=4,
+    ),
     "pp2-v-schedule": make_plan(
         seeing(QWEN2_VL),
         pp=2,
@@ -141,7 +196,7 @@ PLANS: dict[str, Plan] = {
         num_micro_batches=4,
     ),
 }
-QUICK = ("dp2", "tp2-sp", "pp2-inside")
+QUICK = ("dp2", "tp2-sp", "pp2-inside", "whisper-pp2-blocks-on-two")
 WORLDS = Worlds(PLANS, slow=[name for name in PLANS if name not in QUICK])
 
 
@@ -149,3 +204,15 @@ WORLDS = Worlds(PLANS, slow=[name for name in PLANS if name not in QUICK])
 @pytest.mark.parametrize("name", WORLDS.params())
 def test_a_model_with_a_tower_trains_as_one_process_with_the_predicted_bytes(name):
     require_as_one_process(WORLDS, name)
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_positions_of_patches_are_a_table_to_muon():
+    plan = make_plan(seeing(LLAMA4), dp=2, zero=(1,))
+    plan = replace(plan, training=replace(plan.training, optimizer=Optimizer.MUON))
+
+    (outcome,) = run_plans([plan])
+
+    assert all(predicted == measured for predicted, measured in outcome.states.values())
+    assert outcome.losses == pytest.approx(run_reference(plan).losses, rel=1e-5)
