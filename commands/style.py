@@ -9,7 +9,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import fields
 from functools import wraps
 from typing import Any
@@ -92,7 +92,14 @@ class Option(click.Option):
 
 
 class Command(click.Command):
-    """A command whose help shows options by section and whose examples keep their lines."""
+    """A command whose help shows options by section and whose examples keep their lines.
+
+    It takes options by the names that launchers have for them, too.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        known = {name for param in self.params for name in (*param.opts, *param.secondary_opts)}
+        return super().parse_args(ctx, own_names(args, known | set(ctx.help_option_names)))
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
@@ -109,6 +116,22 @@ class Command(click.Command):
             formatter.write(f"\nExample:\n{self.epilog.rstrip()}\n")
 
 
+def own_names(args: list[str], known: Collection[str]) -> list[str]:
+    """Returns the arguments with launchers' names of known options replaced by these options."""
+    names = {arg.partition("=")[0] for arg in args if arg.startswith("--") and len(arg) > 2}
+    if names <= set(known):
+        return args
+    from parplan.planner.export.aliases import aliases
+
+    own = {name: alias for name, alias in aliases().items() if alias in known}
+    renamed = []
+    for arg in args:
+        name, sign, value = arg.partition("=")
+        replaced = name not in known and name in own
+        renamed.append(f"{own[name]}{sign}{value}" if replaced else arg)
+    return renamed
+
+
 class Main(Command, click.Group):
     """The command group; turns errors into `error:` and `hint:` lines and exit codes.
 
@@ -119,6 +142,11 @@ class Main(Command, click.Group):
 
     command_class = Command
     names: tuple[str, ...] = ()
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] in self.names:  # the options are those of a command
+            return click.Group.parse_args(self, ctx, args)
+        return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(self.names)

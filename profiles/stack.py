@@ -190,6 +190,8 @@ class Stack:
                                    input
     weighs_activations             experts multiply the activation by the weight of the choice, not
                                    their output
+    copies_latent_values           latent attention saves a copy of its values, not the tensor of
+                                   keys and values that they are a part of
     attention_kv_copies            further copies of keys and values that attention saves
     attention_output_copies        further copies of its output that attention saves where sequences
                                    and batch change places (micro-batch > 1)
@@ -200,6 +202,8 @@ class Stack:
     master_bytes                   bytes of the copy of a 16-bit parameter that the optimizer
                                    updates; 0: it updates the parameter itself
     moment_bytes                   bytes of one of its moments that has no 8 bits
+    keeps_shards                   ZeRO 3 keeps shards of the 16-bit parameters beside the fp32
+                                   copies
     step_copy_bytes                bytes of the fp32 copies of 16-bit gradients in the optimizer's
                                    step, for each parameter that the rank updates; they do not
                                    coexist with the activations, but the allocator cannot reuse the
@@ -283,12 +287,14 @@ class Stack:
     keeps_gathered_inputs: bool = False
     keeps_activated_gate: bool = False
     weighs_activations: bool = False
+    copies_latent_values: bool = False
     attention_kv_copies: int = 0
     attention_output_copies: int = 0
     keeps_low_precision_gradients: bool = False
     ddp_buckets: bool = False
     master_bytes: int = 4
     moment_bytes: int = 4
+    keeps_shards: bool = False
     step_copy_bytes: int = 0
     bucket_elements: int = 0
     zero_buffers: bool = True

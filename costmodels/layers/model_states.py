@@ -19,10 +19,10 @@ Held during a step, bytes per parameter, D data-parallel ranks:
 with g = 4 for fp32 gradients and 2 otherwise, and 8 bytes of moments by AdamW; other optimizers
 have other moments (costmodels/operators/optimizers.py). Without masters (`Stack.master_bytes` 0)
 parameters of 16 bits are held as those in fp32 are, in half the bytes. Some stacks hold further
-whole copies of the gradients (`gradient_copy_bytes`). A frozen parameter has neither gradients nor
-states: it has its weights alone, whole at ZeRO 0 to 2 and one D-th at ZeRO 3 (EQUATIONS F3).
-Source: Rajbhandari et al. 2020, arXiv 1910.02054, for the ZeRO stages; FSDP2 of torch 2.13 for
-resident bytes.
+whole copies of the gradients (`gradient_copy_bytes`), or 2/D of parameters under ZeRO 3. A frozen
+parameter has neither gradients nor states: it has its weights alone, whole at ZeRO 0 to 2 and one
+D-th at ZeRO 3 (EQUATIONS F3). Source: Rajbhandari et al. 2020, arXiv 1910.02054, for the ZeRO
+stages; FSDP2 of torch 2.13 for resident bytes.
 """
 
 from __future__ import annotations
@@ -338,6 +338,8 @@ def states_of(
         parameters = width * (elements if zero == 0 else gathered + shard)
         return StateBytes(parameters, gradients, moments)
     masters = training.stack.master_bytes * updated
+    if zero == 3 and training.stack.keeps_shards:
+        gathered = shard
     return StateBytes(width * gathered, gradients, masters + moments)
 
 

@@ -225,6 +225,11 @@ LOGIT_BYTES = (
     (r"torchtune-.*-compile", 14),
     (r"torchtune-", 4),
 )
+# A loss that torchtitan compiles keeps the 16-bit logits and makes their gradient from these
+# (pytorch/torchtitan b5bcd76c66 torchtitan/components/loss.py); until 2025 it compiled none.
+COMPILED_LOSS_LOGIT_BYTES = 4
+COMPILING_STACK = "torchtitan"
+COMPILED = re.compile(r"\bcompile\b(?!=false)")
 # Runs of torchtune whose optimizer updates in the backward pass: its techniques add up in this
 # order (docs/source/tutorials/memory_optimizations.rst, optimizer_in_bwd).
 IN_BACKWARD = re.compile(r"torchtune-.*-(optimizer_in_bwd|activation_offloading|8-bit_AdamW)")

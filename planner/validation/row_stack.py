@@ -12,6 +12,9 @@ from parplan.planner.validation.block_modules import OFFLOADED, named_modules
 from parplan.planner.validation.expert_recipes import recomputes_little, with_recipe
 from parplan.planner.validation.fine_tuned_rows import fine_tuning_of
 from parplan.planner.validation.frameworks import (
+    COMPILED,
+    COMPILED_LOSS_LOGIT_BYTES,
+    COMPILING_STACK,
     CURRENT_SCALING,
     DEFERRED_HEAD_GRADIENTS,
     FUSED_LOSS_LOGIT_BYTES,
@@ -86,6 +89,8 @@ def stack_of(row: Row, stack: Stack) -> Stack:
     of_loss = next((size for pattern, size in LOGIT_BYTES if re.match(pattern, row["id"])), None)
     if of_loss is not None:
         stack = replace(stack, logit_bytes=of_loss)
+    elif stack.name == COMPILING_STACK and COMPILED.search(notes):
+        stack = replace(stack, logit_bytes=COMPILED_LOSS_LOGIT_BYTES)
     if NO_OVERLAP.search(notes):
         stack = replace(stack, overlap_tensor_parallel=False, overlap_transfers=False)
     if "asyncTP" in row["id"]:

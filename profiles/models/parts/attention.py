@@ -155,7 +155,7 @@ def attention_kernel(read: tuple[Tensor, ...], context: Tensor, shapes: Shapes) 
         inputs=read,
         outputs=(context,),
         parameters=(Parameter(name="sinks", dims=(heads,)),) if model.sinks else (),
-        saved=(*read, *_made_inside(scores, shapes), *_copies(context, shapes)),
+        saved=(*_kept(read, shapes), *_made_inside(scores, shapes), *_copies(context, shapes)),
         parallel_dim="heads",
         flops_forward=flops,
         flops_backward=2 * flops,
@@ -166,6 +166,19 @@ def attention_kernel(read: tuple[Tensor, ...], context: Tensor, shapes: Shapes) 
             ("head_dim", "the scores sum over it"),
         ),
     )
+
+
+def _kept(read: tuple[Tensor, ...], shapes: Shapes) -> tuple[Tensor, ...]:
+    """Returns the tensors that attention saves of those that it reads.
+
+    Latent attention joins its keys to rotary parts, and only the values are left of the tensor that
+    holds both; a stack may copy them out of it, which frees the rest.
+    """
+    model = shapes.model
+    if model.latent is None or not shapes.training.stack.copies_latent_values:
+        return read
+    values = shapes.heads(model.num_heads * model.latent.value_head_dim)
+    return tuple(shapes.tokens("kv", values) if each.name == "kv" else each for each in read)
 
 
 def _in_documents(attention: Attention, shapes: Shapes) -> Attention:

@@ -230,6 +230,17 @@ def test_a_stack_holds_whole_copies_of_the_gradients(training, dp, copies):
     assert (held.parameters, held.optimizer) == (plain.parameters, plain.optimizer)
 
 
+@pytest.mark.parametrize(("training", "width"), [(BF16, 2), (FP32, 0)])
+def test_a_stack_keeps_shards_of_16_bit_parameters_at_zero_3(training, width):
+    def parameters(zero, **facts):
+        of = stack_of(training, **facts)
+        return layer_states(GRAPH.block, Sharding(), StateSharding(zero, 8), of).parameters
+
+    more = parameters(3, keeps_shards=True) - parameters(3)
+    assert more == width * owned_parameters(GRAPH.block, Sharding(), 8)
+    assert parameters(2, keeps_shards=True) == parameters(2)
+
+
 def test_the_step_copies_the_16_bit_gradients_that_the_rank_updates():
     assert step_copy_bytes(1000, stack_of(FP16, step_copy_bytes=6)) == 6000
     assert step_copy_bytes(1000, stack_of(BF16, step_copy_bytes=6)) == 0  # its gradients are fp32

@@ -18,7 +18,7 @@ from parplan.costmodels.layers.recompute import (
 )
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.profiles.models.model_catalog import load_model
-from parplan.profiles.models.operator_graph import LayerClass
+from parplan.profiles.models.operator_graph import BlockClass, LayerClass
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.stack import NEUTRAL, AttentionKernel
@@ -348,6 +348,17 @@ def test_deferred_gradients_of_the_head_keep_their_inputs_and_the_gradients_of_l
 
     more = saved_bytes(head, sharding) - saved_bytes(build_graph(GPT, FLASH, B).head, sharding)
     assert more == 3 * 2 * (logits // 2 + states)
+
+
+def test_a_stack_that_copies_latent_values_frees_the_tensor_that_holds_them_and_keys():
+    model = load_model("deepseek-v2-lite").spec
+    copying = replace(FLASH, stack=replace(NEUTRAL, copies_latent_values=True))
+    views, copies = (
+        saved_bytes(build_graph(model, training, 1).layer_class(BlockClass(0, "dense")), Sharding())
+        for training in (FLASH, copying)
+    )
+
+    assert views - copies == 2 * S * model.num_heads * model.latent.nope_head_dim
 
 
 def test_the_libraries_workspaces_are_there_all_the_time():

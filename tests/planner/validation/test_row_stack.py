@@ -189,6 +189,15 @@ def test_a_fused_cross_entropy_is_noted():
     )
 
 
+@pytest.mark.parametrize(
+    ("notes", "logit_bytes"), [("compile=true", 4), ("FSDP2, compile", 4), ("compile=false", 14)]
+)
+def test_a_compiled_loss_of_torchtitan_is_noted(notes, logit_bytes):
+    row = {**FULL, "framework": "torchtitan 6fc499f6", "notes": notes}
+
+    assert configuration_of(row).training.stack.logit_bytes == logit_bytes
+
+
 def test_runs_by_their_names_update_in_the_backward_pass_or_defer_the_gradient_of_the_head():
     def stack(name):
         return configuration_of({**FULL, "id": name}).training.stack

@@ -1,0 +1,28 @@
+"""Launchers' own names of parplan's options, from the tables of their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+
+from parplan.planner.export.arguments import Argument
+from parplan.planner.export.targets import TARGETS
+
+_ANY = 7  # a number that no argument has by default
+
+
+@cache
+def aliases() -> Mapping[str, str]:
+    """Returns the option of each argument that says one number as the option does."""
+    rows = (row for target in TARGETS.values() for row in target.table)
+    return {row.name: f"--{row.facts[0].replace('_', '-')}" for row in rows if _is_number(row)}
+
+
+def _is_number(row: Argument) -> bool:
+    """True if an argument says the number of its one fact, and nothing else."""
+    if len(row.facts) != 1:
+        return False
+    try:
+        return row.read((f"{_ANY}",), {}) == {row.facts[0]: _ANY}
+    except ValueError:  # a word of another kind
+        return False
