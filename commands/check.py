@@ -56,7 +56,8 @@ def check(
     instead, with the bytes that its chunks move, and compared with its file. With --execute, a
     small model of the same structure is trained as planned, and its losses and gradients are
     compared with one process. A launcher's configuration that states its machine is priced, and
-    compared with the memory of its devices. A traced module is traced again, compared with the
+    compared with the memory of its devices, and the single changes that gain most are listed. A
+    traced module is traced again, compared with the
     shards of the plan, and priced again. With --execute it is not shrunk: its plan is executed
     unchanged, on up to 8 processes. A plan that names a module runs that module's code; the command
     says which. Exit code 3 when a stage does not fit its device, or what it keeps on the host does
@@ -94,17 +95,19 @@ def check(
 
 
 def _check_launcher(file: LauncherFile, *, as_json: bool) -> int:
-    """Prices a launcher's configuration, and says which stages do not fit their device."""
+    """Prices a launcher's configuration, and says what does not fit and what gains most."""
     from parplan.commands.launcher_plans import launcher_plan
+    from parplan.planner.export.advice import best_changes
     from parplan.report.plans.launcher_check import check_document, print_check, shortages
+    from parplan.report.text import console
 
     plan, _ = launcher_plan(file, TargetOptions())
+    settings = file.settings(plan.model, plan.cluster.num_gpus)
+    changes = best_changes(plan, settings, file.target)
     if as_json:
-        print_json(check_document(plan))
+        print_json(check_document(plan, changes))
     else:
-        from parplan.report.text import console
-
-        print_check(plan, str(file.path), console(sys.stdout))
+        print_check(plan, changes, str(file.path), console(sys.stdout))
     return user_modules.NOT_FITTING if shortages(plan) else 0
 
 

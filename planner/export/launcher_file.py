@@ -11,6 +11,7 @@ from parplan.planner.export.configured import price_settings
 from parplan.planner.export.exported import training_on
 from parplan.planner.export.head import stated_options
 from parplan.planner.export.launcher import Target
+from parplan.planner.export.settings import Settings
 from parplan.planner.plan.assemble import assemble
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import SearchRecord
@@ -61,6 +62,10 @@ class LauncherFile:
         """Returns the configuration with a further argument, which the user states."""
         return replace(self, given=(*self.given, Given(name, words, f"{name} of the user")))
 
+    def settings(self, model: ModelSpec, num_gpus: int) -> Settings:
+        """Returns the settings that the arguments say. Raises ConfigError."""
+        return self.target.settings(self.given, model, num_gpus)
+
     def model(self) -> ModelSpec:
         """Returns the model that the arguments say. Raises ConfigError."""
         if self.target.model is None:
@@ -108,7 +113,7 @@ def plan_of_file(
     training    what the file leaves open
     Raises ConfigError for a configuration that cannot run.
     """
-    settings = file.target.settings(file.given, model, cluster.num_gpus)
+    settings = file.settings(model, cluster.num_gpus)
     one = price_settings(settings, model, cluster, training_on(file.target, training))
     record = SearchRecord.of_estimate(one.price.step_s, one.price.closed_form_s)
     return assemble(one.strategy, one.price, record, one.price_cache)

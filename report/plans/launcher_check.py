@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 
 from parplan.costmodels.communication.mesh import Axis, place
+from parplan.planner.export.advice import Change
+from parplan.planner.export.arguments import Words
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import StageMemory
+from parplan.profiles.units import gib
 from parplan.report.text import say, seconds_text
 
 
@@ -24,8 +28,8 @@ def _warnings(plan: Plan) -> list[str]:
     return []
 
 
-def print_check(plan: Plan, name: str, out: Console) -> None:
-    """Print the price of a configuration, and what is wrong with it."""
+def print_check(plan: Plan, changes: Sequence[Change], name: str, out: Console) -> None:
+    """Print the price of a configuration, what is wrong with it, and what gains most."""
     peak = max(stage.total for stage in plan.predicted.memory_gib)
     step = seconds_text(plan.predicted.step_time_s.value)
     say(out, f"{name}: {step} a step, {peak:.1f} GiB on the fullest GPU")
@@ -39,9 +43,29 @@ def print_check(plan: Plan, name: str, out: Console) -> None:
         )
     if not shortages(plan):
         say(out, "  it fits")
+    for change in changes:
+        say(out, f"  better: {_change_text(change)}: {_gain_text(plan, change)}")
 
 
-def check_document(plan: Plan) -> dict[str, Any]:
+def _change_text(change: Change) -> str:
+    """Returns the arguments to change: `--micro-batch-size 1 -> 2`, `none` for an absent one."""
+    return ", ".join(
+        f"{name} {_words_text(before)} -> {_words_text(after)}"
+        for name, before, after in change.arguments
+    )
+
+
+def _words_text(words: Words | None) -> str:
+    return "none" if words is None else " ".join(words) or "on"
+
+
+def _gain_text(plan: Plan, change: Change) -> str:
+    step_s = change.configured.price.step_s
+    share = step_s / plan.predicted.step_time_s.value - 1
+    return f"{seconds_text(step_s)} ({share:+.1%}), {gib(change.configured.peak_bytes):.1f} GiB"
+
+
+def check_document(plan: Plan, changes: Sequence[Change]) -> dict[str, Any]:
     """Returns the check as JSON has it: seconds, GiB."""
     return {
         "step_s": plan.predicted.step_time_s.value,
@@ -50,5 +74,13 @@ def check_document(plan: Plan) -> dict[str, Any]:
         "stages": [
             {"stage": each.stage, "total_gib": each.total, "capacity_gib": each.capacity}
             for each in plan.predicted.memory_gib
+        ],
+        "better": [
+            {
+                "change": _change_text(each),
+                "step_s": each.configured.price.step_s,
+                "peak_gib": gib(each.configured.peak_bytes),
+            }
+            for each in changes
         ],
     }
