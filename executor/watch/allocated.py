@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._C._profiler import _EventType
 from torch.autograd.profiler import profile, record_function
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from parplan.executor.memory.host_copies import ON_HOST
@@ -161,6 +162,8 @@ def allocated_bytes(objects: Iterable[object]) -> int:
     for candidate in objects:
         # Checks the type: isinstance would call into proxies of other libraries.
         if not issubclass(type(candidate), Tensor) or is_traceable_wrapper_subclass(candidate):
+            continue
+        if is_lazy(candidate):  # a parameter whose shape the first forward pass will tell
             continue
         storage = candidate.untyped_storage()
         if storage.device.type == "cpu" and storage.resizable():

@@ -511,21 +511,6 @@ def of_blocks(plan: Plan, **changes: object) -> Plan:
         pytest.param(
             of_blocks(DP2, zero_ranks=1), "zero_ranks 1 of a block in chunks", id="zero-ranks"
         ),
-        pytest.param(
-            dataclasses.replace(
-                DP2,
-                mesh=Mesh(pp=1, dp=2, tp=1, ep=2),
-                model=dataclasses.replace(
-                    LLAMA,
-                    num_experts=4,
-                    experts_per_token=2,
-                    expert_ffn_hidden_size=24,
-                    ffn_hidden_size=0,
-                ),
-            ),
-            "divides the experts",
-            id="experts",
-        ),
     ],
 )
 def test_what_chunks_do_not_go_with_is_refused_with_the_nearest_plan(plan, message):

@@ -99,11 +99,11 @@ def test_blocks_that_another_thread_gave_back_are_left_out():
     )
 
 
-def test_memory_of_numpy_and_a_second_view_are_not_the_allocators():
-    tensor = torch.zeros(8)
+def test_memory_of_numpy_a_second_view_and_a_lazy_parameter_are_not_the_allocators():
+    tensor, lazy = torch.zeros(8), torch.nn.LazyLinear(2).weight
 
     assert (
-        allocated_bytes([tensor, tensor[:2], torch.from_numpy(np.zeros(1000)), "text"])
+        allocated_bytes([tensor, tensor[:2], lazy, torch.from_numpy(np.zeros(1000)), "text"])
         == tensor.nbytes
     )
 

@@ -546,7 +546,7 @@ def test_what_cannot_be_read_is_an_error_that_names_the_key(change, message):
 
 def test_two_names_of_the_number_of_experts_must_agree():
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    config = {"model_type": "qwen3_moe", "_name_or_path": "c", **SHAPE, **experts}
+    config = {"model_type": "qwen3_moe", "_name_or_path": "c", **GROUPED, **experts}
 
     assert entry_from_config({**config, "num_local_experts": 4}, "c.json").spec.num_experts == 4
     with pytest.raises(ConfigError, match="num_experts is 4 and num_local_experts is 8, but they"):
