@@ -45,6 +45,7 @@ class CandidateSpace:
     pruned: tuple[Pruned, ...]
 
 
+ONLY_IF_PINNED = "only if pinned"  # the end of a reason that another pin takes away
 TOWER_TEXTS = {
     TowerDivision.IMAGES: "each rank with its own images",
     TowerDivision.REPEATED: "the tower on every rank",
@@ -149,7 +150,7 @@ def micro_batch_sizes(mesh: Mesh, request: Request | TracedRequest) -> Iterator[
             yield Pruned(f"{mesh}, micro-batch {size}", f"excluded by --forbid {ban}")
         elif size > MAX_MICRO_BATCH_SIZE and pins.micro_batch_size is None:
             yield Pruned(
-                f"{mesh}, micro-batch {size}", f"above {MAX_MICRO_BATCH_SIZE} only if pinned"
+                f"{mesh}, micro-batch {size}", f"above {MAX_MICRO_BATCH_SIZE} {ONLY_IF_PINNED}"
             )
         else:
             yield size
@@ -197,10 +198,10 @@ def _schedules(
         for layers in (model.num_blocks, model.num_blocks + 2)
         if layers % mesh.pp == 0
     )
-    yield from (
-        (Schedule.INTERLEAVED, v)
-        for v in sorted({v for share in shares for v in divisors(share) if v > 1})
-    )
+    interleaved = sorted({v for share in shares for v in divisors(share) if v > 1})
+    if not interleaved and Schedule.INTERLEAVED in pinned:
+        interleaved = [2]  # is not legal, and the reason says what would be
+    yield from ((Schedule.INTERLEAVED, v) for v in interleaved)
 
 
 def _layouts(mesh: Mesh, request: Request) -> Iterator[ParallelLayout | Pruned]:
@@ -275,9 +276,6 @@ def excluded_pipeline(layout: ParallelLayout, pins: Constraints, stack: Stack) -
     """Returns the limit of the stack or the pin that excludes the pipeline of a layout, or None."""
     if layout.mesh.pp == 1:
         return None
-    reason = lacking_schedule(layout, stack)
-    if reason:
-        return reason
     ban = pins.ban(schedule=layout.schedule, virtual_stages=layout.virtual_stages)
     if ban:
         return f"excluded by --forbid {ban}"
@@ -285,7 +283,7 @@ def excluded_pipeline(layout: ParallelLayout, pins: Constraints, stack: Stack) -
         return "excluded by --schedule"
     if not allowed(pins.virtual_stages, layout.virtual_stages):
         return "excluded by --virtual-stages"
-    return None
+    return lacking_schedule(layout, stack)
 
 
 def _excluded(layout: ParallelLayout, pins: Constraints, stack: Stack) -> str | None:
@@ -333,9 +331,13 @@ def enumerate_candidates(request: Request) -> CandidateSpace:
 def no_candidate_error(space: CandidateSpace, cluster: Cluster) -> ConfigError:
     """Returns the error of a space without candidates, with the most common reason.
 
-    Candidates inside the pins tell more than others.
+    Candidates inside the pins that need no other pin tell more than others.
     """
-    inside = [each for each in space.pruned if not each.reason.startswith(OUTSIDE_PINS)]
+    inside = [
+        each
+        for each in space.pruned
+        if not each.reason.startswith(OUTSIDE_PINS) and not each.reason.endswith(ONLY_IF_PINNED)
+    ]
     reasons = Counter(pruned.reason for pruned in inside or space.pruned)
     reason, _ = max(
         reasons.items(), key=lambda item: (item[1], item[0]), default=("the pins leave none", 0)

@@ -583,6 +583,11 @@ def test_the_choices_of_the_options_are_those_of_the_planner():
             id="prime",
         ),
         pytest.param(
+            ("--model", "gpt-20b", "--gpus", "24", "--pp", "3", "--schedule", "interleaved"),
+            r"because interleaved needs micro-batches in multiples of the 3 pipeline ranks, found",
+            id="no-interleaving",
+        ),
+        pytest.param(
             ("--model", "gpt-20b", "--gpus", "-4"),
             r"--gpus is -4, it must be from 1 to 10,000,000",
             id="negative-gpus",
