@@ -300,7 +300,12 @@ UNTIED = dataclasses.replace(load_model("gpt-tiny").spec, tied_embeddings=False)
             for zero in (2, 3)
         ),
         # rows of the table on their way to the device are in no price
-        pytest.param({"zero": 1, "offload": (Offload.LOOKUP,), "spec": UNTIED}, False, id="lookup"),
+        pytest.param(
+            {"zero": 1, "offload": (Offload.LOOKUP,), "spec": UNTIED},
+            False,
+            id="lookup",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_dry_run_counts_what_the_host_holds(tmp_path, choices, exact):

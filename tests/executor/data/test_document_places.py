@@ -71,7 +71,6 @@ PLANS: dict[str, Plan] = {
 }
 QUICK = (
     "gpt-cp2-ring-learned-positions",
-    "gpt-pp2-dp2-learned-positions",
     "gpt-tp2-attention-recompute",
 )
 WORLDS = Worlds(PLANS, slow=[name for name in PLANS if name not in QUICK])

@@ -200,7 +200,6 @@ SYSTEMS = (
         },
         {
             "experts-megatron-core-megatron",
-            "sequences-megatron-deepspeed-deepspeed-3d",
             "unlike-blocks-torchtitan-torchtitan",
         },
     ),

@@ -412,6 +412,7 @@ def test_states_go_to_the_hosts_where_nothing_fits_without():
     assert priced.step_s == pytest.approx(plan.predicted.step_time_s.value, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_error_says_by_how_much_the_leanest_plan_is_short_and_how_many_gpus_are_enough():
     options = SearchOptions(memory_limit_bytes=int(1.0 * GIB))
     large = replace(PREFIX, num_layers=6, hidden_size=2048, head_dim=256)
