@@ -171,7 +171,7 @@ def runs(name: str) -> Runs:
 
 @pytest.fixture
 def _heap_of_before() -> None:
-    """What other tests left is not walked at every run: that took 20 of this test's 21 seconds."""
+    """Other tests leave a heap, which every run would walk: 20 of the 21 seconds of this test."""
     gc.collect()
     gc.freeze()
 
