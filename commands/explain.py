@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import click
 
+from parplan.commands.layout_options import degree, zero_option
 from parplan.commands.options import (
     LAYOUT,
     TargetOptions,
@@ -14,7 +15,7 @@ from parplan.commands.options import (
     micro_batch_option,
     target_options,
 )
-from parplan.commands.style import Command, Whole, option, print_json
+from parplan.commands.style import Command, option, print_json
 
 AXIS = "tensor-parallel axis"
 
@@ -26,25 +27,9 @@ AXIS = "tensor-parallel axis"
     "'.[].rejected'",
 )
 @target_options
-@option(
-    LAYOUT,
-    "--tp",
-    type=Whole("tp"),
-    default=8,
-    show_default=True,
-    metavar="N",
-    help="Tensor parallel degree.",
-)
+@degree("tp", "Tensor parallel degree.", default=8)
 @micro_batch_option
-@option(
-    LAYOUT,
-    "--zero",
-    type=click.IntRange(0, 3),
-    default=0,
-    show_default=True,
-    metavar="0..3",
-    help="ZeRO stage of the states.",
-)
+@zero_option("ZeRO stage of the states.")
 @option(
     LAYOUT,
     "--weights-over-data",

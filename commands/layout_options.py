@@ -25,21 +25,34 @@ from parplan.commands.options import (
 from parplan.commands.style import List, Whole, option, packs, together
 
 
-def _degree(name: str, text: str) -> Callable[[Any], Any]:
-    """Returns the option for the degree of one axis, 1 by default."""
+def degree(name: str, text: str, default: int = 1) -> Callable[[Any], Any]:
+    """Returns the option for the degree of one axis."""
     return option(
         LAYOUT,
         f"--{name}",
         type=Whole(name),
-        default=1,
+        default=default,
         show_default=True,
         metavar="N",
         help=text,
     )
 
 
+def zero_option(text: str) -> Callable[[Any], Any]:
+    """Returns the option for the ZeRO stage of all layers."""
+    return option(
+        LAYOUT,
+        "--zero",
+        type=click.IntRange(0, 3),
+        default=0,
+        show_default=True,
+        metavar="0..3",
+        help=text,
+    )
+
+
 layout_options = together(
-    _degree("pp", "Pipeline stages."),
+    degree("pp", "Pipeline stages."),
     option(
         LAYOUT,
         "--dp",
@@ -47,10 +60,10 @@ layout_options = together(
         metavar="N",
         help="Data parallel degree. [default: GPUs / (pp x cp x tp)]",
     ),
-    _degree("tp", "Tensor parallel degree."),
-    _degree("ep", "Expert parallel degree: ranks over which whole experts are divided."),
-    _degree("etp", "Tensor parallel degree of every expert: 1 or tp."),
-    _degree("cp", "Context parallel degree: ranks that divide every sequence."),
+    degree("tp", "Tensor parallel degree."),
+    degree("ep", "Expert parallel degree: ranks over which whole experts are divided."),
+    degree("etp", "Tensor parallel degree of every expert: 1 or tp."),
+    degree("cp", "Context parallel degree: ranks that divide every sequence."),
     option(
         LAYOUT,
         "--context-form",
@@ -87,15 +100,7 @@ layout_options = together(
         metavar="N",
         help="Model chunks per pipeline rank.",
     ),
-    option(
-        LAYOUT,
-        "--zero",
-        type=click.IntRange(0, 3),
-        default=0,
-        show_default=True,
-        metavar="0..3",
-        help="ZeRO stage of every layer.",
-    ),
+    zero_option("ZeRO stage of every layer."),
     option(
         LAYOUT,
         "--zero-ranks",

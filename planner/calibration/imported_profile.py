@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 from parplan.planner.calibration.profiling import Profiled, add_records, fitted
+from parplan.profiles.documents.files import changed_on
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.imports.import_formats import read_import
 from parplan.profiles.imports.imported import ImportedFile
@@ -64,13 +64,12 @@ def _made_of(
         )
     cluster = load_cluster(CATALOGUE[device])
     counts = [each.num_devices for each in files if each.num_devices is not None]
-    newest = max(path.stat().st_mtime for path in paths)
     return UserProfile(
         profile_version=PROFILE_VERSION,
         device=cluster.device.name,
         precision=precisions[0],
         environment=ProfileEnvironment(
-            date=datetime.fromtimestamp(newest, UTC).date().isoformat(),
+            date=max(map(changed_on, paths)),
             device=device,
             num_devices=max(counts, default=cluster.gpus_per_node),
             torch="",

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.stage_costs import step_costs
 from parplan.costmodels.strategy import Strategy
-from parplan.planner.calibration.measured_run import MeasuredRun
+from parplan.planner.calibration.measured_run import MeasuredRun, in_proportion, plain_prices
 from parplan.planner.plan.plan import Plan
-from parplan.planner.plan.plan_strategy import prices_of_plan, strategy_of
+from parplan.planner.plan.plan_strategy import strategy_of
 from parplan.planner.runs.timelines import Key, parts_s
+from parplan.profiles.documents.files import changed_on
 from parplan.profiles.documents.reader import read_json
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.imports.layer_files import MeasuredLayers, is_layer_file, read_layer_file
@@ -41,7 +40,7 @@ def measured_by_layers(path: Path, plan: Plan) -> MeasuredRun:
     times = read_layer_file(read_json(path), str(path), plan.pipeline.micro_batch_size)
     _require_same(times, plan, str(path))
     fingerprint = hashlib.sha256(path.read_bytes()).hexdigest()[:FINGERPRINT_DIGITS]
-    date = datetime.fromtimestamp(path.stat().st_mtime, UTC).date().isoformat()
+    date = changed_on(path)
     device = plan.cluster.device.name
     return MeasuredRun(
         name=str(path),
@@ -68,12 +67,9 @@ def _parts(times: MeasuredLayers, plan: Plan) -> dict[Key, float]:
     if times.forward_s is not None:
         parts[FORWARD] = _of_depth(times.forward_s, plan.model.num_layers)
     if times.passes_s is not None:
-        plain = replace(plan, cluster=replace(plan.cluster, calibration=None))
-        price_cache = prices_of_plan(plain)
-        prices = priced_passes_s(strategy_of(plain, price_cache), price_cache)
-        for key in (FORWARD, BACKWARD):
-            share = prices[key] / (prices[FORWARD] + prices[BACKWARD])
-            parts[key] = share * times.passes_s
+        price_cache = plain_prices(plan)
+        prices = priced_passes_s(strategy_of(plan, price_cache), price_cache)
+        parts |= in_proportion(times.passes_s, {key: prices[key] for key in (FORWARD, BACKWARD)})
     if times.optimizer_s is not None:
         parts[OPTIMIZER] = times.optimizer_s
     return parts

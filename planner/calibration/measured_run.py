@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.stage_costs import step_costs
 from parplan.costmodels.strategy import Strategy
 from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.plan_strategy import prices_of_plan
 from parplan.planner.runs.run_file import RunFile, run_fingerprint
 from parplan.planner.runs.timelines import Key, parts_s
 
@@ -39,6 +40,16 @@ class MeasuredRun:
     parts: Mapping[Key, float]
     priced_parts: PricedParts
     allocator_share: float | None = None
+
+
+def plain_prices(plan: Plan) -> PriceCache:
+    """Returns the prices of a plan without the calibration that it was made with."""
+    return prices_of_plan(replace(plan, cluster=replace(plan.cluster, calibration=None)))
+
+
+def in_proportion(seconds: float, priced_s: Mapping[Key, float]) -> dict[Key, float]:
+    """Divides the seconds of parts that were measured together as their prices are."""
+    return {key: seconds * each / sum(priced_s.values()) for key, each in priced_s.items()}
 
 
 def run_measured(run: RunFile, name: str) -> MeasuredRun:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 
@@ -12,11 +12,11 @@ from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.step import rank_time
 from parplan.costmodels.strategy import Strategy
 from parplan.planner.calibration.group_causes import DATA, TENSOR, cause_of
-from parplan.planner.calibration.measured_run import MeasuredRun
+from parplan.planner.calibration.measured_run import MeasuredRun, in_proportion, plain_prices
 from parplan.planner.calibration.priced_classes import priced_classes_s
 from parplan.planner.calibration.step_account import UNTOLD, StepAccount, account_of
 from parplan.planner.plan.plan import Plan
-from parplan.planner.plan.plan_strategy import prices_of_plan, strategy_of
+from parplan.planner.plan.plan_strategy import strategy_of
 from parplan.planner.runs.timelines import Key
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.user_profile import digest
@@ -111,15 +111,11 @@ def _parts(
 
 def _priced_classes(ranks: Collection[int], plan: Plan) -> dict[WorkClass, float]:
     """Returns the means over pipeline ranks, without a calibration of the plan."""
-    price_cache = _plain_prices(plan)
+    price_cache = plain_prices(plan)
     strategy = strategy_of(plan, price_cache)
     each = [priced_classes_s(strategy, rank, price_cache) for rank in ranks]
     kinds = {kind for one in each for kind in one}
     return {kind: fmean(one.get(kind, 0.0) for one in each) for kind in kinds}
-
-
-def _plain_prices(plan: Plan) -> PriceCache:
-    return prices_of_plan(replace(plan, cluster=replace(plan.cluster, calibration=None)))
 
 
 def _divide_passes(parts: dict[Key, float], plan: Plan) -> None:
@@ -127,14 +123,12 @@ def _divide_passes(parts: dict[Key, float], plan: Plan) -> None:
 
     Both passes then get the same factor.
     """
-    price_cache = _plain_prices(plan)
+    price_cache = plain_prices(plan)
     prices = traced_parts_s(strategy_of(plan, price_cache), price_cache)
     for _, pp in [key for key in parts if key[0] == UNTOLD]:
-        untold_s = parts.pop((UNTOLD, pp))
-        priced = {name: prices[name, pp] for name in PASSES}
-        for name, priced_s in priced.items():
-            share_s = untold_s * priced_s / sum(priced.values())
-            parts[name, pp] = parts.get((name, pp), 0.0) + share_s
+        priced_s = {(name, pp): prices[name, pp] for name in PASSES}
+        for key, share_s in in_proportion(parts.pop((UNTOLD, pp)), priced_s).items():
+            parts[key] = parts.get(key, 0.0) + share_s
 
 
 def _pipeline_rank(trace: RankTrace, plan: Plan) -> int:

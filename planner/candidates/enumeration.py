@@ -9,12 +9,19 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from parplan.costmodels.communication.mesh import Mesh
+from parplan.costmodels.communication.mesh import Mesh, illegal_expert_parallel
 from parplan.costmodels.host.state_location import Access
+from parplan.costmodels.layers.context_parallel import illegal_context
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import AHEAD, Schedule, legal
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.candidates.meshes import OUTSIDE_PINS, Pruned, allowed, meshes
+from parplan.planner.candidates.meshes import (
+    OUTSIDE_PINS,
+    Pruned,
+    allowed,
+    illegal_tensor_parallel,
+    meshes,
+)
 from parplan.planner.candidates.stack_rules import lacking_schedule, require_stack_runs
 from parplan.planner.host_options.state_locations import has_chunks, illegal_chunks
 from parplan.planner.layer_options.overlap_levels import (
@@ -115,6 +122,27 @@ def illegal_layout(
             f"pp {mesh.pp} x {layout.virtual_stages} virtual stages"
         )
     return illegal_tokens(layout, model, training) or illegal_overlap(layout, model, training)
+
+
+def illegal_by_hand(
+    layout: ParallelLayout,
+    model: ModelSpec,
+    training: TrainingSpec,
+    cluster: Cluster,
+    *,
+    unlike_stages: bool = False,
+) -> str | None:
+    """Returns why a layout that no search made cannot run on a cluster, or None.
+
+    Its tensor parallelism may leave the node. unlike_stages is that of `illegal_layout`.
+    """
+    mesh = layout.mesh
+    return (
+        illegal_tensor_parallel(mesh.tp, model, cluster, across_nodes=True)
+        or illegal_expert_parallel(mesh, model)
+        or illegal_context(mesh, model, cluster)
+        or illegal_layout(layout, model, training, unlike_stages=unlike_stages)
+    )
 
 
 def illegal_tokens(layout: ParallelLayout, model: ModelSpec, training: TrainingSpec) -> str | None:

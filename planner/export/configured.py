@@ -6,16 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import cycle
 
-from parplan.costmodels.communication.mesh import illegal_expert_parallel
 from parplan.costmodels.host.offload import Offload
-from parplan.costmodels.layers.context_parallel import illegal_context
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.step import StepPrice, price_step
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.baselines.uniform_strategies import of_model, staged
-from parplan.planner.candidates.enumeration import illegal_layout
-from parplan.planner.candidates.meshes import illegal_tensor_parallel
+from parplan.planner.candidates.enumeration import illegal_by_hand
 from parplan.planner.export.settings import Settings, with_training
 from parplan.planner.validation.block_modules import RECOMPUTED, module_operators
 from parplan.profiles.errors import ConfigError
@@ -138,12 +135,7 @@ def _require_legal(
             f"{model.num_layers} and the pipeline {settings.num_stages} stages",
             hint="change the stages",
         )
-    reason = (
-        illegal_tensor_parallel(mesh.tp, model, cluster, across_nodes=True)
-        or illegal_expert_parallel(mesh, model)
-        or illegal_context(mesh, model, cluster)
-        or illegal_layout(layout, model, training, unlike_stages=True)
-    )
+    reason = illegal_by_hand(layout, model, training, cluster, unlike_stages=True)
     if reason:
         raise ConfigError(reason, hint="change that setting")
     if settings.zero_ranks and settings.replicas % settings.zero_ranks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from parplan.costmodels.communication.mesh import Mesh, illegal_expert_parallel
+from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.host_embedding import illegal_host_embedding
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.host.state_location import (
@@ -16,7 +16,6 @@ from parplan.costmodels.host.state_location import (
     StateLocation,
 )
 from parplan.costmodels.layers.chunked_layer import Chunking
-from parplan.costmodels.layers.context_parallel import illegal_context
 from parplan.costmodels.layers.model_states import OwnZero
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.price_cache import PriceCache
@@ -26,8 +25,7 @@ from parplan.costmodels.step import StepPrice, price_step
 from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.planner.baselines.stage_aware import StageAwareRoom, stage_aware
 from parplan.planner.baselines.uniform_strategies import staged
-from parplan.planner.candidates.enumeration import illegal_layout
-from parplan.planner.candidates.meshes import illegal_tensor_parallel
+from parplan.planner.candidates.enumeration import illegal_by_hand
 from parplan.planner.candidates.stack_rules import lacking_schedule, require_stack_runs
 from parplan.planner.host_options.activation_options import (
     ALL,
@@ -143,12 +141,7 @@ def _check(
         )
     if layout.schedule is Schedule.CUSTOM:
         check_rows(layout.actions, mesh.pp, layout.virtual_stages, layout.num_micro_batches)
-    reason = (
-        illegal_tensor_parallel(mesh.tp, model, cluster, across_nodes=True)
-        or illegal_expert_parallel(mesh, model)
-        or illegal_context(mesh, model, cluster)
-        or illegal_layout(layout, model, training)
-    )
+    reason = illegal_by_hand(layout, model, training, cluster)
     if reason:
         raise ConfigError(reason, hint="change that option")
     if len(blocks) != mesh.pp or sum(blocks) != model.num_blocks or min(blocks) < 1:

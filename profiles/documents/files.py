@@ -6,6 +6,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
 
@@ -41,6 +42,11 @@ def write_text(text: str, path: Path, *, hint: str) -> None:
     """Writes UTF-8 text as `open_replacement` does. Raises ConfigError with `hint`."""
     with open_replacement(path, hint=hint) as file:
         file.write(text.encode("utf-8"))
+
+
+def changed_on(path: Path) -> str:
+    """Returns the day of a file's last change (UTC), such as 2026-11-23."""
+    return datetime.fromtimestamp(path.stat().st_mtime, UTC).date().isoformat()
 
 
 def require_writable(

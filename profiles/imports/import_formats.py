@@ -5,10 +5,10 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from parplan.profiles.documents.files import changed_on
 from parplan.profiles.documents.reader import Hints, parse_json, read_text
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.imports.aiconfigurator_table import is_aiconfigurator, read_aiconfigurator
@@ -51,7 +51,7 @@ def read_import(path: Path) -> ImportedFile:
     where = str(path)
     _require_text(path)
     text = read_text(path, hints=Hints("check the path", "give the file as its tool wrote it"))
-    date = datetime.fromtimestamp(path.stat().st_mtime, UTC).date().isoformat()
+    date = changed_on(path)
     if text.lstrip()[:1] in ("{", "["):
         body = parse_json(text, where)
         found = next((each for each in JSON_FORMATS if each.is_it(body)), None)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
+from parplan.profiles.documents.files import changed_on
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.traces.kineto import read_kineto
 from parplan.profiles.traces.nsight import HEAD, read_nsight
@@ -108,8 +107,7 @@ def _read(path: Path) -> tuple[RankTrace, ...]:
         raise ConfigError(f"{path}: its format is unknown, known are {names}", hint=_HINT)
     with path.open("rb") as file:
         fingerprint = hashlib.file_digest(file, "sha256").hexdigest()[:FINGERPRINT_DIGITS]
-    changed = datetime.fromtimestamp(os.stat(path).st_mtime, UTC).date().isoformat()
-    traces = found.read(path, fingerprint, changed)
+    traces = found.read(path, fingerprint, changed_on(path))
     named = _RANK.search(path.name)
     if named and len(traces) == 1 and traces[0].rank is None:
         return (replace(traces[0], rank=int(named[1])),)

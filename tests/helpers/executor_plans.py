@@ -402,3 +402,13 @@ def with_divisions(plan: Plan, *divisions: Division) -> Plan:
         stages=stages,
         layer_plans={name: plan for name, plan in plans.items() if name in used},
     )
+
+
+def recomputing(plan: Plan, operators: set[str]) -> Plan:
+    """Returns the plan with recompute of those of the operators that a block has."""
+    layer_plans = {
+        name: replace(each, recompute=tuple(op for op in each.operators if op in operators))
+        for name, each in plan.layer_plans.items()
+        if each.layer is LayerKind.BLOCK
+    }
+    return replace(plan, layer_plans={**plan.layer_plans, **layer_plans})

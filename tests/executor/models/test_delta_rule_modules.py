@@ -14,8 +14,7 @@ from parplan.profiles.models.blocks import BlockRun, DeltaRule, Mixer, QkNorm, S
 from parplan.profiles.models.huggingface import entry_from_config
 from parplan.profiles.models.spec import ModelSpec, Precision, TrainingSpec
 from parplan.profiles.stack import NEUTRAL
-from tests.executor.models.test_state_space_modules import recomputing
-from tests.helpers.executor_plans import LLAMA, MIXTRAL, make_plan
+from tests.helpers.executor_plans import LLAMA, MIXTRAL, make_plan, recomputing
 from tests.helpers.executor_world import (
     Worlds,
     reference_layers,

@@ -12,10 +12,9 @@ from parplan.executor.models.state_space_modules import scan
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.blocks import BlockRun, Mixer, StateSpace
 from parplan.profiles.models.huggingface import entry_from_config
-from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, Positions, TrainingSpec
 from parplan.profiles.stack import NEUTRAL
-from tests.helpers.executor_plans import LLAMA, make_plan
+from tests.helpers.executor_plans import LLAMA, make_plan, recomputing
 from tests.helpers.executor_world import (
     Worlds,
     reference_layers,
@@ -36,16 +35,6 @@ HYBRID = replace(
     ),
     state_space=StateSpace(num_heads=8, head_dim=4, state_size=4, num_groups=4, chunk_size=6),
 )
-
-
-def recomputing(plan: Plan, operators: set[str]) -> Plan:
-    """Returns the plan with recompute of those of the operators that a block has."""
-    layer_plans = {
-        name: replace(each, recompute=tuple(op for op in each.operators if op in operators))
-        for name, each in plan.layer_plans.items()
-        if each.layer is LayerKind.BLOCK
-    }
-    return replace(plan, layer_plans={**plan.layer_plans, **layer_plans})
 
 
 PLANS: dict[str, Plan] = {
