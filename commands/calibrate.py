@@ -9,15 +9,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from parplan.commands.layout_options import layout_options
-from parplan.commands.options import (
-    OUTPUT,
-    STDOUT,
-    LayoutOptions,
-    TargetOptions,
-    as_json,
-    target_options,
-)
+from parplan.commands.options.layout_options import LayoutOptions, layout_options
+from parplan.commands.options.result_options import STDOUT, as_json
+from parplan.commands.options.sections import OUTPUT
+from parplan.commands.options.target_options import TargetOptions, target_options
 from parplan.commands.output import require_output
 from parplan.commands.style import Command, option, print_json
 from parplan.profiles.errors import ConfigError

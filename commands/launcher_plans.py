@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parplan.commands.options import TargetOptions
+from parplan.commands.options.target_options import TargetOptions
 
 if TYPE_CHECKING:
     from parplan.planner.export.launcher_file import LauncherFile

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from parplan.commands.options import STDOUT
+from parplan.commands.options.result_options import STDOUT
 from parplan.commands.style import print_json
 
 if TYPE_CHECKING:

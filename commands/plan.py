@@ -10,22 +10,17 @@ from typing import TYPE_CHECKING
 import click
 
 from parplan.commands import user_modules
-from parplan.commands.options import (
-    OUTPUT,
-    STDOUT,
-    PinOptions,
-    ResultOptions,
+from parplan.commands.options.pin_options import PinOptions
+from parplan.commands.options.result_options import STDOUT, ResultOptions, as_json, packed_result
+from parplan.commands.options.search_options import (
     SearchFlags,
-    TargetOptions,
-    TraceOptions,
-    as_json,
     explain_option,
     objective_options,
-    packed_result,
     search_options,
-    target_options,
-    trace_options,
 )
+from parplan.commands.options.sections import OUTPUT
+from parplan.commands.options.target_options import TargetOptions, target_options
+from parplan.commands.options.trace_options import TraceOptions, trace_options
 from parplan.commands.output import deliver, require_output, warn_of_solver
 from parplan.commands.searching import (
     Question,

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import click
 
-from parplan.commands.options import OUTPUT, WHAT, TargetOptions, as_json, target_options
+from parplan.commands.options.result_options import as_json
+from parplan.commands.options.sections import OUTPUT, WHAT
+from parplan.commands.options.target_options import TargetOptions, target_options
 from parplan.commands.style import Command, Whole, option
 
 

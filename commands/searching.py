@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from parplan.commands.style import noticing_ctrl_c
 
 if TYPE_CHECKING:
-    from parplan.commands.options import SearchFlags
+    from parplan.commands.options.search_options import SearchFlags
     from parplan.planner.plan.plan import Plan
     from parplan.planner.plan.traced_plan import AnyPlan
     from parplan.planner.request import Request

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from parplan.commands import user_modules
-from parplan.commands.options import as_json
+from parplan.commands.options.result_options import as_json
 from parplan.commands.output import chosen_ranks, print_plan, print_plan_json
 from parplan.commands.style import Command, option, print_json
 

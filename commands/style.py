@@ -289,8 +289,19 @@ def _usage(error: click.ClickException) -> tuple[str, str]:
     possibilities = getattr(error, "possibilities", None)
     message = error.message if possibilities else error.format_message()
     message = " ".join(message.split()).rstrip(".")
-    hint = f"did you mean {possibilities[0]!r}?" if possibilities else f"see {command} --help"
+    hint = f"see {command} --help"
+    if possibilities:
+        hint = f"did you mean {_nearest(getattr(error, 'option_name', ''), possibilities)!r}?"
     return message[:1].lower() + message[1:], hint
+
+
+def _nearest(name: str, possibilities: Sequence[str]) -> str:
+    """Returns the first of the names with the letters of `name` in another order, or else of all.
+
+    Two letters that changed places are a typing error that the measure of likeness ranks low.
+    """
+    letters = sorted(name)
+    return next((each for each in possibilities if sorted(each) == letters), possibilities[0])
 
 
 def together(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:

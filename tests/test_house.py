@@ -62,6 +62,7 @@ ALLOWED = {  # package -> the files, or folders with their slash, that may impor
         "planner/validation/term_fit.py",
         "profiles/build/__main__.py",
         "profiles/documents/reader.py",
+        "profiles/documents/yaml_text.py",
         "profiles/inventory/cluster_draft.py",
         "profiles/machines/user_profile.py",
         "profiles/profiler/communication/comm_file.py",
