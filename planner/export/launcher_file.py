@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -96,13 +96,18 @@ def read_launcher_file(path: Path, targets: Mapping[str, Target]) -> LauncherFil
     most, target, given = max(found, key=lambda each: each[0])
     if most < _ENOUGH:
         return None
+    require_priced(target, given)
+    return LauncherFile(path=path, target=target, given=given, options=stated_options(text))
+
+
+def require_priced(target: Target, given: Iterable[Given]) -> None:
+    """Raises ConfigError for an argument that changes time or memory without a price."""
     wrong = next((each for each in given if each.name in target.refused), None)
     if wrong:
         raise ConfigError(
             f"{wrong.where}: {wrong.name} changes the step and has no price",
             hint="take it out to price the rest",
         )
-    return LauncherFile(path=path, target=target, given=given, options=stated_options(text))
 
 
 def plan_of_file(

@@ -77,7 +77,7 @@ def is_log(path: Path) -> bool:
     return any(_step_of(line, each) for line in read_lines(path) for each in FORMATS)
 
 
-def read_run(path: Path, warm_up: int = WARM_UP) -> LoggedRun:
+def read_log(path: Path, warm_up: int = WARM_UP) -> LoggedRun:
     """Returns the steps of a log.
 
     warm_up   iterations after each start that are left out

@@ -1,6 +1,6 @@
 """torchtitan's options as its log says them in sentences: the model, the mesh and the batch.
 
-The sentences are those of torchtitan 0.2.2 and 0.3.0: torchtitan/trainer.py (train.py before),
+The sentences are those of torchtitan 0.2.2, 0.3.0 and b5bcd76c66: torchtitan/trainer.py (train.py before),
 distributed/parallel_dims.py, distributed/activation_checkpoint.py, distributed/
 pipeline_parallel.py and components/metrics.py.
 """
@@ -13,6 +13,7 @@ from math import prod
 
 from parplan.planner.export.arguments import Given
 from parplan.planner.logs.log_lines import LogLine
+from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.driver_names import CATALOGUE
 
 _P, _T = "--parallelism.", "--training."
@@ -35,6 +36,11 @@ _SENTENCES = (  # a sentence, and the option of each of its groups
         r"sequence length (\d+)",
         (f"{_T}local_batch_size", f"{_T}global_batch_size", f"{_T}seq_len"),
     ),
+    (
+        r"initialized with (\d+) tokens per DP rank, (\d+) tokens per train step, .*"
+        r"maximum context length (\d+)",
+        ("tokens_of_rank", "tokens", f"{_T}seq_len"),
+    ),
     (r"Applied (full|selective|Full|Selective)(?:AC)? activation", ("activation_checkpoint",)),
     (
         r"Using pipeline schedule (\w+) with (\d+) microbatches",
@@ -42,13 +48,17 @@ _SENTENCES = (  # a sentence, and the option of each of its groups
     ),
 )
 _DEVICE = re.compile(r"CUDA capacity: (.+) with [\d.]+GiB memory")
+_NEEDED = (
+    (f"{_P}pipeline_parallel_degree", "Building device mesh with parallelism: .."),
+    (f"{_T}seq_len", "Trainer is initialized with .."),
+)
 _RANKS = ("pipeline", "data_parallel_replicate", "data_parallel_shard", "context", "tensor")
 
 
 def titan_options(lines: Iterable[LogLine], file: str) -> tuple[tuple[Given, ...], dict[str, str]]:
     """Returns the options of a log with their lines, and those of the machine that it states.
 
-    () and {} of a log without these sentences.
+    () and {} of a log without these sentences. Raises ConfigError for one that has some of them.
     """
     found: dict[str, tuple[str, int]] = {}
     machine: dict[str, str] = {}
@@ -62,10 +72,15 @@ def titan_options(lines: Iterable[LogLine], file: str) -> tuple[tuple[Given, ...
             machine["--gpu"] = CATALOGUE[device[1]]
     if "--module" not in found:
         return (), {}
+    for needed, sentence in _NEEDED:
+        if needed not in found:
+            raise ConfigError(
+                f"{file}: the line `{sentence}` is missing",
+                hint="say the configuration with --config FILE",
+            )
     options = _as_options({name: word for name, (word, _) in found.items()})
-    degrees = [int(word) for name, word in options.items() if _is_degree(name)]
-    if degrees:
-        machine["--gpus"] = f"{prod(degrees)}"
+    degrees = (int(word) for name, word in options.items() if _is_degree(name))
+    machine["--gpus"] = f"{prod(degrees)}"
     number = {name: number for name, (_, number) in found.items()}
     given = (
         Given(name, (word,), f"{file}:{number.get(name, 1)}") for name, word in options.items()
@@ -84,9 +99,12 @@ def _as_options(words: dict[str, str]) -> dict[str, str]:
     flavor = options["--config"].lower().replace("-", "_")
     options["--config"] = f"{options['--module']}_{flavor}"
     options["activation_checkpoint"] = options.get("activation_checkpoint", "none").lower()
+    length = int(options[f"{_T}seq_len"])
+    for name, tokens in (("local", "tokens_of_rank"), ("global", "tokens")):
+        if tokens in options:
+            options[f"{_T}{name}_batch_size"] = f"{int(options.pop(tokens)) // length}"
     micro = options.pop("microbatches", None)
-    local = options.get(f"{_T}local_batch_size")
-    if micro and local:
-        size = max(1, int(local) // int(micro))
+    if micro:
+        size = max(1, int(options[f"{_T}local_batch_size"]) // int(micro))
         options[f"{_P}pipeline_parallel_microbatch_size"] = f"{size}"
     return options
