@@ -88,4 +88,7 @@ def import_(
     merged, replaced = rows_with(output, rows)
     write_rows(output, merged)
     again = f", {replaced} of them again" if replaced else ""
-    say(out, f"wrote {len(rows)} rows{again} to {output}; price them: plan validate --steps {output}")
+    say(
+        out,
+        f"wrote {len(rows)} rows{again} to {output}; price them: plan validate --steps {output}",
+    )

@@ -86,5 +86,3 @@ class LaidOut:
         """Raises ConfigError where a model is given."""
         if self.target.model is not None:
             raise ConfigError(f"--model {self.target.model}: {why}", hint="leave --model out")
-
-

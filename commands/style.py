@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import keyword
 import json
+import keyword
 import math
 import os
 import sys

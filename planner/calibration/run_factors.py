@@ -10,11 +10,11 @@ by Gauss-Newton on the plans priced again, so that relative errors count alike. 
 products of powers of the factors (exactly so when nothing is hidden under compute), so that two or
 three iterations are enough.
 
-A cause that no equation depends on has no factor. Where there are fewer equations than causes, as
-of a run whose steps alone were timed, the last causes follow the first. A single run at tp 2 tells only the sum of
+A cause that no equation depends on has no factor. A single run at tp 2 tells only the sum of
 tensor-parallel communication and the compute around it. Such a cause, or likewise data-parallel
 communication, gets the geometric mean of the factors of the two passes; a second run at tp 1 (or
-dp 1) tells them apart.
+dp 1) tells them apart. Where there are fewer equations than causes, as of a log that tells the step
+alone, the last causes follow the first.
 """
 
 from __future__ import annotations

@@ -151,7 +151,9 @@ def _candidates(plan: Plan, own: Priced, usual: Settings, target: Target) -> Ite
     exact = len(zeros) == 1 and zeros <= set(target.zeros)
     recomputes = tuple(target.recomputes(plan.model, max(usual.blocks)))
     alike = len(usual.blocks) == len(own.strategy.stages)
-    same = tuple(each for each in recomputes if alike and is_same_recompute(own, replace(usual, **each)))
+    same = tuple(
+        each for each in recomputes if alike and is_same_recompute(own, replace(usual, **each))
+    )
     for zero, chosen in product(zeros if exact else target.zeros, same[:1] or recomputes):
         yield replace(usual, zero=zero, **chosen)
 

@@ -103,9 +103,7 @@ NEMO = LogFormat(
             rf"Training epoch \d+, iteration (?P<iteration>\d+)/\d+ \|"
             rf"(?:.*global_batch_size: (?P<batch>\d+))?.*train_step_timing in s: (?P<s>{_F})"
         ),
-        re.compile(
-            rf"Epoch \d+: .*?(?P<iteration>\d+)/\d+ \[.*train_step_timing in s=(?P<s>{_F})"
-        ),
+        re.compile(rf"Epoch \d+: .*?(?P<iteration>\d+)/\d+ \[.*train_step_timing in s=(?P<s>{_F})"),
     ),
     starts=re.compile(r"LOCAL_RANK: 0 - CUDA_VISIBLE_DEVICES"),
     source="NVIDIA/NeMo at 8cfedd7203, nemo/lightning/pytorch/callbacks/progress_printer.py",

@@ -122,7 +122,8 @@ def _settings(plan: Plan) -> Settings:
     A plan whose recompute no launcher has keeps that of no block, at which the row is not priced.
     """
     own, usual = as_priced(plan), settings_of(plan)
-    choices = (each for target in TARGETS.values() for each in target.recomputes(plan))
+    most = max(usual.blocks)
+    choices = (each for target in TARGETS.values() for each in target.recomputes(plan.model, most))
     same = (each for each in choices if is_same_recompute(own, replace(usual, **each)))
     return replace(usual, **next(same, {"recompute_blocks": 0, "recompute": Recompute.FULL}))
 

@@ -1,8 +1,8 @@
 """torchtitan's options as its log says them in sentences: the model, the mesh and the batch.
 
-The sentences are those of torchtitan 0.2.2, 0.3.0 and b5bcd76c66: torchtitan/trainer.py (train.py before),
-distributed/parallel_dims.py, distributed/activation_checkpoint.py, distributed/
-pipeline_parallel.py and components/metrics.py.
+The sentences are those of torchtitan 0.2.2, 0.3.0 and b5bcd76c66, in torchtitan/trainer.py (before
+0.3 train.py), components/metrics.py, and of distributed/ parallel_dims.py,
+activation_checkpoint.py and pipeline_parallel.py.
 """
 
 from __future__ import annotations

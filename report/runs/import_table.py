@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 
 from parplan.planner.logs.measured_row import MeasuredSteps
-from parplan.report.text import print_table, say, seconds_text
 from parplan.profiles.units import gib
+from parplan.report.text import print_table, say, seconds_text
 
 _FAR = 0.01  # share of a step by which a row and its plan may differ in price
 

@@ -98,8 +98,7 @@ def titan_log(tokens_per_s: Mapping[int, int], *, ranks: Iterable[int] = (0,)) -
     head = "[titan] 2026-08-22 21:30:21,000 - root - INFO - "
     lines = [
         "CUDA capacity: NVIDIA H100 80GB HBM3 with 79.11GiB memory",
-        "Building device mesh with parallelism: "
-        "pp=1, dp_replicate=1, dp_shard=8, cp=1, tp=1, ep=1",
+        "Building device mesh with parallelism: pp=1, dp_replicate=1, dp_shard=8, cp=1, tp=1, ep=1",
         "\x1b[34mModel llama3 8B \x1b[31msize: 8,030,261,248 total parameters\x1b[39m",
         "Applied SelectiveAC activation checkpointing to the model",
         "Applied FSDP to the model",

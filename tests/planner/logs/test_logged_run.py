@@ -36,9 +36,7 @@ def read(tmp_path, text: str, warm_up: int = 5):
             "samples_per_s",
             id="deepspeed",
         ),
-        pytest.param(
-            run_logs.nemo_log(dict.fromkeys(range(1, 21), 2.5)), "nemo", "s", id="nemo"
-        ),
+        pytest.param(run_logs.nemo_log(dict.fromkeys(range(1, 21), 2.5)), "nemo", "s", id="nemo"),
         pytest.param(
             run_logs.trainer_log(dict.fromkeys(range(1, 21), 2.5)),
             "trainer",
