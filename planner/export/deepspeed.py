@@ -25,7 +25,6 @@ from parplan.planner.export.nested_file import json_text, nested, nested_argumen
 from parplan.planner.export.script import commented, script, torchrun_lines
 from parplan.planner.export.settings import Settings, model_facts
 from parplan.planner.export.shell_words import shell_arguments
-from parplan.planner.plan.plan import Plan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import ModelSpec
 
@@ -66,7 +65,7 @@ class PlannedPipeline(PipelineModule):
 ''')
 
 
-def recomputes(_: Plan) -> Iterator[RecomputeChoice]:
+def recomputes(_: ModelSpec, __: int) -> Iterator[RecomputeChoice]:
     """Yields the recompute that the JSON says: of no block, and of all."""
     for level in (Recompute.NONE, Recompute.FULL):
         yield {"recompute": level, "recompute_modules": None}

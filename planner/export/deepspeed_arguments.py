@@ -59,6 +59,12 @@ def _piped(settings: Settings) -> bool:
     return settings.pp > 1
 
 
+def _overlap(settings: Settings) -> Words | None:
+    if settings.zero == 0 or _piped(settings):
+        return None
+    return ("true",) if settings.overlap else ("false",)
+
+
 def _flagged(name: str, precision: Precision) -> Argument:
     """Returns the row of a section that turns a precision on."""
     return Argument(
@@ -193,9 +199,7 @@ ZERO = (
     Argument(
         name=f"{_ZERO}overlap_comm",
         facts=("overlap",),
-        write=lambda run: (
-            ("true" if run.overlap else "false",) if run.zero and run.pp == 1 else None
-        ),
+        write=_overlap,
         read=lambda words, _: {"overlap": read_flag(words)},
         source="deepspeed/runtime/zero/config.py (overlap_comm_valid)",
     ),
@@ -404,25 +408,23 @@ def _gradients(run: Settings, plain: Facts) -> Precision:
             f"gradients are added up in {added} and reduced in {reduced}, which has no price",
             hint="use one type in data_types.grad_accum_dtype and communication_data_type",
         )
-    return Precision(added)
+    assert isinstance(added, Precision), "a row reads it"
+    return added
 
 
 def _with_batch(run: Settings, facts: Facts, plain: Facts) -> Settings:
     """Returns the settings with the sizes of batches that are left out. Raises ConfigError."""
-    micro = facts.get("micro_batch_size")
-    steps = plain.get("accumulation")
-    whole = facts.get("global_batch_size")
-    if whole is None and micro is None:
+    micro: int = facts.get("micro_batch_size", 0)  # 0 where it is left out
+    steps: int = plain.get("accumulation", 0)
+    whole: int = facts.get("global_batch_size", 0)
+    if not whole and not micro:
         raise ConfigError(
             "neither train_batch_size nor train_micro_batch_size_per_gpu is given",
             hint="give one of them",
         )
-    if micro is None:
-        micro = whole // (run.dp * (steps or 1))
-    if steps is None:
-        steps = 1 if whole is None else whole // (micro * run.dp)
-    if whole is None:
-        whole = micro * steps * run.dp
+    micro = micro or whole // (run.dp * (steps or 1))
+    steps = steps or (whole // (micro * run.dp) if whole and micro else 1)
+    whole = whole or micro * steps * run.dp
     if whole != micro * steps * run.dp:
         raise ConfigError(
             f"train_batch_size {whole} is not train_micro_batch_size_per_gpu {micro} x "

@@ -54,7 +54,7 @@ QUICK = (
     "plan estimate --model llama3-8b --gpus 64 --gpu h100-80gb --zero 3 --recompute full --stack deepspeed -o plan.yaml",
     "plan export plan.yaml --to deepspeed",
     "plan read train.sh --gpu h100-80gb -o plan.yaml",
-    "plan read ds_config.json --model llama3-8b --seq-length 8192 --gpu h100-80gb --gpus 64 -o plan.yaml",
+    "plan read ds_config.json --model llama3-8b --seq-length 8192 --gpu h100-80gb --gpus 8 -o plan.yaml",
     "plan calibrate run.json -o mycpu.yaml",
     "plan estimate --model gpt-2.5b --gpus 8 --gpu a100-80gb --stack megatron-core --tp 2 --sequence-parallel --micro-batch-size 2 -o there.yaml",
     "plan calibrate traces/ --plan there.yaml -o mygpu.yaml",
