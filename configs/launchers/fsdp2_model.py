@@ -1,7 +1,7 @@
 """A GPT or Llama model in plain torch, which train_fsdp2.py divides over ranks.
 
-Replace it by a model of your own: train_fsdp2.py knows `ModelStage`, the layers in it, and the names
-of their products and norms. Activations are [batch, tokens, features].
+Replace it by a model of your own: train_fsdp2.py knows `ModelStage`, its layers, and the names of
+their products and norms. Activations are [batch, tokens, features].
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_to_all_single
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -61,7 +61,7 @@ def build_norm(model: ModelSettings) -> nn.Module:
 
 
 class InputEmbedding(nn.Module):
-    """Maps token ids to [batch, tokens, hidden]; `first` is the place of this rank's first token."""
+    """Maps token ids to [batch, tokens, hidden]; `first` is the place of the rank's first token."""
 
     def __init__(self, model: ModelSettings, first: int) -> None:
         super().__init__()
@@ -139,14 +139,14 @@ class CausalAttention(nn.Module):
 def divide_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """From [batch, tokens of this rank, heads, dim] to [batch, all tokens, some heads, dim]."""
     parts = torch.stack(x.chunk(dist.get_world_size(group), dim=2))
-    received = all_to_all_single(torch.empty_like(parts), parts, group=group)
+    received = all_to_all_single_autograd(parts, None, None, group)
     return received.transpose(0, 1).flatten(1, 2)
 
 
 def divide_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """From [batch, all tokens, some heads, dim] to [batch, tokens of this rank, heads, dim]."""
     parts = torch.stack(x.chunk(dist.get_world_size(group), dim=1))
-    received = all_to_all_single(torch.empty_like(parts), parts, group=group)
+    received = all_to_all_single_autograd(parts, None, None, group)
     return torch.cat(received.unbind(0), dim=2)
 
 

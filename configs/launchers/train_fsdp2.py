@@ -111,7 +111,7 @@ class PrecisionSettings:
 class Fsdp2Settings:
     """A run; `recompute` is none, selective (norms and activations) or full."""
 
-    model: ModelSettings
+    shape: ModelSettings
     mesh: MeshSettings
     pipeline: PipelineSettings
     sharding: ShardingSettings
@@ -125,7 +125,7 @@ def read_settings(path: Path) -> Fsdp2Settings:
     document = yaml.safe_load(path.read_text(encoding="utf-8"))
     document["pipeline"]["stage_blocks"] = tuple(document["pipeline"]["stage_blocks"])
     kinds = {
-        "model": ModelSettings,
+        "shape": ModelSettings,
         "mesh": MeshSettings,
         "pipeline": PipelineSettings,
         "sharding": ShardingSettings,
@@ -145,14 +145,14 @@ class RankMeshes:
     def __init__(self, mesh: MeshSettings, device: torch.device) -> None:
         self.device = device
         sharded = mesh.shard * mesh.context
-        shape = (mesh.pipeline, mesh.replicate, sharded, mesh.tensor)
+        degrees = (mesh.pipeline, mesh.replicate, sharded, mesh.tensor)
         needed = mesh.pipeline * mesh.replicate * sharded * mesh.tensor
         if dist.get_world_size() != needed:
             raise ValueError(
                 f"the mesh has {needed} ranks, torchrun started {dist.get_world_size()}"
             )
         self.whole = init_device_mesh(
-            device.type, shape, mesh_dim_names=("pp", "replicate", "shard", "tp")
+            device.type, degrees, mesh_dim_names=("pp", "replicate", "shard", "tp")
         )
         self.tensor = self.whole["tp"] if mesh.tensor > 1 else None
         self.states = (
@@ -196,7 +196,7 @@ def head_styles(*, sequence_parallel: bool) -> dict[str, ParallelStyle]:
 
 def build_embedding(settings: Fsdp2Settings, meshes: RankMeshes, seed: int) -> InputEmbedding:
     tokens = settings.batch.seq_length // settings.mesh.context
-    embedding = InputEmbedding(settings.model, meshes.context_rank * tokens)
+    embedding = InputEmbedding(settings.shape, meshes.context_rank * tokens)
     init_weights(embedding, seed)
     if meshes.tensor is not None:
         styles = {"tokens": RowwiseParallel(input_layouts=Replicate())}  # divides the vocabulary
@@ -210,7 +210,7 @@ def build_embedding(settings: Fsdp2Settings, meshes: RankMeshes, seed: int) -> I
 def build_block(
     settings: Fsdp2Settings, meshes: RankMeshes, number: int, seed: int
 ) -> TransformerBlock:
-    block = TransformerBlock(settings.model, settings.recompute, meshes.context)
+    block = TransformerBlock(settings.shape, settings.recompute, meshes.context)
     init_weights(block, seed + 1 + number)
     if meshes.tensor is not None:
         styles = block_styles(sequence_parallel=settings.sharding.sequence_parallel)
@@ -219,9 +219,9 @@ def build_block(
 
 
 def build_head(settings: Fsdp2Settings, meshes: RankMeshes, seed: int) -> OutputHead:
-    model = settings.model
-    head = OutputHead(model)
-    init_weights(head, seed if model.tied_embeddings else seed + 1 + model.num_layers)
+    shape = settings.shape
+    head = OutputHead(shape)
+    init_weights(head, seed if shape.tied_embeddings else seed + 1 + shape.num_layers)
     if meshes.tensor is not None:
         styles = head_styles(sequence_parallel=settings.sharding.sequence_parallel)
         parallelize_module(head, meshes.tensor, styles)
@@ -240,7 +240,7 @@ def build_stage(settings: Fsdp2Settings, meshes: RankMeshes, index: int, seed: i
         blocks = {f"{each}": shard(build_block(settings, meshes, each, seed)) for each in numbers}
         head = build_head(settings, meshes, seed) if is_last else None
     ends = [end for end in (embedding, head) if end is not None]
-    if settings.model.tied_embeddings and embedding is not None and head is not None:
+    if settings.shape.tied_embeddings and embedding is not None and head is not None:
         head.lm_head.weight = embedding.tokens.weight
         shard(ends)  # together, for they share the table
     else:
@@ -285,7 +285,7 @@ def sequence(settings: Fsdp2Settings, index: int, seed: int, data: np.ndarray | 
     length = settings.batch.seq_length
     if data is None:
         generator = torch.Generator().manual_seed((seed * 1_000_003 + index) % 2**64)
-        return torch.randint(settings.model.vocab_size, (length + 1,), generator=generator)
+        return torch.randint(settings.shape.vocab_size, (length + 1,), generator=generator)
     start = index % ((len(data) - 1) // length) * length
     return torch.from_numpy(data[start : start + length + 1].astype(np.int64))
 
@@ -375,7 +375,7 @@ class TiedTable:
     ) -> None:
         self.weight = self.group = None
         self.is_copy = False
-        if not settings.model.tied_embeddings or settings.mesh.pipeline == 1:
+        if not settings.shape.tied_embeddings or settings.mesh.pipeline == 1:
             return
         ends = meshes.whole.mesh[[0, -1]].flatten(1).T.tolist()
         groups = [dist.new_group(pair) for pair in ends]  # every rank makes every group
