@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 
 from parplan.costmodels.layers.recompute import Recompute
@@ -27,6 +28,7 @@ from parplan.profiles.models.spec import ModelSpec
 PROGRAM = ("train_fsdp2.py", "fsdp2_model.py")
 _YAML = "fsdp2.yaml"
 _SUFFIXES = (".yaml", ".yml")
+_SHAPE = re.compile(r"^shape:", re.MULTILINE)
 
 
 def recomputes(_: ModelSpec, __: int) -> Iterator[RecomputeChoice]:
@@ -37,7 +39,8 @@ def recomputes(_: ModelSpec, __: int) -> Iterator[RecomputeChoice]:
 
 def arguments(text: str, file: str) -> tuple[Given, ...]:
     """Returns the keys of a YAML file."""
-    return nested_arguments(text, file) if file.endswith(_SUFFIXES) else ()
+    known = file.endswith(_SUFFIXES) and _SHAPE.search(text)
+    return nested_arguments(text, file) if known else ()
 
 
 def settings(given: tuple[Given, ...], model: ModelSpec, num_gpus: int) -> Settings:
@@ -79,6 +82,7 @@ FSDP2 = Target(
     arguments=arguments,
     settings=settings,
     model=shape_of,
+    processes=tuple((each.name,) for each in TABLE if each.name.startswith("mesh.")),
     refused=(),
     source="torch 2.13.0",
 )

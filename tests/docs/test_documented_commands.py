@@ -52,6 +52,8 @@ QUICK = (
     "plan export plan.yaml --to megatron --launch slurm -o run/",
     "plan estimate --model llama3-8b --gpus 64 --gpu h100-80gb --zero 3 --recompute full --stack torchtitan -o plan.yaml",
     "plan export plan.yaml --to torchtitan",
+    "plan estimate --model llama3-8b --gpus 64 --gpu h100-80gb --tp 2 --sequence-parallel --zero 3 --recompute selective --stack torchtitan -o plan.yaml",
+    "plan export plan.yaml --to fsdp2",
     "plan estimate --model llama3-8b --gpus 64 --gpu h100-80gb --zero 3 --recompute full --stack deepspeed -o plan.yaml",
     "plan export plan.yaml --to deepspeed",
     "plan read train.sh --gpu h100-80gb -o plan.yaml",
@@ -79,8 +81,9 @@ SLOW = (
 # by target, a part of the command whose plan is exported to it
 EXPORTED = {
     "megatron": "--virtual-stages 5",
-    "torchtitan": "--stack torchtitan -o",
+    "torchtitan": "--recompute full --stack torchtitan -o",
     "deepspeed": "--stack deepspeed -o",
+    "fsdp2": "--recompute selective --stack torchtitan -o",
 }
 ENOUGH_S = 300.0  # no search for what would fit is cut off
 MINUTES = "takes minutes"
