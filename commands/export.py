@@ -17,7 +17,12 @@ if TYPE_CHECKING:
     from parplan.planner.export.exported import Export
 
 TARGET = "Target"
-TARGETS = ("megatron", "torchtitan", "deepspeed")
+TARGETS = (
+    "megatron",
+    "torchtitan",
+    "deepspeed",
+    "fsdp2",
+)
 JOBS = ("slurm", "kubernetes")
 TORCHRUN = "torchrun"
 

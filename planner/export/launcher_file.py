@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 from parplan.planner.export.arguments import Given
@@ -46,11 +47,11 @@ class LauncherFile:
         by_name = {each.name: each.words[0] for each in self.given if each.words}
         counts = [
             next((by_name[name] for name in names if name in by_name), "")
-            for names in (_NODES, _PROCESSES)
+            for names in self.target.processes or (_NODES, _PROCESSES)
         ]
         if not all(count.isdigit() for count in counts):
             return None
-        return int(counts[0]) * int(counts[1])
+        return prod(map(int, counts))
 
     @property
     def passed_over(self) -> tuple[Given, ...]:

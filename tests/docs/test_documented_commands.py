@@ -26,6 +26,8 @@ from tests.helpers.run_logs import megatron_log, nemo_log
 from tests.helpers.synthetic_runs import estimated, run_of
 
 QUICK = (
+    "plan sweep --model gpt-1.5b --gpus 4,8,16 --gpu a100-80gb,h100-80gb",
+    "plan size --model gpt-1.5b --tokens 100B --days 7 --gpu a100-80gb,h100-80gb --price a100-80gb=1.50 --price h100-80gb=2.50",
     "plan --model gpt-tiny --gpu cpu --gpus 2",
     "plan calibrate run.json -o mygpu.yaml",
     "plan estimate --model gpt-22b --gpus 8 --tp 8 --micro-batch-size 4 --recompute full",
@@ -53,6 +55,8 @@ QUICK = (
     "plan export plan.yaml --to megatron --launch slurm -o run/",
     "plan estimate --model llama3-8b --gpus 64 --gpu h100-80gb --zero 3 --recompute full --stack torchtitan -o plan.yaml",
     "plan export plan.yaml --to torchtitan",
+    "plan estimate --model llama3-8b --gpus 64 --gpu h100-80gb --tp 2 --sequence-parallel --zero 3 --recompute selective --stack torchtitan -o plan.yaml",
+    "plan export plan.yaml --to fsdp2",
     "plan estimate --model llama3-8b --gpus 64 --gpu h100-80gb --zero 3 --recompute full --stack deepspeed -o plan.yaml",
     "plan export plan.yaml --to deepspeed",
     "plan read train.sh --gpu h100-80gb -o plan.yaml",
@@ -86,8 +90,9 @@ SLOW = (
 # by target, a part of the command whose plan is exported to it
 EXPORTED = {
     "megatron": "--virtual-stages 5",
-    "torchtitan": "--stack torchtitan -o",
+    "torchtitan": "--recompute full --stack torchtitan -o",
     "deepspeed": "--stack deepspeed -o",
+    "fsdp2": "--recompute selective --stack torchtitan -o",
 }
 ENOUGH_S = 300.0  # no search for what would fit is cut off
 MINUTES = "takes minutes"
