@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from parplan.planner.export.exported import Export
 
 TARGET = "Target"
-TARGETS = ("megatron", "torchtitan", "deepspeed")
+TARGETS = ("megatron", "torchtitan", "deepspeed", "huggingface")
 JOBS = ("slurm", "kubernetes")
 TORCHRUN = "torchrun"
 

@@ -21,7 +21,7 @@ from parplan.planner.search.relaxations import relaxations
 from parplan.report.searches import infeasible_text as relaxations_report
 from tests.helpers.documented import ROOT, documented, shape
 from tests.helpers.kineto_traces import one_step, write_kineto
-from tests.helpers.launcher_scripts import DEEPSPEED_JSON, SCRIPT
+from tests.helpers.launcher_scripts import DEEPSPEED_JSON, SCRIPT, TRAINER_YAML
 from tests.helpers.synthetic_runs import estimated, run_of
 
 QUICK = (
@@ -54,6 +54,9 @@ QUICK = (
     "plan export plan.yaml --to torchtitan",
     "plan estimate --model llama3-8b --gpus 64 --gpu h100-80gb --zero 3 --recompute full --stack deepspeed -o plan.yaml",
     "plan export plan.yaml --to deepspeed",
+    "plan estimate --model llama3-8b --gpus 64 --gpu h100-80gb --zero 3 --recompute full --gradient-precision bf16 --stack huggingface -o plan.yaml",
+    "plan export plan.yaml --to huggingface",
+    "plan read sft.yaml --model llama3-8b --gpu h100-80gb --gpus 16 -o plan.yaml",
     "plan read train.sh --gpu h100-80gb -o plan.yaml",
     "plan read ds_config.json --model llama3-8b --seq-length 8192 --gpu h100-80gb --gpus 8 -o plan.yaml",
     "plan calibrate run.json -o mycpu.yaml",
@@ -81,6 +84,7 @@ EXPORTED = {
     "megatron": "--virtual-stages 5",
     "torchtitan": "--stack torchtitan -o",
     "deepspeed": "--stack deepspeed -o",
+    "huggingface": "--stack huggingface -o",
 }
 ENOUGH_S = 300.0  # no search for what would fit is cut off
 MINUTES = "takes minutes"
@@ -199,6 +203,7 @@ def _give_files(command: str, folder: Path) -> None:
         write_kineto(folder / "traces" / "rank0.json", one_step())
         write_plan(estimated(tp=2, dp=2), folder / "there.yaml")
     (folder / "train.sh").write_text(SCRIPT, encoding="utf-8")
+    (folder / "sft.yaml").write_text(TRAINER_YAML, encoding="utf-8")
     (folder / "ds_config.json").write_text(DEEPSPEED_JSON, encoding="utf-8")
     if "run.json" in command:
         write_run(run_of(estimated()), folder / "run.json")
