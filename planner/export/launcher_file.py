@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 from parplan.planner.export.arguments import Given
@@ -47,11 +48,11 @@ class LauncherFile:
         by_name = {each.name: each.words[0] for each in self.given if each.words}
         counts = [
             next((by_name[name] for name in names if name in by_name), "")
-            for names in (_NODES, _PROCESSES)
+            for names in self.target.processes or (_NODES, _PROCESSES)
         ]
         if not all(count.isdigit() for count in counts):
             return None
-        return int(counts[0]) * int(counts[1])
+        return prod(map(int, counts))
 
     @property
     def passed_over(self) -> tuple[Given, ...]:
@@ -104,15 +105,20 @@ def read_launcher_file(path: Path, targets: Mapping[str, Target]) -> LauncherFil
     most, target, given = max(found, key=lambda each: each[0])
     if most < _ENOUGH:
         return None
+    require_priced(target, given)
+    options = stated_options(text)
+    file = LauncherFile(path=path, target=target, given=given, options=options)
+    return file.with_stated(options)
+
+
+def require_priced(target: Target, given: Iterable[Given]) -> None:
+    """Raises ConfigError for an argument that changes time or memory without a price."""
     wrong = next((each for each in given if _is_one_of(each.name, target.refused)), None)
     if wrong:
         raise ConfigError(
             f"{wrong.where}: {wrong.name} changes the step and has no price",
             hint="take it out to price the rest",
         )
-    options = stated_options(text)
-    file = LauncherFile(path=path, target=target, given=given, options=options)
-    return file.with_stated(options)
 
 
 def _with_further(target: Target, given: tuple[Given, ...], path: Path) -> tuple[Given, ...]:

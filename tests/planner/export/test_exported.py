@@ -174,6 +174,7 @@ MODELS = {
     "megatron": ("gpt-2.5b", (26, 28)),
     "torchtitan": ("llama3-8b", (15, 17)),
     "deepspeed": ("gpt-2.5b", (26, 28)),
+    "fsdp2": ("gpt-2.5b", (26, 28)),
     "huggingface": ("llama3-8b", (15, 17)),
 }
 # by target: an axis that it refuses here, and why

@@ -117,6 +117,12 @@ def _read_fsdp(words: Words, _: Facts) -> Facts:
     return facts
 
 
+def _reshard(settings: Settings) -> Words | None:
+    if not _sharded(settings):
+        return None
+    return ("true",) if settings.zero == 3 else ("false",)
+
+
 def _read_reshard(words: Words, facts: Facts) -> Facts:
     return {"zero": 3 if read_flag(words) else 2} if facts.get("zero") else {}
 
@@ -161,7 +167,7 @@ ARGUMENTS: tuple[Argument, ...] = (
     Argument(
         name=f"{_FSDP}reshard_after_forward",
         facts=("zero",),
-        write=lambda run: (("true",) if run.zero == 3 else ("false",)) if _sharded(run) else None,
+        write=_reshard,
         read=_read_reshard,
     ),
     flag(f"{_FSDP}cpu_offload", "states_on_host", False),

@@ -14,7 +14,7 @@ from dataclasses import replace
 from parplan.planner.export.arguments import Given, read_arguments, written
 from parplan.planner.export.deepspeed import recomputes
 from parplan.planner.export.deepspeed_arguments import PROGRAM
-from parplan.planner.export.huggingface_arguments import (
+from parplan.planner.export.hf_trainer_arguments import (
     DEGREES,
     FILE_ROWS,
     REFUSED,
