@@ -64,7 +64,7 @@ def read(
             hint="give a script that starts pretrain_gpt.py or torchtitan; plan show reads plans",
         )
     if vocab_size is not None:
-        read_file = read_file.with_argument("--vocab-size", f"{vocab_size}")
+        read_file = read_file.with_vocabulary(vocab_size)
     plan, assumed = launcher_plan(read_file, target)
     context = SummaryContext(assumed=tuple(assumed), plan_file=str(output or ""))
     deliver(plan, context, output, as_json=as_json)

@@ -11,6 +11,7 @@ from parplan.planner.export.configured import price_settings
 from parplan.planner.export.exported import training_on
 from parplan.planner.export.head import stated_options
 from parplan.planner.export.launcher import Target
+from parplan.planner.export.recipe_file import SEPARATOR
 from parplan.planner.export.settings import Settings
 from parplan.planner.plan.assemble import assemble
 from parplan.planner.plan.plan import Plan
@@ -19,9 +20,15 @@ from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 
-SUFFIXES = (".sh", ".sbatch", ".bash", ".slurm", ".yaml", ".yml")
-_NODES = ("--nnodes",)
-_PROCESSES = ("--nproc-per-node", "--nproc_per_node")
+SUFFIXES = (".sh", ".sbatch", ".bash", ".slurm", ".yaml", ".yml", ".py")
+_NODES = ("--nnodes", "--nodes", "trainer.num_nodes")
+_PROCESSES = (
+    "--nproc-per-node",
+    "--nproc_per_node",
+    "--ntasks-per-node",
+    "--gpus-per-node",
+    "trainer.devices",
+)
 _ENOUGH = 2  # arguments of a launcher's table by which its file is known
 
 
@@ -58,9 +65,11 @@ class LauncherFile:
         known = {row.name for row in self.target.rows} | {*_NODES, *_PROCESSES}
         return tuple(each for each in self.given if each.name not in known)
 
-    def with_argument(self, name: str, *words: str) -> LauncherFile:
-        """Returns the configuration with a further argument, which the user states."""
-        return replace(self, given=(*self.given, Given(name, words, f"{name} of the user")))
+    def with_vocabulary(self, num_tokens: int) -> LauncherFile:
+        """Returns the configuration with the vocabulary that the user states."""
+        names = (row.name for row in self.target.rows if row.facts == ("vocab_size",))
+        further = tuple(Given(name, (f"{num_tokens}",), "--vocab-size") for name in names)
+        return replace(self, given=(*self.given, *further))
 
     def settings(self, model: ModelSpec, num_gpus: int) -> Settings:
         """Returns the settings that the arguments say. Raises ConfigError."""
@@ -82,12 +91,15 @@ def read_launcher_file(path: Path, targets: Mapping[str, Target]) -> LauncherFil
     Raises ConfigError where the file is not readable, and for arguments that change time or memory
     without a price.
     """
-    if path.suffix not in SUFFIXES:
+    source = Path(str(path).partition(SEPARATOR)[0])
+    if source.suffix not in SUFFIXES:
         return None
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = source.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", hint="check its name") from None
+        raise ConfigError(
+            f"cannot read {source}: {error.strerror}", hint="check its name"
+        ) from None
     found = []
     for target in targets.values():
         given = target.arguments(text, str(path))
