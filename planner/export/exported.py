@@ -143,7 +143,7 @@ def _candidates(plan: Plan, own: Priced, usual: Settings, target: Target) -> Ite
         zero for choice in choices for _, zero in choice.own_zero
     }
     exact = len(zeros) == 1 and zeros <= set(target.zeros)
-    recomputes = tuple(target.recomputes(plan))
+    recomputes = tuple(target.recomputes(plan.model, max(usual.blocks)))
     alike = len(usual.blocks) == len(own.strategy.stages)
     same = tuple(each for each in recomputes if alike and _is_same(own, replace(usual, **each)))
     for zero, chosen in product(zeros if exact else target.zeros, same[:1] or recomputes):

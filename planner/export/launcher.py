@@ -33,7 +33,9 @@ class Target:
     rows         its arguments of a run and of a model
     table        those of a run
     zeros        the ZeRO stages that it has
-    recomputes   the kinds of recompute that it has, for blocks of a plan
+    recomputes   the kinds of recompute that it has, for a model and the most blocks of a stage
+    partitions   the blocks of stages that it says, for a number of stages and of blocks; None
+                 where it says any
     files        the files of a sheet by name; the first has the arguments
     arguments    the arguments in such a file
     settings     the settings that arguments say of a model on a number of GPUs
@@ -47,10 +49,11 @@ class Target:
     rows: tuple[Argument, ...]
     table: tuple[Argument, ...]
     zeros: tuple[int, ...]
-    recomputes: Callable[[Plan], Iterator[RecomputeChoice]]
+    recomputes: Callable[[ModelSpec, int], Iterator[RecomputeChoice]]
     files: Callable[[Sheet], Mapping[str, str]]
     arguments: Callable[[str, str], tuple[Given, ...]]
     settings: Callable[[tuple[Given, ...], ModelSpec, int], Settings]
     model: Callable[[tuple[Given, ...], str, str], ModelSpec] | None
     refused: tuple[str, ...]
     source: str
+    partitions: Callable[[int, int], Iterator[tuple[int, ...]]] | None = None

@@ -11,7 +11,7 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.planner.export.exported import export_plan
 from parplan.planner.export.targets import TARGETS, target_named
-from parplan.planner.export.torchtitan_arguments import generated_blocks
+from parplan.planner.export.torchtitan_arguments import generated_blocks, partitions
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.stack import ContextForm
@@ -113,6 +113,8 @@ def test_the_stages_of_torchtitan_are_dealt_as_it_deals_them():
     assert generated_blocks(4, 32, 1, 1) == (8, 9, 8, 7)
     assert generated_blocks(1, 32, 1, 1) == (32,)
     assert generated_blocks(32, 32, 2, 0) is None
+    assert (8, 9, 8, 7) in partitions(4, 32)
+    assert all(sum(blocks) == 32 for blocks in partitions(4, 32))
 
 
 def mixed_zero(plan: Plan) -> Plan:
