@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from parplan.planner.export.arguments import Given, read_arguments, written
+from parplan.planner.export.arguments import Given, Words, read_arguments, written
 from parplan.planner.export.bridge_names import MODEL_TABLE, TABLE
 from parplan.planner.export.jobs import hosts_of
 from parplan.planner.export.launcher import Sheet, Target
 from parplan.planner.export.megatron import recomputes
+from parplan.planner.export.megatron_arguments import DEFAULTS
 from parplan.planner.export.megatron_model import model_of_facts, unsaid_parts
 from parplan.planner.export.megatron_stages import finished
 from parplan.planner.export.nemo_names import MODEL_TABLE as NEMO_MODEL
@@ -23,10 +24,34 @@ from parplan.planner.export.released_models import released_model
 from parplan.planner.export.script import array, script, torchrun_lines
 from parplan.planner.export.settings import Settings, model_facts
 from parplan.planner.export.shell_words import shell_arguments
+from parplan.planner.export.spellings import FALSE, NULL
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import ModelSpec
 
 PLAIN = "vanilla_gpt_pretrain_config"  # src/megatron/bridge/recipes/gpt/vanilla_gpt.py
+# recipes of released models: src/megatron/bridge/recipes; any other model is the plain recipe's
+_RELEASED = {
+    "llama2-7b": "llama2_7b_pretrain_config",
+    "llama3-8b": "llama3_8b_pretrain_config",
+    "llama3-70b": "llama3_70b_pretrain_config",
+    "llama3-405b": "llama31_405b_pretrain_config",
+    "qwen2.5-7b": "qwen25_7b_pretrain_config",
+    "qwen2.5-32b": "qwen25_32b_pretrain_config",
+    "qwen2.5-72b": "qwen25_72b_pretrain_config",
+    "qwen3-8b": "qwen3_8b_pretrain_config",
+    "qwen3-14b": "qwen3_14b_pretrain_config",
+    "qwen3-32b": "qwen3_32b_pretrain_config",
+    "qwen3-30b-a3b": "qwen3_30b_a3b_pretrain_config",
+    "qwen3-235b-a22b": "qwen3_235b_a22b_pretrain_config",
+    "deepseek-v2": "deepseek_v2_pretrain_config",
+    "deepseek-v2-lite": "deepseek_v2_lite_pretrain_config",
+    "deepseek-v3": "deepseek_v3_pretrain_config",
+    "moonlight-16b-a3b": "moonlight_16b_pretrain_config",
+    "kimi-k2": "kimi_k2_pretrain_config",
+    "gpt-oss-20b": "gpt_oss_20b_pretrain_config",
+    "gpt-oss-120b": "gpt_oss_120b_pretrain_config",
+}
 _RECIPES = ("src/megatron/bridge/recipes", "src/megatron/bridge/perf_recipes")
 _NEMO = "launcher_scripts/conf/training"
 # options of scripts/training/run_recipe.py that are overrides (COMMON_OVERRIDE_FIELDS there)
@@ -115,7 +140,17 @@ def _base(own: tuple[Given, ...], file: Path) -> tuple[Given, ...]:
                 return _of_recipe(path, recipe)
             if re.search(rf" as {re.escape(recipe)}\b", path.read_text(encoding="utf-8")):
                 return recipe_settings(path, recipe)
-    raise _missing(file, f"the recipe {recipe}")
+    return _released_base(own, recipe, file)
+
+
+def _released_base(own: tuple[Given, ...], recipe: str, file: Path) -> tuple[Given, ...]:
+    """Returns the model of a known recipe where a script says all other settings of it itself."""
+    model = next((name for name, known in _RELEASED.items() if known == recipe), None)
+    names = {each.name for each in own}
+    left = [name for name, _ in written(TABLE, replace(DEFAULTS, blocks=(1,))) if name not in names]
+    if model is None or left:
+        raise _missing(file, f"the recipe {recipe}")
+    return (Given("model", (f"catalog/{model}",), str(file)),)
 
 
 def _above(file: Path, name: str) -> Path | None:
@@ -156,18 +191,11 @@ def read_model(given: tuple[Given, ...], name: str, where: str) -> ModelSpec:
 def files(sheet: Sheet) -> Mapping[str, str]:
     """Returns the script. Raises ConfigError for a model that the overrides cannot say."""
     plan, chosen = sheet.plan, sheet.settings
-    shape = written(MODEL_TABLE, plan.model)
-    given = tuple(Given(name, words, "") for name, words in (*shape, *written(TABLE, chosen)))
-    unsaid = unsaid_parts(plan.model, read_model(given, plan.model.name, "the plan"))
-    if unsaid:
-        raise ConfigError(
-            f"{plan.model.name} has {', '.join(unsaid)}, which overrides of {PLAIN} do not say",
-            hint="choose another target",
-        )
+    recipe, shape = _shape(plan.model, chosen)
     groups = {"MODEL": shape, "OVERRIDES": written(TABLE, chosen)}
     lines = [line for name, group in groups.items() for line in array(name, _overrides(group))]
     program = [
-        f'"${{RUN_RECIPE:-scripts/training/run_recipe.py}}" --recipe {PLAIN} --mode pretrain',
+        f'"${{RUN_RECIPE:-scripts/training/run_recipe.py}}" --recipe {recipe} --mode pretrain',
         *(f'"${{{name}[@]}}"' for name in groups),
         '"$@"',
     ]
@@ -175,7 +203,30 @@ def files(sheet: Sheet) -> Mapping[str, str]:
     return {"megatron-bridge.sh": script(sheet.head, (*lines, *run))}
 
 
-def _overrides(group: tuple[tuple[str, tuple[str, ...]], ...]) -> Iterator[tuple[str, tuple[()]]]:
+def _shape(model: ModelSpec, chosen: Settings) -> tuple[str, tuple[tuple[str, Words], ...]]:
+    """Returns the recipe of a model, and the overrides that make it that model.
+
+    Raises ConfigError for a model that the overrides cannot say.
+    """
+    if model.name in _RELEASED and load_model(model.name).spec == model:
+        own = (
+            ("model.mtp_num_layers", (f"{model.mtp_layers}",) if model.mtp_layers else NULL),
+            ("tokenizer.use_tokenizer_vocab_size", FALSE),  # it would change the model
+            ("comm_overlap", NULL),  # it would set what the other overrides say
+        )
+        return _RELEASED[model.name], own
+    shape = written(MODEL_TABLE, model)
+    given = tuple(Given(name, words, "") for name, words in (*shape, *written(TABLE, chosen)))
+    unsaid = unsaid_parts(model, read_model(given, model.name, "the plan"))
+    if unsaid:
+        raise ConfigError(
+            f"{model.name} has {', '.join(unsaid)}, which overrides of {PLAIN} do not say",
+            hint="choose another target",
+        )
+    return PLAIN, shape
+
+
+def _overrides(group: tuple[tuple[str, Words], ...]) -> Iterator[tuple[str, tuple[()]]]:
     """Yields each setting as one word of the shell; a layout of stages is text to Hydra."""
     for name, (word,) in group:
         yield (f"'{name}=\"{word}\"'" if "|" in word else f"{name}={word}"), ()

@@ -49,6 +49,17 @@ class _Module:
         found = (node for node in self.tree.body if isinstance(node, ast.FunctionDef))
         return next((node for node in found if node.name == name), None)
 
+    def constant(self, name: str) -> ast.Constant | None:
+        """Returns the constant of a name, also one of another file; None if there is none."""
+        for node in self.tree.body:
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
+            named = any(isinstance(each, ast.Name) and each.id == name for each in targets)
+            if named and isinstance(node, ast.Assign | ast.AnnAssign):
+                return node.value if isinstance(node.value, ast.Constant) else None
+        source = self.imported(name)
+        return None if source is None else _module(source[0]).constant(source[1])
+
     def imported(self, name: str) -> tuple[Path, str] | None:
         """Returns the file that a name comes from and its name there, None if it is not there."""
         for node in ast.walk(self.tree):
@@ -67,7 +78,7 @@ def recipe_settings(path: Path, name: str) -> tuple[Given, ...]:
     Raises ConfigError for a file that is no Python, or that has no such function.
     """
     module = _module(path)
-    if module.function(name) is None:
+    if module.function(name) is None and module.imported(name) is None:
         known = ", ".join(recipe_names(path)) or "none"
         raise ConfigError(f"{path}: it has no recipe {name!r}", hint=f"use one of {known}")
     config = _made(module, name, {}, 0)
@@ -159,7 +170,13 @@ def _assign(module: _Module, target: ast.expr, value: _Value, scope: _Scope) -> 
     config, path = _place(target, scope)
     if config is None or isinstance(value, _Config):
         return
-    _put(config, path, value, scope, str(module.path))
+    source, read = _place(value, scope)
+    if source is not None:  # cfg.model.x = cfg.dataset.x
+        known = source.settings.get(read)
+        if known is not None:
+            config.put(path, known.words, f"{module.path}:{target.lineno}")
+        return
+    _put(config, path, value, scope, module)
 
 
 def _place(target: ast.expr, scope: _Scope) -> tuple[_Config | None, str]:
@@ -172,19 +189,19 @@ def _place(target: ast.expr, scope: _Scope) -> tuple[_Config | None, str]:
     return (config if isinstance(config, _Config) else None), ".".join(reversed(names))
 
 
-def _put(config: _Config, path: str, value: ast.expr, scope: _Scope, file: str) -> None:
+def _put(config: _Config, path: str, value: ast.expr, scope: _Scope, module: _Module) -> None:
     """Sets a path to a value; the keywords of a call that makes a section are below it."""
-    config.put(path, _words(value, scope), f"{file}:{value.lineno}")
+    config.put(path, _words(module, value, scope), f"{module.path}:{value.lineno}")
     if isinstance(value, ast.Call):
         for keyword in value.keywords:
             if keyword.arg is not None:
-                _put(config, f"{path}.{keyword.arg}", keyword.value, scope, file)
+                _put(config, f"{path}.{keyword.arg}", keyword.value, scope, module)
 
 
 def _value(module: _Module, node: ast.expr, scope: _Scope, depth: int) -> _Value:
     """Returns a configuration, or the expression with the names of a scope followed."""
-    if isinstance(node, ast.Name) and node.id in scope:
-        return scope[node.id]
+    if isinstance(node, ast.Name):
+        return scope[node.id] if node.id in scope else module.constant(node.id) or node
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
         return node
     if node.func.id == "ConfigContainer":
@@ -199,7 +216,7 @@ def _container(module: _Module, node: ast.Call, scope: _Scope) -> _Config:
     config = _Config()
     for keyword in node.keywords:
         if keyword.arg is not None:
-            _put(config, keyword.arg, keyword.value, scope, str(module.path))
+            _put(config, keyword.arg, keyword.value, scope, module)
     return config
 
 
@@ -224,7 +241,7 @@ def _bound(module: _Module, node: ast.Call, scope: _Scope, depth: int) -> _Scope
     return bound
 
 
-def _words(node: ast.expr, scope: _Scope) -> Words:
+def _words(module: _Module, node: ast.expr, scope: _Scope) -> Words:
     """Returns the words of a value: of a constant or a list, or the text of another expression.
 
     A call is the word that it is made with, such as `fp8_cs` of `precision("fp8_cs")`, and its name
@@ -233,16 +250,16 @@ def _words(node: ast.expr, scope: _Scope) -> Words:
     if isinstance(node, ast.Constant):
         return (_word(node.value),)
     if isinstance(node, ast.List | ast.Tuple):
-        return tuple(word for each in node.elts for word in _words(each, scope))
+        return tuple(word for each in node.elts for word in _words(module, each, scope))
     if isinstance(node, ast.Name):
-        known = scope.get(node.id)
-        return _words(known, {}) if isinstance(known, ast.expr) else (node.id,)
+        known = scope.get(node.id) or module.constant(node.id)
+        return _words(module, known, {}) if isinstance(known, ast.expr) else (node.id,)
     if isinstance(node, ast.Call):
         called = node.func
         if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Call):
-            return _words(called.value, scope)  # AutoBridge.from_hf_pretrained(NAME).method()
+            return _words(module, called.value, scope)  # Bridge.of(NAME).method()
         if node.args:
-            return _words(node.args[0], scope)
+            return _words(module, node.args[0], scope)
         return (ast.unparse(called),)
     return (ast.unparse(node),)
 

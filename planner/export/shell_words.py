@@ -20,7 +20,9 @@ _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::?-([^}]*))?\}|\$([A-Za-z_]\w*)")
 _SUM = re.compile(r"\$\(\((.*?)\)\)")
 _ARRAY = re.compile(r"^\s*(?:export\s+|declare\s+-a\s+)?[A-Za-z_]\w*\+?=\(")
 _OF_YAML = re.compile(r"^\s*(--[\w.-]+):\s*(.*?)\s*(?:#.*)?$")
-_OVERRIDE = re.compile(r"^\+{0,2}([A-Za-z_]\w*(?:\.\w+)+|mixed_precision|training)=(.+)$")
+_OVERRIDE = re.compile(
+    r"^\+{0,2}([A-Za-z_]\w*(?:\.\w+)+|mixed_precision|comm_overlap|training)=(.+)$"
+)
 _SHORT = re.compile(r"^-(tp|pp|cp|vp|ep|etp|gb|mb|sl|ms)$")  # of Megatron-Bridge
 _JOB = "#SBATCH"
 _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {

@@ -170,7 +170,11 @@ def test_the_command_offers_every_target():
 
 
 # by target: a model that it has, and unequal stages of it
-MODELS = {"megatron": ("gpt-2.5b", (26, 28)), "torchtitan": ("llama3-8b", (15, 17))}
+MODELS = {
+    "megatron": ("gpt-2.5b", (26, 28)),
+    "megatron-bridge": ("gpt-2.5b", (26, 28)),
+    "torchtitan": ("llama3-8b", (15, 17)),
+}
 
 
 def many_plans():
