@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from parplan.planner.export.bridge import MEGATRON_BRIDGE
+from parplan.planner.export.deepspeed import DEEPSPEED
 from parplan.planner.export.launcher import Target
 from parplan.planner.export.megatron import MEGATRON
 from parplan.planner.export.torchtitan import TORCHTITAN
 from parplan.profiles.errors import unknown_name_error
 
 TARGETS: Mapping[str, Target] = {
-    target.name: target for target in (MEGATRON, MEGATRON_BRIDGE, TORCHTITAN)
+    target.name: target for target in (MEGATRON, MEGATRON_BRIDGE, TORCHTITAN, DEEPSPEED)
 }
 
 
