@@ -17,7 +17,14 @@ if TYPE_CHECKING:
     from parplan.planner.export.exported import Export
 
 TARGET = "Target"
-TARGETS = ("megatron", "megatron-bridge", "torchtitan", "deepspeed")
+TARGETS = (
+    "megatron",
+    "megatron-bridge",
+    "torchtitan",
+    "deepspeed",
+    "fsdp2",
+    "huggingface",
+)
 JOBS = ("slurm", "kubernetes")
 TORCHRUN = "torchrun"
 

@@ -61,9 +61,10 @@ def export_plan(plan: Plan, target: Target, source: str) -> Export:
     own = Priced(today.strategy, today.price_cache, today.price)
     training = training_on(target, plan.training)
     sheet = Sheet(settings=_nearest(plan, own, target, training), plan=plan, head=())
-    name, text = next(iter(target.files(sheet).items()))
+    files = target.files(sheet).items()
     stated = written(target.stated, sheet.settings)
-    given = (*target.arguments(text, name), *_given(stated, target))
+    said = (each for name, text in files for each in target.arguments(text, name))
+    given = (*said, *_given(stated, target))
     back = target.settings(given, plan.model, plan.cluster.num_gpus)
     configured = price_settings(back, plan.model, plan.cluster, training)
     lost = losses(own, configured)
@@ -77,6 +78,12 @@ def export_plan(plan: Plan, target: Target, source: str) -> Export:
         files=target.files(replace(sheet, head=head)),
         losses=lost,
     )
+
+
+def as_priced(plan: Plan) -> Priced:
+    """Returns the strategy of a plan at the prices of today."""
+    today = reprice(plan)
+    return Priced(today.strategy, today.price_cache, today.price)
 
 
 def training_on(target: Target, training: TrainingSpec) -> TrainingSpec:
@@ -143,8 +150,20 @@ def _one_stage_a_rank(settings: Settings, own: Priced) -> Settings:
 
 def _through_the_table(settings: Settings, plan: Plan, target: Target) -> Settings:
     """Returns the settings that the arguments of settings say. Raises ConfigError."""
+    said = {fact for row in target.table for fact in row.facts}
+    unsaid = [f"{axis} {degree}" for axis, degree in _degrees(settings) if axis not in said]
+    if unsaid:
+        raise ConfigError(
+            f"{target.name} does not say {', '.join(unsaid)}", hint="choose another target"
+        )
     given = _given(written(target.table, settings), target)
     return target.settings(given, plan.model, plan.cluster.num_gpus)
+
+
+def _degrees(settings: Settings) -> Iterator[tuple[str, int]]:
+    """Yields the axes that divide a model, with their degrees."""
+    degrees = ((axis, getattr(settings, axis)) for axis in ("pp", "cp", "tp", "ep"))
+    yield from (each for each in degrees if each[1] > 1)
 
 
 def _given(arguments: Iterable[tuple[str, Words]], target: Target) -> tuple[Given, ...]:
@@ -172,12 +191,14 @@ def _candidates(
     exact = len(zeros) == 1 and zeros <= set(target.zeros) and not every_zero
     recomputes = tuple(target.recomputes(plan.model, max(usual.blocks)))
     alike = len(usual.blocks) == len(own.strategy.stages)
-    same = tuple(each for each in recomputes if alike and _is_same(own, replace(usual, **each)))
+    same = tuple(
+        each for each in recomputes if alike and is_same_recompute(own, replace(usual, **each))
+    )
     for zero, chosen in product(zeros if exact else target.zeros, same[:1] or recomputes):
         yield replace(usual, zero=zero, **chosen)
 
 
-def _is_same(own: Priced, settings: Settings) -> bool:
+def is_same_recompute(own: Priced, settings: Settings) -> bool:
     """True if the layers of a plan recompute the operators of settings with its stages."""
     cache = own.price_cache
     strategy = strategy_of_settings(settings, own.strategy.layout, 0, cache)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from parplan.planner.export.arguments import Argument, Facts, Given
@@ -42,6 +42,9 @@ class Target:
     model        the model that the arguments of a file say; None where they name none
     stated       facts of the program, which its files do not say: options of `plan read`, which the
                  head of an exported file states; `table` has them too
+    processes    groups of arguments that say one number: the product is that of processes; () for
+                 those of torchrun
+    further      the file beside that the arguments of a script name, whose arguments follow them
     refused      arguments that change time or memory without a price
     source       repository and commit or release that the table was read in
     """
@@ -60,3 +63,5 @@ class Target:
     source: str
     partitions: Callable[[int, int], Iterator[tuple[int, ...]]] | None = None
     stated: tuple[Argument, ...] = ()
+    processes: tuple[tuple[str, ...], ...] = ()
+    further: Callable[[Iterable[Given]], str | None] | None = None
