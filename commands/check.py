@@ -114,9 +114,9 @@ def _check_launcher(file: LauncherFile, stated: TargetOptions, *, as_json: bool)
     settings = file.settings(plan.model, plan.cluster.num_gpus)
     advised = advice(plan, settings, file.target, file.given)
     if as_json:
-        print_json(check_document(plan, advised))
+        print_json(check_document(plan, advised, file.remarks(plan)))
     else:
-        print_check(plan, advised, str(file.path), console(sys.stdout))
+        print_check(plan, advised, file.remarks(plan), str(file.path), console(sys.stdout))
     return user_modules.NOT_FITTING if shortages(plan) else 0
 
 

@@ -7,7 +7,7 @@ the arguments that differ are what there is to change.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parplan.planner.export.arguments import Argument, Given, Words, written
 from parplan.planner.export.configured import Priced, price_settings
@@ -82,10 +82,10 @@ class _Adviser:
         for setting, other in neighbours(self.plan, settings, self.target):
             after = dict(written(self.target.table, other))
             if after != before and (of is None or setting in of):
-                found.setdefault(setting, []).extend(self._change(settings, before, after))
+                found.setdefault(setting, []).extend(self.priced_change(settings, before, after))
         return found
 
-    def _change(
+    def priced_change(
         self, settings: Settings, before: dict[str, Words], after: dict[str, Words]
     ) -> Iterator[Change]:
         """Yields the change from arguments to others, nothing where these cannot run."""
@@ -110,30 +110,26 @@ class _Adviser:
         yield Change(arguments=differing, settings=other, configured=one)
 
     def in_the_file(self, change: Change) -> Change:
-        """Returns a change with the file's own arguments that would undo it.
+        """Returns a change in the words of the file.
 
-        They are arguments that say a setting in another word than the one that is written.
+        Arguments of the file that would undo it, or that forbid it, are taken out with it: they say
+        a setting in another word than the one that is written.
         """
-        changed = {name for name, _, _ in change.arguments}
-        kept = [each for each in self.given if each.name not in changed]
-        new = [
-            Given(name, after, self.target.name)
-            for name, _, after in change.arguments
-            if after is not None
+        own = {each.name: each.words for each in self.given}
+        arguments = tuple((name, own.get(name, was), new) for name, was, new in change.arguments)
+        named = {name for name, _, _ in arguments}
+        kept = [each for each in self.given if each.name not in named]
+        written_now = [
+            Given(name, new, self.target.name) for name, _, new in arguments if new is not None
         ]
-        if self._says((*kept, *new), change.settings):
-            return change
         others = {row.name for row in self.target.table if not row.facts}
-        for each in (each for each in kept if each.name in others):
-            rest = [other for other in kept if other.name != each.name]
-            if self._says((*rest, *new), change.settings):
-                more = (each.name, each.words, None)
-                return Change(
-                    arguments=(*change.arguments, more),
-                    settings=change.settings,
-                    configured=change.configured,
-                )
-        return change
+        in_the_way = [each for each in kept if each.name in others]
+        for out in ([], *([each] for each in in_the_way), in_the_way):
+            rest = [each for each in kept if each not in out]
+            if self._says((*rest, *written_now), change.settings):
+                more = tuple((each.name, each.words, None) for each in out)
+                return replace(change, arguments=(*arguments, *more))
+        return replace(change, arguments=arguments)
 
     def _says(self, given: tuple[Given, ...], settings: Settings) -> bool:
         try:
@@ -213,7 +209,7 @@ def _from(adviser: _Adviser, settings: Settings, change: Change) -> Change:
     """Returns a change with the arguments that differ from those of `settings`."""
     table = adviser.target.table
     before, after = dict(written(table, settings)), dict(written(table, change.settings))
-    (whole,) = adviser._change(settings, before, after)
+    (whole,) = adviser.priced_change(settings, before, after)
     return whole
 
 

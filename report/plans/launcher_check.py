@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -37,11 +38,18 @@ def _warnings(plan: Plan) -> list[str]:
     return found
 
 
-def print_check(plan: Plan, advised: Advice, name: str, out: Console) -> None:
-    """Print the price of a configuration, what is wrong with it, and what gains most."""
+def print_check(
+    plan: Plan, advised: Advice, remarks: Sequence[str], name: str, out: Console
+) -> None:
+    """Print the price of a configuration, what is wrong with it, and what gains most.
+
+    remarks   sentences about arguments that are priced as others
+    """
     peak = max(stage.total for stage in plan.predicted.memory_gib)
     step = seconds_text(plan.predicted.step_time_s.value)
     say(out, f"{name}: {step} a step, {peak:.1f} GiB on the fullest GPU")
+    for remark in remarks:
+        say(out, f"  note: {remark}")
     for warning in _warnings(plan):
         say(out, f"  slow: {warning}")
     for stage in shortages(plan):
@@ -79,11 +87,12 @@ def _gain_text(plan: Plan, change: Change) -> str:
     return f"{seconds_text(step_s)} ({share:+.1%}), {gib(change.configured.peak_bytes):.1f} GiB"
 
 
-def check_document(plan: Plan, advised: Advice) -> dict[str, Any]:
+def check_document(plan: Plan, advised: Advice, remarks: Sequence[str]) -> dict[str, Any]:
     """Returns the check as JSON has it: seconds, GiB."""
     return {
         "step_s": plan.predicted.step_time_s.value,
         "fits": not shortages(plan),
+        "notes": list(remarks),
         "slow": _warnings(plan),
         "stages": [
             {"stage": each.stage, "total_gib": each.total, "capacity_gib": each.capacity}
