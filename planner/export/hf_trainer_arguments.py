@@ -124,7 +124,8 @@ def _reshard(settings: Settings) -> Words | None:
 
 
 def _read_reshard(words: Words, facts: Facts) -> Facts:
-    return {"zero": 3 if read_flag(words) else 2} if facts.get("zero") else {}
+    stage = 3 if read_flag(words) else 2
+    return {"zero": stage} if facts.get("zero") else {}
 
 
 def _size(axis: str, fact: str) -> Argument:
