@@ -90,7 +90,7 @@ def require_no_others(ctx: click.Context, *names: str) -> None:
 
 
 def _explain_plan(plan_file: Path, *, as_json: bool) -> None:
-    from parplan.commands.launcher_plans import read_plan_or_launcher
+    from parplan.commands.launcher_plans import read_plans
     from parplan.planner.plan.reprice import reprice
     from parplan.planner.plan.traced_plan import TracedPlan
     from parplan.planner.search.what_if import questions_about, reply_to
@@ -98,7 +98,7 @@ def _explain_plan(plan_file: Path, *, as_json: bool) -> None:
     from parplan.report.plans.explanation_text import explanation_document, print_explanation
     from parplan.report.text import console
 
-    plan = read_plan_or_launcher(plan_file)
+    (plan,) = read_plans((plan_file,), TargetOptions())
     if isinstance(plan, TracedPlan):
         raise ConfigError(
             f"{plan_file} is of a traced module, whose request the file does not have",

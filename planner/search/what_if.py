@@ -165,7 +165,7 @@ def find_flip(request: Request, knob: Knob, end: float, mesh: Mesh) -> Flip | No
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class PlanQuestion:
     """A question about a plan.
 
     what     `base`, an axis of the mesh, or the name of a knob
@@ -181,19 +181,23 @@ class Question:
 Reply = Answer | Flip | None
 
 
-def questions_about(plan: Plan) -> tuple[Question, ...]:
+def questions_about(plan: Plan) -> tuple[PlanQuestion, ...]:
     """Returns what there is to ask about a plan, the longest work first."""
     request = request_of_plan(plan)
     knobs = [knob for knob in KNOBS if knob.applies(request)]
     return (
-        *(Question(what=knob.what, value=end, flips=True) for knob in knobs for end in knob.ends),
-        Question(what=BASE),
-        *(Question(what=knob.what, value=knob.buys) for knob in knobs),
-        *(Question(what=axis, value=degree) for axis, degree in other_degrees(plan)),
+        *(
+            PlanQuestion(what=knob.what, value=end, flips=True)
+            for knob in knobs
+            for end in knob.ends
+        ),
+        PlanQuestion(what=BASE),
+        *(PlanQuestion(what=knob.what, value=knob.buys) for knob in knobs),
+        *(PlanQuestion(what=axis, value=degree) for axis, degree in other_degrees(plan)),
     )
 
 
-def reply_to(plan: Plan, question: Question) -> Reply:
+def reply_to(plan: Plan, question: PlanQuestion) -> Reply:
     """Returns the answer to a question about a plan; None for a flip that does not come."""
     request = request_of_plan(plan)
     if question.what == BASE:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from parplan.planner.plan.plan import Plan
 from parplan.planner.search.many_searches import Answer
-from parplan.planner.search.what_if import AXES, BASE, Flip, Question, Reply
+from parplan.planner.search.what_if import AXES, BASE, Flip, PlanQuestion, Reply
 from parplan.profiles.units import counted, format_number
 from parplan.report.names import pipeline_phrases
 from parplan.report.plans.memory_table import fullest
@@ -21,7 +21,7 @@ SAME = 0.0005  # share of a step below which two plans take the same time
 _MOST_CAUSES = 3
 _CHANGES = 0.01  # share of a step that a cause must change by to be said
 
-Replies = Mapping[Question, Reply]
+Replies = Mapping[PlanQuestion, Reply]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ def explanation(plan: Plan, replies: Replies) -> Iterator[Explanation]:
 
 def _the_plan(plan: Plan, replies: Replies) -> Iterator[str]:
     yield f"{_named(plan)} takes {_step_text(plan)} a step: {_causes_text(plan)}."
-    base = _plan_of(replies.get(Question(what=BASE)))
+    base = _plan_of(replies.get(PlanQuestion(what=BASE)))
     if base is None:
         return
     slower = _step_s(plan) / _step_s(base) - 1
@@ -250,7 +250,7 @@ def explanation_document(plan: Plan, replies: Replies) -> dict[str, Any]:
     }
 
 
-def _reply_document(question: Question, reply: Reply) -> dict[str, Any]:
+def _reply_document(question: PlanQuestion, reply: Reply) -> dict[str, Any]:
     body: dict[str, Any] = {
         "what": question.what,
         "value": question.value,

@@ -15,7 +15,7 @@ from parplan.planner.search.many_searches import Answer
 from parplan.planner.search.what_if import (
     BASE,
     Flip,
-    Question,
+    PlanQuestion,
     best_of,
     cluster_at,
     degrees,
@@ -43,15 +43,17 @@ def step_s(reply: object) -> float:
 
 def test_the_base_is_the_plan_and_pins_and_knobs_change_one_thing() -> None:
     plan = small_plan()
-    base_s = step_s(reply_to(plan, Question(what=BASE)))
+    base_s = step_s(reply_to(plan, PlanQuestion(what=BASE)))
     assert base_s == plan.predicted.step_time_s.value
-    pinned = reply_to(plan, Question(what="pp", value=2))
+    pinned = reply_to(plan, PlanQuestion(what="pp", value=2))
     assert isinstance(pinned, Answer)
     assert pinned.plan is not None
     assert pinned.plan.mesh.pp == 2
     assert step_s(pinned) >= base_s
-    assert step_s(reply_to(plan, Question(what="GPUs", value=2.0))) < base_s
-    assert step_s(reply_to(plan, Question(what="memory of a GPU", value=1.1))) <= base_s * 1.0005
+    assert step_s(reply_to(plan, PlanQuestion(what="GPUs", value=2.0))) < base_s
+    assert (
+        step_s(reply_to(plan, PlanQuestion(what="memory of a GPU", value=1.1))) <= base_s * 1.0005
+    )
 
 
 def test_a_flip_is_between_two_factors_whose_best_meshes_differ() -> None:
@@ -79,8 +81,8 @@ def test_every_question_has_a_sentence_and_a_value() -> None:
     plan = small_plan()
     asked = [question for question in questions_about(plan) if not question.flips]
     replies = {question: reply_to(plan, question) for question in asked[:4]}
-    flip = Question(what="batch", value=4.0, flips=True)
-    stays = Question(what="batch", value=0.25, flips=True)
+    flip = PlanQuestion(what="batch", value=4.0, flips=True)
+    stays = PlanQuestion(what="batch", value=0.25, flips=True)
     replies |= {flip: Flip(factor=2.0, last=1.4, plan=plan), stays: None}
     parts = {part.title: " ".join(part.sentences) for part in explanation(plan, replies)}
     assert "finds nothing faster" in parts["Why this plan"]
