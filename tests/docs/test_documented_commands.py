@@ -40,6 +40,7 @@ QUICK = (
     "plan schemes --model gpt-20b --gpus 64 --micro-batch-size 4",
     "plan explain --model gpt-20b --gpus 64 --tp 8 --operator fc2",
     "plan show plan.yaml",
+    "plan explain plan.yaml",
     "plan show plan.yaml --mtbf 50000h --storage 200GB/s",
     "plan show plan.yaml --instructions --rank 0",
     "plan show plan.yaml --chunks --plot moments.png",
