@@ -14,6 +14,8 @@ from parplan.planner.plan.plan import Plan
 from parplan.profiles.divisors import divisors
 from parplan.profiles.stack import AttentionKernel
 
+_COUNTS = 8  # numbers of recomputed blocks of a stage that are tried, at even distances
+
 
 def neighbours(plan: Plan, settings: Settings, target: Target) -> Iterator[tuple[str, Settings]]:
     """Yields the settings that differ in one choice, each with the name of that choice.
@@ -22,8 +24,10 @@ def neighbours(plan: Plan, settings: Settings, target: Target) -> Iterator[tuple
     """
     for zero in target.zeros:
         yield "zero", replace(settings, zero=zero)
-    for recompute in target.recomputes(plan.model, max(settings.blocks)):
-        yield "recompute", replace(settings, **recompute)
+    most = max(settings.blocks)
+    for recompute in target.recomputes(plan.model, most):
+        if (recompute.get("recompute_blocks") or 0) % -(-most // _COUNTS) == 0:
+            yield "recompute", replace(settings, **recompute)
     for size in (settings.micro_batch_size * 2, settings.micro_batch_size // 2):
         if size and (settings.global_batch_size // settings.dp) % size == 0:
             yield "micro_batch_size", replace(settings, micro_batch_size=size)
