@@ -20,6 +20,7 @@ main.names = (
     "models",
     "profile",
     "read",
+    "report",
     "schema",
     "schemes",
     "show",
