@@ -98,7 +98,12 @@ def front_chart(reported: Sequence[ReportedPlan]) -> Row:
         for point in points
     ]
     axes = {
-        "x": alt.X("peak:Q", title="peak GiB of the fullest GPU", scale=alt.Scale(zero=False)),
+        "x": alt.X(
+            "peak:Q",
+            title="peak GiB of the fullest GPU",
+            scale=alt.Scale(zero=False),
+            axis=alt.Axis(tickCount=8),
+        ),
         "y": alt.Y("step:Q", title="step time, s", scale=alt.Scale(zero=False)),
     }
     drawn = (

@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     import altair
 
 COLOURS = tuple(f"var(--c{number})" for number in range(1, 9))  # page.css has both themes
-INK, MUTED, GRID, PAGE = "var(--ink)", "var(--muted)", "var(--line)", "var(--page)"
+INK = "var(--ink)"
+MUTED = "var(--muted)"
+GRID = "var(--line)"
+PAGE = "var(--page)"
 LIMIT = "var(--limit)"
 ROW_PIXELS = 22
 MOST_ROWS = 32  # rows of a chart; more would not be read

@@ -21,7 +21,10 @@ class Form(StrEnum):
     GIB = "gib"
     SHARE = "share"
     MORE = "more"
-    DIFFERENCE = "difference"
+    PART_S = "part in s"
+    PART_MS = "part in ms"
+    MORE_S = "difference in s"
+    MORE_MS = "difference in ms"
     COUNT = "count"
     NUMBER = "number"
 
@@ -34,20 +37,23 @@ def _more(value: float) -> str:
     return f"{100 * value:+.1f} %"
 
 
-def _difference(value: float) -> str:
-    text = seconds_text(abs(value)) if value else "0"
-    return f"{'-' if value < 0 else '+'}{text}" if value else text
-
-
 _TEXTS: Mapping[Form, Callable[[Any], str]] = {
     Form.SECONDS: _seconds,
     Form.GIB: gib_text,
     Form.SHARE: percent,
     Form.MORE: _more,
-    Form.DIFFERENCE: _difference,
+    Form.PART_S: lambda value: f"{value:.3f} s",
+    Form.PART_MS: lambda value: f"{1e3 * value:.3f} ms",
+    Form.MORE_S: lambda value: f"{value:+.3f} s",
+    Form.MORE_MS: lambda value: f"{1e3 * value:+.3f} ms",
     Form.COUNT: lambda value: f"{value:,.0f}",
     Form.NUMBER: lambda value: format_number(value, 4),
 }
+
+
+def part_forms(step_s: float) -> tuple[Form, Form]:
+    """Returns the forms of a part of a step and of a difference, so that a table has one unit."""
+    return (Form.PART_S, Form.MORE_S) if step_s >= 1 else (Form.PART_MS, Form.MORE_MS)
 
 
 def number(value: float, form: Form, **attributes: str) -> Markup:

@@ -25,9 +25,16 @@ from parplan.report.page.memory_charts import (
     curve_rows,
     stage_chart,
 )
-from parplan.report.page.mesh_chart import axes_of, axis_palette, mesh_cells, mesh_chart
+from parplan.report.page.mesh_chart import (
+    axes_of,
+    axis_palette,
+    mesh_cells,
+    mesh_chart,
+    stage_palette,
+)
 from parplan.report.page.page_tables import (
     FiguredPlan,
+    key_figures,
     memory_table,
     overview_table,
     redundancy_table,
@@ -51,7 +58,9 @@ from parplan.report.searches.comparison_tables import comparison_notes, meaning,
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-_TEMPLATE, _STYLE, _SCRIPT = "page.html", "page.css", "page.js"
+_TEMPLATE = "page.html"
+_STYLE = "page.css"
+_SCRIPT = "page.js"
 _GLOBALS = "window.vegaEmbed = vegaEmbed;"
 _WIDE = 10_000  # characters; the browser breaks lines
 _DEVICE = {"memory of a device": LIMIT}
@@ -126,6 +135,7 @@ def _view(index: int, each: FiguredPlan, charts: dict[str, Row]) -> Mapping[str,
         "index": index,
         "name": reported.name,
         "header": header(reported.plan, _WIDE),
+        "key_figures": list(key_figures(each)),
         "missing": reported.missing,
         "snippets": reported.snippets,
         "notes": list(notes(reported.plan)),
@@ -135,6 +145,7 @@ def _view(index: int, each: FiguredPlan, charts: dict[str, Row]) -> Mapping[str,
         **_step(index, each, charts),
         **_baselines(index, each, charts),
         "runners": runners_table(each),
+        "choice": reported.plan.search.preference,
         "assumptions": assumptions_table(each),
         "numbers": kinds_table(each),
         "sources": list(sources(each)),
@@ -161,6 +172,7 @@ def _mesh(index: int, each: FiguredPlan, charts: dict[str, Row]) -> Mapping[str,
             "layers": layers,
         },
         "axis_palette": axis_palette(plan.mesh),
+        "stage_palette": stage_palette(plan.mesh),
         "links": links_table(each),
     }
 

@@ -58,7 +58,7 @@ def stage_chart(
         alt.Chart(named_data("stages"))
         .mark_bar()
         .encode(
-            x=alt.X("gib:Q", title=title),
+            x=alt.X("gib:Q", title=title, axis=alt.Axis(tickCount=8)),
             y=alt.Y("stage:N", sort=labels, title="pipeline rank"),
             color=alt.Color(
                 "class:N",

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 MOST_CELLS = 1_024  # beyond, a cell stands for several ranks
 LINKS = "links"  # the data that the page's script fills
 _POINT: Row = {"axis": "", "from": 0, "to": 0}  # a scale needs a row
+_LINE_COLOURS = (COLOURS[1], INK, COLOURS[3], COLOURS[2], COLOURS[4])
+_NAMED = 3  # pipeline ranks that a legend names for one colour
 _BLOCK = 8  # cells side by side where a cell is a node or more
 
 
@@ -78,7 +80,18 @@ def axes_of(mesh: Mesh) -> dict[str, dict[str, int]]:
 
 def axis_palette(mesh: Mesh) -> dict[str, str]:
     """Returns the colour of the lines of each axis."""
-    return {name: COLOURS[(index + 1) % 8] for index, name in enumerate(axes_of(mesh))}
+    return dict(zip(axes_of(mesh), _LINE_COLOURS, strict=False))
+
+
+def stage_palette(mesh: Mesh) -> dict[str, str]:
+    """Returns the colour of each pipeline rank's cells; ranks beyond the colours share them."""
+    names: dict[str, list[str]] = {}
+    for stage in range(mesh.pp):
+        names.setdefault(COLOURS[stage % len(COLOURS)], []).append(str(stage))
+    return {
+        f"pipeline rank {', '.join(stages[:_NAMED])}{', ...' if len(stages) > _NAMED else ''}": hue
+        for hue, stages in names.items()
+    }
 
 
 def cell_rows(plan: AnyPlan, cells: MeshCells) -> list[Row]:
@@ -144,12 +157,12 @@ def _squares(plan: AnyPlan, cells: MeshCells) -> tuple[altair.Chart, altair.Char
         bottom="datum.y + 0.96",
         label="'node ' + split(datum.node, '-')[0]",
     )
-    squares = base.mark_rect(aria=False, cursor="pointer").encode(
+    squares = base.mark_rect(aria=False, cursor="pointer", fillOpacity=0.5).encode(
         x=x,
         x2="x2:Q",
         y=y,
         y2="bottom:Q",
-        color=alt.Color("hue:O", scale=hues, legend=None),
+        fill=alt.Fill("hue:O", scale=hues, legend=None),
         stroke=alt.condition("datum.c == chosen", alt.value(INK), alt.value(PAGE)),
         strokeWidth=alt.condition("datum.c == chosen", alt.value(3), alt.value(0.5)),
         tooltip=[
@@ -166,33 +179,49 @@ def _squares(plan: AnyPlan, cells: MeshCells) -> tuple[altair.Chart, altair.Char
     return squares, names
 
 
-def _lines(plan: AnyPlan, cells: MeshCells) -> altair.Chart:
-    """Lines between cells, one for each row of the data `links`: from, to, axis."""
+def _lines(plan: AnyPlan, cells: MeshCells) -> tuple[altair.Chart, altair.Chart]:
+    """Lines between cells and their ends, one for each row of the data `links`: from, to, axis.
+
+    Each axis has its height in a cell, so that lines lie side by side.
+    """
     import altair as alt
 
-    lines: altair.Chart = (
+    axes = list(axes_of(plan.mesh))
+    height = f"0.42 + 0.54 * (indexof({axes}, datum.axis) + 1) / {len(axes) + 1}"
+    stroke = alt.Stroke("axis:N", scale=colour_scale(axis_palette(plan.mesh)), legend=None)
+    seen = alt.condition("datum.axis == ''", alt.value(0), alt.value(1))
+    base = (
         alt.Chart(named_data(LINKS))
         .transform_calculate(**_place("datum.from", cells, "1"), **_place("datum.to", cells, "2"))
         .transform_calculate(
-            xa="datum.x1 + 0.46", xb="datum.x2 + 0.46", ya="datum.y1 + 0.69", yb="datum.y2 + 0.69"
-        )
-        .mark_rule(strokeWidth=2.5, aria=False)
-        .encode(
-            x=alt.X("xa:Q", axis=None),
-            x2="xb:Q",
-            y=alt.Y("ya:Q", axis=None),
-            y2="yb:Q",
-            stroke=alt.Stroke("axis:N", scale=colour_scale(axis_palette(plan.mesh)), legend=None),
+            xa="datum.x1 + 0.46",
+            xb="datum.x2 + 0.46",
+            ya=f"datum.y1 + {height}",
+            yb=f"datum.y2 + {height}",
         )
     )
-    return lines
+    lines: altair.Chart = base.mark_rule(strokeWidth=2.5, aria=False).encode(
+        x=alt.X("xa:Q", axis=None),
+        x2="xb:Q",
+        y=alt.Y("ya:Q", axis=None),
+        y2="yb:Q",
+        stroke=stroke,
+        strokeOpacity=seen,
+    )
+    ends: altair.Chart = base.mark_point(size=12, strokeWidth=4, aria=False).encode(
+        x=alt.X("xb:Q", axis=None),
+        y=alt.Y("yb:Q", axis=None),
+        stroke=stroke,
+        strokeOpacity=seen,
+    )
+    return lines, ends
 
 
 def mesh_chart(plan: AnyPlan, cells: MeshCells) -> Row:
     """Returns the cells in blocks; the page's script sets `columns` and fills the data `links`."""
     import altair as alt
 
-    chart = alt.layer(*_squares(plan, cells), _lines(plan, cells)).add_params(
+    chart = alt.layer(*_squares(plan, cells), *_lines(plan, cells)).add_params(
         alt.param(name="columns", value=1), alt.param(name="chosen", value=0)
     )
     return specification(chart, 100, cells=cell_rows(plan, cells), **{LINKS: [_POINT]})

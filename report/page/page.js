@@ -27,7 +27,9 @@ sayTheme();
 
 // --- mesh: cells in as many columns as there is room for, and the groups of one rank ---
 const CELL_PIXELS = 16;
-const ROW_PIXELS = 42;
+const WIDE_CELL_PIXELS = 28; // where there are few blocks
+const FEW_BLOCKS = 16;
+const ROW_PIXELS = 56;
 const LISTED = 8;
 
 function members(rank, axis) {
@@ -37,7 +39,8 @@ function members(rank, axis) {
 }
 
 function layOut(mesh, view, width) {
-  const most = Math.max(1, Math.floor(width / ((mesh.perBlock + 1) * CELL_PIXELS)));
+  const cell = mesh.blocks <= FEW_BLOCKS ? WIDE_CELL_PIXELS : CELL_PIXELS;
+  const most = Math.max(1, Math.floor(width / ((mesh.perBlock + 1) * cell)));
   const rows = Math.ceil(mesh.blocks / Math.min(most, mesh.blocks));
   const columns = Math.ceil(mesh.blocks / rows);
   view.signal("columns", columns).height(rows * ROW_PIXELS).runAsync();
@@ -53,7 +56,8 @@ function sayRank(mesh, rank, place) {
   for (const [name, axis] of Object.entries(mesh.axes)) {
     const group = members(rank, axis);
     const nodes = new Set(group.map((other) => Math.floor(other / mesh.perNode))).size;
-    const listed = group.slice(0, LISTED).join(", ") + (group.length > LISTED ? ", ..." : "");
+    const more = group.length > LISTED ? ` and ${group.length - LISTED} more` : "";
+    const listed = group.slice(0, LISTED).join(", ") + more;
     lines.push(`Its ${name} group has ${group.length} ranks on ${nodes} ` +
       `${nodes === 1 ? "node" : "nodes"}: ${listed}.`);
   }

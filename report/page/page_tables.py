@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from parplan.planner.plan.prediction import mean_idle_share
 from parplan.report.names import pipeline_phrases
-from parplan.report.page.figures import Form, PlanFigures
+from parplan.report.page.figures import Form, PlanFigures, part_forms
 from parplan.report.page.memory_charts import CLASSES, alike
 from parplan.report.page.reported_plan import ReportedPlan
 from parplan.report.page.step_charts import IDEAL, SLOWER
@@ -15,6 +15,7 @@ from parplan.report.plans.memory_table import fullest, layers_text, rows
 from parplan.report.plans.summary import CAUSES, SummaryContext, layers_phrases, proof
 from parplan.report.text import band_text
 
+_LONG = 28  # characters of a cell that is wrapped
 Cells = tuple[str, ...]  # text, or HTML that `number` made
 
 
@@ -29,6 +30,18 @@ class PageTable:
     heading: Cells
     rows: tuple[Cells, ...]
     texts: frozenset[str] = frozenset()
+
+    @property
+    def prose(self) -> frozenset[str]:
+        """The columns of words whose cells are long, which take more lines."""
+        columns = zip(self.heading, *self.rows, strict=True)
+        longest = {name: max(map(_length, cells), default=0) for name, *cells in columns}
+        return frozenset(name for name in (self.heading[0], *self.texts) if longest[name] > _LONG)
+
+
+def _length(cell: str) -> int:
+    """Returns the characters of a cell that a reader sees."""
+    return len(cell.striptags()) if hasattr(cell, "striptags") else len(cell)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +112,47 @@ def _against(each: FiguredPlan, first: FiguredPlan) -> str:
     return each.figures.derived(slower, Form.MORE, "step time over that of the first plan - 1")
 
 
+def key_figures(each: FiguredPlan) -> Iterator[tuple[str, str, str]]:
+    """Yields the name of each number that a reader looks for first, the number and a remark."""
+    figures, predicted = each.figures, each.reported.plan.predicted
+    band = predicted.error_band
+    worst = fullest(each.reported.plan)
+    stage = predicted.memory_gib.index(worst)
+    yield (
+        "step time",
+        figures("predicted.step_time_s.value", Form.SECONDS),
+        f"{band_text(band.time.share) if band else 'band unknown'}, {predicted.step_time_s.kind}",
+    )
+    yield (
+        "tokens/s/GPU",
+        figures("predicted.tokens_per_s_per_gpu.value", Form.COUNT),
+        figures("predicted.mfu.value", Form.SHARE) + " MFU",
+    )
+    free = figures.derived(worst.capacity - worst.total, Form.GIB, "capacity - total")
+    yield (
+        "peak GiB of a GPU",
+        figures(f"predicted.memory_gib.{stage}.total", Form.GIB),
+        free + " GiB free" + (f", {band_text(band.memory.share)}" if band else ""),
+    )
+    yield (
+        "gap to the bound",
+        figures("search.gap", Form.SHARE),
+        f"{each.reported.plan.search.status}, "
+        + figures("search.candidates.considered", Form.COUNT)
+        + " candidates",
+    )
+
+
 def step_table(each: FiguredPlan) -> PageTable:
     """Returns the parts of the step with their share and kind, from ideal to predicted."""
     figures, predicted = each.figures, each.reported.plan.predicted
     step_s = predicted.step_time_s.value
     ideal_s = step_s * predicted.mfu.value
+    part, _ = part_forms(step_s)
 
     def row(name: str, key: str, value_s: float, kind: str) -> Cells:
         share = figures.derived(value_s / step_s, Form.SHARE, f"{key} / predicted.step_time_s")
-        return (name, figures(f"{key}.value", Form.SECONDS), share, kind)
+        return (name, figures(f"{key}.value", part), share, kind)
 
     parts = [
         row(name, f"predicted.breakdown.{field}", quantity.value, quantity.kind)
@@ -118,14 +163,14 @@ def step_table(each: FiguredPlan) -> PageTable:
     of_compute = (
         (
             f"of it {IDEAL}: the model's FLOPs at the device's peak",
-            figures.derived(ideal_s, Form.SECONDS, "predicted.step_time_s * predicted.mfu"),
+            figures.derived(ideal_s, part, "predicted.step_time_s * predicted.mfu"),
             figures("predicted.mfu.value", Form.SHARE),
             predicted.mfu.kind,
         ),
         (
             f"of it {SLOWER}: kernels slower than the peak, and waits inside them",
             figures.derived(
-                compute_s.value - ideal_s, Form.SECONDS, "predicted.breakdown.compute_s - ideal"
+                compute_s.value - ideal_s, part, "predicted.breakdown.compute_s - ideal"
             ),
             figures.derived(
                 (compute_s.value - ideal_s) / step_s, Form.SHARE, "of predicted.step_time_s"

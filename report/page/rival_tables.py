@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from parplan.planner.plan.prediction import RunnerUp
 from parplan.planner.plan.traced_plan import AnyPlan
-from parplan.report.page.figures import Form
+from parplan.report.page.figures import Form, part_forms
 from parplan.report.page.page_tables import Cells, FiguredPlan, PageTable
 from parplan.report.plans.memory_table import fullest
 from parplan.report.plans.summary import is_tie, runner_up_name
@@ -54,11 +54,10 @@ def runners_table(each: FiguredPlan) -> PageTable | None:
 def _reasons(other: RunnerUp, plan: AnyPlan) -> Iterator[str]:
     """Yields what a runner-up has more of than the plan, and less."""
     slower = other.step_time_s.value / plan.predicted.step_time_s.value - 1
-    if slower >= SAME_STEP:
-        tie = ", which the prices cannot tell apart" if is_tie(other, plan) else ""
-        yield f"{percent(slower)} slower{tie}"
-    elif slower <= -SAME_STEP:
-        yield f"{percent(-slower)} faster"
+    if is_tie(other, plan):
+        yield "a tie in time, inside the error band of the ratio"
+    elif abs(slower) >= SAME_STEP:
+        yield f"{percent(abs(slower))} {'slower' if slower > 0 else 'faster'}"
     for more_gib, where in (
         (other.peak_memory_gib - fullest(plan).total, "at the peak"),
         (other.redundancy_gib - plan.predicted.redundancy_gib.total, "redundant"),
@@ -104,13 +103,14 @@ def differences_table(each: FiguredPlan) -> PageTable | None:
     comparison = each.reported.document["comparison"]
     if comparison is None:
         return None
+    part_form, more_form = part_forms(comparison["ours"]["step_time_s"])
     fitting = [(i, base) for i, base in enumerate(comparison["baselines"]) if base["fits"]]
     rows = tuple(
         (
             part,
-            each.figures(f"comparison.ours.parts_s.{part}", Form.SECONDS),
+            each.figures(f"comparison.ours.parts_s.{part}", part_form),
             *(
-                _signed(each, f"comparison.baselines.{index}.difference.parts_s.{part}")
+                each.figures(f"comparison.baselines.{index}.difference.parts_s.{part}", more_form)
                 for index, _ in fitting
             ),
         )
@@ -121,7 +121,3 @@ def differences_table(each: FiguredPlan) -> PageTable | None:
         heading=("part", "this plan", *(f"{base['name']}, more" for _, base in fitting)),
         rows=rows,
     )
-
-
-def _signed(each: FiguredPlan, key: str) -> str:
-    return each.figures(key, Form.DIFFERENCE)

@@ -21,7 +21,9 @@ from parplan.report.page.chart_theme import (
 from parplan.report.plans.summary import CAUSES, NOTHING
 from parplan.report.text import seconds_text
 
-IDEAL, SLOWER, PREDICTED = "ideal", "below peak", "predicted"
+IDEAL = "ideal"
+SLOWER = "below peak"
+PREDICTED = "predicted"
 _WHOLE, _PART = COLOURS[0], COLOURS[1]
 
 
@@ -76,6 +78,7 @@ def waterfall_chart(bars: Sequence[Fall]) -> Row:
         x=alt.X(
             "from:Q",
             title="seconds",
+            axis=alt.Axis(tickCount=8),
             scale=alt.Scale(domain=[0, 1.18 * bars[-1].seconds], nice=False),
         ),
         x2="to:Q",
@@ -111,7 +114,11 @@ def difference_chart(baselines: Sequence[Mapping[str, Any]]) -> Row:
         alt.Chart(named_data("rows"))
         .mark_bar()
         .encode(
-            x=alt.X("seconds:Q", title="seconds of the mean GPU more than the plan"),
+            x=alt.X(
+                "seconds:Q",
+                title="seconds more than the plan, mean GPU",
+                axis=alt.Axis(tickCount=8),
+            ),
             y=alt.Y("name:N", sort=names, title=None),
             color=alt.Color(
                 "part:N", scale=colour_scale(difference_palette(baselines)), legend=None

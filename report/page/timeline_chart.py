@@ -21,6 +21,7 @@ from parplan.report.page.chart_theme import (
 )
 
 MOST_SPANS = 6_000  # spans in one drawing; a browser moves them without delay
+_WIDEST_PIXELS, _FEW_PIXELS = 56, 200  # of a row, and of all rows where they are few
 _OUTLINED = 1_500  # with more spans, outlines would hide the colours
 LEFT_OUT = "..."
 WORK = {
@@ -164,4 +165,5 @@ def timeline_chart(drawn: DrawnTimeline) -> Row:
             )
         )
     )
-    return specification(chart, max(40, drawn.num_ranks * ROW_PIXELS), spans=drawn.rows)
+    row_pixels = min(_WIDEST_PIXELS, max(ROW_PIXELS, _FEW_PIXELS // drawn.num_ranks))
+    return specification(chart, drawn.num_ranks * row_pixels, spans=drawn.rows)
