@@ -17,7 +17,13 @@ if TYPE_CHECKING:
     from parplan.planner.export.exported import Export
 
 TARGET = "Target"
-TARGETS = ("megatron", "torchtitan")
+TARGETS = (
+    "megatron",
+    "torchtitan",
+    "deepspeed",
+    "fsdp2",
+    "huggingface",
+)
 JOBS = ("slurm", "kubernetes")
 TORCHRUN = "torchrun"
 

@@ -56,7 +56,8 @@ def report(plan_files: tuple[Path, ...], baseline: tuple[str, ...], output: Path
     The page shows the mesh, the timeline, memory, step time, redundancy, runners-up, baselines,
     assumptions, and commands to copy. It is priced again for the timeline and the baselines.
     """
-    from parplan.commands.launcher_plans import read_plan_or_launcher
+    from parplan.commands.launcher_plans import read_plans
+    from parplan.commands.options.target_options import TargetOptions
     from parplan.profiles.documents.files import write_text
     from parplan.report.page.chart_theme import require_page_libraries
     from parplan.report.page.html_page import chart_library, render_page
@@ -64,7 +65,8 @@ def report(plan_files: tuple[Path, ...], baseline: tuple[str, ...], output: Path
     require_output(output)
     require_page_libraries()
     baselines = () if baseline == (NONE,) else baseline
-    plans = [_reported(path, read_plan_or_launcher(path), baselines) for path in plan_files]
+    read = zip(plan_files, read_plans(plan_files, TargetOptions()), strict=True)
+    plans = [_reported(path, plan, baselines) for path, plan in read]
     page = render_page(plans, chart_library())
     if output == STDOUT:
         click.echo(page, nl=False)
@@ -118,7 +120,10 @@ def _described(path: Path, plan: Plan, baselines: tuple[str, ...], run: Snippet)
 
 
 def _exported(path: Path, plan: Plan) -> Iterator[Snippet]:
-    """Yields the command of each export and its files; a plan that has none says why."""
+    """Yields the command of each export and its files; a plan that has none says why.
+
+    Programs that an export copies are left out.
+    """
     from parplan.planner.export.exported import export_plan
     from parplan.planner.export.targets import TARGETS
     from parplan.profiles.errors import ConfigError
@@ -135,7 +140,9 @@ def _exported(path: Path, plan: Plan) -> Iterator[Snippet]:
             f"{part.what} ({part.step_s:+.3f} s, {gib(part.peak_bytes):+.1f} GiB)"
             for part in export.losses
         )
-        command = f"plan export {shlex.quote(str(path))} --to {name}"
-        yield Snippet(title=f"Export to {name}", text=command, lost=lost)
-        for file, text in export.files.items():
-            yield Snippet(title=file, text=text)
+        yield Snippet(
+            title=f"Export to {name}",
+            text=f"plan export {shlex.quote(str(path))} --to {name}",
+            lost=lost,
+            files={file: text for file, text in export.files.items() if not file.endswith(".py")},
+        )

@@ -227,6 +227,10 @@ def _baselines(index: int, each: FiguredPlan, charts: dict[str, Row]) -> Mapping
         "verdicts": list(verdicts(comparison)),
         "about": [
             *comparison_notes(comparison, pinned=False),
-            *(f"{row.baseline.name}: {meaning(row)}" for row in comparison.rows),
+            *(
+                f"{row.name}: {meaning(row.baseline)}"
+                for row in comparison.rows
+                if row.baseline is not None
+            ),
         ],
     }

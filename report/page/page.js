@@ -151,7 +151,7 @@ for (const each of document.querySelectorAll("[data-copy]")) {
 }
 
 addEventListener("beforeprint", () => {
-  for (const each of document.querySelectorAll("details")) each.open = true;
+  for (const each of document.querySelectorAll("details:not(.file)")) each.open = true;
 });
 
 await Promise.all([...document.querySelectorAll(".chart")].map(draw));

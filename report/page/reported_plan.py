@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -17,14 +17,16 @@ from parplan.report.searches.comparison_tables import comparison_document
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snippet:
-    """A command or a file to copy.
+    """A command to copy, and the files that it writes.
 
-    lost   parts of the plan that it cannot say, with their costs
+    lost    parts of the plan that it cannot say, with their costs
+    files   their texts by name
     """
 
     title: str
     text: str
     lost: tuple[str, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
