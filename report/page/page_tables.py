@@ -12,7 +12,7 @@ from parplan.report.page.memory_charts import CLASSES, alike
 from parplan.report.page.reported_plan import ReportedPlan
 from parplan.report.page.step_charts import IDEAL, SLOWER
 from parplan.report.plans.memory_table import fullest, layers_text, rows
-from parplan.report.plans.summary import CAUSES, SummaryContext, layers_phrases, proof
+from parplan.report.plans.summary import STEP_CAUSES, SummaryContext, layers_phrases, proof
 from parplan.report.text import band_text
 
 _LONG = 28  # characters of a cell that is wrapped
@@ -156,7 +156,7 @@ def step_table(each: FiguredPlan) -> PageTable:
 
     parts = [
         row(name, f"predicted.breakdown.{field}", quantity.value, quantity.kind)
-        for name, field in CAUSES
+        for name, field in STEP_CAUSES
         for quantity in (getattr(predicted.breakdown, field),)
     ]
     compute_s = predicted.breakdown.compute_s

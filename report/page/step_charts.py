@@ -18,7 +18,7 @@ from parplan.report.page.chart_theme import (
     named_data,
     specification,
 )
-from parplan.report.plans.summary import CAUSES, NOTHING
+from parplan.report.plans.summary import NOTHING, STEP_CAUSES
 from parplan.report.text import seconds_text
 
 IDEAL = "ideal"
@@ -47,7 +47,7 @@ def waterfall(plan: AnyPlan) -> list[Fall]:
     ideal_s = step_s * plan.predicted.mfu.value
     bars = [Fall(name=IDEAL, seconds=ideal_s, start_s=0.0, whole=True)]
     at_s = ideal_s
-    for name, field in CAUSES:
+    for name, field in STEP_CAUSES:
         seconds = getattr(breakdown, field).value - (ideal_s if name == "compute" else 0.0)
         if abs(seconds) > NOTHING * step_s:
             title = SLOWER if name == "compute" else name
