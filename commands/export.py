@@ -22,6 +22,7 @@ TARGETS = (
     "torchtitan",
     "deepspeed",
     "fsdp2",
+    "huggingface",
 )
 JOBS = ("slurm", "kubernetes")
 TORCHRUN = "torchrun"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from parplan.planner.export.deepspeed import DEEPSPEED
 from parplan.planner.export.fsdp2 import FSDP2
+from parplan.planner.export.hf_trainer import HUGGINGFACE
 from parplan.planner.export.launcher import Target
 from parplan.planner.export.megatron import MEGATRON
 from parplan.planner.export.torchtitan import TORCHTITAN
@@ -18,6 +19,7 @@ TARGETS: Mapping[str, Target] = {
         TORCHTITAN,
         DEEPSPEED,
         FSDP2,
+        HUGGINGFACE,
     )
 }
 
