@@ -23,6 +23,7 @@ TARGETS = (
     "deepspeed",
     "fsdp2",
     "huggingface",
+    "accelerate",
 )
 JOBS = ("slurm", "kubernetes")
 TORCHRUN = "torchrun"

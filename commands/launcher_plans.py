@@ -59,7 +59,14 @@ def launcher_plan(file: LauncherFile, target: TargetOptions) -> tuple[Plan, Sequ
     from parplan.profiles.models.model_catalog import load_model
     from parplan.profiles.models.spec import ModelEntry
 
-    file = file.with_stated({"--seq-length": target.seq_length, "--attention": target.attention})
+    file = file.with_stated(
+        {
+            "--seq-length": target.seq_length,
+            "--attention": target.attention,
+            "--global-batch-size": target.global_batch_size,
+            "--optimizer": target.optimizer,
+        }
+    )
     target = _with_options(file, target)
     if target.cluster is None and (target.gpu is None or target.gpus is None):
         missing = "--gpus" if target.gpus is None else "--gpu"

@@ -29,6 +29,19 @@ from parplan.commands.style import Command, Whole, option
     help="Tokens of the vocabulary, where the file leaves them to its tokenizer.",
 )
 @option(
+    WHAT,
+    "--micro-batch-size",
+    type=Whole("sequences"),
+    metavar="N",
+    help="Sequences of a micro-batch, where the file leaves them to its program.",
+)
+@option(
+    WHAT,
+    "--recompute",
+    type=click.Choice(("none", "full")),
+    help="Recompute of all blocks, where the file leaves it to its program.",
+)
+@option(
     OUTPUT,
     "-o",
     "--output",
@@ -41,6 +54,8 @@ def read(
     file: Path,
     target: TargetOptions,
     vocab_size: int | None,
+    micro_batch_size: int | None,
+    recompute: str | None,
     output: Path | None,
     as_json: bool,
 ) -> None:
@@ -66,6 +81,8 @@ def read(
         )
     if vocab_size is not None:
         read_file = read_file.with_argument("--vocab-size", f"{vocab_size}")
+    said = {"--micro-batch-size": micro_batch_size, "--recompute": recompute}
+    read_file = read_file.with_stated(said)
     plan, assumed = launcher_plan(read_file, target)
     context = SummaryContext(assumed=tuple(assumed), plan_file=str(output or ""))
     deliver(plan, context, output, as_json=as_json)

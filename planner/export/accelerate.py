@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from parplan.planner.export.accelerate_arguments import (
-    BESIDE,
     FILE_ROWS,
+    PROGRAM_KEYS,
     STATED,
     TABLE,
     finished,
@@ -37,7 +37,10 @@ _LAUNCH = (
     '--main_process_ip "${MASTER_ADDR:-localhost}"',
     '--main_process_port "${MASTER_PORT:-29500}"',
 )
-_SECTIONS = ("fsdp_", "parallelism_config_")  # options of the launch line by section of the YAML
+_SECTIONS = {"fsdp_": "fsdp_config.", "parallelism_config_": "parallelism_config."}
+_TYPES = {"use_fsdp": (_TYPE, ("FSDP",)), "multi_gpu": (_TYPE, ("MULTI_GPU",))}
+# arguments of the program that its script has; the YAML has the type of training
+_WRITTEN = tuple(row for row in PROGRAM_KEYS if row.name not in ("bf16", "fp16"))
 
 
 def arguments(text: str, file: str) -> tuple[Given, ...]:
@@ -64,12 +67,8 @@ def files(sheet: Sheet) -> Mapping[str, str]:
     chosen = sheet.settings
     machines, _ = hosts_of(sheet.plan.cluster)
     document = nested((*written(FILE_ROWS, chosen), ("num_machines", (f"{machines}",))))
-    batch = (
-        ("--per_device_train_batch_size", (f"{chosen.micro_batch_size}",)),
-        ("--gradient_accumulation_steps", (f"{chosen.num_micro_batches}",)),
-        *written(BESIDE, chosen),
-    )
-    program = ['"${TRAIN:-train.py}"', *(" ".join((name, *words)) for name, words in batch), '"$@"']
+    options = (" ".join((f"--{name}", *words)) for name, words in written(_WRITTEN, chosen))
+    program = ['"${TRAIN:-train.py}"', *options, '"$@"']
     first, *rest = (*_LAUNCH, *program)
     lines = [first, *(f"{INDENT}{each}" for each in rest)]
     run = [f"{line} \\" for line in lines[:-1]] + lines[-1:]
@@ -80,16 +79,12 @@ def files(sheet: Sheet) -> Mapping[str, str]:
 
 
 def _keys(given: Iterable[Given]) -> Iterator[Given]:
-    """Yields the arguments of a launch line by the keys of the YAML."""
-    known = {row.name for row in FILE_ROWS}
+    """Yields the arguments of a launch line and of its program by the names of the table."""
+    known = {row.name for row in (*FILE_ROWS, *PROGRAM_KEYS)}
     for each in given:
-        key = each.name.removeprefix("--")
-        section = next((prefix for prefix in _SECTIONS if key.startswith(prefix)), "")
-        if section:
-            folder = "fsdp_config" if section == "fsdp_" else "parallelism_config"
-            key = f"{folder}.{key}"
-        named = {"use_fsdp": (_TYPE, ("FSDP",)), "multi_gpu": (_TYPE, ("MULTI_GPU",))}
-        name, words = named.get(key, (key, each.words))
+        key = each.name.removeprefix("--").replace("-", "_")
+        section = next((name for prefix, name in _SECTIONS.items() if key.startswith(prefix)), "")
+        name, words = _TYPES.get(key, (f"{section}{key}", each.words or ("true",)))
         yield replace(each, name=name, words=words) if name in known else each
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.planner.export import huggingface_arguments
+from parplan.planner.export import hf_trainer_arguments
 from parplan.planner.export.arguments import (
     Argument,
     Facts,
@@ -25,10 +25,11 @@ from parplan.planner.export.arguments import (
     reading,
 )
 from parplan.planner.export.deepspeed_arguments import PROGRAM
+from parplan.planner.export.hf_trainer_arguments import BESIDE, SOME_VALUES
 from parplan.planner.export.nested_file import flag, read_flag, unpriced
 from parplan.planner.export.settings import Settings
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.models.spec import Precision
+from parplan.profiles.models.spec import Optimizer, Precision
 from parplan.profiles.stack import ContextForm
 
 _FSDP = "fsdp_config.fsdp_"
@@ -75,19 +76,6 @@ def _size(axis: str, fact: str, write: Callable[[Settings], int]) -> Argument:
 
 def _copies(settings: Settings) -> int:
     return settings.replicas // (settings.zero_ranks or settings.replicas)
-
-
-def _recompute(name: str, *, sharded: bool) -> Argument:
-    """Returns the row of a switch that recomputes all blocks, with FSDP or without."""
-
-    def write(run: Settings) -> Words | None:
-        written = run.recompute is Recompute.FULL and _sharded(run) is sharded
-        return ("true",) if written else None
-
-    def read(words: Words, _: Facts) -> Facts:
-        return {"recompute": Recompute.FULL} if not words or read_flag(words) else {}
-
-    return Argument(name=name, facts=("recompute",), write=write, read=read)
 
 
 LAUNCH: tuple[Argument, ...] = (
@@ -137,7 +125,12 @@ SHARDING: tuple[Argument, ...] = (
     constant(f"{_FSDP}auto_wrap_policy", "TRANSFORMER_BASED_WRAP", when=_sharded),
     free(f"{_FSDP}state_dict_type", "SHARDED_STATE_DICT", when=_sharded),
     free(f"{_FSDP}cpu_ram_efficient_loading", "true", when=_sharded),
-    _recompute(f"{_FSDP}activation_checkpointing", sharded=True),
+    Argument(
+        name=f"{_FSDP}activation_checkpointing",
+        facts=("recompute",),
+        write=lambda run: ("true",) if run.recompute is Recompute.FULL and _sharded(run) else None,
+        read=lambda words, _: {"recompute": Recompute.FULL} if read_flag(words) else {},
+    ),
     unpriced(f"{_FSDP}activation_checkpointing_offload", "false"),
     unpriced(f"{_FSDP}backward_prefetch", "backward_pre", "no_prefetch"),
 )
@@ -156,25 +149,29 @@ DEGREES: tuple[Argument, ...] = (
     unpriced(f"{_DEGREE}sp_size", "1"),
     unpriced("dynamo_config.dynamo_backend", "no"),
 )
+_OF_YAML = ("fsdp", "PARALLELISM_", "parallelism_")
 # Arguments of the program, by the names of TrainingArguments.
-BESIDE: tuple[Argument, ...] = (
-    reading(
-        "--per_device_train_batch_size",
-        lambda words, _: {"micro_batch_size": read_number(words)},
-    ),
-    reading(
-        "--gradient_accumulation_steps", lambda words, _: {"accumulation": read_number(words)}
-    ),
-    _recompute("--gradient_checkpointing", sharded=False),
+PROGRAM_KEYS: tuple[Argument, ...] = tuple(
+    row
+    for row in (*hf_trainer_arguments.ARGUMENTS, *BESIDE, *SOME_VALUES)
+    if not row.name.startswith(_OF_YAML)
 )
 # Options of `plan read` for facts of the program.
 STATED: tuple[Argument, ...] = (
     number("--micro-batch-size", "micro_batch_size"),
     number("--global-batch-size", "global_batch_size"),
+    choice("--optimizer", "optimizer", {each: f"{each}" for each in Optimizer}, Optimizer.ADAM),
+    choice(
+        "--recompute",
+        "recompute",
+        {Recompute.NONE: "none", Recompute.FULL: "full"},
+        Recompute.NONE,
+        when=lambda run: not _sharded(run),
+    ),
     *PROGRAM,
 )
 FILE_ROWS = (*LAUNCH, *SHARDING, *DEGREES)
-TABLE = (*FILE_ROWS, *BESIDE, *STATED)
+TABLE = (*FILE_ROWS, *PROGRAM_KEYS, *STATED)
 
 
 def finished(facts: Facts, num_gpus: int) -> Settings:
@@ -205,4 +202,4 @@ def finished(facts: Facts, num_gpus: int) -> Settings:
                 hint="change it, or --micro-batch-size",
             )
         facts["accumulation"] = whole // at_once
-    return huggingface_arguments.finished(facts, num_gpus)
+    return hf_trainer_arguments.finished(facts, num_gpus)
