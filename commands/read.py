@@ -6,10 +6,11 @@ from pathlib import Path
 
 import click
 
+from parplan.commands.options.launcher_options import program_options, vocab_size_option
 from parplan.commands.options.result_options import as_json
-from parplan.commands.options.sections import OUTPUT, WHAT
+from parplan.commands.options.sections import OUTPUT
 from parplan.commands.options.target_options import TargetOptions, target_options
-from parplan.commands.style import Command, Whole, option
+from parplan.commands.style import Command, option
 
 
 @click.command(
@@ -21,26 +22,8 @@ from parplan.commands.style import Command, Whole, option
 )
 @click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
 @target_options
-@option(
-    WHAT,
-    "--vocab-size",
-    type=Whole("tokens"),
-    metavar="N",
-    help="Tokens of the vocabulary, where the file leaves them to its tokenizer.",
-)
-@option(
-    WHAT,
-    "--micro-batch-size",
-    type=Whole("sequences"),
-    metavar="N",
-    help="Sequences of a micro-batch, where the file leaves them to its program.",
-)
-@option(
-    WHAT,
-    "--recompute",
-    type=click.Choice(("none", "full")),
-    help="Recompute of all blocks, where the file leaves it to its program.",
-)
+@vocab_size_option
+@program_options
 @option(
     OUTPUT,
     "-o",
@@ -53,7 +36,6 @@ from parplan.commands.style import Command, Whole, option
 def read(
     file: Path,
     target: TargetOptions,
-    vocab_size: int | None,
     micro_batch_size: int | None,
     recompute: str | None,
     output: Path | None,
@@ -79,8 +61,6 @@ def read(
             f"{file}: it has no arguments of a launcher that is known",
             hint="give a script or a configuration of a launcher; plan show reads plans",
         )
-    if vocab_size is not None:
-        read_file = read_file.with_argument("--vocab-size", f"{vocab_size}")
     said = {"--micro-batch-size": micro_batch_size, "--recompute": recompute}
     read_file = read_file.with_stated(said)
     plan, assumed = launcher_plan(read_file, target)

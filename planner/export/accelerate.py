@@ -84,7 +84,7 @@ def _keys(given: Iterable[Given]) -> Iterator[Given]:
     for each in given:
         key = each.name.removeprefix("--").replace("-", "_")
         section = next((name for prefix, name in _SECTIONS.items() if key.startswith(prefix)), "")
-        name, words = _TYPES.get(key, (f"{section}{key}", each.words or ("true",)))
+        name, words = _TYPES.get(key, (f"{section}{key}", each.words[:1] or ("true",)))
         yield replace(each, name=name, words=words) if name in known else each
 
 

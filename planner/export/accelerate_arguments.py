@@ -97,6 +97,7 @@ LAUNCH: tuple[Argument, ...] = (
         write=lambda run: (f"{run.dp * run.cp * run.tp}",),
         read=lambda _, __: {},
     ),
+    reading("num_machines", lambda _, __: {}),
     free("main_training_function", "main"),
     free("rdzv_backend", "static"),
     free("same_network", "true"),
