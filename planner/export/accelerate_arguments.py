@@ -54,6 +54,11 @@ def _read_type(words: Words, _: Facts) -> Facts:
     return {"zero": 3 if words == ("FSDP",) else 0}
 
 
+def _reshard(settings: Settings) -> Words | None:
+    word = "true" if settings.zero == 3 else "false"
+    return (word,) if _sharded(settings) else None
+
+
 def _read_strategy(words: Words, facts: Facts) -> Facts:
     """Reads the word of FSDP 1, or the switch of FSDP 2."""
     word = words[0].upper()
@@ -114,7 +119,7 @@ SHARDING: tuple[Argument, ...] = (
     Argument(
         name=f"{_FSDP}reshard_after_forward",
         facts=("zero",),
-        write=lambda run: ("true" if run.zero == 3 else "false",) if _sharded(run) else None,
+        write=_reshard,
         read=_read_strategy,
     ),
     Argument(

@@ -17,31 +17,10 @@ from parplan.profiles.models.spec import Precision
 from parplan.profiles.stack import AttentionKernel, ContextForm
 from tests.helpers.command_runs import succeed
 from tests.helpers.laid_out_plans import laid_out
+from tests.helpers.launcher_scripts import ACCELERATE_YAML
 
 OWN = {"stack": "huggingface"}
 MODEL = load_model("llama3-8b").spec
-# as `accelerate config` of 0.2x wrote it for FSDP 1, and users still have it
-YAML = """\
-compute_environment: LOCAL_MACHINE
-debug: false
-distributed_type: FSDP
-downcast_bf16: 'no'
-fsdp_config:
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_backward_prefetch: BACKWARD_PRE
-  fsdp_forward_prefetch: false
-  fsdp_offload_params: false
-  fsdp_sharding_strategy: SHARD_GRAD_OP
-  fsdp_state_dict_type: SHARDED_STATE_DICT
-  fsdp_use_orig_params: true
-machine_rank: 0
-main_training_function: main
-mixed_precision: bf16
-num_machines: 2
-num_processes: 16
-rdzv_backend: static
-use_cpu: false
-"""
 LINE = """\
 accelerate launch --config_file launch.yaml --num_processes 8 run_clm.py \\
     --per_device_train_batch_size 2 --gradient_accumulation_steps 4 --block_size 2048 \\
@@ -91,7 +70,7 @@ def test_either_file_is_read_back_with_what_its_head_states(tmp_path, name, layo
 
 
 def test_a_users_yaml_is_read_with_the_options_that_it_lacks(tmp_path):
-    file = read(tmp_path, "launch.yaml", YAML)
+    file = read(tmp_path, "launch.yaml", ACCELERATE_YAML)
     stated = {"--micro-batch-size": 1, "--global-batch-size": 64, "--seq-length": 4096}
     settings = file.with_stated(stated).settings(MODEL, 16)
 
@@ -102,7 +81,7 @@ def test_a_users_yaml_is_read_with_the_options_that_it_lacks(tmp_path):
 
 
 def test_a_users_launch_line_is_read_with_the_yaml_that_it_names(tmp_path):
-    (tmp_path / "launch.yaml").write_text(YAML, encoding="utf-8")
+    (tmp_path / "launch.yaml").write_text(ACCELERATE_YAML, encoding="utf-8")
     settings = read(tmp_path, "train.sh", LINE).settings(MODEL, 16)
 
     assert (settings.zero, settings.seq_length, settings.global_batch_size) == (2, 2048, 128)
@@ -111,7 +90,7 @@ def test_a_users_launch_line_is_read_with_the_yaml_that_it_names(tmp_path):
 
 
 def test_the_command_takes_the_batch(tmp_path):
-    read(tmp_path, "launch.yaml", YAML)
+    read(tmp_path, "launch.yaml", ACCELERATE_YAML)
     arguments = ("read", f"{tmp_path}/launch.yaml", "--model", "llama3-8b", "--gpu", "h100-80gb")
     batch = ("--seq-length", "2048", "--micro-batch-size", "1", "--global-batch-size", "64")
 
@@ -134,7 +113,7 @@ def test_the_command_takes_the_batch(tmp_path):
 )
 def test_a_key_without_a_price_is_an_error_with_its_line(tmp_path, old, new, message):
     stated = {"--micro-batch-size": 1, "--global-batch-size": 64, "--seq-length": 4096}
-    file = read(tmp_path, "launch.yaml", YAML.replace(old, new)).with_stated(stated)
+    file = read(tmp_path, "launch.yaml", ACCELERATE_YAML.replace(old, new)).with_stated(stated)
 
     with pytest.raises(ConfigError, match=message):
         file.settings(MODEL, 16)
