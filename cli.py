@@ -22,6 +22,7 @@ main.names = (
     "models",
     "profile",
     "read",
+    "report",
     "schema",
     "schemes",
     "show",

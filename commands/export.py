@@ -24,6 +24,7 @@ TARGETS = (
     "deepspeed",
     "fsdp2",
     "huggingface",
+    "accelerate",
 )
 JOBS = ("slurm", "kubernetes")
 TORCHRUN = "torchrun"
