@@ -1,0 +1,177 @@
+"""The best settings of a launcher: the plan of `--for`, proven over all that the launcher can say.
+
+Layouts are taken in the order of the bounds of every search, whose plans include all settings of
+the launcher. The settings of a layout are priced one by one, as an export prices them, until none
+can be faster than the best (planner/baselines/optimum.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from parplan.costmodels.step import StepPrice
+from parplan.costmodels.strategy import ParallelLayout, Strategy
+from parplan.planner.baselines.optimum import fastest
+from parplan.planner.candidates.branch_and_bound import (
+    BranchOutcome,
+    BranchWatch,
+    best_of,
+    branch_and_bound,
+)
+from parplan.planner.export.launcher import Target
+from parplan.planner.export.launcher_space import LauncherSpace
+from parplan.planner.objective import Objective
+from parplan.planner.plan.assemble import assemble, runner_up
+from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.prediction import Candidates, SearchRecord, Status
+from parplan.planner.request import OnProgress, Request
+from parplan.planner.search.fastest_layouts import closer_bounds_s
+from parplan.planner.search.price_factory import DescribedFactory
+from parplan.planner.search.search_session import INFINITY, SearchSession
+from parplan.profiles.errors import ConfigError, InfeasibleError
+from parplan.profiles.stack import EVERY_RECOMPUTE
+
+
+@dataclass(frozen=True, slots=True)
+class BestOfLayout:
+    """The fastest settings of one layout, as a strategy with its price."""
+
+    strategy: Strategy
+    price: StepPrice
+    bound: float
+
+    @property
+    def value(self) -> float:
+        return self.price.step_s
+
+
+def best_settings(
+    request: Request, target: Target, on_progress: OnProgress | None = None
+) -> tuple[Plan, bool]:
+    """Returns the fastest plan that a launcher can say, and True where Ctrl-C came before its proof.
+
+    Raises ConfigError for a request whose pins or training the launcher cannot say, InfeasibleError
+    where none of its settings fits, and OutOfTimeError.
+    """
+    search = _Search(request, target, on_progress)
+    outcome = search.outcome()
+    if not outcome.solved:
+        raise search.nothing_found()
+    first, *rest = outcome.solved
+    record = search.record(outcome)
+    record = replace(
+        record, runners_up=tuple(runner_up(each.strategy, each.price) for each in rest[:9])
+    )
+    return assemble(first.strategy, first.price, record, search.space.price_cache), (
+        outcome.interrupted
+    )
+
+
+@dataclass
+class _Search:
+    request: Request
+    target: Target
+    on_progress: OnProgress | None
+    share: float = 1.0  # least ratio of a simulated step to its closed form
+    unsaid: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        request = relaxed(self.request)
+        prices = DescribedFactory(request).prices(())
+        self.session = SearchSession(prices, request.options, self.on_progress)
+        self.space = LauncherSpace(self.target, self.request, self.session.limit_bytes)
+
+    @property
+    def layouts(self) -> Sequence[ParallelLayout]:
+        return self.session.prices.space.layouts
+
+    def outcome(self) -> BranchOutcome[BestOfLayout]:
+        session = self.session
+        return branch_and_bound(
+            ((session.least_s(layout), layout) for layout in self.layouts),
+            self.solve,
+            best_of,
+            BranchWatch(
+                objective=Objective.THROUGHPUT,
+                left_s=session.left_s,
+                on_progress=self.on_progress,
+            ),
+            closer=lambda layout: closer_bounds_s(layout, session),
+        )
+
+    def solve(
+        self, layout: ParallelLayout, _: float, cut_s: float, __: float
+    ) -> BestOfLayout | None:
+        """Returns the fastest settings of a layout below the cut."""
+        unsaid = self.space.unsaid(layout)
+        if unsaid:
+            self.unsaid.update(unsaid)
+            self.session.raised_s(layout, INFINITY)
+            return None
+        optimum = fastest(
+            self.space.strategies(layout, cut_s),
+            self.space.price_cache,
+            self.session.limit_bytes,
+            self.session.deadline,
+            cut_s,
+        )
+        self.session.raised_s(layout, cut_s if optimum is None else optimum.price.step_s)
+        if optimum is None:
+            return None
+        price = optimum.price
+        self.share = min(self.share, price.step_s / price.closed_form_s)
+        return BestOfLayout(optimum.strategy, price, price.step_s)
+
+    def record(self, outcome: BranchOutcome[BestOfLayout]) -> SearchRecord:
+        best, space = outcome.solved[0], self.session.prices.space
+        bound_s = min(best.value, outcome.bound, *map(self._bound_s, self.layouts))
+        considered, solved = len(space.layouts) + len(space.pruned), len(outcome.solved)
+        return SearchRecord(
+            objective=Objective.THROUGHPUT,
+            status=Status.OPTIMAL if outcome.finished else Status.FEASIBLE,
+            value=round(best.value, 6),
+            bound=round(bound_s, 6),
+            gap=round(max(0.0, 1 - bound_s / best.value), 6),
+            fastest_step_time_s=round(best.price.closed_form_s, 6),
+            candidates=Candidates(
+                considered=considered,
+                pruned=considered - solved - outcome.left,
+                solved=solved,
+                left=outcome.left,
+            ),
+        )
+
+    def _bound_s(self, layout: ParallelLayout) -> float:
+        """Returns the bound of a layout's simulated step."""
+        free = layout.mesh.pp > 1 and not layout.equal_ranks
+        return self.session.least_s(layout) * (self.share if free else 1.0)
+
+    def nothing_found(self) -> ConfigError | InfeasibleError:
+        name, request = self.target.name, self.request
+        return InfeasibleError(
+            f"{request.model.name} fits {request.cluster.num_gpus} GPUs in no setting of {name}"
+            + (f", which does not say {', '.join(sorted(self.unsaid))}" if self.unsaid else ""),
+            hint="leave out --for to see what fits",
+        )
+
+
+def relaxed(request: Request) -> Request:
+    """Returns the request whose plans include all settings that a launcher may have.
+
+    Blocks recompute any of their operators, each block its own, at any of the ZeRO stages.
+    """
+    pins, training = request.constraints, request.training
+    stack = replace(training.stack, recompute=EVERY_RECOMPUTE)
+    return replace(
+        request,
+        training=replace(training, stack=stack),
+        constraints=replace(
+            pins,
+            recompute=None,
+            tp_overlap=(0,),
+            megatron_sharding=True,
+            weights_over_data=(False,),
+            offload=(),
+        ),
+    )
