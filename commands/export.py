@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from parplan.planner.export.exported import Export
 
 TARGET = "Target"
-TARGETS = ("megatron", "torchtitan")
+TARGETS = ("megatron", "torchtitan", "deepspeed")
 JOBS = ("slurm", "kubernetes")
 TORCHRUN = "torchrun"
 

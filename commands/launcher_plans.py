@@ -51,6 +51,7 @@ def launcher_plan(file: LauncherFile, target: TargetOptions) -> tuple[Plan, Sequ
     from parplan.profiles.models.model_catalog import load_model
     from parplan.profiles.models.spec import ModelEntry
 
+    file = file.with_stated({"--seq-length": target.seq_length, "--attention": target.attention})
     target = _with_options(file, target)
     if target.cluster is None and (target.gpu is None or target.gpus is None):
         missing = "--gpus" if target.gpus is None else "--gpu"
@@ -70,10 +71,11 @@ def launcher_plan(file: LauncherFile, target: TargetOptions) -> tuple[Plan, Sequ
 
 
 def _with_options(file: LauncherFile, target: TargetOptions) -> TargetOptions:
-    """Returns the options with the machine that the file states."""
+    """Returns the options with the model and the machine that the file states."""
+    stated = file.options
+    target = replace(target, model=target.model or stated.get("--model"))
     if target.cluster is not None:
         return target
-    stated = file.options
     per_node = stated.get("--gpus-per-node")
     return replace(
         target,

@@ -39,7 +39,9 @@ class Target:
     files        the files of a sheet by name; the first has the arguments
     arguments    the arguments in such a file
     settings     the settings that arguments say of a model on a number of GPUs
-    model        the model that the arguments of a file say; None where they only name one
+    model        the model that the arguments of a file say; None where they name none
+    stated       facts of the program, which its files do not say: options of `plan read`, which the
+                 head of an exported file states; `table` has them too
     refused      arguments that change time or memory without a price
     source       repository and commit or release that the table was read in
     """
@@ -57,3 +59,4 @@ class Target:
     refused: tuple[str, ...]
     source: str
     partitions: Callable[[int, int], Iterator[tuple[int, ...]]] | None = None
+    stated: tuple[Argument, ...] = ()

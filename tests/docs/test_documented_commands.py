@@ -21,7 +21,7 @@ from parplan.planner.search.relaxations import relaxations
 from parplan.report.searches import infeasible_text as relaxations_report
 from tests.helpers.documented import ROOT, documented, shape
 from tests.helpers.kineto_traces import one_step, write_kineto
-from tests.helpers.launcher_scripts import SCRIPT
+from tests.helpers.launcher_scripts import DEEPSPEED_JSON, SCRIPT
 from tests.helpers.synthetic_runs import estimated, run_of
 
 QUICK = (
@@ -37,6 +37,7 @@ QUICK = (
     "plan schemes --model gpt-20b --gpus 64 --micro-batch-size 4",
     "plan explain --model gpt-20b --gpus 64 --tp 8 --operator fc2",
     "plan show plan.yaml",
+    "plan show plan.yaml --mtbf 50000h --storage 200GB/s",
     "plan show plan.yaml --instructions --rank 0",
     "plan show plan.yaml --chunks --plot moments.png",
     "plan validate --source simumax --rows",
@@ -51,7 +52,10 @@ QUICK = (
     "plan export plan.yaml --to megatron --launch slurm -o run/",
     "plan estimate --model llama3-8b --gpus 64 --gpu h100-80gb --zero 3 --recompute full --stack torchtitan -o plan.yaml",
     "plan export plan.yaml --to torchtitan",
+    "plan estimate --model llama3-8b --gpus 64 --gpu h100-80gb --zero 3 --recompute full --stack deepspeed -o plan.yaml",
+    "plan export plan.yaml --to deepspeed",
     "plan read train.sh --gpu h100-80gb -o plan.yaml",
+    "plan read ds_config.json --model llama3-8b --seq-length 8192 --gpu h100-80gb --gpus 8 -o plan.yaml",
     "plan calibrate run.json -o mycpu.yaml",
     "plan estimate --model gpt-2.5b --gpus 8 --gpu a100-80gb --stack megatron-core --tp 2 --sequence-parallel --micro-batch-size 2 -o there.yaml",
     "plan calibrate traces/ --plan there.yaml -o mygpu.yaml",
@@ -73,7 +77,11 @@ SLOW = (
     "plan check plan.yaml",
 )
 # by target, a part of the command whose plan is exported to it
-EXPORTED = {"megatron": "--virtual-stages 5", "torchtitan": "--stack torchtitan -o"}
+EXPORTED = {
+    "megatron": "--virtual-stages 5",
+    "torchtitan": "--stack torchtitan -o",
+    "deepspeed": "--stack deepspeed -o",
+}
 ENOUGH_S = 300.0  # no search for what would fit is cut off
 MINUTES = "takes minutes"
 PLACEHOLDER = "names a file or a module of the reader's"
@@ -191,6 +199,7 @@ def _give_files(command: str, folder: Path) -> None:
         write_kineto(folder / "traces" / "rank0.json", one_step())
         write_plan(estimated(tp=2, dp=2), folder / "there.yaml")
     (folder / "train.sh").write_text(SCRIPT, encoding="utf-8")
+    (folder / "ds_config.json").write_text(DEEPSPEED_JSON, encoding="utf-8")
     if "run.json" in command:
         write_run(run_of(estimated()), folder / "run.json")
 
