@@ -8,7 +8,7 @@ can be faster than the best (planner/baselines/optimum.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from parplan.costmodels.step import StepPrice
 from parplan.costmodels.strategy import ParallelLayout, Strategy
@@ -28,7 +28,7 @@ from parplan.planner.plan.prediction import Candidates, SearchRecord, Status
 from parplan.planner.request import OnProgress, Request
 from parplan.planner.search.fastest_layouts import closer_bounds_s
 from parplan.planner.search.price_factory import DescribedFactory
-from parplan.planner.search.search_session import INFINITY, SearchSession
+from parplan.planner.search.search_session import SearchSession
 from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.stack import EVERY_RECOMPUTE
 
@@ -46,10 +46,8 @@ class BestOfLayout:
         return self.price.step_s
 
 
-def best_settings(
-    request: Request, target: Target, on_progress: OnProgress | None = None
-) -> tuple[Plan, bool]:
-    """Returns the fastest plan that a launcher can say, and True where Ctrl-C came before its proof.
+def best_settings(request: Request, target: Target, on_progress: OnProgress | None = None) -> Plan:
+    """Returns the fastest plan that a launcher can say.
 
     Raises ConfigError for a request whose pins or training the launcher cannot say, InfeasibleError
     where none of its settings fits, and OutOfTimeError.
@@ -63,9 +61,7 @@ def best_settings(
     record = replace(
         record, runners_up=tuple(runner_up(each.strategy, each.price) for each in rest[:9])
     )
-    return assemble(first.strategy, first.price, record, search.space.price_cache), (
-        outcome.interrupted
-    )
+    return assemble(first.strategy, first.price, record, search.space.price_cache)
 
 
 @dataclass
@@ -74,7 +70,6 @@ class _Search:
     target: Target
     on_progress: OnProgress | None
     share: float = 1.0  # least ratio of a simulated step to its closed form
-    unsaid: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         request = relaxed(self.request)
@@ -104,11 +99,6 @@ class _Search:
         self, layout: ParallelLayout, _: float, cut_s: float, __: float
     ) -> BestOfLayout | None:
         """Returns the fastest settings of a layout below the cut."""
-        unsaid = self.space.unsaid(layout)
-        if unsaid:
-            self.unsaid.update(unsaid)
-            self.session.raised_s(layout, INFINITY)
-            return None
         optimum = fastest(
             self.space.strategies(layout, cut_s),
             self.space.price_cache,
@@ -151,7 +141,7 @@ class _Search:
         name, request = self.target.name, self.request
         return InfeasibleError(
             f"{request.model.name} fits {request.cluster.num_gpus} GPUs in no setting of {name}"
-            + (f", which does not say {', '.join(sorted(self.unsaid))}" if self.unsaid else ""),
+            + (f", which does not say {', '.join(self.space.unsaid)}" if self.space.unsaid else ""),
             hint="leave out --for to see what fits",
         )
 
@@ -163,6 +153,7 @@ def relaxed(request: Request) -> Request:
     """
     pins, training = request.constraints, request.training
     stack = replace(training.stack, recompute=EVERY_RECOMPUTE)
+    bans = tuple(ban for ban in pins.forbid if ban.name != "recompute")
     return replace(
         request,
         training=replace(training, stack=stack),
@@ -173,5 +164,6 @@ def relaxed(request: Request) -> Request:
             megatron_sharding=True,
             weights_over_data=(False,),
             offload=(),
+            forbid=bans,
         ),
     )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from parplan.planner.export.arguments import Argument, Facts, Given
+from parplan.planner.export.arguments import Argument, Facts, Given, Words, written
 from parplan.planner.export.settings import Settings
 from parplan.planner.plan.plan import Plan
+from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.spec import ModelSpec
 
 RecomputeChoice = Facts  # the fields of `Settings` that say it
@@ -60,3 +61,14 @@ class Target:
     source: str
     partitions: Callable[[int, int], Iterator[tuple[int, ...]]] | None = None
     stated: tuple[Argument, ...] = ()
+
+
+def given_of(arguments: Iterable[tuple[str, Words]], target: Target) -> tuple[Given, ...]:
+    """Returns written arguments as they are read from a file."""
+    return tuple(Given(name, words, target.name) for name, words in arguments)
+
+
+def read_back(target: Target, settings: Settings, model: ModelSpec, cluster: Cluster) -> Settings:
+    """Returns the settings that the arguments of settings say. Raises ConfigError."""
+    given = given_of(written(target.table, settings), target)
+    return target.settings(given, model, cluster.num_gpus)

@@ -8,7 +8,7 @@ its settings, written as arguments and read back, are the same settings.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 from parplan.costmodels.layers.recompute import Recompute
@@ -16,69 +16,63 @@ from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.planner.baselines.optimum import pass_s
 from parplan.planner.baselines.uniform_strategies import counted_ends, equal_blocks
-from parplan.planner.export.arguments import Given, written
 from parplan.planner.export.balanced_stages import balanced_stages
 from parplan.planner.export.configured import strategy_of_settings
-from parplan.planner.export.launcher import RecomputeChoice, Target
+from parplan.planner.export.launcher import RecomputeChoice, Target, read_back
 from parplan.planner.export.settings import Settings, layout_facts, model_facts, training_facts
 from parplan.planner.infeasible.shortfall import price_cache_of
 from parplan.planner.layer_options.overlap_levels import illegal_zero
 from parplan.planner.request import Request
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.operator_graph import LayerKind
-from parplan.profiles.models.spec import ModelSpec
 from parplan.profiles.models.transformer import has_unlike_blocks
 
 Blocks = tuple[int, ...]  # of each virtual stage, in the order of the model
 
 
-def read_back(settings: Settings, target: Target, model: ModelSpec, cluster: Cluster) -> Settings:
-    """Returns the settings that the arguments of settings say. Raises ConfigError."""
-    given = tuple(
-        Given(name, words, target.name) for name, words in written(target.table, settings)
-    )
-    return target.settings(given, model, cluster.num_gpus)
-
-
-@dataclass(frozen=True)
+@dataclass
 class LauncherSpace:
     """The settings of a launcher for a request, whose pins and bans hold.
 
     limit_bytes    what a plan may fill on a device
+    unsaid         choices that were met and that the launcher cannot say
     """
 
     target: Target
     request: Request
     limit_bytes: float
+    unsaid: dict[str, None] = field(default_factory=dict)
 
     @cached_property
     def price_cache(self) -> PriceCache:
         return price_cache_of(self.request)
-
-    def unsaid(self, layout: ParallelLayout) -> tuple[str, ...]:
-        """Returns the fields of settings that the launcher does not say of a layout."""
-        blocks = next(iter(self._listed(layout)), None)
-        zeros, recompute = self.zeros(layout), next(self.recomputes(layout), None)
-        if blocks is None or recompute is None or not zeros:
-            return ("stages" if blocks is None else "recompute" if zeros else "zero",)
-        settings = replace(self._settings(layout, zeros[-1]), blocks=blocks, **recompute)
-        try:
-            back = read_back(settings, self.target, self.request.model, self.request.cluster)
-        except ConfigError as error:
-            return (error.message,)
-        names = (field.name for field in fields(Settings))
-        return tuple(name for name in names if getattr(back, name) != getattr(settings, name))
 
     def strategies(self, layout: ParallelLayout, below_s: float) -> Iterator[Strategy]:
         """Yields the strategies of a layout whose work alone may take less than `below_s`."""
         for zero in self.zeros(layout):
             for recompute in self.recomputes(layout):
                 settings = replace(self._settings(layout, zero), **recompute)
-                if self._least_s(settings, layout) >= below_s:
+                if self._least_s(settings, layout) >= below_s or not self._says(settings, layout):
                     continue
                 for blocks in self._partitions(settings, layout, below_s):
                     yield self._strategy(replace(settings, blocks=blocks), layout)
+
+    def _says(self, settings: Settings, layout: ParallelLayout) -> bool:
+        """Returns whether the launcher's arguments say settings; if not, what is unsaid is kept."""
+        blocks = next(iter(self._listed(layout)), None)
+        if blocks is None:
+            self.unsaid["equal stages"] = None
+            return False
+        settings = replace(settings, blocks=blocks)
+        try:
+            back = read_back(self.target, settings, self.request.model, self.request.cluster)
+        except ConfigError as error:
+            self.unsaid[error.message] = None
+            return False
+        names = (each.name for each in fields(Settings))
+        unsaid = [name for name in names if getattr(back, name) != getattr(settings, name)]
+        self.unsaid |= dict.fromkeys(unsaid)
+        return not unsaid
 
     def _least_s(self, settings: Settings, layout: ParallelLayout) -> float:
         """Returns seconds that settings take at least: all passes, shared by all ranks."""
@@ -103,7 +97,7 @@ class LauncherSpace:
 
     def zeros(self, layout: ParallelLayout) -> tuple[int, ...]:
         """Returns the ZeRO stages of the launcher that a layout can run."""
-        pinned = self.request.constraints.zero or self.target.zeros
+        pinned = self.request.constraints.resolved().zero or self.target.zeros
         if layout.mesh.replicas == 1:
             return self.target.zeros[:1]
         return tuple(
@@ -112,7 +106,7 @@ class LauncherSpace:
 
     def recomputes(self, layout: ParallelLayout) -> Iterator[RecomputeChoice]:
         """Yields the kinds of recompute that a layout can run and that pins allow."""
-        levels = self.request.constraints.recompute or tuple(Recompute)
+        levels = self.request.constraints.resolved().recompute or tuple(Recompute)
         most = self._most_blocks(layout)
         for choice in self.target.recomputes(self.request.model, most):
             level = choice["recompute"]
