@@ -15,6 +15,7 @@ main.names = (
     "estimate",
     "explain",
     "export",
+    "import",
     "init",
     "max-model",
     "models",

@@ -17,12 +17,20 @@ if TYPE_CHECKING:
     from parplan.planner.plan.plan import Plan
     from parplan.planner.plan.traced_plan import TracedPlan
 
+_LOG_SUFFIXES = (".log", ".out", ".txt")
+
 
 def launcher_file(path: Path) -> LauncherFile | None:
-    """Returns the configuration in a file, None where it is a plan. Raises ConfigError."""
+    """Returns the configuration in a file, None where it is a plan. Raises ConfigError.
+
+    A log of a launcher that prints its arguments is such a file.
+    """
     from parplan.planner.export.launcher_file import read_launcher_file
     from parplan.planner.export.targets import TARGETS
+    from parplan.planner.logs.log_configuration import configuration_of_log
 
+    if path.suffix in _LOG_SUFFIXES:
+        return configuration_of_log(path)
     return read_launcher_file(path, TARGETS)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import importlib
 import json
+import keyword
 import math
 import os
 import sys
@@ -137,7 +138,8 @@ class Main(Command, click.Group):
 
     Ctrl-C and SIGTERM give exit code 130.
 
-    names: the commands of the group; `max-model` is `max_model` of commands/max_model.py
+    names: the commands of the group; `max-model` is `max_model` of commands/max_model.py, and
+        `import` is `import_` of commands/import_.py
     """
 
     command_class = Command
@@ -155,6 +157,8 @@ class Main(Command, click.Group):
         if cmd_name not in self.names:
             return None
         name = cmd_name.replace("-", "_")
+        if keyword.iskeyword(name):
+            name = f"{name}_"
         command: click.Command = getattr(importlib.import_module(f"{__package__}.{name}"), name)
         return command
 

@@ -79,6 +79,12 @@ def export_plan(plan: Plan, target: Target, source: str) -> Export:
     )
 
 
+def as_priced(plan: Plan) -> Priced:
+    """Returns the strategy of a plan at the prices of today."""
+    today = reprice(plan)
+    return Priced(today.strategy, today.price_cache, today.price)
+
+
 def training_on(target: Target, training: TrainingSpec) -> TrainingSpec:
     """Returns a training on a stack of the target, its own where that is one of them."""
     if training.stack.name in target.stacks:
@@ -162,12 +168,14 @@ def _candidates(
     exact = len(zeros) == 1 and zeros <= set(target.zeros) and not every_zero
     recomputes = tuple(target.recomputes(plan.model, max(usual.blocks)))
     alike = len(usual.blocks) == len(own.strategy.stages)
-    same = tuple(each for each in recomputes if alike and _is_same(own, replace(usual, **each)))
+    same = tuple(
+        each for each in recomputes if alike and is_same_recompute(own, replace(usual, **each))
+    )
     for zero, chosen in product(zeros if exact else target.zeros, same[:1] or recomputes):
         yield replace(usual, zero=zero, **chosen)
 
 
-def _is_same(own: Priced, settings: Settings) -> bool:
+def is_same_recompute(own: Priced, settings: Settings) -> bool:
     """True if the layers of a plan recompute the operators of settings with its stages."""
     cache = own.price_cache
     strategy = strategy_of_settings(settings, own.strategy.layout, 0, cache)

@@ -104,15 +104,20 @@ def read_launcher_file(path: Path, targets: Mapping[str, Target]) -> LauncherFil
     most, target, given = max(found, key=lambda each: each[0])
     if most < _ENOUGH:
         return None
+    require_priced(target, given)
+    options = stated_options(text)
+    file = LauncherFile(path=path, target=target, given=given, options=options)
+    return file.with_stated(options)
+
+
+def require_priced(target: Target, given: Iterable[Given]) -> None:
+    """Raises ConfigError for an argument that changes time or memory without a price."""
     wrong = next((each for each in given if _is_one_of(each.name, target.refused)), None)
     if wrong:
         raise ConfigError(
             f"{wrong.where}: {wrong.name} changes the step and has no price",
             hint="take it out to price the rest",
         )
-    options = stated_options(text)
-    file = LauncherFile(path=path, target=target, given=given, options=options)
-    return file.with_stated(options)
 
 
 def _is_one_of(name: str, refused: Iterable[str]) -> bool:
