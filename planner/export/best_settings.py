@@ -19,9 +19,10 @@ from parplan.planner.candidates.branch_and_bound import (
     best_of,
     branch_and_bound,
 )
+from parplan.planner.candidates.never_searched import UnsearchedPart
 from parplan.planner.export.launcher import Target
 from parplan.planner.export.launcher_space import LauncherSpace
-from parplan.planner.objective import Objective
+from parplan.planner.objective import Objective, Prefer
 from parplan.planner.plan.assemble import assemble, runner_up
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Candidates, SearchRecord, Status
@@ -52,6 +53,7 @@ def best_settings(request: Request, target: Target, on_progress: OnProgress | No
     Raises ConfigError for a request whose pins or training the launcher cannot say, InfeasibleError
     where none of its settings fits, and OutOfTimeError.
     """
+    _require_settings(request, target)
     search = _Search(request, target, on_progress)
     outcome = search.outcome()
     if not outcome.solved:
@@ -72,8 +74,8 @@ class _Search:
     share: float = 1.0  # least ratio of a simulated step to its closed form
 
     def __post_init__(self) -> None:
-        request = relaxed(self.request)
-        prices = DescribedFactory(request).prices(())
+        request = self.request
+        prices = LauncherFactory(request, self.target).prices(())
         self.session = SearchSession(prices, request.options, self.on_progress)
         self.space = LauncherSpace(self.target, self.request, self.session.limit_bytes)
 
@@ -124,6 +126,7 @@ class _Search:
             bound=round(bound_s, 6),
             gap=round(max(0.0, 1 - bound_s / best.value), 6),
             fastest_step_time_s=round(best.price.closed_form_s, 6),
+            launcher=self.target.name,
             candidates=Candidates(
                 considered=considered,
                 pruned=considered - solved - outcome.left,
@@ -146,24 +149,84 @@ class _Search:
         )
 
 
-def relaxed(request: Request) -> Request:
+class LauncherFactory(DescribedFactory):
+    """The candidates of a launcher, and the parts of a plan that it is not searched for."""
+
+    def __init__(self, request: Request, target: Target) -> None:
+        super().__init__(relaxed(request, target))
+
+    def unsearched(self) -> tuple[UnsearchedPart, ...]:
+        return _NOT_SEARCHED
+
+
+_NOT_SEARCHED = (
+    UnsearchedPart(
+        "blocks with a ZeRO stage, a recompute or a division of their own",
+        "the launcher's arguments say one for all blocks",
+    ),
+    UnsearchedPart(
+        "interleaved stages of other lengths",
+        "they are equal, but for one block less on the first and the last",
+    ),
+    UnsearchedPart(
+        "unequal stages of blocks of several classes, where the launcher says any stages",
+        "they are as equal as can be",
+    ),
+    UnsearchedPart("anything on the host", "a plan that is exported may have states there"),
+    UnsearchedPart(
+        "options of the training, such as its precision or the overlap of tensor parallelism",
+        "they are those of the request and of its stack",
+    ),
+)
+
+
+def _require_settings(request: Request, target: Target) -> None:
+    """Raises ConfigError for a request that asks for more than settings of a launcher."""
+    pins, stack = request.constraints, request.training.stack.name
+    asked = {
+        f"--objective {request.objective}": request.objective is not Objective.THROUGHPUT,
+        f"--prefer {request.options.prefer}": request.options.prefer is not Prefer.FASTEST,
+        "--recompute-first-stage": pins.recompute_first_stage is not None,
+        "--zero-by-operator": pins.zero_by_operator,
+        "--tp-overlap": pins.tp_overlap not in (None, (0,)),
+        "--weights-over-data": True in (pins.weights_over_data or ()),
+        "--offload": bool(pins.offload),
+        "--module": request.module is not None,
+        f"--profile of the stack {stack}": stack not in target.stacks,
+    }
+    for flag, given in asked.items():
+        if given:
+            raise ConfigError(
+                f"--for {target.name} and {flag} exclude each other: its settings are searched for "
+                "the shortest step, without the host's memory",
+                hint="leave one of them out",
+            )
+
+
+def relaxed(request: Request, target: Target) -> Request:
     """Returns the request whose plans include all settings that a launcher may have.
 
-    Blocks recompute any of their operators, each block its own, at any of the ZeRO stages.
+    Blocks recompute any of their operators, each block its own, at any of its ZeRO stages. Raises
+    ConfigError where pins leave no ZeRO stage of the launcher.
     """
     pins, training = request.constraints, request.training
-    stack = replace(training.stack, recompute=EVERY_RECOMPUTE)
-    bans = tuple(ban for ban in pins.forbid if ban.name != "recompute")
-    return replace(
-        request,
-        training=replace(training, stack=stack),
-        constraints=replace(
-            pins,
-            recompute=None,
-            tp_overlap=(0,),
-            megatron_sharding=True,
-            weights_over_data=(False,),
-            offload=(),
-            forbid=bans,
-        ),
+    allowed = pins.resolved().zero or target.zeros
+    zeros = tuple(zero for zero in target.zeros if zero in allowed)
+    if not zeros:
+        raise ConfigError(
+            f"--zero {','.join(map(str, allowed))}: {target.name} has the stages "
+            f"{', '.join(map(str, target.zeros))}",
+            hint="pin one of these",
+        )
+    wider = replace(
+        pins,
+        zero=zeros,
+        recompute=None,
+        tp_overlap=(0,),
+        megatron_sharding=True,
+        weights_over_data=(False,),
+        offload=(),
+        forbid=tuple(ban for ban in pins.forbid if ban.name not in ("zero", "recompute")),
     )
+    stack = replace(training.stack, recompute=EVERY_RECOMPUTE)
+    return replace(request, training=replace(training, stack=stack), constraints=wider)
