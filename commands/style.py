@@ -26,6 +26,7 @@ from parplan.profiles.standard_streams import Streams, sturdy_streams
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it; SIGTERM ends a command in the same way
 YOUNG_OBJECTS = 500_000  # objects between two collections; tens of MiB
+SWEPT = ("--gpus", "--gpu", "--global-batch-size", "--seq-length")  # options of `plan sweep`
 LONGEST_S = 1e9  # 30 years, a tenth of the 2^63 ns at which the timers of the system end
 
 
@@ -133,6 +134,13 @@ def own_names(args: list[str], known: Collection[str]) -> list[str]:
     return renamed
 
 
+def has_several(args: Sequence[str]) -> bool:
+    """True if an option of `plan sweep` has several values, separated by commas."""
+    given = dict(zip(args, (*args[1:], ""), strict=True))
+    given |= {name: value for name, sign, value in (arg.partition("=") for arg in args) if sign}
+    return any("," in given.get(name, "") for name in SWEPT)
+
+
 class Main(Command, click.Group):
     """The command group; turns errors into `error:` and `hint:` lines and exit codes.
 
@@ -148,6 +156,8 @@ class Main(Command, click.Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args and args[0] in self.names:  # the options are those of a command
             return click.Group.parse_args(self, ctx, args)
+        if has_several(args):
+            return click.Group.parse_args(self, ctx, ["sweep", *args])
         return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:

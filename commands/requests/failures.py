@@ -32,7 +32,7 @@ def failures_of(
         assumed.append(f"--repair-time {repair}")
     if options.storage is None:
         rate = float(STORAGE_BYTES_PER_S * cluster.nodes)
-        assumed.append(f"--storage {rate / GB:,.0f}GB/s")
+        assumed.append(f"--storage {rate / GB:.0f}GB/s (1 for each node)")
     else:
         rate = parse_rate("--storage", options.storage)
     failures = Failures(

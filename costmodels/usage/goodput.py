@@ -65,13 +65,16 @@ def checkpoint_bytes(num_trained: int, training: TrainingSpec) -> float:
     return parameters + optimizer
 
 
-def goodput(num_bytes: float, num_gpus: int, gpus_per_node: int, failures: Failures) -> Goodput:
-    """Returns the goodput of a run whose checkpoints have a number of bytes."""
+def goodput(num_bytes: float, num_gpus: int, gpus_per_host: int, failures: Failures) -> Goodput:
+    """Returns the goodput of a run whose checkpoints have a number of bytes.
+
+    gpus_per_host    GPUs that are away together when one fails
+    """
     failure_s = failures.mtbf_s / num_gpus
     checkpoint_s = num_bytes / failures.storage_bytes_per_s
     interval_s = best_interval_s(checkpoint_s, failure_s)
-    nodes = -(-num_gpus // gpus_per_node)
-    away = nodes * gpus_per_node * failures.repair_s / failures.mtbf_s
+    nodes = -(-num_gpus // gpus_per_host)
+    away = nodes * gpus_per_host * failures.repair_s / failures.mtbf_s
     spares = failures.spare_nodes
     if spares is None:
         spares = best_spares(nodes, away)

@@ -20,8 +20,9 @@ from parplan.planner.candidates.branch_and_bound import (
     branch_and_bound,
 )
 from parplan.planner.candidates.never_searched import UnsearchedPart
-from parplan.planner.export.launcher import Target
+from parplan.planner.export.launcher import Sheet, Target
 from parplan.planner.export.launcher_space import LauncherSpace
+from parplan.planner.export.settings import settings_of
 from parplan.planner.objective import Objective, Prefer
 from parplan.planner.plan.assemble import assemble, runner_up
 from parplan.planner.plan.plan import Plan
@@ -72,6 +73,7 @@ class _Search:
     target: Target
     on_progress: OnProgress | None
     share: float = 1.0  # least ratio of a simulated step to its closed form
+    said: bool = False  # the launcher has files for the model
 
     def __post_init__(self) -> None:
         request = self.request
@@ -112,8 +114,18 @@ class _Search:
         if optimum is None:
             return None
         price = optimum.price
+        best = BestOfLayout(optimum.strategy, price, price.step_s)
+        if not self.said:
+            self._require_files(best)
         self.share = min(self.share, price.step_s / price.closed_form_s)
-        return BestOfLayout(optimum.strategy, price, price.step_s)
+        return best
+
+    def _require_files(self, best: BestOfLayout) -> None:
+        """Raises ConfigError for a model that the launcher's files cannot say."""
+        record = SearchRecord.of_estimate(best.value, best.price.closed_form_s)
+        plan = assemble(best.strategy, best.price, record, self.space.price_cache)
+        self.target.files(Sheet(settings=settings_of(plan), plan=plan, head=()))
+        self.said = True
 
     def record(self, outcome: BranchOutcome[BestOfLayout]) -> SearchRecord:
         best, space = outcome.solved[0], self.session.prices.space

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from parplan.planner.export.arguments import Argument, Facts, Given, Words, written
 from parplan.planner.export.settings import Settings
 from parplan.planner.plan.plan import Plan
+from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.spec import ModelSpec
 
@@ -43,6 +44,9 @@ class Target:
     model        the model that the arguments of a file say; None where they name none
     stated       facts of the program, which its files do not say: options of `plan read`, which the
                  head of an exported file states; `table` has them too
+    processes    groups of arguments that say one number: the product is that of processes; () for
+                 those of torchrun
+    further      the file beside that the arguments of a script name, whose arguments follow them
     refused      arguments that change time or memory without a price
     source       repository and commit or release that the table was read in
     """
@@ -61,6 +65,8 @@ class Target:
     source: str
     partitions: Callable[[int, int], Iterator[tuple[int, ...]]] | None = None
     stated: tuple[Argument, ...] = ()
+    processes: tuple[tuple[str, ...], ...] = ()
+    further: Callable[[Iterable[Given]], str | None] | None = None
 
 
 def given_of(arguments: Iterable[tuple[str, Words]], target: Target) -> tuple[Given, ...]:
@@ -69,6 +75,21 @@ def given_of(arguments: Iterable[tuple[str, Words]], target: Target) -> tuple[Gi
 
 
 def read_back(target: Target, settings: Settings, model: ModelSpec, cluster: Cluster) -> Settings:
-    """Returns the settings that the arguments of settings say. Raises ConfigError."""
+    """Returns the settings that the arguments of settings say.
+
+    Raises ConfigError, also for a degree that no argument says.
+    """
+    said = {fact for row in target.table for fact in row.facts}
+    unsaid = [f"{axis} {degree}" for axis, degree in _degrees(settings) if axis not in said]
+    if unsaid:
+        raise ConfigError(
+            f"{target.name} does not say {', '.join(unsaid)}", hint="choose another target"
+        )
     given = given_of(written(target.table, settings), target)
     return target.settings(given, model, cluster.num_gpus)
+
+
+def _degrees(settings: Settings) -> Iterator[tuple[str, int]]:
+    """Yields the axes that divide a model, with their degrees."""
+    degrees = ((axis, getattr(settings, axis)) for axis in ("pp", "cp", "tp", "ep"))
+    yield from (each for each in degrees if each[1] > 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 from parplan.planner.export.arguments import Given
@@ -22,6 +23,7 @@ from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 SUFFIXES = (".sh", ".sbatch", ".bash", ".slurm", ".yaml", ".yml", ".json")
 _NODES = ("--nnodes",)
 _PROCESSES = ("--nproc-per-node", "--nproc_per_node")
+_PLAN = ("plan_version:", "parplan_version:")
 _ENOUGH = 2  # arguments of a launcher's table by which its file is known
 
 
@@ -46,11 +48,11 @@ class LauncherFile:
         by_name = {each.name: each.words[0] for each in self.given if each.words}
         counts = [
             next((by_name[name] for name in names if name in by_name), "")
-            for names in (_NODES, _PROCESSES)
+            for names in self.target.processes or (_NODES, _PROCESSES)
         ]
         if not all(count.isdigit() for count in counts):
             return None
-        return int(counts[0]) * int(counts[1])
+        return prod(map(int, counts))
 
     @property
     def passed_over(self) -> tuple[Given, ...]:
@@ -92,13 +94,12 @@ def read_launcher_file(path: Path, targets: Mapping[str, Target]) -> LauncherFil
     """
     if path.suffix not in SUFFIXES:
         return None
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", hint="check its name") from None
+    text = _text_of(path)
+    if text.startswith(_PLAN):
+        return None
     found = []
     for target in targets.values():
-        given = target.arguments(text, str(path))
+        given = _with_further(target, target.arguments(text, str(path)), path)
         known = {row.name for row in target.rows}
         found.append((sum(each.name in known for each in given), target, given))
     most, target, given = max(found, key=lambda each: each[0])
@@ -118,6 +119,23 @@ def require_priced(target: Target, given: Iterable[Given]) -> None:
             f"{wrong.where}: {wrong.name} changes the step and has no price",
             hint="take it out to price the rest",
         )
+
+
+def _with_further(target: Target, given: tuple[Given, ...], path: Path) -> tuple[Given, ...]:
+    """Returns arguments with those of the file beside that they name, where it is there."""
+    named = target.further(given) if target.further else None
+    beside = path.parent / (named or "")
+    if named is None or not beside.is_file():
+        return given
+    return (*given, *target.arguments(_text_of(beside), str(beside)))
+
+
+def _text_of(path: Path) -> str:
+    """Returns the text of a file. Raises ConfigError where it is not readable."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", hint="check its name") from None
 
 
 def _is_one_of(name: str, refused: Iterable[str]) -> bool:

@@ -10,7 +10,8 @@ from parplan.profiles.models.transformer import build_graph
 def plan_goodput(plan: AnyPlan, failures: Failures) -> Goodput:
     """Returns the goodput of a plan on a cluster that fails."""
     cluster = plan.cluster
-    return goodput(plan_checkpoint_bytes(plan), cluster.num_gpus, cluster.gpus_per_node, failures)
+    gpus_per_host = cluster.gpus_per_node // cluster.hosts_per_node
+    return goodput(plan_checkpoint_bytes(plan), cluster.num_gpus, gpus_per_host, failures)
 
 
 def plan_checkpoint_bytes(plan: AnyPlan) -> float:

@@ -21,11 +21,13 @@ from parplan.planner.search.relaxations import relaxations
 from parplan.report.searches import infeasible_text as relaxations_report
 from tests.helpers.documented import ROOT, documented, shape
 from tests.helpers.kineto_traces import one_step, write_kineto
-from tests.helpers.launcher_scripts import DEEPSPEED_JSON, SCRIPT
+from tests.helpers.launcher_scripts import DEEPSPEED_JSON, SCRIPT, TRAINER_YAML
 from tests.helpers.run_logs import megatron_log, nemo_log
 from tests.helpers.synthetic_runs import estimated, run_of
 
 QUICK = (
+    "plan sweep --model gpt-1.5b --gpus 4,8,16 --gpu a100-80gb,h100-80gb",
+    "plan size --model gpt-1.5b --tokens 100B --days 7 --gpu a100-80gb,h100-80gb --price a100-80gb=1.50 --price h100-80gb=2.50",
     "plan --model gpt-tiny --gpu cpu --gpus 2",
     "plan calibrate run.json -o mygpu.yaml",
     "plan estimate --model gpt-22b --gpus 8 --tp 8 --micro-batch-size 4 --recompute full",
@@ -53,9 +55,15 @@ QUICK = (
     "plan export plan.yaml --to megatron --launch slurm -o run/",
     "plan estimate --model llama3-8b --gpus 64 --gpu h100-80gb --zero 3 --recompute full --stack torchtitan -o plan.yaml",
     "plan export plan.yaml --to torchtitan",
+    "plan estimate --model llama3-8b --gpus 64 --gpu h100-80gb --tp 2 --sequence-parallel --zero 3 --recompute selective --stack torchtitan -o plan.yaml",
+    "plan export plan.yaml --to fsdp2",
     "plan estimate --model llama3-8b --gpus 64 --gpu h100-80gb --zero 3 --recompute full --stack deepspeed -o plan.yaml",
     "plan export plan.yaml --to deepspeed",
+    "plan estimate --model llama3-8b --gpus 64 --gpu h100-80gb --zero 3 --recompute full --gradient-precision bf16 --stack huggingface -o plan.yaml",
+    "plan export plan.yaml --to huggingface",
+    "plan read sft.yaml --model llama3-8b --gpu h100-80gb --gpus 16 -o plan.yaml",
     "plan read train.sh --gpu h100-80gb -o plan.yaml",
+    "plan compare plan.yaml train.sh --gpu h100-80gb",
     "plan import train.log --gpu h100-80gb -o steps.csv",
     "plan validate --steps steps.csv --rows",
     "plan calibrate train.log --gpu h100-80gb -o mygpu.yaml",
@@ -85,8 +93,10 @@ SLOW = (
 # by target, a part of the command whose plan is exported to it
 EXPORTED = {
     "megatron": "--virtual-stages 5",
-    "torchtitan": "--stack torchtitan -o",
+    "torchtitan": "--recompute full --stack torchtitan -o",
     "deepspeed": "--stack deepspeed -o",
+    "huggingface": "--stack huggingface -o",
+    "fsdp2": "--recompute selective --stack torchtitan -o",
 }
 ENOUGH_S = 300.0  # no search for what would fit is cut off
 MINUTES = "takes minutes"
@@ -205,6 +215,7 @@ def _give_files(command: str, folder: Path) -> None:
         write_kineto(folder / "traces" / "rank0.json", one_step())
         write_plan(estimated(tp=2, dp=2), folder / "there.yaml")
     (folder / "train.sh").write_text(SCRIPT, encoding="utf-8")
+    (folder / "sft.yaml").write_text(TRAINER_YAML, encoding="utf-8")
     if "train.log" in command or "steps.csv" in command:
         times = {1: 31_000.0} | {step: 6_500.0 + step * 37 % 90 for step in range(2, 101)}
         (folder / "train.log").write_text(megatron_log(times), encoding="utf-8")

@@ -29,3 +29,15 @@ DEEPSPEED_JSON = """{
   "fp16": {"enabled": true, "loss_scale": 0}
 }
 """
+# as users of trl and of LLaMA-Factory have it
+TRAINER_YAML = """\
+model_name_or_path: meta-llama/Meta-Llama-3-8B
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 4
+learning_rate: 1.0e-5
+bf16: true
+gradient_checkpointing: true
+cutoff_len: 4096
+fsdp: full_shard auto_wrap
+fsdp_config: {fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer, fsdp_cpu_offload: false}
+"""
