@@ -55,7 +55,7 @@ def best_settings(request: Request, target: Target, on_progress: OnProgress | No
     where none of its settings fits, and OutOfTimeError.
     """
     _require_settings(request, target)
-    search = _Search(request, target, on_progress)
+    search = _SettingsSearch(request, target, on_progress)
     outcome = search.outcome()
     if not outcome.solved:
         raise search.nothing_found()
@@ -68,7 +68,7 @@ def best_settings(request: Request, target: Target, on_progress: OnProgress | No
 
 
 @dataclass
-class _Search:
+class _SettingsSearch:
     request: Request
     target: Target
     on_progress: OnProgress | None

@@ -169,7 +169,7 @@ def test_an_estimate_with_states_on_the_host_is_refused_too(offload):
 
 
 def test_a_model_on_one_node_is_run_without_nnodes():
-    assert succeed(*TINY).stdout.endswith(
+    assert succeed(*TINY, "--stack", "parplan").stdout.endswith(
         "  torchrun --nproc-per-node 2 -m parplan.executor plan.yaml\n"
     )
 
