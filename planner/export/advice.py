@@ -128,8 +128,13 @@ class _Adviser:
             rest = [each for each in kept if each not in out]
             if self._says((*rest, *written_now), change.settings):
                 more = tuple((each.name, each.words, None) for each in out)
-                return replace(change, arguments=(*arguments, *more))
-        return replace(change, arguments=arguments)
+                return replace(change, arguments=self._of_files((*arguments, *more)))
+        return replace(change, arguments=self._of_files(arguments))
+
+    def _of_files(self, arguments: tuple[ArgumentChange, ...]) -> tuple[ArgumentChange, ...]:
+        """Returns the arguments that files have; options of `plan read` only where none has."""
+        stated = {row.name for row in self.target.stated}
+        return tuple(each for each in arguments if each[0] not in stated) or arguments
 
     def _says(self, given: tuple[Given, ...], settings: Settings) -> bool:
         try:

@@ -23,11 +23,11 @@ def neighbours(plan: Plan, settings: Settings, target: Target) -> Iterator[tuple
     Some may not be legal. A change of a degree leaves data parallelism what is left of the GPUs.
     """
     for zero in target.zeros:
-        yield "zero", replace(settings, zero=zero)
+        yield "zero", replace(settings, zero=zero, zero_of_blocks=None, zero_of_ends=None)
     most = max(settings.blocks)
     for recompute in target.recomputes(plan.model, most):
         if (recompute.get("recompute_blocks") or 0) % -(-most // _COUNTS) == 0:
-            yield "recompute", replace(settings, **recompute)
+            yield "recompute", replace(settings, recompute_of_blocks=None, **recompute)
     for size in (settings.micro_batch_size * 2, settings.micro_batch_size // 2):
         if size and (settings.global_batch_size // settings.dp) % size == 0:
             yield "micro_batch_size", replace(settings, micro_batch_size=size)
