@@ -154,6 +154,8 @@ class Stack:
     overlap_grad_reduce      gradient reduction and parameter gathering run under compute
     fused_accumulation       the weight gradient's product adds to the gradient; otherwise it is
                              written and another kernel adds it
+    deterministic            it runs kernels that give equal bits in every run, of which the
+                             backward pass of FlashAttention 2 is priced
     schedules                the pipeline schedules that it runs
     recompute                the kinds of recompute that it runs; `operators` is any list of
                              operators
@@ -266,6 +268,7 @@ class Stack:
     paired_exchanges: bool = False
     overlap_grad_reduce: bool = True
     fused_accumulation: bool = True
+    deterministic: bool = False
     schedules: tuple[ScheduleName, ...] = EVERY_SCHEDULE
     recompute: tuple[RecomputeKind, ...] = EVERY_RECOMPUTE
     mesh_orders: tuple[MeshOrderName, ...] = ("pp-dp-tp",)

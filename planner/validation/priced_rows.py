@@ -31,7 +31,12 @@ from parplan.planner.validation.configuration import (
     configuration_of,
     experiment_of,
 )
-from parplan.planner.validation.frameworks import FIGURES_AGREE, FIGURES_DISAGREE, NAMED_FAULTS
+from parplan.planner.validation.frameworks import (
+    FIGURES_AGREE,
+    FIGURES_DISAGREE,
+    NAMED_FAULTS,
+    UNCHECKED_TIMES,
+)
 from parplan.planner.validation.kept_products import with_kept_products
 from parplan.planner.validation.reported_memory import predicted_gib
 from parplan.planner.validation.row_cells import OPTIONAL, Row, UnpricedError, source_of
@@ -51,7 +56,10 @@ UNTIMED = {
     "INCONSISTENT": FIGURES_DISAGREE,
     "power limited": "devices of a lower power limit, which their source does not state",
 }
-NAMED_FAULT = "a release that was slow by a fault which its publisher names"
+BY_ID = (  # the same by the id of a row
+    (NAMED_FAULTS, "a release that was slow by a fault which its publisher names"),
+    (UNCHECKED_TIMES, "release tests whose source checks no time"),
+)
 BUSY_NETWORK = "vary +-40% with network load"  # in notes: such rows do not compare
 TOY_SHARE = 0.1  # share of a device; smaller runs say little about a device that is nearly full
 OUT_OF_MEMORY = ("OOM", "out-of-memory")  # memory_kind of a run that ran out
@@ -383,7 +391,7 @@ def _untimed(row: Row) -> tuple[str, ...]:
         return ()
     kinds = (kind for words, kind in UNTIMED.items() if words in row["notes"])
     said = tuple(kind for kind in kinds if kind != FIGURES_DISAGREE or not _agrees(row))
-    return (*said, NAMED_FAULT) if NAMED_FAULTS.match(row["id"]) else said
+    return (*said, *(kind for pattern, kind in BY_ID if pattern.match(row["id"])))
 
 
 def _agrees(row: Row) -> bool:

@@ -234,6 +234,30 @@ def test_an_older_attention_kernel_is_as_much_slower_as_the_device_says_and_an_u
 
 
 @pytest.mark.parametrize(
+    ("kernel", "slower"),
+    [
+        pytest.param(
+            FlashKernel.FLASH2, 2 * 108 / 128, id="flash2"
+        ),  # 16 blocks of each of 8 heads
+        pytest.param(FlashKernel.CUDNN, 1.0, id="cudnn"),
+    ],
+)
+def test_a_deterministic_stack_slows_the_backward_pass_of_flash_attention_2_alone(kernel, slower):
+    def attention(deterministic):
+        available = (AvailableKernel(kernel=kernel),)
+        stack = replace(NO_HOST, flash_kernels=available, deterministic=deterministic)
+        return operator(
+            "attention",
+            training=replace(TRAINING, stack=stack),
+            sharding=Sharding(GPT.num_heads // 2),
+        )
+
+    usual, repeatable = attention(False), attention(True)
+    assert repeatable.forward == usual.forward
+    assert repeatable.backward.value_s == pytest.approx(slower * usual.backward.value_s)
+
+
+@pytest.mark.parametrize(
     ("stack", "device", "kernel"),
     [
         ("megatron-core", "h100-80gb", "cudnn"),

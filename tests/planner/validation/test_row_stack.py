@@ -52,6 +52,32 @@ def test_a_release_test_has_the_workspaces_of_its_device(gpu, notes, mib):
 
 
 @pytest.mark.parametrize(
+    ("gpu", "notes", "kernel"),
+    [
+        pytest.param("gb200-nvl72", "", FlashKernel.CUDNN, id="gb200"),
+        pytest.param(
+            "gb200-nvl72", "deterministic mode", FlashKernel.FLASH2, id="gb200-repeatable"
+        ),
+        pytest.param("h100-80g-sxm", "deterministic mode", FlashKernel.CUDNN, id="h100-repeatable"),
+    ],
+)
+def test_a_deterministic_release_test_runs_flash_attention_2_on_blackwell(gpu, notes, kernel):
+    row = {**FULL, "framework": "Megatron-LM CI (dev container)", "gpu": gpu, "notes": notes}
+    stack = configuration_of(row).training.stack
+
+    assert stack.flash_kernel_on(10.0) is kernel
+    assert stack.deterministic is bool(notes)
+
+
+def test_a_release_test_overlaps_its_gradients_where_its_recipe_does():
+    row = {**FULL, "framework": "Megatron-LM CI (dev container)"}
+    small = {**row, "id": "mcoreci-gpt-gpt3_7b_tp1_pp4_memory_speed-dev-dgx_a100"}
+
+    assert not configuration_of(row).training.overlap_grad_reduce
+    assert configuration_of(small).training.overlap_grad_reduce
+
+
+@pytest.mark.parametrize(
     ("framework", "notes", "stack", "attention", "dropout", "overlap"),
     [
         pytest.param(
