@@ -35,8 +35,10 @@ ScheduleName = Literal[
 ]
 MeshOrderName = Literal["pp-dp-tp", "dp-pp-tp"]
 ContextFormName = Literal["ring", "all-gather", "all-to-all", "two-level"]
+PlainKernelName = Literal["rms_norm", "rotary", "swiglu"]
 RecomputeKind = Literal["none", "selective", "full", "operators"]
 EVERY_SCHEDULE: tuple[ScheduleName, ...] = get_args(ScheduleName)
+EVERY_PLAIN_KERNEL: tuple[PlainKernelName, ...] = get_args(PlainKernelName)
 EVERY_RECOMPUTE: tuple[RecomputeKind, ...] = get_args(RecomputeKind)
 
 
@@ -154,6 +156,8 @@ class Stack:
     overlap_grad_reduce      gradient reduction and parameter gathering run under compute
     fused_accumulation       the weight gradient's product adds to the gradient; otherwise it is
                              written and another kernel adds it
+    plain_kernels            of rms_norm, rotary and swiglu those that are operations of PyTorch, a
+                             kernel each, in place of one fused kernel
     deterministic            it runs kernels that give equal bits in every run, of which the
                              backward pass of FlashAttention 2 is priced
     schedules                the pipeline schedules that it runs
@@ -237,8 +241,8 @@ class Stack:
                      that are not priced
     host_operator_s  seconds in which the host launches one operator of the graph; a layer is never
                      faster than its operators
-    transfer_share   share that transfers between stages reach of a single message's bandwidth on
-                     the link
+    transfer_share   share that transfers between stages on two nodes reach of a single message's
+                     bandwidth
     allocator_share  bytes that the caching allocator holds beyond the allocated ones, over the
                      allocated ones
     nccl_bytes       bytes that the communicators of one parallel axis hold outside the allocator
@@ -268,6 +272,7 @@ class Stack:
     paired_exchanges: bool = False
     overlap_grad_reduce: bool = True
     fused_accumulation: bool = True
+    plain_kernels: tuple[PlainKernelName, ...] = ()
     deterministic: bool = False
     schedules: tuple[ScheduleName, ...] = EVERY_SCHEDULE
     recompute: tuple[RecomputeKind, ...] = EVERY_RECOMPUTE

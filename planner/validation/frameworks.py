@@ -236,6 +236,8 @@ LOGIT_BYTES = (
 COMPILED_LOSS_LOGIT_BYTES = 4
 COMPILING_STACK = "torchtitan"
 COMPILED = re.compile(r"\bcompile\b(?!=false)")
+# Runs without torch.compile: torchtune's first row, to which the second adds it, and torchtitan's
+EAGER = re.compile(r"torchtune-.*-packed|titan-.*-eager")
 # Runs of torchtune whose optimizer updates in the backward pass: its techniques add up in this
 # order (docs/source/tutorials/memory_optimizations.rst, optimizer_in_bwd).
 IN_BACKWARD = re.compile(r"torchtune-.*-(optimizer_in_bwd|activation_offloading|8-bit_AdamW)")

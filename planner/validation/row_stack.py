@@ -17,6 +17,7 @@ from parplan.planner.validation.frameworks import (
     COMPILING_STACK,
     CURRENT_SCALING,
     DEFERRED_HEAD_GRADIENTS,
+    EAGER,
     FUSED_LOSS_LOGIT_BYTES,
     IN_BACKWARD,
     INTERLEAVING_STACKS,
@@ -46,7 +47,13 @@ from parplan.profiles.machines.machine_catalog import load_stack
 from parplan.profiles.machines.stack_terms import Terms
 from parplan.profiles.models.spec import Optimizer, Precision, TrainingSpec
 from parplan.profiles.product_formats import ProductFormat, is_before_blackwell
-from parplan.profiles.stack import AttentionKernel, AvailableKernel, FlashKernel, Stack
+from parplan.profiles.stack import (
+    EVERY_PLAIN_KERNEL,
+    AttentionKernel,
+    AvailableKernel,
+    FlashKernel,
+    Stack,
+)
 from parplan.profiles.state_precision import StatePrecision
 from parplan.profiles.units import MIB
 
@@ -91,6 +98,8 @@ def stack_of(row: Row, stack: Stack) -> Stack:
         stack = replace(stack, logit_bytes=of_loss)
     elif stack.name == COMPILING_STACK and COMPILED.search(notes):
         stack = replace(stack, logit_bytes=COMPILED_LOSS_LOGIT_BYTES)
+    if EAGER.match(row["id"]):
+        stack = replace(stack, plain_kernels=EVERY_PLAIN_KERNEL)
     if NO_OVERLAP.search(notes):
         stack = replace(stack, overlap_tensor_parallel=False, overlap_transfers=False)
     if "asyncTP" in row["id"]:

@@ -169,6 +169,20 @@ def test_what_a_framework_decides_is_read_off_its_name_and_the_notes(
     assert configuration.model.dropout == dropout
 
 
+@pytest.mark.parametrize(
+    ("name", "is_plain"),
+    [
+        pytest.param("torchtune-llama3.2-3b-packed", True, id="torchtune"),
+        pytest.param("torchtune-llama3.2-3b-compile", False, id="torchtune-compiled"),
+        pytest.param("titan-8b-fsdp8-eager", True, id="torchtitan"),
+    ],
+)
+def test_a_run_without_torch_compile_has_plain_kernels(name, is_plain):
+    stack = configuration_of({**FULL, "id": name, "framework": "torchtitan"}).training.stack
+
+    assert bool(stack.plain_kernels) is is_plain
+
+
 def test_a_noted_attention_kernel_is_the_stacks_and_one_that_nobody_knows_a_reason():
     assert (
         configuration_of({**FULL, "notes": "attention=flash1"}).training.stack.flash_kernel_on(7.0)
