@@ -49,8 +49,8 @@ CLAMP_BYTES = (8, 12)  # both halves clamped (4) and joined (4); backward 6, 4 a
 # Bytes that PyTorch's operations move for an element of the result, a kernel each, forward and
 # backward, with e bytes of an element and fp32 inside (EQUATIONS K3): a + b e as (a, b).
 # pytorch/torchtitan f6a9daa13 torchtitan/models/norms.py (RMSNorm: float, pow, mean, mul, type_as,
-# mul) and models/llama/model.py (apply_rotary_emb: float, mul, type_as; silu and mul). The tensor of
-# positions has the values as well, which stand for the copies of keys and values (repeat_kv).
+# mul) and models/llama/model.py (apply_rotary_emb: float, mul, type_as; silu and mul). The tensor
+# of positions has the values too, which stand for the copies of keys and values (repeat_kv).
 PLAIN_BYTES = {
     "rms_norm": ((28, 4), (76, 8)),
     "rotary": ((16, 2), (16, 2)),
