@@ -129,6 +129,7 @@ class Stack:
                              which it runs
     async_tensor_parallel    without sequence parallelism, input gradients are all-reduced under the
                              product for the weight gradient
+    async_reduce_scatter     with it, input gradients are reduce-scattered under that product
     partitioned_transfers    each tensor-parallel rank sends its part of a pipeline boundary tensor
                              and gathers the received parts
     overlap_tensor_parallel  the gathers and reductions of sequence parallelism run under the
@@ -241,8 +242,8 @@ class Stack:
                      that are not priced
     host_operator_s  seconds in which the host launches one operator of the graph; a layer is never
                      faster than its operators
-    transfer_share   share that transfers between stages on two nodes reach of a single message's
-                     bandwidth
+    transfer_share   share that transfers between stages reach of a single message's bandwidth on
+                     the link
     allocator_share  bytes that the caching allocator holds beyond the allocated ones, over the
                      allocated ones
     nccl_bytes       bytes that the communicators of one parallel axis hold outside the allocator
@@ -255,6 +256,7 @@ class Stack:
     attention: AttentionKernel = AttentionKernel.FLASH
     flash_kernels: tuple[AvailableKernel, ...] = SDPA_KERNELS
     async_tensor_parallel: bool = False
+    async_reduce_scatter: bool = False
     partitioned_transfers: bool = False
     overlap_tensor_parallel: bool = False
     tp_overlap: int = 0

@@ -466,8 +466,7 @@ class LayerPriceCache(LayerTimes):
     def message(self, num_bytes: int, *, level: int, sharing: int) -> Seconds:
         """One message between two pipeline ranks; `sharing` neighbours send at once."""
         # that many bytes take as long on the whole link
-        share = self.training.stack.transfer_share if level else 1.0
-        as_slow_bytes = round(num_bytes / share)
+        as_slow_bytes = round(num_bytes / self.training.stack.transfer_share)
         return point_to_point_time(
             as_slow_bytes, level=level, sharing=sharing, machine=self.machine
         )

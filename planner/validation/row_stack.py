@@ -12,6 +12,7 @@ from parplan.planner.validation.block_modules import OFFLOADED, named_modules
 from parplan.planner.validation.expert_recipes import recomputes_little, with_recipe
 from parplan.planner.validation.fine_tuned_rows import fine_tuning_of
 from parplan.planner.validation.frameworks import (
+    ASYNC_TENSOR_PARALLEL,
     COMPILED,
     COMPILED_LOSS_LOGIT_BYTES,
     COMPILING_STACK,
@@ -98,6 +99,8 @@ def stack_of(row: Row, stack: Stack) -> Stack:
         stack = replace(stack, logit_bytes=of_loss)
     elif stack.name == COMPILING_STACK and COMPILED.search(notes):
         stack = replace(stack, logit_bytes=COMPILED_LOSS_LOGIT_BYTES)
+    if ASYNC_TENSOR_PARALLEL.search(notes):
+        stack = replace(stack, async_reduce_scatter=True)
     if EAGER.match(row["id"]):
         stack = replace(stack, plain_kernels=EVERY_PLAIN_KERNEL)
     if NO_OVERLAP.search(notes):
@@ -191,6 +194,8 @@ def training_of(row: Row, stack: Stack) -> TrainingSpec:
     if NO_OVERLAP.search(row["notes"]):
         overlap = False
     elif "overlap=grad" in row["notes"] or row.get("overlap") == "grad":
+        overlap = True
+    elif "nanotron" in row["framework"] and row["zero_stage"] == "0":
         overlap = True
     return TrainingSpec(
         global_batch_size=whole(row, "global_batch"),

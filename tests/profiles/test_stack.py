@@ -206,11 +206,24 @@ def test_partitioned_transfers_send_a_part_a_rank_and_gather_it_inside_the_node(
     )  # already a part, nothing to gather
 
 
-def test_transfers_that_reach_a_share_of_a_nic_take_longer_between_nodes_alone():
-    slow = replace(NO_HOST, transfer_share=0.02)
+def test_a_stack_whose_transfers_reach_a_share_of_the_link_takes_as_much_longer():
+    whole = transfer(NO_HOST, level=0)
 
-    assert transfer(slow, level=1) == pytest.approx(50 * transfer(NO_HOST, level=1), rel=0.05)
-    assert transfer(slow, level=0) == transfer(NO_HOST, level=0)
+    assert transfer(replace(NO_HOST, transfer_share=0.02), level=0) == pytest.approx(
+        50 * whole, rel=0.05
+    )
+
+
+def test_input_gradients_are_reduce_scattered_under_the_weight_gradient_where_a_stack_does_so():
+    parted = Sharding(8, sequence_parallel=True)
+
+    def backward(stack, sharding=parted):
+        return block_time(stack, sharding).backward.value_s
+
+    hidden = replace(NO_HOST, async_reduce_scatter=True)
+    assert backward(hidden) < backward(NO_HOST)
+    assert block_time(hidden, parted).forward == block_time(NO_HOST, parted).forward
+    assert backward(hidden, TP8) == backward(NO_HOST, TP8)  # an all-reduce
 
 
 def test_an_older_attention_kernel_is_as_much_slower_as_the_device_says_and_an_unknown_one_is_not():

@@ -183,6 +183,16 @@ def test_a_run_without_torch_compile_has_plain_kernels(name, is_plain):
     assert bool(stack.plain_kernels) is is_plain
 
 
+@pytest.mark.parametrize("zero", ["0", "1"])
+def test_nanotron_reduces_gradients_under_the_backward_pass_without_zero(zero):
+    notes = "TP reduce-scatter mode with async comm"
+    row = {**FULL, "framework": "nanotron v0.5", "zero_stage": zero, "notes": notes}
+    training = configuration_of(row).training
+
+    assert training.overlap_grad_reduce is (zero == "0")
+    assert training.stack.async_reduce_scatter
+
+
 def test_a_noted_attention_kernel_is_the_stacks_and_one_that_nobody_knows_a_reason():
     assert (
         configuration_of({**FULL, "notes": "attention=flash1"}).training.stack.flash_kernel_on(7.0)
