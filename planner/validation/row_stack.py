@@ -37,6 +37,7 @@ from parplan.planner.validation.frameworks import (
     RELEASE_TEST_IMBALANCE,
     RELEASE_TEST_UNFUSED,
     SELECTIVE_OF,
+    STACK_OF_LOG,
     STACKS,
     UNKNOWN_STACK,
 )
@@ -58,6 +59,7 @@ from parplan.profiles.stack import (
 from parplan.profiles.state_precision import StatePrecision
 from parplan.profiles.units import MIB
 
+_STACK_OF_LOG = re.compile(re.escape(STACK_OF_LOG).replace(r"\{\}", r"([\w.-]+)"))
 _HOPPER = 9.0  # compute capability
 
 
@@ -84,6 +86,9 @@ def stack_name(row: Row) -> str:
 
 
 def described_stack(row: Row) -> str | None:
+    named = _STACK_OF_LOG.search(row["framework"])
+    if named:
+        return named[1]
     return next((stack for pattern, stack in STACKS if re.search(pattern, row["framework"])), None)
 
 
@@ -193,9 +198,11 @@ def training_of(row: Row, stack: Stack) -> TrainingSpec:
     overlap = stack.overlap_grad_reduce and "Megatron-LM" not in row["framework"]
     if NO_OVERLAP.search(row["notes"]):
         overlap = False
-    elif "overlap=grad" in row["notes"] or row.get("overlap") == "grad":
-        overlap = True
-    elif "nanotron" in row["framework"] and row["zero_stage"] == "0":
+    elif (
+        "overlap=grad" in row["notes"]
+        or row.get("overlap") == "grad"
+        or ("nanotron" in row["framework"] and row["zero_stage"] == "0")
+    ):
         overlap = True
     return TrainingSpec(
         global_batch_size=whole(row, "global_batch"),

@@ -16,3 +16,16 @@ ARGS=(
 )
 torchrun --nproc_per_node 8 --nnodes 16 pretrain_gpt.py ${ARGS[@]}
 """
+# as in DeepSpeed's own examples
+DEEPSPEED_JSON = """{
+  "train_batch_size": 64,
+  "train_micro_batch_size_per_gpu": 2,
+  "steps_per_print": 10,
+  "zero_optimization": {
+    "stage": 3,
+    "stage3_prefetch_bucket_size": 5e7
+  },
+  "gradient_clipping": 1.0,
+  "fp16": {"enabled": true, "loss_scale": 0}
+}
+"""

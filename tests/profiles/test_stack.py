@@ -218,11 +218,11 @@ def test_input_gradients_are_reduce_scattered_under_the_weight_gradient_where_a_
     parted = Sharding(8, sequence_parallel=True)
 
     def backward(stack, sharding=parted):
-        return block_time(stack, sharding).backward.value_s
+        return block_time(stack, sharding).tp_backward.value_s
 
     hidden = replace(NO_HOST, async_reduce_scatter=True)
     assert backward(hidden) < backward(NO_HOST)
-    assert block_time(hidden, parted).forward == block_time(NO_HOST, parted).forward
+    assert block_time(hidden, parted).tp_forward == block_time(NO_HOST, parted).tp_forward
     assert backward(hidden, TP8) == backward(NO_HOST, TP8)  # an all-reduce
 
 
