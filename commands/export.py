@@ -19,9 +19,12 @@ if TYPE_CHECKING:
 TARGET = "Target"
 TARGETS = (
     "megatron",
+    "megatron-bridge",
     "torchtitan",
     "deepspeed",
     "fsdp2",
+    "huggingface",
+    "accelerate",
 )
 JOBS = ("slurm", "kubernetes")
 TORCHRUN = "torchrun"

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import click
 
+from parplan.commands.options.launcher_options import program_options, vocab_size_option
 from parplan.commands.options.result_options import as_json
-from parplan.commands.options.sections import OUTPUT, WHAT
+from parplan.commands.options.sections import OUTPUT
 from parplan.commands.options.target_options import TargetOptions, target_options
-from parplan.commands.style import Command, Whole, option
+from parplan.commands.style import Command, option
 
 
 @click.command(
@@ -21,13 +22,8 @@ from parplan.commands.style import Command, Whole, option
 )
 @click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
 @target_options
-@option(
-    WHAT,
-    "--vocab-size",
-    type=Whole("tokens"),
-    metavar="N",
-    help="Tokens of the vocabulary, where the file leaves them to its tokenizer.",
-)
+@vocab_size_option
+@program_options
 @option(
     OUTPUT,
     "-o",
@@ -40,16 +36,19 @@ from parplan.commands.style import Command, Whole, option
 def read(
     file: Path,
     target: TargetOptions,
-    vocab_size: int | None,
+    micro_batch_size: int | None,
+    recompute: str | None,
     output: Path | None,
     as_json: bool,
 ) -> None:
     """Read a launcher's own configuration, and price it.
 
-    FILE is a shell script with arguments of Megatron-LM's pretrain_gpt.py or of torchtitan, a YAML
-    file such as those of Megatron-LM's release tests, or a JSON of DeepSpeed. It is not run.
-    Arguments that change time or memory and have no price are errors, others are listed. A machine
-    that the file does not state is named by options, and so are the model and the sequence length.
+    FILE is a shell script with arguments of Megatron-LM's pretrain_gpt.py, torchtitan or the
+    Trainer of transformers, or with overrides of Megatron-Bridge or NeMo; a YAML file of one of
+    them; a recipe of Megatron-Bridge (FILE.py::RECIPE); or a JSON of DeepSpeed. It is not
+    run. Arguments that change time or memory and have no price are errors, others are listed. A
+    machine that the file does not state is named by options, and so are the model and the sequence
+    length.
     """
     from parplan.commands.launcher_plans import launcher_file, launcher_plan
     from parplan.commands.output import deliver, require_output
@@ -61,10 +60,10 @@ def read(
     if read_file is None:
         raise ConfigError(
             f"{file}: it has no arguments of a launcher that is known",
-            hint="give a script that starts pretrain_gpt.py or torchtitan; plan show reads plans",
+            hint="give a script or a configuration of a launcher; plan show reads plans",
         )
-    if vocab_size is not None:
-        read_file = read_file.with_argument("--vocab-size", f"{vocab_size}")
+    said = {"--micro-batch-size": micro_batch_size, "--recompute": recompute}
+    read_file = read_file.with_stated(said)
     plan, assumed = launcher_plan(read_file, target)
     context = SummaryContext(assumed=tuple(assumed), plan_file=str(output or ""))
     deliver(plan, context, output, as_json=as_json)

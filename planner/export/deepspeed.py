@@ -6,8 +6,7 @@ another, with the argument `--deepspeed_config`, which `deepspeed.add_config_arg
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
 from string import Template
 
 from parplan.costmodels.layers.recompute import Recompute
@@ -72,18 +71,19 @@ def recomputes(_: ModelSpec, __: int) -> Iterator[RecomputeChoice]:
 
 
 def arguments(text: str, file: str) -> tuple[Given, ...]:
-    """Returns the keys of a JSON, or those of the JSON that a script names."""
+    """Returns the keys of a JSON, or the arguments of a script that names one."""
     if file.endswith(".json"):
         return nested_arguments(text, file)
-    if not file.endswith((".sh", ".bash", ".sbatch", ".slurm")):
+    if file.endswith((".yaml", ".yml")):
         return ()
     given = shell_arguments(text, file)
-    named = next((each.words[0] for each in given if each.name in _NAMED and each.words), None)
-    path = Path(file).parent / (named or "")
-    if named is None or not path.is_file():
-        return ()
-    keys = nested_arguments(path.read_text(encoding="utf-8"), str(path))
-    return (*given, *keys)
+    return given if further(given) else ()
+
+
+def further(given: Iterable[Given]) -> str | None:
+    """Returns the JSON that the arguments of a script name."""
+    named = (each.words[0] for each in given if each.name in _NAMED and each.words)
+    return next((word for word in named if word.endswith(".json")), None)
 
 
 def settings(given: tuple[Given, ...], model: ModelSpec, num_gpus: int) -> Settings:
@@ -128,4 +128,5 @@ DEEPSPEED = Target(
     refused=REFUSED,
     source="deepspeed 0.19.8",
     stated=PROGRAM,
+    further=further,
 )

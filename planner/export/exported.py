@@ -61,9 +61,10 @@ def export_plan(plan: Plan, target: Target, source: str) -> Export:
     own = Priced(today.strategy, today.price_cache, today.price)
     training = training_on(target, plan.training)
     sheet = Sheet(settings=_nearest(plan, own, target, training), plan=plan, head=())
-    name, text = next(iter(target.files(sheet).items()))
+    files = target.files(sheet).items()
     stated = written(target.stated, sheet.settings)
-    given = (*target.arguments(text, name), *_given(stated, target))
+    said = (each for name, text in files for each in target.arguments(text, name))
+    given = (*said, *_given(stated, target))
     back = target.settings(given, plan.model, plan.cluster.num_gpus)
     configured = price_settings(back, plan.model, plan.cluster, training)
     lost = losses(own, configured)
@@ -149,8 +150,20 @@ def _one_stage_a_rank(settings: Settings, own: Priced) -> Settings:
 
 def _through_the_table(settings: Settings, plan: Plan, target: Target) -> Settings:
     """Returns the settings that the arguments of settings say. Raises ConfigError."""
+    said = {fact for row in target.table for fact in row.facts}
+    unsaid = [f"{axis} {degree}" for axis, degree in _degrees(settings) if axis not in said]
+    if unsaid:
+        raise ConfigError(
+            f"{target.name} does not say {', '.join(unsaid)}", hint="choose another target"
+        )
     given = _given(written(target.table, settings), target)
     return target.settings(given, plan.model, plan.cluster.num_gpus)
+
+
+def _degrees(settings: Settings) -> Iterator[tuple[str, int]]:
+    """Yields the axes that divide a model, with their degrees."""
+    degrees = ((axis, getattr(settings, axis)) for axis in ("pp", "cp", "tp", "ep"))
+    yield from (each for each in degrees if each[1] > 1)
 
 
 def _given(arguments: Iterable[tuple[str, Words]], target: Target) -> tuple[Given, ...]:

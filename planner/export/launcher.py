@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from parplan.planner.export.arguments import Argument, Facts, Given
@@ -44,6 +44,7 @@ class Target:
                  head of an exported file states; `table` has them too
     processes    groups of arguments that say one number: the product is that of processes; () for
                  those of torchrun
+    further      the file beside that the arguments of a script name, whose arguments follow them
     refused      arguments that change time or memory without a price
     source       repository and commit or release that the table was read in
     """
@@ -63,3 +64,4 @@ class Target:
     partitions: Callable[[int, int], Iterator[tuple[int, ...]]] | None = None
     stated: tuple[Argument, ...] = ()
     processes: tuple[tuple[str, ...], ...] = ()
+    further: Callable[[Iterable[Given]], str | None] | None = None

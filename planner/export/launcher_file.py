@@ -12,6 +12,7 @@ from parplan.planner.export.configured import price_settings
 from parplan.planner.export.exported import training_on
 from parplan.planner.export.head import stated_options
 from parplan.planner.export.launcher import Target
+from parplan.planner.export.recipe_file import SEPARATOR
 from parplan.planner.export.settings import Settings
 from parplan.planner.plan.assemble import assemble
 from parplan.planner.plan.plan import Plan
@@ -20,9 +21,16 @@ from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 
-SUFFIXES = (".sh", ".sbatch", ".bash", ".slurm", ".yaml", ".yml", ".json")
-_NODES = ("--nnodes",)
-_PROCESSES = ("--nproc-per-node", "--nproc_per_node")
+SUFFIXES = (".sh", ".sbatch", ".bash", ".slurm", ".yaml", ".yml", ".json", ".py")
+_NODES = ("--nnodes", "--nodes", "trainer.num_nodes")
+_PROCESSES = (
+    "--nproc-per-node",
+    "--nproc_per_node",
+    "--ntasks-per-node",
+    "--gpus-per-node",
+    "trainer.devices",
+)
+_PLAN = ("plan_version:", "parplan_version:")
 _ENOUGH = 2  # arguments of a launcher's table by which its file is known
 
 
@@ -63,6 +71,12 @@ class LauncherFile:
         """Returns the configuration with a further argument, which the user states."""
         return replace(self, given=(*self.given, Given(name, words, f"{name} of the user")))
 
+    def with_vocabulary(self, num_tokens: int) -> LauncherFile:
+        """Returns the configuration with the vocabulary that the user states."""
+        names = (row.name for row in self.target.rows if row.facts == ("vocab_size",))
+        name = next(names, None)
+        return self if name is None else self.with_argument(name, f"{num_tokens}")
+
     def with_stated(self, options: Mapping[str, object]) -> LauncherFile:
         """Returns the configuration with the options of the user that its files leave open."""
         file = self
@@ -91,15 +105,15 @@ def read_launcher_file(path: Path, targets: Mapping[str, Target]) -> LauncherFil
     Raises ConfigError where the file is not readable, and for arguments that change time or memory
     without a price.
     """
-    if path.suffix not in SUFFIXES:
+    source = Path(str(path).partition(SEPARATOR)[0])
+    if source.suffix not in SUFFIXES:
         return None
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", hint="check its name") from None
+    text = _text_of(source)
+    if text.startswith(_PLAN):
+        return None
     found = []
     for target in targets.values():
-        given = target.arguments(text, str(path))
+        given = _with_further(target, target.arguments(text, str(path)), path)
         known = {row.name for row in target.rows}
         found.append((sum(each.name in known for each in given), target, given))
     most, target, given = max(found, key=lambda each: each[0])
@@ -119,6 +133,23 @@ def require_priced(target: Target, given: Iterable[Given]) -> None:
             f"{wrong.where}: {wrong.name} changes the step and has no price",
             hint="take it out to price the rest",
         )
+
+
+def _with_further(target: Target, given: tuple[Given, ...], path: Path) -> tuple[Given, ...]:
+    """Returns arguments with those of the file beside that they name, where it is there."""
+    named = target.further(given) if target.further else None
+    beside = path.parent / (named or "")
+    if named is None or not beside.is_file():
+        return given
+    return (*given, *target.arguments(_text_of(beside), str(beside)))
+
+
+def _text_of(path: Path) -> str:
+    """Returns the text of a file. Raises ConfigError where it is not readable."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", hint="check its name") from None
 
 
 def _is_one_of(name: str, refused: Iterable[str]) -> bool:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from parplan.planner.export.accelerate import ACCELERATE
+from parplan.planner.export.bridge import MEGATRON_BRIDGE
 from parplan.planner.export.deepspeed import DEEPSPEED
 from parplan.planner.export.fsdp2 import FSDP2
+from parplan.planner.export.hf_trainer import HUGGINGFACE
 from parplan.planner.export.launcher import Target
 from parplan.planner.export.megatron import MEGATRON
 from parplan.planner.export.torchtitan import TORCHTITAN
@@ -15,9 +18,12 @@ TARGETS: Mapping[str, Target] = {
     target.name: target
     for target in (
         MEGATRON,
+        MEGATRON_BRIDGE,
         TORCHTITAN,
         DEEPSPEED,
         FSDP2,
+        HUGGINGFACE,
+        ACCELERATE,
     )
 }
 

@@ -21,7 +21,7 @@ from parplan.planner.search.relaxations import relaxations
 from parplan.report.searches import infeasible_text as relaxations_report
 from tests.helpers.documented import ROOT, documented, shape
 from tests.helpers.kineto_traces import one_step, write_kineto
-from tests.helpers.launcher_scripts import DEEPSPEED_JSON, SCRIPT
+from tests.helpers.launcher_scripts import ACCELERATE_YAML, DEEPSPEED_JSON, SCRIPT, TRAINER_YAML
 from tests.helpers.run_logs import megatron_log, nemo_log
 from tests.helpers.synthetic_runs import estimated, run_of
 
@@ -40,9 +40,11 @@ QUICK = (
     "plan schemes --model gpt-20b --gpus 64 --micro-batch-size 4",
     "plan explain --model gpt-20b --gpus 64 --tp 8 --operator fc2",
     "plan show plan.yaml",
+    "plan explain plan.yaml",
     "plan show plan.yaml --mtbf 50000h --storage 200GB/s",
     "plan show plan.yaml --instructions --rank 0",
     "plan show plan.yaml --chunks --plot moments.png",
+    "plan report plan.yaml",
     "plan validate --source simumax --rows",
     "plan tokenize corpus/ --glob '**/*.txt' -o tokens.bin",
     "plan estimate --model gpt-22b --gpus 8 --tp 8 --micro-batch-size 4 --recompute full -o by-hand.yaml",
@@ -59,7 +61,15 @@ QUICK = (
     "plan export plan.yaml --to fsdp2",
     "plan estimate --model llama3-8b --gpus 64 --gpu h100-80gb --zero 3 --recompute full --stack deepspeed -o plan.yaml",
     "plan export plan.yaml --to deepspeed",
+    "plan estimate --model llama3-70b --gpus 128 --gpu h100-80gb --tp 4 --pp 8 --virtual-stages 5 --zero 1 --sequence-parallel --stack nemo -o plan.yaml",
+    "plan export plan.yaml --to megatron-bridge",
+    "plan estimate --model llama3-8b --gpus 64 --gpu h100-80gb --zero 3 --recompute full --gradient-precision bf16 --stack huggingface -o plan.yaml",
+    "plan export plan.yaml --to huggingface",
+    "plan export plan.yaml --to accelerate",
+    "plan read launch.yaml --model llama3-8b --seq-length 4096 --micro-batch-size 1 --global-batch-size 64 --gpu h100-80gb -o plan.yaml",
+    "plan read sft.yaml --model llama3-8b --gpu h100-80gb --gpus 16 -o plan.yaml",
     "plan read train.sh --gpu h100-80gb -o plan.yaml",
+    "plan compare plan.yaml train.sh --gpu h100-80gb",
     "plan import train.log --gpu h100-80gb -o steps.csv",
     "plan validate --steps steps.csv --rows",
     "plan calibrate train.log --gpu h100-80gb -o mygpu.yaml",
@@ -89,8 +99,11 @@ SLOW = (
 # by target, a part of the command whose plan is exported to it
 EXPORTED = {
     "megatron": "--virtual-stages 5",
+    "megatron-bridge": "--stack nemo -o",
     "torchtitan": "--recompute full --stack torchtitan -o",
     "deepspeed": "--stack deepspeed -o",
+    "huggingface": "--stack huggingface -o",
+    "accelerate": "--stack huggingface -o",
     "fsdp2": "--recompute selective --stack torchtitan -o",
 }
 ENOUGH_S = 300.0  # no search for what would fit is cut off
@@ -100,6 +113,8 @@ GPUS = "needs the GPUs of a node"
 NETWORK = "installs from a package index"
 LAUNCHES = "starts processes that train; tests/executor runs the same"
 NOT_RUN = {
+    "plan read src/megatron/bridge/perf_recipes/llama/h100/llama3.py::llama3_70b_pretrain_64gpu_h100_bf16_config --gpu h100-80gb -o plan.yaml": PLACEHOLDER,
+    "plan read llama2_70b_fp8.sh --gpu h100-80gb": PLACEHOLDER,
     "pip install .": NETWORK,
     "pip install -c constraints.txt -e '.[test]'": NETWORK,
     "pip install -c constraints.txt '.[torch]'": NETWORK,
@@ -107,6 +122,9 @@ NOT_RUN = {
     "plan --model llama3-70b --gpus 128 --gpu h100-80gb": MINUTES,
     "plan --model gpt-20b --gpus 64 --objective pareto --plot front.png": MINUTES,
     "plan compare --model gpt-20b --gpus 64 --baseline all": MINUTES,
+    "pip install 'parplan[report]'": NETWORK,
+    "plan report plan.yaml --baseline all -o all.html": MINUTES,
+    "plan report fast.yaml lean.yaml -o both.html": "tests/report/page/test_html_page.py runs one of two plans",
     "plan --model gpt-18b --gpus 8 --gpu v100-32gb --host-memory 240GiB": MINUTES,
     "plan max-model --gpus 8 --gpu a100-40gb --host-memory 1TiB": MINUTES,
     "plan --model my_package.my_model:build --gpus 16": PLACEHOLDER,
@@ -210,6 +228,7 @@ def _give_files(command: str, folder: Path) -> None:
         write_kineto(folder / "traces" / "rank0.json", one_step())
         write_plan(estimated(tp=2, dp=2), folder / "there.yaml")
     (folder / "train.sh").write_text(SCRIPT, encoding="utf-8")
+    (folder / "sft.yaml").write_text(TRAINER_YAML, encoding="utf-8")
     if "train.log" in command or "steps.csv" in command:
         times = {1: 31_000.0} | {step: 6_500.0 + step * 37 % 90 for step in range(2, 101)}
         (folder / "train.log").write_text(megatron_log(times), encoding="utf-8")
@@ -219,6 +238,7 @@ def _give_files(command: str, folder: Path) -> None:
     if "steps.csv" in command and "import" not in command:
         words = DOCUMENTED["plan import train.log --gpu h100-80gb -o steps.csv"].words
         assert CliRunner().invoke(cli.main, words[1:]).exit_code == 0
+    (folder / "launch.yaml").write_text(ACCELERATE_YAML, encoding="utf-8")
     (folder / "ds_config.json").write_text(DEEPSPEED_JSON, encoding="utf-8")
     if "run.json" in command:
         write_run(run_of(estimated()), folder / "run.json")

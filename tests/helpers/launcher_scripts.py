@@ -29,3 +29,37 @@ DEEPSPEED_JSON = """{
   "fp16": {"enabled": true, "loss_scale": 0}
 }
 """
+# as users of trl and of LLaMA-Factory have it
+TRAINER_YAML = """\
+model_name_or_path: meta-llama/Meta-Llama-3-8B
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 4
+learning_rate: 1.0e-5
+bf16: true
+gradient_checkpointing: true
+cutoff_len: 4096
+fsdp: full_shard auto_wrap
+fsdp_config: {fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer, fsdp_cpu_offload: false}
+"""
+# of accelerate 0.2x for FSDP 1, as users still have it
+ACCELERATE_YAML = """\
+compute_environment: LOCAL_MACHINE
+debug: false
+distributed_type: FSDP
+downcast_bf16: 'no'
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_backward_prefetch: BACKWARD_PRE
+  fsdp_forward_prefetch: false
+  fsdp_offload_params: false
+  fsdp_sharding_strategy: SHARD_GRAD_OP
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_use_orig_params: true
+machine_rank: 0
+main_training_function: main
+mixed_precision: bf16
+num_machines: 2
+num_processes: 16
+rdzv_backend: static
+use_cpu: false
+"""
