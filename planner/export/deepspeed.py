@@ -84,7 +84,7 @@ class PlannedPipeline(PipelineModule):
 def arguments(text: str, file: str) -> tuple[Given, ...]:
     """Returns the keys of a JSON, or those of a script or of TrainingArguments that name one."""
     if file.endswith(".json"):
-        return nested_arguments(text, file)
+        return _without_disabled(nested_arguments(text, file))
     if file.endswith(_YAMLS):
         given = nested_arguments(text, file)
     else:
@@ -92,7 +92,15 @@ def arguments(text: str, file: str) -> tuple[Given, ...]:
     inline = any(each.name.startswith(_INLINE) for each in given)
     if not inline and further(given) is None:
         return ()
-    return tuple(replace(each, name=each.name.removeprefix(_INLINE)) for each in given)
+    keys = tuple(replace(each, name=each.name.removeprefix(_INLINE)) for each in given)
+    return _without_disabled(keys)
+
+
+def _without_disabled(given: tuple[Given, ...]) -> tuple[Given, ...]:
+    """Returns the keys outside of sections that say `"enabled": false`."""
+    named = (each.name for each in given if each.words == ("false",))
+    disabled = tuple(name.removesuffix("enabled") for name in named if name.endswith(".enabled"))
+    return tuple(each for each in given if not each.name.startswith(disabled))
 
 
 def further(given: Iterable[Given]) -> str | None:

@@ -109,6 +109,13 @@ def test_a_section_without_a_price_is_refused(tmp_path):
         read(tmp_path, DEEPSPEED_JSON.replace("5e7\n", '5e7,\n"zenflow": {"topk_ratio": 0.1}\n'))
 
 
+def test_a_section_that_is_not_enabled_has_no_say(tmp_path):
+    off = '"progressive_layer_drop": {"enabled": false, "theta": 0.5},'
+    file = read(tmp_path, DEEPSPEED_JSON.replace('"steps_per_print": 10,', off))
+
+    assert file.settings(MODEL, 8).zero == 3
+
+
 def test_batches_that_do_not_multiply_are_refused_as_deepspeed_refuses_them(tmp_path):
     file = read(tmp_path, DEEPSPEED_JSON)
 
