@@ -24,6 +24,7 @@ TARGETS = (
     "deepspeed",
     "fsdp2",
     "huggingface",
+    "galvatron",
 )
 JOBS = ("slurm", "kubernetes")
 TORCHRUN = "torchrun"

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
+from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.planner.export.arguments import Given, Words, written
 from parplan.planner.export.configured import (
@@ -30,7 +31,10 @@ from parplan.planner.request import SearchOptions
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import load_stack
 from parplan.profiles.models.model_catalog import load_model, model_names
+from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import TrainingSpec
+
+_FULLY = 3  # the ZeRO stage that divides parameters too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,8 +198,43 @@ def _candidates(
     same = tuple(
         each for each in recomputes if alike and is_same_recompute(own, replace(usual, **each))
     )
+    if target.layered and alike:
+        yield from _layered(own, usual, target)
+        return
     for zero, chosen in product(zeros if exact else target.zeros, same[:1] or recomputes):
         yield replace(usual, zero=zero, **chosen)
+
+
+def _layered(own: Priced, usual: Settings, target: Target) -> Iterator[Settings]:
+    """Yields the settings that say each layer of a plan: ZeRO 3 or another stage, all or nothing.
+
+    A block that recomputes a part of its operators is tried with all and with none.
+    """
+    cache = own.price_cache
+    choices = [choice for stage in own.strategy.stages for choice in stage]
+    blocks = [choice for choice in choices if choice.kind.role is LayerKind.BLOCK]
+    again = [len(cache.recompute_operators(each.kind, each.recompute)) for each in blocks]
+    whole = [len(cache.whole_layer(each.kind).operators) for each in blocks]
+    ends = {choice.zero for choice in choices if choice.kind.role is not LayerKind.BLOCK}
+    usual_zeros = {block.zero for block in blocks} - {_FULLY} or {_FULLY}
+    exact = len(usual_zeros) == 1 and usual_zeros <= set(target.zeros)
+    parts = any(0 < count < most for count, most in zip(again, whole, strict=True))
+    for zero, part in product(
+        usual_zeros if exact else target.zeros,
+        (Recompute.NONE, Recompute.FULL) if parts else (Recompute.NONE,),
+    ):
+        levels = (
+            Recompute.FULL if count == most else part if count else Recompute.NONE
+            for count, most in zip(again, whole, strict=True)
+        )
+        yield replace(
+            usual,
+            zero=zero,
+            zero_of_blocks=tuple(_FULLY if block.zero == _FULLY else zero for block in blocks),
+            zero_of_ends=_FULLY if ends == {_FULLY} else zero,
+            recompute_of_blocks=tuple(levels),
+            recompute_modules=None,
+        )
 
 
 def is_same_recompute(own: Priced, settings: Settings) -> bool:
