@@ -25,6 +25,7 @@ TARGETS = (
     "fsdp2",
     "huggingface",
     "galvatron",
+    "accelerate",
 )
 JOBS = ("slurm", "kubernetes")
 TORCHRUN = "torchrun"

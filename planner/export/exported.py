@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import product
 
 from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
+from parplan.costmodels.strategy import LayerChoice
 from parplan.planner.export.arguments import Given, Words, written
 from parplan.planner.export.configured import (
     Priced,
@@ -213,28 +216,30 @@ def _layered(own: Priced, usual: Settings, target: Target) -> Iterator[Settings]
     cache = own.price_cache
     choices = [choice for stage in own.strategy.stages for choice in stage]
     blocks = [choice for choice in choices if choice.kind.role is LayerKind.BLOCK]
-    again = [len(cache.recompute_operators(each.kind, each.recompute)) for each in blocks]
-    whole = [len(cache.whole_layer(each.kind).operators) for each in blocks]
+    shares = [_recomputed_share(each, cache) for each in blocks]
     ends = {choice.zero for choice in choices if choice.kind.role is not LayerKind.BLOCK}
     usual_zeros = {block.zero for block in blocks} - {_FULLY} or {_FULLY}
     exact = len(usual_zeros) == 1 and usual_zeros <= set(target.zeros)
-    parts = any(0 < count < most for count, most in zip(again, whole, strict=True))
+    parts = any(share not in (0, 1) for share in shares)
     for zero, part in product(
         usual_zeros if exact else target.zeros,
         (Recompute.NONE, Recompute.FULL) if parts else (Recompute.NONE,),
     ):
-        levels = (
-            Recompute.FULL if count == most else part if count else Recompute.NONE
-            for count, most in zip(again, whole, strict=True)
-        )
+        by_share = {0: Recompute.NONE, 1: Recompute.FULL}
         yield replace(
             usual,
             zero=zero,
             zero_of_blocks=tuple(_FULLY if block.zero == _FULLY else zero for block in blocks),
             zero_of_ends=_FULLY if ends == {_FULLY} else zero,
-            recompute_of_blocks=tuple(levels),
+            recompute_of_blocks=tuple(by_share.get(share, part) for share in shares),
             recompute_modules=None,
         )
+
+
+def _recomputed_share(choice: LayerChoice, cache: PriceCache) -> Fraction:
+    """Returns the share of the operators of a layer that run again."""
+    again = cache.recompute_operators(choice.kind, choice.recompute)
+    return Fraction(len(again), len(cache.whole_layer(choice.kind).operators))
 
 
 def is_same_recompute(own: Priced, settings: Settings) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from parplan.planner.export.accelerate import ACCELERATE
 from parplan.planner.export.bridge import MEGATRON_BRIDGE
 from parplan.planner.export.deepspeed import DEEPSPEED
 from parplan.planner.export.fsdp2 import FSDP2
@@ -24,6 +25,7 @@ TARGETS: Mapping[str, Target] = {
         FSDP2,
         HUGGINGFACE,
         GALVATRON,
+        ACCELERATE,
     )
 }
 

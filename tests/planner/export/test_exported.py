@@ -178,9 +178,14 @@ MODELS = {
     "galvatron": ("llama3-8b", (15, 17)),
     "fsdp2": ("gpt-2.5b", (26, 28)),
     "huggingface": ("llama3-8b", (15, 17)),
+    "accelerate": ("llama3-8b", (15, 17)),
 }
 # by target: an axis that it refuses here, and why
-REFUSED = {"deepspeed": ("cp", "for sequences"), "huggingface": ("pp", "does not say pp")}
+REFUSED = {
+    "deepspeed": ("cp", "for sequences"),
+    "huggingface": ("pp", "does not say pp"),
+    "accelerate": ("pp", "does not say pp"),
+}
 
 
 def many_plans():

@@ -46,7 +46,7 @@ def mixed():
     """A plan with ZeRO 3 on the first of its blocks and full recompute on the last."""
     plan = laid_out(dp=4, zero=2, **STACK)
     again = block_plan(laid_out(dp=4, zero=2, recompute=Recompute.FULL, **STACK)).recompute
-    (name,) = (name for name, each in plan.layer_plans.items() if each.layer == "block")
+    (_name,) = (name for name, each in plan.layer_plans.items() if each.layer == "block")
     head, body, tail = plan.stages[0].layers
     own = block_plan(plan)
     runs = (
