@@ -54,6 +54,7 @@ QUICK = (
     "plan show run.json",
     "plan estimate --model llama3-70b --gpus 128 --gpu h100-80gb --tp 4 --pp 8 --virtual-stages 5 --zero 1 --sequence-parallel -o plan.yaml",
     "plan export plan.yaml --to megatron",
+    "plan export plan.yaml --to megatron --strict",
     "plan export plan.yaml --to megatron --launch slurm -o run/",
     "plan estimate --model llama3-8b --gpus 64 --gpu h100-80gb --zero 3 --recompute full --stack torchtitan -o plan.yaml",
     "plan export plan.yaml --to torchtitan",
@@ -86,6 +87,7 @@ QUICK = (
 SLOW = (
     "plan --model gpt-2.5b --gpus 16 --prefer leanest",
     "plan --model gpt-20b --gpus 64",
+    "plan --model gpt-20b --gpus 64 --for megatron",
     "plan --model ./config.json --gpus 16 --seq-length 4096",
     "plan --model ./config.json --module huggingface --gpus 8",
     "plan --model gpt-20b --cluster cluster.yaml",
@@ -124,6 +126,7 @@ NOT_RUN = {
     "pip install -c constraints.txt '.[torch]'": NETWORK,
     "pytest": "is what runs this",
     "plan --model llama3-70b --gpus 128 --gpu h100-80gb": MINUTES,
+    "plan --model llama3-70b --gpus 128 --gpu h100-80gb --for megatron": MINUTES,
     "plan --model gpt-20b --gpus 64 --objective pareto --plot front.png": MINUTES,
     "plan compare --model gpt-20b --gpus 64 --baseline all": MINUTES,
     "pip install 'parplan[report]'": NETWORK,
