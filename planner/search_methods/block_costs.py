@@ -1,0 +1,117 @@
+"""The costs of one block of a layout in each way, for methods that add up blocks.
+
+Seconds of blocks and ends add up exactly. Bytes do nearly: a device holds the states and the saved
+tensors of each block, and beside them the largest workspace and ZeRO buffers of its ways. A method
+that adds up bytes therefore prices its answer in the ledger, which counts every byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+
+import numpy as np
+
+from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.stage_costs import data_parallel
+from parplan.costmodels.strategy import LayerChoice, ParallelLayout
+from parplan.planner.baselines.optimum import fits, pass_s, rank_bytes
+from parplan.planner.baselines.uniform_strategies import layer_choice
+from parplan.planner.dominance import Array
+from parplan.planner.search_methods.ledger import Ledger
+from parplan.planner.search_methods.method_space import MethodSpace, Point, one_way
+from parplan.profiles.models.operator_graph import LayerKind
+
+
+@dataclass(frozen=True, slots=True)
+class RankBytes:
+    """Bytes on a device of one rank, by way: of one block, and of all that is not a block's."""
+
+    block: Array
+    beside: Array
+
+
+class BlockCosts:
+    """The costs of the blocks and ends of one layout.
+
+    A cost is the seconds of all micro-batches of a layer and of its share of the tail.
+    """
+
+    def __init__(self, space: MethodSpace, layout: ParallelLayout) -> None:
+        self.space, self.layout = space, layout
+        self.ways = space.ways(layout)
+
+    def _cost_s(self, choice: LayerChoice) -> float:
+        layout, price_cache = self.layout, self.space.price_cache
+        data = data_parallel(choice, layout, price_cache)
+        tail_s = data.step.value_s + data.optimizer.value_s
+        return layout.num_micro_batches * pass_s(choice, layout, price_cache) + tail_s
+
+    @cached_property
+    def block_s(self) -> Array:
+        """Cost of one block, by way."""
+        choices = (layer_choice(LayerKind.BLOCK, zero, level) for level, zero in self.ways)
+        return np.array([self._cost_s(choice) for choice in choices])
+
+    def ends_s(self, rank: int, ends: tuple[int, int]) -> float:
+        """Cost of the embedding and the head on a rank."""
+        cost_s = 0.0
+        if rank == 0:
+            cost_s += self._cost_s(layer_choice(LayerKind.EMBEDDING, ends[0], Recompute.NONE))
+        if rank == self.layout.mesh.pp - 1:
+            cost_s += self._cost_s(layer_choice(LayerKind.HEAD, ends[1], Recompute.NONE))
+        return cost_s
+
+    def rank_bytes(self, rank: int, ends: tuple[int, int]) -> RankBytes:
+        """Bytes on a device of a rank, from one and from two blocks of each way on each chunk."""
+        few, ways = self.layout.virtual_stages, range(len(self.ways))
+        once = np.array([self._bytes_of(rank, few, way, ends) for way in ways])
+        twice = np.array([self._bytes_of(rank, 2 * few, way, ends) for way in ways])
+        block = (twice - once) / few
+        return RankBytes(block, once - few * block)
+
+    def _bytes_of(self, rank: int, count: int, way: int, ends: tuple[int, int]) -> float:
+        none = one_way(0, 0, len(self.ways))
+        counts = one_way(count, way, len(self.ways))
+        ranks = tuple(counts if each == rank else none for each in range(self.layout.mesh.pp))
+        strategy = self.space.strategy(Point(self.layout, ends, ranks))
+        return rank_bytes(strategy, rank, self.space.price_cache)
+
+    @cached_property
+    def least_s(self) -> float:
+        """A lower bound of the step: the mean cost of the ranks, each block in its fastest way."""
+        least = self.space.num_blocks * float(self.block_s.min())
+        ranks = range(self.layout.mesh.pp)
+        ends = self.space.ends(self.layout)
+        least += min(sum(self.ends_s(rank, each) for rank in ranks) for each in ends)
+        return least / self.layout.mesh.pp
+
+    @property
+    def alike_s(self) -> float:
+        """Estimate of the step of the fastest way that fits if all blocks run in it, or infinity.
+
+        n c (1 + (P - 1) / (v M))       n blocks of cost c on the longest of P ranks
+        """
+        space, layout = self.space, self.layout
+        longest = max(space.equal_split(layout))
+        passes = layout.virtual_stages * layout.num_micro_batches
+        for way in np.argsort(self.block_s):
+            zero = self.ways[way][1]
+            strategy = space.strategy(space.alike(layout, int(way), (zero, zero)))
+            if fits(strategy, space.price_cache, space.limit_bytes):
+                return longest * float(self.block_s[way]) * (1 + (layout.mesh.pp - 1) / passes)
+        return inf
+
+
+def promising(ledger: Ledger) -> Iterator[BlockCosts]:
+    """Yields the layouts by `alike_s`, without those whose bound is not below the best step."""
+    every = []
+    for layout in ledger.space.layouts:
+        ledger.check()
+        costs = BlockCosts(ledger.space, layout)
+        every.append((costs.alike_s, costs))
+    for _, costs in sorted(every, key=lambda each: each[0]):
+        if costs.least_s < ledger.step_s:
+            yield costs
