@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import cycle
+from itertools import cycle, islice
 
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.layers.recompute import Recompute
@@ -73,6 +73,8 @@ def strategy_of_settings(
     """Returns the strategy of a layout whose blocks have the recompute of settings."""
     strategy = staged(layout, tuple(_levels(settings)), zero)
     strategy = of_model(strategy, price_cache)
+    if zero and settings.block_zeros is not None:
+        strategy = _with_zeros(strategy, settings.block_zeros)
     modules = settings.recompute_modules
     if settings.recompute is Recompute.SELECTIVE and modules is not None:
         return by_module(strategy, modules, price_cache)
@@ -102,8 +104,23 @@ def by_module(strategy: Strategy, modules: tuple[str, ...], price_cache: PriceCa
     return replace(strategy, stages=tuple(tuple(map(of, stage)) for stage in strategy.stages))
 
 
+def _with_zeros(strategy: Strategy, zeros: tuple[int, ...]) -> Strategy:
+    """Returns the strategy with the ZeRO stages of its blocks."""
+    later = iter(zeros)
+
+    def of(choice: LayerChoice) -> LayerChoice:
+        is_block = choice.kind.role is LayerKind.BLOCK
+        return replace(choice, zero=next(later)) if is_block else choice
+
+    return replace(strategy, stages=tuple(tuple(map(of, stage)) for stage in strategy.stages))
+
+
 def _levels(settings: Settings) -> Iterator[tuple[Recompute, ...]]:
     """Yields the recompute levels of the blocks of each virtual stage."""
+    if settings.block_recomputes is not None:
+        each = iter(settings.block_recomputes)
+        yield from (tuple(islice(each, count)) for count in settings.blocks)
+        return
     in_turn: tuple[Recompute, ...] = (settings.recompute,)
     if settings.recompute is Recompute.SELECTIVE and settings.full_in_turn:
         in_turn = (Recompute.SELECTIVE, Recompute.FULL)

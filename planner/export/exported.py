@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
+from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
+from parplan.costmodels.strategy import LayerChoice
 from parplan.planner.export.arguments import Given, Words, written
 from parplan.planner.export.configured import (
     Priced,
@@ -30,6 +33,7 @@ from parplan.planner.request import SearchOptions
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import load_stack
 from parplan.profiles.models.model_catalog import load_model, model_names
+from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import TrainingSpec
 
 
@@ -188,6 +192,10 @@ def _candidates(
     zeros = {choice.zero for choice in choices} | {
         zero for choice in choices for _, zero in choice.own_zero
     }
+    blocks = tuple(_by_block(own, usual, target)) if target.by_block else ()
+    if blocks:
+        yield from blocks
+        return
     exact = len(zeros) == 1 and zeros <= set(target.zeros) and not every_zero
     recomputes = tuple(target.recomputes(plan.model, max(usual.blocks)))
     alike = len(usual.blocks) == len(own.strategy.stages)
@@ -196,6 +204,38 @@ def _candidates(
     )
     for zero, chosen in product(zeros if exact else target.zeros, same[:1] or recomputes):
         yield replace(usual, zero=zero, **chosen)
+
+
+def _by_block(own: Priced, usual: Settings, target: Target) -> Iterator[Settings]:
+    """Yields the settings in which every block has its ZeRO stage and recompute of an uneven plan.
+
+    Embedding and head have one ZeRO stage, and all those of the target are tried. There are none
+    where the target does not have what a block has.
+    """
+    choices = [choice for stage in own.strategy.stages for choice in stage]
+    blocks = [choice for choice in choices if choice.kind.role is LayerKind.BLOCK]
+    zeros = tuple(choice.zero for choice in blocks)
+    levels = tuple(_level(own, choice) for choice in blocks)
+    even = len({choice.zero for choice in choices}) == 1 and len(set(levels)) == 1
+    said = {zero for zero in target.zeros if zero} >= set(zeros) and None not in levels
+    own_zero = any(choice.own_zero for choice in blocks)
+    if even or own_zero or not said or len(usual.blocks) != len(own.strategy.stages):
+        return
+    for zero in (zero for zero in target.zeros if zero):
+        yield replace(
+            usual,
+            zero=zero,
+            block_zeros=zeros,
+            block_recomputes=tuple(level for level in levels if level is not None),
+            recompute_modules=None,
+        )
+
+
+def _level(own: Priced, choice: LayerChoice) -> Recompute | None:
+    """Returns the level that recomputes the operators of a block, None where none does."""
+    operators = partial(own.price_cache.recompute_operators, choice.kind)
+    found = operators(choice.recompute)
+    return next((level for level in Recompute if operators(level) == found), None)
 
 
 def is_same_recompute(own: Priced, settings: Settings) -> bool:

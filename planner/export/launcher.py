@@ -34,6 +34,7 @@ class Target:
     table        those of a run
     zeros        the ZeRO stages that it has
     recomputes   the kinds of recompute that it has, for a model and the most blocks of a stage
+    by_block     whether every block may have a ZeRO stage and a recompute level of its own
     partitions   the blocks of stages that it says, for a number of stages and of blocks; None
                  where it says any
     files        the files of a sheet by name; the first has the arguments
@@ -65,3 +66,4 @@ class Target:
     stated: tuple[Argument, ...] = ()
     processes: tuple[tuple[str, ...], ...] = ()
     further: Callable[[Iterable[Given]], str | None] | None = None
+    by_block: bool = False
