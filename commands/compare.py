@@ -13,7 +13,7 @@ from parplan.commands import user_modules
 from parplan.commands.options.launcher_options import vocab_size_option
 from parplan.commands.options.pin_options import PinOptions
 from parplan.commands.options.result_options import as_json, trust_module_option
-from parplan.commands.options.search_options import SearchFlags, search_options
+from parplan.commands.options.search_options import SearchFlags, launcher_option, search_options
 from parplan.commands.options.sections import AIM, BASELINES
 from parplan.commands.options.target_options import TargetOptions, target_options
 from parplan.commands.searching import answer, described_question
@@ -71,6 +71,7 @@ DEFAULT = "megatron"
     show_default=True,
     help="Objective of our plan, if no plan file is given.",
 )
+@launcher_option
 @search_options
 @trust_module_option
 @as_json
@@ -93,6 +94,7 @@ def compare(
     recompute, and memory by class. The plan of a traced module is
     compared with data parallelism and with plain pipelines of the same module, which is traced.
     """
+    from parplan.commands.requests.launchers import with_launcher
     from parplan.commands.requests.requests import constraints_of, options_of, request_of
     from parplan.planner.baselines.systems import baseline_names
     from parplan.planner.objective import Objective
@@ -110,6 +112,7 @@ def compare(
         comparison = _of_files(plan_files, target, names_given, options, trust=trust_module)
     else:
         names = baseline_names(baseline)
+        target = with_launcher(target, flags.launcher)
         request = replace(
             request_of(target),
             objective=Objective(flags.objective),
@@ -160,7 +163,7 @@ def _of_files(
         for file, plan in zip(files, plans, strict=True):
             if isinstance(plan, TracedPlan):
                 user_modules.say_module(plan, file, trust=trust)
-        return plans_side_by_side([*map(_side, _names(files), plans)], options)
+        return plans_side_by_side([*map(side_of, _names(files), plans)], options)
     (plan,) = plans
     if not isinstance(plan, TracedPlan):
         return compare(plan, baseline_names(names or (DEFAULT,)), options)
@@ -177,7 +180,7 @@ def _names(files: tuple[Path, ...]) -> tuple[str, ...]:
     return tuple(map(str, files))
 
 
-def _side(name: str, plan: AnyPlan) -> ComparedPlan:
+def side_of(name: str, plan: AnyPlan) -> ComparedPlan:
     """Returns a plan at the prices of today, that of a module after it is traced again."""
     from parplan.planner.plan.plan import Plan
     from parplan.planner.plan.reprice import reprice

@@ -28,6 +28,11 @@ TARGETS: Mapping[str, Target] = {
 }
 
 
+def target_of(stack: str) -> Target | None:
+    """Returns the first launcher that a stack describes, None where there is none."""
+    return next((target for target in TARGETS.values() if stack in target.stacks), None)
+
+
 def target_named(name: str) -> Target:
     """Returns a launcher. Raises ConfigError for an unknown name."""
     if name not in TARGETS:

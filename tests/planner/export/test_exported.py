@@ -169,7 +169,7 @@ def test_the_head_says_the_plan_and_both_prices():
 
 def test_the_command_offers_every_target():
     from parplan.commands.export import JOBS as OFFERED_JOBS
-    from parplan.commands.export import TARGETS as OFFERED
+    from parplan.commands.options.option_values import LAUNCHERS as OFFERED
     from parplan.planner.export.jobs import JOBS
 
     assert tuple(TARGETS) == OFFERED
