@@ -72,14 +72,27 @@ def strategy_of_settings(
     settings: Settings, layout: ParallelLayout, zero: int, price_cache: PriceCache
 ) -> Strategy:
     """Returns the strategy of a layout whose blocks have the recompute of settings."""
-    strategy = staged(layout, tuple(_levels(settings)), zero)
+    strategy = _with_own_zero(staged(layout, tuple(_levels(settings)), zero), settings)
     strategy = of_model(strategy, price_cache)
-    if zero and settings.block_zeros is not None:
-        strategy = _with_zeros(strategy, settings.block_zeros)
     modules = settings.recompute_modules
     if settings.recompute is Recompute.SELECTIVE and modules is not None:
         return by_module(strategy, modules, price_cache)
     return strategy
+
+
+def _with_own_zero(strategy: Strategy, settings: Settings) -> Strategy:
+    """Returns a strategy with the ZeRO stages that settings have for blocks and ends alone."""
+    if settings.replicas == 1:
+        return strategy
+    blocks = iter(settings.zero_of_blocks or ())
+
+    def of(choice: LayerChoice) -> LayerChoice:
+        if choice.kind.role is LayerKind.BLOCK:
+            return replace(choice, zero=next(blocks, choice.zero))
+        ends = settings.zero_of_ends
+        return choice if ends is None else replace(choice, zero=ends)
+
+    return replace(strategy, stages=tuple(tuple(map(of, stage)) for stage in strategy.stages))
 
 
 def recomputed_operators(
@@ -106,21 +119,10 @@ def by_module(strategy: Strategy, modules: tuple[str, ...], price_cache: PriceCa
     return replace(strategy, stages=tuple(tuple(map(of, stage)) for stage in strategy.stages))
 
 
-def _with_zeros(strategy: Strategy, zeros: tuple[int, ...]) -> Strategy:
-    """Returns the strategy with the ZeRO stages of its blocks."""
-    later = iter(zeros)
-
-    def of(choice: LayerChoice) -> LayerChoice:
-        is_block = choice.kind.role is LayerKind.BLOCK
-        return replace(choice, zero=next(later)) if is_block else choice
-
-    return replace(strategy, stages=tuple(tuple(map(of, stage)) for stage in strategy.stages))
-
-
 def _levels(settings: Settings) -> Iterator[tuple[Recompute, ...]]:
     """Yields the recompute levels of the blocks of each virtual stage."""
-    if settings.block_recomputes is not None:
-        each = iter(settings.block_recomputes)
+    if settings.recompute_of_blocks is not None:
+        each = iter(settings.recompute_of_blocks)
         yield from (tuple(islice(each, count)) for count in settings.blocks)
         return
     in_turn: tuple[Recompute, ...] = (settings.recompute,)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 
 from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import LayerChoice
 from parplan.planner.export.arguments import Words, written
@@ -23,7 +23,7 @@ from parplan.planner.export.configured import (
     strategy_of_settings,
 )
 from parplan.planner.export.head import head_lines
-from parplan.planner.export.launcher import Sheet, Target, given_of, read_back
+from parplan.planner.export.launcher import RecomputeChoice, Sheet, Target, given_of, read_back
 from parplan.planner.export.losses import LostPart, losses
 from parplan.planner.export.settings import Settings, settings_of
 from parplan.planner.infeasible.shortfall import limit_bytes
@@ -35,6 +35,8 @@ from parplan.profiles.machines.machine_catalog import load_stack
 from parplan.profiles.models.model_catalog import load_model, model_names
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import TrainingSpec
+
+_FULLY = 3  # the ZeRO stage that divides parameters too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,50 +172,55 @@ def _candidates(
     zeros = {choice.zero for choice in choices} | {
         zero for choice in choices for _, zero in choice.own_zero
     }
-    blocks = tuple(_by_block(own, usual, target)) if target.by_block else ()
-    if blocks:
-        yield from blocks
-        return
     exact = len(zeros) == 1 and zeros <= set(target.zeros) and not every_zero
     recomputes = tuple(target.recomputes(plan.model, max(usual.blocks)))
     alike = len(usual.blocks) == len(own.strategy.stages)
     same = tuple(
         each for each in recomputes if alike and is_same_recompute(own, replace(usual, **each))
     )
+    if target.layered and alike:
+        yield from _layered(own, usual, target, recomputes)
+        return
     for zero, chosen in product(zeros if exact else target.zeros, same[:1] or recomputes):
         yield replace(usual, zero=zero, **chosen)
 
 
-def _by_block(own: Priced, usual: Settings, target: Target) -> Iterator[Settings]:
-    """Yields the settings in which every block has its ZeRO stage and recompute of an uneven plan.
+def _layered(
+    own: Priced, usual: Settings, target: Target, recomputes: tuple[RecomputeChoice, ...]
+) -> Iterator[Settings]:
+    """Yields the settings that say each layer of a plan: ZeRO 3 or another stage, and its level.
 
-    Embedding and head have one ZeRO stage, and all those of the target are tried. There are none
-    where the target does not have what a block has.
+    A block that recomputes other operators than the levels of the target is tried with each.
     """
+    cache = own.price_cache
+    known: tuple[Recompute, ...] = tuple(each["recompute"] for each in recomputes)
     choices = [choice for stage in own.strategy.stages for choice in stage]
     blocks = [choice for choice in choices if choice.kind.role is LayerKind.BLOCK]
-    zeros = tuple(choice.zero for choice in blocks)
-    levels = tuple(_level(own, choice) for choice in blocks)
-    even = len({choice.zero for choice in choices}) == 1 and len(set(levels)) == 1
-    said = {zero for zero in target.zeros if zero} >= set(zeros) and None not in levels
-    own_zero = any(choice.own_zero for choice in blocks)
-    if even or own_zero or not said or len(usual.blocks) != len(own.strategy.stages):
-        return
-    for zero in (zero for zero in target.zeros if zero):
+    levels = [_level(each, known, cache) for each in blocks]
+    ends = {choice.zero for choice in choices if choice.kind.role is not LayerKind.BLOCK}
+    usual_zeros = {block.zero for block in blocks} - {_FULLY} or {_FULLY}
+    exact = len(usual_zeros) == 1 and usual_zeros <= set(target.zeros)
+    for zero, part in product(
+        usual_zeros if exact else target.zeros,
+        known if None in levels else known[:1],
+    ):
         yield replace(
             usual,
             zero=zero,
-            block_zeros=zeros,
-            block_recomputes=tuple(level for level in levels if level is not None),
+            zero_of_blocks=tuple(_FULLY if block.zero == _FULLY else zero for block in blocks),
+            zero_of_ends=_FULLY if ends == {_FULLY} else zero,
+            recompute_of_blocks=tuple(level or part for level in levels),
             recompute_modules=None,
         )
 
 
-def _level(own: Priced, choice: LayerChoice) -> Recompute | None:
+def _level(
+    choice: LayerChoice, known: tuple[Recompute, ...], cache: PriceCache
+) -> Recompute | None:
     """Returns the level that recomputes the operators of a block, None where none does."""
-    operators = partial(own.price_cache.recompute_operators, choice.kind)
-    found = operators(choice.recompute)
-    return next((level for level in Recompute if operators(level) == found), None)
+    again = set(cache.recompute_operators(choice.kind, choice.recompute))
+    levels = (each for each in known if set(cache.recompute_operators(choice.kind, each)) == again)
+    return next(levels, None)
 
 
 def is_same_recompute(own: Priced, settings: Settings) -> bool:

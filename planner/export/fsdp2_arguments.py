@@ -157,15 +157,15 @@ TABLE: tuple[Argument, ...] = (
     ),
     Argument(
         name="sharding.reshard_after_forward",
-        facts=("zero", "block_zeros"),
-        write=lambda run: _runs(map(_reshards, run.block_zeros or (run.zero,))),
-        read=lambda words, facts: {"block_zeros": _of_blocks(words, facts, _RESHARDS)},
+        facts=("zero", "zero_of_blocks"),
+        write=lambda run: _runs(map(_reshards, run.zero_of_blocks or (run.zero,))),
+        read=lambda words, facts: {"zero_of_blocks": _of_blocks(words, facts, _RESHARDS)},
     ),
     Argument(
         name="sharding.reshard_ends",
-        facts=("zero",),
-        write=lambda run: (_reshards(run.zero),),
-        read=lambda words, _: {"zero": 3 if read_flag(words) else 2},
+        facts=("zero", "zero_of_ends"),
+        write=lambda run: (_reshards(run.zero if run.zero_of_ends is None else run.zero_of_ends),),
+        read=lambda words, _: {"zero_of_ends": 3 if read_flag(words) else 2},
     ),
     flag("sharding.cpu_offload", "states_on_host"),
     flag("sharding.sequence_parallel", "sequence_parallel"),
@@ -177,9 +177,9 @@ TABLE: tuple[Argument, ...] = (
     choice("precision.states", "state_precision", _STATES),
     Argument(
         name="recompute",
-        facts=("recompute", "block_recomputes"),
-        write=lambda run: _runs(run.block_recomputes or (run.recompute,)),
-        read=lambda words, facts: {"block_recomputes": _of_blocks(words, facts, _LEVELS)},
+        facts=("recompute", "recompute_of_blocks"),
+        write=lambda run: _runs(run.recompute_of_blocks or (run.recompute,)),
+        read=lambda words, facts: {"recompute_of_blocks": _of_blocks(words, facts, _LEVELS)},
     ),
 )
 _KNOWN = frozenset(row.name for row in (*SHAPE, *TABLE))
@@ -212,7 +212,8 @@ def finished(given: tuple[Given, ...], model: ModelSpec, facts: Facts) -> Settin
         settings,
         dp=copies * shards,
         zero=0 if ranks == 1 else settings.zero,
-        block_zeros=None if ranks == 1 else settings.block_zeros,
+        zero_of_blocks=None if ranks == 1 else settings.zero_of_blocks,
+        zero_of_ends=None if ranks == 1 else settings.zero_of_ends,
         zero_ranks=ranks if copies > 1 and ranks > 1 else None,
         context_form=ContextForm.ALL_TO_ALL if settings.cp > 1 else None,
         sequence_parallel=settings.sequence_parallel and settings.tp > 1,
@@ -224,12 +225,13 @@ def finished(given: tuple[Given, ...], model: ModelSpec, facts: Facts) -> Settin
 def _alike(found: Facts) -> Facts:
     """Takes the values that all blocks share out of the facts, and returns them as those of all."""
     facts: Facts = {}
-    levels = found.pop("block_recomputes", (DEFAULTS.recompute,))
-    zeros = found.pop("block_zeros", None)
-    facts |= {"recompute": levels[0]} if len(set(levels)) == 1 else {"block_recomputes": levels}
-    ends = found.setdefault("zero", DEFAULTS.zero)
-    if zeros is not None and set(zeros) != {ends}:
-        facts["block_zeros"] = zeros
+    levels = found.pop("recompute_of_blocks", (DEFAULTS.recompute,))
+    facts |= {"recompute": levels[0]} if len(set(levels)) == 1 else {"recompute_of_blocks": levels}
+    zeros = found.pop("zero_of_blocks", (DEFAULTS.zero,))
+    ends = found.pop("zero_of_ends", DEFAULTS.zero)
+    facts["zero"] = min(zeros)
+    facts["zero_of_blocks"] = zeros if len(set(zeros)) > 1 else None
+    facts["zero_of_ends"] = None if ends == min(zeros) else ends
     return facts
 
 

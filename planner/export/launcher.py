@@ -36,7 +36,6 @@ class Target:
     table        those of a run
     zeros        the ZeRO stages that it has
     recomputes   the kinds of recompute that it has, for a model and the most blocks of a stage
-    by_block     whether every block may have a ZeRO stage and a recompute level of its own
     partitions   the blocks of stages that it says, for a number of stages and of blocks; None
                  where it says any
     files        the files of a sheet by name; the first has the arguments
@@ -48,6 +47,7 @@ class Target:
     processes    groups of arguments that say one number: the product is that of processes; () for
                  those of torchrun
     further      the file beside that the arguments of a script name, whose arguments follow them
+    layered      the ZeRO stage and the recompute of each block are said by themselves
     refused      arguments that change time or memory without a price
     source       repository and commit or release that the table was read in
     """
@@ -68,7 +68,7 @@ class Target:
     stated: tuple[Argument, ...] = ()
     processes: tuple[tuple[str, ...], ...] = ()
     further: Callable[[Iterable[Given]], str | None] | None = None
-    by_block: bool = False
+    layered: bool = False
 
 
 def given_of(arguments: Iterable[tuple[str, Words]], target: Target) -> tuple[Given, ...]:

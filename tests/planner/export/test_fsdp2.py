@@ -66,7 +66,7 @@ def exported_files(plan: Plan) -> dict[str, str]:
     chosen = replace(settings_of(plan), recompute=level)
     if plan is MORE["each-block"]:  # recompute changes no value
         levels = (Recompute.FULL, Recompute.NONE, Recompute.NONE, Recompute.SELECTIVE)
-        chosen = replace(chosen, zero=2, block_zeros=(2, 3, 2, 3), block_recomputes=levels)
+        chosen = replace(chosen, zero=2, zero_of_blocks=(2, 3, 2, 3), recompute_of_blocks=levels)
     return dict(FSDP2.files(Sheet(settings=chosen, plan=plan, head=())))
 
 
