@@ -25,7 +25,6 @@ from parplan.planner.plan.ratio_band import Shape, shape_of
 from parplan.planner.plan.traits import Run, traits_of
 from parplan.planner.search.estimate import default_blocks, uniform_strategy
 from parplan.planner.validation.block_modules import OFFLOADED, RECOMPUTED, module_operators
-from parplan.planner.validation.completion import completed
 from parplan.planner.validation.configuration import (
     Configuration,
     configuration_of,
@@ -41,6 +40,7 @@ from parplan.planner.validation.frameworks import (
 from parplan.planner.validation.kept_products import with_kept_products
 from parplan.planner.validation.reported_memory import predicted_gib
 from parplan.planner.validation.row_cells import OPTIONAL, Row, UnpricedError, source_of
+from parplan.planner.validation.row_completion import completed
 from parplan.planner.validation.row_stack import NO_MODULES, Modules, stack_name
 from parplan.planner.validation.step_rows import read_table
 from parplan.profiles.errors import ConfigError
