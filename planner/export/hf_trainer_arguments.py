@@ -263,6 +263,12 @@ def finished(facts: Facts, num_gpus: int) -> Settings:
             f"{dp} of these GPUs",
             hint="change a degree or --gpus",
         )
+    if inside > 1 and dp > 1 and not _sharded(run):
+        raise ConfigError(
+            f"cp {run.cp} x tp {run.tp} beside {dp} copies of the model: accelerate runs them "
+            f"beside FSDP alone",
+            hint="turn fsdp on",
+        )
     forms = facts.get("context_form", ContextForm.ALL_GATHER)
     steps = plain.get("accumulation", 1)
     return replace(
