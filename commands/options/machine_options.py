@@ -5,7 +5,7 @@ from __future__ import annotations
 from parplan.commands.options.sections import WHERE
 from parplan.commands.style import Whole, option, together
 
-machine_options = together(
+gpu_options = together(
     option(WHERE, "--gpus", type=Whole("gpus"), metavar="N", help="Number of GPUs."),
     option(
         WHERE,
@@ -32,6 +32,9 @@ machine_options = together(
         metavar="SIZE",
         help="Host memory of a node, such as 240GiB. [default: the cluster's]",
     ),
+)
+machine_options = together(
+    gpu_options,
     option(
         WHERE,
         "--profile",

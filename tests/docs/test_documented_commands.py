@@ -41,6 +41,7 @@ QUICK = (
     "plan explain --model gpt-20b --gpus 64 --tp 8 --operator fc2",
     "plan show plan.yaml",
     "plan explain plan.yaml",
+    "plan diff plan.yaml --gpu h200-141gb",
     "plan show plan.yaml --mtbf 50000h --storage 200GB/s",
     "plan show plan.yaml --instructions --rank 0",
     "plan show plan.yaml --chunks --plot moments.png",
