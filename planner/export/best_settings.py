@@ -229,7 +229,8 @@ def as_said(request: Request, target: Target) -> Request:
     for anything else, and for a request that settings cannot answer.
     """
     _require_settings(request, target)
-    model, cluster, training = request.model, request.cluster, request.training
+    model, cluster = request.model, request.cluster
+    training = request.training
     settings = Settings(
         dp=cluster.num_gpus,
         zero=target.zeros[-1],
