@@ -90,9 +90,9 @@ def _priced(arguments: dict[str, Words], plan: Plan, target: Target) -> Priced |
 def _neighbours(plan: Plan, settings: Settings, target: Target) -> Iterator[tuple[str, Settings]]:
     """Yields the settings that differ in one choice, each with the name of that choice."""
     for zero in target.zeros:
-        yield "zero", replace(settings, zero=zero)
+        yield "zero", replace(settings, zero=zero, zero_of_blocks=None, zero_of_ends=None)
     for recompute in target.recomputes(plan.model, max(settings.blocks)):
-        yield "recompute", replace(settings, **recompute)
+        yield "recompute", replace(settings, recompute_of_blocks=None, **recompute)
     for size in (settings.micro_batch_size * 2, settings.micro_batch_size // 2):
         if size and (settings.global_batch_size // settings.dp) % size == 0:
             yield "micro_batch_size", replace(settings, micro_batch_size=size)

@@ -21,7 +21,7 @@ from parplan.planner.candidates.branch_and_bound import (
     branch_and_bound,
 )
 from parplan.planner.candidates.never_searched import UnsearchedPart
-from parplan.planner.export.launcher import Sheet, Target, read_back
+from parplan.planner.export.launcher import Sheet, Target, read_back, require_text
 from parplan.planner.export.launcher_space import LauncherSpace
 from parplan.planner.export.settings import (
     Settings,
@@ -181,7 +181,7 @@ class LauncherFactory(DescribedFactory):
 _NOT_SEARCHED = (
     UnsearchedPart(
         "blocks with a ZeRO stage, a recompute or a division of their own",
-        "the launcher's arguments say one for all blocks",
+        "a plan for a launcher has one of each for all blocks",
     ),
     UnsearchedPart(
         "interleaved stages of other lengths",
@@ -201,6 +201,7 @@ _NOT_SEARCHED = (
 
 def _require_settings(request: Request, target: Target) -> None:
     """Raises ConfigError for a request that asks for more than settings of a launcher."""
+    require_text(request.model, target)
     pins, stack = request.constraints, request.training.stack.name
     asked = {
         f"--objective {request.objective}": request.objective is not Objective.THROUGHPUT,

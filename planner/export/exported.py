@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import product
 from operator import itemgetter
 
 from parplan.costmodels.keyed_cache import KeyedCache
+from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.strategy import Strategy
+from parplan.costmodels.strategy import LayerChoice, Strategy
 from parplan.planner.baselines.optimum import INFINITY, fastest, leanest
 from parplan.planner.export.arguments import Words, written
 from parplan.planner.export.configured import (
@@ -26,7 +28,7 @@ from parplan.planner.export.configured import (
     unpriced,
 )
 from parplan.planner.export.head import head_lines
-from parplan.planner.export.launcher import Sheet, Target, given_of, read_back
+from parplan.planner.export.launcher import Sheet, Target, given_of, read_back, require_text
 from parplan.planner.export.losses import LostPart, losses
 from parplan.planner.export.settings import Settings, settings_of
 from parplan.planner.infeasible.shortfall import limit_bytes
@@ -36,8 +38,10 @@ from parplan.planner.request import SearchOptions
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import load_stack
 from parplan.profiles.models.model_catalog import load_model, model_names
+from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import TrainingSpec
 
+_FULLY = 3  # the ZeRO stage that divides parameters too
 _Tried = tuple[Settings, Strategy, PriceCache]
 
 
@@ -87,6 +91,7 @@ def nearest(plan: Plan, own: Priced, target: Target) -> tuple[Sheet, Priced]:
     own    the plan at the prices of today
     Raises ConfigError for a plan that the launcher cannot run in any form.
     """
+    require_text(plan.model, target)
     training = training_on(target, plan.training)
     sheet = Sheet(settings=_nearest(plan, own, target, training), plan=plan, head=())
     files = target.files(sheet).items()
@@ -216,8 +221,45 @@ def _candidates(
     same = tuple(
         each for each in recomputes if alike and is_same_recompute(own, replace(usual, **each))
     )
+    if target.layered and alike:
+        yield from _layered(own, usual, target)
+        return
     for zero, chosen in product(zeros if exact else target.zeros, same[:1] or recomputes):
         yield replace(usual, zero=zero, **chosen)
+
+
+def _layered(own: Priced, usual: Settings, target: Target) -> Iterator[Settings]:
+    """Yields the settings that say each layer of a plan: ZeRO 3 or another stage, all or nothing.
+
+    A block that recomputes a part of its operators is tried with all and with none.
+    """
+    cache = own.price_cache
+    choices = [choice for stage in own.strategy.stages for choice in stage]
+    blocks = [choice for choice in choices if choice.kind.role is LayerKind.BLOCK]
+    shares = [_recomputed_share(each, cache) for each in blocks]
+    ends = {choice.zero for choice in choices if choice.kind.role is not LayerKind.BLOCK}
+    usual_zeros = {block.zero for block in blocks} - {_FULLY} or {_FULLY}
+    exact = len(usual_zeros) == 1 and usual_zeros <= set(target.zeros)
+    parts = any(share not in (0, 1) for share in shares)
+    for zero, part in product(
+        usual_zeros if exact else target.zeros,
+        (Recompute.NONE, Recompute.FULL) if parts else (Recompute.NONE,),
+    ):
+        by_share = {Fraction(0): Recompute.NONE, Fraction(1): Recompute.FULL}
+        yield replace(
+            usual,
+            zero=zero,
+            zero_of_blocks=tuple(_FULLY if block.zero == _FULLY else zero for block in blocks),
+            zero_of_ends=_FULLY if ends == {_FULLY} else zero,
+            recompute_of_blocks=tuple(by_share.get(share, part) for share in shares),
+            recompute_modules=None,
+        )
+
+
+def _recomputed_share(choice: LayerChoice, cache: PriceCache) -> Fraction:
+    """Returns the share of the operators of a layer that run again."""
+    again = cache.recompute_operators(choice.kind, choice.recompute)
+    return Fraction(len(again), len(cache.whole_layer(choice.kind).operators))
 
 
 def is_same_recompute(own: Priced, settings: Settings) -> bool:

@@ -56,6 +56,8 @@ REFUSED = (
     "--cpu-offloading-num-layers",
     "--fine-grained-activation-offloading",
     "--use-torch-fsdp2",
+    "--deepspeed",
+    "--deepspeed_config",
     "--distribute-saved-activations",
     "--overlap-moe-expert-parallel-comm",
     "--hybrid-context-parallel",

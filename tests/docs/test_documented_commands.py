@@ -65,6 +65,8 @@ QUICK = (
     "plan export plan.yaml --to deepspeed",
     "plan estimate --model llama3-70b --gpus 128 --gpu h100-80gb --tp 4 --pp 8 --virtual-stages 5 --zero 1 --sequence-parallel --stack nemo -o plan.yaml",
     "plan export plan.yaml --to megatron-bridge",
+    "plan estimate --model llama3-8b --gpus 64 --gpu h100-80gb --zero 3 --recompute full --stack galvatron -o plan.yaml",
+    "plan export plan.yaml --to galvatron",
     "plan estimate --model llama3-8b --gpus 64 --gpu h100-80gb --zero 3 --recompute full --gradient-precision bf16 --stack huggingface -o plan.yaml",
     "plan export plan.yaml --to huggingface",
     "plan export plan.yaml --to accelerate",
@@ -106,6 +108,7 @@ EXPORTED = {
     "torchtitan": "--recompute full --stack torchtitan -o",
     "deepspeed": "--stack deepspeed -o",
     "huggingface": "--stack huggingface -o",
+    "galvatron": "--stack galvatron -o",
     "accelerate": "--stack huggingface -o",
     "fsdp2": "--recompute selective --stack torchtitan -o",
 }
@@ -116,6 +119,7 @@ GPUS = "needs the GPUs of a node"
 NETWORK = "installs from a package index"
 LAUNCHES = "starts processes that train; tests/executor runs the same"
 NOT_RUN = {
+    "plan read galvatron_config_llama2-7b_1nodes_8gpus_per_node_36GB_bf16.json --model llama2-7b --seq-length 2048 --gpu a100-40gb --gpus 8": PLACEHOLDER,
     "plan read src/megatron/bridge/perf_recipes/llama/h100/llama3.py::llama3_70b_pretrain_64gpu_h100_bf16_config --gpu h100-80gb -o plan.yaml": PLACEHOLDER,
     "plan read llama2_70b_fp8.sh --gpu h100-80gb": PLACEHOLDER,
     "pip install .": NETWORK,

@@ -149,6 +149,11 @@ def test_a_model_that_the_arguments_do_not_say_is_refused_by_its_parts():
         exported(laid_out("gemma-2-9b", dp=2))
 
 
+def test_a_model_with_a_tower_is_refused():
+    with pytest.raises(ConfigError, match="gemma-3-4b has a tower, which settings of deepspeed"):
+        exported(laid_out("gemma-3-4b", dp=2), "deepspeed")
+
+
 def test_the_head_says_the_plan_and_both_prices():
     one = exported(mixed_zero(laid_out(dp=4, zero=1)))
     head = next(iter(one.files.values())).splitlines()[1:8]
@@ -175,6 +180,7 @@ MODELS = {
     "megatron-bridge": ("gpt-2.5b", (26, 28)),
     "torchtitan": ("llama3-8b", (15, 17)),
     "deepspeed": ("gpt-2.5b", (26, 28)),
+    "galvatron": ("llama3-8b", (15, 17)),
     "fsdp2": ("gpt-2.5b", (26, 28)),
     "huggingface": ("llama3-8b", (15, 17)),
     "accelerate": ("llama3-8b", (15, 17)),
