@@ -85,6 +85,10 @@ class LauncherFile:
             file = file if value is None else file.with_argument(row.name, f"{value}")
         return file
 
+    def remarks(self, plan: Plan) -> tuple[str, ...]:
+        """Returns sentences about arguments that are priced as others."""
+        return tuple(self.target.remarks(self.given, plan))
+
     def settings(self, model: ModelSpec, num_gpus: int) -> Settings:
         """Returns the settings that the arguments say. Raises ConfigError."""
         return self.target.settings(self.given, model, num_gpus)
