@@ -75,6 +75,11 @@ def export_plan(plan: Plan, target: Target, source: str) -> Export:
     source    the plan's file, for the head of every file
     Raises ConfigError for a plan that the launcher cannot run in any form.
     """
+    if plan.training.fine_tuning is not None:
+        raise ConfigError(
+            f"the plan trains a part of {plan.model.name}, and no file of {target.name} says which",
+            hint="export a plan without --lora-rank and --freeze",
+        )
     today = reprice(plan)
     own = Priced(today.strategy, today.price_cache, today.price)
     sheet, configured = nearest(plan, own, target)
