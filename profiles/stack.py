@@ -154,6 +154,8 @@ class Stack:
     overlap_grad_reduce      gradient reduction and parameter gathering run under compute
     fused_accumulation       the weight gradient's product adds to the gradient; otherwise it is
                              written and another kernel adds it
+    eager_kernels            norms, rotary positions and gated activations of 16-bit training run
+                             operation by operation, neither compiled nor fused by hand
     schedules                the pipeline schedules that it runs
     recompute                the kinds of recompute that it runs; `operators` is any list of
                              operators
@@ -266,6 +268,7 @@ class Stack:
     paired_exchanges: bool = False
     overlap_grad_reduce: bool = True
     fused_accumulation: bool = True
+    eager_kernels: bool = False
     schedules: tuple[ScheduleName, ...] = EVERY_SCHEDULE
     recompute: tuple[RecomputeKind, ...] = EVERY_RECOMPUTE
     mesh_orders: tuple[MeshOrderName, ...] = ("pp-dp-tp",)

@@ -20,6 +20,7 @@ from parplan.costmodels.operators.kernels import (
     fused_kernel,
     product_kernel,
     ranks_met,
+    streamed,
 )
 from parplan.costmodels.operators.sharding import LocalSizes
 from parplan.profiles.elementwise import Number, anywhere, chosen
@@ -353,8 +354,7 @@ def _streaming(operator: Operator, sizes: LocalSizes, training: TrainingSpec) ->
     """Norms, activations, rotary: the bytes of the tensors (EQUATIONS K3).
 
     Forward: inputs read, outputs and the dropout mask written. Backward: output gradient and saved
-    tensors read, input gradients written. Rotary is priced as a fused kernel; PyTorch's un-fused
-    one takes 2 (forward) to 5 times as long.
+    tensors read, input gradients written, by one fused kernel or in steps (`streamed`).
     """
     if training.stack.fused_experts and operator.parallel_dim == EXPERT_WIDTH:
         return OperatorKernels((), ())  # its products have it
@@ -369,10 +369,9 @@ def _streaming(operator: Operator, sizes: LocalSizes, training: TrainingSpec) ->
         return _residual(read, written, masks, branches, dropped=bool(dropped))
     name, like = _named(operator, dropped=bool(dropped))
     saved = _bytes_of(operator.saved, operator, sizes)
-    return OperatorKernels(
-        (StreamKernel(name, like, FORWARD, read + written + masks),),
-        (StreamKernel(name, like, BACKWARD, written + saved + read),),
-    )
+    n_bytes = read + written + masks, written + saved + read
+    forward, backward = streamed(name, like, n_bytes, training)
+    return OperatorKernels((forward,), (backward,))
 
 
 def _named(operator: Operator, *, dropped: bool) -> tuple[str, str]:

@@ -230,6 +230,10 @@ LOGIT_BYTES = (
 COMPILED_LOSS_LOGIT_BYTES = 4
 COMPILING_STACK = "torchtitan"
 COMPILED = re.compile(r"\bcompile\b(?!=false)")
+# Runs whose blocks were not compiled: torchtitan's by their techniques, and as its recipe of that
+# date has it (4d88a8a44 train_configs/llama3_8b.toml: compile = false, norm_type = "rmsnorm");
+# torchtune's before the technique of that name.
+EAGER = re.compile(r"titan-8b-.*-eager$|titan-2024-|torchtune-.*-packed$")
 # Runs of torchtune whose optimizer updates in the backward pass: its techniques add up in this
 # order (docs/source/tutorials/memory_optimizations.rst, optimizer_in_bwd).
 IN_BACKWARD = re.compile(r"torchtune-.*-(optimizer_in_bwd|activation_offloading|8-bit_AdamW)")

@@ -17,6 +17,7 @@ from parplan.planner.validation.frameworks import (
     COMPILING_STACK,
     CURRENT_SCALING,
     DEFERRED_HEAD_GRADIENTS,
+    EAGER,
     FUSED_LOSS_LOGIT_BYTES,
     IN_BACKWARD,
     INTERLEAVING_STACKS,
@@ -91,6 +92,8 @@ def stack_of(row: Row, stack: Stack) -> Stack:
         stack = replace(stack, logit_bytes=of_loss)
     elif stack.name == COMPILING_STACK and COMPILED.search(notes):
         stack = replace(stack, logit_bytes=COMPILED_LOSS_LOGIT_BYTES)
+    if EAGER.match(row["id"]):
+        stack = replace(stack, eager_kernels=True)
     if NO_OVERLAP.search(notes):
         stack = replace(stack, overlap_tensor_parallel=False, overlap_transfers=False)
     if "asyncTP" in row["id"]:

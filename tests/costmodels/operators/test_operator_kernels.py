@@ -18,7 +18,7 @@ from parplan.costmodels.operators.sharding import Sharding
 from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import Attention, LayerKind
-from parplan.profiles.models.spec import TrainingSpec
+from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.product_formats import ProductFormat
 from parplan.profiles.stack import NEUTRAL, AttentionKernel, Stack
@@ -345,3 +345,33 @@ def test_a_frozen_product_has_no_weight_gradient_and_unpacks_8_bits_in_both_pass
         (1 + 4 / 64 + 2) * (H + 1) * 3 * H
     ]  # with the bias
     assert unpacked[0] in frozen.inputs
+
+
+@pytest.mark.parametrize(
+    ("name", "forward", "backward"),
+    # bytes of PyTorch's own operations for each element of the norm's input, of the queries and
+    # keys, of the activation's output
+    [("norm1", 36, 84), ("rotary", 20, 20), ("activation", 10, 18)],
+)
+def test_operations_that_are_not_compiled_move_the_bytes_of_each_step(name, forward, backward):
+    eager = replace(TRAINING, stack=replace(NEUTRAL, eager_kernels=True))
+    layer = build_graph(LLAMA, eager, B).layer_class(LayerKind.BLOCK)
+    operator = layer.operator(name)
+    elements = sum(tensor.num_elements for tensor in operator.outputs)
+    run = operator_kernels(operator, Sharding(), eager)
+
+    assert [kernel.n_bytes for kernel in (*run.forward, *run.inputs)] == pytest.approx(
+        [forward * elements, backward * elements]
+    )
+    assert {kernel.like for kernel in (*run.forward, *run.inputs)} == {"elementwise"}
+
+
+def test_layer_norms_and_fp32_training_have_one_kernel_whether_compiled_or_not():
+    stack = replace(NEUTRAL, eager_kernels=True)
+
+    assert kernels("norm1", training=replace(TRAINING, stack=stack)) == kernels("norm1")
+    fp32 = replace(TRAINING, precision=Precision.FP32)
+    eager = replace(fp32, stack=stack)
+    assert kernels("norm1", model=LLAMA, training=eager) == kernels(
+        "norm1", model=LLAMA, training=fp32
+    )

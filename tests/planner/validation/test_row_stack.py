@@ -198,6 +198,20 @@ def test_a_compiled_loss_of_torchtitan_is_noted(notes, logit_bytes):
     assert configuration_of(row).training.stack.logit_bytes == logit_bytes
 
 
+@pytest.mark.parametrize(
+    ("name", "eager"),
+    [
+        ("titan-8b-fsdp8-eager", True),
+        ("titan-8b-fsdp8-compile", False),
+        ("titan-2024-llama3-8b-selective op-2973", True),
+        ("torchtune-llama3.2-3b-packed", True),
+        ("torchtune-llama3.2-3b-chunked_CE", False),
+    ],
+)
+def test_runs_that_were_not_compiled_are_known_by_their_names(name, eager):
+    assert configuration_of({**FULL, "id": name}).training.stack.eager_kernels is eager
+
+
 def test_runs_by_their_names_update_in_the_backward_pass_or_defer_the_gradient_of_the_head():
     def stack(name):
         return configuration_of({**FULL, "id": name}).training.stack
