@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from parplan.commands import user_modules
-from parplan.commands.options import TargetOptions, as_json, trust_module_option
+from parplan.commands.options.result_options import as_json, trust_module_option
+from parplan.commands.options.target_options import TargetOptions
 from parplan.commands.output import chosen_ranks, require_torch
 from parplan.commands.style import Command, option, print_json
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from parplan.commands.options import as_json
+from parplan.commands.options.result_options import as_json
 from parplan.commands.output import print_listing
 from parplan.commands.style import Command
 

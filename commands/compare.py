@@ -10,17 +10,11 @@ from typing import TYPE_CHECKING
 import click
 
 from parplan.commands import user_modules
-from parplan.commands.options import (
-    AIM,
-    BASELINES,
-    PinOptions,
-    SearchFlags,
-    TargetOptions,
-    as_json,
-    search_options,
-    target_options,
-    trust_module_option,
-)
+from parplan.commands.options.pin_options import PinOptions
+from parplan.commands.options.result_options import as_json, trust_module_option
+from parplan.commands.options.search_options import SearchFlags, search_options
+from parplan.commands.options.sections import AIM, BASELINES
+from parplan.commands.options.target_options import TargetOptions, target_options
 from parplan.commands.searching import answer, described_question
 from parplan.commands.style import INTERRUPTED, Command, List, option, print_json
 

@@ -7,18 +7,11 @@ from pathlib import Path
 import click
 
 from parplan.commands import user_modules
-from parplan.commands.layout_options import layout_options
-from parplan.commands.options import (
-    OUTPUT,
-    LayoutOptions,
-    ResultOptions,
-    TargetOptions,
-    TraceOptions,
-    as_json,
-    packed_result,
-    target_options,
-    trace_options,
-)
+from parplan.commands.options.layout_options import LayoutOptions, layout_options
+from parplan.commands.options.result_options import ResultOptions, as_json, packed_result
+from parplan.commands.options.sections import OUTPUT
+from parplan.commands.options.target_options import TargetOptions, target_options
+from parplan.commands.options.trace_options import TraceOptions, trace_options
 from parplan.commands.output import deliver, require_output
 from parplan.commands.searching import with_module
 from parplan.commands.style import Command, option

@@ -7,14 +7,10 @@ from dataclasses import replace
 
 import click
 
-from parplan.commands.layout_options import degree, zero_option
-from parplan.commands.options import (
-    LAYOUT,
-    TargetOptions,
-    as_json,
-    micro_batch_option,
-    target_options,
-)
+from parplan.commands.options.layout_options import degree, micro_batch_option, zero_option
+from parplan.commands.options.result_options import as_json
+from parplan.commands.options.sections import LAYOUT
+from parplan.commands.options.target_options import TargetOptions, target_options
 from parplan.commands.style import Command, option, print_json
 
 AXIS = "tensor-parallel axis"

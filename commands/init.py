@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from parplan.commands.options import OUTPUT, as_json
+from parplan.commands.options.result_options import as_json
+from parplan.commands.options.sections import OUTPUT
 from parplan.commands.style import Command, Number, Whole, option, packs, print_json
 
 if TYPE_CHECKING:

@@ -10,19 +10,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parplan.commands.options import TargetOptions
+from parplan.commands.options.target_options import TargetOptions
 
 if TYPE_CHECKING:
     from parplan.planner.export.launcher_file import LauncherFile
     from parplan.planner.plan.plan import Plan
     from parplan.planner.plan.traced_plan import TracedPlan
 
+_LOG_SUFFIXES = (".log", ".out", ".txt")
+
 
 def launcher_file(path: Path) -> LauncherFile | None:
-    """Returns the configuration in a file, None where it is a plan. Raises ConfigError."""
+    """Returns the configuration in a file, None where it is a plan. Raises ConfigError.
+
+    A log of a launcher that prints its arguments is such a file.
+    """
     from parplan.planner.export.launcher_file import read_launcher_file
     from parplan.planner.export.targets import TARGETS
+    from parplan.planner.logs.log_configuration import configuration_of_log
 
+    if path.suffix in _LOG_SUFFIXES:
+        return configuration_of_log(path)
     return read_launcher_file(path, TARGETS)
 
 
@@ -51,6 +59,7 @@ def launcher_plan(file: LauncherFile, target: TargetOptions) -> tuple[Plan, Sequ
     from parplan.profiles.models.model_catalog import load_model
     from parplan.profiles.models.spec import ModelEntry
 
+    file = file.with_stated({"--seq-length": target.seq_length, "--attention": target.attention})
     target = _with_options(file, target)
     if target.cluster is None and (target.gpu is None or target.gpus is None):
         missing = "--gpus" if target.gpus is None else "--gpu"
@@ -70,10 +79,11 @@ def launcher_plan(file: LauncherFile, target: TargetOptions) -> tuple[Plan, Sequ
 
 
 def _with_options(file: LauncherFile, target: TargetOptions) -> TargetOptions:
-    """Returns the options with the machine that the file states."""
+    """Returns the options with the model and the machine that the file states."""
+    stated = file.options
+    target = replace(target, model=target.model or stated.get("--model"))
     if target.cluster is not None:
         return target
-    stated = file.options
     per_node = stated.get("--gpus-per-node")
     return replace(
         target,

@@ -11,20 +11,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from parplan.commands.options import (
-    OUTPUT,
-    STDOUT,
-    WHAT,
-    PinOptions,
-    ResultOptions,
-    SearchFlags,
-    TargetOptions,
-    as_json,
-    machine_options,
-    packed_result,
-    search_options,
-    training_options,
-)
+from parplan.commands.options.machine_options import machine_options
+from parplan.commands.options.pin_options import PinOptions
+from parplan.commands.options.result_options import STDOUT, ResultOptions, as_json, packed_result
+from parplan.commands.options.search_options import SearchFlags, search_options
+from parplan.commands.options.sections import OUTPUT, WHAT
+from parplan.commands.options.target_options import TargetOptions, training_options
 from parplan.commands.output import require_output
 from parplan.commands.style import (
     INTERRUPTED,

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from parplan.commands.options import STDOUT
+from parplan.commands.options.result_options import STDOUT
 from parplan.commands.style import print_json
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from parplan.costmodels.usage.goodput import Failures
     from parplan.planner.plan.plan import Plan
     from parplan.planner.plan.traced_plan import TracedPlan
     from parplan.report.plans.summary import SummaryContext
@@ -59,7 +60,7 @@ def deliver(
             write_plan(plan, output)
     finally:
         if as_json:
-            print_plan_json(plan, context.elapsed_s)
+            print_plan_json(plan, context.elapsed_s, context.failures)
         else:
             print_plan(plan, console(sys.stdout), context)
     if output is not None and not as_json:
@@ -75,11 +76,13 @@ def print_plan(plan: Plan | TracedPlan, out: Console, context: SummaryContext) -
     print_summary(plan, out, context)
 
 
-def print_plan_json(plan: Plan | TracedPlan, elapsed_s: float | None = None) -> None:
+def print_plan_json(
+    plan: Plan | TracedPlan, elapsed_s: float | None = None, failures: Failures | None = None
+) -> None:
     """Prints the plan as JSON."""
     from parplan.report.plan_documents import plan_document
 
-    print_json(plan_document(plan, elapsed_s))
+    print_json(plan_document(plan, elapsed_s, failures))
 
 
 def chosen_ranks(plan: Plan | TracedPlan, ranks: Sequence[int]) -> list[int]:

@@ -10,22 +10,18 @@ from typing import TYPE_CHECKING
 import click
 
 from parplan.commands import user_modules
-from parplan.commands.options import (
-    OUTPUT,
-    STDOUT,
-    PinOptions,
-    ResultOptions,
+from parplan.commands.options.failure_options import FailureOptions, failure_options
+from parplan.commands.options.pin_options import PinOptions
+from parplan.commands.options.result_options import STDOUT, ResultOptions, as_json, packed_result
+from parplan.commands.options.search_options import (
     SearchFlags,
-    TargetOptions,
-    TraceOptions,
-    as_json,
     explain_option,
     objective_options,
-    packed_result,
     search_options,
-    target_options,
-    trace_options,
 )
+from parplan.commands.options.sections import OUTPUT
+from parplan.commands.options.target_options import TargetOptions, target_options
+from parplan.commands.options.trace_options import TraceOptions, trace_options
 from parplan.commands.output import deliver, require_output, warn_of_solver
 from parplan.commands.searching import (
     Question,
@@ -33,6 +29,7 @@ from parplan.commands.searching import (
     answer_front,
     described_question,
     print_unsearched,
+    with_failures,
 )
 from parplan.commands.style import (
     INTERRUPTED,
@@ -61,6 +58,7 @@ if TYPE_CHECKING:
 @trace_options
 @objective_options
 @search_options
+@failure_options
 @explain_option
 @option(
     OUTPUT,
@@ -95,6 +93,7 @@ def main(
     tracing: TraceOptions,
     pins: PinOptions,
     flags: SearchFlags,
+    failing: FailureOptions,
     result: ResultOptions,
 ) -> int | None:
     """Find the fastest way to train a model on a number of GPUs, and write it as a plan that runs.
@@ -119,6 +118,7 @@ def main(
         question = described_question(request_of(target, pins, flags), flags)
     else:
         question = user_modules.traced_question(source, target, tracing, pins, flags)
+    question = with_failures(question, failing)
     if flags.explain:
         print_unsearched(question, to_stderr=result.as_json or result.output == STDOUT)
     search = _front if front else _search
@@ -149,6 +149,7 @@ def _search(
         interrupted=interrupted,
         profile=target.profile or "",
         plan_file=result.plan_file,
+        failures=question.failures,
         ruled=question.factory.request.constraints.recompute_first_stage is not None,
     )
     deliver(plan, context, result.output, as_json=result.as_json)

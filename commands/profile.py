@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from parplan.commands.options import OUTPUT, PRECISIONS, as_json
+from parplan.commands.options.option_values import PRECISIONS
+from parplan.commands.options.result_options import as_json
+from parplan.commands.options.sections import OUTPUT
 from parplan.commands.output import require_torch
 from parplan.commands.style import (
     INTERRUPTED,

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import click
 
-from parplan.commands.options import OUTPUT, WHAT, TargetOptions, as_json, target_options
+from parplan.commands.options.result_options import as_json
+from parplan.commands.options.sections import OUTPUT, WHAT
+from parplan.commands.options.target_options import TargetOptions, target_options
 from parplan.commands.style import Command, Whole, option
 
 
@@ -44,10 +46,11 @@ def read(
 ) -> None:
     """Read a launcher's own configuration, and price it.
 
-    FILE is a shell script with arguments of Megatron-LM's pretrain_gpt.py or of torchtitan, or a
-    YAML file such as those of Megatron-LM's release tests. It is not run. Arguments that change
-    time or memory and have no price are errors, others are listed. A machine that the file does not
-    state is named by options.
+    FILE is a shell script with arguments of Megatron-LM's pretrain_gpt.py, torchtitan or the
+    Trainer of transformers, a YAML file of the first or the last, or a JSON of DeepSpeed. It is not
+    run. Arguments that change time or memory and have no price are errors, others are listed. A
+    machine that the file does not state is named by options, and so are the model and the sequence
+    length.
     """
     from parplan.commands.launcher_plans import launcher_file, launcher_plan
     from parplan.commands.output import deliver, require_output
@@ -59,7 +62,7 @@ def read(
     if read_file is None:
         raise ConfigError(
             f"{file}: it has no arguments of a launcher that is known",
-            hint="give a script that starts pretrain_gpt.py or torchtitan; plan show reads plans",
+            hint="give a script or a configuration of a launcher; plan show reads plans",
         )
     if vocab_size is not None:
         read_file = read_file.with_argument("--vocab-size", f"{vocab_size}")

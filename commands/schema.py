@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from parplan.commands.options import OUTPUT
+from parplan.commands.options.sections import OUTPUT
 from parplan.commands.style import Command, option, print_json
 
 

@@ -6,13 +6,10 @@ import sys
 
 import click
 
-from parplan.commands.options import (
-    OUTPUT,
-    TargetOptions,
-    as_json,
-    micro_batch_option,
-    target_options,
-)
+from parplan.commands.options.layout_options import micro_batch_option
+from parplan.commands.options.result_options import as_json
+from parplan.commands.options.sections import OUTPUT
+from parplan.commands.options.target_options import TargetOptions, target_options
 from parplan.commands.style import Command, option, print_json
 
 

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 from parplan.commands.style import noticing_ctrl_c
 
 if TYPE_CHECKING:
-    from parplan.commands.options import SearchFlags
+    from parplan.commands.options.failure_options import FailureOptions
+    from parplan.commands.options.search_options import SearchFlags
+    from parplan.costmodels.usage.goodput import Failures
     from parplan.planner.plan.plan import Plan
     from parplan.planner.plan.traced_plan import AnyPlan
     from parplan.planner.request import Request
@@ -29,6 +31,7 @@ class Question:
     assumed_of   returns a phrase for every default that led to a plan
     finished     completes a plan for the module that runs it
     started_s    the time at which its work began
+    failures     failures of the cluster, None where no goodput is asked for
 
     require_possible  raises ConfigError for pins that exclude each other
     explained         prints more about a plan for --explain, on stderr if true
@@ -40,6 +43,7 @@ class Question:
     require_possible: Callable[[], None] = lambda: None
     explained: Callable[[AnyPlan, bool], None] = lambda _plan, _to_stderr: None
     started_s: float = field(default_factory=time.monotonic)
+    failures: Failures | None = None
 
 
 def described_question(request: Request, flags: SearchFlags) -> Question:
@@ -64,6 +68,21 @@ def described_question(request: Request, flags: SearchFlags) -> Question:
         require_possible=partial(require_possible, request),
         explained=_print_orders,
     )
+
+
+def with_failures(question: Question, options: FailureOptions) -> Question:
+    """Returns a question that asks for the goodput too, where options state failures.
+
+    Raises ConfigError for text that is no time span or rate.
+    """
+    from parplan.commands.requests.failures import failures_of
+
+    failures, assumed = failures_of(options, question.factory.request.cluster)
+
+    def assumed_of(plan: AnyPlan) -> tuple[str, ...]:
+        return *question.assumed_of(plan), *assumed
+
+    return replace(question, failures=failures, assumed_of=assumed_of)
 
 
 def _print_orders(plan: AnyPlan, to_stderr: bool) -> None:

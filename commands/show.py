@@ -8,7 +8,8 @@ from pathlib import Path
 import click
 
 from parplan.commands import user_modules
-from parplan.commands.options import as_json
+from parplan.commands.options.failure_options import FailureOptions, failure_options
+from parplan.commands.options.result_options import as_json
 from parplan.commands.output import chosen_ranks, print_plan, print_plan_json
 from parplan.commands.style import Command, option, print_json
 
@@ -53,6 +54,7 @@ _INSTRUCTIONS = "Instructions"
     is_flag=True,
     help="Print what every pipeline rank does in a step instead: passes, sends and receives.",
 )
+@failure_options
 @as_json
 def show(
     plan_file: Path,
@@ -60,6 +62,7 @@ def show(
     rank: int | None,
     plot: Path | None,
     instructions: bool,
+    failing: FailureOptions,
     as_json: bool,
 ) -> None:
     """Print a plan file: summary, layer plans, chunks, placements and redundancy.
@@ -70,6 +73,7 @@ def show(
     or for a transfer: the mean, then each stage.
     """
     from parplan.commands.launcher_plans import read_plan_or_launcher
+    from parplan.commands.requests.failures import failures_of
     from parplan.planner.plan.tower_cost import tower_cost
     from parplan.planner.plan.traced_plan import TracedPlan
     from parplan.planner.runs.run_file import is_run
@@ -101,11 +105,15 @@ def show(
             "--plot is for --chunks" if plot else "--rank is for --chunks and --instructions"
         )
     plan = read_plan_or_launcher(plan_file)
+    failures, assumed = failures_of(failing, plan.cluster)
     if as_json:
-        print_plan_json(plan)
+        print_plan_json(plan, failures=failures)
         return
     out = console(sys.stdout)
-    print_plan(plan, out, SummaryContext(whole=True, plan_file=str(plan_file)))
+    context = SummaryContext(
+        whole=True, plan_file=str(plan_file), assumed=assumed, failures=failures
+    )
+    print_plan(plan, out, context)
     if isinstance(plan, TracedPlan):
         print_chunks(plan, out)
         return

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import importlib
 import json
+import keyword
 import math
 import os
 import sys
@@ -25,6 +26,7 @@ from parplan.profiles.standard_streams import Streams, sturdy_streams
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it; SIGTERM ends a command in the same way
 YOUNG_OBJECTS = 500_000  # objects between two collections; tens of MiB
+SWEPT = ("--gpus", "--gpu", "--global-batch-size", "--seq-length")  # options of `plan sweep`
 LONGEST_S = 1e9  # 30 years, a tenth of the 2^63 ns at which the timers of the system end
 
 
@@ -132,12 +134,20 @@ def own_names(args: list[str], known: Collection[str]) -> list[str]:
     return renamed
 
 
+def has_several(args: Sequence[str]) -> bool:
+    """True if an option of `plan sweep` has several values, separated by commas."""
+    given = dict(zip(args, (*args[1:], ""), strict=True))
+    given |= {name: value for name, sign, value in (arg.partition("=") for arg in args) if sign}
+    return any("," in given.get(name, "") for name in SWEPT)
+
+
 class Main(Command, click.Group):
     """The command group; turns errors into `error:` and `hint:` lines and exit codes.
 
     Ctrl-C and SIGTERM give exit code 130.
 
-    names: the commands of the group; `max-model` is `max_model` of commands/max_model.py
+    names: the commands of the group; `max-model` is `max_model` of commands/max_model.py, and
+        `import` is `import_` of commands/import_.py
     """
 
     command_class = Command
@@ -146,6 +156,8 @@ class Main(Command, click.Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args and args[0] in self.names:  # the options are those of a command
             return click.Group.parse_args(self, ctx, args)
+        if has_several(args):
+            return click.Group.parse_args(self, ctx, ["sweep", *args])
         return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -155,6 +167,8 @@ class Main(Command, click.Group):
         if cmd_name not in self.names:
             return None
         name = cmd_name.replace("-", "_")
+        if keyword.iskeyword(name):
+            name = f"{name}_"
         command: click.Command = getattr(importlib.import_module(f"{__package__}.{name}"), name)
         return command
 
@@ -289,8 +303,19 @@ def _usage(error: click.ClickException) -> tuple[str, str]:
     possibilities = getattr(error, "possibilities", None)
     message = error.message if possibilities else error.format_message()
     message = " ".join(message.split()).rstrip(".")
-    hint = f"did you mean {possibilities[0]!r}?" if possibilities else f"see {command} --help"
+    hint = f"see {command} --help"
+    if possibilities:
+        hint = f"did you mean {_nearest(getattr(error, 'option_name', ''), possibilities)!r}?"
     return message[:1].lower() + message[1:], hint
+
+
+def _nearest(name: str, possibilities: Sequence[str]) -> str:
+    """Returns the first of the names with the letters of `name` in another order, or else of all.
+
+    Two letters that changed places are a typing error that the measure of likeness ranks low.
+    """
+    letters = sorted(name)
+    return next((each for each in possibilities if sorted(each) == letters), possibilities[0])
 
 
 def together(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:

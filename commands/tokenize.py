@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from parplan.commands.options import OUTPUT, as_json
+from parplan.commands.options.result_options import as_json
+from parplan.commands.options.sections import OUTPUT
 from parplan.commands.style import Command, option, print_json
 
 _TOKENS = "Tokens"

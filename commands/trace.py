@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from parplan.commands.options import OUTPUT, STDOUT
+from parplan.commands.options.result_options import STDOUT
+from parplan.commands.options.sections import OUTPUT
 from parplan.commands.output import require_output
 from parplan.commands.style import Command, option
 

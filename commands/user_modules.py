@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from parplan.commands.options import (
-    LayoutOptions,
-    PinOptions,
-    SearchFlags,
-    TargetOptions,
-    TraceOptions,
-)
+from parplan.commands.options.layout_options import LayoutOptions
+from parplan.commands.options.pin_options import PinOptions
+from parplan.commands.options.search_options import SearchFlags
+from parplan.commands.options.target_options import TargetOptions
+from parplan.commands.options.trace_options import TraceOptions
 from parplan.commands.output import require_torch
 from parplan.commands.searching import Question
 from parplan.commands.style import print_json

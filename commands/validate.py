@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from parplan.commands.options import OUTPUT, as_json
+from parplan.commands.options.result_options import as_json
+from parplan.commands.options.sections import OUTPUT
 from parplan.commands.style import Command, option, print_json
 
 if TYPE_CHECKING:

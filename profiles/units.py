@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 from parplan.profiles.errors import ConfigError
@@ -26,6 +26,42 @@ _SIZE_UNITS = {
     "gb": GB,
     "tb": TERA,
 }
+_SPAN_UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86_400, "days": 86_400, "weeks": 604_800}
+_COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": TERA}
+
+
+def parse_span(flag: str, text: str) -> float:
+    """Returns the seconds of a time span: 50000h, 10 min, 30 days. Raises ConfigError."""
+    return _with_unit(flag, text, _SPAN_UNITS, "12h (or s, min, d, weeks)")
+
+
+def parse_rate(flag: str, text: str) -> float:
+    """Returns the bytes/s of a rate: 2TB/s, 400 GB/s. Raises ConfigError."""
+    units = {f"{unit}/s": scale for unit, scale in _SIZE_UNITS.items()}
+    return _with_unit(flag, text, units, "200GB/s (or TB/s, GiB/s)")
+
+
+def parse_tokens(flag: str, text: str) -> float:
+    """Returns a number of tokens: 1T, 300B, 15e12. Raises ConfigError."""
+    return _with_unit(flag, text, _COUNT_UNITS, "1T (or B, M, a plain number)")
+
+
+def _with_unit(flag: str, text: str, units: Mapping[str, float], example: str) -> float:
+    """Returns a positive number times its unit. Raises ConfigError."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([A-Za-z/]*)", text.strip())
+    scale = units.get(match[2].lower()) if match else None
+    if match is None or scale is None:
+        raise ConfigError(
+            f"{flag} is {text[:40]!r}, it must be a number and a unit",
+            hint=f"for example {flag} {example}",
+        )
+    value = float(match[1]) * scale
+    if not 0 < value <= LARGEST:
+        raise ConfigError(
+            f"{flag} is {text[:40]}, it must be more than nothing and at most {LARGEST:.0e}",
+            hint=f"for example {flag} {example}",
+        )
+    return value
 
 
 def parse_size(flag: str, text: str) -> int:

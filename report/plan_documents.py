@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from parplan.costmodels.usage.goodput import Failures
 from parplan.planner.plan.plan import PLAN_VERSION, Plan
 from parplan.planner.plan.plan_file import plan_to_document
+from parplan.planner.plan.plan_goodput import plan_goodput
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.profiles.documents.schema import json_schema
 from parplan.profiles.machines.machine_catalog import cluster_schema
+from parplan.report.plans.goodput_fact import goodput_document
 
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _KINDS = (Plan, TracedPlan)
@@ -17,14 +20,29 @@ _ELAPSED = {
     "type": "number",
     "description": "Seconds that the search took; --json says it, a plan file does not.",
 }
+_GOODPUT = {
+    "title": "Goodput",
+    "type": "object",
+    "description": "Share of the time in which the run advances, and its causes, in seconds; "
+    "--json says it where --mtbf is given, a plan file does not.",
+}
 # dataclasses of the planner that the plan file replaces by a cluster document
 _INSIDE = ("Cluster", "Device", "Link")
 
 
-def plan_document(plan: Plan | TracedPlan, elapsed_s: float | None = None) -> dict[str, Any]:
-    """Returns the plan file's content, with the seconds of the search when they are known."""
+def plan_document(
+    plan: Plan | TracedPlan, elapsed_s: float | None = None, failures: Failures | None = None
+) -> dict[str, Any]:
+    """Returns the plan file's content, with the seconds of the search when they are known.
+
+    failures    of the cluster, for the goodput; None without it
+    """
     body = plan_to_document(plan)
-    return body if elapsed_s is None else {**body, "elapsed_s": round(elapsed_s, 3)}
+    if elapsed_s is not None:
+        body["elapsed_s"] = round(elapsed_s, 3)
+    if failures is not None:
+        body["goodput"] = goodput_document(plan_goodput(plan, failures))
+    return body
 
 
 def plan_schema() -> dict[str, Any]:
@@ -38,6 +56,7 @@ def plan_schema() -> dict[str, Any]:
         schema = _schema(kind)
         definitions |= schema.pop("$defs")
         schema["properties"]["elapsed_s"] = _ELAPSED
+        schema["properties"]["goodput"] = _GOODPUT
         definitions[kind.__name__] = schema
     return {
         "$schema": _DRAFT,

@@ -47,6 +47,7 @@ ALLOWED = {  # package -> the files, or folders with their slash, that may impor
         "commands/check.py",
         "commands/profile.py",
         "commands/user_modules.py",
+        "configs/launchers/",
         "executor/",
         "profiles/profile_comm.py",
         "profiles/profiler/",
@@ -58,10 +59,12 @@ ALLOWED = {  # package -> the files, or folders with their slash, that may impor
         "profiles/tracing/",
     ),
     "yaml": (
+        "configs/launchers/",
         "planner/plan/plan_file.py",
         "planner/validation/term_fit.py",
         "profiles/build/__main__.py",
         "profiles/documents/reader.py",
+        "profiles/documents/yaml_text.py",
         "profiles/inventory/cluster_draft.py",
         "profiles/machines/user_profile.py",
         "profiles/profiler/communication/comm_file.py",
@@ -216,8 +219,9 @@ def test_a_third_party_package_is_imported_only_in_its_place(package):
 def test_no_other_third_party_package_is_imported_but_numpy():
     known = {*ALLOWED, *sys.stdlib_module_names, "parplan", "numpy", "pydantic_core", "_typeshed"}
     named = {name.split(".")[0] for file in product_files() for name in imports(file)}
+    beside = {Path(file).stem for file in product_files() if file.startswith("configs/launchers/")}
 
-    assert named - known == set()
+    assert named - known - beside == set()
 
 
 def test_nothing_is_imported_by_another_name_than_parplan():

@@ -45,7 +45,7 @@ def make():
 """
 PYTHON_API = """
 from configs.base import X
-from parplan.commands.options import TargetOptions
+from parplan.commands.options.target_options import TargetOptions
 from parplan.commands.requests.requests import request_of
 from parplan.planner.search.find_plan import find_plan
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from parplan.commands.options import TargetOptions
+from parplan.commands.options.target_options import TargetOptions
 from parplan.commands.requests.requests import request_of
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.price_cache import PriceCache

@@ -30,7 +30,7 @@ from benchmarks.papers.patrickstar_published import (
     searched_size,
     tensors_of,
 )
-from parplan.commands.options import TargetOptions
+from parplan.commands.options.target_options import TargetOptions
 from parplan.commands.requests.machine import TrainingDefaults
 from parplan.commands.requests.machine import training_of as requested_training
 from parplan.costmodels.chunks.chunk_layout import groups_after

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.prices.published_ranking import breakdown_table, peak_bytes
-from parplan.commands.options import TargetOptions
+from parplan.commands.options.target_options import TargetOptions
 from parplan.commands.requests.machine import DEFAULT_STACK
 from parplan.commands.requests.requests import request_of
 from parplan.costmodels.layers.recompute import Recompute

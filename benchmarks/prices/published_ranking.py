@@ -26,7 +26,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from parplan.commands.options import TargetOptions
+from parplan.commands.options.target_options import TargetOptions
 from parplan.commands.requests.machine import DEFAULT_STACK
 from parplan.commands.requests.requests import request_of as planning_request_of
 from parplan.costmodels.communication.mesh import MeshOrder

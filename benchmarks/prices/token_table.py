@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import click
 
-from parplan.commands.options import TargetOptions
+from parplan.commands.options.target_options import TargetOptions
 from parplan.commands.requests.machine import TrainingDefaults, training_of
 from parplan.costmodels.host.offload import Offload
 from parplan.planner.plan.derived import host_gib

@@ -21,7 +21,7 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks.search.formulations import Collapsed, Flat, StrategyPairs
-from parplan.commands.options import TargetOptions
+from parplan.commands.options.target_options import TargetOptions
 from parplan.commands.requests.requests import request_of
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.memory.rank_memory import usable_bytes

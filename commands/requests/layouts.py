@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from parplan.commands.options import LayoutOptions
+from parplan.commands.options.layout_options import LayoutOptions
 from parplan.costmodels.communication.mesh import Mesh, MeshOrder
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.host.state_location import Access, ChunkCommunication, Eviction

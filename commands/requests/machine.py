@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parplan.commands.options import TargetOptions
+from parplan.commands.options.target_options import TargetOptions
 from parplan.commands.requests.document_lengths import documents_of_option
 from parplan.profiles.divisors import divisors
 from parplan.profiles.errors import ConfigError

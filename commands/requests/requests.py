@@ -7,7 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from parplan.commands.options import STDOUT, PinOptions, SearchFlags, TargetOptions
+from parplan.commands.options.pin_options import PinOptions
+from parplan.commands.options.result_options import STDOUT
+from parplan.commands.options.search_options import SearchFlags
+from parplan.commands.options.target_options import TargetOptions
 from parplan.commands.requests.external import load_module, narrowed
 from parplan.commands.requests.images import images_phrase, require_room, with_images
 from parplan.commands.requests.machine import TrainingDefaults, cluster_and_training

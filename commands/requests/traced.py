@@ -8,7 +8,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parplan.commands.options import LayoutOptions, PinOptions, SearchFlags, TargetOptions
+from parplan.commands.options.layout_options import LayoutOptions
+from parplan.commands.options.pin_options import PinOptions
+from parplan.commands.options.search_options import SearchFlags
+from parplan.commands.options.target_options import TargetOptions
 from parplan.commands.requests.layouts import offload_by_hand
 from parplan.commands.requests.machine import TrainingDefaults, cluster_and_training
 from parplan.commands.requests.requests import constraints_of, offload_phrase

@@ -17,7 +17,7 @@ from parplan.profiles.documents.files import changed_on
 from parplan.profiles.documents.reader import read_json
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.imports.layer_files import MeasuredLayers, is_layer_file, read_layer_file
-from parplan.profiles.machines.driver_names import CATALOGUE
+from parplan.profiles.machines.driver_names import torch_name
 from parplan.profiles.machines.user_profile import FINGERPRINT_DIGITS
 
 FORWARD = ("F", 0)
@@ -41,13 +41,12 @@ def measured_by_layers(path: Path, plan: Plan) -> MeasuredRun:
     _require_same(times, plan, str(path))
     fingerprint = hashlib.sha256(path.read_bytes()).hexdigest()[:FINGERPRINT_DIGITS]
     date = changed_on(path)
-    device = plan.cluster.device.name
     return MeasuredRun(
         name=str(path),
         fingerprint=fingerprint,
         source=f"{times.tool} file {fingerprint} of {date}",
         date=date,
-        device=next((name for name, known in CATALOGUE.items() if known == device), device),
+        device=torch_name(plan.cluster.device.name),
         plan=plan,
         step_s=times.step_s,
         parts=_parts(times, plan),

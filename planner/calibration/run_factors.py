@@ -13,7 +13,8 @@ three iterations are enough.
 A cause that no equation depends on has no factor. A single run at tp 2 tells only the sum of
 tensor-parallel communication and the compute around it. Such a cause, or likewise data-parallel
 communication, gets the geometric mean of the factors of the two passes; a second run at tp 1 (or
-dp 1) tells them apart.
+dp 1) tells them apart. Where there are fewer equations than causes, as of a log that tells the step
+alone, the last causes follow the first.
 """
 
 from __future__ import annotations
@@ -252,6 +253,8 @@ class _Equations:
                 tied.append(cause)
             if self._condition(free, tied) <= MOST_CONDITION:
                 break
+        while len(free) > len(self.rows):  # the step as a whole: one factor for all
+            tied.append(free.pop())
         return free, tied
 
     def _condition(self, free: Sequence[str], tied: Sequence[str]) -> float:

@@ -82,7 +82,7 @@ def _neighbours(plan: Plan, settings: Settings, target: Target) -> Iterator[tupl
     """Yields the settings that differ in one choice, each with the name of that choice."""
     for zero in target.zeros:
         yield "zero", replace(settings, zero=zero)
-    for recompute in target.recomputes(plan):
+    for recompute in target.recomputes(plan.model, max(settings.blocks)):
         yield "recompute", replace(settings, **recompute)
     for size in (settings.micro_batch_size * 2, settings.micro_batch_size // 2):
         if size and (settings.global_batch_size // settings.dp) % size == 0:

@@ -15,7 +15,11 @@ _ANY = 7  # a number that no argument has by default
 def aliases() -> Mapping[str, str]:
     """Returns the option of each argument that says one number as the option does."""
     rows = (row for target in TARGETS.values() for row in target.table)
-    return {row.name: f"--{row.facts[0].replace('_', '-')}" for row in rows if _is_number(row)}
+    return {
+        row.name: f"--{row.facts[0].replace('_', '-')}"
+        for row in rows
+        if row.name.startswith("--") and _is_number(row)
+    }
 
 
 def _is_number(row: Argument) -> bool:

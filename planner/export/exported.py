@@ -7,12 +7,12 @@ launcher cannot say, with their costs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.planner.export.arguments import Given, written
+from parplan.planner.export.arguments import Given, Words, written
 from parplan.planner.export.configured import (
     Priced,
     price_settings,
@@ -29,6 +29,7 @@ from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import SearchOptions
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import load_stack
+from parplan.profiles.models.model_catalog import load_model, model_names
 from parplan.profiles.models.spec import TrainingSpec
 
 
@@ -60,11 +61,15 @@ def export_plan(plan: Plan, target: Target, source: str) -> Export:
     own = Priced(today.strategy, today.price_cache, today.price)
     training = training_on(target, plan.training)
     sheet = Sheet(settings=_nearest(plan, own, target, training), plan=plan, head=())
-    name, text = next(iter(target.files(sheet).items()))
-    back = target.settings(target.arguments(text, name), plan.model, plan.cluster.num_gpus)
+    files = target.files(sheet).items()
+    stated = written(target.stated, sheet.settings)
+    said = (each for name, text in files for each in target.arguments(text, name))
+    given = (*said, *_given(stated, target))
+    back = target.settings(given, plan.model, plan.cluster.num_gpus)
     configured = price_settings(back, plan.model, plan.cluster, training)
     lost = losses(own, configured)
-    head = head_lines(today.plan, source, target.source, configured, lost)
+    options = (*_model_option(plan, target), *stated)
+    head = head_lines(today.plan, source, target.source, configured, lost, options)
     return Export(
         target=target,
         head=head,
@@ -73,6 +78,12 @@ def export_plan(plan: Plan, target: Target, source: str) -> Export:
         files=target.files(replace(sheet, head=head)),
         losses=lost,
     )
+
+
+def as_priced(plan: Plan) -> Priced:
+    """Returns the strategy of a plan at the prices of today."""
+    today = reprice(plan)
+    return Priced(today.strategy, today.price_cache, today.price)
 
 
 def training_on(target: Target, training: TrainingSpec) -> TrainingSpec:
@@ -92,7 +103,10 @@ def _nearest(plan: Plan, own: Priced, target: Target, training: TrainingSpec) ->
     usual = settings_of(plan)
     tried, refused = _tried(usual, plan, own, target, training)
     if not tried and usual.virtual_stages > 1:
-        tried, _ = _tried(_one_stage_a_rank(usual, own), plan, own, target, training)
+        usual = _one_stage_a_rank(usual, own)
+        tried, _ = _tried(usual, plan, own, target, training)
+    if not tried:  # it has the ZeRO stage, but not beside this mesh
+        tried, _ = _tried(usual, plan, own, target, training, every_zero=True)
     if not tried:
         assert refused is not None, "a target has some recompute"
         raise refused
@@ -105,11 +119,17 @@ def _nearest(plan: Plan, own: Priced, target: Target, training: TrainingSpec) ->
 
 
 def _tried(
-    usual: Settings, plan: Plan, own: Priced, target: Target, training: TrainingSpec
+    usual: Settings,
+    plan: Plan,
+    own: Priced,
+    target: Target,
+    training: TrainingSpec,
+    *,
+    every_zero: bool = False,
 ) -> tuple[list[tuple[Settings, Priced]], ConfigError | None]:
     """Returns the prices of the candidates that can run, and why the last of the others cannot."""
     tried, refused = [], None
-    for settings in _candidates(plan, own, usual, target):
+    for settings in _candidates(plan, own, usual, target, every_zero=every_zero):
         try:
             back = _through_the_table(settings, plan, target)
             tried.append((settings, price_settings(back, plan.model, plan.cluster, training)))
@@ -130,27 +150,55 @@ def _one_stage_a_rank(settings: Settings, own: Priced) -> Settings:
 
 def _through_the_table(settings: Settings, plan: Plan, target: Target) -> Settings:
     """Returns the settings that the arguments of settings say. Raises ConfigError."""
-    given = tuple(
-        Given(name, words, target.name) for name, words in written(target.table, settings)
-    )
+    said = {fact for row in target.table for fact in row.facts}
+    unsaid = [f"{axis} {degree}" for axis, degree in _degrees(settings) if axis not in said]
+    if unsaid:
+        raise ConfigError(
+            f"{target.name} does not say {', '.join(unsaid)}", hint="choose another target"
+        )
+    given = _given(written(target.table, settings), target)
     return target.settings(given, plan.model, plan.cluster.num_gpus)
 
 
-def _candidates(plan: Plan, own: Priced, usual: Settings, target: Target) -> Iterator[Settings]:
-    """Yields the settings of a target with the mesh and the batch of a plan."""
+def _degrees(settings: Settings) -> Iterator[tuple[str, int]]:
+    """Yields the axes that divide a model, with their degrees."""
+    degrees = ((axis, getattr(settings, axis)) for axis in ("pp", "cp", "tp", "ep"))
+    yield from (each for each in degrees if each[1] > 1)
+
+
+def _given(arguments: Iterable[tuple[str, Words]], target: Target) -> tuple[Given, ...]:
+    return tuple(Given(name, words, target.name) for name, words in arguments)
+
+
+def _model_option(plan: Plan, target: Target) -> Iterator[tuple[str, Words]]:
+    """Yields the option that names the model, where no file of the target says its shape."""
+    name = plan.model.name
+    if target.model is None and name in model_names() and load_model(name).spec == plan.model:
+        yield "--model", (name,)
+
+
+def _candidates(
+    plan: Plan, own: Priced, usual: Settings, target: Target, *, every_zero: bool
+) -> Iterator[Settings]:
+    """Yields the settings of a target with the mesh and the batch of a plan.
+
+    every_zero    all ZeRO stages of the target, also where it has that of the plan
+    """
     choices = [choice for stage in own.strategy.stages for choice in stage]
     zeros = {choice.zero for choice in choices} | {
         zero for choice in choices for _, zero in choice.own_zero
     }
-    exact = len(zeros) == 1 and zeros <= set(target.zeros)
-    recomputes = tuple(target.recomputes(plan))
+    exact = len(zeros) == 1 and zeros <= set(target.zeros) and not every_zero
+    recomputes = tuple(target.recomputes(plan.model, max(usual.blocks)))
     alike = len(usual.blocks) == len(own.strategy.stages)
-    same = tuple(each for each in recomputes if alike and _is_same(own, replace(usual, **each)))
+    same = tuple(
+        each for each in recomputes if alike and is_same_recompute(own, replace(usual, **each))
+    )
     for zero, chosen in product(zeros if exact else target.zeros, same[:1] or recomputes):
         yield replace(usual, zero=zero, **chosen)
 
 
-def _is_same(own: Priced, settings: Settings) -> bool:
+def is_same_recompute(own: Priced, settings: Settings) -> bool:
     """True if the layers of a plan recompute the operators of settings with its stages."""
     cache = own.price_cache
     strategy = strategy_of_settings(settings, own.strategy.layout, 0, cache)

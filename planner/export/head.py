@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Iterable
 
+from parplan.planner.export.arguments import Words
 from parplan.planner.export.configured import Priced
 from parplan.planner.export.losses import LostPart
 from parplan.planner.plan.plan import Plan
@@ -14,17 +16,23 @@ from parplan.profiles.units import gib
 
 MARK = "exported by parplan from"
 _WIDTH = 96
-_OPTIONS = re.compile(r"read back with (.+)$", re.MULTILINE)
+_OPTIONS = re.compile(r'read back with ([^"\n]+)')
 
 
 def head_lines(
-    plan: Plan, source: str, target: str, configured: Priced, lost: tuple[LostPart, ...]
+    plan: Plan,
+    source: str,
+    target: str,
+    configured: Priced,
+    lost: tuple[LostPart, ...],
+    stated: Iterable[tuple[str, Words]] = (),
 ) -> tuple[str, ...]:
     """Returns the lines, without comment signs.
 
     plan      with the predictions of today
     source    its file
     target    the launcher's repository and commit
+    stated    options of facts that the files do not say
     """
     cluster, predicted = plan.cluster, plan.predicted
     band = predicted.error_band
@@ -39,7 +47,8 @@ def head_lines(
     for loss in lost:
         text = f"lost: {loss.what}: {loss.step_s:+.3g} s, {gib(loss.peak_bytes):+.2f} GiB"
         lines += textwrap.wrap(text, _WIDTH, subsequent_indent="  ")
-    options = _machine_options(plan)
+    said = [word for name, words in stated for word in (name, *words)]
+    options = " ".join((*said, *_machine_options(plan).split()))
     return (*lines, *([f"read back with {options}"] if options else []))
 
 

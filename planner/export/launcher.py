@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from parplan.planner.export.arguments import Argument, Facts, Given
@@ -33,11 +33,18 @@ class Target:
     rows         its arguments of a run and of a model
     table        those of a run
     zeros        the ZeRO stages that it has
-    recomputes   the kinds of recompute that it has, for blocks of a plan
+    recomputes   the kinds of recompute that it has, for a model and the most blocks of a stage
+    partitions   the blocks of stages that it says, for a number of stages and of blocks; None
+                 where it says any
     files        the files of a sheet by name; the first has the arguments
     arguments    the arguments in such a file
     settings     the settings that arguments say of a model on a number of GPUs
-    model        the model that the arguments of a file say; None where they only name one
+    model        the model that the arguments of a file say; None where they name none
+    stated       facts of the program, which its files do not say: options of `plan read`, which the
+                 head of an exported file states; `table` has them too
+    processes    groups of arguments that say one number: the product is that of processes; () for
+                 those of torchrun
+    further      the file beside that the arguments of a script name, whose arguments follow them
     refused      arguments that change time or memory without a price
     source       repository and commit or release that the table was read in
     """
@@ -47,10 +54,14 @@ class Target:
     rows: tuple[Argument, ...]
     table: tuple[Argument, ...]
     zeros: tuple[int, ...]
-    recomputes: Callable[[Plan], Iterator[RecomputeChoice]]
+    recomputes: Callable[[ModelSpec, int], Iterator[RecomputeChoice]]
     files: Callable[[Sheet], Mapping[str, str]]
     arguments: Callable[[str, str], tuple[Given, ...]]
     settings: Callable[[tuple[Given, ...], ModelSpec, int], Settings]
     model: Callable[[tuple[Given, ...], str, str], ModelSpec] | None
     refused: tuple[str, ...]
     source: str
+    partitions: Callable[[int, int], Iterator[tuple[int, ...]]] | None = None
+    stated: tuple[Argument, ...] = ()
+    processes: tuple[tuple[str, ...], ...] = ()
+    further: Callable[[Iterable[Given]], str | None] | None = None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 from parplan.planner.export.arguments import Given
@@ -19,9 +20,10 @@ from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 
-SUFFIXES = (".sh", ".sbatch", ".bash", ".slurm", ".yaml", ".yml")
+SUFFIXES = (".sh", ".sbatch", ".bash", ".slurm", ".yaml", ".yml", ".json")
 _NODES = ("--nnodes",)
 _PROCESSES = ("--nproc-per-node", "--nproc_per_node")
+_PLAN = ("plan_version:", "parplan_version:")
 _ENOUGH = 2  # arguments of a launcher's table by which its file is known
 
 
@@ -29,7 +31,7 @@ _ENOUGH = 2  # arguments of a launcher's table by which its file is known
 class LauncherFile:
     """A configuration as its launcher reads it.
 
-    given     its arguments, in their order
+    given     its arguments, in their order, and the facts that the head states of the program
     options   the machine that the head of an exported file states, by option
     """
 
@@ -46,11 +48,11 @@ class LauncherFile:
         by_name = {each.name: each.words[0] for each in self.given if each.words}
         counts = [
             next((by_name[name] for name in names if name in by_name), "")
-            for names in (_NODES, _PROCESSES)
+            for names in self.target.processes or (_NODES, _PROCESSES)
         ]
         if not all(count.isdigit() for count in counts):
             return None
-        return int(counts[0]) * int(counts[1])
+        return prod(map(int, counts))
 
     @property
     def passed_over(self) -> tuple[Given, ...]:
@@ -62,6 +64,14 @@ class LauncherFile:
         """Returns the configuration with a further argument, which the user states."""
         return replace(self, given=(*self.given, Given(name, words, f"{name} of the user")))
 
+    def with_stated(self, options: Mapping[str, object]) -> LauncherFile:
+        """Returns the configuration with the options of the user that its files leave open."""
+        file = self
+        for row in self.target.stated:
+            value = options.get(row.name)
+            file = file if value is None else file.with_argument(row.name, f"{value}")
+        return file
+
     def settings(self, model: ModelSpec, num_gpus: int) -> Settings:
         """Returns the settings that the arguments say. Raises ConfigError."""
         return self.target.settings(self.given, model, num_gpus)
@@ -70,8 +80,8 @@ class LauncherFile:
         """Returns the model that the arguments say. Raises ConfigError."""
         if self.target.model is None:
             raise ConfigError(
-                f"{self.path}: the arguments of {self.target.name} name no shape",
-                hint="name the model with --model",
+                f"{self.path}: the file does not say its model",
+                hint=f"plan read {self.path} --model NAME",
             )
         return self.target.model(self.given, self.path.stem, str(self.path))
 
@@ -84,25 +94,53 @@ def read_launcher_file(path: Path, targets: Mapping[str, Target]) -> LauncherFil
     """
     if path.suffix not in SUFFIXES:
         return None
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", hint="check its name") from None
+    text = _text_of(path)
+    if text.startswith(_PLAN):
+        return None
     found = []
     for target in targets.values():
-        given = target.arguments(text, str(path))
+        given = _with_further(target, target.arguments(text, str(path)), path)
         known = {row.name for row in target.rows}
         found.append((sum(each.name in known for each in given), target, given))
     most, target, given = max(found, key=lambda each: each[0])
     if most < _ENOUGH:
         return None
-    wrong = next((each for each in given if each.name in target.refused), None)
+    require_priced(target, given)
+    options = stated_options(text)
+    file = LauncherFile(path=path, target=target, given=given, options=options)
+    return file.with_stated(options)
+
+
+def require_priced(target: Target, given: Iterable[Given]) -> None:
+    """Raises ConfigError for an argument that changes time or memory without a price."""
+    wrong = next((each for each in given if _is_one_of(each.name, target.refused)), None)
     if wrong:
         raise ConfigError(
             f"{wrong.where}: {wrong.name} changes the step and has no price",
             hint="take it out to price the rest",
         )
-    return LauncherFile(path=path, target=target, given=given, options=stated_options(text))
+
+
+def _with_further(target: Target, given: tuple[Given, ...], path: Path) -> tuple[Given, ...]:
+    """Returns arguments with those of the file beside that they name, where it is there."""
+    named = target.further(given) if target.further else None
+    beside = path.parent / (named or "")
+    if named is None or not beside.is_file():
+        return given
+    return (*given, *target.arguments(_text_of(beside), str(beside)))
+
+
+def _text_of(path: Path) -> str:
+    """Returns the text of a file. Raises ConfigError where it is not readable."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", hint="check its name") from None
+
+
+def _is_one_of(name: str, refused: Iterable[str]) -> bool:
+    """Tells that an argument, or the section that it is in, is refused."""
+    return any(name == each or name.startswith(f"{each}.") for each in refused)
 
 
 def plan_of_file(

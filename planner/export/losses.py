@@ -174,15 +174,19 @@ def _placement_text(parts: _Exchange) -> str:
 
 def _mesh_text(parts: _Exchange) -> str:
     layout = parts.layout
-    return f"{layout.mesh}, micro-batch {layout.micro_batch_size} x {layout.num_micro_batches}"
+    divided = " with sequence parallelism" if layout.sequence_parallel else ""
+    batch = f"micro-batch {layout.micro_batch_size} x {layout.num_micro_batches}"
+    return f"{layout.mesh}{divided}, {batch}"
 
 
 def _training_text(training: TrainingSpec) -> str:
     narrow = f" with {training.products} products" if training.products else ""
     states = training.stack.states or "other"
+    hidden = "hidden" if training.overlap_grad_reduce else "not hidden"
     return (
-        f"{training.precision}{narrow}, gradients {training.gradient_precision}, {states} states, "
-        f"{training.optimizer}, as {training.stack.name} runs it"
+        f"{training.precision}{narrow}, gradients {training.gradient_precision} and their "
+        f"reduction {hidden}, {states} states, {training.optimizer}, {training.attention} "
+        f"attention, as {training.stack.name} runs it"
     )
 
 

@@ -24,9 +24,8 @@ from parplan.planner.export.megatron_arguments import (
 from parplan.planner.export.megatron_model import MODEL_TABLE, read_model, unsaid_parts
 from parplan.planner.export.megatron_stages import finished
 from parplan.planner.export.script import array, script, torchrun_lines
-from parplan.planner.export.settings import Settings, model_facts, stage_blocks
+from parplan.planner.export.settings import Settings, model_facts
 from parplan.planner.export.shell_words import shell_arguments, yaml_arguments
-from parplan.planner.plan.plan import Plan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import ModelSpec
 
@@ -47,9 +46,8 @@ _OF_EXPERTS = (
 _OF_LATENT = (("mla_up_proj",), ("mla_up_proj", "layernorm"))
 
 
-def recomputes(plan: Plan) -> Iterator[RecomputeChoice]:
+def recomputes(model: ModelSpec, most_blocks: int) -> Iterator[RecomputeChoice]:
     """Yields the recompute of Megatron-LM: none, modules by name, some blocks, and all blocks."""
-    model = plan.model
     modules = (
         *_MODULES,
         *(_OF_EXPERTS if model.num_experts else ()),
@@ -61,7 +59,7 @@ def recomputes(plan: Plan) -> Iterator[RecomputeChoice]:
     yield usual | {"recompute": Recompute.NONE}
     for chosen in modules:
         yield usual | {"recompute": Recompute.SELECTIVE, "recompute_modules": chosen}
-    for count in range(1, max(stage_blocks(plan))):
+    for count in range(1, most_blocks):
         yield usual | {"recompute": Recompute.FULL, "recompute_blocks": count}
     yield usual | {"recompute": Recompute.FULL}
 

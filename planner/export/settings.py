@@ -41,6 +41,7 @@ class Settings:
     tp_overlap         products hide the collectives of sequence parallelism
     fused_loss         one kernel computes the loss, and holds fp32 logits beside their gradient
     narrow_weights     parameters are gathered in the format of narrow products
+    bucket_elements    gradients that are reduced at a time; None for the stack's own number
     num_layers         blocks of the model, and whether any has experts
     """
 
@@ -78,6 +79,7 @@ class Settings:
     tp_overlap: bool = False
     fused_loss: bool = False
     narrow_weights: bool = False
+    bucket_elements: int | None = None
     num_layers: int = 1
     has_experts: bool = False
     mtp_layers: int = 0
@@ -202,6 +204,8 @@ def with_training(training: TrainingSpec, settings: Settings) -> TrainingSpec:
     stack = training.stack.keeping(settings.state_precision)
     if settings.fused_loss:
         stack = replace(stack, logit_bytes=FUSED_LOSS_LOGIT_BYTES)
+    if settings.bucket_elements is not None:
+        stack = replace(stack, bucket_elements=settings.bucket_elements)
     return replace(
         training,
         global_batch_size=settings.global_batch_size,

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from parplan.planner.export.deepspeed import DEEPSPEED
+from parplan.planner.export.fsdp2 import FSDP2
+from parplan.planner.export.hf_trainer import HUGGINGFACE
 from parplan.planner.export.launcher import Target
 from parplan.planner.export.megatron import MEGATRON
 from parplan.planner.export.torchtitan import TORCHTITAN
 from parplan.profiles.errors import unknown_name_error
 
-TARGETS: Mapping[str, Target] = {target.name: target for target in (MEGATRON, TORCHTITAN)}
+TARGETS: Mapping[str, Target] = {
+    target.name: target
+    for target in (
+        MEGATRON,
+        TORCHTITAN,
+        DEEPSPEED,
+        FSDP2,
+        HUGGINGFACE,
+    )
+}
 
 
 def target_named(name: str) -> Target:

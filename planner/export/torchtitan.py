@@ -11,8 +11,7 @@ from parplan.planner.export.launcher import RecomputeChoice, Sheet, Target
 from parplan.planner.export.script import array, script, torchrun_lines
 from parplan.planner.export.settings import Settings, model_facts
 from parplan.planner.export.shell_words import shell_arguments
-from parplan.planner.export.torchtitan_arguments import REFUSED, TABLE, finished
-from parplan.planner.plan.plan import Plan
+from parplan.planner.export.torchtitan_arguments import REFUSED, TABLE, finished, partitions
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import ModelSpec
@@ -32,7 +31,7 @@ CONFIGS: Mapping[str, tuple[str, str]] = {
 _CHECKPOINT = "activation_checkpoint"
 
 
-def recomputes(_: Plan) -> Iterator[RecomputeChoice]:
+def recomputes(_: ModelSpec, __: int) -> Iterator[RecomputeChoice]:
     """Yields the recompute of torchtitan, which is the same for all blocks."""
     for level in Recompute:
         yield {"recompute": level, "recompute_modules": None, "full_in_turn": True}
@@ -102,6 +101,7 @@ TORCHTITAN = Target(
     table=TABLE,
     zeros=(0, 2, 3),
     recomputes=recomputes,
+    partitions=partitions,
     files=files,
     arguments=arguments,
     settings=settings,

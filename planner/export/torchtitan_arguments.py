@@ -10,6 +10,7 @@ default of torch.distributed.tensor.experimental.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
@@ -78,6 +79,13 @@ def generated_blocks(stages: int, layers: int, first: int, last: int) -> tuple[i
     blocks[0] -= first
     blocks[-1] -= last
     return tuple(blocks)
+
+
+def partitions(stages: int, layers: int) -> Iterator[tuple[int, ...]]:
+    """Yields the blocks of stages that torchtitan says, each once."""
+    ends = product(range(-(-layers // stages) + 1), repeat=2)
+    dealt = (generated_blocks(stages, layers, first, last) for first, last in ends)
+    yield from dict.fromkeys(blocks for blocks in dealt if blocks is not None)
 
 
 def _ends(settings: Settings) -> tuple[int, int]:

@@ -75,6 +75,8 @@ STACKS = (  # pattern in a framework cell, first match first -> the stack
     (r"NeMo|Megatron-Bridge|Megatron-Core r0", "nemo"),
     (r"Megatron", "megatron-core"),
 )
+# behind the framework of a row that `plan import` made: its stack by name
+STACK_OF_LOG = "(stack {})"
 # the stack of a framework that matches no pattern; its rows have `framework` among their assumed
 # settings
 UNKNOWN_STACK = "torchtitan"
@@ -102,6 +104,7 @@ PRODUCT_FORMATS = {  # a dtype cell -> the format of the products
     "fp8-mx": ProductFormat.MXFP8,
     "fp8_mx": ProductFormat.MXFP8,
     "fp8-cs/mx": ProductFormat.MXFP8,
+    "fp8-block": ProductFormat.FP8_BLOCK,
     "mxfp8": ProductFormat.MXFP8,
     "mxfp8_cublas": ProductFormat.MXFP8,
     "mxfp8_cublas_rceil": ProductFormat.MXFP8,
@@ -151,6 +154,7 @@ DROPOUT = 0.1
 CONTEXT_FORMS = (  # pattern in an id or in notes -> the form of context parallelism
     (r"a2a_p2p", ContextForm.TWO_LEVEL),
     (r"CP=all-to-all", ContextForm.ALL_TO_ALL),
+    (r"CP=all-gather", ContextForm.ALL_GATHER),
 )
 # Start of the id of runs that reduce gradients in the precision of the weights: the performance
 # recipes of Megatron-Bridge (perf_recipes/_common.py of the commit below), except those of Kimi K2.

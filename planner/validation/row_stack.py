@@ -36,6 +36,7 @@ from parplan.planner.validation.frameworks import (
     RELEASE_TEST_IMBALANCE,
     RELEASE_TEST_UNFUSED,
     SELECTIVE_OF,
+    STACK_OF_LOG,
     STACKS,
     UNKNOWN_STACK,
 )
@@ -51,6 +52,7 @@ from parplan.profiles.stack import AttentionKernel, AvailableKernel, FlashKernel
 from parplan.profiles.state_precision import StatePrecision
 from parplan.profiles.units import MIB
 
+_STACK_OF_LOG = re.compile(re.escape(STACK_OF_LOG).replace(r"\{\}", r"([\w.-]+)"))
 _HOPPER = 9.0  # compute capability
 
 
@@ -77,6 +79,9 @@ def stack_name(row: Row) -> str:
 
 
 def described_stack(row: Row) -> str | None:
+    named = _STACK_OF_LOG.search(row["framework"])
+    if named:
+        return named[1]
     return next((stack for pattern, stack in STACKS if re.search(pattern, row["framework"])), None)
 
 

@@ -24,6 +24,11 @@ def packaged_file(folder: str, name: str) -> Traversable:
     return files("parplan.configs").joinpath(folder, f"{name}.yaml")
 
 
+def packaged_text(folder: str, name: str) -> str:
+    """Returns the text of a packaged file that is no YAML, by its whole name."""
+    return files("parplan.configs").joinpath(folder, name).read_text(encoding="utf-8")
+
+
 def config_source(folder: str, name: str, kind: str, text: str) -> Traversable:
     """Returns the packaged file `name` of a folder if there is one, else the path `text`.
 

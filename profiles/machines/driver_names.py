@@ -72,3 +72,8 @@ def scheduled_device(word: str) -> str | None:
 
 def _plain(name: str) -> str:
     return name.lower().replace("_", "-").replace(" ", "-")
+
+
+def torch_name(machine: str) -> str:
+    """Returns torch's name of the GPU of a packaged machine, the machine's own for others."""
+    return next((name for name, known in CATALOGUE.items() if known == machine), machine)

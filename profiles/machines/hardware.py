@@ -26,6 +26,8 @@ class Device:
         instead of its own
     host_slowdown: factor on the seconds in which its host launches an operator, of a host on the
         same board as the device; 1 for the hosts on which the stacks' seconds were fitted
+    board_power_w: greatest power of its board, with the host where both share a board; None where
+        it is not known
     """
 
     __pydantic_config__ = _FORBID
@@ -40,6 +42,7 @@ class Device:
     compute_capability: float | None = None
     flash_kernel: FlashKernel | None = None
     host_slowdown: float = 1.0
+    board_power_w: float | None = None
 
     @property
     def is_host(self) -> bool:

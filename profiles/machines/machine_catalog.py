@@ -90,6 +90,7 @@ class _DeviceDocument:
     compute_capability: _Positive | None = None
     flash_kernel: FlashKernel | None = None
     host_slowdown: _Positive | None = None
+    board_power_w: _Positive | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,6 +191,7 @@ def cluster_from_document(document: object, where: str) -> Cluster:
             compute_capability=device.compute_capability,
             flash_kernel=device.flash_kernel,
             host_slowdown=device.host_slowdown or 1.0,
+            board_power_w=device.board_power_w,
         ),
         nodes=cluster.nodes,
         gpus_per_node=node.gpus,
@@ -232,6 +234,7 @@ def cluster_document(cluster: Cluster) -> dict[str, Any]:
             compute_capability=device.compute_capability,
             flash_kernel=device.flash_kernel,
             host_slowdown=None if device.host_slowdown == 1.0 else device.host_slowdown,
+            board_power_w=device.board_power_w,
         ),
         node=_NodeDocument(
             gpus=cluster.gpus_per_node,

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from parplan.costmodels.communication.mesh import Mesh, MeshOrder
 from parplan.costmodels.host.offload import Offload
+from parplan.costmodels.usage.goodput import Failures
 from parplan.planner.calibration.profile_coverage import Coverage
 from parplan.planner.objective import Objective, Prefer
 from parplan.planner.plan.plan import OVER_DATA, Plan
@@ -31,6 +32,7 @@ from parplan.report.names import (
 )
 from parplan.report.plans.chunk_tables import chunks_fact
 from parplan.report.plans.coverage_notes import coverage_notes, coverage_of_profile, coverage_text
+from parplan.report.plans.goodput_fact import goodput_facts
 from parplan.report.plans.memory_table import fullest, print_stages
 from parplan.report.plans.network_fact import network_facts
 from parplan.report.plans.notes import notes
@@ -73,6 +75,7 @@ class SummaryContext:
     profile      file of --profile as the user named it, empty when unknown
     plan_file    file of the plan as the user named it, empty when unknown
     ruled        a rule of the user said the recompute of the stages
+    failures     failures of the cluster, None where no goodput is asked for
     """
 
     assumed: tuple[str, ...] = ()
@@ -82,6 +85,7 @@ class SummaryContext:
     profile: str = ""
     plan_file: str = ""
     ruled: bool = False
+    failures: Failures | None = None
 
 
 def print_summary(plan: AnyPlan, out: Console, context: SummaryContext) -> None:
@@ -226,6 +230,7 @@ def _facts(
         f"{seconds_text(step.value)}{of_step} ({step.kind})",
         f"{_speed_text(plan)}, {percent(predicted.mfu.value)} MFU",
     )
+    yield from goodput_facts(plan, context.failures)
     yield _memory_fact(plan)
     if host := max(memory.host for memory in predicted.memory_gib):
         yield _host_fact(plan, host)

@@ -21,7 +21,7 @@ from benchmarks.search.attacks.moves import (
 )
 from benchmarks.search.attacks.requests import NAMED, SMALL, Request, memory_requests, requests
 from benchmarks.search.attacks.rounds import Attack, Outcome, attacked
-from parplan.commands.options import TargetOptions
+from parplan.commands.options.target_options import TargetOptions
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule

@@ -17,7 +17,7 @@ import pytest
 import yaml
 from click.testing import Result
 
-from parplan.commands import options as shared_options
+from parplan.commands.options import option_values
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule, csv_rows
@@ -533,13 +533,13 @@ def test_version_is_printed():
 
 def test_the_choices_of_the_options_are_those_of_the_planner():
     assert set(Schedule) - {Schedule.CUSTOM} == set(
-        shared_options.SCHEDULES
+        option_values.SCHEDULES
     )  # that one comes with --schedule-file
-    assert set(Recompute) == set(shared_options.RECOMPUTE)
-    assert set(Offload) == set(shared_options.OFFLOAD)
-    assert set(Precision) == set(shared_options.PRECISIONS)
-    assert set(Optimizer) == set(shared_options.OPTIMIZERS)
-    assert set(AttentionKernel) == set(shared_options.ATTENTION)
+    assert set(Recompute) == set(option_values.RECOMPUTE)
+    assert set(Offload) == set(option_values.OFFLOAD)
+    assert set(Precision) == set(option_values.PRECISIONS)
+    assert set(Optimizer) == set(option_values.OPTIMIZERS)
+    assert set(AttentionKernel) == set(option_values.ATTENTION)
     assert set(SolverName) == {"cbc", "highs"}
     assert set(Objective) == {"throughput", "memory", "peak"}
 
@@ -707,6 +707,11 @@ def test_the_choices_of_the_options_are_those_of_the_planner():
             ("--modl", "gpt-20b"),
             r"no such option '--modl'\nhint: did you mean '--model'",
             id="wrong-flag",
+        ),
+        pytest.param(
+            ("--modle", "gpt-20b"),
+            r"no such option '--modle'\nhint: did you mean '--model'",
+            id="wrong-order-of-letters",
         ),
         pytest.param(
             ("shwo", "plan.yaml"),

@@ -21,10 +21,13 @@ from parplan.planner.search.relaxations import relaxations
 from parplan.report.searches import infeasible_text as relaxations_report
 from tests.helpers.documented import ROOT, documented, shape
 from tests.helpers.kineto_traces import one_step, write_kineto
-from tests.helpers.launcher_scripts import SCRIPT
+from tests.helpers.launcher_scripts import DEEPSPEED_JSON, SCRIPT, TRAINER_YAML
+from tests.helpers.run_logs import megatron_log, nemo_log
 from tests.helpers.synthetic_runs import estimated, run_of
 
 QUICK = (
+    "plan sweep --model gpt-1.5b --gpus 4,8,16 --gpu a100-80gb,h100-80gb",
+    "plan size --model gpt-1.5b --tokens 100B --days 7 --gpu a100-80gb,h100-80gb --price a100-80gb=1.50 --price h100-80gb=2.50",
     "plan --model gpt-tiny --gpu cpu --gpus 2",
     "plan calibrate run.json -o mygpu.yaml",
     "plan estimate --model gpt-22b --gpus 8 --tp 8 --micro-batch-size 4 --recompute full",
@@ -37,6 +40,7 @@ QUICK = (
     "plan schemes --model gpt-20b --gpus 64 --micro-batch-size 4",
     "plan explain --model gpt-20b --gpus 64 --tp 8 --operator fc2",
     "plan show plan.yaml",
+    "plan show plan.yaml --mtbf 50000h --storage 200GB/s",
     "plan show plan.yaml --instructions --rank 0",
     "plan show plan.yaml --chunks --plot moments.png",
     "plan validate --source simumax --rows",
@@ -51,7 +55,20 @@ QUICK = (
     "plan export plan.yaml --to megatron --launch slurm -o run/",
     "plan estimate --model llama3-8b --gpus 64 --gpu h100-80gb --zero 3 --recompute full --stack torchtitan -o plan.yaml",
     "plan export plan.yaml --to torchtitan",
+    "plan estimate --model llama3-8b --gpus 64 --gpu h100-80gb --tp 2 --sequence-parallel --zero 3 --recompute selective --stack torchtitan -o plan.yaml",
+    "plan export plan.yaml --to fsdp2",
+    "plan estimate --model llama3-8b --gpus 64 --gpu h100-80gb --zero 3 --recompute full --stack deepspeed -o plan.yaml",
+    "plan export plan.yaml --to deepspeed",
+    "plan estimate --model llama3-8b --gpus 64 --gpu h100-80gb --zero 3 --recompute full --gradient-precision bf16 --stack huggingface -o plan.yaml",
+    "plan export plan.yaml --to huggingface",
+    "plan read sft.yaml --model llama3-8b --gpu h100-80gb --gpus 16 -o plan.yaml",
     "plan read train.sh --gpu h100-80gb -o plan.yaml",
+    "plan import train.log --gpu h100-80gb -o steps.csv",
+    "plan validate --steps steps.csv --rows",
+    "plan calibrate train.log --gpu h100-80gb -o mygpu.yaml",
+    "plan import nemo.log --config train.sh --gpu h100-80gb",
+    "plan import train.log --model llama2-7b --gpus 8 --gpu h100-80gb --tp 2 --zero 1 --sequence-parallel --global-batch-size 128 --seq-length 4096",
+    "plan read ds_config.json --model llama3-8b --seq-length 8192 --gpu h100-80gb --gpus 8 -o plan.yaml",
     "plan calibrate run.json -o mycpu.yaml",
     "plan estimate --model gpt-2.5b --gpus 8 --gpu a100-80gb --stack megatron-core --tp 2 --sequence-parallel --micro-batch-size 2 -o there.yaml",
     "plan calibrate traces/ --plan there.yaml -o mygpu.yaml",
@@ -73,7 +90,13 @@ SLOW = (
     "plan check plan.yaml",
 )
 # by target, a part of the command whose plan is exported to it
-EXPORTED = {"megatron": "--virtual-stages 5", "torchtitan": "--stack torchtitan -o"}
+EXPORTED = {
+    "megatron": "--virtual-stages 5",
+    "torchtitan": "--recompute full --stack torchtitan -o",
+    "deepspeed": "--stack deepspeed -o",
+    "huggingface": "--stack huggingface -o",
+    "fsdp2": "--recompute selective --stack torchtitan -o",
+}
 ENOUGH_S = 300.0  # no search for what would fit is cut off
 MINUTES = "takes minutes"
 PLACEHOLDER = "names a file or a module of the reader's"
@@ -191,6 +214,17 @@ def _give_files(command: str, folder: Path) -> None:
         write_kineto(folder / "traces" / "rank0.json", one_step())
         write_plan(estimated(tp=2, dp=2), folder / "there.yaml")
     (folder / "train.sh").write_text(SCRIPT, encoding="utf-8")
+    (folder / "sft.yaml").write_text(TRAINER_YAML, encoding="utf-8")
+    if "train.log" in command or "steps.csv" in command:
+        times = {1: 31_000.0} | {step: 6_500.0 + step * 37 % 90 for step in range(2, 101)}
+        (folder / "train.log").write_text(megatron_log(times), encoding="utf-8")
+    if "nemo.log" in command:
+        times_s = dict.fromkeys(range(20), 31.0)
+        (folder / "nemo.log").write_text(nemo_log(times_s, batch=512), encoding="utf-8")
+    if "steps.csv" in command and "import" not in command:
+        words = DOCUMENTED["plan import train.log --gpu h100-80gb -o steps.csv"].words
+        assert CliRunner().invoke(cli.main, words[1:]).exit_code == 0
+    (folder / "ds_config.json").write_text(DEEPSPEED_JSON, encoding="utf-8")
     if "run.json" in command:
         write_run(run_of(estimated()), folder / "run.json")
 

@@ -16,3 +16,28 @@ ARGS=(
 )
 torchrun --nproc_per_node 8 --nnodes 16 pretrain_gpt.py ${ARGS[@]}
 """
+# as in DeepSpeed's own examples
+DEEPSPEED_JSON = """{
+  "train_batch_size": 64,
+  "train_micro_batch_size_per_gpu": 2,
+  "steps_per_print": 10,
+  "zero_optimization": {
+    "stage": 3,
+    "stage3_prefetch_bucket_size": 5e7
+  },
+  "gradient_clipping": 1.0,
+  "fp16": {"enabled": true, "loss_scale": 0}
+}
+"""
+# as users of trl and of LLaMA-Factory have it
+TRAINER_YAML = """\
+model_name_or_path: meta-llama/Meta-Llama-3-8B
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 4
+learning_rate: 1.0e-5
+bf16: true
+gradient_checkpointing: true
+cutoff_len: 4096
+fsdp: full_shard auto_wrap
+fsdp_config: {fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer, fsdp_cpu_offload: false}
+"""

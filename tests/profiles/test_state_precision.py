@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from parplan.commands.options import STATE_PRECISIONS, TargetOptions
+from parplan.commands.options.option_values import STATE_PRECISIONS
+from parplan.commands.options.target_options import TargetOptions
 from parplan.commands.requests.requests import request_of
 from parplan.costmodels.layers.model_states import FP32_BYTES
 from parplan.profiles.errors import ConfigError

@@ -25,7 +25,7 @@ from benchmarks.search.attacks import change
 from benchmarks.search.attacks.allowed import layouts
 from benchmarks.search.attacks.requests import PINS, STACKS, Request
 from benchmarks.search.attacks.rounds import ROUNDING, Attack, searched
-from parplan.commands.options import TargetOptions
+from parplan.commands.options.target_options import TargetOptions
 from parplan.planner.objective import Objective
 from parplan.planner.request import SearchOptions
 from parplan.profiles.documents.schema import document

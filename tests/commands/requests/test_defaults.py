@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from parplan.commands.options import TargetOptions
+from parplan.commands.options.target_options import TargetOptions
 from parplan.commands.requests.machine import DEFAULT_STACK, TrainingDefaults
 from parplan.commands.requests.requests import request_about, request_of
 from parplan.planner.plan.plan_file import read_plan

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from parplan.commands.options import PinOptions, SearchFlags, TargetOptions
+from parplan.commands.options.pin_options import PinOptions
+from parplan.commands.options.search_options import SearchFlags
+from parplan.commands.options.target_options import TargetOptions
 from parplan.commands.requests.document_lengths import documents_of_option
 from parplan.commands.requests.requests import request_of
 from parplan.commands.requests.traced import module_request

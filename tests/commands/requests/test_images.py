@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from parplan.commands.options import PinOptions, TargetOptions
+from parplan.commands.options.pin_options import PinOptions
+from parplan.commands.options.target_options import TargetOptions
 from parplan.commands.requests.pins import require_possible
 from parplan.commands.requests.requests import request_of
 from parplan.profiles.errors import ConfigError

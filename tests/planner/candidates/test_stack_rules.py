@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from parplan.commands.options import MESH_ORDERS
+from parplan.commands.options.option_values import MESH_ORDERS
 from parplan.costmodels.communication.mesh import Mesh, MeshOrder
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule

@@ -11,7 +11,7 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.planner.export.exported import export_plan
 from parplan.planner.export.targets import TARGETS, target_named
-from parplan.planner.export.torchtitan_arguments import generated_blocks
+from parplan.planner.export.torchtitan_arguments import generated_blocks, partitions
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.stack import ContextForm
@@ -113,6 +113,8 @@ def test_the_stages_of_torchtitan_are_dealt_as_it_deals_them():
     assert generated_blocks(4, 32, 1, 1) == (8, 9, 8, 7)
     assert generated_blocks(1, 32, 1, 1) == (32,)
     assert generated_blocks(32, 32, 2, 0) is None
+    assert (8, 9, 8, 7) in partitions(4, 32)
+    assert all(sum(blocks) == 32 for blocks in partitions(4, 32))
 
 
 def mixed_zero(plan: Plan) -> Plan:
@@ -168,7 +170,15 @@ def test_the_command_offers_every_target():
 
 
 # by target: a model that it has, and unequal stages of it
-MODELS = {"megatron": ("gpt-2.5b", (26, 28)), "torchtitan": ("llama3-8b", (15, 17))}
+MODELS = {
+    "megatron": ("gpt-2.5b", (26, 28)),
+    "torchtitan": ("llama3-8b", (15, 17)),
+    "deepspeed": ("gpt-2.5b", (26, 28)),
+    "fsdp2": ("gpt-2.5b", (26, 28)),
+    "huggingface": ("llama3-8b", (15, 17)),
+}
+# by target: an axis that it refuses here, and why
+REFUSED = {"deepspeed": ("cp", "for sequences"), "huggingface": ("pp", "does not say pp")}
 
 
 def many_plans():
@@ -196,4 +206,9 @@ def test_the_round_trip_is_exact_or_its_loss_is_the_difference(layout, target):
     model, blocks = MODELS[target]
     plain = {name: value for name, value in layout.items() if name != "unequal"}
     plan = laid_out(model, blocks=blocks if "unequal" in layout else None, **plain)
+    axis, reason = REFUSED.get(target, ("", ""))
+    if axis in layout:
+        with pytest.raises(ConfigError, match=reason):
+            exported(plan, target)
+        return
     require_consistent(exported(plan, target))

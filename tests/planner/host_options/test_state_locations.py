@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from parplan.commands.options import TargetOptions
+from parplan.commands.options.target_options import TargetOptions
 from parplan.commands.requests.requests import request_of
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.offload import Offload

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from parplan.commands.options import PinOptions, SearchFlags, TargetOptions
+from parplan.commands.options.pin_options import PinOptions
+from parplan.commands.options.search_options import SearchFlags
+from parplan.commands.options.target_options import TargetOptions
 from parplan.commands.requests.requests import request_of
 from parplan.costmodels.step import price_step
 from parplan.planner.objective import Objective, Prefer

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from parplan.commands.options import TargetOptions
+from parplan.commands.options.target_options import TargetOptions
 from parplan.commands.requests.requests import request_of
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models import model_catalog

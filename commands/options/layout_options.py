@@ -3,26 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
-from parplan.commands.options import (
+from parplan.commands.options.option_values import (
     ACCESS,
     CHUNK_COMMUNICATION,
     CONTEXT_FORMS,
     EVICTION,
-    LAYOUT,
     MESH_ORDERS,
     OFFLOAD,
     RECOMPUTE,
     SCHEDULES,
     STAGE_RECOMPUTE,
-    LayoutOptions,
-    micro_batch_option,
 )
+from parplan.commands.options.sections import LAYOUT
 from parplan.commands.style import List, Whole, option, packs, together
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutOptions:
+    """A layout by hand, the input of `plan estimate`."""
+
+    pp: int = 1
+    dp: int | None = None
+    tp: int = 1
+    cp: int = 1
+    context_form: str | None = None
+    ep: int = 1
+    etp: int = 1
+    mesh_order: str | None = None
+    micro_batch_size: int = 1
+    schedule: str | None = None
+    schedule_file: Path | None = None
+    virtual_stages: int = 1
+    zero: int = 0
+    own_zero: tuple[str, ...] = ()
+    zero_ranks: int | None = None
+    offload: tuple[str, ...] | None = None
+    host_blocks: int | None = None
+    host_optimizer: int | None = None
+    eviction: str | None = None
+    chunk_communication: str | None = None
+    chunk_access: str | None = None
+    memory_limit: str | None = None
+    keep_on_host: tuple[str, ...] | None = None
+    recompute: str = "none"
+    recompute_first_stage: str | None = None
+    sequence_parallel: bool = False
+    tp_overlap: int = 0
 
 
 def degree(name: str, text: str, default: int = 1) -> Callable[[Any], Any]:
@@ -51,6 +83,15 @@ def zero_option(text: str) -> Callable[[Any], Any]:
     )
 
 
+micro_batch_option = option(
+    LAYOUT,
+    "--micro-batch-size",
+    type=Whole("micro_batch_size"),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Sequences in a micro-batch.",
+)
 layout_options = together(
     degree("pp", "Pipeline stages."),
     option(

@@ -1,0 +1,1 @@
+"""Options that commands share, by subject, and the records that pack them."""

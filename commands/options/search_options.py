@@ -1,0 +1,117 @@
+"""Options for the objective and the limits of a search."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import click
+
+from parplan.commands.options.option_values import PREFERENCES
+from parplan.commands.options.pin_options import pin_options
+from parplan.commands.options.sections import AIM, SEARCH
+from parplan.commands.style import LONGEST_S, Number, Share, Whole, option, packs, together
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchFlags:
+    """The objective and the limits of a search."""
+
+    objective: str = "throughput"
+    prefer: str | None = None
+    points: int | None = None
+    max_slowdown: float | None = None
+    memory_slack: float | None = None
+    memory_margin: float | None = None
+    oom_risk: float | None = None
+    memory_limit: str | None = None
+    time_limit: float | None = None
+    solver: str = "cbc"
+    explain: bool = False
+
+
+search_options = together(
+    option(
+        AIM,
+        "--max-slowdown",
+        type=Number(),
+        metavar="SHARE",
+        help="Largest slowdown against the fastest plan, for the objectives memory and peak. The "
+        "fastest plan uses no host memory if one fits without. [default: 0.1]",
+    ),
+    option(
+        AIM,
+        "--memory-slack",
+        type=Number(),
+        metavar="SHARE",
+        help="For the objective memory, memory first: the fastest plan that has at most this share "
+        "more redundant memory than the leanest plan of all, which may take any time.",
+    ),
+    option(
+        AIM,
+        "--memory-margin",
+        type=Number(),
+        metavar="SHARE",
+        help="Share of each device that stays free. [default: from measured runs]",
+    ),
+    option(
+        AIM,
+        "--oom-risk",
+        type=Share(),
+        metavar="SHARE",
+        help="Probability that the plan runs out of memory, such as 1%; measured runs give the "
+        "margin.",
+    ),
+    option(
+        AIM,
+        "--memory-limit",
+        metavar="SIZE",
+        help="Memory that a plan may fill on a device, such as 72GiB; replaces the margin.",
+    ),
+    pin_options,
+    option(
+        SEARCH,
+        "--time-limit",
+        type=Number(max=LONGEST_S),
+        metavar="SECONDS",
+        help="Time after which everything stops, with the best plan so far and its gap.",
+    ),
+    option(
+        SEARCH,
+        "--solver",
+        type=click.Choice(("cbc", "highs")),
+        default="cbc",
+        show_default=True,
+        help="MILP solver.",
+    ),
+    packs("flags", SearchFlags),
+)
+objective_options = together(
+    option(
+        AIM,
+        "--objective",
+        type=click.Choice(("throughput", "memory", "peak", "pareto")),
+        default="throughput",
+        show_default=True,
+        help="Quantity to minimise: the step time; within --max-slowdown of the fastest step, the "
+        "redundant memory or the peak of the fullest GPU; or the front of time and memory. Only "
+        "GPU memory counts. Host offload, as far as --offload allows it, never increases it.",
+    ),
+    option(
+        AIM,
+        "--prefer",
+        type=click.Choice(PREFERENCES),
+        help="Plan to take among those inside the error band of the fastest: the fastest, the one "
+        "with the least memory on its fullest GPU, or the one that loses least when compute or a "
+        "bandwidth is 20 % off. [default: fastest]",
+    ),
+    option(
+        AIM,
+        "--points",
+        type=Whole("num_points"),
+        metavar="N",
+        help="Approximate number of plans of the pareto objective. [default: 16]",
+    ),
+)
+explain_option = option(
+    SEARCH, "--explain", is_flag=True, help="List the candidates that were not searched, and why."
+)

@@ -1,0 +1,1 @@
+"""The lines that training runs print become measured steps, beside the plan of the run."""

@@ -1,0 +1,142 @@
+"""The clusters that meet a deadline, as a table for people and as JSON values for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+
+from parplan.planner.plan.plan import Plan
+from parplan.planner.search.cluster_size import ClusterSize, TrainingRun
+from parplan.profiles.units import counted, format_number
+from parplan.report.names import pipeline_phrases
+from parplan.report.plans.goodput_fact import goodput_document, span_text
+from parplan.report.text import asked_width, joined, labelled, percent, print_table, say
+
+_J_PER_MWH = 3.6e9
+
+
+def print_sizes(
+    sizes: Sequence[ClusterSize],
+    per_hour: Mapping[str, float],
+    assumed: Sequence[str],
+    out: Console,
+    elapsed_s: float,
+) -> None:
+    """Print the least cluster of each kind, and what its figures are."""
+    width = asked_width(out)
+    if assumed:
+        say(out, joined(assumed, ", ", width, start="assumed: "), "dim")
+        say(out)
+    rows = [_cells(one.run, one.kind, per_hour) for one in sizes if one.run]
+    if rows:
+        shown = [name for name in rows[0] if any(row[name] for row in rows)]
+        print_table(out, shown, [[row[name] for name in shown] for row in rows], left=("GPU",))
+        say(out)
+    for label, text in _facts(sizes, elapsed_s):
+        say(out, joined(text.split(" "), " ", width, start=labelled(label)))
+
+
+def _cells(run: TrainingRun, kind: str, per_hour: Mapping[str, float]) -> dict[str, str]:
+    """Returns the cells of a row by the name of their column, empty where a figure is unknown."""
+    plan = run.plan
+    price, energy_j = per_hour.get(kind), run.energy_j
+    return {
+        "GPU": kind,
+        "GPUs": f"{plan.cluster.num_gpus:,}",
+        "days": format_number(run.days, 3),
+        "tokens/s": f"{run.tokens_per_s:,.0f}",
+        "MFU": percent(plan.predicted.mfu.value),
+        "goodput": percent(run.goodput.share) if run.goodput else "",
+        "GPU-hours": f"{run.gpu_hours:,.0f}",
+        "cost": "" if price is None else f"{price * run.gpu_hours:,.0f}",
+        "MWh": "" if energy_j is None else format_number(energy_j / _J_PER_MWH, 3),
+    }
+
+
+def _facts(sizes: Sequence[ClusterSize], elapsed_s: float) -> Iterator[tuple[str, str]]:
+    """Yields the lines under the table: kinds that miss the deadline, failures, and notes."""
+    label = "plan"
+    for one in sizes:
+        if one.run:
+            yield label, f"{one.kind}: {_plan_text(one.run.plan)}"
+            label = ""
+    label = "missed"
+    for one in sizes:
+        if one.run is None:
+            yield label, f"{one.kind}: {_why(one)}"
+            label = ""
+    label = "failures"
+    for one in sizes:
+        if one.run and one.run.goodput:
+            spares = counted(one.run.goodput.spare_nodes, "spare node")
+            yield (
+                label,
+                f"{one.kind}: one every {span_text(one.run.goodput.failure_s)}, "
+                f"{one.run.failures:,.0f} in the run, {spares}, a checkpoint every "
+                f"{span_text(one.run.goodput.interval_s)}",
+            )
+            label = ""
+    searches = sum(len(one.tried) for one in sizes)
+    yield (
+        "searched",
+        f"{counted(searches, 'number')} of GPUs in {elapsed_s:.1f} s: powers of two and three "
+        f"times those; a smaller cluster is not searched where 15 % more of each GPU would "
+        "still miss",
+    )
+    kinds = sorted({str(one.run.plan.predicted.step_time_s.kind) for one in sizes if one.run})
+    yield (
+        "note",
+        f"all values are predicted ({', '.join(kinds) or 'computed'}); GPU-hours, cost and energy "
+        "count spare nodes; MWh is of the boards at their greatest power, without hosts and "
+        "cooling",
+    )
+
+
+def _plan_text(plan: Plan) -> str:
+    return ", ".join((str(plan.mesh), *pipeline_phrases(plan.pipeline, plan.mesh)))
+
+
+def _why(one: ClusterSize) -> str:
+    if one.nearest is not None:
+        return (
+            f"{one.nearest.days:,.0f} days on {one.nearest.plan.cluster.num_gpus:,} GPUs is the "
+            f"least that was found"
+        )
+    assert one.error is not None, "a kind without a plan has an error"
+    return one.error.message
+
+
+def size_document(
+    sizes: Sequence[ClusterSize], per_hour: Mapping[str, float], elapsed_s: float
+) -> dict[str, Any]:
+    """Returns the sizes as JSON values."""
+    return {
+        "elapsed_s": round(elapsed_s, 3),
+        "sizes": [_document(one, per_hour.get(one.kind)) for one in sizes],
+    }
+
+
+def _document(one: ClusterSize, price: float | None) -> dict[str, Any]:
+    run = one.run
+    body: dict[str, Any] = {"gpu": one.kind, "searched_gpus": list(one.tried)}
+    if run is None:
+        return {**body, "gpus": None, "missed": _why(one)}
+    step, energy_j = run.plan.predicted.step_time_s, run.energy_j
+    return {
+        **body,
+        "gpus": run.plan.cluster.num_gpus,
+        "days": round(run.days, 4),
+        "tokens": run.tokens,
+        "tokens_per_s": round(run.tokens_per_s, 3),
+        "step_time_s": {"value": step.value, "kind": str(step.kind)},
+        "mfu": run.plan.predicted.mfu.value,
+        "goodput": goodput_document(run.goodput) if run.goodput else None,
+        "failures": round(run.failures, 3),
+        "gpu_hours": round(run.gpu_hours, 3),
+        "cost": None if price is None else round(price * run.gpu_hours, 2),
+        "energy_mwh": None if energy_j is None else round(energy_j / _J_PER_MWH, 4),
+        "mesh": asdict(run.plan.mesh),
+    }

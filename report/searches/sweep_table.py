@@ -1,0 +1,141 @@
+"""The best plans of a sweep, as a table for people and as JSON values for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from parplan.planner.plan.plan import Plan
+from parplan.planner.search.many_searches import Answer
+from parplan.profiles.units import counted
+from parplan.report.names import pipeline_phrases
+from parplan.report.searches.largest_table import peak_gib, tokens_per_s
+from parplan.report.text import (
+    asked_width,
+    gib_text,
+    joined,
+    labelled,
+    percent,
+    print_wrapped,
+    say,
+    seconds_text,
+)
+
+SweptRow = tuple[Mapping[str, Any], Answer]  # the values of the options that are swept
+_NAMES = {"gpus": "GPUs", "gpu": "GPU", "global_batch_size": "batch", "seq_length": "sequence"}
+_LEFT = ("GPU", "plan")
+
+
+def print_sweep(
+    rows: Sequence[SweptRow],
+    stopped: str | None,
+    paths: Sequence[Path],
+    out: Console,
+    elapsed_s: float,
+) -> None:
+    """Print a row for every combination, and why some have no plan."""
+    width = asked_width(out)
+    swept = _swept(rows)
+    table = [_cells(values, answer.plan, swept) for values, answer in rows if answer.plan]
+    if table:
+        heading = tuple(table[0])
+        cells = [tuple(row.values()) for row in table]
+        print_wrapped(out, heading, cells, left=_LEFT, wrapped=("plan",), width=width)
+        say(out)
+    for label, text in _facts(rows, stopped, paths, elapsed_s):
+        say(out, joined(text.split(" "), " ", width, start=labelled(label)))
+
+
+def _swept(rows: Sequence[SweptRow]) -> tuple[str, ...]:
+    """Returns the options with several values, and the number of GPUs."""
+    first, _ = rows[0]
+    return tuple(
+        name for name in first if name == "gpus" or len({values[name] for values, _ in rows}) > 1
+    )
+
+
+def _cells(values: Mapping[str, Any], plan: Plan | None, swept: Sequence[str]) -> dict[str, str]:
+    assert plan is not None, "rows without a plan are listed below the table"
+    shown = {"gpus": f"{plan.cluster.num_gpus:,}"} | {
+        name: _value_text(values[name]) for name in swept if name != "gpus"
+    }
+    phrases = (str(plan.mesh), *pipeline_phrases(plan.pipeline, plan.mesh))
+    return {
+        **{_NAMES[name]: shown[name] for name in swept},
+        "step": seconds_text(plan.predicted.step_time_s.value),
+        "tokens/s": f"{tokens_per_s(plan):,.0f}",
+        "a GPU": f"{plan.predicted.tokens_per_s_per_gpu.value:,.0f}",
+        "MFU": percent(plan.predicted.mfu.value),
+        "GiB": gib_text(peak_gib(plan)),
+        "gap": percent(plan.search.gap),
+        "plan": ", ".join(phrases),
+    }
+
+
+def _value_text(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _facts(
+    rows: Sequence[SweptRow], stopped: str | None, paths: Sequence[Path], elapsed_s: float
+) -> Iterator[tuple[str, str]]:
+    """Yields the lines under the table: what has no plan, an early end, files, notes."""
+    label = "no plan"
+    for values, answer in rows:
+        if answer.error:
+            given = ", ".join(_value_text(value) for value in values.values() if value is not None)
+            yield label, f"{given}: {answer.error.message}"
+            label = ""
+    if stopped:
+        yield "stopped", f"early ({stopped}): the rows that follow were not searched"
+    yield "searched", f"{counted(len(rows), 'request')} in {elapsed_s:.1f} s"
+    plans = [answer.plan for _, answer in rows if answer.plan]
+    kinds = sorted({str(plan.predicted.step_time_s.kind) for plan in plans})
+    yield (
+        "note",
+        f"step times are predicted ({', '.join(kinds) or 'computed'}), not measured; GiB: of the "
+        f"fullest GPU; a GPU: tokens/s of one; gap: of the proof of each plan",
+    )
+    written = [path for (_, answer), path in zip(rows, paths, strict=False) if answer.plan]
+    if written:
+        yield "files", f"{written[0]} to {written[-1]}" if len(written) > 1 else f"{written[0]}"
+
+
+def sweep_document(
+    rows: Sequence[SweptRow], stopped: str | None, paths: Sequence[Path], elapsed_s: float
+) -> dict[str, Any]:
+    """Returns the rows as JSON values."""
+    files: list[str | None] = [str(path) for path in paths] or [None] * len(rows)
+    return {
+        "elapsed_s": round(elapsed_s, 3),
+        "stopped": stopped,
+        "rows": [
+            {**values, **_document(answer, file)}
+            for (values, answer), file in zip(rows, files, strict=True)
+        ],
+    }
+
+
+def _document(answer: Answer, file: str | None) -> dict[str, Any]:
+    plan = answer.plan
+    if plan is None:
+        assert answer.error is not None, "an answer without a plan says why"
+        return {"error": answer.error.message, "hint": answer.error.hint}
+    step = plan.predicted.step_time_s
+    return {
+        "gpu": plan.cluster.device.name,
+        "gpus": plan.cluster.num_gpus,
+        "global_batch_size": plan.training.global_batch_size,
+        "seq_length": plan.training.seq_length,
+        "step_time_s": {"value": step.value, "kind": str(step.kind)},
+        "tokens_per_s": round(tokens_per_s(plan), 3),
+        "mfu": plan.predicted.mfu.value,
+        "peak_memory_gib": round(peak_gib(plan), 4),
+        "gap": plan.search.gap,
+        "mesh": asdict(plan.mesh),
+        "plan_file": file,
+    }

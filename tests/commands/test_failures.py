@@ -1,0 +1,47 @@
+"""The goodput that commands print where failures are stated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from parplan.cli import main
+from parplan.commands.options.failure_options import FailureOptions
+from parplan.commands.requests.failures import failures_of
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
+
+TINY = ["--model", "gpt-1.5b", "--gpus", "8", "--pp", "1", "--tp", "1", "--micro-batch-size", "8"]
+
+
+def test_a_plan_says_its_goodput_where_failures_are_stated(tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.yaml")
+    run = CliRunner().invoke(main, [*TINY, "-o", path, "--mtbf", "1000h", "--spare-nodes", "1"])
+    assert run.exit_code == 0, run.output
+    assert "a failure every 5.2 days" in run.output
+    assert "1 spare node" in run.output
+    shown = CliRunner().invoke(main, ["show", path, "--mtbf", "1000h", "--json"])
+    goodput = json.loads(shown.stdout)["goodput"]
+    assert goodput["failure_s"] == 1000 * 3600 / 8
+    assert goodput["share"] == pytest.approx(
+        goodput["running_share"] * goodput["ready_share"], abs=1e-6
+    )
+    assert "goodput" not in CliRunner().invoke(main, ["show", path]).stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (FailureOptions(storage="1GB/s"), "--storage is for the goodput"),
+        (FailureOptions(mtbf="50"), "--mtbf is '50', it must be a number and a unit"),
+        (FailureOptions(mtbf="1h", storage="1GB"), "--storage is '1GB'"),
+        (FailureOptions(mtbf="0h"), "--mtbf is 0h, it must be more than nothing"),
+    ],
+)
+def test_failures_that_cannot_be_are_named(options: FailureOptions, text: str) -> None:
+    cluster = with_gpus(load_cluster("a100-80gb", what="GPU"), 8, None)
+    with pytest.raises(ConfigError, match=text):
+        failures_of(options, cluster)
