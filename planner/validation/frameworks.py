@@ -159,6 +159,10 @@ CONTEXT_FORMS = (  # pattern in an id or in notes -> the form of context paralle
 # Start of the id of runs that reduce gradients in the precision of the weights: the performance
 # recipes of Megatron-Bridge (perf_recipes/_common.py of the commit below), except those of Kimi K2.
 NARROW_GRADIENTS = re.compile(r"mbridge-(?!.*Kimi)|mbcard-.*pretrain_performance")
+# Start of the id of runs on a machine that was mended later, so that its source compares no later
+# run with them: BLOOM's before 25 February 2022 (bigscience-workshop/bigscience 9e64edec2a train/
+# tr11-176B-ml/chronicles-prequel.md, line 767: PCI Express and NUMA, 1 to 5 % of the time).
+BEFORE_MENDING = re.compile(r"bloom-l([456]\d\d|7[0-5]\d|76[0-4])-")
 FIGURES_DISAGREE = "its own figures disagree"
 # Start of the id of runs of a release that was slow by a fault which its publisher names
 # (NVIDIA-NeMo/Megatron-Bridge@067f987df0): GPT-OSS of 26.06.01 by cudnn-frontend issue 256

@@ -31,7 +31,12 @@ from parplan.planner.validation.configuration import (
     configuration_of,
     experiment_of,
 )
-from parplan.planner.validation.frameworks import FIGURES_AGREE, FIGURES_DISAGREE, NAMED_FAULTS
+from parplan.planner.validation.frameworks import (
+    BEFORE_MENDING,
+    FIGURES_AGREE,
+    FIGURES_DISAGREE,
+    NAMED_FAULTS,
+)
 from parplan.planner.validation.kept_products import with_kept_products
 from parplan.planner.validation.reported_memory import predicted_gib
 from parplan.planner.validation.row_cells import OPTIONAL, Row, UnpricedError, source_of
@@ -201,7 +206,8 @@ def price_row(
 def _grid(row: Row, configuration: Configuration) -> str:
     """Returns the key of the row's grid; the batch is in tokens, since sequence lengths differ."""
     tokens = configuration.training.tokens_per_step
-    return "|".join((source_of(row), row["model"], row["gpu"], row["n_gpus"], f"{tokens} tokens"))
+    gpu = f"{row['gpu']} before" if BEFORE_MENDING.match(row["id"]) else row["gpu"]
+    return "|".join((source_of(row), row["model"], gpu, row["n_gpus"], f"{tokens} tokens"))
 
 
 def _alike(row: Row, configuration: Configuration) -> str:
