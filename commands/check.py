@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from parplan.commands import user_modules
+from parplan.commands.options.launcher_options import launcher_options
 from parplan.commands.options.result_options import as_json, trust_module_option
 from parplan.commands.options.target_options import TargetOptions
 from parplan.commands.output import chosen_ranks, require_torch
@@ -26,10 +27,10 @@ CHECK = "Check"
     cls=Command,
     epilog=(
         "  plan check plan.yaml\n  plan check plan.yaml --rank 0 --json | jq .verdict\n  plan "
-        "check plan.yaml --execute"
+        "check plan.yaml --execute\n  plan check train.sh --gpu h100-80gb"
     ),
 )
-@click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
+@click.argument("plan_file", metavar="FILE", type=click.Path(path_type=Path))
 @option(
     CHECK,
     "--rank",
@@ -45,10 +46,16 @@ CHECK = "Check"
     is_flag=True,
     help="Shrink the model and train it as planned on up to 8 gloo processes.",
 )
+@launcher_options
 @trust_module_option
 @as_json
 def check(
-    plan_file: Path, ranks: tuple[int, ...], execute: bool, trust_module: bool, as_json: bool
+    plan_file: Path,
+    ranks: tuple[int, ...],
+    execute: bool,
+    stated: TargetOptions,
+    trust_module: bool,
+    as_json: bool,
 ) -> int:
     """Run a plan without its GPUs, or train its model and compare with one process.
 
@@ -56,15 +63,15 @@ def check(
     bytes of device and host and the collectives of a step. A plan with chunks is priced again
     instead, with the bytes that its chunks move, and compared with its file. With --execute, a
     small model of the same structure is trained as planned, and its losses and gradients are
-    compared with one process. A launcher's configuration that states its machine is priced, and
-    compared with the memory of its devices, and the single changes that gain most are listed. A
-    traced module is traced again, compared with the
-    shards of the plan, and priced again. With --execute it is not shrunk: its plan is executed
-    unchanged, on up to 8 processes. A plan that names a module runs that module's code; the command
-    says which. Exit code 3 when a stage does not fit its device, or what it keeps on the host does
-    not fit there, or when it holds other bytes than predicted; 2 when losses or gradients differ.
+    compared with one process. A launcher's own configuration is priced, and compared with the
+    memory of its devices, and the single changes that gain most are listed; options name the
+    machine that it does not state. A traced module is traced again, compared with the shards of the
+    plan, and priced again. With --execute it is not shrunk: its plan is executed unchanged, on up
+    to 8 processes. A plan that names a module runs that module's code; the command says which. Exit
+    code 3 when a stage does not fit its device, or what it keeps on the host does not fit there, or
+    when it holds other bytes than predicted; 2 when losses or gradients differ.
     """
-    from parplan.commands.launcher_plans import launcher_file
+    from parplan.commands.launcher_plans import launcher_file, require_nothing_stated
     from parplan.executor.rules.all_rules import validate
     from parplan.planner.plan.plan_file import read_any_plan
     from parplan.planner.plan.traced_plan import TracedPlan
@@ -76,7 +83,8 @@ def check(
                 f"{plan_file} is a launcher's configuration, which is priced alone: make a plan "
                 f"of it with plan read, to run it with --execute or --rank"
             )
-        return _check_launcher(file, as_json=as_json)
+        return _check_launcher(file, stated, as_json=as_json)
+    require_nothing_stated(plan_file, stated)
     plan = read_any_plan(plan_file)
     if not isinstance(plan, TracedPlan):
         validate(plan)
@@ -95,14 +103,14 @@ def check(
         return _dry_run(plan, chosen, as_json=as_json)
 
 
-def _check_launcher(file: LauncherFile, *, as_json: bool) -> int:
+def _check_launcher(file: LauncherFile, stated: TargetOptions, *, as_json: bool) -> int:
     """Prices a launcher's configuration, and says what does not fit and what gains most."""
     from parplan.commands.launcher_plans import launcher_plan
     from parplan.planner.export.advice import best_changes
     from parplan.report.plans.launcher_check import check_document, print_check, shortages
     from parplan.report.text import console
 
-    plan, _ = launcher_plan(file, TargetOptions())
+    plan, _ = launcher_plan(file, stated)
     settings = file.settings(plan.model, plan.cluster.num_gpus)
     changes = best_changes(plan, settings, file.target)
     if as_json:

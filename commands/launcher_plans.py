@@ -6,11 +6,12 @@ All imports but click's are made where they are used.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parplan.commands.options.target_options import TargetOptions
+from parplan.profiles.errors import ConfigError
 
 if TYPE_CHECKING:
     from parplan.planner.export.launcher_file import LauncherFile
@@ -34,17 +35,33 @@ def launcher_file(path: Path) -> LauncherFile | None:
     return read_launcher_file(path, TARGETS)
 
 
-def read_plan_or_launcher(path: Path) -> Plan | TracedPlan:
-    """Returns the plan in a file, or that of the launcher's configuration in it.
+def read_plans(paths: Sequence[Path], stated: TargetOptions) -> list[Plan | TracedPlan]:
+    """Returns the plans of files, of which what the user says is for launchers' files alone.
 
-    Raises ConfigError, also for a configuration that does not state its machine.
+    Raises ConfigError, also for words of the user where all files are plans.
     """
     from parplan.planner.plan.plan_file import read_any_plan
 
-    file = launcher_file(path)
-    if file is None:
-        return read_any_plan(path)
-    return launcher_plan(file, TargetOptions())[0]
+    files = [launcher_file(path) for path in paths]
+    if not any(files):
+        require_nothing_stated(paths[0], stated)
+    return [
+        read_any_plan(path) if file is None else launcher_plan(file, stated)[0]
+        for path, file in zip(paths, files, strict=True)
+    ]
+
+
+def require_nothing_stated(path: Path, stated: TargetOptions) -> None:
+    """Raises ConfigError for options of a launcher's file beside a plan, which says them."""
+    usual = TargetOptions()
+    names = (field.name for field in fields(TargetOptions))
+    wrong = next((name for name in names if getattr(stated, name) != getattr(usual, name)), None)
+    if wrong:
+        option = f"--{wrong.replace('_', '-')}"
+        raise ConfigError(
+            f"{option} and a plan file exclude each other: {path} has decided it",
+            hint=f"leave {option} out",
+        )
 
 
 def launcher_plan(file: LauncherFile, target: TargetOptions) -> tuple[Plan, Sequence[str]]:
@@ -55,17 +72,18 @@ def launcher_plan(file: LauncherFile, target: TargetOptions) -> tuple[Plan, Sequ
     """
     from parplan.commands.requests.requests import request_about
     from parplan.planner.export.launcher_file import plan_of_file
-    from parplan.profiles.errors import ConfigError
     from parplan.profiles.models.model_catalog import load_model
     from parplan.profiles.models.spec import ModelEntry
 
+    if target.vocab_size is not None:
+        file = file.with_argument("--vocab-size", f"{target.vocab_size}")
     file = file.with_stated({"--seq-length": target.seq_length, "--attention": target.attention})
     target = _with_options(file, target)
     if target.cluster is None and (target.gpu is None or target.gpus is None):
         missing = "--gpus" if target.gpus is None else "--gpu"
         raise ConfigError(
             f"{file.path}: the file does not say its machine, {missing} is missing",
-            hint=f"plan read {file.path} --gpu h100-80gb --gpus N -o plan.yaml",
+            hint=f"say it, such as {'--gpus 64' if target.gpus is None else '--gpu h100-80gb'}",
         )
     if target.model is None:
         spec = file.model()

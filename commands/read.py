@@ -6,10 +6,11 @@ from pathlib import Path
 
 import click
 
+from parplan.commands.options.launcher_options import vocab_size_option
 from parplan.commands.options.result_options import as_json
-from parplan.commands.options.sections import OUTPUT, WHAT
+from parplan.commands.options.sections import OUTPUT
 from parplan.commands.options.target_options import TargetOptions, target_options
-from parplan.commands.style import Command, Whole, option
+from parplan.commands.style import Command, option
 
 
 @click.command(
@@ -21,13 +22,7 @@ from parplan.commands.style import Command, Whole, option
 )
 @click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
 @target_options
-@option(
-    WHAT,
-    "--vocab-size",
-    type=Whole("tokens"),
-    metavar="N",
-    help="Tokens of the vocabulary, where the file leaves them to its tokenizer.",
-)
+@vocab_size_option
 @option(
     OUTPUT,
     "-o",
@@ -40,7 +35,6 @@ from parplan.commands.style import Command, Whole, option
 def read(
     file: Path,
     target: TargetOptions,
-    vocab_size: int | None,
     output: Path | None,
     as_json: bool,
 ) -> None:
@@ -64,8 +58,6 @@ def read(
             f"{file}: it has no arguments of a launcher that is known",
             hint="give a script or a configuration of a launcher; plan show reads plans",
         )
-    if vocab_size is not None:
-        read_file = read_file.with_argument("--vocab-size", f"{vocab_size}")
     plan, assumed = launcher_plan(read_file, target)
     context = SummaryContext(assumed=tuple(assumed), plan_file=str(output or ""))
     deliver(plan, context, output, as_json=as_json)

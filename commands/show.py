@@ -9,7 +9,9 @@ import click
 
 from parplan.commands import user_modules
 from parplan.commands.options.failure_options import FailureOptions, failure_options
+from parplan.commands.options.launcher_options import launcher_options
 from parplan.commands.options.result_options import as_json
+from parplan.commands.options.target_options import TargetOptions
 from parplan.commands.output import chosen_ranks, print_plan, print_plan_json
 from parplan.commands.style import Command, option, print_json
 
@@ -55,6 +57,7 @@ _INSTRUCTIONS = "Instructions"
     help="Print what every pipeline rank does in a step instead: passes, sends and receives.",
 )
 @failure_options
+@launcher_options
 @as_json
 def show(
     plan_file: Path,
@@ -63,16 +66,17 @@ def show(
     plot: Path | None,
     instructions: bool,
     failing: FailureOptions,
+    stated: TargetOptions,
     as_json: bool,
 ) -> None:
     """Print a plan file: summary, layer plans, chunks, placements and redundancy.
 
-    A launcher's configuration that states its machine, such as a file of plan export, is read as a
-    plan. For the file of a run, run.json, print predictions beside measurements. The line idle is
-    the share of the step in which a pipeline stage waits, for its turn in the schedule (the bubble)
-    or for a transfer: the mean, then each stage.
+    A launcher's own configuration is read as a plan. For the file of a run, run.json, print
+    predictions beside measurements. The line idle is the share of the step in which a pipeline
+    stage waits, for its turn in the schedule (the bubble) or for a transfer: the mean, then each
+    stage.
     """
-    from parplan.commands.launcher_plans import read_plan_or_launcher
+    from parplan.commands.launcher_plans import read_plans
     from parplan.commands.requests.failures import failures_of
     from parplan.planner.plan.tower_cost import tower_cost
     from parplan.planner.plan.traced_plan import TracedPlan
@@ -104,7 +108,7 @@ def show(
         raise click.UsageError(
             "--plot is for --chunks" if plot else "--rank is for --chunks and --instructions"
         )
-    plan = read_plan_or_launcher(plan_file)
+    (plan,) = read_plans([plan_file], stated)
     failures, assumed = failures_of(failing, plan.cluster)
     if as_json:
         print_plan_json(plan, failures=failures)

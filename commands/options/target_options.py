@@ -21,9 +21,13 @@ from parplan.commands.style import List, Number, Whole, option, packs, together
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetOptions:
-    """Options for the model, the training and the machine; None where the user left one open."""
+    """Options for the model, the training and the machine; None where the user left one open.
+
+    vocab_size   of a launcher's own file alone
+    """
 
     model: str | None = None
+    vocab_size: int | None = None
     gpus: int | None = None
     gpu: str | None = None
     cluster: str | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,10 +20,11 @@ from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Candidates, SearchRecord, Status
 from parplan.planner.plan.ratio_band import plan_shape, ratio_share
 from parplan.planner.plan.reprice import reprice
-from parplan.planner.plan.traced_plan import AnyPlan
+from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
 from parplan.planner.request import SearchOptions
 from parplan.profiles.errors import OutOfTimeError
 
+OURS = "ours"
 MEMORY_NAMES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "reserve")
 Assembled = Callable[[Strategy, StepPrice, SearchRecord], AnyPlan]  # makes the plan of a strategy
 
@@ -57,15 +58,21 @@ class ComparedPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonRow:
-    """A baseline and its plan; None where nothing fits."""
+    """A baseline and its plan, None where nothing fits; or another plan without a baseline."""
 
-    baseline: Baseline
+    baseline: Baseline | None
     side: ComparedPlan | None
+
+    @property
+    def name(self) -> str:
+        named = self.baseline or self.side
+        assert named is not None, "a row without a baseline has a plan"
+        return named.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Our plan and the baselines, in the requested order.
+    """Our plan and the baselines, or two and more plans, in the requested order.
 
     limit_bytes     bytes that a plan may fill on a device
     filed_step_s    the step time in the plan file, where today's prices differ
@@ -84,20 +91,55 @@ class Comparison:
         This is so when its ratio to ours lies inside the error band.
         """
         share = self.share_of(plan)
-        return share is not None and abs(plan.step_s / self.ours.step_s - 1) <= share
+        return share is not None and abs(self.slower(plan)) <= share
+
+    def slower(self, plan: ComparedPlan) -> float:
+        """Returns the share by which a plan takes longer than ours.
+
+        Of plans whose steps have other tokens or other GPUs it is that of a token of a GPU.
+        """
+        ours = self.ours
+        if self.same_work(plan):
+            return plan.step_s / ours.step_s - 1
+        return _tokens_per_s_per_gpu(ours) / _tokens_per_s_per_gpu(plan) - 1
+
+    def same_work(self, plan: ComparedPlan) -> bool:
+        """True if the steps of a plan have the tokens of ours, on as many GPUs."""
+        return _work(plan) == _work(self.ours)
 
     def share_of(self, plan: ComparedPlan) -> float | None:
         """Returns the error band of the ratio of a step to ours, None where it is unknown.
 
-        Plans of two stacks have nothing in common: they have the band of our step.
+        Plans of two stacks, devices or models have nothing in common: they have the band of our
+        step.
         """
-        ours = self.ours.plan
+        ours, theirs = self.ours.plan, plan.plan
         band = ours.predicted.error_band
         if band is None:
             return None
-        if plan.plan.training.stack != ours.training.stack:
+        stacks = ours.training.stack, theirs.training.stack
+        devices = ours.cluster.device, theirs.cluster.device
+        if stacks[0] != stacks[1] or devices[0] != devices[1] or not _same_model(ours, theirs):
             return band.time.share
-        return ratio_share(band, plan_shape(ours), plan_shape(plan.plan))
+        return ratio_share(band, plan_shape(ours), plan_shape(theirs))
+
+
+def _work(compared: ComparedPlan) -> tuple[int, int]:
+    """Returns the tokens of a step, and the GPUs that share them."""
+    training = compared.plan.training
+    tokens = training.global_batch_size * training.seq_length
+    return tokens, compared.plan.cluster.num_gpus
+
+
+def _tokens_per_s_per_gpu(compared: ComparedPlan) -> float:
+    tokens, gpus = _work(compared)
+    return tokens / compared.step_s / gpus
+
+
+def _same_model(one: AnyPlan, other: AnyPlan) -> bool:
+    if isinstance(one, Plan) and isinstance(other, Plan):
+        return one.model == other.model
+    return isinstance(one, TracedPlan) and isinstance(other, TracedPlan)
 
 
 def side(name: str, plan: AnyPlan, strategy: Strategy, price: StepPrice) -> ComparedPlan:
@@ -155,8 +197,19 @@ def compare(plan: Plan, names: Iterable[str], options: SearchOptions) -> Compari
         baseline = price_baseline(name, price_cache, limit, options.deadline)
         return row(baseline, partial(assemble, price_cache=price_cache))
 
-    mine = side("ours", ours.plan, ours.strategy, ours.price)
+    mine = side(OURS, ours.plan, ours.strategy, ours.price)
     return side_by_side(plan, mine, names, row_of, options)
+
+
+def plans_side_by_side(sides: Sequence[ComparedPlan], options: SearchOptions) -> Comparison:
+    """Returns two and more plans; the first takes the place of ours."""
+    first, *others = sides
+    plan = first.plan
+    return Comparison(
+        ours=first,
+        rows=tuple(ComparisonRow(baseline=None, side=each) for each in others),
+        limit_bytes=limit_bytes(plan.cluster, plan.training.stack, options),
+    )
 
 
 def side_by_side(

@@ -17,7 +17,14 @@ from parplan.planner.baselines.systems import Baseline
 from parplan.planner.infeasible.shortfall import limit_bytes
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.planner.request import Constraints, PlanRequest, SearchOptions
-from parplan.planner.search.comparison import Comparison, ComparisonRow, row, side, side_by_side
+from parplan.planner.search.comparison import (
+    OURS,
+    Comparison,
+    ComparisonRow,
+    row,
+    side,
+    side_by_side,
+)
 from parplan.planner.traced.assemble_traced import assembled
 from parplan.planner.traced.estimate_traced import module_prices, uniform_strategies
 from parplan.planner.traced.stage_rules import StageRule
@@ -94,7 +101,7 @@ def compare_traced(
         baseline = _priced(name, ours, options)
         return row(baseline, partial(assembled, price_cache=ours.price_cache))
 
-    mine = side("ours", ours.plan, ours.strategy, ours.price)
+    mine = side(OURS, ours.plan, ours.strategy, ours.price)
     return side_by_side(plan, mine, names, row_of, options)
 
 

@@ -10,9 +10,16 @@ from rich.console import Console
 
 from parplan.costmodels.step_breakdown import NAMES
 from parplan.planner.baselines.optimum import Leanest
+from parplan.planner.baselines.systems import Baseline
 from parplan.planner.plan.plan import Plan
-from parplan.planner.plan.traced_plan import model_name
-from parplan.planner.search.comparison import MEMORY_NAMES, ComparedPlan, Comparison, ComparisonRow
+from parplan.planner.plan.traced_plan import AnyPlan, model_name
+from parplan.planner.search.comparison import (
+    MEMORY_NAMES,
+    OURS,
+    ComparedPlan,
+    Comparison,
+    ComparisonRow,
+)
 from parplan.profiles.units import gib
 from parplan.report.names import pipeline_phrases
 from parplan.report.plans.summary import header, layers_phrases
@@ -37,13 +44,22 @@ def print_comparison(
     comparison: Comparison, out: Console, *, assumed: Sequence[str] = (), pinned: bool = False
 ) -> None:
     """Print the comparison for a person; `pinned` says that our search alone had pins."""
-    say(out, header(comparison.ours.plan, out.width), "bold")
+    for plan in _headed(comparison):
+        say(out, header(plan, out.width), "bold")
     if assumed:
         say(out, joined(assumed, ", ", out.width, start="assumed: "), "dim")
     say(out)
     print_table(
         out,
-        ("plan", "step", "than ours", "tokens/s/GPU", "MFU", "peak GiB", "redundant GiB"),
+        (
+            "plan",
+            "step",
+            f"than {comparison.ours.name}",
+            "tokens/s/GPU",
+            "MFU",
+            "peak GiB",
+            "redundant GiB",
+        ),
         _overview(comparison),
         left=("plan",),
     )
@@ -55,7 +71,7 @@ def print_comparison(
     sides = _sides(comparison)
     scale, unit = (1.0, "s") if comparison.ours.step_s >= 1 else (1e3, "ms")
     times = [tuple(part * scale for part in side.parts.values) for side in sides]
-    ours = "ours, and what the others take more" if len(sides) > 1 else "ours"
+    ours = comparison.ours.name + (", and what the others take more" if len(sides) > 1 else "")
     _print_parts(out, f"{unit} of the mean GPU: {ours}", "step", sides, NAMES, times)
     memory = [tuple(map(gib, side.memory_bytes)) for side in sides]
     _print_parts(out, f"GiB of the fullest GPU: {ours}", "total", sides, MEMORY_NAMES, memory)
@@ -66,9 +82,17 @@ def print_comparison(
     for line in _notes(comparison, pinned=pinned):
         _say_words(out, line, "dim")
     for row in comparison.rows:
-        _say_words(out, f"{row.baseline.name}: {_meaning(row)}", "dim")
+        if row.baseline is not None:
+            _say_words(out, f"{row.name}: {_meaning(row.baseline)}", "dim")
         if flags := _flags(row):
-            _say_words(out, f"{row.baseline.name} with {flags}", "dim")
+            _say_words(out, f"{row.name} with {flags}", "dim")
+
+
+def _headed(comparison: Comparison) -> list[AnyPlan]:
+    """Returns our plan, and those that are of another model, machine or training."""
+    ours = comparison.ours.plan
+    others = (row.side.plan for row in comparison.rows if row.side and row.baseline is None)
+    return [ours, *(plan for plan in others if header(plan, 999) != header(ours, 999))]
 
 
 def _say_words(out: Console, text: str, style: str = "") -> None:
@@ -83,13 +107,13 @@ def _overview(comparison: Comparison) -> Iterator[tuple[str, ...]]:
     yield _numbers(comparison.ours, "")
     for row in comparison.rows:
         if row.side is None:
-            yield (row.baseline.name, "no fit", *["-"] * 5)
+            yield (row.name, "no fit", *["-"] * 5)
         else:
             yield _numbers(row.side, _slower(comparison, row.side))
 
 
 def _slower(comparison: Comparison, baseline_plan: ComparedPlan) -> str:
-    slower = baseline_plan.step_s / comparison.ours.step_s - 1
+    slower = comparison.slower(baseline_plan)
     if abs(slower) < SAME_STEP:
         return "the same"
     return f"{'tie ' if comparison.is_tie(baseline_plan) else ''}{100 * slower:+.1f} %"
@@ -150,7 +174,7 @@ def _verdicts(comparison: Comparison) -> Iterator[str]:
 def _verdict(comparison: Comparison, baseline_plan: ComparedPlan) -> str:
     """Returns a baseline's differences in time and memory, and the measures in which it wins."""
     ours = comparison.ours
-    slower = baseline_plan.step_s / ours.step_s - 1
+    slower = comparison.slower(baseline_plan)
     more_gib = gib(baseline_plan.fullest.total - ours.fullest.total)
     redundant_gib = (
         baseline_plan.plan.predicted.redundancy_gib.total - ours.plan.predicted.redundancy_gib.total
@@ -158,6 +182,8 @@ def _verdict(comparison: Comparison, baseline_plan: ComparedPlan) -> str:
     direction = "longer" if slower > 0 else "less time"
     same_time = abs(slower) < SAME_STEP
     time = "takes as long" if same_time else f"takes {percent(abs(slower))} {direction}"
+    if not comparison.same_work(baseline_plan):
+        time += " for a token of a GPU"
     if comparison.is_tie(baseline_plan) and abs(slower) >= SAME_STEP:
         time += ", inside the error band of the ratio: a tie"
     lost = [
@@ -171,8 +197,14 @@ def _verdict(comparison: Comparison, baseline_plan: ComparedPlan) -> str:
     ]
     memory = f"{_amount(more_gib)} at the peak, {_amount(redundant_gib)} redundant over all GPUs"
     return f"{baseline_plan.name} {time}; {memory}" + (
-        f". Ours loses in {' and '.join(lost)}" if lost else ""
+        f". {_name(comparison)} loses in {' and '.join(lost)}" if lost else ""
     )
+
+
+def _name(comparison: Comparison) -> str:
+    """Returns the name of our plan at the start of a sentence."""
+    name = comparison.ours.name
+    return "Ours" if name == OURS else name
 
 
 def _amount(difference_gib: float) -> str:
@@ -183,15 +215,16 @@ def _amount(difference_gib: float) -> str:
 
 def _shortfall(comparison: Comparison, row: ComparisonRow) -> str:
     """Returns the GiB that a baseline's leanest plan is short of, or its lack of a legal layout."""
+    assert row.baseline is not None, "a plan has no shortfall"
     lean, plan = row.baseline.leanest, comparison.ours.plan
     if lean is None:
         return (
-            f"{row.baseline.name} has no legal layout on {plan.cluster.num_gpus} GPUs with a "
+            f"{row.name} has no legal layout on {plan.cluster.num_gpus} GPUs with a "
             f"global batch of "
             f"{plan.training.global_batch_size}"
         )
     return (
-        f"{row.baseline.name} does not fit: its leanest ({_lean_text(lean)}) needs "
+        f"{row.name} does not fit: its leanest ({_lean_text(lean)}) needs "
         f"{gib_text(gib(lean.peak_bytes))} GiB on stage "
         f"{lean.rank}, {gib_text(_short_gib(comparison, lean))} GiB more than the "
         f"{gib_text(gib(comparison.limit_bytes))} usable"
@@ -218,9 +251,9 @@ def _notes(comparison: Comparison, *, pinned: bool) -> Iterator[str]:
         )
     if ours.fullest.total > comparison.limit_bytes:
         yield (
-            f"ours needs {gib_text(gib(ours.fullest.total))} GiB, more than the "
-            f"{gib_text(gib(comparison.limit_bytes))} that the baselines "
-            "were held to: --memory-margin, --memory-limit"
+            f"{ours.name} needs {gib_text(gib(ours.fullest.total))} GiB, more than the "
+            f"{gib_text(gib(comparison.limit_bytes))} that {_held(comparison)}: "
+            "--memory-margin, --memory-limit"
         )
     if pinned:
         yield "the pins hold for ours; the baselines are free in their own space"
@@ -228,14 +261,24 @@ def _notes(comparison: Comparison, *, pinned: bool) -> Iterator[str]:
     known = sorted({band_text(share): share for share in shares if share is not None}.items())
     if band and known:
         widths = " to ".join(dict.fromkeys((known[0][0], known[-1][0])))
-        yield f"tie: the ratio to our step time is inside its error band, {widths}"
+        whose = _possessive(comparison)
+        yield f"tie: the ratio to {whose} step time is inside its error band, {widths}"
     elif not band:
         yield "the error band is unknown: no measured steps on this device"
 
 
-def _meaning(row: ComparisonRow) -> str:
+def _held(comparison: Comparison) -> str:
+    files = all(row.baseline is None for row in comparison.rows)
+    return "a plan may fill" if files else "the baselines were held to"
+
+
+def _possessive(comparison: Comparison) -> str:
+    name = comparison.ours.name
+    return "our" if name == OURS else f"{name}'s"
+
+
+def _meaning(baseline: Baseline) -> str:
     """Describes a baseline, with the number of its strategies."""
-    baseline = row.baseline
     strategies = f"{baseline.candidates:,} strategies"
     if baseline.optimum is None:
         return f"{baseline.what} ({strategies}, none fits)"
@@ -246,10 +289,10 @@ def _meaning(row: ComparisonRow) -> str:
 
 def _flags(row: ComparisonRow) -> str:
     """Returns the flags with which a described model runs as the baseline, empty if unknown."""
-    optimum = row.baseline.optimum
+    optimum = row.baseline.optimum if row.baseline else None
     if optimum is None or row.side is None or not isinstance(row.side.plan, Plan):
         return ""
-    return flags_text(row.baseline.name, optimum.strategy, row.side.plan)
+    return flags_text(row.name, optimum.strategy, row.side.plan)
 
 
 def comparison_document(comparison: Comparison) -> dict[str, Any]:
@@ -297,14 +340,12 @@ def _side_document(side: ComparedPlan) -> dict[str, Any]:
 
 
 def _row_document(comparison: Comparison, row: ComparisonRow) -> dict[str, Any]:
-    baseline, lean = row.baseline, row.baseline.leanest
-    document = {
-        "name": baseline.name,
-        "what": baseline.what,
-        "candidates": baseline.candidates,
-        "fits": row.side is not None,
-    }
+    baseline = row.baseline
+    document: dict[str, Any] = {"name": row.name, "fits": row.side is not None}
+    if baseline is not None:
+        document |= {"what": baseline.what, "candidates": baseline.candidates}
     if row.side is None:
+        lean = baseline.leanest if baseline else None
         return document | {"short_gib": None if lean is None else _short_gib(comparison, lean)}
     ours = _side_document(comparison.ours)
     theirs = _side_document(row.side)
@@ -316,7 +357,7 @@ def _row_document(comparison: Comparison, row: ComparisonRow) -> dict[str, Any]:
         **document,
         **theirs,
         "flags": _flags(row),
-        "slower": row.side.step_s / comparison.ours.step_s - 1,
+        "slower": comparison.slower(row.side),
         "tie": comparison.is_tie(row.side),
         "difference": differences,
     }

@@ -63,6 +63,7 @@ QUICK = (
     "plan export plan.yaml --to huggingface",
     "plan read sft.yaml --model llama3-8b --gpu h100-80gb --gpus 16 -o plan.yaml",
     "plan read train.sh --gpu h100-80gb -o plan.yaml",
+    "plan compare plan.yaml train.sh --gpu h100-80gb",
     "plan import train.log --gpu h100-80gb -o steps.csv",
     "plan validate --steps steps.csv --rows",
     "plan calibrate train.log --gpu h100-80gb -o mygpu.yaml",
