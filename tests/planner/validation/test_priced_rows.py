@@ -217,7 +217,7 @@ def test_rows_of_one_model_machine_and_batch_are_one_grid():
 
 @pytest.mark.parametrize(("line", "mended"), [("l476", False), ("l761", False), ("l775", True)])
 def test_runs_before_and_after_a_machine_was_mended_are_no_grid(line, mended):
-    last = price_row({**ROW, "id": "bloom-l950-176B-dp8tp4pp12-mb4-gb2048"})
+    last = price_row({**ROW, "id": "bloom-l848-181B-dp8tp8pp6-mb4-gb2048"})
     row = price_row({**ROW, "id": f"bloom-{line}-181B-dp8tp8pp6-mb4-gb2048"})
 
     assert (row.grid == last.grid) is mended
