@@ -1,27 +1,33 @@
-"""`plan explain`: the strategies of every operator with their prices."""
+"""`plan explain`: a plan in sentences, or the strategies of every operator with their prices."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from parplan.commands.options.layout_options import degree, micro_batch_option, zero_option
 from parplan.commands.options.result_options import as_json
 from parplan.commands.options.sections import LAYOUT
 from parplan.commands.options.target_options import TargetOptions, target_options
-from parplan.commands.style import Command, option, print_json
+from parplan.commands.style import INTERRUPTED, Command, option, print_json
+from parplan.commands.worker_pool import in_processes
 
 AXIS = "tensor-parallel axis"
 
 
 @click.command(
     cls=Command,
-    epilog="  plan explain --model gpt-20b --gpus 64 --tp 8 --operator fc1\n"
+    epilog="  plan explain plan.yaml\n"
+    "  plan explain --model gpt-20b --gpus 64 --tp 8 --operator fc1\n"
     "  plan explain --model llama3-8b --gpus 8 --tp 2 --micro-batch-size 2 --json | jq "
     "'.[].rejected'",
 )
+@click.argument("plan_file", metavar="[PLAN]", required=False, type=click.Path(path_type=Path))
 @target_options
 @degree("tp", "Tensor parallel degree.", default=8)
 @micro_batch_option
@@ -35,6 +41,7 @@ AXIS = "tensor-parallel axis"
 @option(LAYOUT, "--operator", metavar="NAME", help="Operator to list. [default: all]")
 @as_json
 def explain(
+    plan_file: Path | None,
     target: TargetOptions,
     tp: int,
     micro_batch_size: int,
@@ -43,7 +50,16 @@ def explain(
     operator: str | None,
     as_json: bool,
 ) -> None:
-    """List the strategies of every operator with their prices, and why others are rejected."""
+    """Say in sentences why a plan is the best, what holds it back, and where the choice flips.
+
+    Without a plan file, list the strategies of every operator with their prices, and why others
+    are rejected. A plan is explained by further searches with one change each; the pins that it was
+    found with are not in its file.
+    """
+    if plan_file is not None:
+        require_no_others(click.get_current_context(), "plan_file", "as_json")
+        _explain_plan(plan_file, as_json=as_json)
+        return
     from parplan.commands.requests.layouts import layout_prices
     from parplan.commands.requests.requests import request_of
     from parplan.planner.layer_options.operator_strategies import operator_strategies
@@ -61,3 +77,41 @@ def explain(
         capability = price_cache.machine.cluster.device.compute_capability
         notes = format_notes(price_cache.training, capability)
         print_strategies(strategies, console(sys.stdout), f"{axes} of {layout.mesh}", notes)
+
+
+def require_no_others(ctx: click.Context, *names: str) -> None:
+    """Raises UsageError for an option beside those that a plan file leaves a meaning."""
+    for param in ctx.command.params:
+        given = ctx.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE
+        if given and param.name not in names:
+            raise click.UsageError(
+                f"{param.opts[0]} is for the strategies of operators: leave out the plan file"
+            )
+
+
+def _explain_plan(plan_file: Path, *, as_json: bool) -> None:
+    from parplan.commands.launcher_plans import read_plans
+    from parplan.planner.plan.reprice import reprice
+    from parplan.planner.plan.traced_plan import TracedPlan
+    from parplan.planner.search.what_if import questions_about, reply_to
+    from parplan.profiles.errors import ConfigError
+    from parplan.report.plans.explanation_text import explanation_document, print_explanation
+    from parplan.report.text import console
+
+    (plan,) = read_plans((plan_file,), TargetOptions())
+    if isinstance(plan, TracedPlan):
+        raise ConfigError(
+            f"{plan_file} is of a traced module, whose request the file does not have",
+            hint="use the plan of a described model",
+        )
+    plan = reprice(plan).plan
+    found, interrupted = in_processes(partial(reply_to, plan), questions_about(plan), "questions")
+    if not found:
+        raise KeyboardInterrupt
+    replies = dict(found)
+    if as_json:
+        print_json(explanation_document(plan, replies))
+    else:
+        print_explanation(plan, replies, console(sys.stdout))
+    if interrupted:
+        sys.exit(INTERRUPTED)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 TARGET = "Target"
 TARGETS = (
     "megatron",
+    "megatron-bridge",
     "torchtitan",
     "deepspeed",
     "fsdp2",

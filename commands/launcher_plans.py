@@ -76,7 +76,7 @@ def launcher_plan(file: LauncherFile, target: TargetOptions) -> tuple[Plan, Sequ
     from parplan.profiles.models.spec import ModelEntry
 
     if target.vocab_size is not None:
-        file = file.with_argument("--vocab-size", f"{target.vocab_size}")
+        file = file.with_vocabulary(target.vocab_size)
     file = file.with_stated({"--seq-length": target.seq_length, "--attention": target.attention})
     target = _with_options(file, target)
     if target.cluster is None and (target.gpu is None or target.gpus is None):

@@ -41,7 +41,8 @@ def read(
     """Read a launcher's own configuration, and price it.
 
     FILE is a shell script with arguments of Megatron-LM's pretrain_gpt.py, torchtitan or the
-    Trainer of transformers, a YAML file of the first or the last, or a JSON of DeepSpeed. It is not
+    Trainer of transformers, or with overrides of Megatron-Bridge or NeMo; a YAML file of one of
+    them; a recipe of Megatron-Bridge (FILE.py::RECIPE); or a JSON of DeepSpeed. It is not
     run. Arguments that change time or memory and have no price are errors, others are listed. A
     machine that the file does not state is named by options, and so are the model and the sequence
     length.

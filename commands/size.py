@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,11 +28,11 @@ from parplan.commands.style import (
     Command,
     List,
     Whole,
-    noticing_ctrl_c,
     option,
     packs,
     print_json,
 )
+from parplan.commands.worker_pool import in_processes
 
 if TYPE_CHECKING:
     from parplan.costmodels.usage.goodput import Failures
@@ -203,38 +199,16 @@ def _sizes(
 ) -> tuple[list[ClusterSize], bool]:
     """Returns the answer for each kind, and True where Ctrl-C came before some.
 
-    Each kind is searched in a process of its own, as many at a time as there are cores.
+    Each kind is searched in a process of its own.
     """
     from parplan.profiles.machines.machine_catalog import load_cluster
-    from parplan.report.progress_bars import front_bar
-    from parplan.report.text import console
 
     names = list(dict.fromkeys(load_cluster(kind, what="GPU").name for kind in kinds))
-    pool = ProcessPoolExecutor(
-        max_workers=min(len(names), os.cpu_count() or 1),
-        mp_context=get_context("spawn"),
-        initializer=_leave_ctrl_c_to_parent,
-    )
-    searches = [pool.submit(_size_of, asked, name, tokens, seconds) for name in names]
-    with noticing_ctrl_c() as interrupts, front_bar(console(sys.stderr), "kinds") as (_, begin):
-        try:
-            for done, search in enumerate(as_completed(searches), 1):
-                search.result()
-                if begin:
-                    begin("fastest", done, len(searches))
-        except KeyboardInterrupt:
-            pass
-        finally:
-            pool.shutdown(cancel_futures=True)
-    found = [search.result() for search in searches if search.done() and not search.cancelled()]
-    return found, bool(interrupts)
+    found, interrupted = in_processes(partial(_size_of, asked, tokens, seconds), names, "kinds")
+    return [size for _, size in found], interrupted
 
 
-def _leave_ctrl_c_to_parent() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _size_of(asked: _Asked, kind: str, tokens: float, seconds: float) -> ClusterSize:
+def _size_of(asked: _Asked, tokens: float, seconds: float, kind: str) -> ClusterSize:
     """Returns the least cluster of a kind. Raises ConfigError."""
     from parplan.planner.search.cluster_size import SizeProbes, least_cluster, numbers_of_gpus
     from parplan.profiles.machines.machine_catalog import load_cluster

@@ -12,6 +12,7 @@ from parplan.planner.export.configured import price_settings
 from parplan.planner.export.exported import training_on
 from parplan.planner.export.head import stated_options
 from parplan.planner.export.launcher import Target
+from parplan.planner.export.recipe_file import SEPARATOR
 from parplan.planner.export.settings import Settings
 from parplan.planner.plan.assemble import assemble
 from parplan.planner.plan.plan import Plan
@@ -20,9 +21,15 @@ from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 
-SUFFIXES = (".sh", ".sbatch", ".bash", ".slurm", ".yaml", ".yml", ".json")
-_NODES = ("--nnodes",)
-_PROCESSES = ("--nproc-per-node", "--nproc_per_node")
+SUFFIXES = (".sh", ".sbatch", ".bash", ".slurm", ".yaml", ".yml", ".json", ".py")
+_NODES = ("--nnodes", "--nodes", "trainer.num_nodes")
+_PROCESSES = (
+    "--nproc-per-node",
+    "--nproc_per_node",
+    "--ntasks-per-node",
+    "--gpus-per-node",
+    "trainer.devices",
+)
 _PLAN = ("plan_version:", "parplan_version:")
 _ENOUGH = 2  # arguments of a launcher's table by which its file is known
 
@@ -64,6 +71,12 @@ class LauncherFile:
         """Returns the configuration with a further argument, which the user states."""
         return replace(self, given=(*self.given, Given(name, words, f"{name} of the user")))
 
+    def with_vocabulary(self, num_tokens: int) -> LauncherFile:
+        """Returns the configuration with the vocabulary that the user states."""
+        names = (row.name for row in self.target.rows if row.facts == ("vocab_size",))
+        name = next(names, None)
+        return self if name is None else self.with_argument(name, f"{num_tokens}")
+
     def with_stated(self, options: Mapping[str, object]) -> LauncherFile:
         """Returns the configuration with the options of the user that its files leave open."""
         file = self
@@ -92,9 +105,10 @@ def read_launcher_file(path: Path, targets: Mapping[str, Target]) -> LauncherFil
     Raises ConfigError where the file is not readable, and for arguments that change time or memory
     without a price.
     """
-    if path.suffix not in SUFFIXES:
+    source = Path(str(path).partition(SEPARATOR)[0])
+    if source.suffix not in SUFFIXES:
         return None
-    text = _text_of(path)
+    text = _text_of(source)
     if text.startswith(_PLAN):
         return None
     found = []

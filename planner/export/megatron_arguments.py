@@ -62,7 +62,6 @@ REFUSED = (
     "--hybrid-layer-pattern",
     "--rampup-batch-size",
     "--encoder-num-layers",
-    "--window-size",
     "--tensor-parallel-num-weight-shards",
     "--expert-tensor-parallel-num-weight-shards",
     "--outer-dp-sharding-strategy",
@@ -157,6 +156,17 @@ def _read_num_layers(words: Words, facts: Facts) -> Facts:
         return {"recompute_blocks": count}
     if count != 1:
         raise ValueError("units of several layers are not priced, 1 is")
+    return {}
+
+
+def _read_dispatcher(words: Words, facts: Facts) -> Facts:
+    """Reads how tokens reach their experts: `flex` is an exchange too, by another library.
+
+    `allgather` brings every token to every rank, which is the same on a rank that has all experts.
+    """
+    alone = facts.get("ep", 1) * (facts.get("etp") or facts.get("tp", 1)) == 1
+    if words[0] not in ("alltoall", "flex", *(["allgather"] if alone else [])):
+        raise ValueError("alltoall and flex are priced, and allgather without expert parallelism")
     return {}
 
 
@@ -335,7 +345,13 @@ TRAINING = (
 )
 # what Megatron-LM's own plans of experts and Megatron-FSDP need, whatever the plan says
 NEEDED = (
-    constant("--moe-token-dispatcher-type", "alltoall", when=lambda run: run.has_experts),
+    Argument(
+        name="--moe-token-dispatcher-type",
+        facts=(),
+        write=lambda run: ("alltoall",) if run.has_experts else None,
+        read=_read_dispatcher,
+        source="megatron/core/transformer/moe/token_dispatcher.py",
+    ),
     constant("--moe-grouped-gemm", when=lambda run: run.has_experts),
     free("--ckpt-format", "fsdp_dtensor", when=uses_fsdp),
 )

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import fields, replace
 from itertools import groupby
+from typing import Any
 
 from parplan.planner.export.arguments import (
     Argument,
@@ -24,6 +25,7 @@ from parplan.planner.export.arguments import (
     reading,
     switch,
 )
+from parplan.planner.export.released_models import vocabulary
 from parplan.planner.validation.frameworks import RELEASE_TEST_VOCAB
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.blocks import BlockRun, LatentAttention, QkNorm, SharedExperts
@@ -87,9 +89,30 @@ def _read_experts_at(words: Words, _: Facts) -> Facts:
     return {"experts_at": tuple(found)}
 
 
+def _read_window(words: Words, _: Facts) -> Facts:
+    """Reads the tokens before one that it reads; the tokens behind it are 0 in a causal model."""
+    before, _after = _numbers(words)
+    return {"window": before + 1}
+
+
+def _read_full_attention_at(words: Words, _: Facts) -> Facts:
+    """Reads which blocks read all tokens: every nth, from the nth on."""
+    found = _numbers(words)
+    if len(found) != 1:
+        raise ValueError("one number is priced")
+    return {"full_every": found[0]}
+
+
+def _numbers(words: Words) -> list[int]:
+    return [int(word) for word in re.findall(r"-?\d+", " ".join(words))]
+
+
 def _tokenizer_vocabulary(words: Words, _: Facts) -> Facts:
-    """Returns the vocabulary of GPT-2's tokenizer, the one whose size the arguments tell."""
-    return {"vocab_size": RELEASE_TEST_VOCAB} if words == ("GPT2BPETokenizer",) else {}
+    """Returns the vocabulary of a tokenizer whose type, file or released name tells its size."""
+    if words == ("GPT2BPETokenizer",):
+        return {"vocab_size": RELEASE_TEST_VOCAB}
+    size = vocabulary(words[0]) if words else None
+    return {} if size is None else {"vocab_size": size}
 
 
 def _dropout(spec: ModelSpec) -> Words:
@@ -122,6 +145,7 @@ _LAYERS: tuple[Argument, ...] = (
     ),
     number("--ffn-hidden-size", "ffn_hidden_size", 0),
     reading("--tokenizer-type", _tokenizer_vocabulary),
+    reading("--tokenizer-model", _tokenizer_vocabulary),
     reading("--merge-file", lambda _, __: {"vocab_size": RELEASE_TEST_VOCAB}),  # GPT-2's alone
     number("--vocab-size", "vocab_size"),
     number("--make-vocab-size-divisible-by", "vocab_multiple", 128),
@@ -159,6 +183,8 @@ _LAYERS: tuple[Argument, ...] = (
         read=lambda words, facts: {"dropout": max(read_number(words), facts.get("dropout", 0.1))},
     ),
     number("--mtp-num-layers", "mtp_layers", 0),
+    reading("--window-size", _read_window),
+    reading("--window-attn-skip-freq", _read_full_attention_at),
 )
 _LATENT: tuple[Argument, ...] = (
     Argument(
@@ -238,7 +264,11 @@ def read_model(given: tuple[Given, ...], name: str, where: str) -> ModelSpec:
     where   the file, for errors
     Raises ConfigError for a size that is missing, and as `read_arguments` does.
     """
-    facts = read_arguments(MODEL_TABLE, given)
+    return model_of_facts(read_arguments(MODEL_TABLE, given), name, where)
+
+
+def model_of_facts(facts: Facts, name: str, where: str) -> ModelSpec:
+    """Returns the model of facts as the rows of `MODEL_TABLE` read them. Raises ConfigError."""
     missing = next((argument for fact, argument in _NEEDED.items() if fact not in facts), None)
     if missing:
         raise ConfigError(
@@ -288,15 +318,32 @@ _PLAIN = (
 
 
 def _blocks_of(facts: Facts) -> tuple[BlockRun, ...]:
-    """Returns the runs of blocks with and without experts, () where all are alike."""
-    pattern = facts.get("experts_at")
-    if pattern is None or not facts.get("num_experts"):
+    """Returns the runs of blocks with and without experts and windows, () where all are alike."""
+    layers = facts["num_layers"]
+    experts = [1] * layers
+    if "experts_at" in facts and facts.get("num_experts"):
+        experts = _at(facts["experts_at"], layers)
+    windows = [1 if "window" in facts else 0] * layers
+    if "window" in facts and "full_every" in facts:
+        windows = [int((layer + 1) % facts["full_every"] != 0) for layer in range(layers)]
+    kinds = list(zip(experts, windows, strict=True))
+    if all(kind == (1, 0) for kind in kinds):
         return ()
-    if pattern[0] == "every":
-        pattern = tuple(int(layer % pattern[1] == 0) for layer in range(facts["num_layers"]))
     return tuple(
-        BlockRun(num_blocks=len(tuple(run)), experts=bool(value)) for value, run in groupby(pattern)
+        BlockRun(
+            num_blocks=len(tuple(run)),
+            experts=bool(value[0]),
+            window=facts["window"] if value[1] else 0,
+        )
+        for value, run in groupby(kinds)
     )
+
+
+def _at(pattern: tuple[Any, ...], layers: int) -> list[int]:
+    """Returns 1 for each block that a pattern has: every nth from the first, or as listed."""
+    if pattern[0] == "every":
+        return [int(layer % pattern[1] == 0) for layer in range(layers)]
+    return [int(value) for value in pattern]
 
 
 def _parts(facts: Facts, usual: int) -> Facts:
@@ -315,6 +362,7 @@ def _parts(facts: Facts, usual: int) -> Facts:
         )
         heads = facts["num_heads"]
         parts |= {"latent": latent, "head_dim": latent.key_head_dim, "num_kv_heads": heads}
+        parts["qk_norm"] = QkNorm.NONE  # latent attention has norms of its own
     if facts.get("num_experts"):
         width = facts.get("expert_ffn_hidden_size", facts.get("ffn_hidden_size", usual))
         parts |= {

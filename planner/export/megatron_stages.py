@@ -60,6 +60,8 @@ def finished(facts: Facts, num_gpus: int) -> Settings:
         schedule=Schedule.INTERLEAVED if virtual > 1 else Schedule.ONE_F_ONE_B,
         sequence_parallel=settings.sequence_parallel and settings.tp > 1,
     )
+    if not settings.sequence_parallel:  # there is no such collective to hide
+        settings = replace(settings, tp_overlap=False)
     if "instances" in plain:
         settings = replace(settings, zero_ranks=settings.replicas // plain["instances"])
     return replace(settings, blocks=settings.blocks or _blocks(settings, plain))

@@ -20,7 +20,11 @@ _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::?-([^}]*))?\}|\$([A-Za-z_]\w*)")
 _SUM = re.compile(r"\$\(\((.*?)\)\)")
 _ARRAY = re.compile(r"^\s*(?:export\s+|declare\s+-a\s+)?[A-Za-z_]\w*\+?=\(")
 _OF_YAML = re.compile(r"^\s*(--[\w.-]+):\s*(.*?)\s*(?:#.*)?$")
-_OVERRIDE = re.compile(r"^\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.+)$")
+_OVERRIDE = re.compile(
+    r"^\+{0,2}([A-Za-z_]\w*(?:\.\w+)+|mixed_precision|comm_overlap|training)=(.+)$"
+)
+_SHORT = re.compile(r"^-(tp|pp|cp|vp|ep|etp|gb|mb|sl|ms)$")  # of Megatron-Bridge
+_JOB = "#SBATCH"
 _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -34,13 +38,16 @@ def shell_arguments(text: str, file: str) -> tuple[Given, ...]:
     """Returns the arguments `--name words..` and overrides `a.b=word` of a script, in order."""
     variables: dict[str, str] = {}
     found: list[Given] = []
+    inside = False  # an array that goes on
     for number, line in _logical_lines(text):
-        assigned = _ASSIGNED.match(line)
+        assigned = None if inside else _ASSIGNED.match(line)
+        inside = _goes_on(line, inside=inside)
         if assigned and "--" not in assigned[2]:
             words = _words(_filled(assigned[2], variables))
             if len(words) == 1:
                 variables[assigned[1]] = words[0]
-            continue
+            if len(words) <= 1:  # with more, it is a command and a variable of its own
+                continue
         found.extend(_arguments(line, number, file, variables))
     return tuple(found)
 
@@ -65,6 +72,7 @@ def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
     held, start = "", 0
     for number, line in enumerate(text.splitlines(), 1):
         start = start if held else number
+        line = line.removeprefix(_JOB)
         if line.lstrip().startswith("#"):
             continue
         if line.rstrip().endswith("\\"):
@@ -74,6 +82,13 @@ def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
         held = ""
     if held:
         yield start, held
+
+
+def _goes_on(line: str, *, inside: bool) -> bool:
+    """True if a line ends inside an array; `inside` says that it begins in one."""
+    code = re.sub(r"(^|\s)#.*", "", line)
+    open_brackets = code.count("(") - code.count(")")
+    return open_brackets >= 0 if inside else bool(_ARRAY.match(line)) and open_brackets > 0
 
 
 def _words(line: str) -> list[str]:
@@ -91,7 +106,7 @@ def _arguments(line: str, number: int, file: str, variables: Mapping[str, str]) 
         for word in _separate(_words(part)):
             filled = _filled(word, variables)
             override = _OVERRIDE.match(filled)
-            begins = filled.startswith("--") and len(filled) > 2
+            begins = (filled.startswith("--") and len(filled) > 2) or _SHORT.match(filled)
             if not (begins or override):
                 words.append(filled)
                 continue
@@ -101,7 +116,7 @@ def _arguments(line: str, number: int, file: str, variables: Mapping[str, str]) 
             words = []
             if override or "=" in filled:
                 name, _, value = filled.lstrip("+").partition("=")
-                words = [value]
+                words = [value.strip("'\"")]
     if name:
         yield Given(name, tuple(words), f"{file}:{place}")
 

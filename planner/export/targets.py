@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from parplan.planner.export.bridge import MEGATRON_BRIDGE
 from parplan.planner.export.deepspeed import DEEPSPEED
 from parplan.planner.export.fsdp2 import FSDP2
 from parplan.planner.export.hf_trainer import HUGGINGFACE
@@ -16,6 +17,7 @@ TARGETS: Mapping[str, Target] = {
     target.name: target
     for target in (
         MEGATRON,
+        MEGATRON_BRIDGE,
         TORCHTITAN,
         DEEPSPEED,
         FSDP2,

@@ -51,7 +51,7 @@ from parplan.report.text import (
 
 RUNNERS_UP = 3  # plans in the short form
 NOTHING = 1e-9  # share of the step below which a time is rounding
-_CAUSES = (
+STEP_CAUSES = (
     ("compute", "compute_s"),
     ("recompute", "recompute_s"),
     ("bubble", "pp_bubble_s"),
@@ -419,7 +419,7 @@ def _time_line(plan: AnyPlan, width: int) -> str:
     scale, unit = (1.0, "s") if step_s >= 1 else (1e3, "ms")
     digits = 1 if step_s * scale >= 100 else 2
     breakdown = plan.predicted.breakdown
-    times = ((name, getattr(breakdown, field).value) for name, field in _CAUSES)
+    times = ((name, getattr(breakdown, field).value) for name, field in STEP_CAUSES)
     inside = (("tensor", plan.mesh.tp), ("context", plan.mesh.cp), ("experts", plan.mesh.ep))
     sent = [name for name, degree in inside if degree > 1]
     names = {"tensor": " + ".join(sent)} if sent else {}

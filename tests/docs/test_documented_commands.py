@@ -40,6 +40,7 @@ QUICK = (
     "plan schemes --model gpt-20b --gpus 64 --micro-batch-size 4",
     "plan explain --model gpt-20b --gpus 64 --tp 8 --operator fc2",
     "plan show plan.yaml",
+    "plan explain plan.yaml",
     "plan show plan.yaml --mtbf 50000h --storage 200GB/s",
     "plan show plan.yaml --instructions --rank 0",
     "plan show plan.yaml --chunks --plot moments.png",
@@ -59,6 +60,8 @@ QUICK = (
     "plan export plan.yaml --to fsdp2",
     "plan estimate --model llama3-8b --gpus 64 --gpu h100-80gb --zero 3 --recompute full --stack deepspeed -o plan.yaml",
     "plan export plan.yaml --to deepspeed",
+    "plan estimate --model llama3-70b --gpus 128 --gpu h100-80gb --tp 4 --pp 8 --virtual-stages 5 --zero 1 --sequence-parallel --stack nemo -o plan.yaml",
+    "plan export plan.yaml --to megatron-bridge",
     "plan estimate --model llama3-8b --gpus 64 --gpu h100-80gb --zero 3 --recompute full --gradient-precision bf16 --stack huggingface -o plan.yaml",
     "plan export plan.yaml --to huggingface",
     "plan read sft.yaml --model llama3-8b --gpu h100-80gb --gpus 16 -o plan.yaml",
@@ -93,6 +96,7 @@ SLOW = (
 # by target, a part of the command whose plan is exported to it
 EXPORTED = {
     "megatron": "--virtual-stages 5",
+    "megatron-bridge": "--stack nemo -o",
     "torchtitan": "--recompute full --stack torchtitan -o",
     "deepspeed": "--stack deepspeed -o",
     "huggingface": "--stack huggingface -o",
@@ -105,6 +109,8 @@ GPUS = "needs the GPUs of a node"
 NETWORK = "installs from a package index"
 LAUNCHES = "starts processes that train; tests/executor runs the same"
 NOT_RUN = {
+    "plan read src/megatron/bridge/perf_recipes/llama/h100/llama3.py::llama3_70b_pretrain_64gpu_h100_bf16_config --gpu h100-80gb -o plan.yaml": PLACEHOLDER,
+    "plan read llama2_70b_fp8.sh --gpu h100-80gb": PLACEHOLDER,
     "pip install .": NETWORK,
     "pip install -c constraints.txt -e '.[test]'": NETWORK,
     "pip install -c constraints.txt '.[torch]'": NETWORK,

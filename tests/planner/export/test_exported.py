@@ -172,6 +172,7 @@ def test_the_command_offers_every_target():
 # by target: a model that it has, and unequal stages of it
 MODELS = {
     "megatron": ("gpt-2.5b", (26, 28)),
+    "megatron-bridge": ("gpt-2.5b", (26, 28)),
     "torchtitan": ("llama3-8b", (15, 17)),
     "deepspeed": ("gpt-2.5b", (26, 28)),
     "fsdp2": ("gpt-2.5b", (26, 28)),

@@ -1,0 +1,264 @@
+"""The answers to questions about a plan in sentences, and as JSON values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+
+from parplan.planner.plan.plan import Plan
+from parplan.planner.search.many_searches import Answer
+from parplan.planner.search.what_if import AXES, BASE, Flip, PlanQuestion, Reply
+from parplan.profiles.units import counted, format_number
+from parplan.report.names import pipeline_phrases
+from parplan.report.plans.memory_table import fullest
+from parplan.report.plans.summary import STEP_CAUSES, header, layers_phrases
+from parplan.report.text import gib_text, joined, percent, say, seconds_text
+
+SAME = 0.0005  # share of a step below which two plans take the same time
+_MOST_CAUSES = 3
+_CHANGES = 0.01  # share of a step that a cause must change by to be said
+
+Replies = Mapping[PlanQuestion, Reply]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Paragraphs under titles."""
+
+    title: str
+    sentences: tuple[str, ...]
+
+
+def print_explanation(plan: Plan, replies: Replies, out: Console) -> None:
+    """Print why a plan is the best, what holds it back, what would buy more, and its flips."""
+    say(out, header(plan, out.width), "bold")
+    for part in explanation(plan, replies):
+        say(out)
+        say(out, part.title, "bold")
+        for sentence in part.sentences:
+            say(out, joined(sentence.split(" "), " ", out.width, start="  ", indent=4))
+
+
+def explanation(plan: Plan, replies: Replies) -> Iterator[Explanation]:
+    """Yields the parts of the explanation that have an answer."""
+    parts = (
+        ("Why this plan", (*_the_plan(plan, replies), *_other_meshes(plan, replies))),
+        ("What holds it back", tuple(_limits(plan, replies))),
+        ("What more would buy", tuple(_gains(plan, replies))),
+        ("Where the choice flips", tuple(_flips(plan, replies))),
+        ("How this was found", tuple(_method(replies))),
+    )
+    for title, sentences in parts:
+        if sentences:
+            yield Explanation(title=title, sentences=sentences)
+
+
+def _the_plan(plan: Plan, replies: Replies) -> Iterator[str]:
+    yield f"{_named(plan)} takes {_step_text(plan)} a step: {_causes_text(plan)}."
+    base = _plan_of(replies.get(PlanQuestion(what=BASE)))
+    if base is None:
+        return
+    slower = _step_s(plan) / _step_s(base) - 1
+    if slower > SAME:
+        yield (
+            f"A search without any pin finds a faster one today: {_named(base)}, "
+            f"{_step_text(base)}, {percent(slower)} less."
+        )
+    else:
+        yield (
+            f"A search over {counted(base.search.candidates.considered, 'candidate')} finds "
+            f"nothing faster; its gap is {percent(base.search.gap)}."
+        )
+
+
+def _other_meshes(plan: Plan, replies: Replies) -> Iterator[str]:
+    for question, reply in replies.items():
+        if question.what not in AXES:
+            continue
+        axis, degree = question.what, round(question.value)
+        found = _plan_of(reply)
+        if found is None:
+            yield f"{axis} {degree} has no plan: {_why_none(reply)}."
+            continue
+        yield (
+            f"With {axis} {degree} the best plan, {_named(found)}, takes {_step_text(found)}, "
+            f"{_change(found, plan)}{_difference(found, plan)}."
+        )
+
+
+def _limits(plan: Plan, replies: Replies) -> Iterator[str]:
+    worst = fullest(plan)
+    free = worst.capacity - worst.total
+    yield (
+        f"The fullest GPU, of stage {worst.stage}, holds {gib_text(worst.total)} GiB of "
+        f"{worst.capacity:.1f}; {gib_text(free)} GiB are free, most of them the margin."
+    )
+    more = _plan_of(_reply(replies, "memory of a GPU"))
+    if more is not None:
+        gain = _step_s(plan) / _step_s(more) - 1
+        if gain > SAME:
+            binds = "binds" if gain > _CHANGES else "hardly binds"
+            yield (
+                f"Memory {binds}: with 10 % more of it {_named(more)} takes {_step_text(more)} "
+                f"and is {percent(gain)} faster; its layers: {'; '.join(layers_phrases(more))}."
+            )
+        else:
+            yield "Memory does not bind: 10 % more of it makes no plan faster."
+    exposed = [
+        (name, seconds) for name, seconds in _causes(plan) if name not in ("compute", "recompute")
+    ]
+    if exposed:
+        name, seconds = max(exposed, key=lambda each: each[1])
+        share = seconds / _step_s(plan)
+        yield f"The largest part beside compute is {name}: {percent(share)} of the step."
+
+
+def _gains(plan: Plan, replies: Replies) -> Iterator[str]:
+    for question, reply in replies.items():
+        if question.flips or question.what in (*AXES, BASE):
+            continue
+        amount = _amount_text(question.value, question.what)
+        found = _plan_of(reply)
+        if found is None:
+            yield f"{amount}: no plan, {_why_none(reply)}."
+            continue
+        faster = _tokens_per_s(found) / _tokens_per_s(plan) - 1
+        if faster < SAME:
+            yield f"{amount} buys nothing."
+            continue
+        mesh = "" if found.mesh == plan.mesh else f", with {_named(found)}"
+        yield f"{amount} buys {percent(faster)} more tokens/s{mesh}."
+
+
+def _flips(plan: Plan, replies: Replies) -> Iterator[str]:
+    stays: dict[str, list[float]] = {}
+    for question, reply in replies.items():
+        if not question.flips:
+            continue
+        if reply is None:
+            stays.setdefault(question.what, []).append(question.value)
+            continue
+        assert isinstance(reply, Flip), "a question about a flip"
+        place = (
+            f"Between {format_number(reply.last, 2)} and {format_number(reply.factor, 2)} times "
+            f"the {question.what}"
+        )
+        if reply.plan is None:
+            yield f"{place} the model stops fitting."
+        else:
+            yield f"{place} the best plan becomes {_named(reply.plan)}."
+    for what, ends in stays.items():
+        reaches = " and ".join(
+            f"{'down' if end < 1 else 'up'} to {format_number(end, 3)} times"
+            for end in sorted(ends)
+        )
+        yield f"The mesh stays the best {reaches} the {what}."
+
+
+def _method(replies: Replies) -> Iterator[str]:
+    yield (
+        f"Each of {counted(len(replies), 'question')} was a search of its own with one change, and "
+        "without the pins of the plan, which its file does not have. All figures are predicted."
+    )
+
+
+def _reply(replies: Replies, what: str) -> Reply:
+    return next(
+        (
+            reply
+            for question, reply in replies.items()
+            if question.what == what and not question.flips
+        ),
+        None,
+    )
+
+
+def _plan_of(reply: Reply) -> Plan | None:
+    return reply.plan if isinstance(reply, Answer) else None
+
+
+def _why_none(reply: Reply) -> str:
+    assert isinstance(reply, Answer), "a search"
+    assert reply.error is not None, "a search without a plan says why"
+    return reply.error.message
+
+
+def _step_s(plan: Plan) -> float:
+    return plan.predicted.step_time_s.value
+
+
+def _tokens_per_s(plan: Plan) -> float:
+    return plan.training.tokens_per_step / _step_s(plan)
+
+
+def _step_text(plan: Plan) -> str:
+    return seconds_text(_step_s(plan))
+
+
+def _named(plan: Plan) -> str:
+    return ", ".join((str(plan.mesh), *pipeline_phrases(plan.pipeline, plan.mesh)))
+
+
+def _change(found: Plan, plan: Plan) -> str:
+    slower = _step_s(found) / _step_s(plan) - 1
+    if abs(slower) <= SAME:
+        return "as long"
+    return f"{percent(abs(slower))} {'more' if slower > 0 else 'less'}"
+
+
+def _causes(plan: Plan) -> list[tuple[str, float]]:
+    breakdown = plan.predicted.breakdown
+    return [(name, getattr(breakdown, field).value) for name, field in STEP_CAUSES]
+
+
+def _causes_text(plan: Plan) -> str:
+    step_s = _step_s(plan)
+    told = [(name, each) for name, each in _causes(plan) if each > _CHANGES * step_s]
+    return ", ".join(f"{name} {percent(each / step_s)}" for name, each in told)
+
+
+def _difference(found: Plan, plan: Plan) -> str:
+    """Returns the causes by which two steps differ most: `: bubble +0.4 s, data -0.2 s`."""
+    before = dict(_causes(plan))
+    changes = [(name, seconds - before[name]) for name, seconds in _causes(found)]
+    told = [each for each in changes if abs(each[1]) > _CHANGES * _step_s(plan)]
+    told.sort(key=lambda each: -abs(each[1]))
+    if not told:
+        return ""
+    return ": " + ", ".join(
+        f"{name} {'+' if seconds > 0 else '-'}{seconds_text(abs(seconds))}"
+        for name, seconds in told[:_MOST_CAUSES]
+    )
+
+
+def _amount_text(factor: float, what: str) -> str:
+    if factor == 2:
+        return f"Twice the {what}"
+    return f"{format_number(100 * (factor - 1), 2)} % more {what}"
+
+
+def explanation_document(plan: Plan, replies: Replies) -> dict[str, Any]:
+    """Returns the questions with their answers as JSON values."""
+    return {
+        "mesh": asdict(plan.mesh),
+        "step_time_s": _step_s(plan),
+        "parts": [asdict(part) for part in explanation(plan, replies)],
+        "questions": [_reply_document(question, reply) for question, reply in replies.items()],
+    }
+
+
+def _reply_document(question: PlanQuestion, reply: Reply) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "what": question.what,
+        "value": question.value,
+        "flips": question.flips,
+    }
+    if isinstance(reply, Flip):
+        body |= {"flips_at": reply.factor, "same_at": reply.last}
+    found = reply.plan if reply is not None else None
+    if found is None:
+        return {**body, "mesh": None}
+    return {**body, "mesh": asdict(found.mesh), "step_time_s": _step_s(found)}
