@@ -21,6 +21,7 @@ main.names = (
     "models",
     "profile",
     "read",
+    "report",
     "schema",
     "schemes",
     "show",

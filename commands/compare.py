@@ -13,7 +13,7 @@ from parplan.commands import user_modules
 from parplan.commands.options.launcher_options import vocab_size_option
 from parplan.commands.options.pin_options import PinOptions
 from parplan.commands.options.result_options import as_json, trust_module_option
-from parplan.commands.options.search_options import SearchFlags, search_options
+from parplan.commands.options.search_options import SearchFlags, launcher_option, search_options
 from parplan.commands.options.sections import AIM, BASELINES
 from parplan.commands.options.target_options import TargetOptions, target_options
 from parplan.commands.searching import answer, described_question
@@ -71,6 +71,7 @@ DEFAULT = "megatron"
     show_default=True,
     help="Objective of our plan, if no plan file is given.",
 )
+@launcher_option
 @search_options
 @trust_module_option
 @as_json
@@ -93,6 +94,7 @@ def compare(
     recompute, and memory by class. The plan of a traced module is
     compared with data parallelism and with plain pipelines of the same module, which is traced.
     """
+    from parplan.commands.requests.launchers import with_launcher
     from parplan.commands.requests.requests import constraints_of, options_of, request_of
     from parplan.planner.baselines.systems import baseline_names
     from parplan.planner.objective import Objective
@@ -110,6 +112,7 @@ def compare(
         comparison = _of_files(plan_files, target, names_given, options, trust=trust_module)
     else:
         names = baseline_names(baseline)
+        target = with_launcher(target, flags.launcher)
         request = replace(
             request_of(target),
             objective=Objective(flags.objective),

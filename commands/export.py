@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from parplan.commands.options.option_values import LAUNCHERS
 from parplan.commands.options.result_options import as_json
 from parplan.commands.options.sections import OUTPUT
 from parplan.commands.style import Command, option, print_json
@@ -17,14 +18,6 @@ if TYPE_CHECKING:
     from parplan.planner.export.exported import Export
 
 TARGET = "Target"
-TARGETS = (
-    "megatron",
-    "megatron-bridge",
-    "torchtitan",
-    "deepspeed",
-    "fsdp2",
-    "huggingface",
-)
 JOBS = ("slurm", "kubernetes")
 TORCHRUN = "torchrun"
 
@@ -40,7 +33,7 @@ TORCHRUN = "torchrun"
 @option(
     TARGET,
     "--to",
-    type=click.Choice((*TARGETS, TORCHRUN, *JOBS)),
+    type=click.Choice((*LAUNCHERS, TORCHRUN, *JOBS)),
     required=True,
     help="Program that trains; torchrun, slurm and kubernetes start parplan's own executor.",
 )
@@ -96,7 +89,7 @@ def export(
     from parplan.report.plans.export_text import export_document, print_export
     from parplan.report.text import console
 
-    if to not in TARGETS:
+    if to not in LAUNCHERS:
         launch = launch if to == TORCHRUN else to
         files = run_files(read_any_plan(plan_file), plan_file, launch)
         _wrote(write_files(files, folder, force=force), as_json=as_json)

@@ -77,7 +77,14 @@ def launcher_plan(file: LauncherFile, target: TargetOptions) -> tuple[Plan, Sequ
 
     if target.vocab_size is not None:
         file = file.with_vocabulary(target.vocab_size)
-    file = file.with_stated({"--seq-length": target.seq_length, "--attention": target.attention})
+    file = file.with_stated(
+        {
+            "--seq-length": target.seq_length,
+            "--attention": target.attention,
+            "--global-batch-size": target.global_batch_size,
+            "--optimizer": target.optimizer,
+        }
+    )
     target = _with_options(file, target)
     if target.cluster is None and (target.gpu is None or target.gpus is None):
         missing = "--gpus" if target.gpus is None else "--gpu"

@@ -47,7 +47,6 @@ def deliver(
 
     A file that cannot be written does not lose the summary.
     """
-    from parplan.executor.placed_layers import torchrun_line
     from parplan.planner.plan.plan_file import plan_to_yaml, write_plan
     from parplan.report.text import console
 
@@ -64,9 +63,23 @@ def deliver(
         else:
             print_plan(plan, console(sys.stdout), context)
     if output is not None and not as_json:
-        click.echo(
-            f"wrote {output}; run it with\n  {torchrun_line(plan, shlex.quote(str(output)))}"
-        )
+        click.echo(f"wrote {output}; run it with\n  {start_line(plan, shlex.quote(str(output)))}")
+
+
+def start_line(plan: Plan | TracedPlan, path: str) -> str:
+    """Returns the command for the program that a plan was priced for.
+
+    It is parplan's executor where no launcher has the stack of the plan.
+    """
+    from parplan.executor.placed_layers import torchrun_line
+    from parplan.planner.export.targets import target_of
+    from parplan.planner.plan.traced_plan import TracedPlan
+
+    target = None if isinstance(plan, TracedPlan) else target_of(plan.training.stack.name)
+    if target is None:
+        return torchrun_line(plan, path)
+    name = plan.search.launcher or target.name
+    return f"plan export {path} --to {name}"
 
 
 def print_plan(plan: Plan | TracedPlan, out: Console, context: SummaryContext) -> None:

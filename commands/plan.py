@@ -16,6 +16,7 @@ from parplan.commands.options.result_options import STDOUT, ResultOptions, as_js
 from parplan.commands.options.search_options import (
     SearchFlags,
     explain_option,
+    launcher_option,
     objective_options,
     search_options,
 )
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 @target_options
 @trace_options
 @objective_options
+@launcher_option
 @search_options
 @failure_options
 @explain_option
@@ -104,9 +106,11 @@ def main(
     if ctx.invoked_subcommand is not None:
         _require_none_before(ctx)
         return None
+    from parplan.commands.requests.launchers import require_described, with_launcher
     from parplan.commands.requests.requests import request_of, require_front, require_no_front
 
     front = flags.objective == "pareto"
+    target = with_launcher(target, flags.launcher)
     assert result.output is not None, "the option has a default"
     source = user_modules.source_of(target, tracing)
     if front:
@@ -117,6 +121,7 @@ def main(
     if source is None:
         question = described_question(request_of(target, pins, flags), flags)
     else:
+        require_described(flags.launcher)
         question = user_modules.traced_question(source, target, tracing, pins, flags)
     question = with_failures(question, failing)
     if flags.explain:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from parplan.commands.options.launcher_options import vocab_size_option
+from parplan.commands.options.launcher_options import program_options, vocab_size_option
 from parplan.commands.options.result_options import as_json
 from parplan.commands.options.sections import OUTPUT
 from parplan.commands.options.target_options import TargetOptions, target_options
@@ -23,6 +23,7 @@ from parplan.commands.style import Command, option
 @click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
 @target_options
 @vocab_size_option
+@program_options
 @option(
     OUTPUT,
     "-o",
@@ -35,6 +36,8 @@ from parplan.commands.style import Command, option
 def read(
     file: Path,
     target: TargetOptions,
+    micro_batch_size: int | None,
+    recompute: str | None,
     output: Path | None,
     as_json: bool,
 ) -> None:
@@ -59,6 +62,8 @@ def read(
             f"{file}: it has no arguments of a launcher that is known",
             hint="give a script or a configuration of a launcher; plan show reads plans",
         )
+    said = {"--micro-batch-size": micro_batch_size, "--recompute": recompute}
+    read_file = read_file.with_stated(said)
     plan, assumed = launcher_plan(read_file, target)
     context = SummaryContext(assumed=tuple(assumed), plan_file=str(output or ""))
     deliver(plan, context, output, as_json=as_json)

@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     from parplan.costmodels.usage.goodput import Failures
     from parplan.planner.plan.plan import Plan
     from parplan.planner.plan.traced_plan import AnyPlan
-    from parplan.planner.request import Request
+    from parplan.planner.request import OnProgress, Request
     from parplan.planner.search.pareto import ParetoFront
     from parplan.planner.search.price_factory import PriceFactory
     from parplan.profiles.errors import InfeasibleError
+
+
+Find = Callable[["OnProgress | None"], "AnyPlan"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +31,7 @@ class Question:
     """A request for a described model or a traced module, ready to be searched.
 
     factory      makes its prices
+    find         returns its best plan, None for the search among all plans
     assumed_of   returns a phrase for every default that led to a plan
     finished     completes a plan for the module that runs it
     started_s    the time at which its work began
@@ -39,6 +43,7 @@ class Question:
 
     factory: PriceFactory
     assumed_of: Callable[[AnyPlan], tuple[str, ...]]
+    find: Find | None = None
     finished: Callable[[AnyPlan], AnyPlan] = lambda plan: plan
     require_possible: Callable[[], None] = lambda: None
     explained: Callable[[AnyPlan, bool], None] = lambda _plan, _to_stderr: None
@@ -61,8 +66,13 @@ def described_question(request: Request, flags: SearchFlags) -> Question:
         assert isinstance(plan, Plan), "the model is described"
         return with_module(plan, request)
 
+    factory: PriceFactory = DescribedFactory(request, _explained_error)
+    find: Find | None = None
+    if flags.launcher is not None:
+        factory, find = _of_launcher(request, flags.launcher)
     return Question(
-        factory=DescribedFactory(request, _explained_error),
+        factory=factory,
+        find=find,
         assumed_of=assumed_of,
         finished=finished,
         require_possible=partial(require_possible, request),
@@ -85,6 +95,15 @@ def with_failures(question: Question, options: FailureOptions) -> Question:
     return replace(question, failures=failures, assumed_of=assumed_of)
 
 
+def _of_launcher(request: Request, name: str) -> tuple[PriceFactory, Find]:
+    """Returns the search among the settings of a launcher. Raises ConfigError."""
+    from parplan.planner.export.best_settings import LauncherFactory, best_settings
+    from parplan.planner.export.targets import target_named
+
+    target = target_named(name)
+    return LauncherFactory(request, target), partial(best_settings, request, target)
+
+
 def _print_orders(plan: AnyPlan, to_stderr: bool) -> None:
     """Prints what the order of the mesh axes gains."""
     from parplan.planner.plan.mesh_orders import order_prices
@@ -104,7 +123,8 @@ def answer(question: Question) -> tuple[AnyPlan, bool]:
 
     question.require_possible()
     with noticing_ctrl_c() as interrupts, progress_bar(console(sys.stderr)) as on_progress:
-        plan = find_best(question.factory, on_progress).plan
+        find = question.find
+        plan = find(on_progress) if find else find_best(question.factory, on_progress).plan
     return question.finished(plan), bool(interrupts)
 
 

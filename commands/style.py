@@ -136,7 +136,7 @@ def own_names(args: list[str], known: Collection[str]) -> list[str]:
 
 def has_several(args: Sequence[str]) -> bool:
     """True if an option of `plan sweep` has several values, separated by commas."""
-    given = dict(zip(args, (*args[1:], ""), strict=True))
+    given = dict(zip(args, [*args, ""][1:], strict=True))
     given |= {name: value for name, sign, value in (arg.partition("=") for arg in args) if sign}
     return any("," in given.get(name, "") for name in SWEPT)
 

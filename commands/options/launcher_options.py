@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import click
+
 from parplan.commands.options.machine_options import machine_options
 from parplan.commands.options.sections import WHAT
 from parplan.commands.options.target_options import TargetOptions
@@ -13,6 +15,21 @@ vocab_size_option = option(
     type=Whole("tokens"),
     metavar="N",
     help="Tokens of the vocabulary, where a launcher's file leaves them to its tokenizer.",
+)
+program_options = together(
+    option(
+        WHAT,
+        "--micro-batch-size",
+        type=Whole("micro_batch_size"),
+        metavar="N",
+        help="Sequences of a micro-batch, where a launcher's file leaves them to its program.",
+    ),
+    option(
+        WHAT,
+        "--recompute",
+        type=click.Choice(("none", "full")),
+        help="Recompute of all blocks, where a launcher's file leaves it to its program.",
+    ),
 )
 launcher_options = together(
     option(

@@ -28,6 +28,15 @@ STATE_PRECISIONS = ("fp32", "bf16-moments", "fp8-moments", "bf16")
 OPTIMIZERS = ("adam", "adam-8bit", "muon", "adafactor", "sgd", "sgd-momentum")
 ATTENTION = ("flash", "unfused")
 BASE_WEIGHTS = ("bf16", "int8")
+LAUNCHERS = (
+    "megatron",
+    "megatron-bridge",
+    "torchtitan",
+    "deepspeed",
+    "fsdp2",
+    "huggingface",
+    "accelerate",
+)
 STAGE_RECOMPUTE = (
     "Recompute by pipeline stage: the share of the first stage's layers that run again, from which "
     "the others follow by Merak's rule; shares by stage such as 0.5,0.25,0, the last one repeats; "

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import click
 
-from parplan.commands.options.option_values import PREFERENCES
+from parplan.commands.options.option_values import LAUNCHERS, PREFERENCES
 from parplan.commands.options.pin_options import pin_options
 from parplan.commands.options.sections import AIM, SEARCH
 from parplan.commands.style import LONGEST_S, Number, Share, Whole, option, packs, together
@@ -27,6 +27,7 @@ class SearchFlags:
     time_limit: float | None = None
     solver: str = "cbc"
     explain: bool = False
+    launcher: str | None = None
 
 
 search_options = together(
@@ -111,6 +112,14 @@ objective_options = together(
         metavar="N",
         help="Approximate number of plans of the pareto objective. [default: 16]",
     ),
+)
+launcher_option = option(
+    AIM,
+    "--for",
+    "launcher",
+    type=click.Choice(LAUNCHERS),
+    help="Launcher that will run the plan: the plan is the fastest of all that its arguments can "
+    "say, priced as its stack runs it, and `plan export --to` loses nothing of it.",
 )
 explain_option = option(
     SEARCH, "--explain", is_flag=True, help="List the candidates that were not searched, and why."

@@ -21,6 +21,7 @@ from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.deadline import NEVER, Deadline, in_time
 
 ROUNDING = 1e-9  # relative, against another order of summation
+INFINITY = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ def _busiest_s(strategy: Strategy, price_cache: LayerPriceCache) -> float:
     """A cheap bound of the step: all passes of the busiest rank, without transfers and tail."""
     layout = strategy.layout
     choice_s = {
-        id(choice): _pass_s(choice, layout, price_cache)
+        id(choice): pass_s(choice, layout, price_cache)
         for choice in {id(choice): choice for choice in chain(*strategy.stages)}.values()
     }
     stage_s = {
@@ -81,7 +82,8 @@ def _busiest_s(strategy: Strategy, price_cache: LayerPriceCache) -> float:
     return layout.num_micro_batches * busiest_s * (1 - ROUNDING)
 
 
-def _pass_s(choice: LayerChoice, layout: ParallelLayout, price_cache: LayerPriceCache) -> float:
+def pass_s(choice: LayerChoice, layout: ParallelLayout, price_cache: LayerPriceCache) -> float:
+    """Seconds of both passes of a layer, with data parallelism of every micro-batch."""
     time = price_cache.layer_time(
         choice.kind, layout.micro_batch_size, layout.sharding_of(choice), choice.recompute
     )
@@ -103,8 +105,12 @@ def fastest(
     price_cache: LayerPriceCache,
     limit_bytes: float,
     deadline: Deadline = NEVER,
+    below_s: float = INFINITY,
 ) -> Optimum | None:
-    """Returns the fitting candidate with the shortest simulated step. Raises OutOfTimeError."""
+    """Returns the fitting candidate with the shortest simulated step, None where none is below.
+
+    Raises OutOfTimeError.
+    """
     strategies = tuple(candidates)
     # Each entry has a bound, first a cheap one and then, where it fits, that of all costs.
     bounded = [
@@ -114,7 +120,7 @@ def fastest(
     heapify(bounded)
     best: tuple[Strategy, StepPrice] | None = None
     simulated = 0
-    while bounded and (best is None or bounded[0][0] < best[1].step_s):
+    while bounded and bounded[0][0] < below_s:
         deadline.check()
         _, index, costed = heappop(bounded)
         strategy = strategies[index]
@@ -124,8 +130,8 @@ def fastest(
             continue
         price = price_step(strategy, price_cache)
         simulated += 1
-        if best is None or price.step_s < best[1].step_s:
-            best = strategy, price
+        if price.step_s < below_s:
+            best, below_s = (strategy, price), price.step_s
     return None if best is None else Optimum(*best, simulated=simulated)
 
 

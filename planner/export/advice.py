@@ -21,6 +21,7 @@ from parplan.planner.request import SearchOptions
 from parplan.profiles.divisors import divisors
 from parplan.profiles.errors import ConfigError
 
+ChangedArgument = tuple[str, Words | None, Words | None]
 _LEAST = 0.005  # share of a step that a change must gain to be said
 
 
@@ -32,7 +33,7 @@ class Change:
     configured  the configuration with it
     """
 
-    arguments: tuple[tuple[str, Words | None, Words | None], ...]
+    arguments: tuple[ChangedArgument, ...]
     configured: Priced
 
 
@@ -63,8 +64,16 @@ def best_changes(
             continue
         known = found.get(setting)
         if known is None or one.price.step_s < known.configured.price.step_s:
-            found[setting] = Change(arguments=differing, configured=one)
+            found[setting] = Change(arguments=_of_files(differing, target), configured=one)
     return tuple(sorted(found.values(), key=lambda each: each.configured.price.step_s)[:most])
+
+
+def _of_files(
+    differing: tuple[ChangedArgument, ...], target: Target
+) -> tuple[ChangedArgument, ...]:
+    """Returns the arguments that files have; options of `plan read` only where no file says it."""
+    stated = {row.name for row in target.stated}
+    return tuple(each for each in differing if each[0] not in stated) or differing
 
 
 def _priced(arguments: dict[str, Words], plan: Plan, target: Target) -> Priced | None:

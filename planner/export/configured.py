@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import cycle
 
 from parplan.costmodels.host.offload import Offload
@@ -93,6 +94,7 @@ def recomputed_operators(
 def by_module(strategy: Strategy, modules: tuple[str, ...], price_cache: PriceCache) -> Strategy:
     """Returns the strategy with blocks that recompute the operators of `modules`."""
 
+    @cache
     def of(choice: LayerChoice) -> LayerChoice:
         if choice.kind.role is not LayerKind.BLOCK:
             return choice

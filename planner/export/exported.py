@@ -7,12 +7,12 @@ launcher cannot say, with their costs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.planner.export.arguments import Given, Words, written
+from parplan.planner.export.arguments import Words, written
 from parplan.planner.export.configured import (
     Priced,
     price_settings,
@@ -20,7 +20,7 @@ from parplan.planner.export.configured import (
     strategy_of_settings,
 )
 from parplan.planner.export.head import head_lines
-from parplan.planner.export.launcher import Sheet, Target
+from parplan.planner.export.launcher import Sheet, Target, given_of, read_back
 from parplan.planner.export.losses import LostPart, losses
 from parplan.planner.export.settings import Settings, settings_of
 from parplan.planner.infeasible.shortfall import limit_bytes
@@ -64,7 +64,7 @@ def export_plan(plan: Plan, target: Target, source: str) -> Export:
     files = target.files(sheet).items()
     stated = written(target.stated, sheet.settings)
     said = (each for name, text in files for each in target.arguments(text, name))
-    given = (*said, *_given(stated, target))
+    given = (*said, *given_of(stated, target))
     back = target.settings(given, plan.model, plan.cluster.num_gpus)
     configured = price_settings(back, plan.model, plan.cluster, training)
     lost = losses(own, configured)
@@ -131,7 +131,7 @@ def _tried(
     tried, refused = [], None
     for settings in _candidates(plan, own, usual, target, every_zero=every_zero):
         try:
-            back = _through_the_table(settings, plan, target)
+            back = read_back(target, settings, plan.model, plan.cluster)
             tried.append((settings, price_settings(back, plan.model, plan.cluster, training)))
         except ConfigError as error:
             refused = error
@@ -146,28 +146,6 @@ def _one_stage_a_rank(settings: Settings, own: Priced) -> Settings:
         for rank in range(settings.pp)
     ]
     return replace(settings, virtual_stages=1, blocks=tuple(by_rank), schedule=Schedule.ONE_F_ONE_B)
-
-
-def _through_the_table(settings: Settings, plan: Plan, target: Target) -> Settings:
-    """Returns the settings that the arguments of settings say. Raises ConfigError."""
-    said = {fact for row in target.table for fact in row.facts}
-    unsaid = [f"{axis} {degree}" for axis, degree in _degrees(settings) if axis not in said]
-    if unsaid:
-        raise ConfigError(
-            f"{target.name} does not say {', '.join(unsaid)}", hint="choose another target"
-        )
-    given = _given(written(target.table, settings), target)
-    return target.settings(given, plan.model, plan.cluster.num_gpus)
-
-
-def _degrees(settings: Settings) -> Iterator[tuple[str, int]]:
-    """Yields the axes that divide a model, with their degrees."""
-    degrees = ((axis, getattr(settings, axis)) for axis in ("pp", "cp", "tp", "ep"))
-    yield from (each for each in degrees if each[1] > 1)
-
-
-def _given(arguments: Iterable[tuple[str, Words]], target: Target) -> tuple[Given, ...]:
-    return tuple(Given(name, words, target.name) for name, words in arguments)
 
 
 def _model_option(plan: Plan, target: Target) -> Iterator[tuple[str, Words]]:

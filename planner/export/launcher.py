@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from parplan.planner.export.arguments import Argument, Facts, Given
+from parplan.planner.export.arguments import Argument, Facts, Given, Words, written
 from parplan.planner.export.settings import Settings
 from parplan.planner.plan.plan import Plan
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.spec import ModelSpec
 
 RecomputeChoice = Facts  # the fields of `Settings` that say it
@@ -65,3 +67,29 @@ class Target:
     stated: tuple[Argument, ...] = ()
     processes: tuple[tuple[str, ...], ...] = ()
     further: Callable[[Iterable[Given]], str | None] | None = None
+
+
+def given_of(arguments: Iterable[tuple[str, Words]], target: Target) -> tuple[Given, ...]:
+    """Returns written arguments as they are read from a file."""
+    return tuple(Given(name, words, target.name) for name, words in arguments)
+
+
+def read_back(target: Target, settings: Settings, model: ModelSpec, cluster: Cluster) -> Settings:
+    """Returns the settings that the arguments of settings say.
+
+    Raises ConfigError, also for a degree that no argument says.
+    """
+    said = {fact for row in target.table for fact in row.facts}
+    unsaid = [f"{axis} {degree}" for axis, degree in _degrees(settings) if axis not in said]
+    if unsaid:
+        raise ConfigError(
+            f"{target.name} does not say {', '.join(unsaid)}", hint="choose another target"
+        )
+    given = given_of(written(target.table, settings), target)
+    return target.settings(given, model, cluster.num_gpus)
+
+
+def _degrees(settings: Settings) -> Iterator[tuple[str, int]]:
+    """Yields the axes that divide a model, with their degrees."""
+    degrees = ((axis, getattr(settings, axis)) for axis in ("pp", "cp", "tp", "ep"))
+    yield from (each for each in degrees if each[1] > 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from parplan.planner.export.accelerate import ACCELERATE
 from parplan.planner.export.bridge import MEGATRON_BRIDGE
 from parplan.planner.export.deepspeed import DEEPSPEED
 from parplan.planner.export.fsdp2 import FSDP2
@@ -22,8 +23,14 @@ TARGETS: Mapping[str, Target] = {
         DEEPSPEED,
         FSDP2,
         HUGGINGFACE,
+        ACCELERATE,
     )
 }
+
+
+def target_of(stack: str) -> Target | None:
+    """Returns the first launcher that a stack describes, None where there is none."""
+    return next((target for target in TARGETS.values() if stack in target.stacks), None)
 
 
 def target_named(name: str) -> Target:

@@ -29,8 +29,8 @@ def plan_to_document(plan: AnyPlan) -> dict[str, Any]:
         for rare in ("own_zero", "block", "tower"):
             if not layer_plan[rare]:  # few plans have any
                 del layer_plan[rare]
-    for part in ("training", "module"):
-        for rare in ("fine_tuning", "documents"):
+    for part in ("training", "module", "search"):
+        for rare in ("fine_tuning", "documents", "launcher"):
             if (body.get(part) or {}).get(rare, "") is None:
                 del body[part][rare]
     if isinstance(plan, Plan):

@@ -335,6 +335,7 @@ class SearchRecord:
                           redundant plan of all, and the plan is the fastest with about as little
     layers                the proof of the plan's blocks by their integer program, None where no
                           operator has a choice, or where it was not solved
+    launcher              the launcher whose settings alone were searched, None for all plans
     preference            the choice among plans that are as fast within the error band; value,
                           bound and gap are those of the fastest. None for other objectives
     """
@@ -352,6 +353,7 @@ class SearchRecord:
     solver_failure: str | None = None
     layers: LayerProof | None = None
     memory_first: MemoryFirst | None = None
+    launcher: str | None = None
     preference: TieChoice | None = None
     runners_up: tuple[RunnerUp, ...] = ()
 

@@ -48,12 +48,7 @@ class _Fastest:
     least_of_one_s: float = INFINITY
 
     def least_s(self, layout: ParallelLayout) -> float:
-        return self.session.prices.least_s(layout, self.session.limit_bytes)
-
-    def raised_s(self, layout: ParallelLayout, bound_s: float) -> float:
-        """Stores a bound of a layout, and returns the closest one."""
-        self.session.prices.raise_bound(layout, self.session.limit_bytes, bound_s)
-        return self.least_s(layout)
+        return self.session.least_s(layout)
 
     def searched(
         self, layouts: Sequence[ParallelLayout], known: Sequence[SolvedCandidate] = ()
@@ -71,20 +66,8 @@ class _Fastest:
                 on_progress=session.on_progress,
             ),
             incumbents=known,
-            closer=self._closer_s,
+            closer=lambda layout: closer_bounds_s(layout, session),
         )
-
-    def _closer_s(self, layout: ParallelLayout) -> Iterator[float]:
-        """Yields bounds of a layout within the memory limit, before any column is made."""
-        prices, limit = self.session.prices, self.session.limit_bytes
-        if not prices.may_fit(layout, limit):
-            yield self.raised_s(layout, INFINITY)
-            return
-        if layout.recomputes_ahead:
-            usual_s = self.least_s(_usual(layout))
-            yield self.raised_s(layout, prices.ahead_bound_s(layout, usual_s))
-        for closer_s in prices.closer_bounds_s(layout, limit):
-            yield self.raised_s(layout, closer_s)
 
     def _solve(
         self, layout: ParallelLayout, _: float, cut_s: float, best_s: float
@@ -119,12 +102,12 @@ class _Fastest:
             averages = session.relaxed(layout, cut_s, averages=True)
             averages_s = relaxed_bound_s(layout, averages, cut_s, session)
             if averages is None or averages_s >= cut_s:
-                self.raised_s(layout, min(averages_s, cut_s))
+                self.session.raised_s(layout, min(averages_s, cut_s))
                 return known
         relaxed = session.relaxed(layout, cut_s)
         relaxed_s = relaxed_bound_s(layout, relaxed, cut_s, session)
         # Columns that take longer than the cut are left out.
-        self.raised_s(layout, min(relaxed_s, cut_s))
+        self.session.raised_s(layout, min(relaxed_s, cut_s))
         if relaxed is None or relaxed_s >= cut_s:
             return known
         self.relaxed.append(layout)
@@ -168,6 +151,19 @@ def search_fastest(
         )
     bound = min((best_of(outcome.solved), *map(fastest.least_s, layouts)))
     return replace(outcome, bound=bound), BoundedCandidates(tuple(layouts), tuple(fastest.relaxed))
+
+
+def closer_bounds_s(layout: ParallelLayout, session: SearchSession) -> Iterator[float]:
+    """Yields bounds of a layout within the memory limit, before any column is made."""
+    prices, limit = session.prices, session.limit_bytes
+    if not prices.may_fit(layout, limit):
+        yield session.raised_s(layout, INFINITY)
+        return
+    if layout.recomputes_ahead:
+        usual_s = session.least_s(_usual(layout))
+        yield session.raised_s(layout, prices.ahead_bound_s(layout, usual_s))
+    for closer_s in prices.closer_bounds_s(layout, limit):
+        yield session.raised_s(layout, closer_s)
 
 
 def _usual(layout: ParallelLayout) -> ParallelLayout:

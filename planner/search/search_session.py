@@ -391,6 +391,15 @@ class SearchSession:
         """Returns the seconds that one solve may take, so that it cannot hold up all others."""
         return self.deadline.solver_limit_s(LEAST_SOLVE_S, MOST_SOLVE_S)
 
+    def least_s(self, layout: ParallelLayout) -> float:
+        """Returns the best known bound of a layout's step within the memory limit."""
+        return self.prices.least_s(layout, self.limit_bytes)
+
+    def raised_s(self, layout: ParallelLayout, bound_s: float) -> float:
+        """Stores a bound of a layout, and returns the best known one."""
+        self.prices.raise_bound(layout, self.limit_bytes, bound_s)
+        return self.least_s(layout)
+
     @property
     def num_blocks(self) -> int:
         """Layers that stages divide among them."""

@@ -20,18 +20,19 @@ def network_facts(plan: AnyPlan) -> Iterator[tuple[str, str, str]]:
     names = [axis for axis in (Axis.TP, Axis.CP, Axis.DP, Axis.PP) if mesh.degree(axis) > 1]
     places = {axis.value: place(mesh, axis, cluster.gpus_per_node) for axis in names}
     if mesh.ep > 1:
-        places["ep"] = _experts(mesh, cluster)
-    phrases = [f"{name} {_reach(where, cluster)}" for name, where in places.items()]
+        places["ep"] = expert_placement(mesh, cluster)
+    phrases = [f"{name} {reach(where, cluster)}" for name, where in places.items()]
     if phrases:
         yield "network", phrases[0], ", ".join(phrases[1:])
 
 
-def _experts(mesh: Mesh, cluster: Cluster) -> Placement:
+def expert_placement(mesh: Mesh, cluster: Cluster) -> Placement:
+    """Returns the placement of the ranks that divide the experts of a block."""
     ranks = mesh.ep * mesh.etp
     return place_axis(mesh.ep, mesh.etp, ranks, cluster.gpus_per_node)
 
 
-def _reach(where: Placement, cluster: Cluster) -> str:
+def reach(where: Placement, cluster: Cluster) -> str:
     """Returns the smallest unit that a group of an axis is inside, or the last that it leaves."""
     span = where.num_ranks * where.distance
     if not where.crosses_nodes:

@@ -106,6 +106,16 @@ def _space_text(plan: Plan, *, ruled: bool) -> str | None:
     search = plan.search
     if search.status is Status.ESTIMATE:
         return None
+    measured = (
+        "; how far simulated steps are below the closed form is measured, not proven"
+        if plan.mesh.pp > 1
+        else ""
+    )
+    if search.launcher is not None:
+        return (
+            f"the gap is over the settings that {search.launcher} can say, with one ZeRO stage and "
+            f"one recompute for all blocks{measured}; --explain says what is not searched"
+        )
     if has_unlike_blocks(plan.model, plan.training):
         return (
             "the gap is over all candidates, with a ZeRO stage for each pipeline rank and a "
@@ -123,11 +133,6 @@ def _space_text(plan: Plan, *, ruled: bool) -> str | None:
         f"{stages}, a recompute list and a division of its operators"
         if plan.mesh.tp > 1
         else f"{stages} and a recompute list"
-    )
-    measured = (
-        "; how far simulated steps are below the closed form is measured, not proven"
-        if plan.mesh.pp > 1
-        else ""
     )
     if ruled:
         return (

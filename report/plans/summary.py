@@ -234,7 +234,7 @@ def _facts(
     yield _memory_fact(plan)
     if host := max(memory.host for memory in predicted.memory_gib):
         yield _host_fact(plan, host)
-    yield _proof(plan, context)
+    yield proof(plan, context)
     choice = plan.search.preference
     if choice and choice.prefer is not Prefer.FASTEST:
         slower = f"{percent(choice.slowdown)} slower" if choice.slowdown else "the fastest too"
@@ -372,7 +372,7 @@ def _shares(counts: Counter[str]) -> Iterator[str]:
         yield name if len(counts) == 1 else f"{name} on {count}{unit}"
 
 
-def _proof(plan: AnyPlan, context: SummaryContext) -> tuple[str, str, str]:
+def proof(plan: AnyPlan, context: SummaryContext) -> tuple[str, str, str]:
     """Returns the summary's line on what the search proved, with its numbers of candidates."""
     search = plan.search
     if search.status is Status.ESTIMATE:
@@ -478,27 +478,27 @@ def _runner_up(runner_up: RunnerUp, plan: AnyPlan) -> tuple[str, str, str, str]:
         memory += f", {gib_text(runner_up.redundancy_gib)} redundant"
     return (
         seconds_text(step_s),
-        f"({100 * slower:+.1f} %{', tie' if _is_tie(runner_up, plan) else ''})",
+        f"({100 * slower:+.1f} %{', tie' if is_tie(runner_up, plan) else ''})",
         memory,
-        _name(runner_up),
+        runner_up_name(runner_up),
     )
 
 
-def _name(runner_up: RunnerUp) -> str:
+def runner_up_name(runner_up: RunnerUp) -> str:
     sequence = ("sequence parallel",) if runner_up.sequence_parallel else ()
     weights = ("weights over dp too",) if runner_up.weights_over_data else ()
     phrases = pipeline_phrases(runner_up.pipeline, runner_up.mesh)
     return ", ".join((str(runner_up.mesh), *phrases, *sequence, *weights))
 
 
-def _is_tie(runner_up: RunnerUp, plan: AnyPlan) -> bool:
+def is_tie(runner_up: RunnerUp, plan: AnyPlan) -> bool:
     """Tells if the prices cannot say which is faster, with throughput as the objective."""
     return runner_up.inside_error_band and plan.search.objective is Objective.THROUGHPUT
 
 
 def _print_ties(plan: AnyPlan, out: Console) -> None:
     """Print the number of ties, the leanest and the most robust of them and the plan."""
-    ties = [runner_up for runner_up in plan.search.runners_up if _is_tie(runner_up, plan)]
+    ties = [runner_up for runner_up in plan.search.runners_up if is_tie(runner_up, plan)]
     band = plan.predicted.error_band
     if not ties or band is None:
         return
@@ -520,7 +520,7 @@ def _extremes(plan: AnyPlan, ties: Sequence[RunnerUp], band: ErrorBand) -> Itera
     rows = [(step_s, Tie(fullest(plan).total, loss or 0.0), "this plan")]
     for tie in ties:
         slower = 100 * (tie.step_time_s.value / step_s - 1)
-        name = f"{_name(tie)} ({gib_text(tie.peak_memory_gib)} GiB, {slower:+.1f} %)"
+        name = f"{runner_up_name(tie)} ({gib_text(tie.peak_memory_gib)} GiB, {slower:+.1f} %)"
         figures = Tie(tie.peak_memory_gib, tie.worst_loss or 0.0)
         rows.append((tie.step_time_s.value, figures, name))
     rows.sort(key=lambda row: row[0])

@@ -76,14 +76,14 @@ def print_comparison(
     memory = [tuple(map(gib, side.memory_bytes)) for side in sides]
     _print_parts(out, f"GiB of the fullest GPU: {ours}", "total", sides, MEMORY_NAMES, memory)
     say(out)
-    for line in _verdicts(comparison):
+    for line in verdicts(comparison):
         _say_words(out, line)
     say(out)
-    for line in _notes(comparison, pinned=pinned):
+    for line in comparison_notes(comparison, pinned=pinned):
         _say_words(out, line, "dim")
     for row in comparison.rows:
         if row.baseline is not None:
-            _say_words(out, f"{row.name}: {_meaning(row.baseline)}", "dim")
+            _say_words(out, f"{row.name}: {meaning(row.baseline)}", "dim")
         if flags := _flags(row):
             _say_words(out, f"{row.name} with {flags}", "dim")
 
@@ -166,7 +166,7 @@ def _difference(value: float) -> str:
     return f"{value:+.2f}" if abs(value) >= NOTHING else "0.00"
 
 
-def _verdicts(comparison: Comparison) -> Iterator[str]:
+def verdicts(comparison: Comparison) -> Iterator[str]:
     for row in comparison.rows:
         yield _verdict(comparison, row.side) if row.side else _shortfall(comparison, row)
 
@@ -240,7 +240,7 @@ def _lean_text(lean: Leanest) -> str:
     return f"{layout.mesh}, micro-batch {layout.micro_batch_size} x {layout.num_micro_batches}"
 
 
-def _notes(comparison: Comparison, *, pinned: bool) -> Iterator[str]:
+def comparison_notes(comparison: Comparison, *, pinned: bool) -> Iterator[str]:
     band, ours = comparison.ours.plan.predicted.error_band, comparison.ours
     if comparison.unpriced:
         yield f"not priced before the time limit: {', '.join(comparison.unpriced)}"
@@ -277,7 +277,7 @@ def _possessive(comparison: Comparison) -> str:
     return "our" if name == OURS else f"{name}'s"
 
 
-def _meaning(baseline: Baseline) -> str:
+def meaning(baseline: Baseline) -> str:
     """Describes a baseline, with the number of its strategies."""
     strategies = f"{baseline.candidates:,} strategies"
     if baseline.optimum is None:

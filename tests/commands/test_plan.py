@@ -82,8 +82,19 @@ def test_a_search_writes_the_plan_and_prints_its_summary_and_how_to_run_it(searc
     assert f"({plan.predicted.step_time_s.kind})" in result.stdout
     assert lines[-2:] == [
         f"wrote {path}; run it with",
-        f"  torchrun --nnodes 8 --nproc-per-node 8 -m parplan.executor {path}",
+        f"  plan export {path} --to megatron",
     ]
+
+
+def test_a_plan_for_a_launcher_is_exported_without_a_loss(tmp_path):
+    path = tmp_path / "plan.yaml"
+    result = succeed("--model", "gpt-1.5b", "--gpus", "8", "--for", "megatron", "-o", str(path))
+
+    assert "the gap is over the settings that megatron can say" in " ".join(result.stdout.split())
+    assert result.stdout.splitlines()[-1] == f"  plan export {path} --to megatron"
+    assert read_plan(path).search.launcher == "megatron"
+    exported = succeed("export", str(path), "--to", "megatron", "--strict", "-o", str(tmp_path))
+    assert "lost      nothing" in exported.stdout
 
 
 def test_every_default_that_was_taken_is_printed_and_no_other():
@@ -158,7 +169,7 @@ def test_an_estimate_with_states_on_the_host_is_refused_too(offload):
 
 
 def test_a_model_on_one_node_is_run_without_nnodes():
-    assert succeed(*TINY).stdout.endswith(
+    assert succeed(*TINY, "--stack", "parplan").stdout.endswith(
         "  torchrun --nproc-per-node 2 -m parplan.executor plan.yaml\n"
     )
 
@@ -707,6 +718,26 @@ def test_the_choices_of_the_options_are_those_of_the_planner():
             ("--modl", "gpt-20b"),
             r"no such option '--modl'\nhint: did you mean '--model'",
             id="wrong-flag",
+        ),
+        pytest.param(
+            (*TINY, "--for", "megatron", "--objective", "memory"),
+            r"--for megatron and --objective memory exclude each other",
+            id="objective-of-a-launcher",
+        ),
+        pytest.param(
+            (*TINY, "--for", "torchtitan", "--zero", "1"),
+            r"--zero 1: torchtitan has the stages 0, 2, 3\nhint: pin one of these",
+            id="zero-that-a-launcher-lacks",
+        ),
+        pytest.param(
+            (*TINY, "--for", "torchtitan"),
+            r"torchtitan has no configuration of gpt-tiny",
+            id="model-that-a-launcher-lacks",
+        ),
+        pytest.param(
+            (*TINY, "--for", "megatron", "--stack", "parplan"),
+            r"--stack parplan is not how megatron runs",
+            id="stack-of-another-program",
         ),
         pytest.param(
             ("--modle", "gpt-20b"),

@@ -21,7 +21,7 @@ from parplan.planner.search.relaxations import relaxations
 from parplan.report.searches import infeasible_text as relaxations_report
 from tests.helpers.documented import ROOT, documented, shape
 from tests.helpers.kineto_traces import one_step, write_kineto
-from tests.helpers.launcher_scripts import DEEPSPEED_JSON, SCRIPT, TRAINER_YAML
+from tests.helpers.launcher_scripts import ACCELERATE_YAML, DEEPSPEED_JSON, SCRIPT, TRAINER_YAML
 from tests.helpers.run_logs import megatron_log, nemo_log
 from tests.helpers.synthetic_runs import estimated, run_of
 
@@ -44,6 +44,7 @@ QUICK = (
     "plan show plan.yaml --mtbf 50000h --storage 200GB/s",
     "plan show plan.yaml --instructions --rank 0",
     "plan show plan.yaml --chunks --plot moments.png",
+    "plan report plan.yaml",
     "plan validate --source simumax --rows",
     "plan tokenize corpus/ --glob '**/*.txt' -o tokens.bin",
     "plan estimate --model gpt-22b --gpus 8 --tp 8 --micro-batch-size 4 --recompute full -o by-hand.yaml",
@@ -53,6 +54,7 @@ QUICK = (
     "plan show run.json",
     "plan estimate --model llama3-70b --gpus 128 --gpu h100-80gb --tp 4 --pp 8 --virtual-stages 5 --zero 1 --sequence-parallel -o plan.yaml",
     "plan export plan.yaml --to megatron",
+    "plan export plan.yaml --to megatron --strict",
     "plan export plan.yaml --to megatron --launch slurm -o run/",
     "plan estimate --model llama3-8b --gpus 64 --gpu h100-80gb --zero 3 --recompute full --stack torchtitan -o plan.yaml",
     "plan export plan.yaml --to torchtitan",
@@ -64,6 +66,8 @@ QUICK = (
     "plan export plan.yaml --to megatron-bridge",
     "plan estimate --model llama3-8b --gpus 64 --gpu h100-80gb --zero 3 --recompute full --gradient-precision bf16 --stack huggingface -o plan.yaml",
     "plan export plan.yaml --to huggingface",
+    "plan export plan.yaml --to accelerate",
+    "plan read launch.yaml --model llama3-8b --seq-length 4096 --micro-batch-size 1 --global-batch-size 64 --gpu h100-80gb -o plan.yaml",
     "plan read sft.yaml --model llama3-8b --gpu h100-80gb --gpus 16 -o plan.yaml",
     "plan read train.sh --gpu h100-80gb -o plan.yaml",
     "plan compare plan.yaml train.sh --gpu h100-80gb",
@@ -81,6 +85,7 @@ QUICK = (
 SLOW = (
     "plan --model gpt-2.5b --gpus 16 --prefer leanest",
     "plan --model gpt-20b --gpus 64",
+    "plan --model gpt-20b --gpus 64 --for megatron",
     "plan --model ./config.json --gpus 16 --seq-length 4096",
     "plan --model ./config.json --module huggingface --gpus 8",
     "plan --model gpt-20b --cluster cluster.yaml",
@@ -100,6 +105,7 @@ EXPORTED = {
     "torchtitan": "--recompute full --stack torchtitan -o",
     "deepspeed": "--stack deepspeed -o",
     "huggingface": "--stack huggingface -o",
+    "accelerate": "--stack huggingface -o",
     "fsdp2": "--recompute selective --stack torchtitan -o",
 }
 ENOUGH_S = 300.0  # no search for what would fit is cut off
@@ -116,8 +122,12 @@ NOT_RUN = {
     "pip install -c constraints.txt '.[torch]'": NETWORK,
     "pytest": "is what runs this",
     "plan --model llama3-70b --gpus 128 --gpu h100-80gb": MINUTES,
+    "plan --model llama3-70b --gpus 128 --gpu h100-80gb --for megatron": MINUTES,
     "plan --model gpt-20b --gpus 64 --objective pareto --plot front.png": MINUTES,
     "plan compare --model gpt-20b --gpus 64 --baseline all": MINUTES,
+    "pip install 'parplan[report]'": NETWORK,
+    "plan report plan.yaml --baseline all -o all.html": MINUTES,
+    "plan report fast.yaml lean.yaml -o both.html": "tests/report/page/test_html_page.py runs one of two plans",
     "plan --model gpt-18b --gpus 8 --gpu v100-32gb --host-memory 240GiB": MINUTES,
     "plan max-model --gpus 8 --gpu a100-40gb --host-memory 1TiB": MINUTES,
     "plan --model my_package.my_model:build --gpus 16": PLACEHOLDER,
@@ -231,6 +241,7 @@ def _give_files(command: str, folder: Path) -> None:
     if "steps.csv" in command and "import" not in command:
         words = DOCUMENTED["plan import train.log --gpu h100-80gb -o steps.csv"].words
         assert CliRunner().invoke(cli.main, words[1:]).exit_code == 0
+    (folder / "launch.yaml").write_text(ACCELERATE_YAML, encoding="utf-8")
     (folder / "ds_config.json").write_text(DEEPSPEED_JSON, encoding="utf-8")
     if "run.json" in command:
         write_run(run_of(estimated()), folder / "run.json")

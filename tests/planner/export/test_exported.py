@@ -162,7 +162,7 @@ def test_the_head_says_the_plan_and_both_prices():
 
 def test_the_command_offers_every_target():
     from parplan.commands.export import JOBS as OFFERED_JOBS
-    from parplan.commands.export import TARGETS as OFFERED
+    from parplan.commands.options.option_values import LAUNCHERS as OFFERED
     from parplan.planner.export.jobs import JOBS
 
     assert tuple(TARGETS) == OFFERED
@@ -177,9 +177,14 @@ MODELS = {
     "deepspeed": ("gpt-2.5b", (26, 28)),
     "fsdp2": ("gpt-2.5b", (26, 28)),
     "huggingface": ("llama3-8b", (15, 17)),
+    "accelerate": ("llama3-8b", (15, 17)),
 }
 # by target: an axis that it refuses here, and why
-REFUSED = {"deepspeed": ("cp", "for sequences"), "huggingface": ("pp", "does not say pp")}
+REFUSED = {
+    "deepspeed": ("cp", "for sequences"),
+    "huggingface": ("pp", "does not say pp"),
+    "accelerate": ("pp", "does not say pp"),
+}
 
 
 def many_plans():

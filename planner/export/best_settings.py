@@ -1,0 +1,244 @@
+"""The best settings of a launcher: the plan of `--for`, proven over all that the launcher can say.
+
+Layouts are taken in the order of the bounds of every search, whose plans include all settings of
+the launcher. The settings of a layout are priced one by one, as an export prices them, until none
+can be faster than the best (planner/baselines/optimum.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from parplan.costmodels.step import StepPrice
+from parplan.costmodels.strategy import ParallelLayout, Strategy
+from parplan.planner.baselines.optimum import fastest
+from parplan.planner.candidates.branch_and_bound import (
+    BranchOutcome,
+    BranchWatch,
+    best_of,
+    branch_and_bound,
+)
+from parplan.planner.candidates.never_searched import UnsearchedPart
+from parplan.planner.export.launcher import Sheet, Target
+from parplan.planner.export.launcher_space import LauncherSpace
+from parplan.planner.export.settings import settings_of
+from parplan.planner.objective import Objective, Prefer
+from parplan.planner.plan.assemble import assemble, runner_up
+from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.prediction import Candidates, SearchRecord, Status
+from parplan.planner.request import OnProgress, Request
+from parplan.planner.search.fastest_layouts import closer_bounds_s
+from parplan.planner.search.price_factory import DescribedFactory
+from parplan.planner.search.search_session import SearchSession
+from parplan.profiles.errors import ConfigError, InfeasibleError
+from parplan.profiles.stack import EVERY_RECOMPUTE
+
+
+@dataclass(frozen=True, slots=True)
+class BestOfLayout:
+    """The fastest settings of one layout, as a strategy with its price."""
+
+    strategy: Strategy
+    price: StepPrice
+    bound: float
+
+    @property
+    def value(self) -> float:
+        return self.price.step_s
+
+
+def best_settings(request: Request, target: Target, on_progress: OnProgress | None = None) -> Plan:
+    """Returns the fastest plan that a launcher can say.
+
+    Raises ConfigError for a request whose pins or training the launcher cannot say, InfeasibleError
+    where none of its settings fits, and OutOfTimeError.
+    """
+    _require_settings(request, target)
+    search = _SettingsSearch(request, target, on_progress)
+    outcome = search.outcome()
+    if not outcome.solved:
+        raise search.nothing_found()
+    first, *rest = outcome.solved
+    record = search.record(outcome)
+    record = replace(
+        record, runners_up=tuple(runner_up(each.strategy, each.price) for each in rest[:9])
+    )
+    return assemble(first.strategy, first.price, record, search.space.price_cache)
+
+
+@dataclass
+class _SettingsSearch:
+    request: Request
+    target: Target
+    on_progress: OnProgress | None
+    share: float = 1.0  # least ratio of a simulated step to its closed form
+    said: bool = False  # the launcher has files for the model
+
+    def __post_init__(self) -> None:
+        request = self.request
+        prices = LauncherFactory(request, self.target).prices(())
+        self.session = SearchSession(prices, request.options, self.on_progress)
+        self.space = LauncherSpace(self.target, self.request, self.session.limit_bytes)
+
+    @property
+    def layouts(self) -> Sequence[ParallelLayout]:
+        return self.session.prices.space.layouts
+
+    def outcome(self) -> BranchOutcome[BestOfLayout]:
+        session = self.session
+        return branch_and_bound(
+            ((session.least_s(layout), layout) for layout in self.layouts),
+            self.solve,
+            best_of,
+            BranchWatch(
+                objective=Objective.THROUGHPUT,
+                left_s=session.left_s,
+                on_progress=self.on_progress,
+            ),
+            closer=lambda layout: closer_bounds_s(layout, session),
+        )
+
+    def solve(
+        self, layout: ParallelLayout, _: float, cut_s: float, __: float
+    ) -> BestOfLayout | None:
+        """Returns the fastest settings of a layout below the cut."""
+        optimum = fastest(
+            self.space.strategies(layout, cut_s),
+            self.space.price_cache,
+            self.session.limit_bytes,
+            self.session.deadline,
+            cut_s,
+        )
+        self.session.raised_s(layout, cut_s if optimum is None else optimum.price.step_s)
+        if optimum is None:
+            return None
+        price = optimum.price
+        best = BestOfLayout(optimum.strategy, price, price.step_s)
+        if not self.said:
+            self._require_files(best)
+        self.share = min(self.share, price.step_s / price.closed_form_s)
+        return best
+
+    def _require_files(self, best: BestOfLayout) -> None:
+        """Raises ConfigError for a model that the launcher's files cannot say."""
+        record = SearchRecord.of_estimate(best.value, best.price.closed_form_s)
+        plan = assemble(best.strategy, best.price, record, self.space.price_cache)
+        self.target.files(Sheet(settings=settings_of(plan), plan=plan, head=()))
+        self.said = True
+
+    def record(self, outcome: BranchOutcome[BestOfLayout]) -> SearchRecord:
+        best, space = outcome.solved[0], self.session.prices.space
+        bound_s = min(best.value, outcome.bound, *map(self._bound_s, self.layouts))
+        considered, solved = len(space.layouts) + len(space.pruned), len(outcome.solved)
+        return SearchRecord(
+            objective=Objective.THROUGHPUT,
+            status=Status.OPTIMAL if outcome.finished else Status.FEASIBLE,
+            value=round(best.value, 6),
+            bound=round(bound_s, 6),
+            gap=round(max(0.0, 1 - bound_s / best.value), 6),
+            fastest_step_time_s=round(best.price.closed_form_s, 6),
+            launcher=self.target.name,
+            candidates=Candidates(
+                considered=considered,
+                pruned=considered - solved - outcome.left,
+                solved=solved,
+                left=outcome.left,
+            ),
+        )
+
+    def _bound_s(self, layout: ParallelLayout) -> float:
+        """Returns the bound of a layout's simulated step."""
+        free = layout.mesh.pp > 1 and not layout.equal_ranks
+        return self.session.least_s(layout) * (self.share if free else 1.0)
+
+    def nothing_found(self) -> ConfigError | InfeasibleError:
+        name, request = self.target.name, self.request
+        return InfeasibleError(
+            f"{request.model.name} fits {request.cluster.num_gpus} GPUs in no setting of {name}"
+            + (f", which does not say {', '.join(self.space.unsaid)}" if self.space.unsaid else ""),
+            hint="leave out --for to see what fits",
+        )
+
+
+class LauncherFactory(DescribedFactory):
+    """The candidates of a launcher, and the parts of a plan that it is not searched for."""
+
+    def __init__(self, request: Request, target: Target) -> None:
+        super().__init__(relaxed(request, target))
+
+    def unsearched(self) -> tuple[UnsearchedPart, ...]:
+        return _NOT_SEARCHED
+
+
+_NOT_SEARCHED = (
+    UnsearchedPart(
+        "blocks with a ZeRO stage, a recompute or a division of their own",
+        "the launcher's arguments say one for all blocks",
+    ),
+    UnsearchedPart(
+        "interleaved stages of other lengths",
+        "they are equal, but for one block less on the first and the last",
+    ),
+    UnsearchedPart(
+        "unequal stages of blocks of several classes, where the launcher says any stages",
+        "they are as equal as can be",
+    ),
+    UnsearchedPart("anything on the host", "a plan that is exported may have states there"),
+    UnsearchedPart(
+        "options of the training, such as its precision or the overlap of tensor parallelism",
+        "they are those of the request and of its stack",
+    ),
+)
+
+
+def _require_settings(request: Request, target: Target) -> None:
+    """Raises ConfigError for a request that asks for more than settings of a launcher."""
+    pins, stack = request.constraints, request.training.stack.name
+    asked = {
+        f"--objective {request.objective}": request.objective is not Objective.THROUGHPUT,
+        f"--prefer {request.options.prefer}": request.options.prefer is not Prefer.FASTEST,
+        "--recompute-first-stage": pins.recompute_first_stage is not None,
+        "--zero-by-operator": pins.zero_by_operator,
+        "--tp-overlap": pins.tp_overlap not in (None, (0,)),
+        "--weights-over-data": True in (pins.weights_over_data or ()),
+        "--offload": bool(pins.offload),
+        "--module": request.module is not None,
+        f"--profile of the stack {stack}": stack not in target.stacks,
+    }
+    for flag, given in asked.items():
+        if given:
+            raise ConfigError(
+                f"--for {target.name} and {flag} exclude each other: its settings are searched for "
+                "the shortest step, without the host's memory",
+                hint="leave one of them out",
+            )
+
+
+def relaxed(request: Request, target: Target) -> Request:
+    """Returns the request whose plans include all settings that a launcher may have.
+
+    Blocks recompute any of their operators, each block its own, at any of its ZeRO stages. Raises
+    ConfigError where pins leave no ZeRO stage of the launcher.
+    """
+    pins, training = request.constraints, request.training
+    allowed = pins.resolved().zero or target.zeros
+    zeros = tuple(zero for zero in target.zeros if zero in allowed)
+    if not zeros:
+        raise ConfigError(
+            f"--zero {','.join(map(str, allowed))}: {target.name} has the stages "
+            f"{', '.join(map(str, target.zeros))}",
+            hint="pin one of these",
+        )
+    wider = replace(
+        pins,
+        zero=zeros,
+        recompute=None,
+        tp_overlap=(0,),
+        megatron_sharding=True,
+        weights_over_data=(False,),
+        offload=(),
+        forbid=tuple(ban for ban in pins.forbid if ban.name not in ("zero", "recompute")),
+    )
+    stack = replace(training.stack, recompute=EVERY_RECOMPUTE)
+    return replace(request, training=replace(training, stack=stack), constraints=wider)

@@ -1,0 +1,1 @@
+"""The HTML page of plans: tables, charts and text in one file."""

@@ -1,0 +1,202 @@
+"""The tables of a page on the machine: which links carry what, assumptions, kinds and sources."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from parplan.costmodels.communication.mesh import Axis, Placement, place
+from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.prediction import Band
+from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
+from parplan.profiles.units import GB
+from parplan.report.names import OPTIMIZER_NAMES, attention_text
+from parplan.report.page.figures import Form
+from parplan.report.page.page_tables import Cells, FiguredPlan, PageTable
+from parplan.report.plans.coverage_notes import coverage_of_profile, coverage_text
+from parplan.report.plans.network_fact import expert_placement, reach
+from parplan.report.text import band_text
+
+_SECONDS_OF = {"tp": "tp_comm_s", "cp": "tp_comm_s", "ep": "tp_comm_s", "dp": "dp_comm_s"}
+_STATES = {
+    0: "gradients, all-reduced once a step",
+    1: "gradients, reduce-scattered, and parameters, gathered, once a step",
+    2: "gradients, reduce-scattered, and parameters, gathered, once a step",
+    3: "parameters, gathered for every pass, and gradients, reduce-scattered",
+}
+KIND_TEXTS = {
+    "measured": "read from a table of measurements, or exactly zero",
+    "interpolated": "between measured points of such a table",
+    "analytic": "from a cost model: datasheets and formulas, with fitted terms",
+}
+
+
+def links_table(each: FiguredPlan) -> PageTable | None:
+    """Returns for each axis its groups, their slowest link, and what it carries."""
+    plan = each.reported.plan
+    placed = {
+        axis.value: place(plan.mesh, axis, plan.cluster.gpus_per_node)
+        for axis in (Axis.TP, Axis.CP, Axis.DP, Axis.PP)
+        if plan.mesh.degree(axis) > 1
+    }
+    if plan.mesh.ep > 1:
+        placed["ep"] = expert_placement(plan.mesh, plan.cluster)
+    if not placed:
+        return None
+    return PageTable(
+        caption="The links of each axis, and what they carry",
+        heading=("axis", "ranks", "a group lies", "link", "GB/s", "carries", "exposed time"),
+        rows=tuple(_link_row(each, name, where) for name, where in placed.items()),
+        texts=frozenset({"a group lies", "link", "carries"}),
+    )
+
+
+def _link_row(each: FiguredPlan, name: str, where: Placement) -> Cells:
+    cluster = each.reported.plan.cluster
+    degree = each.figures(f"mesh.{name}", Form.COUNT)
+    lies = f"{reach(where, cluster)}: {where.ranks_per_node} on each of {where.nodes} nodes"
+    if where.crosses_nodes:
+        shared = cluster.group_nic_bytes_per_s(where.ranks_per_node, where.groups_per_node)
+        link, bytes_per_s = f"{cluster.nic.name}, a group's share of a node", shared
+    else:
+        inside = cluster.link_of(where.num_ranks * where.distance)
+        link, bytes_per_s = inside.name, inside.bytes_per_s
+    field = _SECONDS_OF.get(name, "pp_comm_s")
+    return (
+        name,
+        degree,
+        lies if where.crosses_nodes else reach(where, cluster),
+        link,
+        each.figures.derived(bytes_per_s / GB, Form.NUMBER, "cluster"),
+        _carried(each.reported.plan, name),
+        each.figures(f"predicted.breakdown.{field}.value", Form.SECONDS),
+    )
+
+
+def _carried(plan: AnyPlan, axis: str) -> str:
+    if axis == "tp":
+        sequence = isinstance(plan, Plan) and any(
+            layer.sequence_parallel for layer in plan.layer_plans.values()
+        )
+        how = "gathered and reduce-scattered" if sequence else "all-reduced"
+        return f"activations of every layer, {how}"
+    if axis == "dp":
+        return _STATES[_highest_zero(plan)]
+    return {
+        "cp": "keys and values of attention",
+        "ep": "tokens to their experts and back",
+        "pp": "activations of each micro-batch, and their gradients",
+    }[axis]
+
+
+def _highest_zero(plan: AnyPlan) -> int:
+    if isinstance(plan, TracedPlan):
+        return max(stage.zero for stage in plan.stages)
+    return max(layer.highest_zero for layer in plan.layer_plans.values())
+
+
+def assumptions_table(each: FiguredPlan) -> PageTable:
+    """Returns the facts that the prices take for granted."""
+    return PageTable(
+        caption="Assumptions",
+        heading=("assumption", "value"),
+        rows=tuple(_assumptions(each)),
+        texts=frozenset({"value"}),
+    )
+
+
+def _assumptions(each: FiguredPlan) -> Iterator[Cells]:
+    plan, figures = each.reported.plan, each.figures
+    training = plan.training
+    yield "sequences in a step", figures("training.global_batch_size", Form.COUNT)
+    yield "length of a sequence", figures("training.seq_length", Form.COUNT)
+    products = f", {training.products} products" if training.products else ""
+    yield (
+        "arithmetic",
+        f"{training.precision}{products}; gradients in {training.gradient_precision}",
+    )
+    yield "optimizer", OPTIMIZER_NAMES[training.optimizer]
+    yield "attention", attention_text(training, plan.cluster.device)
+    hidden = "hidden behind the backward pass" if training.overlap_grad_reduce else "not hidden"
+    yield "gradient reduction", hidden
+    yield "software stack", training.stack.name
+    yield "memory of a GPU, GiB", figures("cluster.device.memory_gib", Form.GIB)
+    peaks = each.reported.document["cluster"]["device"]["peak_tflops"]
+    if training.precision in peaks:
+        key = f"cluster.device.peak_tflops.{training.precision}"
+        yield f"peak TFLOP/s at {training.precision}", figures(key, Form.NUMBER)
+    for name, key in _rates(each):
+        yield name, figures(key, Form.NUMBER)
+    stack = each.reported.document["training"]["stack"]
+    if stack["allocator_share"]:
+        share = figures("training.stack.allocator_share", Form.SHARE)
+        yield "reserve of the allocator beyond tensors", share
+
+
+def _rates(each: FiguredPlan) -> Iterator[tuple[str, str]]:
+    node = each.reported.document["cluster"]["node"]
+    yield "memory bandwidth of a GPU, GB/s", "cluster.device.memory_gb_per_s"
+    yield f"{node['link']['name']} in a node, GB/s", "cluster.node.link.gb_per_s"
+    yield f"{node['link']['name']} latency, us", "cluster.node.link.latency_us"
+    yield "NICs of a node", "cluster.node.nics"
+    yield f"{node['nic']['name']} of a NIC, GB/s", "cluster.node.nic.gb_per_s"
+    yield f"{node['nic']['name']} latency, us", "cluster.node.nic.latency_us"
+
+
+def kinds_table(each: FiguredPlan) -> PageTable:
+    """Returns every predicted number of the whole plan with its kind and its error band."""
+    figures, predicted = each.figures, each.reported.plan.predicted
+    band = predicted.error_band
+    time = _band(band.time) if band else "unknown"
+    memory = _band(band.memory) if band else "unknown"
+    quantities = (
+        ("step time", "step_time_s", Form.SECONDS),
+        ("tokens/s/GPU", "tokens_per_s_per_gpu", Form.COUNT),
+        ("MFU", "mfu", Form.SHARE),
+    )
+    rows: list[Cells] = [
+        (
+            name,
+            figures(f"predicted.{key}.value", form),
+            getattr(predicted, key).kind,
+            time,
+        )
+        for name, key, form in quantities
+    ]
+    rows += [
+        (
+            f"peak GiB of pipeline rank {index}",
+            figures(f"predicted.memory_gib.{index}.total", Form.GIB),
+            stage.kind,
+            memory,
+        )
+        for index, stage in enumerate(predicted.memory_gib)
+    ]
+    redundant = figures("predicted.redundancy_gib.total", Form.GIB)
+    rows.append(
+        ("redundant GiB", redundant, predicted.redundancy_gib.kind, "exact for its formula")
+    )
+    return PageTable(
+        caption="Kind and error band of each number; the parts of the step have theirs above",
+        heading=("number", "value", "kind", "error band"),
+        rows=tuple(rows),
+        texts=frozenset({"kind", "error band"}),
+    )
+
+
+def _band(band: Band) -> str:
+    stack = "" if band.stack == "all" else f" of {band.stack}"
+    return f"{band_text(band.share)}, from {band.rows:,} measured runs{stack}"
+
+
+def sources(each: FiguredPlan) -> Iterator[tuple[str, str]]:
+    """Yields where the numbers of the machine and of the software are from."""
+    plan = each.reported.plan
+    cluster = plan.cluster
+    if isinstance(plan, Plan) and (measured := coverage_of_profile(plan)):
+        yield f"profile of {cluster.device.name}", coverage_text(measured)
+    yield cluster.device.name, cluster.device.source
+    yield cluster.intra_node.name, cluster.intra_node.source
+    yield cluster.nic.name, cluster.nic.source
+    for tier in cluster.tiers:
+        yield tier.name, tier.source
+    yield plan.training.stack.name, plan.training.stack.source

@@ -1,0 +1,62 @@
+"""One plan of a page, with what is computed again from its file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from parplan.planner.plan.traced_plan import AnyPlan, model_name
+from parplan.planner.runs.held_activations import Moment
+from parplan.planner.runs.timelines import Timeline
+from parplan.planner.search.comparison import Comparison
+from parplan.report.plan_documents import plan_document
+from parplan.report.searches.comparison_tables import comparison_document
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snippet:
+    """A command to copy, and the files that it writes.
+
+    lost    parts of the plan that it cannot say, with their costs
+    files   their texts by name
+    """
+
+    title: str
+    text: str
+    lost: tuple[str, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportedPlan:
+    """A plan and what its page shows beside the content of its file.
+
+    name         the file as the user named it
+    timeline     the predicted step, None for a plan that was not priced again
+    held         by pipeline rank, the bytes of activations over the step; empty without a timeline
+    comparison   the baselines, None where none were priced
+    snippets     what starts the plan, and what other launchers read
+    missing      sentences about parts of the page that this plan lacks
+    """
+
+    name: str
+    plan: AnyPlan
+    timeline: Timeline | None = None
+    held: tuple[tuple[Moment, ...], ...] = ()
+    comparison: Comparison | None = None
+    snippets: tuple[Snippet, ...] = ()
+    missing: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """The model and its GPUs: `gpt-20b on 64 x a100-80gb`."""
+        cluster = self.plan.cluster
+        return f"{model_name(self.plan)} on {cluster.num_gpus} x {cluster.device.name}"
+
+    @cached_property
+    def document(self) -> Mapping[str, Any]:
+        """The numbers that the page may show: the plan file's, and `comparison` beside them."""
+        compared = self.comparison and comparison_document(self.comparison)
+        return {**plan_document(self.plan), "comparison": compared}

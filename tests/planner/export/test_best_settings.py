@@ -1,0 +1,87 @@
+"""The plan of `--for` is the best of the settings that a launcher can say."""
+
+from __future__ import annotations
+
+import random
+from contextlib import suppress
+from dataclasses import replace
+from operator import itemgetter
+
+import pytest
+
+from parplan.commands.options.target_options import TargetOptions
+from parplan.commands.requests.launchers import with_launcher
+from parplan.commands.requests.requests import request_of
+from parplan.costmodels.schedules.schedule import Schedule
+from parplan.planner.export.best_settings import best_settings
+from parplan.planner.export.configured import price_settings
+from parplan.planner.export.exported import export_plan
+from parplan.planner.export.launcher import read_back
+from parplan.planner.export.settings import Settings, settings_of
+from parplan.planner.export.targets import target_named
+from parplan.planner.infeasible.shortfall import limit_bytes
+from parplan.planner.plan.plan import Plan
+from parplan.planner.request import Constraints, Request, SearchOptions
+from parplan.profiles.errors import ConfigError
+from tests.helpers.launcher_settings import changed
+
+EXACT = 1e-9  # share of a step
+
+
+def asked(launcher: str, model: str, gpus: int, gpu: str = "a100-80gb", **pins) -> Request:
+    options = TargetOptions(model=model, gpus=gpus, gpu=gpu)
+    request = request_of(with_launcher(options, launcher))
+    return replace(request, constraints=Constraints(**pins))
+
+
+def require_whole(plan, launcher: str) -> None:
+    """The export of a plan loses nothing, to the last digits of its price."""
+    exported = export_plan(plan, target_named(launcher), "plan.yaml")
+    assert exported.losses == ()
+    assert exported.configured.price.step_s == pytest.approx(exported.plan.price.step_s, rel=EXACT)
+    assert exported.configured.peak_bytes == pytest.approx(exported.plan.peak_bytes, rel=EXACT)
+
+
+def prices_of_changes(
+    plan: Plan, request: Request, launcher: str, num_settings: int, seed: int
+) -> list[tuple[float, Settings]]:
+    """Returns the steps of random settings that fit, each the plan's after one change or many."""
+    rng, target = random.Random(seed), target_named(launcher)
+    limit = limit_bytes(request.cluster, request.training.stack, SearchOptions())
+    found: dict[Settings, float] = {}
+    for _ in range(100 * num_settings):
+        if len(found) == num_settings:
+            break
+        settings = changed(settings_of(plan), rng.choice((1, 2, 3, 12)), rng, request, target)
+        if settings in found or (settings.schedule is Schedule.ZBV and settings.zero == 3):
+            continue
+        with suppress(ConfigError):
+            back = read_back(target, settings, request.model, request.cluster)
+            if back.tp <= request.cluster.gpus_per_node:
+                one = price_settings(back, request.model, request.cluster, request.training)
+                if one.peak_bytes <= limit:
+                    found[settings] = one.price.step_s
+    return sorted(((step_s, settings) for settings, step_s in found.items()), key=itemgetter(0))
+
+
+def require_best(
+    launcher: str, model: str, gpus: int, gpu: str, num_settings: int, seed: int
+) -> None:
+    request = asked(launcher, model, gpus, gpu)
+    plan = best_settings(request, target_named(launcher))
+    require_whole(plan, launcher)
+    prices = prices_of_changes(plan, request, launcher, num_settings, seed)
+    least_s, settings = prices[0]
+    least_allowed_s = plan.predicted.step_time_s.value * (1 - plan.search.gap) * (1 - 1e-5)
+    print(
+        f"{launcher} {model} {gpus}: gap {plan.search.gap:.4%}, best of {len(prices)} settings "
+        f"{least_s / plan.search.value - 1:+.4%}"
+    )
+    assert len(prices) >= num_settings / 2
+    assert least_s >= least_allowed_s, settings
+
+
+@pytest.mark.parametrize("launcher", ["megatron", "torchtitan"])
+def test_random_settings_of_a_launcher_are_no_faster_than_its_plan(launcher):
+    model = {"megatron": "gpt-1.5b", "torchtitan": "llama3-8b"}[launcher]
+    require_best(launcher, model, 8, "a100-80gb", num_settings=25, seed=1)

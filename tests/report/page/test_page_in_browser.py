@@ -1,0 +1,160 @@
+"""A page in headless Chromium: nothing in its console, no overflow, and every control works."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parplan.planner.plan.plan_file import write_plan
+from tests.helpers.command_runs import succeed
+from tests.helpers.synthetic_runs import estimated
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+SIZES = {"desk": 1280, "phone": 390}
+RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "best-practice"]
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(
+        CHROMIUM is None, reason="there is no Chromium: apt-get install chromium, as .ci/run does"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("browser")
+    plan, page = folder / "plan.yaml", folder / "page.html"
+    write_plan(estimated(pp=2, dp=4, tp=2, virtual_stages=2), plan)
+    succeed("report", str(plan), "--baseline", "zero-1", "-o", str(page))
+    return page
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def opened(browser, page_file) -> Iterator[Any]:
+    """Returns a function that opens the page; it fails on any line in the console or request."""
+    said: list[str] = []
+    pages = []
+
+    def open_page(width: int = 1280, scheme: str = "light") -> Any:
+        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        page.on("console", lambda line: said.append(line.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("request", lambda request: said.append(request.url))
+        page.goto(page_file.as_uri())
+        page.wait_for_selector("html[data-ready]", state="attached")
+        pages.append(page)
+        return page
+
+    yield open_page
+    for page in pages:
+        page.close()
+    assert [line for line in said if not line.startswith((page_file.as_uri(), "data:"))] == []
+
+
+def background(page: Any) -> str:
+    colour: str = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    return colour
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", SIZES.values(), ids=SIZES)
+def test_it_fits_and_has_no_fault_of_accessibility(opened, width, scheme):
+    from axe_playwright_python.sync_playwright import Axe
+
+    page = opened(width, scheme)
+
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.locator(".chart svg").count() == page.locator(".chart").count() >= 7
+    for chart in page.locator(".chart svg").all():
+        assert chart.bounding_box()["width"] <= width
+    faults = Axe().run(page, options={"runOnly": RULES}).response["violations"]
+    assert [(fault["id"], fault["nodes"][0]["html"]) for fault in faults] == []
+
+
+def test_the_timeline_zooms_by_buttons_keys_and_wheel_and_says_what_is_under_the_pointer(opened):
+    page = opened()
+    chart, shown = page.locator(".timeline .chart"), page.locator(".timeline .shown")
+
+    def domain() -> tuple[float, float]:
+        first, last = re.findall(r"[\d.]+", shown.inner_text())
+        return float(first), float(last)
+
+    _, step_s = domain()
+    page.get_by_role("button", name="Zoom in").click()
+    page.wait_for_function("!document.querySelector('.shown').value.startsWith('0.00')")
+    assert domain() == pytest.approx((step_s / 4, 3 * step_s / 4), rel=0.02)
+    page.get_by_role("button", name="Earlier").click()
+    page.wait_for_timeout(100)
+    assert domain()[0] == pytest.approx(step_s / 8, rel=0.02)
+    chart.focus()
+    page.keyboard.press("0")
+    page.wait_for_timeout(100)
+    assert domain() == (0, step_s)
+    chart.scroll_into_view_if_needed()
+    box = chart.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 30)
+    page.keyboard.down("Control")
+    page.mouse.wheel(0, -300)
+    page.keyboard.up("Control")
+    page.wait_for_timeout(200)
+    assert domain()[1] - domain()[0] < step_s
+    tooltip = page.locator("#vg-tooltip-element.visible")
+    assert re.search(r"stage \d, micro-batch \d", tooltip.inner_text())
+
+
+def test_the_theme_follows_the_system_until_the_button_says_otherwise(opened):
+    page = opened(scheme="dark")
+    dark, bar = background(page), page.locator(".chart path[fill='var(--c1)']").first
+    filled = "bar => getComputedStyle(bar).fill"
+    coloured = bar.evaluate(filled)
+
+    page.get_by_role("button", name="Dark").click()
+
+    assert background(page) != dark == "rgb(20, 23, 26)"
+    assert bar.evaluate(filled) != coloured
+    assert page.get_by_role("button", name="Dark").get_attribute("aria-pressed") == "false"
+    page.emulate_media(media="print", color_scheme="dark")
+    assert background(page) == "rgb(255, 255, 255)"
+    assert not page.locator("nav").is_visible()
+
+
+def test_a_rank_says_its_groups_and_a_cell_chooses_its_rank(opened):
+    page = opened()
+    said, rank = page.locator(".said"), page.get_by_role("spinbutton", name="Rank")
+
+    rank.fill("13")
+    assert "Rank 13 is GPU 5 of node 1. Pipeline rank 1 runs" in said.inner_text()
+    assert "Its tp group has 2 ranks on 1 node: 12, 13." in said.inner_text()
+    assert "Its dp group has 4 ranks on 1 node: 9, 11, 13, 15." in said.inner_text()
+    assert "Its pp group has 2 ranks on 2 nodes: 5, 13." in said.inner_text()
+    cells = page.locator("[data-mesh] .chart .mark-rect path")
+    cells.nth(3).click()
+    assert rank.input_value() == "3"
+    assert "Rank 3 is GPU 3 of node 0." in said.inner_text()
+
+
+def test_commands_are_copied(opened):
+    page = opened()
+    button = page.locator("[data-copy]").first
+    button.click()
+
+    page.wait_for_function(
+        "['Copied', 'Selected'].includes(document.querySelector('[data-copy]').textContent)"
+    )
