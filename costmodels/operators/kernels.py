@@ -34,13 +34,6 @@ MISALIGNED = {16: 1.0, 8: 1.15, 4: 1.4, 2: 2.3}
 # multiple of 16 bytes, so that no tensor cores run them. From three of BLOOM's tuning runs on A100
 # (h 13,824, tp 4, micro-batch 2): heads of 216, 144 and 108 features took 103.5, 107.1 and 147.4 s.
 MISALIGNED_BATCHED = 12.0
-# Bytes that PyTorch's own operations move in 16-bit training over those of a fused kernel, forward
-# and backward, counted in torchtitan 4d88a8a44 (torchtitan/models: norms.py, _norm; llama/model.py,
-# apply_rotary_emb, FeedForward) in bytes of an element. A norm casts to fp32, squares, means,
-# scales, casts back and multiplies by its weight: 36 over 4, 84 over 6. Rotary positions are
-# complex products in fp32: 20 over 4. A gate is activated and then multiplied: 10 over 6 of an
-# element of the output, 18 over 10.
-EAGER_SHARES = {"rms_norm": (9.0, 14.0), "rotary": (5.0, 5.0), "swiglu": (10 / 6, 18 / 10)}
 CAUSAL = Attention(causal=True)
 
 
@@ -94,22 +87,6 @@ class FusedKernel:
     def sizes(self) -> tuple[Number, Number, Number]:
         """(heads with batch, sequence, head_dim)."""
         return self.heads, self.seq, self.head_dim
-
-
-def streamed(
-    name: str, like: str, n_bytes: tuple[Number, Number], training: TrainingSpec
-) -> tuple[StreamKernel, StreamKernel]:
-    """Returns the kernels of an operation that move `n_bytes` forward and backward (EQUATIONS K3).
-
-    A stack without fused kernels runs some operations in steps, which move more.
-    """
-    forward, backward = n_bytes
-    in_steps = training.stack.eager_kernels and training.precision.num_bytes < FP32_BYTES
-    if in_steps and name in EAGER_SHARES:
-        more = EAGER_SHARES[name]
-        forward, backward = more[0] * forward, more[1] * backward
-        name, like = f"eager_{name}", "elementwise"
-    return StreamKernel(name, like, FORWARD, forward), StreamKernel(name, like, BACKWARD, backward)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import product
 
+from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
+from parplan.costmodels.strategy import LayerChoice
 from parplan.planner.export.arguments import Words, written
 from parplan.planner.export.configured import (
     Priced,
@@ -30,7 +34,10 @@ from parplan.planner.request import SearchOptions
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import load_stack
 from parplan.profiles.models.model_catalog import load_model, model_names
+from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import TrainingSpec
+
+_FULLY = 3  # the ZeRO stage that divides parameters too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,8 +179,45 @@ def _candidates(
     same = tuple(
         each for each in recomputes if alike and is_same_recompute(own, replace(usual, **each))
     )
+    if target.layered and alike:
+        yield from _layered(own, usual, target)
+        return
     for zero, chosen in product(zeros if exact else target.zeros, same[:1] or recomputes):
         yield replace(usual, zero=zero, **chosen)
+
+
+def _layered(own: Priced, usual: Settings, target: Target) -> Iterator[Settings]:
+    """Yields the settings that say each layer of a plan: ZeRO 3 or another stage, all or nothing.
+
+    A block that recomputes a part of its operators is tried with all and with none.
+    """
+    cache = own.price_cache
+    choices = [choice for stage in own.strategy.stages for choice in stage]
+    blocks = [choice for choice in choices if choice.kind.role is LayerKind.BLOCK]
+    shares = [_recomputed_share(each, cache) for each in blocks]
+    ends = {choice.zero for choice in choices if choice.kind.role is not LayerKind.BLOCK}
+    usual_zeros = {block.zero for block in blocks} - {_FULLY} or {_FULLY}
+    exact = len(usual_zeros) == 1 and usual_zeros <= set(target.zeros)
+    parts = any(share not in (0, 1) for share in shares)
+    for zero, part in product(
+        usual_zeros if exact else target.zeros,
+        (Recompute.NONE, Recompute.FULL) if parts else (Recompute.NONE,),
+    ):
+        by_share = {Fraction(0): Recompute.NONE, Fraction(1): Recompute.FULL}
+        yield replace(
+            usual,
+            zero=zero,
+            zero_of_blocks=tuple(_FULLY if block.zero == _FULLY else zero for block in blocks),
+            zero_of_ends=_FULLY if ends == {_FULLY} else zero,
+            recompute_of_blocks=tuple(by_share.get(share, part) for share in shares),
+            recompute_modules=None,
+        )
+
+
+def _recomputed_share(choice: LayerChoice, cache: PriceCache) -> Fraction:
+    """Returns the share of the operators of a layer that run again."""
+    again = cache.recompute_operators(choice.kind, choice.recompute)
+    return Fraction(len(again), len(cache.whole_layer(choice.kind).operators))
 
 
 def is_same_recompute(own: Priced, settings: Settings) -> bool:

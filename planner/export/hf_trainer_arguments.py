@@ -21,8 +21,8 @@ from parplan.planner.export.arguments import (
     read_number,
     reading,
 )
-from parplan.planner.export.deepspeed_arguments import PROGRAM, require_length
 from parplan.planner.export.nested_file import flag, read_flag, unpriced
+from parplan.planner.export.program_facts import PROGRAM, require_length
 from parplan.planner.export.settings import Settings
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import Optimizer, Precision

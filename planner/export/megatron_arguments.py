@@ -56,7 +56,8 @@ REFUSED = (
     "--cpu-offloading-num-layers",
     "--fine-grained-activation-offloading",
     "--use-torch-fsdp2",
-    "--distribute-saved-activations",
+    "--deepspeed",
+    "--deepspeed_config",
     "--overlap-moe-expert-parallel-comm",
     "--hybrid-context-parallel",
     "--hybrid-layer-pattern",
@@ -151,12 +152,8 @@ def _num_layers(settings: Settings) -> Words | None:
 
 
 def _read_num_layers(words: Words, facts: Facts) -> Facts:
-    count = read_number(words)
-    if facts.get("method") == "block":
-        return {"recompute_blocks": count}
-    if count != 1:
-        raise ValueError("units of several layers are not priced, 1 is")
-    return {}
+    """Units of several layers are priced as those of one (megatron_remarks.py)."""
+    return {"recompute_blocks": read_number(words)} if facts.get("method") == "block" else {}
 
 
 def _read_dispatcher(words: Words, facts: Facts) -> Facts:
@@ -167,6 +164,13 @@ def _read_dispatcher(words: Words, facts: Facts) -> Facts:
     alone = facts.get("ep", 1) * (facts.get("etp") or facts.get("tp", 1)) == 1
     if words[0] not in ("alltoall", "flex", *(["allgather"] if alone else [])):
         raise ValueError("alltoall and flex are priced, and allgather without expert parallelism")
+    return {}
+
+
+def _read_distributed(_: Words, facts: Facts) -> Facts:
+    """Divided inputs of blocks are priced as whole ones (megatron_remarks.py)."""
+    if facts.get("recompute") is not Recompute.FULL or facts.get("sequence_parallel"):
+        raise ValueError("it needs --recompute-granularity full without --sequence-parallel")
     return {}
 
 
@@ -286,6 +290,7 @@ RECOMPUTE = (
         write=_num_layers,
         read=_read_num_layers,
     ),
+    reading("--distribute-saved-activations", _read_distributed),
 )
 BATCH = (
     number("--micro-batch-size", "micro_batch_size"),

@@ -33,6 +33,9 @@ class Settings:
     recompute_modules  modules that run again at the selective level, as Megatron-Core names them;
                        None: the operators that the planner calls selective
     recompute_blocks   the first blocks of each virtual stage that recompute; None for all of them
+    zero_of_blocks     ZeRO stage of each block of the model, None where all have `zero`
+    zero_of_ends       ZeRO stage of the embedding and the head, None where they have `zero`
+    recompute_of_blocks  recompute level of each block, None where all have `recompute`
     full_in_turn       every second block of those that recompute selectively recomputes all, which
                        is about what torchtitan's selective recompute costs (planner/validation/
                        frameworks.py)
@@ -66,6 +69,9 @@ class Settings:
     recompute: Recompute = Recompute.NONE
     recompute_modules: tuple[str, ...] | None = None
     recompute_blocks: int | None = None
+    zero_of_blocks: tuple[int, ...] | None = None
+    zero_of_ends: int | None = None
+    recompute_of_blocks: tuple[Recompute, ...] | None = None
     full_in_turn: bool = False
     states_on_host: bool = False
     precision: Precision = Precision.FP32

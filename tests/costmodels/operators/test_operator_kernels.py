@@ -18,10 +18,10 @@ from parplan.costmodels.operators.sharding import Sharding
 from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import Attention, LayerKind
-from parplan.profiles.models.spec import Precision, TrainingSpec
+from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.product_formats import ProductFormat
-from parplan.profiles.stack import NEUTRAL, AttentionKernel, Stack
+from parplan.profiles.stack import EVERY_PLAIN_KERNEL, NEUTRAL, AttentionKernel, Stack
 
 B, S, H, F, A, V = (
     2,
@@ -275,6 +275,32 @@ def test_operations_of_a_llama_have_names_of_their_own(name, curve):
     assert points(kernels(name, model=LLAMA).forward)[0][0] == f"{curve}.forward"
 
 
+@pytest.mark.parametrize(
+    ("name", "elements", "forward_bytes", "backward_bytes"),
+    [
+        # float 6, pow 8, mean 4, product 8, cast 6, product 4; 12 + 6 + 24 + 4 + 28 + 18
+        pytest.param("norm1", LLAMA.hidden_size, 36, 92, id="norm"),
+        # float 6, product 8, cast 6, and back; over queries, keys and values
+        pytest.param("rotary", 3 / 2 * LLAMA.hidden_size, 20, 20, id="rotary"),
+        # silu 4, product 6; its two gradients 12, that of silu 6
+        pytest.param("activation", LLAMA.ffn_hidden_size, 10, 18, id="swiglu"),
+    ],
+)
+def test_a_stack_without_fused_kernels_runs_each_operation_of_pytorch(
+    name, elements, forward_bytes, backward_bytes
+):
+    plain = replace(TRAINING, stack=replace(NEUTRAL, plain_kernels=EVERY_PLAIN_KERNEL))
+    (forward,), (backward,) = (
+        (run := kernels(name, model=LLAMA, training=plain)).forward,
+        run.backward,
+    )
+
+    assert forward.n_bytes == pytest.approx(B * S * elements * forward_bytes)
+    assert backward.n_bytes == pytest.approx(B * S * elements * backward_bytes)
+    (fused,) = kernels(name, model=LLAMA).forward
+    assert fused.n_bytes < forward.n_bytes
+
+
 def test_the_gradient_of_an_embedding_goes_over_its_table_in_one_kernel_or_in_two():
     (whole,) = kernels("tokens", kind=LayerKind.EMBEDDING).backward
     rows, table = whole.parts
@@ -345,33 +371,3 @@ def test_a_frozen_product_has_no_weight_gradient_and_unpacks_8_bits_in_both_pass
         (1 + 4 / 64 + 2) * (H + 1) * 3 * H
     ]  # with the bias
     assert unpacked[0] in frozen.inputs
-
-
-@pytest.mark.parametrize(
-    ("name", "forward", "backward"),
-    # bytes of PyTorch's own operations for each element of the norm's input, of the queries and
-    # keys, of the activation's output
-    [("norm1", 36, 84), ("rotary", 20, 20), ("activation", 10, 18)],
-)
-def test_operations_that_are_not_compiled_move_the_bytes_of_each_step(name, forward, backward):
-    eager = replace(TRAINING, stack=replace(NEUTRAL, eager_kernels=True))
-    layer = build_graph(LLAMA, eager, B).layer_class(LayerKind.BLOCK)
-    operator = layer.operator(name)
-    elements = sum(tensor.num_elements for tensor in operator.outputs)
-    run = operator_kernels(operator, Sharding(), eager)
-
-    assert [kernel.n_bytes for kernel in (*run.forward, *run.inputs)] == pytest.approx(
-        [forward * elements, backward * elements]
-    )
-    assert {kernel.like for kernel in (*run.forward, *run.inputs)} == {"elementwise"}
-
-
-def test_layer_norms_and_fp32_training_have_one_kernel_whether_compiled_or_not():
-    stack = replace(NEUTRAL, eager_kernels=True)
-
-    assert kernels("norm1", training=replace(TRAINING, stack=stack)) == kernels("norm1")
-    fp32 = replace(TRAINING, precision=Precision.FP32)
-    eager = replace(fp32, stack=stack)
-    assert kernels("norm1", model=LLAMA, training=eager) == kernels(
-        "norm1", model=LLAMA, training=fp32
-    )

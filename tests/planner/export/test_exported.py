@@ -175,6 +175,7 @@ MODELS = {
     "megatron-bridge": ("gpt-2.5b", (26, 28)),
     "torchtitan": ("llama3-8b", (15, 17)),
     "deepspeed": ("gpt-2.5b", (26, 28)),
+    "galvatron": ("llama3-8b", (15, 17)),
     "fsdp2": ("gpt-2.5b", (26, 28)),
     "huggingface": ("llama3-8b", (15, 17)),
     "accelerate": ("llama3-8b", (15, 17)),
