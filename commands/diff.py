@@ -83,9 +83,7 @@ def _searched(plan: AnyPlan, path: Path, target: TargetOptions) -> Plan:
     from parplan.report.text import console
 
     if target == TargetOptions():
-        raise click.UsageError(
-            "name a second plan, or another machine: --gpu, --gpus or --cluster"
-        )
+        raise click.UsageError("name a second plan, or another machine: --gpu, --gpus or --cluster")
     if not isinstance(plan, Plan):
         raise ConfigError(
             f"{path} is of a traced module, whose request the file does not have",
