@@ -12,6 +12,7 @@ main.names = (
     "check",
     "clusters",
     "compare",
+    "completion",
     "diff",
     "estimate",
     "explain",

@@ -196,7 +196,7 @@ class Outcome:
 
     @property
     def inside(self) -> bool | None:
-        """Whether the measured step is in the band, None where one of both is not known."""
+        """True if the measured step is in the band, None where one of both is not known."""
         if self.step_s is None or self.band is None or self.measured_s is None:
             return None
         return abs(self.measured_s - self.step_s) <= self.band * self.step_s

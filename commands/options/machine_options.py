@@ -10,6 +10,7 @@ gpu_options = together(
     option(
         WHERE,
         "--gpu",
+        names="clusters",
         metavar="NAME",
         help="GPU, a name of `plan clusters`. [default: a100-80gb, or the profile's]",
     ),

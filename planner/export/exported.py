@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from itertools import product
 
 from parplan.costmodels.layers.recompute import Recompute
@@ -24,7 +23,7 @@ from parplan.planner.export.configured import (
     strategy_of_settings,
 )
 from parplan.planner.export.head import head_lines
-from parplan.planner.export.launcher import Sheet, Target, given_of, read_back
+from parplan.planner.export.launcher import RecomputeChoice, Sheet, Target, given_of, read_back
 from parplan.planner.export.losses import LostPart, losses
 from parplan.planner.export.settings import Settings, settings_of
 from parplan.planner.infeasible.shortfall import limit_bytes
@@ -180,44 +179,48 @@ def _candidates(
         each for each in recomputes if alike and is_same_recompute(own, replace(usual, **each))
     )
     if target.layered and alike:
-        yield from _layered(own, usual, target)
+        yield from _layered(own, usual, target, recomputes)
         return
     for zero, chosen in product(zeros if exact else target.zeros, same[:1] or recomputes):
         yield replace(usual, zero=zero, **chosen)
 
 
-def _layered(own: Priced, usual: Settings, target: Target) -> Iterator[Settings]:
-    """Yields the settings that say each layer of a plan: ZeRO 3 or another stage, all or nothing.
+def _layered(
+    own: Priced, usual: Settings, target: Target, recomputes: tuple[RecomputeChoice, ...]
+) -> Iterator[Settings]:
+    """Yields the settings that say each layer of a plan: ZeRO 3 or another stage, and its level.
 
-    A block that recomputes a part of its operators is tried with all and with none.
+    A block that recomputes other operators than the levels of the target is tried with each.
     """
     cache = own.price_cache
+    known: tuple[Recompute, ...] = tuple(each["recompute"] for each in recomputes)
     choices = [choice for stage in own.strategy.stages for choice in stage]
     blocks = [choice for choice in choices if choice.kind.role is LayerKind.BLOCK]
-    shares = [_recomputed_share(each, cache) for each in blocks]
+    levels = [_level(each, known, cache) for each in blocks]
     ends = {choice.zero for choice in choices if choice.kind.role is not LayerKind.BLOCK}
     usual_zeros = {block.zero for block in blocks} - {_FULLY} or {_FULLY}
     exact = len(usual_zeros) == 1 and usual_zeros <= set(target.zeros)
-    parts = any(share not in (0, 1) for share in shares)
     for zero, part in product(
         usual_zeros if exact else target.zeros,
-        (Recompute.NONE, Recompute.FULL) if parts else (Recompute.NONE,),
+        known if None in levels else known[:1],
     ):
-        by_share = {Fraction(0): Recompute.NONE, Fraction(1): Recompute.FULL}
         yield replace(
             usual,
             zero=zero,
             zero_of_blocks=tuple(_FULLY if block.zero == _FULLY else zero for block in blocks),
             zero_of_ends=_FULLY if ends == {_FULLY} else zero,
-            recompute_of_blocks=tuple(by_share.get(share, part) for share in shares),
+            recompute_of_blocks=tuple(level or part for level in levels),
             recompute_modules=None,
         )
 
 
-def _recomputed_share(choice: LayerChoice, cache: PriceCache) -> Fraction:
-    """Returns the share of the operators of a layer that run again."""
-    again = cache.recompute_operators(choice.kind, choice.recompute)
-    return Fraction(len(again), len(cache.whole_layer(choice.kind).operators))
+def _level(
+    choice: LayerChoice, known: tuple[Recompute, ...], cache: PriceCache
+) -> Recompute | None:
+    """Returns the level that recomputes the operators of a block, None where none does."""
+    again = set(cache.recompute_operators(choice.kind, choice.recompute))
+    levels = (each for each in known if set(cache.recompute_operators(choice.kind, each)) == again)
+    return next(levels, None)
 
 
 def is_same_recompute(own: Priced, settings: Settings) -> bool:

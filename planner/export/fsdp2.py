@@ -25,7 +25,7 @@ from parplan.profiles.documents.yaml_text import yaml_text
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import ModelSpec
 
-PROGRAM = ("train_fsdp2.py", "fsdp2_model.py")
+PROGRAM = ("train_fsdp2.py", "fsdp2_model.py", "fsdp2_settings.py")
 _YAML = "fsdp2.yaml"
 _SUFFIXES = (".yaml", ".yml")
 _SHAPE = re.compile(r"^shape:", re.MULTILINE)
@@ -82,6 +82,7 @@ FSDP2 = Target(
     arguments=arguments,
     settings=settings,
     model=shape_of,
+    layered=True,
     processes=tuple((each.name,) for each in TABLE if each.name.startswith("mesh.")),
     refused=(),
     source="torch 2.13.0",

@@ -49,6 +49,7 @@ class Target:
     further      the file beside that the arguments of a script name, whose arguments follow them
     layered      the ZeRO stage and the recompute of each block are said by themselves
     refused      arguments that change time or memory without a price
+    remarks      sentences about arguments that are priced as others, of a plan with its price
     source       repository and commit or release that the table was read in
     """
 
@@ -65,6 +66,7 @@ class Target:
     refused: tuple[str, ...]
     source: str
     partitions: Callable[[int, int], Iterator[tuple[int, ...]]] | None = None
+    remarks: Callable[[tuple[Given, ...], Plan], Iterable[str]] = lambda _, __: ()
     stated: tuple[Argument, ...] = ()
     processes: tuple[tuple[str, ...], ...] = ()
     further: Callable[[Iterable[Given]], str | None] | None = None

@@ -56,7 +56,8 @@ REFUSED = (
     "--cpu-offloading-num-layers",
     "--fine-grained-activation-offloading",
     "--use-torch-fsdp2",
-    "--distribute-saved-activations",
+    "--deepspeed",
+    "--deepspeed_config",
     "--hybrid-context-parallel",
     "--hybrid-layer-pattern",
     "--rampup-batch-size",
@@ -150,12 +151,8 @@ def _num_layers(settings: Settings) -> Words | None:
 
 
 def _read_num_layers(words: Words, facts: Facts) -> Facts:
-    count = read_number(words)
-    if facts.get("method") == "block":
-        return {"recompute_blocks": count}
-    if count != 1:
-        raise ValueError("units of several layers are not priced, 1 is")
-    return {}
+    """Units of several layers are priced as those of one (megatron_remarks.py)."""
+    return {"recompute_blocks": read_number(words)} if facts.get("method") == "block" else {}
 
 
 def _first_batch(words: Words, facts: Facts) -> Facts:
@@ -183,6 +180,13 @@ def _read_dispatcher(words: Words, facts: Facts) -> Facts:
     if words[0] not in ("alltoall", "flex", *(["allgather"] if alone else [])):
         raise ValueError("alltoall and flex are priced, and allgather without expert parallelism")
     return {"tokens_once": words == ("flex",)}
+
+
+def _read_distributed(_: Words, facts: Facts) -> Facts:
+    """Divided inputs of blocks are priced as whole ones (megatron_remarks.py)."""
+    if facts.get("recompute") is not Recompute.FULL or facts.get("sequence_parallel"):
+        raise ValueError("it needs --recompute-granularity full without --sequence-parallel")
+    return {}
 
 
 def _moments(settings: Settings) -> bool:
@@ -301,6 +305,7 @@ RECOMPUTE = (
         write=_num_layers,
         read=_read_num_layers,
     ),
+    reading("--distribute-saved-activations", _read_distributed),
 )
 BATCH = (
     number("--micro-batch-size", "micro_batch_size"),

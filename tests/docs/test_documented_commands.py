@@ -74,6 +74,7 @@ QUICK = (
     "plan read sft.yaml --model llama3-8b --gpu h100-80gb --gpus 16 -o plan.yaml",
     "plan read train.sh --gpu h100-80gb -o plan.yaml",
     "plan compare plan.yaml train.sh --gpu h100-80gb",
+    "plan check issue-1031.sh --gpu h100-80gb",
     "plan import train.log --gpu h100-80gb -o steps.csv",
     "plan validate --steps steps.csv --rows",
     "plan calibrate train.log --gpu h100-80gb -o mygpu.yaml",
@@ -205,6 +206,7 @@ def _give_files(command: str, folder: Path) -> None:
         '"tie_word_embeddings": false, "hidden_act": "silu", "rope_theta": 10000.0}',
         encoding="utf-8",
     )
+    shutil.copy(ROOT / "examples/issue-1031.sh", folder)
     for name in ("corpus/a.txt", "docs/a.md"):
         (folder / name).parent.mkdir()
         (folder / name).write_text("to be read byte by byte", encoding="utf-8")

@@ -135,6 +135,13 @@ def test_what_megatron_cannot_say_is_listed_with_its_cost():
     require_consistent(one)
 
 
+def test_fsdp2_says_the_zero_stage_of_every_block():
+    one = exported(mixed_zero(laid_out(dp=4, zero=2, **TITAN)), "fsdp2")
+
+    assert one.losses == ()
+    assert "- 1 true\n  - 53 false\n" in one.files["fsdp2.yaml"]
+
+
 def test_a_schedule_that_megatron_lacks_is_replaced_by_one_that_it_has():
     plan = laid_out(pp=4, virtual_stages=2, schedule=Schedule.ZBV, zero=0, stack="parplan")
     one = exported(plan)
