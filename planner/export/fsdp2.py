@@ -53,9 +53,9 @@ def files(sheet: Sheet) -> Mapping[str, str]:
     plan, chosen = sheet.plan, sheet.settings
     shape = written(SHAPE, plan.model)
     require_said(plan.model, tuple(Given(name, words, "") for name, words in shape))
-    if plan.training.fine_tuning is not None or plan.training.documents is not None:
+    if plan.training.documents is not None:
         raise ConfigError(
-            "the program trains all parameters on whole sequences, the plan does not",
+            "the program reads whole sequences, the plan packs documents",
             hint="choose another target",
         )
     document = nested((*shape, *written(TABLE, chosen)))
