@@ -8,6 +8,7 @@ from functools import cache
 from itertools import cycle, islice
 
 from parplan.costmodels.host.offload import Offload
+from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.step import StepPrice, price_step
@@ -51,21 +52,40 @@ def price_settings(
     training    what the settings leave open: the stack, fine-tuning, documents
     Raises ConfigError for settings that cannot run.
     """
+    return priced(*unpriced(settings, model, cluster, training, KeyedCache()))
+
+
+def unpriced(
+    settings: Settings,
+    model: ModelSpec,
+    cluster: Cluster,
+    training: TrainingSpec,
+    price_caches: KeyedCache,
+) -> tuple[Strategy, PriceCache]:
+    """Returns the strategy of settings and the prices of its layers.
+
+    price_caches    those of other settings, which share the prices of the same training
+    Raises ConfigError for settings that cannot run.
+    """
     training = with_training(training, settings)
     layout = settings.layout
     _require_legal(layout, settings, model, cluster, training)
-    price_cache = PriceCache(
-        model,
-        training,
-        machine_for(cluster),
-        zero_ranks=settings.zero_ranks,
-        offload=(Offload.STATES,) if settings.states_on_host else (),
+    offload = (Offload.STATES,) if settings.states_on_host else ()
+    price_cache: PriceCache = price_caches(
+        (training, settings.zero_ranks, offload),
+        lambda: PriceCache(
+            model,
+            training,
+            machine_for(cluster),
+            zero_ranks=settings.zero_ranks,
+            offload=offload,
+        ),
     )
     if settings.states_on_host and has_unlike_blocks(model, training):
         layout = replace(layout, states_on_host=True)
     shared = settings.replicas > 1 or price_cache.offloads_states
     zero = settings.zero if shared else 0
-    return priced(strategy_of_settings(settings, layout, zero, price_cache), price_cache)
+    return strategy_of_settings(settings, layout, zero, price_cache), price_cache
 
 
 def strategy_of_settings(

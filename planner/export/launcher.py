@@ -73,6 +73,15 @@ class Target:
     layered: bool = False
 
 
+def require_text(model: ModelSpec, target: Target) -> None:
+    """Raises ConfigError for a model with a tower, whose layers are in no settings."""
+    if model.num_blocks != model.num_layers:
+        raise ConfigError(
+            f"{model.name} has a tower, which settings of {target.name} do not have",
+            hint="plan the text model alone: --images-per-sequence 0",
+        )
+
+
 def given_of(arguments: Iterable[tuple[str, Words]], target: Target) -> tuple[Given, ...]:
     """Returns written arguments as they are read from a file."""
     return tuple(Given(name, words, target.name) for name, words in arguments)

@@ -157,6 +157,11 @@ def test_a_model_that_the_arguments_do_not_say_is_refused_by_its_parts():
         exported(laid_out("gemma-2-9b", dp=2))
 
 
+def test_a_model_with_a_tower_is_refused():
+    with pytest.raises(ConfigError, match="gemma-3-4b has a tower, which settings of deepspeed"):
+        exported(laid_out("gemma-3-4b", dp=2), "deepspeed")
+
+
 def test_a_plan_of_adapters_is_refused():
     plan = laid_out(dp=2)
     adapters = FineTuning(lora_rank=8, lora_targets=("qkv",))
