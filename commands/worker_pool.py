@@ -31,7 +31,7 @@ def in_processes(
     pool = ProcessPoolExecutor(
         max_workers=min(len(items), os.cpu_count() or 1),
         mp_context=get_context("spawn"),
-        initializer=_leave_ctrl_c_to_parent,
+        initializer=leave_ctrl_c_to_parent,
     )
     started = [(item, pool.submit(work, item)) for item in items]
     with noticing_ctrl_c() as interrupts, front_bar(console(sys.stderr), what) as (_, begin):
@@ -48,5 +48,6 @@ def in_processes(
     return [(item, each.result()) for item, each in finished], bool(interrupts)
 
 
-def _leave_ctrl_c_to_parent() -> None:
+def leave_ctrl_c_to_parent() -> None:
+    """Makes a process ignore Ctrl-C, so that its parent alone decides when it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -61,7 +61,6 @@ if TYPE_CHECKING:
 _TEMPLATE = "page.html"
 _STYLE = "page.css"
 _SCRIPT = "page.js"
-_GLOBALS = "window.vegaEmbed = vegaEmbed;"
 _WIDE = 10_000  # characters; the browser breaks lines
 _DEVICE = {"memory of a device": LIMIT}
 
@@ -91,19 +90,6 @@ def render_page(plans: Sequence[ReportedPlan], library: str) -> str:
             library=library,
         )
     )
-
-
-def chart_library() -> str:
-    """Returns the javascript of Vega, Vega-Lite and vega-embed, which the page holds.
-
-    Its version of Vega-Lite is that of altair's charts.
-    """
-    import altair as alt
-    import vl_convert
-
-    release = ".".join(alt.SCHEMA_VERSION.lstrip("v").split(".")[:2])
-    library: str = vl_convert.javascript_bundle(_GLOBALS, release)
-    return library
 
 
 def _environment() -> Environment:
