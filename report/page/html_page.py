@@ -52,7 +52,7 @@ from parplan.report.page.step_charts import (
 from parplan.report.page.timeline_chart import drawn_timeline, timeline_chart
 from parplan.report.plans.memory_table import layers_text, rows
 from parplan.report.plans.notes import notes
-from parplan.report.plans.summary import header
+from parplan.report.plans.summary import REDUNDANT, header
 from parplan.report.searches.comparison_tables import comparison_notes, meaning, verdicts
 
 if TYPE_CHECKING:
@@ -73,7 +73,9 @@ def render_page(plans: Sequence[ReportedPlan], library: str) -> str:
     figured = [
         FiguredPlan(each, PlanFigures(each.document, index)) for index, each in enumerate(plans)
     ]
-    charts: dict[str, Row] = {"front": front_chart(plans)}
+    charts: dict[str, Row] = {}
+    if len(plans) > 1 or plans[0].plan.search.runners_up:
+        charts["front"] = front_chart(plans)
     views = [_view(index, each, charts) for index, each in enumerate(figured)]
     return (
         _environment()
@@ -177,7 +179,8 @@ def _memory(index: int, each: FiguredPlan, charts: dict[str, Row]) -> Mapping[st
     predicted = reported.document["predicted"]
     capacity = predicted["memory_gib"][0]["capacity"]
     charts[f"memory-{index}"] = stage_chart(predicted["memory_gib"], "GiB of one GPU", capacity)
-    redundant = predicted["redundancy_gib"]["stages"]
+    whole = predicted["redundancy_gib"]
+    redundant = whole["stages"]
     if redundant:
         charts[f"redundancy-{index}"] = stage_chart(redundant, "redundant GiB of one GPU")
     curves: dict[str, str] = {}
@@ -191,6 +194,7 @@ def _memory(index: int, each: FiguredPlan, charts: dict[str, Row]) -> Mapping[st
         "class_palette": {**CLASS_COLOURS, **_DEVICE},
         "curve_palette": {**curves, **_DEVICE} if curves else {},
         "redundancy": redundancy_table(each),
+        "below_zero": min(row[name] for row in [whole, *redundant] for name in REDUNDANT) < 0,
     }
 
 
