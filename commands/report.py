@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +15,6 @@ from parplan.commands.options.result_options import STDOUT
 from parplan.commands.options.sections import BASELINES, OUTPUT
 from parplan.commands.output import require_output
 from parplan.commands.style import Command, List, option
-from parplan.commands.worker_pool import leave_ctrl_c_to_parent
 
 if TYPE_CHECKING:
     from parplan.planner.export.launcher import Target
@@ -86,14 +83,10 @@ def report(
     require_page_libraries()
     baselines = () if baseline == (NONE,) else baseline_names(baseline)
     targets = _targets(to)
-    # The library takes a second to put together, which another core spends meanwhile.
-    with ProcessPoolExecutor(
-        1, mp_context=get_context("spawn"), initializer=leave_ctrl_c_to_parent
-    ) as pool:
-        library = pool.submit(chart_library)
+    with chart_library() as library:
         read = zip(plan_files, read_plans(plan_files, TargetOptions()), strict=True)
         plans = [_reported(path, plan, baselines, targets) for path, plan in read]
-        page = render_page(plans, library.result())
+        page = render_page(plans, library())
     if output == STDOUT:
         click.echo(page, nl=False)
         return

@@ -31,7 +31,7 @@ def in_processes(
     pool = ProcessPoolExecutor(
         max_workers=min(len(items), os.cpu_count() or 1),
         mp_context=get_context("spawn"),
-        initializer=leave_ctrl_c_to_parent,
+        initializer=_leave_ctrl_c_to_parent,
     )
     started = [(item, pool.submit(work, item)) for item in items]
     with noticing_ctrl_c() as interrupts, front_bar(console(sys.stderr), what) as (_, begin):
@@ -48,6 +48,5 @@ def in_processes(
     return [(item, each.result()) for item, each in finished], bool(interrupts)
 
 
-def leave_ctrl_c_to_parent() -> None:
-    """Makes a process ignore Ctrl-C, so that its parent alone decides when it ends."""
+def _leave_ctrl_c_to_parent() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)

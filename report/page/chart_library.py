@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 from parplan.profiles.errors import ConfigError
 
 _GLOBALS = "window.vegaEmbed = vegaEmbed;"
+_PROGRAM = """
+import sys, vl_convert
+
+sys.stdout.buffer.write(vl_convert.javascript_bundle(sys.argv[1], sys.argv[2]).encode("utf-8"))
+"""
 
 
 def require_page_libraries() -> None:
@@ -20,14 +30,29 @@ def require_page_libraries() -> None:
         ) from None
 
 
-def chart_library() -> str:
-    """Returns the javascript of Vega, Vega-Lite and vega-embed, which the page holds.
+@contextmanager
+def chart_library() -> Iterator[Callable[[], str]]:
+    """Yields a function that returns the javascript of Vega, Vega-Lite and vega-embed.
 
-    Its version of Vega-Lite is that of altair's charts.
+    It takes a second to put together, which a process of its own spends meanwhile. Its version of
+    Vega-Lite is that of altair's charts.
     """
     import altair as alt
-    import vl_convert
 
     release = ".".join(alt.SCHEMA_VERSION.lstrip("v").split(".")[:2])
-    library: str = vl_convert.javascript_bundle(_GLOBALS, release)
-    return library
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", _PROGRAM, _GLOBALS, release],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:
+        try:
+            yield lambda: _output(process)
+        finally:
+            process.kill()
+
+
+def _output(process: subprocess.Popen[bytes]) -> str:
+    library, _ = process.communicate()
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, process.args)
+    return library.decode("utf-8")
