@@ -12,6 +12,8 @@ main.names = (
     "check",
     "clusters",
     "compare",
+    "completion",
+    "diff",
     "estimate",
     "explain",
     "export",

@@ -56,8 +56,8 @@ def calibrate(
 
     RUN is the run.json that the executor wrote. Beside the --plan or the options of its run it is a
     trace of a step of any framework (files of torch.profiler, packed or not, or of Nsight Systems
-    as SQLite, or a folder with those of several ranks), a file with times of layers of Metis or
-    Galvatron, or a log as `plan import` reads it, which tells one factor of the whole step. Its
+    as SQLite or CSV, or a folder with those of several ranks), a file with times of layers of Metis
+    or Galvatron, or a log as `plan import` reads it, which tells one factor of the whole step. Its
     times give factors for the prices of compute, of each kind of communication that the runs
     exercised, and of the optimizer. Prices that no run exercised stay unchanged, and the output
     says so. Where the plans used curves that `plan profile` measured, the new profile keeps them

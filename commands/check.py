@@ -106,17 +106,17 @@ def check(
 def _check_launcher(file: LauncherFile, stated: TargetOptions, *, as_json: bool) -> int:
     """Prices a launcher's configuration, and says what does not fit and what gains most."""
     from parplan.commands.launcher_plans import launcher_plan
-    from parplan.planner.export.advice import best_changes
+    from parplan.planner.export.advice import advice
     from parplan.report.plans.launcher_check import check_document, print_check, shortages
     from parplan.report.text import console
 
     plan, _ = launcher_plan(file, stated)
     settings = file.settings(plan.model, plan.cluster.num_gpus)
-    changes = best_changes(plan, settings, file.target)
+    advised = advice(plan, settings, file.target, file.given)
     if as_json:
-        print_json(check_document(plan, changes))
+        print_json(check_document(plan, advised, file.remarks(plan)))
     else:
-        print_check(plan, changes, str(file.path), console(sys.stdout))
+        print_check(plan, advised, file.remarks(plan), str(file.path), console(sys.stdout))
     return user_modules.NOT_FITTING if shortages(plan) else 0
 
 

@@ -163,7 +163,7 @@ def _of_files(
         for file, plan in zip(files, plans, strict=True):
             if isinstance(plan, TracedPlan):
                 user_modules.say_module(plan, file, trust=trust)
-        return plans_side_by_side([*map(_side, _names(files), plans)], options)
+        return plans_side_by_side([*map(side_of, _names(files), plans)], options)
     (plan,) = plans
     if not isinstance(plan, TracedPlan):
         return compare(plan, baseline_names(names or (DEFAULT,)), options)
@@ -180,7 +180,7 @@ def _names(files: tuple[Path, ...]) -> tuple[str, ...]:
     return tuple(map(str, files))
 
 
-def _side(name: str, plan: AnyPlan) -> ComparedPlan:
+def side_of(name: str, plan: AnyPlan) -> ComparedPlan:
     """Returns a plan at the prices of today, that of a module after it is traced again."""
     from parplan.planner.plan.plan import Plan
     from parplan.planner.plan.reprice import reprice

@@ -106,7 +106,11 @@ def launcher_plan(file: LauncherFile, target: TargetOptions) -> tuple[Plan, Sequ
 def _with_options(file: LauncherFile, target: TargetOptions) -> TargetOptions:
     """Returns the options with the model and the machine that the file states."""
     stated = file.options
-    target = replace(target, model=target.model or stated.get("--model"))
+    target = replace(
+        target,
+        model=target.model or stated.get("--model"),
+        stack=target.stack or file.target.stacks[0],
+    )
     if target.cluster is not None:
         return target
     per_node = stated.get("--gpus-per-node")

@@ -67,6 +67,8 @@ def read(
     plan, assumed = launcher_plan(read_file, target)
     context = SummaryContext(assumed=tuple(assumed), plan_file=str(output or ""))
     deliver(plan, context, output, as_json=as_json)
+    for remark in read_file.remarks(plan):
+        click.echo(f"note: {remark}", err=True)
     if read_file.passed_over:
         names = " ".join(dict.fromkeys(each.name for each in read_file.passed_over))
         click.echo(f"passed over, for they have no price: {names}", err=True)

@@ -55,7 +55,9 @@ DEFAULT_MTBF = "50000h"
         "  plan size --model llama3-70b --tokens 1T --days 30 --json | jq '.sizes[0]'"
     ),
 )
-@option(WHAT, "--model", metavar="NAME|PATH", required=True, help="Model, as for plan.")
+@option(
+    WHAT, "--model", names="models", metavar="NAME|PATH", required=True, help="Model, as for plan."
+)
 @option(AIM, "--tokens", metavar="N", required=True, help="Tokens to train on: 1T, 300B.")
 @option(
     AIM,
@@ -69,6 +71,7 @@ DEFAULT_MTBF = "50000h"
     WHERE,
     "--gpu",
     "kinds",
+    names="clusters",
     type=List(click.STRING),
     default=DEFAULT_KINDS,
     metavar="NAME,..",

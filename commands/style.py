@@ -16,8 +16,10 @@ from functools import wraps
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from parplan.profiles.documents.files import explained_file_errors
+from parplan.profiles.documents.packaged_configs import packaged_names
 from parplan.profiles.documents.ranges import require_range
 from parplan.profiles.errors import ConfigError, PlannerError, unknown_name_error
 from parplan.profiles.interrupts import on_ctrl_c, sigterm_as_ctrl_c
@@ -86,11 +88,25 @@ class Share(Number):
 
 
 class Option(click.Option):
-    """An option that stands under `section` in the help."""
+    """An option that stands under `section` in the help.
 
-    def __init__(self, *args: Any, section: str = "Options", **kwargs: Any) -> None:
+    names    folder of configs/ whose names a shell completes its value with; none where empty
+    """
+
+    def __init__(
+        self, *args: Any, section: str = "Options", names: str = "", **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.section = section
+        self.names = names
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Returns the values that complete what is typed, the last one of several."""
+        if not self.names:
+            return super().shell_complete(ctx, incomplete)
+        before, comma, last = incomplete.rpartition(",")
+        names = packaged_names(self.names)
+        return [CompletionItem(before + comma + name) for name in names if name.startswith(last)]
 
 
 class Command(click.Command):

@@ -35,8 +35,10 @@ ScheduleName = Literal[
 ]
 MeshOrderName = Literal["pp-dp-tp", "dp-pp-tp"]
 ContextFormName = Literal["ring", "all-gather", "all-to-all", "two-level"]
+PlainKernelName = Literal["rms_norm", "rotary", "swiglu"]
 RecomputeKind = Literal["none", "selective", "full", "operators"]
 EVERY_SCHEDULE: tuple[ScheduleName, ...] = get_args(ScheduleName)
+EVERY_PLAIN_KERNEL: tuple[PlainKernelName, ...] = get_args(PlainKernelName)
 EVERY_RECOMPUTE: tuple[RecomputeKind, ...] = get_args(RecomputeKind)
 
 
@@ -127,6 +129,7 @@ class Stack:
                              which it runs
     async_tensor_parallel    without sequence parallelism, input gradients are all-reduced under the
                              product for the weight gradient
+    async_reduce_scatter     with it, input gradients are reduce-scattered under that product
     partitioned_transfers    each tensor-parallel rank sends its part of a pipeline boundary tensor
                              and gathers the received parts
     overlap_tensor_parallel  the gathers and reductions of sequence parallelism run under the
@@ -154,6 +157,10 @@ class Stack:
     overlap_grad_reduce      gradient reduction and parameter gathering run under compute
     fused_accumulation       the weight gradient's product adds to the gradient; otherwise it is
                              written and another kernel adds it
+    plain_kernels            of rms_norm, rotary and swiglu those that are operations of PyTorch, a
+                             kernel each, in place of one fused kernel
+    deterministic            it runs kernels that give equal bits in every run, of which the
+                             backward pass of FlashAttention 2 is priced
     schedules                the pipeline schedules that it runs
     recompute                the kinds of recompute that it runs; `operators` is any list of
                              operators
@@ -249,6 +256,7 @@ class Stack:
     attention: AttentionKernel = AttentionKernel.FLASH
     flash_kernels: tuple[AvailableKernel, ...] = SDPA_KERNELS
     async_tensor_parallel: bool = False
+    async_reduce_scatter: bool = False
     partitioned_transfers: bool = False
     overlap_tensor_parallel: bool = False
     tp_overlap: int = 0
@@ -266,6 +274,8 @@ class Stack:
     paired_exchanges: bool = False
     overlap_grad_reduce: bool = True
     fused_accumulation: bool = True
+    plain_kernels: tuple[PlainKernelName, ...] = ()
+    deterministic: bool = False
     schedules: tuple[ScheduleName, ...] = EVERY_SCHEDULE
     recompute: tuple[RecomputeKind, ...] = EVERY_RECOMPUTE
     mesh_orders: tuple[MeshOrderName, ...] = ("pp-dp-tp",)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from parplan.commands.options.sections import WHERE
 from parplan.commands.style import Whole, option, together
 
-machine_options = together(
+gpu_options = together(
     option(WHERE, "--gpus", type=Whole("gpus"), metavar="N", help="Number of GPUs."),
     option(
         WHERE,
         "--gpu",
+        names="clusters",
         metavar="NAME",
         help="GPU, a name of `plan clusters`. [default: a100-80gb, or the profile's]",
     ),
@@ -32,6 +33,9 @@ machine_options = together(
         metavar="SIZE",
         help="Host memory of a node, such as 240GiB. [default: the cluster's]",
     ),
+)
+machine_options = together(
+    gpu_options,
     option(
         WHERE,
         "--profile",

@@ -35,6 +35,7 @@ LAUNCHERS = (
     "deepspeed",
     "fsdp2",
     "huggingface",
+    "galvatron",
     "accelerate",
 )
 STAGE_RECOMPUTE = (

@@ -157,6 +157,7 @@ training_options = together(
     option(
         WHAT,
         "--stack",
+        names="stacks",
         metavar="NAME|FILE",
         help="Software stack that trains: a name of `plan stacks`, or a YAML. [default: "
         "megatron-core, or the profile's]",
@@ -206,6 +207,7 @@ target_options = together(
     option(
         WHAT,
         "--model",
+        names="models",
         metavar="NAME|PATH|PKG.MOD:FUNC",
         help="Model: a name of `plan models`, a YAML of that form, a Hugging Face config.json, or "
         "a function that makes a module.",

@@ -193,6 +193,8 @@ def edge_time(edge: TensorFlow, alone: OperatorTime, inside: StageAxes) -> Opera
     if _whole_where_partial(edge.gradient, edge.source):
         asynchronous = inside.stack.async_tensor_parallel and not is_frozen
         backward += inside.under(returned, gradient_s) if asynchronous else returned
+    elif inside.stack.async_reduce_scatter and not is_frozen:
+        backward += inside.under(returned, gradient_s)
     else:
         backward += inside.beside(returned, gradient_s)
     return OperatorTime(forward, backward)

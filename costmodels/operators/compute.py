@@ -46,6 +46,7 @@ from parplan.profiles.machines.curves import (
     FlashCurve,
     MatmulCurve,
     MemoryCurve,
+    deterministic_share,
     flash_attention_s,
     grouped_s,
     matmul_s,
@@ -57,6 +58,7 @@ from parplan.profiles.models.operator_graph import Operator
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.product_formats import gradient_slowdown, narrow_efficiency, narrow_power
 from parplan.profiles.provenance import ZERO, Kind, Seconds
+from parplan.profiles.stack import FlashKernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,25 +254,30 @@ def _fused_time(kernel: FusedKernel, machine: Machine, training: TrainingSpec) -
     without dropout, and that price is analytic.
     """
     chip, compute = chip_of(machine, training.precision), machine.profile.compute
-    speed = getattr(
-        compute.flash_speed(fused_kernel_of(training.stack, machine.cluster.device)), kernel.way
+    flash = fused_kernel_of(training.stack, machine.cluster.device)
+    speed = getattr(compute.flash_speed(flash), kernel.way)
+    is_shared = training.stack.deterministic and (flash, kernel.way) == (
+        FlashKernel.FLASH2,
+        BACKWARD,
     )
+    share = deterministic_share(kernel.heads, chip) if is_shared else 1.0
+    is_curve = speed == 1.0 and not is_shared
     curves = (compute.flash_forward, compute.flash_backward)
     measured = not kernel.dropped
     if kernel.dropped and compute.dropped_flash is not None:
         curves = compute.dropped_flash
         measured = True
     curve = curves[1] if kernel.way == BACKWARD else curves[0]
-    form_s = _fused_s(kernel, curve, chip) / speed
+    form_s = _fused_s(kernel, curve, chip) / (speed * share)
     if not curve.points:
-        kind = curve.kind_at((kernel.seq, kernel.head_dim)) if speed == 1.0 else Kind.ANALYTIC
+        kind = curve.kind_at((kernel.seq, kernel.head_dim)) if is_curve else Kind.ANALYTIC
         return Seconds(form_s, kind)
     price = (
         _corrected(form_s, _fused_corrections(curve, kernel.way, chip), kernel.sizes)
         if measured
         else Seconds(form_s, Kind.ANALYTIC)
     )
-    return price if speed == 1.0 else Seconds(price.value_s, Kind.ANALYTIC)
+    return price if is_curve else Seconds(price.value_s, Kind.ANALYTIC)
 
 
 def _fused_s(kernel: FusedKernel, curve: FlashCurve, chip: Chip) -> Number:

@@ -46,6 +46,16 @@ QUANTISED_BYTES = 1 + FP32_BYTES / SCALED_ELEMENTS  # of an element with its par
 # the gradients of the biases and of the weights, each a product and a sum (12 each).
 WIDE_BIAS_BYTES = (28, 40)
 CLAMP_BYTES = (8, 12)  # both halves clamped (4) and joined (4); backward 6, 4 and the bias (2)
+# Bytes that PyTorch's operations move for an element of the result, a kernel each, forward and
+# backward, with e bytes of an element and fp32 inside (EQUATIONS K3): a + b e as (a, b).
+# pytorch/torchtitan f6a9daa13 torchtitan/models/norms.py (RMSNorm: float, pow, mean, mul, type_as,
+# mul) and models/llama/model.py (apply_rotary_emb: float, mul, type_as; silu and mul). The tensor
+# of positions has the values too, which stand for the copies of keys and values (repeat_kv).
+PLAIN_BYTES = {
+    "rms_norm": ((28, 4), (76, 8)),
+    "rotary": ((16, 2), (16, 2)),
+    "swiglu": ((0, 5), (0, 9)),
+}
 TABLE_PASSES = 3  # over the gradient of an embedding table: zeroed, read and written
 
 
@@ -353,8 +363,8 @@ def _streaming(operator: Operator, sizes: LocalSizes, training: TrainingSpec) ->
     """Norms, activations, rotary: the bytes of the tensors (EQUATIONS K3).
 
     Forward: inputs read, outputs and the dropout mask written. Backward: output gradient and saved
-    tensors read, input gradients written. Rotary is priced as a fused kernel; PyTorch's un-fused
-    one takes 2 (forward) to 5 times as long.
+    tensors read, input gradients written. A stack without fused kernels runs the operations of
+    `PLAIN_BYTES` one by one.
     """
     if training.stack.fused_experts and operator.parallel_dim == EXPERT_WIDTH:
         return OperatorKernels((), ())  # its products have it
@@ -368,10 +378,24 @@ def _streaming(operator: Operator, sizes: LocalSizes, training: TrainingSpec) ->
         branches = len(operator.inputs) - 1
         return _residual(read, written, masks, branches, dropped=bool(dropped))
     name, like = _named(operator, dropped=bool(dropped))
+    if name in training.stack.plain_kernels:
+        return _plain(name, written / training.precision.num_bytes, training)
     saved = _bytes_of(operator.saved, operator, sizes)
     return OperatorKernels(
         (StreamKernel(name, like, FORWARD, read + written + masks),),
         (StreamKernel(name, like, BACKWARD, written + saved + read),),
+    )
+
+
+def _plain(name: str, elements: Number, training: TrainingSpec) -> OperatorKernels:
+    """The operations of PyTorch in place of one fused kernel, which write `elements` at the end."""
+    forward, backward = (
+        (fixed + by_element * training.precision.num_bytes) * elements
+        for fixed, by_element in PLAIN_BYTES[name]
+    )
+    return OperatorKernels(
+        (StreamKernel(f"plain_{name}", "elementwise", FORWARD, forward),),
+        (StreamKernel(f"plain_{name}", "elementwise", BACKWARD, backward),),
     )
 
 

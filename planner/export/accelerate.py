@@ -17,10 +17,10 @@ from parplan.planner.export.accelerate_arguments import (
     finished,
 )
 from parplan.planner.export.arguments import Given, read_arguments, written
-from parplan.planner.export.deepspeed import recomputes
 from parplan.planner.export.jobs import hosts_of
 from parplan.planner.export.launcher import Sheet, Target
 from parplan.planner.export.nested_file import nested, nested_arguments
+from parplan.planner.export.program_facts import whole_recomputes
 from parplan.planner.export.script import INDENT, commented, script
 from parplan.planner.export.settings import Settings, model_facts
 from parplan.planner.export.shell_words import shell_arguments
@@ -94,7 +94,7 @@ ACCELERATE = Target(
     rows=TABLE,
     table=TABLE,
     zeros=(0, 2, 3),
-    recomputes=recomputes,
+    recomputes=whole_recomputes,
     files=files,
     arguments=arguments,
     settings=settings,

@@ -24,9 +24,9 @@ from parplan.planner.export.arguments import (
     read_number,
     reading,
 )
-from parplan.planner.export.deepspeed_arguments import PROGRAM
 from parplan.planner.export.hf_trainer_arguments import BESIDE, SOME_VALUES
 from parplan.planner.export.nested_file import flag, read_flag, unpriced
+from parplan.planner.export.program_facts import PROGRAM
 from parplan.planner.export.settings import Settings
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import Optimizer, Precision

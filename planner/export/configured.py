@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import cycle
+from itertools import cycle, islice
 
 from parplan.costmodels.host.offload import Offload
+from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.step import StepPrice, price_step
@@ -51,33 +52,67 @@ def price_settings(
     training    what the settings leave open: the stack, fine-tuning, documents
     Raises ConfigError for settings that cannot run.
     """
+    return priced(*unpriced(settings, model, cluster, training, KeyedCache()))
+
+
+def unpriced(
+    settings: Settings,
+    model: ModelSpec,
+    cluster: Cluster,
+    training: TrainingSpec,
+    price_caches: KeyedCache,
+) -> tuple[Strategy, PriceCache]:
+    """Returns the strategy of settings and the prices of its layers.
+
+    price_caches    those of other settings, which share the prices of the same training
+    Raises ConfigError for settings that cannot run.
+    """
     training = with_training(training, settings)
     layout = settings.layout
     _require_legal(layout, settings, model, cluster, training)
-    price_cache = PriceCache(
-        model,
-        training,
-        machine_for(cluster),
-        zero_ranks=settings.zero_ranks,
-        offload=(Offload.STATES,) if settings.states_on_host else (),
+    offload = (Offload.STATES,) if settings.states_on_host else ()
+    price_cache: PriceCache = price_caches(
+        (training, settings.zero_ranks, offload),
+        lambda: PriceCache(
+            model,
+            training,
+            machine_for(cluster),
+            zero_ranks=settings.zero_ranks,
+            offload=offload,
+        ),
     )
     if settings.states_on_host and has_unlike_blocks(model, training):
         layout = replace(layout, states_on_host=True)
     shared = settings.replicas > 1 or price_cache.offloads_states
     zero = settings.zero if shared else 0
-    return priced(strategy_of_settings(settings, layout, zero, price_cache), price_cache)
+    return strategy_of_settings(settings, layout, zero, price_cache), price_cache
 
 
 def strategy_of_settings(
     settings: Settings, layout: ParallelLayout, zero: int, price_cache: PriceCache
 ) -> Strategy:
     """Returns the strategy of a layout whose blocks have the recompute of settings."""
-    strategy = staged(layout, tuple(_levels(settings)), zero)
+    strategy = _with_own_zero(staged(layout, tuple(_levels(settings)), zero), settings)
     strategy = of_model(strategy, price_cache)
     modules = settings.recompute_modules
     if settings.recompute is Recompute.SELECTIVE and modules is not None:
         return by_module(strategy, modules, price_cache)
     return strategy
+
+
+def _with_own_zero(strategy: Strategy, settings: Settings) -> Strategy:
+    """Returns a strategy with the ZeRO stages that settings have for blocks and ends alone."""
+    if settings.replicas == 1:
+        return strategy
+    blocks = iter(settings.zero_of_blocks or ())
+
+    def of(choice: LayerChoice) -> LayerChoice:
+        if choice.kind.role is LayerKind.BLOCK:
+            return replace(choice, zero=next(blocks, choice.zero))
+        ends = settings.zero_of_ends
+        return choice if ends is None else replace(choice, zero=ends)
+
+    return replace(strategy, stages=tuple(tuple(map(of, stage)) for stage in strategy.stages))
 
 
 def recomputed_operators(
@@ -106,6 +141,10 @@ def by_module(strategy: Strategy, modules: tuple[str, ...], price_cache: PriceCa
 
 def _levels(settings: Settings) -> Iterator[tuple[Recompute, ...]]:
     """Yields the recompute levels of the blocks of each virtual stage."""
+    if settings.recompute_of_blocks is not None:
+        each = iter(settings.recompute_of_blocks)
+        yield from (tuple(islice(each, count)) for count in settings.blocks)
+        return
     in_turn: tuple[Recompute, ...] = (settings.recompute,)
     if settings.recompute is Recompute.SELECTIVE and settings.full_in_turn:
         in_turn = (Recompute.SELECTIVE, Recompute.FULL)

@@ -6,21 +6,25 @@ another, with the argument `--deepspeed_config`, which `deepspeed.add_config_arg
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from string import Template
 
-from parplan.costmodels.layers.recompute import Recompute
-from parplan.planner.export.arguments import Given, read_arguments, written
+from parplan.planner.export.arguments import Given, read_arguments, reading, written
 from parplan.planner.export.deepspeed_arguments import (
     FILE_ROWS,
-    PROGRAM,
     REFUSED,
     TABLE,
     finished,
 )
+from parplan.planner.export.hf_trainer import trainer_keys
+from parplan.planner.export.hf_trainer_arguments import ARGUMENTS as TRAINER
+from parplan.planner.export.hf_trainer_arguments import BESIDE, SOME_VALUES
 from parplan.planner.export.jobs import hosts_of
-from parplan.planner.export.launcher import RecomputeChoice, Sheet, Target
+from parplan.planner.export.launcher import Sheet, Target
 from parplan.planner.export.nested_file import json_text, nested, nested_arguments
+from parplan.planner.export.program_facts import PROGRAM, whole_recomputes
 from parplan.planner.export.script import commented, script, torchrun_lines
 from parplan.planner.export.settings import Settings, model_facts
 from parplan.planner.export.shell_words import shell_arguments
@@ -28,7 +32,20 @@ from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import ModelSpec
 
 _JSON = "deepspeed.json"
-_NAMED = ("--deepspeed_config", "--deepspeed")  # arguments that name the JSON
+_NAMED = ("--deepspeed_config", "deepspeed")  # arguments that name the JSON
+_YAMLS = (".yaml", ".yml")
+_INLINE = "deepspeed."  # the JSON as a section of TrainingArguments
+# TrainingArguments, which fill in the values `auto`; FSDP is none beside DeepSpeed
+_TRAINER = tuple(
+    reading(row.name, row.read)
+    for row in (*TRAINER, *BESIDE, *SOME_VALUES)
+    if not row.name.startswith("fsdp")
+)
+_USUAL = (  # of TrainingArguments
+    Given("per_device_train_batch_size", ("8",), "transformers"),
+    Given("gradient_accumulation_steps", ("1",), "transformers"),
+)
+_READ = (*_TRAINER, reading("deepspeed", lambda _, __: {}), *TABLE)
 _PIPELINE = Template('''\
 """The pipeline stages of the plan, for deepspeed.initialize(model=PlannedPipeline(..))."""
 
@@ -64,38 +81,73 @@ class PlannedPipeline(PipelineModule):
 ''')
 
 
-def recomputes(_: ModelSpec, __: int) -> Iterator[RecomputeChoice]:
-    """Yields the recompute that the JSON says: of no block, and of all."""
-    for level in (Recompute.NONE, Recompute.FULL):
-        yield {"recompute": level, "recompute_modules": None}
-
-
 def arguments(text: str, file: str) -> tuple[Given, ...]:
-    """Returns the keys of a JSON, or the arguments of a script that names one."""
+    """Returns the keys of a JSON, or those of a script or of TrainingArguments that name one."""
     if file.endswith(".json"):
-        return nested_arguments(text, file)
-    if file.endswith((".yaml", ".yml")):
+        return _without_disabled(nested_arguments(text, file))
+    if file.endswith(_YAMLS):
+        given = nested_arguments(text, file)
+    else:
+        given = tuple(trainer_keys(shell_arguments(text, file)))
+    inline = any(each.name.startswith(_INLINE) for each in given)
+    if not inline and further(given) is None:
         return ()
-    given = shell_arguments(text, file)
-    return given if further(given) else ()
+    keys = tuple(replace(each, name=each.name.removeprefix(_INLINE)) for each in given)
+    return _without_disabled(keys)
+
+
+def _without_disabled(given: tuple[Given, ...]) -> tuple[Given, ...]:
+    """Returns the keys outside of sections that say `"enabled": false`."""
+    named = (each.name for each in given if each.words == ("false",))
+    disabled = tuple(name.removesuffix("enabled") for name in named if name.endswith(".enabled"))
+    return tuple(each for each in given if not each.name.startswith(disabled))
 
 
 def further(given: Iterable[Given]) -> str | None:
-    """Returns the JSON that the arguments of a script name."""
+    """Returns the JSON that arguments name."""
     named = (each.words[0] for each in given if each.name in _NAMED and each.words)
     return next((word for word in named if word.endswith(".json")), None)
 
 
 def settings(given: tuple[Given, ...], model: ModelSpec, num_gpus: int) -> Settings:
     """Returns the settings that keys say. Raises ConfigError."""
+    _require_further(given)
+    filled = _filled(given, model)
+    return finished(read_arguments(_READ, filled) | model_facts(model), num_gpus)
+
+
+def _require_further(given: tuple[Given, ...]) -> None:
+    """Raises ConfigError where the JSON that arguments name was not found."""
+    named = further(given)
+    files = {Path(each.where.rpartition(":")[0]).name for each in given}
+    if named is not None and Path(named).name not in files:
+        raise ConfigError(f"there is no {named} beside the file", hint="put it there")
+
+
+def _filled(given: tuple[Given, ...], model: ModelSpec) -> tuple[Given, ...]:
+    """Returns keys without the value `auto`, which transformers fills in from its arguments.
+
+    HfTrainerDeepSpeedConfig of transformers/integrations/deepspeed.py. Raises ConfigError for such
+    a value without TrainingArguments.
+    """
+    autos = [each for each in given if each.words == ("auto",)]
     known = {row.name for row in TABLE}
-    auto = next((each for each in given if each.words == ("auto",) and each.name in known), None)
-    if auto is not None:
-        raise ConfigError(
-            f"{auto.where}: {auto.name} is auto, which transformers fills in from its arguments",
-            hint="read the file of TrainingArguments, or write the value",
-        )
-    return finished(read_arguments(TABLE, given) | model_facts(model), num_gpus)
+    trainer = {row.name for row in _TRAINER} - known
+    if not any(each.name in trainer for each in given):
+        wrong = next((each for each in autos if each.name in known), None)
+        if wrong is not None:
+            raise ConfigError(
+                f"{wrong.where}: {wrong.name} is auto, which transformers fills in from its "
+                f"arguments",
+                hint="read the file of TrainingArguments that names it, or write the value",
+            )
+        return given
+    bucket = f"{model.hidden_size**2}"
+    kept = (
+        replace(each, words=(bucket,)) if each.name.endswith("reduce_bucket_size") else each
+        for each in given
+    )
+    return (*_USUAL, *(each for each in kept if each.words != ("auto",)))
 
 
 def files(sheet: Sheet) -> Mapping[str, str]:
@@ -117,10 +169,10 @@ def files(sheet: Sheet) -> Mapping[str, str]:
 DEEPSPEED = Target(
     name="deepspeed",
     stacks=("deepspeed", "megatron-deepspeed"),
-    rows=TABLE,
+    rows=_READ,
     table=TABLE,
     zeros=(0, 1, 2, 3),
-    recomputes=recomputes,
+    recomputes=whole_recomputes,
     files=files,
     arguments=arguments,
     settings=settings,

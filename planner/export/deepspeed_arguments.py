@@ -16,17 +16,17 @@ from parplan.planner.export.arguments import (
     Argument,
     Facts,
     Words,
-    choice,
     constant,
     number,
     read_number,
     reading,
 )
 from parplan.planner.export.nested_file import read_flag, unpriced
+from parplan.planner.export.program_facts import PROGRAM, require_length
 from parplan.planner.export.settings import Settings
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import Optimizer, Precision
-from parplan.profiles.stack import AttentionKernel, ContextForm
+from parplan.profiles.stack import ContextForm
 
 _ZERO = "zero_optimization."
 _PIPE = "pipeline."
@@ -292,16 +292,6 @@ ONE_VALUE = (
     unpriced(f"{_PIPE}pipe_partitioned", "true"),
     unpriced(f"{_PIPE}grad_partitioned", "true"),
 )
-# Facts of the program, in options of `plan read`.
-PROGRAM = (
-    number("--seq-length", "seq_length"),
-    choice(
-        "--attention",
-        "attention",
-        {AttentionKernel.FLASH: "flash", AttentionKernel.UNFUSED: "unfused"},
-        AttentionKernel.FLASH,
-    ),
-)
 FILE_ROWS: tuple[Argument, ...] = (*BATCH, *PRECISION, *ZERO, *PARALLEL, *ONE_VALUE)
 TABLE: tuple[Argument, ...] = (*FILE_ROWS, *PROGRAM)
 _DERIVED = (
@@ -344,15 +334,6 @@ def finished(facts: Facts, num_gpus: int) -> Settings:
         blocks=run.blocks or even_blocks(run.num_layers, run.pp),
     )
     return _with_batch(run, facts, plain)
-
-
-def require_length(facts: Facts) -> None:
-    """Raises ConfigError for facts without the program's sequence length."""
-    if "seq_length" not in facts:
-        raise ConfigError(
-            "the file does not say the sequence length, which its program chooses",
-            hint="state it with plan read FILE --seq-length N",
-        )
 
 
 def even_blocks(num_layers: int, stages: int) -> tuple[int, ...]:

@@ -12,8 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from parplan.planner.export.arguments import Given, read_arguments, written
-from parplan.planner.export.deepspeed import recomputes
-from parplan.planner.export.deepspeed_arguments import PROGRAM
 from parplan.planner.export.hf_trainer_arguments import (
     DEGREES,
     FILE_ROWS,
@@ -24,6 +22,7 @@ from parplan.planner.export.hf_trainer_arguments import (
 from parplan.planner.export.jobs import hosts_of
 from parplan.planner.export.launcher import Sheet, Target
 from parplan.planner.export.nested_file import nested, nested_arguments
+from parplan.planner.export.program_facts import PROGRAM, whole_recomputes
 from parplan.planner.export.script import commented, script, torchrun_lines
 from parplan.planner.export.settings import Settings, model_facts
 from parplan.planner.export.shell_words import shell_arguments
@@ -46,7 +45,7 @@ def arguments(text: str, file: str) -> tuple[Given, ...]:
     degrees = (
         Given(found[1], (found[2],), f"{file}:{number}") for number, found in exported if found
     )
-    return (*map(_renamed, _keys(shell_arguments(text, file))), *degrees)
+    return (*map(_renamed, trainer_keys(shell_arguments(text, file))), *degrees)
 
 
 def further(given: Iterable[Given]) -> str | None:
@@ -75,7 +74,7 @@ def files(sheet: Sheet) -> Mapping[str, str]:
     }
 
 
-def _keys(given: Iterable[Given]) -> Iterator[Given]:
+def trainer_keys(given: Iterable[Given]) -> Iterator[Given]:
     """Yields the arguments of a script; those of TrainingArguments by the names of its keys."""
     for each in given:
         key = each.name.removeprefix("--").replace("-", "_")
@@ -100,7 +99,7 @@ HUGGINGFACE = Target(
     rows=TABLE,
     table=TABLE,
     zeros=(0, 2, 3),
-    recomputes=recomputes,
+    recomputes=whole_recomputes,
     files=files,
     arguments=arguments,
     settings=settings,

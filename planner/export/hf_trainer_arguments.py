@@ -21,8 +21,8 @@ from parplan.planner.export.arguments import (
     read_number,
     reading,
 )
-from parplan.planner.export.deepspeed_arguments import PROGRAM, require_length
 from parplan.planner.export.nested_file import flag, read_flag, unpriced
+from parplan.planner.export.program_facts import PROGRAM, require_length
 from parplan.planner.export.settings import Settings
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import Optimizer, Precision
@@ -52,6 +52,8 @@ REFUSED = (
     "deepspeed",
     "quantization_bit",
     "optim_target_modules",
+    *("lora_r", "lora_rank", "lora_target", "q_lora"),
+    *("beta", "max_prompt_length", "max_completion_length", "num_generations"),  # trl's DPO, GRPO
     f"{_FSDP}xla_fsdp_settings",
 )
 
@@ -215,6 +217,7 @@ SOME_VALUES: tuple[Argument, ...] = (
     unpriced("auto_find_batch_size", "false"),
     unpriced("use_peft", "false"),
     unpriced("finetuning_type", "full"),
+    unpriced("stage", "sft", "pt"),  # LLaMA-Factory
     unpriced("load_in_4bit", "false"),
     unpriced("load_in_8bit", "false"),
     unpriced("neat_packing", "false"),

@@ -47,7 +47,9 @@ class Target:
     processes    groups of arguments that say one number: the product is that of processes; () for
                  those of torchrun
     further      the file beside that the arguments of a script name, whose arguments follow them
+    layered      the ZeRO stage and the recompute of each block are said by themselves
     refused      arguments that change time or memory without a price
+    remarks      sentences about arguments that are priced as others, of a plan with its price
     source       repository and commit or release that the table was read in
     """
 
@@ -64,9 +66,20 @@ class Target:
     refused: tuple[str, ...]
     source: str
     partitions: Callable[[int, int], Iterator[tuple[int, ...]]] | None = None
+    remarks: Callable[[tuple[Given, ...], Plan], Iterable[str]] = lambda _, __: ()
     stated: tuple[Argument, ...] = ()
     processes: tuple[tuple[str, ...], ...] = ()
     further: Callable[[Iterable[Given]], str | None] | None = None
+    layered: bool = False
+
+
+def require_text(model: ModelSpec, target: Target) -> None:
+    """Raises ConfigError for a model with a tower, whose layers are in no settings."""
+    if model.num_blocks != model.num_layers:
+        raise ConfigError(
+            f"{model.name} has a tower, which settings of {target.name} do not have",
+            hint="plan the text model alone: --images-per-sequence 0",
+        )
 
 
 def given_of(arguments: Iterable[tuple[str, Words]], target: Target) -> tuple[Given, ...]:

@@ -54,7 +54,7 @@ class LauncherFile:
             return int(self.options["--gpus"])
         by_name = {each.name: each.words[0] for each in self.given if each.words}
         counts = [
-            next((by_name[name] for name in names if name in by_name), "")
+            next((by_name[name] for name in names if by_name.get(name, "").isdigit()), "")
             for names in self.target.processes or (_NODES, _PROCESSES)
         ]
         if not all(count.isdigit() for count in counts):
@@ -84,6 +84,10 @@ class LauncherFile:
             value = options.get(row.name)
             file = file if value is None else file.with_argument(row.name, f"{value}")
         return file
+
+    def remarks(self, plan: Plan) -> tuple[str, ...]:
+        """Returns sentences about arguments that are priced as others."""
+        return tuple(self.target.remarks(self.given, plan))
 
     def settings(self, model: ModelSpec, num_gpus: int) -> Settings:
         """Returns the settings that the arguments say. Raises ConfigError."""
@@ -138,10 +142,11 @@ def require_priced(target: Target, given: Iterable[Given]) -> None:
 def _with_further(target: Target, given: tuple[Given, ...], path: Path) -> tuple[Given, ...]:
     """Returns arguments with those of the file beside that they name, where it is there."""
     named = target.further(given) if target.further else None
-    beside = path.parent / (named or "")
-    if named is None or not beside.is_file():
+    if named is None:
         return given
-    return (*given, *target.arguments(_text_of(beside), str(beside)))
+    places = (folder / named for folder in path.resolve().parents)  # the root of a repository too
+    found = next((place for place in places if place.is_file()), None)
+    return (*given, *target.arguments(_text_of(found), str(found))) if found else given
 
 
 def _text_of(path: Path) -> str:

@@ -22,6 +22,7 @@ from parplan.planner.export.megatron_arguments import (
     uses_fsdp,
 )
 from parplan.planner.export.megatron_model import MODEL_TABLE, read_model, unsaid_parts
+from parplan.planner.export.megatron_remarks import remarks
 from parplan.planner.export.megatron_stages import finished
 from parplan.planner.export.script import array, script, torchrun_lines
 from parplan.planner.export.settings import Settings, model_facts
@@ -120,5 +121,6 @@ MEGATRON = Target(
     settings=settings,
     model=read_model,
     refused=REFUSED,
+    remarks=remarks,
     source="NVIDIA/Megatron-LM at d98e8a64dd",
 )

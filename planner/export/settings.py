@@ -33,12 +33,17 @@ class Settings:
     recompute_modules  modules that run again at the selective level, as Megatron-Core names them;
                        None: the operators that the planner calls selective
     recompute_blocks   the first blocks of each virtual stage that recompute; None for all of them
+    zero_of_blocks     ZeRO stage of each block of the model, None where all have `zero`
+    zero_of_ends       ZeRO stage of the embedding and the head, None where they have `zero`
+    recompute_of_blocks  recompute level of each block, None where all have `recompute`
     full_in_turn       every second block of those that recompute selectively recomputes all, which
                        is about what torchtitan's selective recompute costs (planner/validation/
                        frameworks.py)
     states_on_host     the host holds parameters, gradients and optimizer states of all layers
     overlap            gradients are reduced, and parameters gathered, under compute
     tp_overlap         products hide the collectives of sequence parallelism
+    tokens_once        a token goes once to a node that has several of its experts
+    overlap_exchanges  exchanges of tokens hide under the products of another micro-batch
     fused_loss         one kernel computes the loss, and holds fp32 logits beside their gradient
     narrow_weights     parameters are gathered in the format of narrow products
     bucket_elements    gradients that are reduced at a time; None for the stack's own number
@@ -66,6 +71,9 @@ class Settings:
     recompute: Recompute = Recompute.NONE
     recompute_modules: tuple[str, ...] | None = None
     recompute_blocks: int | None = None
+    zero_of_blocks: tuple[int, ...] | None = None
+    zero_of_ends: int | None = None
+    recompute_of_blocks: tuple[Recompute, ...] | None = None
     full_in_turn: bool = False
     states_on_host: bool = False
     precision: Precision = Precision.FP32
@@ -77,6 +85,8 @@ class Settings:
     expert_capacity: float = 0.0
     overlap: bool = False
     tp_overlap: bool = False
+    tokens_once: bool = False
+    overlap_exchanges: bool = False
     fused_loss: bool = False
     narrow_weights: bool = False
     bucket_elements: int | None = None
@@ -194,6 +204,8 @@ def training_facts(training: TrainingSpec) -> Facts:
         "expert_capacity": training.expert_capacity,
         "overlap": training.overlap_grad_reduce,
         "tp_overlap": stack.overlap_tensor_parallel,
+        "tokens_once": stack.sends_tokens_once,
+        "overlap_exchanges": stack.overlap_exchanges,
         "fused_loss": stack.logit_bytes == FUSED_LOSS_LOGIT_BYTES,
         "narrow_weights": training.narrow_weights,
     }
@@ -218,7 +230,12 @@ def with_training(training: TrainingSpec, settings: Settings) -> TrainingSpec:
         expert_capacity=settings.expert_capacity,
         overlap_grad_reduce=settings.overlap,
         narrow_weights=settings.narrow_weights,
-        stack=replace(stack, overlap_tensor_parallel=settings.tp_overlap),
+        stack=replace(
+            stack,
+            overlap_tensor_parallel=settings.tp_overlap,
+            sends_tokens_once=settings.tokens_once,
+            overlap_exchanges=settings.overlap_exchanges,
+        ),
     )
 
 

@@ -8,6 +8,7 @@ from parplan.planner.export.accelerate import ACCELERATE
 from parplan.planner.export.bridge import MEGATRON_BRIDGE
 from parplan.planner.export.deepspeed import DEEPSPEED
 from parplan.planner.export.fsdp2 import FSDP2
+from parplan.planner.export.galvatron import GALVATRON
 from parplan.planner.export.hf_trainer import HUGGINGFACE
 from parplan.planner.export.launcher import Target
 from parplan.planner.export.megatron import MEGATRON
@@ -23,6 +24,7 @@ TARGETS: Mapping[str, Target] = {
         DEEPSPEED,
         FSDP2,
         HUGGINGFACE,
+        GALVATRON,
         ACCELERATE,
     )
 }

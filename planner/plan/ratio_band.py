@@ -8,7 +8,8 @@ measured and p the predicted seconds of a pair,
 
     d = (m_other / m_fastest) / (p_other / p_fastest) - 1         (EQUATIONS E3)
 
-The traits of a pair are those of its fastest run and the degrees in which the two differ.
+The traits of a pair are those of its fastest run and the degrees in which the two differ. A stack
+whose own pairs ask for a wider band has it, since few pairs move the effect of a trait little.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.planner.plan.conformal import ConformalBands, Deviating
 from parplan.planner.plan.pipeline_plan import PipelinePlan
 from parplan.planner.plan.prediction import ErrorBand
+from parplan.planner.plan.traits import STACK
 from parplan.profiles.machines.deviations import shipped_deviations
 
 # Pairs of no effect that each trait begins with. The interval score (Gneiting & Raftery 2007,
@@ -117,6 +119,7 @@ def shipped_ratio_bands() -> ConformalBands:
             if run.time is not None and run.predicted_s is not None
         ),
         PRIOR_PAIRS,
+        own=STACK,
     )
 
 

@@ -95,7 +95,7 @@ def _grid_runs(rows: Iterable[PricedRow]) -> Iterator[GridRun]:
             yield GridRun(
                 id=row.id,
                 experiment=row.experiment,
-                grid=row.alike,
+                grid=row.grid or "",
                 traits=row.traits,
                 shape=row.shape,
                 predicted_s=row.predicted_s,

@@ -17,7 +17,6 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.stage_columns.block_counts import shorter_ends
-from parplan.planner.validation.completion import completed
 from parplan.planner.validation.frameworks import (
     CONTEXT_FORMS,
     FOLDS,
@@ -34,6 +33,7 @@ from parplan.planner.validation.row_cells import (
     whole,
 )
 from parplan.planner.validation.row_cluster import cluster_of
+from parplan.planner.validation.row_completion import completed
 from parplan.planner.validation.row_model import (
     divides_vocabulary,
     in_flight_share,

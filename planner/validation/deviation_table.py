@@ -66,7 +66,7 @@ def _deviation(row: Row, priced: PricedRow) -> Deviation | None:
         time=time,
         memory=memory,
         excess=excess,
-        grid=priced.alike,
+        grid=priced.grid or "",
         shape=priced.shape,
         predicted_s=priced.predicted_s,
     )

@@ -165,6 +165,16 @@ FIGURES_DISAGREE = "its own figures disagree"
 # (docs/performance-summary-archive.md), Moonlight with tensor parallelism since 26.04 by its
 # PyTorch image (docs/releases/known-issues.md).
 NAMED_FAULTS = re.compile(r"mbridge-26\.06\.01-GPT_OSS|mbridge-moonlight16b-")
+# Start of the id of release tests that check their losses alone, so that nobody vouches for their
+# times: 12 layers of hidden 512 without `iteration-time` in METRICS (NVIDIA/Megatron-LM d98e8a64dd
+# tests/functional_tests/test_cases/gpt/gpt3_weekly_*/model_config.yaml, and the default of
+# python_test_utils/test_pretraining_regular_pipeline.py). The other tests of that size have no time
+# in the shipped table.
+UNCHECKED_TIMES = re.compile(r"mcoreci-gpt-gpt3_weekly_")
+# Start of the id of BLOOM's runs before 25 February 2022, when a change of the machine made steps 1
+# to 5 % faster, so that their log compares none across it (bigscience-workshop/bigscience@9e64ede
+# train/tr11-176B-ml/chronicles-prequel.md, GBS Variations).
+BEFORE_A_CHANGE = re.compile(r"bloom-l([4-6]\d\d|7[0-6]\d)-")
 # Rows whose figures agree after all: torchtitan of 2024 counts the parameters of the embedding in
 # its MFU, 6 x 0.53e9 FLOPs a token for Llama 3 8B, 1.054 of the count without them.
 # The FLOPs of packed documents have hardly any attention.
@@ -234,6 +244,11 @@ LOGIT_BYTES = (
 COMPILED_LOSS_LOGIT_BYTES = 4
 COMPILING_STACK = "torchtitan"
 COMPILED = re.compile(r"\bcompile\b(?!=false)")
+# nanotron with tp_linear_async_communication (huggingface/nanotron 7bc99232
+# src/nanotron/parallel/tensor_parallel/functional.py: _ColumnLinearAsyncCommunication)
+ASYNC_TENSOR_PARALLEL = re.compile(r"reduce-scatter mode with async comm")
+# Runs without torch.compile: torchtune's first row, to which the second adds it, and torchtitan's
+EAGER = re.compile(r"torchtune-.*-packed|titan-.*-eager")
 # Runs of torchtune whose optimizer updates in the backward pass: its techniques add up in this
 # order (docs/source/tutorials/memory_optimizations.rst, optimizer_in_bwd).
 IN_BACKWARD = re.compile(r"torchtune-.*-(optimizer_in_bwd|activation_offloading|8-bit_AdamW)")

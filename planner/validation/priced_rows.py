@@ -25,16 +25,22 @@ from parplan.planner.plan.ratio_band import Shape, shape_of
 from parplan.planner.plan.traits import Run, traits_of
 from parplan.planner.search.estimate import default_blocks, uniform_strategy
 from parplan.planner.validation.block_modules import OFFLOADED, RECOMPUTED, module_operators
-from parplan.planner.validation.completion import completed
 from parplan.planner.validation.configuration import (
     Configuration,
     configuration_of,
     experiment_of,
 )
-from parplan.planner.validation.frameworks import FIGURES_AGREE, FIGURES_DISAGREE, NAMED_FAULTS
+from parplan.planner.validation.frameworks import (
+    BEFORE_A_CHANGE,
+    FIGURES_AGREE,
+    FIGURES_DISAGREE,
+    NAMED_FAULTS,
+    UNCHECKED_TIMES,
+)
 from parplan.planner.validation.kept_products import with_kept_products
 from parplan.planner.validation.reported_memory import predicted_gib
 from parplan.planner.validation.row_cells import OPTIONAL, Row, UnpricedError, source_of
+from parplan.planner.validation.row_completion import completed
 from parplan.planner.validation.row_stack import NO_MODULES, Modules, stack_name
 from parplan.planner.validation.step_rows import read_table
 from parplan.profiles.errors import ConfigError
@@ -51,7 +57,10 @@ UNTIMED = {
     "INCONSISTENT": FIGURES_DISAGREE,
     "power limited": "devices of a lower power limit, which their source does not state",
 }
-NAMED_FAULT = "a release that was slow by a fault which its publisher names"
+BY_ID = (  # the same by the id of a row
+    (NAMED_FAULTS, "a release that was slow by a fault which its publisher names"),
+    (UNCHECKED_TIMES, "release tests whose source checks no time"),
+)
 BUSY_NETWORK = "vary +-40% with network load"  # in notes: such rows do not compare
 TOY_SHARE = 0.1  # share of a device; smaller runs say little about a device that is nearly full
 OUT_OF_MEMORY = ("OOM", "out-of-memory")  # memory_kind of a run that ran out
@@ -61,7 +70,9 @@ OUT_OF_MEMORY = ("OOM", "out-of-memory")  # memory_kind of a run that ran out
 class PricedRow:
     """Measured and predicted seconds and GiB of one row, or the `reason` why it is not priced.
 
-    grid                 key of the rows of one source, model, number of GPUs and tokens in a step
+    grid                 key of the rows of one source, model, number of GPUs and tokens in a step;
+                         None where its source warns that times hang on the load of the network, so
+                         that no two of them compare
     predicted_total_gib  GiB of the fullest device, with the reserve
     capacity_gib         GiB of the device
     predicted_fits       true if the fullest device fits with its margin
@@ -73,8 +84,6 @@ class PricedRow:
     differing            cells that contradict the published shape of the row's model
     experiment           the fold that is left out with the row
     traits               by which its error band is made
-    alike                its grid, empty where its source warns that times hang on the load of the
-                         network, so that no two of them compare
     shape                the degrees in which it differs from them
     """
 
@@ -97,7 +106,6 @@ class PricedRow:
     untimed: tuple[str, ...] = ()
     experiment: str = ""
     traits: tuple[str, ...] = ()
-    alike: str = ""
     shape: Shape = ()
 
     @property
@@ -193,20 +201,22 @@ def price_row(
                 zero=configuration.zero,
             )
         ),
-        alike=_alike(row, configuration),
         shape=shape_of(configuration.mesh, configuration.micro_batches[0]),
     )
 
 
-def _grid(row: Row, configuration: Configuration) -> str:
-    """Returns the key of the row's grid; the batch is in tokens, since sequence lengths differ."""
+def _grid(row: Row, configuration: Configuration) -> str | None:
+    """Returns the key of the row's grid, None if its times hang on the load of a network.
+
+    The batch is in tokens, since sequence lengths differ. Rows on either side of a change of the
+    machine that their source names are of two grids.
+    """
+    if BUSY_NETWORK in row["notes"]:
+        return None
     tokens = configuration.training.tokens_per_step
-    return "|".join((source_of(row), row["model"], row["gpu"], row["n_gpus"], f"{tokens} tokens"))
-
-
-def _alike(row: Row, configuration: Configuration) -> str:
-    """Returns the row's grid, or nothing if its times hang on the load of a network."""
-    return "" if BUSY_NETWORK in row["notes"] else _grid(row, configuration)
+    before = ("before the change",) if BEFORE_A_CHANGE.match(row["id"]) else ()
+    parts = (source_of(row), row["model"], row["gpu"], row["n_gpus"], f"{tokens} tokens")
+    return "|".join((*parts, *before))
 
 
 def _counted(reason: str) -> str:
@@ -383,7 +393,7 @@ def _untimed(row: Row) -> tuple[str, ...]:
         return ()
     kinds = (kind for words, kind in UNTIMED.items() if words in row["notes"])
     said = tuple(kind for kind in kinds if kind != FIGURES_DISAGREE or not _agrees(row))
-    return (*said, NAMED_FAULT) if NAMED_FAULTS.match(row["id"]) else said
+    return (*said, *(kind for pattern, kind in BY_ID if pattern.match(row["id"])))
 
 
 def _agrees(row: Row) -> bool:

@@ -39,6 +39,7 @@ MORE = (
     "moments",  # type of the optimizer's moments
     "offload",  # modules whose activations go to the host, as Megatron-LM names them
     "deterministic",  # true: only kernels that give equal bits in every run
+    "overlap",  # grad: gradients are reduced under the backward pass
     "engine",  # local: without Transformer Engine
     "grouped_gemm",  # experts run in one product of Transformer Engine
     "lora_rank",

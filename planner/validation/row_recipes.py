@@ -158,6 +158,10 @@ RECIPES: tuple[tuple[str, Cells], ...] = (
         r"mcoreci-gpt-gpt3_15b_8t_release(_sm)?-",
         {"global_batch": "384", "n_gpus": "256", "vocab": "256000"},
     ),
+    (
+        r"mcoreci-(gpt|mixtral|nemotron)-.*_release|mcoreci-.*(7b_.*_memory_speed|overlap_grad_reduce)",
+        {"overlap": "grad"},
+    ),
     (r"mcoreci-gpt-.*_qk_layernorm_", {"qk_norm": "head"}),
     (r"mcoreci-bert-", {"vocab": "30522"}),
     (r"mcoreci-gpt-gpt3_mcore_te_tp2_pp2_(mla|dsa)", _SMALL_LATENT),

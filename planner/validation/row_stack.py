@@ -12,11 +12,13 @@ from parplan.planner.validation.block_modules import OFFLOADED, named_modules
 from parplan.planner.validation.expert_recipes import recomputes_little, with_recipe
 from parplan.planner.validation.fine_tuned_rows import fine_tuning_of
 from parplan.planner.validation.frameworks import (
+    ASYNC_TENSOR_PARALLEL,
     COMPILED,
     COMPILED_LOSS_LOGIT_BYTES,
     COMPILING_STACK,
     CURRENT_SCALING,
     DEFERRED_HEAD_GRADIENTS,
+    EAGER,
     FUSED_LOSS_LOGIT_BYTES,
     IN_BACKWARD,
     INTERLEAVING_STACKS,
@@ -47,7 +49,13 @@ from parplan.profiles.machines.machine_catalog import load_stack
 from parplan.profiles.machines.stack_terms import Terms
 from parplan.profiles.models.spec import Optimizer, Precision, TrainingSpec
 from parplan.profiles.product_formats import ProductFormat, is_before_blackwell
-from parplan.profiles.stack import AttentionKernel, AvailableKernel, FlashKernel, Stack
+from parplan.profiles.stack import (
+    EVERY_PLAIN_KERNEL,
+    AttentionKernel,
+    AvailableKernel,
+    FlashKernel,
+    Stack,
+)
 from parplan.profiles.state_precision import StatePrecision
 from parplan.profiles.units import MIB
 
@@ -96,6 +104,10 @@ def stack_of(row: Row, stack: Stack) -> Stack:
         stack = replace(stack, logit_bytes=of_loss)
     elif stack.name == COMPILING_STACK and COMPILED.search(notes):
         stack = replace(stack, logit_bytes=COMPILED_LOSS_LOGIT_BYTES)
+    if ASYNC_TENSOR_PARALLEL.search(notes):
+        stack = replace(stack, async_reduce_scatter=True)
+    if EAGER.match(row["id"]):
+        stack = replace(stack, plain_kernels=EVERY_PLAIN_KERNEL)
     if NO_OVERLAP.search(notes):
         stack = replace(stack, overlap_tensor_parallel=False, overlap_transfers=False)
     if "asyncTP" in row["id"]:
@@ -128,15 +140,16 @@ def stack_of(row: Row, stack: Stack) -> Stack:
 
 
 def on_device(row: Row, stack: Stack, device: Device) -> Stack:
-    """Returns the stack with the facts of memory that depend on device and flags.
+    """Returns the stack with the facts that depend on device and flags.
 
-    They are tens of MiB, so that they count in the small models of Megatron-LM's tests alone; a
-    stack has those of a Hopper device. cuBLAS has a workspace for the forward and one for the
-    backward thread, of 32 MiB from Hopper on and in deterministic mode, else of 8 MiB. Transformer
-    Engine has one of 32 MiB from Hopper on and of 4 MiB before, and four more for grouped products
-    (transformer_engine/pytorch/module/base.py: get_multi_stream_cublas_workspace). FlashAttention 2
-    has the batch before the sequence, and its output is saved again in Megatron's order; it runs
-    before Hopper, and on Blackwell where cuDNN's attention is not deterministic. Tests without
+    Those of memory are tens of MiB, so that they count in the small models of Megatron-LM's tests
+    alone; a stack has those of a Hopper device. cuBLAS has a workspace for the forward and one for
+    the backward thread, of 32 MiB from Hopper on and in deterministic mode, else of 8 MiB.
+    Transformer Engine has one of 32 MiB from Hopper on and of 4 MiB before, and four more for
+    grouped products (transformer_engine/pytorch/module/base.py: get_multi_stream_cublas_workspace).
+    FlashAttention 2 has the batch before the sequence, and its output is saved again in Megatron's
+    order; it runs before Hopper, and in deterministic mode on Blackwell, where cuDNN's attention
+    with dropout is not deterministic (NVIDIA/TransformerEngine pull request 2584). Tests without
     Transformer Engine keep the workspaces of the stack, which their memory agrees with.
     """
     is_local = row.get("engine") == "local" or "TE impl local" in row["notes"]
@@ -149,9 +162,13 @@ def on_device(row: Row, stack: Stack, device: Device) -> Stack:
     threads = 2 * (32 if is_new or deterministic else 8)
     engine = 32 if is_new else 4
     engines = 1 + (4 if row.get("grouped_gemm") == "true" else 0)
-    copies = int(not is_new or (deterministic and not is_before_blackwell(capability)))
+    is_older_kernel = deterministic and not is_before_blackwell(capability)
+    copies = int(not is_new or is_older_kernel)
+    older = (AvailableKernel(kernel=FlashKernel.FLASH2),)
     return replace(
         stack,
+        deterministic=deterministic,
+        flash_kernels=older if is_older_kernel else stack.flash_kernels,
         workspace_bytes=(threads + engines * engine) * MIB,
         attention_output_copies=copies if stack.attention is AttentionKernel.FLASH else 0,
     )
@@ -181,7 +198,11 @@ def training_of(row: Row, stack: Stack) -> TrainingSpec:
     overlap = stack.overlap_grad_reduce and "Megatron-LM" not in row["framework"]
     if NO_OVERLAP.search(row["notes"]):
         overlap = False
-    elif "overlap=grad" in row["notes"]:
+    elif (
+        "overlap=grad" in row["notes"]
+        or row.get("overlap") == "grad"
+        or ("nanotron" in row["framework"] and row["zero_stage"] == "0")
+    ):
         overlap = True
     return TrainingSpec(
         global_batch_size=whole(row, "global_batch"),

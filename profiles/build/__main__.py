@@ -59,7 +59,7 @@ from typing import Any
 
 import yaml
 
-from parplan.profiles.build.attention_curves import flash1_speed, hopper_kernels
+from parplan.profiles.build.attention_curves import blackwell_flash2, flash1_speed, hopper_kernels
 from parplan.profiles.build.compute_curves import compute_curves, retimed_curves
 from parplan.profiles.build.grouped_curves import with_grouped_products
 from parplan.profiles.build.link_curves import inter, intra, reduced_intra
@@ -87,6 +87,7 @@ HOPPER_KERNELS = {  # device -> the kernel of its flash curves
     "h200-141gb": FlashKernel.FLASH3,
     "gh200-96gb": FlashKernel.FLASH2,
 }
+BLACKWELL_CURVES = ("b200-180gb", "gb200-186gb", "gb300-279gb")  # devices with flash curves
 # power limit of products carried: rows too easy on power
 LIMITS = {"gh200-96gb": "h100-80gb"}
 
@@ -313,6 +314,9 @@ def calibrate(tables: MeasurementTables) -> tuple[tuple[Profile, ...], tuple[Sco
     for device, kernel in HOPPER_KERNELS.items():
         kernels = hopper_kernels(profiles[device].compute, kernel, flash1)
         profiles[device] = _with_kernels(profiles[device], kernels)
+    for device in BLACKWELL_CURVES:
+        flash2 = blackwell_flash2(profiles[device].compute, chip_of(load_cluster(device)))
+        profiles[device] = _with_kernels(profiles[device], {FlashKernel.FLASH2: flash2})
     for variant in VARIANTS:
         lent = next((recipe for recipe in RECIPES if recipe.device == variant.lender), RECIPES[0])
         recipe = replace(lent, device=variant.device, gpu=variant.gpu or lent.gpu)

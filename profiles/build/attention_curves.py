@@ -65,6 +65,17 @@ FLASH1_BATCH = 4
 FLASH1_HEADS = 48
 FLASH1_HEAD_DIM = 64
 
+# TFLOP/s of FlashAttention 2 on B200, not causal, by sequence: forward with head_dim 128, batch 8
+# and 16 heads (meta-pytorch/tritonbench pull request 171), backward with head_dim 64 and 32 heads
+# of 16,384 tokens in all (Dao-AILab/flash-attention issue 1589).
+BLACKWELL_FLASH2_SOURCE = (
+    "meta-pytorch/tritonbench pull request 171; Dao-AILab/flash-attention issue 1589"
+)
+BLACKWELL_FORWARD = {2048: 352.1, 4096: 353.9, 8192: 361.6, 16384: 330.6}
+BLACKWELL_FORWARD_HEADS, BLACKWELL_FORWARD_HEAD_DIM = 8 * 16, 128
+BLACKWELL_BACKWARD = {2048: 301.6, 4096: 314.7, 8192: 329.1, 16384: 334.0}
+BLACKWELL_BACKWARD_HEADS, BLACKWELL_BACKWARD_HEAD_DIM = 32, 64
+
 
 def head_weight(row: Row) -> float:
     """Returns 1 for head sizes that models are trained with, less for all others."""
@@ -289,4 +300,25 @@ def flash1_speed(compute: Compute, chip: Chip) -> FlashSpeed:
         forward=rounded(float(np.median(forward))),
         backward=rounded(float(np.median(backward))),
         source=FLASH1_SOURCE,
+    )
+
+
+def blackwell_flash2(compute: Compute, chip: Chip) -> FlashSpeed:
+    """Returns the speed of FlashAttention 2 relative to the kernels of a Blackwell device's curves.
+
+    It runs Ampere's instructions there, so that it is no faster than on Hopper.
+    """
+    ahead, back = compute.flash_forward, compute.flash_backward
+    forward, backward = [], []
+    for seq, tflops in BLACKWELL_FORWARD.items():
+        shape = (BLACKWELL_FORWARD_HEADS, seq, BLACKWELL_FORWARD_HEAD_DIM)
+        forward.append(_relative(tflops, ahead, chip, 1.0, shape, False))
+    for seq, tflops in BLACKWELL_BACKWARD.items():
+        heads = PUBLISHED_TOKENS // seq * BLACKWELL_BACKWARD_HEADS
+        shape = (heads, seq, BLACKWELL_BACKWARD_HEAD_DIM)
+        backward.append(_relative(tflops, back, chip, FLASH_BACKWARD_FLOPS, shape, False))
+    return FlashSpeed(
+        forward=rounded(float(np.median(forward))),
+        backward=rounded(float(np.median(backward))),
+        source=BLACKWELL_FLASH2_SOURCE,
     )

@@ -318,6 +318,21 @@ def flash_attention_s(
     return curve.launch_s + flops * padded / head_dim / (chip.peak_flops_per_s * share)
 
 
+def deterministic_share(heads: Number, chip: Chip) -> Number:
+    """Returns the share of multiprocessors at work in a deterministic backward pass (EQUATIONS K2).
+
+    It is that of FlashAttention 2.
+
+        blocks = ceil(SMs / H) H        share = blocks / (SMs ceil(blocks / SMs))
+
+    `heads` H include the batch. A head has as many thread blocks as fill the multiprocessors once,
+    each with its own sum of dq, and a multiprocessor runs one block at a time
+    (Dao-AILab/flash-attention 0251105a csrc/flash_attn/src/flash_bwd_launch_template.h).
+    """
+    blocks = -(-chip.num_sms // heads) * heads
+    return blocks / (chip.num_sms * -(-blocks // chip.num_sms))
+
+
 def memory_bound_s(n_bytes: Number, curve: MemoryCurve, bytes_per_s: float) -> Number:
     """Seconds of an operation that moves `n_bytes`: t = launch + n / (share W) (EQUATIONS K3).
 

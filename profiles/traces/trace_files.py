@@ -14,6 +14,7 @@ from parplan.profiles.documents.files import changed_on
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.traces.kineto import read_kineto
 from parplan.profiles.traces.nsight import HEAD, read_nsight
+from parplan.profiles.traces.nsight_csv import begins_nsight_csv, read_nsight_csv
 from parplan.profiles.traces.trace_record import RankTrace
 from parplan.profiles.units import GIB, KIB
 
@@ -38,15 +39,15 @@ class TraceFormat:
     read: Callable[[Path, str, str], tuple[RankTrace, ...]]
 
 
-def _kineto(path: Path, fingerprint: str, date: str) -> tuple[RankTrace, ...]:
+def _text(path: Path) -> str:
+    """Returns the text of a file, unpacked. Raises ConfigError: not readable, too large."""
     body = _body(path, MAX_TEXT_BYTES + 1)
     if len(body) > MAX_TEXT_BYTES:
         raise ConfigError(
             f"{path}: its text is larger than {MAX_TEXT_BYTES // GIB} GiB",
             hint="record fewer steps",
         )
-    text = body.decode("utf-8", errors="replace")
-    return (read_kineto(text, str(path), fingerprint, date),)
+    return body.decode("utf-8", errors="replace")
 
 
 FORMATS = (
@@ -55,12 +56,21 @@ FORMATS = (
         begins=lambda head: (
             head.lstrip()[:1] == b"{" and (b'"traceEvents"' in head or b'"schemaVersion"' in head)
         ),
-        read=_kineto,
+        read=lambda path, fingerprint, date: (
+            read_kineto(_text(path), str(path), fingerprint, date),
+        ),
     ),
     TraceFormat(
         name="Nsight Systems (SQLite)",
         begins=lambda head: head.startswith(HEAD),
         read=read_nsight,
+    ),
+    TraceFormat(
+        name="Nsight Systems (CSV of cuda_gpu_trace)",
+        begins=begins_nsight_csv,
+        read=lambda path, fingerprint, date: read_nsight_csv(
+            _text(path), str(path), fingerprint, date
+        ),
     ),
 )
 

@@ -8,12 +8,14 @@ from typing import Any
 from rich.console import Console
 
 from parplan.costmodels.communication.mesh import Axis, place
-from parplan.planner.export.advice import Change
+from parplan.planner.export.advice import Advice, Change
 from parplan.planner.export.arguments import Words
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import StageMemory
 from parplan.profiles.units import gib
 from parplan.report.text import say, seconds_text
+
+_MUCH = 0.2  # share of a step in bubbles that is said
 
 
 def shortages(plan: Plan) -> tuple[StageMemory, ...]:
@@ -23,16 +25,31 @@ def shortages(plan: Plan) -> tuple[StageMemory, ...]:
 
 def _warnings(plan: Plan) -> list[str]:
     """Returns what is legal and slow."""
+    found = []
     if place(plan.mesh, Axis.TP, plan.cluster.gpus_per_node).crosses_nodes:
-        return [f"tp {plan.mesh.tp} crosses nodes of {plan.cluster.gpus_per_node} GPUs"]
-    return []
+        found.append(f"tp {plan.mesh.tp} crosses nodes of {plan.cluster.gpus_per_node} GPUs")
+    bubble = plan.predicted.breakdown.pp_bubble_s
+    share = bubble.value / plan.predicted.step_time_s.value
+    if share > _MUCH:
+        count = plan.pipeline.num_micro_batches
+        found.append(
+            f"{share:.0%} of the step is bubble: {count} micro-batches for pp {plan.mesh.pp}"
+        )
+    return found
 
 
-def print_check(plan: Plan, changes: Sequence[Change], name: str, out: Console) -> None:
-    """Print the price of a configuration, what is wrong with it, and what gains most."""
+def print_check(
+    plan: Plan, advised: Advice, remarks: Sequence[str], name: str, out: Console
+) -> None:
+    """Print the price of a configuration, what is wrong with it, and what gains most.
+
+    remarks   sentences about arguments that are priced as others
+    """
     peak = max(stage.total for stage in plan.predicted.memory_gib)
     step = seconds_text(plan.predicted.step_time_s.value)
     say(out, f"{name}: {step} a step, {peak:.1f} GiB on the fullest GPU")
+    for remark in remarks:
+        say(out, f"  note: {remark}")
     for warning in _warnings(plan):
         say(out, f"  slow: {warning}")
     for stage in shortages(plan):
@@ -43,8 +60,13 @@ def print_check(plan: Plan, changes: Sequence[Change], name: str, out: Console) 
         )
     if not shortages(plan):
         say(out, "  it fits")
-    for change in changes:
+    for change in advised.single:
         say(out, f"  better: {_change_text(change)}: {_gain_text(plan, change)}")
+    if advised.together is not None:
+        together = advised.together
+        say(out, f"  together: {_change_text(together)}: {_gain_text(plan, together)}")
+    if not advised.single and advised.together is None and shortages(plan):
+        say(out, "  no change of these arguments makes it fit: plan finds what does")
 
 
 def _change_text(change: Change) -> str:
@@ -65,22 +87,25 @@ def _gain_text(plan: Plan, change: Change) -> str:
     return f"{seconds_text(step_s)} ({share:+.1%}), {gib(change.configured.peak_bytes):.1f} GiB"
 
 
-def check_document(plan: Plan, changes: Sequence[Change]) -> dict[str, Any]:
+def check_document(plan: Plan, advised: Advice, remarks: Sequence[str]) -> dict[str, Any]:
     """Returns the check as JSON has it: seconds, GiB."""
     return {
         "step_s": plan.predicted.step_time_s.value,
         "fits": not shortages(plan),
+        "notes": list(remarks),
         "slow": _warnings(plan),
         "stages": [
             {"stage": each.stage, "total_gib": each.total, "capacity_gib": each.capacity}
             for each in plan.predicted.memory_gib
         ],
-        "better": [
-            {
-                "change": _change_text(each),
-                "step_s": each.configured.price.step_s,
-                "peak_gib": gib(each.configured.peak_bytes),
-            }
-            for each in changes
-        ],
+        "better": [_change_document(each) for each in advised.single],
+        "together": _change_document(advised.together) if advised.together else None,
+    }
+
+
+def _change_document(change: Change) -> dict[str, Any]:
+    return {
+        "change": _change_text(change),
+        "step_s": change.configured.price.step_s,
+        "peak_gib": gib(change.configured.peak_bytes),
     }

@@ -257,7 +257,8 @@ def comparison_notes(comparison: Comparison, *, pinned: bool) -> Iterator[str]:
         )
     if pinned:
         yield "the pins hold for ours; the baselines are free in their own space"
-    shares = [comparison.share_of(row.side) for row in comparison.rows if row.side]
+    ties = [row.side for row in comparison.rows if row.side and comparison.is_tie(row.side)]
+    shares = [comparison.share_of(side) for side in ties]
     known = sorted({band_text(share): share for share in shares if share is not None}.items())
     if band and known:
         widths = " to ".join(dict.fromkeys((known[0][0], known[-1][0])))

@@ -41,6 +41,7 @@ QUICK = (
     "plan explain --model gpt-20b --gpus 64 --tp 8 --operator fc2",
     "plan show plan.yaml",
     "plan explain plan.yaml",
+    "plan diff plan.yaml --gpu h200-141gb",
     "plan show plan.yaml --mtbf 50000h --storage 200GB/s",
     "plan show plan.yaml --instructions --rank 0",
     "plan show plan.yaml --chunks --plot moments.png",
@@ -64,6 +65,8 @@ QUICK = (
     "plan export plan.yaml --to deepspeed",
     "plan estimate --model llama3-70b --gpus 128 --gpu h100-80gb --tp 4 --pp 8 --virtual-stages 5 --zero 1 --sequence-parallel --stack nemo -o plan.yaml",
     "plan export plan.yaml --to megatron-bridge",
+    "plan estimate --model llama3-8b --gpus 64 --gpu h100-80gb --zero 3 --recompute full --stack galvatron -o plan.yaml",
+    "plan export plan.yaml --to galvatron",
     "plan estimate --model llama3-8b --gpus 64 --gpu h100-80gb --zero 3 --recompute full --gradient-precision bf16 --stack huggingface -o plan.yaml",
     "plan export plan.yaml --to huggingface",
     "plan export plan.yaml --to accelerate",
@@ -71,6 +74,8 @@ QUICK = (
     "plan read sft.yaml --model llama3-8b --gpu h100-80gb --gpus 16 -o plan.yaml",
     "plan read train.sh --gpu h100-80gb -o plan.yaml",
     "plan compare plan.yaml train.sh --gpu h100-80gb",
+    "plan check issue-1031.sh --gpu h100-80gb",
+    "plan check train.sh --gpu h100-80gb",
     "plan import train.log --gpu h100-80gb -o steps.csv",
     "plan validate --steps steps.csv --rows",
     "plan calibrate train.log --gpu h100-80gb -o mygpu.yaml",
@@ -105,6 +110,7 @@ EXPORTED = {
     "torchtitan": "--recompute full --stack torchtitan -o",
     "deepspeed": "--stack deepspeed -o",
     "huggingface": "--stack huggingface -o",
+    "galvatron": "--stack galvatron -o",
     "accelerate": "--stack huggingface -o",
     "fsdp2": "--recompute selective --stack torchtitan -o",
 }
@@ -115,6 +121,7 @@ GPUS = "needs the GPUs of a node"
 NETWORK = "installs from a package index"
 LAUNCHES = "starts processes that train; tests/executor runs the same"
 NOT_RUN = {
+    "plan read galvatron_config_llama2-7b_1nodes_8gpus_per_node_36GB_bf16.json --model llama2-7b --seq-length 2048 --gpu a100-40gb --gpus 8": PLACEHOLDER,
     "plan read src/megatron/bridge/perf_recipes/llama/h100/llama3.py::llama3_70b_pretrain_64gpu_h100_bf16_config --gpu h100-80gb -o plan.yaml": PLACEHOLDER,
     "plan read llama2_70b_fp8.sh --gpu h100-80gb": PLACEHOLDER,
     "pip install .": NETWORK,
@@ -200,6 +207,7 @@ def _give_files(command: str, folder: Path) -> None:
         '"tie_word_embeddings": false, "hidden_act": "silu", "rope_theta": 10000.0}',
         encoding="utf-8",
     )
+    shutil.copy(ROOT / "examples/issue-1031.sh", folder)
     for name in ("corpus/a.txt", "docs/a.md"):
         (folder / name).parent.mkdir()
         (folder / name).write_text("to be read byte by byte", encoding="utf-8")

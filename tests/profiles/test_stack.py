@@ -214,6 +214,18 @@ def test_a_stack_whose_transfers_reach_a_share_of_the_link_takes_as_much_longer(
     )
 
 
+def test_input_gradients_are_reduce_scattered_under_the_weight_gradient_where_a_stack_does_so():
+    parted = Sharding(8, sequence_parallel=True)
+
+    def backward(stack, sharding=parted):
+        return block_time(stack, sharding).tp_backward.value_s
+
+    hidden = replace(NO_HOST, async_reduce_scatter=True)
+    assert backward(hidden) < backward(NO_HOST)
+    assert block_time(hidden, parted).tp_forward == block_time(NO_HOST, parted).tp_forward
+    assert backward(hidden, TP8) == backward(NO_HOST, TP8)  # an all-reduce
+
+
 def test_an_older_attention_kernel_is_as_much_slower_as_the_device_says_and_an_unknown_one_is_not():
     compute = replace(
         MACHINE.profile.compute,
@@ -231,6 +243,30 @@ def test_an_older_attention_kernel_is_as_much_slower_as_the_device_says_and_an_u
     assert old.forward.value_s == pytest.approx(2 * new.forward.value_s)
     assert old.backward.value_s == pytest.approx(4 * new.backward.value_s)
     assert new == operator("attention", machine=machine)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "slower"),
+    [
+        pytest.param(
+            FlashKernel.FLASH2, 2 * 108 / 112, id="flash2"
+        ),  # 14 blocks of each of 8 heads
+        pytest.param(FlashKernel.CUDNN, 1.0, id="cudnn"),
+    ],
+)
+def test_a_deterministic_stack_slows_the_backward_pass_of_flash_attention_2_alone(kernel, slower):
+    def attention(deterministic):
+        available = (AvailableKernel(kernel=kernel),)
+        stack = replace(NO_HOST, flash_kernels=available, deterministic=deterministic)
+        return operator(
+            "attention",
+            training=replace(TRAINING, stack=stack),
+            sharding=Sharding(GPT.num_heads // 2),
+        )
+
+    usual, repeatable = attention(False), attention(True)
+    assert repeatable.forward == usual.forward
+    assert repeatable.backward.value_s == pytest.approx(slower * usual.backward.value_s)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from parplan.profiles.models.operator_graph import Attention, LayerKind
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.product_formats import ProductFormat
-from parplan.profiles.stack import NEUTRAL, AttentionKernel, Stack
+from parplan.profiles.stack import EVERY_PLAIN_KERNEL, NEUTRAL, AttentionKernel, Stack
 
 B, S, H, F, A, V = (
     2,
@@ -273,6 +273,32 @@ def test_memory_bound_operators_are_one_kernel_each_way(
 )
 def test_operations_of_a_llama_have_names_of_their_own(name, curve):
     assert points(kernels(name, model=LLAMA).forward)[0][0] == f"{curve}.forward"
+
+
+@pytest.mark.parametrize(
+    ("name", "elements", "forward_bytes", "backward_bytes"),
+    [
+        # float 6, pow 8, mean 4, product 8, cast 6, product 4; 12 + 6 + 24 + 4 + 28 + 18
+        pytest.param("norm1", LLAMA.hidden_size, 36, 92, id="norm"),
+        # float 6, product 8, cast 6, and back; over queries, keys and values
+        pytest.param("rotary", 3 / 2 * LLAMA.hidden_size, 20, 20, id="rotary"),
+        # silu 4, product 6; its two gradients 12, that of silu 6
+        pytest.param("activation", LLAMA.ffn_hidden_size, 10, 18, id="swiglu"),
+    ],
+)
+def test_a_stack_without_fused_kernels_runs_each_operation_of_pytorch(
+    name, elements, forward_bytes, backward_bytes
+):
+    plain = replace(TRAINING, stack=replace(NEUTRAL, plain_kernels=EVERY_PLAIN_KERNEL))
+    (forward,), (backward,) = (
+        (run := kernels(name, model=LLAMA, training=plain)).forward,
+        run.backward,
+    )
+
+    assert forward.n_bytes == pytest.approx(B * S * elements * forward_bytes)
+    assert backward.n_bytes == pytest.approx(B * S * elements * backward_bytes)
+    (fused,) = kernels(name, model=LLAMA).forward
+    assert fused.n_bytes < forward.n_bytes
 
 
 def test_the_gradient_of_an_embedding_goes_over_its_table_in_one_kernel_or_in_two():

@@ -5,19 +5,131 @@ from __future__ import annotations
 import pytest
 
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.planner.export.advice import best_changes
+from parplan.planner.export.advice import advice
+from parplan.planner.export.arguments import Given
+from parplan.planner.export.configured import price_settings
 from parplan.planner.export.exported import export_plan
 from parplan.planner.export.targets import TARGETS
-from parplan.planner.plan.reprice import reprice
+from parplan.planner.infeasible.shortfall import limit_bytes
+from parplan.planner.plan.assemble import assemble
+from parplan.planner.plan.prediction import SearchRecord
+from parplan.planner.request import SearchOptions
+from parplan.profiles.stack import ContextForm
 from tests.helpers.laid_out_plans import laid_out
 
 
-def advised(plan, name="megatron"):
+def of_script(plan, name="megatron", more=""):
+    """Returns the advice on a plan's export with further arguments, and these arguments."""
     target = TARGETS[name]
     file, text = next(iter(export_plan(plan, target, "plan.yaml").files.items()))
-    given = target.arguments(text, file)
+    given = target.arguments(f"{text.rstrip()} {more}\n", file)
     settings = target.settings(given, plan.model, plan.cluster.num_gpus)
-    return best_changes(reprice(plan).plan, settings, target)
+    priced = price_settings(settings, plan.model, plan.cluster, plan.training)
+    record = SearchRecord.of_estimate(priced.price.step_s, priced.price.closed_form_s)
+    today = assemble(priced.strategy, priced.price, record, priced.price_cache)
+    return advice(today, settings, target, given), given
+
+
+def advised(plan, name="megatron"):
+    return of_script(plan, name)[0].single
+
+
+def applied(given, change) -> tuple[Given, ...]:
+    """Returns arguments with a change made in them by hand."""
+    changed = {name: after for name, _, after in change.arguments}
+    kept = [each for each in given if each.name not in changed]
+    return (
+        *kept,
+        *(Given(name, words, "") for name, words in changed.items() if words is not None),
+    )
+
+
+FILES = [
+    pytest.param(lambda: laid_out(pp=2, dp=2, tp=4), "megatron", id="dense"),
+    pytest.param(
+        lambda: laid_out("mixtral-8x7b", dp=8, tp=2, ep=4, recompute=Recompute.FULL),
+        "megatron",
+        id="experts",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        lambda: laid_out("llama3-8b", dp=8, zero=3, recompute=Recompute.FULL, stack="torchtitan"),
+        "torchtitan",
+        id="fsdp",
+    ),
+    pytest.param(
+        lambda: laid_out(
+            "llama3-8b",
+            dp=1,
+            cp=4,
+            tp=2,
+            seq_length=32768,
+            context_form=ContextForm.RING,
+            recompute=Recompute.FULL,
+        ),
+        "megatron",
+        id="long-context",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        lambda: laid_out("llama3-8b", pp=4, dp=2, recompute=Recompute.FULL),
+        "megatron",
+        id="recompute",
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+@pytest.mark.parametrize(("plan", "name"), FILES)
+def test_every_change_has_its_price_once_it_is_made_in_the_file(plan, name):
+    plan, target = plan(), TARGETS[name]
+    found, given = of_script(plan, name)
+    changes = (*found.single, *([found.together] if found.together else []))
+    own = {row.name for row in target.table}
+    limit = limit_bytes(plan.cluster, plan.training.stack, SearchOptions())
+
+    assert changes
+    for change in changes:
+        made = target.settings(applied(given, change), plan.model, plan.cluster.num_gpus)
+        priced = price_settings(made, plan.model, plan.cluster, plan.training)
+        assert priced.price.step_s == pytest.approx(change.configured.price.step_s, rel=1e-9)
+        assert change.configured.peak_bytes <= limit
+        assert {each for each, _, _ in change.arguments} <= own
+
+
+def test_several_changes_gain_more_than_the_best_alone():
+    found, _ = of_script(laid_out("llama3-8b", pp=2, dp=2, tp=4, recompute=Recompute.FULL))
+
+    assert found.together is not None
+    assert found.together.configured.price.step_s < found.single[0].configured.price.step_s
+
+
+def test_an_argument_that_says_a_setting_in_another_word_goes_with_the_change():
+    plan = laid_out("llama3-8b", pp=2, dp=2, tp=2)
+    found, given = of_script(plan, more="--num-layers-per-virtual-pipeline-stage 16")
+    change = next(
+        each for each in found.single if "--num-virtual-stages-per-pipeline-rank" in str(each)
+    )
+
+    assert ("--num-layers-per-virtual-pipeline-stage", ("16",), None) in change.arguments
+    made = TARGETS["megatron"].settings(applied(given, change), plan.model, 8)
+    assert made.virtual_stages > 1
+
+
+def test_an_absent_degree_is_said_as_the_number_that_it_stands_for():
+    changes = advised(laid_out("llama3-8b", dp=4, tp=2))
+    change = next(each for each in changes if "--tensor-model-parallel-size" in str(each))
+
+    assert change.arguments[0] == ("--tensor-model-parallel-size", ("2",), ("1",))
+
+
+@pytest.mark.slow
+def test_several_changes_make_fit_what_does_not():
+    plan = laid_out("llama3-70b", pp=2, dp=8, tp=4, seq_length=8192, num_micro_batches=16)
+    found, _ = of_script(plan)
+
+    assert found.together is not None
+    assert any(stage.total > stage.capacity for stage in plan.predicted.memory_gib)
 
 
 def test_needless_recompute_is_the_first_thing_to_change():

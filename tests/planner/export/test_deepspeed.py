@@ -109,6 +109,13 @@ def test_a_section_without_a_price_is_refused(tmp_path):
         read(tmp_path, DEEPSPEED_JSON.replace("5e7\n", '5e7,\n"zenflow": {"topk_ratio": 0.1}\n'))
 
 
+def test_a_section_that_is_not_enabled_has_no_say(tmp_path):
+    off = '"progressive_layer_drop": {"enabled": false, "theta": 0.5},'
+    file = read(tmp_path, DEEPSPEED_JSON.replace('"steps_per_print": 10,', off))
+
+    assert file.settings(MODEL, 8).zero == 3
+
+
 def test_batches_that_do_not_multiply_are_refused_as_deepspeed_refuses_them(tmp_path):
     file = read(tmp_path, DEEPSPEED_JSON)
 
@@ -129,3 +136,59 @@ def test_a_file_of_a_user_is_priced_by_the_command(tmp_path):
     plan = json.loads(succeed("read", str(path), *named, "--seq-length", "2048").stdout)
     assert plan["training"]["seq_length"] == 2048
     assert plan["mesh"]["dp"] == 8
+
+
+AUTO = """{
+  "train_micro_batch_size_per_gpu": "auto",
+  "gradient_accumulation_steps": "auto",
+  "bf16": {"enabled": "auto"},
+  "zero_optimization": {"stage": 2, "overlap_comm": true, "reduce_bucket_size": "auto"}
+}
+"""
+TRAINER = """\
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 4
+bf16: true
+gradient_checkpointing: true
+max_length: 4096
+deepspeed: configs/ds_z2.json
+"""
+
+
+@pytest.mark.parametrize("folder", ["configs", "examples/configs"])
+def test_arguments_of_transformers_fill_in_the_json_that_they_name(tmp_path, folder):
+    (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / folder / "ds_z2.json").write_text(AUTO, encoding="utf-8")
+    path = (tmp_path / folder).parent / "train" / "sft.yaml"
+    path.parent.mkdir()
+    path.write_text(TRAINER, encoding="utf-8")
+    file = read_launcher_file(path, TARGETS)
+
+    assert file is not None
+    assert file.target.name == "deepspeed"
+    settings = file.settings(MODEL, 8)
+    assert (settings.zero, settings.micro_batch_size, settings.num_micro_batches) == (2, 2, 4)
+    assert settings.precision is Precision.BF16
+    assert settings.recompute is Recompute.FULL
+    assert settings.seq_length == 4096
+    assert settings.bucket_elements == MODEL.hidden_size**2
+
+
+def test_a_json_that_is_not_beside_its_arguments_is_an_error(tmp_path):
+    path = tmp_path / "sft.yaml"
+    path.write_text(TRAINER, encoding="utf-8")
+    file = read_launcher_file(path, TARGETS)
+
+    assert file is not None
+    with pytest.raises(ConfigError, match="ds_z2"):
+        file.settings(MODEL, 8)
+
+
+def test_an_exported_script_is_read_with_its_json(tmp_path):
+    for name, text in exported(laid_out(dp=4, zero=3, **OWN)).files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    file = read_launcher_file(tmp_path / "deepspeed.sh", TARGETS)
+
+    assert file is not None
+    assert file.num_gpus == 4
+    assert (file.settings(MODEL, 4).zero, file.settings(MODEL, 4).seq_length) == (3, 1024)

@@ -65,3 +65,14 @@ def test_the_last_run_of_a_stack_left_out_makes_it_unknown():
 def test_no_runs_make_no_band():
     with pytest.raises(ValueError, match="measured runs"):
         ConformalBands([], PRIOR_ROWS)
+
+
+def test_a_trait_with_few_runs_is_as_wide_as_these_ask_for_and_no_other_changes(bands):
+    few = [
+        Deviating(f"few-{row}", f"few-{row}", ("stack few", "chip new"), 0.9) for row in range(6)
+    ]
+    plain = ConformalBands([*runs(1), *few], prior_rows=200.0)
+    own = ConformalBands([*runs(1), *few], prior_rows=200.0, own="stack ")
+
+    assert plain.share(few[0].traits) < 0.5 < 0.9 <= own.share(few[0].traits)
+    assert own.share(NARROW) == plain.share(NARROW)

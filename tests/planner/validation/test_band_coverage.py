@@ -56,7 +56,7 @@ def test_shipped_bands_hold_eight_in_ten_runs_that_they_did_not_see():
 
 def test_a_ratio_is_that_to_the_row_of_its_grid_that_is_predicted_fastest():
     share = shipped_ratio_bands().share(TRAITS)
-    fastest = replace(row(1.0), alike="one")
+    fastest = replace(row(1.0), grid="one")
     others = [
         replace(fastest, predicted_s=2.0, measured_s=2.0 * (1 + factor * share))
         for factor in (0.9, -1.1)

@@ -340,6 +340,12 @@ def test_the_form_of_context_parallelism_is_what_the_row_says(notes, form):
     assert configuration_of(row).mesh.context_form is form
 
 
+def test_the_time_of_a_release_test_that_checks_none_is_not_compared():
+    priced = price_row({**ROW, "id": "mcoreci-gpt-gpt3_weekly_mcore_tp2_pp2-dev-dgx_gb200"})
+
+    assert (priced.measured_s, len(priced.untimed)) == (None, 1)
+
+
 def test_the_time_of_a_functional_run_is_not_compared():
     priced = price_row({**ROW, "notes": "functional (untuned) run; TP2"})
 

@@ -52,6 +52,32 @@ def test_a_release_test_has_the_workspaces_of_its_device(gpu, notes, mib):
 
 
 @pytest.mark.parametrize(
+    ("gpu", "notes", "kernel"),
+    [
+        pytest.param("gb200-nvl72", "", FlashKernel.CUDNN, id="gb200"),
+        pytest.param(
+            "gb200-nvl72", "deterministic mode", FlashKernel.FLASH2, id="gb200-repeatable"
+        ),
+        pytest.param("h100-80g-sxm", "deterministic mode", FlashKernel.CUDNN, id="h100-repeatable"),
+    ],
+)
+def test_a_deterministic_release_test_runs_flash_attention_2_on_blackwell(gpu, notes, kernel):
+    row = {**FULL, "framework": "Megatron-LM CI (dev container)", "gpu": gpu, "notes": notes}
+    stack = configuration_of(row).training.stack
+
+    assert stack.flash_kernel_on(10.0) is kernel
+    assert stack.deterministic is bool(notes)
+
+
+def test_a_release_test_overlaps_its_gradients_where_its_recipe_does():
+    row = {**FULL, "framework": "Megatron-LM CI (dev container)"}
+    small = {**row, "id": "mcoreci-gpt-gpt3_7b_tp1_pp4_memory_speed-dev-dgx_a100"}
+
+    assert not configuration_of(row).training.overlap_grad_reduce
+    assert configuration_of(small).training.overlap_grad_reduce
+
+
+@pytest.mark.parametrize(
     ("framework", "notes", "stack", "attention", "dropout", "overlap"),
     [
         pytest.param(
@@ -141,6 +167,30 @@ def test_what_a_framework_decides_is_read_off_its_name_and_the_notes(
         overlap,
     )
     assert configuration.model.dropout == dropout
+
+
+@pytest.mark.parametrize(
+    ("name", "is_plain"),
+    [
+        pytest.param("torchtune-llama3.2-3b-packed", True, id="torchtune"),
+        pytest.param("torchtune-llama3.2-3b-compile", False, id="torchtune-compiled"),
+        pytest.param("titan-8b-fsdp8-eager", True, id="torchtitan"),
+    ],
+)
+def test_a_run_without_torch_compile_has_plain_kernels(name, is_plain):
+    stack = configuration_of({**FULL, "id": name, "framework": "torchtitan"}).training.stack
+
+    assert bool(stack.plain_kernels) is is_plain
+
+
+@pytest.mark.parametrize("zero", ["0", "1"])
+def test_nanotron_reduces_gradients_under_the_backward_pass_without_zero(zero):
+    notes = "TP reduce-scatter mode with async comm"
+    row = {**FULL, "framework": "nanotron v0.5", "zero_stage": zero, "notes": notes}
+    training = configuration_of(row).training
+
+    assert training.overlap_grad_reduce is (zero == "0")
+    assert training.stack.async_reduce_scatter
 
 
 def test_a_noted_attention_kernel_is_the_stacks_and_one_that_nobody_knows_a_reason():

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from parplan.profiles.build.__main__ import (
+    BLACKWELL_CURVES,
     HOPPER_KERNELS,
     LIMITS,
     _line,
@@ -22,6 +23,7 @@ from parplan.profiles.build.attention_curves import (
     PUBLISHED_SEQS,
     _flash,
     _published_rows,
+    blackwell_flash2,
     flash_price,
 )
 from parplan.profiles.build.grouped_curves import GROUPED, grouped_family
@@ -450,6 +452,15 @@ def test_older_kernels_are_slower_on_hopper_and_the_own_one_is_not_listed(device
     )
     if curve_kernel is FlashKernel.FLASH3:
         assert 0.5 < speeds[FlashKernel.FLASH2].backward < speeds[FlashKernel.CUDNN].backward < 1.0
+
+
+@pytest.mark.parametrize("device", BLACKWELL_CURVES)
+def test_the_speed_of_flash_attention_2_on_blackwell_is_that_of_its_published_bars(device):
+    compute = shipped_profile(device).compute
+
+    assert compute.flash_kernels == {
+        FlashKernel.FLASH2: blackwell_flash2(compute, chip_of(load_cluster(device)))
+    }
 
 
 def test_a_line_of_the_report_has_room_for_the_longest_name():

@@ -16,6 +16,7 @@ from parplan.profiles.machines.curves import (
     MemoryCurve,
     Product,
     SizeBounds,
+    deterministic_share,
     flash_attention_s,
     matmul_s,
     memory_bound_s,
@@ -155,3 +156,15 @@ def test_a_curve_is_analytic_outside_its_bounds():
     assert bounded.kind_at((64, 1024, 100)) is Kind.INTERPOLATED
     assert bounded.kind_at((64, 1025, 100)) is Kind.ANALYTIC
     assert MATMUL.kind_at((64, 64, 64)) is Kind.ANALYTIC
+
+
+@pytest.mark.parametrize(
+    ("heads", "share"),
+    [
+        pytest.param(32, 128 / 200, id="4-blocks-a-head-in-2-rounds"),
+        pytest.param(50, 1.0, id="2-blocks-a-head-in-1-round"),
+        pytest.param(130, 130 / 200, id="1-block-a-head-in-2-rounds"),
+    ],
+)
+def test_a_deterministic_backward_pass_leaves_multiprocessors_idle_in_its_last_round(heads, share):
+    assert deterministic_share(heads, CHIP) == pytest.approx(share)

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from parplan.planner.validation.completion import OWN_FIGURES, RECIPE, SHIPPED, completed
 from parplan.planner.validation.row_cells import NEEDED, OPTIONAL
+from parplan.planner.validation.row_completion import OWN_FIGURES, RECIPE, SHIPPED, completed
 from parplan.planner.validation.row_recipes import RECIPES
 from parplan.planner.validation.step_rows import read_table
 
