@@ -77,6 +77,9 @@ def render_page(plans: Sequence[ReportedPlan], library: str) -> str:
     if len(plans) > 1 or plans[0].plan.search.runners_up:
         charts["front"] = front_chart(plans)
     views = [_view(index, each, charts) for index, each in enumerate(figured)]
+    longest_s = max(each.plan.predicted.step_time_s.value for each in plans)
+    for index, each in enumerate(plans):
+        charts[f"step-{index}"] = waterfall_chart(waterfall(each.plan), longest_s)
     return (
         _environment()
         .get_template(_TEMPLATE)
@@ -130,7 +133,7 @@ def _view(index: int, each: FiguredPlan, charts: dict[str, Row]) -> Mapping[str,
         **_mesh(index, each, charts),
         **_timeline(index, each, charts),
         **_memory(index, each, charts),
-        **_step(index, each, charts),
+        "step": step_table(each),
         **_baselines(index, each, charts),
         "runners": runners_table(each),
         "choice": reported.plan.search.preference,
@@ -196,11 +199,6 @@ def _memory(index: int, each: FiguredPlan, charts: dict[str, Row]) -> Mapping[st
         "redundancy": redundancy_table(each),
         "below_zero": min(row[name] for row in [whole, *redundant] for name in REDUNDANT) < 0,
     }
-
-
-def _step(index: int, each: FiguredPlan, charts: dict[str, Row]) -> Mapping[str, Any]:
-    charts[f"step-{index}"] = waterfall_chart(waterfall(each.reported.plan))
-    return {"step": step_table(each)}
 
 
 def _baselines(index: int, each: FiguredPlan, charts: dict[str, Row]) -> Mapping[str, Any]:

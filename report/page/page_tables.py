@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from parplan.planner.plan.prediction import Status, mean_idle_share
-from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
+from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan, model_name
 from parplan.report.names import pipeline_phrases
 from parplan.report.page.figures import Form, PlanFigures, part_forms
 from parplan.report.page.memory_charts import CLASSES, alike
@@ -110,11 +110,16 @@ def speed_name(plan: AnyPlan) -> str:
 
 
 def _against(each: FiguredPlan, first: FiguredPlan) -> str:
-    """Returns by how much a step is longer than the first plan's; empty for that one."""
-    if each is first:
+    """Returns by how much a step is longer than the first plan's.
+
+    It is empty for that one, and for another model or another number of tokens in a step.
+    """
+    mine, theirs = each.reported.plan, first.reported.plan
+    tokens = theirs.training.tokens_per_step
+    alike = model_name(mine) == model_name(theirs) and mine.training.tokens_per_step == tokens
+    if each is first or not alike:
         return ""
-    step_s = each.reported.plan.predicted.step_time_s.value
-    slower = step_s / first.reported.plan.predicted.step_time_s.value - 1
+    slower = mine.predicted.step_time_s.value / theirs.predicted.step_time_s.value - 1
     return each.figures.derived(slower, Form.MORE, "step time over that of the first plan - 1")
 
 
