@@ -42,6 +42,8 @@ class Settings:
     states_on_host     the host holds parameters, gradients and optimizer states of all layers
     overlap            gradients are reduced, and parameters gathered, under compute
     tp_overlap         products hide the collectives of sequence parallelism
+    tokens_once        a token goes once to a node that has several of its experts
+    overlap_exchanges  exchanges of tokens hide under the products of another micro-batch
     fused_loss         one kernel computes the loss, and holds fp32 logits beside their gradient
     narrow_weights     parameters are gathered in the format of narrow products
     bucket_elements    gradients that are reduced at a time; None for the stack's own number
@@ -83,6 +85,8 @@ class Settings:
     expert_capacity: float = 0.0
     overlap: bool = False
     tp_overlap: bool = False
+    tokens_once: bool = False
+    overlap_exchanges: bool = False
     fused_loss: bool = False
     narrow_weights: bool = False
     bucket_elements: int | None = None
@@ -200,6 +204,8 @@ def training_facts(training: TrainingSpec) -> Facts:
         "expert_capacity": training.expert_capacity,
         "overlap": training.overlap_grad_reduce,
         "tp_overlap": stack.overlap_tensor_parallel,
+        "tokens_once": stack.sends_tokens_once,
+        "overlap_exchanges": stack.overlap_exchanges,
         "fused_loss": stack.logit_bytes == FUSED_LOSS_LOGIT_BYTES,
         "narrow_weights": training.narrow_weights,
     }
@@ -224,7 +230,12 @@ def with_training(training: TrainingSpec, settings: Settings) -> TrainingSpec:
         expert_capacity=settings.expert_capacity,
         overlap_grad_reduce=settings.overlap,
         narrow_weights=settings.narrow_weights,
-        stack=replace(stack, overlap_tensor_parallel=settings.tp_overlap),
+        stack=replace(
+            stack,
+            overlap_tensor_parallel=settings.tp_overlap,
+            sends_tokens_once=settings.tokens_once,
+            overlap_exchanges=settings.overlap_exchanges,
+        ),
     )
 
 
