@@ -102,7 +102,8 @@ def strategy_of_settings(
 
 def _with_own_zero(strategy: Strategy, settings: Settings) -> Strategy:
     """Returns a strategy with the ZeRO stages that settings have for blocks and ends alone."""
-    if settings.replicas == 1:
+    alike = settings.zero_of_blocks is None and settings.zero_of_ends is None
+    if settings.replicas == 1 or alike:
         return strategy
     blocks = iter(settings.zero_of_blocks or ())
 
