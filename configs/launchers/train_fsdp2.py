@@ -393,7 +393,8 @@ def read_options() -> argparse.Namespace:
 def main() -> None:
     options = read_options()
     settings = read_settings(options.settings)
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    # gloo reduces what lies on the host: cpu_offload
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     started = time.perf_counter()
     for step, (loss, norm) in enumerate(train(settings, options)):
         now = time.perf_counter()

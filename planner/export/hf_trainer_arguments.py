@@ -263,6 +263,12 @@ def finished(facts: Facts, num_gpus: int) -> Settings:
             f"{dp} of these GPUs",
             hint="change a degree or --gpus",
         )
+    if inside > 1 and dp > 1 and not _sharded(run):
+        raise ConfigError(
+            f"cp {run.cp} x tp {run.tp} beside {dp} copies of the model: accelerate runs them "
+            f"beside FSDP alone",
+            hint="turn fsdp on",
+        )
     forms = facts.get("context_form", ContextForm.ALL_GATHER)
     steps = plain.get("accumulation", 1)
     return replace(
@@ -271,8 +277,7 @@ def finished(facts: Facts, num_gpus: int) -> Settings:
         context_form=forms if run.cp > 1 else None,
         etp=run.tp if run.has_experts else 1,
         zero_ranks=shards * run.cp if _sharded(run) and plain.get("copies", 1) > 1 else None,
-        # accelerate's policy reduces in the type of training, DDP in that of parameters
-        gradient_precision=run.precision if _sharded(run) else Precision.FP32,
+        gradient_precision=Precision.FP32,  # of parameters, also where FSDP2 reduces in 16 bits
         global_batch_size=run.micro_batch_size * steps * dp,
         blocks=(run.num_layers,),
     )

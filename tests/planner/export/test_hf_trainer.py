@@ -46,11 +46,8 @@ def test_the_trainer_says_all_of_a_plan_of_data_parallelism(recompute):
     assert exported(laid_out("llama3-8b", dp=4, zero=0, recompute=recompute, **OWN)).losses == ()
 
 
-def test_fsdp_loses_the_type_of_reductions_alone():
-    (lost,) = exported(laid_out("llama3-8b", dp=4, zero=3, zero_ranks=2, **OWN)).losses
-
-    assert "gradients fp32 " in lost.what.partition(" -> ")[0]
-    assert "gradients bf16 " in lost.what.partition(" -> ")[2]
+def test_fsdp_says_all_of_copies_of_the_states():
+    assert exported(laid_out("llama3-8b", dp=4, zero=3, zero_ranks=2, **OWN)).losses == ()
 
 
 def test_degrees_are_read_back_from_the_head_of_either_file(tmp_path):
@@ -64,6 +61,12 @@ def test_degrees_are_read_back_from_the_head_of_either_file(tmp_path):
         settings = file.settings(MODEL, 8)
         assert (settings.dp, settings.cp, settings.zero) == (2, 4, 3)
         assert settings.context_form is ContextForm.ALL_GATHER
+
+
+def test_tensor_parallelism_needs_shards_of_the_copies():
+    plan = laid_out("llama3-8b", dp=2, tp=2, zero=0, sequence_parallel=False, **OWN)
+
+    assert exported(plan).losses[0].what.startswith("ZeRO: 0 -> ")
 
 
 @pytest.mark.parametrize("axes", [{"pp": 4, "dp": 2}, {"dp": 8, "ep": 8}])
@@ -81,7 +84,7 @@ def test_a_users_file_is_read(tmp_path):
     assert (settings.zero, settings.dp, settings.seq_length) == (3, 16, 4096)
     assert settings.global_batch_size == 2 * 4 * 16
     assert settings.recompute is Recompute.FULL
-    assert settings.gradient_precision is Precision.BF16
+    assert settings.precision is Precision.BF16
     assert "learning_rate" in [each.name for each in file.passed_over]
 
 
