@@ -21,7 +21,7 @@ from parplan.planner.candidates.branch_and_bound import (
     branch_and_bound,
 )
 from parplan.planner.candidates.never_searched import UnsearchedPart
-from parplan.planner.export.launcher import Sheet, Target, read_back, require_text
+from parplan.planner.export.launcher import Sheet, Target, read_back, require_plain
 from parplan.planner.export.launcher_space import LauncherSpace
 from parplan.planner.export.settings import (
     Settings,
@@ -201,7 +201,7 @@ _NOT_SEARCHED = (
 
 def _require_settings(request: Request, target: Target) -> None:
     """Raises ConfigError for a request that asks for more than settings of a launcher."""
-    require_text(request.model, target)
+    require_plain(request.model, request.training, target)
     pins, stack = request.constraints, request.training.stack.name
     asked = {
         f"--objective {request.objective}": request.objective is not Objective.THROUGHPUT,

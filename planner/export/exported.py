@@ -33,7 +33,7 @@ from parplan.planner.export.launcher import (
     Target,
     given_of,
     read_back,
-    require_text,
+    require_plain,
 )
 from parplan.planner.export.losses import LostPart, losses
 from parplan.planner.export.settings import Settings, settings_of
@@ -75,11 +75,6 @@ def export_plan(plan: Plan, target: Target, source: str) -> Export:
     source    the plan's file, for the head of every file
     Raises ConfigError for a plan that the launcher cannot run in any form.
     """
-    if plan.training.fine_tuning is not None:
-        raise ConfigError(
-            f"the plan trains a part of {plan.model.name}, and no file of {target.name} says which",
-            hint="export a plan without --lora-rank and --freeze",
-        )
     today = reprice(plan)
     own = Priced(today.strategy, today.price_cache, today.price)
     sheet, configured = nearest(plan, own, target)
@@ -102,7 +97,7 @@ def nearest(plan: Plan, own: Priced, target: Target) -> tuple[Sheet, Priced]:
     own    the plan at the prices of today
     Raises ConfigError for a plan that the launcher cannot run in any form.
     """
-    require_text(plan.model, target)
+    require_plain(plan.model, plan.training, target)
     training = training_on(target, plan.training)
     sheet = Sheet(settings=_nearest(plan, own, target, training), plan=plan, head=())
     files = target.files(sheet).items()

@@ -63,7 +63,7 @@ STEP_CAUSES = (
     ("host", "host_comm_s"),
     ("optimizer", "optimizer_s"),
 )
-_REDUNDANT = ("parameters", "gradients", "optimizer", "activations", "temporaries")
+REDUNDANT = ("parameters", "gradients", "optimizer", "activations", "temporaries")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -440,7 +440,7 @@ def _time_line(plan: AnyPlan, width: int) -> str:
 def _redundancy_line(plan: AnyPlan, width: int) -> str:
     """Returns GiB of the cluster beyond one copy of everything, by class."""
     redundancy = plan.predicted.redundancy_gib
-    classes = {name: getattr(redundancy, name) for name in _REDUNDANT if getattr(redundancy, name)}
+    classes = {name: getattr(redundancy, name) for name in REDUNDANT if getattr(redundancy, name)}
     parts = [f"{name} {gib_text(value)}" for name, value in classes.items()]
     if min(classes.values(), default=0.0) < 0:
         parts.append("below zero is of one copy what the host holds")
