@@ -15,6 +15,7 @@ from parplan.planner.plan.prediction import StageMemory
 from parplan.profiles.units import gib
 from parplan.report.text import say, seconds_text
 
+_LONG = 4  # values of a list that are written out
 _MUCH = 0.2  # share of a step in bubbles that is said
 
 
@@ -78,7 +79,14 @@ def _change_text(change: Change) -> str:
 
 
 def _words_text(words: Words | None) -> str:
-    return "none" if words is None else " ".join(words) or "on"
+    return "none" if words is None else " ".join(map(_short, words)) or "on"
+
+
+def _short(word: str) -> str:
+    """Returns a word, a long list of one value as `0 x 32`."""
+    parts = word.split(",")
+    alike = len(parts) > _LONG and len(set(parts)) == 1
+    return f"{parts[0]} x {len(parts)}" if alike else word
 
 
 def _gain_text(plan: Plan, change: Change) -> str:
