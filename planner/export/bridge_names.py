@@ -36,6 +36,7 @@ _VALUES = {
     "--num-distributed-optimizer-instances": "ddp.num_distributed_optimizer_instances",
     "--recompute-granularity": "model.recompute_granularity",
     "--recompute-modules": "model.recompute_modules",
+    "--offload-modules": "model.offload_modules",
     "--recompute-method": "model.recompute_method",
     "--recompute-num-layers": "model.recompute_num_layers",
     "--micro-batch-size": "train.micro_batch_size",
@@ -50,6 +51,7 @@ _SWITCHES = {
     "--account-for-embedding-in-pipeline-split": "model.account_for_embedding_in_pipeline_split",
     "--account-for-loss-in-pipeline-split": "model.account_for_loss_in_pipeline_split",
     "--sequence-parallel": "model.sequence_parallel",
+    "--fine-grained-activation-offloading": "model.fine_grained_activation_offloading",
     "--use-tp-pp-dp-mapping": "dist.use_tp_pp_dp_mapping",
     "--use-distributed-optimizer": "ddp.use_distributed_optimizer",
     "--use-megatron-fsdp": "ddp.use_megatron_fsdp",
@@ -155,7 +157,6 @@ _UNPRICED = (
     ("model.window_size", "null"),
     ("model.hybrid_layer_pattern", "null"),
     ("model.experimental_attention_variant", "null"),
-    ("model.fine_grained_activation_offloading", "false"),
     ("optimizer.optimizer_cpu_offload", "false"),
     ("train.rampup_batch_size", "null"),
 )

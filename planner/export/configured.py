@@ -16,7 +16,7 @@ from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.baselines.uniform_strategies import of_model, staged
 from parplan.planner.candidates.enumeration import illegal_by_hand
 from parplan.planner.export.settings import Settings, with_training
-from parplan.planner.validation.block_modules import RECOMPUTED, module_operators
+from parplan.planner.validation.block_modules import OFFLOADED, RECOMPUTED, module_operators
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.shipped_profiles import machine_for
@@ -96,8 +96,22 @@ def strategy_of_settings(
     strategy = of_model(strategy, price_cache)
     modules = settings.recompute_modules
     if settings.recompute is Recompute.SELECTIVE and modules is not None:
-        return by_module(strategy, modules, price_cache)
-    return strategy
+        strategy = by_module(strategy, modules, price_cache)
+    return _offloaded(strategy, settings.offload_modules, price_cache)
+
+
+def _offloaded(strategy: Strategy, modules: tuple[str, ...], price_cache: PriceCache) -> Strategy:
+    """Returns the strategy with blocks whose host keeps what `modules` save."""
+
+    def of(choice: LayerChoice) -> LayerChoice:
+        if choice.kind.role is not LayerKind.BLOCK:
+            return choice
+        layer = price_cache.whole_layer(choice.kind)
+        return replace(choice, on_host=module_operators(layer, modules, OFFLOADED))
+
+    if not modules:
+        return strategy
+    return replace(strategy, stages=tuple(tuple(map(of, stage)) for stage in strategy.stages))
 
 
 def _with_own_zero(strategy: Strategy, settings: Settings) -> Strategy:

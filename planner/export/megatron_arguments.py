@@ -27,7 +27,7 @@ from parplan.planner.export.arguments import (
 )
 from parplan.planner.export.megatron_layouts import layout_blocks, layout_word
 from parplan.planner.export.settings import Settings
-from parplan.planner.validation.block_modules import RECOMPUTED
+from parplan.planner.validation.block_modules import OFFLOADED, RECOMPUTED
 from parplan.profiles.models.spec import Optimizer, Precision
 from parplan.profiles.product_formats import ProductFormat
 from parplan.profiles.stack import AttentionKernel, ContextForm
@@ -54,7 +54,6 @@ DEFAULTS = Settings(etp=0, recompute_modules=DEFAULT_MODULES)  # etp 0: that of 
 REFUSED = (
     "--optimizer-cpu-offload",
     "--cpu-offloading-num-layers",
-    "--fine-grained-activation-offloading",
     "--use-torch-fsdp2",
     "--deepspeed",
     "--deepspeed_config",
@@ -136,6 +135,13 @@ def _read_modules(words: Words, _: Facts) -> Facts:
     if unknown:
         raise ValueError(f"{unknown} is not priced, {', '.join(RECOMPUTED)} are")
     return {"recompute_modules": words}
+
+
+def _read_offloaded(words: Words, facts: Facts) -> Facts:
+    unknown = next((word for word in words if word not in OFFLOADED), None)
+    if unknown:
+        raise ValueError(f"{unknown} is not priced, {', '.join(OFFLOADED)} are")
+    return {"offload_modules": words} if facts.get("offloads") else {}
 
 
 def _method(settings: Settings) -> Words | None:
@@ -279,6 +285,22 @@ SHARDING = (
     switch("--overlap-grad-reduce", "overlap"),
     constant("--overlap-param-gather", when=lambda run: run.overlap and run.zero > 0),
 )
+OFFLOAD = (
+    Argument(
+        name="--fine-grained-activation-offloading",
+        facts=("offload_modules",),
+        write=lambda run: () if run.offload_modules else None,
+        read=lambda _, __: {"offloads": True},
+        source="megatron/core/transformer/transformer_config.py",
+    ),
+    Argument(
+        name="--offload-modules",
+        facts=("offload_modules",),
+        write=lambda run: run.offload_modules or None,
+        read=_read_offloaded,
+        source="megatron/core/transformer/transformer_config.py",
+    ),
+)
 RECOMPUTE = (
     choice(
         "--recompute-granularity",
@@ -383,6 +405,7 @@ TABLE: tuple[Argument, ...] = (
     *PARALLEL,
     *SHARDING,
     *RECOMPUTE,
+    *OFFLOAD,
     *BATCH,
     *TRAINING,
     *NEEDED,

@@ -32,6 +32,8 @@ class Settings:
     recompute          recompute level of blocks
     recompute_modules  modules that run again at the selective level, as Megatron-Core names them;
                        None: the operators that the planner calls selective
+    offload_modules    modules of every block whose inputs the host keeps, as Megatron-Core names
+                       them
     recompute_blocks   the first blocks of each virtual stage that recompute; None for all of them
     zero_of_blocks     ZeRO stage of each block of the model, None where all have `zero`
     zero_of_ends       ZeRO stage of the embedding and the head, None where they have `zero`
@@ -70,6 +72,7 @@ class Settings:
     zero_ranks: int | None = None
     recompute: Recompute = Recompute.NONE
     recompute_modules: tuple[str, ...] | None = None
+    offload_modules: tuple[str, ...] = ()
     recompute_blocks: int | None = None
     zero_of_blocks: tuple[int, ...] | None = None
     zero_of_ends: int | None = None
