@@ -175,9 +175,7 @@ def kinds_table(each: FiguredPlan) -> PageTable:
         for index, stage in enumerate(predicted.memory_gib)
     ]
     redundant = figures("predicted.redundancy_gib.total", Form.GIB)
-    rows.append(
-        ("redundant GiB", redundant, predicted.redundancy_gib.kind, "exact for its formula")
-    )
+    rows.append(("redundant GiB", redundant, predicted.redundancy_gib.kind, "not measured"))
     return PageTable(
         caption="Kind and error band of each number; the parts of the step have theirs above",
         heading=("number", "value", "kind", "error band"),
