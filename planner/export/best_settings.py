@@ -28,7 +28,6 @@ from parplan.planner.export.settings import (
     model_facts,
     settings_of,
     training_facts,
-    with_training,
 )
 from parplan.planner.objective import Objective, Prefer
 from parplan.planner.plan.assemble import assemble, runner_up
@@ -110,14 +109,18 @@ class _SettingsSearch:
         self, layout: ParallelLayout, _: float, cut_s: float, __: float
     ) -> BestOfLayout | None:
         """Returns the fastest settings of a layout below the cut."""
-        optimum = fastest(
-            self.space.strategies(layout, cut_s),
-            self.space.price_cache,
-            self.session.limit_bytes,
-            self.session.deadline,
-            cut_s,
-        )
-        self.session.raised_s(layout, cut_s if optimum is None else optimum.price.step_s)
+        optimum = None
+        for settings in self.space.settings(layout):
+            faster = fastest(
+                self.space.strategies(settings, layout, cut_s),
+                self.space.price_cache,
+                self.session.limit_bytes,
+                self.session.deadline,
+                cut_s,
+            )
+            if faster is not None:
+                optimum, cut_s = faster, faster.price.step_s
+        self.session.raised_s(layout, cut_s)
         if optimum is None:
             return None
         price = optimum.price
@@ -224,10 +227,10 @@ def _require_settings(request: Request, target: Target) -> None:
 
 
 def as_said(request: Request, target: Target) -> Request:
-    """Returns the request with the training that a launcher makes of it.
+    """Returns the request with the precision of gradients that a launcher has.
 
-    Defaults give way to what the launcher always does. Raises ConfigError where the user has asked
-    for anything else, and for a request that settings cannot answer.
+    A default gives way to what the launcher always does. Raises ConfigError where the user has
+    asked for anything else, and for a request that settings cannot answer.
     """
     _require_settings(request, target)
     model, cluster = request.model, request.cluster
@@ -242,17 +245,16 @@ def as_said(request: Request, target: Target) -> Request:
     )
     with suppress(ConfigError):  # the batch is too small for as many ranks, or the like
         settings = read_back(target, settings, model, cluster)
-    said = with_training(training, settings)
-    if said.gradient_precision is training.gradient_precision:
-        return replace(request, training=said)
+    said = settings.gradient_precision
+    if said is training.gradient_precision:
+        return request
     option = f"--gradient-precision {training.gradient_precision}"
     if option not in request.assumed:
-        raise ConfigError(
-            f"{option}: {target.name} has {said.gradient_precision}", hint="leave it out"
-        )
-    its_own = f"--gradient-precision {said.gradient_precision} ({target.name}'s)"
+        raise ConfigError(f"{option}: {target.name} has {said}", hint="leave it out")
+    its_own = f"--gradient-precision {said} ({target.name}'s)"
     assumed = tuple(its_own if phrase == option else phrase for phrase in request.assumed)
-    return replace(request, training=said, assumed=assumed)
+    training = replace(training, gradient_precision=said)
+    return replace(request, training=training, assumed=assumed)
 
 
 def relaxed(request: Request, target: Target) -> Request:

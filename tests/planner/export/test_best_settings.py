@@ -13,7 +13,7 @@ from parplan.commands.options.target_options import TargetOptions
 from parplan.commands.requests.launchers import with_launcher
 from parplan.commands.requests.requests import request_of
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.planner.export.best_settings import best_settings
+from parplan.planner.export.best_settings import as_said, best_settings
 from parplan.planner.export.configured import price_settings
 from parplan.planner.export.exported import export_plan
 from parplan.planner.export.launcher import read_back
@@ -130,10 +130,23 @@ def test_pins_and_bans_hold_for_the_settings():
 
 
 def test_a_launcher_has_its_own_precision_of_gradients():
-    request = asked("accelerate", "llama3-8b", 16, "h100-80gb")
-    plan = best_settings(request, target_named("accelerate"))
+    megatron = target_named("megatron")
 
-    assert plan.training.gradient_precision is Precision.BF16
-    require_whole(plan, "accelerate")
-    with pytest.raises(ConfigError, match="--gradient-precision fp32: accelerate has bf16"):
-        best_settings(replace(request, assumed=()), target_named("accelerate"))
+    def in_bf16(*arguments):
+        return replace(megatron.settings(*arguments), gradient_precision=Precision.BF16)
+
+    request, target = asked("megatron", "gpt-1.5b", 8), replace(megatron, settings=in_bf16)
+    said = as_said(request, target)
+
+    assert said.training.gradient_precision is Precision.BF16
+    assert "--gradient-precision bf16 (megatron's)" in said.assumed
+    assert as_said(request, megatron) == request
+    with pytest.raises(ConfigError, match="--gradient-precision fp32: megatron has bf16"):
+        as_said(replace(request, assumed=()), target)
+
+
+def test_an_overlap_of_tensor_parallelism_is_no_matter_without_it():
+    plan = best_settings(asked("megatron-bridge", "gpt-1.5b", 8), target_named("megatron-bridge"))
+
+    assert plan.mesh.tp == 1
+    require_whole(plan, "megatron-bridge")
