@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from parplan.planner.plan.traced_plan import TracedPlan
 
 _LOG_SUFFIXES = (".log", ".out", ".txt")
+_PROGRAM_SUFFIXES = (".sh", ".sbatch", ".bash", ".slurm", ".py")  # never those of plans
 
 
 def launcher_file(path: Path) -> LauncherFile | None:
@@ -31,8 +32,15 @@ def launcher_file(path: Path) -> LauncherFile | None:
     from parplan.planner.logs.log_configuration import configuration_of_log
 
     if path.suffix in _LOG_SUFFIXES:
-        return configuration_of_log(path)
-    return read_launcher_file(path, TARGETS)
+        found = configuration_of_log(path)
+    else:
+        found = read_launcher_file(path, TARGETS)
+    if found is None and path.suffix in (*_LOG_SUFFIXES, *_PROGRAM_SUFFIXES):
+        raise ConfigError(
+            f"{path}: it has no arguments of a launcher that is known",
+            hint=f"give a script or a configuration of {', '.join(TARGETS)}, or a plan",
+        )
+    return found
 
 
 def read_plans(paths: Sequence[Path], stated: TargetOptions) -> list[Plan | TracedPlan]:

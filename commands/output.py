@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from parplan.costmodels.usage.goodput import Failures
+    from parplan.planner.export.launcher_prices import LauncherPrice
     from parplan.planner.plan.plan import Plan
     from parplan.planner.plan.traced_plan import TracedPlan
     from parplan.report.plans.summary import SummaryContext
@@ -64,6 +65,23 @@ def deliver(
             print_plan(plan, console(sys.stdout), context)
     if output is not None and not as_json:
         click.echo(f"wrote {output}; run it with\n  {start_line(plan, shlex.quote(str(output)))}")
+
+
+def at_launchers(plan: Plan | TracedPlan, *, every: bool) -> tuple[LauncherPrice, ...]:
+    """Returns what a plan takes at launchers: at the one of its stack, or at every one.
+
+    A plan that was found for a launcher loses nothing there.
+    """
+    from parplan.planner.export.launcher_prices import launcher_prices
+    from parplan.planner.export.targets import TARGETS, target_of
+    from parplan.planner.plan.traced_plan import TracedPlan
+
+    if isinstance(plan, TracedPlan) or (plan.search.launcher and not every):
+        return ()
+    if every:
+        return launcher_prices(plan, TARGETS.values())
+    usual = target_of(plan.training.stack.name)
+    return launcher_prices(plan, (usual,)) if usual else ()
 
 
 def start_line(plan: Plan | TracedPlan, path: str) -> str:

@@ -23,7 +23,7 @@ from parplan.commands.options.search_options import (
 from parplan.commands.options.sections import OUTPUT
 from parplan.commands.options.target_options import TargetOptions, target_options
 from parplan.commands.options.trace_options import TraceOptions, trace_options
-from parplan.commands.output import deliver, require_output, warn_of_solver
+from parplan.commands.output import at_launchers, deliver, require_output, warn_of_solver
 from parplan.commands.searching import (
     Question,
     answer,
@@ -155,6 +155,7 @@ def _search(
         profile=target.profile or "",
         plan_file=result.plan_file,
         failures=question.failures,
+        launchers=() if result.as_json else at_launchers(plan, every=False),
         ruled=question.factory.request.constraints.recompute_first_stage is not None,
     )
     deliver(plan, context, result.output, as_json=result.as_json)

@@ -58,6 +58,11 @@ def described_question(request: Request, flags: SearchFlags) -> Question:
     from parplan.planner.plan.plan import Plan
     from parplan.planner.search.price_factory import DescribedFactory
 
+    factory: PriceFactory = DescribedFactory(request, _explained_error)
+    find: Find | None = None
+    if flags.launcher is not None:
+        request, factory, find = _for_launcher(request, flags.launcher)
+
     def assumed_of(plan: AnyPlan) -> tuple[str, ...]:
         assert isinstance(plan, Plan), "the model is described"
         return *all_assumed(request, flags), *offload_assumed(request.constraints, plan)
@@ -66,10 +71,6 @@ def described_question(request: Request, flags: SearchFlags) -> Question:
         assert isinstance(plan, Plan), "the model is described"
         return with_module(plan, request)
 
-    factory: PriceFactory = DescribedFactory(request, _explained_error)
-    find: Find | None = None
-    if flags.launcher is not None:
-        factory, find = _of_launcher(request, flags.launcher)
     return Question(
         factory=factory,
         find=find,
@@ -78,6 +79,19 @@ def described_question(request: Request, flags: SearchFlags) -> Question:
         require_possible=partial(require_possible, request),
         explained=_print_orders,
     )
+
+
+def _for_launcher(request: Request, name: str) -> tuple[Request, PriceFactory, Find]:
+    """Returns the request as a launcher says it, with the search among its settings.
+
+    Raises ConfigError.
+    """
+    from parplan.planner.export.best_settings import LauncherFactory, as_said, best_settings
+    from parplan.planner.export.targets import target_named
+
+    target = target_named(name)
+    request = as_said(request, target)
+    return request, LauncherFactory(request, target), partial(best_settings, request, target)
 
 
 def with_failures(question: Question, options: FailureOptions) -> Question:
@@ -93,15 +107,6 @@ def with_failures(question: Question, options: FailureOptions) -> Question:
         return *question.assumed_of(plan), *assumed
 
     return replace(question, failures=failures, assumed_of=assumed_of)
-
-
-def _of_launcher(request: Request, name: str) -> tuple[PriceFactory, Find]:
-    """Returns the search among the settings of a launcher. Raises ConfigError."""
-    from parplan.planner.export.best_settings import LauncherFactory, best_settings
-    from parplan.planner.export.targets import target_named
-
-    target = target_named(name)
-    return LauncherFactory(request, target), partial(best_settings, request, target)
 
 
 def _print_orders(plan: AnyPlan, to_stderr: bool) -> None:

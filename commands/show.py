@@ -12,7 +12,7 @@ from parplan.commands.options.failure_options import FailureOptions, failure_opt
 from parplan.commands.options.launcher_options import launcher_options
 from parplan.commands.options.result_options import as_json
 from parplan.commands.options.target_options import TargetOptions
-from parplan.commands.output import chosen_ranks, print_plan, print_plan_json
+from parplan.commands.output import at_launchers, chosen_ranks, print_plan, print_plan_json
 from parplan.commands.style import Command, option, print_json
 
 _CHUNKS = "Chunks"
@@ -115,7 +115,11 @@ def show(
         return
     out = console(sys.stdout)
     context = SummaryContext(
-        whole=True, plan_file=str(plan_file), assumed=assumed, failures=failures
+        whole=True,
+        plan_file=str(plan_file),
+        assumed=assumed,
+        failures=failures,
+        launchers=at_launchers(plan, every=True),
     )
     print_plan(plan, out, context)
     if isinstance(plan, TracedPlan):

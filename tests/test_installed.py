@@ -19,7 +19,13 @@ pytestmark = pytest.mark.multiproc
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("commands", "configs", "costmodels", "executor", "planner", "profiles", "report")
 NOT_SHIPPED = ("tests", "benchmarks", "docs", "examples")
-DATA = ("configs/*/*.yaml", "profiles/data/*.yaml", "profiles/data/*.csv", "parplan/py.typed")
+DATA = (
+    "report/page/page.*",
+    "configs/*/*.yaml",
+    "profiles/data/*.yaml",
+    "profiles/data/*.csv",
+    "parplan/py.typed",
+)
 SOURCES = ("parplan", *PACKAGES, "cli.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
 # A module of the user's that runs on two ranks.
 USERS_MODEL = """

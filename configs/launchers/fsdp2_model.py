@@ -7,10 +7,10 @@ their products and norms. Activations are [batch, tokens, features].
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from fsdp2_settings import ModelSettings
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn import functional
@@ -23,36 +23,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
 }
 INIT_STD = 0.02
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSettings:
-    """The shape of the model. Vocabularies are padded to a multiple of `vocab_multiple`."""
-
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn_hidden_size: int
-    vocab_size: int
-    vocab_multiple: int = 128
-    max_seq_length: int
-    norm: str = "layer_norm"
-    norm_epsilon: float = 1e-5
-    positions: str = "learned"
-    rope_theta: float = 10000.0
-    rotary_fraction: float = 1.0
-    gated_ffn: bool = False
-    activation: str = "gelu_tanh"
-    linear_bias: bool = True
-    qkv_bias: bool = True
-    tied_embeddings: bool = True
-    dropout: float = 0.0
-
-    @property
-    def padded_vocab_size(self) -> int:
-        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
 
 def build_norm(model: ModelSettings) -> nn.Module:

@@ -17,21 +17,19 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import yaml
 from fsdp2_model import (
     InputEmbedding,
-    ModelSettings,
     ModelStage,
     OutputHead,
     TransformerBlock,
     init_weights,
 )
+from fsdp2_settings import Fsdp2Settings, MeshSettings, read_settings
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -49,92 +47,6 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeshSettings:
-    """The ranks of every axis, the innermost last.
-
-    replicate    copies of the states (HSDP)
-    shard        data-parallel ranks that divide one copy, beside those of `context`
-    context      ranks that divide every sequence
-    """
-
-    pipeline: int = 1
-    replicate: int = 1
-    shard: int = 1
-    context: int = 1
-    tensor: int = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineSettings:
-    """`stage_blocks` are the blocks of every stage in the order of the model."""
-
-    schedule: str = "1F1B"
-    stage_blocks: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardingSettings:
-    """The sharding of parameters, gradients and optimizer states.
-
-    reshard_after_forward   parameters are gathered again for the backward pass (ZeRO 3, else 2)
-    cpu_offload             the host holds all three, and updates them
-    sequence_parallel       tensor-parallel ranks divide the tokens of norms and residuals
-    """
-
-    reshard_after_forward: bool = True
-    cpu_offload: bool = False
-    sequence_parallel: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchSettings:
-    """Sequences of a micro-batch of one rank and of a step, and tokens of a sequence."""
-
-    micro_batch_size: int
-    global_batch_size: int
-    seq_length: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrecisionSettings:
-    """The types of computation, of reduced gradients, and of parameters and moments."""
-
-    compute: str = "bfloat16"
-    gradients: str = "float32"
-    states: str = "float32"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fsdp2Settings:
-    """A run; `recompute` is none, selective (norms and activations) or full."""
-
-    shape: ModelSettings
-    mesh: MeshSettings
-    pipeline: PipelineSettings
-    sharding: ShardingSettings
-    batch: BatchSettings
-    precision: PrecisionSettings
-    recompute: str = "none"
-
-
-def read_settings(path: Path) -> Fsdp2Settings:
-    """Reads a YAML file. Raises TypeError for a key that is missing or unknown."""
-    document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    document["pipeline"]["stage_blocks"] = tuple(document["pipeline"]["stage_blocks"])
-    kinds = {
-        "shape": ModelSettings,
-        "mesh": MeshSettings,
-        "pipeline": PipelineSettings,
-        "sharding": ShardingSettings,
-        "batch": BatchSettings,
-        "precision": PrecisionSettings,
-    }
-    parts = {name: kind(**document.pop(name)) for name, kind in kinds.items()}
-    return Fsdp2Settings(**parts, **document)
-
 
 # Parallelism
 
@@ -210,7 +122,7 @@ def build_embedding(settings: Fsdp2Settings, meshes: RankMeshes, seed: int) -> I
 def build_block(
     settings: Fsdp2Settings, meshes: RankMeshes, number: int, seed: int
 ) -> TransformerBlock:
-    block = TransformerBlock(settings.shape, settings.recompute, meshes.context)
+    block = TransformerBlock(settings.shape, settings.recompute[number], meshes.context)
     init_weights(block, seed + 1 + number)
     if meshes.tensor is not None:
         styles = block_styles(sequence_parallel=settings.sharding.sequence_parallel)
@@ -230,29 +142,35 @@ def build_head(settings: Fsdp2Settings, meshes: RankMeshes, seed: int) -> Output
 
 def build_stage(settings: Fsdp2Settings, meshes: RankMeshes, index: int, seed: int) -> ModelStage:
     """Builds a pipeline stage layer by layer, so that one layer at most is whole on the device."""
-    counts = settings.pipeline.stage_blocks
+    counts, sharding = settings.pipeline.stage_blocks, settings.sharding
     first = sum(counts[:index])
     numbers = range(first, first + counts[index])
     shard = sharding_of(settings, meshes)
     is_last = index == len(counts) - 1
     with torch.device(meshes.device):
         embedding = build_embedding(settings, meshes, seed) if index == 0 else None
-        blocks = {f"{each}": shard(build_block(settings, meshes, each, seed)) for each in numbers}
+        blocks = {}
+        for each in numbers:
+            block = build_block(settings, meshes, each, seed)
+            blocks[f"{each}"] = shard(block, sharding.reshard_after_forward[each])
         head = build_head(settings, meshes, seed) if is_last else None
     ends = [end for end in (embedding, head) if end is not None]
     if settings.shape.tied_embeddings and embedding is not None and head is not None:
         head.lm_head.weight = embedding.tokens.weight
-        shard(ends)  # together, for they share the table
+        shard(ends, sharding.reshard_ends)  # together, for they share the table
     else:
         for end in ends:
-            shard(end)
-    return shard(ModelStage(embedding, blocks, head))
+            shard(end, sharding.reshard_ends)
+    return shard(ModelStage(embedding, blocks, head), sharding.reshard_ends)
 
 
 def sharding_of(
     settings: Fsdp2Settings, meshes: RankMeshes
-) -> Callable[[nn.Module | list[nn.Module]], nn.Module]:
-    """Returns the function that shards a layer, or several as one, over data-parallel ranks."""
+) -> Callable[[nn.Module | list[nn.Module], bool], nn.Module]:
+    """Returns the function that shards a layer, or several as one, over data-parallel ranks.
+
+    Its second argument is `reshard_after_forward`.
+    """
     sharding, precision = settings.sharding, settings.precision
     states = getattr(torch, precision.states)
     policy = MixedPrecisionPolicy(
@@ -263,13 +181,13 @@ def sharding_of(
     if sharding.cpu_offload:
         offload["offload_policy"] = CPUOffloadPolicy(pin_memory=meshes.device.type == "cuda")
 
-    def shard(layers: nn.Module | list[nn.Module]) -> nn.Module:
+    def shard(layers: nn.Module | list[nn.Module], reshard: bool) -> nn.Module:
         for layer in layers if isinstance(layers, list) else [layers]:
             layer.to(states)
         return fully_shard(
             layers,
             mesh=meshes.states,
-            reshard_after_forward=sharding.reshard_after_forward,
+            reshard_after_forward=reshard,
             mp_policy=policy,
             **offload,
         )
@@ -475,7 +393,8 @@ def read_options() -> argparse.Namespace:
 def main() -> None:
     options = read_options()
     settings = read_settings(options.settings)
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    # gloo reduces what lies on the host: cpu_offload
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     started = time.perf_counter()
     for step, (loss, norm) in enumerate(train(settings, options)):
         now = time.perf_counter()

@@ -58,11 +58,13 @@ class Advice:
 class _Adviser:
     """A configuration whose changes are tried.
 
-    plan     that of the configuration
-    given    the arguments of its file
+    plan       that of the configuration
+    settings   those of the configuration
+    given      the arguments of its file
     """
 
     plan: Plan
+    settings: Settings
     target: Target
     given: tuple[Given, ...]
 
@@ -115,8 +117,8 @@ class _Adviser:
         Arguments of the file that would undo it, or that forbid it, are taken out with it: they say
         a setting in another word than the one that is written.
         """
-        own = {each.name: each.words for each in self.given}
-        arguments = tuple((name, own.get(name, was), new) for name, was, new in change.arguments)
+        in_own_words = self._in_own_words(change)
+        arguments = tuple(each for each in in_own_words if each[1] != each[2])
         named = {name for name, _, _ in arguments}
         kept = [each for each in self.given if each.name not in named]
         written_now = [
@@ -130,6 +132,17 @@ class _Adviser:
                 more = tuple((each.name, each.words, None) for each in out)
                 return replace(change, arguments=self._of_files((*arguments, *more)))
         return replace(change, arguments=self._of_files(arguments))
+
+    def _in_own_words(self, change: Change) -> Iterator[ArgumentChange]:
+        """Yields the arguments of a change with the words that the file has for them."""
+        own = {each.name: each.words for each in self.given}
+        before = dict(written(self.target.table, self.settings))
+        after = dict(written(self.target.table, change.settings))
+        for name, was, new in change.arguments:
+            if name in own or name not in before or not own:
+                yield name, own.get(name, was), new
+            elif name in after:  # the file says it by another argument
+                yield name, None, new
 
     def _of_files(self, arguments: tuple[ArgumentChange, ...]) -> tuple[ArgumentChange, ...]:
         """Returns the arguments that files have; options of `plan read` only where none has."""
@@ -153,7 +166,7 @@ def advice(
     plan    that of the configuration; where it does not fit, slower changes count too
     given   the arguments of its file
     """
-    adviser = _Adviser(plan=plan, target=target, given=given)
+    adviser = _Adviser(plan=plan, settings=settings, target=target, given=given)
     by_setting = adviser.changes(settings)
     base_s = plan.predicted.step_time_s.value
     fits = all(each.total <= each.capacity for each in plan.predicted.memory_gib)
@@ -164,7 +177,7 @@ def advice(
         if (useful := _useful(changes, enough_s, adviser.limit_bytes))
     ]
     single = tuple(adviser.in_the_file(each) for each in sorted(good, key=_step_s)[:most])
-    together = _together(adviser, settings, by_setting, enough_s)
+    together = _together(adviser, by_setting, enough_s)
     gains = together is not None and (
         not single or _step_s(together) < _step_s(single[0]) * (1 - _LEAST)
     )
@@ -181,7 +194,7 @@ def _useful(changes: list[Change], enough_s: float, limit: float) -> list[Change
 
 
 def _together(
-    adviser: _Adviser, settings: Settings, by_setting: dict[str, list[Change]], enough_s: float
+    adviser: _Adviser, by_setting: dict[str, list[Change]], enough_s: float
 ) -> Change | None:
     """Returns several changes as one, None where they do not fit or gain nothing.
 
@@ -200,7 +213,7 @@ def _together(
         after = adviser.changes(lean.settings, promising)
         ends.append(_path(adviser, after, promising, enough_s))
     fitting = [each for each in ends if each and each.configured.peak_bytes <= adviser.limit_bytes]
-    return _from(adviser, settings, min(fitting, key=_step_s)) if fitting else None
+    return _from_the_file(adviser, min(fitting, key=_step_s)) if fitting else None
 
 
 def _path(
@@ -228,9 +241,9 @@ def _path(
     return last
 
 
-def _from(adviser: _Adviser, settings: Settings, change: Change) -> Change:
-    """Returns a change with the arguments that differ from those of `settings`."""
-    table = adviser.target.table
+def _from_the_file(adviser: _Adviser, change: Change) -> Change:
+    """Returns the last of several changes with the arguments that differ from the first ones."""
+    table, settings = adviser.target.table, adviser.settings
     before, after = dict(written(table, settings)), dict(written(table, change.settings))
     (whole,) = adviser.priced_change(settings, before, after)
     return whole

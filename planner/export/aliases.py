@@ -9,17 +9,16 @@ from parplan.planner.export.arguments import Argument
 from parplan.planner.export.targets import TARGETS
 
 _ANY = 7  # a number that no argument has by default
+# keys of files that programs also take as arguments, such as `--per_device_train_batch_size`
+_KEYS = ("per_device_train_batch_size", "train_micro_batch_size_per_gpu", "train_batch_size")
 
 
 @cache
 def aliases() -> Mapping[str, str]:
     """Returns the option of each argument that says one number as the option does."""
-    rows = (row for target in TARGETS.values() for row in target.table)
-    return {
-        row.name: f"--{row.facts[0].replace('_', '-')}"
-        for row in rows
-        if row.name.startswith("--") and _is_number(row)
-    }
+    rows = (row for target in TARGETS.values() for row in target.table if _is_number(row))
+    named = ((f"--{row.name}" if row.name in _KEYS else row.name, row.facts[0]) for row in rows)
+    return {name: f"--{fact.replace('_', '-')}" for name, fact in named if name.startswith("--")}
 
 
 def _is_number(row: Argument) -> bool:

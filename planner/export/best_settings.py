@@ -8,6 +8,7 @@ can be faster than the best (planner/baselines/optimum.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from parplan.costmodels.step import StepPrice
@@ -20,9 +21,14 @@ from parplan.planner.candidates.branch_and_bound import (
     branch_and_bound,
 )
 from parplan.planner.candidates.never_searched import UnsearchedPart
-from parplan.planner.export.launcher import Sheet, Target
+from parplan.planner.export.launcher import Sheet, Target, read_back, require_plain
 from parplan.planner.export.launcher_space import LauncherSpace
-from parplan.planner.export.settings import settings_of
+from parplan.planner.export.settings import (
+    Settings,
+    model_facts,
+    settings_of,
+    training_facts,
+)
 from parplan.planner.objective import Objective, Prefer
 from parplan.planner.plan.assemble import assemble, runner_up
 from parplan.planner.plan.plan import Plan
@@ -54,7 +60,7 @@ def best_settings(request: Request, target: Target, on_progress: OnProgress | No
     Raises ConfigError for a request whose pins or training the launcher cannot say, InfeasibleError
     where none of its settings fits, and OutOfTimeError.
     """
-    _require_settings(request, target)
+    request = as_said(request, target)
     search = _SettingsSearch(request, target, on_progress)
     outcome = search.outcome()
     if not outcome.solved:
@@ -103,14 +109,18 @@ class _SettingsSearch:
         self, layout: ParallelLayout, _: float, cut_s: float, __: float
     ) -> BestOfLayout | None:
         """Returns the fastest settings of a layout below the cut."""
-        optimum = fastest(
-            self.space.strategies(layout, cut_s),
-            self.space.price_cache,
-            self.session.limit_bytes,
-            self.session.deadline,
-            cut_s,
-        )
-        self.session.raised_s(layout, cut_s if optimum is None else optimum.price.step_s)
+        optimum = None
+        for settings in self.space.settings(layout):
+            faster = fastest(
+                self.space.strategies(settings, layout, cut_s),
+                self.space.price_cache,
+                self.session.limit_bytes,
+                self.session.deadline,
+                cut_s,
+            )
+            if faster is not None:
+                optimum, cut_s = faster, faster.price.step_s
+        self.session.raised_s(layout, cut_s)
         if optimum is None:
             return None
         price = optimum.price
@@ -174,7 +184,7 @@ class LauncherFactory(DescribedFactory):
 _NOT_SEARCHED = (
     UnsearchedPart(
         "blocks with a ZeRO stage, a recompute or a division of their own",
-        "the launcher's arguments say one for all blocks",
+        "a plan for a launcher has one of each for all blocks",
     ),
     UnsearchedPart(
         "interleaved stages of other lengths",
@@ -194,6 +204,7 @@ _NOT_SEARCHED = (
 
 def _require_settings(request: Request, target: Target) -> None:
     """Raises ConfigError for a request that asks for more than settings of a launcher."""
+    require_plain(request.model, request.training, target)
     pins, stack = request.constraints, request.training.stack.name
     asked = {
         f"--objective {request.objective}": request.objective is not Objective.THROUGHPUT,
@@ -213,6 +224,37 @@ def _require_settings(request: Request, target: Target) -> None:
                 "the shortest step, without the host's memory",
                 hint="leave one of them out",
             )
+
+
+def as_said(request: Request, target: Target) -> Request:
+    """Returns the request with the precision of gradients that a launcher has.
+
+    A default gives way to what the launcher always does. Raises ConfigError where the user has
+    asked for anything else, and for a request that settings cannot answer.
+    """
+    _require_settings(request, target)
+    model, cluster = request.model, request.cluster
+    training = request.training
+    settings = Settings(
+        dp=cluster.num_gpus,
+        zero=target.zeros[-1],
+        blocks=(model.num_layers,),
+        **model_facts(model),
+        **training_facts(training),
+        **next(iter(target.recomputes(model, model.num_layers))),
+    )
+    with suppress(ConfigError):  # the batch is too small for as many ranks, or the like
+        settings = read_back(target, settings, model, cluster)
+    said = settings.gradient_precision
+    if said is training.gradient_precision:
+        return request
+    option = f"--gradient-precision {training.gradient_precision}"
+    if option not in request.assumed:
+        raise ConfigError(f"{option}: {target.name} has {said}", hint="leave it out")
+    its_own = f"--gradient-precision {said} ({target.name}'s)"
+    assumed = tuple(its_own if phrase == option else phrase for phrase in request.assumed)
+    training = replace(training, gradient_precision=said)
+    return replace(request, training=training, assumed=assumed)
 
 
 def relaxed(request: Request, target: Target) -> Request:

@@ -68,7 +68,7 @@ _OPTIONS = {
 }
 _PATHS = {option: path for options, path in _OPTIONS.items() for option in options}
 _NUM_GPUS = re.compile(r"_(\d+)gpu_")  # in the name of a recipe
-_OF_A_RUN = "model.tensor_model_parallel_size"
+_OF_A_RUN = re.compile(r"\btensor_model_parallel_size\s*:")  # plans have `model.` keys too
 _TABLE = (*TABLE, *NEMO_TABLE)
 _MODEL = (*MODEL_TABLE, *NEMO_MODEL)
 _KNOWN = {row.name for row in (*_TABLE, *_MODEL)}
@@ -84,9 +84,7 @@ def arguments(text: str, file: str) -> tuple[Given, ...]:
     if path.endswith(".py"):
         return _of_recipe(Path(path), recipe) if "ConfigContainer" in text else ()
     if path.endswith((".yaml", ".yml")):
-        found = nested_arguments(text, file)
-        run = any(each.name == _OF_A_RUN for each in found)  # plans have `model.` keys too
-        return interpolated(found) if run else ()
+        return interpolated(nested_arguments(text, file)) if _OF_A_RUN.search(text) else ()
     own = tuple(_renamed(each) for each in shell_arguments(text, file))
     if not any(each.name in _KNOWN or each.name == "training" for each in own):
         return ()

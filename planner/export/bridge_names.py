@@ -7,7 +7,7 @@ scripts/translate_mlm_to_bridge.py. A switch is always written, for a recipe may
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +36,7 @@ _VALUES = {
     "--num-distributed-optimizer-instances": "ddp.num_distributed_optimizer_instances",
     "--recompute-granularity": "model.recompute_granularity",
     "--recompute-modules": "model.recompute_modules",
+    "--offload-modules": "model.offload_modules",
     "--recompute-method": "model.recompute_method",
     "--recompute-num-layers": "model.recompute_num_layers",
     "--micro-batch-size": "train.micro_batch_size",
@@ -45,16 +46,19 @@ _VALUES = {
     "--moe-token-dispatcher-type": "model.moe_token_dispatcher_type",
     "--ckpt-format": "checkpoint.ckpt_format",
 }
+_LAYOUT = "model.pipeline_model_parallel_layout"
 _SWITCHES = {
     "--account-for-embedding-in-pipeline-split": "model.account_for_embedding_in_pipeline_split",
     "--account-for-loss-in-pipeline-split": "model.account_for_loss_in_pipeline_split",
     "--sequence-parallel": "model.sequence_parallel",
+    "--fine-grained-activation-offloading": "model.fine_grained_activation_offloading",
     "--use-tp-pp-dp-mapping": "dist.use_tp_pp_dp_mapping",
     "--use-distributed-optimizer": "ddp.use_distributed_optimizer",
     "--use-megatron-fsdp": "ddp.use_megatron_fsdp",
     "--overlap-grad-reduce": "ddp.overlap_grad_reduce",
     "--overlap-param-gather": "ddp.overlap_param_gather",
     "--moe-grouped-gemm": "model.moe_grouped_gemm",
+    "--overlap-moe-expert-parallel-comm": "model.overlap_moe_expert_parallel_comm",
 }
 _DEFAULTS: Mapping[str, Words] = {
     "model.tensor_model_parallel_size": ("1",),
@@ -93,6 +97,8 @@ def _mix(settings: Any) -> Words | None:
 
 
 def _read_mix(words: Words, _: Facts) -> Facts:
+    if words == ("MixedPrecisionConfig",):  # its own settings say it
+        return {"precision": Precision.FP32, "products": None, "narrow_weights": False}
     name = words[0].replace("-", "_")
     name = _SHORT.get(name, name)
     if name not in _MIXES:
@@ -102,6 +108,18 @@ def _read_mix(words: Words, _: Facts) -> Facts:
     if precision is Precision.FP16:  # grad_reduce_in_fp32=False there
         facts["gradient_precision"] = Precision.FP16
     return facts
+
+
+def _half(precision: Precision) -> Callable[[Words, Facts], Facts]:
+    """Returns the reading of the switch of a 16-bit precision."""
+    return lambda words, _: {"precision": precision} if read_flag(words) else {}
+
+
+def _read_fp8(words: Words, facts: Facts) -> Facts:
+    """Reads the format of narrow products, which scale by the tensor where no recipe is said."""
+    if words[0] in ("null", "None"):
+        return {"products": None}
+    return {"products": facts.get("products") or ProductFormat.FP8_CURRENT}
 
 
 def _fused(run: Any) -> Words:
@@ -116,6 +134,11 @@ def sequence(path: str) -> Argument:
         write=lambda run: (f"{run.seq_length}",),
         read=lambda words, _: {"seq_length": read_number(words)},
     )
+
+
+def _layout_of_stages(row: Argument) -> Callable[[Words, Facts], Facts]:
+    """Returns the reading of a layout, which says nothing without a pipeline."""
+    return lambda words, facts: row.read(words, facts) if facts.get("pp", 1) > 1 else {}
 
 
 def _gradients(words: Words, _: Facts) -> Facts:
@@ -134,9 +157,6 @@ _UNPRICED = (
     ("model.window_size", "null"),
     ("model.hybrid_layer_pattern", "null"),
     ("model.experimental_attention_variant", "null"),
-    ("model.fine_grained_activation_offloading", "false"),
-    ("model.overlap_moe_expert_parallel_comm", "false"),
-    ("comm_overlap.overlap_moe_expert_parallel_comm", "false", "null"),
     ("optimizer.optimizer_cpu_offload", "false"),
     ("train.rampup_batch_size", "null"),
 )
@@ -148,6 +168,10 @@ _OWN: tuple[Argument, ...] = (
     sequence("dataset.seq_length"),  # run_recipe.py takes this one where both are said
     switched(_OVERLAP, "model.tp_comm_overlap"),
     reading("comm_overlap.tp_comm_overlap", switched(_OVERLAP, "").read),
+    reading(
+        "comm_overlap.overlap_moe_expert_parallel_comm",
+        switched(_BY_NAME["--overlap-moe-expert-parallel-comm"], "").read,
+    ),
     # setup takes a distributed optimizer where either of the two asks for it
     replace(
         switched(_BY_NAME["--use-distributed-optimizer"], "optimizer.use_distributed_optimizer"),
@@ -162,6 +186,9 @@ _OWN: tuple[Argument, ...] = (
         read=_read_mix,
         source="src/megatron/bridge/training/mixed_precision.py",
     ),
+    reading("mixed_precision.bf16", _half(Precision.BF16)),
+    reading("mixed_precision.fp16", _half(Precision.FP16)),
+    reading("mixed_precision.fp8", _read_fp8),
     reading("mixed_precision.grad_reduce_in_fp32", _gradients),
     reading("mixed_precision.fp8_recipe", valued(_BY_NAME["--fp8-recipe"], "").read),
     reading(
@@ -178,7 +205,10 @@ _OWN: tuple[Argument, ...] = (
     reading("model.attention_backend", valued(_BY_NAME["--attention-backend"], "").read),
 )
 TABLE: tuple[Argument, ...] = (
-    *spelled(MEGATRON_TABLE, _VALUES, _SWITCHES, {}, _DEFAULTS),
+    *(
+        replace(row, read=_layout_of_stages(row)) if row.name == _LAYOUT else row
+        for row in spelled(MEGATRON_TABLE, _VALUES, _SWITCHES, {}, _DEFAULTS)
+    ),
     *_OWN,
 )
 

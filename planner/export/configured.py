@@ -8,6 +8,7 @@ from functools import cache
 from itertools import cycle, islice
 
 from parplan.costmodels.host.offload import Offload
+from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.step import StepPrice, price_step
@@ -15,7 +16,7 @@ from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.baselines.uniform_strategies import of_model, staged
 from parplan.planner.candidates.enumeration import illegal_by_hand
 from parplan.planner.export.settings import Settings, with_training
-from parplan.planner.validation.block_modules import RECOMPUTED, module_operators
+from parplan.planner.validation.block_modules import OFFLOADED, RECOMPUTED, module_operators
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.shipped_profiles import machine_for
@@ -51,21 +52,40 @@ def price_settings(
     training    what the settings leave open: the stack, fine-tuning, documents
     Raises ConfigError for settings that cannot run.
     """
+    return priced(*unpriced(settings, model, cluster, training, KeyedCache()))
+
+
+def unpriced(
+    settings: Settings,
+    model: ModelSpec,
+    cluster: Cluster,
+    training: TrainingSpec,
+    price_caches: KeyedCache,
+) -> tuple[Strategy, PriceCache]:
+    """Returns the strategy of settings and the prices of its layers.
+
+    price_caches    those of other settings, which share the prices of the same training
+    Raises ConfigError for settings that cannot run.
+    """
     training = with_training(training, settings)
     layout = settings.layout
     _require_legal(layout, settings, model, cluster, training)
-    price_cache = PriceCache(
-        model,
-        training,
-        machine_for(cluster),
-        zero_ranks=settings.zero_ranks,
-        offload=(Offload.STATES,) if settings.states_on_host else (),
+    offload = (Offload.STATES,) if settings.states_on_host else ()
+    price_cache: PriceCache = price_caches(
+        (training, settings.zero_ranks, offload),
+        lambda: PriceCache(
+            model,
+            training,
+            machine_for(cluster),
+            zero_ranks=settings.zero_ranks,
+            offload=offload,
+        ),
     )
     if settings.states_on_host and has_unlike_blocks(model, training):
         layout = replace(layout, states_on_host=True)
     shared = settings.replicas > 1 or price_cache.offloads_states
     zero = settings.zero if shared else 0
-    return priced(strategy_of_settings(settings, layout, zero, price_cache), price_cache)
+    return strategy_of_settings(settings, layout, zero, price_cache), price_cache
 
 
 def strategy_of_settings(
@@ -76,13 +96,28 @@ def strategy_of_settings(
     strategy = of_model(strategy, price_cache)
     modules = settings.recompute_modules
     if settings.recompute is Recompute.SELECTIVE and modules is not None:
-        return by_module(strategy, modules, price_cache)
-    return strategy
+        strategy = by_module(strategy, modules, price_cache)
+    return _offloaded(strategy, settings.offload_modules, price_cache)
+
+
+def _offloaded(strategy: Strategy, modules: tuple[str, ...], price_cache: PriceCache) -> Strategy:
+    """Returns the strategy with blocks whose host keeps what `modules` save."""
+
+    def of(choice: LayerChoice) -> LayerChoice:
+        if choice.kind.role is not LayerKind.BLOCK:
+            return choice
+        layer = price_cache.whole_layer(choice.kind)
+        return replace(choice, on_host=module_operators(layer, modules, OFFLOADED))
+
+    if not modules:
+        return strategy
+    return replace(strategy, stages=tuple(tuple(map(of, stage)) for stage in strategy.stages))
 
 
 def _with_own_zero(strategy: Strategy, settings: Settings) -> Strategy:
     """Returns a strategy with the ZeRO stages that settings have for blocks and ends alone."""
-    if settings.replicas == 1:
+    alike = settings.zero_of_blocks is None and settings.zero_of_ends is None
+    if settings.replicas == 1 or alike:
         return strategy
     blocks = iter(settings.zero_of_blocks or ())
 

@@ -7,24 +7,34 @@ launcher cannot say, with their costs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from itertools import product
+from operator import itemgetter
 
+from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.strategy import LayerChoice
+from parplan.costmodels.strategy import LayerChoice, Strategy
+from parplan.planner.baselines.optimum import INFINITY, fastest, leanest
 from parplan.planner.export.arguments import Words, written
 from parplan.planner.export.configured import (
     Priced,
     price_settings,
     recomputed_operators,
     strategy_of_settings,
+    unpriced,
 )
 from parplan.planner.export.head import head_lines
-from parplan.planner.export.launcher import Sheet, Target, given_of, read_back
+from parplan.planner.export.launcher import (
+    RecomputeChoice,
+    Sheet,
+    Target,
+    given_of,
+    read_back,
+    require_plain,
+)
 from parplan.planner.export.losses import LostPart, losses
 from parplan.planner.export.settings import Settings, settings_of
 from parplan.planner.infeasible.shortfall import limit_bytes
@@ -38,6 +48,7 @@ from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import TrainingSpec
 
 _FULLY = 3  # the ZeRO stage that divides parameters too
+_Tried = tuple[Settings, Strategy, PriceCache]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,16 +77,9 @@ def export_plan(plan: Plan, target: Target, source: str) -> Export:
     """
     today = reprice(plan)
     own = Priced(today.strategy, today.price_cache, today.price)
-    training = training_on(target, plan.training)
-    sheet = Sheet(settings=_nearest(plan, own, target, training), plan=plan, head=())
-    files = target.files(sheet).items()
-    stated = written(target.stated, sheet.settings)
-    said = (each for name, text in files for each in target.arguments(text, name))
-    given = (*said, *given_of(stated, target))
-    back = target.settings(given, plan.model, plan.cluster.num_gpus)
-    configured = price_settings(back, plan.model, plan.cluster, training)
+    sheet, configured = nearest(plan, own, target)
     lost = losses(own, configured)
-    options = (*_model_option(plan, target), *stated)
+    options = (*_model_option(plan, target), *written(target.stated, sheet.settings))
     head = head_lines(today.plan, source, target.source, configured, lost, options)
     return Export(
         target=target,
@@ -85,6 +89,22 @@ def export_plan(plan: Plan, target: Target, source: str) -> Export:
         files=target.files(replace(sheet, head=head)),
         losses=lost,
     )
+
+
+def nearest(plan: Plan, own: Priced, target: Target) -> tuple[Sheet, Priced]:
+    """Returns the nearest settings of a target to a plan, and the price of what its files say.
+
+    own    the plan at the prices of today
+    Raises ConfigError for a plan that the launcher cannot run in any form.
+    """
+    require_plain(plan.model, plan.training, target)
+    training = training_on(target, plan.training)
+    sheet = Sheet(settings=_nearest(plan, own, target, training), plan=plan, head=())
+    files = target.files(sheet).items()
+    said = (each for name, text in files for each in target.arguments(text, name))
+    given = (*said, *given_of(written(target.stated, sheet.settings), target))
+    back = target.settings(given, plan.model, plan.cluster.num_gpus)
+    return sheet, price_settings(back, plan.model, plan.cluster, training)
 
 
 def as_priced(plan: Plan) -> Priced:
@@ -119,10 +139,36 @@ def _nearest(plan: Plan, own: Priced, target: Target, training: TrainingSpec) ->
         raise refused
     limit = limit_bytes(plan.cluster, training.stack, SearchOptions())
     room = max(limit, own.peak_bytes)  # the plan may be of another limit
-    fitting = [each for each in tried if each[1].peak_bytes <= room]
-    if fitting:
-        return min(fitting, key=lambda each: each[1].price.step_s)[0]
-    return min(tried, key=lambda each: each[1].peak_bytes)[0]
+    return _fastest(tried, room) or _leanest(tried)
+
+
+def _fastest(tried: Sequence[_Tried], room_bytes: float) -> Settings | None:
+    """Returns the fastest of the settings that fit, None where none does."""
+    found: tuple[float, Settings] | None = None
+    for price_cache, group in _by_prices(tried):
+        below_s = found[0] if found else INFINITY
+        optimum = fastest(group, price_cache, room_bytes, below_s=below_s)
+        if optimum is not None:
+            found = optimum.price.step_s, group[optimum.strategy]
+    return found[1] if found else None
+
+
+def _leanest(tried: Sequence[_Tried]) -> Settings:
+    """Returns the settings whose fullest device needs the least memory."""
+    best = [
+        (lean.peak_bytes, group[lean.strategy])
+        for price_cache, group in _by_prices(tried)
+        for lean in (leanest(tuple(group), price_cache),)
+    ]
+    return min(best, key=itemgetter(0))[1]
+
+
+def _by_prices(tried: Sequence[_Tried]) -> Iterator[tuple[PriceCache, dict[Strategy, Settings]]]:
+    """Yields the settings by strategy that have the same prices of layers; of equals the first."""
+    groups: dict[PriceCache, dict[Strategy, Settings]] = {}
+    for settings, strategy, price_cache in tried:
+        groups.setdefault(price_cache, {}).setdefault(strategy, settings)
+    yield from groups.items()
 
 
 def _tried(
@@ -133,13 +179,15 @@ def _tried(
     training: TrainingSpec,
     *,
     every_zero: bool = False,
-) -> tuple[list[tuple[Settings, Priced]], ConfigError | None]:
-    """Returns the prices of the candidates that can run, and why the last of the others cannot."""
-    tried, refused = [], None
+) -> tuple[list[_Tried], ConfigError | None]:
+    """Returns the candidates that can run, and why the last of the others cannot."""
+    tried: list[_Tried] = []
+    refused, price_caches = None, KeyedCache()
     for settings in _candidates(plan, own, usual, target, every_zero=every_zero):
         try:
             back = read_back(target, settings, plan.model, plan.cluster)
-            tried.append((settings, price_settings(back, plan.model, plan.cluster, training)))
+            found = unpriced(back, plan.model, plan.cluster, training, price_caches)
+            tried.append((settings, *found))
         except ConfigError as error:
             refused = error
     return tried, refused
@@ -180,44 +228,48 @@ def _candidates(
         each for each in recomputes if alike and is_same_recompute(own, replace(usual, **each))
     )
     if target.layered and alike:
-        yield from _layered(own, usual, target)
+        yield from _layered(own, usual, target, recomputes)
         return
     for zero, chosen in product(zeros if exact else target.zeros, same[:1] or recomputes):
         yield replace(usual, zero=zero, **chosen)
 
 
-def _layered(own: Priced, usual: Settings, target: Target) -> Iterator[Settings]:
-    """Yields the settings that say each layer of a plan: ZeRO 3 or another stage, all or nothing.
+def _layered(
+    own: Priced, usual: Settings, target: Target, recomputes: tuple[RecomputeChoice, ...]
+) -> Iterator[Settings]:
+    """Yields the settings that say each layer of a plan: ZeRO 3 or another stage, and its level.
 
-    A block that recomputes a part of its operators is tried with all and with none.
+    A block that recomputes other operators than the levels of the target is tried with each.
     """
     cache = own.price_cache
+    known: tuple[Recompute, ...] = tuple(each["recompute"] for each in recomputes)
     choices = [choice for stage in own.strategy.stages for choice in stage]
     blocks = [choice for choice in choices if choice.kind.role is LayerKind.BLOCK]
-    shares = [_recomputed_share(each, cache) for each in blocks]
+    levels = [_level(each, known, cache) for each in blocks]
     ends = {choice.zero for choice in choices if choice.kind.role is not LayerKind.BLOCK}
     usual_zeros = {block.zero for block in blocks} - {_FULLY} or {_FULLY}
     exact = len(usual_zeros) == 1 and usual_zeros <= set(target.zeros)
-    parts = any(share not in (0, 1) for share in shares)
     for zero, part in product(
         usual_zeros if exact else target.zeros,
-        (Recompute.NONE, Recompute.FULL) if parts else (Recompute.NONE,),
+        known if None in levels else known[:1],
     ):
-        by_share = {Fraction(0): Recompute.NONE, Fraction(1): Recompute.FULL}
         yield replace(
             usual,
             zero=zero,
             zero_of_blocks=tuple(_FULLY if block.zero == _FULLY else zero for block in blocks),
             zero_of_ends=_FULLY if ends == {_FULLY} else zero,
-            recompute_of_blocks=tuple(by_share.get(share, part) for share in shares),
+            recompute_of_blocks=tuple(level or part for level in levels),
             recompute_modules=None,
         )
 
 
-def _recomputed_share(choice: LayerChoice, cache: PriceCache) -> Fraction:
-    """Returns the share of the operators of a layer that run again."""
-    again = cache.recompute_operators(choice.kind, choice.recompute)
-    return Fraction(len(again), len(cache.whole_layer(choice.kind).operators))
+def _level(
+    choice: LayerChoice, known: tuple[Recompute, ...], cache: PriceCache
+) -> Recompute | None:
+    """Returns the level that recomputes the operators of a block, None where none does."""
+    again = set(cache.recompute_operators(choice.kind, choice.recompute))
+    levels = (each for each in known if set(cache.recompute_operators(choice.kind, each)) == again)
+    return next(levels, None)
 
 
 def is_same_recompute(own: Priced, settings: Settings) -> bool:

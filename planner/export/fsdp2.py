@@ -25,7 +25,7 @@ from parplan.profiles.documents.yaml_text import yaml_text
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import ModelSpec
 
-PROGRAM = ("train_fsdp2.py", "fsdp2_model.py")
+PROGRAM = ("train_fsdp2.py", "fsdp2_model.py", "fsdp2_settings.py")
 _YAML = "fsdp2.yaml"
 _SUFFIXES = (".yaml", ".yml")
 _SHAPE = re.compile(r"^shape:", re.MULTILINE)
@@ -53,9 +53,9 @@ def files(sheet: Sheet) -> Mapping[str, str]:
     plan, chosen = sheet.plan, sheet.settings
     shape = written(SHAPE, plan.model)
     require_said(plan.model, tuple(Given(name, words, "") for name, words in shape))
-    if plan.training.fine_tuning is not None or plan.training.documents is not None:
+    if plan.training.documents is not None:
         raise ConfigError(
-            "the program trains all parameters on whole sequences, the plan does not",
+            "the program reads whole sequences, the plan packs documents",
             hint="choose another target",
         )
     document = nested((*shape, *written(TABLE, chosen)))
@@ -82,6 +82,7 @@ FSDP2 = Target(
     arguments=arguments,
     settings=settings,
     model=shape_of,
+    layered=True,
     processes=tuple((each.name,) for each in TABLE if each.name.startswith("mesh.")),
     refused=(),
     source="torch 2.13.0",

@@ -1,12 +1,15 @@
 """The keys of fsdp2.yaml, the settings of the exported training program of PyTorch's own parts.
 
-The keys are the fields of the dataclasses in configs/launchers/train_fsdp2.py and fsdp2_model.py,
-which refuse others. Every key is written, also where it has its default.
+The keys are the fields of the dataclasses in configs/launchers/fsdp2_settings.py, which refuse
+others. Every key is written, also where it has its default.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import groupby
+from typing import TypeVar
 
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
@@ -29,6 +32,7 @@ from parplan.profiles.models.spec import ModelSpec, Norm, Positions, Precision
 from parplan.profiles.stack import ContextForm
 from parplan.profiles.state_precision import StatePrecision
 
+V = TypeVar("V")
 STAGES = "pipeline.stage_blocks"
 SCHEDULES = {  # torch.distributed.pipelining.schedules.get_schedule_class
     Schedule.ONE_F_ONE_B: "1F1B",
@@ -44,6 +48,33 @@ _ACTIVATIONS = {
     Activations.SILU: "silu",
 }
 DEFAULTS = Settings(zero=3, sequence_parallel=True, precision=Precision.BF16, overlap=True)
+
+
+_RESHARDS = {"true": 3, "false": 2}
+_LEVELS = {f"{level}": level for level in Recompute}
+
+
+def _reshards(zero: int) -> str:
+    return "true" if zero == 3 else "false"
+
+
+def _runs(values: Iterable[str]) -> Words:
+    """Returns the one value of all blocks, or each with its number of blocks, such as `12 full`."""
+    runs = [(value, len(tuple(group))) for value, group in groupby(values)]
+    if len(runs) == 1:
+        return (f"{runs[0][0]}",)
+    return tuple(f"{count} {value}" for value, count in runs)
+
+
+def _of_blocks(words: Words, facts: Facts, values: Mapping[str, V]) -> tuple[V, ...]:
+    """Returns the value of every block. Raises ValueError."""
+    blocks = sum(facts.get("blocks", ()))
+    runs = [(f"{blocks} {word}" if word in values else word).split() for word in words]
+    right = all(len(run) == 2 and run[0].isdigit() and run[1] in values for run in runs)
+    if not right or sum(int(count) for count, _ in runs) != blocks:
+        known = " or ".join(values)
+        raise ValueError(f"{known} is needed, or a list of numbers of blocks with one of them")
+    return tuple(values[word] for count, word in runs for _ in range(int(count)))
 
 
 def _activation(model: ModelSpec) -> Activations:
@@ -126,9 +157,15 @@ TABLE: tuple[Argument, ...] = (
     ),
     Argument(
         name="sharding.reshard_after_forward",
-        facts=("zero",),
-        write=lambda run: ("true" if run.zero == 3 else "false",),
-        read=lambda words, _: {"zero": 3 if read_flag(words) else 2},
+        facts=("zero", "zero_of_blocks"),
+        write=lambda run: _runs(map(_reshards, run.zero_of_blocks or (run.zero,))),
+        read=lambda words, facts: {"zero_of_blocks": _of_blocks(words, facts, _RESHARDS)},
+    ),
+    Argument(
+        name="sharding.reshard_ends",
+        facts=("zero", "zero_of_ends"),
+        write=lambda run: (_reshards(run.zero if run.zero_of_ends is None else run.zero_of_ends),),
+        read=lambda words, _: {"zero_of_ends": 3 if read_flag(words) else 2},
     ),
     flag("sharding.cpu_offload", "states_on_host"),
     flag("sharding.sequence_parallel", "sequence_parallel"),
@@ -138,7 +175,12 @@ TABLE: tuple[Argument, ...] = (
     choice("precision.compute", "precision", _TYPES),
     choice("precision.gradients", "gradient_precision", _TYPES),
     choice("precision.states", "state_precision", _STATES),
-    choice("recompute", "recompute", {each: f"{each}" for each in Recompute}),
+    Argument(
+        name="recompute",
+        facts=("recompute", "recompute_of_blocks"),
+        write=lambda run: _runs(run.recompute_of_blocks or (run.recompute,)),
+        read=lambda words, facts: {"recompute_of_blocks": _of_blocks(words, facts, _LEVELS)},
+    ),
 )
 _KNOWN = frozenset(row.name for row in (*SHAPE, *TABLE))
 
@@ -163,18 +205,34 @@ def finished(given: tuple[Given, ...], model: ModelSpec, facts: Facts) -> Settin
         )
     found = read_arguments(TABLE, given) | facts
     copies, shards = found.pop("copies", 1), found.pop("shards", 1)
-    settings = replace(DEFAULTS, **found)
+    shared = _alike(found)
+    settings = replace(DEFAULTS, **found, **shared)
     ranks = shards * settings.cp
     settings = replace(
         settings,
         dp=copies * shards,
         zero=0 if ranks == 1 else settings.zero,
+        zero_of_blocks=None if ranks == 1 else settings.zero_of_blocks,
+        zero_of_ends=None if ranks == 1 else settings.zero_of_ends,
         zero_ranks=ranks if copies > 1 and ranks > 1 else None,
         context_form=ContextForm.ALL_TO_ALL if settings.cp > 1 else None,
         sequence_parallel=settings.sequence_parallel and settings.tp > 1,
         virtual_stages=max(1, len(settings.blocks) // settings.pp),
     )
     return _checked(settings, model)
+
+
+def _alike(found: Facts) -> Facts:
+    """Takes the values that all blocks share out of the facts, and returns them as those of all."""
+    facts: Facts = {}
+    levels = found.pop("recompute_of_blocks", (DEFAULTS.recompute,))
+    facts |= {"recompute": levels[0]} if len(set(levels)) == 1 else {"recompute_of_blocks": levels}
+    zeros = found.pop("zero_of_blocks", (DEFAULTS.zero,))
+    ends = found.pop("zero_of_ends", DEFAULTS.zero)
+    facts["zero"] = min(zeros)
+    facts["zero_of_blocks"] = zeros if len(set(zeros)) > 1 else None
+    facts["zero_of_ends"] = None if ends == min(zeros) else ends
+    return facts
 
 
 def _checked(settings: Settings, model: ModelSpec) -> Settings:

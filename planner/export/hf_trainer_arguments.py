@@ -52,6 +52,8 @@ REFUSED = (
     "deepspeed",
     "quantization_bit",
     "optim_target_modules",
+    *("lora_r", "lora_rank", "lora_target", "q_lora"),
+    *("beta", "max_prompt_length", "max_completion_length", "num_generations"),  # trl's DPO, GRPO
     f"{_FSDP}xla_fsdp_settings",
 )
 
@@ -215,6 +217,7 @@ SOME_VALUES: tuple[Argument, ...] = (
     unpriced("auto_find_batch_size", "false"),
     unpriced("use_peft", "false"),
     unpriced("finetuning_type", "full"),
+    unpriced("stage", "sft", "pt"),  # LLaMA-Factory
     unpriced("load_in_4bit", "false"),
     unpriced("load_in_8bit", "false"),
     unpriced("neat_packing", "false"),
@@ -259,6 +262,12 @@ def finished(facts: Facts, num_gpus: int) -> Settings:
             f"dp_replicate_size {plain.get('copies', 1)} x dp_shard_size {shards} is not the dp "
             f"{dp} of these GPUs",
             hint="change a degree or --gpus",
+        )
+    if inside > 1 and dp > 1 and not _sharded(run):
+        raise ConfigError(
+            f"cp {run.cp} x tp {run.tp} beside {dp} copies of the model: accelerate runs them "
+            f"beside FSDP alone",
+            hint="turn fsdp on",
         )
     forms = facts.get("context_form", ContextForm.ALL_GATHER)
     steps = plain.get("accumulation", 1)

@@ -10,7 +10,7 @@ from parplan.planner.export.settings import Settings
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
-from parplan.profiles.models.spec import ModelSpec
+from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 
 RecomputeChoice = Facts  # the fields of `Settings` that say it
 
@@ -71,6 +71,20 @@ class Target:
     processes: tuple[tuple[str, ...], ...] = ()
     further: Callable[[Iterable[Given]], str | None] | None = None
     layered: bool = False
+
+
+def require_plain(model: ModelSpec, training: TrainingSpec, target: Target) -> None:
+    """Raises ConfigError for parts of a model that are in no settings: a tower, frozen layers."""
+    if training.fine_tuning is not None:
+        raise ConfigError(
+            f"the plan trains a part of {model.name}, and no file of {target.name} says which",
+            hint="export a plan without --lora-rank and --freeze",
+        )
+    if model.num_blocks != model.num_layers:
+        raise ConfigError(
+            f"{model.name} has a tower, which settings of {target.name} do not have",
+            hint="plan the text model alone: --images-per-sequence 0",
+        )
 
 
 def given_of(arguments: Iterable[tuple[str, Words]], target: Target) -> tuple[Given, ...]:

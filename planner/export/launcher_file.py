@@ -54,7 +54,7 @@ class LauncherFile:
             return int(self.options["--gpus"])
         by_name = {each.name: each.words[0] for each in self.given if each.words}
         counts = [
-            next((by_name[name] for name in names if name in by_name), "")
+            next((by_name[name] for name in names if by_name.get(name, "").isdigit()), "")
             for names in self.target.processes or (_NODES, _PROCESSES)
         ]
         if not all(count.isdigit() for count in counts):

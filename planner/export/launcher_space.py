@@ -47,15 +47,19 @@ class LauncherSpace:
     def price_cache(self) -> PriceCache:
         return price_cache_of(self.request)
 
-    def strategies(self, layout: ParallelLayout, below_s: float) -> Iterator[Strategy]:
-        """Yields the strategies of a layout whose work alone may take less than `below_s`."""
-        for zero in self.zeros(layout):
-            for recompute in self.recomputes(layout):
-                settings = replace(self._settings(layout, zero), **recompute)
-                if self._least_s(settings, layout) >= below_s or not self._says(settings, layout):
-                    continue
-                for blocks in self._partitions(settings, layout, below_s):
-                    yield self._strategy(replace(settings, blocks=blocks), layout)
+    def settings(self, layout: ParallelLayout) -> Iterator[Settings]:
+        """Yields the settings of a layout without stages, those without recompute first."""
+        for recompute in self.recomputes(layout):
+            for zero in self.zeros(layout):
+                yield replace(self._settings(layout, zero), **recompute)
+
+    def strategies(
+        self, settings: Settings, layout: ParallelLayout, below_s: float
+    ) -> Iterator[Strategy]:
+        """Yields the strategies of settings whose work alone may take less than `below_s`."""
+        if self._least_s(settings, layout) < below_s and self._says(settings, layout):
+            for blocks in self._partitions(settings, layout, below_s):
+                yield self._strategy(replace(settings, blocks=blocks), layout)
 
     def _says(self, settings: Settings, layout: ParallelLayout) -> bool:
         """Returns whether the launcher's arguments say settings; if not, what is unsaid is kept."""
@@ -69,6 +73,8 @@ class LauncherSpace:
         except ConfigError as error:
             self.unsaid[error.message] = None
             return False
+        if settings.tp == 1:  # there is nothing to overlap
+            back = replace(back, tp_overlap=settings.tp_overlap)
         names = (each.name for each in fields(Settings))
         unsaid = [name for name in names if getattr(back, name) != getattr(settings, name)]
         self.unsaid |= dict.fromkeys(unsaid)

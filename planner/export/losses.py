@@ -6,6 +6,7 @@ with those before it, so that the costs add up to the difference of both prices.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -137,7 +138,12 @@ def _zero_text(parts: _Exchange) -> str:
         return f"{choice.zero} ({own})" if own else f"{choice.zero}"
 
     ranks = parts.price_cache.zero_ranks
-    return _of_blocks(parts, text) + (f" over {ranks} ranks" if ranks else "")
+    found = defaultdict[bool, set[int]](set)
+    for choice in parts.choices:
+        found[choice.kind.role is LayerKind.BLOCK].add(choice.zero)
+    ends = ", ".join(map(str, sorted(found[False] - found[True])))
+    named = _of_blocks(parts, text) + (f", ends {ends}" if ends else "")
+    return named + (f" over {ranks} ranks" if ranks else "")
 
 
 def _recompute_text(parts: _Exchange) -> str:

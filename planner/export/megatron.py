@@ -13,6 +13,7 @@ from parplan.planner.export.megatron_arguments import (
     BATCH,
     DEFAULT_MODULES,
     NEEDED,
+    OFFLOAD,
     PARALLEL,
     RECOMPUTE,
     REFUSED,
@@ -93,7 +94,7 @@ def files(sheet: Sheet) -> Mapping[str, str]:
     groups = {
         "MODEL": shape,
         "PARALLEL": written((*PARALLEL, *SHARDING, *NEEDED), chosen),
-        "RECOMPUTE": written(RECOMPUTE, chosen),
+        "RECOMPUTE": written((*RECOMPUTE, *OFFLOAD), chosen),
         "TRAINING": written((*BATCH, *TRAINING), chosen),
     }
     groups = {name: group for name, group in groups.items() if group}

@@ -27,7 +27,7 @@ from parplan.planner.export.arguments import (
 )
 from parplan.planner.export.megatron_layouts import layout_blocks, layout_word
 from parplan.planner.export.settings import Settings
-from parplan.planner.validation.block_modules import RECOMPUTED
+from parplan.planner.validation.block_modules import OFFLOADED, RECOMPUTED
 from parplan.profiles.models.spec import Optimizer, Precision
 from parplan.profiles.product_formats import ProductFormat
 from parplan.profiles.stack import AttentionKernel, ContextForm
@@ -54,11 +54,9 @@ DEFAULTS = Settings(etp=0, recompute_modules=DEFAULT_MODULES)  # etp 0: that of 
 REFUSED = (
     "--optimizer-cpu-offload",
     "--cpu-offloading-num-layers",
-    "--fine-grained-activation-offloading",
     "--use-torch-fsdp2",
     "--deepspeed",
     "--deepspeed_config",
-    "--overlap-moe-expert-parallel-comm",
     "--hybrid-context-parallel",
     "--hybrid-layer-pattern",
     "--rampup-batch-size",
@@ -139,6 +137,13 @@ def _read_modules(words: Words, _: Facts) -> Facts:
     return {"recompute_modules": words}
 
 
+def _read_offloaded(words: Words, facts: Facts) -> Facts:
+    unknown = next((word for word in words if word not in OFFLOADED), None)
+    if unknown:
+        raise ValueError(f"{unknown} is not priced, {', '.join(OFFLOADED)} are")
+    return {"offload_modules": words} if facts.get("offloads") else {}
+
+
 def _method(settings: Settings) -> Words | None:
     if settings.recompute is not Recompute.FULL:
         return None
@@ -156,15 +161,31 @@ def _read_num_layers(words: Words, facts: Facts) -> Facts:
     return {"recompute_blocks": read_number(words)} if facts.get("method") == "block" else {}
 
 
+def _first_batch(words: Words, facts: Facts) -> Facts:
+    """Reads the batch that a schedule such as `0:384 200B:768` begins with.
+
+    A global batch size that is said too is the one that the schedule ends with, and counts.
+    """
+    if "global_batch_size" in facts:
+        return {}
+    return {"global_batch_size": int(" ".join(words).split()[0].partition(":")[2])}
+
+
+def _dispatcher(settings: Settings) -> Words | None:
+    if not settings.has_experts:
+        return None
+    return ("flex",) if settings.tokens_once else ("alltoall",)
+
+
 def _read_dispatcher(words: Words, facts: Facts) -> Facts:
-    """Reads how tokens reach their experts: `flex` is an exchange too, by another library.
+    """Reads how tokens reach their experts: `flex`, DeepEP or HybridEP, sends them once to a node.
 
     `allgather` brings every token to every rank, which is the same on a rank that has all experts.
     """
     alone = facts.get("ep", 1) * (facts.get("etp") or facts.get("tp", 1)) == 1
     if words[0] not in ("alltoall", "flex", *(["allgather"] if alone else [])):
         raise ValueError("alltoall and flex are priced, and allgather without expert parallelism")
-    return {}
+    return {"tokens_once": words == ("flex",)}
 
 
 def _read_distributed(_: Words, facts: Facts) -> Facts:
@@ -264,6 +285,22 @@ SHARDING = (
     switch("--overlap-grad-reduce", "overlap"),
     constant("--overlap-param-gather", when=lambda run: run.overlap and run.zero > 0),
 )
+OFFLOAD = (
+    Argument(
+        name="--fine-grained-activation-offloading",
+        facts=("offload_modules",),
+        write=lambda run: () if run.offload_modules else None,
+        read=lambda _, __: {"offloads": True},
+        source="megatron/core/transformer/transformer_config.py",
+    ),
+    Argument(
+        name="--offload-modules",
+        facts=("offload_modules",),
+        write=lambda run: run.offload_modules or None,
+        read=_read_offloaded,
+        source="megatron/core/transformer/transformer_config.py",
+    ),
+)
 RECOMPUTE = (
     choice(
         "--recompute-granularity",
@@ -295,6 +332,7 @@ RECOMPUTE = (
 BATCH = (
     number("--micro-batch-size", "micro_batch_size"),
     number("--global-batch-size", "global_batch_size"),
+    reading("--step-batch-size-schedule", _first_batch),
 )
 TRAINING = (
     number("--seq-length", "seq_length"),
@@ -352,10 +390,13 @@ TRAINING = (
 NEEDED = (
     Argument(
         name="--moe-token-dispatcher-type",
-        facts=(),
-        write=lambda run: ("alltoall",) if run.has_experts else None,
+        facts=("tokens_once",),
+        write=_dispatcher,
         read=_read_dispatcher,
         source="megatron/core/transformer/moe/token_dispatcher.py",
+    ),
+    switch(
+        "--overlap-moe-expert-parallel-comm", "overlap_exchanges", when=lambda run: run.has_experts
     ),
     constant("--moe-grouped-gemm", when=lambda run: run.has_experts),
     free("--ckpt-format", "fsdp_dtensor", when=uses_fsdp),
@@ -364,6 +405,7 @@ TABLE: tuple[Argument, ...] = (
     *PARALLEL,
     *SHARDING,
     *RECOMPUTE,
+    *OFFLOAD,
     *BATCH,
     *TRAINING,
     *NEEDED,

@@ -23,6 +23,7 @@ _DERIVED = (
     "last",
     "instances",
     "method",
+    "offloads",
 )
 
 

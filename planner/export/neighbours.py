@@ -67,7 +67,10 @@ def _staged(settings: Settings, virtual: int) -> Settings:
 
 
 def _with_degree(plan: Plan, settings: Settings, axis: str, degree: int) -> Iterator[Settings]:
-    """Yields the settings with another degree of an axis, and the data parallelism that is left."""
+    """Yields the settings with another degree of an axis, and the data parallelism that is left.
+
+    The micro-batch is as large as before, or smaller where the batch of a rank has to be.
+    """
     if degree < 1:
         return
     change: Facts = {axis: degree}
@@ -77,7 +80,10 @@ def _with_degree(plan: Plan, settings: Settings, axis: str, degree: int) -> Iter
     if not whole or (settings.tp < changed.tp > plan.cluster.gpus_per_node):
         return
     dp = plan.cluster.num_gpus // inside
-    if changed.global_batch_size % (changed.micro_batch_size * dp) == 0:
+    if changed.global_batch_size % dp == 0:
+        per_rank = changed.global_batch_size // dp
+        size = max(each for each in divisors(per_rank) if each <= changed.micro_batch_size)
+        changed = replace(changed, micro_batch_size=size)
         etp = changed.tp if settings.etp == settings.tp else settings.etp
         changed = replace(changed, dp=dp, etp=etp, zero_ranks=None)
         per_rank = changed.num_layers // changed.pp

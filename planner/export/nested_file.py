@@ -8,6 +8,7 @@ list count from 0: `rules.0.name`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from parplan.planner.export.arguments import Argument, Facts, Given, Words
 from parplan.profiles.documents.reader import parse_yaml
 from parplan.profiles.documents.yaml_text import Path, line_numbers
 
+_ARGUMENTS = re.compile(r"^\s*--[\w.-]+:", re.MULTILINE)  # keys of a YAML of Megatron-LM
 _SWITCH = {"true": True, "false": False}
 
 
@@ -24,6 +26,8 @@ def nested_arguments(text: str, file: str) -> tuple[Given, ...]:
     file    its name, for places such as `ds_config.json:7`
     Raises ConfigError with the line for a text that is neither.
     """
+    if _ARGUMENTS.search(text):  # which `yaml_arguments` reads, also where one is there twice
+        return ()
     plain = text.expandtabs(1)  # JSON may be indented with tabs, YAML may not
     document = parse_yaml(plain, file)
     if not isinstance(document, dict):

@@ -17,21 +17,41 @@ from parplan.profiles.errors import ConfigError
 
 SEPARATOR = "::"  # between a file and the function of it, as in pytest's names
 _DEEPEST = 12  # recipes that begin with one another
+_CONVERSIONS = ("float", "int", "bool", "str")
 _PACKAGE = "src"  # the folder of a repository that its modules are named from
 
 
 @dataclass(slots=True)
 class _Config:
-    """A configuration as a recipe has made it so far: settings by path."""
+    """A configuration as a recipe has made it so far, or a section of it.
+
+    settings    by their whole path
+    prefix      the path of the section with a dot, "" of the whole configuration
+    """
 
     settings: dict[str, Given] = field(default_factory=dict)
+    prefix: str = ""
+
+    def section(self, name: str) -> _Config | None:
+        """Returns a section, None where nothing is set in it."""
+        prefix = f"{self.prefix}{name}."
+        there = any(known.startswith(prefix) for known in self.settings)
+        return _Config(self.settings, prefix) if there else None
+
+    def get(self, path: str) -> Given | None:
+        return self.settings.get(f"{self.prefix}{path}")
 
     def put(self, path: str, words: Words, where: str) -> None:
         """Sets a path, and forgets what was set below it."""
-        below = f"{path}."
-        for known in [name for name in self.settings if name.startswith(below)]:
+        whole = f"{self.prefix}{path}"
+        for known in [name for name in self.settings if name.startswith(f"{whole}.")]:
             del self.settings[known]
-        self.settings[path] = Given(path, words, where)
+        self.settings[whole] = Given(whole, words, where)
+
+    def pass_over(self, path: str, where: str) -> None:
+        """Lists an assignment that is not taken."""
+        name = f"if {self.prefix}{path}"
+        self.settings[name] = Given(name, (), where)
 
 
 _Value = _Config | ast.expr
@@ -82,7 +102,7 @@ def recipe_settings(path: Path, name: str) -> tuple[Given, ...]:
         known = ", ".join(recipe_names(path)) or "none"
         raise ConfigError(f"{path}: it has no recipe {name!r}", hint=f"use one of {known}")
     config = _made(module, name, {}, 0)
-    return () if config is None else tuple(config.settings.values())
+    return tuple(config.settings.values()) if isinstance(config, _Config) else ()
 
 
 def recipe_names(path: Path) -> tuple[str, ...]:
@@ -120,8 +140,8 @@ def _module_file(path: Path, dotted: str, level: int) -> Path | None:
     return None
 
 
-def _made(module: _Module, name: str, given: _Scope, depth: int) -> _Config | None:
-    """Returns the configuration of a function, None where it is not in the repository.
+def _made(module: _Module, name: str, given: _Scope, depth: int) -> _Value | None:
+    """Returns the configuration or the model of a function, None where it is not in the repository.
 
     given    its arguments by name; a configuration among them is changed in place
     """
@@ -132,29 +152,57 @@ def _made(module: _Module, name: str, given: _Scope, depth: int) -> _Config | No
             return None
         return _made(_module(source[0]), source[1], given, depth + 1)
     scope = dict(given)
-    for statement in function.body:
-        _follow(module, statement, scope, depth)
-    returned = next((node for node in function.body if isinstance(node, ast.Return)), None)
+    returned = _follow(module, function.body, scope, depth)
     if returned is None or returned.value is None:
         return None
     value = _value(module, returned.value, scope, depth)
-    return value if isinstance(value, _Config) else None
+    of_model = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
+    return value if isinstance(value, _Config) or of_model else None
 
 
-def _follow(module: _Module, node: ast.stmt, scope: _Scope, depth: int) -> None:
-    if isinstance(node, ast.Expr):
-        _value(module, node.value, scope, depth)
-    elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-        value = _value(module, node.value, scope, depth)
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        for target in targets:
-            _assign(module, target, value, scope)
-    elif isinstance(node, ast.If):
-        for target in _assigned(node):
-            config, path = _place(target, scope)
-            if config is not None:
-                where = f"{module.path}:{target.lineno}"
-                config.settings[f"if {path}"] = Given(f"if {path}", (), where)
+def _follow(module: _Module, body: list[ast.stmt], scope: _Scope, depth: int) -> ast.Return | None:
+    """Follows statements, and returns the one that ends them, None at their end."""
+    for node in body:
+        if isinstance(node, ast.Return):
+            return node
+        if isinstance(node, ast.Expr):
+            _value(module, node.value, scope, depth)
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            value = _value(module, node.value, scope, depth)
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                _assign(module, target, value, scope)
+        elif isinstance(node, ast.If):
+            ended = _branch(module, node, scope, depth)
+            if ended is not None:
+                return ended
+    return None
+
+
+def _branch(module: _Module, node: ast.If, scope: _Scope, depth: int) -> ast.Return | None:
+    """Follows the branch that a condition takes, and lists the assignments of one that is open."""
+    taken = _decided(node.test, scope)
+    if taken is not None:
+        return _follow(module, node.body if taken else node.orelse, scope, depth)
+    for target in _assigned(node):
+        config, path = _place(target, scope)
+        if config is not None:
+            config.pass_over(path, f"{module.path}:{target.lineno}")
+    return None
+
+
+def _decided(test: ast.expr, scope: _Scope) -> bool | None:
+    """Returns whether `x is None` or `x is not None` holds, None for other conditions."""
+    if not isinstance(test, ast.Compare) or not isinstance(test.left, ast.Name):
+        return None
+    (operation,), (other,) = test.ops, test.comparators
+    none = isinstance(other, ast.Constant) and other.value is None
+    value = scope.get(test.left.id)
+    known = isinstance(value, _Config | ast.Constant)
+    if not none or not known or not isinstance(operation, ast.Is | ast.IsNot):
+        return None
+    is_none = isinstance(value, ast.Constant) and value.value is None
+    return is_none == isinstance(operation, ast.Is)
 
 
 def _assigned(node: ast.If) -> Iterator[ast.expr]:
@@ -170,13 +218,21 @@ def _assign(module: _Module, target: ast.expr, value: _Value, scope: _Scope) -> 
     config, path = _place(target, scope)
     if config is None or isinstance(value, _Config):
         return
-    source, read = _place(value, scope)
+    source, read = _place(_plain(value), scope)
     if source is not None:  # cfg.model.x = cfg.dataset.x
-        known = source.settings.get(read)
+        known = source.get(read)
         if known is not None:
             config.put(path, known.words, f"{module.path}:{target.lineno}")
         return
     _put(config, path, value, scope, module)
+
+
+def _plain(value: ast.expr) -> ast.expr:
+    """Returns what a conversion such as `float(x)` converts."""
+    converts = isinstance(value, ast.Call) and isinstance(value.func, ast.Name)
+    if isinstance(value, ast.Call) and converts and ast.unparse(value.func) in _CONVERSIONS:
+        return value.args[0] if value.args else value
+    return value
 
 
 def _place(target: ast.expr, scope: _Scope) -> tuple[_Config | None, str]:
@@ -202,14 +258,17 @@ def _value(module: _Module, node: ast.expr, scope: _Scope, depth: int) -> _Value
     """Returns a configuration, or the expression with the names of a scope followed."""
     if isinstance(node, ast.Name):
         return scope[node.id] if node.id in scope else module.constant(node.id) or node
+    if isinstance(node, ast.Attribute):
+        config, path = _place(node, scope)
+        return (config.section(path) if config is not None else None) or node
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
         return node
     if node.func.id == "ConfigContainer":
         return _container(module, node, scope)
     given = _bound(module, node, scope, depth)
     before = depth < _DEEPEST and not node.func.id.endswith("Config")
-    config = _made(module, node.func.id, given, depth + 1) if before else None
-    return node if config is None else config
+    made = _made(module, node.func.id, given, depth + 1) if before else None
+    return node if made is None else made
 
 
 def _container(module: _Module, node: ast.Call, scope: _Scope) -> _Config:
@@ -234,7 +293,9 @@ def _bound(module: _Module, node: ast.Call, scope: _Scope, depth: int) -> _Scope
         return {}
     names = [argument.arg for argument in function.args.args]
     values = [_value(module, each, scope, depth) for each in node.args]
-    bound = dict(zip(names, values, strict=False))
+    usual = function.args.defaults
+    bound: _Scope = dict(zip(names[len(names) - len(usual) :], usual, strict=True))
+    bound |= dict(zip(names, values, strict=False))
     for keyword in node.keywords:
         if keyword.arg is not None:
             bound[keyword.arg] = _value(module, keyword.value, scope, depth)
@@ -258,9 +319,9 @@ def _words(module: _Module, node: ast.expr, scope: _Scope) -> Words:
         called = node.func
         if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Call):
             return _words(module, called.value, scope)  # Bridge.of(NAME).method()
-        if node.args:
-            return _words(module, node.args[0], scope)
-        return (ast.unparse(called),)
+        first = _words(module, node.args[0], scope) if node.args else ()
+        said = isinstance(node.args[0], ast.Constant | ast.Name) if node.args else False
+        return first if said and not first[0].isdigit() else (ast.unparse(called),)
     return (ast.unparse(node),)
 
 

@@ -32,6 +32,8 @@ class Settings:
     recompute          recompute level of blocks
     recompute_modules  modules that run again at the selective level, as Megatron-Core names them;
                        None: the operators that the planner calls selective
+    offload_modules    modules of every block whose inputs the host keeps, as Megatron-Core names
+                       them
     recompute_blocks   the first blocks of each virtual stage that recompute; None for all of them
     zero_of_blocks     ZeRO stage of each block of the model, None where all have `zero`
     zero_of_ends       ZeRO stage of the embedding and the head, None where they have `zero`
@@ -42,6 +44,8 @@ class Settings:
     states_on_host     the host holds parameters, gradients and optimizer states of all layers
     overlap            gradients are reduced, and parameters gathered, under compute
     tp_overlap         products hide the collectives of sequence parallelism
+    tokens_once        a token goes once to a node that has several of its experts
+    overlap_exchanges  exchanges of tokens hide under the products of another micro-batch
     fused_loss         one kernel computes the loss, and holds fp32 logits beside their gradient
     narrow_weights     parameters are gathered in the format of narrow products
     bucket_elements    gradients that are reduced at a time; None for the stack's own number
@@ -68,6 +72,7 @@ class Settings:
     zero_ranks: int | None = None
     recompute: Recompute = Recompute.NONE
     recompute_modules: tuple[str, ...] | None = None
+    offload_modules: tuple[str, ...] = ()
     recompute_blocks: int | None = None
     zero_of_blocks: tuple[int, ...] | None = None
     zero_of_ends: int | None = None
@@ -83,6 +88,8 @@ class Settings:
     expert_capacity: float = 0.0
     overlap: bool = False
     tp_overlap: bool = False
+    tokens_once: bool = False
+    overlap_exchanges: bool = False
     fused_loss: bool = False
     narrow_weights: bool = False
     bucket_elements: int | None = None
@@ -200,6 +207,8 @@ def training_facts(training: TrainingSpec) -> Facts:
         "expert_capacity": training.expert_capacity,
         "overlap": training.overlap_grad_reduce,
         "tp_overlap": stack.overlap_tensor_parallel,
+        "tokens_once": stack.sends_tokens_once,
+        "overlap_exchanges": stack.overlap_exchanges,
         "fused_loss": stack.logit_bytes == FUSED_LOSS_LOGIT_BYTES,
         "narrow_weights": training.narrow_weights,
     }
@@ -224,7 +233,12 @@ def with_training(training: TrainingSpec, settings: Settings) -> TrainingSpec:
         expert_capacity=settings.expert_capacity,
         overlap_grad_reduce=settings.overlap,
         narrow_weights=settings.narrow_weights,
-        stack=replace(stack, overlap_tensor_parallel=settings.tp_overlap),
+        stack=replace(
+            stack,
+            overlap_tensor_parallel=settings.tp_overlap,
+            sends_tokens_once=settings.tokens_once,
+            overlap_exchanges=settings.overlap_exchanges,
+        ),
     )
 
 

@@ -1,7 +1,8 @@
 """Arguments in shell scripts and YAML files, each with the line that has it.
 
 A script is not run. Variables that it sets to plain words are put in their places, with the forms
-`$NAME`, `${NAME}`, `${NAME:-word}` and `$((A * B))`, and the last value counts. Everything else
+`$NAME`, `${NAME}`, `${NAME:-word}` and `$((A * B))`, and the last value counts. Branches that these
+variables decide are followed (shell_conditions.py). Everything else
 stays as it stands, and is an error only where an argument that has a price uses it.
 """
 
@@ -12,8 +13,10 @@ import operator
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 from parplan.planner.export.arguments import Given
+from parplan.planner.export.shell_conditions import Branches
 
 _ASSIGNED = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(?!\()(.*)$")
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::?-([^}]*))?\}|\$([A-Za-z_]\w*)")
@@ -25,6 +28,11 @@ _OVERRIDE = re.compile(
 )
 _SHORT = re.compile(r"^-(tp|pp|cp|vp|ep|etp|gb|mb|sl|ms)$")  # of Megatron-Bridge
 _JOB = "#SBATCH"
+_OF_A_JOB = {  # variables that Slurm sets from an option of the job
+    "--nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+    "--gpus-per-node": ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"),
+    "--ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
+}
 _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -39,7 +47,9 @@ def shell_arguments(text: str, file: str) -> tuple[Given, ...]:
     variables: dict[str, str] = {}
     found: list[Given] = []
     inside = False  # an array that goes on
-    for number, line in _logical_lines(text):
+    branches = Branches()
+    for number, whole in _logical_lines(text):
+        line = branches.code_of(whole, partial(_filled, variables=variables))
         assigned = None if inside else _ASSIGNED.match(line)
         inside = _goes_on(line, inside=inside)
         if assigned and "--" not in assigned[2]:
@@ -48,7 +58,14 @@ def shell_arguments(text: str, file: str) -> tuple[Given, ...]:
                 variables[assigned[1]] = words[0]
             if len(words) <= 1:  # with more, it is a command and a variable of its own
                 continue
-        found.extend(_arguments(line, number, file, variables))
+        arguments = tuple(_arguments(line, number, file, variables))
+        found.extend(arguments)
+        variables |= {
+            variable: each.words[0]
+            for each in arguments
+            for variable in _OF_A_JOB.get(each.name, ())
+            if each.words and variable not in variables
+        }
     return tuple(found)
 
 

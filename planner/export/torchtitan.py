@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.planner.export.arguments import Given, read_arguments, written
+from parplan.planner.export.arguments import Given, free, read_arguments, written
 from parplan.planner.export.jobs import hosts_of
 from parplan.planner.export.launcher import RecomputeChoice, Sheet, Target
 from parplan.planner.export.script import array, script, torchrun_lines
@@ -97,7 +97,7 @@ def files(sheet: Sheet) -> Mapping[str, str]:
 TORCHTITAN = Target(
     name="torchtitan",
     stacks=("torchtitan", "torchtitan-2024"),
-    rows=TABLE,
+    rows=(*TABLE, free("--module"), free("--config")),
     table=TABLE,
     zeros=(0, 2, 3),
     recomputes=recomputes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -183,26 +184,25 @@ def _number(text: str) -> float:
 def _parts(steps: list[LoggedStep], starts: list[int]) -> Iterator[list[LoggedStep]]:
     """Yields the steps between starts: a line that says so, or an earlier iteration.
 
-    Ranks that print through one another are at most one line of a step apart.
+    Ranks that print through one another are at most one line of a step apart: a step before the
+    last but one iteration that the part has begins the next part.
     """
     part: list[LoggedStep] = []
+    last, last_but_one = 0, 0
     for step in steps:
-        if part and (_started(part[-1], step, starts) or _went_back(part, step)):
+        if part and (_started(part[-1], step, starts) or step.iteration < last_but_one):
             yield part
-            part = []
+            part, last, last_but_one = [], 0, 0
+        if step.iteration > last:
+            last, last_but_one = step.iteration, last
         part.append(step)
     if part:
         yield part
 
 
 def _started(before: LoggedStep, step: LoggedStep, starts: list[int]) -> bool:
-    return any(before.line.number < start < step.line.number for start in starts)
-
-
-def _went_back(part: list[LoggedStep], step: LoggedStep) -> bool:
-    """True for a step before the last but one iteration that the part has."""
-    seen = sorted({each.iteration for each in part})
-    return len(seen) > 1 and step.iteration < seen[-2]
+    """True if a line between two steps says that a run starts."""
+    return bisect(starts, before.line.number) < bisect(starts, step.line.number)
 
 
 def _by_iteration(part: Iterable[LoggedStep]) -> dict[int, list[LoggedStep]]:

@@ -47,6 +47,15 @@ _SENTENCES = (  # a sentence, and the option of each of its groups
         (f"{_P}pipeline_parallel_schedule", "microbatches"),
     ),
 )
+# before the mesh was one sentence: the axes that have several ranks
+_OLD_MESH = re.compile(r"Building \d-D device mesh with \[([\w', ]+)\], \[([\d, ]+)\]")
+_OLD_AXES = {
+    "pp": f"{_P}pipeline_parallel_degree",
+    "dp_replicate": f"{_P}data_parallel_replicate_degree",
+    "dp_shard": f"{_P}data_parallel_shard_degree",
+    "cp": f"{_P}context_parallel_degree",
+    "tp": f"{_P}tensor_parallel_degree",
+}
 _DEVICE = re.compile(r"CUDA capacity: (.+) with [\d.]+GiB memory")
 _NEEDED = (
     (f"{_P}pipeline_parallel_degree", "Building device mesh with parallelism: .."),
@@ -67,6 +76,7 @@ def titan_options(lines: Iterable[LogLine], file: str) -> tuple[tuple[Given, ...
             match = re.search(pattern, line.text)
             words = match.groups() if match else ()
             found |= {name: (word, line.number) for name, word in zip(names, words, strict=False)}
+        found |= {name: (word, line.number) for name, word in _old_mesh(line.text).items()}
         device = _DEVICE.search(line.text)
         if device and device[1] in CATALOGUE:
             machine["--gpu"] = CATALOGUE[device[1]]
@@ -86,6 +96,20 @@ def titan_options(lines: Iterable[LogLine], file: str) -> tuple[tuple[Given, ...
         Given(name, (word,), f"{file}:{number.get(name, 1)}") for name, word in options.items()
     )
     return tuple(given), machine
+
+
+def _old_mesh(text: str) -> dict[str, str]:
+    """Returns the degrees of the mesh in a line of 2024 and 2025, {} of others.
+
+    A mesh that divides experts is not understood: its ranks stand in further axes.
+    """
+    match = _OLD_MESH.search(text)
+    if match is None:
+        return {}
+    sizes = dict(zip(re.findall(r"\w+", match[1]), re.findall(r"\d+", match[2]), strict=False))
+    if not sizes.keys() <= _OLD_AXES.keys():
+        return {}
+    return {option: sizes.get(axis, "1") for axis, option in _OLD_AXES.items()}
 
 
 def _is_degree(name: str) -> bool:

@@ -247,8 +247,9 @@ COMPILED = re.compile(r"\bcompile\b(?!=false)")
 # nanotron with tp_linear_async_communication (huggingface/nanotron 7bc99232
 # src/nanotron/parallel/tensor_parallel/functional.py: _ColumnLinearAsyncCommunication)
 ASYNC_TENSOR_PARALLEL = re.compile(r"reduce-scatter mode with async comm")
-# Runs without torch.compile: torchtune's first row, to which the second adds it, and torchtitan's
-EAGER = re.compile(r"torchtune-.*-packed|titan-.*-eager")
+# Runs without torch.compile: torchtune's first row, to which the second adds it, and torchtitan's,
+# those of 2024 on A100 by the recipe of their date (4d88a8a44 train_configs/llama3_8b.toml)
+EAGER = re.compile(r"torchtune-.*-packed|titan-.*-eager|titan-2024-")
 # Runs of torchtune whose optimizer updates in the backward pass: its techniques add up in this
 # order (docs/source/tutorials/memory_optimizations.rst, optimizer_in_bwd).
 IN_BACKWARD = re.compile(r"torchtune-.*-(optimizer_in_bwd|activation_offloading|8-bit_AdamW)")

@@ -18,8 +18,8 @@ Choices, with their reasons:
 - H100, H200 and B200 slow down by 13-21 % in products above about 1e12 FLOPs, A100 does not: the
   cause is the power limit, which a training step reaches for good. Rows are compared with the form
   as measured; training is priced at the limit. The inputs of the GH200 rows are easy on power and
-  do not show it: the limit of H100 is carried there, and that of B200 to GB200, since rows under
-  steady load exist of B200 only.
+  do not show it: the limit of H100 is carried there. Rows under steady load exist of B200; that of
+  GB200 and GB300, and their kernels bound by memory, are in `profiles/build/blackwell.py`.
 - Gradients on Hopper borrow from A100-PCIe: shape by shape dx runs at 1.00 of the forward product
   there and dw into fp32 at 0.95; B200 says 0.99 and 0.93.
 - Backward rows flagged tiny_gradients (gradients that underflow to zero run too fast) are not used
@@ -52,14 +52,22 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from parplan.profiles.build.attention_curves import blackwell_flash2, flash1_speed, hopper_kernels
+from parplan.profiles.build.blackwell import (
+    STEADY,
+    STREAMS_OF_HOPPER,
+    PowerLimit,
+    limited,
+    mapped,
+    with_streams,
+)
 from parplan.profiles.build.compute_curves import compute_curves, retimed_curves
 from parplan.profiles.build.grouped_curves import with_grouped_products
 from parplan.profiles.build.link_curves import inter, intra, reduced_intra
@@ -75,10 +83,10 @@ from parplan.profiles.build.machine_recipes import (
 from parplan.profiles.build.recipes import FitContext, chip_of
 from parplan.profiles.documents.schema import document
 from parplan.profiles.machines.curve_fitting import AnyCurve, MeasurementTables, Score, rounded
-from parplan.profiles.machines.curves import Curve, FlashCurve, MatmulCurve
+from parplan.profiles.machines.curves import FlashCurve, MatmulCurve
 from parplan.profiles.machines.machine_catalog import load_cluster
 from parplan.profiles.machines.shipped_profiles import analytic_profile
-from parplan.profiles.machines.speeds import Compute, FlashSpeed, Intra, PassCurves, Profile
+from parplan.profiles.machines.speeds import Compute, FlashSpeed, Intra, Profile
 from parplan.profiles.provenance import Kind
 from parplan.profiles.stack import FlashKernel
 
@@ -92,48 +100,7 @@ BLACKWELL_CURVES = ("b200-180gb", "gb200-186gb", "gb300-279gb")  # devices with 
 LIMITS = {"gh200-96gb": "h100-80gb"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PowerLimit:
-    """The limit of products under steady load, as in `MatmulCurve`."""
-
-    throttle: float
-    throttle_flops: float
-    source: str
-
-
-# rows of GB200 and GB300 are of rested devices
-GRACE_BLACKWELL_LIMIT = PowerLimit(
-    throttle=0.18,
-    throttle_flops=4.948e12,
-    source=(
-        "power limit: the median of 1.12, 1.17, 1.19 and 1.24, by which runs that sampled the "
-        "power were slower (ai-dynamo/aiconfigurator 095f58a51c: bf16 of vLLM 0.22.0 over "
-        "0.24.0 and 0.19.0, TensorRT-LLM 1.3.0rc17 over rc20 and rc10)"
-    ),
-)
-STEADY = {
-    "gb200-186gb": GRACE_BLACKWELL_LIMIT,
-    "gb300-279gb": replace(
-        GRACE_BLACKWELL_LIMIT, source=f"{GRACE_BLACKWELL_LIMIT.source}, of GB200"
-    ),
-}
-
-
-def _mapped(compute: Compute, change: Callable[[str, Any], Any]) -> Compute:
-    """Returns the curves after `change(name, curve)`."""
-    moved: dict[str, Any] = {}
-    for field in fields(compute):
-        value = getattr(compute, field.name)
-        if isinstance(value, Curve):
-            moved[field.name] = change(field.name, value)
-        elif isinstance(value, PassCurves):
-            forward = change(field.name, value.forward)
-            backward = change(field.name, value.backward)
-            moved[field.name] = PassCurves(forward=forward, backward=backward)
-    return replace(compute, **moved)
-
-
-def _slowed(curve: Any, power: float) -> Any:
+def slowed(curve: Any, power: float) -> Any:
     """Returns a curve at a share `power` of the power limit.
 
     The time of steady products and of fused attention grows as power ** -1/2. The exponent is
@@ -157,10 +124,10 @@ def _variant(context: FitContext, variant: Variant, lender: Profile) -> Profile:
     note = f"{variant.lender}, the same chip{power}"
 
     def carried(name: str, curve: AnyCurve) -> AnyCurve:
-        moved: AnyCurve = curve if variant.power == 1 else _slowed(curve, variant.power)
+        moved: AnyCurve = curve if variant.power == 1 else slowed(curve, variant.power)
         return replace(moved, kind=Kind.ANALYTIC, source=f"{note}: {curve.source}")
 
-    compute = _mapped(lender.compute, carried)
+    compute = mapped(lender.compute, carried)
     if variant.efficiency is not None:
         compute = _at_efficiency(compute, variant.efficiency, note)
     if variant.gpu:
@@ -182,7 +149,7 @@ def _at_efficiency(compute: Compute, efficiency: float, note: str) -> Compute:
             return curve
         return replace(curve, efficiency=efficiency, throttle=0.0, source=source)
 
-    return _mapped(compute, reached)
+    return mapped(compute, reached)
 
 
 def _measured_intra(context: FitContext, gpus: tuple[str, ...], sources: tuple[str, ...]) -> Intra:
@@ -222,24 +189,6 @@ def _limit_of(lender: Profile) -> PowerLimit:
     )
 
 
-def _limited(profile: Profile, limit: PowerLimit) -> Profile:
-    """Returns the profile with a power limit for its products, which makes them ANALYTIC."""
-
-    def limited(name: str, curve: AnyCurve) -> AnyCurve:
-        if not isinstance(curve, MatmulCurve) or name.startswith("batched"):
-            return curve
-        source = f"{curve.source}; {limit.source}"
-        return replace(
-            curve,
-            throttle=limit.throttle,
-            throttle_flops=limit.throttle_flops,
-            kind=Kind.ANALYTIC,
-            source=source,
-        )
-
-    return replace(profile, compute=_mapped(profile.compute, limited))
-
-
 def _with_kernels(profile: Profile, kernels: Mapping[FlashKernel, FlashSpeed]) -> Profile:
     return replace(profile, compute=replace(profile.compute, flash_kernels=kernels))
 
@@ -257,7 +206,7 @@ def from_datasheet(sheet: Datasheet, tables: MeasurementTables, scores: list[Sco
         return replace(curve, efficiency=sheet.efficiency, throttle=throttle, source=sheet.source)
 
     profile = analytic_profile(sheet.device)
-    compute = _mapped(profile.compute, assumed)
+    compute = mapped(profile.compute, assumed)
     if sheet.flash is not None:
         compute = _with_flash(compute, sheet.flash, sheet.flash_source)
     inside = replace(
@@ -306,9 +255,11 @@ def calibrate(tables: MeasurementTables) -> tuple[tuple[Profile, ...], tuple[Sco
         context = FitContext(recipe=recipe, cluster=cluster, tables=tables, scores=scores)
         profiles[recipe.device] = _profile(context)
     for device, lender in LIMITS.items():
-        profiles[device] = _limited(profiles[device], _limit_of(profiles[lender]))
+        profiles[device] = limited(profiles[device], _limit_of(profiles[lender]))
     for device, limit in STEADY.items():
-        profiles[device] = _limited(profiles[device], limit)
+        profiles[device] = limited(profiles[device], limit)
+    for device in STREAMS_OF_HOPPER:
+        profiles[device] = with_streams(profiles[device])
     flash1 = flash1_speed(profiles["a100-80gb"].compute, chip_of(load_cluster("a100-80gb")))
     profiles["a100-80gb"] = _with_kernels(profiles["a100-80gb"], {FlashKernel.FLASH1: flash1})
     for device, kernel in HOPPER_KERNELS.items():

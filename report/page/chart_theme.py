@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from parplan.profiles.errors import ConfigError
-
 if TYPE_CHECKING:
     import altair
 
@@ -20,19 +18,6 @@ ROW_PIXELS = 22
 MOST_ROWS = 32  # rows of a chart; more would not be read
 
 Row = dict[str, Any]
-
-
-def require_page_libraries() -> None:
-    """Raises ConfigError where a library that draws the page is not installed."""
-    try:
-        import altair  # noqa: F401
-        import jinja2  # noqa: F401
-        import vl_convert  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f"plan report needs {error.name}, which is not installed",
-            hint="pip install 'parplan[report]'",
-        ) from None
 
 
 def colours(names: Sequence[str]) -> dict[str, str]:

@@ -52,7 +52,7 @@ from parplan.report.page.step_charts import (
 from parplan.report.page.timeline_chart import drawn_timeline, timeline_chart
 from parplan.report.plans.memory_table import layers_text, rows
 from parplan.report.plans.notes import notes
-from parplan.report.plans.summary import header
+from parplan.report.plans.summary import REDUNDANT, header
 from parplan.report.searches.comparison_tables import comparison_notes, meaning, verdicts
 
 if TYPE_CHECKING:
@@ -61,7 +61,6 @@ if TYPE_CHECKING:
 _TEMPLATE = "page.html"
 _STYLE = "page.css"
 _SCRIPT = "page.js"
-_GLOBALS = "window.vegaEmbed = vegaEmbed;"
 _WIDE = 10_000  # characters; the browser breaks lines
 _DEVICE = {"memory of a device": LIMIT}
 
@@ -74,8 +73,13 @@ def render_page(plans: Sequence[ReportedPlan], library: str) -> str:
     figured = [
         FiguredPlan(each, PlanFigures(each.document, index)) for index, each in enumerate(plans)
     ]
-    charts: dict[str, Row] = {"front": front_chart(plans)}
+    charts: dict[str, Row] = {}
+    if len(plans) > 1 or plans[0].plan.search.runners_up:
+        charts["front"] = front_chart(plans)
     views = [_view(index, each, charts) for index, each in enumerate(figured)]
+    longest_s = max(each.plan.predicted.step_time_s.value for each in plans)
+    for index, each in enumerate(plans):
+        charts[f"step-{index}"] = waterfall_chart(waterfall(each.plan), longest_s)
     return (
         _environment()
         .get_template(_TEMPLATE)
@@ -91,19 +95,6 @@ def render_page(plans: Sequence[ReportedPlan], library: str) -> str:
             library=library,
         )
     )
-
-
-def chart_library() -> str:
-    """Returns the javascript of Vega, Vega-Lite and vega-embed, which the page holds.
-
-    Its version of Vega-Lite is that of altair's charts.
-    """
-    import altair as alt
-    import vl_convert
-
-    release = ".".join(alt.SCHEMA_VERSION.lstrip("v").split(".")[:2])
-    library: str = vl_convert.javascript_bundle(_GLOBALS, release)
-    return library
 
 
 def _environment() -> Environment:
@@ -142,7 +133,7 @@ def _view(index: int, each: FiguredPlan, charts: dict[str, Row]) -> Mapping[str,
         **_mesh(index, each, charts),
         **_timeline(index, each, charts),
         **_memory(index, each, charts),
-        **_step(index, each, charts),
+        "step": step_table(each),
         **_baselines(index, each, charts),
         "runners": runners_table(each),
         "choice": reported.plan.search.preference,
@@ -191,7 +182,8 @@ def _memory(index: int, each: FiguredPlan, charts: dict[str, Row]) -> Mapping[st
     predicted = reported.document["predicted"]
     capacity = predicted["memory_gib"][0]["capacity"]
     charts[f"memory-{index}"] = stage_chart(predicted["memory_gib"], "GiB of one GPU", capacity)
-    redundant = predicted["redundancy_gib"]["stages"]
+    whole = predicted["redundancy_gib"]
+    redundant = whole["stages"]
     if redundant:
         charts[f"redundancy-{index}"] = stage_chart(redundant, "redundant GiB of one GPU")
     curves: dict[str, str] = {}
@@ -205,12 +197,8 @@ def _memory(index: int, each: FiguredPlan, charts: dict[str, Row]) -> Mapping[st
         "class_palette": {**CLASS_COLOURS, **_DEVICE},
         "curve_palette": {**curves, **_DEVICE} if curves else {},
         "redundancy": redundancy_table(each),
+        "below_zero": min(row[name] for row in [whole, *redundant] for name in REDUNDANT) < 0,
     }
-
-
-def _step(index: int, each: FiguredPlan, charts: dict[str, Row]) -> Mapping[str, Any]:
-    charts[f"step-{index}"] = waterfall_chart(waterfall(each.reported.plan))
-    return {"step": step_table(each)}
 
 
 def _baselines(index: int, each: FiguredPlan, charts: dict[str, Row]) -> Mapping[str, Any]:

@@ -11,7 +11,8 @@ from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
 from parplan.profiles.units import GB
 from parplan.report.names import OPTIMIZER_NAMES, attention_text
 from parplan.report.page.figures import Form
-from parplan.report.page.page_tables import Cells, FiguredPlan, PageTable
+from parplan.report.page.mesh_chart import axes_of
+from parplan.report.page.page_tables import Cells, FiguredPlan, PageTable, speed_name
 from parplan.report.plans.coverage_notes import coverage_of_profile, coverage_text
 from parplan.report.plans.network_fact import expert_placement, reach
 from parplan.report.text import band_text
@@ -61,6 +62,8 @@ def _link_row(each: FiguredPlan, name: str, where: Placement) -> Cells:
         inside = cluster.link_of(where.num_ranks * where.distance)
         link, bytes_per_s = inside.name, inside.bytes_per_s
     field = _SECONDS_OF.get(name, "pp_comm_s")
+    sharing = [axis for axis in axes_of(each.reported.plan.mesh) if _SECONDS_OF.get(axis) == field]
+    together = f" ({', '.join(sharing)} together)" if len(sharing) > 1 else ""
     return (
         name,
         degree,
@@ -68,7 +71,7 @@ def _link_row(each: FiguredPlan, name: str, where: Placement) -> Cells:
         link,
         each.figures.derived(bytes_per_s / GB, Form.NUMBER, "cluster"),
         _carried(each.reported.plan, name),
-        each.figures(f"predicted.breakdown.{field}.value", Form.SECONDS),
+        each.figures(f"predicted.breakdown.{field}.value", Form.SECONDS) + together,
     )
 
 
@@ -150,7 +153,7 @@ def kinds_table(each: FiguredPlan) -> PageTable:
     memory = _band(band.memory) if band else "unknown"
     quantities = (
         ("step time", "step_time_s", Form.SECONDS),
-        ("tokens/s/GPU", "tokens_per_s_per_gpu", Form.COUNT),
+        (speed_name(each.reported.plan), "tokens_per_s_per_gpu", Form.COUNT),
         ("MFU", "mfu", Form.SHARE),
     )
     rows: list[Cells] = [
@@ -172,9 +175,7 @@ def kinds_table(each: FiguredPlan) -> PageTable:
         for index, stage in enumerate(predicted.memory_gib)
     ]
     redundant = figures("predicted.redundancy_gib.total", Form.GIB)
-    rows.append(
-        ("redundant GiB", redundant, predicted.redundancy_gib.kind, "exact for its formula")
-    )
+    rows.append(("redundant GiB", redundant, predicted.redundancy_gib.kind, "not measured"))
     return PageTable(
         caption="Kind and error band of each number; the parts of the step have theirs above",
         heading=("number", "value", "kind", "error band"),

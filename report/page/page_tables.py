@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from parplan.planner.plan.prediction import mean_idle_share
+from parplan.planner.plan.prediction import Status, mean_idle_share
+from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan, model_name
 from parplan.report.names import pipeline_phrases
 from parplan.report.page.figures import Form, PlanFigures, part_forms
 from parplan.report.page.memory_charts import CLASSES, alike
@@ -15,7 +16,7 @@ from parplan.report.plans.memory_table import fullest, layers_text, rows
 from parplan.report.plans.summary import STEP_CAUSES, SummaryContext, layers_phrases, proof
 from parplan.report.text import band_text
 
-_LONG = 28  # characters of a cell that is wrapped
+_LONG = 20  # characters of a cell that is wrapped
 Cells = tuple[str, ...]  # text, or HTML that `number` made
 
 
@@ -82,7 +83,7 @@ def _overview(each: FiguredPlan, first: FiguredPlan) -> Iterator[tuple[str, str]
         + (f" {band_text(band.time.share)}" if band else ""),
     )
     yield "against the first", _against(each, first)
-    yield "tokens/s/GPU", figures("predicted.tokens_per_s_per_gpu.value", Form.COUNT)
+    yield speed_name(plan), figures("predicted.tokens_per_s_per_gpu.value", Form.COUNT)
     yield "MFU", figures("predicted.mfu.value", Form.SHARE)
     stage = predicted.memory_gib.index(fullest(plan))
     yield (
@@ -103,12 +104,22 @@ def _overview(each: FiguredPlan, first: FiguredPlan) -> Iterator[tuple[str, str]
     yield "proven", "; ".join(proof(plan, SummaryContext())[1:])
 
 
+def speed_name(plan: AnyPlan) -> str:
+    """Returns the unit of a plan's speed; a traced module may train on samples."""
+    return f"{plan.traced.unit if isinstance(plan, TracedPlan) else 'tokens'}/s/GPU"
+
+
 def _against(each: FiguredPlan, first: FiguredPlan) -> str:
-    """Returns by how much a step is longer than the first plan's; empty for that one."""
-    if each is first:
+    """Returns by how much a step is longer than the first plan's.
+
+    It is empty for that one, and for another model or another number of tokens in a step.
+    """
+    mine, theirs = each.reported.plan, first.reported.plan
+    tokens = theirs.training.tokens_per_step
+    alike = model_name(mine) == model_name(theirs) and mine.training.tokens_per_step == tokens
+    if each is first or not alike:
         return ""
-    step_s = each.reported.plan.predicted.step_time_s.value
-    slower = step_s / first.reported.plan.predicted.step_time_s.value - 1
+    slower = mine.predicted.step_time_s.value / theirs.predicted.step_time_s.value - 1
     return each.figures.derived(slower, Form.MORE, "step time over that of the first plan - 1")
 
 
@@ -124,7 +135,7 @@ def key_figures(each: FiguredPlan) -> Iterator[tuple[str, str, str]]:
         f"{band_text(band.time.share) if band else 'band unknown'}, {predicted.step_time_s.kind}",
     )
     yield (
-        "tokens/s/GPU",
+        speed_name(each.reported.plan),
         figures("predicted.tokens_per_s_per_gpu.value", Form.COUNT),
         figures("predicted.mfu.value", Form.SHARE) + " MFU",
     )
@@ -134,6 +145,8 @@ def key_figures(each: FiguredPlan) -> Iterator[tuple[str, str, str]]:
         figures(f"predicted.memory_gib.{stage}.total", Form.GIB),
         free + " GiB free" + (f", {band_text(band.memory.share)}" if band else ""),
     )
+    if each.reported.plan.search.status is Status.ESTIMATE:
+        return
     yield (
         "gap to the bound",
         figures("search.gap", Form.SHARE),
@@ -190,15 +203,17 @@ def step_table(each: FiguredPlan) -> PageTable:
 def memory_table(each: FiguredPlan) -> PageTable:
     """Returns GiB of each pipeline rank by class; equal neighbours share a row."""
     figures = each.figures
+    host = any(stage.host for stage in each.reported.plan.predicted.memory_gib)
+    names = (*CLASSES, "total", "capacity", *(("host",) if host else ()))
     lines = []
     for row in rows(each.reported.plan):
         key = f"predicted.memory_gib.{row.first}"
-        classes = (figures(f"{key}.{name}", Form.GIB) for name in (*CLASSES, "total", "capacity"))
+        classes = (figures(f"{key}.{name}", Form.GIB) for name in names)
         layers = row.shards or layers_text(row, short=False)
         lines.append((row.stages, layers, *classes, row.memory.kind))
     return PageTable(
         caption="GiB of one GPU by pipeline rank and class",
-        heading=("pipeline rank", "layers", *CLASSES, "total", "device", "kind"),
+        heading=("pipeline rank", "layers", *names, "kind"),
         rows=tuple(lines),
         texts=frozenset({"layers", "kind"}),
     )

@@ -99,9 +99,12 @@ def baselines_table(each: FiguredPlan) -> PageTable | None:
 
 
 def differences_table(each: FiguredPlan) -> PageTable | None:
-    """Returns the parts of the plan's step, and how much each baseline has more of each."""
+    """Returns the parts of the plan's step, and how much each baseline has more of each.
+
+    It is None where no baseline fits.
+    """
     comparison = each.reported.document["comparison"]
-    if comparison is None:
+    if comparison is None or not any(base["fits"] for base in comparison["baselines"]):
         return None
     part_form, more_form = part_forms(comparison["ours"]["step_time_s"])
     fitting = [(i, base) for i, base in enumerate(comparison["baselines"]) if base["fits"]]

@@ -56,8 +56,11 @@ def waterfall(plan: AnyPlan) -> list[Fall]:
     return [*bars, Fall(name=PREDICTED, seconds=step_s, start_s=0.0, whole=True)]
 
 
-def waterfall_chart(bars: Sequence[Fall]) -> Row:
-    """Returns the waterfall, one bar a row with its seconds beside it."""
+def waterfall_chart(bars: Sequence[Fall], longest_s: float) -> Row:
+    """Returns the waterfall, one bar a row with its seconds beside it.
+
+    longest_s: the longest step of the page, whose plans have one scale
+    """
     import altair as alt
 
     rows = [
@@ -79,7 +82,7 @@ def waterfall_chart(bars: Sequence[Fall]) -> Row:
             "from:Q",
             title="seconds",
             axis=alt.Axis(tickCount=8),
-            scale=alt.Scale(domain=[0, 1.18 * bars[-1].seconds], nice=False),
+            scale=alt.Scale(domain=[0, 1.18 * longest_s], nice=False),
         ),
         x2="to:Q",
         color=alt.condition("datum.whole", alt.value(_WHOLE), alt.value(_PART)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console
@@ -15,6 +16,7 @@ from parplan.planner.plan.prediction import StageMemory
 from parplan.profiles.units import gib
 from parplan.report.text import say, seconds_text
 
+_LONG = 8  # numbers of a list that is written out
 _MUCH = 0.2  # share of a step in bubbles that is said
 
 
@@ -78,7 +80,15 @@ def _change_text(change: Change) -> str:
 
 
 def _words_text(words: Words | None) -> str:
-    return "none" if words is None else " ".join(words) or "on"
+    return "none" if words is None else " ".join(map(_word_text, words)) or "on"
+
+
+def _word_text(word: str) -> str:
+    """Returns a word; a long list of numbers is written by its runs: `20 x 1, 12 x 0`."""
+    parts = word.split(",")
+    if len(parts) <= _LONG:
+        return word
+    return ", ".join(f"{len(tuple(run))} x {value}" for value, run in groupby(parts))
 
 
 def _gain_text(plan: Plan, change: Change) -> str:

@@ -56,10 +56,7 @@ def notes(plan: AnyPlan, *, ruled: bool = False) -> Iterator[str]:
             "; the band is of prices without" if plan.predicted.error_band else ""
         )
     if plan.training.stack.name != EXECUTORS_STACK:
-        yield (
-            f"priced as {plan.training.stack.name} runs it; parplan's own executor is --stack "
-            f"{EXECUTORS_STACK}"
-        )
+        yield f"parplan's own executor is --stack {EXECUTORS_STACK}"
 
 
 def _packed(plan: Plan) -> Iterator[str]:

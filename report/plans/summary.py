@@ -12,6 +12,7 @@ from parplan.costmodels.communication.mesh import Mesh, MeshOrder
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.usage.goodput import Failures
 from parplan.planner.calibration.profile_coverage import Coverage
+from parplan.planner.export.launcher_prices import LauncherPrice
 from parplan.planner.objective import Objective, Prefer
 from parplan.planner.plan.plan import OVER_DATA, Plan
 from parplan.planner.plan.prediction import ErrorBand, RunnerUp, Status
@@ -33,6 +34,7 @@ from parplan.report.names import (
 from parplan.report.plans.chunk_tables import chunks_fact
 from parplan.report.plans.coverage_notes import coverage_notes, coverage_of_profile, coverage_text
 from parplan.report.plans.goodput_fact import goodput_facts
+from parplan.report.plans.launcher_lines import launcher_lines
 from parplan.report.plans.memory_table import fullest, print_stages
 from parplan.report.plans.network_fact import network_facts
 from parplan.report.plans.notes import notes
@@ -61,7 +63,7 @@ STEP_CAUSES = (
     ("host", "host_comm_s"),
     ("optimizer", "optimizer_s"),
 )
-_REDUNDANT = ("parameters", "gradients", "optimizer", "activations", "temporaries")
+REDUNDANT = ("parameters", "gradients", "optimizer", "activations", "temporaries")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +76,7 @@ class SummaryContext:
     whole        true to print every stage and every runner-up
     profile      file of --profile as the user named it, empty when unknown
     plan_file    file of the plan as the user named it, empty when unknown
+    launchers    the plan at launchers, in whose nearest settings it is another one
     ruled        a rule of the user said the recompute of the stages
     failures     failures of the cluster, None where no goodput is asked for
     """
@@ -84,6 +87,7 @@ class SummaryContext:
     whole: bool = False
     profile: str = ""
     plan_file: str = ""
+    launchers: tuple[LauncherPrice, ...] = ()
     ruled: bool = False
     failures: Failures | None = None
 
@@ -107,6 +111,8 @@ def print_summary(plan: AnyPlan, out: Console, context: SummaryContext) -> None:
     say(out)
     _print_runners_up(plan, out, whole=context.whole)
     _print_ties(plan, out)
+    for line in launcher_lines(context.launchers, out.width):
+        say(out, line)
     printed = list(notes(plan, ruled=context.ruled))
     if measured and not isinstance(plan, TracedPlan):
         printed += coverage_notes(measured, plan, context.profile, context.plan_file)
@@ -434,7 +440,7 @@ def _time_line(plan: AnyPlan, width: int) -> str:
 def _redundancy_line(plan: AnyPlan, width: int) -> str:
     """Returns GiB of the cluster beyond one copy of everything, by class."""
     redundancy = plan.predicted.redundancy_gib
-    classes = {name: getattr(redundancy, name) for name in _REDUNDANT if getattr(redundancy, name)}
+    classes = {name: getattr(redundancy, name) for name in REDUNDANT if getattr(redundancy, name)}
     parts = [f"{name} {gib_text(value)}" for name, value in classes.items()]
     if min(classes.values(), default=0.0) < 0:
         parts.append("below zero is of one copy what the host holds")

@@ -84,3 +84,12 @@ def test_files_of_nobody_are_refused(tmp_path):
     (tmp_path / "other.sh").write_text("echo --lr 1\n")
 
     assert "no arguments of a launcher" in fail(2, "read", f"{tmp_path}/other.sh")
+
+
+@pytest.mark.parametrize("command", ["read", "check", "show", "compare"])
+def test_a_script_of_no_launcher_is_an_error_that_says_what_is_read(command, tmp_path):
+    (tmp_path / "run.sh").write_text("python serve.py --port 80\n")
+    said = fail(2, command, f"{tmp_path}/run.sh")
+
+    assert "no arguments of a launcher that is known" in said
+    assert "megatron, " in said

@@ -75,6 +75,7 @@ QUICK = (
     "plan read train.sh --gpu h100-80gb -o plan.yaml",
     "plan compare plan.yaml train.sh --gpu h100-80gb",
     "plan check issue-1031.sh --gpu h100-80gb",
+    "plan check train.sh --gpu h100-80gb",
     "plan import train.log --gpu h100-80gb -o steps.csv",
     "plan validate --steps steps.csv --rows",
     "plan calibrate train.log --gpu h100-80gb -o mygpu.yaml",

@@ -17,6 +17,8 @@ def test_the_tables_name_the_options():
     assert known["--num-virtual-stages-per-pipeline-rank"] == "--virtual-stages"
     assert known["--parallelism.tensor_parallel_degree"] == "--tp"
     assert known["--training.seq_len"] == "--seq-length"
+    assert known["--per_device_train_batch_size"] == "--micro-batch-size"
+    assert known["--train_batch_size"] == "--global-batch-size"
     assert "--sequence-parallel" not in known
 
 

@@ -13,16 +13,19 @@ from parplan.commands.options.target_options import TargetOptions
 from parplan.commands.requests.launchers import with_launcher
 from parplan.commands.requests.requests import request_of
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.planner.export.best_settings import best_settings
+from parplan.planner.export.best_settings import as_said, best_settings
 from parplan.planner.export.configured import price_settings
 from parplan.planner.export.exported import export_plan
 from parplan.planner.export.launcher import read_back
 from parplan.planner.export.settings import Settings, settings_of
 from parplan.planner.export.targets import target_named
+from parplan.planner.forbid import parse_bans
 from parplan.planner.infeasible.shortfall import limit_bytes
 from parplan.planner.plan.plan import Plan
 from parplan.planner.request import Constraints, Request, SearchOptions
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.models.operator_graph import LayerKind
+from parplan.profiles.models.spec import Precision
 from tests.helpers.launcher_settings import changed
 
 EXACT = 1e-9  # share of a step
@@ -84,4 +87,66 @@ def require_best(
 @pytest.mark.parametrize("launcher", ["megatron", "torchtitan"])
 def test_random_settings_of_a_launcher_are_no_faster_than_its_plan(launcher):
     model = {"megatron": "gpt-1.5b", "torchtitan": "llama3-8b"}[launcher]
-    require_best(launcher, model, 8, "a100-80gb", num_settings=25, seed=1)
+    require_best(launcher, model, 8, "a100-80gb", num_settings=15, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "model", "gpus", "gpu", "num_settings"),
+    [
+        ("megatron", "gpt-20b", 64, "a100-80gb", 300),
+        ("megatron", "llama3-70b", 128, "h100-80gb", 200),
+        ("megatron", "mixtral-8x22b", 64, "h100-80gb", 150),
+        ("megatron", "gpt-22b", 8, "a100-80gb", 150),
+        ("megatron", "gpt-7.5b", 16, "v100-32gb", 200),
+        ("torchtitan", "llama3-70b", 128, "h100-80gb", 150),
+        ("torchtitan", "qwen3-30b-a3b", 32, "h100-80gb", 150),
+        ("deepspeed", "gpt-20b", 64, "a100-80gb", 60),
+    ],
+)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_no_random_setting_of_many_is_faster(launcher, model, gpus, gpu, num_settings, seed):
+    require_best(launcher, model, gpus, gpu, num_settings, seed)
+
+
+def test_what_settings_cannot_say_is_refused():
+    with pytest.raises(ConfigError, match=r"gemma-2-9b has .*attention_soft_cap"):
+        best_settings(asked("megatron", "gemma-2-9b", 8), target_named("megatron"))
+    request = asked("megatron", "gpt-1.5b", 8, zero_by_operator=True)
+    with pytest.raises(ConfigError, match="--zero-by-operator exclude each other"):
+        best_settings(request, target_named("megatron"))
+
+
+def test_pins_and_bans_hold_for_the_settings():
+    pins = {"tp": (2,), "zero": (1, 3), "forbid": parse_bans(["zero=3", "recompute=none"])}
+    plan = best_settings(asked("megatron", "gpt-2.5b", 8, **pins), target_named("megatron"))
+
+    blocks = [each for each in plan.layer_plans.values() if each.layer is LayerKind.BLOCK]
+    assert plan.mesh.tp == 2
+    assert {block.zero for block in blocks} == {1}
+    assert any(block.recompute for block in blocks)
+    assert plan.search.launcher == "megatron"
+    require_whole(plan, "megatron")
+
+
+def test_a_launcher_has_its_own_precision_of_gradients():
+    megatron = target_named("megatron")
+
+    def in_bf16(*arguments):
+        return replace(megatron.settings(*arguments), gradient_precision=Precision.BF16)
+
+    request, target = asked("megatron", "gpt-1.5b", 8), replace(megatron, settings=in_bf16)
+    said = as_said(request, target)
+
+    assert said.training.gradient_precision is Precision.BF16
+    assert "--gradient-precision bf16 (megatron's)" in said.assumed
+    assert as_said(request, megatron) == request
+    with pytest.raises(ConfigError, match="--gradient-precision fp32: megatron has bf16"):
+        as_said(replace(request, assumed=()), target)
+
+
+def test_an_overlap_of_tensor_parallelism_is_no_matter_without_it():
+    plan = best_settings(asked("megatron-bridge", "gpt-1.5b", 8), target_named("megatron-bridge"))
+
+    assert plan.mesh.tp == 1
+    require_whole(plan, "megatron-bridge")

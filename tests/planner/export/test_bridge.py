@@ -152,9 +152,7 @@ def test_overrides_over_a_recipe_that_is_not_there_are_refused(tmp_path):
 
 def test_a_setting_without_a_price_is_refused_with_its_line(tmp_path):
     path = tmp_path / "recipe.py"
-    path.write_text(
-        RECIPE.replace("comm_overlap =", "comm_overlap.overlap_moe_expert_parallel_comm = True #")
-    )
+    path.write_text(RECIPE.replace("comm_overlap =", "optimizer.optimizer_cpu_offload = True #"))
     file = read_launcher_file(path, TARGETS)
-    with pytest.raises(ConfigError, match=r"recipe.py:18: comm_overlap\.overlap_moe"):
+    with pytest.raises(ConfigError, match=r"recipe.py:18: optimizer\.optimizer_cpu"):
         file.settings(load_model("llama3-8b").spec, 8)

@@ -14,6 +14,7 @@ from parplan.planner.export.targets import TARGETS, target_named
 from parplan.planner.export.torchtitan_arguments import generated_blocks, partitions
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.stack import ContextForm
 from tests.helpers.laid_out_plans import laid_out
 
@@ -135,6 +136,13 @@ def test_what_megatron_cannot_say_is_listed_with_its_cost():
     require_consistent(one)
 
 
+def test_fsdp2_says_the_zero_stage_of_every_block():
+    one = exported(mixed_zero(laid_out(dp=4, zero=2, **TITAN)), "fsdp2")
+
+    assert one.losses == ()
+    assert "- 1 true\n  - 53 false\n" in one.files["fsdp2.yaml"]
+
+
 def test_a_schedule_that_megatron_lacks_is_replaced_by_one_that_it_has():
     plan = laid_out(pp=4, virtual_stages=2, schedule=Schedule.ZBV, zero=0, stack="parplan")
     one = exported(plan)
@@ -147,6 +155,20 @@ def test_a_schedule_that_megatron_lacks_is_replaced_by_one_that_it_has():
 def test_a_model_that_the_arguments_do_not_say_is_refused_by_its_parts():
     with pytest.raises(ConfigError, match=r"gemma-2-9b has .*attention_soft_cap"):
         exported(laid_out("gemma-2-9b", dp=2))
+
+
+def test_a_model_with_a_tower_is_refused():
+    with pytest.raises(ConfigError, match="gemma-3-4b has a tower, which settings of deepspeed"):
+        exported(laid_out("gemma-3-4b", dp=2), "deepspeed")
+
+
+def test_a_plan_of_adapters_is_refused():
+    plan = laid_out(dp=2)
+    adapters = FineTuning(lora_rank=8, lora_targets=("qkv",))
+    training = replace(plan.training, fine_tuning=adapters)
+
+    with pytest.raises(ConfigError, match=r"trains a part of gpt-2\.5b, and no file of megatron"):
+        exported(replace(plan, training=training))
 
 
 def test_the_head_says_the_plan_and_both_prices():

@@ -34,14 +34,15 @@ from tests.helpers.laid_out_plans import laid_out
 TOLERANCE = 1e-5
 SELECTIVE = ("norm1", "norm2", "activation")
 PLANS = {
-    "zero-3": make_plan(LLAMA, dp=4, zero=(3,)),
-    "zero-2": make_plan(GPT, dp=4, zero=(2,)),
     "tensor-and-recompute": make_plan(
         LLAMA, dp=2, tp=2, sp=True, zero=(3,), recompute="full", recompute_ends=False
     ),
     "pipeline": make_plan(GPT, pp=2, dp=2, zero=(2,), blocks=(1, 3)),
 }
 MORE = {
+    "zero-3": make_plan(LLAMA, dp=4, zero=(3,)),
+    "zero-2": make_plan(GPT, dp=4, zero=(2,)),
+    "each-block": make_plan(GPT, dp=4, zero=(2, 3)),
     "copies": make_plan(GPT, dp=4, zero=(0,)),
     "tensor-without-sequence": make_plan(GPT, dp=2, tp=2, zero=(2,), recompute=SELECTIVE),
     "context": make_plan(LLAMA, dp=2, cp=2, form=ContextForm.ALL_TO_ALL, zero=(3,)),
@@ -63,6 +64,9 @@ def exported_files(plan: Plan) -> dict[str, str]:
     full = next(each for each in plan.layer_plans.values() if each.layer == "block").recompute
     level = {0: Recompute.NONE, len(SELECTIVE): Recompute.SELECTIVE}.get(len(full), Recompute.FULL)
     chosen = replace(settings_of(plan), recompute=level)
+    if plan is MORE["each-block"]:  # recompute changes no value
+        levels = (Recompute.FULL, Recompute.NONE, Recompute.NONE, Recompute.SELECTIVE)
+        chosen = replace(chosen, zero=2, zero_of_blocks=(2, 3, 2, 3), recompute_of_blocks=levels)
     return dict(FSDP2.files(Sheet(settings=chosen, plan=plan, head=())))
 
 
@@ -152,14 +156,23 @@ def test_the_program_trains_as_the_executor_on_more_meshes():
 )
 def test_settings_that_the_program_refuses_are_errors(text, message):
     name, _, word = text.partition(": ")
-    given = FSDP2.arguments(exported_files(PLANS["zero-3"])["fsdp2.yaml"], "fsdp2.yaml")
+    given = FSDP2.arguments(exported_files(MORE["zero-3"])["fsdp2.yaml"], "fsdp2.yaml")
 
     with pytest.raises(ConfigError, match=message):
         FSDP2.settings((*given, Given(name, (word,), "fsdp2.yaml:3")), LLAMA, 4)
 
 
+@pytest.mark.parametrize("words", [("maybe",), ("2 true", "1 false"), ("4",), ("x true",)])
+def test_values_that_are_not_of_all_blocks_are_errors(words):
+    given = FSDP2.arguments(exported_files(MORE["zero-3"])["fsdp2.yaml"], "fsdp2.yaml")
+    changed = Given("sharding.reshard_after_forward", words, "fsdp2.yaml:30")
+
+    with pytest.raises(ConfigError, match=r"fsdp2.yaml:30: .* true or false is needed"):
+        FSDP2.settings((*given, changed), LLAMA, 4)
+
+
 def test_the_file_says_the_model():
-    given = FSDP2.arguments(exported_files(PLANS["zero-3"])["fsdp2.yaml"], "fsdp2.yaml")
+    given = FSDP2.arguments(exported_files(MORE["zero-3"])["fsdp2.yaml"], "fsdp2.yaml")
     model = FSDP2.model(given, LLAMA.name, "fsdp2.yaml")
 
     assert replace(model, functions=LLAMA.functions) == LLAMA

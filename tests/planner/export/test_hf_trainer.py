@@ -66,6 +66,12 @@ def test_degrees_are_read_back_from_the_head_of_either_file(tmp_path):
         assert settings.context_form is ContextForm.ALL_GATHER
 
 
+def test_tensor_parallelism_needs_shards_of_the_copies():
+    plan = laid_out("llama3-8b", dp=2, tp=2, zero=0, sequence_parallel=False, **OWN)
+
+    assert exported(plan).losses[0].what.startswith("ZeRO: 0 -> ")
+
+
 @pytest.mark.parametrize("axes", [{"pp": 4, "dp": 2}, {"dp": 8, "ep": 8}])
 def test_an_axis_that_the_trainer_lacks_is_refused(axes):
     model = "mixtral-8x7b" if "ep" in axes else "llama3-8b"

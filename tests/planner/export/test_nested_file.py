@@ -60,3 +60,7 @@ def test_a_flag_is_written_where_it_is_not_the_default():
     assert row.read(("False",), {}) == {"overlap": False}
     with pytest.raises(ValueError, match="true or false"):
         row.read(("auto",), {})
+
+
+def test_a_file_of_command_line_arguments_is_none_of_nested_keys():
+    assert nested_arguments("MODEL_ARGS:\n  --num-layers: 2\n  --num-layers: 2\n", "a.yaml") == ()

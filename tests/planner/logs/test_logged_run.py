@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from parplan.planner.logs.log_lines import read_lines
 from parplan.planner.logs.logged_run import is_log, read_log
+from parplan.planner.logs.titan_lines import titan_options
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.units import GIB, MIB
 from tests.helpers import run_logs
@@ -137,3 +139,32 @@ def test_a_file_that_is_no_log_is_not_one(tmp_path):
     (tmp_path / "run.sh").write_text("torchrun pretrain_gpt.py --bf16\n")
 
     assert not is_log(tmp_path / "run.sh")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "degrees"),
+    [
+        pytest.param("['dp_shard'], [8]", {"shard": "8", "tensor": "1"}, id="data"),
+        pytest.param("['dp_shard', 'tp'], [4, 2]", {"shard": "4", "tensor": "2"}, id="tensor"),
+    ],
+)
+def test_the_mesh_of_older_releases_of_torchtitan_is_read(tmp_path, mesh, degrees):
+    text = run_logs.titan_log({1: 300})
+    new = "parallelism: pp=1, dp_replicate=1, dp_shard=8, cp=1, tp=1, ep=1"
+    old = text.replace(f"device mesh with {new}", f"{mesh.count(',')}-D device mesh with {mesh}")
+    (tmp_path / "titan.log").write_text(old)
+    given, machine = titan_options(read_lines(tmp_path / "titan.log"), "titan.log")
+    words = {each.name: each.words for each in given}
+
+    assert machine == {"--gpu": "h100-80gb", "--gpus": "8"}
+    for axis, degree in degrees.items():
+        name = f"data_parallel_{axis}" if axis == "shard" else f"{axis}_parallel"
+        assert words[f"--parallelism.{name}_degree"] == (degree,)
+
+
+def test_a_log_of_torchtitan_without_its_batch_is_an_error(tmp_path):
+    text = run_logs.titan_log({1: 300}).replace("Trainer is initialized", "")
+    (tmp_path / "titan.log").write_text(text)
+
+    with pytest.raises(ConfigError, match="Trainer is initialized"):
+        titan_options(read_lines(tmp_path / "titan.log"), "titan.log")

@@ -14,9 +14,9 @@ from parplan.profiles.build.__main__ import (
     HOPPER_KERNELS,
     LIMITS,
     _line,
-    _slowed,
     from_datasheet,
     shipped_profile_to_yaml,
+    slowed,
 )
 from parplan.profiles.build.attention_curves import (
     CACHE_WRITE,
@@ -26,6 +26,7 @@ from parplan.profiles.build.attention_curves import (
     blackwell_flash2,
     flash_price,
 )
+from parplan.profiles.build.blackwell import STEADY, STREAMS_OF_HOPPER
 from parplan.profiles.build.grouped_curves import GROUPED, grouped_family
 from parplan.profiles.build.link_curves import _curves
 from parplan.profiles.build.machine_recipes import DATASHEETS, RECIPES, VARIANTS
@@ -298,9 +299,9 @@ def test_a_lower_power_limit_slows_what_power_limits_and_nothing_else():
     )
     copy = MemoryCurve(launch_s=1e-6, kind=Kind.INTERPOLATED, source="a", bandwidth_share=0.8)
 
-    assert _slowed(product, 0.25).throttle == pytest.approx(2 * 1.2 - 1)
-    assert _slowed(attention, 0.25).efficiency == pytest.approx(0.4)
-    assert _slowed(copy, 0.25) is copy
+    assert slowed(product, 0.25).throttle == pytest.approx(2 * 1.2 - 1)
+    assert slowed(attention, 0.25).efficiency == pytest.approx(0.4)
+    assert slowed(copy, 0.25) is copy
 
 
 @pytest.mark.parametrize(("device", "lender"), list(LIMITS.items()))
@@ -502,3 +503,23 @@ def test_the_constants_of_grouped_products_are_found_again_and_dw_is_no_row(tmp_
     assert len(family.rows) == len(rows) // 2
     assert curve.slowdown == pytest.approx(1.3, rel=1e-2)
     assert curve.launch_s == pytest.approx(5e-6, rel=1e-2)
+
+
+@pytest.mark.parametrize("device", list(STEADY))
+def test_products_of_grace_blackwell_stay_at_the_limit_of_runs_that_sampled_the_power(device):
+    forward = shipped_profile(device).compute.forward
+
+    assert forward.throttle == STEADY[device].throttle
+    assert STEADY["gb300-279gb"].throttle < STEADY["gb200-186gb"].throttle
+    assert STEADY[device].source in forward.source
+
+
+@pytest.mark.parametrize("device", STREAMS_OF_HOPPER)
+def test_kernels_bound_by_memory_reach_less_of_it_on_blackwell_than_on_hopper(device):
+    compute, hopper = shipped_profile(device).compute, shipped_profile("gh200-96gb").compute
+
+    for name in ("norm", "elementwise", "residual", "softmax", "cross_entropy"):
+        for way in ("forward", "backward"):
+            here, there = getattr(getattr(compute, name), way), getattr(getattr(hopper, name), way)
+            assert here.bandwidth_share == pytest.approx(0.78 * there.bandwidth_share, abs=1e-3)
+            assert here.launch_s == there.launch_s

@@ -75,7 +75,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     described = folder / "described.yaml"
     write_plan(estimated(pp=2, dp=2, tp=2, zero=1), described)
     page = folder / "page.html"
-    succeed("report", str(described), str(TRACED), "--baseline", BASELINE, "-o", str(page))
+    compared = ("--baseline", BASELINE, "--to", "megatron")
+    succeed("report", str(described), str(TRACED), *compared, "-o", str(page))
     return described, page
 
 
@@ -210,6 +211,11 @@ def test_a_missing_library_is_an_error_with_one_action(monkeypatch, tmp_path):
 
     assert "plan report needs altair, which is not installed" in message
     assert "pip install 'parplan[report]'" in message
+
+
+@pytest.mark.parametrize("option", ["--to", "--baseline"])
+def test_an_unknown_name_is_an_error_before_any_work(option, tmp_path):
+    assert "megatrn" in fail(2, "report", str(tmp_path / "none.yaml"), option, "megatrn")
 
 
 def test_text_has_enough_contrast_in_both_themes():

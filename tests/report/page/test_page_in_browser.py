@@ -28,12 +28,16 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One page of a plan, and one of two plans."""
     folder = tmp_path_factory.mktemp("browser")
-    plan, page = folder / "plan.yaml", folder / "page.html"
-    write_plan(estimated(pp=2, dp=4, tp=2, virtual_stages=2), plan)
-    succeed("report", str(plan), "--baseline", "zero-1", "-o", str(page))
-    return page
+    first, second = folder / "first.yaml", folder / "second.yaml"
+    write_plan(estimated(pp=2, dp=4, tp=2, virtual_stages=2), first)
+    write_plan(estimated(dp=16, zero=3), second)
+    files = {"one": folder / "one.html", "two": folder / "two.html"}
+    succeed("report", str(first), "--baseline", "zero-1", "-o", str(files["one"]))
+    succeed("report", str(first), str(second), "-o", str(files["two"]))
+    return files
 
 
 @pytest.fixture(scope="module")
@@ -47,25 +51,26 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def opened(browser, page_file) -> Iterator[Any]:
+def opened(browser, pages) -> Iterator[Any]:
     """Returns a function that opens the page; it fails on any line in the console or request."""
     said: list[str] = []
-    pages = []
+    open_pages = []
 
-    def open_page(width: int = 1280, scheme: str = "light") -> Any:
+    def open_page(name: str = "one", width: int = 1280, scheme: str = "light") -> Any:
         page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
         page.on("console", lambda line: said.append(line.text))
         page.on("pageerror", lambda error: said.append(str(error)))
         page.on("request", lambda request: said.append(request.url))
-        page.goto(page_file.as_uri())
+        page.goto(pages[name].as_uri())
         page.wait_for_selector("html[data-ready]", state="attached")
-        pages.append(page)
+        open_pages.append(page)
         return page
 
     yield open_page
-    for page in pages:
+    for page in open_pages:
         page.close()
-    assert [line for line in said if not line.startswith((page_file.as_uri(), "data:"))] == []
+    own = (*(file.as_uri() for file in pages.values()), "data:")
+    assert [line for line in said if not line.startswith(own)] == []
 
 
 def background(page: Any) -> str:
@@ -75,10 +80,11 @@ def background(page: Any) -> str:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", SIZES.values(), ids=SIZES)
-def test_it_fits_and_has_no_fault_of_accessibility(opened, width, scheme):
+@pytest.mark.parametrize("name", ["one", "two"])
+def test_it_fits_and_has_no_fault_of_accessibility(opened, name, width, scheme):
     from axe_playwright_python.sync_playwright import Axe
 
-    page = opened(width, scheme)
+    page = opened(name, width, scheme)
 
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.locator(".chart svg").count() == page.locator(".chart").count() >= 7

@@ -1,0 +1,44 @@
+"""A plan has a price at every launcher, that of its export."""
+
+from __future__ import annotations
+
+import pytest
+
+from parplan.planner.export.exported import export_plan
+from parplan.planner.export.launcher_prices import launcher_prices
+from parplan.planner.export.targets import TARGETS, target_of
+from parplan.report.plans.launcher_lines import launcher_lines
+from tests.helpers.laid_out_plans import laid_out
+
+
+def test_a_plan_at_a_launcher_has_the_price_of_its_export():
+    plan = laid_out("gpt-2.5b", dp=4, tp=2)
+
+    prices = {each.name: each for each in launcher_prices(plan, TARGETS.values())}
+
+    one = export_plan(plan, TARGETS["deepspeed"], "plan.yaml")
+    assert set(prices) == set(TARGETS)
+    assert prices["megatron"].slower == pytest.approx(0.0, abs=1e-9)
+    assert prices["deepspeed"].peak_bytes == one.configured.peak_bytes
+    assert prices["deepspeed"].slower == pytest.approx(
+        one.configured.price.step_s / one.plan.price.step_s - 1
+    )
+    assert prices["torchtitan"].refused.startswith("torchtitan has no configuration of gpt-2.5b")
+
+
+def test_the_lines_say_runs_first_and_refusals_below():
+    plan = laid_out("gpt-2.5b", dp=4, tp=2)
+    targets = (TARGETS["torchtitan"], TARGETS["megatron"])
+
+    first, second = launcher_lines(launcher_prices(plan, targets), 100)
+
+    assert first.startswith("  launchers megatron +0.0 %, ")
+    assert " ".join(second.split()) == (
+        "torchtitan: torchtitan has no configuration of gpt-2.5b that is known"
+    )
+
+
+def test_a_stack_names_its_launcher():
+    assert target_of("megatron-core") is TARGETS["megatron"]
+    assert target_of("torchtitan") is TARGETS["torchtitan"]
+    assert target_of("parplan") is None
