@@ -21,7 +21,7 @@ from random import Random
 import numpy as np
 
 from parplan.planner.dominance import Array
-from parplan.planner.search_methods.block_costs import BlockCosts, RankBytes, promising
+from parplan.planner.search_methods.layout_costs import LayoutCosts, RankBytes, promising
 from parplan.planner.search_methods.ledger import Ledger
 from parplan.planner.search_methods.method_space import Counts, Point
 from parplan.planner.stage_columns.block_counts import block_counts
@@ -54,7 +54,7 @@ def dynamic_program(ledger: Ledger, draw: Random) -> None:
                 break
 
 
-def best_points(costs: BlockCosts, room_bytes: float, ledger: Ledger) -> list[Point]:
+def best_points(costs: LayoutCosts, room_bytes: float, ledger: Ledger) -> list[Point]:
     """Returns the best point of a layout, of tied ends one for whole and one for sharded ends."""
     space, layout = costs.space, costs.layout
     groups: dict[bool, list[Ends]] = {}
@@ -77,7 +77,7 @@ def best_points(costs: BlockCosts, room_bytes: float, ledger: Ledger) -> list[Po
 
 
 def rank_choices(
-    costs: BlockCosts, rank: int, group: list[Ends], room_bytes: float
+    costs: LayoutCosts, rank: int, group: list[Ends], room_bytes: float
 ) -> dict[int, RankChoice]:
     """Returns the best ways of each number of blocks that a rank may hold within its memory."""
     layout, best = costs.layout, dict[int, RankChoice]()

@@ -33,7 +33,7 @@ class RankBytes:
     beside: Array
 
 
-class BlockCosts:
+class LayoutCosts:
     """The costs of the blocks and ends of one layout.
 
     A cost is the seconds of all micro-batches of a layer and of its share of the tail.
@@ -105,12 +105,12 @@ class BlockCosts:
         return inf
 
 
-def promising(ledger: Ledger) -> Iterator[BlockCosts]:
+def promising(ledger: Ledger) -> Iterator[LayoutCosts]:
     """Yields the layouts by `alike_s`, without those whose bound is not below the best step."""
     every = []
     for layout in ledger.space.layouts:
         ledger.check()
-        costs = BlockCosts(ledger.space, layout)
+        costs = LayoutCosts(ledger.space, layout)
         every.append((costs.alike_s, costs))
     for _, costs in sorted(every, key=lambda each: each[0]):
         if costs.least_s < ledger.step_s:
