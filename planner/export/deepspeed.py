@@ -28,6 +28,7 @@ from parplan.planner.export.program_facts import PROGRAM, whole_recomputes
 from parplan.planner.export.script import commented, script, torchrun_lines
 from parplan.planner.export.settings import Settings, model_facts
 from parplan.planner.export.shell_words import shell_arguments
+from parplan.profiles.documents.yaml_text import yaml_text
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import ModelSpec
 
@@ -36,11 +37,9 @@ _NAMED = ("--deepspeed_config", "deepspeed")  # arguments that name the JSON
 _YAMLS = (".yaml", ".yml")
 _INLINE = "deepspeed."  # the JSON as a section of TrainingArguments
 # TrainingArguments, which fill in the values `auto`; FSDP is none beside DeepSpeed
-_TRAINER = tuple(
-    reading(row.name, row.read)
-    for row in (*TRAINER, *BESIDE, *SOME_VALUES)
-    if not row.name.startswith("fsdp")
-)
+_OF_TRAINER = tuple(row for row in TRAINER if not row.name.startswith("fsdp"))
+_BESIDE = tuple(row for row in (*BESIDE, *SOME_VALUES) if not row.name.startswith("fsdp"))
+_TRAINER = tuple(reading(row.name, row.read) for row in (*_OF_TRAINER, *_BESIDE))
 _USUAL = (  # of TrainingArguments
     Given("per_device_train_batch_size", ("8",), "transformers"),
     Given("gradient_accumulation_steps", ("1",), "transformers"),
@@ -151,7 +150,7 @@ def _filled(given: tuple[Given, ...], model: ModelSpec) -> tuple[Given, ...]:
 
 
 def files(sheet: Sheet) -> Mapping[str, str]:
-    """Returns the JSON, the script and, for a pipeline, its module."""
+    """Returns the JSON, the script, and the module of a pipeline or else TrainingArguments."""
     chosen = sheet.settings
     head = {"parplan": list(sheet.head)} if sheet.head else {}
     program = ['"${TRAIN:-train.py}"', f"--deepspeed --deepspeed_config {_JSON}", '"$@"']
@@ -160,7 +159,13 @@ def files(sheet: Sheet) -> Mapping[str, str]:
         _JSON: json_text(head | nested(written(FILE_ROWS, chosen))),
         "deepspeed.sh": script(sheet.head, lines),
     }
-    if chosen.pp > 1:
+    if chosen.pp == 1:
+        unsharded = replace(chosen, zero=0, states_on_host=False)  # the JSON says it
+        keys = (("deepspeed", (_JSON,)), *written(_OF_TRAINER, unsharded))
+        found["training_arguments.yaml"] = "\n".join(
+            (*commented(sheet.head), yaml_text(nested(keys)))
+        )
+    else:
         body = _PIPELINE.substitute(blocks=chosen.blocks, pp=chosen.pp, tp=chosen.tp, dp=chosen.dp)
         found["deepspeed_pipeline.py"] = "\n".join((*commented(sheet.head), body))
     return found

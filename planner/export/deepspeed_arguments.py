@@ -163,8 +163,10 @@ BATCH = (
     Argument(
         name="train_batch_size",
         facts=("global_batch_size",),
-        # DeepSpeedConfig multiplies by all processes, those of AutoTP too
-        write=lambda run: (f"{run.global_batch_size}",) if run.tp == 1 or run.pp > 1 else None,
+        # DeepSpeedConfig multiplies by the ranks of AutoTP too, transformers by all processes
+        write=lambda run: (
+            (f"{run.global_batch_size}",) if run.tp * run.cp == 1 or run.pp > 1 else None
+        ),
         read=lambda words, _: {"global_batch_size": read_number(words)},
     ),
     number("train_micro_batch_size_per_gpu", "micro_batch_size"),

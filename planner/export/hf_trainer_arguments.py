@@ -277,7 +277,8 @@ def finished(facts: Facts, num_gpus: int) -> Settings:
         context_form=forms if run.cp > 1 else None,
         etp=run.tp if run.has_experts else 1,
         zero_ranks=shards * run.cp if _sharded(run) and plain.get("copies", 1) > 1 else None,
-        gradient_precision=Precision.FP32,  # of parameters, also where FSDP2 reduces in 16 bits
+        # accelerate's policy reduces in the type of training, DDP in that of parameters
+        gradient_precision=run.precision if _sharded(run) else Precision.FP32,
         global_batch_size=run.micro_batch_size * steps * dp,
         blocks=(run.num_layers,),
     )

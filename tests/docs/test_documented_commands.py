@@ -67,7 +67,7 @@ QUICK = (
     "plan export plan.yaml --to megatron-bridge",
     "plan estimate --model llama3-8b --gpus 64 --gpu h100-80gb --zero 3 --recompute full --stack galvatron -o plan.yaml",
     "plan export plan.yaml --to galvatron",
-    "plan estimate --model llama3-8b --gpus 64 --gpu h100-80gb --zero 3 --recompute full --stack huggingface -o plan.yaml",
+    "plan estimate --model llama3-8b --gpus 64 --gpu h100-80gb --zero 3 --recompute full --gradient-precision bf16 --stack huggingface -o plan.yaml",
     "plan export plan.yaml --to huggingface",
     "plan export plan.yaml --to accelerate",
     "plan read launch.yaml --model llama3-8b --seq-length 4096 --micro-batch-size 1 --global-batch-size 64 --gpu h100-80gb -o plan.yaml",

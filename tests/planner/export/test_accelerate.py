@@ -75,7 +75,7 @@ def test_a_users_yaml_is_read_with_the_options_that_it_lacks(tmp_path):
     settings = file.with_stated(stated).settings(MODEL, 16)
 
     assert (file.num_gpus, settings.zero, settings.num_micro_batches) == (16, 2, 4)
-    assert settings.precision is Precision.BF16
+    assert settings.gradient_precision is Precision.BF16
     with pytest.raises(ConfigError, match="does not say the batch"):
         file.settings(MODEL, 16)
 

@@ -46,8 +46,11 @@ def test_the_trainer_says_all_of_a_plan_of_data_parallelism(recompute):
     assert exported(laid_out("llama3-8b", dp=4, zero=0, recompute=recompute, **OWN)).losses == ()
 
 
-def test_fsdp_says_all_of_copies_of_the_states():
-    assert exported(laid_out("llama3-8b", dp=4, zero=3, zero_ranks=2, **OWN)).losses == ()
+def test_fsdp_loses_the_type_of_reductions_alone():
+    (lost,) = exported(laid_out("llama3-8b", dp=4, zero=3, zero_ranks=2, **OWN)).losses
+
+    assert "gradients fp32 " in lost.what.partition(" -> ")[0]
+    assert "gradients bf16 " in lost.what.partition(" -> ")[2]
 
 
 def test_degrees_are_read_back_from_the_head_of_either_file(tmp_path):
@@ -84,7 +87,7 @@ def test_a_users_file_is_read(tmp_path):
     assert (settings.zero, settings.dp, settings.seq_length) == (3, 16, 4096)
     assert settings.global_batch_size == 2 * 4 * 16
     assert settings.recompute is Recompute.FULL
-    assert settings.precision is Precision.BF16
+    assert settings.gradient_precision is Precision.BF16
     assert "learning_rate" in [each.name for each in file.passed_over]
 
 
