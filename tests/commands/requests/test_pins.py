@@ -14,7 +14,10 @@ from parplan.profiles.stack import ContextForm
 from tests.helpers.cases import named
 
 DENSE, EXPERTS = "llama3-8b", "mixtral-8x7b"
-FORMS = "deepspeed, galvatron, huggingface, megatron-core, megatron-deepspeed, nemo, parplan, torchtitan"
+FORMS = (
+    "deepspeed, galvatron, huggingface, megatron-core, megatron-deepspeed, nemo, parplan, "
+    "torchtitan"
+)
 
 
 def request(
