@@ -87,14 +87,14 @@ def at_launchers(plan: Plan | TracedPlan, *, every: bool) -> tuple[LauncherPrice
 def start_line(plan: Plan | TracedPlan, path: str) -> str:
     """Returns the command for the program that a plan was priced for.
 
-    It is parplan's executor where no launcher has the stack of the plan.
+    It is parplan's executor where no launcher has the stack of the plan, and on CPUs.
     """
     from parplan.executor.placed_layers import torchrun_line
     from parplan.planner.export.targets import target_of
     from parplan.planner.plan.traced_plan import TracedPlan
 
     target = None if isinstance(plan, TracedPlan) else target_of(plan.training.stack.name)
-    if target is None:
+    if target is None or plan.cluster.device.is_host:
         return torchrun_line(plan, path)
     name = plan.search.launcher or target.name
     return f"plan export {path} --to {name}"

@@ -192,7 +192,8 @@ def _parts(steps: list[LoggedStep], starts: list[int]) -> Iterator[list[LoggedSt
     for step in steps:
         if part and (_started(part[-1], step, starts) or step.iteration < last_but_one):
             yield part
-            part, last, last_but_one = [], 0, 0
+            part = []
+            last, last_but_one = 0, 0
         if step.iteration > last:
             last, last_but_one = step.iteration, last
         part.append(step)

@@ -14,7 +14,10 @@ from parplan.profiles.stack import ContextForm
 from tests.helpers.cases import named
 
 DENSE, EXPERTS = "llama3-8b", "mixtral-8x7b"
-FORMS = "megatron-core, megatron-deepspeed, nemo, parplan, torchtitan"
+FORMS = (
+    "deepspeed, galvatron, huggingface, megatron-core, megatron-deepspeed, nemo, parplan, "
+    "torchtitan"
+)
 
 
 def request(
@@ -53,7 +56,8 @@ REFUSED = {
     "form-of-a-stack-without": (
         request(context_form=(ContextForm.RING,), stack="nanotron"),
         "--context-form ring: the stack nanotron does not run it, it runs none",
-        "choose a --stack that does: megatron-core, nemo, parplan, torchtitan",
+        "choose a --stack that does: galvatron, huggingface, megatron-core, nemo, parplan, "
+        "torchtitan",
     ),
     "cp-that-a-stack-runs-alone": (
         request(cp=(8,), tp=(2,), stack="megatron-deepspeed"),
