@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import inf
 from random import Random
 
-from parplan.planner.search_methods.layout_costs import promising
+from parplan.planner.search_methods.costs_by_way import promising
 from parplan.planner.search_methods.ledger import Ledger
 from parplan.planner.search_methods.method_space import Point
 

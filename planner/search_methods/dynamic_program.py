@@ -21,7 +21,7 @@ from random import Random
 import numpy as np
 
 from parplan.planner.dominance import Array
-from parplan.planner.search_methods.layout_costs import LayoutCosts, RankBytes, promising
+from parplan.planner.search_methods.costs_by_way import LayoutCosts, RankBytes, promising
 from parplan.planner.search_methods.ledger import Ledger
 from parplan.planner.search_methods.method_space import Counts, Point
 from parplan.planner.stage_columns.block_counts import block_counts
