@@ -88,21 +88,28 @@ class LayoutCosts:
         least += min(sum(self.ends_s(rank, each) for rank in ranks) for each in ends)
         return least / self.layout.mesh.pp
 
+    @cached_property
+    def fastest_alike(self) -> Point | None:
+        """The point of the fastest way that fits if all blocks run in it, None where none fits."""
+        space = self.space
+        for way in np.argsort(self.block_s):
+            zero = self.ways[way][1]
+            point = space.alike(self.layout, int(way), (zero, zero))
+            if fits(space.strategy(point), space.price_cache, space.limit_bytes):
+                return point
+        return None
+
     @property
     def alike_s(self) -> float:
-        """Estimate of the step of the fastest way that fits if all blocks run in it, or infinity.
+        """Estimate of the step of `fastest_alike`, infinite where none fits.
 
         n c (1 + (P - 1) / (v M))       n blocks of cost c on the longest of P ranks
         """
-        space, layout = self.space, self.layout
-        longest = max(space.equal_split(layout))
-        passes = layout.virtual_stages * layout.num_micro_batches
-        for way in np.argsort(self.block_s):
-            zero = self.ways[way][1]
-            strategy = space.strategy(space.alike(layout, int(way), (zero, zero)))
-            if fits(strategy, space.price_cache, space.limit_bytes):
-                return longest * float(self.block_s[way]) * (1 + (layout.mesh.pp - 1) / passes)
-        return inf
+        if self.fastest_alike is None:
+            return inf
+        longest_s = max(float(self.block_s @ counts) for counts in self.fastest_alike.ranks)
+        passes = self.layout.virtual_stages * self.layout.num_micro_batches
+        return longest_s * (1 + (self.layout.mesh.pp - 1) / passes)
 
 
 def promising(ledger: Ledger) -> Iterator[LayoutCosts]:

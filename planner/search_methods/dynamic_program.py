@@ -13,7 +13,7 @@ and the second over the stages:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import inf
 from random import Random
@@ -43,18 +43,29 @@ class RankChoice:
     ends: tuple[int | None, int | None]
 
 
+RankTable = dict[int, RankChoice]  # the best choice of a rank by its number of blocks
+Divide = Callable[[list[RankTable], int], list[RankChoice]]
+
+
 def dynamic_program(ledger: Ledger, draw: Random) -> None:
     """Solves every promising layout by dynamic programming over blocks, then over stages."""
+    by_stages(ledger, cut)
+
+
+def by_stages(ledger: Ledger, divide: Divide) -> None:
+    """Divides the blocks of every promising layout among its ranks, with the best ways of each."""
     for costs in promising(ledger):
         for room in TIGHTER:
             ledger.check()
-            points = best_points(costs, room * ledger.space.limit_bytes, ledger)
+            points = best_points(costs, room * ledger.space.limit_bytes, ledger, divide)
             steps_s = [ledger.point_s(point) for point in points]
             if not steps_s or min(steps_s) < inf:
                 break
 
 
-def best_points(costs: LayoutCosts, room_bytes: float, ledger: Ledger) -> list[Point]:
+def best_points(
+    costs: LayoutCosts, room_bytes: float, ledger: Ledger, divide: Divide
+) -> list[Point]:
     """Returns the best point of a layout, of tied ends one for whole and one for sharded ends."""
     space, layout = costs.space, costs.layout
     groups: dict[bool, list[Ends]] = {}
@@ -63,11 +74,11 @@ def best_points(costs: LayoutCosts, room_bytes: float, ledger: Ledger) -> list[P
         groups.setdefault(whole, []).append(ends)
     points = []
     for group in groups.values():
-        tables = []
+        tables: list[RankTable] = []
         for rank in range(layout.mesh.pp):
             ledger.check()
             tables.append(rank_choices(costs, rank, group, room_bytes))
-        chosen = cut(tables, space.num_blocks)
+        chosen = divide(tables, space.num_blocks)
         if chosen:
             first, last = chosen[0].ends[0], chosen[-1].ends[1]
             assert first is not None, "the first rank has the embedding"
@@ -76,9 +87,7 @@ def best_points(costs: LayoutCosts, room_bytes: float, ledger: Ledger) -> list[P
     return points
 
 
-def rank_choices(
-    costs: LayoutCosts, rank: int, group: list[Ends], room_bytes: float
-) -> dict[int, RankChoice]:
+def rank_choices(costs: LayoutCosts, rank: int, group: list[Ends], room_bytes: float) -> RankTable:
     """Returns the best ways of each number of blocks that a rank may hold within its memory."""
     layout, best = costs.layout, dict[int, RankChoice]()
     first, last = rank == 0, rank == layout.mesh.pp - 1
@@ -143,7 +152,7 @@ class BlockTable:
         return tuple(counts)
 
 
-def cut(tables: list[dict[int, RankChoice]], num_blocks: int) -> list[RankChoice]:
+def cut(tables: list[RankTable], num_blocks: int) -> list[RankChoice]:
     """Returns a choice for each rank whose slowest is fastest, then with the least sum; or none."""
     best: dict[int, tuple[float, float, list[RankChoice]]] = {0: (0.0, 0.0, [])}
     for table in tables:

@@ -158,18 +158,22 @@ class MethodSpace:
         A choice is a half or one of the blocks of a rank that run in another way, a block on a
         neighbouring rank, or the ZeRO stages of the ends.
         """
-        for rank, counts in enumerate(point.ranks):
-            for here, count in enumerate(counts):
-                for amount in sorted({1, count // 2, count}) if count else ():
-                    for there in range(len(counts)):
-                        if amount and there != here:
-                            yield with_rank(point, rank, moved(counts, here, there, amount))
         for rank in range(len(point.ranks)):
-            for other in (rank - 1, rank + 1):
-                yield from self.handed_over(point, rank, other)
+            yield from self.changes_of(point, rank)
         for ends in self.ends(point.layout):
             if ends != point.ends:
                 yield replace(point, ends=ends)
+
+    def changes_of(self, point: Point, rank: int) -> Iterator[Point]:
+        """Yields the changes of the blocks of one rank."""
+        counts = point.ranks[rank]
+        for here, count in enumerate(counts):
+            for amount in sorted({1, count // 2, count}) if count else ():
+                for there in range(len(counts)):
+                    if amount and there != here:
+                        yield with_rank(point, rank, moved(counts, here, there, amount))
+        for other in (rank - 1, rank + 1):
+            yield from self.handed_over(point, rank, other)
 
     def handed_over(self, point: Point, rank: int, other: int) -> Iterator[Point]:
         """Yields the point with a block of `rank` on `other`, for each way that it may have."""

@@ -13,12 +13,15 @@ from parplan.planner.deadline import Deadline
 from parplan.planner.request import Request
 from parplan.planner.search.find_plan import find_best
 from parplan.planner.search.price_factory import DescribedFactory
-from parplan.planner.search_methods.climbing import greedy
+from parplan.planner.search_methods.climbing import alleviation, greedy
+from parplan.planner.search_methods.depth_first import depth_first
 from parplan.planner.search_methods.dynamic_program import dynamic_program
 from parplan.planner.search_methods.exhaustive import exhaustive
+from parplan.planner.search_methods.flat_program import flat_program
+from parplan.planner.search_methods.halving import recursive_halving
 from parplan.planner.search_methods.ledger import BudgetSpent, Improvement, Ledger, cpu_s
 from parplan.planner.search_methods.method_space import MethodSpace
-from parplan.planner.search_methods.sampling import mcmc, random_search
+from parplan.planner.search_methods.sampling import genetic, mcmc, random_search, tree_search
 from parplan.profiles.errors import ConfigError, OutOfTimeError
 
 Method = Callable[[Ledger, Random], None]
@@ -36,10 +39,16 @@ def ours(ledger: Ledger, draw: Random) -> None:
 METHODS: Mapping[str, Method] = MappingProxyType(
     {
         "ours": ours,
+        "flat program": flat_program,
         "dynamic program": dynamic_program,
+        "recursive halving": recursive_halving,
+        "depth first": depth_first,
+        "alleviation": alleviation,
         "mcmc": mcmc,
-        "greedy": greedy,
+        "tree search": tree_search,
+        "genetic": genetic,
         "random": random_search,
+        "greedy": greedy,
         "exhaustive": exhaustive,
     }
 )
