@@ -90,14 +90,23 @@ class LayoutCosts:
 
     @cached_property
     def fastest_alike(self) -> Point | None:
-        """The point of the fastest way that fits if all blocks run in it, None where none fits."""
-        space = self.space
-        for way in np.argsort(self.block_s):
-            zero = self.ways[way][1]
-            point = space.alike(self.layout, int(way), (zero, zero))
-            if fits(space.strategy(point), space.price_cache, space.limit_bytes):
-                return point
-        return None
+        """The point of the fastest way that fits if all blocks run in it, None where none fits.
+
+        The last way is the leanest: where it does not fit, no other is tried.
+        """
+        leanest = len(self.ways) - 1
+        if not self._alike_fits(leanest):
+            return None
+        way = next(int(way) for way in np.argsort(self.block_s) if self._alike_fits(int(way)))
+        return self._alike(way)
+
+    def _alike(self, way: int) -> Point:
+        zero = self.ways[way][1]
+        return self.space.alike(self.layout, way, (zero, zero))
+
+    def _alike_fits(self, way: int) -> bool:
+        strategy = self.space.strategy(self._alike(way))
+        return fits(strategy, self.space.price_cache, self.space.limit_bytes)
 
     @property
     def alike_s(self) -> float:
