@@ -120,12 +120,18 @@ def tree_search(ledger: Ledger, draw: Random) -> None:
         layout = space.layouts[place[1]]
         leaf = child(place, list(range(len(space.ways(layout)))))
         point = space.alike(layout, leaf[2], draw.choice(space.ends(layout)))
-        step_s = ledger.point_s(point)
-        for _ in range(ROLLOUT):
-            changed = draw.choice(list(space.changes(point)) or [point])
-            changed_s = ledger.point_s(changed)
-            if changed_s <= step_s:
-                point, step_s = changed, changed_s
+        step_s = rolled_out_s(point, ledger, draw)
         for branch in ((), degree, place, leaf):
             visits[branch] += 1
             shortest_s[branch] = min(shortest_s[branch], step_s)
+
+
+def rolled_out_s(point: Point, ledger: Ledger, draw: Random) -> float:
+    """Seconds of the step of a point after a few random changes, of which the shorter are kept."""
+    step_s = ledger.point_s(point)
+    for _ in range(ROLLOUT):
+        changed = draw.choice(list(ledger.space.changes(point)) or [point])
+        changed_s = ledger.point_s(changed)
+        if changed_s <= step_s:
+            point, step_s = changed, changed_s
+    return step_s
