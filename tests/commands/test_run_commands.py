@@ -98,7 +98,7 @@ def test_a_trace_of_any_framework_becomes_a_profile_beside_its_plan():
     again = succeed(*by_options, "--global-batch-size", "16", "-o", "same.yaml")
     assert again.splitlines()[:-1] == out.splitlines()[:-1]
     assert Path("same.yaml").read_text() == Path("mine.yaml").read_text()
-    assert "give --plan PLAN, or the options" in error("calibrate", "rank0.json")
+    assert "give --plan FILE, or the options" in error("calibrate", "rank0.json")
     assert "leave --model out" in error(*by_options, "--plan", "there.yaml")
     assert "a run.json holds its plan" in error("calibrate", "run.json", "--plan", "there.yaml")
 
