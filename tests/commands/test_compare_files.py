@@ -34,6 +34,7 @@ def files(tmp_path_factory):
     return found
 
 
+@pytest.mark.slow
 def test_every_pair_of_files_is_compared(files):
     for one, other in permutations(files, 2):
         out = succeed("compare", str(one), str(other), *(() if _states(one, other) else H100))

@@ -25,6 +25,7 @@ ASKED = [
 ]
 
 
+@pytest.mark.slow
 def test_the_cheapest_kind_comes_first_and_its_plan_is_written(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     prices = ["--price", "a100=1.5", "--price", "rtx4090=0.1"]

@@ -70,6 +70,7 @@ def test_the_plan_of_the_least_peak_is_no_fuller_than_the_fastest(tmp_path):
     assert fullest_gib(found(tmp_path, "--objective", "peak")) <= fullest_gib(found(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_front_of_a_traced_module_has_no_point_that_another_beats(tmp_path):
     front = json.loads(
         succeed(
@@ -415,6 +416,7 @@ def test_a_searched_plan_with_tensor_parallelism_trains_as_one_process_does(tmp_
     assert document["passed"]
 
 
+@pytest.mark.slow
 def test_a_plan_that_the_hosts_have_no_room_for_does_not_pass_the_check(large, tmp_path):
     plan_file = tmp_path / "plan.yaml"
     chunks = ("--offload", "optimizer,parameters", "--host-blocks", "2")

@@ -26,8 +26,6 @@ from tests.helpers.run_logs import megatron_log, nemo_log
 from tests.helpers.synthetic_runs import estimated, run_of
 
 QUICK = (
-    "plan sweep --model gpt-1.5b --gpus 4,8,16 --gpu a100-80gb,h100-80gb",
-    "plan size --model gpt-1.5b --tokens 100B --days 7 --gpu a100-80gb,h100-80gb --price a100-80gb=1.50 --price h100-80gb=2.50",
     "plan --model gpt-tiny --gpu cpu --gpus 2",
     "plan calibrate run.json -o mygpu.yaml",
     "plan estimate --model gpt-22b --gpus 8 --tp 8 --micro-batch-size 4 --recompute full",
@@ -40,12 +38,9 @@ QUICK = (
     "plan schemes --model gpt-20b --gpus 64 --micro-batch-size 4",
     "plan explain --model gpt-20b --gpus 64 --tp 8 --operator fc2",
     "plan show plan.yaml",
-    "plan explain plan.yaml",
-    "plan diff plan.yaml --gpu h200-141gb",
     "plan show plan.yaml --mtbf 50000h --storage 200GB/s",
     "plan show plan.yaml --instructions --rank 0",
     "plan show plan.yaml --chunks --plot moments.png",
-    "plan report plan.yaml",
     "plan validate --source simumax --rows",
     "plan tokenize corpus/ --glob '**/*.txt' -o tokens.bin",
     "plan estimate --model gpt-22b --gpus 8 --tp 8 --micro-batch-size 4 --recompute full -o by-hand.yaml",
@@ -75,7 +70,6 @@ QUICK = (
     "plan read train.sh --gpu h100-80gb -o plan.yaml",
     "plan compare plan.yaml train.sh --gpu h100-80gb",
     "plan check issue-1031.sh --gpu h100-80gb",
-    "plan check train.sh --gpu h100-80gb",
     "plan import train.log --gpu h100-80gb -o steps.csv",
     "plan validate --steps steps.csv --rows",
     "plan calibrate train.log --gpu h100-80gb -o mygpu.yaml",
@@ -88,6 +82,12 @@ QUICK = (
     "plan profile -o theirs.yaml --gpu a100-80gb --import allreduce_bandwidth_2nodes_8gpus_per_node.json",
 )
 SLOW = (
+    "plan sweep --model gpt-1.5b --gpus 4,8,16 --gpu a100-80gb,h100-80gb",
+    "plan size --model gpt-1.5b --tokens 100B --days 7 --gpu a100-80gb,h100-80gb --price a100-80gb=1.50 --price h100-80gb=2.50",
+    "plan explain plan.yaml",
+    "plan diff plan.yaml --gpu h200-141gb",
+    "plan report plan.yaml",
+    "plan check train.sh --gpu h100-80gb",
     "plan --model gpt-2.5b --gpus 16 --prefer leanest",
     "plan --model gpt-20b --gpus 64",
     "plan --model gpt-20b --gpus 64 --for megatron",

@@ -263,6 +263,7 @@ def test_dropout_goes_on_with_the_same_masks_on_the_same_mesh(tmp_path):
     assert repeated == second
 
 
+@pytest.mark.slow
 def test_dropout_on_another_mesh_or_device_says_so_and_draws_other_masks(tmp_path, alone):
     plan = make_plan(DROPPING)
     train(plan, 2, directory=tmp_path)

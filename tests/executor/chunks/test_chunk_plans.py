@@ -434,6 +434,7 @@ BY_OPERATORS = {
 QUICK = {name: BY_OPERATORS[name] for name in ("data-parallel-recomputed", "1f1b-recomputed")}
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_two_ranks_that_use_an_operator_at_a_time_move_gather_and_reduce_what_is_predicted():
     require_like_plain(QUICK, (1.1,), (Eviction.OPT,), OPERATORS)

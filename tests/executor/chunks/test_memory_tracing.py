@@ -124,6 +124,7 @@ def test_measured_moments_are_near_the_predicted_ones_and_losses_stay_the_same(c
         assert trace.worst_moment.startswith(("before the ", "forward", "backward", "the update"))
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_a_prediction_that_is_too_large_leaves_room_that_the_corrected_schedule_fills():
     plan = roomy(1.5, model=DEEP, num_micro_batches=4)
@@ -170,6 +171,7 @@ def test_a_budget_that_the_measured_memory_does_not_leave_is_an_error_of_every_r
         )
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_a_traced_module_is_traced_like_a_described_model():
     priced = made(dp=2, host=2, optimizer=1)

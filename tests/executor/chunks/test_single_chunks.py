@@ -65,6 +65,7 @@ def test_four_ranks_get_the_gradients_of_whole_groups():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_a_traced_module_trains_alike():
     priced = made(dp=2, host=2, optimizer=1)

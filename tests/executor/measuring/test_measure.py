@@ -332,6 +332,7 @@ def test_an_update_is_timed_over_several_layers_and_given_for_one() -> None:
     assert [part.times for part in updates.gradient_norm({"parameters": 2**24})] == [4]
 
 
+@pytest.mark.slow
 def test_layouts_give_what_each_adds_to_a_layer() -> None:
     names = (
         "hidden",

@@ -186,6 +186,7 @@ def _loaded(folder: Path, plan: TracedPlan) -> float:
     return trainer.gradients(STEPS).item()
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_dropout_and_half_precision_leave_ranks_with_equal_whole_parameters():
     """Ranks that divide an operator drop other elements of it, and the same of a whole one."""

@@ -77,6 +77,7 @@ def test_parts_of_unequal_size_train_as_in_one_process(sizes):
     check(replace(plan, stages=stages))
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_a_table_that_three_shards_read_has_one_gradient_on_two_stages():
     check(hand_plan(f"{MODULES}:translator", pp=2, shards_a_stage=2))
@@ -99,6 +100,7 @@ def test_states_on_the_host_and_recompute_lists_leave_the_results_as_they_are():
     check(hand_plan(f"{MODULES}:translator", pp=2, shards_a_stage=2, **on_host))
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_recompute_lists_run_in_a_pipeline_with_zero_3():
     check(hand_plan(HUGGING_FACE["bert"], pp=2, dp=2, zero=3, lists=True))

@@ -37,6 +37,7 @@ def test_the_price_is_what_was_measured_and_the_advice_reaches_what_was_expected
     assert "--recompute-num-layers 5 is priced as 1" in body["notes"][0]
 
 
+@pytest.mark.slow
 def test_what_ran_out_of_memory_there_does_not_fit_here(tmp_path):
     text = SCRIPT.read_text()
     recompute = text[text.index("    --recompute-granularity") : text.index(")\ntorchrun")]

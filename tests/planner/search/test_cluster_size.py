@@ -46,6 +46,7 @@ def test_numbers_fill_whole_nodes() -> None:
     assert NUMBERS == (1, 2, 3, 4, 6, 8, 16)
 
 
+@pytest.mark.slow
 def test_it_is_the_least_of_all_numbers_that_meet_the_deadline() -> None:
     every = probes_of(1.0)
     for number in NUMBERS:

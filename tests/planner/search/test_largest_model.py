@@ -248,6 +248,7 @@ def test_a_request_that_cannot_be_met_says_what_is_missing(family_file, code, ch
     assert re.search(message, fail(code, *ASKED, *change))
 
 
+@pytest.mark.slow
 def test_what_the_host_may_keep_never_makes_the_largest_smaller_and_saves_searches():
     cluster = replace(CLUSTER, host_memory_bytes=128 * MIB)
     tight = asking(

@@ -142,6 +142,7 @@ def test_the_plan_file_of_the_least_peak_is_read_again_priced_again_and_shown(tm
     assert "of the fullest GPU's peak" in " ".join(succeed("show", str(path)).stdout.split())
 
 
+@pytest.mark.slow
 def test_nothing_fits_is_said_as_for_every_objective(tmp_path):
     assert "does not fit" in fail(
         3, *TINY, "--memory-limit", "1MiB", "-o", str(tmp_path / "plan.yaml")

@@ -302,6 +302,7 @@ def test_a_solver_that_fails_after_the_first_point_does_not_lose_it(monkeypatch)
     assert front_with().stopped.endswith("cbc failed: no licence")
 
 
+@pytest.mark.slow
 def test_a_wrong_guess_of_the_least_peak_costs_searches_but_not_the_end(monkeypatch):
     least_gib = min(point.peak_memory_gib for point in front_of(4).points)
     for guess in (0.5, 0.98, 1.02):

@@ -56,6 +56,7 @@ def test_the_base_is_the_plan_and_pins_and_knobs_change_one_thing() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_flip_is_between_two_factors_whose_best_meshes_differ() -> None:
     plan = small_plan()
     request, knob = request_of_plan(plan), knob_named("memory of a GPU")
@@ -77,6 +78,7 @@ def test_a_cluster_at_other_speeds_is_priced_as_its_machine() -> None:
     assert changed.cluster.intra_node == expected.cluster.intra_node
 
 
+@pytest.mark.slow
 def test_every_question_has_a_sentence_and_a_value() -> None:
     plan = small_plan()
     asked = [question for question in questions_about(plan) if not question.flips]

@@ -115,6 +115,7 @@ PLACED = product(
 )
 
 
+@pytest.mark.slow
 @of_every([(spec, *pipeline, *rest) for spec, pipeline, *rest in PLACED])
 def test_a_traced_model_costs_what_its_description_does(
     spec, schedule, micro_batches, zero, level, offload
@@ -387,6 +388,7 @@ def test_pins_that_no_traced_module_can_have(pins, match):
         searched(uneven(), pins)
 
 
+@pytest.mark.slow
 def test_stages_by_counts_are_kept_and_cost_no_less_than_those_of_the_search():
     model, pins = traced_spec(GPT, TRAINING), Constraints(pp=(4,), schedule=(Schedule.ONE_F_ONE_B,))
 
