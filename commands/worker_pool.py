@@ -45,6 +45,8 @@ def in_processes(
         finally:
             pool.shutdown(cancel_futures=True)
     finished = [(item, each) for item, each in started if each.done() and not each.cancelled()]
+    if interrupts:  # a signal may have ended the processes, too
+        finished = [(item, each) for item, each in finished if each.exception() is None]
     return [(item, each.result()) for item, each in finished], bool(interrupts)
 
 

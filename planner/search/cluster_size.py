@@ -15,11 +15,11 @@ from parplan.planner.plan.plan_goodput import plan_goodput
 from parplan.planner.request import Request
 from parplan.planner.search.largest_model import SearchWatch
 from parplan.planner.search.many_searches import Answer, answer_request
-from parplan.profiles.errors import ConfigError, PlannerError
+from parplan.profiles.errors import ConfigError, InfeasibleError, PlannerError
 from parplan.profiles.models.transformer import build_graph
 
 DAY_S = 86_400.0
-MOST_GPUS = 2**17
+MOST_GPUS = 2**15
 FIRST_MFU = 0.45  # at which the first number of GPUs would meet the deadline
 # A smaller cluster is not searched where even this much more of each GPU would miss the deadline.
 MOST_GAIN = 1.15
@@ -154,7 +154,10 @@ def least_cluster(probes: SizeProbes, numbers: tuple[int, ...]) -> ClusterSize:
 
     The first number comes from the FLOPs of the model, the next from the speed of the one before.
     """
-    place = _first_place(probes, numbers)
+    needed = _gpus_at_peak(probes, numbers[0])
+    if needed > numbers[-1]:
+        return _beyond(probes, numbers[-1], needed)
+    place = _first_place(numbers, needed / FIRST_MFU)
     while not probes.meets(numbers[place]):
         if place == len(numbers) - 1:
             return _missed(probes)
@@ -172,13 +175,28 @@ def least_cluster(probes: SizeProbes, numbers: tuple[int, ...]) -> ClusterSize:
     )
 
 
-def _first_place(probes: SizeProbes, numbers: tuple[int, ...]) -> int:
-    """Returns the place of the number of GPUs that meets the deadline at a usual MFU."""
-    request = probes.request_of(numbers[0])
+def _gpus_at_peak(probes: SizeProbes, some: int) -> float:
+    """Returns the GPUs that would meet the deadline at the peak of each.
+
+    some    a number of GPUs for which there is a request
+    """
+    request = probes.request_of(some)
     graph = build_graph(request.model, request.training, 1)
     flops = FLOPS_PER_PARAMETER * graph.num_active_parameters * probes.tokens
     peak = request.cluster.device.peak(request.training.precision)
-    needed = flops / (FIRST_MFU * peak * probes.seconds)
+    return flops / (peak * probes.seconds)
+
+
+def _beyond(probes: SizeProbes, most: int, needed: float) -> ClusterSize:
+    """Returns the answer where not even the peaks of all GPUs would meet the deadline."""
+    error = InfeasibleError(
+        f"even at its peak the deadline needs {needed:,.0f} GPUs, and at most {most:,} are tried"
+    )
+    return ClusterSize(kind=probes.kind, run=None, nearest=None, error=error, tried=())
+
+
+def _first_place(numbers: tuple[int, ...], needed: float) -> int:
+    """Returns the place of the first number that is not below `needed`, else the last place."""
     return next(
         (place for place, number in enumerate(numbers) if number >= needed), len(numbers) - 1
     )

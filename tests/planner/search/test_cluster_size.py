@@ -61,10 +61,17 @@ def test_it_is_the_least_of_all_numbers_that_meet_the_deadline() -> None:
 
 
 def test_without_any_that_meets_it_the_fastest_is_named() -> None:
-    found = least_cluster(probes_of(1.0), (1, 8))
+    found = least_cluster(probes_of(10_000.0), (1, 8))
     assert found.run is None
     assert found.nearest is not None
     assert found.nearest.plan.cluster.num_gpus == 8
+
+
+def test_a_deadline_beyond_the_peak_of_all_is_not_searched() -> None:
+    found = least_cluster(probes_of(1.0), (1, 8))
+    assert found.tried == ()
+    assert found.error is not None
+    assert "even at its peak the deadline needs" in found.error.message
 
 
 def test_time_cost_and_energy_count_failures_and_spares() -> None:
