@@ -17,7 +17,7 @@ from parplan.commands.options.search_options import SearchFlags, launcher_option
 from parplan.commands.options.sections import AIM, BASELINES
 from parplan.commands.options.target_options import TargetOptions, target_options
 from parplan.commands.searching import answer, described_question
-from parplan.commands.style import INTERRUPTED, Command, List, option, print_json
+from parplan.commands.style import INTERRUPTED, Command, List, given_options, option, print_json
 
 if TYPE_CHECKING:
     from parplan.planner.plan.traced_plan import AnyPlan
@@ -134,8 +134,7 @@ def compare(
 
 def _given_names(ctx: click.Context, names: tuple[str, ...]) -> tuple[str, ...] | None:
     """Returns the baselines of the command line, None where it names none."""
-    source = ctx.get_parameter_source("baseline")
-    return names if source is click.core.ParameterSource.COMMANDLINE else None
+    return names if any(param.name == "baseline" for param in given_options(ctx)) else None
 
 
 def _of_files(
@@ -196,9 +195,8 @@ def side_of(name: str, plan: AnyPlan) -> ComparedPlan:
 
 def _require_alone(ctx: click.Context) -> None:
     """Raises UsageError for an option that a plan file has already decided."""
-    for param in ctx.command.params:
-        given = ctx.get_parameter_source(param.name or "") is click.core.ParameterSource.COMMANDLINE
-        if given and param.name not in _WITH_A_PLAN:
+    for param in given_options(ctx):
+        if param.name not in _WITH_A_PLAN:
             raise click.UsageError(
                 f"{param.opts[0]} and a plan file exclude each other: the plan has decided it", ctx
             )

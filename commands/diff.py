@@ -76,21 +76,17 @@ def diff(plan_file: Path, other_file: Path | None, target: TargetOptions, as_jso
 
 def _searched(plan: AnyPlan, path: Path, target: TargetOptions) -> Plan:
     """Returns the best plan of a plan's request with other options. Raises ConfigError."""
-    from parplan.planner.plan.plan import Plan
+    from parplan.commands.launcher_plans import described_plan
     from parplan.planner.search.find_plan import find_plan
-    from parplan.profiles.errors import ConfigError
     from parplan.report.progress_bars import progress_bar
     from parplan.report.text import console
 
     if target == TargetOptions():
         raise click.UsageError("name a second plan, or another machine: --gpu, --gpus or --cluster")
-    if not isinstance(plan, Plan):
-        raise ConfigError(
-            f"{path} is of a traced module, whose request the file does not have",
-            hint="plan the module again for the other machine, and name both plans",
-        )
+    hint = "plan the module again for the other machine, and name both plans"
+    request = _request(described_plan(plan, path, hint=hint), target)
     with progress_bar(console(sys.stderr)) as on_progress:
-        return find_plan(_request(plan, target), on_progress)
+        return find_plan(request, on_progress)
 
 
 def _request(plan: Plan, target: TargetOptions) -> Request:

@@ -8,13 +8,12 @@ from functools import partial
 from pathlib import Path
 
 import click
-from click.core import ParameterSource
 
 from parplan.commands.options.layout_options import degree, micro_batch_option, zero_option
 from parplan.commands.options.result_options import as_json
 from parplan.commands.options.sections import LAYOUT
 from parplan.commands.options.target_options import TargetOptions, target_options
-from parplan.commands.style import INTERRUPTED, Command, option, print_json
+from parplan.commands.style import INTERRUPTED, Command, given_options, option, print_json
 from parplan.commands.worker_pool import in_processes
 
 AXIS = "tensor-parallel axis"
@@ -81,30 +80,22 @@ def explain(
 
 def require_no_others(ctx: click.Context, *names: str) -> None:
     """Raises UsageError for an option beside those that a plan file leaves a meaning."""
-    for param in ctx.command.params:
-        given = ctx.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE
-        if given and param.name not in names:
+    for param in given_options(ctx):
+        if param.name not in names:
             raise click.UsageError(
                 f"{param.opts[0]} is for the strategies of operators: leave out the plan file"
             )
 
 
 def _explain_plan(plan_file: Path, *, as_json: bool) -> None:
-    from parplan.commands.launcher_plans import read_plans
+    from parplan.commands.launcher_plans import described_plan, read_plans
     from parplan.planner.plan.reprice import reprice
-    from parplan.planner.plan.traced_plan import TracedPlan
     from parplan.planner.search.what_if import questions_about, reply_to
-    from parplan.profiles.errors import ConfigError
     from parplan.report.plans.explanation_text import explanation_document, print_explanation
     from parplan.report.text import console
 
     (plan,) = read_plans((plan_file,), TargetOptions())
-    if isinstance(plan, TracedPlan):
-        raise ConfigError(
-            f"{plan_file} is of a traced module, whose request the file does not have",
-            hint="use the plan of a described model",
-        )
-    plan = reprice(plan).plan
+    plan = reprice(described_plan(plan, plan_file, hint="use the plan of a described model")).plan
     found, interrupted = in_processes(partial(reply_to, plan), questions_about(plan), "questions")
     if not found:
         raise KeyboardInterrupt

@@ -59,6 +59,17 @@ def read_plans(paths: Sequence[Path], stated: TargetOptions) -> list[Plan | Trac
     ]
 
 
+def described_plan(plan: Plan | TracedPlan, path: Path, *, hint: str) -> Plan:
+    """Returns a plan whose request its file says. Raises ConfigError for a traced module's."""
+    from parplan.planner.plan.plan import Plan
+
+    if not isinstance(plan, Plan):
+        raise ConfigError(
+            f"{path} is of a traced module, whose request the file does not have", hint=hint
+        )
+    return plan
+
+
 def require_nothing_stated(path: Path, stated: TargetOptions) -> None:
     """Raises ConfigError for options of a launcher's file beside a plan, which says them."""
     usual = TargetOptions()

@@ -35,6 +35,7 @@ from parplan.commands.searching import (
 from parplan.commands.style import (
     INTERRUPTED,
     Main,
+    given_options,
     option,
     print_json,
     show_version,
@@ -132,13 +133,10 @@ def main(
 
 def _require_none_before(ctx: click.Context) -> None:
     """Raises UsageError for an option that stands before the name of another command."""
-    for param in ctx.command.params:
-        name = param.name or ""
-        if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-            raise click.UsageError(
-                f"{param.opts[0]} stands before {ctx.invoked_subcommand}: options go after the "
-                f"command"
-            )
+    for param in given_options(ctx):
+        raise click.UsageError(
+            f"{param.opts[0]} stands before {ctx.invoked_subcommand}: options go after the command"
+        )
 
 
 def _search(

@@ -16,6 +16,7 @@ from functools import wraps
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from parplan.profiles.documents.files import explained_file_errors
@@ -361,6 +362,13 @@ def packs(name: str, record: type[Any]) -> Callable[[Any], Any]:
         return packing
 
     return apply
+
+
+def given_options(ctx: click.Context) -> Iterator[click.Parameter]:
+    """Yields the options and arguments of a command that its command line gives."""
+    for param in ctx.command.params:
+        if ctx.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE:
+            yield param
 
 
 def option(section: str, *names: str, **settings: Any) -> Callable[[Any], Any]:

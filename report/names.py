@@ -19,6 +19,7 @@ from parplan.planner.plan.derived import blocks_of
 from parplan.planner.plan.pipeline_plan import PipelinePlan
 from parplan.planner.plan.plan import LayerPlan, Plan
 from parplan.planner.plan.prediction import SearchRecord
+from parplan.planner.plan.traced_plan import AnyPlan
 from parplan.profiles.machines.hardware import Device
 from parplan.profiles.models.operator_graph import ModelGraph
 from parplan.profiles.models.spec import Optimizer, TrainingSpec
@@ -56,6 +57,11 @@ def pipeline_phrases(pipeline: PipelinePlan, mesh: Mesh) -> tuple[str, ...]:
         return ("no pipeline", micro_batches, *halves)
     virtual = (f"{pipeline.virtual_stages} virtual stages",) if pipeline.virtual_stages > 1 else ()
     return (_SCHEDULES[pipeline.schedule], *virtual, micro_batches, *halves)
+
+
+def plan_phrase(plan: AnyPlan) -> str:
+    """Returns mesh and pipeline of a plan in one phrase."""
+    return ", ".join((str(plan.mesh), *pipeline_phrases(plan.pipeline, plan.mesh)))
 
 
 def attention_text(training: TrainingSpec, device: Device) -> str:

@@ -13,6 +13,11 @@ from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.stack import TowerDivision
 
 
+def tokens_per_s(plan: AnyPlan) -> float:
+    """Tokens/s on all devices."""
+    return plan.training.tokens_per_step / plan.predicted.step_time_s.value
+
+
 def host_gib(plan: AnyPlan) -> float:
     """Host GiB that the fullest node holds."""
     return fullest_node(plan, [memory.host for memory in plan.predicted.memory_gib])

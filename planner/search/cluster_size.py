@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from parplan.costmodels.usage.goodput import Failures, Goodput
+from parplan.planner.plan.derived import tokens_per_s
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.plan_goodput import plan_goodput
 from parplan.planner.request import Request
-from parplan.planner.search.largest_model import SearchWatch
 from parplan.planner.search.many_searches import Answer, answer_request
 from parplan.profiles.errors import ConfigError, InfeasibleError, PlannerError
 from parplan.profiles.models.transformer import build_graph
@@ -40,7 +40,7 @@ class TrainingRun:
     @property
     def tokens_per_s(self) -> float:
         """Tokens/s while steps run, of all GPUs."""
-        return self.plan.training.tokens_per_step / self.plan.predicted.step_time_s.value
+        return tokens_per_s(self.plan)
 
     @property
     def seconds(self) -> float:
@@ -121,7 +121,7 @@ class SizeProbes:
     def _search(self, gpus: int) -> None:
         try:
             request = self.request_of(gpus)
-            answer = answer_request(request, SearchWatch())
+            answer = answer_request(request)
         except ConfigError as error:
             answer = Answer(error=error)
         if answer.plan is None:

@@ -32,8 +32,9 @@ class Answers:
     stopped: str | None = None
 
 
-def answer_request(request: Request, watch: SearchWatch) -> Answer:
+def answer_request(request: Request, watch: SearchWatch | None = None) -> Answer:
     """Returns the best plan of a request. Raises OutOfTimeError and KeyboardInterrupt."""
+    watch = watch or SearchWatch()
     if watch.interrupted():
         raise KeyboardInterrupt
     try:

@@ -44,7 +44,6 @@ class Ledger:
         self.best: Strategy | None = None
         self.step_s = inf
         self.bound_s: float | None = None
-        self.num_priced = 0
         self.trace: list[Improvement] = []
 
     def check(self) -> None:
@@ -55,7 +54,6 @@ class Ledger:
     def point_s(self, point: Point) -> float:
         """Seconds of the step of a point, infinite where it does not fit. Raises BudgetSpent."""
         self.check()
-        self.num_priced += 1
         strategy = self.space.strategy(point)
         if not fits(strategy, self.space.price_cache, self.space.limit_bytes):
             return inf

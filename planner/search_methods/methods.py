@@ -63,7 +63,6 @@ class MethodRun:
     bound_s       a step that no strategy is below, where the method proves one
     cpu_s         CPU-seconds of the whole run, the space and all prices included
     ended         the method ended by itself, inside its budget
-    num_priced    points that were priced
     trace         every improvement
     """
 
@@ -72,7 +71,6 @@ class MethodRun:
     bound_s: float | None
     cpu_s: float
     ended: bool
-    num_priced: int
     trace: tuple[Improvement, ...]
 
 
@@ -98,6 +96,5 @@ def run_method(name: str, request: Request, budget_s: float, seed: int = 0) -> M
         bound_s=ledger.bound_s,
         cpu_s=cpu_s() - started_s,
         ended=ended,
-        num_priced=ledger.num_priced,
         trace=tuple(ledger.trace),
     )

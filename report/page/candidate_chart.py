@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from parplan.planner.plan.traced_plan import AnyPlan
-from parplan.report.names import pipeline_phrases
+from parplan.report.names import plan_phrase
 from parplan.report.page.chart_theme import (
     COLOURS,
     LIMIT,
@@ -60,7 +60,7 @@ def _chosen(file: str, plan: AnyPlan) -> FrontCandidate:
     return FrontCandidate(
         file=file,
         role="plan",
-        name=", ".join((str(plan.mesh), *pipeline_phrases(plan.pipeline, plan.mesh))),
+        name=plan_phrase(plan),
         step_s=plan.predicted.step_time_s.value,
         peak_gib=fullest(plan).total,
         redundancy_gib=plan.predicted.redundancy_gib.total,

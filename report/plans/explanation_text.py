@@ -8,11 +8,12 @@ from typing import Any
 
 from rich.console import Console
 
+from parplan.planner.plan.derived import tokens_per_s
 from parplan.planner.plan.plan import Plan
 from parplan.planner.search.many_searches import Answer
 from parplan.planner.search.what_if import AXES, BASE, Flip, PlanQuestion, Reply
 from parplan.profiles.units import counted, format_number
-from parplan.report.names import pipeline_phrases
+from parplan.report.names import plan_phrase
 from parplan.report.plans.memory_table import fullest
 from parplan.report.plans.summary import STEP_CAUSES, header, layers_phrases
 from parplan.report.text import gib_text, joined, percent, say, seconds_text
@@ -57,14 +58,14 @@ def explanation(plan: Plan, replies: Replies) -> Iterator[Explanation]:
 
 
 def _the_plan(plan: Plan, replies: Replies) -> Iterator[str]:
-    yield f"{_named(plan)} takes {_step_text(plan)} a step: {_causes_text(plan)}."
+    yield f"{plan_phrase(plan)} takes {_step_text(plan)} a step: {_causes_text(plan)}."
     base = _plan_of(replies.get(PlanQuestion(what=BASE)))
     if base is None:
         return
     slower = _step_s(plan) / _step_s(base) - 1
     if slower > SAME:
         yield (
-            f"A search without any pin finds a faster one today: {_named(base)}, "
+            f"A search without any pin finds a faster one today: {plan_phrase(base)}, "
             f"{_step_text(base)}, {percent(slower)} less."
         )
     else:
@@ -84,7 +85,7 @@ def _other_meshes(plan: Plan, replies: Replies) -> Iterator[str]:
             yield f"{axis} {degree} has no plan: {_why_none(reply)}."
             continue
         yield (
-            f"With {axis} {degree} the best plan, {_named(found)}, takes {_step_text(found)}, "
+            f"With {axis} {degree} the best plan, {plan_phrase(found)}, takes {_step_text(found)}, "
             f"{_change(found, plan)}{_difference(found, plan)}."
         )
 
@@ -102,8 +103,9 @@ def _limits(plan: Plan, replies: Replies) -> Iterator[str]:
         if gain > SAME:
             binds = "binds" if gain > _CHANGES else "hardly binds"
             yield (
-                f"Memory {binds}: with 10 % more of it {_named(more)} takes {_step_text(more)} "
-                f"and is {percent(gain)} faster; its layers: {'; '.join(layers_phrases(more))}."
+                f"Memory {binds}: with 10 % more of it {plan_phrase(more)} takes "
+                f"{_step_text(more)} and is {percent(gain)} faster; its layers: "
+                f"{'; '.join(layers_phrases(more))}."
             )
         else:
             yield "Memory does not bind: 10 % more of it makes no plan faster."
@@ -125,11 +127,11 @@ def _gains(plan: Plan, replies: Replies) -> Iterator[str]:
         if found is None:
             yield f"{amount}: no plan, {_why_none(reply)}."
             continue
-        faster = _tokens_per_s(found) / _tokens_per_s(plan) - 1
+        faster = tokens_per_s(found) / tokens_per_s(plan) - 1
         if faster < SAME:
             yield f"{amount} buys nothing."
             continue
-        mesh = "" if found.mesh == plan.mesh else f", with {_named(found)}"
+        mesh = "" if found.mesh == plan.mesh else f", with {plan_phrase(found)}"
         yield f"{amount} buys {percent(faster)} more tokens/s{mesh}."
 
 
@@ -149,7 +151,7 @@ def _flips(plan: Plan, replies: Replies) -> Iterator[str]:
         if reply.plan is None:
             yield f"{place} the model stops fitting."
         else:
-            yield f"{place} the best plan becomes {_named(reply.plan)}."
+            yield f"{place} the best plan becomes {plan_phrase(reply.plan)}."
     for what, ends in stays.items():
         reaches = " and ".join(
             f"{'down' if end < 1 else 'up'} to {format_number(end, 3)} times"
@@ -190,16 +192,8 @@ def _step_s(plan: Plan) -> float:
     return plan.predicted.step_time_s.value
 
 
-def _tokens_per_s(plan: Plan) -> float:
-    return plan.training.tokens_per_step / _step_s(plan)
-
-
 def _step_text(plan: Plan) -> str:
     return seconds_text(_step_s(plan))
-
-
-def _named(plan: Plan) -> str:
-    return ", ".join((str(plan.mesh), *pipeline_phrases(plan.pipeline, plan.mesh)))
 
 
 def _change(found: Plan, plan: Plan) -> str:

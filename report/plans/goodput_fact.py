@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from parplan.costmodels.usage.goodput import Failures, Goodput
-from parplan.planner.plan.plan_goodput import plan_checkpoint_bytes, plan_goodput
+from parplan.planner.plan.plan_goodput import plan_goodput
 from parplan.planner.plan.traced_plan import AnyPlan
 from parplan.profiles.units import counted, format_bytes, format_number
 from parplan.report.text import percent
@@ -26,13 +26,13 @@ def goodput_facts(plan: AnyPlan, failures: Failures | None) -> Iterator[tuple[st
     if failures is None:
         return
     result = plan_goodput(plan, failures)
+    size = format_bytes(failures.storage_bytes_per_s * result.checkpoint_s)
     spares = counted(result.spare_nodes, "spare node") if result.spare_nodes else "no spare nodes"
     yield (
         "goodput",
         f"{percent(result.share)} of the time (analytic)",
-        f"a failure every {span_text(result.failure_s)}, a checkpoint of "
-        f"{format_bytes(plan_checkpoint_bytes(plan))} in {span_text(result.checkpoint_s)} every "
-        f"{span_text(result.interval_s)}, {spares}",
+        f"a failure every {span_text(result.failure_s)}, a checkpoint of {size} in "
+        f"{span_text(result.checkpoint_s)} every {span_text(result.interval_s)}, {spares}",
     )
 
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
 
+from parplan.planner.plan.derived import tokens_per_s
 from parplan.planner.plan.plan import Plan
 from parplan.report.plots.scatter_plot import COLOURS, MARKERS, save
-from parplan.report.searches.largest_table import tokens_per_s
 
 
 def draw_sweep(plans: Sequence[Plan], path: Path) -> None:

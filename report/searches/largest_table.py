@@ -9,12 +9,12 @@ from typing import Any
 from rich.console import Console
 
 from parplan.costmodels.host.offload import Offload
-from parplan.planner.plan.derived import host_gib
+from parplan.planner.plan.derived import host_gib, tokens_per_s
 from parplan.planner.plan.plan import Plan
 from parplan.planner.request import Request
 from parplan.planner.search.largest_model import LEVELS, LargestModel
 from parplan.profiles.units import format_count, gib, tflops
-from parplan.report.names import OPTIMIZER_NAMES, graph_of, pipeline_phrases
+from parplan.report.names import OPTIMIZER_NAMES, graph_of, plan_phrase
 from parplan.report.text import (
     FIXED_WIDTH,
     gib_text,
@@ -48,11 +48,6 @@ def flops_per_s(plan: Plan) -> float:
         * plan.cluster.device.peak(plan.training.precision)
         * plan.cluster.num_gpus
     )
-
-
-def tokens_per_s(plan: Plan) -> float:
-    """Tokens/s on all devices."""
-    return plan.training.tokens_per_step / plan.predicted.step_time_s.value
 
 
 def peak_gib(plan: Plan) -> float:
@@ -118,12 +113,8 @@ def _cells(row: LargestModel) -> tuple[str, ...]:
         f"{tokens_per_s(plan):,.0f}",
         gib_text(peak_gib(plan)),
         gib_text(host_gib(plan)),
-        _plan_text(plan),
+        plan_phrase(plan),
     )
-
-
-def _plan_text(plan: Plan) -> str:
-    return ", ".join((str(plan.mesh), *pipeline_phrases(plan.pipeline, plan.mesh)))
 
 
 def _facts(
@@ -133,7 +124,7 @@ def _facts(
     label = "plan"
     for row in rows if not wide else ():
         if row.plan:
-            yield label, f"{host_text(row.offload)}: {_plan_text(row.plan)}"
+            yield label, f"{host_text(row.offload)}: {plan_phrase(row.plan)}"
             label = ""
     label = "next"
     for row in rows:

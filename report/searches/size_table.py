@@ -8,10 +8,9 @@ from typing import Any
 
 from rich.console import Console
 
-from parplan.planner.plan.plan import Plan
 from parplan.planner.search.cluster_size import ClusterSize, TrainingRun
 from parplan.profiles.units import counted, format_number
-from parplan.report.names import pipeline_phrases
+from parplan.report.names import plan_phrase
 from parplan.report.plans.goodput_fact import goodput_document, span_text
 from parplan.report.text import asked_width, joined, labelled, percent, print_table, say
 
@@ -61,7 +60,7 @@ def _facts(sizes: Sequence[ClusterSize], elapsed_s: float) -> Iterator[tuple[str
     label = "plan"
     for one in sizes:
         if one.run:
-            yield label, f"{one.kind}: {_plan_text(one.run.plan)}"
+            yield label, f"{one.kind}: {plan_phrase(one.run.plan)}"
             label = ""
     label = "missed"
     for one in sizes:
@@ -93,10 +92,6 @@ def _facts(sizes: Sequence[ClusterSize], elapsed_s: float) -> Iterator[tuple[str
         "count spare nodes; MWh is of the boards at their greatest power, without hosts and "
         "cooling",
     )
-
-
-def _plan_text(plan: Plan) -> str:
-    return ", ".join((str(plan.mesh), *pipeline_phrases(plan.pipeline, plan.mesh)))
 
 
 def _why(one: ClusterSize) -> str:

@@ -9,11 +9,12 @@ from typing import Any
 
 from rich.console import Console
 
+from parplan.planner.plan.derived import tokens_per_s
 from parplan.planner.plan.plan import Plan
 from parplan.planner.search.many_searches import Answer
 from parplan.profiles.units import counted
-from parplan.report.names import pipeline_phrases
-from parplan.report.searches.largest_table import peak_gib, tokens_per_s
+from parplan.report.names import plan_phrase
+from parplan.report.searches.largest_table import peak_gib
 from parplan.report.text import (
     asked_width,
     gib_text,
@@ -63,7 +64,6 @@ def _cells(values: Mapping[str, Any], plan: Plan | None, swept: Sequence[str]) -
     shown = {"gpus": f"{plan.cluster.num_gpus:,}"} | {
         name: _value_text(values[name]) for name in swept if name != "gpus"
     }
-    phrases = (str(plan.mesh), *pipeline_phrases(plan.pipeline, plan.mesh))
     return {
         **{_NAMES[name]: shown[name] for name in swept},
         "step": seconds_text(plan.predicted.step_time_s.value),
@@ -72,7 +72,7 @@ def _cells(values: Mapping[str, Any], plan: Plan | None, swept: Sequence[str]) -
         "MFU": percent(plan.predicted.mfu.value),
         "GiB": gib_text(peak_gib(plan)),
         "gap": percent(plan.search.gap),
-        "plan": ", ".join(phrases),
+        "plan": plan_phrase(plan),
     }
 
 

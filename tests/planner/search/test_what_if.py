@@ -11,12 +11,11 @@ from parplan.commands.options.target_options import TargetOptions
 from parplan.commands.requests.requests import request_of
 from parplan.planner.plan.plan import Plan
 from parplan.planner.search.find_plan import find_plan
-from parplan.planner.search.many_searches import Answer
+from parplan.planner.search.many_searches import Answer, answer_request
 from parplan.planner.search.what_if import (
     BASE,
     Flip,
     PlanQuestion,
-    best_of,
     cluster_at,
     degrees,
     find_flip,
@@ -63,10 +62,10 @@ def test_a_flip_is_between_two_factors_whose_best_meshes_differ() -> None:
     found = find_flip(request, knob, 0.1, plan.mesh)
     assert isinstance(found, Flip)
     assert found.factor < found.last <= 1
-    same = best_of(knob.scale(request, found.last)).plan
+    same = answer_request(knob.scale(request, found.last)).plan
     assert same is not None
     assert degrees(same.mesh) == degrees(plan.mesh)
-    other = best_of(knob.scale(request, found.factor)).plan
+    other = answer_request(knob.scale(request, found.factor)).plan
     assert other is None or degrees(other.mesh) != degrees(plan.mesh)
 
 
