@@ -134,7 +134,7 @@ def _with_pipeline(plan: Plan, **changes: Any) -> Plan:
 )
 def batch(plan: Plan) -> Iterator[Refusal]:
     pipeline, dp = plan.pipeline, plan.mesh.dp
-    sequences = pipeline.micro_batch_size * pipeline.num_micro_batches * dp
+    sequences = pipeline.micro_batch_size * sum(pipeline.micro_batches(dp))
     if sequences != plan.training.global_batch_size:
         yield _micro_batch_refusal(
             plan,
