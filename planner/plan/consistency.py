@@ -13,7 +13,8 @@ from parplan.costmodels.communication.mesh import Mesh, illegal_expert_parallel
 from parplan.costmodels.host.state_location import OFFLOAD_OF, Access, StateLocation
 from parplan.costmodels.layers.context_parallel import illegal_context
 from parplan.costmodels.schedules.actions import check_rows
-from parplan.costmodels.schedules.schedule import Schedule, legal, rank_of
+from parplan.costmodels.schedules.schedule import Schedule, rank_of
+from parplan.planner.plan.equal_shares import illegal_micro_batches
 from parplan.planner.plan.pipeline_plan import PipelinePlan, PipelineStage
 from parplan.planner.plan.plan import LayerPlan, Plan
 from parplan.planner.plan.traced_plan import AnyPlan, ShardStage, TracedPlan
@@ -202,10 +203,9 @@ def _require_batch(plan: AnyPlan, where: str) -> None:
     if shares and (len(shares) != mesh.dp or isinstance(plan, TracedPlan)):
         on = "a traced module" if isinstance(plan, TracedPlan) else f"dp {mesh.dp}"
         raise _unfit(where, "pipeline", f"micro_batches_of_replicas has {len(shares)}, with {on}")
-    for count in sorted({*pipeline.micro_batches(mesh.dp)}):
-        reason = legal(pipeline.schedule, mesh.pp, count, pipeline.virtual_stages)
-        if reason:
-            raise _unfit(where, "pipeline", reason)
+    reason = illegal_micro_batches(pipeline, mesh.pp)
+    if reason:
+        raise _unfit(where, "pipeline", reason)
     sequences = pipeline.micro_batch_size * sum(pipeline.micro_batches(mesh.dp))
     if sequences != plan.training.global_batch_size:
         counts = " + ".join(map(str, shares)) or str(pipeline.num_micro_batches)
