@@ -25,7 +25,7 @@ class PipelinePlan:
                      half of a micro-batch run under the compute of the other. 0 none, 1 inside each
                      linear, 2 inside a block, 3 across the blocks of a stage
     micro_batches_of_replicas   micro-batches of each data-parallel rank in rank order; the file has
-                     it only where they differ
+                     it only where they differ (EQUATIONS P9)
     """
 
     __pydantic_config__ = _FORBID
