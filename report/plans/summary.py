@@ -28,6 +28,7 @@ from parplan.report.names import (
     host_activations_text,
     pipeline_phrases,
     recompute_text,
+    runner_up_name,
     search_text,
     zero_text,
 )
@@ -38,6 +39,7 @@ from parplan.report.plans.launcher_lines import launcher_lines
 from parplan.report.plans.memory_table import fullest, print_stages
 from parplan.report.plans.network_fact import network_facts
 from parplan.report.plans.notes import notes
+from parplan.report.plans.robust_table import print_robust
 from parplan.report.plans.stage_waits import wait_lines
 from parplan.report.text import (
     LABEL_WIDTH,
@@ -111,6 +113,8 @@ def print_summary(plan: AnyPlan, out: Console, context: SummaryContext) -> None:
     say(out)
     _print_runners_up(plan, out, whole=context.whole)
     _print_ties(plan, out)
+    if plan.search.robust:
+        print_robust(plan.search.robust, out, whole=context.whole)
     for line in launcher_lines(context.launchers, out.width):
         say(out, line)
     printed = list(notes(plan, ruled=context.ruled))
@@ -488,13 +492,6 @@ def _runner_up(runner_up: RunnerUp, plan: AnyPlan) -> tuple[str, str, str, str]:
         memory,
         runner_up_name(runner_up),
     )
-
-
-def runner_up_name(runner_up: RunnerUp) -> str:
-    sequence = ("sequence parallel",) if runner_up.sequence_parallel else ()
-    weights = ("weights over dp too",) if runner_up.weights_over_data else ()
-    phrases = pipeline_phrases(runner_up.pipeline, runner_up.mesh)
-    return ", ".join((str(runner_up.mesh), *phrases, *sequence, *weights))
 
 
 def is_tie(runner_up: RunnerUp, plan: AnyPlan) -> bool:
