@@ -102,10 +102,10 @@ def _among_ties(
 
 def _with_worst_cases(choice: _Choice, worst: RobustPlans, prefer: Prefer) -> _Choice:
     """Returns the choice with its worst cases; the robust plan is that of least regret."""
-    place, reason, least = choice.place, choice.reason, worst.table.least_regret
+    least = worst.table.least_regret
     if prefer is Prefer.ROBUST and least is not None:
-        place, reason = least, worst.reason()
-    return _Choice(worst.entries, place, reason, choice.ties, worst.first(place))
+        choice = replace(choice, place=least, reason=worst.reason())
+    return replace(choice, entries=worst.entries, robust=worst.first(choice.place))
 
 
 def _runner_up(replayed: Replayed, tie: Tie | None) -> RunnerUp:

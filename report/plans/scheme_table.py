@@ -9,13 +9,22 @@ from typing import Any
 from rich.console import Console
 
 from parplan.planner.request import Request
-from parplan.planner.schemes.every_scheme import SCHEMES, PricedScheme
+from parplan.planner.schemes.every_scheme import SCHEMES, PricedScheme, Scheme
 from parplan.profiles.units import GIB
 from parplan.report.text import joined, print_table, say, seconds_text
 
-HEADING = ("scheme", "step", "comm", "wait", "sent GiB", "states GiB", "activ GiB")
-FORMULAS = ("scheme", "a GPU sends in a step, or in a micro-batch", "and holds")
-UNSEARCHED = " *"  # after the name of a scheme that no search uses
+HEADING = ("scheme", "GPUs", "step", "comm", "wait", "sent", "states", "activ")
+UNSEARCHED, OTHER_STEPS = "*", "!"  # after the name of a scheme
+WIDTH = 80  # of the tables and the texts under them
+SYMBOLS = (
+    "C seconds of a step on one GPU; n GPUs; w parameters, w' those outside experts, w'' those of "
+    "experts; p, g bytes of a parameter and a gradient; M micro-batches of b sequences of S "
+    "tokens, h hidden, e bytes of an activation; L blocks; X, W, Y a product's input, weight and "
+    "output; Q, KV, O of attention; A saved activations; F, B, R forward, backward and recompute "
+    "of a micro-batch on a stage; early R recomputes early, last no R does not on the last stage; "
+    "v virtual stages; k experts of a token; H local steps; AR, AG, RS, A2A, P2P seconds of a "
+    "collective (C1 to C4), or B bytes a second. Copies of the n GPUs add AR(g w/n)."
+)
 
 
 def print_schemes(priced: Sequence[PricedScheme], request: Request, out: Console) -> None:
@@ -23,27 +32,34 @@ def print_schemes(priced: Sequence[PricedScheme], request: Request, out: Console
     cluster = request.cluster
     title = (
         f"{request.model.name} on {cluster.num_gpus} x {cluster.device.name}, each scheme by "
-        "itself on all of them; of one GPU"
+        "itself; GiB of one GPU"
     )
     say(out, joined(title.split(" "), " ", out.width), "bold")
-    rows = [(_name(each), *_cells(each)) for each in priced if each.cost]
+    rows = [(_name(each.scheme), *_cells(each)) for each in priced if each.cost]
     print_table(out, HEADING, rows, left=("scheme",))
     for each in priced:
         if each.cost is None:
             text = f"not {each.scheme.name}: {each.reason}"
             say(out, joined(text.split(" "), " ", out.width, start="  ", indent=4), "dim")
     notes = (
-        "comm is what compute does not hide; wait is that of a pipeline.",
-        "* no search uses it: compute divided evenly, communication not hidden (analytic).",
+        "32 x 2: 32 GPUs run the scheme, as many as can, with data parallelism over 2 such groups. "
+        "comm is what compute does not hide; wait is that of a pipeline. --formulas explains.",
+        f"{UNSEARCHED} no search uses it: compute divided evenly, communication not hidden "
+        "(analytic).",
+        f"{OTHER_STEPS} changes convergence: its steps are not those of one GPU with the batch, so "
+        "equal seconds do not mean equal progress. No search uses it.",
     )
     for note in notes:
-        say(out, joined(note.split(" "), " ", out.width, start="  "), "dim")
+        say(out, joined(note.split(" "), " ", min(out.width, WIDTH), start="  "), "dim")
 
 
 def print_formulas(out: Console) -> None:
-    """Print what each scheme sends and holds; the symbols are those of docs/equations.md."""
-    rows = [(scheme.name, scheme.sends, scheme.holds) for scheme in SCHEMES]
-    print_table(out, FORMULAS, rows, left=FORMULAS)
+    """Print the seconds of each scheme, what it sends and what it holds, and the source."""
+    for scheme in SCHEMES:
+        say(out, f"{_name(scheme)}   {scheme.source}", "bold")
+        for what in ("time", "sends", "holds"):
+            say(out, f"  {what:<6} {getattr(scheme, what)}")
+    say(out, joined(SYMBOLS.split(" "), " ", min(out.width, WIDTH)), "dim")
 
 
 def schemes_document(priced: Sequence[PricedScheme]) -> list[dict[str, Any]]:
@@ -52,8 +68,15 @@ def schemes_document(priced: Sequence[PricedScheme]) -> list[dict[str, Any]]:
         {
             "scheme": each.scheme.name,
             "searched": each.scheme.searched,
-            "sends": each.scheme.sends,
-            "holds": each.scheme.holds,
+            "changes_convergence": each.scheme.changes_convergence,
+            "formulas": {
+                "time": each.scheme.time,
+                "sends": each.scheme.sends,
+                "holds": each.scheme.holds,
+                "source": each.scheme.source,
+            },
+            "gpus": each.degree if each.cost else None,
+            "copies": each.copies if each.cost else None,
             "cost": asdict(each.cost) | {"step_s": each.cost.step_s} if each.cost else None,
             "reason": each.reason or None,
         }
@@ -61,8 +84,10 @@ def schemes_document(priced: Sequence[PricedScheme]) -> list[dict[str, Any]]:
     ]
 
 
-def _name(each: PricedScheme) -> str:
-    return each.scheme.name + ("" if each.scheme.searched else UNSEARCHED)
+def _name(scheme: Scheme) -> str:
+    if scheme.changes_convergence:
+        return f"{scheme.name} {OTHER_STEPS}"
+    return scheme.name if scheme.searched else f"{scheme.name} {UNSEARCHED}"
 
 
 def _cells(each: PricedScheme) -> tuple[str, ...]:
@@ -70,8 +95,9 @@ def _cells(each: PricedScheme) -> tuple[str, ...]:
     assert cost is not None, "the row has a price"
     sizes = (cost.sent_bytes, cost.states_bytes, cost.activation_bytes)
     return (
+        f"{each.degree} x {each.copies}" if each.copies > 1 else str(each.degree),
         seconds_text(cost.step_s),
         seconds_text(cost.comm_s),
         seconds_text(cost.wait_s) if cost.wait_s else "-",
-        *(f"{size / GIB:,.2f}" for size in sizes),
+        *(f"{size / GIB:,.{0 if size >= 1000 * GIB else 1}f}" for size in sizes),
     )
