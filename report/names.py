@@ -18,7 +18,7 @@ from parplan.planner.objective import Objective
 from parplan.planner.plan.derived import blocks_of
 from parplan.planner.plan.pipeline_plan import PipelinePlan
 from parplan.planner.plan.plan import LayerPlan, Plan
-from parplan.planner.plan.prediction import RunnerUp, SearchRecord
+from parplan.planner.plan.prediction import SearchRecord
 from parplan.planner.plan.traced_plan import AnyPlan
 from parplan.profiles.machines.hardware import Device
 from parplan.profiles.models.operator_graph import ModelGraph
@@ -141,11 +141,3 @@ def host_activations_text(layer_plan: LayerPlan, graph: ModelGraph) -> str:
     if named and all(name in named for name, n_bytes in host_bytes.items() if n_bytes):
         return "all"
     return ", ".join(named)
-
-
-def runner_up_name(runner_up: RunnerUp) -> str:
-    """Returns the mesh, the pipeline and the divisions of another candidate."""
-    sequence = ("sequence parallel",) if runner_up.sequence_parallel else ()
-    weights = ("weights over dp too",) if runner_up.weights_over_data else ()
-    phrases = pipeline_phrases(runner_up.pipeline, runner_up.mesh)
-    return ", ".join((str(runner_up.mesh), *phrases, *sequence, *weights))

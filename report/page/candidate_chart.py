@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from parplan.planner.plan.traced_plan import AnyPlan
-from parplan.report.names import plan_phrase, runner_up_name
+from parplan.report.names import plan_phrase
 from parplan.report.page.chart_theme import (
     COLOURS,
     LIMIT,
@@ -20,6 +20,7 @@ from parplan.report.page.chart_theme import (
 )
 from parplan.report.page.reported_plan import ReportedPlan
 from parplan.report.plans.memory_table import fullest
+from parplan.report.plans.runner_up_lines import runner_up_name
 
 _PIXELS = 300
 

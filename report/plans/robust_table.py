@@ -4,21 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich.console import Console
-
 from parplan.planner.plan.prediction import Corner, Robustness, RobustPlan
-from parplan.report.names import runner_up_name
-from parplan.report.text import (
-    gib_text,
-    joined,
-    labelled,
-    percent,
-    print_wrapped,
-    say,
-    seconds_text,
-)
+from parplan.report.plans.runner_up_lines import runner_up_name
+from parplan.report.text import gib_text, joined, labelled, percent, seconds_text, wrapped_lines
 
-ROWS = 4  # plans in the short form
 UNFIT = "no fit"
 HEADING = ("step", "longest", "GiB", "speeds", "all", "worst where", "plan")
 LEGEND = (
@@ -34,18 +23,20 @@ CORNER_NAMES = {
 }
 
 
-def print_robust(robust: Robustness, out: Console, *, whole: bool) -> None:
-    """Print the plan and others by regret, and a sentence about the least."""
-    say(out)
-    sentence = robust_sentence(robust)
-    say(out, joined(sentence.split(" "), " ", out.width, start=labelled("robust")))
+def robust_lines(robust: Robustness, width: int, *, most: int | None = None) -> Iterator[str]:
+    """Yields a sentence about the least regret, then the plan and others by their regret.
+
+    most   the number of plans, None for all of them and the meaning of the columns
+    """
+    yield joined(robust_sentence(robust).split(" "), " ", width, start=labelled("robust"))
     rows = [
         _row(robust, plan, "this plan" if place == 0 else runner_up_name(plan.plan))
         for place, plan in _in_order(robust)
-    ]
-    shown = rows if whole else rows[:ROWS]
-    print_wrapped(out, HEADING, shown, left=_TEXT, wrapped=_TEXT, width=out.width)
-    say(out, joined(LEGEND.split(" "), " ", out.width, start="  "), "dim")
+    ][:most]
+    if rows:
+        yield from wrapped_lines(HEADING, rows, left=_TEXT, wrapped=_TEXT, width=width)
+    if most is None:
+        yield joined(LEGEND.split(" "), " ", width, start="  ")
 
 
 def robust_sentence(robust: Robustness) -> str:

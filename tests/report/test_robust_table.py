@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.planner.plan.pipeline_plan import PipelinePlan
 from parplan.planner.plan.prediction import Corner, Quantity, Robustness, RobustPlan, RunnerUp
 from parplan.profiles.provenance import Kind
-from parplan.report.plans.robust_table import print_robust
+from parplan.report.plans.robust_table import robust_lines
 
 LESS = Corner(what="memory", factor=0.8, best_step_time_s=2.2, proven=True)
 SLOW = Corner(what="across_nodes", factor=0.8, best_step_time_s=2.1, proven=True)
@@ -54,10 +52,8 @@ TABLE = Robustness(
 )
 
 
-def lines_of(table, width=100, *, whole=True):
-    out = Console(file=io.StringIO(), width=width, highlight=False)
-    print_robust(table, out, whole=whole)
-    return out.file.getvalue().splitlines()
+def lines_of(table, width=100, most=None):
+    return "\n".join(robust_lines(table, width, most=most)).splitlines()
 
 
 def test_the_least_regret_is_named_and_plans_stand_in_its_order():
@@ -90,3 +86,12 @@ def test_without_a_finite_regret_no_plan_is_named():
 @pytest.mark.parametrize("width", [60, 80, 100])
 def test_the_table_fits_its_terminal(width):
     assert max(map(len, lines_of(TABLE, width))) <= width
+
+
+def test_a_short_form_has_the_plan_and_the_others_of_least_regret():
+    text = "\n".join(lines_of(TABLE, most=2))
+
+    assert "this plan" in text
+    assert "as priced" in text
+    assert "links across nodes x" not in text
+    assert "speeds, all:" not in text
