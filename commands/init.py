@@ -333,11 +333,14 @@ def _check(
 ) -> int:
     from parplan.profiles.documents.reader import read_yaml
     from parplan.profiles.inventory.cluster_check import Weight, check_document
+    from parplan.profiles.machines.unequal_cluster import require_equal
     from parplan.profiles.profiler.communication.nccl_tests import read_nccl_tests
     from parplan.report.machines.cluster_findings import findings_document, print_findings
     from parplan.report.text import console
 
     cluster, findings = check_document(read_yaml(path), str(path))
+    if nccl_tests and cluster is not None:
+        require_equal(cluster, "--nccl-tests")
     records = read_nccl_tests(nccl_tests, nodes, ranks_per_node) if nccl_tests else ()
     if as_json:
         print_json(findings_document(findings, cluster, records))

@@ -17,7 +17,7 @@ from parplan.commands.output import require_output
 from parplan.commands.style import Command, List, option
 
 if TYPE_CHECKING:
-    from parplan.planner.export.launcher import Target
+    from parplan.planner.export.fields.launcher import Target
     from parplan.planner.plan.plan import Plan
     from parplan.planner.plan.traced_plan import AnyPlan
     from parplan.report.page.reported_plan import ReportedPlan, Snippet

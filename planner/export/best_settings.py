@@ -21,14 +21,14 @@ from parplan.planner.candidates.branch_and_bound import (
     branch_and_bound,
 )
 from parplan.planner.candidates.never_searched import UnsearchedPart
-from parplan.planner.export.launcher import Sheet, Target, read_back, require_plain
-from parplan.planner.export.launcher_space import LauncherSpace
-from parplan.planner.export.settings import (
+from parplan.planner.export.fields.launcher import Sheet, Target, read_back, require_plain
+from parplan.planner.export.fields.settings import (
     Settings,
     model_facts,
     settings_of,
     training_facts,
 )
+from parplan.planner.export.launcher_space import LauncherSpace
 from parplan.planner.objective import Objective, Prefer
 from parplan.planner.plan.assemble import assemble, runner_up
 from parplan.planner.plan.plan import Plan

@@ -18,16 +18,15 @@ from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import LayerChoice, Strategy
 from parplan.planner.baselines.optimum import INFINITY, fastest, leanest
-from parplan.planner.export.arguments import Words, written
-from parplan.planner.export.configured import (
+from parplan.planner.export.fields.arguments import Words, written
+from parplan.planner.export.fields.configured import (
     Priced,
     price_settings,
     recomputed_operators,
     strategy_of_settings,
     unpriced,
 )
-from parplan.planner.export.head import head_lines
-from parplan.planner.export.launcher import (
+from parplan.planner.export.fields.launcher import (
     RecomputeChoice,
     Sheet,
     Target,
@@ -35,8 +34,9 @@ from parplan.planner.export.launcher import (
     read_back,
     require_plain,
 )
-from parplan.planner.export.losses import LostPart, losses
-from parplan.planner.export.settings import Settings, settings_of
+from parplan.planner.export.fields.losses import LostPart, losses
+from parplan.planner.export.fields.settings import Settings, settings_of
+from parplan.planner.export.files.head import head_lines
 from parplan.planner.infeasible.shortfall import limit_bytes
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.reprice import reprice

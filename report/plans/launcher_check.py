@@ -10,7 +10,7 @@ from rich.console import Console
 
 from parplan.costmodels.communication.mesh import Axis, place
 from parplan.planner.export.advice import Advice, Change
-from parplan.planner.export.arguments import Words
+from parplan.planner.export.fields.arguments import Words
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import StageMemory
 from parplan.profiles.units import gib

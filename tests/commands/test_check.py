@@ -130,7 +130,7 @@ def test_only_the_ranks_that_were_asked_for_are_run(tmp_path):
     body = json.loads(run(tiny(pp=2, dp=1), tmp_path, "--rank", "1", "--json").stdout)
 
     assert [rank["rank"] for rank in body["ranks"]] == [1]
-    assert {sent["axis"] for sent in body["ranks"][0]["found"]["sent"]} == {"pp"}
+    assert {sent["axis"] for sent in body["ranks"][0]["found_bytes"]["sent"]} == {"pp"}
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_a_dry_run_counts_what_the_host_holds(tmp_path, choices, exact):
     result = run(plan, tmp_path, "--json")
     assert result.exit_code == 0, result.stderr
     (rank,) = json.loads(result.stdout)["ranks"]
-    predicted, found = rank["predicted"], rank["found"]
+    predicted, found = rank["predicted_bytes"], rank["found_bytes"]
 
     assert predicted["host"] == pytest.approx(
         plan.predicted.memory_gib[0].host * GIB, abs=GIB * 1e-4
@@ -332,7 +332,7 @@ def test_a_tied_table_on_the_host_is_sent_as_predicted(tmp_path, zero):
     (rank,) = json.loads(run(plan, tmp_path, "--json").stdout)["ranks"]
     predicted, found = (
         {sent["kind"]: sent["num_bytes"] for sent in rank[which]["sent"]}
-        for which in ("predicted", "found")
+        for which in ("predicted_bytes", "found_bytes")
     )
 
     assert predicted
