@@ -29,7 +29,7 @@ class ExportPrice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LostPart(ExportPrice):
+class ExportLoss(ExportPrice):
     """A part of the plan that the launcher cannot say, in words, with what that costs."""
 
     what: str
@@ -46,7 +46,7 @@ class ExportDocument(WrittenFiles):
     source: str
     plan: ExportPrice
     exported: ExportPrice
-    lost: tuple[LostPart, ...]
+    lost: tuple[ExportLoss, ...]
 
 
 def print_export(export: Export, model: str, out: Console) -> None:
@@ -80,7 +80,7 @@ def export_document(export: Export, files: Sequence[str]) -> ExportDocument:
         plan=plan,
         exported=exported,
         lost=tuple(
-            LostPart(what=loss.what, step_s=loss.step_s, peak_gib=gib(loss.peak_bytes))
+            ExportLoss(what=loss.what, step_s=loss.step_s, peak_gib=gib(loss.peak_bytes))
             for loss in export.losses
         ),
     )

@@ -36,7 +36,7 @@ _COUNTED = ("device_bytes", "smallest_bytes", "in_bytes", "out_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkBytes:
+class FiledChunks:
     """The memory and the chunks of a pipeline rank.
 
     gib      GiB of one GPU by class
@@ -56,8 +56,8 @@ class ChunkStage:
 
     stage: int
     as_filed: bool
-    file: ChunkBytes
-    now: ChunkBytes
+    file: FiledChunks
+    now: FiledChunks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,8 +146,8 @@ def chunk_stages(plan: AnyPlan, today: AnyPlan, ranks: Sequence[int]) -> tuple[C
     )
 
 
-def _chunk_bytes(plan: AnyPlan, rank: int) -> ChunkBytes:
-    return ChunkBytes(
+def _chunk_bytes(plan: AnyPlan, rank: int) -> FiledChunks:
+    return FiledChunks(
         gib={each: getattr(_memory(plan, rank), each) for each in _CLASSES},
         chunks={each: getattr(_chunks(plan, rank), each) for each in _COUNTED},
     )

@@ -27,7 +27,7 @@ class TooLargeModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadRow:
-    """What the host may hold.
+    """The parts that the host may hold, and how the search for the largest model went.
 
     proven     false where the searches ended early
     searches   number of searches

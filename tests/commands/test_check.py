@@ -32,6 +32,7 @@ from parplan.planner.runs.rank_checks import (
     sent_checks,
     worst_deviation,
 )
+from parplan.profiles.documents.schema import document
 from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import ModelSpec, Optimizer, TrainingSpec
@@ -243,7 +244,7 @@ def test_losses_that_are_not_finite_do_not_pass_wherever_they_stand(losses):
 
     assert not parity.passed
     assert math.isinf(parity.loss_error)
-    json.dumps(parity_document(parity), allow_nan=False)
+    json.dumps(document(parity_document(parity)), allow_nan=False)
 
 
 def test_a_gradient_that_is_not_finite_is_the_worst():

@@ -379,7 +379,7 @@ def test_machines_that_measured_nothing_in_common_say_so():
 
     assert "no case was measured in both" in text
     assert "only in a.yaml: forward (1), input_gradient (1), weight_gradient (1)" in text
-    assert diff_document(a, b)["curves"][0]["median_ratio"] is None
+    assert diff_document(a, b).curves[0].median_ratio is None
 
 
 def test_figures_of_the_same_case_are_compared():
@@ -387,6 +387,6 @@ def test_figures_of_the_same_case_are_compared():
     b = profile_of([Machine().figures("launch", {}, host_launch_s=1.2e-05)], curves=())
 
     assert row(compared_text(a, b), "launch")[-3:] == ["0.000008", "0.000012", "1.500"]
-    assert diff_document(a, b)["figures"] == {
+    assert document(diff_document(a, b))["figures"] == {
         "launch bf16: host_launch_s": {"a": 8e-6, "b": 1.2e-5}
     }
