@@ -84,7 +84,7 @@ def show(
     from parplan.report.plans.chunk_tables import print_chunks
     from parplan.report.plans.layer_table import print_layers
     from parplan.report.plans.redundancy_table import print_redundancy
-    from parplan.report.plans.summary import SummaryContext
+    from parplan.report.plans.summary_context import SummaryContext
     from parplan.report.plans.tower_text import print_tower
     from parplan.report.text import console
 

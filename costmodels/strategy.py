@@ -55,6 +55,11 @@ class LayerChoice:
         return dict(self.own_zero).get(operator, self.zero)
 
 
+def count_text(num_micro_batches: int, of_replicas: tuple[int, ...]) -> str:
+    """Returns the micro-batches of a data-parallel rank as text: `8`, or `3 to 8`."""
+    return f"{min(of_replicas)} to {num_micro_batches}" if of_replicas else f"{num_micro_batches}"
+
+
 class _ShardedOnce(HashedOnce):
     """A hash and a sharding that are found once."""
 
@@ -78,6 +83,8 @@ class ParallelLayout(_ShardedOnce):
     states_on_host       the hosts hold the states of all layers, as FSDP2 moves them (EQUATIONS O9)
     weights_over_data    blocks divide weights over the data-parallel ranks too
     tower                the way in which the tensor-parallel ranks run a tower
+    micro_batches_of_replicas   micro-batches of each data-parallel rank, where they differ; the
+                         most is num_micro_batches (EQUATIONS P9)
     """
 
     __hash__ = HashedOnce.__hash__
@@ -95,6 +102,13 @@ class ParallelLayout(_ShardedOnce):
     states_on_host: bool = False
     weights_over_data: bool = False
     tower: TowerDivision = TowerDivision.TENSOR
+    micro_batches_of_replicas: tuple[int, ...] = ()
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of a step on all data-parallel ranks."""
+        shares = self.micro_batches_of_replicas or (self.num_micro_batches,) * self.mesh.dp
+        return self.micro_batch_size * sum(shares)
 
     @property
     def sharding(self) -> Sharding:

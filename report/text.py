@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from itertools import zip_longest
@@ -18,6 +19,8 @@ from rich.text import Text
 FIXED_WIDTH = 100  # characters off a terminal, so that a plan always prints the same text
 LABEL_WIDTH = 12  # characters of a label of the summary, with its indent and its padding
 _GAP = "  "
+_BREAKS = re.compile(r"(?<!\bx) (?!x )")  # not inside `1 x 32`
+_READABLE = 32  # characters that the last column of facts needs, at the least
 _NARROWEST = 24  # characters of a wrapped last column, at the least
 
 
@@ -61,6 +64,32 @@ def joined(
 def labelled(label: str) -> str:
     """The start of a line of the summary."""
     return f"  {label}".ljust(LABEL_WIDTH)
+
+
+def fact_lines(
+    rows: Iterable[Sequence[str]],
+    width: int,
+    *,
+    right: Collection[int] = (),
+    columns: bool = True,
+) -> list[str]:
+    """Returns lines of a label and phrases, in columns or as text that runs on.
+
+    The phrases run on where columns leave the last of them too little room.
+
+    right   columns that stand flush right
+    """
+    facts = [(f"{label:{LABEL_WIDTH - 4}}", *phrases) for label, *phrases in rows]
+    widths = [max(map(len, cells)) for cells in zip(*facts, strict=True)]
+    if columns and width - sum(widths[:-1]) - len(_GAP) * len(widths) >= _READABLE:
+        return aligned(facts, width, left=set(range(len(widths))) - set(right))
+    return [_run_on(label, phrases, width) for label, *phrases in facts]
+
+
+def _run_on(label: str, phrases: Sequence[str], width: int) -> str:
+    text = ", ".join(filter(None, phrases)).replace(", (", " (")
+    words = _BREAKS.split(text)
+    return joined(words, " ", width, start=labelled(label.strip()))
 
 
 def aligned(

@@ -14,7 +14,7 @@ from parplan.costmodels.host.state_location import Access
 from parplan.costmodels.layers.context_parallel import illegal_context
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import AHEAD, Schedule, legal
-from parplan.costmodels.strategy import ParallelLayout
+from parplan.costmodels.strategy import ParallelLayout, count_text
 from parplan.planner.candidates.meshes import (
     OUTSIDE_PINS,
     Pruned,
@@ -73,9 +73,10 @@ def layout_text(layout: ParallelLayout) -> str:
     states = ", states on the host" if layout.states_on_host else ""
     if layout.tower is not TowerDivision.TENSOR:
         states += f", {TOWER_TEXTS[layout.tower]}"
+    count = count_text(layout.num_micro_batches, layout.micro_batches_of_replicas)
     return (
         f"{layout.mesh}, {schedule}, micro-batch {layout.micro_batch_size} x "
-        f"{layout.num_micro_batches}{sequence}{overlap}{weights}{chunks}{states}"
+        f"{count}{sequence}{overlap}{weights}{chunks}{states}"
     )
 
 
@@ -101,7 +102,7 @@ def illegal_layout(
     unlike_stages    virtual stages have other lengths than the planner's own
     """
     mesh, batch = layout.mesh, training.global_batch_size
-    if layout.micro_batch_size * mesh.dp * layout.num_micro_batches != batch:
+    if layout.num_sequences != batch:
         return (
             f"the global batch of {batch} is not micro-batch {layout.micro_batch_size} x "
             f"dp {mesh.dp} x a whole number"

@@ -151,6 +151,7 @@ def pipeline_of(layout: ParallelLayout) -> PipelinePlan:
         virtual_stages=layout.virtual_stages,
         micro_batch_size=layout.micro_batch_size,
         num_micro_batches=layout.num_micro_batches,
+        micro_batches_of_replicas=layout.micro_batches_of_replicas,
         actions=layout.actions,
         tp_overlap=layout.tp_overlap,
     )

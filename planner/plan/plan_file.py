@@ -33,6 +33,9 @@ def plan_to_document(plan: AnyPlan) -> dict[str, Any]:
         for rare in ("fine_tuning", "documents", "launcher"):
             if (body.get(part) or {}).get(rare, "") is None:
                 del body[part][rare]
+    for each in (body, *body["search"]["runners_up"]):
+        if not each["pipeline"]["micro_batches_of_replicas"]:
+            del each["pipeline"]["micro_batches_of_replicas"]
     if isinstance(plan, Plan):
         for name in rare_defaults(plan.model):
             del body["model"][name]

@@ -13,8 +13,10 @@ from parplan.planner.search.many_searches import Answer
 from parplan.planner.search.what_if import AXES, BASE, Flip, PlanQuestion, Reply
 from parplan.profiles.units import counted, format_number
 from parplan.report.names import plan_phrase
+from parplan.report.plans.block_phrases import layers_phrases
 from parplan.report.plans.memory_table import fullest
-from parplan.report.plans.summary import STEP_CAUSES, header, layers_phrases
+from parplan.report.plans.plan_header import header
+from parplan.report.plans.step_lines import STEP_CAUSES
 from parplan.report.text import gib_text, joined, percent, say, seconds_text
 
 SAME = 0.0005  # share of a step below which two plans take the same time

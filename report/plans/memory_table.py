@@ -17,7 +17,6 @@ from parplan.report.text import aligned, gib_text, say
 CLASSES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "reserve", "total")
 # headings for a terminal of 80 columns
 SHORT = ("params", "grads", "optim", "activ", "temps", "reserve", "total")
-MOST_ROWS = 12  # rows of the short form
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,18 +132,9 @@ def layers_text(row: MemoryRow, *, short: bool) -> str:
     return ", ".join((*before, text, *after))
 
 
-def _selected(table: list[MemoryRow]) -> list[MemoryRow]:
-    """Returns at most MOST_ROWS rows in order: the first, the last and the fullest between."""
-    if len(table) <= MOST_ROWS:
-        return table
-    inner = sorted(table[1:-1], key=lambda row: -row.memory.total)[: MOST_ROWS - 2]
-    return [row for row in table if row in (table[0], table[-1]) or row in inner]
-
-
-def print_stages(plan: AnyPlan, out: Console, *, whole: bool) -> None:
-    """Print the table in GiB per device; `whole` shows every row of a long pipeline."""
-    everything = rows(plan)
-    shown = everything if whole else _selected(everything)
+def print_stages(plan: AnyPlan, out: Console) -> None:
+    """Print the table in GiB per device."""
+    shown = rows(plan)
     heading, *lines = _lines(shown, out.width)
     worst = fullest(plan).stage
     say(
@@ -154,12 +144,7 @@ def print_stages(plan: AnyPlan, out: Console, *, whole: bool) -> None:
     )
     say(out, heading, "dim")
     for row, line in zip(shown, lines, strict=True):
-        say(out, line, "bold" if len(everything) > 1 and row.first <= worst <= row.last else "")
-    if len(shown) < len(everything):
-        hidden = sum(row.last - row.first + 1 for row in everything) - sum(
-            row.last - row.first + 1 for row in shown
-        )
-        say(out, f"  ({hidden} less full stages left out: plan show lists them all)", "dim")
+        say(out, line, "bold" if len(shown) > 1 and row.first <= worst <= row.last else "")
 
 
 def _lines(shown: list[MemoryRow], width: int) -> list[str]:

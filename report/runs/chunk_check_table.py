@@ -13,7 +13,7 @@ from parplan.planner.plan.prediction import StageMemory
 from parplan.planner.plan.traced_plan import AnyPlan
 from parplan.profiles.units import format_bytes, gib
 from parplan.report.json_result import JsonResult
-from parplan.report.plans.summary import header
+from parplan.report.plans.plan_header import header
 from parplan.report.runs.traced_check_table import (
     FITS,
     TOO_LARGE,

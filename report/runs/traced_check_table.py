@@ -10,7 +10,7 @@ from parplan.planner.plan.derived import host_gib
 from parplan.planner.plan.prediction import StageMemory
 from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
 from parplan.profiles.units import counted, gib
-from parplan.report.plans.summary import header
+from parplan.report.plans.plan_header import header
 from parplan.report.text import gib_text, joined, print_table, say, seconds_text
 
 FITS, TOO_LARGE = "fits", "does not fit"

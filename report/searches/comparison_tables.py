@@ -20,7 +20,8 @@ from parplan.planner.search.comparison import (
 )
 from parplan.profiles.units import gib
 from parplan.report.names import pipeline_phrases
-from parplan.report.plans.summary import header, layers_phrases
+from parplan.report.plans.block_phrases import layers_phrases
+from parplan.report.plans.plan_header import header
 from parplan.report.searches.baseline_flags import flags_text
 from parplan.report.text import (
     aligned,

@@ -18,7 +18,9 @@ from parplan.report.names import (
     recompute_text,
     search_text,
 )
-from parplan.report.plans.summary import SummaryContext, layers_phrases, print_header
+from parplan.report.plans.block_phrases import layers_phrases
+from parplan.report.plans.plan_header import print_header
+from parplan.report.plans.summary_context import SummaryContext
 from parplan.report.text import (
     asked_width,
     gib_text,

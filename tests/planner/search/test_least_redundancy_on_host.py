@@ -31,7 +31,7 @@ from parplan.planner.search.pareto import ParetoFront, plan_paths
 from parplan.profiles.errors import InfeasibleError
 from parplan.profiles.models.spec import Precision
 from parplan.profiles.units import GIB
-from parplan.report.plans.summary import SummaryContext
+from parplan.report.plans.summary_context import SummaryContext
 from parplan.report.plots.front_plot import draw_front
 from parplan.report.searches.front_document import front_document
 from parplan.report.searches.front_table import print_front

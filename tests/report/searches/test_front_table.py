@@ -18,7 +18,8 @@ from parplan.planner.search.pareto import ParetoFront, plan_paths
 from parplan.profiles.documents.schema import document
 from parplan.profiles.errors import ConfigError
 from parplan.report.names import search_text
-from parplan.report.plans.summary import SummaryContext, print_summary
+from parplan.report.plans.summary import print_summary
+from parplan.report.plans.summary_context import SummaryContext
 from parplan.report.plots.front_plot import draw_front, end_names, front_steps
 from parplan.report.progress_bars import front_bar
 from parplan.report.searches.front_document import front_document
@@ -180,7 +181,7 @@ def test_the_document_is_json_with_every_point_and_its_file():
 
 def test_the_summary_of_a_point_says_its_place_on_the_front():
     out = io.StringIO()
-    print_summary(front().points[1].plan, Console(file=out, width=160), SummaryContext())
+    print_summary(front().points[1].plan, Console(file=out, width=160), SummaryContext(whole=True))
 
     assert re.search(
         rf"^  front +\S.* point 2 of {len(front().points)}, fastest first$",
