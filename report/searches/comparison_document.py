@@ -20,7 +20,7 @@ from parplan.planner.search.comparison import (
 )
 from parplan.profiles.units import gib
 from parplan.report.json_result import JsonResult, fields_of
-from parplan.report.plans.summary import layers_phrases
+from parplan.report.plans.block_phrases import layers_phrases
 from parplan.report.searches.comparison_tables import flags_of, short_gib
 
 
