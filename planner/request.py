@@ -221,6 +221,8 @@ class SearchOptions:
     memory_limit_bytes: limit that replaces capacity minus margin
     deadline: end of all work with these options together
     prefer: the choice among plans inside the error band of the fastest
+    robust: share by which compute, links or memory may be off; the plans are then priced where one
+    of them is, and None leaves that out
     """
 
     max_slowdown: float = DEFAULT_MAX_SLOWDOWN
@@ -231,6 +233,7 @@ class SearchOptions:
     deadline: Deadline = NEVER
     solver: SolverName = SolverName.CBC
     prefer: Prefer = Prefer.FASTEST
+    robust: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_slowdown <= 1000:
@@ -253,6 +256,11 @@ class SearchOptions:
                 f"--oom-risk is {self.oom_risk:g}, it must be above 0 and below 1",
                 hint="1% or 0.01 is one run in a hundred",
             )
+        if self.robust is not None and not 0 < self.robust < 1:
+            raise ConfigError(
+                f"--robust is {self.robust:g}, it must be above 0 and below 1",
+                hint="20% or 0.2 is usual",
+            )
 
 
 def searched_offload(model: object, training: TrainingSpec) -> tuple[Offload, ...]:
@@ -268,10 +276,10 @@ def searched_offload(model: object, training: TrainingSpec) -> tuple[Offload, ..
     return UNLIKE_OFFLOAD if unlike else SEARCHED_OFFLOAD
 
 
-def prefer_error(objective: str) -> ConfigError:
-    """Returns the error of a preference with an objective that has no ties of the step time."""
+def throughput_error(flag: str, objective: str) -> ConfigError:
+    """Returns the error of an option about step times with an objective that does not rank them."""
     return ConfigError(
-        f"--prefer is for --objective {Objective.THROUGHPUT}, the objective is {objective}",
+        f"{flag} is for --objective {Objective.THROUGHPUT}, the objective is {objective}",
         hint="leave it out",
     )
 
@@ -324,8 +332,17 @@ class PlanRequest(Generic[ModelT]):
     assumed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.options.prefer is not Prefer.FASTEST and self.objective is not Objective.THROUGHPUT:
-            raise prefer_error(self.objective)
+        if self.objective is not Objective.THROUGHPUT:
+            if self.options.prefer is not Prefer.FASTEST:
+                raise throughput_error("--prefer", self.objective)
+            if self.options.robust is not None:
+                raise throughput_error("--robust", self.objective)
+        if self.options.robust is not None and not isinstance(self.model, ModelSpec):
+            raise ConfigError(
+                "--robust is for described models: no error band tells the plans of a traced "
+                "module apart",
+                hint="leave it out",
+            )
         searched = searched_offload(self.model, self.training)
         known = f"{', '.join(searched)} and none" if searched else "none"
         for what in self.constraints.offload or ():

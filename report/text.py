@@ -9,7 +9,7 @@ import math
 import os
 import re
 import textwrap
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import TextIO
 
@@ -151,7 +151,21 @@ def print_wrapped(
     wrapped: Collection[str],
     width: int,
 ) -> None:
-    """Print a table whose columns named in `wrapped` take more lines, so that it fits `width`.
+    """Print a table whose columns named in `wrapped` take more lines, so that it fits `width`."""
+    lines = wrapped_lines(heading, rows, left=left, wrapped=wrapped, width=width)
+    for number, line in enumerate(lines):
+        say(out, line, "" if number else "dim")
+
+
+def wrapped_lines(
+    heading: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    left: Collection[str],
+    wrapped: Collection[str],
+    width: int,
+) -> Iterator[str]:
+    """Yields a heading and a row a line, broken where columns in `wrapped` take more lines.
 
     The table is wider than `width` only when its words are. Columns stand two spaces apart, or
     one space when two are too wide.
@@ -166,17 +180,19 @@ def print_wrapped(
         shrinkable = (i for i, size in enumerate(widths) if size > least[i])
         widths[max(shrinkable, key=widths.__getitem__)] -= 1
     gap = _GAP if len(_GAP) * len(widths) + sum(widths) <= width else " "
-    for number, row in enumerate(table):
+    for row in table:
         parts = [
             textwrap.wrap(cell, size, break_on_hyphens=False, break_long_words=False)
             for cell, size in zip(row, widths, strict=True)
         ]
+        lines = []
         for line in zip_longest(*parts, fillvalue=""):
             shown = [
                 cell.ljust(size) if name in left else cell.rjust(size)
                 for cell, size, name in zip(line, widths, heading, strict=True)
             ]
-            say(out, (_GAP + gap.join(shown)).rstrip(), "" if number else "dim")
+            lines.append((_GAP + gap.join(shown)).rstrip())
+        yield "\n".join(lines)
 
 
 def asked_width(out: Console) -> int:

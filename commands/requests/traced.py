@@ -43,6 +43,7 @@ _REFUSED = {  # options that a traced module cannot have, and why
     **dict.fromkeys(
         ("images_per_sequence", "image_tokens"), "the inputs of a traced module are its own"
     ),
+    "robust": "a traced module is planned without runners-up that are priced again",
     "prefer": "the error band of a traced module is unknown, and so are its ties",
     "cp": _WHOLE,
     "context_form": _WHOLE,

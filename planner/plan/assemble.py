@@ -390,7 +390,7 @@ def runner_up(strategy: Strategy, price: StepPrice) -> RunnerUp:
         sequence_parallel=layout.sequence_parallel,
         weights_over_data=layout.weights_over_data,
         step_time_s=Quantity(value=rounded_figures(price.step_s), kind=step_kind(price)),
-        peak_memory_gib=_gib(max(memory.total for memory in price.memory)),
+        peak_memory_gib=_gib(price.peak_bytes),
         redundancy_gib=_gib(
             layout.mesh.ranks_per_stage * sum(rank.total for rank in price.redundant)
         ),

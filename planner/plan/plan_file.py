@@ -30,7 +30,7 @@ def plan_to_document(plan: AnyPlan) -> dict[str, Any]:
             if not layer_plan[rare]:  # few plans have any
                 del layer_plan[rare]
     for part in ("training", "module", "search"):
-        for rare in ("fine_tuning", "documents", "launcher"):
+        for rare in ("fine_tuning", "documents", "launcher", "robust"):
             if (body.get(part) or {}).get(rare, "") is None:
                 del body[part][rare]
     for each in (body, *body["search"]["runners_up"]):

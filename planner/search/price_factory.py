@@ -17,6 +17,7 @@ from parplan.planner.search.block_class_prices import BlockClassPrices
 from parplan.planner.search.described_shortfall import infeasible_error, least_peak_bytes
 from parplan.planner.search.search_session import DescribedPrices, SearchPrices
 from parplan.profiles.errors import InfeasibleError
+from parplan.profiles.machines.off_speed import SpeedFactors, cluster_at
 from parplan.profiles.models.transformer import has_unlike_blocks
 
 Hosted = tuple[Offload, ...]  # what the host may hold
@@ -80,6 +81,21 @@ class DescribedFactory(PriceFactory):
     @property
     def _unlike(self) -> bool:
         return has_unlike_blocks(self.request.model, self.request.training)
+
+    def at(self, factors: SpeedFactors) -> DescribedFactory:
+        """Returns the request on a machine with other speeds or memory, for its fastest plan.
+
+        A limit of the memory changes with the memory of a device, and ties are left unpriced.
+        """
+        options, limit = self.request.options, self.request.options.memory_limit_bytes
+        if limit is not None:
+            options = replace(options, memory_limit_bytes=round(limit * factors.memory))
+        cluster = cluster_at(self.request.cluster, factors)
+        other = DescribedFactory(
+            replace(self.request, cluster=cluster, options=options), self._explain
+        )
+        other.prefer = None
+        return other
 
     def by_operators(self) -> DescribedFactory | None:
         offload, pins = self.offload, self.request.constraints

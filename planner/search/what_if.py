@@ -13,9 +13,7 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.planner.plan.plan import Plan
 from parplan.planner.request import Constraints, PlanRequest, Request
 from parplan.planner.search.many_searches import Answer, answer_request
-from parplan.profiles.machines.hardware import Cluster
-from parplan.profiles.machines.off_speed import SpeedFactors, at_speeds
-from parplan.profiles.machines.shipped_profiles import machine_for
+from parplan.profiles.machines.off_speed import SpeedFactors, cluster_at
 
 AXES = ("tp", "pp", "cp", "ep")
 BASE = "base"
@@ -62,12 +60,6 @@ def request_of_plan(plan: Plan) -> Request:
     return PlanRequest(model=plan.model, cluster=plan.cluster, training=plan.training)
 
 
-def _with_memory(request: Request, factor: float) -> Request:
-    device = request.cluster.device
-    device = replace(device, memory_bytes=round(device.memory_bytes * factor))
-    return replace(request, cluster=replace(request.cluster, device=device))
-
-
 def _with_gpus(request: Request, factor: float) -> Request:
     cluster = request.cluster
     return replace(request, cluster=replace(cluster, nodes=round(cluster.nodes * factor)))
@@ -83,15 +75,14 @@ def _at(request: Request, speeds: SpeedFactors) -> Request:
     return replace(request, cluster=cluster_at(request.cluster, speeds))
 
 
-def cluster_at(cluster: Cluster, speeds: SpeedFactors) -> Cluster:
-    """Returns a cluster with other speeds, whose profile is that of the machine with them."""
-    machine = at_speeds(machine_for(cluster), speeds)
-    return replace(machine.cluster, profile=machine.profile)
-
-
 KNOBS: tuple[Knob, ...] = (
     Knob(what="GPUs", buys=2.0, ends=(), scale=_with_gpus),
-    Knob(what="memory of a GPU", buys=1.1, ends=(0.6, 2.0), scale=_with_memory),
+    Knob(
+        what="memory of a GPU",
+        buys=1.1,
+        ends=(0.6, 2.0),
+        scale=lambda request, factor: _at(request, SpeedFactors(memory=factor)),
+    ),
     Knob(
         what="bandwidth between nodes",
         buys=1.25,
