@@ -78,6 +78,7 @@ class ParallelLayout(_ShardedOnce):
     states_on_host       the hosts hold the states of all layers, as FSDP2 moves them (EQUATIONS O9)
     weights_over_data    blocks divide weights over the data-parallel ranks too
     tower                the way in which the tensor-parallel ranks run a tower
+    pools                pool of each pipeline rank on an unequal cluster, else empty
     """
 
     __hash__ = HashedOnce.__hash__
@@ -95,6 +96,7 @@ class ParallelLayout(_ShardedOnce):
     states_on_host: bool = False
     weights_over_data: bool = False
     tower: TowerDivision = TowerDivision.TENSOR
+    pools: tuple[str, ...] = ()
 
     @property
     def sharding(self) -> Sharding:

@@ -43,6 +43,7 @@ from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import SearchOptions
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import load_stack
+from parplan.profiles.machines.unequal_cluster import require_equal
 from parplan.profiles.models.model_catalog import load_model, model_names
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import TrainingSpec
@@ -97,6 +98,7 @@ def nearest(plan: Plan, own: Priced, target: Target) -> tuple[Sheet, Priced]:
     own    the plan at the prices of today
     Raises ConfigError for a plan that the launcher cannot run in any form.
     """
+    require_equal(plan.cluster, f"the export to {target.name}")
     require_plain(plan.model, plan.training, target)
     training = training_on(target, plan.training)
     sheet = Sheet(settings=_nearest(plan, own, target, training), plan=plan, head=())

@@ -15,8 +15,10 @@ from parplan.planner.objective import Prefer
 from parplan.planner.request import PlanRequest, Request, host_contents, searched_offload
 from parplan.planner.search.block_class_prices import BlockClassPrices
 from parplan.planner.search.described_shortfall import infeasible_error, least_peak_bytes
+from parplan.planner.search.pooled_prices import PooledPrices
 from parplan.planner.search.search_session import DescribedPrices, SearchPrices
 from parplan.profiles.errors import InfeasibleError
+from parplan.profiles.machines.unequal_cluster import UnequalCluster
 from parplan.profiles.models.transformer import has_unlike_blocks
 
 Hosted = tuple[Offload, ...]  # what the host may hold
@@ -72,9 +74,13 @@ class DescribedFactory(PriceFactory):
         self.offload, self.prefer = request.constraints.offload, request.options.prefer
         searched = searched_offload(request.model, request.training)
         self.searched = host_contents(searched, request.training.optimizer)
+        if isinstance(request.cluster, UnequalCluster):
+            self.searched = ()  # plans over pools keep all states on the devices
 
     def prices(self, offload: Hosted) -> SearchPrices:
         make = BlockClassPrices if self._unlike else DescribedPrices
+        if isinstance(self.request.cluster, UnequalCluster):
+            make = PooledPrices
         return make(self.request.with_offload(offload))
 
     @property

@@ -118,15 +118,22 @@ def machine_document(cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def pools_of_text(text: str, gpus_per_node: int | None = None) -> UnequalCluster:
-    """Returns the pools of `NAME:GPUS,NAME:GPUS`, joined at the slower NICs. Raises ConfigError."""
+def pools_of_text(
+    text: str, num_gpus: int | None = None, gpus_per_node: int | None = None
+) -> UnequalCluster:
+    """Returns the pools of `NAME:GPUS+NAME:GPUS`, joined at the slower NICs. Raises ConfigError."""
+    if num_gpus is not None:
+        raise ConfigError(
+            f"--gpus {num_gpus} beside --gpu {text}, which counts the GPUs of each pool",
+            hint="leave out --gpus",
+        )
     pools = []
-    for part in text.split(","):
+    for part in text.split("+"):
         name, _, count = part.partition(":")
         if not count.isdigit() or not int(count):
             raise ConfigError(
                 f"--gpu {text}: {part} is not NAME:GPUS",
-                hint="give each pool its number of GPUs: --gpu a100-80gb:32,h100-80gb:32",
+                hint="give each pool its number of GPUs: --gpu a100-80gb:32+h100-80gb:32",
             )
         machine = with_gpus(load_cluster(name, what="GPU"), int(count), gpus_per_node)
         pools.append(Pool(name=machine.device.name, cluster=machine))

@@ -105,6 +105,11 @@ class UnequalCluster(Cluster):
             )
         return joins[0]
 
+    def mean_peak(self, precision: str) -> float:
+        """Mean of the dense peak FLOP/s of all GPUs. Raises ConfigError for an unknown one."""
+        peaks = (pool.cluster.num_gpus * pool.cluster.device.peak(precision) for pool in self.pools)
+        return sum(peaks) / self.num_gpus
+
     @property
     def by_name(self) -> Mapping[str, Pool]:
         """The pools by name."""

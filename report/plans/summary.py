@@ -18,6 +18,7 @@ from parplan.planner.plan.plan import OVER_DATA, Plan
 from parplan.planner.plan.prediction import ErrorBand, RunnerUp, Status
 from parplan.planner.plan.ties import Tie, preferred
 from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
+from parplan.profiles.machines.unequal_cluster import UnequalCluster
 from parplan.profiles.state_precision import StatePrecision
 from parplan.profiles.units import counted, format_count, format_number, gib
 from parplan.report.names import (
@@ -147,7 +148,9 @@ def header(plan: AnyPlan, width: int) -> str:
     return joined(
         (
             f"{model.name}, {_parameters(plan)}, {_layers_text(plan)}",
-            f"{cluster.num_gpus} x {cluster.device.name}, {cluster.gpus_per_node} a node",
+            cluster.text
+            if isinstance(cluster, UnequalCluster)
+            else f"{cluster.num_gpus} x {cluster.device.name}, {cluster.gpus_per_node} a node",
             f"{training.global_batch_size:,} x {training.seq_length:,} tokens, "
             f"{training.precision}{products}, "
             f"{OPTIMIZER_NAMES[training.optimizer]}{states}",
