@@ -17,14 +17,14 @@ from parplan.costmodels.chunks.chunk_memory import unchunked_prices
 from parplan.costmodels.communication.collectives import Collective, collective_time
 from parplan.costmodels.communication.hiding import contention
 from parplan.costmodels.communication.mesh import Axis, Mesh, place_axis, units_crossed
-from parplan.costmodels.keyed_cache import KeyedCache
-from parplan.costmodels.layers.data_parallel import DataParallelTime, summed_inside
-from parplan.costmodels.layers.joined_pools import (
+from parplan.costmodels.joined_pools import (
     joined_reduction,
     joined_transfer,
     passes_join,
     prices_at,
 )
+from parplan.costmodels.keyed_cache import KeyedCache
+from parplan.costmodels.layers.data_parallel import DataParallelTime, summed_inside
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.layers.model_layers import ParameterSharing
 from parplan.costmodels.memory.activation_copies import exposed_copies
@@ -415,6 +415,9 @@ def link_of(here: int, there: int, layout: ParallelLayout, price_cache: LayerPri
     transfer.
     """
     unit_gpus = price_cache.machine.cluster.unit_gpus
+    if layout.pools:  # the first stage of a pool begins its nodes
+        first = layout.pools.index(layout.pools[here])
+        here, there = here - first, there - first
     level = units_crossed(layout.mesh, here, there, unit_gpus)
     return _link(layout, price_cache, int(level))
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from parplan.costmodels.chunks.chunk_memory import device_memory
-from parplan.costmodels.layers.joined_pools import prices_at
+from parplan.costmodels.joined_pools import prices_at
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.memory.activation_copies import exposed_copies
 from parplan.costmodels.memory.rank_memory import RankMemory, rank_layers

@@ -12,8 +12,8 @@ gpu_options = together(
         "--gpu",
         names="clusters",
         metavar="NAME",
-        help="GPU, a name of `plan clusters`, or pools NAME:GPUS+NAME:GPUS. [default: a100-80gb, or the "
-        "profile's]",
+        help="GPU, a name of `plan clusters`, or pools of them: NAME:GPUS+NAME:GPUS. [default: "
+        "a100-80gb, or the profile's]",
     ),
     option(
         WHERE,

@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from parplan.costmodels.communication.mesh import Axis, Mesh
-from parplan.costmodels.layers.joined_pools import prices_at
+from parplan.costmodels.joined_pools import prices_at
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache, LayerStates
 from parplan.costmodels.layers.layer_times import ActivationBytes
 from parplan.costmodels.layers.model_states import ZERO_3_COPIES, StateBytes

@@ -18,8 +18,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from parplan.costmodels.chunks.chunk_memory import unchunked_prices
+from parplan.costmodels.joined_pools import prices_at
 from parplan.costmodels.layers.chunked_layer import state_widths, writes_over_parameters
-from parplan.costmodels.layers.joined_pools import prices_at
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.layers.model_states import (
     StateSharding,

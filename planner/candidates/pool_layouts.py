@@ -44,8 +44,6 @@ def illegal_on_pools(layout: ParallelLayout, cluster: UnequalCluster) -> str | N
             return f"stages of {ranks} ranks do not fill the {gpus} GPUs of pool {pool.name}"
         if ranks % per_node and per_node % ranks:
             return f"stages of {ranks} ranks do not fill nodes of {per_node} GPUs"
-        if any(other.cluster.num_gpus % per_node for other in cluster.pools) and ranks % per_node:
-            return f"nodes of {per_node} GPUs do not begin with a stage behind other pools"
     return None
 
 

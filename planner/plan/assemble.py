@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.host.state_location import OFFLOAD_OF
-from parplan.costmodels.layers.joined_pools import prices_at
+from parplan.costmodels.joined_pools import prices_at
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.memory.rank_memory import RankMemory
 from parplan.costmodels.operators.sharding import placements

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from parplan.costmodels.layers.joined_pools import prices_at
+from parplan.costmodels.joined_pools import prices_at
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.memory.rank_memory import rank_memory
 from parplan.costmodels.schedules.schedule import Schedule

@@ -6,7 +6,7 @@ model: one program, one branch and bound, one simulator.
 
 from __future__ import annotations
 
-from parplan.costmodels.layers.joined_pools import prices_on
+from parplan.costmodels.joined_pools import prices_on
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.step import bubble_share
 from parplan.costmodels.strategy import ParallelLayout

@@ -7,7 +7,7 @@ packaged machine.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from parplan.profiles.documents.packaged_configs import label_of, read_config
@@ -165,7 +165,7 @@ def _pool(row: dict[str, Any], where: str) -> Pool:
     machine = load_cluster(stated.gpu, what="GPU")
     per_node = stated.gpus_per_node or machine.gpus_per_node
     machine = with_gpus(machine, stated.nodes * per_node, per_node)
-    return Pool(name=stated.name, cluster=replace(machine, name=stated.name), stack=stack)
+    return Pool(name=stated.name, cluster=machine, stack=stack)
 
 
 def _join(stated: _JoinDocument) -> Join:

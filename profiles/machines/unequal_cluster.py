@@ -135,7 +135,8 @@ def require_equal(cluster: Cluster, what: str) -> None:
 
 def unequal_cluster(name: str, pools: Iterable[Pool], joins: Iterable[Join]) -> UnequalCluster:
     """Returns the cluster of some pools. Raises ConfigError for pools without a join."""
-    pools, joins = tuple(pools), tuple(joins)
+    joins = tuple(joins)
+    pools = tuple(replace(each, cluster=replace(each.cluster, name=each.name)) for each in pools)
     if not pools:
         raise ConfigError(f"cluster {name}: pools is empty", hint="state at least two pools")
     machines = [pool.cluster for pool in pools]
