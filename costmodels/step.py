@@ -106,6 +106,11 @@ class StepPrice:
     def step_s(self) -> float:
         return self.simulated.step_s
 
+    @property
+    def peak_bytes(self) -> float:
+        """Bytes of the fullest device."""
+        return max(memory.total for memory in self.memory)
+
 
 def closed_form_s(
     rank_s: Sequence[float],

@@ -34,8 +34,8 @@ from parplan.planner.request import (
     SearchOptions,
     SolverName,
     host_contents,
-    prefer_error,
     searched_offload,
+    throughput_error,
 )
 from parplan.planner.stage_recompute import parse_stage_recompute
 from parplan.profiles.documents.files import require_writable
@@ -144,6 +144,7 @@ def constraints_of(
         ),
         ep=pins.ep,
         etp=pins.etp,
+        tp_rows=pins.tp_rows,
         micro_batch_size=pins.micro_batch_size,
         virtual_stages=pins.virtual_stages,
         zero=pins.zero,
@@ -221,7 +222,9 @@ def options_of(flags: SearchFlags) -> SearchOptions:
             hint="leave it out",
         )
     if flags.prefer is not None and flags.objective != Objective.THROUGHPUT:
-        raise prefer_error(flags.objective)
+        raise throughput_error("--prefer", flags.objective)
+    if flags.robust is not None and flags.objective != Objective.THROUGHPUT:
+        raise throughput_error("--robust", flags.objective)
     _require_one_order(flags)
     _require_one_margin(flags)
     slowdown, limit = flags.max_slowdown, flags.memory_limit
@@ -234,6 +237,7 @@ def options_of(flags: SearchFlags) -> SearchOptions:
         deadline=deadline_after(flags.time_limit),
         memory_limit_bytes=None if limit is None else parse_size("--memory-limit", limit),
         prefer=Prefer.FASTEST if flags.prefer is None else Prefer(flags.prefer),
+        robust=flags.robust,
     )
 
 

@@ -153,6 +153,7 @@ def pipeline_of(layout: ParallelLayout) -> PipelinePlan:
         virtual_stages=layout.virtual_stages,
         micro_batch_size=layout.micro_batch_size,
         num_micro_batches=layout.num_micro_batches,
+        micro_batches_of_replicas=layout.micro_batches_of_replicas,
         actions=layout.actions,
         tp_overlap=layout.tp_overlap,
     )
@@ -397,7 +398,7 @@ def runner_up(strategy: Strategy, price: StepPrice) -> RunnerUp:
         sequence_parallel=layout.sequence_parallel,
         weights_over_data=layout.weights_over_data,
         step_time_s=Quantity(value=rounded_figures(price.step_s), kind=step_kind(price)),
-        peak_memory_gib=_gib(max(memory.total for memory in price.memory)),
+        peak_memory_gib=_gib(price.peak_bytes),
         redundancy_gib=_gib(
             layout.mesh.ranks_per_stage * sum(rank.total for rank in price.redundant)
         ),

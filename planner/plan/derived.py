@@ -44,6 +44,7 @@ def layout_of(plan: AnyPlan) -> ParallelLayout:
         virtual_stages=pipeline.virtual_stages,
         micro_batch_size=pipeline.micro_batch_size,
         num_micro_batches=pipeline.num_micro_batches,
+        micro_batches_of_replicas=pipeline.micro_batches_of_replicas,
         sequence_parallel=any(each.sequence_parallel for each in layer_plans),
         actions=pipeline.actions,
         tp_overlap=pipeline.tp_overlap,

@@ -33,9 +33,12 @@ def plan_to_document(plan: AnyPlan) -> dict[str, Any]:
         if not stage.get("pool", "equal"):
             del stage["pool"]
     for part in ("training", "module", "search"):
-        for rare in ("fine_tuning", "documents", "launcher"):
+        for rare in ("fine_tuning", "documents", "launcher", "robust"):
             if (body.get(part) or {}).get(rare, "") is None:
                 del body[part][rare]
+    for each in (body, *body["search"]["runners_up"]):
+        if not each["pipeline"]["micro_batches_of_replicas"]:
+            del each["pipeline"]["micro_batches_of_replicas"]
     if isinstance(plan, Plan):
         for name in rare_defaults(plan.model):
             del body["model"][name]

@@ -18,6 +18,7 @@ from parplan.planner.search.described_shortfall import infeasible_error, least_p
 from parplan.planner.search.pooled_prices import PooledPrices
 from parplan.planner.search.search_session import DescribedPrices, SearchPrices
 from parplan.profiles.errors import InfeasibleError
+from parplan.profiles.machines.off_speed import SpeedFactors, cluster_at
 from parplan.profiles.machines.unequal_cluster import UnequalCluster
 from parplan.profiles.models.transformer import has_unlike_blocks
 
@@ -87,6 +88,21 @@ class DescribedFactory(PriceFactory):
     def _unlike(self) -> bool:
         return has_unlike_blocks(self.request.model, self.request.training)
 
+    def at(self, factors: SpeedFactors) -> DescribedFactory:
+        """Returns the request on a machine with other speeds or memory, for its fastest plan.
+
+        A limit of the memory changes with the memory of a device, and ties are left unpriced.
+        """
+        options, limit = self.request.options, self.request.options.memory_limit_bytes
+        if limit is not None:
+            options = replace(options, memory_limit_bytes=round(limit * factors.memory))
+        cluster = cluster_at(self.request.cluster, factors)
+        other = DescribedFactory(
+            replace(self.request, cluster=cluster, options=options), self._explain
+        )
+        other.prefer = None
+        return other
+
     def by_operators(self) -> DescribedFactory | None:
         offload, pins = self.offload, self.request.constraints
         offload = self.searched if offload is None else offload
@@ -103,4 +119,10 @@ class DescribedFactory(PriceFactory):
         return unsearched_parts(pins, stack, unlike=self._unlike)
 
     def error(self, offload: Hosted) -> InfeasibleError:
+        cluster = self.request.cluster
+        if isinstance(cluster, UnequalCluster):
+            return InfeasibleError(
+                f"no division of the pipeline over {cluster.text} fits their memory",
+                hint="add nodes to a pool, or pin less",
+            )
         return self._explain(self.request.with_offload(offload))

@@ -118,7 +118,7 @@ def _idle_chunks(strategy: Strategy) -> bool:
     )
 
 
-def _price(strategy: Strategy, price_cache: LayerPriceCache) -> StepPrice | None:
+def replayed_price(strategy: Strategy, price_cache: LayerPriceCache) -> StepPrice | None:
     """The price of a strategy, None where its exact schedule or its host lacks room."""
     try:
         price = price_step(strategy, price_cache)
@@ -171,7 +171,7 @@ def replay_best(
                 for strategy in _unique(_tried(solved, objective, session)):
                     if replayed or priced:  # a plan late is better than none
                         session.deadline.check()
-                    price = _price(strategy, price_cache)
+                    price = replayed_price(strategy, price_cache)
                     priced += [(solved, strategy, price)] if price else []
             finally:
                 replayed += [min(priced, key=_told_apart)] if priced else []
@@ -191,7 +191,7 @@ def _told_apart(replayed: Replayed) -> tuple[float, float]:
     counted_s = price.step_s
     if _idle_chunks(strategy):
         counted_s *= 1 + WORTH_CHUNKS
-    return float(f"{counted_s:.{TOLD_APART}g}"), max(memory.total for memory in price.memory)
+    return float(f"{counted_s:.{TOLD_APART}g}"), price.peak_bytes
 
 
 def _improved(replayed: Replayed, session: SearchSession) -> Replayed:

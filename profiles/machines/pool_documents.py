@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from parplan.profiles.documents.packaged_configs import label_of, read_config
 from parplan.profiles.documents.plain import Limits
-from parplan.profiles.documents.schema import document, parse
+from parplan.profiles.documents.schema import document, json_schema, parse
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.machine_catalog import (
@@ -116,6 +116,11 @@ def machine_document(cluster: Cluster) -> dict[str, Any]:
         ],
         "joins": [_join_document(join) for join in cluster.joins],
     }
+
+
+def unequal_schema() -> dict[str, Any]:
+    """Returns the JSON Schema of a cluster file with pools."""
+    return json_schema(_UnequalDocument)
 
 
 def pools_of_text(

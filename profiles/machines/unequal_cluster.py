@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from parplan.profiles.errors import ConfigError, unknown_name_error
@@ -59,6 +59,15 @@ class Join:
                 hint="name two pools, or none for every pair",
             )
 
+    def at(self, factor: float) -> Join:
+        """Returns the join with its bandwidth multiplied."""
+        node, total = self.node_bytes_per_s, self.total_bytes_per_s
+        return replace(
+            self,
+            node_bytes_per_s=None if node is None else node * factor,
+            total_bytes_per_s=None if total is None else total * factor,
+        )
+
     def bytes_per_s(self, nodes: int) -> float:
         """Bandwidth of `nodes` nodes of a pool that send at once."""
         if self.total_bytes_per_s is not None:
@@ -109,6 +118,13 @@ class UnequalCluster(Cluster):
         """Mean of the dense peak FLOP/s of all GPUs. Raises ConfigError for an unknown one."""
         peaks = (pool.cluster.num_gpus * pool.cluster.device.peak(precision) for pool in self.pools)
         return sum(peaks) / self.num_gpus
+
+    def with_pools(
+        self, change: Callable[[Cluster], Cluster], joins: Iterable[Join] | None = None
+    ) -> UnequalCluster:
+        """Returns the cluster with every pool changed, and with other joins if there are any."""
+        pools = (replace(pool, cluster=change(pool.cluster)) for pool in self.pools)
+        return unequal_cluster(self.name, pools, self.joins if joins is None else joins)
 
     @property
     def by_name(self) -> Mapping[str, Pool]:

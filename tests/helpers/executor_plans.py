@@ -128,6 +128,7 @@ def make_plan(
     virtual_stages: int = 1,
     blocks: tuple[int, ...] | None = None,
     num_micro_batches: int = 2,
+    shares: tuple[int, ...] = (),
     global_batch_size: int = 8,
     attention: AttentionKernel = AttentionKernel.FLASH,
     precision: Precision = Precision.FP32,
@@ -139,8 +140,9 @@ def make_plan(
 
     Embedding and head have the first ZeRO stage. `blocks` is the number of blocks of each (virtual)
     stage; `recompute` "full" is every operator of a block, and of embedding and head too with
-    `recompute_ends`.
+    `recompute_ends`. `shares` are the micro-batches of each replica, if they differ.
     """
+    num_micro_batches = max(shares, default=num_micro_batches)
     training = TrainingSpec(
         global_batch_size=global_batch_size,
         seq_length=SEQ_LENGTH,
@@ -152,8 +154,9 @@ def make_plan(
     pipeline = PipelinePlan(
         schedule=schedule,
         virtual_stages=virtual_stages,
-        micro_batch_size=global_batch_size // dp // num_micro_batches,
+        micro_batch_size=global_batch_size // (sum(shares) or dp * num_micro_batches),
         num_micro_batches=num_micro_batches,
+        micro_batches_of_replicas=shares,
         actions=actions,
     )
     layout = ParallelLayout(
