@@ -9,7 +9,12 @@ import click
 
 from parplan.commands import user_modules
 from parplan.commands.options.layout_options import LayoutOptions, layout_options
-from parplan.commands.options.result_options import ResultOptions, as_json, packed_result
+from parplan.commands.options.result_options import (
+    ResultOptions,
+    as_json,
+    packed_result,
+    verbose_option,
+)
 from parplan.commands.options.search_options import launcher_option
 from parplan.commands.options.sections import OUTPUT
 from parplan.commands.options.target_options import TargetOptions, target_options
@@ -41,6 +46,7 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path),
     help="Plan file to write as well; - for stdout.",
 )
+@verbose_option
 @as_json
 @packed_result
 def estimate(
@@ -59,7 +65,7 @@ def estimate(
     from parplan.commands.requests.requests import request_of
     from parplan.planner.plan.traced_plan import AnyPlan
     from parplan.planner.search.estimate import estimate_plan
-    from parplan.report.plans.summary import SummaryContext
+    from parplan.report.plans.summary_context import SummaryContext
 
     require_output(result.output)
     target = with_launcher(target, launcher)
@@ -79,6 +85,7 @@ def estimate(
         assumed=assumed,
         profile=target.profile or "",
         plan_file=result.plan_file,
+        whole=result.verbose,
     )
     deliver(plan, context, result.output, as_json=result.as_json)
 

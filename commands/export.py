@@ -82,8 +82,8 @@ def export(
     with its cost in seconds of a step and GiB of the fullest GPU.
     """
     from parplan.planner.export.exported import export_plan
-    from parplan.planner.export.exported_files import write_files
-    from parplan.planner.export.jobs import job, run_files
+    from parplan.planner.export.files.exported_files import write_files
+    from parplan.planner.export.files.jobs import job, run_files
     from parplan.planner.export.targets import target_named
     from parplan.planner.plan.plan_file import read_any_plan, read_plan
     from parplan.report.plans.export_text import export_document, print_export
@@ -127,7 +127,9 @@ def _require_whole(exported: Export) -> None:
 
 def _wrote(paths: Sequence[Path], *, as_json: bool) -> None:
     if as_json:
-        print_json({"files": [str(path) for path in paths]})
+        from parplan.report.plans.export_text import WrittenFiles
+
+        print_json(WrittenFiles(files=tuple(map(str, paths))))
         return
     for path in paths:
         click.echo(f"wrote {path}")

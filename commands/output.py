@@ -9,6 +9,7 @@ import importlib.util
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from parplan.planner.export.launcher_prices import LauncherPrice
     from parplan.planner.plan.plan import Plan
     from parplan.planner.plan.traced_plan import TracedPlan
-    from parplan.report.plans.summary import SummaryContext
+    from parplan.report.plans.summary_context import SummaryContext
 
 
 def require_output(output: Path | None) -> None:
@@ -56,15 +57,19 @@ def deliver(
         print_plan(plan, console(sys.stderr), context)
         return
     try:
-        if output not in (None, STDOUT):
+        if output is not None and output != STDOUT:
             write_plan(plan, output)
+            context = replace(context, closing=_closing(plan, output))
     finally:
         if as_json:
             print_plan_json(plan, context.elapsed_s, context.failures)
         else:
             print_plan(plan, console(sys.stdout), context)
-    if output is not None and not as_json:
-        click.echo(f"wrote {output}; run it with\n  {start_line(plan, shlex.quote(str(output)))}")
+
+
+def _closing(plan: Plan | TracedPlan, output: Path) -> tuple[str, ...]:
+    """Returns the lines that name the file and the command that runs it."""
+    return f"wrote {output}; run it with", f"  {start_line(plan, shlex.quote(str(output)))}"
 
 
 def at_launchers(plan: Plan | TracedPlan, *, every: bool) -> tuple[LauncherPrice, ...]:
@@ -75,8 +80,10 @@ def at_launchers(plan: Plan | TracedPlan, *, every: bool) -> tuple[LauncherPrice
     from parplan.planner.export.launcher_prices import launcher_prices
     from parplan.planner.export.targets import TARGETS, target_of
     from parplan.planner.plan.traced_plan import TracedPlan
+    from parplan.profiles.machines.unequal_cluster import UnequalCluster
 
-    if isinstance(plan, TracedPlan) or (plan.search.launcher and not every):
+    pools = isinstance(plan.cluster, UnequalCluster)
+    if isinstance(plan, TracedPlan) or pools or (plan.search.launcher and not every):
         return ()
     if every:
         return launcher_prices(plan, TARGETS.values())
@@ -92,9 +99,11 @@ def start_line(plan: Plan | TracedPlan, path: str) -> str:
     from parplan.executor.placed_layers import torchrun_line
     from parplan.planner.export.targets import target_of
     from parplan.planner.plan.traced_plan import TracedPlan
+    from parplan.profiles.machines.unequal_cluster import UnequalCluster
 
     target = None if isinstance(plan, TracedPlan) else target_of(plan.training.stack.name)
-    if target is None or plan.cluster.device.is_host:
+    pools = isinstance(plan.cluster, UnequalCluster)  # no launcher says them
+    if target is None or pools or plan.cluster.device.is_host:
         return torchrun_line(plan, path)
     name = plan.search.launcher or target.name
     return f"plan export {path} --to {name}"
@@ -136,13 +145,13 @@ def warn_of_solver(plan: Plan | TracedPlan) -> None:
 
 
 def print_listing(
-    rows: Callable[[], Sequence[object]], show_table: Callable[[Console], None], *, as_json: bool
+    listing: Callable[[], object], show_table: Callable[[Console], None], *, as_json: bool
 ) -> None:
-    """Prints the rows as JSON, or as a table."""
+    """Prints a listing as JSON, or as a table."""
     from parplan.report.text import console
 
     if as_json:
-        print_json(rows())
+        print_json(listing())
     else:
         show_table(console(sys.stdout))
 

@@ -12,7 +12,13 @@ import click
 from parplan.commands import user_modules
 from parplan.commands.options.failure_options import FailureOptions, failure_options
 from parplan.commands.options.pin_options import PinOptions
-from parplan.commands.options.result_options import STDOUT, ResultOptions, as_json, packed_result
+from parplan.commands.options.result_options import (
+    STDOUT,
+    ResultOptions,
+    as_json,
+    packed_result,
+    verbose_option,
+)
 from parplan.commands.options.search_options import (
     SearchFlags,
     explain_option,
@@ -43,7 +49,7 @@ from parplan.commands.style import (
 
 if TYPE_CHECKING:
     from parplan.planner.search.pareto import ParetoFront
-    from parplan.report.plans.summary import SummaryContext
+    from parplan.report.plans.summary_context import SummaryContext
 
 
 @click.group(
@@ -79,6 +85,7 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="File for a plot of the front: .png, .svg or .pdf.",
 )
+@verbose_option
 @as_json
 @click.option(
     "--version",
@@ -120,7 +127,9 @@ def main(
         require_no_front(flags, result.plot)
         require_output(result.output)
     if source is None:
-        question = described_question(request_of(target, pins, flags), flags)
+        alone = flags.launcher is None and not front
+        request = request_of(target, pins, flags, pools=alone)
+        question = described_question(request, flags)
     else:
         require_described(flags.launcher)
         question = user_modules.traced_question(source, target, tracing, pins, flags)
@@ -142,7 +151,7 @@ def _require_none_before(ctx: click.Context) -> None:
 def _search(
     question: Question, target: TargetOptions, flags: SearchFlags, result: ResultOptions
 ) -> int:
-    from parplan.report.plans.summary import SummaryContext
+    from parplan.report.plans.summary_context import SummaryContext
 
     plan, interrupted = answer(question)
     warn_of_solver(plan)
@@ -150,6 +159,7 @@ def _search(
         assumed=question.assumed_of(plan),
         elapsed_s=time.monotonic() - question.started_s,
         interrupted=interrupted,
+        whole=result.verbose,
         profile=target.profile or "",
         plan_file=result.plan_file,
         failures=question.failures,
@@ -166,7 +176,7 @@ def _search(
 def _front(
     question: Question, target: TargetOptions, flags: SearchFlags, result: ResultOptions
 ) -> int:
-    from parplan.report.plans.summary import SummaryContext
+    from parplan.report.plans.summary_context import SummaryContext
 
     assert result.output is not None, "the option has a default"
     front, interrupted = answer_front(question, flags.points)
@@ -174,6 +184,7 @@ def _front(
         assumed=question.assumed_of(front.points[0].plan),
         elapsed_s=time.monotonic() - question.started_s,
         interrupted=interrupted,
+        whole=result.verbose,
     )
     _deliver_front(front, context, result.output, result)
     return INTERRUPTED if interrupted else 0
@@ -188,7 +199,8 @@ def _deliver_front(
     """
     from parplan.planner.plan.plan_file import write_plan
     from parplan.planner.search.pareto import plan_paths
-    from parplan.report.searches.front_table import front_document, print_front
+    from parplan.report.searches.front_document import front_document
+    from parplan.report.searches.front_table import print_front
     from parplan.report.text import console
 
     paths = plan_paths(output, len(front.points))

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from parplan.commands.options.launcher_options import program_options, vocab_size_option
-from parplan.commands.options.result_options import as_json
+from parplan.commands.options.result_options import as_json, verbose_option
 from parplan.commands.options.sections import OUTPUT
 from parplan.commands.options.target_options import TargetOptions, target_options
 from parplan.commands.style import Command, option
@@ -32,6 +32,7 @@ from parplan.commands.style import Command, option
     metavar="FILE",
     help="Plan file to write; - for stdout.",
 )
+@verbose_option
 @as_json
 def read(
     file: Path,
@@ -39,6 +40,7 @@ def read(
     micro_batch_size: int | None,
     recompute: str | None,
     output: Path | None,
+    verbose: bool,
     as_json: bool,
 ) -> None:
     """Read a launcher's own configuration, and price it.
@@ -53,7 +55,7 @@ def read(
     from parplan.commands.launcher_plans import launcher_file, launcher_plan
     from parplan.commands.output import deliver, require_output
     from parplan.profiles.errors import ConfigError
-    from parplan.report.plans.summary import SummaryContext
+    from parplan.report.plans.summary_context import SummaryContext
 
     require_output(output)
     read_file = launcher_file(file)
@@ -65,7 +67,7 @@ def read(
     said = {"--micro-batch-size": micro_batch_size, "--recompute": recompute}
     read_file = read_file.with_stated(said)
     plan, assumed = launcher_plan(read_file, target)
-    context = SummaryContext(assumed=tuple(assumed), plan_file=str(output or ""))
+    context = SummaryContext(assumed=tuple(assumed), plan_file=str(output or ""), whole=verbose)
     deliver(plan, context, output, as_json=as_json)
     for remark in read_file.remarks(plan):
         click.echo(f"note: {remark}", err=True)

@@ -8,7 +8,7 @@ import click
 
 from parplan.commands.options.layout_options import micro_batch_option
 from parplan.commands.options.result_options import as_json
-from parplan.commands.options.sections import OUTPUT
+from parplan.commands.options.sections import LAYOUT, OUTPUT
 from parplan.commands.options.target_options import TargetOptions, target_options
 from parplan.commands.style import Command, option, print_json
 
@@ -20,13 +20,24 @@ from parplan.commands.style import Command, option, print_json
 )
 @target_options
 @micro_batch_option
-@option(OUTPUT, "--formulas", is_flag=True, help="Print what each scheme sends and holds.")
+@option(
+    LAYOUT,
+    "--local-steps",
+    type=click.IntRange(1),
+    default=8,
+    show_default=True,
+    metavar="N",
+    help="Steps between two sums of local SGD.",
+)
+@option(OUTPUT, "--formulas", is_flag=True, help="Print the formulas and their sources.")
 @as_json
-def schemes(target: TargetOptions, micro_batch_size: int, formulas: bool, as_json: bool) -> None:
-    """Price each scheme of parallel training by itself, over all GPUs.
+def schemes(
+    target: TargetOptions, micro_batch_size: int, local_steps: int, formulas: bool, as_json: bool
+) -> None:
+    """Price each scheme of parallel training by itself, over all GPUs or as many as can run it.
 
     Schemes that divide the model share micro-batches of that many sequences; with the others every
-    GPU has its own. Schemes that no search uses are marked.
+    GPU has its own. Schemes that no search uses are marked, and those that change convergence.
     """
     from parplan.commands.requests.requests import request_of
     from parplan.planner.schemes.every_scheme import priced_schemes
@@ -37,7 +48,7 @@ def schemes(target: TargetOptions, micro_batch_size: int, formulas: bool, as_jso
     if formulas:
         print_formulas(console(sys.stdout))
         return
-    priced = list(priced_schemes(request, micro_batch_size))
+    priced = list(priced_schemes(request, micro_batch_size, local_steps))
     if as_json:
         print_json(schemes_document(priced))
     else:

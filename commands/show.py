@@ -84,7 +84,7 @@ def show(
     from parplan.report.plans.chunk_tables import print_chunks
     from parplan.report.plans.layer_table import print_layers
     from parplan.report.plans.redundancy_table import print_redundancy
-    from parplan.report.plans.summary import SummaryContext
+    from parplan.report.plans.summary_context import SummaryContext
     from parplan.report.plans.tower_text import print_tower
     from parplan.report.text import console
 
@@ -133,13 +133,12 @@ def show(
 
 def _show_run(run_file: Path, *, as_json: bool) -> None:
     from parplan.planner.runs.run_file import read_run
-    from parplan.profiles.documents.schema import document
     from parplan.report.runs.run_table import print_record
     from parplan.report.text import console
 
     run = read_run(run_file)
     if as_json:
-        print_json(document(run))
+        print_json(run)
     else:
         print_record(run, console(sys.stdout))
 

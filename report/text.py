@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import textwrap
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import TextIO
 
@@ -18,6 +19,8 @@ from rich.text import Text
 FIXED_WIDTH = 100  # characters off a terminal, so that a plan always prints the same text
 LABEL_WIDTH = 12  # characters of a label of the summary, with its indent and its padding
 _GAP = "  "
+_BREAKS = re.compile(r"(?<!\bx) (?!x )")  # not inside `1 x 32`
+_READABLE = 32  # characters that the last column of facts needs, at the least
 _NARROWEST = 24  # characters of a wrapped last column, at the least
 
 
@@ -61,6 +64,32 @@ def joined(
 def labelled(label: str) -> str:
     """The start of a line of the summary."""
     return f"  {label}".ljust(LABEL_WIDTH)
+
+
+def fact_lines(
+    rows: Iterable[Sequence[str]],
+    width: int,
+    *,
+    right: Collection[int] = (),
+    columns: bool = True,
+) -> list[str]:
+    """Returns lines of a label and phrases, in columns or as text that runs on.
+
+    The phrases run on where columns leave the last of them too little room.
+
+    right   columns that stand flush right
+    """
+    facts = [(f"{label:{LABEL_WIDTH - 4}}", *phrases) for label, *phrases in rows]
+    widths = [max(map(len, cells)) for cells in zip(*facts, strict=True)]
+    if columns and width - sum(widths[:-1]) - len(_GAP) * len(widths) >= _READABLE:
+        return aligned(facts, width, left=set(range(len(widths))) - set(right))
+    return [_run_on(label, phrases, width) for label, *phrases in facts]
+
+
+def _run_on(label: str, phrases: Sequence[str], width: int) -> str:
+    text = ", ".join(filter(None, phrases)).replace(", (", " (")
+    words = _BREAKS.split(text)
+    return joined(words, " ", width, start=labelled(label.strip()))
 
 
 def aligned(
@@ -122,7 +151,21 @@ def print_wrapped(
     wrapped: Collection[str],
     width: int,
 ) -> None:
-    """Print a table whose columns named in `wrapped` take more lines, so that it fits `width`.
+    """Print a table whose columns named in `wrapped` take more lines, so that it fits `width`."""
+    lines = wrapped_lines(heading, rows, left=left, wrapped=wrapped, width=width)
+    for number, line in enumerate(lines):
+        say(out, line, "" if number else "dim")
+
+
+def wrapped_lines(
+    heading: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    left: Collection[str],
+    wrapped: Collection[str],
+    width: int,
+) -> Iterator[str]:
+    """Yields a heading and a row a line, broken where columns in `wrapped` take more lines.
 
     The table is wider than `width` only when its words are. Columns stand two spaces apart, or
     one space when two are too wide.
@@ -137,17 +180,19 @@ def print_wrapped(
         shrinkable = (i for i, size in enumerate(widths) if size > least[i])
         widths[max(shrinkable, key=widths.__getitem__)] -= 1
     gap = _GAP if len(_GAP) * len(widths) + sum(widths) <= width else " "
-    for number, row in enumerate(table):
+    for row in table:
         parts = [
             textwrap.wrap(cell, size, break_on_hyphens=False, break_long_words=False)
             for cell, size in zip(row, widths, strict=True)
         ]
+        lines = []
         for line in zip_longest(*parts, fillvalue=""):
             shown = [
                 cell.ljust(size) if name in left else cell.rjust(size)
                 for cell, size, name in zip(line, widths, heading, strict=True)
             ]
-            say(out, (_GAP + gap.join(shown)).rstrip(), "" if number else "dim")
+            lines.append((_GAP + gap.join(shown)).rstrip())
+        yield "\n".join(lines)
 
 
 def asked_width(out: Console) -> int:

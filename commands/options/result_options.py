@@ -18,6 +18,7 @@ class ResultOptions:
     output: Path | None = None
     plot: Path | None = None
     as_json: bool = False
+    verbose: bool = False
 
     @property
     def plan_file(self) -> str:
@@ -26,6 +27,13 @@ class ResultOptions:
 
 
 as_json = option(OUTPUT, "--json", "as_json", is_flag=True, help="Print only JSON on stdout.")
+verbose_option = option(
+    OUTPUT,
+    "-v",
+    "--verbose",
+    is_flag=True,
+    help="Print everything: all defaults, every stage and runner-up, redundancy, notes.",
+)
 packed_result = packs("result", ResultOptions)
 trust_module_option = option(
     OUTPUT,

@@ -2,14 +2,19 @@
 
 All n devices run one scheme. Products divide evenly, so compute is that of one device over n.
 Nothing is hidden under compute. A step has M micro-batches of b sequences on all devices together;
-a data-parallel scheme has b on each.
+a data-parallel scheme has b on each. Other copies of all n devices share the batch, and all-reduce
+gradients of the parameters that a device holds once a step.
 
     parameter server    p + g of all parameters through one server's network interface, for each
-                        of n workers
-    2-D, n = q q        each product: all-gathers of X over a row and of W over a column, in the
-                        backward pass twice as much (SUMMA; Xu et al. 2021, arXiv 2104.05343)
-    2.5-D, n = q q d    the same on each of d layers, with b / d, and an all-reduce of weight
-                        gradients over d (Wang et al. 2021, arXiv 2105.14500)
+                        of n workers (Li et al. 2014, OSDI, "Scaling Distributed Machine Learning
+                        with the Parameter Server")
+    asynchronous        workers do not wait for one another: the server or the compute decides
+    local SGD           H local steps, then an all-reduce of the fp32 parameters (Stich 2019, arXiv
+                        1805.09767)
+    2.5-D, n = q q d    each product: all-gathers of X over a row and of W over a column, in the
+                        backward pass twice as much (2-D, EQUATIONS T7) on each of d layers, with
+                        b / d, and an all-reduce of weight gradients over d (Wang et al. 2021,
+                        arXiv 2105.14500)
     3-D, n = l l l      each product: all-gathers of X and of W and a reduce-scatter of Y, each over
                         l, in the backward pass twice as much (Bian et al. 2021, arXiv 2105.14450)
 """
@@ -26,6 +31,7 @@ from parplan.costmodels.communication.collectives import (
     collective_time,
 )
 from parplan.costmodels.communication.mesh import place_axis
+from parplan.costmodels.operators.kernels import FP32_BYTES
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.price_cache import PriceCache
 from parplan.profiles.errors import ConfigError
@@ -71,15 +77,22 @@ class ProductBytes:
 
 @dataclass(frozen=True, slots=True)
 class SchemeCase:
-    """A model on n devices, with micro-batches of b sequences on all of them together."""
+    """A model on n devices, with micro-batches of b sequences on all of them together.
+
+    num_copies     other devices that run the same with other sequences, as many times n
+    local_steps    steps of a device between two sums of local SGD
+    """
 
     price_cache: PriceCache
     num_devices: int
     micro_batch_size: int
+    num_copies: int = 1
+    local_steps: int = 1
 
     @property
     def num_micro_batches(self) -> int:
-        return self.price_cache.training.global_batch_size // self.micro_batch_size
+        batch = self.price_cache.training.global_batch_size
+        return batch // self.micro_batch_size // self.num_copies
 
     def layers(self) -> Iterator[tuple[LayerKey, int]]:
         """Yields the classes of layers and their numbers."""
@@ -132,13 +145,10 @@ class SchemeCase:
         """Seconds to all-reduce `num_bytes` over one axis."""
         return self._collective_s(Collective.ALL_REDUCE, num_bytes, degree, stride)
 
-    def exchanged_s(self, num_bytes: float, degree: int, stride: int) -> float:
-        """Seconds of an all-to-all of send buffers of `num_bytes` over one axis."""
-        return self._collective_s(Collective.ALL_TO_ALL, num_bytes, degree, stride)
-
     def _collective_s(self, kind: Collective, num_bytes: float, degree: int, stride: int) -> float:
         machine = self.price_cache.machine
-        where = place_axis(degree, stride, self.num_devices, machine.cluster.gpus_per_node)
+        ranks = self.num_devices * self.num_copies
+        where = place_axis(degree, stride, ranks, machine.cluster.gpus_per_node)
         return collective_time(kind, num_bytes, where, machine).value_s
 
     def divided(self, comm_s: float, sent_bytes: float) -> SchemeCost:
@@ -170,30 +180,72 @@ def _root(number: int, power: int, scheme: str) -> int:
 def parameter_server(case: SchemeCase) -> SchemeCost:
     """Data parallelism whose workers send gradients to one server and receive parameters."""
     n, training = case.num_devices, case.price_cache.training
-    b = case.micro_batch_size // n
     parameters = case.price_cache.num_trained_parameters
     sent = training.gradient_precision.num_bytes * parameters
     received = training.precision.num_bytes * parameters
     nic = case.price_cache.machine.cluster.nic
-    return SchemeCost(
-        compute_s=case.num_micro_batches * case.pass_s(b),
+    return _whole_copies(
+        case,
         comm_s=n * max(sent, received) / nic.bytes_per_s + 2 * nic.latency_s,
         sent_bytes=sent,
+    )
+
+
+def asynchronous_server(case: SchemeCase) -> SchemeCost:
+    """A parameter server whose workers never wait for one another, so that gradients are stale.
+
+    The server serves a worker while the others compute: a step takes the longer of both.
+    """
+    cost = parameter_server(case)
+    return replace(cost, comm_s=max(0.0, cost.comm_s - cost.compute_s))
+
+
+def local_sgd(case: SchemeCase) -> SchemeCost:
+    """Data parallelism that averages the fp32 parameters after several local steps.
+
+    The cost is that of one step, with its share of the sum.
+    """
+    n, steps = case.num_devices, case.local_steps
+    averaged = FP32_BYTES * case.price_cache.num_trained_parameters
+    return _whole_copies(
+        case,
+        comm_s=case.summed_s(averaged, n, 1) / steps,
+        sent_bytes=2 * (n - 1) / n * averaged / steps,
+    )
+
+
+def _whole_copies(case: SchemeCase, *, comm_s: float, sent_bytes: float) -> SchemeCost:
+    """Returns the cost of a scheme in which each device has the whole model."""
+    b = case.micro_batch_size // case.num_devices
+    return SchemeCost(
+        compute_s=case.num_micro_batches * case.pass_s(b),
+        comm_s=comm_s,
+        sent_bytes=sent_bytes,
         states_bytes=case.states_bytes(1),
         activation_bytes=case.saved_bytes(b),
     )
 
 
-def tensor_2d(case: SchemeCase) -> SchemeCost:
-    """Products on a square of devices (SUMMA)."""
-    return _summa(case, _root(case.num_devices, 2, "2-D tensor parallelism"), 1)
+def with_copies(cost: SchemeCost, case: SchemeCase, parts: int) -> SchemeCost:
+    """Adds the all-reduce of gradients over the copies of a model in `parts` parts."""
+    training, d = case.price_cache.training, case.num_copies
+    parameters = case.price_cache.num_trained_parameters / parts
+    summed = training.gradient_precision.num_bytes * parameters
+    return replace(
+        cost,
+        comm_s=cost.comm_s + case.summed_s(summed, d, case.num_devices),
+        sent_bytes=cost.sent_bytes + 2 * (d - 1) / d * summed,
+    )
 
 
 def tensor_25d(case: SchemeCase) -> SchemeCost:
-    """Products on several equal squares of devices, each with its part of the batch."""
+    """Products on several equal squares of devices, each with its part of the batch.
+
+    One square, which is 2-D tensor parallelism, where the devices do not make several.
+    """
     n = case.num_devices
-    depths = [d for d in range(2, n + 1) if n % d == 0 and math.isqrt(n // d) ** 2 == n // d]
-    squares = [d for d in depths if n // d > 1 and case.micro_batch_size % d == 0]
+    depths = [d for d in (*range(2, n), 1) if n % d == 0 and math.isqrt(n // d) ** 2 == n // d]
+    squares = [d for d in depths if case.micro_batch_size % d == 0]
     if not squares:
         raise ConfigError(
             f"2.5-D tensor parallelism needs q x q x d of {n} devices with d that divides the "
@@ -213,12 +265,13 @@ def _summa(case: SchemeCase, side: int, depth: int) -> SchemeCost:
         summed_s += each.count * case.summed_s(own, depth, side**2)
         summed += each.count * 2 * own * (depth - 1) / depth
     cost = case.divided(comm_s, sent)
-    return replace(
+    cost = replace(
         cost,
         comm_s=cost.comm_s + summed_s,
         sent_bytes=cost.sent_bytes + summed,
         states_bytes=case.states_bytes(side**2),
     )
+    return with_copies(cost, case, side**2)
 
 
 def tensor_3d(case: SchemeCase) -> SchemeCost:
@@ -230,4 +283,4 @@ def tensor_3d(case: SchemeCase) -> SchemeCost:
         once_s = sum(case.gathered_s(part, side, side**axis) for axis, part in enumerate(parts))
         comm_s += each.count * (1 + BACKWARD) * once_s
         sent += each.count * (1 + BACKWARD) * sum(parts) * (side - 1) / side
-    return case.divided(comm_s, sent)
+    return with_copies(case.divided(comm_s, sent), case, case.num_devices)

@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from parplan.costmodels.communication.mesh import Mesh, illegal_expert_parallel
+from parplan.costmodels.divided_weights import illegal_grid
 from parplan.costmodels.host.state_location import Access
 from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.context_parallel import illegal_context
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import AHEAD, Schedule, legal
-from parplan.costmodels.strategy import ParallelLayout
+from parplan.costmodels.strategy import ParallelLayout, count_text
 from parplan.planner.candidates.meshes import (
     OUTSIDE_PINS,
     Pruned,
@@ -87,9 +88,10 @@ def layout_text(layout: ParallelLayout) -> str:
     states = ", states on the host" if layout.states_on_host else ""
     if layout.tower is not TowerDivision.TENSOR:
         states += f", {TOWER_TEXTS[layout.tower]}"
+    count = count_text(layout.num_micro_batches, layout.micro_batches_of_replicas)
     return (
         f"{layout.mesh}, {schedule}, micro-batch {layout.micro_batch_size} x "
-        f"{layout.num_micro_batches}{sequence}{overlap}{weights}{chunks}{states}"
+        f"{count}{sequence}{overlap}{weights}{chunks}{states}"
     )
 
 
@@ -115,7 +117,7 @@ def illegal_layout(
     unlike_stages    virtual stages have other lengths than the planner's own
     """
     mesh, batch = layout.mesh, training.global_batch_size
-    if layout.micro_batch_size * mesh.dp * layout.num_micro_batches != batch:
+    if layout.num_sequences != batch:
         return (
             f"the global batch of {batch} is not micro-batch {layout.micro_batch_size} x "
             f"dp {mesh.dp} x a whole number"
@@ -124,6 +126,7 @@ def illegal_layout(
         illegal_stages(layout, model, unlike_stages=unlike_stages)
         or illegal_tokens(layout, model, training)
         or illegal_overlap(layout, model, training)
+        or illegal_grid(layout, model, training)
     )
 
 
@@ -167,7 +170,7 @@ def illegal_by_hand(
     """
     mesh = layout.mesh
     return (
-        illegal_tensor_parallel(mesh.tp, model, cluster, across_nodes=True)
+        illegal_tensor_parallel(mesh.tp, model, cluster, across_nodes=True, rows=mesh.tp_rows)
         or illegal_expert_parallel(mesh, model)
         or illegal_context(mesh, model, cluster)
         or illegal_layout(layout, model, training, unlike_stages=unlike_stages)
@@ -196,21 +199,17 @@ def illegal_tokens(layout: ParallelLayout, model: ModelSpec, training: TrainingS
 def micro_batch_sizes(mesh: Mesh, request: Request | TracedRequest) -> Iterator[int | Pruned]:
     """Yields the micro-batch sizes of a mesh that divide the global batch, and pruned ones."""
     for size, reason in _sizes(mesh.dp, request):
-        text = str(mesh) if size is None else f"{mesh}, micro-batch {size}"
-        if reason is not None:
-            yield Pruned(text, reason)
-        elif size is not None:
-            yield size
+        yield size if reason is None else Pruned(_micro_batch_text(mesh, size), reason)
 
 
-def _sizes(dp: int, request: Request | TracedRequest) -> Iterator[tuple[int | None, str | None]]:
+def _sizes(dp: int, request: Request | TracedRequest) -> Iterator[tuple[int, str | None]]:
     """Yields the micro-batch sizes of dp copies, each with the reason against it or None.
 
-    The size is None where no size divides the batch.
+    The size is 0 where no size divides the batch.
     """
     batch, pins = request.training.global_batch_size, request.constraints
     if batch % dp:
-        yield None, f"dp {dp} does not divide the global batch of {batch}"
+        yield 0, f"dp {dp} does not divide the global batch of {batch}"
         return
     for size in divisors(batch // dp):
         ban = pins.ban(micro_batch_size=size)
@@ -312,7 +311,8 @@ class _Enumeration:
             self.request.model,
             self.request.training,
         )
-        for parallel in (False, True) if mesh.tp > 1 else (False,):
+        plain = mesh.tp == 1 or mesh.tp_rows > 1
+        for parallel in (False,) if plain else (False, True):
             ban = pins.ban(sequence_parallel=parallel) if mesh.tp > 1 else None
             layout = _layout(mesh, Schedule.ONE_F_ONE_B, 1, 1, 1, parallel)
             if ban:
@@ -358,8 +358,8 @@ def _text(candidate: Callable[[], ParallelLayout]) -> str:
     return layout_text(candidate())
 
 
-def _micro_batch_text(mesh: Mesh, size: int | None) -> str:
-    return str(mesh) if size is None else f"{mesh}, micro-batch {size}"
+def _micro_batch_text(mesh: Mesh, size: int) -> str:
+    return f"{mesh}, micro-batch {size}" if size else str(mesh)
 
 
 def _levels(
@@ -368,6 +368,8 @@ def _levels(
     """Yields the layout at each pinned level of sub-pipelining, or at each that the stack runs."""
     model, pins = request.model, request.constraints
     levels = pins.tp_overlap
+    if levels is None and layout.mesh.tp_rows > 1:
+        levels = (0,)
     if levels is None:
         levels = tuple(range(request.training.stack.tp_overlap + 1))
     for level in levels if layout.mesh.tp > 1 else (0,):
@@ -377,6 +379,7 @@ def _levels(
             f"excluded by --forbid {ban}"
             if ban
             else illegal_overlap(overlapped, model, request.training)
+            or illegal_grid(overlapped, model, request.training)
         )
         if pins.recompute == (Recompute.FULL,) or pins.recompute_first_stage is not None:
             reason = reason or illegal_full_recompute(level, model)

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
-from parplan.planner.export.arguments import Argument, Given, Words, written
-from parplan.planner.export.configured import Priced, price_settings
 from parplan.planner.export.exported import training_on
-from parplan.planner.export.launcher import Target
+from parplan.planner.export.fields.arguments import Argument, Given, Words, written
+from parplan.planner.export.fields.configured import Priced, price_settings
+from parplan.planner.export.fields.launcher import Target
+from parplan.planner.export.fields.settings import Settings
 from parplan.planner.export.neighbours import neighbours
-from parplan.planner.export.settings import Settings
 from parplan.planner.infeasible.shortfall import limit_bytes
 from parplan.planner.plan.plan import Plan
 from parplan.planner.request import SearchOptions

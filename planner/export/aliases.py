@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
-from parplan.planner.export.arguments import Argument
+from parplan.planner.export.fields.arguments import Argument
 from parplan.planner.export.targets import TARGETS
 
 _ANY = 7  # a number that no argument has by default

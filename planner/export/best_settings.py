@@ -21,14 +21,14 @@ from parplan.planner.candidates.branch_and_bound import (
     branch_and_bound,
 )
 from parplan.planner.candidates.never_searched import UnsearchedPart
-from parplan.planner.export.launcher import Sheet, Target, read_back, require_plain
-from parplan.planner.export.launcher_space import LauncherSpace
-from parplan.planner.export.settings import (
+from parplan.planner.export.fields.launcher import Sheet, Target, read_back, require_plain
+from parplan.planner.export.fields.settings import (
     Settings,
     model_facts,
     settings_of,
     training_facts,
 )
+from parplan.planner.export.launcher_space import LauncherSpace
 from parplan.planner.objective import Objective, Prefer
 from parplan.planner.plan.assemble import assemble, runner_up
 from parplan.planner.plan.plan import Plan
@@ -209,6 +209,7 @@ def _require_settings(request: Request, target: Target) -> None:
     asked = {
         f"--objective {request.objective}": request.objective is not Objective.THROUGHPUT,
         f"--prefer {request.options.prefer}": request.options.prefer is not Prefer.FASTEST,
+        "--robust": request.options.robust is not None,
         "--recompute-first-stage": pins.recompute_first_stage is not None,
         "--zero-by-operator": pins.zero_by_operator,
         "--tp-overlap": pins.tp_overlap not in (None, (0,)),

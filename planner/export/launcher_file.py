@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from parplan.planner.export.arguments import Given
-from parplan.planner.export.configured import price_settings
 from parplan.planner.export.exported import training_on
-from parplan.planner.export.head import stated_options
-from parplan.planner.export.launcher import Target
-from parplan.planner.export.recipe_file import SEPARATOR
-from parplan.planner.export.settings import Settings
+from parplan.planner.export.fields.arguments import Given
+from parplan.planner.export.fields.configured import price_settings
+from parplan.planner.export.fields.launcher import Target
+from parplan.planner.export.fields.settings import Settings
+from parplan.planner.export.files.head import stated_options
+from parplan.planner.export.files.recipe_file import SEPARATOR
 from parplan.planner.plan.assemble import assemble
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import SearchRecord

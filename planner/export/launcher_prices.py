@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from parplan.planner.export.exported import as_priced, nearest
-from parplan.planner.export.launcher import Target
+from parplan.planner.export.fields.launcher import Target
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.errors import ConfigError
 

@@ -1,8 +1,8 @@
 """The settings that a launcher can run of one request, by layout.
 
-The space is what the launcher's target declares (planner/export/launcher.py): its ZeRO stages, its
-kinds of recompute, its stages, and the table of its arguments. A layout belongs to the space where
-its settings, written as arguments and read back, are the same settings.
+The space is what the launcher's target declares (planner/export/fields/launcher.py): its ZeRO
+stages, its kinds of recompute, its stages, and the table of its arguments. A layout belongs to the
+space where its settings, written as arguments and read back, are the same settings.
 """
 
 from __future__ import annotations
@@ -16,10 +16,15 @@ from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.planner.baselines.optimum import pass_s
 from parplan.planner.baselines.uniform_strategies import counted_ends, equal_blocks
-from parplan.planner.export.balanced_stages import balanced_stages
-from parplan.planner.export.configured import strategy_of_settings
-from parplan.planner.export.launcher import RecomputeChoice, Target, read_back
-from parplan.planner.export.settings import Settings, layout_facts, model_facts, training_facts
+from parplan.planner.export.fields.balanced_stages import balanced_stages
+from parplan.planner.export.fields.configured import strategy_of_settings
+from parplan.planner.export.fields.launcher import RecomputeChoice, Target, read_back
+from parplan.planner.export.fields.settings import (
+    Settings,
+    layout_facts,
+    model_facts,
+    training_facts,
+)
 from parplan.planner.infeasible.shortfall import price_cache_of
 from parplan.planner.layer_options.overlap_levels import illegal_zero
 from parplan.planner.request import Request

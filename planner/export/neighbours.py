@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from parplan.costmodels.communication.mesh import MeshOrder
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.planner.export.arguments import Facts
-from parplan.planner.export.launcher import Target
-from parplan.planner.export.settings import Settings
+from parplan.planner.export.fields.arguments import Facts
+from parplan.planner.export.fields.launcher import Target
+from parplan.planner.export.fields.settings import Settings
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.divisors import divisors
 from parplan.profiles.stack import AttentionKernel

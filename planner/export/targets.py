@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from parplan.planner.export.accelerate import ACCELERATE
-from parplan.planner.export.bridge import MEGATRON_BRIDGE
-from parplan.planner.export.deepspeed import DEEPSPEED
-from parplan.planner.export.fsdp2 import FSDP2
-from parplan.planner.export.galvatron import GALVATRON
-from parplan.planner.export.hf_trainer import HUGGINGFACE
-from parplan.planner.export.launcher import Target
-from parplan.planner.export.megatron import MEGATRON
-from parplan.planner.export.torchtitan import TORCHTITAN
+from parplan.planner.export.deepspeed.deepspeed import DEEPSPEED
+from parplan.planner.export.fields.launcher import Target
+from parplan.planner.export.fsdp2.fsdp2 import FSDP2
+from parplan.planner.export.galvatron.galvatron import GALVATRON
+from parplan.planner.export.hugging_face.accelerate import ACCELERATE
+from parplan.planner.export.hugging_face.hf_trainer import HUGGINGFACE
+from parplan.planner.export.megatron.megatron import MEGATRON
+from parplan.planner.export.megatron_bridge.bridge import MEGATRON_BRIDGE
+from parplan.planner.export.torchtitan.torchtitan import TORCHTITAN
 from parplan.profiles.errors import unknown_name_error
 
 TARGETS: Mapping[str, Target] = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from parplan.planner.export.launcher_file import LauncherFile, require_priced
-from parplan.planner.export.megatron import MEGATRON
-from parplan.planner.export.torchtitan import TORCHTITAN
+from parplan.planner.export.megatron.megatron import MEGATRON
+from parplan.planner.export.torchtitan.torchtitan import TORCHTITAN
 from parplan.planner.logs.log_lines import read_lines
 from parplan.planner.logs.printed_arguments import printed_arguments
 from parplan.planner.logs.titan_lines import titan_options

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.planner.export.exported import as_priced, is_same_recompute
-from parplan.planner.export.megatron_layouts import layout_word
-from parplan.planner.export.settings import Settings, settings_of
+from parplan.planner.export.fields.settings import Settings, settings_of
+from parplan.planner.export.megatron.megatron_layouts import layout_word
 from parplan.planner.export.targets import TARGETS
 from parplan.planner.logs.logged_run import LoggedRun
 from parplan.planner.plan.plan import Plan

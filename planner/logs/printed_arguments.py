@@ -11,8 +11,8 @@ import ast
 import re
 from collections.abc import Iterable, Iterator
 
-from parplan.planner.export.arguments import Given, Words
-from parplan.planner.export.megatron import MEGATRON
+from parplan.planner.export.fields.arguments import Given, Words
+from parplan.planner.export.megatron.megatron import MEGATRON
 from parplan.planner.logs.log_lines import LogLine
 
 _PRINTED = re.compile(r"^ *(\w+) \.+ (.+)$")

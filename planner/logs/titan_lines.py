@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from math import prod
 
-from parplan.planner.export.arguments import Given
+from parplan.planner.export.fields.arguments import Given
 from parplan.planner.logs.log_lines import LogLine
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.driver_names import CATALOGUE

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
-from parplan.profiles.machines.machine_catalog import (
-    cluster_from_document,
-    cluster_names,
-    load_cluster,
-)
+from parplan.profiles.machines.machine_catalog import cluster_names, load_cluster
+from parplan.profiles.machines.pool_documents import ASSUMED_JOIN, machine_from_document
+from parplan.profiles.machines.unequal_cluster import Join, UnequalCluster
 from parplan.profiles.units import GB, GIB, TERA, US_PER_S
 
 ABOVE = 1.02  # times a datasheet's figure, which is rounded
 BELOW = 1 / 3
 FASTEST_NIC_GB_PER_S = 125  # 1 Tbit/s; the fastest NICs of 2025 have 800 Gbit/s
+MOST_NICS = 16  # of a node
 SLOWEST_LATENCY_US = 100.0
 FEW_NODES = 16  # one leaf of most networks
 LARGEST_HOST_GIB = 65536
@@ -46,7 +45,7 @@ class Finding:
 def check_document(document: object, where: str) -> tuple[Cluster | None, tuple[Finding, ...]]:
     """Returns the cluster of a document, None if it is unreadable, and all findings."""
     try:
-        cluster = cluster_from_document(document, where)
+        cluster = machine_from_document(document, where)
     except ConfigError as error:
         hint = _unit_hint(str(error)) or error.hint or "compare with a file that plan init writes"
         return None, (Finding(weight=Weight.WRONG, key="", message=str(error), hint=hint),)
@@ -63,6 +62,8 @@ def _unit_hint(message: str) -> str | None:
 
 def check_cluster(cluster: Cluster) -> tuple[Finding, ...]:
     """Returns what is unlikely or missing, in the order of the file."""
+    if isinstance(cluster, UnequalCluster):
+        return (*_pools(cluster), *(found for join in cluster.joins for found in _join(join)))
     base = _like(cluster)
     findings = [
         *(_against_datasheet(cluster, base) if base else _no_datasheet(cluster)),
@@ -72,6 +73,25 @@ def check_cluster(cluster: Cluster) -> tuple[Finding, ...]:
         *_assumed(cluster),
     ]
     return tuple(findings)
+
+
+def _pools(cluster: UnequalCluster) -> Iterator[Finding]:
+    """Yields the findings of every pool, each with its name before the key."""
+    for pool in cluster.pools:
+        for finding in check_cluster(pool.cluster):
+            yield replace(finding, key=f"pools.{pool.name}.{finding.key}")
+
+
+def _join(join: Join) -> Iterator[Finding]:
+    node_gb_per_s = (join.node_bytes_per_s or 0.0) / GB
+    if node_gb_per_s > FASTEST_NIC_GB_PER_S * MOST_NICS:
+        yield _unlikely(
+            f"joins.{join.name}.gb_per_s_of_node",
+            f"{node_gb_per_s:g} GB/s is more than {MOST_NICS} of the fastest NICs have",
+            f"if it is in Gbit/s, write {node_gb_per_s / 8:g}",
+        )
+    if join.source == ASSUMED_JOIN:
+        yield _missing(f"joins.{join.name}", join.source, "state the link between the pools")
 
 
 def _like(cluster: Cluster) -> Cluster | None:

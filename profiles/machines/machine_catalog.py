@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.resources.abc import Traversable
 from typing import Annotated, Any, Literal, cast
 
 from parplan.profiles.documents.packaged_configs import (
@@ -163,16 +164,26 @@ def load_cluster(name_or_path: str, *, what: str = "cluster") -> Cluster:
     what: the word for a cluster in the error for an unknown name
     Raises ConfigError: unknown name, unreadable or broken file, unknown keys or wrong types.
     """
-    name = _canonical(name_or_path)
-    source = config_source("clusters", name, what, name_or_path)
+    source = cluster_source(name_or_path, what)
     return cluster_from_document(read_config(source), label_of(source))
 
 
-def cluster_from_document(document: object, where: str) -> Cluster:
-    """Returns the cluster that a document of the YAML shape describes.
+def cluster_source(name_or_path: str, what: str) -> Traversable:
+    """Returns the packaged configuration or the file of a cluster. Raises ConfigError."""
+    return config_source("clusters", _canonical(name_or_path), what, name_or_path)
 
-    Raises ConfigError with `where` and the key's path.
+
+def cluster_from_document(document: object, where: str) -> Cluster:
+    """Returns the cluster of equal nodes that a document of the YAML shape describes.
+
+    `machine_from_document` in `pool_documents.py` also reads pools. Raises ConfigError with `where`
+    and the key's path.
     """
+    if isinstance(document, Mapping) and "pools" in document:
+        raise ConfigError(
+            f"{where}: the cluster has pools, one of equal nodes is needed here",
+            hint="describe one pool in a cluster file of its own",
+        )
     cluster = parse(_ClusterDocument, document, where)
     device, node = cluster.device, cluster.node
     islands, tiers = levels_of(cluster.levels, where)

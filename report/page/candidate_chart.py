@@ -20,7 +20,7 @@ from parplan.report.page.chart_theme import (
 )
 from parplan.report.page.reported_plan import ReportedPlan
 from parplan.report.plans.memory_table import fullest
-from parplan.report.plans.summary import runner_up_name
+from parplan.report.plans.runner_up_lines import runner_up_name
 
 _PIXELS = 300
 

@@ -52,7 +52,8 @@ from parplan.report.page.step_charts import (
 from parplan.report.page.timeline_chart import drawn_timeline, timeline_chart
 from parplan.report.plans.memory_table import layers_text, rows
 from parplan.report.plans.notes import notes
-from parplan.report.plans.summary import REDUNDANT, header
+from parplan.report.plans.plan_header import header
+from parplan.report.plans.step_lines import REDUNDANT
 from parplan.report.searches.comparison_tables import comparison_notes, meaning, verdicts
 
 if TYPE_CHECKING:

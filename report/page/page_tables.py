@@ -12,8 +12,11 @@ from parplan.report.page.figures import Form, PlanFigures, part_forms
 from parplan.report.page.memory_charts import CLASSES, alike
 from parplan.report.page.reported_plan import ReportedPlan
 from parplan.report.page.step_charts import IDEAL, SLOWER
+from parplan.report.plans.block_phrases import layers_phrases
 from parplan.report.plans.memory_table import fullest, layers_text, rows
-from parplan.report.plans.summary import STEP_CAUSES, SummaryContext, layers_phrases, proof
+from parplan.report.plans.plan_facts import proof
+from parplan.report.plans.step_lines import STEP_CAUSES
+from parplan.report.plans.summary_context import SummaryContext
 from parplan.report.text import band_text
 
 _LONG = 20  # characters of a cell that is wrapped
@@ -101,7 +104,7 @@ def _overview(each: FiguredPlan, first: FiguredPlan) -> Iterator[tuple[str, str]
         if idle is None
         else figures.derived(idle, Form.SHARE, "mean of predicted.waits.*.idle_share"),
     )
-    yield "proven", "; ".join(proof(plan, SummaryContext())[1:])
+    yield "proven", "; ".join(proof(plan, SummaryContext(whole=True))[1:])
 
 
 def speed_name(plan: AnyPlan) -> str:

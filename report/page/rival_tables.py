@@ -9,7 +9,7 @@ from parplan.planner.plan.traced_plan import AnyPlan
 from parplan.report.page.figures import Form, part_forms
 from parplan.report.page.page_tables import Cells, FiguredPlan, PageTable
 from parplan.report.plans.memory_table import fullest
-from parplan.report.plans.summary import is_tie, runner_up_name
+from parplan.report.plans.runner_up_lines import is_tie, runner_up_name
 from parplan.report.searches.comparison_tables import SAME_GIB, SAME_STEP
 from parplan.report.text import gib_text, percent
 

@@ -18,7 +18,7 @@ from parplan.report.page.chart_theme import (
     named_data,
     specification,
 )
-from parplan.report.plans.summary import NOTHING, STEP_CAUSES
+from parplan.report.plans.step_lines import NOTHING, STEP_CAUSES
 from parplan.report.text import seconds_text
 
 IDEAL = "ideal"

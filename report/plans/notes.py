@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -10,46 +11,62 @@ from parplan.planner.plan.error_band import without_steps
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Status
 from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
+from parplan.profiles.machines.unequal_cluster import UnequalCluster
 from parplan.profiles.models.transformer import build_graph, has_unlike_blocks
 from parplan.profiles.provenance import Kind
 from parplan.profiles.stack import AttentionKernel
 from parplan.report.names import graph_of
 from parplan.report.plans.format_notes import format_notes
+from parplan.report.plans.memory_table import fullest
 from parplan.report.text import percent
 
 EXECUTORS_STACK = "parplan"
-_TABLES = "the step time is a price between measured tables, not a measurement of this step"
-_PRICE_NOTES = {
-    Kind.ANALYTIC: "the step time is a price from a cost model, not a measurement; see 'How far "
-    "to trust it' in the README",
-    Kind.INTERPOLATED: _TABLES,
-}
-_TRACED_NOTES = {
-    Kind.ANALYTIC: "the step time is a price from a cost model, not a measurement; traced "
-    "operators that have no curve of their own are priced by their FLOPs and bytes",
-    Kind.INTERPOLATED: _TABLES,
-}
+_ANALYTIC_NOTE = "the step is a model's price, not a measurement (plan validate)"
 
 
 def notes(plan: AnyPlan, *, ruled: bool = False) -> Iterator[str]:
-    """Yields failures of the solver, the kind of the step time, and the rows of the error band.
+    """Yields all notes; `ruled` as for `remarks`."""
+    yield from warnings(plan)
+    yield from remarks(plan, ruled=ruled)
 
-    ruled    a rule of the user said the recompute of the stages
-    """
-    traced = isinstance(plan, TracedPlan)
+
+def warnings(plan: AnyPlan) -> Iterator[str]:
+    """Yields the notes that stand in every summary: each may change what a reader does."""
     if plan.search.solver_failure:
         yield plan.search.solver_failure
     if isinstance(plan, Plan):
         for part in plan.model.left_out:
             yield f"{part} is left out: the plan is that of the text model alone"
+    yield from _out_of_memory(plan)
+    step_kind, band = plan.predicted.step_time_s.kind, plan.predicted.error_band
+    if step_kind is Kind.ANALYTIC:
+        yield _ANALYTIC_NOTE
+    if band is None:
+        yield f"band unknown: {_no_band(plan)}"
+
+
+def _out_of_memory(plan: AnyPlan) -> Iterator[str]:
+    """Yields a sentence where the error band of the memory reaches beyond the device."""
+    worst, band = fullest(plan), plan.predicted.error_band
+    if band and worst.total <= worst.capacity < worst.total * (1 + band.memory.share):
+        margin = math.ceil(100 * band.memory.share / (1 + band.memory.share)) / 100
+        yield (f"its memory may exceed the device: --memory-margin {margin:g} leaves room")
+
+
+def remarks(plan: AnyPlan, *, ruled: bool = False) -> Iterator[str]:
+    """Yields the other notes: the space of the gap, kinds of prices, rows of the error band.
+
+    ruled    a rule of the user said the recompute of the stages
+    """
+    if isinstance(plan, Plan):
         yield from _packed(plan)
         yield from format_notes(plan.training, plan.cluster.device.compute_capability)
-    space = None if isinstance(plan, TracedPlan) else _space_text(plan, ruled=ruled)
-    if space:
-        yield space
-    note = (_TRACED_NOTES if traced else _PRICE_NOTES).get(plan.predicted.step_time_s.kind)
-    if note:
-        yield note
+        if space := _space_text(plan, ruled=ruled):
+            yield space
+    if isinstance(plan, TracedPlan):
+        yield "traced operators without a curve are priced by their FLOPs and bytes"
+    if plan.predicted.step_time_s.kind is Kind.INTERPOLATED:
+        yield "the step time is a price between measured tables, not a measurement of this step"
     yield from _band_notes(plan)
     if plan.cluster.calibration:
         yield "prices follow runs of your own (cluster.calibration has the factors)" + (
@@ -82,8 +99,6 @@ def _band_notes(plan: AnyPlan) -> Iterator[str]:
             f"+-: eight in ten of {band.time.rows:,} held-out measured steps were within theirs; "
             f"of this plan's kind: {like}"
         )
-    else:
-        yield f"band unknown: {_no_band(plan)}"
     if isinstance(plan, Plan) and plan.model.num_experts:
         yield (
             "blocks of experts are divided over tp as Megatron divides them, and recompute "
@@ -94,6 +109,8 @@ def _band_notes(plan: AnyPlan) -> Iterator[str]:
 def _no_band(plan: AnyPlan) -> str:
     if isinstance(plan, TracedPlan):
         return "no measured steps of traced modules"
+    if isinstance(plan.cluster, UnequalCluster):
+        return "no measured steps on unequal pools"
     missing = without_steps(plan.model, plan.training)
     return f"no measured steps {f'of {missing}' if missing else 'with anything on the host'}"
 

@@ -9,14 +9,11 @@ from parplan.planner.plan.prediction import mean_idle_share
 from parplan.planner.plan.traced_plan import AnyPlan
 from parplan.report.text import joined, labelled, percent
 
-MOST_RUNS = 6  # in the short form: the first and the last of them are printed
 
-
-def wait_lines(plan: AnyPlan, width: int, *, whole: bool) -> Iterator[str]:
+def wait_lines(plan: AnyPlan, width: int) -> Iterator[str]:
     """Yields the idle share and the micro-batches in flight of every stage of a pipeline.
 
-    Stages in a row with equal numbers are one phrase. Without `whole`, phrases in the middle of a
-    long pipeline are left out.
+    Stages in a row with equal numbers are one phrase.
     """
     waits = plan.predicted.waits
     mean = mean_idle_share(waits)
@@ -24,21 +21,16 @@ def wait_lines(plan: AnyPlan, width: int, *, whole: bool) -> Iterator[str]:
         return
     shares = ((each.stage, percent(each.idle_share)) for each in waits)
     held = ((each.stage, f"{each.in_flight:,}") for each in waits)
-    yield _line("idle", f"{percent(mean)} in bubbles and transfers", shares, width, whole=whole)
+    yield _line("idle", f"{percent(mean)} in bubbles and transfers", shares, width)
     each = ", counted in each virtual stage" if plan.pipeline.virtual_stages > 1 else ""
-    yield _line("in flight", f"micro-batches{each}", held, width, whole=whole)
+    yield _line("in flight", f"micro-batches{each}", held, width)
 
 
-def _line(
-    label: str, start: str, numbers: Iterable[tuple[int, str]], width: int, *, whole: bool
-) -> str:
+def _line(label: str, start: str, numbers: Iterable[tuple[int, str]], width: int) -> str:
     phrases = []
     for text, alike in groupby(numbers, key=lambda pair: pair[1]):
         stages = [stage for stage, _ in alike]
         name = f"{stages[0]}" if len(stages) == 1 else f"{stages[0]}-{stages[-1]}"
         phrases.append(f"{name}: {text}")
-    if len(phrases) > MOST_RUNS and not whole:
-        half = MOST_RUNS // 2
-        phrases = [*phrases[:half], "...", *phrases[-half:]]
     phrases[0] = f"stage {phrases[0]}"
     return joined((start, *phrases), " | ", width, start=labelled(label))

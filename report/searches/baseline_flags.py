@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import Strategy
-from parplan.planner.export.arguments import written
-from parplan.planner.export.megatron_arguments import BATCH, PARALLEL, RECOMPUTE, SHARDING
-from parplan.planner.export.settings import Settings, layout_facts, model_facts
+from parplan.planner.export.fields.arguments import written
+from parplan.planner.export.fields.settings import Settings, layout_facts, model_facts
+from parplan.planner.export.megatron.megatron_arguments import BATCH, PARALLEL, RECOMPUTE, SHARDING
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.stack import ContextForm

@@ -9,8 +9,8 @@ from dataclasses import replace
 from parplan.costmodels.communication.mesh import MeshOrder
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.planner.export.launcher import Target
-from parplan.planner.export.settings import Settings
+from parplan.planner.export.fields.launcher import Target
+from parplan.planner.export.fields.settings import Settings
 from parplan.planner.request import Request
 
 Change = Callable[[Settings, random.Random, Request, Target], Settings]

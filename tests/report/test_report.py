@@ -29,6 +29,7 @@ from parplan.planner.plan.prediction import (
 )
 from parplan.planner.request import Progress
 from parplan.profiles.documents.files import require_writable
+from parplan.profiles.documents.schema import document
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.stack_terms import Residuals, Term, Terms
 from parplan.profiles.models.documents import Documents
@@ -41,7 +42,8 @@ from parplan.report.names import graph_of
 from parplan.report.plan_documents import plan_document, plan_schema
 from parplan.report.plans.layer_table import print_layers
 from parplan.report.plans.memory_table import layers_text, rows
-from parplan.report.plans.summary import SummaryContext, print_summary
+from parplan.report.plans.summary import print_summary
+from parplan.report.plans.summary_context import SummaryContext
 from parplan.report.progress_bars import profile_bar, progress_bar
 from parplan.report.searches.pruned_table import grouped
 from parplan.report.text import FIXED_WIDTH, aligned, console, gib_text, joined, seconds_text
@@ -78,9 +80,9 @@ def plan() -> Plan:
     return estimated(zero=1, recompute=Recompute.SELECTIVE)
 
 
-def text_of(plan: Plan, width: int, **context: object) -> str:
+def text_of(plan: Plan, width: int, *, whole: bool = True, **context: object) -> str:
     out = Console(file=io.StringIO(), width=width, highlight=False)
-    print_summary(plan, out, SummaryContext(**context))
+    print_summary(plan, out, SummaryContext(whole=whole, **context))
     print_layers(plan, out)
     return out.file.getvalue()
 
@@ -246,7 +248,9 @@ def test_runners_up_say_how_much_slower_they_are(plan):
     assert re.search(
         r"also .*\(\+1\.0 %\)  11\.0 GiB  pp 4 x dp 2 x tp 2, 1F1B", text_of(plan, 120)
     )
-    assert "(+2.0 %)" not in text_of(plan, 120)  # the short form names the best of each mesh
+    assert "(+2.0 %)" not in text_of(
+        plan, 120, whole=False
+    )  # the short form names the best of each mesh
     assert "(+5.0 %)" in text_of(plan, 120, whole=True)
     assert "11.0 GiB, 5.00 redundant" in text_of(lean, 120)
 
@@ -396,7 +400,7 @@ def test_the_list_of_stacks_fits_a_narrow_terminal(monkeypatch):
 def test_the_rows_of_stacks_say_whose_band_it_is_and_the_bounds_of_their_terms(monkeypatch):
     monkeypatch.setattr("parplan.report.machines.catalogue_tables.shipped_terms", lambda: TERMS)
 
-    rows = {row["name"]: row for row in stack_rows()}
+    rows = {row.name: document(row) for row in stack_rows()}
 
     assert rows["nanotron"]["time_band"] == {
         "share": 0.041,
@@ -440,11 +444,11 @@ def test_interleaved_stages_show_their_chunks():
     assert layers_text(rows(plan)[0], short=True) == "embed, 11 x 1 blocks"
 
 
-def test_a_long_pipeline_is_shortened_to_its_fullest_stages_unless_all_are_asked_for():
+def test_every_stage_of_a_long_pipeline_has_its_memory_in_the_whole_summary():
     plan = estimated(pp=22, dp=1, tp=1)
+    stages = re.findall(r"^  (\d+) .* blocks|^  (\d+) +(?:embed|\d)", text_of(plan, 120), re.M)
 
-    assert "(10 less full stages left out: plan show lists them all)" in text_of(plan, 120)
-    assert "left out" not in text_of(plan, 120, whole=True)
+    assert [int(one or other) for one, other in stages] == list(range(22))
 
 
 def test_placements_are_listed_once_per_kind_of_layer(plan):

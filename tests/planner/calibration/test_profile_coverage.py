@@ -30,7 +30,8 @@ from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.profiler.communication.comm_cases import TIMED
 from parplan.profiles.profiler.fits.profile_fit import fit_compute
 from parplan.profiles.provenance import Kind
-from parplan.report.plans.summary import SummaryContext, print_summary
+from parplan.report.plans.summary import print_summary
+from parplan.report.plans.summary_context import SummaryContext
 from tests.helpers.planning import estimate_plan
 
 CPU = load_cluster("cpu")
@@ -216,7 +217,7 @@ def test_what_no_case_measures_is_named():
 
 def printed(plan: Plan, **context) -> str:
     out = io.StringIO()
-    print_summary(plan, Console(file=out, width=160), SummaryContext(**context))
+    print_summary(plan, Console(file=out, width=160), SummaryContext(whole=True, **context))
     return out.getvalue()
 
 

@@ -6,9 +6,9 @@ import pytest
 
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.planner.export.advice import advice
-from parplan.planner.export.arguments import Given
-from parplan.planner.export.configured import price_settings
 from parplan.planner.export.exported import export_plan
+from parplan.planner.export.fields.arguments import Given
+from parplan.planner.export.fields.configured import price_settings
 from parplan.planner.export.targets import TARGETS
 from parplan.planner.infeasible.shortfall import limit_bytes
 from parplan.planner.plan.assemble import assemble

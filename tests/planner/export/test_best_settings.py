@@ -14,10 +14,10 @@ from parplan.commands.requests.launchers import with_launcher
 from parplan.commands.requests.requests import request_of
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.planner.export.best_settings import as_said, best_settings
-from parplan.planner.export.configured import price_settings
 from parplan.planner.export.exported import export_plan
-from parplan.planner.export.launcher import read_back
-from parplan.planner.export.settings import Settings, settings_of
+from parplan.planner.export.fields.configured import price_settings
+from parplan.planner.export.fields.launcher import read_back
+from parplan.planner.export.fields.settings import Settings, settings_of
 from parplan.planner.export.targets import target_named
 from parplan.planner.forbid import parse_bans
 from parplan.planner.infeasible.shortfall import limit_bytes

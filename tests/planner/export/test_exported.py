@@ -11,7 +11,7 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.planner.export.exported import export_plan
 from parplan.planner.export.targets import TARGETS, target_named
-from parplan.planner.export.torchtitan_arguments import generated_blocks, partitions
+from parplan.planner.export.torchtitan.torchtitan_arguments import generated_blocks, partitions
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.fine_tuning import FineTuning
@@ -185,7 +185,7 @@ def test_the_head_says_the_plan_and_both_prices():
 def test_the_command_offers_every_target():
     from parplan.commands.export import JOBS as OFFERED_JOBS
     from parplan.commands.options.option_values import LAUNCHERS as OFFERED
-    from parplan.planner.export.jobs import JOBS
+    from parplan.planner.export.files.jobs import JOBS
 
     assert tuple(TARGETS) == OFFERED
     assert tuple(JOBS) == OFFERED_JOBS

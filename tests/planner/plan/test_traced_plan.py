@@ -25,7 +25,9 @@ from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 from parplan.profiles.units import GIB
 from parplan.report.plan_documents import plan_document, plan_schema
-from parplan.report.plans.summary import SummaryContext, layers_phrases, print_summary
+from parplan.report.plans.block_phrases import layers_phrases
+from parplan.report.plans.summary import print_summary
+from parplan.report.plans.summary_context import SummaryContext
 from parplan.report.text import console
 from tests.helpers.planning import find_traced_plan
 from tests.helpers.traced_models import model_of, traced_spec
@@ -175,7 +177,7 @@ def test_a_summary_counts_in_whole_words_and_numbers_without_exponents(plan):
     )
     out = io.StringIO()
 
-    print_summary(mixed, console(out), SummaryContext())
+    print_summary(mixed, console(out), SummaryContext(whole=True))
 
     assert "16,410 " in out.getvalue()
     assert "ZeRO 1 on 1 stage," in out.getvalue()
@@ -184,7 +186,11 @@ def test_a_summary_counts_in_whole_words_and_numbers_without_exponents(plan):
 def test_the_summary_says_what_runs_where_and_how_far_to_trust_it(plan):
     out = io.StringIO()
 
-    print_summary(plan, console(out), SummaryContext(elapsed_s=1.0, assumed=("--gpus-per-node 8",)))
+    print_summary(
+        plan,
+        console(out),
+        SummaryContext(whole=True, elapsed_s=1.0, assumed=("--gpus-per-node 8",)),
+    )
 
     text = out.getvalue()
     assert text.startswith("gpt, 4.24 M parameters, 45 operators in 10 shards")
@@ -207,5 +213,5 @@ def test_a_module_of_samples_is_planned_by_samples():
     speed, step_s = plan.predicted.tokens_per_s_per_gpu.value, plan.predicted.step_time_s.value
     assert speed * step_s * 8 == pytest.approx(16, rel=1e-4)
     out = io.StringIO()
-    print_summary(plan, console(out), SummaryContext())
+    print_summary(plan, console(out), SummaryContext(whole=True))
     assert "samples/s/GPU" in out.getvalue()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,20 +10,11 @@ from typing import Any
 import pytest
 
 from parplan.planner.plan.plan_file import write_plan
+from tests.helpers.browser import SIZES, chromium, faults, needs_chromium
 from tests.helpers.command_runs import succeed
 from tests.helpers.synthetic_runs import estimated
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-SIZES = {"desk": 1280, "phone": 390}
-RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "best-practice"]
-
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(
-        CHROMIUM is None, reason="there is no Chromium: apt-get install chromium, as .ci/run does"
-    ),
-]
+pytestmark = [pytest.mark.browser, needs_chromium]
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +32,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+    with chromium() as started:
         yield started
-        started.close()
 
 
 @pytest.fixture
@@ -82,16 +68,13 @@ def background(page: Any) -> str:
 @pytest.mark.parametrize("width", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("name", ["one", "two"])
 def test_it_fits_and_has_no_fault_of_accessibility(opened, name, width, scheme):
-    from axe_playwright_python.sync_playwright import Axe
-
     page = opened(name, width, scheme)
 
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.locator(".chart svg").count() == page.locator(".chart").count() >= 7
     for chart in page.locator(".chart svg").all():
         assert chart.bounding_box()["width"] <= width
-    faults = Axe().run(page, options={"runOnly": RULES}).response["violations"]
-    assert [(fault["id"], fault["nodes"][0]["html"]) for fault in faults] == []
+    assert faults(page) == []
 
 
 def test_the_timeline_zooms_by_buttons_keys_and_wheel_and_says_what_is_under_the_pointer(opened):

@@ -1,0 +1,1 @@
+"""The fields of a plan as a launcher's arguments."""

@@ -1,0 +1,1 @@
+"""The files of launchers: their text is read and written."""

@@ -1,0 +1,48 @@
+"""Writes the files of an export, whole or not at all, and never over somebody else's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from parplan.planner.export.files.head import MARK
+from parplan.profiles.documents.files import require_writable, write_text
+from parplan.profiles.errors import ConfigError
+
+_HEAD_CHARACTERS = 4000
+
+
+def write_files(files: Mapping[str, str], folder: Path, *, force: bool) -> list[Path]:
+    """Writes the files into a folder and returns their paths.
+
+    force    replace files that no plan was exported to
+    Raises ConfigError for such a file, and where a file cannot be written: then none is.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make {folder}: {error.strerror}", hint="choose another folder with -o"
+        ) from None
+    paths = {folder / name: text for name, text in files.items()}
+    for path in paths:
+        require_writable(path, hint="choose another folder with -o")
+        if path.exists() and not force and MARK not in _start_of(path):
+            raise ConfigError(
+                f"{path} is there, and no plan was exported to it",
+                hint="choose another folder with -o, or replace it with --force",
+            )
+    for path, text in paths.items():
+        write_text(text, path, hint="choose another folder with -o")
+    return list(paths)
+
+
+def _start_of(path: Path) -> str:
+    """Returns the first characters of a file. Raises ConfigError where it is not readable."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return file.read(_HEAD_CHARACTERS)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {path}: {error.strerror}", hint="choose another folder with -o"
+        ) from None

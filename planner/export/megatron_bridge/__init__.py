@@ -1,0 +1,1 @@
+"""Megatron-Bridge and NeMo."""

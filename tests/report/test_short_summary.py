@@ -1,0 +1,90 @@
+"""The short summary: few lines at every width, with every warning, and a way to the rest."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.prediction import Band, ErrorBand, Quantity, RunnerUp
+from parplan.profiles.provenance import Kind
+from parplan.report.plans.notes import warnings
+from parplan.report.plans.summary import MOST_LINES, print_summary
+from parplan.report.plans.summary_context import SummaryContext
+from tests.helpers.synthetic_runs import estimated
+
+ASSUMED = (
+    "--gpu a100-80gb",
+    "--gpus-per-node 8",
+    "--global-batch-size 1024 (the model's)",
+    "--precision bf16",
+    "--memory-margin 0.04 (the least; 45 measured runs ask for no more)",
+)
+CLOSING = ("wrote plan.yaml; run it with", "  plan export plan.yaml --to megatron")
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    """A plan with three runners-up, whose memory is within its error band of the device."""
+    plan = estimated(pp=4)
+    runners_up = tuple(
+        RunnerUp(
+            mesh=replace(plan.mesh, pp=pp, dp=16 // pp),
+            pipeline=plan.pipeline,
+            sequence_parallel=True,
+            peak_memory_gib=10.0,
+            redundancy_gib=5.0,
+            step_time_s=Quantity(value=2 * plan.predicted.step_time_s.value, kind=Kind.ANALYTIC),
+        )
+        for pp in (1, 2, 8)
+    )
+    band = Band(share=0.06, rows=45, stack="megatron-core", like={"pipeline": 330})
+    memory = tuple(replace(each, capacity=each.total * 1.05) for each in plan.predicted.memory_gib)
+    predicted = replace(
+        plan.predicted, memory_gib=memory, error_band=ErrorBand(time=band, memory=band)
+    )
+    search = replace(plan.search, runners_up=runners_up, solver_failure="the solver CBC failed")
+    return replace(plan, predicted=predicted, search=search)
+
+
+def printed(plan: Plan, width: int, **context: object) -> str:
+    out = Console(file=io.StringIO(), width=width, highlight=False)
+    print_summary(plan, out, SummaryContext(assumed=ASSUMED, closing=CLOSING, **context))
+    return out.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_it_has_few_lines_which_fit_and_every_warning(plan, width):
+    text = printed(plan, width)
+
+    assert len(text.splitlines()) <= MOST_LINES == 20 or width < 80
+    assert max(map(len, text.splitlines())) <= width
+    flat = " ".join(text.split())
+    assert len(list(warnings(plan))) == 3
+    for warning in warnings(plan):
+        assert warning in flat
+    for label in ("mesh", "layers", "step", "memory", "proven", "time", "also"):
+        assert f"\n  {label} " in text
+    assert text.endswith("\n".join(CLOSING) + "\n")
+
+
+def test_defaults_that_few_change_are_counted_and_listed_with_the_rest(plan):
+    assumed = (
+        "assumed: --gpu a100-80gb, --gpus-per-node 8, --global-batch-size 1024, 2 more (--verbose)"
+    )
+
+    assert assumed in printed(plan, 100)
+    assert ASSUMED[-1] in printed(plan, 100, whole=True)
+
+
+def test_the_margin_that_a_warning_names_keeps_the_band_inside_the_device(plan):
+    (margin,) = (
+        float(words[words.index("--memory-margin") + 1])
+        for words in map(str.split, warnings(plan))
+        if "--memory-margin" in words
+    )
+
+    assert (1 - margin) * 1.06 <= 1 < (1 - margin + 0.01) * 1.06
