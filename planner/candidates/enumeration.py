@@ -306,11 +306,8 @@ class _Enumeration:
 
     def _sequence(self, mesh: Mesh) -> Iterator[tuple[bool, str]]:
         """Yields whether sequences are parallel, with the reason against it or nothing."""
-        pins, model, training = (
-            self.request.constraints,
-            self.request.model,
-            self.request.training,
-        )
+        model, training = self.request.model, self.request.training
+        pins = self.request.constraints
         plain = mesh.tp == 1 or mesh.tp_rows > 1
         for parallel in (False,) if plain else (False, True):
             ban = pins.ban(sequence_parallel=parallel) if mesh.tp > 1 else None
