@@ -116,6 +116,7 @@ def main(
     if ctx.invoked_subcommand is not None:
         _require_none_before(ctx)
         return None
+    from parplan.commands.requests.failures import without_goodput
     from parplan.commands.requests.launchers import require_described, with_launcher
     from parplan.commands.requests.requests import (
         request_of,
@@ -124,6 +125,7 @@ def main(
         require_no_front,
     )
 
+    flags = without_goodput(flags, failing)
     front = flags.objective == "pareto"
     target = with_launcher(target, flags.launcher)
     assert result.output is not None, "the option has a default"

@@ -97,12 +97,13 @@ objective_options = together(
     option(
         AIM,
         "--objective",
-        type=click.Choice(("throughput", "memory", "peak", "pareto")),
+        type=click.Choice(("throughput", "goodput", "memory", "peak", "pareto")),
         default="throughput",
         show_default=True,
-        help="Quantity to minimise: the step time; within --max-slowdown of the fastest step, the "
-        "redundant memory or the peak of the fullest GPU; or the front of time and memory. Only "
-        "GPU memory counts. Host offload, as far as --offload allows it, never increases it.",
+        help="Quantity to minimise: the step time, for goodput with --mtbf; within --max-slowdown "
+        "of the fastest step, the redundant memory or the peak of the fullest GPU; or the front of "
+        "time and memory. Only GPU memory counts. Host offload, as far as --offload allows it, "
+        "never increases it.",
     ),
     option(
         AIM,
