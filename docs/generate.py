@@ -152,7 +152,7 @@ def _typed(name: str) -> str:
 
 
 def _result_link(source: Any) -> str:
-    """The link to the fields of one kind of result, in the words of `FILES_OF_RESULTS` for files."""
+    """The link to the fields of one kind of result."""
     name = source.__name__
     if name in FILES_OF_RESULTS:
         return FILES_OF_RESULTS[name]
