@@ -24,6 +24,7 @@ from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
 from parplan.planner.request import SearchOptions
 from parplan.profiles.displayed import Displayed
 from parplan.profiles.errors import OutOfTimeError
+from parplan.profiles.machines.unequal_cluster import require_equal
 
 OURS = "ours"
 MEMORY_NAMES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "reserve")
@@ -190,6 +191,7 @@ def compare(plan: Plan, names: Iterable[str], options: SearchOptions | None = No
     `baselines.systems.baseline_names`.
     """
     options = options or SearchOptions()
+    require_equal(plan.cluster, "a comparison with baselines")
     ours = reprice(plan)
     # No baseline has the token table on the host, and not every mesh of theirs could.
     price_cache = ours.price_cache.with_table(on_host=False)
