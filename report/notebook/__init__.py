@@ -1,1 +1,1 @@
-"""What a notebook shows of plans, fronts and comparisons: pieces of HTML and tables of pandas."""
+"""Pieces of HTML and tables of pandas that a notebook shows of plans, fronts and comparisons."""

@@ -1,4 +1,4 @@
-"""What a notebook shows of each kind of record, and the record as a table of pandas."""
+"""The HTML of each kind of record that a notebook shows, and the record as a table of pandas."""
 
 from __future__ import annotations
 
