@@ -209,7 +209,7 @@ class Main(Command, click.Group):
                 if ctx.invoked_subcommand
                 else "a plan was found"
             )
-            click.echo(f"interrupted before {what}; nothing was written", err=True)
+            tell(f"interrupted before {what}; nothing was written")
             raise click.exceptions.Exit(INTERRUPTED) from None
 
     def main(self, *args: Any, standalone_mode: bool = True, **kwargs: Any) -> Any:
@@ -301,8 +301,15 @@ def fail(message: str, hint: str, code: int, *, speaks: bool = True) -> int:
     """
     if speaks:
         lines = (escaped(line) for line in hint.splitlines() or [""])
-        click.echo(f"error: {escaped(message)}\nhint: " + "\n".join(lines), err=True)
+        tell(f"error: {escaped(message)}\nhint: " + "\n".join(lines))
     return code
+
+
+def tell(text: str) -> None:
+    """Prints lines on stderr, broken between words where its terminal is narrow."""
+    from parplan.report.wrapping import broken, width_of
+
+    click.echo(broken(text, width_of(sys.stderr)), err=True)
 
 
 def escaped(text: str) -> str:

@@ -18,7 +18,7 @@ from parplan.report.plans.runner_up_lines import runner_up_lines, tie_lines
 from parplan.report.plans.stage_waits import wait_lines
 from parplan.report.plans.step_lines import redundancy_line, time_line
 from parplan.report.plans.summary_context import SummaryContext
-from parplan.report.text import fact_lines, joined, labelled, say
+from parplan.report.text import fact_lines, joined, labelled, say, say_exactly
 
 MOST_LINES = 20  # of the short form, with the lines about the file that was written
 
@@ -51,7 +51,7 @@ def print_summary(plan: AnyPlan, out: Console, context: SummaryContext) -> None:
     else:
         _print_short(plan, out, context)
     for line in context.closing:
-        say(out, line)
+        say_exactly(out, line)
 
 
 def _print_whole(plan: AnyPlan, out: Console, context: SummaryContext) -> None:

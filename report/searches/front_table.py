@@ -24,12 +24,11 @@ from parplan.report.plans.block_phrases import layers_phrases
 from parplan.report.plans.plan_header import print_header
 from parplan.report.plans.summary_context import SummaryContext
 from parplan.report.text import (
-    asked_width,
     gib_text,
     joined,
     labelled,
     percent,
-    print_wrapped,
+    print_table,
     say,
     seconds_text,
 )
@@ -47,18 +46,10 @@ def print_front(
     print_header(front.points[0].plan, out, context)
     rows = [_row(front, point, number) for number, point in enumerate(front.points, 1)]
     numbers = (*_NUMBERS, *((_HOST,) if front.uses_host else ()))
-    width = asked_width(out)
-    print_wrapped(
-        out,
-        (*numbers, *_TEXTS),
-        rows,
-        left=_TEXTS,
-        wrapped=("ZeRO", "recompute", "found by"),
-        width=width,
-    )
+    print_table(out, (*numbers, *_TEXTS), rows, left=_TEXTS)
     say(out)
     for label, text in _facts(front, paths, context):
-        say(out, joined(text.split(" "), " ", width, start=labelled(label)))
+        say(out, joined(text.split(" "), " ", out.width, start=labelled(label)))
 
 
 def _row(front: ParetoFront, point: ParetoPoint, number: int) -> tuple[str, ...]:
