@@ -15,7 +15,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.text import Text
 
-from parplan.report.wrapping import asked_width, broken
+from parplan.report.wrapping import asked_width, broken, width_of
 
 FIXED_WIDTH = 100  # characters off a terminal, so that a plan always prints the same text
 LABEL_WIDTH = 12  # characters of a label of the summary, with its indent and its padding
@@ -36,8 +36,9 @@ def console(stream: TextIO) -> Console:
 
 
 def say(out: Console, text: str = "", style: str = "") -> None:
-    """Print `text`; a line that is wider than the console is broken between words."""
-    out.print(Text(broken(text, out.width), style=style), soft_wrap=True)
+    """Print `text`; where a terminal is too narrow for a line, it is broken between words."""
+    width = out.width if width_of(out.file) else None
+    out.print(Text(broken(text, width), style=style), soft_wrap=True)
 
 
 def say_exactly(out: Console, text: str) -> None:
@@ -154,11 +155,12 @@ def print_table(
     """
     text = {name for name in heading if name in left}
     table = [tuple(heading), *map(tuple, rows)]
+    styles = dict.fromkeys(bold, "bold")
     for number, block in enumerate(_blocks(table, text, out.width, indent)):
         if number:
             say(out)
         for row, line in enumerate(block, start=-1):
-            say(out, line, "dim" if row < 0 else "bold" if row in bold else "")
+            say(out, line, "dim" if row < 0 else styles.get(row, ""))
 
 
 def _blocks(
