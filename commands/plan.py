@@ -128,7 +128,9 @@ def main(
         require_no_front(flags, result.plot)
         require_output(result.output)
     if source is None:
-        question = described_question(request_of(target, pins, flags), flags)
+        alone = flags.launcher is None and not front
+        request = request_of(target, pins, flags, pools=alone)
+        question = described_question(request, flags)
     else:
         require_described(flags.launcher)
         question = user_modules.traced_question(source, target, tracing, pins, flags)
@@ -198,7 +200,8 @@ def _deliver_front(
     """
     from parplan.planner.plan.plan_file import write_plan
     from parplan.planner.search.pareto import plan_paths
-    from parplan.report.searches.front_table import front_document, print_front
+    from parplan.report.searches.front_document import front_document
+    from parplan.report.searches.front_table import print_front
     from parplan.report.text import console
 
     paths = plan_paths(output, len(front.points))

@@ -27,7 +27,7 @@ from parplan.profiles.models.operator_graph import LayerKey
 from parplan.profiles.stack import ContextForm, TowerDivision
 
 TP_OVERLAP_LEVELS = (0, 1, 2, 3)
-Inside = tuple[int, int, int, int, ContextForm | None]  # tp, ep, etp, cp and its form
+Inside = tuple[int, int, int, int, ContextForm | None, int]  # tp, ep, etp, cp, its form, tp_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,11 @@ class LayerChoice:
         return dict(self.own_zero).get(operator, self.zero)
 
 
+def count_text(num_micro_batches: int, of_replicas: tuple[int, ...]) -> str:
+    """Returns the micro-batches of a data-parallel rank as text: `8`, or `3 to 8`."""
+    return f"{min(of_replicas)} to {num_micro_batches}" if of_replicas else f"{num_micro_batches}"
+
+
 class _ShardedOnce(HashedOnce):
     """A hash and a sharding that are found once."""
 
@@ -78,6 +83,9 @@ class ParallelLayout(_ShardedOnce):
     states_on_host       the hosts hold the states of all layers, as FSDP2 moves them (EQUATIONS O9)
     weights_over_data    blocks divide weights over the data-parallel ranks too
     tower                the way in which the tensor-parallel ranks run a tower
+    pools                pool of each pipeline rank on an unequal cluster, else empty
+    micro_batches_of_replicas   micro-batches of each data-parallel rank, where they differ; the
+                         most is num_micro_batches (EQUATIONS P9)
     """
 
     __hash__ = HashedOnce.__hash__
@@ -95,6 +103,14 @@ class ParallelLayout(_ShardedOnce):
     states_on_host: bool = False
     weights_over_data: bool = False
     tower: TowerDivision = TowerDivision.TENSOR
+    pools: tuple[str, ...] = ()
+    micro_batches_of_replicas: tuple[int, ...] = ()
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of a step on all data-parallel ranks."""
+        shares = self.micro_batches_of_replicas or (self.num_micro_batches,) * self.mesh.dp
+        return self.micro_batch_size * sum(shares)
 
     @property
     def sharding(self) -> Sharding:
@@ -184,16 +200,24 @@ def in_chunks(choice: LayerChoice, layout: ParallelLayout) -> bool:
 
 
 def _sharding(mesh: Mesh, sequence_parallel: bool, overlap: int) -> Sharding:
-    inside = mesh.tp, mesh.ep, mesh.etp, mesh.cp, mesh.context_form
+    inside = mesh.tp, mesh.ep, mesh.etp, mesh.cp, mesh.context_form, mesh.tp_rows
     return _alike(inside, sequence_parallel, overlap)
 
 
 @lru_cache(maxsize=1024)
 def _alike(inside: Inside, sequence_parallel: bool, overlap: int) -> Sharding:
-    tp, ep, etp, cp, form = inside
-    axes = (tp // etp, etp) if 1 < etp < tp else ()
+    tp, ep, etp, cp, form, rows = inside
+    inner = tp // rows if rows > 1 else etp
     return Sharding(
-        tp, sequence_parallel, axes=axes, ep=ep, overlap=overlap, etp=etp, cp=cp, context_form=form
+        tp,
+        sequence_parallel,
+        axes=(tp // inner, inner) if 1 < inner < tp else (),
+        ep=ep,
+        overlap=overlap,
+        etp=etp,
+        cp=cp,
+        context_form=form,
+        rows=rows,
     )
 
 

@@ -108,14 +108,16 @@ def rank_tokens(plan: Plan) -> int:
     return plan.training.seq_length // plan.mesh.cp
 
 
-def action_rows(plan: AnyPlan) -> tuple[str, ...]:
+def action_rows(plan: AnyPlan, num_micro_batches: int | None = None) -> tuple[str, ...]:
     """Return the actions of every pipeline rank, one CSV line each. Raises ConfigError.
 
-    costmodels/schedules/actions.py defines the format.
+    costmodels/schedules/actions.py defines the format. The lists are of the data-parallel ranks
+    with the most micro-batches, or with a given number.
     """
     pipeline = plan.pipeline
+    count = num_micro_batches or pipeline.num_micro_batches
     return pipeline.actions or csv_rows(
-        pipeline.schedule, plan.mesh.pp, pipeline.num_micro_batches, pipeline.virtual_stages
+        pipeline.schedule, plan.mesh.pp, count, pipeline.virtual_stages
     )
 
 

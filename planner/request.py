@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from parplan.profiles.models.traced_model import TracedModel
 
 ZERO_STAGES = (0, 1, 2, 3)
-DEGREES = ("pp", "dp", "tp", "cp", "ep", "etp", "micro_batch_size", "virtual_stages")
+DEGREES = ("pp", "dp", "tp", "cp", "ep", "etp", "tp_rows", "micro_batch_size", "virtual_stages")
 MAX_MICRO_BATCH_SIZE = 64  # the largest that a search tries without a pin
 SEARCHED_OFFLOAD = (Offload.OPTIMIZER, Offload.PARAMETERS, Offload.ACTIVATIONS, Offload.LOOKUP)
 # what a search of a traced module may leave to the host
@@ -66,6 +66,8 @@ class Constraints:
     cp                  degrees of context parallelism; None for those that are tried at the length
                         of the sequences (planner/candidates/meshes.py)
     context_form        forms of context parallelism; None for those that the stack runs
+    tp_rows             rows of a grid of tensor-parallel ranks (EQUATIONS T7); None where the stack
+                        runs it
     mesh_order          orders of the axes; None for those that the stack can start in
     recompute_first_stage   a rule for the recompute of the pipeline stages, which then have whole
                         layers at the levels none and full
@@ -90,6 +92,7 @@ class Constraints:
     context_form: tuple[ContextForm, ...] | None = None
     ep: tuple[int, ...] | None = None
     etp: tuple[int, ...] | None = None
+    tp_rows: tuple[int, ...] | None = None
     micro_batch_size: tuple[int, ...] | None = None
     virtual_stages: tuple[int, ...] | None = None
     schedule: tuple[Schedule, ...] | None = None
@@ -221,6 +224,8 @@ class SearchOptions:
     memory_limit_bytes: limit that replaces capacity minus margin
     deadline: end of all work with these options together
     prefer: the choice among plans inside the error band of the fastest
+    robust: share by which compute, links or memory may be off; the plans are then priced where one
+    of them is, and None leaves that out
     """
 
     max_slowdown: float = DEFAULT_MAX_SLOWDOWN
@@ -231,6 +236,7 @@ class SearchOptions:
     deadline: Deadline = NEVER
     solver: SolverName = SolverName.CBC
     prefer: Prefer = Prefer.FASTEST
+    robust: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_slowdown <= 1000:
@@ -253,6 +259,11 @@ class SearchOptions:
                 f"--oom-risk is {self.oom_risk:g}, it must be above 0 and below 1",
                 hint="1% or 0.01 is one run in a hundred",
             )
+        if self.robust is not None and not 0 < self.robust < 1:
+            raise ConfigError(
+                f"--robust is {self.robust:g}, it must be above 0 and below 1",
+                hint="20% or 0.2 is usual",
+            )
 
 
 def searched_offload(model: object, training: TrainingSpec) -> tuple[Offload, ...]:
@@ -268,10 +279,10 @@ def searched_offload(model: object, training: TrainingSpec) -> tuple[Offload, ..
     return UNLIKE_OFFLOAD if unlike else SEARCHED_OFFLOAD
 
 
-def prefer_error(objective: str) -> ConfigError:
-    """Returns the error of a preference with an objective that has no ties of the step time."""
+def throughput_error(flag: str, objective: str) -> ConfigError:
+    """Returns the error of an option about step times with an objective that does not rank them."""
     return ConfigError(
-        f"--prefer is for --objective {Objective.THROUGHPUT}, the objective is {objective}",
+        f"{flag} is for --objective {Objective.THROUGHPUT}, the objective is {objective}",
         hint="leave it out",
     )
 
@@ -324,8 +335,17 @@ class PlanRequest(Generic[ModelT]):
     assumed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.options.prefer is not Prefer.FASTEST and self.objective is not Objective.THROUGHPUT:
-            raise prefer_error(self.objective)
+        if self.objective is not Objective.THROUGHPUT:
+            if self.options.prefer is not Prefer.FASTEST:
+                raise throughput_error("--prefer", self.objective)
+            if self.options.robust is not None:
+                raise throughput_error("--robust", self.objective)
+        if self.options.robust is not None and not isinstance(self.model, ModelSpec):
+            raise ConfigError(
+                "--robust is for described models: no error band tells the plans of a traced "
+                "module apart",
+                hint="leave it out",
+            )
         searched = searched_offload(self.model, self.training)
         known = f"{', '.join(searched)} and none" if searched else "none"
         for what in self.constraints.offload or ():

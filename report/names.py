@@ -14,6 +14,7 @@ from parplan.costmodels.layers.recompute import (
 from parplan.costmodels.operators.kernels import fused_kernel_of
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.schedules.schedule import Schedule
+from parplan.costmodels.strategy import count_text
 from parplan.planner.objective import Objective
 from parplan.planner.plan.derived import blocks_of
 from parplan.planner.plan.pipeline_plan import PipelinePlan
@@ -51,7 +52,8 @@ FASTEST = "fastest"  # the plan of a search without a limit
 
 def pipeline_phrases(pipeline: PipelinePlan, mesh: Mesh) -> tuple[str, ...]:
     """Returns schedule, virtual stages, micro-batches and level of sub-pipelining as phrases."""
-    micro_batches = f"micro-batch {pipeline.micro_batch_size} x {pipeline.num_micro_batches}"
+    count = count_text(pipeline.num_micro_batches, pipeline.micro_batches_of_replicas)
+    micro_batches = f"micro-batch {pipeline.micro_batch_size} x {count}"
     halves = (f"sub-pipelined at level {pipeline.tp_overlap}",) if pipeline.tp_overlap else ()
     if mesh.pp == 1:
         return ("no pipeline", micro_batches, *halves)

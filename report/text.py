@@ -153,14 +153,24 @@ def print_table(
 
     bold   the numbers of the rows that stand out
     """
-    text = {name for name in heading if name in left}
     table = [tuple(heading), *map(tuple, rows)]
     styles = dict.fromkeys(bold, "bold")
-    for number, block in enumerate(_blocks(table, text, out.width, indent)):
+    for number, block in enumerate(_blocks(table, left, out.width, indent)):
         if number:
             say(out)
         for row, line in enumerate(block, start=-1):
             say(out, line, "dim" if row < 0 else styles.get(row, ""))
+
+
+def table_lines(
+    heading: Sequence[str], rows: Iterable[Sequence[str]], width: int, *, left: Collection[str]
+) -> Iterator[str]:
+    """Yields the rows of a table that fits `width` as `print_table` says, the heading first."""
+    table = [tuple(heading), *map(tuple, rows)]
+    for number, block in enumerate(_blocks(table, left, width, indent=2)):
+        if number:
+            yield ""
+        yield from block
 
 
 def _blocks(

@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from parplan.planner.objective import Prefer
+from parplan.planner.plan.corners import SCENARIOS, worst_regrets
 from parplan.planner.plan.error_band import stack_band
 from parplan.planner.plan.ratio_band import differences, shipped_ratio_bands
-from parplan.planner.plan.ties import SCENARIOS, Tie, inside_band, preferred, worst_losses
+from parplan.planner.plan.ties import Tie, inside_band, preferred
 from parplan.planner.validation.priced_rows import PricedRow, price_row
 from parplan.planner.validation.row_cells import Row
 from parplan.planner.validation.row_stack import stack_name
@@ -170,7 +171,7 @@ def _preferred(prefer: Prefer, entries: Sequence[GridRow], memory_share: float) 
     losses = [0.0] * len(entries)
     if prefer is Prefer.ROBUST and len(entries) > 1:
         as_priced = [entry.predicted_s for entry in entries]
-        losses = worst_losses((as_priced, *zip(*(e.off_speed_s for e in entries), strict=True)))
+        losses = worst_regrets((as_priced, *zip(*(e.off_speed_s for e in entries), strict=True)))
     ties = [Tie(entry.peak_gib, loss) for entry, loss in zip(entries, losses, strict=True)]
     return entries[preferred(prefer, ties, memory_share)]
 

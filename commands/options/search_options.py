@@ -18,6 +18,7 @@ class SearchFlags:
 
     objective: str = "throughput"
     prefer: str | None = None
+    robust: float | None = None
     points: int | None = None
     max_slowdown: float | None = None
     memory_slack: float | None = None
@@ -103,7 +104,16 @@ objective_options = together(
         type=click.Choice(PREFERENCES),
         help="Plan to take among those inside the error band of the fastest: the fastest, the one "
         "with the least memory on its fullest GPU, or the one that loses least when compute or a "
-        "bandwidth is 20 % off. [default: fastest]",
+        "bandwidth is 20 % off, or by --robust. [default: fastest]",
+    ),
+    option(
+        AIM,
+        "--robust",
+        type=Share(),
+        metavar="SHARE",
+        help="Price the plan, its runners-up and the best plan of each case where compute, a "
+        "bandwidth or memory is off by a share such as 20%, and name the one of least regret. "
+        "--prefer robust then takes it.",
     ),
     option(
         AIM,

@@ -43,11 +43,13 @@ _REFUSED = {  # options that a traced module cannot have, and why
     **dict.fromkeys(
         ("images_per_sequence", "image_tokens"), "the inputs of a traced module are its own"
     ),
+    "robust": "a traced module is planned without runners-up that are priced again",
     "prefer": "the error band of a traced module is unknown, and so are its ties",
     "cp": _WHOLE,
     "context_form": _WHOLE,
     "ep": _WHOLE,
     "etp": _WHOLE,
+    "tp_rows": _WHOLE,
     "sequence_parallel": _WHOLE,
     "tp_overlap": _WHOLE,
     "tp_across_nodes": _WHOLE,
@@ -62,6 +64,7 @@ _BY_HAND_REFUSED = {  # options of a layout by hand that a traced module cannot 
     "context_form": _WHOLE,
     "ep": _WHOLE,
     "etp": _WHOLE,
+    "tp_rows": _WHOLE,
     "schedule_file": "the stages of a traced module run a named schedule",
     "sequence_parallel": _WHOLE,
     "tp_overlap": _WHOLE,

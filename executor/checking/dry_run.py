@@ -111,11 +111,11 @@ def counted_micro_batches(plan: Plan, pipeline_rank: int) -> tuple[int, ...]:
 
 
 def with_micro_batches(plan: Plan, count: int) -> Plan:
-    """Return the plan with another number of micro-batches in a step."""
+    """Return the plan with another number of micro-batches in a step, the same on all replicas."""
     size = count * plan.pipeline.micro_batch_size * plan.mesh.dp
     return replace(
         plan,
-        pipeline=replace(plan.pipeline, num_micro_batches=count),
+        pipeline=replace(plan.pipeline, num_micro_batches=count, micro_batches_of_replicas=()),
         training=replace(plan.training, global_batch_size=size),
     )
 

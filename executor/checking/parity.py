@@ -102,7 +102,7 @@ class TrainingOutcome:
     states       predicted and measured bytes by rank
     collectives  rank 0's collectives in the first step by kind, without DTensor's for the embedding
     agree        True if all ranks have equal losses, and equal gradients of parameters they share
-    in_flight    by pipeline stage, the most micro-batches held at once
+    in_flight    by pipeline stage, the most micro-batches that any rank held at once
     moved        transfers of chunks in the last step, by rank that has chunks
     """
 
@@ -258,7 +258,7 @@ def joined(results: list[Result]) -> TrainingOutcome:
     in_flight: dict[int, int] = {}
     for _, rank_gradients, _, _, most_held, _ in results:
         for stage, most in most_held.items():
-            agree = most == in_flight.setdefault(stage, most) and agree
+            in_flight[stage] = max(most, in_flight.get(stage, 0))
         for name, gradient in rank_gradients.items():
             agree = torch.equal(gradient, gradients.setdefault(name, gradient)) and agree
     states = {at: (predicted, measured) for _, _, (at, predicted, measured), *_ in results}
@@ -392,7 +392,13 @@ def run_reference(plan: Plan) -> TrainingOutcome:
     optimizer = reference_optimizer(
         layers, OPTIONS, plan.training.optimizer, moment_type(plan.training)
     )
-    alone = replace(plan, mesh=Mesh(pp=1, dp=1, tp=1))
+    whole = replace(
+        plan.pipeline,
+        micro_batch_size=plan.training.global_batch_size,
+        num_micro_batches=1,
+        micro_batches_of_replicas=(),
+    )
+    alone = replace(plan, mesh=Mesh(pp=1, dp=1, tp=1), pipeline=whole)
     batches = of_text(synthetic_batches(alone, 0, OPTIONS.seed), alone, 0, OPTIONS.seed)
     places, images = build_places(alone, 0, OPTIONS), build_images(alone, 0, OPTIONS)
     losses, norms = [], []

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from parplan.costmodels.communication.mesh import Mesh
-from parplan.costmodels.schedules.schedule import Schedule, rank_of
+from parplan.costmodels.schedules.schedule import Schedule, legal, rank_of
 from parplan.executor.checking.small_model import (
     SEQ_LENGTH,
     small_model,
@@ -53,7 +53,7 @@ def shrunk(plan: Plan) -> Plan:
     kept = [layer - 1 for layer in layers[1:-1]]
     training = replace(
         plan.training,
-        global_batch_size=pipeline.micro_batch_size * pipeline.num_micro_batches * mesh.dp,
+        global_batch_size=pipeline.micro_batch_size * sum(pipeline.micro_batches(mesh.dp)),
         seq_length=SEQ_LENGTH,
         documents=_documents(plan.training),
         fine_tuning=small_tuning(plan.training.fine_tuning, text_blocks(plan.model, kept)),
@@ -160,7 +160,24 @@ def _pipeline(plan: Plan, mesh: Mesh) -> PipelinePlan:
         virtual_stages=min(large.virtual_stages, MOST_VIRTUAL_STAGES),
         micro_batch_size=min(large.micro_batch_size, DEGREE),
         num_micro_batches=count,
+        micro_batches_of_replicas=_shares(large, count, mesh),
     )
+
+
+def _shares(large: PipelinePlan, count: int, mesh: Mesh) -> tuple[int, ...]:
+    """Return unequal shares where the plan has some: the first rank has the most.
+
+    There are none where the small mesh has one replica, or the schedule takes no fewer.
+    """
+    if not large.micro_batches_of_replicas or mesh.dp == 1:
+        return ()
+    fewer = (
+        number
+        for number in range(1, count)
+        if not legal(large.schedule, mesh.pp, number, large.virtual_stages)
+    )
+    least = next(fewer, None)
+    return () if least is None else (count, *(least,) * (mesh.dp - 1))
 
 
 def _stages(plan: Plan, pp: int, pipeline: PipelinePlan) -> tuple[tuple[StagePlan, ...], list[int]]:

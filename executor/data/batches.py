@@ -1,8 +1,9 @@
 """Batches of tokens, synthetic or from a memory-mapped file.
 
-A sequence depends only on its global index, so every mesh trains on the same data: data-parallel
-rank r reads rows [r n, (r + 1) n) of every global batch. Context-parallel ranks have two pieces of
-each of these sequences (`parplan.executor.context.zigzag`).
+A sequence depends only on its global index, so every mesh trains on the same data: a data-parallel
+rank reads its share of every global batch, behind the shares of the ranks before it
+(EQUATIONS P9). Context-parallel ranks have two pieces of each of these sequences
+(`parplan.executor.context.zigzag`).
 
 A file is cut into consecutive sequences, each with one further id for its targets. Row r of step s
 is global index s B + r, where B is the global batch size. Every pass over the file takes each
@@ -214,10 +215,12 @@ def _check_ids(least: int, largest: int, vocab_size: int, path: Path) -> None:
 
 def sequences_of(plan: Plan, dp_rank: int, sequence: Sequence) -> Callable[[int], Tensor]:
     """Returns a function from the step to what `sequence` has of each row of a replica."""
-    rows = plan.training.global_batch_size // plan.mesh.dp
+    shares = plan.pipeline.micro_batches(plan.mesh.dp)
+    size = plan.training.global_batch_size // sum(shares)
+    rows, before = size * shares[dp_rank], size * sum(shares[:dp_rank])
 
     def batch(step: int) -> Tensor:
-        first = step * plan.training.global_batch_size + dp_rank * rows
+        first = step * plan.training.global_batch_size + before
         return torch.stack([sequence(first + row) for row in range(rows)])
 
     return batch

@@ -40,6 +40,12 @@ class LeanStage(PipelineStage):
                 info.buffer = _make_tensor_from_meta(info.tensor_meta, self.device)
         return super()._get_recv_ops(recv_infos)
 
+    def empty_buffers(self, chunk_id: int) -> None:
+        """Replaces the buffers of a micro-batch by tensors of no sequence."""
+        for info in (*self.args_recv_info[chunk_id], *self.grad_recv_info[chunk_id]):
+            if info.buffer is not None:
+                info.buffer = info.buffer.new_empty((0, *info.buffer.shape[1:]))
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if self.is_last:  # the backward pass starts from the loss and needs no logits

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from parplan.executor.chunks.chunk_manager import ChunkManager
 from parplan.executor.data.seen_images import num_targets
@@ -27,11 +26,13 @@ from parplan.executor.pipeline.passage import TARGETS, Inputs
 from parplan.executor.pipeline.runtime import (
     After,
     PipelineStep,
+    Runtime,
     Span,
     build_runtime,
     do_nothing,
     no_span,
 )
+from parplan.executor.pipeline.shares import RankShare, rank_share
 from parplan.executor.pipeline.stages import Stage, build_stages
 from parplan.executor.placed_layers import (
     action_rows,
@@ -141,16 +142,17 @@ def build_pipeline(
         chunks.built()
         span = chunks.around(span)
     steps: tuple[PipelineStep, ...] = ()
+    share = rank_share(plan, ranks.coordinate("dp") // plan.mesh.cp)
     if plan.mesh.pp == 1:
         mean_loss = partial(_mean_loss, stages[0], plan, scale)
-        run = partial(_loop, stages[0], mean_loss, plan, after_backward, span)
+        run = partial(_loop, stages[0], mean_loss, plan, share, after_backward, span)
     else:
-        schedule, steps = _schedule(plan, ranks, stages, scale)
+        schedule, steps = _schedule(plan, ranks, stages, share, scale)
         for stage in steps:
             stage.after_backward = after_backward
             stage.after_recompute = after_recompute
             stage.span = span
-        run = partial(_scheduled, schedule, stages, ranks.device, plan)
+        run = partial(_scheduled, schedule, stages, ranks.device, plan, share)
     return RankPipeline(
         stages=stages,
         run=run,
@@ -193,6 +195,7 @@ def _loop(
     stage: Stage,
     mean_loss: Run,
     plan: Plan,
+    share: RankShare,
     after_backward: After,
     span: Span,
     batch: Batch | None,
@@ -202,27 +205,34 @@ def _loop(
     assert batch is not None, "one pipeline rank has the first stage"
     ids, targets = batch
     total = torch.zeros((), device=ids.device)
-    size = plan.pipeline.micro_batch_size
-    micro_batches = zip(ids.split(size), targets.split(size), strict=True)
-    parts = {name: each.split(size) for name, each in further.items()}
-    for index, (micro_ids, micro_targets) in enumerate(micro_batches):
-        with span("F", 0, index):
-            inputs = {name: each[index] for name, each in parts.items()}
-            if plan.model.mtp_layers:
-                inputs[TARGETS] = micro_targets
+    if plan.model.mtp_layers:
+        further = {**further, TARGETS: targets}
+    micro_batches = zip(
+        share.split(ids), share.split(targets), _inputs_of_each(share, further), strict=True
+    )
+    for index, (micro_ids, micro_targets, inputs) in enumerate(micro_batches):
+        of_own = span if index < share.own else no_span
+        with of_own("F", 0, index):
             loss = mean_loss(stage(micro_ids, **inputs), micro_targets)
-        with span("B", 0, index):
+        with of_own("B", 0, index):
             loss.backward()
         after_backward()
         total += loss.detach()
     return total
 
 
+def _inputs_of_each(share: RankShare, inputs: Inputs) -> list[dict[str, Tensor]]:
+    """Returns further inputs by micro-batch."""
+    parts = {name: share.split(each) for name, each in inputs.items()}
+    return [{name: each[k] for name, each in parts.items()} for k in range(share.listed)]
+
+
 def _scheduled(
-    schedule: _PipelineScheduleRuntime,
+    schedule: Runtime,
     stages: Sequence[Stage],
     device: torch.device,
     plan: Plan,
+    share: RankShare,
     batch: Batch | None,
     further: Inputs,
 ) -> Tensor:
@@ -231,20 +241,20 @@ def _scheduled(
     Every stage of an external module gets the ids, because it runs the module's own forward pass.
     The last stage of a model that predicts further tokens gets the targets as inputs too.
     """
-    ids, targets = batch or (None, None)
     losses: list[Tensor] = []
     ends_model = any(stage.ends_model for stage in stages)
-    first = (ids,) if any(stage.begins_model for stage in stages) else ()
-    inputs = {**further, **({"ids": ids} if plan.module is not None else {})}
-    if plan.model.mtp_layers and plan.module is None and ends_model:
-        inputs[TARGETS] = targets
-    schedule.step(
-        *first,
-        target=targets if ends_model else None,
-        losses=losses,
-        return_outputs=False,
-        **inputs,
-    )
+    first: list[tuple[Tensor, ...]] = [()] * share.listed
+    micro_targets = None
+    if batch is not None:
+        ids, targets = batch
+        if any(stage.begins_model for stage in stages):
+            first = [(each,) for each in share.split(ids)]
+        if plan.module is not None:
+            further = {**further, "ids": ids}
+        if plan.model.mtp_layers and plan.module is None and ends_model:
+            further = {**further, TARGETS: targets}
+        micro_targets = share.split(targets) if ends_model else None
+    schedule.step_split(first, _inputs_of_each(share, further), micro_targets, losses)
     return torch.stack(losses).sum().detach() if ends_model else torch.zeros((), device=device)
 
 
@@ -252,8 +262,9 @@ def _schedule(
     plan: Plan,
     ranks: RankPlace,
     modules: Sequence[Stage],
+    share: RankShare,
     scale: LossScale | None,
-) -> tuple[_PipelineScheduleRuntime, tuple[PipelineStep, ...]]:
+) -> tuple[Runtime, tuple[PipelineStep, ...]]:
     """Returns the runtime with the plan's action lists, and this rank's stages in it."""
     rank = ranks.coordinate("pp")
     indices = local_stages(plan, rank)
@@ -261,13 +272,14 @@ def _schedule(
         _pipeline_stage(plan, ranks, k, module) for k, module in zip(indices, modules, strict=True)
     ]
     loss = partial(_spanned_loss, stages[-1], partial(_mean_loss, stages[-1].submod, plan, scale))
-    schedule = build_runtime(action_rows(plan), rank, stages, plan.pipeline.num_micro_batches, loss)
+    rows = action_rows(plan, share.listed)
+    schedule = build_runtime(rows, rank, stages, share.listed, loss, share.own)
     return schedule, tuple(stages)
 
 
 def _spanned_loss(stage: PipelineStep, mean_loss: Run, logits: Tensor, targets: Tensor) -> Tensor:
     """Computes the loss of the micro-batch that `stage` forwarded last, in a span."""
-    with stage.span("F", stage.stage_index, stage.forwarded):
+    with stage.span_of("F", stage.forwarded):
         return mean_loss(logits, targets)
 
 

@@ -71,7 +71,8 @@ class PipelineStep(LeanStage):
 
     `after_backward` is called when the gradients of a micro-batch's weights are there. `in_flight`
     is the most micro-batches that the stage held at once, `in_flight_on_rank` the most of all
-    stages in `on_rank` after a forward pass of this one.
+    stages in `on_rank` after a forward pass of this one. Micro-batches from number `own` on are
+    empty.
     """
 
     after_backward: After
@@ -79,23 +80,31 @@ class PipelineStep(LeanStage):
     span: Span
     early: StageRecompute
     on_rank: Sequence[PipelineStep]
+    own: int
     forwarded = -1
     in_flight = 0
     in_flight_on_rank = 0
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.forwarded = fwd_chunk_id
-        with self.span("F", self.stage_index, fwd_chunk_id), self.early.forward(fwd_chunk_id):
+        with self.span_of("F", fwd_chunk_id), self.early.forward(fwd_chunk_id):
             out = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self.in_flight = max(self.in_flight, self.num_held)
         held = sum(stage.num_held for stage in self.on_rank)
         self.in_flight_on_rank = max(self.in_flight_on_rank, held)
         return out
 
+    def span_of(self, work: str, micro_batch: int) -> AbstractContextManager[Any]:
+        """Returns the span of a computation; that of an empty micro-batch is not reported."""
+        if micro_batch >= self.own:
+            return nullcontext()
+        return self.span(work, self.stage_index, micro_batch)
+
     @property
     def num_held(self) -> int:
         """The micro-batches between their forward pass and the end of their backward pass."""
-        return len(self.fwd_cache) + len(self.backward_state)
+        held = (*self.fwd_cache, *self.backward_state)
+        return sum(micro_batch < self.own for micro_batch in held)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         out = super().forward_maybe_with_nosync(*args, **kwargs)
@@ -103,7 +112,7 @@ class PipelineStep(LeanStage):
 
     def recompute_one_chunk(self, chunk_id: int) -> None:
         """Recomputes unsaved tensors of the micro-batch ahead of its backward pass."""
-        with self.span("R", self.stage_index, chunk_id):
+        with self.span_of("R", chunk_id):
             self.early.recompute(chunk_id)
         self.after_recompute()
 
@@ -111,7 +120,7 @@ class PipelineStep(LeanStage):
         self, bwd_chunk_id: int, *args: Any, full_backward: bool = True, **kwargs: Any
     ) -> None:
         with (
-            self.span("B" if full_backward else "I", self.stage_index, bwd_chunk_id),
+            self.span_of("B" if full_backward else "I", bwd_chunk_id),
             self.early.backward(bwd_chunk_id),
         ):
             super().backward_one_chunk(bwd_chunk_id, *args, full_backward=full_backward, **kwargs)
@@ -119,7 +128,7 @@ class PipelineStep(LeanStage):
             self.after_backward()
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        with self.span("W", self.stage_index, bwd_chunk_id):
+        with self.span_of("W", bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
             settle_weight_gradients(self.submod.body)
         self.after_backward()
@@ -145,6 +154,19 @@ class Runtime(_PipelineScheduleRuntime):
         self._comp_type_to_function_map[_Added.RECOMPUTE] = self._recompute
         for kind in (_Added.EXCHANGE, *_MESSAGES.values()):
             self._comp_type_to_function_map[kind] = self._post
+
+    def step_split(
+        self,
+        args: list[tuple[Tensor, ...]],
+        inputs: list[dict[str, Tensor]],
+        targets: Sequence[Tensor] | None,
+        losses: list[Tensor],
+    ) -> None:
+        """Runs a step as torch's `step`, whose micro-batches may have different sizes."""
+        for stage in self._stages:
+            stage.has_backward = True
+            stage.clear_runtime_states()
+        self._step_microbatches(args, inputs, targets and list(targets), losses, False)
 
     def _step_microbatches(self, *args: Any, **kwargs: Any) -> Any:
         out = super()._step_microbatches(*args, **kwargs)
@@ -185,16 +207,19 @@ def build_runtime(
     stages: Sequence[PipelineStep],
     num_micro_batches: int,
     loss: Callable[[Tensor, Tensor], Tensor],
+    own: int | None = None,
 ) -> Runtime:
     """Builds the runtime of pipeline rank `rank`, which has `stages`, from all ranks' lists.
 
-    Collective over the pipeline ranks.
+    The lists have `num_micro_batches`, of which those from number `own` on are empty. Collective
+    over the pipeline ranks.
     """
     lists = instruction_lists(rows)
     _open_communicator(stages[0])
     for stage in stages:
         stage.early = _stage_recompute(stage, lists[rank])
         stage.on_rank = stages
+        stage.own = num_micro_batches if own is None else own
     schedule = Runtime(list(stages), num_micro_batches, loss, scale_grads=False)
     schedule._prepare_schedule_with_comms(
         {index: list(map(_action, each)) for index, each in enumerate(lists)},
@@ -239,11 +264,18 @@ def _action(instruction: Instruction) -> _Action:
 
 
 def _sent_or_received(stage: PipelineStep, action: _Action) -> list[dist.P2POp]:
-    """Returns the sends or receives of all tensors of one message."""
+    """Returns the sends or receives of all tensors of one message.
+
+    Nothing is sent of an empty micro-batch, whose receiver makes the tensors itself.
+    """
     operations: Callable[[int], list[dist.P2POp]] = {
         _ComputationType.SEND_F: stage.get_fwd_send_ops,
         _ComputationType.RECV_F: stage.get_fwd_recv_ops,
         _ComputationType.SEND_B: stage.get_bwd_send_ops,
         _ComputationType.RECV_B: stage.get_bwd_recv_ops,
     }[action.computation_type]
-    return operations(action.microbatch_index)
+    posted = operations(action.microbatch_index)
+    if action.microbatch_index < stage.own:
+        return posted
+    stage.empty_buffers(action.microbatch_index)
+    return []

@@ -6,15 +6,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.schedules.actions import check_rows
 from parplan.costmodels.schedules.merak_schedules import SHIFTED_FEWEST
-from parplan.costmodels.schedules.schedule import AHEAD, LAST_KEEPS_ALL, V_SHAPED, Schedule, legal
+from parplan.costmodels.schedules.schedule import AHEAD, LAST_KEEPS_ALL, V_SHAPED, Schedule
 from parplan.executor.placed_layers import action_rows, layer_operators, stage_layers
-from parplan.executor.rules.rule import Refusal, rule, with_layer_plan
+from parplan.executor.rules.rule import Refusal, rule, those, with_layer_plan
 from parplan.planner.plan.derived import layout_of
-from parplan.planner.plan.pipeline_plan import PipelinePlan
+from parplan.planner.plan.equal_shares import (
+    equal_shares_text,
+    illegal_micro_batches,
+    with_equal_shares,
+)
 from parplan.planner.plan.plan import LayerRun, Plan, StagePlan
-from parplan.profiles.divisors import divisors
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.operator_graph import LayerKind, layer_kind
 from parplan.profiles.units import spans_text
@@ -134,7 +138,7 @@ def _with_pipeline(plan: Plan, **changes: Any) -> Plan:
 )
 def batch(plan: Plan) -> Iterator[Refusal]:
     pipeline, dp = plan.pipeline, plan.mesh.dp
-    sequences = pipeline.micro_batch_size * pipeline.num_micro_batches * dp
+    sequences = pipeline.micro_batch_size * sum(pipeline.micro_batches(dp))
     if sequences != plan.training.global_batch_size:
         yield _micro_batch_refusal(
             plan,
@@ -150,14 +154,31 @@ def batch(plan: Plan) -> Iterator[Refusal]:
     action="change the number of micro-batches",
 )
 def micro_batches(plan: Plan) -> Iterator[Refusal]:
-    if plan.mesh.pp > 1 and (problem := _schedule_problem(plan.pipeline, plan.mesh.pp)):
+    if plan.mesh.pp > 1 and (problem := illegal_micro_batches(plan.pipeline, plan.mesh.pp)):
         yield _micro_batch_refusal(plan, f"pipeline: {problem}")
 
 
-def _schedule_problem(pipeline: PipelinePlan, pp: int) -> str | None:
-    if pipeline.schedule is Schedule.CUSTOM:
-        return None
-    return legal(pipeline.schedule, pp, pipeline.num_micro_batches, pipeline.virtual_stages)
+@rule(
+    why="their passes meet those of other data-parallel ranks, or are not run on micro-batches of "
+    "no sequence",
+    action="give all data-parallel ranks the same number of micro-batches",
+)
+def unequal_shares(plan: Plan) -> Iterator[Refusal]:
+    obstacles = {
+        "chunks": plan.chunks is not None,
+        "a module": plan.module is not None,
+        "a tower": plan.model.tower is not None,
+        "a token table on the hosts": any(
+            Offload.LOOKUP in each.offload for each in plan.layer_plans.values()
+        ),
+        "weights divided over dp": any(
+            each.divides_over_data for each in plan.layer_plans.values()
+        ),
+    }
+    if plan.pipeline.micro_batches_of_replicas and any(obstacles.values()):
+        yield _micro_batch_refusal(
+            plan, f"pipeline: micro_batches_of_replicas with {' and '.join(those(obstacles))}"
+        )
 
 
 def _micro_batch_refusal(plan: Plan, problem: str) -> Refusal:
@@ -165,26 +186,20 @@ def _micro_batch_refusal(plan: Plan, problem: str) -> Refusal:
 
     If there are none, the nearest plan has another global batch.
     """
-    pipeline, mesh = plan.pipeline, plan.mesh
-    batch = plan.training.global_batch_size
-    sizes = divisors(batch // mesh.dp) if batch % mesh.dp == 0 else ()
-    shapes = [
-        replace(pipeline, micro_batch_size=size, num_micro_batches=batch // size // mesh.dp)
-        for size in sizes
-    ]
-    legal = [shape for shape in shapes if not _schedule_problem(shape, mesh.pp)]
-    if legal:
-        best = min(legal, key=lambda shape: abs(shape.micro_batch_size - pipeline.micro_batch_size))
-        action = (
-            f"set micro_batch_size to {best.micro_batch_size} and num_micro_batches to "
-            f"{best.num_micro_batches}"
+    equal = with_equal_shares(plan)
+    if equal is not None:
+        return Refusal(
+            problem=problem,
+            action=equal_shares_text(equal),
+            nearest=replace(plan, pipeline=equal),
         )
-        return Refusal(problem=problem, action=action, nearest=replace(plan, pipeline=best))
+    mesh = plan.mesh
+    pipeline = replace(plan.pipeline, micro_batches_of_replicas=())
     least = pipeline.num_micro_batches
     numbers = (
         number
         for number in range(least, least + max(mesh.pp, SHIFTED_FEWEST) + 1)
-        if not _schedule_problem(replace(pipeline, num_micro_batches=number), mesh.pp)
+        if not illegal_micro_batches(replace(pipeline, num_micro_batches=number), mesh.pp)
     )
     number = next(numbers, None)
     if number is None:
@@ -194,7 +209,7 @@ def _micro_batch_refusal(plan: Plan, problem: str) -> Refusal:
         problem=problem,
         action=f"set num_micro_batches to {number} and global_batch_size to {batch}",
         nearest=replace(
-            _with_pipeline(plan, num_micro_batches=number),
+            _with_pipeline(plan, num_micro_batches=number, micro_batches_of_replicas=()),
             training=replace(plan.training, global_batch_size=batch),
         ),
     )
@@ -309,6 +324,7 @@ SCHEDULE = (
     virtual_stages,
     batch,
     micro_batches,
+    unequal_shares,
     action_lists,
     split_zero,
     split_recompute,

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from parplan.costmodels.communication.mesh import Mesh, illegal_expert_parallel
+from parplan.costmodels.divided_weights import illegal_grid
 from parplan.costmodels.host.state_location import Access
 from parplan.costmodels.layers.context_parallel import illegal_context
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import AHEAD, Schedule, legal
-from parplan.costmodels.strategy import ParallelLayout
+from parplan.costmodels.strategy import ParallelLayout, count_text
 from parplan.planner.candidates.meshes import (
     OUTSIDE_PINS,
     Pruned,
@@ -73,9 +74,10 @@ def layout_text(layout: ParallelLayout) -> str:
     states = ", states on the host" if layout.states_on_host else ""
     if layout.tower is not TowerDivision.TENSOR:
         states += f", {TOWER_TEXTS[layout.tower]}"
+    count = count_text(layout.num_micro_batches, layout.micro_batches_of_replicas)
     return (
         f"{layout.mesh}, {schedule}, micro-batch {layout.micro_batch_size} x "
-        f"{layout.num_micro_batches}{sequence}{overlap}{weights}{chunks}{states}"
+        f"{count}{sequence}{overlap}{weights}{chunks}{states}"
     )
 
 
@@ -101,7 +103,7 @@ def illegal_layout(
     unlike_stages    virtual stages have other lengths than the planner's own
     """
     mesh, batch = layout.mesh, training.global_batch_size
-    if layout.micro_batch_size * mesh.dp * layout.num_micro_batches != batch:
+    if layout.num_sequences != batch:
         return (
             f"the global batch of {batch} is not micro-batch {layout.micro_batch_size} x "
             f"dp {mesh.dp} x a whole number"
@@ -121,7 +123,11 @@ def illegal_layout(
             f"{model.num_blocks} layers, or two more, are not a multiple of "
             f"pp {mesh.pp} x {layout.virtual_stages} virtual stages"
         )
-    return illegal_tokens(layout, model, training) or illegal_overlap(layout, model, training)
+    return (
+        illegal_tokens(layout, model, training)
+        or illegal_overlap(layout, model, training)
+        or illegal_grid(layout, model, training)
+    )
 
 
 def illegal_by_hand(
@@ -138,7 +144,7 @@ def illegal_by_hand(
     """
     mesh = layout.mesh
     return (
-        illegal_tensor_parallel(mesh.tp, model, cluster, across_nodes=True)
+        illegal_tensor_parallel(mesh.tp, model, cluster, across_nodes=True, rows=mesh.tp_rows)
         or illegal_expert_parallel(mesh, model)
         or illegal_context(mesh, model, cluster)
         or illegal_layout(layout, model, training, unlike_stages=unlike_stages)
@@ -250,7 +256,8 @@ def _layouts(mesh: Mesh, request: Request) -> Iterator[ParallelLayout | Pruned]:
                 "gpipe takes as long as 1f1b and holds more; --schedule gpipe",
             )
         for schedule, virtual_stages in _schedules(mesh, model, num_micro_batches, pins):
-            for sequence_parallel in (False, True) if mesh.tp > 1 else (False,):
+            plain = mesh.tp == 1 or mesh.tp_rows > 1
+            for sequence_parallel in (False,) if plain else (False, True):
                 layout = ParallelLayout(
                     mesh=mesh,
                     schedule=schedule,
@@ -271,6 +278,8 @@ def _levels(layout: ParallelLayout, request: Request) -> Iterator[ParallelLayout
     """Yields the layout at each pinned level of sub-pipelining, or at each that the stack runs."""
     model, pins = request.model, request.constraints
     levels = pins.tp_overlap
+    if levels is None and layout.mesh.tp_rows > 1:
+        levels = (0,)
     if levels is None:
         levels = tuple(range(request.training.stack.tp_overlap + 1))
     for level in levels if layout.mesh.tp > 1 else (0,):

@@ -209,6 +209,7 @@ def _require_settings(request: Request, target: Target) -> None:
     asked = {
         f"--objective {request.objective}": request.objective is not Objective.THROUGHPUT,
         f"--prefer {request.options.prefer}": request.options.prefer is not Prefer.FASTEST,
+        "--robust": request.options.robust is not None,
         "--recompute-first-stage": pins.recompute_first_stage is not None,
         "--zero-by-operator": pins.zero_by_operator,
         "--tp-overlap": pins.tp_overlap not in (None, (0,)),

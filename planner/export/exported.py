@@ -16,7 +16,7 @@ from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.strategy import LayerChoice, Strategy
+from parplan.costmodels.strategy import LayerChoice, Strategy, count_text
 from parplan.planner.baselines.optimum import INFINITY, fastest, leanest
 from parplan.planner.export.fields.arguments import Words, written
 from parplan.planner.export.fields.configured import (
@@ -38,11 +38,13 @@ from parplan.planner.export.fields.losses import LostPart, losses
 from parplan.planner.export.fields.settings import Settings, settings_of
 from parplan.planner.export.files.head import head_lines
 from parplan.planner.infeasible.shortfall import limit_bytes
+from parplan.planner.plan.equal_shares import equal_shares_text, with_equal_shares
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import SearchOptions
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import load_stack
+from parplan.profiles.machines.unequal_cluster import require_equal
 from parplan.profiles.models.model_catalog import load_model, model_names
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import TrainingSpec
@@ -97,7 +99,9 @@ def nearest(plan: Plan, own: Priced, target: Target) -> tuple[Sheet, Priced]:
     own    the plan at the prices of today
     Raises ConfigError for a plan that the launcher cannot run in any form.
     """
+    require_equal(plan.cluster, f"the export to {target.name}")
     require_plain(plan.model, plan.training, target)
+    _require_equal_shares(plan, target)
     training = training_on(target, plan.training)
     sheet = Sheet(settings=_nearest(plan, own, target, training), plan=plan, head=())
     files = target.files(sheet).items()
@@ -105,6 +109,20 @@ def nearest(plan: Plan, own: Priced, target: Target) -> tuple[Sheet, Priced]:
     given = (*said, *given_of(written(target.stated, sheet.settings), target))
     back = target.settings(given, plan.model, plan.cluster.num_gpus)
     return sheet, price_settings(back, plan.model, plan.cluster, training)
+
+
+def _require_equal_shares(plan: Plan, target: Target) -> None:
+    """Raises ConfigError for data-parallel ranks with unequal shares; no launcher starts those."""
+    if not plan.pipeline.micro_batches_of_replicas:
+        return
+    equal = with_equal_shares(plan)
+    changed = f"{equal_shares_text(equal)} and leave micro_batches_of_replicas out" if equal else ""
+    counts = count_text(plan.pipeline.num_micro_batches, plan.pipeline.micro_batches_of_replicas)
+    raise ConfigError(
+        f"data-parallel ranks of the plan have {counts} micro-batches, {target.name} gives all of "
+        "them the same number",
+        hint="run it with parplan.executor" + (f", or {changed}" if changed else ""),
+    )
 
 
 def as_priced(plan: Plan) -> Priced:

@@ -7,17 +7,20 @@ ambiguous and is refused.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from parplan.costmodels.communication.mesh import Mesh, illegal_expert_parallel
 from parplan.costmodels.host.state_location import OFFLOAD_OF, Access, StateLocation
 from parplan.costmodels.layers.context_parallel import illegal_context
 from parplan.costmodels.schedules.actions import check_rows
-from parplan.costmodels.schedules.schedule import Schedule, legal, rank_of
+from parplan.costmodels.schedules.schedule import Schedule, rank_of
+from parplan.planner.plan.equal_shares import illegal_micro_batches
 from parplan.planner.plan.pipeline_plan import PipelinePlan, PipelineStage
 from parplan.planner.plan.plan import LayerPlan, Plan
 from parplan.planner.plan.traced_plan import AnyPlan, ShardStage, TracedPlan
 from parplan.profiles.errors import ConfigError, unknown_name_error
+from parplan.profiles.machines.unequal_cluster import UnequalCluster
 from parplan.profiles.models.operator_graph import ModelGraph
 from parplan.profiles.models.spec import Positions
 from parplan.profiles.models.transformer import build_graph
@@ -30,12 +33,36 @@ def require_consistent(plan: AnyPlan, where: str) -> None:
     """Raises ConfigError with `where` and key for the first part that does not fit the others."""
     _require_layout(plan, where)
     _require_prediction(plan, where)
+    _require_pools(plan, where)
     if isinstance(plan, TracedPlan):
         _require_stages(plan.stages, len(plan.shards), where)
         _require_traced(plan, where)
     else:
         _require_stages(plan.stages, plan.model.num_blocks + 2, where)
         _require_described(plan, where)
+
+
+def _require_pools(plan: AnyPlan, where: str) -> None:
+    """Raises ConfigError unless the stages fill the pools of an unequal cluster."""
+    cluster = plan.cluster
+    named = {} if isinstance(plan, TracedPlan) else {s.rank: s.pool for s in plan.stages}
+    if not isinstance(cluster, UnequalCluster):
+        if any(named.values()):
+            raise _unfit(where, "stages", "they name pools, the cluster has none")
+        return
+    if isinstance(plan, TracedPlan) or any(s.pool != named[s.rank] for s in plan.stages):
+        raise _unfit(where, "stages", "every pipeline rank lies on one pool of the cluster")
+    held = Counter(named.values())
+    for name, stages in held.items():
+        if name not in cluster.by_name:
+            raise unknown_name_error("pool", name, cluster.by_name, where=f"{where}: stages")
+        gpus = cluster.by_name[name].cluster.num_gpus
+        if stages * plan.mesh.ranks_per_stage != gpus:
+            raise _unfit(
+                where,
+                "stages",
+                f"pool {name} has {stages} of {plan.mesh.ranks_per_stage} ranks on {gpus} GPUs",
+            )
 
 
 def _require_described(plan: Plan, where: str) -> None:
@@ -171,18 +198,7 @@ def _require_layout(plan: AnyPlan, where: str) -> None:
             f"{mesh} has {mesh.num_ranks} ranks, the cluster has {plan.cluster.num_gpus} devices, "
             f"nodes {plan.cluster.nodes} x {plan.cluster.gpus_per_node}",
         )
-    reason = legal(pipeline.schedule, mesh.pp, pipeline.num_micro_batches, pipeline.virtual_stages)
-    if reason:
-        raise _unfit(where, "pipeline", reason)
-    sequences = pipeline.micro_batch_size * pipeline.num_micro_batches * mesh.dp
-    if sequences != plan.training.global_batch_size:
-        raise _unfit(
-            where,
-            "pipeline",
-            f"{pipeline.num_micro_batches} micro-batches of {pipeline.micro_batch_size} "
-            f"on dp {mesh.dp} are {sequences} sequences, "
-            f"global_batch_size is {plan.training.global_batch_size}",
-        )
+    _require_batch(plan, where)
     num_stages = mesh.pp * pipeline.virtual_stages
     if len(ranks) != num_stages:
         raise _unfit(
@@ -204,6 +220,28 @@ def _require_layout(plan: AnyPlan, where: str) -> None:
                 f"stages.{index}",
                 f"rank is {rank}, schedule {pipeline.schedule} runs it on {needed}",
             )
+
+
+def _require_batch(plan: AnyPlan, where: str) -> None:
+    """Raises ConfigError unless the micro-batches of all replicas are legal and fill the batch."""
+    mesh, pipeline = plan.mesh, plan.pipeline
+    shares = pipeline.micro_batches_of_replicas
+    if shares and (len(shares) != mesh.dp or isinstance(plan, TracedPlan)):
+        on = "a traced module" if isinstance(plan, TracedPlan) else f"dp {mesh.dp}"
+        raise _unfit(where, "pipeline", f"micro_batches_of_replicas has {len(shares)}, with {on}")
+    reason = illegal_micro_batches(pipeline, mesh.pp)
+    if reason:
+        raise _unfit(where, "pipeline", reason)
+    sequences = pipeline.micro_batch_size * sum(pipeline.micro_batches(mesh.dp))
+    if sequences != plan.training.global_batch_size:
+        counts = " + ".join(map(str, shares)) or str(pipeline.num_micro_batches)
+        raise _unfit(
+            where,
+            "pipeline",
+            f"{counts} micro-batches of {pipeline.micro_batch_size} "
+            f"on dp {mesh.dp} are {sequences} sequences, "
+            f"global_batch_size is {plan.training.global_batch_size}",
+        )
 
 
 def _require_actions(pipeline: PipelinePlan, pp: int, ranks: list[int], where: str) -> None:

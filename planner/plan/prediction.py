@@ -288,6 +288,66 @@ class TieChoice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Corner:
+    """A machine of which one figure is off by a share (planner/plan/corners.py).
+
+    what                `compute`, `inside_node` or `across_nodes` for a speed, `memory` for the
+                        bytes of a device
+    factor              its ratio to what was priced
+    best_step_time_s    shortest step of the plans that fit there; None where none fits
+    proven              a search of this corner ended, so that its best plan is among the plans
+    """
+
+    __pydantic_config__ = _FORBID
+
+    what: str
+    factor: float
+    best_step_time_s: float | None
+    proven: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RobustPlan:
+    """A plan as it is priced, and in every corner.
+
+    steps_s        step as it is priced, then in each corner; None where the plan does not fit
+    worst_step_s   the longest of them
+    speed_regret   worst regret where a speed is off, or nothing; None where the plan does not fit
+    regret         worst regret of all corners; None where the plan does not fit and another does
+    worst_corner   number of the corner with the worst regret, from 0; None as it is priced
+    """
+
+    __pydantic_config__ = _FORBID
+
+    plan: RunnerUp
+    steps_s: tuple[float | None, ...]
+    worst_step_s: float
+    speed_regret: float | None
+    regret: float | None
+    worst_corner: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Robustness:
+    """The worst case of plans when compute, links or memory are off by a share.
+
+    The regret of a plan in a corner is the share by which its step is longer than the shortest of
+    all plans that fit there.
+
+    plans          the plan of the file first, then its runners-up and the best plan of each corner
+    least_regret   number of the plan with the least worst regret, from 0; None where each does not
+                   fit in some corner
+    """
+
+    __pydantic_config__ = _FORBID
+
+    share: float
+    corners: tuple[Corner, ...]
+    plans: tuple[RobustPlan, ...]
+    least_regret: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProof:
     """The proof of a plan's blocks by the integer program of a block.
 
@@ -338,6 +398,7 @@ class SearchRecord:
     launcher              the launcher whose settings alone were searched, None for all plans
     preference            the choice among plans that are as fast within the error band; value,
                           bound and gap are those of the fastest. None for other objectives
+    robust                the worst cases of the plans, None where they were not asked for
     """
 
     __pydantic_config__ = _FORBID
@@ -355,6 +416,7 @@ class SearchRecord:
     memory_first: MemoryFirst | None = None
     launcher: str | None = None
     preference: TieChoice | None = None
+    robust: Robustness | None = None
     runners_up: tuple[RunnerUp, ...] = ()
 
     @staticmethod

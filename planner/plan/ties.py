@@ -5,28 +5,20 @@ decide:
 
     leanest   least memory on the fullest device. Peaks that the error band of the memory cannot
               tell apart count as equal
-    robust    least worst loss. The loss of tie i in scenario s, where a speed of the machine is
-              20 % off, is T_i(s) / min_j T_j(s) - 1 over the ties j
-              (planner/search/preference.py)
+    robust    least worst loss: the worst regret among the ties where a speed of the machine is
+              off by a share, 20 % by default (planner/plan/corners.py)
 
 The fastest of equals is taken. [derived]
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parplan.planner.objective import Prefer
-from parplan.profiles.machines.off_speed import SpeedFactors
+from parplan.planner.plan.corners import USUAL_SHARE
 
-OFF = (0.8, 1.25)  # a speed that is 20 % off, below and above
-SCENARIOS = tuple(
-    SpeedFactors(**{speed: factor})
-    for speed in ("compute", "inside_node", "across_nodes")
-    for factor in OFF
-)
-LOSS_DIGITS = 6  # decimals of a loss, against another order of summation
 ALONE = "no other plan is inside the error band of the ratio to the fastest"
 UNKNOWN = "the error band of the step time is unknown, so no plan counts as fast as the fastest"
 
@@ -48,12 +40,6 @@ def inside_band(steps_s: Sequence[float], shares: Sequence[float]) -> list[int]:
     ]
 
 
-def worst_losses(scenarios: Iterable[Sequence[float]]) -> list[float]:
-    """Returns the worst loss of every tie; a scenario has the steps of all of them."""
-    losses = ([step_s / min(steps_s) - 1 for step_s in steps_s] for steps_s in scenarios)
-    return [round(max(of_tie), LOSS_DIGITS) for of_tie in zip(*losses, strict=True)]
-
-
 def preferred(prefer: Prefer, ties: Sequence[Tie], memory_share: float) -> int:
     """Returns the index of the preferred tie.
 
@@ -70,8 +56,11 @@ def preferred(prefer: Prefer, ties: Sequence[Tie], memory_share: float) -> int:
     )
 
 
-def reason_for(prefer: Prefer, ties: Sequence[Tie], chosen: int) -> str:
-    """Returns the reason for a preferred tie, for the plan file and the summary."""
+def reason_for(prefer: Prefer, ties: Sequence[Tie], chosen: int, share: float = USUAL_SHARE) -> str:
+    """Returns the reason for a preferred tie, for the plan file and the summary.
+
+    share: share by which a speed is off
+    """
     fastest, tie = ties[0], ties[chosen]
     if len(ties) == 1:
         return ALONE
@@ -84,5 +73,5 @@ def reason_for(prefer: Prefer, ties: Sequence[Tie], chosen: int) -> str:
             if chosen
             else "no tie is leaner by more than the error band of the memory"
         )
-    off = f"it loses at most {100 * tie.worst_loss:.1f} % where a speed is 20 % off"
+    off = f"it loses at most {100 * tie.worst_loss:.1f} % where a speed is {100 * share:g} % off"
     return f"{off}, the fastest {100 * fastest.worst_loss:.1f} %" if chosen else off

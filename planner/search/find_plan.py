@@ -17,7 +17,7 @@ from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.branch_and_bound import (
     BranchOutcome,
 )
-from parplan.planner.objective import Objective, Prefer
+from parplan.planner.objective import Objective
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import SearchRecord, Status
 from parplan.planner.request import OnProgress, Request, SearchOptions
@@ -28,7 +28,7 @@ from parplan.planner.search.leaner_with_host import search_leaner
 from parplan.planner.search.least_peak import LeastPeak, least_peak
 from parplan.planner.search.least_redundancy import then_fastest, then_leanest
 from parplan.planner.search.one_candidate import certify
-from parplan.planner.search.preference import preferred_plan
+from parplan.planner.search.preference import Preference, preferred_plan
 from parplan.planner.search.price_factory import DescribedFactory, Explain, PriceFactory
 from parplan.planner.search.replay import replay_best
 from parplan.planner.search.search_results import (
@@ -45,6 +45,7 @@ from parplan.planner.search.search_session import (
     SolvedCandidate,
 )
 from parplan.profiles.errors import ConfigError, OutOfTimeError, SolverError
+from parplan.profiles.machines.off_speed import SpeedFactors
 from parplan.profiles.units import GIB
 
 WORTH_PROVING = 0.0005  # share below the best at which a bound is worth another program
@@ -86,17 +87,17 @@ def search(
     on_progress: OnProgress | None = None,
     fastest: SolvedCandidate | None = None,
     slack: float = 0.0,
-    prefer: Prefer | None = None,
+    preference: Preference | None = None,
 ) -> SearchResult | None:
     """Runs one search over `prices`; None when nothing fits its memory limit.
 
     fastest: the result of an earlier search under the same memory limit, which the memory
     objective then need not repeat
     slack: share of the memory limit that columns leave free
-    prefer: the choice among the ties of the fastest plan, None to leave them unpriced
+    preference: the choice among the ties of the fastest plan, None to leave them unpriced
     Raises SolverError, and before the first plan KeyboardInterrupt and OutOfTimeError.
     """
-    result = _search(prices, objective, options, on_progress, fastest, slack, prefer)
+    result = _search(prices, objective, options, on_progress, fastest, slack, preference)
     if result is None or result.interrupted:
         return result
     return with_layer_proof(result, SearchSession(prices, options, on_progress))
@@ -109,7 +110,7 @@ def _search(
     on_progress: OnProgress | None,
     fastest: SolvedCandidate | None,
     slack: float,
-    prefer: Prefer | None,
+    preference: Preference | None,
 ) -> SearchResult | None:
     space, session = prices.space, SearchSession(prices, options, on_progress, slack)
     if not prices.in_reach(session.limit_bytes):
@@ -137,7 +138,7 @@ def _search(
             outcome = then_fastest(least, space.layouts, session, options.memory_slack)
     replayed = replay_best(outcome, objective, session)
     if not replayed:  # the exact schedules of the chunks need more than their closed form says
-        return _search(prices, objective, options, on_progress, None, slack + SLACK, prefer)
+        return _search(prices, objective, options, on_progress, None, slack + SLACK, preference)
     if outcome is not least:
         return memory_first_result(replayed, fastest, least, outcome, session)
     if objective is Objective.MEMORY:
@@ -150,11 +151,11 @@ def _search(
         finished=outcome.finished,
     )
     result = result_of(replayed, record, fastest, session, interrupted=outcome.interrupted)
-    if prefer is None:
+    if preference is None:
         return result
     assert isinstance(result.plan, Plan), "ties are of described models"
     with suppress(KeyboardInterrupt):  # the fastest plan stands
-        result = replace(result, plan=preferred_plan(result.plan, replayed, prefer, session))
+        result = replace(result, plan=preferred_plan(result.plan, replayed, preference, session))
     return result
 
 
@@ -174,7 +175,7 @@ def _search_least_peak(
     while not (replayed := replay_best(outcome, Objective.THROUGHPUT, inner)):
         inner = session.within(inner.limit_bytes * (1 + SLACK))
     best, _, price = replayed[0]
-    peak_bytes = max(memory.total for memory in price.memory)
+    peak_bytes = price.peak_bytes
     outcome = replace(
         outcome,
         finished=first.finished and outcome.finished,
@@ -237,14 +238,25 @@ def _find_best(factory: PriceFactory, on_progress: OnProgress | None) -> SearchR
     objective, options = factory.request.objective, factory.request.options
     if objective is Objective.MEMORY:
         return _find_leanest(factory, on_progress)
-    prefer = factory.prefer if objective is Objective.THROUGHPUT else None
+    preference = _preference(factory, on_progress) if objective is Objective.THROUGHPUT else None
     uses = ((), factory.searched) if factory.offload is None else (factory.offload,)
     for allowed in dict.fromkeys(uses):
         prices = factory.prices(allowed)
-        result = search(prices, objective, options, on_progress, prefer=prefer)
+        result = search(prices, objective, options, on_progress, preference=preference)
         if result is not None:
             return result
     return None
+
+
+def _preference(factory: PriceFactory, on_progress: OnProgress | None) -> Preference | None:
+    """Returns the choice among ties; a traced module has none, and no error band."""
+    if not isinstance(factory, DescribedFactory) or factory.prefer is None:
+        return None
+
+    def search_at(corner: SpeedFactors) -> SearchResult | None:
+        return _find_best(factory.at(corner), on_progress)
+
+    return Preference(factory.prefer, factory.request.options.robust, search_at)
 
 
 def _find_leanest(factory: PriceFactory, on_progress: OnProgress | None) -> SearchResult | None:

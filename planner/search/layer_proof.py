@@ -40,6 +40,8 @@ def with_layer_proof(result: SearchResult, session: SearchSession) -> SearchResu
     finished = plan.search.status is Status.OPTIMAL and not session.deadline.is_over
     if not isinstance(prices, DescribedPrices) or not finished:
         return result
+    if result.strategy.layout.pools:  # the proof is of one device
+        return result
     assert isinstance(plan, Plan), "the model is described"
     try:
         proof = layer_proof(
@@ -104,7 +106,8 @@ def _gains(
 
 def _may_be_certified(choice: LayerChoice, strategy: Strategy) -> bool:
     """Returns whether a layer's price is that of its operators one by one, all on the device."""
-    return not choice.on_host and not strategy.layout.tp_overlap
+    layout = strategy.layout
+    return not choice.on_host and not layout.tp_overlap and layout.mesh.tp_rows == 1
 
 
 def _has_choices(problem: LayerProblem) -> bool:

@@ -15,8 +15,11 @@ from parplan.planner.objective import Prefer
 from parplan.planner.request import PlanRequest, Request, host_contents, searched_offload
 from parplan.planner.search.block_class_prices import BlockClassPrices
 from parplan.planner.search.described_shortfall import infeasible_error, least_peak_bytes
+from parplan.planner.search.pooled_prices import PooledPrices
 from parplan.planner.search.search_session import DescribedPrices, SearchPrices
 from parplan.profiles.errors import InfeasibleError
+from parplan.profiles.machines.off_speed import SpeedFactors, cluster_at
+from parplan.profiles.machines.unequal_cluster import UnequalCluster
 from parplan.profiles.models.transformer import has_unlike_blocks
 
 Hosted = tuple[Offload, ...]  # what the host may hold
@@ -72,14 +75,33 @@ class DescribedFactory(PriceFactory):
         self.offload, self.prefer = request.constraints.offload, request.options.prefer
         searched = searched_offload(request.model, request.training)
         self.searched = host_contents(searched, request.training.optimizer)
+        if isinstance(request.cluster, UnequalCluster):
+            self.searched = ()  # plans over pools keep all states on the devices
 
     def prices(self, offload: Hosted) -> SearchPrices:
         make = BlockClassPrices if self._unlike else DescribedPrices
+        if isinstance(self.request.cluster, UnequalCluster):
+            make = PooledPrices
         return make(self.request.with_offload(offload))
 
     @property
     def _unlike(self) -> bool:
         return has_unlike_blocks(self.request.model, self.request.training)
+
+    def at(self, factors: SpeedFactors) -> DescribedFactory:
+        """Returns the request on a machine with other speeds or memory, for its fastest plan.
+
+        A limit of the memory changes with the memory of a device, and ties are left unpriced.
+        """
+        options, limit = self.request.options, self.request.options.memory_limit_bytes
+        if limit is not None:
+            options = replace(options, memory_limit_bytes=round(limit * factors.memory))
+        cluster = cluster_at(self.request.cluster, factors)
+        other = DescribedFactory(
+            replace(self.request, cluster=cluster, options=options), self._explain
+        )
+        other.prefer = None
+        return other
 
     def by_operators(self) -> DescribedFactory | None:
         offload, pins = self.offload, self.request.constraints
@@ -97,4 +119,10 @@ class DescribedFactory(PriceFactory):
         return unsearched_parts(pins, stack, unlike=self._unlike)
 
     def error(self, offload: Hosted) -> InfeasibleError:
+        cluster = self.request.cluster
+        if isinstance(cluster, UnequalCluster):
+            return InfeasibleError(
+                f"no division of the pipeline over {cluster.text} fits their memory",
+                hint="add nodes to a pool, or pin less",
+            )
         return self._explain(self.request.with_offload(offload))

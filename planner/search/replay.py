@@ -51,9 +51,9 @@ def _equal_stages(solved: SolvedCandidate, session: SearchSession) -> Iterator[S
         ranks = [
             [
                 c
-                for c in rank_columns(rank, layout, session.table).fastest(
-                    count, session.limit_bytes
-                )
+                for c in rank_columns(
+                    rank, layout, session.described.table_of(layout, rank)
+                ).fastest(count, session.limit_bytes)
                 if interchangeable_ends(rank, layout, c, chosen)
             ]
             for rank, (count, chosen) in enumerate(zip(blocks, solved.choice.columns, strict=True))
@@ -78,7 +78,7 @@ def _by_the_rule(solved: SolvedCandidate, session: SearchSession) -> Iterator[St
         described_prices(session.book_of(solved.layout, solved.choice)),
     )
     num_layers = session.num_blocks
-    if layout.mesh.pp == 1 or layout.virtual_stages > 1 or layout.chunked:
+    if layout.mesh.pp == 1 or layout.virtual_stages > 1 or layout.chunked or layout.pools:
         return
     if session.table.stage_recompute is not None:
         return  # the user's rule is another
@@ -118,7 +118,7 @@ def _idle_chunks(strategy: Strategy) -> bool:
     )
 
 
-def _price(strategy: Strategy, price_cache: LayerPriceCache) -> StepPrice | None:
+def replayed_price(strategy: Strategy, price_cache: LayerPriceCache) -> StepPrice | None:
     """The price of a strategy, None where its exact schedule or its host lacks room."""
     try:
         price = price_step(strategy, price_cache)
@@ -171,7 +171,7 @@ def replay_best(
                 for strategy in _unique(_tried(solved, objective, session)):
                     if replayed or priced:  # a plan late is better than none
                         session.deadline.check()
-                    price = _price(strategy, price_cache)
+                    price = replayed_price(strategy, price_cache)
                     priced += [(solved, strategy, price)] if price else []
             finally:
                 replayed += [min(priced, key=_told_apart)] if priced else []
@@ -191,7 +191,7 @@ def _told_apart(replayed: Replayed) -> tuple[float, float]:
     counted_s = price.step_s
     if _idle_chunks(strategy):
         counted_s *= 1 + WORTH_CHUNKS
-    return float(f"{counted_s:.{TOLD_APART}g}"), max(memory.total for memory in price.memory)
+    return float(f"{counted_s:.{TOLD_APART}g}"), price.peak_bytes
 
 
 def _improved(replayed: Replayed, session: SearchSession) -> Replayed:

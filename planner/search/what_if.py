@@ -14,8 +14,8 @@ from parplan.planner.plan.plan import Plan
 from parplan.planner.request import Constraints, PlanRequest, Request
 from parplan.planner.search.many_searches import Answer, answer_request
 from parplan.profiles.machines.hardware import Cluster
-from parplan.profiles.machines.off_speed import SpeedFactors, at_speeds
-from parplan.profiles.machines.shipped_profiles import machine_for
+from parplan.profiles.machines.off_speed import SpeedFactors, cluster_at
+from parplan.profiles.machines.unequal_cluster import UnequalCluster
 
 AXES = ("tp", "pp", "cp", "ep")
 BASE = "base"
@@ -62,15 +62,14 @@ def request_of_plan(plan: Plan) -> Request:
     return PlanRequest(model=plan.model, cluster=plan.cluster, training=plan.training)
 
 
-def _with_memory(request: Request, factor: float) -> Request:
-    device = request.cluster.device
-    device = replace(device, memory_bytes=round(device.memory_bytes * factor))
-    return replace(request, cluster=replace(request.cluster, device=device))
-
-
 def _with_gpus(request: Request, factor: float) -> Request:
+    def more(cluster: Cluster) -> Cluster:
+        return replace(cluster, nodes=round(cluster.nodes * factor))
+
     cluster = request.cluster
-    return replace(request, cluster=replace(cluster, nodes=round(cluster.nodes * factor)))
+    if isinstance(cluster, UnequalCluster):
+        return replace(request, cluster=cluster.with_pools(more))
+    return replace(request, cluster=more(cluster))
 
 
 def _with_batch(request: Request, factor: float) -> Request:
@@ -83,15 +82,14 @@ def _at(request: Request, speeds: SpeedFactors) -> Request:
     return replace(request, cluster=cluster_at(request.cluster, speeds))
 
 
-def cluster_at(cluster: Cluster, speeds: SpeedFactors) -> Cluster:
-    """Returns a cluster with other speeds, whose profile is that of the machine with them."""
-    machine = at_speeds(machine_for(cluster), speeds)
-    return replace(machine.cluster, profile=machine.profile)
-
-
 KNOBS: tuple[Knob, ...] = (
     Knob(what="GPUs", buys=2.0, ends=(), scale=_with_gpus),
-    Knob(what="memory of a GPU", buys=1.1, ends=(0.6, 2.0), scale=_with_memory),
+    Knob(
+        what="memory of a GPU",
+        buys=1.1,
+        ends=(0.6, 2.0),
+        scale=lambda request, factor: _at(request, SpeedFactors(memory=factor)),
+    ),
     Knob(
         what="bandwidth between nodes",
         buys=1.25,

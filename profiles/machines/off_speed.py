@@ -1,14 +1,15 @@
-"""A machine whose compute or links run at another speed than its profile and datasheet say.
+"""A machine whose compute, links or memory differ from what its profile and datasheet say.
 
 Predictions have errors, and most of an error is common to all prices of one kind: the GPUs run
 hotter, or a network is busy. The search asks how much each plan would lose then
-(planner/search/preference.py).
+(planner/search/corner_steps.py).
 
     compute        the seconds of kernels, and of the host that launches them, are divided by the
                    factor
     link inside a node, NICs
                    their bytes per second are multiplied by the factor, and latencies stay. A
                    measured curve t(n) becomes t(n / factor), which is exact for t = alpha + n / B
+    memory         the bytes of a device are multiplied by the factor
 
 Leaves out: copies between device and host, and Adam on the host.
 """
@@ -21,17 +22,19 @@ from dataclasses import dataclass, replace
 from parplan.profiles.machines.calibration_factors import Calibration, Factor
 from parplan.profiles.machines.curves import CollectiveCurve
 from parplan.profiles.machines.hardware import Cluster, Link
-from parplan.profiles.machines.shipped_profiles import Machine
+from parplan.profiles.machines.shipped_profiles import Machine, machine_for
 from parplan.profiles.machines.speeds import Profile
+from parplan.profiles.machines.unequal_cluster import UnequalCluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedFactors:
-    """Speeds relative to those that a machine is priced with."""
+    """Speeds, and memory of a device, relative to those that a machine is priced with."""
 
     compute: float = 1.0
     inside_node: float = 1.0
     across_nodes: float = 1.0
+    memory: float = 1.0
 
 
 def at_speeds(machine: Machine, factors: SpeedFactors) -> Machine:
@@ -39,9 +42,24 @@ def at_speeds(machine: Machine, factors: SpeedFactors) -> Machine:
     return Machine(_cluster(machine.cluster, factors), _profile(machine.profile, factors))
 
 
+def cluster_at(cluster: Cluster, factors: SpeedFactors) -> Cluster:
+    """Returns a cluster with other speeds, whose profile is that of the machine with them.
+
+    Those of an unequal cluster are the speeds of all its pools and joins.
+    """
+    if isinstance(cluster, UnequalCluster):
+        joins = (join.at(factors.across_nodes) for join in cluster.joins)
+        return cluster.with_pools(lambda pool: cluster_at(pool, factors), joins)
+    machine = at_speeds(machine_for(cluster), factors)
+    return replace(machine.cluster, profile=machine.profile)
+
+
 def _cluster(cluster: Cluster, factors: SpeedFactors) -> Cluster:
     return replace(
         cluster,
+        device=replace(
+            cluster.device, memory_bytes=round(cluster.device.memory_bytes * factors.memory)
+        ),
         intra_node=_link(cluster.intra_node, factors.inside_node),
         nic=_link(cluster.nic, factors.across_nodes),
         calibration=_calibration(cluster.calibration, factors.compute),

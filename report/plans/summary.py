@@ -14,6 +14,7 @@ from parplan.report.plans.memory_table import print_stages
 from parplan.report.plans.notes import notes, warnings
 from parplan.report.plans.plan_facts import deciding_facts, facts
 from parplan.report.plans.plan_header import header, print_header, short_assumed
+from parplan.report.plans.robust_table import robust_lines
 from parplan.report.plans.runner_up_lines import runner_up_lines, tie_lines
 from parplan.report.plans.stage_waits import wait_lines
 from parplan.report.plans.step_lines import redundancy_line, time_line
@@ -69,6 +70,8 @@ def _print_whole(plan: AnyPlan, out: Console, context: SummaryContext) -> None:
     say(out)
     for line in (*runner_up_lines(plan, width), *tie_lines(plan, width)):
         say(out, line)
+    if plan.search.robust:
+        say(out, "\n".join(("", *robust_lines(plan.search.robust, width))))
     for line in launcher_lines(context.launchers, width):
         say(out, line)
     every = [*notes(plan, ruled=context.ruled)]
@@ -101,7 +104,7 @@ def _short_lines(
         yield line, ""
     yield time_line(plan, width), ""
     lower = [
-        *runner_up_lines(plan, width, most=form.runners_up, columns=form.columns),
+        *_others(plan, width, form),
         *(launcher_lines(context.launchers, width) if form.launchers else ()),
         *_note_lines(warnings(plan), width),
     ]
@@ -109,6 +112,14 @@ def _short_lines(
         yield "", ""
     for line in lower:
         yield line, ""
+
+
+def _others(plan: AnyPlan, width: int, form: _ShortForm) -> Iterator[str]:
+    """Yields the runners-up; where worst cases were asked for, the plans of least regret."""
+    if plan.search.robust:
+        yield from robust_lines(plan.search.robust, width, most=1 + form.runners_up)
+    else:
+        yield from runner_up_lines(plan, width, most=form.runners_up, columns=form.columns)
 
 
 def _note_lines(notes: Iterable[str], width: int) -> Iterator[str]:

@@ -12,7 +12,7 @@ from benchmarks.prices.preference_regret import (
     mean_regrets,
 )
 from parplan.planner.objective import Prefer
-from parplan.planner.plan.ties import SCENARIOS
+from parplan.planner.plan.corners import SCENARIOS
 from parplan.planner.request import SearchOptions
 from parplan.planner.validation.priced_rows import PricedRow
 from parplan.planner.validation.step_rows import read_table

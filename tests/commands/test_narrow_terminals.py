@@ -25,7 +25,7 @@ COMMANDS = (
     "--model gpt-tiny --gpus 2 --gpu cpu",
     "--model gpt-tiny --gpus 2 --gpu cpu --verbose --explain",
     "--model gpt-tiny --gpus 2 --gpu cpu --objective memory",
-    "estimate --model mixtral-8x7b --gpus 64 --gpu h100-80gb --pp 4 --tp 4 --ep 8 --sequence-parallel",
+    "estimate --model mixtral-8x7b --gpus 64 --gpu h100-80gb --pp 4 --ep 8",
     "estimate --model gpt-18b --gpus 8 --gpu v100-32gb --offload optimizer,parameters "
     "--host-blocks 45",
     "estimate --model qwen2.5-vl-7b --gpus 8 --zero 3 --verbose",

@@ -89,6 +89,8 @@ SLOW = (
     "plan report plan.yaml",
     "plan check train.sh --gpu h100-80gb",
     "plan --model gpt-2.5b --gpus 16 --prefer leanest",
+    "plan --model gpt-2.5b --gpus 16 --robust 20%",
+    "plan --model gpt-2.5b --gpus 16 --robust 20% --prefer robust",
     "plan --model gpt-20b --gpus 64",
     "plan --model gpt-20b --gpus 64 --for megatron",
     "plan --model ./config.json --gpus 16 --seq-length 4096",

@@ -128,19 +128,22 @@ def make_plan(
     virtual_stages: int = 1,
     blocks: tuple[int, ...] | None = None,
     num_micro_batches: int = 2,
+    shares: tuple[int, ...] = (),
     global_batch_size: int = 8,
     attention: AttentionKernel = AttentionKernel.FLASH,
     precision: Precision = Precision.FP32,
     actions: tuple[str, ...] = (),
     fine_tuning: FineTuning | None = None,
     tower: TowerDivision = TowerDivision.TENSOR,
+    tp_rows: int = 1,
 ) -> Plan:
     """Returns a plan whose blocks cycle through the stages in `zero`.
 
     Embedding and head have the first ZeRO stage. `blocks` is the number of blocks of each (virtual)
     stage; `recompute` "full" is every operator of a block, and of embedding and head too with
-    `recompute_ends`.
+    `recompute_ends`. `shares` are the micro-batches of each replica, if they differ.
     """
+    num_micro_batches = max(shares, default=num_micro_batches)
     training = TrainingSpec(
         global_batch_size=global_batch_size,
         seq_length=SEQ_LENGTH,
@@ -152,12 +155,13 @@ def make_plan(
     pipeline = PipelinePlan(
         schedule=schedule,
         virtual_stages=virtual_stages,
-        micro_batch_size=global_batch_size // dp // num_micro_batches,
+        micro_batch_size=global_batch_size // (sum(shares) or dp * num_micro_batches),
         num_micro_batches=num_micro_batches,
+        micro_batches_of_replicas=shares,
         actions=actions,
     )
     layout = ParallelLayout(
-        mesh=Mesh(pp=pp, dp=dp, tp=tp, cp=cp, context_form=form),
+        mesh=Mesh(pp=pp, dp=dp, tp=tp, cp=cp, context_form=form, tp_rows=tp_rows),
         schedule=schedule,
         virtual_stages=virtual_stages,
         micro_batch_size=pipeline.micro_batch_size,
@@ -168,7 +172,7 @@ def make_plan(
     ranks = [layout.rank_of(stage) for stage in range(pp * virtual_stages)]
     layer_plans = {}
     graph = build_graph(model, training, 1)
-    divided = Sharding(tp=tp, sequence_parallel=sp, etp=etp)
+    divided = replace(layout.sharding, cp=1, context_form=None, etp=etp)
     for key in graph.keys:
         own = divided
         if tower is not TowerDivision.TENSOR:
@@ -182,7 +186,7 @@ def make_plan(
         cluster=replace(CLUSTER, gpus_per_node=pp * dp * cp * tp),
         training=training,
         pipeline=pipeline,
-        mesh=Mesh(pp=pp, dp=dp, tp=tp, ep=ep, etp=etp, cp=cp, context_form=form),
+        mesh=Mesh(pp=pp, dp=dp, tp=tp, ep=ep, etp=etp, cp=cp, context_form=form, tp_rows=tp_rows),
         layer_plans=layer_plans,
         stages=_stages(
             graph, ranks, zero, blocks or even_blocks(model.num_blocks, pp * virtual_stages)

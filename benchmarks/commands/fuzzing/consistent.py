@@ -69,8 +69,11 @@ def _micro_batches(plan: Mapping[str, Any]) -> Iterator[str]:
     if min(size, count, virtual) < 1:
         yield "a count of the pipeline is below 1"
         return
-    if size * count * dp != plan["training"]["global_batch_size"]:
-        yield f"{count} micro-batches of {size} on dp {dp} are not the global batch"
+    shares = pipeline.get("micro_batches_of_replicas") or [count] * dp
+    if len(shares) != dp or max(shares) != count:
+        yield f"the shares {shares} are not those of dp {dp}, with {count} at most"
+    if size * sum(shares) != plan["training"]["global_batch_size"]:
+        yield f"{shares} micro-batches of {size} on dp {dp} are not the global batch"
     if pp > 1 and schedule in ONE_STAGE and virtual != 1:
         yield f"{schedule} has {virtual} virtual stages"
     if pp > 1 and schedule == "zbv" and virtual != 2:

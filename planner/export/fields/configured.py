@@ -36,7 +36,7 @@ class Priced:
     @property
     def peak_bytes(self) -> float:
         """Bytes of the fullest device."""
-        return max(memory.total for memory in self.price.memory)
+        return self.price.peak_bytes
 
 
 def priced(strategy: Strategy, price_cache: PriceCache) -> Priced:

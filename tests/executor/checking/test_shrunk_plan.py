@@ -125,6 +125,15 @@ def test_a_shrunk_plan_keeps_the_structure_and_is_legal(seed):
     )
 
 
+def test_unequal_shares_stay_unequal():
+    plan = make_plan(GPT, pp=2, dp=4, shares=(9, 3, 3, 1), global_batch_size=16)
+    small = shrunk(plan)
+    validate(small)
+    assert small.mesh.dp == 2
+    assert small.pipeline.micro_batches_of_replicas == (4, 1)
+    assert small.training.global_batch_size == 5
+
+
 @pytest.mark.parametrize("model", ["gpt-20b", "llama3-70b", "gpt-175b"])
 def test_a_model_of_billions_becomes_one_of_thousands(model):
     entry, cluster = load_model(model), with_gpus(load_cluster("h100-80gb"), 64)

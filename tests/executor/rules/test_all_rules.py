@@ -130,6 +130,13 @@ def seeing(**changes: object) -> ModelSpec:
 
 
 BROKEN = {
+    "a-grid-of-tensor-parallel-ranks": Broken(
+        "grid",
+        dataclasses.replace(make_plan(GPT, tp=4), mesh=Mesh(pp=1, dp=1, tp=4, tp_rows=2)),
+        "tp_rows is 2",
+        "set tp_rows to 1",
+        "no effect",
+    ),
     "images-without-text": Broken(
         "images",
         make_plan(seeing(images=4)),
@@ -220,7 +227,7 @@ BROKEN = {
         with_training(PP2, global_batch_size=9),
         "are 8 sequences",
         "set micro_batch_size to 3 and num_micro_batches to 3",
-        "fails",
+        "other gradients",
     ),
     "no-share-for-every-rank": Broken(
         "batch",
@@ -228,6 +235,13 @@ BROKEN = {
         "on 2 data-parallel ranks are 8 sequences",
         "global_batch_size to 8",
         "other gradients",
+    ),
+    "images-in-unequal-shares": Broken(
+        "unequal shares",
+        make_plan(seeing(), dp=2, zero=(3,), shares=(3, 1)),
+        "micro_batches_of_replicas with a tower",
+        "set micro_batch_size to 2 and num_micro_batches to 2",
+        "fails",
     ),
     "uneven-rounds": Broken(
         "micro batches",

@@ -7,12 +7,10 @@ import pytest
 from parplan.planner.objective import Prefer
 from parplan.planner.plan.ties import (
     ALONE,
-    SCENARIOS,
     Tie,
     inside_band,
     preferred,
     reason_for,
-    worst_losses,
 )
 
 # The fastest is full and fragile, the second is robust, the third lean, the fourth a bit leaner.
@@ -23,21 +21,6 @@ def test_steps_at_the_end_of_the_band_are_inside():
     assert inside_band([10.0, 10.5, 11.0, 11.1], [0.1] * 4) == [0, 1, 2]
     assert inside_band([10.0, 10.5, 10.5], [0.1, 0.01, 0.06]) == [0, 2]
     assert inside_band([10.0, 9.9], [0.0] * 2) == [0, 1]
-
-
-def test_the_loss_is_against_the_best_tie_of_each_scenario():
-    as_priced, slow_network = (10.0, 11.0), (15.0, 12.0)
-
-    assert worst_losses([as_priced]) == [0.0, 0.1]
-    assert worst_losses([as_priced, slow_network]) == [0.25, 0.1]
-
-
-def test_each_speed_is_20_percent_off_in_both_directions_and_alone():
-    speeds = [(s.compute, s.inside_node, s.across_nodes) for s in SCENARIOS]
-
-    assert len(set(speeds)) == 6
-    for of_scenario in speeds:
-        assert sorted(of_scenario) in ([0.8, 1.0, 1.0], [1.0, 1.0, 1.25])
 
 
 @pytest.mark.parametrize(

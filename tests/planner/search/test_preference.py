@@ -12,12 +12,13 @@ from parplan.commands.options.target_options import TargetOptions
 from parplan.commands.requests.requests import request_of
 from parplan.costmodels.step import price_step
 from parplan.planner.objective import Objective, Prefer
+from parplan.planner.plan.corners import SCENARIOS
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.plan_file import plan_from_document, plan_to_document, plan_to_yaml
 from parplan.planner.plan.plan_strategy import prices_of_plan, strategy_of
 from parplan.planner.plan.ratio_band import plan_shape, ratio_share
-from parplan.planner.plan.ties import SCENARIOS, UNKNOWN
-from parplan.planner.search import preference
+from parplan.planner.plan.ties import UNKNOWN
+from parplan.planner.search import corner_steps
 from parplan.planner.search.find_plan import find_plan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.off_speed import at_speeds
@@ -120,7 +121,7 @@ def test_losses_between_two_plans_are_those_of_whole_prices(plans):
 
 
 def test_a_scaled_bound_is_the_simulated_step_within_a_twentieth_of_a_percent(plans, monkeypatch):
-    monkeypatch.setattr(preference, "CLOSE", 0.0)  # simulates every scenario
+    monkeypatch.setattr(corner_steps, "CLOSE", 0.0)  # simulates every scenario
     simulated = preferring(Prefer.ROBUST)
 
     def losses(plan):
@@ -156,7 +157,7 @@ def test_ctrl_c_while_ties_are_priced_leaves_the_fastest_plan(plans, monkeypatch
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(preference, "step_costs", interrupt)
+    monkeypatch.setattr(corner_steps, "step_costs", interrupt)
     plan = preferring(Prefer.ROBUST)
 
     assert layout_of(plan) == layout_of(plans[Prefer.FASTEST])

@@ -16,7 +16,6 @@ from parplan.planner.search.what_if import (
     BASE,
     Flip,
     PlanQuestion,
-    cluster_at,
     degrees,
     find_flip,
     knob_named,
@@ -24,7 +23,7 @@ from parplan.planner.search.what_if import (
     reply_to,
     request_of_plan,
 )
-from parplan.profiles.machines.off_speed import SpeedFactors, at_speeds
+from parplan.profiles.machines.off_speed import SpeedFactors, at_speeds, cluster_at
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.report.plans.explanation_text import explanation, explanation_document
 
