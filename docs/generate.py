@@ -119,7 +119,7 @@ def fields_page(kind: str, schema: Mapping[str, Any], explaining: str) -> str:
     sections = [_mapping_section(root["title"], root, choices, written)]
     others = sorted((name for name in mappings if mappings[name] is not root), key=_public)
     sections += [_mapping_section(name, mappings[name], choices, written) for name in others]
-    intro = f"{NOTE} [{kind}-file.md]({kind}-file.md) explains the file as a whole."
+    intro = f"{NOTE} [The {kind} file]({kind}-file.md) explains the file as a whole."
     return f"# Fields of the {kind} file\n\n{intro}\n\n" + "\n".join(sections)
 
 
