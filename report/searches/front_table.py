@@ -42,27 +42,10 @@ def print_front(
 ) -> None:
     """Print the front for a person, fastest first."""
     print_header(front.points[0].plan, out, context)
-<<<<<<< HEAD
-    rows = [_row(front, point, number) for number, point in enumerate(front.points, 1)]
-    numbers = (*_NUMBERS, *((_HOST,) if front.uses_host else ()))
-    print_table(out, (*numbers, *_TEXTS), rows, left=_TEXTS)
-    say(out)
-    for label, text in _facts(front, paths, context):
-        say(out, joined(text.split(" "), " ", out.width, start=labelled(label)))
-=======
-    width = asked_width(out)
-    print_wrapped(
-        out,
-        front_names(front),
-        front_rows(front),
-        left=TEXTS,
-        wrapped=("ZeRO", "recompute", "found by"),
-        width=width,
-    )
+    print_table(out, front_names(front), front_rows(front), left=TEXTS)
     say(out)
     for label, text in front_facts(front, paths, context):
-        say(out, joined(text.split(" "), " ", width, start=labelled(label)))
->>>>>>> main
+        say(out, joined(text.split(" "), " ", out.width, start=labelled(label)))
 
 
 def front_names(front: ParetoFront) -> tuple[str, ...]:
