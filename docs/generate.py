@@ -91,7 +91,7 @@ def _command_section(name: str, command: click.Command) -> str:
         for title, records in _option_records(command, context).items()
     ]
     if command.epilog:
-        parts.append(f"Example:\n\n```text\n{inspect.cleandoc(command.epilog)}\n```")
+        parts.append(f"Examples:\n\n```text\n{inspect.cleandoc(command.epilog)}\n```")
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

@@ -22,12 +22,11 @@ from parplan.report.plans.block_phrases import layers_phrases
 from parplan.report.plans.plan_header import print_header
 from parplan.report.plans.summary_context import SummaryContext
 from parplan.report.text import (
-    asked_width,
     gib_text,
     joined,
     labelled,
     percent,
-    print_wrapped,
+    print_table,
     say,
     seconds_text,
 )
@@ -43,18 +42,10 @@ def print_front(
 ) -> None:
     """Print the front for a person, fastest first."""
     print_header(front.points[0].plan, out, context)
-    width = asked_width(out)
-    print_wrapped(
-        out,
-        front_names(front),
-        front_rows(front),
-        left=TEXTS,
-        wrapped=("ZeRO", "recompute", "found by"),
-        width=width,
-    )
+    print_table(out, front_names(front), front_rows(front), left=TEXTS)
     say(out)
     for label, text in front_facts(front, paths, context):
-        say(out, joined(text.split(" "), " ", width, start=labelled(label)))
+        say(out, joined(text.split(" "), " ", out.width, start=labelled(label)))
 
 
 def front_names(front: ParetoFront) -> tuple[str, ...]:
