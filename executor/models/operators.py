@@ -155,6 +155,8 @@ class LearnedPositions(nn.Module):
         places   those of the tokens of whole sequences in their documents, [batch, sequence]
         """
         rows = self._rows(x.shape[1], places)
+        if not isinstance(x, DTensor):  # on a grid of ranks, which have a part of a row each
+            rows = local(rows)
         return _dropout(x + rows, self.dropout if self.training else 0.0)
 
     def _rows(self, length: int, places: Tensor | None) -> Tensor:

@@ -120,6 +120,7 @@ def make_plan(
     cp: int = 1,
     form: ContextForm | None = None,
     etp: int = 1,
+    tp_rows: int = 1,
     sp: bool = False,
     zero: tuple[int, ...] = (0,),
     recompute: tuple[str, ...] | str = (),
@@ -160,7 +161,7 @@ def make_plan(
         actions=actions,
     )
     layout = ParallelLayout(
-        mesh=Mesh(pp=pp, dp=dp, tp=tp, cp=cp, context_form=form),
+        mesh=Mesh(pp=pp, dp=dp, tp=tp, cp=cp, context_form=form, tp_rows=tp_rows),
         schedule=schedule,
         virtual_stages=virtual_stages,
         micro_batch_size=pipeline.micro_batch_size,
@@ -172,6 +173,8 @@ def make_plan(
     layer_plans = {}
     graph = build_graph(model, training, 1)
     divided = Sharding(tp=tp, sequence_parallel=sp, etp=etp)
+    if tp_rows > 1:
+        divided = layout.sharding
     for key in graph.keys:
         own = divided
         if tower is not TowerDivision.TENSOR:
@@ -185,7 +188,7 @@ def make_plan(
         cluster=replace(CLUSTER, gpus_per_node=pp * dp * cp * tp),
         training=training,
         pipeline=pipeline,
-        mesh=Mesh(pp=pp, dp=dp, tp=tp, ep=ep, etp=etp, cp=cp, context_form=form),
+        mesh=Mesh(pp=pp, dp=dp, tp=tp, ep=ep, etp=etp, cp=cp, context_form=form, tp_rows=tp_rows),
         layer_plans=layer_plans,
         stages=_stages(
             graph, ranks, zero, blocks or even_blocks(model.num_blocks, pp * virtual_stages)
