@@ -51,7 +51,6 @@ def _obstacle(plan: Plan) -> str | None:
     found = those(
         {
             "a module": plan.module is not None,
-            "packed documents": plan.training.documents is not None,
             "tensors on the host": any(each.offload or each.keep_on_host for each in layers),
             f"optimizer {plan.training.optimizer}": plan.training.optimizer not in ELEMENTWISE,
         }

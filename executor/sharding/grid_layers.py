@@ -44,7 +44,13 @@ def place_on_grid(
             module.forward = partial(run, module, grid, widths)  # type: ignore[assignment]
         if isinstance(module, Loss):
             module.group = grid.row
-            module.register_forward_pre_hook(lambda _, args: (args[0], *map(grid.of_row, args[1:])))
+            module.register_forward_pre_hook(partial(_of_row, grid))
+    layer.register_forward_pre_hook(partial(_of_row, grid))
+
+
+def _of_row(grid: Grid, _: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Returns the row's part of the inputs behind the first: targets, or places in documents."""
+    return args[0], *map(grid.of_row, args[1:])
 
 
 def _divide(module: nn.Module, placement: OperatorPlacement, grid: Grid, where: str) -> None:

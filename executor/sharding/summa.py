@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
+from parplan.executor.tensors import GATHER, SCATTER
+
 ROWS, COLUMNS = "tp_rows", "tp_columns"
 
 
@@ -47,7 +49,7 @@ def gathered(part: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Returns the parts of all ranks of a group, one after the other along a dim."""
     ranks = dist.get_world_size(group)
     parts = part.new_empty((ranks * part.shape[0], *part.shape[1:]))
-    dist.all_gather_into_tensor(parts, part.contiguous(), group)
+    GATHER(parts, part.contiguous(), group=group)
     return torch.cat(parts.chunk(ranks), dim)
 
 
@@ -55,7 +57,7 @@ def scattered(summand: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Returns this rank's part along a dim of the sum of the tensors of a group."""
     parts = summand.chunk(dist.get_world_size(group), dim)
     part = summand.new_empty(parts[0].shape)
-    dist.reduce_scatter_tensor(part, torch.cat(parts), group=group)
+    SCATTER(part, torch.cat(parts), group=group)
     return part
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from parplan.executor.rules.all_rules import validate
+from parplan.executor.rules.rule import with_training
+from parplan.profiles.models.documents import Documents
 from parplan.profiles.models.spec import Precision
 from tests.executor.models.test_family_runs import GEMMA
 from tests.helpers.executor_plans import GPT, LLAMA, make_plan
@@ -17,6 +19,8 @@ PLANS = {
     "recompute": make_plan(LLAMA, recompute="full", recompute_ends=True, **GRID),
     "lists": make_plan(GPT, recompute=("norm2", "fc1", "activation", "attention"), **GRID),
     "gemma": make_plan(GEMMA, **GRID),
+    "documents": with_training(make_plan(GPT, **GRID), documents=Documents(mean=4)),
+    "unequal-shares": make_plan(LLAMA, dp=2, zero=(3,), shares=(3, 1), **GRID),
     "bf16": make_plan(GPT, precision=Precision.BF16, **GRID),
     "zero1": make_plan(GPT, dp=2, zero=(1,), **GRID),
     "zero3": make_plan(GPT, dp=2, zero=(3,), **GRID),
