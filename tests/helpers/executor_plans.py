@@ -120,7 +120,6 @@ def make_plan(
     cp: int = 1,
     form: ContextForm | None = None,
     etp: int = 1,
-    tp_rows: int = 1,
     sp: bool = False,
     zero: tuple[int, ...] = (0,),
     recompute: tuple[str, ...] | str = (),
@@ -136,6 +135,7 @@ def make_plan(
     actions: tuple[str, ...] = (),
     fine_tuning: FineTuning | None = None,
     tower: TowerDivision = TowerDivision.TENSOR,
+    tp_rows: int = 1,
 ) -> Plan:
     """Returns a plan whose blocks cycle through the stages in `zero`.
 
@@ -172,9 +172,7 @@ def make_plan(
     ranks = [layout.rank_of(stage) for stage in range(pp * virtual_stages)]
     layer_plans = {}
     graph = build_graph(model, training, 1)
-    divided = Sharding(tp=tp, sequence_parallel=sp, etp=etp)
-    if tp_rows > 1:
-        divided = layout.sharding
+    divided = replace(layout.sharding, cp=1, context_form=None, etp=etp)
     for key in graph.keys:
         own = divided
         if tower is not TowerDivision.TENSOR:
