@@ -138,7 +138,8 @@ def _check_chunks(plan: Plan, chosen: list[int], *, as_json: bool) -> int:
 def _dry_run(plan: Plan, chosen: list[int], *, as_json: bool) -> int:
     from parplan.planner.runs.rank_checks import check_ranks, repriced_today
     from parplan.report.progress_bars import count_bar
-    from parplan.report.runs.check_tables import check_document, print_check
+    from parplan.report.runs.check_document import dry_run_document
+    from parplan.report.runs.check_tables import print_check
     from parplan.report.text import console
 
     today = repriced_today(plan)
@@ -148,7 +149,7 @@ def _dry_run(plan: Plan, chosen: list[int], *, as_json: bool) -> int:
         runs = dry_runs(plan, chosen, on_done)
     checks = check_ranks(today, {run.pipeline_rank: (run.use, run.micro_batches) for run in runs})
     if as_json:
-        print_json(check_document(checks))
+        print_json(dry_run_document(checks))
     else:
         print_check(plan, checks, console(sys.stdout))
     return 0 if all(rank_check.fits for rank_check in checks) else user_modules.NOT_FITTING

@@ -13,6 +13,6 @@ from parplan.commands.style import Command
 @as_json
 def clusters(as_json: bool) -> None:
     """List the GPUs that come with the planner, each in its usual node, as values of --gpu."""
-    from parplan.report.machines.catalogue_tables import cluster_rows, print_clusters
+    from parplan.report.machines.catalogue_tables import clusters_document, print_clusters
 
-    print_listing(cluster_rows, print_clusters, as_json=as_json)
+    print_listing(clusters_document, print_clusters, as_json=as_json)

@@ -100,7 +100,8 @@ def compare(
     from parplan.planner.objective import Objective
     from parplan.planner.plan.plan import Plan
     from parplan.planner.search.comparison import compare
-    from parplan.report.searches.comparison_tables import comparison_document, print_comparison
+    from parplan.report.searches.comparison_document import comparison_document
+    from parplan.report.searches.comparison_tables import print_comparison
     from parplan.report.text import console
 
     options, constraints = options_of(flags), constraints_of(pins, target)

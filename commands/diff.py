@@ -56,7 +56,8 @@ def diff(plan_file: Path, other_file: Path | None, target: TargetOptions, as_jso
     from parplan.commands.launcher_plans import read_plans
     from parplan.planner.request import SearchOptions
     from parplan.planner.search.comparison import plans_side_by_side
-    from parplan.report.searches.comparison_tables import comparison_document, print_comparison
+    from parplan.report.searches.comparison_document import comparison_document
+    from parplan.report.searches.comparison_tables import print_comparison
     from parplan.report.text import console
 
     files = (plan_file,) if other_file is None else (plan_file, other_file)

@@ -91,7 +91,8 @@ def _explain_plan(plan_file: Path, *, as_json: bool) -> None:
     from parplan.commands.launcher_plans import described_plan, read_plans
     from parplan.planner.plan.reprice import reprice
     from parplan.planner.search.what_if import questions_about, reply_to
-    from parplan.report.plans.explanation_text import explanation_document, print_explanation
+    from parplan.report.plans.explanation_document import explanation_document
+    from parplan.report.plans.explanation_text import print_explanation
     from parplan.report.text import console
 
     (plan,) = read_plans((plan_file,), TargetOptions())

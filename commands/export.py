@@ -127,7 +127,9 @@ def _require_whole(exported: Export) -> None:
 
 def _wrote(paths: Sequence[Path], *, as_json: bool) -> None:
     if as_json:
-        print_json({"files": [str(path) for path in paths]})
+        from parplan.report.plans.export_text import WrittenFiles
+
+        print_json(WrittenFiles(files=tuple(map(str, paths))))
         return
     for path in paths:
         click.echo(f"wrote {path}")

@@ -182,7 +182,7 @@ def _write(path: Path, given: InitOptions, *, force: bool, as_json: bool) -> Non
     from parplan.profiles.inventory.cluster_draft import draft_of, draft_text
     from parplan.profiles.inventory.found_machine import found_machine
     from parplan.profiles.inventory.machine_facts import merged
-    from parplan.profiles.machines.machine_catalog import cluster_document
+    from parplan.report.machines.cluster_findings import draft_document
 
     hint = "choose another FILE"
     if path.exists() and not force:
@@ -196,7 +196,7 @@ def _write(path: Path, given: InitOptions, *, force: bool, as_json: bool) -> Non
     draft = draft_of(facts, path.stem)
     write_text(draft_text(draft, str(path)), path, hint=hint)
     if as_json:
-        print_json(cluster_document(draft.cluster))
+        print_json(draft_document(str(path), draft.cluster))
         return
     cluster = draft.cluster
     click.echo(
@@ -335,7 +335,7 @@ def _check(
     from parplan.profiles.inventory.cluster_check import Weight, check_document
     from parplan.profiles.machines.unequal_cluster import require_equal
     from parplan.profiles.profiler.communication.nccl_tests import read_nccl_tests
-    from parplan.report.machines.cluster_findings import findings_rows, print_findings
+    from parplan.report.machines.cluster_findings import findings_document, print_findings
     from parplan.report.text import console
 
     cluster, findings = check_document(read_yaml(path), str(path))
@@ -343,7 +343,7 @@ def _check(
         require_equal(cluster, "--nccl-tests")
     records = read_nccl_tests(nccl_tests, nodes, ranks_per_node) if nccl_tests else ()
     if as_json:
-        print_json(findings_rows(findings, cluster, records))
+        print_json(findings_document(findings, cluster, records))
     else:
         print_findings(findings, cluster, records, str(path), console(sys.stdout))
     return 2 if any(each.weight is Weight.WRONG for each in findings) else 0

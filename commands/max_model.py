@@ -158,7 +158,8 @@ def _deliver(
 ) -> None:
     from parplan.commands.requests.requests import all_assumed
     from parplan.planner.plan.plan_file import plan_to_yaml
-    from parplan.report.searches.largest_table import largest_document, print_largest
+    from parplan.report.searches.largest_document import largest_document
+    from parplan.report.searches.largest_table import print_largest
     from parplan.report.text import console
 
     output = result.output

@@ -13,6 +13,6 @@ from parplan.commands.style import Command
 @as_json
 def models(as_json: bool) -> None:
     """List the models that come with the planner, as values of --model."""
-    from parplan.report.machines.catalogue_tables import model_rows, print_models
+    from parplan.report.machines.catalogue_tables import models_document, print_models
 
-    print_listing(model_rows, print_models, as_json=as_json)
+    print_listing(models_document, print_models, as_json=as_json)

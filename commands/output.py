@@ -141,13 +141,13 @@ def warn_of_solver(plan: Plan | TracedPlan) -> None:
 
 
 def print_listing(
-    rows: Callable[[], Sequence[object]], show_table: Callable[[Console], None], *, as_json: bool
+    listing: Callable[[], object], show_table: Callable[[Console], None], *, as_json: bool
 ) -> None:
-    """Prints the rows as JSON, or as a table."""
+    """Prints a listing as JSON, or as a table."""
     from parplan.report.text import console
 
     if as_json:
-        print_json(rows())
+        print_json(listing())
     else:
         show_table(console(sys.stdout))
 

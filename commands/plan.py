@@ -197,7 +197,8 @@ def _deliver_front(
     """
     from parplan.planner.plan.plan_file import write_plan
     from parplan.planner.search.pareto import plan_paths
-    from parplan.report.searches.front_table import front_document, print_front
+    from parplan.report.searches.front_document import front_document
+    from parplan.report.searches.front_table import print_front
     from parplan.report.text import console
 
     paths = plan_paths(output, len(front.points))

@@ -351,7 +351,8 @@ def _imported(options: ProfileOptions) -> Profiled:
 
 
 def _print(profile: UserProfile, options: ProfileOptions) -> None:
-    from parplan.report.machines.profile_tables import print_profile, profile_document
+    from parplan.report.machines.profile_document import profile_document
+    from parplan.report.machines.profile_tables import print_profile
     from parplan.report.text import console
 
     if options.as_json:

@@ -133,13 +133,12 @@ def show(
 
 def _show_run(run_file: Path, *, as_json: bool) -> None:
     from parplan.planner.runs.run_file import read_run
-    from parplan.profiles.documents.schema import document
     from parplan.report.runs.run_table import print_record
     from parplan.report.text import console
 
     run = read_run(run_file)
     if as_json:
-        print_json(document(run))
+        print_json(run)
     else:
         print_record(run, console(sys.stdout))
 

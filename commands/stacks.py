@@ -10,7 +10,7 @@ from parplan.commands.style import Command
 
 
 @click.command(
-    cls=Command, epilog="  plan stacks\n  plan stacks --json | jq '.[] | {name, time_band}'"
+    cls=Command, epilog="  plan stacks\n  plan stacks --json | jq '.stacks[] | {name, time_band}'"
 )
 @as_json
 def stacks(as_json: bool) -> None:
@@ -18,6 +18,6 @@ def stacks(as_json: bool) -> None:
 
     Any of them is a value of --stack.
     """
-    from parplan.report.machines.catalogue_tables import print_stacks, stack_rows
+    from parplan.report.machines.catalogue_tables import print_stacks, stacks_document
 
-    print_listing(stack_rows, print_stacks, as_json=as_json)
+    print_listing(stacks_document, print_stacks, as_json=as_json)

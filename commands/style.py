@@ -406,5 +406,7 @@ def noticing_ctrl_c() -> Iterator[list[int]]:
 
 
 def print_json(value: object) -> None:
-    """Prints a result as JSON, alone on stdout."""
-    click.echo(json.dumps(value, indent=2))
+    """Prints a result, a mapping or a record, as JSON, alone on stdout."""
+    from parplan.profiles.documents.schema import document
+
+    click.echo(json.dumps(document(value), indent=2))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -94,7 +93,7 @@ def tokenize(
         documents(inputs, patterns[0]), output, load_tokenizer(tokenizer, download=download), dtype
     )
     if as_json:
-        print_json(asdict(written))
+        print_json(written)
         return
     size = format_bytes(output.stat().st_size)
     click.echo(

@@ -202,24 +202,19 @@ def dry_check(plan: TracedPlan, ranks: Sequence[int], *, as_json: bool) -> int:
     """
     from parplan.executor.rules.traced_rules import validate_traced_plan
     from parplan.planner.traced.traced_strategy import reprice_traced
-    from parplan.report.runs.chunk_check_table import chunk_stages, print_chunks
-    from parplan.report.runs.traced_check_table import (
-        print_traced_check,
-        shortage,
-        traced_check_document,
-    )
+    from parplan.report.runs.chunk_check_table import print_chunks
+    from parplan.report.runs.traced_check_document import traced_check_document
+    from parplan.report.runs.traced_check_table import print_traced_check, shortage
     from parplan.report.text import console, say
 
     validate_traced_plan(plan)
     today = reprice_traced(plan, traced_again(plan)).plan
-    chunked = plan.chunks is not None
     if as_json:
-        chunks = {"chunks": chunk_stages(plan, today, ranks)} if chunked else {}
-        print_json({**traced_check_document(plan, today, ranks), **chunks})
+        print_json(traced_check_document(plan, today, ranks))
         return NOT_FITTING if shortage(today, ranks) else 0
     out = console(sys.stdout)
     print_traced_check(plan, today, ranks, out)
-    if chunked:
+    if plan.chunks is not None:
         say(out)
         print_chunks(plan, today, ranks, out)
     return NOT_FITTING if shortage(today, ranks) else 0

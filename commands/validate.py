@@ -70,23 +70,21 @@ def validate(
     from parplan.report import validation_tables as report
     from parplan.report.plots.scatter_plot import draw, require_plot
     from parplan.report.text import console
+    from parplan.report.validation_document import validation_document
 
     if plot:
         require_plot(plot)
-    out, document = console(sys.stdout), {}
+    out, priced = console(sys.stdout), None
     if not fitted or steps or sources or rows or plot:  # --fitted alone prices nothing
         priced = _priced_table(steps, sources)
         if plot:
             draw(priced, plot)
-        document = report.validation_document(priced)
         if not as_json:
             report.print_validation(priced, out, table=str(steps or "published steps"), rows=rows)
-    if fitted:
-        document["fitted"] = report.fitted_document(fitted_terms())
-        if not as_json:
-            report.print_fitted(fitted_terms(), out)
+    if fitted and not as_json:
+        report.print_fitted(fitted_terms(), out)
     if as_json:
-        print_json(document)
+        print_json(validation_document(priced, fitted_terms() if fitted else None))
     if plot:
         click.echo(f"wrote {plot}", err=as_json)
 

@@ -27,7 +27,7 @@ from parplan.profiles.models.operator_graph import LayerKey
 from parplan.profiles.stack import ContextForm, TowerDivision
 
 TP_OVERLAP_LEVELS = (0, 1, 2, 3)
-Inside = tuple[int, int, int, int, ContextForm | None]  # tp, ep, etp, cp and its form
+Inside = tuple[int, int, int, int, ContextForm | None, int]  # tp, ep, etp, cp, its form, tp_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,16 +198,24 @@ def in_chunks(choice: LayerChoice, layout: ParallelLayout) -> bool:
 
 
 def _sharding(mesh: Mesh, sequence_parallel: bool, overlap: int) -> Sharding:
-    inside = mesh.tp, mesh.ep, mesh.etp, mesh.cp, mesh.context_form
+    inside = mesh.tp, mesh.ep, mesh.etp, mesh.cp, mesh.context_form, mesh.tp_rows
     return _alike(inside, sequence_parallel, overlap)
 
 
 @lru_cache(maxsize=1024)
 def _alike(inside: Inside, sequence_parallel: bool, overlap: int) -> Sharding:
-    tp, ep, etp, cp, form = inside
-    axes = (tp // etp, etp) if 1 < etp < tp else ()
+    tp, ep, etp, cp, form, rows = inside
+    inner = tp // rows if rows > 1 else etp
     return Sharding(
-        tp, sequence_parallel, axes=axes, ep=ep, overlap=overlap, etp=etp, cp=cp, context_form=form
+        tp,
+        sequence_parallel,
+        axes=(tp // inner, inner) if 1 < inner < tp else (),
+        ep=ep,
+        overlap=overlap,
+        etp=etp,
+        cp=cp,
+        context_form=form,
+        rows=rows,
     )
 
 

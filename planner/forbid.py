@@ -56,7 +56,7 @@ def _one_of(name: str, text: str, known: Mapping[str, Value]) -> Value:
 
 _READERS: dict[str, Callable[[str, str], Value]] = {
     **dict.fromkeys(
-        ("pp", "dp", "tp", "cp", "ep", "etp", "micro_batch_size", "virtual_stages"),
+        ("pp", "dp", "tp", "cp", "ep", "etp", "tp_rows", "micro_batch_size", "virtual_stages"),
         lambda name, text: _whole(name, text, 1, None),
     ),
     **dict.fromkeys(("zero", "tp_overlap"), lambda name, text: _whole(name, text, 0, 3)),

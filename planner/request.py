@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from parplan.profiles.models.traced_model import TracedModel
 
 ZERO_STAGES = (0, 1, 2, 3)
-DEGREES = ("pp", "dp", "tp", "cp", "ep", "etp", "micro_batch_size", "virtual_stages")
+DEGREES = ("pp", "dp", "tp", "cp", "ep", "etp", "tp_rows", "micro_batch_size", "virtual_stages")
 MAX_MICRO_BATCH_SIZE = 64  # the largest that a search tries without a pin
 SEARCHED_OFFLOAD = (Offload.OPTIMIZER, Offload.PARAMETERS, Offload.ACTIVATIONS, Offload.LOOKUP)
 # what a search of a traced module may leave to the host
@@ -66,6 +66,8 @@ class Constraints:
     cp                  degrees of context parallelism; None for those that are tried at the length
                         of the sequences (planner/candidates/meshes.py)
     context_form        forms of context parallelism; None for those that the stack runs
+    tp_rows             rows of a grid of tensor-parallel ranks (EQUATIONS T7); None where the stack
+                        runs it
     mesh_order          orders of the axes; None for those that the stack can start in
     recompute_first_stage   a rule for the recompute of the pipeline stages, which then have whole
                         layers at the levels none and full
@@ -90,6 +92,7 @@ class Constraints:
     context_form: tuple[ContextForm, ...] | None = None
     ep: tuple[int, ...] | None = None
     etp: tuple[int, ...] | None = None
+    tp_rows: tuple[int, ...] | None = None
     micro_batch_size: tuple[int, ...] | None = None
     virtual_stages: tuple[int, ...] | None = None
     schedule: tuple[Schedule, ...] | None = None

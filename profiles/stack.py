@@ -138,6 +138,7 @@ class Stack:
                              (costmodels/layers/sub_pipeline.py)
     divided_ends             embedding and head may be divided in other ways than by vocabulary
     weights_over_data        operators of a block may be divided over data-parallel ranks as well
+    tensor_grid              tensor-parallel ranks may be a grid that divides products in two dims
     overlap_exchanges        the exchanges of tokens with their experts run under the compute of
                              another micro-batch
     sends_tokens_once        a token goes to a rank once, however many of its experts are there, and
@@ -262,6 +263,7 @@ class Stack:
     tp_overlap: int = 0
     divided_ends: bool = False
     weights_over_data: bool = False
+    tensor_grid: bool = False
     overlap_exchanges: bool = False
     sends_tokens_once: bool = False
     narrow_experts: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from parplan.costmodels.usage.goodput import Failures
@@ -9,25 +10,26 @@ from parplan.planner.plan.plan import PLAN_VERSION, Plan
 from parplan.planner.plan.plan_file import plan_to_document
 from parplan.planner.plan.plan_goodput import plan_goodput
 from parplan.planner.plan.traced_plan import TracedPlan
-from parplan.profiles.documents.schema import json_schema
+from parplan.profiles.documents.schema import document, json_schema, output_schema
 from parplan.profiles.machines.machine_catalog import cluster_schema
-from parplan.report.plans.goodput_fact import goodput_document
+from parplan.report.plans.goodput_fact import GoodputDocument, goodput_document
 
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _KINDS = (Plan, TracedPlan)
-_ELAPSED = {
-    "title": "Elapsed S",
-    "type": "number",
-    "description": "Seconds that the search took; --json says it, a plan file does not.",
-}
-_GOODPUT = {
-    "title": "Goodput",
-    "type": "object",
-    "description": "Share of the time in which the run advances, and its causes, in seconds; "
-    "--json says it where --mtbf is given, a plan file does not.",
-}
 # dataclasses of the planner that the plan file replaces by a cluster document
 _INSIDE = ("Cluster", "Device", "Link")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BesidePlan:
+    """The keys that `--json` has beside those of a plan file.
+
+    elapsed_s   seconds that the search took, where there was one
+    goodput     where --mtbf is given
+    """
+
+    elapsed_s: float
+    goodput: GoodputDocument
 
 
 def plan_document(
@@ -41,7 +43,7 @@ def plan_document(
     if elapsed_s is not None:
         body["elapsed_s"] = round(elapsed_s, 3)
     if failures is not None:
-        body["goodput"] = goodput_document(plan_goodput(plan, failures))
+        body["goodput"] = document(goodput_document(plan_goodput(plan, failures)))
     return body
 
 
@@ -51,12 +53,12 @@ def plan_schema() -> dict[str, Any]:
     It covers described models and traced modules. The cluster is that of a cluster file, with
     units in its key names.
     """
-    definitions: dict[str, Any] = {}
+    beside = output_schema(BesidePlan)
+    definitions: dict[str, Any] = beside["$defs"]
     for kind in _KINDS:
         schema = _schema(kind)
         definitions |= schema.pop("$defs")
-        schema["properties"]["elapsed_s"] = _ELAPSED
-        schema["properties"]["goodput"] = _GOODPUT
+        schema["properties"] |= beside["properties"]
         definitions[kind.__name__] = schema
     return {
         "$schema": _DRAFT,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from rich.console import Console
 
@@ -83,35 +82,6 @@ class _Group:
             self.title.center(width),
             *(line.rjust(width) if self.title else line.ljust(width) for line in body),
         ]
-
-
-def validation_document(priced: Sequence[PricedRow]) -> dict[str, Any]:
-    """Returns the output of `plan validate --json`: fractions, seconds and GiB, None if unknown."""
-    sources = {source: asdict(source_score) for source, source_score in score(priced).items()}
-    bands = {name: asdict(covered) for name, covered in coverage(priced).items()}
-    return {
-        "sources": sources,
-        "bands": bands,
-        "oom_risk": {f"{risk:g}": above for risk, (_, above) in overrun(priced).items()},
-        "rows": [_row_document(row) for row in priced],
-    }
-
-
-def _row_document(row: PricedRow) -> dict[str, Any]:
-    return {
-        "id": row.id,
-        "predicted_s": row.predicted_s,
-        "measured_s": row.measured_s,
-        "predicted_gib": row.predicted_gib,
-        "measured_gib": row.measured_gib,
-        "kind": row.kind,
-        "reason": row.reason,
-    }
-
-
-def fitted_document(terms: Sequence[FittedTerm]) -> list[dict[str, Any]]:
-    """Returns the entry `fitted` of `plan validate --fitted --json`."""
-    return [asdict(term) for term in terms]
 
 
 def print_validation(

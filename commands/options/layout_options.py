@@ -35,6 +35,7 @@ class LayoutOptions:
     context_form: str | None = None
     ep: int = 1
     etp: int = 1
+    tp_rows: int = 1
     mesh_order: str | None = None
     micro_batch_size: int = 1
     schedule: str | None = None
@@ -62,7 +63,7 @@ def degree(name: str, text: str, default: int = 1) -> Callable[[Any], Any]:
     return option(
         LAYOUT,
         f"--{name}",
-        type=Whole(name),
+        type=Whole(name.replace("-", "_")),
         default=default,
         show_default=True,
         metavar="N",
@@ -104,6 +105,7 @@ layout_options = together(
     degree("tp", "Tensor parallel degree."),
     degree("ep", "Expert parallel degree: ranks over which whole experts are divided."),
     degree("etp", "Tensor parallel degree of every expert: 1 or tp."),
+    degree("tp-rows", "Rows of the grid of tensor parallel ranks: above 1 products lie in 2-D."),
     degree("cp", "Context parallel degree: ranks that divide every sequence."),
     option(
         LAYOUT,

@@ -33,6 +33,7 @@ class PinOptions:
     context_form: tuple[str, ...] | None = None
     ep: tuple[int, ...] | None = None
     etp: tuple[int, ...] | None = None
+    tp_rows: tuple[int, ...] | None = None
     micro_batch_size: tuple[int, ...] | None = None
     virtual_stages: tuple[int, ...] | None = None
     schedule: tuple[str, ...] | None = None
@@ -87,6 +88,13 @@ pin_options = together(
         Whole("etp"),
         "N,..",
         "Tensor parallel degrees of every expert allowed: 1 or tp.",
+    ),
+    pin(
+        "--tp-rows",
+        Whole("tp_rows"),
+        "N,..",
+        "Rows of a grid of tensor parallel ranks allowed, which divides products in two dims. "
+        "[default: 1, and others where the stack runs it]",
     ),
     pin(
         "--micro-batch-size",

@@ -81,6 +81,7 @@ def layout_of(request: Request, by_hand: LayoutOptions) -> ParallelLayout:
             context_form=ContextForm(form or ContextForm.RING) if cp > 1 or form else None,
             ep=by_hand.ep,
             etp=by_hand.etp,
+            tp_rows=by_hand.tp_rows,
             order=MeshOrder(by_hand.mesh_order or MeshOrder.PP_DP_TP),
         ),
         schedule=schedule,

@@ -24,7 +24,7 @@ from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import ModelSpec
 from parplan.profiles.stack import ContextForm
 
-_OF_MESHES = ("pp", "dp", "cp", "tp", "ep", "etp", "context_form")
+_OF_MESHES = ("pp", "dp", "cp", "tp", "ep", "etp", "context_form", "tp_rows")
 
 
 def require_possible(request: Request) -> None:

@@ -133,6 +133,7 @@ def constraints_of(
         ),
         ep=pins.ep,
         etp=pins.etp,
+        tp_rows=pins.tp_rows,
         micro_batch_size=pins.micro_batch_size,
         virtual_stages=pins.virtual_stages,
         zero=pins.zero,

@@ -74,6 +74,8 @@ class Mesh(HashedOnce):
     ep, etp: the experts of a block are divided over ep x etp of the dp x cp x tp ranks of a stage,
         which are neighbours: over ep ranks by whole experts, and each expert over etp ranks, which
         divide tp: 1 or tp where plans are searched or run. The other ranks hold copies
+    tp_rows: rows of the grid of tensor-parallel ranks that divides products in two dims (EQUATIONS
+        T7), whose columns are neighbours; 1 where they are one row, as in Megatron
     """
 
     __pydantic_config__ = _FORBID
@@ -87,6 +89,7 @@ class Mesh(HashedOnce):
     etp: int = 1
     order: MeshOrder = MeshOrder.PP_DP_TP
     context_form: ContextForm | None = None
+    tp_rows: int = 1
 
     def __post_init__(self) -> None:
         coerce_choice(self, "order", MeshOrder, where="mesh")
@@ -105,6 +108,7 @@ class Mesh(HashedOnce):
                 f"mesh: etp is {self.etp}, it must divide tp {self.tp}",
                 hint="an expert is whole, or tensor-parallel ranks divide it",
             )
+        self._require_grid()
         ranks = self.ranks_per_stage
         if self.ep < 1 or ranks % (self.ep * self.etp):
             divided = f"ep {self.ep}" + (f" x etp {self.etp}" if self.etp > 1 else "")
@@ -120,13 +124,35 @@ class Mesh(HashedOnce):
                 hint=f"use the order {MeshOrder.PP_DP_TP}, or {name} 1",
             )
 
+    def _require_grid(self) -> None:
+        if self.tp_rows == 1:
+            return
+        if self.tp_rows < 1 or self.tp % self.tp_rows or self.tp_rows == self.tp:
+            raise ConfigError(
+                f"mesh: tp_rows is {self.tp_rows}, it must divide tp {self.tp} into rows of two "
+                "ranks or more",
+                hint="use 2 for tp 4, or 1 for one row",
+            )
+        if self.cp > 1 or self.ep * self.etp > 1:
+            raise ConfigError(
+                f"mesh: tp_rows is {self.tp_rows} with cp {self.cp}, ep {self.ep} and etp "
+                f"{self.etp}; 2-D tensor parallelism divides dense models with whole sequences",
+                hint="use tp_rows 1, or cp, ep and etp 1",
+            )
+
     def __str__(self) -> str:
         context = f" x cp {self.cp} ({self.context_form})" if self.cp > 1 else ""
         experts = f" (ep {self.ep})" if self.ep > 1 else ""
         if self.etp > 1:
             experts = f" (ep {self.ep} x etp {self.etp})"
         order = "" if self.order is MeshOrder.PP_DP_TP else f" in order {self.order}"
-        return f"pp {self.pp} x dp {self.dp}{context} x tp {self.tp}{experts}{order}"
+        grid = f" ({self.tp_rows} x {self.tp_columns})" if self.tp_rows > 1 else ""
+        return f"pp {self.pp} x dp {self.dp}{context} x tp {self.tp}{grid}{experts}{order}"
+
+    @property
+    def tp_columns(self) -> int:
+        """The columns of the grid of tensor-parallel ranks, all of them where there is one row."""
+        return self.tp // self.tp_rows
 
     @property
     def replicas(self) -> int:

@@ -19,6 +19,7 @@ from parplan.costmodels.communication.redistribution import redistribute
 from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.context_parallel import context_time
 from parplan.costmodels.layers.exchange_windows import ExchangeWindows, exchange_windows
+from parplan.costmodels.layers.grid_products import grid_moves
 from parplan.costmodels.layers.tensor_flow import (
     Edges,
     TensorFlow,
@@ -29,7 +30,7 @@ from parplan.costmodels.operators.compute import FREE, OperatorTime, operator_ti
 from parplan.costmodels.operators.host_launch import launch_s, more_launches
 from parplan.costmodels.operators.operator_kernels import gathered_bytes
 from parplan.costmodels.operators.sharding import PARTIAL, Place, Sharding
-from parplan.profiles.elementwise import anywhere, key_of, larger_of
+from parplan.profiles.elementwise import Number, anywhere, key_of, larger_of
 from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.models.operator_graph import (
     LayerClass,
@@ -147,6 +148,10 @@ class StageAxes:
         reader   the product that reads what is gathered, which may read a cast of it
         """
         num_bytes = gathered_bytes(tensor, reader, self.training) if reader else tensor.num_bytes
+        return self.moved_bytes(num_bytes, source, target)
+
+    def moved_bytes(self, num_bytes: Number, source: Place, target: Place) -> Seconds:
+        """Seconds to redistribute a tensor of so many bytes in all."""
         return self.once(
             (key_of(num_bytes), source, target),
             lambda: self.machine.corrected(
@@ -216,7 +221,18 @@ def own_communication(
         return FREE
     else:
         time = _ending_time(operator, sharding, alone, inside)
+    if sharding.rows > 1:
+        time = time.plus(_grid_time(operator, sharding, inside))
     return time if operator.gradient else OperatorTime(time.forward, ZERO)
+
+
+def _grid_time(operator: Operator, sharding: Sharding, inside: StageAxes) -> OperatorTime:
+    """Gathers of weights and sums of norms over a grid of ranks, unhidden (EQUATIONS T7)."""
+    forward, backward = grid_moves(operator, sharding, inside.training)
+    return OperatorTime(
+        _sum(inside.moved_bytes(*each) for each in forward),
+        _sum(inside.moved_bytes(*each) for each in backward),
+    )
 
 
 def _ending_time(
@@ -246,16 +262,22 @@ def _whole_where_partial(summed: Place, ended: Place) -> bool:
     return bool(ends) and not any(ends)
 
 
+def loss_places(operator: Operator, sharding: Sharding) -> tuple[Place, Place]:
+    """The placements of a number of each token before the ranks of a vocabulary sum it, and then.
+
+    It stays with the tokens of a rank.
+    """
+    dims = [split.dim for split in sharding.splits(operator)]
+    summed = tuple(PARTIAL if dim == operator.parallel_dim else dim for dim in dims)
+    return summed, tuple(None if place == PARTIAL else place for place in summed)
+
+
 def _loss_reductions(operator: Operator, sharding: Sharding, inside: StageAxes) -> OperatorTime:
     """Vocabulary-parallel cross entropy reduces three numbers per token.
 
     They are the maximum, the target's logit and the sum.
     """
-    partial = tuple(
-        PARTIAL if split.dim == operator.parallel_dim else None
-        for split in sharding.splits(operator)
-    )
-    once = inside.moved(operator.outputs[0], partial, (None,) * len(partial))
+    once = inside.moved(operator.outputs[0], *loss_places(operator, sharding))
     return OperatorTime(once.scaled(LOSS_REDUCTIONS), ZERO) if anywhere(once.value_s) else FREE
 
 

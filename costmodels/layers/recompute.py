@@ -309,7 +309,7 @@ def gradient_bytes(operator: Operator, sharding: Sharding, stack: Stack) -> int:
 
     Stored scores have two, after and before the softmax. A frozen parameter has none, and one in 8
     bits is there in 16 bits instead. Without a backward pass the bytes are those of the forward
-    pass: inputs and outputs.
+    pass: inputs and outputs. A weight that the rows of a grid hold in parts is gathered beside.
     """
     inputs = sum(sharding.tensor_bytes(operator, tensor) for tensor in operator.inputs)
     outputs = sum(
@@ -317,8 +317,10 @@ def gradient_bytes(operator: Operator, sharding: Sharding, stack: Stack) -> int:
         for tensor in operator.outputs
     )
     has_weights = operator.trained or any(p.quantised for p in operator.parameters)
+    used = sharding.used_elements(operator)
+    gathered = used if used > sharding.parameter_elements(operator) else 0
     parameters: int = addable(
-        (sharding.parameter_elements(operator) if has_weights else 0)
+        ((used if has_weights else 0) + gathered)
         * max((t.element_bytes for t in operator.outputs), default=0)
     )
     scores = next((sharding.tensor_bytes(operator, t) for t in operator.saved if t.has("keys")), 0)

@@ -450,7 +450,7 @@ def _embedding(operator: Operator, sizes: LocalSizes, training: TrainingSpec) ->
     also zeroes, reads and writes the gradient of this rank's part of the table.
     """
     n_bytes = sum(sizes.made_bytes(operator, tensor) for tensor in operator.outputs)
-    table_bytes = TABLE_PASSES * training.precision.num_bytes * sizes.parameter_elements(operator)
+    table_bytes = TABLE_PASSES * training.precision.num_bytes * sizes.used_elements(operator)
     parts = (
         StreamKernel("embedding", "embedding", BACKWARD, n_bytes),
         StreamKernel("table", "elementwise", BACKWARD, table_bytes),

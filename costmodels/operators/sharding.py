@@ -35,7 +35,9 @@ from parplan.profiles.stack import ContextForm, TowerDivision
 
 PARTIAL = "partial"  # a placement: every rank holds a summand
 BATCH = "batch"
+HIDDEN = "hidden"
 BLOCK_INPUT = "block_input"  # what a layer of a tower reads of the one before it
+GRID = ("tp_rows", "tp_columns")  # the axes of a grid of tensor-parallel ranks
 SCATTERED = (BATCH, "sequence")  # dims that the executor can reduce-scatter partial sums over
 # placement of a tensor, by axis: the divided dim, None where every rank holds it whole, or PARTIAL
 Place = tuple[str | None, ...]
@@ -94,6 +96,9 @@ class Sharding(HashedOnce):
                        is then that of all these ranks; 1 where data parallelism is no axis
     tower              of a layer of a tower: the way in which the tensor-parallel ranks run it
     reads_tower        that way, of the layer behind the tower, which the ranks divide as a block
+    rows               the ranks of the first of two `axes`, which divide the batch; all weights of
+                       products and tables are divided over them besides, and gathered when they are
+                       used (EQUATIONS T7). 1 where the ranks are no grid
     """
 
     __hash__ = HashedOnce.__hash__
@@ -110,6 +115,7 @@ class Sharding(HashedOnce):
     context_form: ContextForm | None = None
     tower: TowerDivision = TowerDivision.TENSOR
     reads_tower: TowerDivision = TowerDivision.TENSOR
+    rows: int = 1
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -149,6 +155,8 @@ class Sharding(HashedOnce):
         """The placement of activations between layers."""
         if self.tower is not TowerDivision.TENSOR:
             return self._of_tower(self.tower)
+        if self.rows > 1:
+            return (BATCH, HIDDEN)
         inside = ("sequence" if self.sequence_parallel else None,) * len(self.axes or (self.tp,))
         return (BATCH, *inside) if self.data > 1 else inside
 
@@ -175,6 +183,8 @@ class Sharding(HashedOnce):
                 return splits
         if self.tower is not TowerDivision.TENSOR:
             return tuple(map(Split, self._of_tower(self.tower)))
+        if self.rows > 1:
+            return Split(BATCH), grid_split(operator)
         dim = operator.parallel_dim
         whole = dim == EXPERT_WIDTH and self.etp == 1
         if whole or (operator.whole_where_uneven and self._is_uneven(operator)):
@@ -252,7 +262,14 @@ class Sharding(HashedOnce):
         The matrices of several experts lie one under the other, of hidden features by width in both
         products, and their biases side by side.
         """
-        shape = tuple(-(-dim.size // self.parts(operator, dim.name)) for dim in parameter.dims)
+        stored = self.over_rows(operator, parameter)
+        shape = tuple(
+            -(
+                -dim.size
+                // (self.parts(operator, dim.name) * (self.rows if dim.name == stored else 1))
+            )
+            for dim in parameter.dims
+        )
         if not parameter.of_experts:
             return shape
         experts, *matrix = shape
@@ -268,6 +285,19 @@ class Sharding(HashedOnce):
             for parameter in operator.parameters
         )
 
+    def over_rows(self, operator: Operator, parameter: Parameter) -> str | None:
+        """The dim by which the rows of a grid divide a parameter, None where each has the same."""
+        if self.rows == 1 or len(parameter.dims) == 1:
+            return None
+        dim = operator.contracted if operator.kind is OperatorKind.MATMUL else HIDDEN
+        stored = operator.kind in (OperatorKind.MATMUL, OperatorKind.EMBEDDING)
+        return dim if stored else None
+
+    def used_elements(self, operator: Operator) -> int:
+        """Elements of the operator's parameters on one rank when it uses them."""
+        stored = any(self.over_rows(operator, each) for each in operator.parameters)
+        return self.parameter_elements(operator) * (self.rows if stored else 1)
+
     def summed_axes(self, operator: Operator, parameter: Parameter) -> tuple[int, ...]:
         """The axes over which a parameter's gradient is a sum: they split a dim that it lacks.
 
@@ -282,6 +312,7 @@ class Sharding(HashedOnce):
             # ranks with parts of an expert have the same rows, but for an adapter's whole matrix
             and (not parameter.of_experts or split.dim in SCATTERED)
             and not (axis == 0 and self.data > 1)
+            and not (axis == 0 and self.over_rows(operator, parameter))
             and split.dim is not None
             and parameter.tensor_dim(split.dim) is None
         )
@@ -333,6 +364,8 @@ class LocalSizes(Protocol):
 
     def parameter_elements(self, operator: Operator) -> Number: ...
 
+    def used_elements(self, operator: Operator) -> Number: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Shardings:
@@ -370,6 +403,9 @@ class Shardings:
     def parameter_elements(self, operator: Operator) -> Number:
         return np.array([each.parameter_elements(operator) for each in self.each])
 
+    def used_elements(self, operator: Operator) -> Number:
+        return np.array([each.used_elements(operator) for each in self.each])
+
     def _divided(self, size: Number, parts: Callable[[Sharding], int]) -> Number:
         return -(-size // np.array([parts(each) for each in self.each]))
 
@@ -390,6 +426,17 @@ def _where(operator: Operator, tensor: Tensor, split: Split, *, ends: bool) -> s
 def placed_parts(place: Place, degrees: tuple[int, ...]) -> int:
     """The number of parts into which a tensor at `place` is divided."""
     return math.prod([p for p, at in zip(degrees, place, strict=True) if at not in (None, PARTIAL)])
+
+
+def grid_split(operator: Operator) -> Split:
+    """The split by the columns of a grid: of a product its output, of other operators the same.
+
+    A table has the columns' part of the vocabulary, and its sums end by hidden features.
+    """
+    made = operator.outputs[0].dims[-1].name
+    if operator.kind is OperatorKind.EMBEDDING:
+        return Split(operator.contracted, made)
+    return Split(operator.parallel_dim if operator.kind is OperatorKind.CROSS_ENTROPY else made)
 
 
 def megatron_split(operator: Operator, dim: str | None, *, sequence_parallel: bool) -> Split:
@@ -516,7 +563,7 @@ def divides(operator: Operator, splits: Splits, degrees: tuple[int, ...]) -> Num
 class Placements:
     """DTensor placements, as `Shard(0)@tp`: over the data-parallel axis, and the tensor-parallel.
 
-    An axis without an entry is Replicate.
+    Those of a grid are over `GRID`. An axis without an entry is Replicate.
     """
 
     parameters: dict[str, tuple[str, ...]]
@@ -527,10 +574,13 @@ class Placements:
 def placements(operator: Operator, sharding: Sharding) -> Placements:
     """The placements of an operator's parameters, input and output.
 
-    The sharding has one tensor-parallel axis, and the data-parallel axis where it divides that.
+    The sharding has one tensor-parallel axis, and the data-parallel axis where it divides that, or
+    the rows and columns of a grid of tensor-parallel ranks.
     Activations are [batch, sequence, feature]: `Shard(2)@tp` splits features, `Shard(1)@tp` tokens.
     """
-    axes = ("dp", "tp") if sharding.data > 1 else ("tp",)
+    axes: tuple[str, ...] = ("dp", "tp") if sharding.data > 1 else ("tp",)
+    if sharding.rows > 1:
+        axes = GRID
 
     def entries(dims: Iterable[int | None]) -> tuple[str, ...]:
         return tuple(
@@ -546,11 +596,15 @@ def placements(operator: Operator, sharding: Sharding) -> Placements:
 
     splits = sharding.splits(operator)
     scalar = operator.kind is OperatorKind.CROSS_ENTROPY  # the loss of the tokens is one sum
+
+    def held(parameter: Parameter) -> tuple[str, ...]:
+        dims = [split.dim for split in splits]
+        if sharding.rows > 1:
+            dims[0] = sharding.over_rows(operator, parameter)
+        return entries(map(parameter.tensor_dim, dims))
+
     return Placements(
-        parameters={
-            parameter.name: entries(parameter.tensor_dim(split.dim) for split in splits)
-            for parameter in operator.parameters
-        },
+        parameters={parameter.name: held(parameter) for parameter in operator.parameters},
         input=activation(operator.inputs),
         output=() if scalar else activation(operator.outputs),
     )

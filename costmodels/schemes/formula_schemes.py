@@ -11,10 +11,10 @@ gradients of the parameters that a device holds once a step.
     asynchronous        workers do not wait for one another: the server or the compute decides
     local SGD           H local steps, then an all-reduce of the fp32 parameters (Stich 2019, arXiv
                         1805.09767)
-    2-D, n = q q        each product: all-gathers of X over a row and of W over a column, in the
-                        backward pass twice as much (SUMMA; Xu et al. 2021, arXiv 2104.05343)
-    2.5-D, n = q q d    the same on each of d layers, with b / d, and an all-reduce of weight
-                        gradients over d (Wang et al. 2021, arXiv 2105.14500)
+    2.5-D, n = q q d    each product: all-gathers of X over a row and of W over a column, in the
+                        backward pass twice as much (2-D, EQUATIONS T7) on each of d layers, with
+                        b / d, and an all-reduce of weight gradients over d (Wang et al. 2021,
+                        arXiv 2105.14500)
     3-D, n = l l l      each product: all-gathers of X and of W and a reduce-scatter of Y, each over
                         l, in the backward pass twice as much (Bian et al. 2021, arXiv 2105.14450)
 """
@@ -236,11 +236,6 @@ def with_copies(cost: SchemeCost, case: SchemeCase, parts: int) -> SchemeCost:
         comm_s=cost.comm_s + case.summed_s(summed, d, case.num_devices),
         sent_bytes=cost.sent_bytes + 2 * (d - 1) / d * summed,
     )
-
-
-def tensor_2d(case: SchemeCase) -> SchemeCost:
-    """Products on a square of devices (SUMMA)."""
-    return _summa(case, _root(case.num_devices, 2, "2-D tensor parallelism"), 1)
 
 
 def tensor_25d(case: SchemeCase) -> SchemeCost:

@@ -23,14 +23,15 @@ from parplan.costmodels.host.host_embedding import TOKEN_BYTES, HostEmbedding
 from parplan.costmodels.host.state_location import ChunkCommunication
 from parplan.costmodels.layers.chunked_layer import BROADCAST_GATHERS
 from parplan.costmodels.layers.context_parallel import ContextCall, context_calls
-from parplan.costmodels.layers.layer_price import LOSS_REDUCTIONS
+from parplan.costmodels.layers.grid_products import grid_moves
+from parplan.costmodels.layers.layer_price import LOSS_REDUCTIONS, loss_places
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.layers.model_states import SUMMED, LocalParameters
 from parplan.costmodels.layers.sub_pipeline import HALVES
 from parplan.costmodels.layers.tensor_flow import TensorFlow, leaving_tensor, tensor_flows_of
 from parplan.costmodels.operators.kernels import FP32_BYTES
 from parplan.costmodels.operators.operator_kernels import gathered_bytes
-from parplan.costmodels.operators.sharding import PARTIAL, Place, Sharding
+from parplan.costmodels.operators.sharding import GRID, PARTIAL, Place, Sharding
 from parplan.costmodels.price_cache import PriceCache, table_of
 from parplan.costmodels.schedules.actions import ActionKind
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy, in_chunks
@@ -133,7 +134,7 @@ def _add_layer(
         batch = layout.micro_batch_size * sharding.data // parts
         sending = price_cache.graph(batch, sharding.part).layer_class(choice.kind)
         for move in layer_moves(sending, sharding, recomputed, price_cache.training):
-            axis = Axis.DP if sharding.data > 1 and move.axis == 0 else Axis.TP
+            axis = _axis_of(move, sharding)
             tally.add(axis, move.collective, move.num_bytes, parts * layout.num_micro_batches)
         for num_bytes in _summed_inside(choice, layer, layout, price_cache):
             tally.add(Axis.TP, Collective.ALL_REDUCE, num_bytes)
@@ -157,6 +158,13 @@ def _add_layer(
             unchunked_prices(layout, price_cache),
             ahead if recomputed else 0,
         )
+
+
+def _axis_of(move: RedistributionStep, sharding: Sharding) -> str:
+    """Returns the mesh axis over which ranks inside a stage communicate."""
+    if sharding.rows > 1:
+        return GRID[move.axis]
+    return Axis.DP if sharding.data > 1 and move.axis == 0 else Axis.TP
 
 
 def _add_lookup(
@@ -235,13 +243,10 @@ def forward_moves(
     """
     for edge in _edges(layer, operator, sharding):
         yield from _read(edge, sharding, training)
+    yield from _grid(operator, sharding, training, backward=False)
     if operator.kind is OperatorKind.CROSS_ENTROPY:
-        partial = tuple(
-            PARTIAL if split.dim == operator.parallel_dim else None
-            for split in sharding.splits(operator)
-        )
-        whole = (None,) * len(partial)
-        yield from list(_moved(operator.outputs[0], partial, whole, sharding)) * LOSS_REDUCTIONS
+        summed, whole = loss_places(operator, sharding)
+        yield from list(_moved(operator.outputs[0], summed, whole, sharding)) * LOSS_REDUCTIONS
         return
     for tensor in operator.outputs:
         summed = sharding.place_inside(operator, tensor)
@@ -259,6 +264,7 @@ def backward_moves(
         if edge.gathers(sharding.degrees) and operator.saved and not is_frozen:
             yield from _read(edge, sharding, training)
         yield from _moved(edge.tensor, edge.gradient, edge.source, sharding)
+    yield from _grid(operator, sharding, training, backward=True)
     if operator.kind is OperatorKind.CROSS_ENTROPY:
         return
     for tensor in operator.outputs:
@@ -268,6 +274,15 @@ def backward_moves(
             target = tuple(None if place == PARTIAL else place for place in summed)
             num_bytes = gathered_bytes(tensor, operator, training)
             yield from moves(num_bytes, ended, target, sharding.degrees)
+
+
+def _grid(
+    operator: Operator, sharding: Sharding, training: TrainingSpec, *, backward: bool
+) -> Iterator[RedistributionStep]:
+    """Yields the gathers and sums over a grid of tensor-parallel ranks (EQUATIONS T7)."""
+    if sharding.rows > 1:
+        for num_bytes, source, target in grid_moves(operator, sharding, training)[backward]:
+            yield from moves(num_bytes, source, target, sharding.degrees)
 
 
 def _exchanges(layer: LayerClass, sharding: Sharding, recomputed: tuple[str, ...]) -> Iterator[int]:

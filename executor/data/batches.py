@@ -215,7 +215,8 @@ def _check_ids(least: int, largest: int, vocab_size: int, path: Path) -> None:
 
 def sequences_of(plan: Plan, dp_rank: int, sequence: Sequence) -> Callable[[int], Tensor]:
     """Returns a function from the step to what `sequence` has of each row of a replica."""
-    size, shares = plan.pipeline.micro_batch_size, plan.pipeline.micro_batches(plan.mesh.dp)
+    shares = plan.pipeline.micro_batches(plan.mesh.dp)
+    size = plan.training.global_batch_size // sum(shares)
     rows, before = size * shares[dp_rank], size * sum(shares[:dp_rank])
 
     def batch(step: int) -> Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from parplan.executor.rules.chunk_rules import CHUNKS
 from parplan.executor.rules.context_rules import CONTEXT
+from parplan.executor.rules.grid_rules import grid_rule
 from parplan.executor.rules.layer_rules import LAYERS
 from parplan.executor.rules.over_data_rules import over_data_rule
 from parplan.executor.rules.overlap_rules import halves
@@ -24,6 +25,7 @@ from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.transformer import build_graph
 
 RULES: tuple[Rule, ...] = (
+    grid_rule,
     *SCHEDULE,
     *TRAINING,
     *TOWERS,

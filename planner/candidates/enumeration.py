@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from parplan.costmodels.communication.mesh import Mesh, illegal_expert_parallel
+from parplan.costmodels.divided_weights import illegal_grid
 from parplan.costmodels.host.state_location import Access
 from parplan.costmodels.layers.context_parallel import illegal_context
 from parplan.costmodels.layers.recompute import Recompute
@@ -122,7 +123,11 @@ def illegal_layout(
             f"{model.num_blocks} layers, or two more, are not a multiple of "
             f"pp {mesh.pp} x {layout.virtual_stages} virtual stages"
         )
-    return illegal_tokens(layout, model, training) or illegal_overlap(layout, model, training)
+    return (
+        illegal_tokens(layout, model, training)
+        or illegal_overlap(layout, model, training)
+        or illegal_grid(layout, model, training)
+    )
 
 
 def illegal_by_hand(
@@ -139,7 +144,7 @@ def illegal_by_hand(
     """
     mesh = layout.mesh
     return (
-        illegal_tensor_parallel(mesh.tp, model, cluster, across_nodes=True)
+        illegal_tensor_parallel(mesh.tp, model, cluster, across_nodes=True, rows=mesh.tp_rows)
         or illegal_expert_parallel(mesh, model)
         or illegal_context(mesh, model, cluster)
         or illegal_layout(layout, model, training, unlike_stages=unlike_stages)
@@ -251,7 +256,8 @@ def _layouts(mesh: Mesh, request: Request) -> Iterator[ParallelLayout | Pruned]:
                 "gpipe takes as long as 1f1b and holds more; --schedule gpipe",
             )
         for schedule, virtual_stages in _schedules(mesh, model, num_micro_batches, pins):
-            for sequence_parallel in (False, True) if mesh.tp > 1 else (False,):
+            plain = mesh.tp == 1 or mesh.tp_rows > 1
+            for sequence_parallel in (False,) if plain else (False, True):
                 layout = ParallelLayout(
                     mesh=mesh,
                     schedule=schedule,
@@ -272,6 +278,8 @@ def _levels(layout: ParallelLayout, request: Request) -> Iterator[ParallelLayout
     """Yields the layout at each pinned level of sub-pipelining, or at each that the stack runs."""
     model, pins = request.model, request.constraints
     levels = pins.tp_overlap
+    if levels is None and layout.mesh.tp_rows > 1:
+        levels = (0,)
     if levels is None:
         levels = tuple(range(request.training.stack.tp_overlap + 1))
     for level in levels if layout.mesh.tp > 1 else (0,):

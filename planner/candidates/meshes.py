@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 from parplan.costmodels.communication.mesh import (
@@ -34,12 +34,17 @@ class Pruned:
 
 
 def illegal_tensor_parallel(
-    tp: int, model: ModelSpec, cluster: Cluster, *, across_nodes: bool
+    tp: int, model: ModelSpec, cluster: Cluster, *, across_nodes: bool, rows: int = 1
 ) -> str | None:
-    """Returns why `tp` cannot shard this model on this cluster, or None."""
+    """Returns why `tp` cannot shard this model on this cluster, or None.
+
+    rows    those of a grid, whose columns alone divide these sizes
+    """
+    columns = tp // rows
     for name, size in model.tensor_parallel_sizes:
-        if size % tp:
-            return f"tp {tp} does not divide the {size} {name}"
+        if size % columns:
+            of_grid = f" in {rows} rows" if rows > 1 else ""
+            return f"tp {tp}{of_grid} does not divide the {size} {name}"
     if not across_nodes and (tp > cluster.gpus_per_node or cluster.gpus_per_node % tp):
         return (
             f"tp {tp} does not fit inside a node of {cluster.gpus_per_node} GPUs "
@@ -80,9 +85,29 @@ def meshes(request: Request) -> Iterator[Mesh | Pruned]:
     model, cluster = request.model, request.cluster
     pins, stack = request.constraints, request.training.stack
     orders = pins.mesh_order or tuple(map(MeshOrder, stack.mesh_orders))
-    gpus = cluster.num_gpus
+    for plain in _plain_meshes(request):
+        excluded = (
+            excluded_mesh(plain, pins, model.num_blocks, "layers")
+            or illegal_tensor_parallel(
+                plain.tp, model, cluster, across_nodes=pins.tp_across_nodes, rows=plain.tp_rows
+            )
+            or illegal_expert_parallel(plain, model)
+            or illegal_context(plain, model, cluster)
+            or _not_alone(plain, stack)
+        )
+        if excluded:
+            yield Pruned(str(plain), excluded)
+            continue
+        for mesh in distinct_orders(plain, orders, cluster.unit_gpus):
+            excluded = excluded_order(mesh, pins)
+            yield Pruned(str(mesh), excluded) if excluded else mesh
+
+
+def _plain_meshes(request: Request) -> Iterator[Mesh]:
+    """Yields the meshes of all GPUs in the order of ranks pp-dp-tp."""
+    gpus = request.cluster.num_gpus
+    model, stack = request.model, request.training.stack
     for tp in divisors(gpus):
-        reason = illegal_tensor_parallel(tp, model, cluster, across_nodes=pins.tp_across_nodes)
         for pp in divisors(gpus // tp):
             ranks = gpus // tp // pp
             for cp, form in _contexts(ranks, request):
@@ -90,19 +115,15 @@ def meshes(request: Request) -> Iterator[Mesh | Pruned]:
                     plain = Mesh(
                         pp=pp, dp=ranks // cp, cp=cp, tp=tp, ep=ep, etp=etp, context_form=form
                     )
-                    excluded = (
-                        excluded_mesh(plain, pins, model.num_blocks, "layers")
-                        or reason
-                        or illegal_expert_parallel(plain, model)
-                        or illegal_context(plain, model, cluster)
-                        or _not_alone(plain, stack)
-                    )
-                    if excluded:
-                        yield Pruned(str(plain), excluded)
-                        continue
-                    for mesh in distinct_orders(plain, orders, cluster.unit_gpus):
-                        excluded = excluded_order(mesh, pins)
-                        yield Pruned(str(mesh), excluded) if excluded else mesh
+                    yield plain
+                    if cp == ep * etp == 1:
+                        yield from (replace(plain, tp_rows=rows) for rows in _rows(tp, request))
+
+
+def _rows(tp: int, request: Request) -> Iterator[int]:
+    """Yields the numbers of rows of a grid of tensor-parallel ranks that are tried, beside one."""
+    if request.constraints.tp_rows or request.training.stack.tensor_grid:
+        yield from (rows for rows in divisors(tp) if 1 < rows < tp)
 
 
 def _not_alone(mesh: Mesh, stack: Stack) -> str | None:
@@ -132,7 +153,7 @@ def excluded_mesh(mesh: Mesh, pins: Constraints, num_layers: int, what: str) -> 
 
     what    the layers in words
     """
-    for names in (("pp", "dp", "cp", "tp"), ("ep",), ("etp",), ("context_form",)):
+    for names in (("pp", "dp", "cp", "tp"), ("ep",), ("etp",), ("context_form",), ("tp_rows",)):
         values = {name: getattr(mesh, name) for name in names}
         ban = pins.ban(**{name: value for name, value in values.items() if value is not None})
         if ban:

@@ -250,7 +250,7 @@ class Catalogue:
 
     def divides(self, sharding: Sharding) -> bool:
         """Returns whether operators may have other shardings than Megatron's."""
-        return self.free and sharding.ranks > 1 and not sharding.overlap
+        return self.free and sharding.ranks > 1 and not sharding.overlap and sharding.rows == 1
 
     def divides_ends(self, sharding: Sharding) -> bool:
         """Returns whether embedding and head may have other shardings than Megatron's."""
@@ -325,7 +325,7 @@ class Catalogue:
             ):
                 yield self.preset(level, b, sharding)
         divides = self.divides(sharding)
-        if not divides and not self.by_operator:
+        if not divides and (not self.by_operator or sharding.rows > 1):
             return
         problem = self.problem(b, replace(sharding, overlap=0), self.key)
         weight_layouts = self.weight_layouts(sharding)[: None if divides else 1]

@@ -220,7 +220,9 @@ def _splits(operator: Operator, name: str, layer_plan: LayerPlan, over: Sharding
     placed = layer_plan.operators.get(operator.name)
     splits = None
     if layer_plan.tower is not None:
-        return _of_tower(operator, name, layer_plan, over)
+        return _one_way(operator, name, layer_plan, over, f"tower {layer_plan.tower}")
+    if over.rows > 1:
+        return _one_way(operator, name, layer_plan, over, f"tp_rows {over.rows}")
     if placed is not None:
         placements = Placements(
             parameters=dict(placed.parameters), input=placed.input, output=placed.output
@@ -235,8 +237,13 @@ def _splits(operator: Operator, name: str, layer_plan: LayerPlan, over: Sharding
     return splits
 
 
-def _of_tower(operator: Operator, name: str, layer_plan: LayerPlan, over: Sharding) -> Splits:
-    """Returns the splits of an operator of a tower. Raises ConfigError for other placements."""
+def _one_way(
+    operator: Operator, name: str, layer_plan: LayerPlan, over: Sharding, of: str
+) -> Splits:
+    """Returns the splits of an operator that has one way. Raises ConfigError for others.
+
+    of    the choice that leaves one way, in words
+    """
     needed, placed = placements(operator, over), layer_plan.operators.get(operator.name)
     stated = None
     if placed is not None:
@@ -245,8 +252,7 @@ def _of_tower(operator: Operator, name: str, layer_plan: LayerPlan, over: Shardi
         )
     if stated != needed:
         raise ConfigError(
-            f"layer_plans.{name}.operators.{operator.name}: its placements are not those of "
-            f"tower {layer_plan.tower}",
+            f"layer_plans.{name}.operators.{operator.name}: its placements are not those of {of}",
             hint="make the plan again",
         )
     return over.splits(operator)

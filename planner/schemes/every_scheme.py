@@ -19,7 +19,6 @@ from parplan.costmodels.schemes.formula_schemes import (
     asynchronous_server,
     local_sgd,
     parameter_server,
-    tensor_2d,
     tensor_3d,
     tensor_25d,
 )
@@ -34,6 +33,7 @@ from parplan.planner.schemes.scheme_prices import (
     context_of_form,
     copies_of_degree,
     experts_of_degree,
+    grid_of_degree,
     interleaved,
     stages_of_degree,
     tensor_of_degree,
@@ -175,8 +175,7 @@ _TENSOR = (
         sends="3 M (q-1)/q2 sum(X + W)",
         holds="(p + g + 12) w/n + A/n",
         source="Xu et al. 2021, arXiv 2104.05343",
-        price=by_formula(tensor_2d),
-        searched=False,
+        price=by_search(grid_of_degree),
     ),
     Scheme(
         name="tensor 2.5-D",

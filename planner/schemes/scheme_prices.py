@@ -6,11 +6,13 @@ devices can run together has a price as well (EQUATIONS T6).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from parplan.costmodels.communication.collectives import Collective
 from parplan.costmodels.communication.mesh import Axis, Mesh
+from parplan.costmodels.operators.sharding import GRID
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.schemes.formula_schemes import Formula, SchemeCase, SchemeCost
@@ -187,6 +189,8 @@ def _ranks(sent: SentBytes, mesh: Mesh) -> int:
         return mesh.ep
     if sent.axis == EXPERT_COPIES:
         return mesh.expert_replicas
+    if sent.axis in GRID:
+        return dict(zip(GRID, (mesh.tp_rows, mesh.tp_columns), strict=True))[sent.axis]
     return mesh.replicas if sent.axis == Axis.DP else mesh.degree(Axis(sent.axis))
 
 
@@ -215,6 +219,14 @@ def copies_of_degree(given: SchemeInput, degree: int) -> Mesh:
 def tensor_of_degree(given: SchemeInput, degree: int) -> Mesh:
     """Returns the mesh of tensor parallelism over `degree` devices."""
     return Mesh(pp=1, dp=given.copies(degree), tp=degree)
+
+
+def grid_of_degree(given: SchemeInput, degree: int) -> Mesh:
+    """Returns the mesh of a square of tensor-parallel devices, of one where that is all."""
+    side = math.isqrt(degree)
+    if side * side != degree:
+        raise ConfigError(f"2-D tensor parallelism needs q x q devices, there are {degree}")
+    return Mesh(pp=1, dp=given.copies(degree), tp=degree, tp_rows=side)
 
 
 def stages_of_degree(given: SchemeInput, degree: int) -> Mesh:

@@ -50,6 +50,7 @@ PINS = (  # the easiest to give up last
     "context_form",
     "ep",
     "etp",
+    "tp_rows",
     "micro_batch_size",
     "zero",
     "tp_overlap",

@@ -118,7 +118,7 @@ _BY_NAME = {
     "allocator_share": Range(0, 1000),
 }
 _FLAGS = {
-    **dict.fromkeys(("pp", "dp", "tp", "ep"), DEVICES),
+    **dict.fromkeys(("pp", "dp", "tp", "tp_rows", "ep"), DEVICES),
     "neighbours": Range(2, 10_000_000),
     "num_points": Range(3, 1000),
 }

@@ -135,8 +135,36 @@ def document(instance: object) -> Any:
     return instance
 
 
-def json_schema(cls: type) -> dict[str, Any]:
+def json_schema(cls: Any) -> dict[str, Any]:
     """Returns the JSON Schema of the documents that `parse` takes for `cls`."""
     from pydantic import TypeAdapter
 
-    return TypeAdapter(cls).json_schema()
+    schema: dict[str, Any] = TypeAdapter(cls).json_schema()
+    return schema
+
+
+def output_schema(cls: Any) -> dict[str, Any]:
+    """Returns the JSON Schema of what `document` makes of `cls`: all keys are there, and no more.
+
+    cls    a dataclass, or a union of several
+    """
+    schema: dict[str, Any] = _complete(json_schema(cls))
+    return schema
+
+
+def _complete(schema: Any) -> Any:
+    """Returns a schema whose mappings need all their keys and take no others."""
+    if isinstance(schema, list):
+        return [_complete(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    body = {
+        keyword: {name: _complete(each) for name, each in value.items()}
+        if keyword in ("properties", "$defs")
+        else _complete(value)
+        for keyword, value in schema.items()
+        if keyword != "default"
+    }
+    if "properties" in body:
+        body |= {"required": list(body["properties"]), "additionalProperties": False}
+    return body

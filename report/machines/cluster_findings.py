@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -14,24 +15,77 @@ from parplan.costmodels.communication.collectives import (
     point_to_point_time,
 )
 from parplan.costmodels.communication.mesh import Placement
-from parplan.profiles.documents.schema import document
+from parplan.profiles.documents.schema import output_schema
 from parplan.profiles.inventory.cluster_check import Finding, Weight
 from parplan.profiles.machines.hardware import Cluster
+from parplan.profiles.machines.machine_catalog import cluster_document, cluster_schema
 from parplan.profiles.machines.measurements import Record
 from parplan.profiles.machines.shipped_profiles import Machine, machine_for
 from parplan.profiles.profiler.communication.comm_cases import shape_of
 from parplan.profiles.units import US_PER_S, format_bytes
+from parplan.report.json_result import JsonResult
 from parplan.report.text import percent, print_table, say
 
 
-def findings_rows(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedCollective:
+    """A collective that nccl-tests measured, and its price on the cluster.
+
+    bytes   of the message
+    error   share by which the price is longer than the measurement
+    """
+
+    collective: str
+    nodes: int
+    ranks_per_node: int
+    bytes: int
+    measured_us: float
+    priced_us: float
+    error: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FindingsDocument(JsonResult):
+    """The check of a cluster file.
+
+    findings      what is wrong, unlikely or missing, at which key, and one action for each
+    collectives   of the files of --nccl-tests
+    """
+
+    findings: tuple[Finding, ...]
+    collectives: tuple[ComparedCollective, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftDocument(JsonResult):
+    """A cluster file that was written.
+
+    cluster   the content of the file
+    """
+
+    path: str
+    cluster: Mapping[str, Any]
+
+
+def draft_document(path: str, cluster: Cluster) -> DraftDocument:
+    """Returns the cluster file that was written to `path` for `--json`."""
+    return DraftDocument(path=path, cluster=cluster_document(cluster))
+
+
+def draft_schema() -> dict[str, Any]:
+    """Returns the JSON Schema of `DraftDocument`, whose cluster is that of a cluster file."""
+    schema, cluster = output_schema(DraftDocument), cluster_schema()
+    definitions = cluster.pop("$defs")
+    schema["properties"]["cluster"] = {"$ref": f"#/$defs/{cluster['title']}"}
+    return {**schema, "$defs": {**definitions, cluster["title"]: cluster}}
+
+
+def findings_document(
     findings: Sequence[Finding], cluster: Cluster | None, records: Sequence[Record]
-) -> dict[str, Any]:
-    """Returns the findings and the compared collectives as JSON values."""
-    return {
-        "findings": [document(finding) for finding in findings],
-        "collectives": list(_compared(cluster, records)) if cluster is not None else [],
-    }
+) -> FindingsDocument:
+    """Returns the findings and the compared collectives for `--json`."""
+    compared = tuple(_compared(cluster, records)) if cluster is not None else ()
+    return FindingsDocument(findings=tuple(findings), collectives=compared)
 
 
 def print_findings(
@@ -56,13 +110,13 @@ def print_findings(
         ("collective", "nodes", "ranks a node", "bytes", "measured us", "priced us", "error"),
         [
             (
-                row["collective"],
-                str(row["nodes"]),
-                str(row["ranks_per_node"]),
-                format_bytes(row["bytes"]),
-                f"{row['measured_us']:,.1f}",
-                f"{row['priced_us']:,.1f}",
-                percent(row["error"]),
+                row.collective,
+                str(row.nodes),
+                str(row.ranks_per_node),
+                format_bytes(row.bytes),
+                f"{row.measured_us:,.1f}",
+                f"{row.priced_us:,.1f}",
+                percent(row.error),
             )
             for row in _compared(cluster, records)
         ],
@@ -71,8 +125,8 @@ def print_findings(
     )
 
 
-def _compared(cluster: Cluster, records: Sequence[Record]) -> Iterator[dict[str, Any]]:
-    """Yields one mapping for each measured collective, with its price on the cluster."""
+def _compared(cluster: Cluster, records: Sequence[Record]) -> Iterator[ComparedCollective]:
+    """Yields one row for each measured collective, with its price on the cluster."""
     machine = machine_for(cluster)
     for record in records:
         shape, n_bytes = shape_of(record.case), record.case.size("bytes")
@@ -82,15 +136,15 @@ def _compared(cluster: Cluster, records: Sequence[Record]) -> Iterator[dict[str,
             nodes=shape.nodes, ranks_per_node=shape.ranks_per_node, groups_per_node=shape.groups
         )
         priced_us = _price_s(record.case.work, n_bytes, where, machine) * US_PER_S
-        yield {
-            "collective": record.case.work,
-            "nodes": shape.nodes,
-            "ranks_per_node": shape.ranks_per_node,
-            "bytes": n_bytes,
-            "measured_us": measured_us,
-            "priced_us": priced_us,
-            "error": priced_us / measured_us - 1,
-        }
+        yield ComparedCollective(
+            collective=record.case.work,
+            nodes=shape.nodes,
+            ranks_per_node=shape.ranks_per_node,
+            bytes=n_bytes,
+            measured_us=measured_us,
+            priced_us=priced_us,
+            error=priced_us / measured_us - 1,
+        )
 
 
 def _price_s(work: str, n_bytes: int, where: Placement, machine: Machine) -> float:

@@ -12,6 +12,7 @@ from rich.console import Console
 from parplan.profiles.machines.measurements import CaseOutcome
 from parplan.profiles.machines.user_profile import UserProfile
 from parplan.profiles.units import format_number
+from parplan.report.json_result import JsonResult
 from parplan.report.text import joined, print_table, say
 
 WORST = 5  # printed cases of a curve
@@ -40,6 +41,56 @@ class CurveDifference:
     def worst(self) -> tuple[tuple[str, float], ...]:
         """Returns the cases whose ratios are farthest from 1, either way."""
         return tuple(sorted(self.ratios, key=lambda item: -max(item[1], 1 / item[1]))[:WORST])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangedFact:
+    """A fact of the machine or its software in which two profiles differ."""
+
+    a: str | int | float | Mapping[str, int] | None
+    b: str | int | float | Mapping[str, int] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangedFigure:
+    """A figure that both profiles have; the end of its name is its unit."""
+
+    a: float
+    b: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseRatio:
+    """A case and its seconds of the second profile over those of the first."""
+
+    case: str
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurveRatios:
+    """The ratios of a curve over the cases that both profiles have.
+
+    both            number of these cases
+    only_a, only_b  number of cases that only one of them has
+    farthest        the cases whose ratios are farthest from 1
+    """
+
+    name: str
+    both: int
+    only_a: int
+    only_b: int
+    median_ratio: float | None
+    farthest: tuple[CaseRatio, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileDiffDocument(JsonResult):
+    """The differences of two profiles: a, the first file, and b, the second."""
+
+    environment: Mapping[str, ChangedFact]
+    curves: tuple[CurveRatios, ...]
+    figures: Mapping[str, ChangedFigure]
 
 
 def compared(a: UserProfile, b: UserProfile) -> tuple[CurveDifference, ...]:
@@ -186,25 +237,27 @@ def _text(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def diff_document(a: UserProfile, b: UserProfile) -> dict[str, Any]:
-    """Returns the comparison as JSON values."""
-    return {
-        "environment": {
-            name: {"a": there, "b": here}
+def diff_document(a: UserProfile, b: UserProfile) -> ProfileDiffDocument:
+    """Returns the comparison for `--json`."""
+    return ProfileDiffDocument(
+        environment={
+            name: ChangedFact(a=there, b=here)
             for name, (there, here) in changed_environment(a, b).items()
         },
-        "curves": [
-            {
-                "name": each.name,
-                "both": len(each.ratios),
-                "only_a": each.only_a,
-                "only_b": each.only_b,
-                "median_ratio": each.median,
-                "farthest": [{"case": case, "ratio": ratio} for case, ratio in each.worst],
-            }
-            for each in compared(a, b)
-        ],
-        "figures": {
-            name: {"a": there, "b": here} for name, (there, here) in changed_figures(a, b).items()
+        curves=tuple(map(_curve_ratios, compared(a, b))),
+        figures={
+            name: ChangedFigure(a=there, b=here)
+            for name, (there, here) in changed_figures(a, b).items()
         },
-    }
+    )
+
+
+def _curve_ratios(each: CurveDifference) -> CurveRatios:
+    return CurveRatios(
+        name=each.name,
+        both=len(each.ratios),
+        only_a=each.only_a,
+        only_b=each.only_b,
+        median_ratio=each.median,
+        farthest=tuple(CaseRatio(case=case, ratio=ratio) for case, ratio in each.worst),
+    )

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from rich.console import Console
 
-from parplan.profiles.documents.schema import document
 from parplan.profiles.machines.curves import CollectiveCurve
 from parplan.profiles.machines.measured_points import curves_of
 from parplan.profiles.machines.measurements import CaseOutcome, Record
@@ -16,8 +14,6 @@ from parplan.profiles.machines.user_profile import ProfileEnvironment, UserProfi
 from parplan.profiles.units import GB, TERA, US_PER_S, format_bytes, format_number
 from parplan.report.machines.profile_series import CurveSeries, chip_of, series_of
 from parplan.report.text import joined, labelled, percent, print_table, say, seconds_text
-
-_MEMORY = ("allocator_share", "context_bytes", "communicator_bytes", "granularity_bytes")
 
 
 def print_profile(profile: UserProfile, out: Console) -> None:
@@ -247,41 +243,3 @@ def _first_line(record: Record) -> str:
 def rate_text(rate: float) -> str:
     """Formats a rate with three digits and no exponent: `1.29`, `154`, `1,810`."""
     return format_number(rate, 3)
-
-
-def profile_document(profile: UserProfile) -> dict[str, Any]:
-    """Returns the tables as JSON values: FLOP/s, bytes/s, seconds and bytes."""
-    curves = [
-        {
-            "name": series.name,
-            "points": len(series.points),
-            "fitted_points": series.curve.rows,
-            "kind": str(series.curve.kind),
-            "unit": "bytes_per_s" if series.unit == "GB/s" else "flops_per_s",
-            "first_sizes": list(series.points[0].sizes),
-            "first_rate": series.points[0].rate,
-            "last_sizes": list(series.points[-1].sizes),
-            "last_rate": series.points[-1].rate,
-            "median_error": series.curve.median_error,
-            "worst_error": series.curve.worst_error,
-        }
-        for series in series_of(profile)
-    ]
-    failures = [
-        {"case": record.case.key, "outcome": record.outcome.value, "detail": record.detail}
-        for record in profile.records
-        if record.outcome is not CaseOutcome.MEASURED
-    ]
-    return {
-        "device": profile.device,
-        "precision": profile.precision,
-        "environment": document(profile.environment),
-        "cases": len(profile.records),
-        "curves": curves,
-        "collectives": document(collectives_of(profile)),
-        "failures": failures,
-        "figures": figures_of(profile),
-        "memory": {name: getattr(profile, name) for name in _MEMORY},
-        "in_step": document(profile.profile.in_step) if profile.profile else None,
-        "contention": profile.profile.contention if profile.profile else None,
-    }

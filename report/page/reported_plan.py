@@ -11,8 +11,9 @@ from parplan.planner.plan.traced_plan import AnyPlan, model_name
 from parplan.planner.runs.held_activations import Moment
 from parplan.planner.runs.timelines import Timeline
 from parplan.planner.search.comparison import Comparison
+from parplan.profiles.documents.schema import document
 from parplan.report.plan_documents import plan_document
-from parplan.report.searches.comparison_tables import comparison_document
+from parplan.report.searches.comparison_document import comparison_document
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,5 +59,5 @@ class ReportedPlan:
     @cached_property
     def document(self) -> Mapping[str, Any]:
         """The numbers that the page may show: the plan file's, and `comparison` beside them."""
-        compared = self.comparison and comparison_document(self.comparison)
+        compared = self.comparison and document(comparison_document(self.comparison))
         return {**plan_document(self.plan), "comparison": compared}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 from rich.console import Console
 
@@ -14,9 +14,9 @@ from parplan.planner.plan.chunk_levels import CLASSES, ChunkLevel
 from parplan.planner.plan.derived import blocks_of
 from parplan.planner.plan.plan import ChunkGroup, ChunkPlan
 from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
-from parplan.profiles.documents.schema import document
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.units import format_bytes, gib, spans_text
+from parplan.report.json_result import JsonResult
 from parplan.report.text import gib_text, percent, print_table, say
 
 MOST_ROWS = 8  # fullest moments that are printed
@@ -25,6 +25,54 @@ _LOCATIONS = {
     StateLocation.OPTIMIZER: "optimizer on the host",
     StateLocation.HOST: "host",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkMoment:
+    """A moment of a step: bytes on the device, and bytes moved or sent around it.
+
+    work             pass of the moment: F forward, B backward
+    stage            virtual stage
+    part             part of the block, where it is used an operator at a time
+    again            true in a recompute
+    always_bytes     states of blocks whose home is the device
+    pool_bytes       parameter chunks of the host that are on the device
+    group_bytes      whole communication groups
+    other_bytes      activations, temporaries, gradients in transfer, states of embedding and head
+    in_bytes         to the device
+    out_bytes        to the host
+    gathered_bytes   gathered from other ranks
+    reduced_bytes    reduced over ranks
+    """
+
+    moment: int
+    work: str
+    stage: int
+    micro_batch: int
+    block: int
+    part: int
+    again: bool
+    always_bytes: int
+    pool_bytes: int
+    group_bytes: int
+    other_bytes: int
+    in_bytes: int
+    out_bytes: int
+    gathered_bytes: int
+    reduced_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkLevelsDocument(JsonResult):
+    """Every moment of a step on one pipeline rank.
+
+    stage          pipeline rank
+    device_bytes   bytes that tensors may fill
+    """
+
+    stage: int
+    device_bytes: int
+    moments: tuple[ChunkMoment, ...]
 
 
 def blocks_by_location(plan: AnyPlan) -> dict[tuple[int, StateLocation], list[int]]:
@@ -188,10 +236,30 @@ def _level_row(level: ChunkLevel, *, by_part: bool) -> tuple[str, ...]:
     )
 
 
-def levels_document(levels: Sequence[ChunkLevel], rank: int, budget_bytes: int) -> dict[str, Any]:
-    """Returns every moment as JSON values, in bytes."""
-    return {
-        "stage": rank,
-        "device_bytes": budget_bytes,
-        "moments": [document(level) for level in levels],
-    }
+def levels_document(
+    levels: Sequence[ChunkLevel], rank: int, budget_bytes: int
+) -> ChunkLevelsDocument:
+    """Returns every moment for `--json`, in bytes."""
+    return ChunkLevelsDocument(
+        stage=rank, device_bytes=budget_bytes, moments=tuple(map(_chunk_moment, levels))
+    )
+
+
+def _chunk_moment(level: ChunkLevel) -> ChunkMoment:
+    return ChunkMoment(
+        moment=level.moment,
+        work=level.work,
+        stage=level.stage,
+        micro_batch=level.micro_batch,
+        block=level.block,
+        part=level.part,
+        again=level.again,
+        always_bytes=level.always,
+        pool_bytes=level.pool,
+        group_bytes=level.gathered,
+        other_bytes=level.other,
+        in_bytes=level.in_bytes,
+        out_bytes=level.out_bytes,
+        gathered_bytes=level.gathered_bytes,
+        reduced_bytes=level.reduced_bytes,
+    )

@@ -1,10 +1,9 @@
-"""The answers to questions about a plan in sentences, and as JSON values."""
+"""The answers to questions about a plan in sentences."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from rich.console import Console
 
@@ -234,27 +233,3 @@ def _amount_text(factor: float, what: str) -> str:
     if factor == 2:
         return f"Twice the {what}"
     return f"{format_number(100 * (factor - 1), 2)} % more {what}"
-
-
-def explanation_document(plan: Plan, replies: Replies) -> dict[str, Any]:
-    """Returns the questions with their answers as JSON values."""
-    return {
-        "mesh": asdict(plan.mesh),
-        "step_time_s": _step_s(plan),
-        "parts": [asdict(part) for part in explanation(plan, replies)],
-        "questions": [_reply_document(question, reply) for question, reply in replies.items()],
-    }
-
-
-def _reply_document(question: PlanQuestion, reply: Reply) -> dict[str, Any]:
-    body: dict[str, Any] = {
-        "what": question.what,
-        "value": question.value,
-        "flips": question.flips,
-    }
-    if isinstance(reply, Flip):
-        body |= {"flips_at": reply.factor, "same_at": reply.last}
-    found = reply.plan if reply is not None else None
-    if found is None:
-        return {**body, "mesh": None}
-    return {**body, "mesh": asdict(found.mesh), "step_time_s": _step_s(found)}

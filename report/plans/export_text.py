@@ -3,13 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 from rich.console import Console
 
 from parplan.planner.export.exported import Export
 from parplan.profiles.units import gib
+from parplan.report.json_result import JsonResult
 from parplan.report.text import aligned, joined, say
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenFiles(JsonResult):
+    """The paths of the files that were written."""
+
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportPrice:
+    """Seconds of a step and GiB of the fullest GPU."""
+
+    step_s: float
+    peak_gib: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportLoss(ExportPrice):
+    """A part of the plan that the launcher cannot say, in words, with what that costs."""
+
+    what: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportDocument(WrittenFiles):
+    """An export, with the prices of the plan and of what the launcher will run.
+
+    source   whose arguments the files have
+    """
+
+    target: str
+    source: str
+    plan: ExportPrice
+    exported: ExportPrice
+    lost: tuple[ExportLoss, ...]
 
 
 def print_export(export: Export, model: str, out: Console) -> None:
@@ -30,19 +67,20 @@ def print_export(export: Export, model: str, out: Console) -> None:
         say(out, joined(words, " ", out.width, start="  lost      "))
 
 
-def export_document(export: Export, files: Sequence[str]) -> dict[str, Any]:
+def export_document(export: Export, files: Sequence[str]) -> ExportDocument:
     """Returns the export as JSON has it: seconds of a step, GiB of the fullest GPU."""
-    return {
-        "target": export.target.name,
-        "source": export.target.source,
-        "files": list(files),
-        "plan": _price(export.plan.price.step_s, export.plan.peak_bytes),
-        "exported": _price(export.configured.price.step_s, export.configured.peak_bytes),
-        "lost": [
-            {"what": loss.what, **_price(loss.step_s, loss.peak_bytes)} for loss in export.losses
-        ],
-    }
-
-
-def _price(step_s: float, peak_bytes: float) -> dict[str, float]:
-    return {"step_s": step_s, "peak_gib": gib(peak_bytes)}
+    plan, exported = (
+        ExportPrice(step_s=one.price.step_s, peak_gib=gib(one.peak_bytes))
+        for one in (export.plan, export.configured)
+    )
+    return ExportDocument(
+        target=export.target.name,
+        source=export.target.source,
+        files=tuple(files),
+        plan=plan,
+        exported=exported,
+        lost=tuple(
+            ExportLoss(what=loss.what, step_s=loss.step_s, peak_gib=gib(loss.peak_bytes))
+            for loss in export.losses
+        ),
+    )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal
 
 from parplan.costmodels.usage.goodput import Failures, Goodput
 from parplan.planner.plan.plan_goodput import plan_goodput
@@ -13,6 +13,29 @@ from parplan.profiles.units import counted, format_bytes, format_number
 from parplan.report.text import percent
 
 _UNITS = ((86_400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoodputDocument:
+    """The part of a cluster's time that remains for a run.
+
+    share          share of the time in which the run advances: running_share x ready_share
+    failure_s      seconds between two failures of the cluster
+    checkpoint_s   seconds to write a checkpoint, in which nothing is computed
+    interval_s     seconds of steps between two checkpoints
+    running_share  share of the time with enough nodes in which the run advances
+    spare_nodes    nodes that wait to replace a failed one
+    ready_share    share of the time in which enough nodes work
+    """
+
+    share: float
+    kind: Literal["analytic"] = "analytic"
+    failure_s: float
+    checkpoint_s: float
+    interval_s: float
+    running_share: float
+    spare_nodes: int
+    ready_share: float
 
 
 def span_text(seconds: float) -> str:
@@ -36,7 +59,14 @@ def goodput_facts(plan: AnyPlan, failures: Failures | None) -> Iterator[tuple[st
     )
 
 
-def goodput_document(result: Goodput) -> dict[str, Any]:
-    """Returns a goodput as JSON values, with its kind."""
-    figures = {name: round(value, 6) for name, value in asdict(result).items()}
-    return {"share": round(result.share, 6), "kind": "analytic", **figures}
+def goodput_document(result: Goodput) -> GoodputDocument:
+    """Returns a goodput for `--json`, with its kind."""
+    return GoodputDocument(
+        share=round(result.share, 6),
+        failure_s=round(result.failure_s, 6),
+        checkpoint_s=round(result.checkpoint_s, 6),
+        interval_s=round(result.interval_s, 6),
+        running_share=round(result.running_share, 6),
+        spare_nodes=result.spare_nodes,
+        ready_share=round(result.ready_share, 6),
+    )

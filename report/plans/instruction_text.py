@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 from rich.console import Console
 
@@ -14,6 +14,7 @@ from parplan.costmodels.schedules.instructions import (
 )
 from parplan.planner.plan.traced_plan import AnyPlan, model_name
 from parplan.profiles.units import counted
+from parplan.report.json_result import JsonResult
 from parplan.report.names import pipeline_phrases
 from parplan.report.text import aligned, joined, say
 
@@ -28,6 +29,27 @@ _KEY = (
     ("[a3>1 g0<1]", "a send and a receive as one batched operation"),
 )
 _VIRTUAL = ("2F3, 2a3>1", "of virtual stage 2, where a rank has several")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankInstructions:
+    """The instructions of a pipeline rank, in the words of `plan show --instructions`.
+
+    stages      virtual stages of the rank
+    exchanges   number of sends and receives that are one batched operation
+    """
+
+    rank: int
+    stages: tuple[int, ...]
+    exchanges: int
+    instructions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstructionsDocument(JsonResult):
+    """The instructions of pipeline ranks in a step."""
+
+    ranks: tuple[RankInstructions, ...]
 
 
 def instruction_text(instruction: Instruction, *, virtual: bool) -> str:
@@ -45,17 +67,19 @@ def instruction_text(instruction: Instruction, *, virtual: bool) -> str:
 
 def instructions_document(
     plan: AnyPlan, lists: Sequence[Sequence[Instruction]], ranks: Sequence[int]
-) -> list[dict[str, Any]]:
-    """Returns the instructions of `ranks` as JSON values; `lists` has those of every rank."""
-    return [
-        {
-            "rank": rank,
-            "stages": _stages(plan, rank),
-            "exchanges": _num_exchanges(lists[rank]),
-            "instructions": list(_texts(plan, lists[rank])),
-        }
-        for rank in ranks
-    ]
+) -> InstructionsDocument:
+    """Returns the instructions of `ranks` for `--json`; `lists` has those of every rank."""
+    return InstructionsDocument(
+        ranks=tuple(
+            RankInstructions(
+                rank=rank,
+                stages=tuple(_stages(plan, rank)),
+                exchanges=_num_exchanges(lists[rank]),
+                instructions=tuple(_texts(plan, lists[rank])),
+            )
+            for rank in ranks
+        )
+    )
 
 
 def print_instructions(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 from rich.console import Console
 
@@ -14,10 +14,48 @@ from parplan.planner.export.fields.arguments import Words
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import StageMemory
 from parplan.profiles.units import gib
+from parplan.report.json_result import JsonResult
 from parplan.report.text import say, seconds_text
 
 _LONG = 8  # numbers of a list that is written out
 _MUCH = 0.2  # share of a step in bubbles that is said
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTotal:
+    """The memory that a pipeline stage needs of its device."""
+
+    stage: int
+    total_gib: float
+    capacity_gib: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvisedChange:
+    """Arguments to change, and the step and the fullest GPU with them."""
+
+    change: str
+    step_s: float
+    peak_gib: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LauncherCheckDocument(JsonResult):
+    """The check of a launcher's configuration.
+
+    notes      sentences about arguments that are priced as others
+    slow       sentences about what is legal and slow
+    better     the single changes that gain most
+    together   the changes together, null where they do not help
+    """
+
+    step_s: float
+    fits: bool
+    notes: tuple[str, ...]
+    slow: tuple[str, ...]
+    stages: tuple[StageTotal, ...]
+    better: tuple[AdvisedChange, ...]
+    together: AdvisedChange | None
 
 
 def shortages(plan: Plan) -> tuple[StageMemory, ...]:
@@ -97,25 +135,25 @@ def _gain_text(plan: Plan, change: Change) -> str:
     return f"{seconds_text(step_s)} ({share:+.1%}), {gib(change.configured.peak_bytes):.1f} GiB"
 
 
-def check_document(plan: Plan, advised: Advice, remarks: Sequence[str]) -> dict[str, Any]:
-    """Returns the check as JSON has it: seconds, GiB."""
-    return {
-        "step_s": plan.predicted.step_time_s.value,
-        "fits": not shortages(plan),
-        "notes": list(remarks),
-        "slow": _warnings(plan),
-        "stages": [
-            {"stage": each.stage, "total_gib": each.total, "capacity_gib": each.capacity}
+def check_document(plan: Plan, advised: Advice, remarks: Sequence[str]) -> LauncherCheckDocument:
+    """Returns the check for `--json`: seconds, GiB."""
+    return LauncherCheckDocument(
+        step_s=plan.predicted.step_time_s.value,
+        fits=not shortages(plan),
+        notes=tuple(remarks),
+        slow=tuple(_warnings(plan)),
+        stages=tuple(
+            StageTotal(stage=each.stage, total_gib=each.total, capacity_gib=each.capacity)
             for each in plan.predicted.memory_gib
-        ],
-        "better": [_change_document(each) for each in advised.single],
-        "together": _change_document(advised.together) if advised.together else None,
-    }
+        ),
+        better=tuple(map(_advised, advised.single)),
+        together=_advised(advised.together) if advised.together else None,
+    )
 
 
-def _change_document(change: Change) -> dict[str, Any]:
-    return {
-        "change": _change_text(change),
-        "step_s": change.configured.price.step_s,
-        "peak_gib": gib(change.configured.peak_bytes),
-    }
+def _advised(change: Change) -> AdvisedChange:
+    return AdvisedChange(
+        change=_change_text(change),
+        step_s=change.configured.price.step_s,
+        peak_gib=gib(change.configured.peak_bytes),
+    )

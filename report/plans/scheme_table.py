@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
+from dataclasses import dataclass
 
 from rich.console import Console
 
 from parplan.planner.request import Request
 from parplan.planner.schemes.every_scheme import SCHEMES, PricedScheme, Scheme
 from parplan.profiles.units import GIB
+from parplan.report.json_result import JsonResult, fields_of
 from parplan.report.text import joined, print_table, say, seconds_text
 
 HEADING = ("scheme", "GPUs", "step", "comm", "wait", "sent", "states", "activ")
@@ -25,6 +25,68 @@ SYMBOLS = (
     "v virtual stages; k experts of a token; H local steps; AR, AG, RS, A2A, P2P seconds of a "
     "collective (C1 to C4), or B bytes a second. Copies of the n GPUs add AR(g w/n)."
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchemeStep:
+    """The price of one scheme in a step, for one GPU.
+
+    step_s              seconds of a step: the three below
+    compute_s, comm_s   seconds of compute, and of communication that it does not hide
+    wait_s              seconds in which a pipeline stage waits
+    sent_bytes          bytes that a GPU sends
+    states_bytes        parameters, gradients and optimizer states
+    activation_bytes    saved activations and temporaries at the peak
+    """
+
+    step_s: float
+    compute_s: float
+    comm_s: float
+    wait_s: float
+    sent_bytes: float
+    states_bytes: float
+    activation_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchemeFormulas:
+    """The formulas of a scheme: seconds of a step, bytes that a GPU sends and holds, their source.
+
+    `plan schemes --formulas` prints the meaning of the symbols.
+    """
+
+    time: str
+    sends: str
+    holds: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchemeRow:
+    """A scheme by itself at its greatest legal degree.
+
+    searched              false where no search uses the scheme
+    changes_convergence   true where its steps are other ones than those of one process
+    gpus                  over which the scheme divides, null without a price
+    copies                number of such groups, null without a price
+    cost                  null where the request cannot have the scheme; then `reason` says why
+    """
+
+    scheme: str
+    searched: bool
+    changes_convergence: bool
+    formulas: SchemeFormulas
+    gpus: int | None
+    copies: int | None
+    cost: SchemeStep | None
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchemesDocument(JsonResult):
+    """Every scheme of parallel training with its price."""
+
+    schemes: tuple[SchemeRow, ...]
 
 
 def print_schemes(priced: Sequence[PricedScheme], request: Request, out: Console) -> None:
@@ -62,26 +124,25 @@ def print_formulas(out: Console) -> None:
     say(out, joined(SYMBOLS.split(" "), " ", min(out.width, WIDTH)), "dim")
 
 
-def schemes_document(priced: Sequence[PricedScheme]) -> list[dict[str, Any]]:
+def schemes_document(priced: Sequence[PricedScheme]) -> SchemesDocument:
     """Returns the table for --json; seconds and bytes of one GPU in a step."""
-    return [
-        {
-            "scheme": each.scheme.name,
-            "searched": each.scheme.searched,
-            "changes_convergence": each.scheme.changes_convergence,
-            "formulas": {
-                "time": each.scheme.time,
-                "sends": each.scheme.sends,
-                "holds": each.scheme.holds,
-                "source": each.scheme.source,
-            },
-            "gpus": each.degree if each.cost else None,
-            "copies": each.copies if each.cost else None,
-            "cost": asdict(each.cost) | {"step_s": each.cost.step_s} if each.cost else None,
-            "reason": each.reason or None,
-        }
-        for each in priced
-    ]
+    return SchemesDocument(schemes=tuple(map(_scheme_row, priced)))
+
+
+def _scheme_row(each: PricedScheme) -> SchemeRow:
+    scheme, cost = each.scheme, each.cost
+    return SchemeRow(
+        scheme=scheme.name,
+        searched=scheme.searched,
+        changes_convergence=scheme.changes_convergence,
+        formulas=SchemeFormulas(
+            time=scheme.time, sends=scheme.sends, holds=scheme.holds, source=scheme.source
+        ),
+        gpus=each.degree if cost else None,
+        copies=each.copies if cost else None,
+        cost=SchemeStep(**fields_of(cost), step_s=cost.step_s) if cost else None,
+        reason=each.reason or None,
+    )
 
 
 def _name(scheme: Scheme) -> str:

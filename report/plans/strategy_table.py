@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import dataclass
 
 from rich.console import Console
 
 from parplan.costmodels.operators.sharding import Splits
 from parplan.planner.layer_options.operator_strategies import OperatorStrategies, PricedStrategy
 from parplan.profiles.units import MIB, US_PER_S
+from parplan.report.json_result import JsonResult
 from parplan.report.text import print_table, say
 
 HEADING = (
@@ -22,6 +23,56 @@ HEADING = (
     "made MiB",
     "temps MiB",
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyRow:
+    """A legal strategy of an operator, priced for one micro-batch on one GPU.
+
+    splits   dims that the axes split, outermost first
+    """
+
+    splits: tuple[str, ...]
+    forward_s: float
+    backward_s: float
+    parameter_bytes: float
+    gradient_bytes: float
+    optimizer_bytes: float
+    saved_bytes: float
+    temporary_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RejectedStrategy:
+    """A strategy of an operator that is not legal, and why."""
+
+    splits: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorRow:
+    """The strategies of an operator of a layer.
+
+    recomputable   whether its saved tensors may be computed again
+    kept_bytes     bytes of saved tensors that the host may hold
+    copy_s         seconds to copy them there
+    """
+
+    layer: str
+    operator: str
+    recomputable: bool
+    kept_bytes: float
+    copy_s: float
+    legal: tuple[StrategyRow, ...]
+    rejected: tuple[RejectedStrategy, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategiesDocument(JsonResult):
+    """The strategies of every operator."""
+
+    operators: tuple[OperatorRow, ...]
 
 
 def print_strategies(
@@ -79,34 +130,35 @@ def _cells(splits: Splits, numbers: tuple[float, ...]) -> tuple[str, ...]:
     return (text(splits), *(f"{number:,.1f}" for number in numbers))
 
 
-def strategies_document(operators: Iterable[OperatorStrategies]) -> list[dict[str, Any]]:
-    """Returns the tables as JSON values, in seconds and bytes."""
-    return [
-        {
-            "layer": str(operator.layer),
-            "operator": operator.operator.name,
-            "recomputable": operator.recomputable,
-            "kept_bytes": operator.kept_bytes,
-            "copy_s": operator.copy_s,
-            "legal": [_document(strategy) for strategy in operator.legal],
-            "rejected": [
-                {"splits": list(map(str, rejected.splits)), "reason": rejected.reason}
-                for rejected in operator.rejected
-            ],
-        }
-        for operator in operators
-    ]
+def strategies_document(operators: Iterable[OperatorStrategies]) -> StrategiesDocument:
+    """Returns the tables for `--json`, in seconds and bytes."""
+    return StrategiesDocument(operators=tuple(map(_operator_row, operators)))
 
 
-def _document(strategy: PricedStrategy) -> dict[str, Any]:
+def _operator_row(operator: OperatorStrategies) -> OperatorRow:
+    return OperatorRow(
+        layer=str(operator.layer),
+        operator=operator.operator.name,
+        recomputable=operator.recomputable,
+        kept_bytes=operator.kept_bytes,
+        copy_s=operator.copy_s,
+        legal=tuple(map(_strategy_row, operator.legal)),
+        rejected=tuple(
+            RejectedStrategy(splits=tuple(map(str, rejected.splits)), reason=rejected.reason)
+            for rejected in operator.rejected
+        ),
+    )
+
+
+def _strategy_row(strategy: PricedStrategy) -> StrategyRow:
     price = strategy.price
-    return {
-        "splits": list(map(str, strategy.splits)),
-        "forward_s": price.forward_s,
-        "backward_s": price.backward_s,
-        "parameter_bytes": price.states.parameters,
-        "gradient_bytes": price.states.gradients,
-        "optimizer_bytes": price.states.optimizer,
-        "saved_bytes": price.saved_bytes,
-        "temporary_bytes": price.temporary_bytes,
-    }
+    return StrategyRow(
+        splits=tuple(map(str, strategy.splits)),
+        forward_s=price.forward_s,
+        backward_s=price.backward_s,
+        parameter_bytes=price.states.parameters,
+        gradient_bytes=price.states.gradients,
+        optimizer_bytes=price.states.optimizer,
+        saved_bytes=price.saved_bytes,
+        temporary_bytes=price.temporary_bytes,
+    )

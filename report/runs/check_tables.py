@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from rich.console import Console
 
 from parplan.planner.plan.plan import Plan
 from parplan.planner.runs.rank_checks import (
     CLASSES,
-    CLOSE,
     RankCheck,
     SentCheck,
     all_match,
@@ -20,7 +18,6 @@ from parplan.planner.runs.rank_checks import (
     sent_checks,
     worst_deviation,
 )
-from parplan.profiles.documents.schema import document
 from parplan.profiles.units import format_bytes
 from parplan.report.text import joined, print_table, say
 
@@ -196,29 +193,3 @@ def verdict(checks: Sequence[RankCheck]) -> str:
             f"{format_bytes(there)}; {'; '.join(parts)}"
         )
     return f"{start}: {'; '.join(parts)}"
-
-
-def check_document(checks: Sequence[RankCheck]) -> dict[str, Any]:
-    """Returns the tables as JSON values, in bytes."""
-    return {
-        "matches": all_match(checks),
-        "fits": all(check.fits for check in checks),
-        "close": CLOSE,
-        "verdict": verdict(checks),
-        "ranks": [
-            {
-                "rank": check.rank,
-                "predicted": document(check.predicted),
-                "found": document(check.found),
-                "deviation": {name: check.share(name) for name in class_names(checks)},
-                "occupied_bytes": round(check.occupied),
-                "capacity_bytes": check.capacity,
-                "fits": check.fits,
-                "micro_batches": list(check.micro_batches),
-                "of": check.of,
-                "node_host_bytes": round(check.node_host),
-                "node_host_capacity_bytes": check.node_host_capacity,
-            }
-            for check in checks
-        ],
-    }

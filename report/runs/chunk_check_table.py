@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from rich.console import Console
 
@@ -12,6 +12,7 @@ from parplan.planner.plan.plan import ChunkRank, Plan
 from parplan.planner.plan.prediction import StageMemory
 from parplan.planner.plan.traced_plan import AnyPlan
 from parplan.profiles.units import format_bytes, gib
+from parplan.report.json_result import JsonResult
 from parplan.report.plans.plan_header import header
 from parplan.report.runs.traced_check_table import (
     FITS,
@@ -32,6 +33,45 @@ _CLASSES = (
     "host",
 )
 _COUNTED = ("device_bytes", "smallest_bytes", "in_bytes", "out_bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FiledChunks:
+    """The memory and the chunks of a pipeline rank.
+
+    gib      GiB of one GPU by class
+    chunks   bytes by what they are: the budget, the smallest budget, and what a step moves
+    """
+
+    gib: Mapping[str, float]
+    chunks: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkStage:
+    """A pipeline rank in the plan file and as priced now.
+
+    as_filed   true where the two are equal
+    """
+
+    stage: int
+    as_filed: bool
+    file: FiledChunks
+    now: FiledChunks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkCheckDocument(JsonResult):
+    """The check of a plan with chunks, which is priced again.
+
+    host_gib   held by the host of the fullest node
+    """
+
+    verdict: str
+    fits: bool
+    host_gib: float
+    host_capacity_gib: float
+    stages: tuple[ChunkStage, ...]
 
 
 def print_chunk_check(plan: Plan, today: Plan, ranks: Sequence[int], out: Console) -> None:
@@ -82,33 +122,35 @@ def verdict(plan: Plan, today: Plan, ranks: Sequence[int]) -> str:
     return "every stage fits its device and its host, with the bytes of the file"
 
 
-def chunk_check_document(plan: Plan, today: Plan, ranks: Sequence[int]) -> dict[str, Any]:
-    """Returns the same as JSON values, in GiB and bytes."""
-    return {
-        "verdict": verdict(plan, today, ranks),
-        "fits": shortage(today, ranks) is None,
-        "host_gib": host_gib(today),
-        "host_capacity_gib": gib(today.cluster.host_memory_bytes),
-        "stages": chunk_stages(plan, today, ranks),
-    }
+def chunk_check_document(plan: Plan, today: Plan, ranks: Sequence[int]) -> ChunkCheckDocument:
+    """Returns the same for `--json`, in GiB and bytes."""
+    return ChunkCheckDocument(
+        verdict=verdict(plan, today, ranks),
+        fits=shortage(today, ranks) is None,
+        host_gib=host_gib(today),
+        host_capacity_gib=gib(today.cluster.host_memory_bytes),
+        stages=chunk_stages(plan, today, ranks),
+    )
 
 
-def chunk_stages(plan: AnyPlan, today: AnyPlan, ranks: Sequence[int]) -> list[dict[str, Any]]:
+def chunk_stages(plan: AnyPlan, today: AnyPlan, ranks: Sequence[int]) -> tuple[ChunkStage, ...]:
     """Returns the bytes of each pipeline rank and its chunks, in the file and as priced now."""
-    return [
-        {
-            "stage": rank,
-            "as_filed": _as_filed(plan, today, rank),
-            **{
-                name: {
-                    "gib": {each: getattr(_memory(of, rank), each) for each in _CLASSES},
-                    "chunks": {each: getattr(_chunks(of, rank), each) for each in _COUNTED},
-                }
-                for name, of in (("file", plan), ("now", today))
-            },
-        }
+    return tuple(
+        ChunkStage(
+            stage=rank,
+            as_filed=_as_filed(plan, today, rank),
+            file=_chunk_bytes(plan, rank),
+            now=_chunk_bytes(today, rank),
+        )
         for rank in ranks
-    ]
+    )
+
+
+def _chunk_bytes(plan: AnyPlan, rank: int) -> FiledChunks:
+    return FiledChunks(
+        gib={each: getattr(_memory(plan, rank), each) for each in _CLASSES},
+        chunks={each: getattr(_chunks(plan, rank), each) for each in _COUNTED},
+    )
 
 
 def _chunk_row(plan: AnyPlan, today: AnyPlan, rank: int) -> tuple[str, ...]:

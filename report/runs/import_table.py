@@ -2,16 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from rich.console import Console
 
 from parplan.planner.logs.measured_row import MeasuredSteps
 from parplan.profiles.units import gib
+from parplan.report.json_result import JsonResult
 from parplan.report.text import print_table, say, seconds_text
 
 _FAR = 0.01  # share of a step by which a row and its plan may differ in price
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogRow:
+    """The steps of a log beside their price.
+
+    steps      number of steps that count
+    left_out   number of those that do not: warm-up, or another batch
+    starts     number of times that the run started
+    step_s     the median step
+    spread_s   the steps that a tenth are below and above
+    priced_s   the step of the plan that the configuration is
+    row        the row of a steps table, without its empty cells
+    """
+
+    log: str
+    format: str
+    steps: int
+    left_out: int
+    starts: int
+    step_s: float
+    spread_s: tuple[float, float]
+    priced_s: float
+    remarks: tuple[str, ...]
+    row: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportDocument(JsonResult):
+    """The steps that were read from logs."""
+
+    logs: tuple[LogRow, ...]
 
 
 def print_import(measured: Sequence[MeasuredSteps], out: Console) -> None:
@@ -60,20 +93,21 @@ def _remarks(each: MeasuredSteps) -> list[str]:
     return remarks
 
 
-def import_document(measured: Sequence[MeasuredSteps]) -> list[dict[str, Any]]:
-    """Returns the logs as plain data."""
-    return [
-        {
-            "log": str(each.run.path),
-            "format": each.run.format.name,
-            "steps": len(each.run.values),
-            "left_out": each.run.left_out,
-            "starts": each.run.parts,
-            "step_s": each.step_s,
-            "spread_s": list(each.spread_s),
-            "priced_s": each.plan.predicted.step_time_s.value,
-            "remarks": _remarks(each),
-            "row": {name: value for name, value in each.row.items() if value},
-        }
-        for each in measured
-    ]
+def import_document(measured: Sequence[MeasuredSteps]) -> ImportDocument:
+    """Returns the logs for `--json`."""
+    return ImportDocument(logs=tuple(map(_log_row, measured)))
+
+
+def _log_row(each: MeasuredSteps) -> LogRow:
+    return LogRow(
+        log=str(each.run.path),
+        format=each.run.format.name,
+        steps=len(each.run.values),
+        left_out=each.run.left_out,
+        starts=each.run.parts,
+        step_s=each.step_s,
+        spread_s=each.spread_s,
+        priced_s=each.plan.predicted.step_time_s.value,
+        remarks=tuple(_remarks(each)),
+        row={name: value for name, value in each.row.items() if value},
+    )

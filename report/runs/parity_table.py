@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Console
 
@@ -13,6 +12,7 @@ from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.planner.runs.relative_error import relative_error
 from parplan.planner.runs.run_file import ChunkMoved
+from parplan.report.json_result import JsonResult
 from parplan.report.text import joined, print_table, say
 
 WORST = 10  # listed parameters of a module
@@ -60,6 +60,41 @@ class Parity:
     def bytes_as_predicted(self) -> bool:
         """True when the bytes of states and of moved chunks are as predicted on every rank."""
         return self.as_predicted and all(rank.as_predicted for rank in self.moved)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossPair:
+    """The loss of a step of the ranks and of one process, null where it is not finite."""
+
+    found: float | None
+    one_process: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParityDocument(JsonResult):
+    """A shrunk plan that was trained on ranks and in one process.
+
+    passed                true where losses and gradients agree within the tolerances
+    ranks_agree           true where all ranks hold equal losses and gradients
+    states_as_predicted   true where every rank holds the predicted bytes of states
+    mesh                  of the shrunk plan
+    num_layers            its number of layers, null for a traced module
+    losses                by step
+    moved_as_predicted    true where chunks moved the predicted bytes, null without chunks
+    gradient_errors       relative error by parameter in the first step, null where not finite
+    """
+
+    passed: bool
+    verdict: str
+    ranks_agree: bool
+    states_as_predicted: bool
+    mesh: str
+    num_layers: int | None
+    losses: tuple[LossPair, ...]
+    moved_as_predicted: bool | None
+    gradient_errors: Mapping[str, float | None]
+    loss_tolerance: float
+    gradient_tolerance: float
 
 
 def print_parity(parity: Parity, out: Console) -> None:
@@ -167,30 +202,27 @@ def parity_verdict(parity: Parity) -> str:
     return f"{'trains as one process does' if parity.passed else 'differs'}: {text}"
 
 
-def parity_document(parity: Parity) -> dict[str, Any]:
-    """Returns the tables as JSON values."""
+def parity_document(parity: Parity) -> ParityDocument:
+    """Returns the tables for `--json`."""
     small = parity.small
-    size = {} if isinstance(small, TracedPlan) else {"num_layers": small.model.num_layers}
-    return {
-        "passed": parity.passed,
-        "verdict": parity_verdict(parity),
-        "ranks_agree": parity.agree,
-        "states_as_predicted": parity.as_predicted,
-        "mesh": str(small.mesh),
-        **size,
-        "losses": [
-            {"found": _number(loss), "one_process": _number(expected)}
+    return ParityDocument(
+        passed=parity.passed,
+        verdict=parity_verdict(parity),
+        ranks_agree=parity.agree,
+        states_as_predicted=parity.as_predicted,
+        mesh=str(small.mesh),
+        num_layers=None if isinstance(small, TracedPlan) else small.model.num_layers,
+        losses=tuple(
+            LossPair(found=_number(loss), one_process=_number(expected))
             for loss, expected in parity.losses
-        ],
-        **(
-            {"moved_as_predicted": all(rank.as_predicted for rank in parity.moved)}
-            if parity.moved
-            else {}
         ),
-        "gradient_errors": {name: _number(error) for name, error in parity.gradients.items()},
-        "loss_tolerance": parity.loss_tolerance,
-        "gradient_tolerance": parity.gradient_tolerance,
-    }
+        moved_as_predicted=all(rank.as_predicted for rank in parity.moved)
+        if parity.moved
+        else None,
+        gradient_errors={name: _number(error) for name, error in parity.gradients.items()},
+        loss_tolerance=parity.loss_tolerance,
+        gradient_tolerance=parity.gradient_tolerance,
+    )
 
 
 def _number(value: float) -> float | None:

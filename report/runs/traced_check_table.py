@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from rich.console import Console
 
@@ -78,32 +77,3 @@ def print_traced_check(
 def verdict(today: TracedPlan, ranks: Sequence[int]) -> str:
     """Returns whether all of the pipeline ranks fit their devices, and the hosts what they keep."""
     return shortage(today, ranks) or "every stage fits its device"
-
-
-def traced_check_document(
-    plan: TracedPlan, today: TracedPlan, ranks: Sequence[int]
-) -> dict[str, Any]:
-    """Returns the same as JSON values: GiB and seconds.
-
-    `host_gib` is the memory of the fullest node's host that the plan takes, `host_fits` whether the
-    node has it.
-    """
-    return {
-        "verdict": verdict(today, ranks),
-        "step_time_s": {
-            "file": plan.predicted.step_time_s.value,
-            "now": today.predicted.step_time_s.value,
-        },
-        "host_gib": host_gib(today),
-        "host_fits": fits_host(today),
-        "stages": [
-            {
-                "stage": rank,
-                "file_gib": plan.predicted.memory_gib[rank].total,
-                "now_gib": today.predicted.memory_gib[rank].total,
-                "capacity_gib": today.predicted.memory_gib[rank].capacity,
-                "fits": does_fit(today.predicted.memory_gib[rank]),
-            }
-            for rank in ranks
-        ],
-    }

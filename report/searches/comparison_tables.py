@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from typing import Any
 
 from rich.console import Console
 
@@ -12,7 +10,7 @@ from parplan.costmodels.step_breakdown import NAMES
 from parplan.planner.baselines.optimum import Leanest
 from parplan.planner.baselines.systems import Baseline
 from parplan.planner.plan.plan import Plan
-from parplan.planner.plan.traced_plan import AnyPlan, model_name
+from parplan.planner.plan.traced_plan import AnyPlan
 from parplan.planner.search.comparison import (
     MEMORY_NAMES,
     OURS,
@@ -85,7 +83,7 @@ def print_comparison(
     for row in comparison.rows:
         if row.baseline is not None:
             _say_words(out, f"{row.name}: {meaning(row.baseline)}", "dim")
-        if flags := _flags(row):
+        if flags := flags_of(row):
             _say_words(out, f"{row.name} with {flags}", "dim")
 
 
@@ -227,12 +225,13 @@ def _shortfall(comparison: Comparison, row: ComparisonRow) -> str:
     return (
         f"{row.name} does not fit: its leanest ({_lean_text(lean)}) needs "
         f"{gib_text(gib(lean.peak_bytes))} GiB on stage "
-        f"{lean.rank}, {gib_text(_short_gib(comparison, lean))} GiB more than the "
+        f"{lean.rank}, {gib_text(short_gib(comparison, lean))} GiB more than the "
         f"{gib_text(gib(comparison.limit_bytes))} usable"
     )
 
 
-def _short_gib(comparison: Comparison, lean: Leanest) -> float:
+def short_gib(comparison: Comparison, lean: Leanest) -> float:
+    """Returns the GiB that the leanest plan of a baseline needs beyond the limit."""
     return gib(lean.peak_bytes - comparison.limit_bytes)
 
 
@@ -289,77 +288,9 @@ def meaning(baseline: Baseline) -> str:
     return f"{baseline.what} ({strategies})"
 
 
-def _flags(row: ComparisonRow) -> str:
+def flags_of(row: ComparisonRow) -> str:
     """Returns the flags with which a described model runs as the baseline, empty if unknown."""
     optimum = row.baseline.optimum if row.baseline else None
     if optimum is None or row.side is None or not isinstance(row.side.plan, Plan):
         return ""
     return flags_text(row.name, optimum.strategy, row.side.plan)
-
-
-def comparison_document(comparison: Comparison) -> dict[str, Any]:
-    """Returns the output of `plan compare --json`: seconds, GiB and shares.
-
-    A difference is the baseline's value less ours.
-    """
-    plan = comparison.ours.plan
-    unpriced = {"unpriced": list(comparison.unpriced)} if comparison.unpriced else {}
-    return {
-        "model": model_name(plan),
-        "gpu": plan.cluster.device.name,
-        "gpus": plan.cluster.num_gpus,
-        "global_batch_size": plan.training.global_batch_size,
-        "seq_length": plan.training.seq_length,
-        "stack": plan.training.stack.name,
-        "memory_limit_gib": round(gib(comparison.limit_bytes), 4),
-        "error_band": asdict(plan.predicted.error_band) if plan.predicted.error_band else None,
-        "filed_step_time_s": comparison.filed_step_s,
-        "ours": _side_document(comparison.ours),
-        "baselines": [_row_document(comparison, row) for row in comparison.rows],
-        **unpriced,
-    }
-
-
-def _side_document(side: ComparedPlan) -> dict[str, Any]:
-    plan = side.plan
-    predicted = plan.predicted
-    zero, recompute = layers_phrases(plan)
-    return {
-        "step_time_s": side.step_s,
-        "tokens_per_s_per_gpu": predicted.tokens_per_s_per_gpu.value,
-        "mfu": predicted.mfu.value,
-        "peak_memory_gib": gib(side.fullest.total),
-        "redundancy_gib": predicted.redundancy_gib.total,
-        "mesh": asdict(plan.mesh),
-        "pipeline": asdict(plan.pipeline),
-        "zero": zero,
-        "recompute": recompute,
-        "sequence_parallel": isinstance(plan, Plan)
-        and any(layer.sequence_parallel for layer in plan.layer_plans.values()),
-        "parts_s": dict(zip(NAMES, side.parts.values, strict=True)),
-        "memory_gib": dict(zip(MEMORY_NAMES, map(gib, side.memory_bytes), strict=True)),
-    }
-
-
-def _row_document(comparison: Comparison, row: ComparisonRow) -> dict[str, Any]:
-    baseline = row.baseline
-    document: dict[str, Any] = {"name": row.name, "fits": row.side is not None}
-    if baseline is not None:
-        document |= {"what": baseline.what, "candidates": baseline.candidates}
-    if row.side is None:
-        lean = baseline.leanest if baseline else None
-        return document | {"short_gib": None if lean is None else _short_gib(comparison, lean)}
-    ours = _side_document(comparison.ours)
-    theirs = _side_document(row.side)
-    differences = {
-        table: {name: theirs[table][name] - ours[table][name] for name in theirs[table]}
-        for table in ("parts_s", "memory_gib")
-    }
-    return {
-        **document,
-        **theirs,
-        "flags": _flags(row),
-        "slower": comparison.slower(row.side),
-        "tie": comparison.is_tie(row.side),
-        "difference": differences,
-    }

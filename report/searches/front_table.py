@@ -1,12 +1,10 @@
-"""The front of step time, peak memory and redundant memory as a table and as JSON values."""
+"""The front of step time, peak memory and redundant memory as a table."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -178,41 +176,3 @@ def _tie_facts(front: ParetoFront) -> Iterator[tuple[str, str]]:
                 "ratio to a slower one that needs no more memory of either kind: take that one"
             ),
         )
-
-
-def front_document(front: ParetoFront, paths: Sequence[Path], elapsed_s: float) -> dict[str, Any]:
-    """Returns the front as JSON values, with the paths of its plan files."""
-    points = zip(front.points, paths, strict=True)
-    return {
-        "objective": "pareto",
-        "complete": front.stopped is None,
-        "stopped": front.stopped,
-        "nothing_within_gib": front.nothing_within_gib,
-        "searches": front.num_searches,
-        "elapsed_s": round(elapsed_s, 3),
-        "points": [_point_document(front, point, path) for point, path in points],
-    }
-
-
-def _point_document(front: ParetoFront, point: ParetoPoint, path: Path) -> dict[str, Any]:
-    plan = point.plan
-    search = plan.search
-    assert search.front is not None, "a point of a front"
-    return {
-        "plan_file": str(path),
-        "number": search.front.number,
-        "step_time_s": {"value": point.step_time_s, "kind": str(plan.predicted.step_time_s.kind)},
-        "peak_memory_gib": point.peak_memory_gib,
-        "redundancy_gib": point.redundancy_gib,
-        "host_gib": point.host_gib,
-        "mfu": plan.predicted.mfu.value,
-        "mesh": asdict(plan.mesh),
-        "found_by": {
-            "objective": str(search.objective),
-            "memory_limit_gib": search.front.memory_limit_gib,
-            "max_slowdown": search.front.max_slowdown,
-        },
-        "status": str(search.status),
-        "gap": search.gap,
-        "tie_with": front.leaner_tie(point),
-    }

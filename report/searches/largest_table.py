@@ -1,10 +1,8 @@
-"""The largest models that fit, as a table for people and as JSON values for programs."""
+"""The largest models that fit, as a table."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from typing import Any
 
 from rich.console import Console
 
@@ -145,49 +143,3 @@ def _facts(
             "GPU, host: GiB of the fullest GPU and of a node's host"
         ),
     )
-
-
-def largest_document(
-    rows: Sequence[LargestModel], request: Request, elapsed_s: float
-) -> dict[str, Any]:
-    """Returns the rows as JSON values."""
-    return {
-        "gpus": request.cluster.num_gpus,
-        "device": request.cluster.device.name,
-        "host_memory_gib": round(gib(request.cluster.host_memory_bytes), 3),
-        "elapsed_s": round(elapsed_s, 3),
-        "largest": [_row_document(row) for row in rows],
-    }
-
-
-def _row_document(row: LargestModel) -> dict[str, Any]:
-    error = row.next_error
-    body = {
-        "offload": [str(what) for what in row.offload],
-        "proven": row.proven,
-        "searches": row.num_searches,
-        "next": None
-        if error is None
-        else {"model": row.next_name, "error": error.message, "hint": error.hint},
-    }
-    return {**body, **(_plan_document(row.plan) if row.plan else {"model": None})}
-
-
-def _plan_document(plan: Plan) -> dict[str, Any]:
-    step, total = plan.predicted.step_time_s, tflops(flops_per_s(plan))
-    return {
-        "model": plan.model.name,
-        "num_layers": plan.model.num_layers,
-        "hidden_size": plan.model.hidden_size,
-        "num_parameters": graph_of(plan).num_parameters,
-        "step_time_s": {"value": step.value, "kind": str(step.kind)},
-        "tflops": round(total, 3),
-        "tflops_per_gpu": round(total / plan.cluster.num_gpus, 3),
-        "tokens_per_s": round(tokens_per_s(plan), 3),
-        "peak_memory_gib": round(peak_gib(plan), 4),
-        "host_memory_gib": round(host_gib(plan), 4),
-        "mesh": asdict(plan.mesh),
-        "schedule": str(plan.pipeline.schedule),
-        "micro_batch_size": plan.pipeline.micro_batch_size,
-        "num_micro_batches": plan.pipeline.num_micro_batches,
-    }

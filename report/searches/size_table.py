@@ -3,18 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from dataclasses import dataclass
 
 from rich.console import Console
 
+from parplan.costmodels.communication.mesh import Mesh
 from parplan.planner.search.cluster_size import ClusterSize, TrainingRun
 from parplan.profiles.units import counted, format_number
+from parplan.report.json_result import JsonResult, KindedNumber
 from parplan.report.names import plan_phrase
-from parplan.report.plans.goodput_fact import goodput_document, span_text
+from parplan.report.plans.goodput_fact import GoodputDocument, goodput_document, span_text
 from parplan.report.text import asked_width, joined, labelled, percent, print_table, say
 
 _J_PER_MWH = 3.6e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MissedRow:
+    """A kind of GPU of which no searched number meets the deadline, and why in words."""
+
+    gpu: str
+    searched_gpus: tuple[int, ...]
+    gpus: None = None
+    missed: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeRow:
+    """The least searched number of GPUs of a kind that meets the deadline.
+
+    searched_gpus   the numbers of GPUs that were searched
+    tokens          of the run
+    mfu             share of the peak FLOP/s of all GPUs
+    goodput         null where no failures are stated
+    failures        expected number of failures in the run
+    gpu_hours       of all GPUs, spare nodes too
+    cost            in the currency of --price, null without a price of this kind
+    energy_mwh      of the boards at their greatest power, null where that is unknown
+    """
+
+    gpu: str
+    searched_gpus: tuple[int, ...]
+    gpus: int
+    days: float
+    tokens: float
+    tokens_per_s: float
+    step_time_s: KindedNumber
+    mfu: float
+    goodput: GoodputDocument | None
+    failures: float
+    gpu_hours: float
+    cost: float | None
+    energy_mwh: float | None
+    mesh: Mesh
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizesDocument(JsonResult):
+    """The clusters that meet a deadline, cheapest or smallest first.
+
+    elapsed_s   seconds of all searches
+    """
+
+    elapsed_s: float
+    sizes: tuple[SizeRow | MissedRow, ...]
 
 
 def print_sizes(
@@ -106,32 +158,32 @@ def _why(one: ClusterSize) -> str:
 
 def size_document(
     sizes: Sequence[ClusterSize], per_hour: Mapping[str, float], elapsed_s: float
-) -> dict[str, Any]:
-    """Returns the sizes as JSON values."""
-    return {
-        "elapsed_s": round(elapsed_s, 3),
-        "sizes": [_document(one, per_hour.get(one.kind)) for one in sizes],
-    }
+) -> SizesDocument:
+    """Returns the sizes for `--json`."""
+    return SizesDocument(
+        elapsed_s=round(elapsed_s, 3),
+        sizes=tuple(_row(one, per_hour.get(one.kind)) for one in sizes),
+    )
 
 
-def _document(one: ClusterSize, price: float | None) -> dict[str, Any]:
+def _row(one: ClusterSize, price: float | None) -> SizeRow | MissedRow:
     run = one.run
-    body: dict[str, Any] = {"gpu": one.kind, "searched_gpus": list(one.tried)}
     if run is None:
-        return {**body, "gpus": None, "missed": _why(one)}
+        return MissedRow(gpu=one.kind, searched_gpus=one.tried, missed=_why(one))
     step, energy_j = run.plan.predicted.step_time_s, run.energy_j
-    return {
-        **body,
-        "gpus": run.plan.cluster.num_gpus,
-        "days": round(run.days, 4),
-        "tokens": run.tokens,
-        "tokens_per_s": round(run.tokens_per_s, 3),
-        "step_time_s": {"value": step.value, "kind": str(step.kind)},
-        "mfu": run.plan.predicted.mfu.value,
-        "goodput": goodput_document(run.goodput) if run.goodput else None,
-        "failures": round(run.failures, 3),
-        "gpu_hours": round(run.gpu_hours, 3),
-        "cost": None if price is None else round(price * run.gpu_hours, 2),
-        "energy_mwh": None if energy_j is None else round(energy_j / _J_PER_MWH, 4),
-        "mesh": asdict(run.plan.mesh),
-    }
+    return SizeRow(
+        gpu=one.kind,
+        searched_gpus=one.tried,
+        gpus=run.plan.cluster.num_gpus,
+        days=round(run.days, 4),
+        tokens=run.tokens,
+        tokens_per_s=round(run.tokens_per_s, 3),
+        step_time_s=KindedNumber(value=step.value, kind=str(step.kind)),
+        mfu=run.plan.predicted.mfu.value,
+        goodput=goodput_document(run.goodput) if run.goodput else None,
+        failures=round(run.failures, 3),
+        gpu_hours=round(run.gpu_hours, 3),
+        cost=None if price is None else round(price * run.gpu_hours, 2),
+        energy_mwh=None if energy_j is None else round(energy_j / _J_PER_MWH, 4),
+        mesh=run.plan.mesh,
+    )

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from parplan.costmodels.communication.mesh import Mesh
 from parplan.planner.plan.derived import tokens_per_s
 from parplan.planner.plan.plan import Plan
 from parplan.planner.search.many_searches import Answer
 from parplan.profiles.units import counted
+from parplan.report.json_result import JsonResult, KindedNumber
 from parplan.report.names import plan_phrase
 from parplan.report.searches.largest_table import peak_gib
 from parplan.report.text import (
@@ -29,6 +31,54 @@ from parplan.report.text import (
 SweptRow = tuple[Mapping[str, Any], Answer]  # the values of the options that are swept
 _NAMES = {"gpus": "GPUs", "gpu": "GPU", "global_batch_size": "batch", "seq_length": "sequence"}
 _LEFT = ("GPU", "plan")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoPlanRow:
+    """A combination without a plan, and why; an option that was not given is null."""
+
+    gpus: int | None
+    gpu: str | None
+    global_batch_size: int | None
+    seq_length: int | None
+    error: str
+    hint: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepRow:
+    """The best plan of a combination.
+
+    mfu               share of the peak FLOP/s of all GPUs
+    peak_memory_gib   of the fullest GPU
+    gap               share by which the search may have missed a faster plan
+    plan_file         null where it was not written
+    """
+
+    gpus: int
+    gpu: str
+    global_batch_size: int
+    seq_length: int
+    step_time_s: KindedNumber
+    tokens_per_s: float
+    mfu: float
+    peak_memory_gib: float
+    gap: float
+    mesh: Mesh
+    plan_file: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepDocument(JsonResult):
+    """The best plans of every combination of options.
+
+    elapsed_s   seconds of all searches
+    stopped     why the sweep ended early, null for a complete one
+    """
+
+    elapsed_s: float
+    stopped: str | None
+    rows: tuple[SweepRow | NoPlanRow, ...]
 
 
 def print_sweep(
@@ -107,35 +157,34 @@ def _facts(
 
 def sweep_document(
     rows: Sequence[SweptRow], stopped: str | None, paths: Sequence[Path], elapsed_s: float
-) -> dict[str, Any]:
-    """Returns the rows as JSON values."""
+) -> SweepDocument:
+    """Returns the rows for `--json`."""
     files: list[str | None] = [str(path) for path in paths] or [None] * len(rows)
-    return {
-        "elapsed_s": round(elapsed_s, 3),
-        "stopped": stopped,
-        "rows": [
-            {**values, **_document(answer, file)}
-            for (values, answer), file in zip(rows, files, strict=True)
-        ],
-    }
+    return SweepDocument(
+        elapsed_s=round(elapsed_s, 3),
+        stopped=stopped,
+        rows=tuple(
+            _row(values, answer, file) for (values, answer), file in zip(rows, files, strict=True)
+        ),
+    )
 
 
-def _document(answer: Answer, file: str | None) -> dict[str, Any]:
+def _row(values: Mapping[str, Any], answer: Answer, file: str | None) -> SweepRow | NoPlanRow:
     plan = answer.plan
     if plan is None:
         assert answer.error is not None, "an answer without a plan says why"
-        return {"error": answer.error.message, "hint": answer.error.hint}
+        return NoPlanRow(**values, error=answer.error.message, hint=answer.error.hint)
     step = plan.predicted.step_time_s
-    return {
-        "gpu": plan.cluster.device.name,
-        "gpus": plan.cluster.num_gpus,
-        "global_batch_size": plan.training.global_batch_size,
-        "seq_length": plan.training.seq_length,
-        "step_time_s": {"value": step.value, "kind": str(step.kind)},
-        "tokens_per_s": round(tokens_per_s(plan), 3),
-        "mfu": plan.predicted.mfu.value,
-        "peak_memory_gib": round(peak_gib(plan), 4),
-        "gap": plan.search.gap,
-        "mesh": asdict(plan.mesh),
-        "plan_file": file,
-    }
+    return SweepRow(
+        gpu=plan.cluster.device.name,
+        gpus=plan.cluster.num_gpus,
+        global_batch_size=plan.training.global_batch_size,
+        seq_length=plan.training.seq_length,
+        step_time_s=KindedNumber(value=step.value, kind=str(step.kind)),
+        tokens_per_s=round(tokens_per_s(plan), 3),
+        mfu=plan.predicted.mfu.value,
+        peak_memory_gib=round(peak_gib(plan), 4),
+        gap=plan.search.gap,
+        mesh=plan.mesh,
+        plan_file=file,
+    )

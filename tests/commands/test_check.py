@@ -32,6 +32,7 @@ from parplan.planner.runs.rank_checks import (
     sent_checks,
     worst_deviation,
 )
+from parplan.profiles.documents.schema import document
 from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import ModelSpec, Optimizer, TrainingSpec
@@ -130,7 +131,7 @@ def test_only_the_ranks_that_were_asked_for_are_run(tmp_path):
     body = json.loads(run(tiny(pp=2, dp=1), tmp_path, "--rank", "1", "--json").stdout)
 
     assert [rank["rank"] for rank in body["ranks"]] == [1]
-    assert {sent["axis"] for sent in body["ranks"][0]["found"]["sent"]} == {"pp"}
+    assert {sent["axis"] for sent in body["ranks"][0]["found_bytes"]["sent"]} == {"pp"}
 
 
 @pytest.mark.parametrize(
@@ -243,7 +244,7 @@ def test_losses_that_are_not_finite_do_not_pass_wherever_they_stand(losses):
 
     assert not parity.passed
     assert math.isinf(parity.loss_error)
-    json.dumps(parity_document(parity), allow_nan=False)
+    json.dumps(document(parity_document(parity)), allow_nan=False)
 
 
 def test_a_gradient_that_is_not_finite_is_the_worst():
@@ -313,7 +314,7 @@ def test_a_dry_run_counts_what_the_host_holds(tmp_path, choices, exact):
     result = run(plan, tmp_path, "--json")
     assert result.exit_code == 0, result.stderr
     (rank,) = json.loads(result.stdout)["ranks"]
-    predicted, found = rank["predicted"], rank["found"]
+    predicted, found = rank["predicted_bytes"], rank["found_bytes"]
 
     assert predicted["host"] == pytest.approx(
         plan.predicted.memory_gib[0].host * GIB, abs=GIB * 1e-4
@@ -332,7 +333,7 @@ def test_a_tied_table_on_the_host_is_sent_as_predicted(tmp_path, zero):
     (rank,) = json.loads(run(plan, tmp_path, "--json").stdout)["ranks"]
     predicted, found = (
         {sent["kind"]: sent["num_bytes"] for sent in rank[which]["sent"]}
-        for which in ("predicted", "found")
+        for which in ("predicted_bytes", "found_bytes")
     )
 
     assert predicted

@@ -203,7 +203,7 @@ def test_show_has_the_fullest_moments_for_people_and_all_for_programs(plan_file)
     assert "fullest of" in text
     assert len(body["moments"]) % 8 == 0  # forward and backward of four blocks
     assert all(
-        moment["always"] + moment["pool"] + moment["gathered"] + moment["other"]
+        sum(moment[f"{name}_bytes"] for name in ("always", "pool", "group", "other"))
         <= body["device_bytes"]
         for moment in body["moments"]
     )

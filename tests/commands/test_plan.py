@@ -505,14 +505,13 @@ def test_stacks_are_listed():
     stacks = succeed("stacks").stdout
 
     assert re.search(r"^megatron-core +flash \(cudnn\) .* dp, tp, pp$", stacks, re.MULTILINE)
-    assert {row["name"] for row in json.loads(succeed("stacks", "--json").stdout)} == set(
-        stack_names()
-    )
+    rows = json.loads(succeed("stacks", "--json").stdout)["stacks"]
+    assert {row["name"] for row in rows} == set(stack_names())
 
 
 @pytest.mark.parametrize("command", ["models", "clusters", "stacks"])
 def test_lists_are_json_too(command):
-    rows = json.loads(succeed(command, "--json").stdout)
+    rows = json.loads(succeed(command, "--json").stdout)[command]
 
     assert rows[0]["name"]
 

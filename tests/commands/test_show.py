@@ -20,7 +20,7 @@ PLANS = [ROOT / "tests/golden" / f"plan-1-{kind}.yaml" for kind in ("described",
 def test_it_prints_every_rank_of_described_and_traced_plans(path):
     plan = read_any_plan(path)
     text = succeed("show", str(path), "--instructions").stdout
-    body = json.loads(succeed("show", str(path), "--instructions", "--json").stdout)
+    body = json.loads(succeed("show", str(path), "--instructions", "--json").stdout)["ranks"]
 
     assert [each["rank"] for each in body] == list(range(plan.mesh.pp))
     for each, row in zip(body, action_rows(plan), strict=True):

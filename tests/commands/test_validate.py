@@ -133,7 +133,7 @@ def test_json_is_the_scores_by_source_and_one_entry_a_row_and_nothing_else(steps
 
     body = json.loads(result.stdout)
     assert result.stderr == ""
-    assert list(body) == ["sources", "bands", "oom_risk", "rows"]
+    assert list(body) == ["version", "sources", "bands", "oom_risk", "rows", "fitted"]
     assert list(body["sources"]) == ["made", "other"]
     assert all(list(source) == SOURCE_KEYS for source in body["sources"].values())
     assert body["sources"]["other"]["unpriced"] == {"no device profile for tpu-v5": 1}
@@ -245,12 +245,13 @@ def test_fitted_alone_prices_nothing(monkeypatch):
         r"+simumax, vocabpp \(2 folds\)$"
     )
     assert re.search(line, output, re.MULTILINE)
-    assert list(body) == ["fitted"]
+    assert [name for name, value in body.items() if value is not None] == ["version", "fitted"]
     assert body["fitted"][0]["without"] == {"simumax": 4.1, "vocabpp": 4.75}
 
 
 def test_fitted_with_a_table_prints_both(steps):
     assert list(json.loads(succeed("validate", "--steps", steps, "--fitted", "--json").stdout)) == [
+        "version",
         "sources",
         "bands",
         "oom_risk",

@@ -181,14 +181,16 @@ def _redrawn(choice: LayerChoice, zeros: Sequence[int], draw: random.Random) -> 
     return replace(choice, zero=draw.choice(zeros), recompute=draw.choice(levels))
 
 
-def every_price(instance: Instance, mixed: int = 0) -> list[tuple[Strategy, StepPrice]]:
+def every_price(
+    instance: Instance, mixed: int = 0, pins: Constraints = PINS
+) -> list[tuple[Strategy, StepPrice]]:
     """Every strategy of every layout with one ZeRO stage for a rank, priced in whole.
 
     `mixed` more strategies of each layout are added.
     """
     price_cache, layers = instance.price_cache(), instance.model.num_layers
     layouts = enumerate_candidates(
-        instance.model, instance.cluster, instance.training, PINS
+        instance.model, instance.cluster, instance.training, pins
     ).layouts
     every = (
         strategy

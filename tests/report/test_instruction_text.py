@@ -61,10 +61,10 @@ def test_the_passes_are_those_of_the_plans_action_list():
     for virtual, plan in ((False, AHEAD), (True, ZBV)):
         for row, document in zip(
             action_rows(plan),
-            instructions_document(plan, plan_instructions(plan), range(plan.mesh.pp)),
+            instructions_document(plan, plan_instructions(plan), range(plan.mesh.pp)).ranks,
             strict=True,
         ):
-            passes = [text for text in document["instructions"] if not set(text) & set("><[")]
+            passes = [text for text in document.instructions if not set(text) & set("><[")]
             listed = row.split(",")
             assert passes == (listed if virtual else [text[1:] for text in listed])
 

@@ -29,6 +29,7 @@ from parplan.planner.plan.prediction import (
 )
 from parplan.planner.request import Progress
 from parplan.profiles.documents.files import require_writable
+from parplan.profiles.documents.schema import document
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.stack_terms import Residuals, Term, Terms
 from parplan.profiles.models.documents import Documents
@@ -399,7 +400,7 @@ def test_the_list_of_stacks_fits_a_narrow_terminal(monkeypatch):
 def test_the_rows_of_stacks_say_whose_band_it_is_and_the_bounds_of_their_terms(monkeypatch):
     monkeypatch.setattr("parplan.report.machines.catalogue_tables.shipped_terms", lambda: TERMS)
 
-    rows = {row["name"]: row for row in stack_rows()}
+    rows = {row.name: document(row) for row in stack_rows()}
 
     assert rows["nanotron"]["time_band"] == {
         "share": 0.041,

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schemes.formula_schemes import (
     SchemeCase,
     parameter_server,
-    tensor_2d,
     tensor_3d,
     tensor_25d,
 )
@@ -34,32 +31,6 @@ def case(num_devices, micro_batch_size=8, model=MODEL):
 
 def products(given):
     return [(each.inputs, each.weight, each.outputs, each.count) for each in given.products(8)]
-
-
-def lacking(side, needs):
-    """The share of a matrix that one device of a grid needs and does not own, the most of any.
-
-    needs    by device, the tiles of a side x side matrix that it reads; it owns the one at its
-             own place
-    """
-    return max(len(tiles - {own}) for own, tiles in needs.items()) / side**2
-
-
-def test_a_square_sends_the_tiles_of_its_row_and_column_that_a_device_lacks():
-    given, side = case(16), 4
-    grid = list(itertools.product(range(side), repeat=2))
-    rows = {(i, j): {(i, k) for k in range(side)} for i, j in grid}
-    columns = {(i, j): {(k, j) for k in range(side)} for i, j in grid}
-    expected = sum(
-        count * PASSES * (lacking(side, rows) * x + lacking(side, columns) * w)
-        for x, w, _, count in products(given)
-    )
-
-    cost = tensor_2d(given)
-
-    assert cost.sent_bytes == pytest.approx(given.num_micro_batches * expected)
-    assert cost.states_bytes == pytest.approx(given.states_bytes(1) / 16)
-    assert cost.compute_s == pytest.approx(given.num_micro_batches * given.pass_s(8) / 16)
 
 
 def test_a_cube_sends_what_a_device_lacks_of_the_tiles_that_it_multiplies():
@@ -97,7 +68,6 @@ def test_a_server_receives_the_gradients_of_all_workers():
 @pytest.mark.parametrize(
     ("formula", "num_devices", "message"),
     [
-        (tensor_2d, 8, "2-D tensor parallelism needs q x q devices, there are 8"),
         (tensor_3d, 4, "3-D tensor parallelism needs q x q x q devices, there are 4"),
         (tensor_25d, 2, "2.5-D tensor parallelism needs q x q x d of 2 devices"),
     ],

@@ -156,9 +156,10 @@ CHAINS = {
     ],
     "llama": [
         make_plan(LLAMA, pp=2, blocks=(0, 2)),
-        make_plan(LLAMA, dp=2, zero=(0, 2)),
+        make_plan(LLAMA, dp=2, zero=(3,), shares=(3, 1)),
         make_plan(LLAMA, tp=2, recompute="full"),
-        make_plan(LLAMA, dp=2),
+        make_plan(LLAMA, dp=2, shares=(1, 3)),
+        make_plan(LLAMA, dp=2, zero=(0, 2)),
     ],
     "first-dense-block": [
         make_plan(DEEPSEEK, dp=2, ep=2, zero=(3,)),

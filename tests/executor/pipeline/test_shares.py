@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from parplan.costmodels.schedules.schedule import Schedule
+from parplan.executor.pipeline.shares import rank_share
 from tests.helpers.executor_plans import GPT, LLAMA, make_plan
 from tests.helpers.executor_world import Worlds, require_parity, run_reference
 
@@ -35,12 +37,23 @@ SLOW = set(PLANS) - {"pp2-zero1", "pp2-zero3", "dp4-zero0", "dp4-zero3"}
 WORLDS = Worlds(PLANS, SLOW)
 
 pytestmark = [
-    pytest.mark.multiproc,
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning"),
 ]
 
 
+@pytest.mark.multiproc
 @pytest.mark.parametrize("name", WORLDS.params())
 def test_losses_and_gradients_are_those_of_one_process(name):
     plan = PLANS[name]
     require_parity(plan, WORLDS.outcome(name), run_reference(plan))
+
+
+@pytest.mark.parametrize(
+    ("zero", "listed"), [((0, 1), 1), ((1, 2), 3), ((3,), 3)], ids=["step", "mixed", "gathers"]
+)
+def test_a_rank_with_fewer_micro_batches_has_empty_ones_where_layers_meet(zero, listed):
+    plan = make_plan(GPT, zero=zero, **PIPED)
+    share = rank_share(plan, 1)
+    assert (share.own, share.listed) == (1, listed)
+    rows = [len(each) for each in share.split(torch.arange(2))]
+    assert rows == [2, *[0] * (listed - 1)]

@@ -130,6 +130,13 @@ def seeing(**changes: object) -> ModelSpec:
 
 
 BROKEN = {
+    "a-grid-of-tensor-parallel-ranks": Broken(
+        "grid",
+        dataclasses.replace(make_plan(GPT, tp=4), mesh=Mesh(pp=1, dp=1, tp=4, tp_rows=2)),
+        "tp_rows is 2",
+        "set tp_rows to 1",
+        "no effect",
+    ),
     "images-without-text": Broken(
         "images",
         make_plan(seeing(images=4)),

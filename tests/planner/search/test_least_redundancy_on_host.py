@@ -33,7 +33,8 @@ from parplan.profiles.models.spec import Precision
 from parplan.profiles.units import GIB
 from parplan.report.plans.summary_context import SummaryContext
 from parplan.report.plots.front_plot import draw_front
-from parplan.report.searches.front_table import front_document, print_front
+from parplan.report.searches.front_document import front_document
+from parplan.report.searches.front_table import print_front
 from parplan.report.text import gib_text
 from tests.helpers.cases import mostly_slow
 from tests.helpers.instances import Instance
@@ -361,8 +362,8 @@ def test_the_table_and_the_picture_say_what_each_point_keeps_on_the_host(tmp_pat
         assert ("GiB of a node's host" in text) == front.uses_host
         for point in front.points:
             assert not point.host_gib or f" {gib_text(point.host_gib)} " in text
-        document = front_document(front, plan_paths(Path("plan.yaml"), len(front.points)), 1.0)
-        assert [row["host_gib"] for row in document["points"]] == [
+        document = front_document(front)
+        assert [row.host_gib for row in document.points] == [
             point.host_gib for point in front.points
         ]
         draw_front(front, tmp_path / "front.svg")

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from parplan.profiles.documents.schema import document
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.curves import CollectiveCurve
 from parplan.profiles.machines.machine_catalog import cluster_document
@@ -28,8 +29,9 @@ from parplan.report.machines.profile_diff import (
     diff_document,
     print_diff,
 )
+from parplan.report.machines.profile_document import profile_document
 from parplan.report.machines.profile_series import series_of
-from parplan.report.machines.profile_tables import figures_of, print_profile, profile_document
+from parplan.report.machines.profile_tables import figures_of, print_profile
 from parplan.report.plots.profile_plot import draw_profile
 from tests.helpers.synthetic_profiles import CLUSTER, Machine
 
@@ -205,11 +207,11 @@ def test_a_profile_of_factors_only_has_nothing_to_show():
     only = UserProfile(profile_version=PROFILE_VERSION, device="a100-80gb")
 
     assert printed(only) == "a100-80gb: nothing measured\n"
-    assert profile_document(only)["curves"] == []
+    assert profile_document(only).curves == ()
 
 
 def test_the_values_for_programs_are_those_of_the_text():
-    body = json.loads(json.dumps(profile_document(OWN)))
+    body = json.loads(json.dumps(document(profile_document(OWN))))
 
     forward = next(curve for curve in body["curves"] if curve["name"] == "forward")
     assert (forward["points"], forward["unit"], forward["last_sizes"]) == (
@@ -358,7 +360,7 @@ def test_at_most_five_cases_of_a_curve_are_named():
     a = profile_of([slower(record, 1.0**index) for index, record in enumerate(records)], curves=())
     b = profile_of([slower(record, 1.2**index) for index, record in enumerate(records)], curves=())
 
-    body = json.loads(json.dumps(diff_document(a, b)))["curves"][0]
+    body = json.loads(json.dumps(document(diff_document(a, b))))["curves"][0]
 
     assert body["name"] == "forward"
     assert [case["ratio"] for case in body["farthest"]] == pytest.approx(
@@ -377,7 +379,7 @@ def test_machines_that_measured_nothing_in_common_say_so():
 
     assert "no case was measured in both" in text
     assert "only in a.yaml: forward (1), input_gradient (1), weight_gradient (1)" in text
-    assert diff_document(a, b)["curves"][0]["median_ratio"] is None
+    assert diff_document(a, b).curves[0].median_ratio is None
 
 
 def test_figures_of_the_same_case_are_compared():
@@ -385,6 +387,6 @@ def test_figures_of_the_same_case_are_compared():
     b = profile_of([Machine().figures("launch", {}, host_launch_s=1.2e-05)], curves=())
 
     assert row(compared_text(a, b), "launch")[-3:] == ["0.000008", "0.000012", "1.500"]
-    assert diff_document(a, b)["figures"] == {
+    assert document(diff_document(a, b))["figures"] == {
         "launch bf16: host_launch_s": {"a": 8e-6, "b": 1.2e-5}
     }

@@ -15,14 +15,15 @@ from rich.console import Console
 
 from parplan.planner.objective import Objective
 from parplan.planner.search.pareto import ParetoFront, plan_paths
+from parplan.profiles.documents.schema import document
 from parplan.profiles.errors import ConfigError
 from parplan.report.names import search_text
 from parplan.report.plans.summary import print_summary
 from parplan.report.plans.summary_context import SummaryContext
 from parplan.report.plots.front_plot import draw_front, end_names, front_steps
 from parplan.report.progress_bars import front_bar
+from parplan.report.searches.front_document import front_document
 from parplan.report.searches.front_table import (
-    front_document,
     front_zero_text,
     print_front,
     recompute_counts,
@@ -163,7 +164,7 @@ def test_recompute_and_zero_are_short_and_count_all_blocks():
 
 def test_the_document_is_json_with_every_point_and_its_file():
     paths = plan_paths(Path("plan.yaml"), len(front().points))
-    body = json.loads(json.dumps(front_document(front(), paths, 2.0)))
+    body = json.loads(json.dumps(document(front_document(front(), paths, 2.0))))
 
     assert (body["objective"], body["complete"], body["stopped"]) == ("pareto", True, None)
     assert [row["plan_file"] for row in body["points"]] == [str(path) for path in paths]
@@ -175,7 +176,7 @@ def test_the_document_is_json_with_every_point_and_its_file():
         ) == point.values
         assert row["gap"] == point.plan.search.gap
         assert row["found_by"]["objective"] in ("throughput", "memory")
-    assert front_document(replace(front(), stopped="Ctrl-C"), paths, 2.0)["complete"] is False
+    assert front_document(replace(front(), stopped="Ctrl-C"), paths, 2.0).complete is False
 
 
 def test_the_summary_of_a_point_says_its_place_on_the_front():

@@ -1,0 +1,67 @@
+"""The answers to questions about a plan as `--json` prints them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parplan.costmodels.communication.mesh import Mesh
+from parplan.planner.plan.plan import Plan
+from parplan.planner.search.what_if import Flip, PlanQuestion, Reply
+from parplan.report.json_result import JsonResult
+from parplan.report.plans.explanation_text import Explanation, Replies, explanation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnsweredQuestion:
+    """A question about a plan, which was a search of its own, and the plan that it found.
+
+    what         quantity that the search changed
+    value        factor of that quantity, or the degree of an axis
+    flips        true where the question is at which factor the mesh changes
+    flips_at     least factor found at which it does, null where it does not
+    same_at      greatest factor found at which it does not
+    mesh         of the plan found, null where there is none
+    step_time_s  of the plan found
+    """
+
+    what: str
+    value: float
+    flips: bool
+    flips_at: float | None
+    same_at: float | None
+    mesh: Mesh | None
+    step_time_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplanationDocument(JsonResult):
+    """Why a plan is the best, in sentences, and the questions behind them."""
+
+    mesh: Mesh
+    step_time_s: float
+    parts: tuple[Explanation, ...]
+    questions: tuple[AnsweredQuestion, ...]
+
+
+def explanation_document(plan: Plan, replies: Replies) -> ExplanationDocument:
+    """Returns the questions with their answers."""
+    return ExplanationDocument(
+        mesh=plan.mesh,
+        step_time_s=plan.predicted.step_time_s.value,
+        parts=tuple(explanation(plan, replies)),
+        questions=tuple(_answered(question, reply) for question, reply in replies.items()),
+    )
+
+
+def _answered(question: PlanQuestion, reply: Reply) -> AnsweredQuestion:
+    found = reply.plan if reply is not None else None
+    flip = reply if isinstance(reply, Flip) else None
+    return AnsweredQuestion(
+        what=question.what,
+        value=question.value,
+        flips=question.flips,
+        flips_at=flip.factor if flip else None,
+        same_at=flip.last if flip else None,
+        mesh=found.mesh if found else None,
+        step_time_s=found.predicted.step_time_s.value if found else None,
+    )

@@ -1,0 +1,112 @@
+"""Every `--json` has a schema that is made from its record, and its output has no other keys."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import click
+import jsonschema
+import pytest
+
+from parplan import cli
+from parplan.commands.json_documents import command_schema, json_sources
+from tests.helpers.command_runs import fail, run, succeed
+
+ROOT = Path(__file__).resolve().parents[2]
+DESCRIBED = "tests/golden/plan-1-described.yaml"
+TINY = ("--model", "gpt-tiny", "--gpus", "2", "--gpu", "cpu")
+H100 = ("--model", "llama3-8b", "--gpu", "h100-80gb", "--gpus", "8")
+VERSIONS = ("version", "plan_version", "run_version", "profile_version")
+
+
+def with_json() -> set[str]:
+    context = click.Context(cli.main)
+    commands = {name: cli.main.get_command(context, name) for name in cli.main.names}
+    commands["plan"] = cli.main
+    return {
+        name
+        for name, command in commands.items()
+        if any(param.name == "as_json" for param in command.params)
+    }
+
+
+@cache
+def validator(command: str) -> jsonschema.Draft202012Validator:
+    schema = command_schema(command)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema)
+
+
+def test_every_command_with_json_has_a_schema_and_no_other():
+    assert set(json_sources()) == with_json()
+
+
+def validated(command: str, *arguments: str) -> dict[str, object]:
+    """Returns the result of a command after it was held to the command's schema."""
+    name = () if command == "plan" else (command,)
+    result = run(*name, *arguments, "--json")
+    assert result.exit_code in (0, 3), result.output
+    body = json.loads(result.stdout)
+    validator(command).validate(body)
+    assert set(VERSIONS) & set(body)
+    return body
+
+
+@pytest.fixture
+def plan_file(tmp_path, monkeypatch):
+    """A small plan in the folder that the test runs in."""
+    monkeypatch.chdir(tmp_path)
+    succeed("estimate", *TINY, "--dp", "2", "-o", "plan.yaml")
+    return "plan.yaml"
+
+
+CHEAP = {
+    "plan": (("plan", *TINY, "-o", "found.yaml"),),
+    "clusters": (("clusters",),),
+    "compare": (("compare", "plan.yaml", "--baseline", "zero-3"),),
+    "diff": (("diff", "plan.yaml", "plan.yaml"),),
+    "estimate": (("estimate", *TINY),),
+    "explain": (("explain", *TINY, "--tp", "2"),),
+    "export": (
+        ("export", "plan.yaml", "--to", "megatron", "--force"),
+        ("export", "plan.yaml", "--to", "torchrun", "--force"),
+    ),
+    "init": (("init", "cluster.yaml", "--gpu", "a100-80gb", "--nodes", "2", "--no-look"),),
+    "models": (("models",),),
+    "read": (("read", "pretrain.sh", *H100[2:]),),
+    "schemes": (("schemes", *H100),),
+    "show": (("show", "plan.yaml"), ("show", "plan.yaml", "--instructions")),
+    "stacks": (("stacks",),),
+    "sweep": (("sweep", "--model", "gpt-tiny", "--gpu", "cpu", "--gpus", "1,3"),),
+    "validate": (("validate", "--source", "korth22"), ("validate", "--fitted")),
+}
+
+
+@pytest.mark.parametrize("name", CHEAP)
+def test_the_output_of_a_command_has_the_keys_of_its_schema_and_no_others(plan_file, name):
+    if name == "read":
+        succeed("estimate", *H100, "-o", "large.yaml")
+        succeed("export", "large.yaml", "--to", "megatron", "--force")
+        (script,) = Path().glob("*.sh")
+        script.rename("pretrain.sh")
+    for command, *arguments in CHEAP[name]:
+        validated(command, *arguments)
+
+
+def test_a_result_with_a_key_too_many_or_too_few_does_not_conform(plan_file):
+    body = validated("compare", plan_file, "--baseline", "zero-3")
+
+    assert validator("compare").is_valid(body)
+    assert not validator("compare").is_valid(body | {"seconds": 1.0})
+    for key in body:
+        assert not validator("compare").is_valid({k: v for k, v in body.items() if k != key})
+
+
+def test_schema_prints_the_schema_of_a_result():
+    printed = json.loads(succeed("schema", "--of", "compare").stdout)
+
+    assert printed == command_schema("compare")
+    assert printed["title"] == "plan compare --json"
+    assert "trace" in fail(2, "schema", "--of", "trace")
