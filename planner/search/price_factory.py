@@ -15,7 +15,7 @@ from parplan.planner.objective import Prefer
 from parplan.planner.request import PlanRequest, Request, host_contents, searched_offload
 from parplan.planner.search.block_class_prices import BlockClassPrices
 from parplan.planner.search.described_shortfall import infeasible_error, least_peak_bytes
-from parplan.planner.search.search_session import DescribedPrices, SearchPrices
+from parplan.planner.search.search_session import INFINITY, DescribedPrices, SearchPrices
 from parplan.profiles.errors import InfeasibleError
 from parplan.profiles.machines.off_speed import SpeedFactors, cluster_at
 from parplan.profiles.models.transformer import has_unlike_blocks
@@ -73,10 +73,21 @@ class DescribedFactory(PriceFactory):
         self.offload, self.prefer = request.constraints.offload, request.options.prefer
         searched = searched_offload(request.model, request.training)
         self.searched = host_contents(searched, request.training.optimizer)
+        self._made: dict[Hosted, SearchPrices] = {}
 
     def prices(self, offload: Hosted) -> SearchPrices:
-        make = BlockClassPrices if self._unlike else DescribedPrices
-        return make(self.request.with_offload(offload))
+        if offload not in self._made:
+            make = BlockClassPrices if self._unlike else DescribedPrices
+            self._made[offload] = make(self.request.with_offload(offload))
+        return self._made[offload]
+
+    def least_step_s(self) -> float:
+        """Seconds that no plan is below, with as much memory as it likes.
+
+        Raises ConfigError and OutOfTimeError.
+        """
+        prices = self.prices(self.offload or ())
+        return min(prices.step_bound_s(layout, INFINITY) for layout in prices.space.layouts)
 
     @property
     def _unlike(self) -> bool:
@@ -91,9 +102,12 @@ class DescribedFactory(PriceFactory):
         if limit is not None:
             options = replace(options, memory_limit_bytes=round(limit * factors.memory))
         cluster = cluster_at(self.request.cluster, factors)
-        other = DescribedFactory(
-            replace(self.request, cluster=cluster, options=options), self._explain
-        )
+        request = replace(self.request, cluster=cluster, options=options)
+        return DescribedFactory(request, self._explain).without_ties()
+
+    def without_ties(self) -> DescribedFactory:
+        """Returns the request for the fastest plan, whose ties are left unpriced."""
+        other = DescribedFactory(self.request, self._explain)
         other.prefer = None
         return other
 
