@@ -127,7 +127,9 @@ def main(
         require_no_front(flags, result.plot)
         require_output(result.output)
     if source is None:
-        question = described_question(request_of(target, pins, flags), flags)
+        alone = flags.launcher is None and not front
+        request = request_of(target, pins, flags, pools=alone)
+        question = described_question(request, flags)
     else:
         require_described(flags.launcher)
         question = user_modules.traced_question(source, target, tracing, pins, flags)

@@ -76,6 +76,7 @@ def report(
     from parplan.commands.options.target_options import TargetOptions
     from parplan.planner.baselines.systems import baseline_names
     from parplan.profiles.documents.files import write_text
+    from parplan.profiles.machines.unequal_cluster import require_equal
     from parplan.report.page.chart_library import chart_library, require_page_libraries
     from parplan.report.page.html_page import render_page
 
@@ -84,7 +85,9 @@ def report(
     baselines = () if baseline == (NONE,) else baseline_names(baseline)
     targets = _targets(to)
     with chart_library() as library:
-        read = zip(plan_files, read_plans(plan_files, TargetOptions()), strict=True)
+        read = list(zip(plan_files, read_plans(plan_files, TargetOptions()), strict=True))
+        for _, plan in read:
+            require_equal(plan.cluster, "plan report")
         plans = [_reported(path, plan, baselines, targets) for path, plan in read]
         page = render_page(plans, library())
     if output == STDOUT:

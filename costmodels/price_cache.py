@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from enum import IntEnum
 from functools import cached_property
+from typing import Self
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.host_embedding import HostEmbedding, host_embedding_of, without_table
@@ -83,10 +84,10 @@ class PriceCache(LayerPriceCache):
         self.model = model
         self.sizes = sizes
 
-    def on(self, machine: Machine) -> PriceCache:
-        return PriceCache(
+    def on(self, machine: Machine, training: TrainingSpec | None = None) -> Self:
+        return type(self)(
             self.model,
-            self.training,
+            training or self.training,
             machine,
             zero_ranks=self.zero_ranks,
             offload=self.offload,

@@ -17,9 +17,16 @@ from parplan.costmodels.chunks.chunk_memory import unchunked_prices
 from parplan.costmodels.communication.collectives import Collective, collective_time
 from parplan.costmodels.communication.hiding import contention
 from parplan.costmodels.communication.mesh import Axis, Mesh, place_axis, units_crossed
+from parplan.costmodels.joined_pools import (
+    joined_reduction,
+    joined_transfer,
+    passes_join,
+    prices_at,
+)
 from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.data_parallel import DataParallelTime, summed_inside
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
+from parplan.costmodels.layers.model_layers import ParameterSharing
 from parplan.costmodels.memory.activation_copies import exposed_copies
 from parplan.costmodels.memory.rank_memory import rank_layers
 from parplan.costmodels.operators.host_launch import measured_layout_costs
@@ -107,6 +114,7 @@ def _rank_costs(
     strategy: Strategy, rank: int, price_cache: LayerPriceCache
 ) -> tuple[tuple[StageCost, ...], float, float, float]:
     """Returns the fields of `StepCosts` of one rank."""
+    price_cache = prices_at(strategy.layout, rank, price_cache)
     stages = strategy.layout.stages_of(rank)
     chunks = tuple(_stage_cost(strategy, stage, price_cache) for stage in stages)
     reduced, tied, optimizer = _tail(strategy, rank, price_cache)
@@ -269,8 +277,19 @@ def shared_reductions(strategy: Strategy, rank: int, price_cache: LayerPriceCach
         }
         if len(holders) > 1 and rank in holders:
             outside = unchunked_prices(layout, price_cache)
-            total += outside.shared_reduction(shared, layout.mesh, strategy.first_sharding)
+            total += shared_reduction(shared, strategy.first_sharding, layout, outside)
     return total
+
+
+def shared_reduction(
+    shared: ParameterSharing,
+    sharding: Sharding,
+    layout: ParallelLayout,
+    price_cache: LayerPriceCache,
+) -> Seconds:
+    """Seconds to sum the gradients of parameters that several pipeline ranks hold."""
+    reduced = price_cache.shared_reduction(shared, layout.mesh, sharding)
+    return joined_reduction(shared, sharding, layout, price_cache, reduced)
 
 
 def norm_and_loss(layout: ParallelLayout, price_cache: LayerPriceCache) -> Seconds:
@@ -314,7 +333,18 @@ def rank_receives(rank: int, layout: ParallelLayout, price_cache: LayerPriceCach
 
     They are the sum of `receive_times` over its virtual stages.
     """
+    if layout.pools:
+        return _received_on_pools(rank, layout, price_cache)
     return _received(_received_messages(layout, price_cache)[rank], layout, price_cache)
+
+
+def _received_on_pools(rank: int, layout: ParallelLayout, price_cache: LayerPriceCache) -> Seconds:
+    stages, total = layout.stages_of(rank), ZERO
+    for stage in stages:
+        for other in (stage - 1, stage + 1):
+            if 0 <= other < layout.num_virtual_stages:
+                total += time_between(layout.rank_of(other), rank, layout, price_cache)
+    return total
 
 
 def all_receives_s(layout: ParallelLayout, price_cache: LayerPriceCache) -> float:
@@ -385,6 +415,9 @@ def link_of(here: int, there: int, layout: ParallelLayout, price_cache: LayerPri
     transfer.
     """
     unit_gpus = price_cache.machine.cluster.unit_gpus
+    if layout.pools:  # the first stage of a pool begins its nodes
+        first = layout.pools.index(layout.pools[here])
+        here, there = here - first, there - first
     level = units_crossed(layout.mesh, here, there, unit_gpus)
     return _link(layout, price_cache, int(level))
 
@@ -402,9 +435,11 @@ def time_between(
     price_cache: LayerPriceCache,
     cut_class: int = 0,
 ) -> Seconds:
-    """Seconds of the tensors across a cut between two pipeline ranks, zero for equal ranks."""
+    """Seconds of the tensors across a cut from a pipeline rank to another, zero for equal ranks."""
     if here == there:
         return ZERO
+    if passes_join(layout, here, there):
+        return joined_transfer(here, there, layout, price_cache, cut_class)
     return _sent(link_of(here, there, layout, price_cache), price_cache, cut_class)
 
 

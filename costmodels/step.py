@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from parplan.costmodels.chunks.chunk_memory import device_memory
+from parplan.costmodels.joined_pools import prices_at
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.memory.activation_copies import exposed_copies
 from parplan.costmodels.memory.rank_memory import RankMemory, rank_layers
@@ -45,6 +46,7 @@ from parplan.costmodels.stage_costs import (
 )
 from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.costmodels.usage.redundancy import RedundantBytes, rank_redundancy
+from parplan.profiles.machines.unequal_cluster import UnequalCluster
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.provenance import ZERO, Seconds
@@ -291,6 +293,7 @@ def price_step(strategy: Strategy, price_cache: LayerPriceCache) -> StepPrice:
 def rank_time(strategy: Strategy, rank: int, price_cache: LayerPriceCache) -> RankTime:
     """Returns the seconds of pipeline rank `rank` by cause, with all transfers exposed."""
     layout = strategy.layout
+    price_cache = prices_at(layout, rank, price_cache)
     forward = backward = recompute = tp_comm = optimizer = ZERO
     per_micro_batch = per_step = host = host_step = ZERO
     for choice in rank_layers(strategy, rank):
@@ -359,5 +362,8 @@ def model_flops_utilization(step_s: float, num_ranks: int, price_cache: LayerPri
     """
     training: TrainingSpec = price_cache.training
     flops = price_cache.flops_per_sequence * training.global_batch_size
-    peak = price_cache.machine.cluster.device.peak(training.precision)
+    cluster = price_cache.machine.cluster
+    peak = cluster.device.peak(training.precision)
+    if isinstance(cluster, UnequalCluster):
+        peak = cluster.mean_peak(training.precision)
     return flops / (num_ranks * peak * step_s)

@@ -83,6 +83,7 @@ class ParallelLayout(_ShardedOnce):
     states_on_host       the hosts hold the states of all layers, as FSDP2 moves them (EQUATIONS O9)
     weights_over_data    blocks divide weights over the data-parallel ranks too
     tower                the way in which the tensor-parallel ranks run a tower
+    pools                pool of each pipeline rank on an unequal cluster, else empty
     micro_batches_of_replicas   micro-batches of each data-parallel rank, where they differ; the
                          most is num_micro_batches (EQUATIONS P9)
     """
@@ -102,6 +103,7 @@ class ParallelLayout(_ShardedOnce):
     states_on_host: bool = False
     weights_over_data: bool = False
     tower: TowerDivision = TowerDivision.TENSOR
+    pools: tuple[str, ...] = ()
     micro_batches_of_replicas: tuple[int, ...] = ()
 
     @property

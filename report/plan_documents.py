@@ -12,6 +12,7 @@ from parplan.planner.plan.plan_goodput import plan_goodput
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.profiles.documents.schema import document, json_schema, output_schema
 from parplan.profiles.machines.machine_catalog import cluster_schema
+from parplan.profiles.machines.pool_documents import unequal_schema
 from parplan.report.plans.goodput_fact import GoodputDocument, goodput_document
 
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
@@ -74,7 +75,12 @@ def _schema(kind: type) -> dict[str, Any]:
     definitions = {name: body for name, body in schema.pop("$defs").items() if name not in _INSIDE}
     definitions |= {_public(name): body for name, body in cluster.pop("$defs").items()}
     definitions["Cluster"] = cluster
-    schema["properties"]["cluster"] = {"$ref": "#/$defs/Cluster"}
+    pools = _public(unequal_schema())
+    definitions |= {_public(name): body for name, body in pools.pop("$defs").items()}
+    definitions["UnequalCluster"] = pools
+    schema["properties"]["cluster"] = {
+        "anyOf": [{"$ref": f"#/$defs/{name}"} for name in ("Cluster", "UnequalCluster")]
+    }
     schema["properties"]["plan_version"] = {"const": PLAN_VERSION, "title": "Plan Version"}
     return {**schema, "$defs": definitions}
 

@@ -12,7 +12,8 @@ gpu_options = together(
         "--gpu",
         names="clusters",
         metavar="NAME",
-        help="GPU, a name of `plan clusters`. [default: a100-80gb, or the profile's]",
+        help="GPU, a name of `plan clusters`, or pools of them: NAME:GPUS+NAME:GPUS. [default: "
+        "a100-80gb, or the profile's]",
     ),
     option(
         WHERE,

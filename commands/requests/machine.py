@@ -13,6 +13,8 @@ from parplan.profiles.divisors import divisors
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster, Device
 from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
+from parplan.profiles.machines.pool_documents import load_machine, pools_of_text
+from parplan.profiles.machines.unequal_cluster import UnequalCluster, require_equal
 from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.spec import Optimizer, Precision, TrainingSpec
 from parplan.profiles.product_formats import FORMATS, ProductFormat
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 DEFAULT_GPU = "a100-80gb"
 DEFAULT_STACK = "megatron-core"
+ASSUMED_JOIN_PHRASE = "the pools meet at the slower of their NICs"
 _OF_THE_PROFILE = " (the profile's)"
 
 
@@ -55,13 +58,19 @@ def cluster_and_training(
     target: TargetOptions,
     defaults: TrainingDefaults,
     require: Callable[[Device, TrainingSpec], None] = lambda device, training: None,
+    *,
+    pools: bool = False,
 ) -> tuple[Cluster, TrainingSpec, tuple[str, ...]]:
     """Returns the machine, the training, and a phrase for every default that was taken.
 
-    require: a further check, before the user's profile is applied. Raises ConfigError.
+    require: a further check, before the user's profile is applied
+    pools: the machine may have unequal pools
+    Raises ConfigError.
     """
     profile = _profile(target)
     cluster, assumed_cluster = cluster_of(target, profile)
+    if not pools or profile or target.host_memory is not None:
+        require_equal(cluster, "this request")
     training, assumed_training = training_of(target, defaults, profile, cluster.device)
     cluster.device.peak(training.precision)
     require(cluster.device, training)
@@ -87,7 +96,7 @@ def cluster_of(
 ) -> tuple[Cluster, tuple[str, ...]]:
     """Returns the machine to plan for, and the defaults that were taken. Raises ConfigError."""
     cluster, assumed = _cluster(target, profile)
-    if target.host_memory is None:
+    if target.host_memory is None or isinstance(cluster, UnequalCluster):
         return cluster, assumed
     return replace(
         cluster, host_memory_bytes=parse_size("--host-memory", target.host_memory)
@@ -97,6 +106,8 @@ def cluster_of(
 def _cluster(target: TargetOptions, profile: UserProfile | None) -> tuple[Cluster, tuple[str, ...]]:
     if target.cluster is not None:
         return _cluster_of_file(target, target.cluster), ()
+    if target.gpu is not None and ":" in target.gpu:
+        return pools_of_text(target.gpu, target.gpus, target.gpus_per_node), (ASSUMED_JOIN_PHRASE,)
     if target.gpus is None:
         raise ConfigError(
             "--gpus is missing",
@@ -125,9 +136,10 @@ def _device(target: TargetOptions, profile: UserProfile | None) -> tuple[Cluster
 def _cluster_of_file(target: TargetOptions, name: str) -> Cluster:
     if target.gpu is not None:
         raise ConfigError("--gpu and --cluster both name the device", hint="leave out --gpu")
-    cluster = load_cluster(name)
+    cluster = load_machine(name)
     if target.gpus is None and target.gpus_per_node is None:
         return cluster
+    require_equal(cluster, "--gpus or --gpus-per-node beside --cluster")
     return with_gpus(
         cluster, cluster.num_gpus if target.gpus is None else target.gpus, target.gpus_per_node
     )

@@ -59,10 +59,15 @@ _SLOWED = (Objective.MEMORY, Objective.PEAK)  # objectives that use --max-slowdo
 
 
 def request_of(
-    target: TargetOptions, pins: PinOptions | None = None, flags: SearchFlags | None = None
+    target: TargetOptions,
+    pins: PinOptions | None = None,
+    flags: SearchFlags | None = None,
+    *,
+    pools: bool = False,
 ) -> Request:
     """Returns the request for a described model.
 
+    pools: the machine may have unequal pools
     Raises ConfigError for an option that is missing, unknown or out of range, and for a precision
     that the device lacks.
     """
@@ -74,7 +79,7 @@ def request_of(
     entry, module = load_model(target.model), load_module(target.module, target.model)
     if module:  # The tables of an external module are as large as it makes them.
         entry = replace(entry, spec=replace(text_alone(entry.spec), vocab_multiple=1))
-    request = replace(request_about(entry, target), module=module)
+    request = replace(request_about(entry, target, pools=pools), module=module)
     if pins is not None:
         searched = searched_offload(request.model, request.training)
         request = replace(request, constraints=constraints_of(pins, target, searched))
@@ -82,11 +87,17 @@ def request_of(
 
 
 def request_about(
-    entry: ModelEntry, target: TargetOptions, *, whose: str = "the model's"
+    entry: ModelEntry,
+    target: TargetOptions,
+    *,
+    whose: str = "the model's",
+    pools: bool = False,
 ) -> Request:
     """Returns the request for a loaded model.
 
-    whose: the owner of the default batch and sequence length, for the phrases. Raises ConfigError.
+    whose: the owner of the default batch and sequence length, for the phrases
+    pools: the machine may have unequal pools
+    Raises ConfigError.
     """
     entry = replace(
         entry, spec=with_images(entry.spec, target.images_per_sequence, target.image_tokens)
@@ -95,7 +106,7 @@ def request_about(
         global_batch_size=entry.global_batch_size, seq_length=entry.seq_length, whose=whose
     )
     cluster, training, assumed = cluster_and_training(
-        target, defaults, partial(_require_trainable, entry.spec)
+        target, defaults, partial(_require_trainable, entry.spec), pools=pools
     )
     images = () if target.images_per_sequence is not None else images_phrase(entry.spec)
     return PlanRequest(

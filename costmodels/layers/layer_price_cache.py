@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import Self
 
 from parplan.costmodels.communication.collectives import (
     Collective,
@@ -63,6 +64,7 @@ from parplan.costmodels.layers.recompute import (
 from parplan.costmodels.operators.sharding import Sharding, without_experts
 from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.models.operator_graph import LayerKey, Tensor
+from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.provenance import ZERO, Seconds
 
 
@@ -129,11 +131,17 @@ class LayerPriceCache(LayerTimes):
     """Prices of the layers of a model, each computed once: also states, data parallelism, chunks.
 
     Raises ConfigError where the stack has no kernel for the chosen attention.
+
+    whole           of a pool, the prices of its unequal cluster
+    beyond_bytes    memory limit of a device of a pool less that of the search
     """
 
+    whole: LayerPriceCache | None = None
+    beyond_bytes: float = 0.0
+
     @abstractmethod
-    def on(self, machine: Machine) -> LayerPriceCache:
-        """Returns an empty cache of the same prices on another machine."""
+    def on(self, machine: Machine, training: TrainingSpec | None = None) -> Self:
+        """Returns an empty cache of the same prices on another machine, or with its own stack."""
 
     def with_table(self, *, on_host: bool) -> LayerPriceCache:
         """Returns the same prices with the token table on the host, or on the device."""
@@ -453,6 +461,11 @@ class LayerPriceCache(LayerTimes):
         ranks = place(Mesh(pp=1, dp=1, tp=sharding.tp), Axis.TP, self.machine.cluster.gpus_per_node)
         gathered = collective_time(Collective.ALL_GATHER, n_bytes, ranks, self.machine)
         return -(-n_bytes // sharding.tp), gathered
+
+    def sent_part_bytes(self, cut_class: int, micro_batch_size: int, sharding: Sharding) -> int:
+        """Bytes that one rank sends of a micro-batch's tensors across a cut."""
+        tensors = self.crossing_tensors(cut_class, micro_batch_size, sharding.part)
+        return sum(self._sent_part(tensor, sharding)[0] for tensor in tensors)
 
     def sent_bytes(self, cut_class: int, micro_batch_size: int, sharding: Sharding) -> int:
         """Bytes of the tensors across a cut, zero unless the stack keeps them to the step's end."""

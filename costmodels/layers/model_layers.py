@@ -212,6 +212,10 @@ class ModelLayers(ABC):
         """Returns the shared parameters that one tensor-parallel rank holds."""
         return shared.elements // sharding.tp
 
+    def shared_bytes(self, shared: ParameterSharing, sharding: Sharding) -> int:
+        """Bytes of the gradients of shared parameters that one tensor-parallel rank holds."""
+        return self.training.gradient_precision.num_bytes * self._shared_elements(shared, sharding)
+
     def constants(self, first: int, end: int, micro_batch_size: int) -> Seconds:
         """Seconds a micro-batch of the values that layers [first, end) make of the batch alone."""
         return ZERO

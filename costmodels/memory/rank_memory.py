@@ -8,6 +8,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from parplan.costmodels.communication.mesh import Axis, Mesh
+from parplan.costmodels.joined_pools import prices_at
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache, LayerStates
 from parplan.costmodels.layers.layer_times import ActivationBytes
 from parplan.costmodels.layers.model_states import ZERO_3_COPIES, StateBytes
@@ -80,17 +81,18 @@ def reserve_constant_bytes(mesh: Mesh, price_cache: LayerPriceCache) -> float:
 
 
 def occupied_bytes(allocated_bytes: float, mesh: Mesh, price_cache: LayerPriceCache) -> float:
-    """Bytes that a device holds when its tensors fill `allocated_bytes`."""
-    return allocated_bytes * (
-        1 + price_cache.training.stack.allocator_share
-    ) + reserve_constant_bytes(mesh, price_cache)
+    """Bytes that a device holds when its tensors fill `allocated_bytes`.
+
+    On a pool of an unequal cluster they count beyond the difference of its limit to the search's.
+    """
+    held_bytes = allocated_bytes * (1 + price_cache.training.stack.allocator_share)
+    return held_bytes + reserve_constant_bytes(mesh, price_cache) - price_cache.beyond_bytes
 
 
 def usable_bytes(limit_bytes: float, mesh: Mesh, price_cache: LayerPriceCache) -> float:
     """Bytes that tensors may fill so that they stay under `limit_bytes` with the reserve."""
-    return (limit_bytes - reserve_constant_bytes(mesh, price_cache)) / (
-        1 + price_cache.training.stack.allocator_share
-    )
+    room_bytes = limit_bytes + price_cache.beyond_bytes - reserve_constant_bytes(mesh, price_cache)
+    return room_bytes / (1 + price_cache.training.stack.allocator_share)
 
 
 def rank_layers(strategy: Strategy, rank: int) -> list[LayerChoice]:
@@ -237,6 +239,7 @@ def sent_bytes(
 def rank_memory(strategy: Strategy, rank: int, price_cache: LayerPriceCache) -> RankMemory:
     """Returns the peak bytes of one device of a pipeline rank, by class (EQUATIONS M6)."""
     layout = strategy.layout
+    price_cache = prices_at(layout, rank, price_cache)
     layers = rank_layers(strategy, rank)
     sizes = rank_activations(strategy, rank, price_cache)
     table = price_cache.shared_table_bytes(layout.mesh, strategy.first_sharding)

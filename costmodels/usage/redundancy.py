@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from parplan.costmodels.chunks.chunk_memory import unchunked_prices
+from parplan.costmodels.joined_pools import prices_at
 from parplan.costmodels.layers.chunked_layer import state_widths, writes_over_parameters
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.layers.model_states import (
@@ -81,6 +82,7 @@ def rank_redundancy(
     They are the bytes of `memory` less the ideal, negative for a class with less than one copy.
     """
     layout = strategy.layout
+    price_cache = prices_at(layout, rank, price_cache)
     ideal = [0.0, 0.0, 0.0]
     ideal_saved: dict[LayerChoice, float] = {}
     for choice in rank_layers(strategy, rank):

@@ -40,6 +40,7 @@ from parplan.profiles.machines.calibration_factors import CAUSES, Calibration, F
 from parplan.profiles.machines.machine_catalog import cluster_document, cluster_names
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.machines.speeds import Profile
+from parplan.profiles.machines.unequal_cluster import require_equal
 from parplan.profiles.machines.user_profile import (
     PROFILE_VERSION,
     ProfiledRun,
@@ -91,6 +92,7 @@ def calibrate(runs: Sequence[MeasuredRun]) -> UserProfile:
     _require_alike(runs)
     calibration = _Equations(priced).solve()
     plan = priced[0].plan
+    require_equal(plan.cluster, "a calibration")
     measured = plan.cluster.profile
     cluster = replace(plan.cluster, calibration=None, profile=None)
     shares = [run.allocator_share for run in runs if run.allocator_share is not None]

@@ -44,19 +44,20 @@ LEAST_S = 1e-12  # in place of no difference between two options
 class RedundancyBound:
     """Lower bounds of the redundant bytes of a layout without chunks and without the host.
 
+    tables    the mixes of each pipeline rank
     share     bubble share of the layout
     fixed_s   bubble share of all its layers together
     """
 
     def __init__(
-        self, layout: ParallelLayout, table: MixTable, share: float, fixed_s: float
+        self, layout: ParallelLayout, tables: Sequence[MixTable], share: float, fixed_s: float
     ) -> None:
         self.layout = layout
         self.fixed_s = 0.0 if layout.recomputes_ahead else fixed_s
         repeats = layout.num_micro_batches - share - hidden_passes(layout.schedule)
-        self.num_layers = table.price_cache.model.num_layers
+        self.num_layers = tables[0].price_cache.model.num_layers
         self.ranks = [
-            _RankBound(_prices(rank, layout, table), repeats) for rank in range(layout.mesh.pp)
+            _RankBound(_prices(rank, layout, table), repeats) for rank, table in enumerate(tables)
         ]
 
     def least_bytes(self, slowest_s: float, longest: int | None) -> float:

@@ -44,6 +44,7 @@ from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import SearchOptions
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import load_stack
+from parplan.profiles.machines.unequal_cluster import require_equal
 from parplan.profiles.models.model_catalog import load_model, model_names
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import TrainingSpec
@@ -98,6 +99,7 @@ def nearest(plan: Plan, own: Priced, target: Target) -> tuple[Sheet, Priced]:
     own    the plan at the prices of today
     Raises ConfigError for a plan that the launcher cannot run in any form.
     """
+    require_equal(plan.cluster, f"the export to {target.name}")
     require_plain(plan.model, plan.training, target)
     _require_equal_shares(plan, target)
     training = training_on(target, plan.training)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.host.state_location import OFFLOAD_OF
+from parplan.costmodels.joined_pools import prices_at
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.memory.rank_memory import RankMemory
 from parplan.costmodels.operators.sharding import placements
@@ -140,7 +141,8 @@ def _stages(strategy: Strategy, names: dict[LayerChoice, str]) -> tuple[StagePla
             if runs and runs[-1].plan == name:
                 first = runs.pop().first
             runs.append(LayerRun(plan=name, first=first, last=layer))
-        stages.append(StagePlan(rank=strategy.layout.rank_of(index), layers=tuple(runs)))
+        rank, pools = strategy.layout.rank_of(index), strategy.layout.pools
+        stages.append(StagePlan(rank=rank, layers=tuple(runs), pool=pools[rank] if pools else ""))
     return tuple(stages)
 
 
@@ -170,7 +172,7 @@ def prediction_of(
         mfu=Quantity(value=rounded_figures(used), kind=kind),
         breakdown=_breakdown(price),
         memory_gib=tuple(
-            _stage_memory(rank, memory, price_cache.machine.cluster.device.memory_bytes)
+            _stage_memory(rank, memory, _capacity_bytes(layout, rank, price_cache))
             for rank, memory in enumerate(price.memory)
         ),
         redundancy_gib=_redundancy_of_ranks(layout, price),
@@ -179,6 +181,11 @@ def prediction_of(
             for each in stage_waits(price.simulated)
         ),
     )
+
+
+def _capacity_bytes(layout: ParallelLayout, rank: int, price_cache: LayerPriceCache) -> int:
+    """Bytes of the device of a pipeline rank."""
+    return prices_at(layout, rank, price_cache).machine.cluster.device.memory_bytes
 
 
 def stage_waits(simulated: SimulatedStep) -> tuple[StageWait, ...]:
@@ -329,11 +336,12 @@ def assemble(
         without_steps(price_cache.model, training)
         or price_cache.offload
         or layout.chunked
+        or layout.pools
         or any(choice.on_host for choice in names)
     )
     predicted = replace(
         prediction_of(layout, price, price_cache),
-        # no measured step has any of it, or offload
+        # no measured step has any of it, offload, or pools
         error_band=None
         if unmeasured
         else error_band(

@@ -7,6 +7,7 @@ ambiguous and is refused.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from parplan.costmodels.communication.mesh import Mesh, illegal_expert_parallel
@@ -19,6 +20,7 @@ from parplan.planner.plan.pipeline_plan import PipelinePlan, PipelineStage
 from parplan.planner.plan.plan import LayerPlan, Plan
 from parplan.planner.plan.traced_plan import AnyPlan, ShardStage, TracedPlan
 from parplan.profiles.errors import ConfigError, unknown_name_error
+from parplan.profiles.machines.unequal_cluster import UnequalCluster
 from parplan.profiles.models.operator_graph import ModelGraph
 from parplan.profiles.models.spec import Positions
 from parplan.profiles.models.transformer import build_graph
@@ -31,12 +33,36 @@ def require_consistent(plan: AnyPlan, where: str) -> None:
     """Raises ConfigError with `where` and key for the first part that does not fit the others."""
     _require_layout(plan, where)
     _require_prediction(plan, where)
+    _require_pools(plan, where)
     if isinstance(plan, TracedPlan):
         _require_stages(plan.stages, len(plan.shards), where)
         _require_traced(plan, where)
     else:
         _require_stages(plan.stages, plan.model.num_blocks + 2, where)
         _require_described(plan, where)
+
+
+def _require_pools(plan: AnyPlan, where: str) -> None:
+    """Raises ConfigError unless the stages fill the pools of an unequal cluster."""
+    cluster = plan.cluster
+    named = {} if isinstance(plan, TracedPlan) else {s.rank: s.pool for s in plan.stages}
+    if not isinstance(cluster, UnequalCluster):
+        if any(named.values()):
+            raise _unfit(where, "stages", "they name pools, the cluster has none")
+        return
+    if isinstance(plan, TracedPlan) or any(s.pool != named[s.rank] for s in plan.stages):
+        raise _unfit(where, "stages", "every pipeline rank lies on one pool of the cluster")
+    held = Counter(named.values())
+    for name, stages in held.items():
+        if name not in cluster.by_name:
+            raise unknown_name_error("pool", name, cluster.by_name, where=f"{where}: stages")
+        gpus = cluster.by_name[name].cluster.num_gpus
+        if stages * plan.mesh.ranks_per_stage != gpus:
+            raise _unfit(
+                where,
+                "stages",
+                f"pool {name} has {stages} of {plan.mesh.ranks_per_stage} ranks on {gpus} GPUs",
+            )
 
 
 def _require_described(plan: Plan, where: str) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from parplan.costmodels.communication.mesh import Axis, MeshOrder, distinct_orders, place
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.reprice import reprice
+from parplan.profiles.machines.unequal_cluster import UnequalCluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,8 @@ def order_prices(plan: Plan) -> tuple[OrderPrice, ...]:
     """
     gpus_per_node = plan.cluster.gpus_per_node
     orders = (plan.mesh.order, *map(MeshOrder, plan.training.stack.mesh_orders))
+    if isinstance(plan.cluster, UnequalCluster):
+        orders = orders[:1]  # another would put one stage on several pools
     prices = []
     for mesh in distinct_orders(plan.mesh, orders, plan.cluster.unit_gpus):
         predicted = reprice(replace(plan, mesh=mesh)).plan.predicted

@@ -142,11 +142,15 @@ class LayerRun(LayerRange):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan(PipelineStage):
-    """One (virtual) pipeline stage of a described model."""
+    """One (virtual) pipeline stage of a described model.
+
+    pool   the pool of an unequal cluster that runs it; the file has it only there
+    """
 
     __pydantic_config__ = _FORBID
 
     layers: tuple[LayerRun, ...]
+    pool: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from parplan.profiles.documents.files import write_text
 from parplan.profiles.documents.reader import Hints, read_yaml
 from parplan.profiles.documents.schema import document, parse
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.machines.machine_catalog import cluster_document, cluster_from_document
+from parplan.profiles.machines.pool_documents import machine_document, machine_from_document
 from parplan.profiles.models.spec import rare_defaults
 
 
@@ -29,6 +29,9 @@ def plan_to_document(plan: AnyPlan) -> dict[str, Any]:
         for rare in ("own_zero", "block", "tower"):
             if not layer_plan[rare]:  # few plans have any
                 del layer_plan[rare]
+    for stage in body["stages"]:
+        if not stage.get("pool", "equal"):
+            del stage["pool"]
     for part in ("training", "module", "search"):
         for rare in ("fine_tuning", "documents", "launcher", "robust"):
             if (body.get(part) or {}).get(rare, "") is None:
@@ -39,7 +42,7 @@ def plan_to_document(plan: AnyPlan) -> dict[str, Any]:
     if isinstance(plan, Plan):
         for name in rare_defaults(plan.model):
             del body["model"][name]
-    body["cluster"] = cluster_document(plan.cluster)
+    body["cluster"] = machine_document(plan.cluster)
     return body
 
 
@@ -112,5 +115,5 @@ def checked_document(body: Any, where: str) -> dict[str, Any]:
         )
     upgraded = in_todays_form(body, where)
     if "cluster" in upgraded:
-        upgraded["cluster"] = cluster_from_document(upgraded["cluster"], f"{where}: cluster")
+        upgraded["cluster"] = machine_from_document(upgraded["cluster"], f"{where}: cluster")
     return upgraded

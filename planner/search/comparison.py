@@ -23,6 +23,7 @@ from parplan.planner.plan.reprice import reprice
 from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
 from parplan.planner.request import SearchOptions
 from parplan.profiles.errors import OutOfTimeError
+from parplan.profiles.machines.unequal_cluster import require_equal
 
 OURS = "ours"
 MEMORY_NAMES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "reserve")
@@ -188,6 +189,7 @@ def compare(plan: Plan, names: Iterable[str], options: SearchOptions) -> Compari
     Raises ConfigError for a plan without a price (planner/plan/reprice.py). `names`: a selection of
     `baselines.systems.baseline_names`.
     """
+    require_equal(plan.cluster, "a comparison with baselines")
     ours = reprice(plan)
     # No baseline has the token table on the host, and not every mesh of theirs could.
     price_cache = ours.price_cache.with_table(on_host=False)

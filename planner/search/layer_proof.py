@@ -40,6 +40,8 @@ def with_layer_proof(result: SearchResult, session: SearchSession) -> SearchResu
     finished = plan.search.status is Status.OPTIMAL and not session.deadline.is_over
     if not isinstance(prices, DescribedPrices) or not finished:
         return result
+    if result.strategy.layout.pools:  # the proof is of one device
+        return result
     assert isinstance(plan, Plan), "the model is described"
     try:
         proof = layer_proof(

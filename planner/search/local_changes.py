@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+from parplan.costmodels.joined_pools import prices_at
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.memory.rank_memory import rank_memory
 from parplan.costmodels.schedules.schedule import Schedule
@@ -113,9 +114,8 @@ def _other_columns(solved: SolvedCandidate, session: SearchSession) -> list[list
     layout, passes = solved.layout, solved.layout.num_micro_batches
     alternatives = []
     for rank, chosen in enumerate(in_time(solved.choice.columns, session.deadline)):
-        every = rank_columns(rank, layout, session.table).fastest(
-            chosen.num_blocks, session.limit_bytes
-        )
+        table = session.described.table_of(layout, rank)
+        every = rank_columns(rank, layout, table).fastest(chosen.num_blocks, session.limit_bytes)
         slowest_s = chosen.alone_s(passes) * (1 + NEAR)
         alternatives.append(
             [
@@ -155,7 +155,9 @@ def _fits(
     strategy: Strategy, ranks: Sequence[int], price_cache: LayerPriceCache, session: SearchSession
 ) -> bool:
     return all(
-        rank_memory(strategy, rank, price_cache).total <= session.limit_bytes for rank in ranks
+        rank_memory(strategy, rank, price_cache).total
+        <= session.limit_bytes + prices_at(strategy.layout, rank, price_cache).beyond_bytes
+        for rank in ranks
     )
 
 
@@ -211,7 +213,7 @@ def _fastest_stage(
     ends = [choice for choice in strategy.stages[rank] if choice.kind.role is not LayerKind.BLOCK]
     columns = [
         column
-        for column in rank_columns(rank, layout, session.table).fastest(
+        for column in rank_columns(rank, layout, session.described.table_of(layout, rank)).fastest(
             num_blocks, session.limit_bytes
         )
         if all(_alike_end(column, choice, layout) for choice in ends)

@@ -15,9 +15,11 @@ from parplan.planner.objective import Prefer
 from parplan.planner.request import PlanRequest, Request, host_contents, searched_offload
 from parplan.planner.search.block_class_prices import BlockClassPrices
 from parplan.planner.search.described_shortfall import infeasible_error, least_peak_bytes
+from parplan.planner.search.pooled_prices import PooledPrices
 from parplan.planner.search.search_session import INFINITY, DescribedPrices, SearchPrices
 from parplan.profiles.errors import InfeasibleError
 from parplan.profiles.machines.off_speed import SpeedFactors, cluster_at
+from parplan.profiles.machines.unequal_cluster import UnequalCluster
 from parplan.profiles.models.transformer import has_unlike_blocks
 
 Hosted = tuple[Offload, ...]  # what the host may hold
@@ -73,11 +75,15 @@ class DescribedFactory(PriceFactory):
         self.offload, self.prefer = request.constraints.offload, request.options.prefer
         searched = searched_offload(request.model, request.training)
         self.searched = host_contents(searched, request.training.optimizer)
+        if isinstance(request.cluster, UnequalCluster):
+            self.searched = ()  # plans over pools keep all states on the devices
         self._made: dict[Hosted, SearchPrices] = {}
 
     def prices(self, offload: Hosted) -> SearchPrices:
         if offload not in self._made:
             make = BlockClassPrices if self._unlike else DescribedPrices
+            if isinstance(self.request.cluster, UnequalCluster):
+                make = PooledPrices
             self._made[offload] = make(self.request.with_offload(offload))
         return self._made[offload]
 
@@ -127,4 +133,10 @@ class DescribedFactory(PriceFactory):
         return unsearched_parts(pins, stack, unlike=self._unlike)
 
     def error(self, offload: Hosted) -> InfeasibleError:
+        cluster = self.request.cluster
+        if isinstance(cluster, UnequalCluster):
+            return InfeasibleError(
+                f"no division of the pipeline over {cluster.text} fits their memory",
+                hint="add nodes to a pool, or pin less",
+            )
         return self._explain(self.request.with_offload(offload))

@@ -51,9 +51,9 @@ def _equal_stages(solved: SolvedCandidate, session: SearchSession) -> Iterator[S
         ranks = [
             [
                 c
-                for c in rank_columns(rank, layout, session.table).fastest(
-                    count, session.limit_bytes
-                )
+                for c in rank_columns(
+                    rank, layout, session.described.table_of(layout, rank)
+                ).fastest(count, session.limit_bytes)
                 if interchangeable_ends(rank, layout, c, chosen)
             ]
             for rank, (count, chosen) in enumerate(zip(blocks, solved.choice.columns, strict=True))
@@ -78,7 +78,7 @@ def _by_the_rule(solved: SolvedCandidate, session: SearchSession) -> Iterator[St
         described_prices(session.book_of(solved.layout, solved.choice)),
     )
     num_layers = session.num_blocks
-    if layout.mesh.pp == 1 or layout.virtual_stages > 1 or layout.chunked:
+    if layout.mesh.pp == 1 or layout.virtual_stages > 1 or layout.chunked or layout.pools:
         return
     if session.table.stage_recompute is not None:
         return  # the user's rule is another

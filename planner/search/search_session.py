@@ -251,6 +251,10 @@ class DescribedPrices(SearchPrices):
     def num_blocks(self) -> int:
         return self.price_cache.model.num_layers
 
+    def table_of(self, layout: ParallelLayout, rank: int) -> MixTable:
+        """Returns the mixes of a pipeline rank of a layout."""
+        return self.table
+
     def within(self, limit_bytes: float) -> LayerPriceCache:
         return self.price_cache.within(replace(self.price_cache.chunking, limit_bytes=limit_bytes))
 
@@ -284,9 +288,9 @@ class DescribedPrices(SearchPrices):
             ("redundancy", layout),
             lambda: RedundancyBound(
                 layout,
-                self.table,
+                [self.table_of(layout, rank) for rank in range(layout.mesh.pp)],
                 bubble_share(layout, self.price_cache),
-                self.time_bound(layout).total_s,
+                self.ramps_s(layout),
             ),
         )
         return bound.least_bytes(slowest_s, self.longest_rank(layout, slowest_s, limit_bytes))
@@ -329,7 +333,7 @@ class DescribedPrices(SearchPrices):
         self, layout: ParallelLayout, rank: int, cut_s: float, limit_bytes: float
     ) -> Iterator[ContentsMaker]:
         """Yields ascending block counts; more blocks never need less memory."""
-        columns = rank_columns(rank, layout, self.table)
+        columns = rank_columns(rank, layout, self.table_of(layout, rank))
         longest = self.longest_rank(layout, cut_s, limit_bytes)
         for count in block_counts(rank, layout, self.num_blocks, longest):
             yield ContentsMaker(count, columns, count)

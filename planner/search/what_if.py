@@ -14,7 +14,9 @@ from parplan.planner.plan.plan import Plan
 from parplan.planner.request import Constraints, PlanRequest, Request
 from parplan.planner.search.many_searches import Answer, answer_of
 from parplan.planner.search.price_factory import DescribedFactory
+from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.off_speed import SpeedFactors, cluster_at
+from parplan.profiles.machines.unequal_cluster import UnequalCluster
 
 AXES = ("tp", "pp", "cp", "ep")
 BASE = "base"
@@ -62,8 +64,13 @@ def request_of_plan(plan: Plan) -> Request:
 
 
 def _with_gpus(request: Request, factor: float) -> Request:
+    def more(cluster: Cluster) -> Cluster:
+        return replace(cluster, nodes=round(cluster.nodes * factor))
+
     cluster = request.cluster
-    return replace(request, cluster=replace(cluster, nodes=round(cluster.nodes * factor)))
+    if isinstance(cluster, UnequalCluster):
+        return replace(request, cluster=cluster.with_pools(more))
+    return replace(request, cluster=more(cluster))
 
 
 def _with_batch(request: Request, factor: float) -> Request:

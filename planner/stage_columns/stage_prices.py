@@ -16,7 +16,7 @@ from parplan.costmodels.layers.layer_price_cache import LayerPriceCache, LayerSt
 from parplan.costmodels.layers.layer_times import ActivationBytes
 from parplan.costmodels.memory.rank_memory import sent_bytes, stashes
 from parplan.costmodels.operators.sharding import Sharding
-from parplan.costmodels.stage_costs import rank_edges, rank_receives
+from parplan.costmodels.stage_costs import rank_edges, rank_receives, shared_reduction
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.dominance import Array
 from parplan.planner.layer_options.layer_option import LayerOption
@@ -152,7 +152,7 @@ def end_costs(
         besides = contents.besides_bytes(b, price_cache)
     time_s += rank_edges(layout, price_cache).value_s
     table_sharding = sharding if contents else _table_sharding(ends, sharding, price_cache)
-    tail_s = sum(outside.shared_reduction(each, mesh, table_sharding).value_s for each in shared)
+    tail_s = sum(shared_reduction(each, table_sharding, layout, outside).value_s for each in shared)
     table = price_cache.shared_table_bytes(mesh, table_sharding)
     states = gradients = ideal = saved = used_up = waiting = host = 0.0
     ideal_held = stashes(LayerKind.BLOCK, rank, layout) * besides

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 
@@ -54,8 +55,10 @@ class ShardPriceCache(LayerPriceCache):
         self.classes = ShardClasses(sharded)
         self.flow = Flow(self.classes)
 
-    def on(self, machine: Machine) -> ShardPriceCache:
-        return ShardPriceCache(self.sharded, self.training, machine, zero_ranks=self.zero_ranks)
+    def on(self, machine: Machine, training: TrainingSpec | None = None) -> Self:
+        return type(self)(
+            self.sharded, training or self.training, machine, zero_ranks=self.zero_ranks
+        )
 
     @property
     def num_layers(self) -> int:

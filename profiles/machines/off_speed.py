@@ -24,6 +24,7 @@ from parplan.profiles.machines.curves import CollectiveCurve
 from parplan.profiles.machines.hardware import Cluster, Link
 from parplan.profiles.machines.shipped_profiles import Machine, machine_for
 from parplan.profiles.machines.speeds import Profile
+from parplan.profiles.machines.unequal_cluster import UnequalCluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,13 @@ def at_speeds(machine: Machine, factors: SpeedFactors) -> Machine:
 
 
 def cluster_at(cluster: Cluster, factors: SpeedFactors) -> Cluster:
-    """Returns a cluster with other speeds, whose profile is that of the machine with them."""
+    """Returns a cluster with other speeds, whose profile is that of the machine with them.
+
+    Those of an unequal cluster are the speeds of all its pools and joins.
+    """
+    if isinstance(cluster, UnequalCluster):
+        joins = (join.at(factors.across_nodes) for join in cluster.joins)
+        return cluster.with_pools(lambda pool: cluster_at(pool, factors), joins)
     machine = at_speeds(machine_for(cluster), factors)
     return replace(machine.cluster, profile=machine.profile)
 

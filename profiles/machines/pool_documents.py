@@ -7,12 +7,12 @@ packaged machine.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from parplan.profiles.documents.packaged_configs import label_of, read_config
 from parplan.profiles.documents.plain import Limits
-from parplan.profiles.documents.schema import document, parse
+from parplan.profiles.documents.schema import document, json_schema, parse
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.machine_catalog import (
@@ -118,15 +118,27 @@ def machine_document(cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def pools_of_text(text: str, gpus_per_node: int | None = None) -> UnequalCluster:
-    """Returns the pools of `NAME:GPUS,NAME:GPUS`, joined at the slower NICs. Raises ConfigError."""
+def unequal_schema() -> dict[str, Any]:
+    """Returns the JSON Schema of a cluster file with pools."""
+    return json_schema(_UnequalDocument)
+
+
+def pools_of_text(
+    text: str, num_gpus: int | None = None, gpus_per_node: int | None = None
+) -> UnequalCluster:
+    """Returns the pools of `NAME:GPUS+NAME:GPUS`, joined at the slower NICs. Raises ConfigError."""
+    if num_gpus is not None:
+        raise ConfigError(
+            f"--gpus {num_gpus} beside --gpu {text}, which counts the GPUs of each pool",
+            hint="leave out --gpus",
+        )
     pools = []
-    for part in text.split(","):
+    for part in text.split("+"):
         name, _, count = part.partition(":")
         if not count.isdigit() or not int(count):
             raise ConfigError(
                 f"--gpu {text}: {part} is not NAME:GPUS",
-                hint="give each pool its number of GPUs: --gpu a100-80gb:32,h100-80gb:32",
+                hint="give each pool its number of GPUs: --gpu a100-80gb:32+h100-80gb:32",
             )
         machine = with_gpus(load_cluster(name, what="GPU"), int(count), gpus_per_node)
         pools.append(Pool(name=machine.device.name, cluster=machine))
@@ -158,7 +170,7 @@ def _pool(row: dict[str, Any], where: str) -> Pool:
     machine = load_cluster(stated.gpu, what="GPU")
     per_node = stated.gpus_per_node or machine.gpus_per_node
     machine = with_gpus(machine, stated.nodes * per_node, per_node)
-    return Pool(name=stated.name, cluster=replace(machine, name=stated.name), stack=stack)
+    return Pool(name=stated.name, cluster=machine, stack=stack)
 
 
 def _join(stated: _JoinDocument) -> Join:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from parplan.profiles.errors import ConfigError, unknown_name_error
@@ -59,6 +59,15 @@ class Join:
                 hint="name two pools, or none for every pair",
             )
 
+    def at(self, factor: float) -> Join:
+        """Returns the join with its bandwidth multiplied."""
+        node, total = self.node_bytes_per_s, self.total_bytes_per_s
+        return replace(
+            self,
+            node_bytes_per_s=None if node is None else node * factor,
+            total_bytes_per_s=None if total is None else total * factor,
+        )
+
     def bytes_per_s(self, nodes: int) -> float:
         """Bandwidth of `nodes` nodes of a pool that send at once."""
         if self.total_bytes_per_s is not None:
@@ -105,6 +114,18 @@ class UnequalCluster(Cluster):
             )
         return joins[0]
 
+    def mean_peak(self, precision: str) -> float:
+        """Mean of the dense peak FLOP/s of all GPUs. Raises ConfigError for an unknown one."""
+        peaks = (pool.cluster.num_gpus * pool.cluster.device.peak(precision) for pool in self.pools)
+        return sum(peaks) / self.num_gpus
+
+    def with_pools(
+        self, change: Callable[[Cluster], Cluster], joins: Iterable[Join] | None = None
+    ) -> UnequalCluster:
+        """Returns the cluster with every pool changed, and with other joins if there are any."""
+        pools = (replace(pool, cluster=change(pool.cluster)) for pool in self.pools)
+        return unequal_cluster(self.name, pools, self.joins if joins is None else joins)
+
     @property
     def by_name(self) -> Mapping[str, Pool]:
         """The pools by name."""
@@ -130,7 +151,8 @@ def require_equal(cluster: Cluster, what: str) -> None:
 
 def unequal_cluster(name: str, pools: Iterable[Pool], joins: Iterable[Join]) -> UnequalCluster:
     """Returns the cluster of some pools. Raises ConfigError for pools without a join."""
-    pools, joins = tuple(pools), tuple(joins)
+    joins = tuple(joins)
+    pools = tuple(replace(each, cluster=replace(each.cluster, name=each.name)) for each in pools)
     if not pools:
         raise ConfigError(f"cluster {name}: pools is empty", hint="state at least two pools")
     machines = [pool.cluster for pool in pools]

@@ -11,6 +11,7 @@ from parplan.planner.plan.derived import blocks_of
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import StageMemory
 from parplan.planner.plan.traced_plan import AnyPlan, ShardStage, TracedPlan
+from parplan.profiles.machines.unequal_cluster import UnequalCluster
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.report.text import aligned, gib_text, say
 
@@ -27,6 +28,7 @@ class MemoryRow:
     chunks  model chunks of a stage, more than one when interleaved
     ends    embedding and head, as far as the stages hold them
     shards  the shards of each chunk in words, for a traced module
+    pool    the pool of an unequal cluster that runs the stages
     """
 
     first: int
@@ -37,10 +39,12 @@ class MemoryRow:
     ends: tuple[str, ...]
     memory: StageMemory
     shards: str = ""
+    pool: str = ""
 
     @property
     def stages(self) -> str:
-        return f"{self.first}" if self.first == self.last else f"{self.first}-{self.last}"
+        several = "" if self.first == self.last else f"-{self.last}"
+        return f"{self.first}{several}" + (f" {self.pool}" if self.pool else "")
 
     @property
     def numbers(self) -> tuple[str, ...]:
@@ -68,6 +72,7 @@ def _row(plan: Plan, memory: StageMemory) -> MemoryRow:
         chunks=len(chunks),
         ends=ends,
         memory=memory,
+        pool=chunks[0].pool,
     )
 
 
@@ -99,7 +104,7 @@ def rows(plan: AnyPlan) -> list[MemoryRow]:
     return [
         _merged(list(alike))
         for _, alike in groupby(
-            single, key=lambda row: (row.numbers, row.num_blocks, row.chunks, row.ends)
+            single, key=lambda row: (row.numbers, row.num_blocks, row.chunks, row.ends, row.pool)
         )
     ]
 
@@ -137,14 +142,19 @@ def print_stages(plan: AnyPlan, out: Console) -> None:
     shown = rows(plan)
     heading, *lines = _lines(shown, out.width)
     worst = fullest(plan).stage
-    say(
-        out,
-        f"  GiB per GPU; the device has {gib_text(plan.predicted.memory_gib[0].capacity)}",
-        "dim",
-    )
+    say(out, f"  GiB per GPU; {_capacity_text(plan)}", "dim")
     say(out, heading, "dim")
     for row, line in zip(shown, lines, strict=True):
         say(out, line, "bold" if len(shown) > 1 and row.first <= worst <= row.last else "")
+
+
+def _capacity_text(plan: AnyPlan) -> str:
+    """`the device has 79.2`, with the names of the pools where each has its own."""
+    of_rank = {memory.stage: gib_text(memory.capacity) for memory in plan.predicted.memory_gib}
+    if not isinstance(plan.cluster, UnequalCluster) or isinstance(plan, TracedPlan):
+        return f"the device has {of_rank[0]}"
+    has = {stage.pool: of_rank[stage.rank] for stage in plan.stages}
+    return "a device of " + ", of ".join(f"{pool} has {room}" for pool, room in has.items())
 
 
 def _lines(shown: list[MemoryRow], width: int) -> list[str]:

@@ -76,13 +76,13 @@ def test_a_broken_file_is_refused_with_its_place(changes, message):
 
 
 def test_pools_of_the_command_line_meet_at_the_slower_nics():
-    cluster = pools_of_text("a100-80gb:32,h100:16")
+    cluster = pools_of_text("a100-80gb:32+h100:16")
 
     assert [pool.cluster.num_gpus for pool in cluster.pools] == [32, 16]
     slower = load_cluster("a100-80gb").node_bytes_per_s
     assert cluster.join_of("a100-80gb", "h100-80gb").node_bytes_per_s == slower
     with pytest.raises(ConfigError, match="h100 is not NAME:GPUS"):
-        pools_of_text("a100-80gb:32,h100")
+        pools_of_text("a100-80gb:32+h100")
 
 
 def test_the_check_of_a_file_names_the_pool_and_the_join():

@@ -1,0 +1,130 @@
+"""The prices of a search over the pools of an unequal cluster.
+
+A pipeline rank lies on a pool, whose prices its columns have. All else is the search of a described
+model: one program, one branch and bound, one simulator.
+"""
+
+from __future__ import annotations
+
+from parplan.costmodels.joined_pools import prices_on
+from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
+from parplan.costmodels.step import bubble_share
+from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.candidates.enumeration import enumerate_candidates, no_candidate_error
+from parplan.planner.candidates.lower_bounds import TimeBound, ahead_bound_s, may_fit, time_bound
+from parplan.planner.candidates.pool_layouts import over_pools
+from parplan.planner.infeasible.shortfall import limit_bytes, price_cache_of
+from parplan.planner.objective import Objective
+from parplan.planner.request import Request, SearchOptions
+from parplan.planner.search.search_session import DescribedPrices, SearchPrices
+from parplan.planner.stage_columns.mix_table import MixTable
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.unequal_cluster import UnequalCluster
+from parplan.profiles.models.transformer import has_unlike_blocks
+
+
+class PooledPrices(DescribedPrices):
+    """The prices of a described model on the pools of an unequal cluster.
+
+    Raises ConfigError when no mesh is legal, and for what is not searched over pools.
+    """
+
+    def __init__(self, request: Request) -> None:
+        cluster = request.cluster
+        assert isinstance(cluster, UnequalCluster), "equal nodes need no pools"
+        require_searched(request)
+        space = over_pools(enumerate_candidates(request), cluster)
+        if not space.layouts:
+            raise no_candidate_error(space, cluster)
+        price_cache = price_cache_of(request)
+        allowed = request.constraints.resolved(request.training.stack)
+        deadline = request.options.deadline
+        SearchPrices.__init__(self, space, price_cache, allowed, deadline)
+        self.table = MixTable(price_cache, allowed, deadline)
+        self._tables: dict[str, MixTable] = {}
+        self._may_fit = {}
+        for pool in cluster.pools:
+            prices = prices_on(pool.name, price_cache)
+            prices.sizes = price_cache.sizes
+            prices.beyond_bytes = _beyond_bytes(prices, price_cache, request.options)
+            self._tables[pool.name] = MixTable(prices, allowed, deadline)
+
+    def table_of(self, layout: ParallelLayout, rank: int) -> MixTable:
+        return self._tables[layout.pools[rank]]
+
+    def within(self, limit_bytes: float) -> LayerPriceCache:
+        return self.price_cache
+
+    def in_reach(self, limit_bytes: float) -> bool:
+        return True
+
+    def time_bound(self, layout: ParallelLayout) -> TimeBound:
+        """Returns bounds with every block at the fastest of its pool.
+
+        With b_p the least seconds of a block on pool p, L blocks on ranks s of pools p(s) have
+
+            pace >= L / sum_s 1 / b_p(s)
+
+        and each of them counts once in the ramps. Embedding, head and transfers are left out.
+        """
+        return self._once(("time", layout), lambda: self._time_bound(layout))
+
+    def _time_bound(self, layout: ParallelLayout) -> TimeBound:
+        share = bubble_share(layout, self.price_cache)
+        block_s = self._block_s(layout)
+        pace_s = self.num_blocks / sum(1 / block_s[pool] for pool in layout.pools)
+        repeats = layout.num_micro_batches - share
+        least_s = min(block_s.values())
+        total_s = share * self.num_blocks * least_s
+        return TimeBound(max(0.0, repeats) * pace_s + total_s, least_s, total_s)
+
+    def _block_s(self, layout: ParallelLayout) -> dict[str, float]:
+        """Returns the least seconds of a block and micro-batch on each pool."""
+        return {pool: time_bound(layout, table).block_s for pool, table in self._tables.items()}
+
+    def memory_bound_s(self, layout: ParallelLayout, limit_bytes: float) -> float:
+        return 0.0
+
+    def ahead_bound_s(self, layout: ParallelLayout, usual_s: float) -> float:
+        if self.table.stage_recompute is not None:
+            return 0.0
+        return min(ahead_bound_s(layout, usual_s, table) for table in self._tables.values())
+
+    def longest_rank(self, layout: ParallelLayout, cut_s: float, limit_bytes: float) -> int | None:
+        return self.time_bound(layout).longest_rank(layout, cut_s)
+
+    def may_fit(self, layout: ParallelLayout, limit_bytes: float) -> bool:
+        """Returns False if the least bytes exceed the limit on the pool with the most memory."""
+        self._check()
+        return any(may_fit(layout, table, limit_bytes) for table in self._tables.values())
+
+
+def require_searched(request: Request) -> None:
+    """Raises ConfigError for a request that no search over pools answers."""
+    pins = request.constraints
+    refused = {
+        "models whose blocks are of several classes": has_unlike_blocks(
+            request.model, request.training
+        ),
+        f"--objective {request.objective}": request.objective
+        not in (Objective.THROUGHPUT, Objective.MEMORY),
+        "--offload": bool(pins.offload),
+        "the recompute rule of the first stage": pins.recompute_first_stage is not None,
+        "weights over data-parallel ranks": bool(
+            pins.weights_over_data and True in pins.weights_over_data
+        ),
+    }
+    for what, asked in refused.items():
+        if asked:
+            raise ConfigError(
+                f"{what}: not searched over the pools of cluster {request.cluster.name}",
+                hint="leave it out, or plan for one pool",
+            )
+
+
+def _beyond_bytes(prices: LayerPriceCache, whole: LayerPriceCache, options: SearchOptions) -> float:
+    """Bytes of the limit of a pool's device beyond that of the search, which is the least."""
+    limits = [
+        limit_bytes(each.machine.cluster, each.training.stack, options) for each in (prices, whole)
+    ]
+    return limits[0] - limits[1]

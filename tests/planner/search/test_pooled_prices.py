@@ -1,0 +1,117 @@
+"""The search over unequal pools equals a full enumeration, and its bounds hold."""
+
+from __future__ import annotations
+
+import pytest
+
+from parplan.planner.candidates.branch_and_bound import WORTH_REPLAYING
+from parplan.planner.objective import Objective
+from parplan.planner.plan.plan_file import plan_from_document, plan_to_document
+from parplan.planner.plan.prediction import Status
+from parplan.planner.plan.reprice import reprice
+from parplan.planner.request import SearchOptions
+from parplan.planner.search.pooled_prices import PooledPrices
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.units import GIB
+from tests.helpers.instances import PINS, redundant_bytes
+from tests.helpers.planning import find_plan, request
+from tests.helpers.pools import every_price_on_pools, fits, two_pools
+
+SLOWDOWN = 0.2
+SEEDS = [pytest.param(seed, marks=() if seed in (3, 7) else pytest.mark.slow) for seed in range(12)]
+
+
+def tight(seed: int):
+    """The instance with so little memory on each pool that most strategies do not fit."""
+    shares = {"p0": 1.0, "p1": 1.2 if seed % 2 else 0.85}
+    needed = sorted(
+        max(
+            memory.total / shares[pool]
+            for pool, memory in zip(strategy.layout.pools, price.memory, strict=True)
+        )
+        for strategy, price in every_price_on_pools(two_pools(seed))
+    )
+    room = needed[len(needed) // 8]
+    return two_pools(seed, tuple(int(room * share) + 1 for share in shares.values()))
+
+
+def search(instance, objective=Objective.THROUGHPUT, **options):
+    return find_plan(
+        instance.model,
+        instance.cluster,
+        instance.training,
+        objective,
+        constraints=PINS,
+        options=SearchOptions(memory_margin=0.0, **options),
+    )
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_search_over_two_pools_equals_brute_force_under_both_objectives(seed):
+    instance = tight(seed)
+    everything = every_price_on_pools(instance, mixed=20)
+    fitting = [priced for priced in everything if fits(priced, instance)]
+    assert fitting
+    assert len(fitting) < len(everything)
+    fastest_s = min(price.closed_form_s for _, price in fitting)
+
+    plan = search(instance)
+
+    assert plan.search.status is Status.OPTIMAL
+    assert plan.search.fastest_step_time_s <= fastest_s * (1 + 1e-5) + 2e-6
+    assert plan.search.bound <= fastest_s * (1 + 1e-5) + 2e-6
+    assert plan.search.value <= WORTH_REPLAYING * fastest_s + 1e-6
+    assert plan.search.bound <= min(price.step_s for _, price in fitting) + 2e-6
+    capacity = {p.name: p.cluster.device.memory_bytes / GIB for p in instance.cluster.pools}
+    for stage in plan.stages:
+        memory = plan.predicted.memory_gib[stage.rank]
+        assert memory.capacity == pytest.approx(capacity[stage.pool], abs=1e-3)
+        assert memory.total <= memory.capacity + 1e-3
+
+    slowest_s = fastest_s * (1 + SLOWDOWN)
+    leanest = min(redundant_bytes(s, p) for s, p in fitting if p.closed_form_s <= slowest_s)
+    lean = search(instance, Objective.MEMORY, max_slowdown=SLOWDOWN)
+
+    assert lean.search.status is Status.OPTIMAL
+    assert lean.search.value <= leanest / GIB * (1 + 1e-5) + 1e-5
+    assert lean.search.value * (1 - lean.search.gap) <= leanest / GIB * (1 + 1e-5) + 1e-5
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_bounds_never_exceed_the_optimum_of_their_layout(seed):
+    instance = two_pools(seed)
+    prices = PooledPrices(
+        request(instance.model, instance.cluster, instance.training, constraints=PINS)
+    )
+    best_s, best_bytes = {}, {}
+    for strategy, price in every_price_on_pools(instance):
+        layout = strategy.layout
+        best_s[layout] = min(best_s.get(layout, float("inf")), price.closed_form_s)
+        best_bytes[layout] = min(
+            best_bytes.get(layout, float("inf")), redundant_bytes(strategy, price)
+        )
+
+    assert set(best_s) == set(prices.space.layouts)
+    for layout, optimum_s in best_s.items():
+        limit = instance.cluster.device.memory_bytes
+        assert 0 < prices.step_bound_s(layout, limit) <= optimum_s * (1 + 1e-9)
+        least = prices.least_redundant_bytes(layout, float("inf"), limit)
+        assert least <= best_bytes[layout] * (1 + 1e-9) + 1
+
+
+def test_a_plan_over_pools_is_read_back_and_priced_alike():
+    plan = search(two_pools(3))
+
+    again = plan_from_document(plan_to_document(plan), "plan.yaml")
+
+    assert again == plan
+    assert reprice(again).price.step_s == pytest.approx(plan.predicted.step_time_s.value, rel=1e-5)
+    body = plan_to_document(plan)
+    body["stages"][0]["pool"] = "p9"
+    with pytest.raises(ConfigError, match="p9"):
+        plan_from_document(body, "plan.yaml")
+
+
+def test_what_is_not_searched_over_pools_is_refused():
+    with pytest.raises(ConfigError, match="--objective peak: not searched over the pools"):
+        search(two_pools(3), Objective.PEAK)
