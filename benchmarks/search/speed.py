@@ -6,9 +6,10 @@
     python -m benchmarks.search.speed --baseline none --json
 
 A figure is the user and system time of a fresh process and of the processes that it starts: the
-median of the runs. Wall seconds are the least of the runs, which others' work lengthens. The earlier commit is checked out in a temporary worktree and runs in turn with
-this tree, so that a busy machine slows both. Python may keep the bytecode of both, as an
-installation does; the first run of each request fills that cache and is not counted.
+median of the runs. Wall seconds are the least of the runs, because other work on the machine only
+lengthens them. The earlier commit is checked out in a temporary worktree and runs in turn with this
+tree, so that a busy machine slows both. Python may keep the bytecode of both, as an installation
+does; the first run of each request fills that cache and is not counted.
 """
 
 from __future__ import annotations

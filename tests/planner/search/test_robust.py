@@ -191,4 +191,4 @@ def test_pools_of_unequal_nodes_have_no_worst_cases(tmp_path):
     target = TargetOptions(model="gpt-2.5b", cluster=str(tmp_path / "mixed.yaml"))
 
     with pytest.raises(ConfigError, match="--robust is for nodes that are alike"):
-        request_of(target, PINS, SearchFlags(robust=SHARE))
+        request_of(target, PINS, SearchFlags(robust=SHARE), pools=True)
