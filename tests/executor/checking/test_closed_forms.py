@@ -10,7 +10,7 @@ from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.usage.rank_traffic import SentBytes, rank_traffic
 from parplan.executor.checking.parity import run_ranks
 from parplan.executor.models.mixture_of_experts import MixtureOfExperts
-from parplan.executor.rules.all_rules import nearest_legal, refusals
+from parplan.executor.rules.all_rules import nearest_legal
 from parplan.planner.plan.plan_strategy import prices_of_plan, strategy_of
 from parplan.planner.schemes.every_scheme import SCHEMES
 from parplan.planner.schemes.scheme_prices import sent_bytes
@@ -111,8 +111,6 @@ def test_a_closed_form_is_the_traffic_of_the_price(name):
 def test_a_closed_form_is_the_bytes_that_ranks_count_on_gloo(name, monkeypatch):
     monkeypatch.setattr(MixtureOfExperts, "_choose", balanced)
     plan = PLANS[name]
-    if any(rule.name == "grid" for rule, _ in refusals(plan)):
-        pytest.skip("the executor refuses a grid of tensor-parallel ranks")
 
     (results,) = run_ranks([plan], sent_by_rank)
 
