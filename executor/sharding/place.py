@@ -218,7 +218,8 @@ def _place_operator(
     if isinstance(module, Tokens):
         by_rows = weights.get("weight") or module.weight.placements
         module.on_shards = by_rows != (Shard(0),)
-        inputs = output if output[-1] in TOKENS else inputs  # the ids of the tokens that it gives
+        if module.on_shards and output[-1] in TOKENS:
+            inputs = output  # the ids of the tokens that it gives; a part of a table reads all ids
     if not getattr(module, "on_shards", False):
         _place_whole(module, mesh, inputs, output)
         return

@@ -135,6 +135,7 @@ def make_plan(
     actions: tuple[str, ...] = (),
     fine_tuning: FineTuning | None = None,
     tower: TowerDivision = TowerDivision.TENSOR,
+    tp_rows: int = 1,
 ) -> Plan:
     """Returns a plan whose blocks cycle through the stages in `zero`.
 
@@ -160,7 +161,7 @@ def make_plan(
         actions=actions,
     )
     layout = ParallelLayout(
-        mesh=Mesh(pp=pp, dp=dp, tp=tp, cp=cp, context_form=form),
+        mesh=Mesh(pp=pp, dp=dp, tp=tp, cp=cp, context_form=form, tp_rows=tp_rows),
         schedule=schedule,
         virtual_stages=virtual_stages,
         micro_batch_size=pipeline.micro_batch_size,
@@ -171,7 +172,7 @@ def make_plan(
     ranks = [layout.rank_of(stage) for stage in range(pp * virtual_stages)]
     layer_plans = {}
     graph = build_graph(model, training, 1)
-    divided = Sharding(tp=tp, sequence_parallel=sp, etp=etp)
+    divided = replace(layout.sharding, cp=1, context_form=None, etp=etp)
     for key in graph.keys:
         own = divided
         if tower is not TowerDivision.TENSOR:
@@ -185,7 +186,7 @@ def make_plan(
         cluster=replace(CLUSTER, gpus_per_node=pp * dp * cp * tp),
         training=training,
         pipeline=pipeline,
-        mesh=Mesh(pp=pp, dp=dp, tp=tp, ep=ep, etp=etp, cp=cp, context_form=form),
+        mesh=Mesh(pp=pp, dp=dp, tp=tp, ep=ep, etp=etp, cp=cp, context_form=form, tp_rows=tp_rows),
         layer_plans=layer_plans,
         stages=_stages(
             graph, ranks, zero, blocks or even_blocks(model.num_blocks, pp * virtual_stages)

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from parplan.costmodels.communication.collectives import Collective
 from parplan.costmodels.usage.rank_traffic import EXPERT_COPIES, EXPERT_PARALLEL, SentBytes
 from parplan.costmodels.usage.rank_usage import RankUse, predicted_use
-from parplan.executor.checking.dry_run import _axes, dry_run
-from parplan.executor.checking.observed_rank import _NAMESPACES, Observed
-from parplan.executor.checking.parity import OPTIONS, run_ranks
+from parplan.executor.checking.dry_run import dry_run
+from parplan.executor.checking.parity import run_ranks
 from parplan.executor.models.mixture_of_experts import MixtureOfExperts
-from parplan.executor.training.train import build_trainer
-from parplan.planner.plan.plan import Plan
 from parplan.planner.runs.rank_checks import repriced_today
 from parplan.profiles.models.model_catalog import load_model
 from tests.helpers.cases import mostly_slow
+from tests.helpers.counted_runs import balanced, sent_by_rank
 from tests.helpers.executor_plans import MIXTRAL, make_plan
 
 pytestmark = pytest.mark.multiproc
@@ -84,37 +79,6 @@ def test_experts_over_tensor_parallel_ranks_gather_and_scatter_more_than_whole_e
     passes = 2 * 2  # blocks, micro-batches
     assert more["tp", Collective.ALL_GATHER] == passes * 3
     assert more["tp", Collective.REDUCE_SCATTER] == passes * 2
-
-
-NUMBERS = "alltoall_base_"  # of tokens, which ranks tell one another ahead of them
-
-
-class Counted(Observed):
-    """Counts the collectives of real tensors without the numbers of tokens, and no memory."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if func.namespace in _NAMESPACES and name != NUMBERS:
-            self._count(name, args, out)
-        return out
-
-
-def balanced(mixture: MixtureOfExperts, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns a choice with which every expert gets as many tokens of each rank."""
-    number, of_token = mixture.num_experts, mixture.experts_per_token
-    chosen = torch.arange(len(tokens) * of_token).view(-1, of_token) % number
-    weights = mixture.router(tokens).float().softmax(dim=-1).gather(1, chosen)
-    return chosen, weights / weights.sum(dim=-1, keepdim=True)
-
-
-def sent_by_rank(plan: Plan) -> list[tuple[str, str, int, int]]:
-    """Returns axis, kind, calls and bytes of what this rank sends in a step."""
-    trainer = build_trainer(plan, OPTIONS, torch.device("cpu"))
-    with Counted() as counted:
-        counted.axes = _axes(trainer)
-        trainer.gradients(0)
-    return [(each.axis, str(each.kind), each.calls, each.num_bytes) for each in counted.sent()]
 
 
 @pytest.mark.parametrize("name", mostly_slow(ON_GLOO, {"pp2-tp2-etp2"}))
