@@ -2,7 +2,8 @@
 
 A pool runs the best plan of its own for its share of the global batch: mesh, stages, recompute and
 ZeRO are its own, and every collective of that plan stays inside the pool. Once a step the pools add
-their gradients over the joins, exposed after the slowest pool, in a ring of the P pools:
+their gradients over the joins, exposed after the slowest pool, in a ring of the P pools
+(EQUATIONS P10):
 
     T = max_p T_p(b_p) + 2 (P - 1) (alpha + G / (P W)),    sum_p b_p = B
 

@@ -82,6 +82,8 @@ QUICK = (
     "plan profile -o theirs.yaml --gpu a100-80gb --import allreduce_bandwidth_2nodes_8gpus_per_node.json",
 )
 SLOW = (
+    "plan --model gpt-20b --gpu a100-80gb:32+h100-80gb:32",
+    "plan --model gpt-20b --gpu a100-80gb:32+h100-80gb:32 --pools data",
     "plan sweep --model gpt-1.5b --gpus 4,8,16 --gpu a100-80gb,h100-80gb",
     "plan size --model gpt-1.5b --tokens 100B --days 7 --gpu a100-80gb,h100-80gb --price a100-80gb=1.50 --price h100-80gb=2.50",
     "plan explain plan.yaml",
