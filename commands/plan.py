@@ -46,6 +46,7 @@ from parplan.commands.style import (
     option,
     print_json,
     show_version,
+    tell,
 )
 
 if TYPE_CHECKING:
@@ -220,7 +221,7 @@ def _deliver_front(
             print_front(front, paths, console(sys.stdout), context)
     beyond = plan_paths(output, len(paths) + 1)[-1]
     if beyond.exists():
-        click.echo(f"note: {beyond} and what follows is of an earlier front", err=True)
+        tell(f"note: {beyond} and what follows is of an earlier front")
     if result.plot:
         from parplan.report.plots.front_plot import draw_front
 

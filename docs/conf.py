@@ -14,10 +14,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from docutils import nodes
 from sphinx.application import Sphinx
 
 ROOT = Path(__file__).resolve().parents[1]
 HOME = "docs/index"
+UNIT = re.compile(r"(?<=\d) (?=(?:%|s|ms|GiB|MiB|TiB|GB)(?!\w))")
 
 project = "parplan"
 author = "the parplan authors"
@@ -46,6 +48,7 @@ html_context = {"default_mode": "auto"}
 html_additional_pages = {"index": "home.html"}
 html_copy_source = False
 html_show_sourcelink = False
+html_show_search_summary = False  # it would read each page again, which a page from a file cannot
 html_sidebars = {"**": ["sidebar-nav.html"]}
 html_theme_options = {
     "navbar_center": [],
@@ -61,22 +64,22 @@ html_theme_options = {
 def navigation(page: str) -> str:
     """The navigation of the site, from the sections of the home page and the pages they link to.
 
-    A page stands where the first link to it stands. Links to images, schemas and headings of the
-    home page itself are not entries.
+    A page stands where the first link to it stands, under the text of that link if this begins
+    with a capital, else under its own title. Other links than those to pages are not entries.
     """
     parts = []
     listed: set[str] = set()
     for section in re.split(r"^## ", page, flags=re.MULTILINE)[1:]:
         title, _, text = section.partition("\n")
-        names = [
-            entry
-            for target in re.findall(r"\]\(([^)#]+\.md)[^)]*\)", text)
-            if (entry := _document(target)) not in listed and not listed.add(entry)
-        ]
-        if names:
-            parts.append(
-                "\n".join(["```{toctree}", f":caption: {title}", ":hidden:", "", *names, "```"])
-            )
+        entries = []
+        for shown, target in re.findall(r"\[([^]]+)\]\(([^)#]+\.md)[^)]*\)", text):
+            name = _document(target)
+            if name not in listed:
+                entries.append(f"{shown} <{name}>" if shown[0].isupper() else name)
+                listed.add(name)
+        if entries:
+            head = ["```{toctree}", f":caption: {title}", ":hidden:", ""]
+            parts.append("\n".join([*head, *entries, "```"]))
     return "\n\n".join(parts)
 
 
@@ -91,5 +94,13 @@ def _add_navigation(app: Sphinx, name: str, source: list[str]) -> None:
         source[0] += "\n\n" + navigation(source[0]) + "\n"
 
 
+def _keep_units(app: Sphinx, document: nodes.document) -> None:
+    """Keeps a number and its unit on one line, which narrow columns would part."""
+    for text in list(document.findall(nodes.Text)):
+        if not isinstance(text.parent, nodes.literal | nodes.literal_block):
+            text.parent.replace(text, nodes.Text(UNIT.sub("\N{NO-BREAK SPACE}", text)))
+
+
 def setup(app: Sphinx) -> None:
+    app.connect("doctree-read", _keep_units)
     app.connect("source-read", _add_navigation)

@@ -42,6 +42,7 @@ ALLOWED = {  # package -> the files, or folders with their slash, that may impor
     "markupsafe": ("report/page/",),
     "matplotlib": ("report/plots/",),
     "networkx": ("profiles/models/",),
+    "pandas": ("report/notebook/",),
     "peft": ("profiles/tracing/partly_trained.py",),
     "pulp": ("planner/solver.py",),
     "pydantic": ("profiles/",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,12 +34,28 @@ _OF_THE_PROFILE = " (the profile's)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingDefaults:
-    """Values for options that were left open, and their owner for the phrases."""
+    """Values for options that were left open, and their owner for the phrases.
+
+    most_stages    pipeline stages that the model can have, None where that is not known
+    """
 
     global_batch_size: int
     seq_length: int
     whose: str = "the model's"
     stack: str = DEFAULT_STACK
+    most_stages: int | None = None
+
+    def batch_for(self, seq_length: int, num_gpus: int) -> tuple[int, str]:
+        """Returns the default sequences of a step on a number of GPUs, and their owner.
+
+        An odd part of the number of GPUs divides the batch, or the layers into stages. Where it
+        does neither, the batch is the next one that it divides.
+        """
+        batch, whose = self.batch_of(seq_length)
+        odd = num_gpus // (num_gpus & -num_gpus)
+        if self.most_stages is None or odd // gcd(odd, batch) <= self.most_stages:
+            return batch, whose
+        return odd * -(-batch // odd), f"{whose} {batch}, more for {num_gpus} GPUs"
 
     def batch_of(self, seq_length: int) -> tuple[int, str]:
         """Returns the default sequences of a step with sequences of a length, and their owner.
@@ -71,7 +88,7 @@ def cluster_and_training(
     cluster, assumed_cluster = cluster_of(target, profile)
     if not pools or profile or target.host_memory is not None:
         require_equal(cluster, "this request")
-    training, assumed_training = training_of(target, defaults, profile, cluster.device)
+    training, assumed_training = training_of(target, defaults, profile, cluster)
     cluster.device.peak(training.precision)
     require(cluster.device, training)
     if profile and target.profile is not None:
@@ -227,12 +244,16 @@ def fine_tuning_of(target: TargetOptions) -> FineTuning | None:
 
 
 def training_of(
-    target: TargetOptions, defaults: TrainingDefaults, profile: UserProfile | None, device: Device
+    target: TargetOptions,
+    defaults: TrainingDefaults,
+    profile: UserProfile | None,
+    cluster: Cluster,
 ) -> tuple[TrainingSpec, tuple[str, ...]]:
     """Returns the training of one step, and a phrase for every default. Raises ConfigError.
 
     The precision is bf16 by default, and fp16 on a device that has no bf16.
     """
+    device = cluster.device
     measured_at, run_by = None, None
     if profile is not None:
         from parplan.profiles.machines.applied_profile import precision_of, stack_of
@@ -252,7 +273,7 @@ def training_of(
     )
     usual, why = (Precision.BF16, "") if has_bf16 else (Precision.FP16, " (the device has no bf16)")
     seq_length = defaults.seq_length if target.seq_length is None else target.seq_length
-    batch, whose_batch = defaults.batch_of(seq_length)
+    batch, whose_batch = defaults.batch_for(seq_length, cluster.num_gpus)
     precision = Precision.BF16 if narrow else Precision(target.precision or measured_at or usual)
     _require_16_bits(target, precision)
     training = TrainingSpec(

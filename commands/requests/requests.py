@@ -103,7 +103,10 @@ def request_about(
         entry, spec=with_images(entry.spec, target.images_per_sequence, target.image_tokens)
     )
     defaults = TrainingDefaults(
-        global_batch_size=entry.global_batch_size, seq_length=entry.seq_length, whose=whose
+        global_batch_size=entry.global_batch_size,
+        seq_length=entry.seq_length,
+        whose=whose,
+        most_stages=entry.spec.num_blocks,
     )
     cluster, training, assumed = cluster_and_training(
         target, defaults, partial(_require_trainable, entry.spec), pools=pools

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.enumeration import CandidateSpace, layout_text
-from parplan.planner.candidates.meshes import Pruned
+from parplan.planner.candidates.meshes import PrunedFamilies
 from parplan.planner.deadline import Deadline
 from parplan.profiles.models.operator_graph import LayerKey
 from parplan.profiles.stack import ContextForm
@@ -44,15 +44,15 @@ def without_beaten_forms(
         for sharding, form in _beaten(waits_s):
             beaten[micro_batch_size, sharding] = form
     kept: list[ParallelLayout] = []
-    pruned: list[Pruned] = []
+    lost = PrunedFamilies()
     for layout in space.layouts:
         way = layout.micro_batch_size, layout.sharding
         if way in beaten:
             reason = f"attention waits less in the form {beaten[way]}"
-            pruned.append(Pruned(layout_text(layout), reason))
+            lost.add(reason, partial(layout_text, layout))
         else:
             kept.append(layout)
-    return CandidateSpace(tuple(kept), (*space.pruned, *pruned))
+    return CandidateSpace(tuple(kept), (*space.pruned, *lost))
 
 
 def _besides_form(layout: ParallelLayout) -> tuple[int, Sharding]:

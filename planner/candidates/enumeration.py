@@ -6,12 +6,14 @@ Each illegal candidate has its reason.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from parplan.costmodels.communication.mesh import Mesh, illegal_expert_parallel
 from parplan.costmodels.divided_weights import illegal_grid
 from parplan.costmodels.host.state_location import Access
+from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.context_parallel import illegal_context
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import AHEAD, Schedule, legal
@@ -19,6 +21,7 @@ from parplan.costmodels.strategy import ParallelLayout, count_text
 from parplan.planner.candidates.meshes import (
     OUTSIDE_PINS,
     Pruned,
+    PrunedFamilies,
     allowed,
     illegal_tensor_parallel,
     meshes,
@@ -52,8 +55,19 @@ class CandidateSpace:
     layouts: tuple[ParallelLayout, ...]
     pruned: tuple[Pruned, ...]
 
+    @property
+    def num_pruned(self) -> int:
+        """Number of candidates in all pruned families."""
+        return sum(each.count for each in self.pruned)
+
+    @property
+    def considered(self) -> int:
+        """Number of candidates, legal and pruned."""
+        return len(self.layouts) + self.num_pruned
+
 
 ONLY_IF_PINNED = "only if pinned"  # the end of a reason that another pin takes away
+BESIDE_GPIPE = "gpipe takes as long as 1f1b and holds more; --schedule gpipe"
 TOWER_TEXTS = {
     TowerDivision.IMAGES: "each rank with its own images",
     TowerDivision.REPEATED: "the tower on every rank",
@@ -108,6 +122,22 @@ def illegal_layout(
             f"the global batch of {batch} is not micro-batch {layout.micro_batch_size} x "
             f"dp {mesh.dp} x a whole number"
         )
+    return (
+        illegal_stages(layout, model, unlike_stages=unlike_stages)
+        or illegal_tokens(layout, model, training)
+        or illegal_overlap(layout, model, training)
+        or illegal_grid(layout, model, training)
+    )
+
+
+def illegal_stages(
+    layout: ParallelLayout, model: ModelSpec, *, unlike_stages: bool = False
+) -> str | None:
+    """Returns why the pipeline of a layout cannot have its stages and micro-batches, or None.
+
+    unlike_stages is that of `illegal_layout`.
+    """
+    mesh = layout.mesh
     reason = illegal_pipeline(layout)
     if reason:
         return reason
@@ -123,11 +153,7 @@ def illegal_layout(
             f"{model.num_blocks} layers, or two more, are not a multiple of "
             f"pp {mesh.pp} x {layout.virtual_stages} virtual stages"
         )
-    return (
-        illegal_tokens(layout, model, training)
-        or illegal_overlap(layout, model, training)
-        or illegal_grid(layout, model, training)
-    )
+    return None
 
 
 def illegal_by_hand(
@@ -172,22 +198,29 @@ def illegal_tokens(layout: ParallelLayout, model: ModelSpec, training: TrainingS
 
 def micro_batch_sizes(mesh: Mesh, request: Request | TracedRequest) -> Iterator[int | Pruned]:
     """Yields the micro-batch sizes of a mesh that divide the global batch, and pruned ones."""
+    for size, reason in _sizes(mesh.dp, request):
+        yield size if reason is None else Pruned(_micro_batch_text(mesh, size), reason)
+
+
+def _sizes(dp: int, request: Request | TracedRequest) -> Iterator[tuple[int, str | None]]:
+    """Yields the micro-batch sizes of dp copies, each with the reason against it or None.
+
+    The size is 0 where no size divides the batch.
+    """
     batch, pins = request.training.global_batch_size, request.constraints
-    if batch % mesh.dp:
-        yield Pruned(str(mesh), f"dp {mesh.dp} does not divide the global batch of {batch}")
+    if batch % dp:
+        yield 0, f"dp {dp} does not divide the global batch of {batch}"
         return
-    for size in divisors(batch // mesh.dp):
+    for size in divisors(batch // dp):
         ban = pins.ban(micro_batch_size=size)
         if not allowed(pins.micro_batch_size, size):
             continue
         if ban:
-            yield Pruned(f"{mesh}, micro-batch {size}", f"excluded by --forbid {ban}")
+            yield size, f"excluded by --forbid {ban}"
         elif size > MAX_MICRO_BATCH_SIZE and pins.micro_batch_size is None:
-            yield Pruned(
-                f"{mesh}, micro-batch {size}", f"above {MAX_MICRO_BATCH_SIZE} {ONLY_IF_PINNED}"
-            )
+            yield size, f"above {MAX_MICRO_BATCH_SIZE} {ONLY_IF_PINNED}"
         else:
-            yield size
+            yield size, None
 
 
 def _schedules(
@@ -238,43 +271,97 @@ def _schedules(
     yield from ((Schedule.INTERLEAVED, v) for v in interleaved)
 
 
-def _layouts(mesh: Mesh, request: Request) -> Iterator[ParallelLayout | Pruned]:
-    model, training = request.model, request.training
-    pins = request.constraints
-    for micro_batch_size in micro_batch_sizes(mesh, request):
-        if isinstance(micro_batch_size, Pruned):
-            yield micro_batch_size
-            continue
-        num_micro_batches = training.global_batch_size // mesh.dp // micro_batch_size
-        if (
-            mesh.pp > 1
-            and num_micro_batches >= mesh.pp
-            and not (pins.schedule or pins.ban(schedule=Schedule.ONE_F_ONE_B))
-        ):
-            yield Pruned(
-                f"{mesh}, gpipe, micro-batch {micro_batch_size}",
-                "gpipe takes as long as 1f1b and holds more; --schedule gpipe",
-            )
-        for schedule, virtual_stages in _schedules(mesh, model, num_micro_batches, pins):
-            plain = mesh.tp == 1 or mesh.tp_rows > 1
-            for sequence_parallel in (False,) if plain else (False, True):
-                layout = ParallelLayout(
-                    mesh=mesh,
-                    schedule=schedule,
-                    virtual_stages=virtual_stages,
-                    micro_batch_size=micro_batch_size,
-                    num_micro_batches=num_micro_batches,
-                    sequence_parallel=sequence_parallel,
-                )
-                reason = _excluded(layout, pins, training.stack) or illegal_layout(
-                    layout, model, training
-                )
-                yield from (
-                    (Pruned(layout_text(layout), reason),) if reason else _levels(layout, request)
-                )
+class _Enumeration:
+    """The layouts of the meshes of a request, with what meshes of equal degrees share."""
+
+    def __init__(self, request: Request) -> None:
+        self.request, self._once = request, KeyedCache()
+
+    def layouts(self, mesh: Mesh, lost: PrunedFamilies) -> Iterator[ParallelLayout]:
+        """Yields the layouts of a mesh, and counts those that are not tried in `lost`."""
+        batch = self.request.training.global_batch_size
+        sequence = tuple(self._sequence(mesh))
+        for size, reason in self._once(mesh.dp, lambda: tuple(_sizes(mesh.dp, self.request))):
+            if reason is not None:
+                lost.add(reason, partial(_micro_batch_text, mesh, size))
+                continue
+            repeats = batch // mesh.dp // size
+            if self._beside_gpipe(mesh, repeats):
+                lost.add(BESIDE_GPIPE, partial("{}, gpipe, micro-batch {}".format, mesh, size))
+            for schedule, virtual_stages, against in self._pipelines(mesh, repeats):
+                for sequence_parallel, against_it in sequence:
+                    candidate = partial(
+                        _layout, mesh, schedule, virtual_stages, size, repeats, sequence_parallel
+                    )
+                    if against or against_it:
+                        lost.add(against or against_it, partial(_text, candidate))
+                    else:
+                        yield from _levels(candidate(), self.request, lost)
+
+    def _beside_gpipe(self, mesh: Mesh, repeats: int) -> bool:
+        """Returns whether 1F1B is tried in place of GPipe."""
+        pins = self.request.constraints
+        chosen = pins.schedule or pins.ban(schedule=Schedule.ONE_F_ONE_B)
+        return mesh.pp > 1 and repeats >= mesh.pp and not chosen
+
+    def _sequence(self, mesh: Mesh) -> Iterator[tuple[bool, str]]:
+        """Yields whether sequences are parallel, with the reason against it or nothing."""
+        model, training = self.request.model, self.request.training
+        pins = self.request.constraints
+        plain = mesh.tp == 1 or mesh.tp_rows > 1
+        for parallel in (False,) if plain else (False, True):
+            ban = pins.ban(sequence_parallel=parallel) if mesh.tp > 1 else None
+            layout = _layout(mesh, Schedule.ONE_F_ONE_B, 1, 1, 1, parallel)
+            if ban:
+                yield parallel, f"excluded by --forbid {ban}"
+            elif mesh.tp > 1 and not allowed(pins.sequence_parallel, parallel):
+                yield parallel, "excluded by --sequence-parallel"
+            else:
+                yield parallel, illegal_tokens(layout, model, training) or ""
+
+    def _pipelines(self, mesh: Mesh, repeats: int) -> tuple[tuple[Schedule, int, str], ...]:
+        """Returns schedules and virtual stages, each with the reason against it or nothing."""
+
+        def make() -> Iterator[tuple[Schedule, int, str]]:
+            model, pins = self.request.model, self.request.constraints
+            for schedule, virtual_stages in _schedules(mesh, model, repeats, pins):
+                layout = _layout(mesh, schedule, virtual_stages, 1, repeats, False)
+                reason = _excluded(layout, pins, self.request.training.stack)
+                yield schedule, virtual_stages, reason or illegal_stages(layout, model) or ""
+
+        key = "pipelines", mesh.pp, repeats, mesh.replicas == 1
+        return self._once(key, lambda: tuple(make()))
 
 
-def _levels(layout: ParallelLayout, request: Request) -> Iterator[ParallelLayout | Pruned]:
+def _layout(
+    mesh: Mesh,
+    schedule: Schedule,
+    virtual_stages: int,
+    micro_batch_size: int,
+    num_micro_batches: int,
+    sequence_parallel: bool,
+) -> ParallelLayout:
+    return ParallelLayout(
+        mesh=mesh,
+        schedule=schedule,
+        virtual_stages=virtual_stages,
+        micro_batch_size=micro_batch_size,
+        num_micro_batches=num_micro_batches,
+        sequence_parallel=sequence_parallel,
+    )
+
+
+def _text(candidate: Callable[[], ParallelLayout]) -> str:
+    return layout_text(candidate())
+
+
+def _micro_batch_text(mesh: Mesh, size: int) -> str:
+    return f"{mesh}, micro-batch {size}" if size else str(mesh)
+
+
+def _levels(
+    layout: ParallelLayout, request: Request, lost: PrunedFamilies
+) -> Iterator[ParallelLayout]:
     """Yields the layout at each pinned level of sub-pipelining, or at each that the stack runs."""
     model, pins = request.model, request.constraints
     levels = pins.tp_overlap
@@ -283,30 +370,39 @@ def _levels(layout: ParallelLayout, request: Request) -> Iterator[ParallelLayout
     if levels is None:
         levels = tuple(range(request.training.stack.tp_overlap + 1))
     for level in levels if layout.mesh.tp > 1 else (0,):
-        overlapped = replace(layout, tp_overlap=level)
+        overlapped = replace(layout, tp_overlap=level) if level else layout
         ban = pins.ban(tp_overlap=level) if layout.mesh.tp > 1 else None
         reason = (
             f"excluded by --forbid {ban}"
             if ban
             else illegal_overlap(overlapped, model, request.training)
+            or illegal_grid(overlapped, model, request.training)
         )
         if pins.recompute == (Recompute.FULL,) or pins.recompute_first_stage is not None:
             reason = reason or illegal_full_recompute(level, model)
-        yield Pruned(layout_text(overlapped), reason) if reason else overlapped
-        if not reason and has_chunks(pins.offload):
+        if reason:
+            lost.add(reason, partial(layout_text, overlapped))
+            if not ban:
+                return  # a rule against one level holds for the levels above it
+            continue
+        yield overlapped
+        if has_chunks(pins.offload):
             for access in pins.access or (Access.BLOCK,):
-                yield _in_chunks(replace(overlapped, access=access), pins)
-        if reason and not ban:
-            return  # a rule against one level holds for the levels above it
+                yield from _in_chunks(replace(overlapped, access=access), pins, lost)
 
 
-def _in_chunks(layout: ParallelLayout, pins: Constraints) -> ParallelLayout | Pruned:
-    """Returns the layout with the states of its blocks in chunks."""
+def _in_chunks(
+    layout: ParallelLayout, pins: Constraints, lost: PrunedFamilies
+) -> Iterator[ParallelLayout]:
+    """Yields the layout with the states of its blocks in chunks, where that is legal."""
     chunked = replace(layout, chunked=True)
     reason = illegal_chunks(layout, pins.zero, pins.zero_ranks, pins.chunk_communication)
     if pins.recompute_first_stage is not None:
         reason = reason or illegal_stage_recompute(chunked, pins.recompute_first_stage)
-    return Pruned(layout_text(chunked), reason) if reason else chunked
+    if reason:
+        lost.add(reason, partial(layout_text, chunked))
+    else:
+        yield chunked
 
 
 def excluded_pipeline(layout: ParallelLayout, pins: Constraints, stack: Stack) -> str | None:
@@ -327,9 +423,6 @@ def _excluded(layout: ParallelLayout, pins: Constraints, stack: Stack) -> str | 
     reason = excluded_pipeline(layout, pins, stack)
     if reason:
         return reason
-    ban = pins.ban(sequence_parallel=layout.sequence_parallel) if layout.mesh.tp > 1 else None
-    if ban:
-        return f"excluded by --forbid {ban}"
     if layout.splits_backward and not allowed(pins.recompute, Recompute.NONE):
         return f"{layout.schedule} runs without recompute, --recompute or --forbid excludes that"
     rule = pins.recompute_first_stage
@@ -337,17 +430,14 @@ def _excluded(layout: ParallelLayout, pins: Constraints, stack: Stack) -> str | 
     if reason:
         return reason
     reason = illegal_zero(layout, 3) if pins.zero == (3,) else None
-    if reason:
-        return f"{reason}, --zero or --forbid leaves no other"
-    if layout.mesh.tp > 1 and not allowed(pins.sequence_parallel, layout.sequence_parallel):
-        return "excluded by --sequence-parallel"
-    return None
+    return f"{reason}, --zero or --forbid leaves no other" if reason else None
 
 
 def enumerate_candidates(request: Request) -> CandidateSpace:
-    """Returns all candidates, and a Pruned entry for each that is not tried.
+    """Returns all candidates, and a Pruned entry for each family that is not tried.
 
-    A micro-batch size that a pin excludes has no entry.
+    The candidates of a mesh that one reason is against are a family. A micro-batch size that a pin
+    excludes has no entry.
     Raises OutOfTimeError, and ConfigError for pins that the stack does not run.
     """
     stack, pins = request.training.stack, request.constraints
@@ -355,13 +445,15 @@ def enumerate_candidates(request: Request) -> CandidateSpace:
     resolved = replace(request, constraints=pins.resolved(stack))
     layouts: list[ParallelLayout] = []
     pruned: list[Pruned] = []
+    enumeration = _Enumeration(resolved)
     for mesh in meshes(resolved):
-        for candidate in (mesh,) if isinstance(mesh, Pruned) else _layouts(mesh, resolved):
-            request.options.deadline.check()
-            if isinstance(candidate, Pruned):
-                pruned.append(candidate)
-            else:
-                layouts.append(candidate)
+        request.options.deadline.check()
+        if isinstance(mesh, Pruned):
+            pruned.append(mesh)
+            continue
+        lost = PrunedFamilies()
+        layouts.extend(enumeration.layouts(mesh, lost))
+        pruned.extend(lost)
     return CandidateSpace(tuple(layouts), tuple(pruned))
 
 
@@ -375,7 +467,9 @@ def no_candidate_error(space: CandidateSpace, cluster: Cluster) -> ConfigError:
         for each in space.pruned
         if not each.reason.startswith(OUTSIDE_PINS) and not each.reason.endswith(ONLY_IF_PINNED)
     ]
-    reasons = Counter(pruned.reason for pruned in inside or space.pruned)
+    reasons: Counter[str] = Counter()
+    for each in inside or space.pruned:
+        reasons[each.reason] += each.count
     reason, _ = max(
         reasons.items(), key=lambda item: (item[1], item[0]), default=("the pins leave none", 0)
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from math import gcd
 
@@ -27,10 +28,33 @@ OUTSIDE_PINS = "excluded by"  # the start of a reason that a pin or a ban gives
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """A candidate, or a family of them, that is not searched, with the reason."""
+    """A candidate, or a family of them, that is not searched, with the reason.
+
+    candidate    the text of the first of the family
+    count        the number of candidates of the family
+    """
 
     candidate: str
     reason: str
+    count: int = 1
+
+
+class PrunedFamilies:
+    """The candidates of a mesh that are not searched: a family for each reason."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, str] = {}
+        self._counts: Counter[str] = Counter()
+
+    def add(self, reason: str, text: Callable[[], str]) -> None:
+        """Counts a candidate; its text is asked for where it is the first of its family."""
+        if reason not in self._first:
+            self._first[reason] = text()
+        self._counts[reason] += 1
+
+    def __iter__(self) -> Iterator[Pruned]:
+        for reason, text in self._first.items():
+            yield Pruned(text, reason, self._counts[reason])
 
 
 def illegal_tensor_parallel(

@@ -140,7 +140,7 @@ class _SettingsSearch:
     def record(self, outcome: BranchOutcome[BestOfLayout]) -> SearchRecord:
         best, space = outcome.solved[0], self.session.prices.space
         bound_s = min(best.value, outcome.bound, *map(self._bound_s, self.layouts))
-        considered, solved = len(space.layouts) + len(space.pruned), len(outcome.solved)
+        considered, solved = space.considered, len(outcome.solved)
         return SearchRecord(
             objective=Objective.THROUGHPUT,
             status=Status.OPTIMAL if outcome.finished else Status.FEASIBLE,

@@ -16,13 +16,18 @@ from parplan.planner.candidates.branch_and_bound import (
 )
 from parplan.planner.master import MasterChoice
 from parplan.planner.objective import Objective
-from parplan.planner.search.one_candidate import fastest_choice, relaxed_bound_s
+from parplan.planner.search.one_candidate import (
+    fastest_choice,
+    nearly_equal_s,
+    relaxed_bound_s,
+)
 from parplan.planner.search.search_session import INFINITY, SearchSession, SolvedCandidate
 from parplan.planner.solver import Unsolved
 
 Outcome = BranchOutcome[SolvedCandidate]
 # share above its bound at which an easy choice of a layout that cannot win is good enough
 WORTH_SOLVING = 0.01
+MOST_CONTENTS = 2000  # numbers of blocks of all ranks that are worth columns without a first cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +104,8 @@ class _Fastest:
         """
         session = self.session
         if not layout.equal_ranks and layout.mesh.pp > 1:
+            if cut_s == INFINITY and layout.mesh.pp * session.num_blocks > MOST_CONTENTS:
+                cut_s = nearly_equal_s(layout, session)
             averages = session.relaxed(layout, cut_s, averages=True)
             averages_s = relaxed_bound_s(layout, averages, cut_s, session)
             if averages is None or averages_s >= cut_s:

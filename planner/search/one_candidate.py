@@ -24,6 +24,8 @@ from parplan.planner.stage_columns.stage_prices import tied_ends
 from parplan.profiles.errors import SolverError
 
 SOLVED_TO = 1e-7  # the solver's relative tolerance on an optimum
+# columns in reach of an optimum; a program with more has many equal choices and takes minutes
+MOST_IN_REACH = 150
 Options = Sequence[Sequence[StageColumn]]
 
 
@@ -43,6 +45,25 @@ def relaxed_bound_s(
     if one_range_a_rank(layout, relaxed):
         return max(least_s, on_paths(layout, relaxed, share).bound_s)
     return least_s
+
+
+def nearly_equal_s(layout: ParallelLayout, session: SearchSession) -> float:
+    """Seconds of a choice of unequal ranks whose numbers of blocks hardly differ.
+
+    They are a first cut, without which a rank may hold any number of blocks. Infinite where there
+    is none, or where layers are not alike.
+    """
+    num_blocks, pp = session.num_blocks, layout.mesh.pp
+    share, limit = bubble_share(layout, session.price_cache), session.limit_bytes
+    counts = [range(max(1, num_blocks // pp - 1), num_blocks // pp + 3)] * pp
+    options = session.columns(
+        layout, lambda rank, count: rank.fastest(count, limit), INFINITY, counts
+    )
+    if options is None or not joined_by_blocks(layout, options, share):
+        return INFINITY
+    tied, check = session.price_cache.tied, session.deadline.check
+    choice = fastest_placed(layout, options, num_blocks, share, tied=tied, check=check)
+    return choice.step_s * (1 + SOLVED_TO) if choice else INFINITY
 
 
 def fastest_choice(
@@ -76,6 +97,8 @@ def fastest_choice(
         if known is None:
             return None
         options = in_reach_of(layout, options, num_layers, share, known.step_s)
+        if sum(map(len, options)) > MOST_IN_REACH:
+            return known
     master = Master(layout, options, num_layers, tied=tied, share=share)
     choice = master.fastest(session.options.solver, session.solver_limit_s())
     several = layout.virtual_stages > 1 and joined_by_cuts(layout, options)

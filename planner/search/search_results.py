@@ -113,7 +113,7 @@ def record_of(
     host holds states
     """
     unit, whole = GIB if objective is Objective.MEMORY else 1.0, best.value + copy_bytes
-    considered, solved = len(space.layouts) + len(space.pruned), len(outcome.solved)
+    considered, solved = space.considered, len(outcome.solved)
     return SearchRecord(
         objective=objective,
         status=Status.OPTIMAL if outcome.finished else Status.FEASIBLE,

@@ -22,19 +22,18 @@ from parplan.report.plans.block_phrases import layers_phrases
 from parplan.report.plans.plan_header import print_header
 from parplan.report.plans.summary_context import SummaryContext
 from parplan.report.text import (
-    asked_width,
     gib_text,
     joined,
     labelled,
     percent,
-    print_wrapped,
+    print_table,
     say,
     seconds_text,
 )
 
 _NUMBERS = ("#", "step", "slower", "MFU", "peak", "redund.")
 _HOST = "host"
-_TEXTS = ("pp x dp x tp", "ZeRO", "recompute", "found by")
+TEXTS = ("pp x dp x tp", "ZeRO", "recompute", "found by")
 _SHORT = 20  # characters; a longer list of recomputed operators is printed as its length
 
 
@@ -43,20 +42,20 @@ def print_front(
 ) -> None:
     """Print the front for a person, fastest first."""
     print_header(front.points[0].plan, out, context)
-    rows = [_row(front, point, number) for number, point in enumerate(front.points, 1)]
-    numbers = (*_NUMBERS, *((_HOST,) if front.uses_host else ()))
-    width = asked_width(out)
-    print_wrapped(
-        out,
-        (*numbers, *_TEXTS),
-        rows,
-        left=_TEXTS,
-        wrapped=("ZeRO", "recompute", "found by"),
-        width=width,
-    )
+    print_table(out, front_names(front), front_rows(front), left=TEXTS)
     say(out)
-    for label, text in _facts(front, paths, context):
-        say(out, joined(text.split(" "), " ", width, start=labelled(label)))
+    for label, text in front_facts(front, paths, context):
+        say(out, joined(text.split(" "), " ", out.width, start=labelled(label)))
+
+
+def front_names(front: ParetoFront) -> tuple[str, ...]:
+    """Returns the headings of the columns of `front_rows`."""
+    return (*_NUMBERS, *((_HOST,) if front.uses_host else ()), *TEXTS)
+
+
+def front_rows(front: ParetoFront) -> list[tuple[str, ...]]:
+    """Returns the cells of the points, fastest first."""
+    return [_row(front, point, number) for number, point in enumerate(front.points, 1)]
 
 
 def _row(front: ParetoFront, point: ParetoPoint, number: int) -> tuple[str, ...]:
@@ -114,7 +113,7 @@ def recompute_counts(plan: AnyPlan) -> str:
     return ", ".join(f"{count} {text}" for text, count in counts.items())
 
 
-def _facts(
+def front_facts(
     front: ParetoFront, paths: Sequence[Path], context: SummaryContext
 ) -> Iterator[tuple[str, str]]:
     """Yields the lines under the table: units, proof, ties, kind of the numbers, files."""
@@ -159,7 +158,8 @@ def _facts(
         f"the step times are predicted ({first.predicted.step_time_s.kind}), not measured; memory "
         f"is computed",
     )
-    yield "files", f"{paths[0]} to {paths[-1]}" if len(paths) > 1 else f"{paths[0]}"
+    if paths:
+        yield "files", f"{paths[0]} to {paths[-1]}" if len(paths) > 1 else f"{paths[0]}"
 
 
 def _tie_facts(front: ParetoFront) -> Iterator[tuple[str, str]]:

@@ -27,7 +27,10 @@ def grouped(pruned: Sequence[Pruned]) -> list[PrunedGroup]:
     alike: dict[str, list[Pruned]] = {}
     for candidate in pruned:
         alike.setdefault(re.sub(r"\d[\d,]*", "#", candidate.reason), []).append(candidate)
-    groups = [PrunedGroup(count=len(members), example=members[0]) for members in alike.values()]
+    groups = [
+        PrunedGroup(count=sum(each.count for each in members), example=members[0])
+        for members in alike.values()
+    ]
     return sorted(groups, key=lambda group: -group.count)
 
 
@@ -36,11 +39,10 @@ def print_pruned(space: CandidateSpace, left_out: Sequence[UnsearchedPart], out:
 
     The numbers in a reason are those of the group's example.
     """
-    total = len(space.layouts) + len(space.pruned)
     say(
         out,
-        f"{total:,} candidates: {len(space.layouts):,} legal, {len(space.pruned):,} pruned before "
-        f"the search",
+        f"{space.considered:,} candidates: {len(space.layouts):,} legal, "
+        f"{space.num_pruned:,} pruned before the search",
         "bold",
     )
     rows = [row for group in grouped(space.pruned) for row in _rows(group)]

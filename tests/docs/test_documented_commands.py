@@ -136,6 +136,7 @@ NOT_RUN = {
     "plan --model llama3-70b --gpus 128 --gpu h100-80gb --for megatron": MINUTES,
     "plan --model gpt-20b --gpus 64 --objective pareto --plot front.png": MINUTES,
     "plan compare --model gpt-20b --gpus 64 --baseline all": MINUTES,
+    "pip install 'parplan[notebook]' jupyterlab": NETWORK,
     "pip install 'parplan[report]'": NETWORK,
     "plan report plan.yaml --baseline all -o all.html": MINUTES,
     "plan report fast.yaml lean.yaml -o both.html": "tests/report/page/test_html_page.py runs one of two plans",

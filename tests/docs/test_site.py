@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,8 +22,8 @@ PAGES = sorted(
 # one page of each kind: home, long tables, pictures, code, generated, formulas, figures, prose
 LOOKED_AT = (
     *("docs/index", "docs/guide/tutorial", "docs/guide/planning", "docs/guide/report"),
-    *("docs/reference/profile-fields", "docs/reference/python"),
-    *("docs/design/search-methods", "docs/equations", "docs/accuracy", "README"),
+    *("docs/reference/run-fields", "docs/reference/python"),
+    *("docs/design/search-methods", "docs/equations", "docs/accuracy", "docs/comparison", "README"),
 )
 
 
@@ -76,7 +77,7 @@ def opened(browser, site) -> Iterator[Any]:
 
 
 def test_every_page_is_linked_from_a_section_of_the_home_page():
-    entries = {line for line in navigation(HOME.read_text("utf-8")).splitlines() if line[:1] == "/"}
+    entries = set(re.findall(r"(/[\w/.-]+)>?$", navigation(HOME.read_text("utf-8")), re.MULTILINE))
 
     assert {f"/{name}" for name in PAGES} - entries == {"/docs/index"}, (
         "docs/index.md is the navigation: each page stands in the table of its section"
@@ -85,11 +86,11 @@ def test_every_page_is_linked_from_a_section_of_the_home_page():
 
 def test_a_part_of_the_navigation_is_a_section_with_each_page_once():
     page = (
-        "# Home\n[a](a.md)\n\n## Guide\n[a](a.md#x), [b](../b.md)\n\n## More\n[a](a.md) [c](c.md)"
+        "# Home\n[a](a.md)\n\n## Guide\n[A](a.md#x), [b](../b.md)\n\n## More\n[A](a.md) [c](c.md)"
     )
 
     assert navigation(page).split() == [
-        *("```{toctree}", ":caption:", "Guide", ":hidden:", "/docs/a", "/b", "```"),
+        *("```{toctree}", ":caption:", "Guide", ":hidden:", "A", "</docs/a>", "/b", "```"),
         *("```{toctree}", ":caption:", "More", ":hidden:", "/docs/c", "```"),
     ]
 
@@ -135,3 +136,37 @@ def test_a_page_has_no_fault_of_accessibility(opened, name, width, scheme):
 
     assert page.evaluate("document.documentElement.dataset.theme") == scheme
     assert faults(page) == []
+
+
+@pytest.mark.browser
+@needs_chromium
+def test_the_keyboard_searches_without_a_network_and_changes_the_theme(opened):
+    page = opened("docs/index")
+
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent.trim()") == "Skip to main content"
+    page.keyboard.press("Control+k")
+    page.keyboard.type("redundancy")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#search-results li a")
+    found = page.locator("#search-results li a").all_inner_texts()
+    assert any("redundancy" in title.lower() for title in found)
+    page.locator("button.theme-switch-button").first.focus()
+    for key in ("Enter", "ArrowDown", "ArrowDown", "ArrowDown", "Enter"):
+        page.keyboard.press(key)
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+
+
+@pytest.mark.browser
+@needs_chromium
+def test_a_wide_table_scrolls_inside_itself_and_takes_the_focus(opened):
+    page = opened("docs/comparison", SIZES["phone"])
+    table = page.locator(".pst-scrollable-table-container").first
+
+    widths = table.evaluate("box => [box.scrollWidth, box.clientWidth]")
+    assert widths[0] > widths[1]
+    table.focus()
+    page.keyboard.press("ArrowRight")
+    page.wait_for_function(
+        "document.querySelector('.pst-scrollable-table-container').scrollLeft > 0"
+    )

@@ -142,6 +142,11 @@ CLOSED_FORMS: dict[str, Callable[[Sizes], float]] = {
     ),
     "pipeline, GPipe": _messages,
     "pipeline, 1F1B": _messages,
+    "pipeline, ZB-V": lambda s: 2 * _messages(s),
+    "pipeline, DualPipeV": lambda s: 2 * _messages(s),
+    "pipeline, early R": _messages,
+    "pipeline, last no R": _messages,
+    "pipeline, SCP": _messages,
     "pipeline, interleaved": lambda s: (
         _messages(s) * s.layers / s.n
     ),  # a layer on each virtual stage

@@ -65,6 +65,22 @@ def test_longer_sequences_keep_the_tokens_of_the_default_step(seq_length, expect
     assert defaults.batch_of(seq_length) == (expected, whose)
 
 
+@pytest.mark.parametrize(
+    ("num_gpus", "expected"),
+    [
+        pytest.param(16384, 2048, id="a-power-of-two"),
+        pytest.param(96, 2048, id="stages-take-the-3"),
+        pytest.param(100_000, 3125, id="5-to-the-fifth"),
+        pytest.param(8 * 1249, 2498, id="a-prime"),
+    ],
+)
+def test_the_default_batch_grows_to_what_an_awkward_number_of_gpus_divides(num_gpus, expected):
+    defaults = TrainingDefaults(global_batch_size=2048, seq_length=8192, most_stages=126)
+    whose = "the model's" if expected == 2048 else f"the model's 2048, more for {num_gpus} GPUs"
+
+    assert defaults.batch_for(8192, num_gpus) == (expected, whose)
+
+
 def test_the_assumed_batch_of_a_longer_sequence_says_which_tokens_it_keeps():
     entry = load_model("llama3-8b")
     longer = request_about(entry, TargetOptions(gpus=8, seq_length=32768))
