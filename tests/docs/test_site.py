@@ -22,8 +22,8 @@ PAGES = sorted(
 # one page of each kind: home, long tables, pictures, code, generated, formulas, figures, prose
 LOOKED_AT = (
     *("docs/index", "docs/guide/tutorial", "docs/guide/planning", "docs/guide/report"),
-    *("docs/reference/profile-fields", "docs/reference/python"),
-    *("docs/design/search-methods", "docs/equations", "docs/accuracy", "README"),
+    *("docs/reference/run-fields", "docs/reference/python"),
+    *("docs/design/search-methods", "docs/equations", "docs/accuracy", "docs/comparison", "README"),
 )
 
 

@@ -161,6 +161,11 @@ CHAINS = {
         make_plan(LLAMA, dp=2, shares=(1, 3)),
         make_plan(LLAMA, dp=2, zero=(0, 2)),
     ],
+    "grid": [
+        make_plan(GPT, tp=4, tp_rows=2),
+        make_plan(GPT, dp=2, tp=2, zero=(3,)),
+        make_plan(GPT, pp=2, dp=2, zero=(1,), shares=(1, 3)),
+    ],
     "first-dense-block": [
         make_plan(DEEPSEEK, dp=2, ep=2, zero=(3,)),
         make_plan(DEEPSEEK, tp=2, etp=2, sp=True),
