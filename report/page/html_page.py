@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from parplan.costmodels.communication.mesh import Axis
 from parplan.report.page.candidate_chart import FRONT_MARKS, front_chart, front_palette
-from parplan.report.page.chart_theme import LIMIT, Row
+from parplan.report.page.chart_theme import LIMIT, Row, unchecked_charts
 from parplan.report.page.figures import PlanFigures
 from parplan.report.page.machine_tables import (
     KIND_TEXTS,
@@ -71,6 +71,11 @@ def render_page(plans: Sequence[ReportedPlan], library: str) -> str:
 
     library    the javascript that draws the charts
     """
+    with unchecked_charts():
+        return _rendered(plans, library)
+
+
+def _rendered(plans: Sequence[ReportedPlan], library: str) -> str:
     figured = [
         FiguredPlan(each, PlanFigures(each.document, index)) for index, each in enumerate(plans)
     ]
