@@ -62,6 +62,7 @@ ALLOWED = {  # package -> the files, or folders with their slash, that may impor
         "executor/external/external_source.py",
         "profiles/tracing/",
     ),
+    "uniplot": ("report/searches/drawn_points.py",),
     "vl_convert": ("report/page/",),
     "yaml": (
         "configs/launchers/",

@@ -133,8 +133,8 @@ def _facts(sizes: Sequence[ClusterSize], elapsed_s: float) -> Iterator[tuple[str
     yield (
         "searched",
         f"{counted(searches, 'number')} of GPUs in {elapsed_s:.1f} s: powers of two and three "
-        f"times those; a smaller cluster is not searched where 15 % more of each GPU would "
-        "still miss",
+        "times those; a cluster is not searched where 15 % more of each GPU than a larger one has, "
+        "or the lower bound of its step, would still miss",
     )
     kinds = sorted({str(one.run.plan.predicted.step_time_s.kind) for one in sizes if one.run})
     yield (
