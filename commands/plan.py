@@ -24,6 +24,7 @@ from parplan.commands.options.search_options import (
     explain_option,
     launcher_option,
     objective_options,
+    pools_option,
     search_options,
 )
 from parplan.commands.options.sections import OUTPUT
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
 @trace_options
 @objective_options
 @launcher_option
+@pools_option
 @search_options
 @failure_options
 @explain_option
@@ -130,6 +132,10 @@ def main(
     if source is None:
         alone = flags.launcher is None and not front
         request = request_of(target, pins, flags, pools=alone)
+        if flags.pools == "data":
+            from parplan.commands.pool_shares import share_batch
+
+            return share_batch(request, result)
         question = described_question(request, flags)
     else:
         require_described(flags.launcher)

@@ -29,6 +29,7 @@ class SearchFlags:
     solver: str = "cbc"
     explain: bool = False
     launcher: str | None = None
+    pools: str = "pipeline"
 
 
 search_options = together(
@@ -130,6 +131,15 @@ launcher_option = option(
     type=click.Choice(LAUNCHERS),
     help="Launcher that will run the plan: the plan is the fastest of all that its arguments can "
     "say, priced as its stack runs it, and `plan export --to` loses nothing of it.",
+)
+pools_option = option(
+    AIM,
+    "--pools",
+    type=click.Choice(("pipeline", "data")),
+    default="pipeline",
+    show_default=True,
+    help="What the pools of an unequal cluster divide: the pipeline, or the batch. Pools that "
+    "divide the batch have a plan file each.",
 )
 explain_option = option(
     SEARCH, "--explain", is_flag=True, help="List the candidates that were not searched, and why."

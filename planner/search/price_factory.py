@@ -130,7 +130,8 @@ class DescribedFactory(PriceFactory):
 
     def unsearched(self) -> tuple[UnsearchedPart, ...]:
         pins, stack = self.request.constraints, self.request.training.stack
-        return unsearched_parts(pins, stack, unlike=self._unlike)
+        pools = isinstance(self.request.cluster, UnequalCluster)
+        return unsearched_parts(pins, stack, unlike=self._unlike, pools=pools)
 
     def error(self, offload: Hosted) -> InfeasibleError:
         cluster = self.request.cluster

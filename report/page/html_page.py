@@ -16,6 +16,7 @@ from parplan.report.page.machine_tables import (
     assumptions_table,
     kinds_table,
     links_table,
+    sent_texts,
     sources,
 )
 from parplan.report.page.memory_charts import (
@@ -42,7 +43,12 @@ from parplan.report.page.page_tables import (
     waits_table,
 )
 from parplan.report.page.reported_plan import ReportedPlan
-from parplan.report.page.rival_tables import baselines_table, differences_table, runners_table
+from parplan.report.page.rival_tables import (
+    baselines_table,
+    differences_table,
+    robust_table,
+    runners_table,
+)
 from parplan.report.page.step_charts import (
     difference_chart,
     difference_palette,
@@ -142,6 +148,7 @@ def _view(index: int, each: FiguredPlan, charts: dict[str, Row]) -> Mapping[str,
         "step": step_table(each),
         **_baselines(index, each, charts),
         "runners": runners_table(each),
+        "robust": robust_table(each),
         "choice": reported.plan.search.preference,
         "assumptions": assumptions_table(each),
         "numbers": kinds_table(each),
@@ -167,6 +174,7 @@ def _mesh(index: int, each: FiguredPlan, charts: dict[str, Row]) -> Mapping[str,
             "axes": axes_of(plan.mesh),
             "pipeline": {"degree": plan.mesh.pp, "stride": plan.mesh.stride(Axis.PP)},
             "layers": layers,
+            "sent": sent_texts(each.reported),
         },
         "axis_palette": axis_palette(plan.mesh),
         "stage_palette": stage_palette(plan.mesh),

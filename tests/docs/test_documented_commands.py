@@ -67,6 +67,8 @@ QUICK = (
     "plan profile -o theirs.yaml --gpu a100-80gb --import allreduce_bandwidth_2nodes_8gpus_per_node.json",
 )
 SLOW = (
+    "plan --model gpt-20b --gpu a100-80gb:32+h100-80gb:32",
+    "plan --model gpt-20b --gpu a100-80gb:32+h100-80gb:32 --pools data",
     "plan explain --model gpt-20b --gpus 64 --tp 8 --operator fc2",
     "plan estimate --model llama3-8b --gpus 64 --gpu h100-80gb --zero 3 --recompute full --stack torchtitan -o plan.yaml",
     "plan export plan.yaml --to torchtitan",

@@ -252,6 +252,7 @@ def test_bf16_runs_keep_their_fp32_masters_and_may_change_their_zero_stage(tmp_p
     assert whole[5] != pytest.approx(whole[0], rel=BF16_LOSS_TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_dropout_goes_on_with_the_same_masks_on_the_same_mesh(tmp_path):
     plan = make_plan(DROPPING, dp=2, zero=(2,))
