@@ -16,7 +16,7 @@ from parplan.commands.options.target_options import TargetOptions, target_option
 from parplan.commands.style import INTERRUPTED, Command, given_options, option, print_json
 from parplan.commands.worker_pool import in_processes
 
-AXIS = "tensor-parallel axis"
+AXIS, GRID = "tensor-parallel axis", "rows and the columns of the tensor-parallel grid"
 
 
 @click.command(
@@ -29,6 +29,7 @@ AXIS = "tensor-parallel axis"
 @click.argument("plan_file", metavar="[PLAN]", required=False, type=click.Path(path_type=Path))
 @target_options
 @degree("tp", "Tensor parallel degree.", default=8)
+@degree("tp-rows", "Rows of the grid of tensor parallel ranks: above 1 products lie in 2-D.")
 @micro_batch_option
 @zero_option("ZeRO stage of the states.")
 @option(
@@ -43,6 +44,7 @@ def explain(
     plan_file: Path | None,
     target: TargetOptions,
     tp: int,
+    tp_rows: int,
     micro_batch_size: int,
     zero: int,
     weights_over_data: bool,
@@ -66,13 +68,15 @@ def explain(
     from parplan.report.plans.strategy_table import print_strategies, strategies_document
     from parplan.report.text import console
 
-    layout, price_cache = layout_prices(request_of(target), tp, micro_batch_size)
+    layout, price_cache = layout_prices(request_of(target), tp, micro_batch_size, tp_rows)
     layout = replace(layout, weights_over_data=weights_over_data and layout.mesh.dp > 1)
     strategies = list(operator_strategies(layout, zero, price_cache, operator))
     if as_json:
         print_json(strategies_document(strategies))
     else:
-        axes = "data-parallel and the tensor-parallel axis" if layout.weights_over_data else AXIS
+        axes = GRID if tp_rows > 1 else AXIS
+        if layout.weights_over_data:
+            axes = f"data-parallel and the {AXIS}"
         capability = price_cache.machine.cluster.device.compute_capability
         notes = format_notes(price_cache.training, capability)
         print_strategies(strategies, console(sys.stdout), f"{axes} of {layout.mesh}", notes)

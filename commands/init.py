@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from parplan.profiles.inventory.machine_facts import Fact
     from parplan.profiles.machines.hardware import Tier
 
-MACHINE = "The machine; what is not given is looked for, asked for, or taken from plan clusters"
+MACHINE = "The machine; the rest is looked for or asked for"
 NETWORK = "The network above the nodes"
 SOURCES = "Where to look"
 CHECK = "Check a file"

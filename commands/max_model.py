@@ -26,6 +26,7 @@ from parplan.commands.style import (
     option,
     packs,
     print_json,
+    tell,
 )
 
 if TYPE_CHECKING:
@@ -179,4 +180,4 @@ def _write(plan: Plan, output: Path) -> None:
     from parplan.planner.plan.plan_file import write_plan
 
     write_plan(plan, output)
-    click.echo(f"wrote {output}, the plan of {plan.model.name}", err=True)
+    tell(f"wrote {output}, the plan of {plan.model.name}")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import click
 
 from parplan.commands.options.result_options import STDOUT
-from parplan.commands.style import print_json
+from parplan.commands.style import print_json, tell
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -141,7 +141,7 @@ def chosen_ranks(plan: Plan | TracedPlan, ranks: Sequence[int]) -> list[int]:
 def warn_of_solver(plan: Plan | TracedPlan) -> None:
     """Prints a warning on stderr about a solver that failed during the search."""
     if plan.search.solver_failure:
-        click.echo(f"warning: {plan.search.solver_failure}", err=True)
+        tell(f"warning: {plan.search.solver_failure}")
 
 
 def print_listing(

@@ -25,6 +25,7 @@ from parplan.commands.options.search_options import (
     launcher_option,
     method_options,
     objective_options,
+    pools_option,
     search_options,
 )
 from parplan.commands.options.sections import OUTPUT
@@ -46,6 +47,7 @@ from parplan.commands.style import (
     option,
     print_json,
     show_version,
+    tell,
 )
 
 if TYPE_CHECKING:
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
 @trace_options
 @objective_options
 @launcher_option
+@pools_option
 @search_options
 @method_options
 @failure_options
@@ -139,6 +142,10 @@ def main(
     if source is None:
         alone = flags.launcher is None and not front
         request = request_of(target, pins, flags, pools=alone)
+        if flags.pools == "data":
+            from parplan.commands.pool_shares import share_batch
+
+            return share_batch(request, result)
         question = described_question(request, flags)
     else:
         require_described(flags.launcher)
@@ -224,7 +231,7 @@ def _deliver_front(
             print_front(front, paths, console(sys.stdout), context)
     beyond = plan_paths(output, len(paths) + 1)[-1]
     if beyond.exists():
-        click.echo(f"note: {beyond} and what follows is of an earlier front", err=True)
+        tell(f"note: {beyond} and what follows is of an earlier front")
     if result.plot:
         from parplan.report.plots.front_plot import draw_front
 

@@ -26,6 +26,7 @@ from parplan.commands.style import (
     option,
     packs,
     print_json,
+    tell,
 )
 
 if TYPE_CHECKING:
@@ -282,7 +283,7 @@ def _measure(options: ProfileOptions) -> int:
     others = options.nccl_tests or options.add or options.imports
     profiled = _imported(options) if others else _measured(options)
     for note in profiled.notes:
-        click.echo(f"note: {note}", err=True)
+        tell(f"note: {note}")
     _print(profiled.profile, options)
     if not options.as_json:
         out = console(sys.stdout)

@@ -10,7 +10,7 @@ from parplan.commands.options.launcher_options import program_options, vocab_siz
 from parplan.commands.options.result_options import as_json, verbose_option
 from parplan.commands.options.sections import OUTPUT
 from parplan.commands.options.target_options import TargetOptions, target_options
-from parplan.commands.style import Command, option
+from parplan.commands.style import Command, option, tell
 
 
 @click.command(
@@ -70,7 +70,7 @@ def read(
     context = SummaryContext(assumed=tuple(assumed), plan_file=str(output or ""), whole=verbose)
     deliver(plan, context, output, as_json=as_json)
     for remark in read_file.remarks(plan):
-        click.echo(f"note: {remark}", err=True)
+        tell(f"note: {remark}")
     if read_file.passed_over:
         names = " ".join(dict.fromkeys(each.name for each in read_file.passed_over))
-        click.echo(f"passed over, for they have no price: {names}", err=True)
+        tell(f"passed over, for they have no price: {names}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,29 +72,39 @@ def report(
     The page shows the mesh, the timeline, memory, step time, redundancy, runners-up, baselines,
     assumptions, and commands to copy. It is priced again for the timeline and the baselines.
     """
-    from parplan.commands.launcher_plans import read_plans
-    from parplan.commands.options.target_options import TargetOptions
-    from parplan.planner.baselines.systems import baseline_names
     from parplan.profiles.documents.files import write_text
-    from parplan.profiles.machines.unequal_cluster import require_equal
     from parplan.report.page.chart_library import chart_library, require_page_libraries
-    from parplan.report.page.html_page import render_page
 
     require_output(output)
     require_page_libraries()
-    baselines = () if baseline == (NONE,) else baseline_names(baseline)
-    targets = _targets(to)
-    with chart_library() as library:
-        read = list(zip(plan_files, read_plans(plan_files, TargetOptions()), strict=True))
-        for _, plan in read:
-            require_equal(plan.cluster, "plan report")
-        plans = [_reported(path, plan, baselines, targets) for path, plan in read]
-        page = render_page(plans, library())
+    with chart_library() as library:  # its process works while all else is imported
+        page = _page(plan_files, baseline, to, library)
     if output == STDOUT:
         click.echo(page, nl=False)
         return
     write_text(page, output, hint="choose another file with --output")
     click.echo(f"wrote {output}; open it in a browser")
+
+
+def _page(
+    plan_files: Sequence[Path],
+    baseline: tuple[str, ...],
+    to: tuple[str, ...] | None,
+    library: Callable[[], str],
+) -> str:
+    from parplan.commands.launcher_plans import read_plans
+    from parplan.commands.options.target_options import TargetOptions
+    from parplan.planner.baselines.systems import baseline_names
+    from parplan.profiles.machines.unequal_cluster import require_equal
+    from parplan.report.page.html_page import render_page
+
+    baselines = () if baseline == (NONE,) else baseline_names(baseline)
+    targets = _targets(to)
+    read = list(zip(plan_files, read_plans(plan_files, TargetOptions()), strict=True))
+    for _, plan in read:
+        require_equal(plan.cluster, "plan report")
+    plans = [_reported(path, plan, baselines, targets) for path, plan in read]
+    return render_page(plans, library())
 
 
 def _targets(to: tuple[str, ...] | None) -> Sequence[Target] | None:
@@ -136,6 +146,7 @@ def _priced(
     path: Path, plan: Plan, baselines: Sequence[str], snippets: tuple[Snippet, ...]
 ) -> ReportedPlan:
     """Returns a plan with its timeline and its baselines. Raises ConfigError without a price."""
+    from parplan.costmodels.usage.rank_traffic import rank_traffic
     from parplan.planner.plan.reprice import reprice
     from parplan.planner.request import SearchOptions
     from parplan.planner.runs.held_activations import held_activations
@@ -150,6 +161,9 @@ def _priced(
         plan=plan,
         timeline=timeline,
         held=held_activations(today.strategy, today.price_cache, timeline),
+        sent=tuple(
+            rank_traffic(today.strategy, rank, today.price_cache) for rank in range(plan.mesh.pp)
+        ),
         comparison=compare(plan, baselines, SearchOptions()) if baselines else None,
         snippets=snippets,
     )

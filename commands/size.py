@@ -50,8 +50,8 @@ DEFAULT_MTBF = "50000h"
     cls=Command,
     epilog=(
         "  plan size --model llama3-70b --tokens 1T --days 30\n"
-        "  plan size --model llama3-8b --tokens 300B --days 7 --gpu h100-80gb,l40s "
-        "--price h100-80gb=2.50 --price l40s=0.90\n"
+        "  plan size --model llama3-8b --tokens 300B --days 7 --gpu h100-80gb,l40s-48gb "
+        "--price h100-80gb=2.50 --price l40s-48gb=0.90\n"
         "  plan size --model llama3-70b --tokens 1T --days 30 --json | jq '.sizes[0]'"
     ),
 )

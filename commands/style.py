@@ -125,14 +125,28 @@ class Command(click.Command):
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
             if record:
-                sections.setdefault(getattr(param, "section", "Other"), []).append(record)
+                section = sections.setdefault(getattr(param, "section", "Other"), [])
+                section.append(_record_that_fits(record, formatter.width))
         for title, records in sections.items():
             with formatter.section(title):
                 formatter.write_dl(records)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        if self.epilog:
-            formatter.write(f"\nExample:\n{self.epilog.rstrip()}\n")
+        if not self.epilog:
+            return
+        from parplan.report.wrapping import continued
+
+        examples = (continued(line, formatter.width) for line in self.epilog.splitlines())
+        formatter.write("\n".join(("\nExamples:", *examples)) + "\n")
+
+
+def _record_that_fits(record: tuple[str, str], width: int) -> tuple[str, str]:
+    """Returns an option and its help, which names the choices where a line has no room for them."""
+    option, text = record
+    if len(option) <= width - 4 or not option.endswith("]"):
+        return record
+    name, _, choices = option.removesuffix("]").partition(" [")
+    return f"{name} NAME", f"{text} One of {choices.replace('|', ', ')}."
 
 
 def own_names(args: list[str], known: Collection[str]) -> list[str]:
@@ -209,7 +223,7 @@ class Main(Command, click.Group):
                 if ctx.invoked_subcommand
                 else "a plan was found"
             )
-            click.echo(f"interrupted before {what}; nothing was written", err=True)
+            tell(f"interrupted before {what}; nothing was written")
             raise click.exceptions.Exit(INTERRUPTED) from None
 
     def main(self, *args: Any, standalone_mode: bool = True, **kwargs: Any) -> Any:
@@ -301,8 +315,15 @@ def fail(message: str, hint: str, code: int, *, speaks: bool = True) -> int:
     """
     if speaks:
         lines = (escaped(line) for line in hint.splitlines() or [""])
-        click.echo(f"error: {escaped(message)}\nhint: " + "\n".join(lines), err=True)
+        tell(f"error: {escaped(message)}\nhint: " + "\n".join(lines))
     return code
+
+
+def tell(text: str) -> None:
+    """Prints lines on stderr, broken between words where its terminal is narrow."""
+    from parplan.report.wrapping import broken, width_of
+
+    click.echo(broken(text, width_of(sys.stderr)), err=True)
 
 
 def escaped(text: str) -> str:

@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
-
 from parplan.commands.options.layout_options import LayoutOptions
 from parplan.commands.options.pin_options import PinOptions
 from parplan.commands.options.search_options import SearchFlags
@@ -20,7 +18,7 @@ from parplan.commands.options.target_options import TargetOptions
 from parplan.commands.options.trace_options import TraceOptions
 from parplan.commands.output import require_torch
 from parplan.commands.searching import Question
-from parplan.commands.style import print_json
+from parplan.commands.style import print_json, tell
 
 if TYPE_CHECKING:
     from parplan.costmodels.chunks.chunk_operations import RankChunks
@@ -293,7 +291,7 @@ def say_module(plan: Plan | TracedPlan, plan_file: Path, *, trust: bool) -> None
 
     note = trusted_module_note(plan.module, str(plan_file), trust=trust)
     if note is not None:
-        click.echo(f"note: {note}", err=True)
+        tell(f"note: {note}")
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ Prices = TypeVar("Prices", bound=LayerPriceCache)
 
 
 def prices_at(layout: ParallelLayout, rank: int, price_cache: Prices) -> Prices:
-    """Returns the prices on the pool of a pipeline rank, the same on a cluster of equal nodes."""
+    """Returns the prices on the pool of a pipeline rank, the same on equal nodes (EQUATIONS I8)."""
     return price_cache if not layout.pools else prices_on(layout.pools[rank], price_cache)
 
 
@@ -65,12 +65,12 @@ def joined_transfer(
     price_cache: LayerPriceCache,
     cut_class: int,
 ) -> Seconds:
-    """Seconds of a micro-batch's tensors from a pipeline rank to one on another pool.
+    """Seconds of a micro-batch's tensors from a rank to one on another pool (EQUATIONS C10, T4).
 
         t = alpha_join + max(t_sender, t_receiver, R n / W_join)
 
-    t_sender and t_receiver are the message through the NICs of either pool (EQUATIONS T4), R the
-    ranks of a stage, which all send n bytes at once. Leaves out: the messages of other stages that
+    t_sender and t_receiver are the message through the NICs of either pool, R the ranks of a stage,
+    which all send n bytes at once. Leaves out: the messages of other stages that
     pass the join in the same direction.
     """
     whole = price_cache.whole or price_cache
@@ -97,7 +97,7 @@ def joined_reduction(
     price_cache: LayerPriceCache,
     reduced: Seconds,
 ) -> Seconds:
-    """Seconds to sum the gradients of shared parameters whose ends may lie on different pools.
+    """Seconds to sum gradients of shared parameters that two pools may hold (EQUATIONS C10).
 
     Each end sends its gradients once to the other (a ring of two ranks).
 

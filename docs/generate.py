@@ -20,6 +20,12 @@ NOTE = (
     "This page is generated: `python -m docs.generate` writes it from the code, "
     "and a test compares the two."
 )
+FILES_OF_RESULTS = {  # results that are files, with the pages of their fields
+    "plan_schema": "a [plan](plan-fields.md)",
+    "profile_schema": "a [profile](profile-fields.md)",
+    "RunFile": "a [run](run-fields.md)",
+    "draft_schema": "the path and the content of a [cluster file](../guide/cluster-files.md)",
+}
 HELP_NAMES = ("-h", "--help")
 JSON_WORDS = {"boolean": "true or false", "null": "null", "object": "mapping", "string": "text"}
 
@@ -36,7 +42,7 @@ def pages() -> dict[str, str]:
         f"{kind}-fields.md": fields_page(kind, schema, _explaining(kind))
         for kind, schema in schemas.items()
     }
-    return {"commands.md": commands_page(_commands()), **fields}
+    return {"commands.md": commands_page(_commands()), "json.md": json_page(), **fields}
 
 
 def _explaining(kind: str) -> str:
@@ -85,7 +91,7 @@ def _command_section(name: str, command: click.Command) -> str:
         for title, records in _option_records(command, context).items()
     ]
     if command.epilog:
-        parts.append(f"Example:\n\n```text\n{inspect.cleandoc(command.epilog)}\n```")
+        parts.append(f"Examples:\n\n```text\n{inspect.cleandoc(command.epilog)}\n```")
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -103,6 +109,54 @@ def _option_records(
 
 def _options_table(title: str, records: Iterable[tuple[str, str]]) -> str:
     return _table((title, "meaning"), ((f"`{names}`", text) for names, text in records))
+
+
+def json_page() -> str:
+    """Every key of what commands print with `--json`, by the record that has it."""
+    from parplan.commands.json_documents import json_sources
+    from parplan.profiles.documents.schema import output_schema
+
+    results = json_sources()
+    schemas = {
+        source.__name__: output_schema(source)
+        for kinds in results.values()
+        for source in kinds
+        if isinstance(source, type) and source.__name__ not in FILES_OF_RESULTS
+    }
+    listing = _table(
+        ("command", "what it prints"),
+        (
+            (f"`{_typed(name)}`", " or ".join(map(_result_link, kinds)))
+            for name, kinds in results.items()
+        ),
+    )
+    bodies: dict[str, Any] = {}
+    for schema in schemas.values():
+        bodies |= schema.pop("$defs", {})
+    choices = {name: body for name, body in bodies.items() if "enum" in body}
+    others = {name: body for name, body in bodies.items() if name not in choices} | schemas
+    sections = [
+        _mapping_section(name, others[name], choices, {}, always=True)
+        for name in (*schemas, *sorted(others.keys() - schemas.keys(), key=_public))
+    ]
+    intro = (
+        f"{NOTE} `plan schema --of COMMAND` prints the JSON Schema of the same. A key is always "
+        "there, and null where it has no value. `version`, or the version of a file, changes where "
+        "a key is renamed or removed, or its meaning changes. Shares are fractions of 1."
+    )
+    return f"# Results of --json\n\n{intro}\n\n{listing}\n\n" + "\n".join(sections)
+
+
+def _typed(name: str) -> str:
+    return "plan --json" if name == "plan" else f"plan {name} --json"
+
+
+def _result_link(source: Any) -> str:
+    """The link to the fields of one kind of result."""
+    name = source.__name__
+    if name in FILES_OF_RESULTS:
+        return FILES_OF_RESULTS[name]
+    return f"[{_public(name)}](#{_anchor(_public(name))})"
 
 
 def fields_page(kind: str, schema: Mapping[str, Any], explaining: str) -> str:
@@ -128,21 +182,23 @@ def _mapping_section(
     body: Mapping[str, Any],
     choices: Mapping[str, Any],
     written: Mapping[tuple[str, str], str],
+    *,
+    always: bool = False,
 ) -> str:
+    """Returns the heading, the text and the table of a mapping; `always` leaves out defaults."""
     properties: Mapping[str, Mapping[str, Any]] = body.get("properties", {})
     text, meanings = split_docstring(body.get("description", ""), set(properties))
     required = set(body.get("required", ()))
-    rows = (
-        (
-            f"`{key}`",
-            type_of(value, choices),
-            "required" if key in required else _default(value),
-            meanings.get(key) or written.get((body["title"], key), ""),
-        )
-        for key, value in properties.items()
-    )
+    heads = ("key", "value", "meaning") if always else ("key", "value", "default", "meaning")
+    cells = {
+        "key": lambda key: f"`{key}`",
+        "value": lambda key: type_of(properties[key], choices),
+        "default": lambda key: "required" if key in required else _default(properties[key]),
+        "meaning": lambda key: meanings.get(key) or written.get((body["title"], key), ""),
+    }
+    rows = ([cells[head](key) for head in heads] for key in properties)
     intro = f"{text}\n\n" if text else ""
-    return f"## {_public(name)}\n\n{intro}{_table(('key', 'value', 'default', 'meaning'), rows)}\n"
+    return f"## {_public(name)}\n\n{intro}{_table(heads, rows)}\n"
 
 
 def written_meanings(page: str, schema: Mapping[str, Any]) -> dict[tuple[str, str], str]:

@@ -1,10 +1,11 @@
-"""Tensors that may be DTensors, their types by precision, and torch's caches of meshes."""
+"""Tensors that may be DTensors, their types by precision, collectives, and caches of meshes."""
 
 from __future__ import annotations
 
 import gc
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -21,6 +22,11 @@ DTYPES = {
     Precision.FP16: torch.float16,
     Precision.FP32: torch.float32,
 }
+
+
+# The names of torch 2.13, which deprecates the earlier ones.
+GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def as_dtensor(tensor: Tensor, mesh: DeviceMesh) -> DTensor:

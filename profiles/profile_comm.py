@@ -57,10 +57,10 @@ HELP = (
     "can make of them."
 )
 EXAMPLE = (
-    "\b\nExample:\n"
+    "\b\nExamples:\n"
     "  torchrun --nproc-per-node 8 -m parplan.profiles.profile_comm -o comm.yaml\n"
-    "  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 -m "
-    "parplan.profiles.profile_comm -o comm.yaml --minutes 5"
+    "  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 \\\n"
+    "      -m parplan.profiles.profile_comm -o comm.yaml --minutes 5"
 )
 
 

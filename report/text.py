@@ -6,8 +6,8 @@ rich.Table is not used: it shortens numbers when a terminal is narrow and pads e
 from __future__ import annotations
 
 import math
-import os
 import re
+import shutil
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import zip_longest
@@ -15,6 +15,8 @@ from typing import TextIO
 
 from rich.console import Console
 from rich.text import Text
+
+from parplan.report.wrapping import broken, width_of
 
 FIXED_WIDTH = 100  # characters off a terminal, so that a plan always prints the same text
 LABEL_WIDTH = 12  # characters of a label of the summary, with its indent and its padding
@@ -25,14 +27,27 @@ _NARROWEST = 24  # characters of a wrapped last column, at the least
 
 
 def console(stream: TextIO) -> Console:
-    """Returns a console on `stream`; off a terminal the width is fixed and there is no colour."""
-    width = None if stream.isatty() else FIXED_WIDTH
-    return Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
+    """Returns a console on `stream`.
+
+    Off a terminal there is no colour, and the width is that of the environment variable COLUMNS,
+    else a fixed one.
+    """
+    width = width_of(stream) or FIXED_WIDTH
+    height = shutil.get_terminal_size().lines  # with both, rich asks no terminal, dumb ones too
+    return Console(
+        file=stream, width=width, height=height, highlight=False, markup=False, emoji=False
+    )
 
 
 def say(out: Console, text: str = "", style: str = "") -> None:
-    """Print `text` unchanged; a long line is never shortened."""
-    out.print(Text(text, style=style), soft_wrap=True)
+    """Print `text`; where a terminal is too narrow for a line, it is broken between words."""
+    width = out.width if width_of(out.file) else None
+    out.print(Text(broken(text, width), style=style), soft_wrap=True)
+
+
+def say_exactly(out: Console, text: str) -> None:
+    """Print a line that people copy, such as a command, as it is."""
+    out.print(Text(text), soft_wrap=True)
 
 
 def joined(
@@ -133,72 +148,102 @@ def print_table(
     *,
     left: Collection[str],
     indent: int = 2,
+    bold: Collection[int] = (),
 ) -> None:
-    """Print a table under its heading; columns named in `left` are text, the rest numbers."""
-    columns = [index for index, name in enumerate(heading) if name in left]
-    first, *rest = aligned((heading, *rows), out.width, left=columns, indent=indent)
-    say(out, first, "dim")
-    for line in rest:
-        say(out, line)
+    """Print a table under its heading; columns named in `left` are text, the rest numbers.
 
+    Where it is too wide, its text takes more lines. Where that is not enough, the columns are
+    printed in several tables, one below the other, each with the first column.
 
-def print_wrapped(
-    out: Console,
-    heading: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    *,
-    left: Collection[str],
-    wrapped: Collection[str],
-    width: int,
-) -> None:
-    """Print a table whose columns named in `wrapped` take more lines, so that it fits `width`."""
-    lines = wrapped_lines(heading, rows, left=left, wrapped=wrapped, width=width)
-    for number, line in enumerate(lines):
-        say(out, line, "" if number else "dim")
-
-
-def wrapped_lines(
-    heading: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    *,
-    left: Collection[str],
-    wrapped: Collection[str],
-    width: int,
-) -> Iterator[str]:
-    """Yields a heading and a row a line, broken where columns in `wrapped` take more lines.
-
-    The table is wider than `width` only when its words are. Columns stand two spaces apart, or
-    one space when two are too wide.
+    bold   the numbers of the rows that stand out
     """
     table = [tuple(heading), *map(tuple, rows)]
-    widths, least = [], []
-    for cells in zip(*table, strict=True):
-        widths.append(max(map(len, cells)))
-        words = [word for cell in cells for word in cell.split()]
-        least.append(max(map(len, words)) if cells[0] in wrapped else widths[-1])
-    while len(_GAP) * len(widths) + sum(widths) > width and widths != least:
-        shrinkable = (i for i, size in enumerate(widths) if size > least[i])
-        widths[max(shrinkable, key=widths.__getitem__)] -= 1
-    gap = _GAP if len(_GAP) * len(widths) + sum(widths) <= width else " "
+    styles = dict.fromkeys(bold, "bold")
+    for number, block in enumerate(_blocks(table, left, out.width, indent)):
+        if number:
+            say(out)
+        for row, line in enumerate(block, start=-1):
+            say(out, line, "dim" if row < 0 else styles.get(row, ""))
+
+
+def table_lines(
+    heading: Sequence[str], rows: Iterable[Sequence[str]], width: int, *, left: Collection[str]
+) -> Iterator[str]:
+    """Yields the rows of a table that fits `width` as `print_table` says, the heading first."""
+    table = [tuple(heading), *map(tuple, rows)]
+    for number, block in enumerate(_blocks(table, left, width, indent=2)):
+        if number:
+            yield ""
+        yield from block
+
+
+def _blocks(
+    table: Sequence[Sequence[str]], text: Collection[str], width: int, indent: int
+) -> Iterator[list[str]]:
+    """Yields the rows of each of the tables that a table is printed as, headings first."""
+    left = {index for index, name in enumerate(table[0]) if name in text}
+    rows = aligned(table, width, left=left, indent=indent)
+    if widest(rows) <= width:
+        yield rows
+        return
+    columns = list(zip(*table, strict=True))
+    for chosen in _column_groups([_least(column, text) for column in columns], width - indent):
+        part = list(zip(*(columns[index] for index in chosen), strict=True))
+        yield _narrow_rows(part, text, width, indent)
+
+
+def _least(column: Sequence[str], text: Collection[str]) -> int:
+    """Returns the fewest characters that a column takes: its longest word, or its widest number."""
+    if column[0] not in text:
+        return max(map(len, column))
+    return max(len(word) for cell in column for word in _BREAKS.split(cell))
+
+
+def _column_groups(least: Sequence[int], room: int) -> list[list[int]]:
+    """Returns the columns of each table: the first one, and as many others as there is room for."""
+    groups = [[0]]
+    taken = least[0]
+    for index in range(1, len(least)):
+        if taken + 1 + least[index] > room and len(groups[-1]) > 1:
+            groups.append([0])
+            taken = least[0]
+        groups[-1].append(index)
+        taken += 1 + least[index]
+    return groups
+
+
+def _narrow_rows(
+    table: Sequence[Sequence[str]], text: Collection[str], width: int, indent: int
+) -> list[str]:
+    """Returns the rows of a table whose text is wrapped, with gaps of one space if need be."""
+    heading = table[0]
+    columns = list(zip(*table, strict=True))
+    sizes = [max(map(len, column)) for column in columns]
+    least = [_least(column, text) for column in columns]
+    while indent + sum(sizes) + len(_GAP) * (len(sizes) - 1) > width and sizes != least:
+        shrinkable = (i for i, size in enumerate(sizes) if size > least[i])
+        sizes[max(shrinkable, key=sizes.__getitem__)] -= 1
+    fits = indent + sum(sizes) + len(_GAP) * (len(sizes) - 1) <= width
+    rows = []
     for row in table:
-        parts = [
-            textwrap.wrap(cell, size, break_on_hyphens=False, break_long_words=False)
-            for cell, size in zip(row, widths, strict=True)
+        cells = [
+            joined(_BREAKS.split(cell), " ", size).splitlines()
+            for cell, size in zip(row, sizes, strict=True)
         ]
         lines = []
-        for line in zip_longest(*parts, fillvalue=""):
+        for parts in zip_longest(*cells, fillvalue=""):
             shown = [
-                cell.ljust(size) if name in left else cell.rjust(size)
-                for cell, size, name in zip(line, widths, heading, strict=True)
+                part.ljust(size) if name in text else part.rjust(size)
+                for part, size, name in zip(parts, sizes, heading, strict=True)
             ]
-            lines.append((_GAP + gap.join(shown)).rstrip())
-        yield "\n".join(lines)
+            lines.append((" " * indent + (_GAP if fits else " ").join(shown)).rstrip())
+        rows.append("\n".join(lines))
+    return rows
 
 
-def asked_width(out: Console) -> int:
-    """Returns the width in the environment variable COLUMNS, else the console's width."""
-    columns = os.environ.get("COLUMNS", "")
-    return int(columns) if columns.isdecimal() and int(columns) else out.width
+def widest(rows: Iterable[str]) -> int:
+    """Returns the characters of the longest line."""
+    return max(len(line) for row in rows for line in row.splitlines())
 
 
 def percent(share: float) -> str:

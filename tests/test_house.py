@@ -42,6 +42,7 @@ ALLOWED = {  # package -> the files, or folders with their slash, that may impor
     "markupsafe": ("report/page/",),
     "matplotlib": ("report/plots/",),
     "networkx": ("profiles/models/",),
+    "pandas": ("report/notebook/",),
     "peft": ("profiles/tracing/partly_trained.py",),
     "pulp": ("planner/solver.py",),
     "pydantic": ("profiles/",),
@@ -61,6 +62,7 @@ ALLOWED = {  # package -> the files, or folders with their slash, that may impor
         "executor/external/external_source.py",
         "profiles/tracing/",
     ),
+    "uniplot": ("report/searches/drawn_points.py",),
     "vl_convert": ("report/page/",),
     "yaml": (
         "configs/launchers/",

@@ -130,6 +130,7 @@ def users_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_every_file_of_the_product_once_and_nothing_else(installed):
     names = zipfile.ZipFile(installed.wheel).namelist()
     code = [path for name in PACKAGES for path in (ROOT / name).rglob("*.py")]

@@ -1,13 +1,15 @@
 """CPU-seconds of whole commands, now and at an earlier commit.
 
-    python -m benchmarks.search.speed                          # sixteen requests, over an hour
+    python -m benchmarks.search.speed                          # nineteen requests, over an hour
     python -m benchmarks.search.speed --only help --only compare --repeat 3
+    python -m benchmarks.search.speed --only report --only explain --only size --baseline HEAD~5
     python -m benchmarks.search.speed --baseline none --json
 
 A figure is the user and system time of a fresh process and of the processes that it starts: the
-median of the runs. The earlier commit is checked out in a temporary worktree and runs in turn with
-this tree, so that a busy machine slows both. Python may keep the bytecode of both, as an
-installation does; the first run of each request fills that cache and is not counted.
+median of the runs. Wall seconds are the least of the runs, because other work on the machine only
+lengthens them. The earlier commit is checked out in a temporary worktree and runs in turn with this
+tree, so that a busy machine slows both. Python may keep the bytecode of both, as an installation
+does; the first run of each request fills that cache and is not counted.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -34,14 +37,16 @@ ROOT = Path(__file__).resolve().parents[2]
 BEFORE = "42634fa"  # the last commit before one engine planned described and traced models
 START = "import sys; sys.argv[0] = 'plan'; from parplan.cli import main; main()"
 CONFIG = "CONFIG"  # in a command: the config.json of the Hugging Face model
-HEADING = ("request", "before s", "now s", "ratio", "to reach s", "peak MiB")
+PLAN = "PLAN"  # in a command: the plan of gpt-20b on 64 GPUs
+SIX_KINDS = "a100-80gb,h100-80gb,h200-141gb,b200-180gb,gb200-186gb,mi300x-192gb"
+HEADING = ("request", "before s", "now s", "ratio", "to reach s", "wall s", "peak MiB")
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
     """A request to time, with the CPU-seconds that it is to reach.
 
-    earlier     whether the earlier commit plans it too
+    earlier     whether the usual earlier commit has it too
     """
 
     name: str
@@ -71,6 +76,9 @@ REQUESTS = (
     Timed("compare", "compare --model gpt-20b --gpus 64 --baseline all", 3.0),
     Timed("host", "--model gpt-18b --gpus 8 --gpu v100-32gb --host-memory 240GiB", 5.0),
     Timed("traced", f"--model {CONFIG} --trace --gpus 64 --global-batch-size 1024", 4.0),
+    Timed("report", f"report {PLAN} -o report.html", 4.0, False),
+    Timed("explain", f"explain {PLAN}", 20.0, False),
+    Timed("size", f"size --model llama3-70b --tokens 1T --days 30 --gpu {SIX_KINDS}", 30.0, False),
     Timed("help", "--help", 0.13),
 )
 
@@ -80,17 +88,22 @@ class Run:
     """One process and the processes that it started."""
 
     cpu_s: float
+    wall_s: float
     peak_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Medians of one request; `before_s` is None without an earlier commit."""
+    """The CPU-seconds and the wall seconds of one request.
+
+    before_s is None without an earlier commit.
+    """
 
     request: str
     before_s: float | None
     now_s: float
     reach_s: float
+    wall_s: float
     peak_bytes: int
 
     @property
@@ -105,6 +118,7 @@ def timed_run(tree: Path, command: Sequence[str], folder: Path, cache: Path) -> 
         "PYTHONPATH": str(tree),
         "PYTHONPYCACHEPREFIX": str(cache),
     }
+    started_s = time.monotonic()
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
             [sys.executable, "-c", START, *command],
@@ -118,7 +132,11 @@ def timed_run(tree: Path, command: Sequence[str], folder: Path, cache: Path) -> 
         if process.returncode:
             errors.seek(0)
             raise RuntimeError(f"plan {shlex.join(command)} in {tree}:\n{errors.read().decode()}")
-    return Run(cpu_s=usage.ru_utime + usage.ru_stime, peak_bytes=usage.ru_maxrss * KIB)
+    return Run(
+        cpu_s=usage.ru_utime + usage.ru_stime,
+        wall_s=time.monotonic() - started_s,
+        peak_bytes=usage.ru_maxrss * KIB,
+    )
 
 
 @contextmanager
@@ -139,7 +157,10 @@ def worktree(revision: str) -> Iterator[Path | None]:
 
 def measured(request: Timed, trees: Sequence[Path], folder: Path, repeat: int) -> Figures:
     """Returns the medians of a request; the trees are this one and perhaps an earlier one."""
-    command = shlex.split(request.command.replace(CONFIG, str(folder / "config.json")))
+    command = [
+        {CONFIG: str(folder / "config.json"), PLAN: str(folder / "plan.yaml")}.get(word, word)
+        for word in shlex.split(request.command)
+    ]
     runs: dict[Path, list[Run]] = {tree: [] for tree in trees}
     for _ in range(1 + repeat):
         for tree in trees:
@@ -150,6 +171,7 @@ def measured(request: Timed, trees: Sequence[Path], folder: Path, repeat: int) -
         before_s=statistics.median(before[0]) if before else None,
         now_s=statistics.median(now),
         reach_s=request.reach_s,
+        wall_s=min(run.wall_s for run in runs[trees[0]][1:]),
         peak_bytes=max(run.peak_bytes for run in runs[trees[0]]),
     )
 
@@ -163,6 +185,7 @@ def row(figures: Figures) -> tuple[str, ...]:
         f"{figures.now_s:.2f}",
         "" if ratio is None else f"{ratio:.1f} x",
         f"{figures.reach_s:g}",
+        f"{figures.wall_s:.2f}",
         f"{figures.peak_bytes / MIB:.0f}",
     )
 
@@ -187,9 +210,12 @@ def main(repeat: int, baseline: str, only: Sequence[str], as_json: bool) -> None
         folder = Path(text)
         (folder / "config.json").write_text(json.dumps(NEOX_20B), encoding="utf-8")
         trees = [ROOT] if before is None else [ROOT, before]
+        if any(PLAN in request.command for request in REQUESTS if request.name in only or not only):
+            first = ["--model", "gpt-20b", "--gpus", "64", "-o", "plan.yaml"]
+            timed_run(trees[-1], first, folder, folder / "cache")
         for request in REQUESTS:
             if not only or request.name in only:
-                each = trees if request.earlier else trees[:1]
+                each = trees if request.earlier or baseline != BEFORE else trees[:1]
                 table.append(measured(request, each, folder, repeat))
                 say(errors, "  ".join(row(table[-1])))
     if as_json:

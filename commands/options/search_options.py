@@ -35,6 +35,7 @@ class SearchFlags:
     launcher: str | None = None
     method: str | None = None
     seed: int | None = None
+    pools: str = "pipeline"
 
 
 search_options = together(
@@ -155,6 +156,15 @@ method_options = together(
         metavar="N",
         help="Seed of the search methods that draw points. [default: 0]",
     ),
+)
+pools_option = option(
+    AIM,
+    "--pools",
+    type=click.Choice(("pipeline", "data")),
+    default="pipeline",
+    show_default=True,
+    help="What the pools of an unequal cluster divide: the pipeline, or the batch. Pools that "
+    "divide the batch have a plan file each.",
 )
 explain_option = option(
     SEARCH, "--explain", is_flag=True, help="List the candidates that were not searched, and why."

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from parplan.commands.options.layout_options import LayoutOptions
 from parplan.costmodels.communication.mesh import Mesh, MeshOrder
+from parplan.costmodels.divided_weights import illegal_grid
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.host.state_location import Access, ChunkCommunication, Eviction
 from parplan.costmodels.layers.recompute import Recompute
@@ -95,26 +96,28 @@ def layout_of(request: Request, by_hand: LayoutOptions) -> ParallelLayout:
 
 
 def layout_prices(
-    request: Request, tp: int, micro_batch_size: int
+    request: Request, tp: int, micro_batch_size: int, tp_rows: int = 1
 ) -> tuple[ParallelLayout, PriceCache]:
     """Returns a layout of one pipeline stage with tensor parallelism, and its prices.
 
     Raises ConfigError for an illegal degree.
     """
-    gpus = request.cluster.num_gpus
-    reason = illegal_tensor_parallel(tp, request.model, request.cluster, across_nodes=True)
-    if reason or gpus % tp:
-        raise ConfigError(
-            reason or f"tp {tp} does not divide the {gpus} GPUs", hint="choose another --tp"
-        )
+    gpus, model = request.cluster.num_gpus, request.model
     made = ParallelLayout(
-        mesh=Mesh(pp=1, dp=gpus // tp, tp=tp),
+        mesh=Mesh(pp=1, dp=max(1, gpus // tp), tp=tp, tp_rows=tp_rows),
         schedule=Schedule.ONE_F_ONE_B,
         virtual_stages=1,
         micro_batch_size=micro_batch_size,
         num_micro_batches=1,
         sequence_parallel=False,
     )
+    reason = illegal_tensor_parallel(tp, model, request.cluster, across_nodes=True, rows=tp_rows)
+    reason = reason or illegal_grid(made, model, request.training)
+    if reason or gpus % tp:
+        raise ConfigError(
+            reason or f"tp {tp} does not divide the {gpus} GPUs",
+            hint="choose another --tp, or --tp-rows" if tp_rows > 1 else "choose another --tp",
+        )
     return made, price_cache_of(request)
 
 

@@ -82,6 +82,7 @@ def single_operator_sharding(
         etp=like.etp,
         cp=like.cp,
         context_form=like.context_form,
+        rows=like.rows,
     )
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from parplan.costmodels.operators.sharding import GRID
 from parplan.costmodels.schedules.merak_schedules import SHIFTED_FEWEST
 from parplan.costmodels.schedules.schedule import V_SHAPED, Schedule, in_flight
 from parplan.costmodels.usage.rank_traffic import EXPERT_COPIES, EXPERT_PARALLEL, SentBytes
@@ -243,6 +244,9 @@ def _axes(trainer: Trainer) -> dict[str, str]:
     if experts is not None:
         for name, axis in ((EP, EXPERT_PARALLEL), (ETP, "tp"), (COPIES, EXPERT_COPIES)):
             axes[experts[name].get_group().group_name] = axis
+    grid = trainer.ranks.grid
+    if grid is not None:
+        axes |= {grid.mesh[axis].get_group().group_name: axis for axis in GRID}
     return axes | ({tied.group_name: "pp"} if tied is not None else {})
 
 

@@ -107,7 +107,8 @@ def _mesh(plan: Plan) -> Mesh:
     """Return the small mesh: degrees of 2, and a custom schedule's pp.
 
     dp is 4 if fewer than all replicas hold one copy of the states and there is room. Two-level
-    context parallelism takes cp 4, for which tp gives way. Raises ConfigError.
+    context parallelism takes cp 4, for which tp gives way. A grid takes tp 4, in 2 rows, for which
+    dp gives way. Raises ConfigError.
     """
     custom = plan.pipeline.schedule is Schedule.CUSTOM
     pp = plan.mesh.pp if custom else min(plan.mesh.pp, DEGREE)
@@ -119,7 +120,14 @@ def _mesh(plan: Plan) -> Mesh:
         )
     form = plan.mesh.context_form
     least_cp = {None: 1, ContextForm.TWO_LEVEL: DEGREE * DEGREE}.get(form, DEGREE)
-    tp = max(1, min(plan.mesh.tp, DEGREE, MOST_RANKS // (pp * least_cp)))
+    tp_rows = min(plan.mesh.tp_rows, DEGREE)
+    tp = max(1, min(plan.mesh.tp, DEGREE * tp_rows, MOST_RANKS // (pp * least_cp)))
+    if tp_rows > 1 and tp < DEGREE * tp_rows:
+        raise ConfigError(
+            f"a grid takes tp {DEGREE * tp_rows}, and a small plan of pp {pp} has at most "
+            f"{MOST_RANKS} ranks",
+            hint="make one of fewer pipeline ranks, and check that",
+        )
     cp = min(least_cp, MOST_RANKS // (pp * tp))
     if form is not None and cp < least_cp:
         raise ConfigError(
@@ -132,7 +140,7 @@ def _mesh(plan: Plan) -> Mesh:
     dp = min(plan.mesh.dp, most_dp, MOST_RANKS // (pp * cp * tp))
     etp = tp if plan.mesh.etp > 1 else 1
     ep = min(plan.mesh.ep, DEGREE, dp * cp * tp // etp)
-    return Mesh(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, etp=etp, context_form=form)
+    return Mesh(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, etp=etp, context_form=form, tp_rows=tp_rows)
 
 
 def _holds_copies(layer_plan: LayerPlan, mesh: Mesh) -> bool:

@@ -13,10 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parplan.costmodels.chunks.chunk_layout import ChunkLayout
-
-# torch 2.13 deprecates the names that 2.9 has
-_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from parplan.executor.tensors import GATHER, SCATTER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +57,7 @@ class Region:
         if self.group is None:
             self.whole(gathered).copy_(self.mine(chunk))
             return None
-        return _GATHER(self.whole(gathered), self.mine(chunk), group=self.group, async_op=aside)
+        return GATHER(self.whole(gathered), self.mine(chunk), group=self.group, async_op=aside)
 
     def reduce(self, gathered: Tensor, target: Tensor, *, aside: bool) -> dist.Work | None:
         """Sums this rank's part over all owners into `target`, which may lie there. Collective."""
@@ -68,7 +65,7 @@ class Region:
             if target.data_ptr() != self.whole(gathered).data_ptr():
                 target.copy_(self.whole(gathered))
             return None
-        return _SCATTER(target, self.whole(gathered), group=self.group, async_op=aside)
+        return SCATTER(target, self.whole(gathered), group=self.group, async_op=aside)
 
 
 def regions_of(

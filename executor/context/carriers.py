@@ -17,10 +17,7 @@ from torch import Tensor
 
 from parplan.costmodels.layers.sequence_pieces import Numbers, pieces, read_from_others
 from parplan.executor.context.zigzag import by_rank, in_order
-
-# The names of torch 2.13, which deprecates the earlier ones.
-_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from parplan.executor.tensors import GATHER, SCATTER
 
 GradientOf = Callable[[Numbers, Tensor], Tensor]
 TOKENS = 2  # the dim of tokens
@@ -128,7 +125,7 @@ class Gather:
 
     def passes(self, own: Tensor) -> Iterator[tuple[Numbers, Tensor]]:
         gathered = own.new_empty((self.ranks * len(own), *own.shape[1:]))
-        _GATHER(gathered, own, group=self.group)
+        GATHER(gathered, own, group=self.group)
         by_ranks = gathered.unflatten(0, (self.ranks, -1))
         yield tuple(range(2 * self.ranks)), in_order(by_ranks, TOKENS)
 
@@ -136,7 +133,7 @@ class Gather:
         ((numbers, everything),) = self.passes(own)
         summands = by_rank(gradient_of(numbers, everything), self.ranks, TOKENS).to(own.dtype)
         total = torch.empty_like(own)
-        _SCATTER(total, summands.flatten(0, 1), group=self.group)
+        SCATTER(total, summands.flatten(0, 1), group=self.group)
         return total
 
 

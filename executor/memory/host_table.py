@@ -21,10 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 from parplan.executor.memory.host_copies import HostCopies
-from parplan.executor.tensors import local
-
-# torch 2.13 deprecates the name that 2.9 has
-_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from parplan.executor.tensors import GATHER, local
 
 
 class HostTable(nn.Module):
@@ -58,7 +55,7 @@ class HostTable(nn.Module):
         if self.group is None:
             return ids
         gathered = ids.new_empty((self.group.size() * len(ids), *ids.shape[1:]))
-        _GATHER(gathered, ids.contiguous(), group=self.group)
+        GATHER(gathered, ids.contiguous(), group=self.group)
         return gathered
 
     def exchange(self, parts: Tensor) -> Tensor:

@@ -20,8 +20,9 @@ from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
+from parplan.executor.tensors import GATHER
+
 # torch 2.13 deprecates the longer names, earlier ones lack the shorter
-_COUNTS = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _GATHER = (
     getattr(collectives, "all_gather_single_autograd", None)
     or collectives.all_gather_tensor_autograd
@@ -109,7 +110,7 @@ def count_rows(chosen: Tensor, num_experts: int, ranks: ExpertRanks | None) -> R
         dist.all_to_all_single(arriving, sizes, group=ranks.group(EP))
     if etp > 1:
         own, arriving = arriving, arriving.new_empty(etp * arriving.numel())
-        _COUNTS(arriving, own, group=ranks.group(ETP))
+        GATHER(arriving, own, group=ranks.group(ETP))
     return Routes(sent=sizes.tolist(), arriving=arriving.view(etp, ep, -1).tolist())
 
 

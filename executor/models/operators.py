@@ -154,18 +154,20 @@ class LearnedPositions(nn.Module):
 
         places   those of the tokens of whole sequences in their documents, [batch, sequence]
         """
-        rows = self._rows(x.shape[1], places)
+        # on a grid of ranks x is a plain tensor, and the table a part of each row
+        weight = self.weight if isinstance(x, DTensor) else local(self.weight)
+        rows = self._rows(weight, x.shape[1], places)
         return _dropout(x + rows, self.dropout if self.training else 0.0)
 
-    def _rows(self, length: int, places: Tensor | None) -> Tensor:
+    def _rows(self, weight: Tensor, length: int, places: Tensor | None) -> Tensor:
         """Returns the rows of this rank's `length` tokens."""
         rank, ranks = (self.context.rank, self.context.ranks) if self.context else (0, 1)
         if places is not None:
             own = part_of(places, rank, ranks, dim=1) if ranks > 1 else places
-            return functional.embedding(own, self.weight)
+            return functional.embedding(own, weight)
         if ranks == 1:
-            return self.weight[:length]
-        return part_of(self.weight[: ranks * length], rank, ranks, dim=0)
+            return weight[:length]
+        return part_of(weight[: ranks * length], rank, ranks, dim=0)
 
 
 def _dropout(x: Tensor, probability: float) -> Tensor:

@@ -14,7 +14,14 @@ from parplan.executor.placed_layers import (
     rank_tokens,
     stage_layers,
 )
-from parplan.executor.rules.divisions import SEQUENCE, WHOLE, Entries, local_shape
+from parplan.executor.rules.divisions import (
+    GRID_STREAM,
+    SEQUENCE,
+    WHOLE,
+    Entries,
+    local_shape,
+    tp_degrees,
+)
 from parplan.executor.sharding.place import of_axis, parse_placement
 from parplan.executor.sharding.rank_place import RankPlace
 from parplan.executor.sharding.zero_units import compute_dtype
@@ -33,6 +40,8 @@ def border(plan: Plan, after: PlacedLayer) -> Entries:
     """
     if plan.mesh.tp == 1:
         return WHOLE
+    if plan.mesh.tp_rows > 1:
+        return GRID_STREAM
     if after.kind is LayerKind.EMBEDDING:
         return SEQUENCE if after.plan.sequence_parallel else WHOLE
     last = layer_class_of(plan, after.plan).operators[-1]
@@ -83,7 +92,7 @@ def _shapes(plan: Plan, after: PlacedLayer) -> Iterator[tuple[tuple[int, ...], b
         whole = tuple(dim.size for dim in graph.tower_boundary.dims) if in_tower else text
         if plan.model.tower is not None and plan.model.tower.attended and _ends_tower(made_by):
             whole = tuple(dim.size for dim in graph.attended.dims)
-        shape = local_shape(whole, border(plan, maker), tp=plan.mesh.tp)
+        shape = local_shape(whole, border(plan, maker), **tp_degrees(plan.mesh))
         yield shape, made_by.gradient or not in_tower
 
 

@@ -158,7 +158,7 @@ def build_pipeline(
         run=run,
         reads=reads_batches(plan, ranks.coordinate("pp")),
         reads_images=reads_images(plan, ranks.coordinate("pp")),
-        tp_mesh=ranks.tp_mesh,
+        tp_mesh=ranks.summed_mesh,
         tied=plan.model.shares_table and plan.mesh.pp > 1,
         tied_group=_tied_group(plan, ranks),
         span=span,

@@ -41,6 +41,7 @@ from parplan.executor.placed_layers import (
     stage_layers,
 )
 from parplan.executor.rules.divisions import TOKENS, WHOLE
+from parplan.executor.sharding.grid_layers import place_on_grid
 from parplan.executor.sharding.overlap import (
     PER_LINEAR,
     PER_STAGE,
@@ -342,6 +343,9 @@ def _build_placed_layer(
         divide_sequences(layer, ranks.context)
     if isinstance(layer, Patches):
         layer.register_forward_pre_hook(partial(_arrived, plan, ranks))
+    if ranks.grid is not None:
+        place_on_grid(layer, placed.plan.operators, ranks.grid, placed.name)
+        return layer
     level = plan.pipeline.tp_overlap if placed.kind is LayerKind.BLOCK else 0
     both = ranks.both_mesh if placed.plan.divides_over_data else None
     if ranks.tp_mesh is None and both is None:

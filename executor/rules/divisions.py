@@ -29,6 +29,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from parplan.costmodels.communication.mesh import Mesh
+from parplan.costmodels.operators.sharding import GRID
 from parplan.executor.placed_layers import rank_tokens
 from parplan.planner.plan.plan import LayerPlan, OperatorPlacement, Plan
 from parplan.planner.plan.traced_plan import AnyPlan
@@ -52,6 +54,7 @@ SEQUENCE: Entries = ("Shard(1)@tp",)
 FEATURES: Entries = ("Shard(2)@tp",)
 ROWS, COLUMNS = BATCH, SEQUENCE  # of a weight [features out, features in], and of a table
 TOKENS = (BATCH, SEQUENCE)
+GRID_STREAM: Entries = ("Shard(0)@tp_rows", "Shard(2)@tp_columns")  # between layers on a grid
 OF_SCANS = ("conv", "steps", "scan", "gated_norm")  # operators that hold groups of heads
 
 _SHARD = re.compile(r"Shard\((\d+)\)@tp")
@@ -79,6 +82,11 @@ def local_shape(shape: Sequence[int], entries: Entries, **degrees: int) -> tuple
         dim, axis = entry.removeprefix("Shard(").split(")@")
         parts[int(dim)] *= degrees[axis]
     return tuple(size // count for size, count in zip(shape, parts, strict=True))
+
+
+def tp_degrees(mesh: Mesh) -> dict[str, int]:
+    """Return the number of ranks on each axis that divides the operators of a replica."""
+    return {"tp": mesh.tp, GRID[0]: mesh.tp_rows, GRID[1]: mesh.tp_columns}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +194,7 @@ def nearest_placement(plan: Plan, fault: Misplaced) -> OperatorPlacement:
 
 
 def _operators(plan: Plan) -> Iterator[tuple[str, LayerClass, Operator]]:
-    if plan.mesh.tp > 1:
+    if plan.mesh.tp > 1 and plan.mesh.tp_rows == 1:  # executor/rules/grid_rules.py
         graph = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size)
         for name, layer_plan in plan.layer_plans.items():
             if layer_plan.divides_over_data:  # executor/rules/over_data_rules.py

@@ -22,6 +22,7 @@ from parplan.executor.placed_layers import (
     expert_shards,
     zero_ranks,
 )
+from parplan.executor.sharding.summa import COLUMNS, ROWS, Grid
 from parplan.executor.sharding.zero_units import Unit, shard_unit
 from parplan.planner.plan.plan import Plan
 
@@ -37,6 +38,17 @@ def rank_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
     return init_device_mesh(
         device.type, tuple(degrees[Axis(name)] for name in names), mesh_dim_names=names
     )
+
+
+def rank_grid(mesh: Mesh, ranks: DeviceMesh) -> Grid | None:
+    """Returns the tensor-parallel ranks as rows and columns, None where there is one row.
+
+    `ranks` are those of `rank_mesh`. Collective.
+    """
+    if mesh.tp_rows == 1:
+        return None
+    ranks = ranks._unflatten("tp", (mesh.tp_rows, mesh.tp_columns), (ROWS, COLUMNS))
+    return Grid(ranks[ROWS, COLUMNS])
 
 
 def rank_context(plan: Plan) -> Context | None:
@@ -114,6 +126,7 @@ class RankPlace:
     data_mesh        all ranks with dp as (copies, data) of one copy, where blocks divide weights
                      over data-parallel ranks
     context          this rank among those that divide its sequences, None where they are whole
+    grid             the tensor-parallel ranks where they are a grid, None where they are one row
     """
 
     device: torch.device
@@ -123,13 +136,20 @@ class RankPlace:
     expert_sharded: Mapping[int, DeviceMesh] = field(default_factory=dict)
     data_mesh: DeviceMesh | None = None
     context: Context | None = None
+    grid: Grid | None = None
 
     def coordinate(self, axis: str) -> int:
         return int(self.mesh.get_local_rank(axis))
 
     @property
     def tp_mesh(self) -> DeviceMesh | None:
-        return self.mesh["tp"] if self.mesh["tp"].size() > 1 else None
+        """The tensor-parallel ranks as one row; None for one rank, and for a grid."""
+        return self.mesh["tp"] if self.grid is None and self.mesh["tp"].size() > 1 else None
+
+    @property
+    def summed_mesh(self) -> DeviceMesh | None:
+        """The ranks that have summands of the gradient of a parameter that they share."""
+        return self.tp_mesh if self.grid is None else self.grid.mesh[ROWS]
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
@@ -138,6 +158,7 @@ class RankPlace:
             *(self.expert_mesh.get_all_groups() if self.expert_mesh is not None else ()),
             *(self.data_mesh.get_all_groups() if self.data_mesh is not None else ()),
             *(self.context.groups if self.context is not None else ()),
+            *(self.grid.mesh.get_all_groups() if self.grid is not None else ()),
         )
 
     @property

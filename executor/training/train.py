@@ -32,6 +32,7 @@ from parplan.executor.sharding.rank_place import (
     RankPlace,
     expert_mesh,
     rank_context,
+    rank_grid,
     rank_mesh,
     stage_mesh,
 )
@@ -116,9 +117,10 @@ class Trainer:
             batch = self.batch(step) if self.pipeline.reads else None
         self.progress.at("runs forward and backward passes")
         loss = self.pipeline.step(batch, **self.inputs(step))
-        # Every tensor-parallel rank of the last stage has the loss of its data-parallel rank, or
-        # of its part of the tokens.
-        counts = self.ranks.coordinate("tp") == 0 or loses_by_tokens(self.plan)
+        # Every tensor-parallel rank of the last stage has the loss of its data-parallel rank, of
+        # the row of a grid, or of its part of the tokens.
+        column = self.ranks.coordinate("tp") % self.plan.mesh.tp_columns
+        counts = column == 0 or loses_by_tokens(self.plan)
         return self.shares.sum_loss(loss if counts else torch.zeros_like(loss))
 
     def batch(self, step: int) -> Any:
@@ -335,6 +337,7 @@ def ranks_of(plan: Plan, device: torch.device) -> RankPlace:
         expert_sharded=_sharded(of_experts, COPIES, "apart", near),
         data_mesh=_data_mesh(plan, device),
         context=rank_context(plan),
+        grid=rank_grid(plan.mesh, mesh),
     )
 
 

@@ -36,7 +36,7 @@ from parplan.executor.placed_layers import (
     stage_layers,
     zero_ranks,
 )
-from parplan.executor.rules.divisions import Entries, local_shape
+from parplan.executor.rules.divisions import Entries, local_shape, tp_degrees
 from parplan.executor.tensors import part
 from parplan.planner.plan.plan import OVER_DATA, Plan
 from parplan.planner.plan.traced_plan import AnyPlan
@@ -105,7 +105,7 @@ def _parameter_states(
     entries: Entries = ()
     if layer.plan.operators:
         entries = layer.plan.operators[name].parameters.get(parameter.name, ())
-    shape = local_shape(parameter.shape, entries, tp=plan.mesh.tp, dp=plan.mesh.dp)
+    shape = local_shape(parameter.shape, entries, dp=plan.mesh.dp, **tp_degrees(plan.mesh))
     if any(entry.endswith(OVER_DATA) for entry in entries):
         return shard_states(shape, (0, 1), 0, plan.training, whole, on_host=False)
     on_host = Offload.STATES in layer.plan.offload

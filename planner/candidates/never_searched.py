@@ -74,6 +74,14 @@ _UNLIKE = (
         "they are searched where blocks are alike",
     ),
 )
+_OVER_POOLS = (
+    UnsearchedPart("pools with idle GPUs, or none of their GPUs", "a plan over pools uses all"),
+    UnsearchedPart("stages of one pool apart from each other", "they are neighbours"),
+    UnsearchedPart(
+        "anything on the host, and weights over the data-parallel ranks",
+        "they are searched on equal nodes",
+    ),
+)
 HOST_WHERE_NEEDED = UnsearchedPart(
     "the host, where something fits without it", "--host-memory or --offload asks for it"
 )
@@ -85,13 +93,14 @@ OPERATORS_WHERE_NEEDED = UnsearchedPart(
 
 
 def unsearched_parts(
-    pins: Constraints, stack: Stack = NEUTRAL, *, unlike: bool = False
+    pins: Constraints, stack: Stack = NEUTRAL, *, unlike: bool = False, pools: bool = False
 ) -> tuple[UnsearchedPart, ...]:
     """Returns the parts that a search within `pins` leaves out, for the abilities of the stack.
 
     unlike    the blocks of the model are of several classes
+    pools     the cluster has unequal pools
     """
-    parts = [*_ALWAYS, *(_UNLIKE if unlike else ())]
+    parts = [*_ALWAYS, *(_UNLIKE if unlike else ()), *(_OVER_POOLS if pools else ())]
     if "operators" not in stack.recompute:
         parts.append(
             UnsearchedPart(

@@ -1,4 +1,4 @@
-"""The layouts of a cluster of unequal pools whose pools divide the pipeline.
+"""The layouts of a cluster of unequal pools whose pools divide the pipeline (EQUATIONS I8).
 
 Every pipeline stage lies on one pool, and the stages of a pool are neighbours. All stages have the
 same ranks, so a pool has a part of the stages in proportion to its GPUs.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from parplan.costmodels.host.offload import copy_time
 from parplan.costmodels.layers.operator_price import OperatorPrice, operator_price
 from parplan.costmodels.layers.recompute import host_bytes_by_operator
-from parplan.costmodels.operators.sharding import Rejected, Splits, operator_splits
+from parplan.costmodels.operators.sharding import Rejected, Sharding, Splits, operator_splits
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.layer_options.layer_problem import may_recompute
@@ -43,12 +43,20 @@ class OperatorStrategies:
     copy_s: float = 0.0
 
 
+def _ways(operator: Operator, over: Sharding) -> tuple[tuple[Splits, ...], tuple[Rejected, ...]]:
+    """Returns the legal and the rejected ways to divide an operator; a grid has one."""
+    if over.rows > 1:
+        return (over.splits(operator),), ()
+    return operator_splits(operator, over.degrees, over_data=over.data > 1, etp=over.etp)
+
+
 def operator_strategies(
     layout: ParallelLayout, zero: int, price_cache: PriceCache, only: str | None = None
 ) -> Iterator[OperatorStrategies]:
     """Yields the strategies of every operator on the tensor-parallel axis of `layout`.
 
-    Where the layout divides weights over data, they are those of a block on both axes.
+    Where the layout divides weights over data, they are those of a block on both axes. A grid of
+    tensor-parallel ranks has one for each operator.
     `zero` is the ZeRO stage of the states. With `only` it yields the operator of that name. Raises
     ConfigError when the model has no operator of that name.
     """
@@ -71,9 +79,7 @@ def operator_strategies(
         )
         for operator in layer.operators:
             if only in (None, operator.name):
-                legal, rejected = operator_splits(
-                    operator, inside.degrees, over_data=over.data > 1, etp=over.etp
-                )
+                legal, rejected = _ways(operator, over)
                 priced = (
                     PricedStrategy(
                         splits=s,

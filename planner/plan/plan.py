@@ -15,6 +15,7 @@ from parplan.costmodels.host.state_location import (
 )
 from parplan.planner.plan.pipeline_plan import LayerRange, PipelinePlan, PipelineStage
 from parplan.planner.plan.prediction import Prediction, SearchRecord
+from parplan.profiles.displayed import Displayed
 from parplan.profiles.errors import ConfigError, unknown_name_error
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.module_source import ModuleSource
@@ -214,7 +215,7 @@ class ChunkPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(Displayed):
     """A strategy for one model on one cluster, with its predicted cost and its search record.
 
     module   source of the external module that the executor runs; None for its own model

@@ -17,6 +17,7 @@ from parplan.costmodels.host.state_location import StateLocation
 from parplan.planner.plan.pipeline_plan import PipelinePlan, PipelineStage
 from parplan.planner.plan.plan import ChunkPlan, Plan
 from parplan.planner.plan.prediction import Prediction, SearchRecord
+from parplan.profiles.displayed import Displayed
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.module_source import ModuleSource
@@ -132,7 +133,7 @@ class SplitPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TracedPlan:
+class TracedPlan(Displayed):
     """A strategy for a traced module on one cluster, with its predicted cost and search record.
 
     shardings   by `layer` of the shards, the operators that the tensor-parallel ranks divide; every

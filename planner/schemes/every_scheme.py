@@ -1,9 +1,9 @@
 """The survey's schemes of parallel training as a table that can be asked (S1).
 
 Every scheme uses all devices of a request by itself, or as many as it can, with data parallelism
-over the rest. The schemes that the search may choose are priced as the search prices them; the
-others have formulas of their own (costmodels/schemes/formula_schemes.py). The symbols of the texts
-are those of EQUATIONS T6.
+over the rest. Devices are idle where no such layout is legal. The schemes that the search may
+choose are priced as the search prices them; the others have formulas of their own
+(costmodels/schemes/formula_schemes.py). The symbols of the texts are those of EQUATIONS T6.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class PricedScheme:
-    """A scheme with its cost over `degree` devices, of which there are `copies`.
+    """A scheme with its cost over `degree` devices, of which there are `copies`; others are idle.
 
     cost      None where no number of devices can run it
     reason    why not all devices run it together, empty where they do
@@ -395,14 +395,17 @@ def priced_schemes(
 
 
 def priced_scheme(scheme: Scheme, given: SchemeInput) -> PricedScheme:
-    """Returns a scheme at the greatest degree that is legal."""
-    devices = given.num_devices
+    """Returns a scheme on as many devices as can run it, at the greatest degree that is legal.
+
+    Devices are left over only where no degree is legal on all of them.
+    """
     reasons: list[str] = []
-    for degree in sorted(divisors(devices), reverse=True) if scheme.divides else (devices,):
-        try:
-            cost = scheme.price(given, degree)
-        except (ConfigError, InfeasibleError) as error:
-            reasons.append(str(error))
-        else:
-            return PricedScheme(scheme, cost, degree, devices // degree, *reasons[:1])
+    for devices in sorted(divisors(given.num_devices), reverse=True):
+        for degree in sorted(divisors(devices), reverse=True) if scheme.divides else (devices,):
+            try:
+                cost = scheme.price(given.on(devices), degree)
+            except (ConfigError, InfeasibleError) as error:
+                reasons.append(str(error))
+            else:
+                return PricedScheme(scheme, cost, degree, devices // degree, *reasons[:1])
     return PricedScheme(scheme, None, reason=reasons[0])

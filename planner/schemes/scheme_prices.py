@@ -28,6 +28,7 @@ from parplan.planner.plan.plan_strategy import prices_of_plan, strategy_of
 from parplan.planner.request import Request
 from parplan.planner.search.estimate import UniformChoices, estimate_plan
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.machine_catalog import with_gpus
 from parplan.profiles.stack import ContextForm
 from parplan.profiles.units import GIB
 
@@ -48,6 +49,13 @@ class SchemeInput:
     @property
     def num_devices(self) -> int:
         return self.request.cluster.num_gpus
+
+    def on(self, num_devices: int) -> SchemeInput:
+        """Returns the same on fewer devices. Raises ConfigError where they fill no whole nodes."""
+        if num_devices == self.num_devices:
+            return self
+        cluster = with_gpus(self.request.cluster, num_devices)
+        return replace(self, request=replace(self.request, cluster=cluster))
 
     def copies(self, degree: int) -> int:
         """Returns how many copies of a model over `degree` devices there are."""
@@ -76,6 +84,8 @@ def plan_of(
 
 
 def _layout(given: SchemeInput, mesh: Mesh, **choices: object) -> ParallelLayout:
+    """Returns a layout of a mesh; the rows of a grid need a sequence each in a micro-batch."""
+    micro_batch_size = math.lcm(given.micro_batch_size, mesh.tp_rows)
     per_replica = given.request.training.global_batch_size // mesh.dp
     fields = {
         "schedule": Schedule.ONE_F_ONE_B,
@@ -85,8 +95,8 @@ def _layout(given: SchemeInput, mesh: Mesh, **choices: object) -> ParallelLayout
     }
     return ParallelLayout(
         mesh=mesh,
-        micro_batch_size=given.micro_batch_size,
-        num_micro_batches=max(1, per_replica // given.micro_batch_size),
+        micro_batch_size=micro_batch_size,
+        num_micro_batches=max(1, per_replica // micro_batch_size),
         **fields,  # type: ignore[arg-type]
     )
 

@@ -1,7 +1,8 @@
 """The number of GPUs of a kind that trains a model on a number of tokens by a deadline.
 
 Numbers of GPUs are powers of two and three times those. More GPUs take less time, and seldom more
-work from each, so the least number that meets the deadline is also the cheapest of a kind.
+work from each, so the least number that meets the deadline is also the cheapest of a kind. A number
+whose lower bound of the step misses the deadline is not searched.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from parplan.planner.plan.derived import tokens_per_s
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.plan_goodput import plan_goodput
 from parplan.planner.request import Request
-from parplan.planner.search.many_searches import Answer, answer_request
+from parplan.planner.search.many_searches import Answer, answer_of
+from parplan.planner.search.price_factory import DescribedFactory
 from parplan.profiles.errors import ConfigError, InfeasibleError, PlannerError
 from parplan.profiles.models.transformer import build_graph
 
@@ -101,6 +103,8 @@ class SizeProbes:
     request_of     returns the request on a number of GPUs, and raises ConfigError
     failures_of    returns the failures of the cluster of a request
     seconds        the deadline
+    least_s        by number of GPUs, seconds of a training that no plan is below, where these miss
+                   the deadline
     """
 
     kind: str
@@ -108,20 +112,31 @@ class SizeProbes:
     failures_of: Callable[[Request], Failures | None]
     tokens: float
     seconds: float
+    least_s: dict[int, float] = field(default_factory=dict)
     runs: dict[int, TrainingRun] = field(default_factory=dict)
     errors: dict[int, PlannerError] = field(default_factory=dict)
 
-    def meets(self, gpus: int) -> bool:
-        """True if a number of GPUs meets the deadline. Raises OutOfTimeError."""
-        if gpus not in self.runs and gpus not in self.errors:
-            self._search(gpus)
+    def meets(self, gpus: int, *, wholly: bool = False) -> bool:
+        """True if a number of GPUs meets the deadline. Raises OutOfTimeError.
+
+        wholly    search it also where its lower bound misses the deadline
+        """
+        known = gpus in self.runs or gpus in self.errors
+        if not known and (wholly or gpus not in self.least_s):
+            self._search(gpus, wholly=wholly)
         run = self.runs.get(gpus)
         return run is not None and run.seconds <= self.seconds
 
-    def _search(self, gpus: int) -> None:
+    def _search(self, gpus: int, *, wholly: bool) -> None:
         try:
             request = self.request_of(gpus)
-            answer = answer_request(request)
+            factory = DescribedFactory(request)
+            steps = self.tokens / request.training.tokens_per_step
+            least_s = steps * factory.least_step_s()
+            if least_s > self.seconds and not wholly:
+                self.least_s[gpus] = least_s
+                return
+            answer = answer_of(factory)
         except ConfigError as error:
             answer = Answer(error=error)
         if answer.plan is None:
@@ -158,7 +173,7 @@ def least_cluster(probes: SizeProbes, numbers: tuple[int, ...]) -> ClusterSize:
     if needed > numbers[-1]:
         return _beyond(probes, numbers[-1], needed)
     place = _first_place(numbers, needed / FIRST_MFU)
-    while not probes.meets(numbers[place]):
+    while not probes.meets(numbers[place], wholly=place == len(numbers) - 1):
         if place == len(numbers) - 1:
             return _missed(probes)
         place = _next_place(probes, numbers, place)
@@ -204,8 +219,10 @@ def _first_place(numbers: tuple[int, ...], needed: float) -> int:
 
 def _next_place(probes: SizeProbes, numbers: tuple[int, ...], place: int) -> int:
     """Returns the place of the number of GPUs that would meet the deadline at the same speed."""
-    run = probes.runs.get(numbers[place])
-    wanted = numbers[place] * run.seconds / probes.seconds if run else numbers[place] + 1
+    gpus = numbers[place]
+    run = probes.runs.get(gpus)
+    seconds = run.seconds if run else probes.least_s.get(gpus, probes.seconds)
+    wanted = gpus * seconds / probes.seconds
     return next(
         (later for later in range(place + 1, len(numbers)) if numbers[later] >= wanted),
         len(numbers) - 1,

@@ -22,6 +22,7 @@ from parplan.planner.plan.ratio_band import plan_shape, ratio_share
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
 from parplan.planner.request import SearchOptions
+from parplan.profiles.displayed import Displayed
 from parplan.profiles.errors import OutOfTimeError
 from parplan.profiles.machines.unequal_cluster import require_equal
 
@@ -72,7 +73,7 @@ class ComparisonRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class Comparison(Displayed):
     """Our plan and the baselines, or two and more plans, in the requested order.
 
     limit_bytes     bytes that a plan may fill on a device
@@ -183,12 +184,13 @@ def _record(baseline: Baseline, optimum: Optimum) -> SearchRecord:
     )
 
 
-def compare(plan: Plan, names: Iterable[str], options: SearchOptions) -> Comparison:
+def compare(plan: Plan, names: Iterable[str], options: SearchOptions | None = None) -> Comparison:
     """Compares `plan`, priced again, with the baselines `names` within the limit of `options`.
 
     Raises ConfigError for a plan without a price (planner/plan/reprice.py). `names`: a selection of
     `baselines.systems.baseline_names`.
     """
+    options = options or SearchOptions()
     require_equal(plan.cluster, "a comparison with baselines")
     ours = reprice(plan)
     # No baseline has the token table on the host, and not every mesh of theirs could.

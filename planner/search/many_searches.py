@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from parplan.planner.plan.plan import Plan
 from parplan.planner.request import Request
-from parplan.planner.search.find_plan import find_plan
+from parplan.planner.search.find_plan import find_best
 from parplan.planner.search.largest_model import SearchWatch
 from parplan.planner.search.pareto import TIME_LIMIT
+from parplan.planner.search.price_factory import DescribedFactory
 from parplan.profiles.errors import ConfigError, InfeasibleError, OutOfTimeError, PlannerError
 
 
@@ -34,13 +35,20 @@ class Answers:
 
 def answer_request(request: Request, watch: SearchWatch | None = None) -> Answer:
     """Returns the best plan of a request. Raises OutOfTimeError and KeyboardInterrupt."""
+    return answer_of(DescribedFactory(request), watch)
+
+
+def answer_of(factory: DescribedFactory, watch: SearchWatch | None = None) -> Answer:
+    """Returns the best plan at the prices of a factory. Raises as `answer_request` does."""
     watch = watch or SearchWatch()
     if watch.interrupted():
         raise KeyboardInterrupt
     try:
-        return Answer(plan=find_plan(request, watch.on_progress))
+        plan = find_best(factory, watch.on_progress).plan
     except (ConfigError, InfeasibleError) as error:
         return Answer(error=error)
+    assert isinstance(plan, Plan), "the model is described"
+    return Answer(plan=plan)
 
 
 def answer_each(

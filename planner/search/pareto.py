@@ -47,6 +47,7 @@ from parplan.planner.search.memory_descent import halve_in
 from parplan.planner.search.price_factory import Hosted, PriceFactory
 from parplan.planner.search.search_results import SearchResult
 from parplan.planner.search.search_session import SearchPrices, SolvedCandidate
+from parplan.profiles.displayed import Displayed
 from parplan.profiles.errors import ConfigError, OutOfTimeError, SolverError
 from parplan.profiles.units import GIB, MIB
 
@@ -101,7 +102,7 @@ class ParetoPoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParetoFront:
+class ParetoFront(Displayed):
     """The points, fastest first.
 
     stopped: cause of an early end, such as `Ctrl-C`; None for a complete front

@@ -1,7 +1,7 @@
 """The prices of a search over the pools of an unequal cluster.
 
-A pipeline rank lies on a pool, whose prices its columns have. All else is the search of a described
-model: one program, one branch and bound, one simulator.
+A pipeline rank lies on a pool, whose prices its columns have (EQUATIONS I8). All else is the search
+of a described model: one program, one branch and bound, one simulator.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from parplan.planner.request import PlanRequest, Request, host_contents, searche
 from parplan.planner.search.block_class_prices import BlockClassPrices
 from parplan.planner.search.described_shortfall import infeasible_error, least_peak_bytes
 from parplan.planner.search.pooled_prices import PooledPrices
-from parplan.planner.search.search_session import DescribedPrices, SearchPrices
+from parplan.planner.search.search_session import INFINITY, DescribedPrices, SearchPrices
 from parplan.profiles.errors import InfeasibleError
 from parplan.profiles.machines.off_speed import SpeedFactors, cluster_at
 from parplan.profiles.machines.unequal_cluster import UnequalCluster
@@ -77,12 +77,23 @@ class DescribedFactory(PriceFactory):
         self.searched = host_contents(searched, request.training.optimizer)
         if isinstance(request.cluster, UnequalCluster):
             self.searched = ()  # plans over pools keep all states on the devices
+        self._made: dict[Hosted, SearchPrices] = {}
 
     def prices(self, offload: Hosted) -> SearchPrices:
-        make = BlockClassPrices if self._unlike else DescribedPrices
-        if isinstance(self.request.cluster, UnequalCluster):
-            make = PooledPrices
-        return make(self.request.with_offload(offload))
+        if offload not in self._made:
+            make = BlockClassPrices if self._unlike else DescribedPrices
+            if isinstance(self.request.cluster, UnequalCluster):
+                make = PooledPrices
+            self._made[offload] = make(self.request.with_offload(offload))
+        return self._made[offload]
+
+    def least_step_s(self) -> float:
+        """Seconds that no plan is below, with as much memory as it likes.
+
+        Raises ConfigError and OutOfTimeError.
+        """
+        prices = self.prices(self.offload or ())
+        return min(prices.step_bound_s(layout, INFINITY) for layout in prices.space.layouts)
 
     @property
     def _unlike(self) -> bool:
@@ -97,9 +108,12 @@ class DescribedFactory(PriceFactory):
         if limit is not None:
             options = replace(options, memory_limit_bytes=round(limit * factors.memory))
         cluster = cluster_at(self.request.cluster, factors)
-        other = DescribedFactory(
-            replace(self.request, cluster=cluster, options=options), self._explain
-        )
+        request = replace(self.request, cluster=cluster, options=options)
+        return DescribedFactory(request, self._explain).without_ties()
+
+    def without_ties(self) -> DescribedFactory:
+        """Returns the request for the fastest plan, whose ties are left unpriced."""
+        other = DescribedFactory(self.request, self._explain)
         other.prefer = None
         return other
 
@@ -116,7 +130,8 @@ class DescribedFactory(PriceFactory):
 
     def unsearched(self) -> tuple[UnsearchedPart, ...]:
         pins, stack = self.request.constraints, self.request.training.stack
-        return unsearched_parts(pins, stack, unlike=self._unlike)
+        pools = isinstance(self.request.cluster, UnequalCluster)
+        return unsearched_parts(pins, stack, unlike=self._unlike, pools=pools)
 
     def error(self, offload: Hosted) -> InfeasibleError:
         cluster = self.request.cluster

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.planner.plan.plan import Plan
 from parplan.planner.request import Constraints, PlanRequest, Request
-from parplan.planner.search.many_searches import Answer, answer_request
+from parplan.planner.search.many_searches import Answer, answer_of
+from parplan.planner.search.price_factory import DescribedFactory
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.off_speed import SpeedFactors, cluster_at
 from parplan.profiles.machines.unequal_cluster import UnequalCluster
@@ -136,19 +137,23 @@ def with_degree(request: Request, axis: str, degree: int) -> Request:
     return replace(request, constraints=replace(Constraints(), **pins))  # type: ignore[arg-type]
 
 
+def _answer(request: Request) -> Answer:
+    return answer_of(DescribedFactory(request).without_ties())
+
+
 def find_flip(request: Request, knob: Knob, end: float, mesh: Mesh) -> Flip | None:
     """Returns where another mesh becomes the best between 1 and an end of a knob's range.
 
     None where the mesh is still the best at the end. The range is halved on a scale of logarithms,
     `STEPS` times, so that a mesh that is the best in between again is not seen.
     """
-    plan = answer_request(knob.scale(request, end)).plan
+    plan = _answer(knob.scale(request, end)).plan
     if plan is not None and degrees(plan.mesh) == degrees(mesh):
         return None
     same, other = 1.0, end
     for _ in range(STEPS):
         middle = (same * other) ** 0.5
-        found = answer_request(knob.scale(request, middle)).plan
+        found = _answer(knob.scale(request, middle)).plan
         if found is not None and degrees(found.mesh) == degrees(mesh):
             same = middle
         else:
@@ -193,10 +198,10 @@ def reply_to(plan: Plan, question: PlanQuestion) -> Reply:
     """Returns the answer to a question about a plan; None for a flip that does not come."""
     request = request_of_plan(plan)
     if question.what == BASE:
-        return answer_request(request)
+        return _answer(request)
     if question.what in AXES:
-        return answer_request(with_degree(request, question.what, round(question.value)))
+        return _answer(with_degree(request, question.what, round(question.value)))
     knob = knob_named(question.what)
     if question.flips:
         return find_flip(request, knob, question.value, plan.mesh)
-    return answer_request(knob.scale(request, question.value))
+    return _answer(knob.scale(request, question.value))

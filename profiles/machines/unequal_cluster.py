@@ -29,7 +29,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Join:
-    """The link between the nodes of two pools, in one direction.
+    """The link between the nodes of two pools, in one direction (EQUATIONS C10).
 
     pools: the two pools, empty for every pair that no other join names
     node_bytes_per_s: bandwidth of one node, None where the join has a total

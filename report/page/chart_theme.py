@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,6 +31,18 @@ def colour_scale(palette: Mapping[str, str]) -> altair.Scale:
     import altair as alt
 
     return alt.Scale(domain=list(palette), range=list(palette.values()))
+
+
+@contextmanager
+def unchecked_charts() -> Iterator[None]:
+    """Leaves out altair's check of every part of a chart, which takes longer than to make them.
+
+    tests/report/page/test_html_page.py checks the charts of a page against the same schema.
+    """
+    from altair.utils.schemapi import debug_mode
+
+    with debug_mode(False):
+        yield
 
 
 def named_data(name: str) -> altair.NamedData:
@@ -60,4 +73,5 @@ def specification(
         axis={**text, **lines, "titleFontWeight": "normal", "labelLimit": 150},
         view={"stroke": None},
     )
-    return {**styled.to_dict(), "datasets": {name: list(rows) for name, rows in datasets.items()}}
+    drawn = styled.to_dict(validate=False)
+    return {**drawn, "datasets": {name: list(rows) for name, rows in datasets.items()}}

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from parplan.costmodels.communication.mesh import Axis
 from parplan.report.page.candidate_chart import FRONT_MARKS, front_chart, front_palette
-from parplan.report.page.chart_theme import LIMIT, Row
+from parplan.report.page.chart_theme import LIMIT, Row, unchecked_charts
 from parplan.report.page.figures import PlanFigures
 from parplan.report.page.machine_tables import (
     KIND_TEXTS,
     assumptions_table,
     kinds_table,
     links_table,
+    sent_texts,
     sources,
 )
 from parplan.report.page.memory_charts import (
@@ -42,7 +43,12 @@ from parplan.report.page.page_tables import (
     waits_table,
 )
 from parplan.report.page.reported_plan import ReportedPlan
-from parplan.report.page.rival_tables import baselines_table, differences_table, runners_table
+from parplan.report.page.rival_tables import (
+    baselines_table,
+    differences_table,
+    robust_table,
+    runners_table,
+)
 from parplan.report.page.step_charts import (
     difference_chart,
     difference_palette,
@@ -71,6 +77,11 @@ def render_page(plans: Sequence[ReportedPlan], library: str) -> str:
 
     library    the javascript that draws the charts
     """
+    with unchecked_charts():
+        return _rendered(plans, library)
+
+
+def _rendered(plans: Sequence[ReportedPlan], library: str) -> str:
     figured = [
         FiguredPlan(each, PlanFigures(each.document, index)) for index, each in enumerate(plans)
     ]
@@ -137,6 +148,7 @@ def _view(index: int, each: FiguredPlan, charts: dict[str, Row]) -> Mapping[str,
         "step": step_table(each),
         **_baselines(index, each, charts),
         "runners": runners_table(each),
+        "robust": robust_table(each),
         "choice": reported.plan.search.preference,
         "assumptions": assumptions_table(each),
         "numbers": kinds_table(each),
@@ -162,6 +174,7 @@ def _mesh(index: int, each: FiguredPlan, charts: dict[str, Row]) -> Mapping[str,
             "axes": axes_of(plan.mesh),
             "pipeline": {"degree": plan.mesh.pp, "stride": plan.mesh.stride(Axis.PP)},
             "layers": layers,
+            "sent": sent_texts(each.reported),
         },
         "axis_palette": axis_palette(plan.mesh),
         "stage_palette": stage_palette(plan.mesh),

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from parplan.costmodels.communication.mesh import Axis, Placement, place
+from parplan.costmodels.usage.rank_traffic import SentBytes
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Band
 from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
-from parplan.profiles.units import GB
+from parplan.profiles.units import GB, gib
 from parplan.report.names import OPTIMIZER_NAMES, attention_text
 from parplan.report.page.figures import Form
 from parplan.report.page.mesh_chart import axes_of
 from parplan.report.page.page_tables import Cells, FiguredPlan, PageTable, speed_name
+from parplan.report.page.reported_plan import ReportedPlan
 from parplan.report.plans.coverage_notes import coverage_of_profile, coverage_text
 from parplan.report.plans.network_fact import expert_placement, reach
-from parplan.report.text import band_text
+from parplan.report.text import band_text, gib_text
 
 _SECONDS_OF = {"tp": "tp_comm_s", "cp": "tp_comm_s", "ep": "tp_comm_s", "dp": "dp_comm_s"}
 _STATES = {
@@ -45,7 +47,16 @@ def links_table(each: FiguredPlan) -> PageTable | None:
         return None
     return PageTable(
         caption="The links of each axis, and what they carry",
-        heading=("axis", "ranks", "a group lies", "link", "GB/s", "carries", "exposed time"),
+        heading=(
+            "axis",
+            "ranks",
+            "a group lies",
+            "link",
+            "GB/s",
+            "carries",
+            "GiB of a GPU's collectives in a step",
+            "exposed time",
+        ),
         rows=tuple(_link_row(each, name, where) for name, where in placed.items()),
         texts=frozenset({"a group lies", "link", "carries"}),
     )
@@ -71,8 +82,29 @@ def _link_row(each: FiguredPlan, name: str, where: Placement) -> Cells:
         link,
         each.figures.derived(bytes_per_s / GB, Form.NUMBER, "cluster"),
         _carried(each.reported.plan, name),
+        _most_sent(each, name),
         each.figures(f"predicted.breakdown.{field}.value", Form.SECONDS) + together,
     )
+
+
+def _most_sent(each: FiguredPlan, axis: str) -> str:
+    """Returns the GiB of the pipeline rank that sends most over an axis, empty if not priced."""
+    if not each.reported.sent:
+        return ""
+    most = max(_sent_gib(of_rank, axis) for of_rank in each.reported.sent)
+    return each.figures.derived(most, Form.GIB, f"collectives over {axis} as they are priced")
+
+
+def sent_texts(reported: ReportedPlan) -> dict[str, list[str]]:
+    """Returns by axis and pipeline rank what one device sends or receives in a step."""
+    return {
+        axis: [f"{gib_text(_sent_gib(of_rank, axis))} GiB" for of_rank in reported.sent]
+        for axis in (axes_of(reported.plan.mesh) if reported.sent else ())
+    }
+
+
+def _sent_gib(of_rank: Sequence[SentBytes], axis: str) -> float:
+    return gib(sum(sent.num_bytes for sent in of_rank if sent.axis == axis))
 
 
 def _carried(plan: AnyPlan, axis: str) -> str:

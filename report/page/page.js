@@ -58,8 +58,10 @@ function sayRank(mesh, rank, place) {
     const nodes = new Set(group.map((other) => Math.floor(other / mesh.perNode))).size;
     const more = group.length > LISTED ? ` and ${group.length - LISTED} more` : "";
     const listed = group.slice(0, LISTED).join(", ") + more;
+    const sent = mesh.sent[name]?.[pipeline];
+    const carries = sent ? ` Each of them has collectives of ${sent} over it in a step.` : "";
     lines.push(`Its ${name} group has ${group.length} ranks on ${nodes} ` +
-      `${nodes === 1 ? "node" : "nodes"}: ${listed}.`);
+      `${nodes === 1 ? "node" : "nodes"}: ${listed}.${carries}`);
   }
   place.replaceChildren(...lines.map((line) => {
     const paragraph = document.createElement("p");

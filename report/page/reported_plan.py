@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from parplan.costmodels.usage.rank_traffic import SentBytes
 from parplan.planner.plan.traced_plan import AnyPlan, model_name
 from parplan.planner.runs.held_activations import Moment
 from parplan.planner.runs.timelines import Timeline
@@ -37,6 +38,7 @@ class ReportedPlan:
     name         the file as the user named it
     timeline     the predicted step, None for a plan that was not priced again
     held         by pipeline rank, the bytes of activations over the step; empty without a timeline
+    sent         by pipeline rank, the collectives of one device in a step; empty without a timeline
     comparison   the baselines, None where none were priced
     snippets     what starts the plan, and what other launchers read
     missing      sentences about parts of the page that this plan lacks
@@ -46,6 +48,7 @@ class ReportedPlan:
     plan: AnyPlan
     timeline: Timeline | None = None
     held: tuple[tuple[Moment, ...], ...] = ()
+    sent: tuple[tuple[SentBytes, ...], ...] = ()
     comparison: Comparison | None = None
     snippets: tuple[Snippet, ...] = ()
     missing: tuple[str, ...] = ()

@@ -9,6 +9,7 @@ from parplan.planner.plan.traced_plan import AnyPlan
 from parplan.report.page.figures import Form, part_forms
 from parplan.report.page.page_tables import Cells, FiguredPlan, PageTable
 from parplan.report.plans.memory_table import fullest
+from parplan.report.plans.robust_table import UNFIT, corner_text, worst_text
 from parplan.report.plans.runner_up_lines import is_tie, runner_up_name
 from parplan.report.searches.comparison_tables import SAME_GIB, SAME_STEP
 from parplan.report.text import gib_text, percent
@@ -49,6 +50,46 @@ def runners_table(each: FiguredPlan) -> PageTable | None:
         rows=tuple(rows),
         texts=frozenset({"why"}),
     )
+
+
+def robust_table(each: FiguredPlan) -> PageTable | None:
+    """Returns the worst case of each plan where a figure is off; None where it was not priced."""
+    robust = each.reported.plan.search.robust
+    if robust is None:
+        return None
+    rows = []
+    for index, plan in enumerate(robust.plans):
+        key = f"search.robust.plans.{index}"
+        name = "this plan" if index == 0 else runner_up_name(plan.plan)
+        least = " (least regret)" if index == robust.least_regret else ""
+        rows.append(
+            (
+                name + least,
+                *_steps(each, index),
+                _regret(each, f"{key}.speed_regret", plan.speed_regret),
+                _regret(each, f"{key}.regret", plan.regret),
+                worst_text(robust, plan),
+            )
+        )
+    cases = ("as priced", *map(corner_text, robust.corners))
+    return PageTable(
+        caption=f"Step where compute, a bandwidth or memory is {100 * robust.share:g} % off",
+        heading=("plan", *cases, "regret, speeds", "regret, all", "worst where"),
+        rows=tuple(rows),
+        texts=frozenset({"worst where"}),
+    )
+
+
+def _steps(each: FiguredPlan, index: int) -> Iterator[str]:
+    robust = each.reported.plan.search.robust
+    assert robust is not None, "the worst cases were priced"
+    for case, step_s in enumerate(robust.plans[index].steps_s):
+        key = f"search.robust.plans.{index}.steps_s.{case}"
+        yield UNFIT if step_s is None else each.figures(key, Form.SECONDS)
+
+
+def _regret(each: FiguredPlan, key: str, regret: float | None) -> str:
+    return UNFIT if regret is None else each.figures(key, Form.SHARE)
 
 
 def _reasons(other: RunnerUp, plan: AnyPlan) -> Iterator[str]:

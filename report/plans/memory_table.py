@@ -13,7 +13,7 @@ from parplan.planner.plan.prediction import StageMemory
 from parplan.planner.plan.traced_plan import AnyPlan, ShardStage, TracedPlan
 from parplan.profiles.machines.unequal_cluster import UnequalCluster
 from parplan.profiles.models.operator_graph import LayerKind
-from parplan.report.text import aligned, gib_text, say
+from parplan.report.text import aligned, gib_text, print_table, say, widest
 
 CLASSES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "reserve", "total")
 # headings for a terminal of 80 columns
@@ -140,12 +140,12 @@ def layers_text(row: MemoryRow, *, short: bool) -> str:
 def print_stages(plan: AnyPlan, out: Console) -> None:
     """Print the table in GiB per device."""
     shown = rows(plan)
-    heading, *lines = _lines(shown, out.width)
     worst = fullest(plan).stage
     say(out, f"  GiB per GPU; {_capacity_text(plan)}", "dim")
-    say(out, heading, "dim")
-    for row, line in zip(shown, lines, strict=True):
-        say(out, line, "bold" if len(shown) > 1 and row.first <= worst <= row.last else "")
+    heading, cells = _cells(shown, out.width)
+    bold = [number for number, row in enumerate(shown) if row.first <= worst <= row.last]
+    left = ("stage", "layers", "shards")
+    print_table(out, heading, cells, left=left, bold=bold if len(shown) > 1 else ())
 
 
 def _capacity_text(plan: AnyPlan) -> str:
@@ -157,16 +157,14 @@ def _capacity_text(plan: AnyPlan) -> str:
     return "a device of " + ", of ".join(f"{pool} has {room}" for pool, room in has.items())
 
 
-def _lines(shown: list[MemoryRow], width: int) -> list[str]:
+def _cells(shown: list[MemoryRow], width: int) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Returns heading and rows, with short headings when whole words do not fit."""
     if shown[0].shards:
-        heading = ("stage", *SHORT, "shards")
-        cells = [(row.stages, *row.numbers, row.shards) for row in shown]
-        return aligned((heading, *cells), width, left=(0, len(SHORT) + 1))
-    for names, short in ((CLASSES, False), (SHORT, True)):
-        heading = ("stage", "layers", *names)
-        cells = [(row.stages, layers_text(row, short=short), *row.numbers) for row in shown]
-        lines = aligned((heading, *cells), width, left=(0, 1))
-        if max(map(len, lines)) <= width:
-            break
-    return lines
+        rows_of = [(row.stages, *row.numbers, row.shards) for row in shown]
+        return ("stage", *SHORT, "shards"), rows_of
+    whole = ("stage", "layers", *CLASSES)
+    cells = [(row.stages, layers_text(row, short=False), *row.numbers) for row in shown]
+    if widest(aligned((whole, *cells), width, left=(0, 1))) <= width:
+        return whole, cells
+    cells = [(row.stages, layers_text(row, short=True), *row.numbers) for row in shown]
+    return ("stage", "layers", *SHORT), cells

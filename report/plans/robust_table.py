@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from parplan.planner.plan.prediction import Corner, Robustness, RobustPlan
 from parplan.report.plans.runner_up_lines import runner_up_name
-from parplan.report.text import gib_text, joined, labelled, percent, seconds_text, wrapped_lines
+from parplan.report.text import gib_text, joined, labelled, percent, seconds_text, table_lines
 
 UNFIT = "no fit"
 HEADING = ("step", "longest", "GiB", "speeds", "all", "worst where", "plan")
@@ -34,7 +34,7 @@ def robust_lines(robust: Robustness, width: int, *, most: int | None = None) -> 
         for place, plan in _in_order(robust)
     ][:most]
     if rows:
-        yield from wrapped_lines(HEADING, rows, left=_TEXT, wrapped=_TEXT, width=width)
+        yield from table_lines(HEADING, rows, width, left=_TEXT)
     if most is None:
         yield joined(LEGEND.split(" "), " ", width, start="  ")
 

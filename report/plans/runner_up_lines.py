@@ -27,7 +27,7 @@ def runner_up_lines(
         runners_up = _best_of_each_mesh(runners_up)[:most]
     labels = ("also", *[""] * len(runners_up))
     rows = [
-        (label, *_runner_up(runner_up, plan))
+        (label, *runner_up_cells(runner_up, plan))
         for label, runner_up in zip(labels, runners_up, strict=False)
     ]
     return fact_lines(rows, width, right=(1, 2, 3), columns=columns)
@@ -41,7 +41,8 @@ def _best_of_each_mesh(runners_up: Sequence[RunnerUp]) -> tuple[RunnerUp, ...]:
     return tuple(best.values())
 
 
-def _runner_up(runner_up: RunnerUp, plan: AnyPlan) -> tuple[str, str, str, str]:
+def runner_up_cells(runner_up: RunnerUp, plan: AnyPlan) -> tuple[str, str, str, str]:
+    """Returns step, difference to the plan, memory and name of a runner-up."""
     step_s = runner_up.step_time_s.value
     slower = step_s / plan.predicted.step_time_s.value - 1
     memory = f"{gib_text(runner_up.peak_memory_gib)} GiB"

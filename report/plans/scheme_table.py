@@ -68,7 +68,7 @@ class SchemeRow:
     searched              false where no search uses the scheme
     changes_convergence   true where its steps are other ones than those of one process
     gpus                  over which the scheme divides, null without a price
-    copies                number of such groups, null without a price
+    copies                number of such groups, null without a price; GPUs beyond both are idle
     cost                  null where the request cannot have the scheme; then `reason` says why
     """
 
@@ -104,8 +104,9 @@ def print_schemes(priced: Sequence[PricedScheme], request: Request, out: Console
             text = f"not {each.scheme.name}: {each.reason}"
             say(out, joined(text.split(" "), " ", out.width, start="  ", indent=4), "dim")
     notes = (
-        "32 x 2: 32 GPUs run the scheme, as many as can, with data parallelism over 2 such groups. "
-        "comm is what compute does not hide; wait is that of a pipeline. --formulas explains.",
+        "32 x 2: 32 GPUs run the scheme, as many as can, with data parallelism over 2 such groups; "
+        "GPUs beyond both are idle. comm is what compute does not hide; wait is that of a "
+        "pipeline. --formulas explains.",
         f"{UNSEARCHED} no search uses it: compute divided evenly, communication not hidden "
         "(analytic).",
         f"{OTHER_STEPS} changes convergence: its steps are not those of one GPU with the batch, so "

@@ -19,7 +19,8 @@ from parplan.report.plans.runner_up_lines import runner_up_lines, tie_lines
 from parplan.report.plans.stage_waits import wait_lines
 from parplan.report.plans.step_lines import redundancy_line, time_line
 from parplan.report.plans.summary_context import SummaryContext
-from parplan.report.text import fact_lines, joined, labelled, say
+from parplan.report.text import fact_lines, joined, labelled, say, say_exactly
+from parplan.report.wrapping import continued, width_of
 
 MOST_LINES = 20  # of the short form, with the lines about the file that was written
 
@@ -52,7 +53,7 @@ def print_summary(plan: AnyPlan, out: Console, context: SummaryContext) -> None:
     else:
         _print_short(plan, out, context)
     for line in context.closing:
-        say(out, line)
+        say_exactly(out, continued(line, width_of(out.file)) if line.startswith(" ") else line)
 
 
 def _print_whole(plan: AnyPlan, out: Console, context: SummaryContext) -> None:

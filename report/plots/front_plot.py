@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _LAST_COLOUR = 0.92  # share of the colour map in use: its palest end is lost on paper
 # Factor on the fastest step. Slower points stand at the upper edge with their time, so that the
 # scale separates the rest.
-_FAR = 2.5
+FAR = 2.5
 _ROOM = 1.04  # factor that the axis of memory leaves beyond the device
 _LIMIT_COLOUR = "#D55E00"
 _REDUNDANT = "redundant memory over all GPUs, GiB"
@@ -51,7 +51,7 @@ def _draw_scales(axes: Axes, front: ParetoFront) -> float:
     """Set axes around the points near the fastest; returns the step time of the upper edge."""
     fastest_s = front.points[0].step_time_s
     near_s = max(
-        point.step_time_s for point in front.points if point.step_time_s <= _FAR * fastest_s
+        point.step_time_s for point in front.points if point.step_time_s <= FAR * fastest_s
     )
     room_s = max(0.12 * (near_s - fastest_s), 0.02 * fastest_s)
     far = any(point.step_time_s > near_s for point in front.points)

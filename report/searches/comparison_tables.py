@@ -50,26 +50,17 @@ def print_comparison(
     say(out)
     print_table(
         out,
-        (
-            "plan",
-            "step",
-            f"than {comparison.ours.name}",
-            "tokens/s/GPU",
-            "MFU",
-            "peak GiB",
-            "redundant GiB",
-        ),
-        _overview(comparison),
+        overview_names(comparison),
+        overview(comparison),
         left=("plan",),
     )
     say(out)
     for line in aligned(
-        ((name, *text) for name, *text in _layouts(comparison)), out.width, left=(0, 1)
+        ((name, *text) for name, *text in layouts(comparison)), out.width, left=(0, 1)
     ):
         say(out, line)
-    sides = _sides(comparison)
-    scale, unit = (1.0, "s") if comparison.ours.step_s >= 1 else (1e3, "ms")
-    times = [tuple(part * scale for part in side.parts.values) for side in sides]
+    sides = sides_of(comparison)
+    unit, times = times_of(comparison)
     ours = comparison.ours.name + (", and what the others take more" if len(sides) > 1 else "")
     _print_parts(out, f"{unit} of the mean GPU: {ours}", "step", sides, NAMES, times)
     memory = [tuple(map(gib, side.memory_bytes)) for side in sides]
@@ -98,11 +89,26 @@ def _say_words(out: Console, text: str, style: str = "") -> None:
     say(out, joined(text.split(" "), " ", out.width, start="  ", indent=4), style)
 
 
-def _sides(comparison: Comparison) -> list[ComparedPlan]:
+def sides_of(comparison: Comparison) -> list[ComparedPlan]:
+    """Returns our plan and those of the rows that have one."""
     return [comparison.ours, *(row.side for row in comparison.rows if row.side)]
 
 
-def _overview(comparison: Comparison) -> Iterator[tuple[str, ...]]:
+def overview_names(comparison: Comparison) -> tuple[str, ...]:
+    """Returns the headings of the columns of `overview`."""
+    return (
+        "plan",
+        "step",
+        f"than {comparison.ours.name}",
+        "tokens/s/GPU",
+        "MFU",
+        "peak GiB",
+        "redundant GiB",
+    )
+
+
+def overview(comparison: Comparison) -> Iterator[tuple[str, ...]]:
+    """Yields the cells of each plan, ours first."""
     yield _numbers(comparison.ours, "")
     for row in comparison.rows:
         if row.side is None:
@@ -131,8 +137,16 @@ def _numbers(side: ComparedPlan, against: str) -> tuple[str, ...]:
     )
 
 
-def _layouts(comparison: Comparison) -> Iterator[tuple[str, str]]:
-    for side in _sides(comparison):
+def times_of(comparison: Comparison) -> tuple[str, list[tuple[float, ...]]]:
+    """Returns the unit of the parts of the steps, s or ms, and the parts of each plan."""
+    scale, unit = (1.0, "s") if comparison.ours.step_s >= 1 else (1e3, "ms")
+    parts = (side.parts.values for side in sides_of(comparison))
+    return unit, [tuple(part * scale for part in values) for values in parts]
+
+
+def layouts(comparison: Comparison) -> Iterator[tuple[str, str]]:
+    """Yields the name and the mesh, the pipeline and the layers of each plan."""
+    for side in sides_of(comparison):
         plan = side.plan
         pipeline = pipeline_phrases(plan.pipeline, plan.mesh)
         yield side.name, ", ".join((str(plan.mesh), *pipeline, *layers_phrases(plan)))
@@ -146,9 +160,19 @@ def _print_parts(
     names: Sequence[str],
     values: Sequence[tuple[float, ...]],
 ) -> None:
-    """Print one line a part: our value, then each baseline's difference from it.
+    """Print one line a part: our value, then each baseline's difference from it."""
+    say(out)
+    say(out, f"  {title}", "dim")
+    rows = part_rows(whole, names, values)
+    print_table(out, ("", *(side.name for side in sides)), rows, left=("",))
 
-    The last line, `whole`, has the sums.
+
+def part_rows(
+    whole: str, names: Sequence[str], values: Sequence[tuple[float, ...]]
+) -> list[tuple[str, ...]]:
+    """Returns one row a part: our value, then each baseline's difference from it.
+
+    The last row, `whole`, has the sums.
     """
     rows = []
     with_sums = [(*parts, sum(parts)) for parts in values]
@@ -156,9 +180,7 @@ def _print_parts(
         differences = [their - ours for their in theirs]
         if max(abs(ours), *map(abs, differences), 0.0) >= NOTHING:
             rows.append((name, f"{ours:.2f}", *map(_difference, differences)))
-    say(out)
-    say(out, f"  {title}", "dim")
-    print_table(out, ("", *(side.name for side in sides)), rows, left=("",))
+    return rows
 
 
 def _difference(value: float) -> str:

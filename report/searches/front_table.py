@@ -19,44 +19,108 @@ from parplan.report.names import (
     search_text,
 )
 from parplan.report.plans.block_phrases import layers_phrases
-from parplan.report.plans.plan_header import print_header
+from parplan.report.plans.plan_header import header, print_header, short_assumed
+from parplan.report.plans.summary import MOST_LINES
 from parplan.report.plans.summary_context import SummaryContext
+from parplan.report.plots.front_plot import FAR
+from parplan.report.searches.drawn_points import FRAME, print_points
 from parplan.report.text import (
-    asked_width,
     gib_text,
     joined,
     labelled,
     percent,
-    print_wrapped,
+    print_table,
     say,
     seconds_text,
+    table_lines,
 )
 
 _NUMBERS = ("#", "step", "slower", "MFU", "peak", "redund.")
 _HOST = "host"
-_TEXTS = ("pp x dp x tp", "ZeRO", "recompute", "found by")
+TEXTS = ("pp x dp x tp", "ZeRO", "recompute", "found by")
+_DECIDING = ("stopped", "least", "note", "files")  # facts of the short form
+_TALLEST = 8  # lines of the points of a drawing
+_HEIGHTS = (6, 5, 4, 3)  # of the short form: the first that leaves enough rows
+_ENOUGH_ROWS = 4
 _SHORT = 20  # characters; a longer list of recomputed operators is printed as its length
 
 
 def print_front(
     front: ParetoFront, paths: Sequence[Path], out: Console, context: SummaryContext
 ) -> None:
-    """Print the front for a person, fastest first."""
-    print_header(front.points[0].plan, out, context)
-    rows = [_row(front, point, number) for number, point in enumerate(front.points, 1)]
-    numbers = (*_NUMBERS, *((_HOST,) if front.uses_host else ()))
-    width = asked_width(out)
-    print_wrapped(
-        out,
-        (*numbers, *_TEXTS),
-        rows,
-        left=_TEXTS,
-        wrapped=("ZeRO", "recompute", "found by"),
-        width=width,
-    )
-    say(out)
-    for label, text in _facts(front, paths, context):
-        say(out, joined(text.split(" "), " ", width, start=labelled(label)))
+    """Print the front for a person: drawn, and as a table, fastest first."""
+    if context.whole:
+        print_header(front.points[0].plan, out, context)
+        _draw(front, out, _TALLEST)
+        print_table(out, front_names(front), front_rows(front), left=TEXTS)
+        say(out)
+        for label, text in front_facts(front, paths, context):
+            say(out, joined(text.split(" "), " ", out.width, start=labelled(label)))
+    else:
+        _print_short(front, paths, out, context)
+
+
+def _print_short(
+    front: ParetoFront, paths: Sequence[Path], out: Console, context: SummaryContext
+) -> None:
+    """Print a drawing, some of the points, and what a reader must know, in MOST_LINES."""
+    upper = [header(front.points[0].plan, out.width)]
+    if context.assumed:
+        upper.append(short_assumed(context.assumed, out.width, listed=True))
+    kept = (fact for fact in front_facts(front, paths, context) if fact[0] in _DECIDING)
+    lower = [joined(text.split(" "), " ", out.width, start=labelled(label)) for label, text in kept]
+    room = MOST_LINES - sum(line.count("\n") + 1 for line in (*upper, *lower))
+    drawn = len(front.points) > 1
+    for height in _HEIGHTS:
+        rows = _some_rows(front, out.width, room - (height + FRAME if drawn else 0))
+        if len(rows) > _ENOUGH_ROWS:
+            break
+    for style, line in zip(("bold", "dim"), upper, strict=False):
+        say(out, line, style)
+    if drawn:
+        _draw(front, out, min(_TALLEST, room - len(rows) - FRAME))
+    for number, line in enumerate(rows):
+        say(out, line, "" if number else "dim")
+    for line in lower:
+        say(out, line)
+
+
+def _some_rows(front: ParetoFront, width: int, most: int) -> list[str]:
+    """Returns the heading and the points at even distances that have at most `most` lines."""
+    last = len(front.points) - 1
+    for count in range(last + 1, min(last, 1), -1):
+        chosen = {round(index * last / max(count - 1, 1)) for index in range(count)}
+        rows = [front_rows(front)[index][:-2] for index in sorted(chosen)]
+        lines = list(table_lines(front_names(front)[:-2], rows, width, left=TEXTS))
+        if sum(line.count("\n") + 1 for line in lines) <= most:
+            break
+    return lines
+
+
+def _draw(front: ParetoFront, out: Console, height: int) -> None:
+    """Draw step time against peak memory; what is far slower stands at the upper edge."""
+    if len(front.points) < 2:
+        return
+    say(out, "  step against peak memory, points by number", "dim")
+    steps_s = [point.step_time_s for point in front.points]
+    near_s = max(step_s for step_s in steps_s if step_s <= FAR * steps_s[0])
+    edge_s = near_s + 0.2 * max(near_s - steps_s[0], 0.1 * near_s)
+    scale, unit = (1.0, "s") if steps_s[0] >= 1 else (1e3, "ms")
+    points = [
+        (point.peak_memory_gib, scale * min(step_s, edge_s))
+        for point, step_s in zip(front.points, steps_s, strict=True)
+    ]
+    print_points(points, ("GiB", unit), out, height=height)
+
+
+def front_names(front: ParetoFront) -> tuple[str, ...]:
+    """Returns the headings of the columns of `front_rows`."""
+    return (*_NUMBERS, *((_HOST,) if front.uses_host else ()), *TEXTS)
+
+
+def front_rows(front: ParetoFront) -> list[tuple[str, ...]]:
+    """Returns the cells of the points, fastest first."""
+    return [_row(front, point, number) for number, point in enumerate(front.points, 1)]
 
 
 def _row(front: ParetoFront, point: ParetoPoint, number: int) -> tuple[str, ...]:
@@ -114,7 +178,7 @@ def recompute_counts(plan: AnyPlan) -> str:
     return ", ".join(f"{count} {text}" for text, count in counts.items())
 
 
-def _facts(
+def front_facts(
     front: ParetoFront, paths: Sequence[Path], context: SummaryContext
 ) -> Iterator[tuple[str, str]]:
     """Yields the lines under the table: units, proof, ties, kind of the numbers, files."""
@@ -159,7 +223,8 @@ def _facts(
         f"the step times are predicted ({first.predicted.step_time_s.kind}), not measured; memory "
         f"is computed",
     )
-    yield "files", f"{paths[0]} to {paths[-1]}" if len(paths) > 1 else f"{paths[0]}"
+    if paths:
+        yield "files", f"{paths[0]} to {paths[-1]}" if len(paths) > 1 else f"{paths[0]}"
 
 
 def _tie_facts(front: ParetoFront) -> Iterator[tuple[str, str]]:

@@ -13,7 +13,7 @@ from parplan.profiles.units import counted, format_number
 from parplan.report.json_result import JsonResult, KindedNumber
 from parplan.report.names import plan_phrase
 from parplan.report.plans.goodput_fact import GoodputDocument, goodput_document, span_text
-from parplan.report.text import asked_width, joined, labelled, percent, print_table, say
+from parplan.report.text import joined, labelled, percent, print_table, say
 
 _J_PER_MWH = 3.6e9
 
@@ -77,9 +77,8 @@ def print_sizes(
     elapsed_s: float,
 ) -> None:
     """Print the least cluster of each kind, and what its figures are."""
-    width = asked_width(out)
     if assumed:
-        say(out, joined(assumed, ", ", width, start="assumed: "), "dim")
+        say(out, joined(assumed, ", ", out.width, start="assumed: "), "dim")
         say(out)
     rows = [_cells(one.run, one.kind, per_hour) for one in sizes if one.run]
     if rows:
@@ -87,7 +86,7 @@ def print_sizes(
         print_table(out, shown, [[row[name] for name in shown] for row in rows], left=("GPU",))
         say(out)
     for label, text in _facts(sizes, elapsed_s):
-        say(out, joined(text.split(" "), " ", width, start=labelled(label)))
+        say(out, joined(text.split(" "), " ", out.width, start=labelled(label)))
 
 
 def _cells(run: TrainingRun, kind: str, per_hour: Mapping[str, float]) -> dict[str, str]:
@@ -134,8 +133,8 @@ def _facts(sizes: Sequence[ClusterSize], elapsed_s: float) -> Iterator[tuple[str
     yield (
         "searched",
         f"{counted(searches, 'number')} of GPUs in {elapsed_s:.1f} s: powers of two and three "
-        f"times those; a smaller cluster is not searched where 15 % more of each GPU would "
-        "still miss",
+        "times those; a cluster is not searched where 15 % more of each GPU than a larger one has, "
+        "or the lower bound of its step, would still miss",
     )
     kinds = sorted({str(one.run.plan.predicted.step_time_s.kind) for one in sizes if one.run})
     yield (

@@ -18,12 +18,11 @@ from parplan.report.json_result import JsonResult, KindedNumber
 from parplan.report.names import plan_phrase
 from parplan.report.searches.largest_table import peak_gib
 from parplan.report.text import (
-    asked_width,
     gib_text,
     joined,
     labelled,
     percent,
-    print_wrapped,
+    print_table,
     say,
     seconds_text,
 )
@@ -89,16 +88,15 @@ def print_sweep(
     elapsed_s: float,
 ) -> None:
     """Print a row for every combination, and why some have no plan."""
-    width = asked_width(out)
     swept = _swept(rows)
     table = [_cells(values, answer.plan, swept) for values, answer in rows if answer.plan]
     if table:
         heading = tuple(table[0])
         cells = [tuple(row.values()) for row in table]
-        print_wrapped(out, heading, cells, left=_LEFT, wrapped=("plan",), width=width)
+        print_table(out, heading, cells, left=_LEFT)
         say(out)
     for label, text in _facts(rows, stopped, paths, elapsed_s):
-        say(out, joined(text.split(" "), " ", width, start=labelled(label)))
+        say(out, joined(text.split(" "), " ", out.width, start=labelled(label)))
 
 
 def _swept(rows: Sequence[SweptRow]) -> tuple[str, ...]:

@@ -290,7 +290,12 @@ UNTIED = dataclasses.replace(load_model("gpt-tiny").spec, tied_embeddings=False)
     ("choices", "exact"),
     [
         pytest.param({"zero": 3, "offload": (Offload.STATES,)}, True, id="states"),
-        pytest.param({"zero": 0, "offload": (Offload.ACTIVATIONS,)}, True, id="activations"),
+        pytest.param(
+            {"zero": 0, "offload": (Offload.ACTIVATIONS,)},
+            True,
+            id="activations",
+            marks=pytest.mark.slow,
+        ),
         *(
             pytest.param(
                 {"zero": zero, "offload": (Offload.LOOKUP,)},

@@ -31,7 +31,7 @@ def test_a_log_that_prints_its_arguments_needs_only_the_gpu(megatron, tmp_path):
     table = tmp_path / "steps.csv"
     (measured,) = json.loads(
         succeed("import", str(megatron), *H100, "-o", str(table), "--json").stdout
-    )
+    )["logs"]
     (row,) = rows_of(table)
 
     cells = {name: row[name] for name in ("id", "layers", "vocab", "dp", "tp", "zero_stage")}

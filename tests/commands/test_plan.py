@@ -539,7 +539,7 @@ def test_the_published_schema_is_that_of_the_code():
 )
 @pytest.mark.parametrize("flag", ["-h", "--help"])
 def test_every_help_has_an_example(command, flag):
-    assert "\nExample:\n  plan" in succeed(*command, flag).stdout
+    assert "\nExamples:\n  plan" in succeed(*command, flag).stdout
 
 
 def test_version_is_printed():

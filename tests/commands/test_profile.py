@@ -119,6 +119,17 @@ def test_what_nccl_tests_printed_needs_a_profile_to_join(tmp_path):
     assert "no such profile" in fail(2, *arguments, "-o", str(tmp_path / "mine.yaml"))
 
 
+@pytest.mark.parametrize("width", [60, 80])
+@pytest.mark.parametrize("options", [("--show",), ("--diff", "mine.yaml")])
+def test_the_tables_of_profiles_fit_a_narrow_terminal(options, width, mine, monkeypatch):
+    monkeypatch.chdir(mine.parent)
+    monkeypatch.setenv("COLUMNS", str(width))
+    lines = succeed("profile", *options, mine.name).stdout.splitlines()
+
+    assert lines
+    assert [line for line in lines if len(line) > width] == []
+
+
 def test_what_nccl_tests_printed_joins_a_profile(tmp_path, mine):
     (tmp_path / "all_reduce.txt").write_text(NCCL)
 

@@ -18,7 +18,7 @@ from docs.generate import (
 )
 from tests.helpers.documented import FILES, ROOT
 
-NAMES = ("commands.md", "plan-fields.md", "profile-fields.md", "run-fields.md")
+NAMES = ("commands.md", "json.md", "plan-fields.md", "profile-fields.md", "run-fields.md")
 LINKING = (*FILES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", ROOT / "CHANGELOG.md")
 TOP = (
     *("commands", "report", "executor", "planner", "costmodels", "profiles", "configs"),

@@ -306,7 +306,7 @@ def test_help_ends_with_an_example(monkeypatch, capsys):
     assert _run(monkeypatch, "--help") == 0
 
     assert (
-        "Example:\n  torchrun --nproc-per-node 8 -m parplan.executor plan.yaml --steps 5"
+        "Examples:\n  torchrun --nproc-per-node 8 -m parplan.executor plan.yaml --steps 5"
         in capsys.readouterr().out
     )
 

@@ -22,7 +22,9 @@ GATHER, EXCHANGE = ContextForm.ALL_GATHER, ContextForm.ALL_TO_ALL
     ("model", "gpus", "pins"),
     [
         pytest.param(LLAMA, 2, {"cp": 2, "context_form": RING}, id="ring"),
-        pytest.param(MIXTRAL, 4, {"tp": 2, "ep": 2, "etp": 2}, id="ep2-etp2"),
+        pytest.param(
+            MIXTRAL, 4, {"tp": 2, "ep": 2, "etp": 2}, id="ep2-etp2", marks=pytest.mark.slow
+        ),
         *(
             pytest.param(
                 LLAMA, cp, {"cp": cp, "context_form": form}, id=form, marks=pytest.mark.slow

@@ -78,7 +78,7 @@ def dry_run(plan: Plan, rank: int) -> DryRun:
     return dry_runs(plan, (rank,))[0]
 
 
-WORLDS = Worlds(PLANS, PLANS.keys() - {"zero3", "pp2-tied"})
+WORLDS = Worlds(PLANS, PLANS.keys() - {"pp2-tied"})
 
 
 @cache

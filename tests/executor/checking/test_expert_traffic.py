@@ -59,7 +59,7 @@ def predicted(plan_name: str, rank: int = 0) -> RankUse:
     return predicted_use(today.strategy, rank, today.price_cache)
 
 
-@pytest.mark.parametrize("name", mostly_slow(PLANS, {"dp4-ep2-zero3", "dp2-tp2-ep2-etp2"}))
+@pytest.mark.parametrize("name", mostly_slow(PLANS, {"dp2-tp2-ep2-etp2"}))
 def test_a_dry_run_sends_to_experts_and_their_copies_what_is_predicted(name):
     actual = dry_run(PLANS[name], 0).use
 

@@ -107,6 +107,8 @@ PLANS: dict[str, Plan] = {
 
 
 SLOW = (
+    "dp2-some-blocks",
+    "pp2-both-tied",
     "dp4-every-block-otherwise",
     "dp4-zero1-over-2",
     "dp4-zero2-over-2",

@@ -173,6 +173,9 @@ PLANS: dict[str, Plan] = {
 
 
 SLOW = {  # what differs in them from the others is in one of those alone
+    "stages-first-pp2-dp2-gpt-tied-zero1",
+    "pp2-llama-uneven-gpipe",
+    "pp2-llama-own-lists",
     "pp2-llama-zbv-few-micro-batches-recompute",
     "dp2-zero1-one-micro-batch",
     "dp2-zero3-full-recompute",

@@ -134,6 +134,14 @@ def test_unequal_shares_stay_unequal():
     assert small.training.global_batch_size == 5
 
 
+def test_a_grid_stays_a_grid():
+    plan = make_plan(LLAMA, dp=2, tp=4, tp_rows=2, zero=(3,), global_batch_size=16)
+    small = shrunk(plan)
+    validate(small)
+    assert (small.mesh.tp, small.mesh.tp_rows) == (4, 2)
+    assert small.layer_plans == plan.layer_plans
+
+
 @pytest.mark.parametrize("model", ["gpt-20b", "llama3-70b", "gpt-175b"])
 def test_a_model_of_billions_becomes_one_of_thousands(model):
     entry, cluster = load_model(model), with_gpus(load_cluster("h100-80gb"), 64)

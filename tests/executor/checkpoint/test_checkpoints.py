@@ -161,6 +161,11 @@ CHAINS = {
         make_plan(LLAMA, dp=2, shares=(1, 3)),
         make_plan(LLAMA, dp=2, zero=(0, 2)),
     ],
+    "grid": [
+        make_plan(GPT, tp=4, tp_rows=2),
+        make_plan(GPT, dp=2, tp=2, zero=(3,)),
+        make_plan(GPT, pp=2, dp=2, zero=(1,), shares=(1, 3)),
+    ],
     "first-dense-block": [
         make_plan(DEEPSEEK, dp=2, ep=2, zero=(3,)),
         make_plan(DEEPSEEK, tp=2, etp=2, sp=True),
@@ -247,6 +252,7 @@ def test_bf16_runs_keep_their_fp32_masters_and_may_change_their_zero_stage(tmp_p
     assert whole[5] != pytest.approx(whole[0], rel=BF16_LOSS_TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_dropout_goes_on_with_the_same_masks_on_the_same_mesh(tmp_path):
     plan = make_plan(DROPPING, dp=2, zero=(2,))

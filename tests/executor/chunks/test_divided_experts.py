@@ -41,7 +41,7 @@ PLANS = {
         dp=4, ep=2, precision=BF16, recompute=Recompute.FULL, num_micro_batches=2
     ),
 }
-WORLDS = Worlds(PLANS, slow={*PLANS} - {"dp2-ep2", "dp2-tp2-ep2"})
+WORLDS = Worlds(PLANS, slow={*PLANS} - {"dp2-tp2-ep2"})
 
 
 @pytest.mark.multiproc

@@ -109,6 +109,7 @@ def roomy(share: float, request: ChunkRequest = HOST, **choices) -> Plan:
         pytest.param(
             {"model": DEEP, "pp": 2, "num_micro_batches": 4, "schedule": Schedule.GPIPE},
             id="gpipe",
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
 import torch
@@ -108,20 +109,28 @@ def run(case: Case) -> list[Tensor]:
     return [each.detach().clone() for each in (out, *gradients)]
 
 
-@pytest.fixture(scope="module")
-def results() -> dict[str, list[list[Tensor]]]:
-    """The results of all ranks by case; the cases of as many ranks share a world."""
-    found = {}
-    for ranks in (2, 4):
-        cases = [case for case in CASES if case.ranks == ranks]
-        found |= dict(zip(map(str, cases), run_ranks(cases, run), strict=True))
-    return found
+PLAIN = {  # every form over 2 and 4 ranks, and windows within a part, of one, and of several
+    case for case in CASES if case.window in (0, 5) or (case.ranks == 4 and case.window in (4, 23))
+}
+
+
+@cache
+def results(ranks: int, *, plain: bool) -> dict[Case, list[list[Tensor]]]:
+    """The results of all ranks of the plain cases or of the others, which share a world."""
+    cases = [case for case in CASES if case.ranks == ranks and (case in PLAIN) is plain]
+    return dict(zip(cases, run_ranks(cases, run), strict=True))
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_ranks_that_divide_a_sequence_compute_what_one_process_does(case, results):
-    of_ranks = results[str(case)]
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=str(case), marks=() if case in PLAIN else pytest.mark.slow)
+        for case in CASES
+    ],
+)
+def test_ranks_that_divide_a_sequence_compute_what_one_process_does(case):
+    of_ranks = results(case.ranks, plain=case in PLAIN)[case]
 
     for index, expected in enumerate(one_process(case)):
         parts = torch.stack([each[index] for each in of_ranks])

@@ -94,12 +94,9 @@ PLANS: dict[str, Plan] = {
     ),
 }
 QUICK = {  # every form, one on the host, experts, and the other axes
-    "cp2-ring",
-    "cp2-exchange",
     "cp2-gather-table-on-host",
     "cp2-exchange-ep2",
     "cp4-two-level",
-    "cp2-gather-tp2-sp",
 }
 WORLDS = Worlds(PLANS, slow=PLANS.keys() - QUICK)
 

@@ -69,10 +69,7 @@ PLANS: dict[str, Plan] = {
     "further-tokens-cp2": packed(make_plan(replace(LLAMA, mtp_layers=1), cp=2, form=RING)),
     "llama-bf16": packed(make_plan(LLAMA, dp=2, zero=(1,), precision=Precision.BF16)),
 }
-QUICK = (
-    "gpt-cp2-ring-learned-positions",
-    "gpt-tp2-attention-recompute",
-)
+QUICK = ("gpt-cp2-ring-learned-positions",)
 WORLDS = Worlds(PLANS, slow=[name for name in PLANS if name not in QUICK])
 
 

@@ -179,12 +179,9 @@ PLANS: dict[str, Plan] = {
     ),
 }
 QUICK = {
-    "qwen3-norms-by-sequence",
     "deepseek-tp2-sp",
     "gpt-oss-dp2-ep2",
     "gemma-tp2-sp-recompute",
-    "olmo2-tp2-sp",
-    "chunks-tp2-sp",
 }
 WORLDS = Worlds(PLANS, slow=PLANS.keys() - QUICK)
 

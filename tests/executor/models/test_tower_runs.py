@@ -196,7 +196,7 @@ PLANS: dict[str, Plan] = {
         num_micro_batches=4,
     ),
 }
-QUICK = ("dp2", "tp2-sp", "pp2-inside", "whisper-pp2-blocks-on-two")
+QUICK = ("tp2-sp", "whisper-pp2-blocks-on-two")
 WORLDS = Worlds(PLANS, slow=[name for name in PLANS if name not in QUICK])
 
 

@@ -48,7 +48,7 @@ PLANS = {
 }
 SHORT = dataclasses.replace(GPT, num_layers=2)
 SMALL = make_plan(dataclasses.replace(GPT, num_layers=1), precision=FP16)
-SLOW = ("tp2-sp", "pp2-zbv")
+SLOW = ("tp2-sp", "pp2-zbv", "dp2")
 
 
 @pytest.fixture

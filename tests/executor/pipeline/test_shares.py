@@ -33,7 +33,7 @@ PLANS = {
         GPT, zero=(3,), recompute="full", schedule=Schedule.EARLY_RECOMPUTE, **PIPED
     ),
 }
-SLOW = set(PLANS) - {"pp2-zero1", "pp2-zero3", "dp4-zero0", "dp4-zero3"}
+SLOW = set(PLANS) - {"pp2-zero3", "dp4-zero0"}
 WORLDS = Worlds(PLANS, SLOW)
 
 pytestmark = [

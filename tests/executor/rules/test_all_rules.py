@@ -133,9 +133,16 @@ BROKEN = {
     "a-grid-of-tensor-parallel-ranks": Broken(
         "grid",
         dataclasses.replace(make_plan(GPT, tp=4), mesh=Mesh(pp=1, dp=1, tp=4, tp_rows=2)),
-        "tp_rows is 2",
+        "its operators are not placed over tp_rows 2",
+        "set every operator to its placement over tp_rows and tp_columns",
+        "fails",
+    ),
+    "muon-on-a-grid": Broken(
+        "grid",
+        with_training(make_plan(LLAMA, tp=4, tp_rows=2), optimizer=Optimizer.MUON),
+        "tp_rows 2 with optimizer muon",
         "set tp_rows to 1",
-        "no effect",
+        "fails",
     ),
     "images-without-text": Broken(
         "images",

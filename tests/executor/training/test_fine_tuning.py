@@ -102,12 +102,9 @@ PLANS: dict[str, Plan] = {
     ),
 }
 QUICK = {
-    "lora-dp2-zero3",
     "lora-tp2-sp",
     "frozen-first-stage-pp2",
-    "eight-bits-tp2",
     "experts-dp2-ep2",
-    "experts-tp2-etp2",
 }
 WORLDS = Worlds(PLANS, slow=PLANS.keys() - QUICK)
 

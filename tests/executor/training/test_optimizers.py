@@ -72,15 +72,11 @@ def plans_of(optimizer: Optimizer) -> dict[str, Plan]:
 PLANS = {
     (optimizer, name): plan for optimizer in OTHERS for name, plan in plans_of(optimizer).items()
 }
-PLAIN = {  # every division, and of each optimizer with parts that depend on it two
+PLAIN = {  # every kind of division, and every optimizer
     (Optimizer.ADAM_8BIT, "dp2-zero3"),
-    (Optimizer.ADAM_8BIT, "tp2"),
-    (Optimizer.MUON, "dp2-zero2"),
     (Optimizer.MUON, "experts-ep2"),
-    (Optimizer.ADAFACTOR, "experts-dp2-zero2"),
     (Optimizer.ADAFACTOR, "tp2"),
     (Optimizer.SGD, "pp2-bf16"),
-    (Optimizer.SGD, "dp2-zero0"),
     (Optimizer.SGD_MOMENTUM, "dp2-zero1"),
 }
 

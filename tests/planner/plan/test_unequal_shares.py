@@ -46,6 +46,21 @@ def test_on_equal_devices_the_rank_with_the_most_sets_time_and_memory():
 
 
 @pytest.mark.parametrize(
+    ("changes", "counts"),
+    [
+        ({}, (2, 3, 5)),
+        ({"schedule": Schedule.GPIPE}, (2, 3, 5)),
+        ({"virtual_stages": 3}, (2, 4, 8)),
+    ],
+)
+def test_a_step_of_more_micro_batches_is_longer(changes, counts):
+    plans = [estimated(pp=2, dp=2, zero=2, num_micro_batches=m, **changes) for m in counts]
+    steps_s = [reprice(plan).price.step_s for plan in plans]
+
+    assert steps_s[0] < steps_s[1] < steps_s[2]
+
+
+@pytest.mark.parametrize(
     ("shares", "changes", "message"),
     [
         ((6, 2), {"num_micro_batches": 5}, "has 2 to 6, the least must be 1 or more and the most"),

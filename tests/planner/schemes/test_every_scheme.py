@@ -57,6 +57,18 @@ def test_more_devices_than_layers_run_the_deepest_pipeline_and_copies_of_it():
     assert priced.reason == "pp 32 is more than the 8 layers"
 
 
+def test_devices_are_idle_where_no_degree_is_legal_on_all():
+    three = replace(REQUEST, cluster=with_gpus(load_cluster("a100-80gb"), 3))
+    given = SchemeInput(request=three, micro_batch_size=B, price_cache=price_cache_of(three))
+    by_name = {scheme.name: scheme for scheme in SCHEMES}
+
+    alone = priced_scheme(by_name["data parallel"], given)
+
+    assert (alone.degree, alone.copies) == (1, 1)  # 3 replicas do not divide the batch
+    assert "dp 3 x a whole number" in alone.reason
+    assert priced_scheme(by_name["pipeline, 1F1B"], given).degree == 3
+
+
 def test_schemes_that_change_convergence_are_marked_and_no_search_uses_them():
     marked = {scheme.name for scheme in SCHEMES if scheme.changes_convergence}
     assert marked == {

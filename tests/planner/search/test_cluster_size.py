@@ -50,7 +50,7 @@ def test_numbers_fill_whole_nodes() -> None:
 def test_it_is_the_least_of_all_numbers_that_meet_the_deadline() -> None:
     every = probes_of(1.0)
     for number in NUMBERS:
-        every.meets(number)
+        every.meets(number, wholly=True)
     seconds = {number: run.seconds for number, run in every.runs.items()}
     for deadline_s in (seconds[4] * 1.01, seconds[8] * 0.99, seconds[1] * 2):
         found = least_cluster(replace(every, seconds=deadline_s), NUMBERS)
@@ -65,6 +65,16 @@ def test_without_any_that_meets_it_the_fastest_is_named() -> None:
     assert found.run is None
     assert found.nearest is not None
     assert found.nearest.plan.cluster.num_gpus == 8
+
+
+def test_a_number_whose_lower_bound_misses_is_not_searched_and_has_no_plan_in_time() -> None:
+    probes = probes_of(4_000.0)
+
+    assert not probes.meets(2)
+    assert probes.least_s[2] > 4_000.0
+    assert probes.runs == {}
+    assert not probes.meets(2, wholly=True)
+    assert probes.runs[2].seconds >= probes.least_s[2]
 
 
 def test_a_deadline_beyond_the_peak_of_all_is_not_searched() -> None:

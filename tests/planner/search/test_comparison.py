@@ -293,7 +293,7 @@ def test_a_plan_file_is_compared_as_it_is():
 
     document = json.loads(printed("plan.yaml", "--baseline", "fsdp", "--json"))
 
-    alone = {"cp": 1, "ep": 1, "etp": 1, "context_form": None}
+    alone = {"cp": 1, "ep": 1, "etp": 1, "tp_rows": 1, "context_form": None}
     degrees = {"pp": plan.mesh.pp, "dp": plan.mesh.dp, "tp": 2, **alone}
     assert document["ours"]["mesh"] == degrees | {"order": plan.mesh.order.value}
     assert document["ours"]["step_time_s"] == pytest.approx(

@@ -55,9 +55,7 @@ TRAINED = mostly_slow(
     ],
     {
         (4, Optimizer.ADAM),
-        (0, OTHERS[0]),
         (0, "lora"),
-        (2, "documents"),
     },
 )
 

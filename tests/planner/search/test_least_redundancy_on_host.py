@@ -356,7 +356,7 @@ def test_the_table_and_the_picture_say_what_each_point_keeps_on_the_host(tmp_pat
             front,
             plan_paths(Path("plan.yaml"), len(front.points)),
             Console(file=out, width=200),
-            SummaryContext(),
+            SummaryContext(whole=True),
         )
         text = out.getvalue()
         assert ("GiB of a node's host" in text) == front.uses_host

@@ -22,6 +22,7 @@ from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, 
 from parplan.profiles.models.model_catalog import load_family
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.report.plans.chunk_tables import blocks_by_location
+from tests.helpers.cases import mostly_slow
 
 MODEL = load_family("gpt").of_width(8192, 5).spec
 CLUSTER = with_gpus(load_cluster("v100-32gb"), 4)
@@ -115,7 +116,7 @@ def test_where_blocks_fit_they_are_one_access_as_before(smallest):
 
 
 @pytest.mark.parametrize("access", [(OPERATOR,), (BLOCK, OPERATOR)])
-@pytest.mark.parametrize("share", [1.0, 1.4])
+@pytest.mark.parametrize("share", mostly_slow([1.0, 1.4], {1.0}))
 def test_no_choice_of_locations_by_hand_is_below_the_bound(between, access, share):
     limit = share * between
 

@@ -181,3 +181,14 @@ def test_a_share_is_between_nothing_and_all(share):
 def test_other_objectives_have_no_worst_cases(objective):
     with pytest.raises(ConfigError, match=rf"--robust is for .*the objective is {objective}"):
         request(robust=SHARE, objective=objective)
+
+
+def test_pools_of_unequal_nodes_have_no_worst_cases(tmp_path):
+    pool = "- {name: %s, gpu: %s, nodes: 1}\n"
+    joins = "joins:\n- {name: spine, gb_per_s_of_node: 50, latency_us: 10, source: test}\n"
+    pools = pool % ("old", "a100-80gb") + pool % ("new", "h100-80gb")
+    (tmp_path / "mixed.yaml").write_text(f"name: mixed\npools:\n{pools}{joins}")
+    target = TargetOptions(model="gpt-2.5b", cluster=str(tmp_path / "mixed.yaml"))
+
+    with pytest.raises(ConfigError, match="--robust is for nodes that are alike"):
+        request_of(target, PINS, SearchFlags(robust=SHARE), pools=True)

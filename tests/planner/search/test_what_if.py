@@ -25,7 +25,8 @@ from parplan.planner.search.what_if import (
 )
 from parplan.profiles.machines.off_speed import SpeedFactors, at_speeds, cluster_at
 from parplan.profiles.machines.shipped_profiles import machine_for
-from parplan.report.plans.explanation_text import explanation, explanation_document
+from parplan.report.plans.explanation_document import explanation_document
+from parplan.report.plans.explanation_text import explanation
 
 
 @cache
@@ -91,5 +92,5 @@ def test_every_question_has_a_sentence_and_a_value() -> None:
     )
     assert "down to 0.25 times the batch" in parts["Where the choice flips"]
     document = explanation_document(plan, replies)
-    assert len(document["questions"]) == len(replies)
-    assert document["questions"][-2]["flips_at"] == pytest.approx(2.0)
+    assert len(document.questions) == len(replies)
+    assert document.questions[-2].flips_at == pytest.approx(2.0)

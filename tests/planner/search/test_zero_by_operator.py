@@ -118,6 +118,7 @@ def tight():
     )
 
 
+@pytest.mark.slow
 def test_where_memory_falls_between_stages_two_of_them_are_faster(tight):
     alike, by_operator = tight
 

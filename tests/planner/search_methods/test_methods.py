@@ -18,6 +18,7 @@ from parplan.planner.search_methods.method_space import MethodSpace
 from parplan.planner.search_methods.methods import METHODS, run_method
 from parplan.profiles.errors import ConfigError, OutOfTimeError
 from parplan.profiles.models.model_catalog import load_model
+from tests.helpers.cases import mostly_slow
 from tests.helpers.instances import peak_bytes, random_instance
 from tests.helpers.planning import request
 
@@ -30,7 +31,7 @@ def tiny(seed: int):
     return request(instance.model, instance.cluster, instance.training)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", mostly_slow(METHODS, list(METHODS)[::3]))
 def test_a_method_finds_a_legal_strategy_at_the_price_of_every_plan(name):
     asked = tiny(4)
     space = MethodSpace(asked)

@@ -234,6 +234,7 @@ def test_no_process_is_left_by_one_that_is_killed(work, limit_s):
     assert processes_left(process.pid) == []
 
 
+@pytest.mark.slow
 def test_a_server_that_died_is_started_again():
     from multiprocessing.forkserver import _forkserver
 

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,11 +14,15 @@ from typing import Any, NamedTuple
 import pytest
 
 from parplan.planner.plan.plan_file import read_any_plan, write_plan
-from parplan.report.page.figures import value_at
+from parplan.report.page.figures import PlanFigures, value_at
+from parplan.report.page.page_tables import FiguredPlan
+from parplan.report.page.reported_plan import ReportedPlan
+from parplan.report.page.rival_tables import robust_table
 from parplan.report.plan_documents import plan_document
 from tests.helpers.command_runs import fail, succeed
 from tests.helpers.documented import ROOT
 from tests.helpers.synthetic_runs import estimated
+from tests.report.test_robust_table import TABLE
 
 TRACED = ROOT / "tests/golden/plan-1-traced.yaml"
 BASELINE = "zero-1"
@@ -193,6 +198,43 @@ def test_the_charts_draw_the_numbers_of_the_plan(page, documents):
     totals = [stage["total"] for stage in predicted["memory_gib"]]
     assert all(peak <= total * 1.001 for peak, total in zip(peaks.values(), totals, strict=True))
     assert peaks["rank 1"] == pytest.approx(totals[1], rel=1e-3)
+
+
+def test_the_charts_are_as_their_schema_says(page):
+    """The page is written without altair's own check of every part."""
+    import altair
+
+    for chart in page.data["charts"].values():
+        altair.Root.validate({**chart, "datasets": {}})
+
+
+def test_the_mesh_has_the_collectives_of_every_axis(page):
+    shown = {each.attributes.get("from"): each.value for each in page.shown}
+    sent = page.data["meshes"][0]["sent"]
+
+    assert set(sent) == {"tp", "dp", "pp"}
+    for axis, texts in sent.items():
+        most = shown[f"collectives over {axis} as they are priced"]
+        assert len(texts) == 2
+        assert max(float(text.split()[0]) for text in texts) == pytest.approx(most, rel=0.01)
+        assert most > 0
+    assert page.data["meshes"][1]["sent"] == {}
+
+
+def test_worst_cases_are_those_of_the_plan_file():
+    plan = estimated(pp=2, dp=2, tp=2, zero=1)
+    plan = replace(plan, search=replace(plan.search, robust=TABLE))
+    reported = ReportedPlan(name="plan.yaml", plan=plan)
+    table = robust_table(FiguredPlan(reported, PlanFigures(reported.document, 0)))
+
+    assert [len(row) for row in table.rows] == [len(table.heading)] * 3
+    assert table.rows[0][3] == "no fit"
+    assert "pp 1 x dp 8 x tp 1" in table.rows[2][0]
+    assert table.rows[2][0].endswith("(least regret)")
+    shown = Page("".join(str(cell) for row in table.rows for cell in row)).shown
+    assert len(shown) == 3 * 3 - 1 + 3 + 2  # steps that fit, and regrets that are finite
+    for value, attributes, _ in shown:
+        assert value == value_at(reported.document, attributes["key"])
 
 
 def test_the_page_needs_no_network_and_has_what_to_copy(files, page):

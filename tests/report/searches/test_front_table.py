@@ -18,10 +18,11 @@ from parplan.planner.search.pareto import ParetoFront, plan_paths
 from parplan.profiles.documents.schema import document
 from parplan.profiles.errors import ConfigError
 from parplan.report.names import search_text
-from parplan.report.plans.summary import print_summary
+from parplan.report.plans.summary import MOST_LINES, print_summary
 from parplan.report.plans.summary_context import SummaryContext
 from parplan.report.plots.front_plot import draw_front, end_names, front_steps
 from parplan.report.progress_bars import front_bar
+from parplan.report.searches.drawn_points import print_points
 from parplan.report.searches.front_document import front_document
 from parplan.report.searches.front_table import (
     front_zero_text,
@@ -45,13 +46,13 @@ def printed(of: ParetoFront, context: SummaryContext | None = None) -> str:
         of,
         plan_paths(Path("plan.yaml"), len(of.points)),
         Console(file=out, width=160),
-        context or SummaryContext(),
+        context or SummaryContext(whole=True),
     )
     return out.getvalue()
 
 
 def test_the_table_has_a_row_for_every_point_with_its_three_values():
-    text = printed(front(), SummaryContext(elapsed_s=1.5))
+    text = printed(front(), SummaryContext(elapsed_s=1.5, whole=True))
 
     rows = re.findall(r"^ +(\d+) +[\d.,]+ (?:s|ms|us) .*\d+ x \d+ x \d+ .*$", text, re.MULTILINE)
     assert [int(number) for number in rows] == list(range(1, len(front().points) + 1))
@@ -75,13 +76,58 @@ def test_no_line_is_wider_than_columns_asks_for_or_than_100_in_a_pipe(columns, m
     out = io.StringIO()
 
     print_front(
-        front(), plan_paths(Path("plan.yaml"), len(front().points)), console(out), SummaryContext()
+        front(),
+        plan_paths(Path("plan.yaml"), len(front().points)),
+        console(out),
+        SummaryContext(whole=True),
     )
 
     head, table = out.getvalue().split(" redund.", 1)
     lines = f"{head.splitlines()[-1]} redund.{table}".splitlines()
     assert max(map(len, lines)) <= (columns or 100)
     assert table.count("operators") >= len(front().points)
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_the_short_form_draws_the_front_in_few_lines(width):
+    many = replace(front(), points=front().points * 4, stopped="time limit")
+    for of in (front(), many, replace(front(), points=front().points[:1])):
+        out = io.StringIO()
+        print_front(
+            of,
+            plan_paths(Path("plan.yaml"), len(of.points)),
+            Console(file=out, width=width),
+            SummaryContext(assumed=("--gpu a100-80gb", "--precision bf16")),
+        )
+        lines = out.getvalue().splitlines()
+        rows = [line for line in lines if re.match(r"  +\d+ +[\d.]+ (?:s|ms|us) ", line)]
+
+        assert len(lines) <= MOST_LINES
+        assert max(map(len, lines)) <= width
+        assert ("incomplete" in out.getvalue()) == (of is many)
+        assert len(rows) >= min(len(of.points), 2)
+        assert rows[-1].split()[0] == str(len(of.points))
+
+
+def test_points_are_drawn_by_number_in_ascii_where_the_output_is_no_unicode():
+    points = [(float(60 - 5 * number), 10.0 + number**2) for number in range(12)]
+    drawn = {}
+    for encoding in ("utf-8", "ascii"):
+        raw = io.BytesIO()
+        stream = io.TextIOWrapper(raw, encoding=encoding, write_through=True)
+        print_points(points, ("GiB", "s"), Console(file=stream, width=60), height=8)
+        drawn[encoding] = raw.getvalue().decode(encoding)
+
+    assert drawn["ascii"].isascii()
+    assert not drawn["utf-8"].isascii()
+    lines = drawn["ascii"].splitlines()
+    assert max(map(len, lines)) <= 60
+    area = [line.split("|")[1] for line in lines if line.count("|") == 2]
+    assert len(area) == 8
+    assert area[-1].rstrip().endswith("1")  # the fastest: below, with the most memory
+    assert area[0].lstrip()[0] == "2"  # the twelfth: above, with the least
+    marks = sorted(mark for line in area for mark in line if mark != " ")
+    assert set(marks) == set("0123456789")
 
 
 def test_blocks_that_recompute_operators_are_told_from_the_operators():

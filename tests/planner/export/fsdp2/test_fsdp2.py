@@ -33,13 +33,11 @@ from tests.helpers.laid_out_plans import laid_out
 
 TOLERANCE = 1e-5
 SELECTIVE = ("norm1", "norm2", "activation")
-PLANS = {
+PLANS = {"pipeline": make_plan(GPT, pp=2, dp=2, zero=(2,), blocks=(1, 3))}
+MORE = {
     "tensor-and-recompute": make_plan(
         LLAMA, dp=2, tp=2, sp=True, zero=(3,), recompute="full", recompute_ends=False
     ),
-    "pipeline": make_plan(GPT, pp=2, dp=2, zero=(2,), blocks=(1, 3)),
-}
-MORE = {
     "zero-3": make_plan(LLAMA, dp=4, zero=(3,)),
     "zero-2": make_plan(GPT, dp=4, zero=(2,)),
     "each-block": make_plan(GPT, dp=4, zero=(2, 3)),

@@ -1,0 +1,46 @@
+"""`plan --pools data`: pools of an unequal cluster that divide the batch, each with a plan file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from parplan.commands.options.result_options import STDOUT, ResultOptions
+from parplan.planner.request import Request
+from parplan.profiles.errors import ConfigError
+
+
+def share_batch(request: Request, result: ResultOptions) -> int:
+    """Writes the plan of every pool for its share of the batch, and prints the shares.
+
+    Raises ConfigError for equal nodes, and for an output that is not files.
+    """
+    from parplan.planner.plan.plan_file import write_plan
+    from parplan.planner.search.pools_divide_data import divide_batch
+    from parplan.profiles.machines.unequal_cluster import UnequalCluster
+    from parplan.report.searches.share_table import print_shares
+    from parplan.report.text import console
+
+    if not isinstance(request.cluster, UnequalCluster):
+        raise ConfigError(
+            f"--pools data: cluster {request.cluster.name} has equal nodes",
+            hint="describe its pools in a cluster file, or leave out --pools",
+        )
+    if result.as_json or result.output in (None, STDOUT):
+        raise ConfigError(
+            "--pools data writes one plan file for each pool",
+            hint="name a file with --output, and leave out --json",
+        )
+    divided = divide_batch(request)
+    assert isinstance(result.output, Path), "checked above"
+    paths = [
+        result.output.with_name(f"{result.output.stem}-{share.pool}{result.output.suffix}")
+        for share in divided.shares
+    ]
+    print_shares(divided, request, console(sys.stdout))
+    for share, path in zip(divided.shares, paths, strict=True):
+        write_plan(share.plan, path)
+        click.echo(f"wrote {path}", err=True)
+    return 0

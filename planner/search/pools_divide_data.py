@@ -1,0 +1,235 @@
+"""Pools of an unequal cluster that divide the batch: each trains whole replicas on its share.
+
+A pool runs the best plan of its own for its share of the global batch: mesh, stages, recompute and
+ZeRO are its own, and every collective of that plan stays inside the pool. Once a step the pools add
+their gradients over the joins, exposed after the slowest pool, in a ring of the P pools
+(EQUATIONS P10):
+
+    T = max_p T_p(b_p) + 2 (P - 1) (alpha + G / (P W)),    sum_p b_p = B
+
+T_p is the step of the search on pool p with b_p sequences, G the bytes of all gradients, alpha and
+W those of the slowest join. Shares are multiples of a grain. Few of them are all tried. Of many,
+the shares in proportion to the pools' speeds are found first, and then grains move from the slowest
+pool to others as long as that helps: such shares are not proven the best. The memory objective has
+the least redundant plan of each pool at the shares of the fastest, within the slowdown.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from parplan.costmodels.price_cache import PriceCache
+from parplan.planner.infeasible.shortfall import price_cache_of
+from parplan.planner.objective import Objective
+from parplan.planner.plan.plan import Plan
+from parplan.planner.request import Request
+from parplan.planner.search.find_plan import find_plan
+from parplan.profiles.errors import ConfigError, InfeasibleError
+from parplan.profiles.machines.unequal_cluster import UnequalCluster
+from parplan.profiles.units import gib
+
+GRAINS = 64  # parts of the batch that a share has a number of
+FEW = 8  # grains up to which all shares are tried
+ROUNDS = 3  # of shares in proportion to the speeds
+LONGEST_MOVE = 2  # grains that move at once
+INFINITY = float("inf")
+Shares = tuple[int, ...]  # sequences by pool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolShare:
+    """The sequences of a step that a pool trains, and its plan for them."""
+
+    pool: str
+    sequences: int
+    plan: Plan
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the pool's step, without the exchange with other pools."""
+        return self.plan.predicted.step_time_s.value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DividedBatch:
+    """The shares of all pools, and the seconds in which they add their gradients.
+
+    copies_gib   GiB of the copies of the states that pools hold beyond one of all
+    all_tried    True if every share was tried, so that these are proven the best
+    """
+
+    shares: tuple[PoolShare, ...]
+    exchange_s: float
+    copies_gib: float
+    all_tried: bool
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step, that of the slowest pool and the exchange."""
+        return max(share.step_s for share in self.shares) + self.exchange_s
+
+    @property
+    def redundant_gib(self) -> float:
+        """Redundant GiB of all GPUs."""
+        held = (share.plan.predicted.redundancy_gib.total for share in self.shares)
+        return sum(held) + self.copies_gib
+
+
+def divide_batch(request: Request) -> DividedBatch:
+    """Returns the shares and plans of pools that divide the batch of a request.
+
+    Raises ConfigError for another objective than throughput and memory, InfeasibleError where no
+    share fits, and errors of the searches.
+    """
+    cluster = request.cluster
+    assert isinstance(cluster, UnequalCluster), "equal nodes need no pools"
+    if request.objective not in (Objective.THROUGHPUT, Objective.MEMORY):
+        raise ConfigError(
+            f"--objective {request.objective}: pools divide the batch for throughput and memory",
+            hint="use one of these",
+        )
+    searches = _PoolSearches(request, cluster)
+    best, all_tried = searches.best_shares()
+    price_cache = price_cache_of(request)
+    exchange_s = exchange_seconds(cluster, price_cache)
+    slowest_s = searches.step_s(best)
+    if slowest_s == INFINITY:
+        raise InfeasibleError(
+            f"no shares of {request.training.global_batch_size} sequences fit the pools of "
+            f"{cluster.text}, with whole replicas on each",
+            hint="let the pools divide the pipeline, or add nodes",
+        )
+    slowdown = request.options.max_slowdown
+    if request.objective is Objective.MEMORY:
+        slowest_s = (slowest_s + exchange_s) * (1 + slowdown) - exchange_s
+    return DividedBatch(
+        shares=tuple(
+            PoolShare(pool=pool, sequences=share, plan=searches.final(pool, share, slowest_s))
+            for pool, share in zip(cluster.by_name, best, strict=True)
+        ),
+        exchange_s=exchange_s,
+        copies_gib=(len(best) - 1) * gib(sum(price_cache.ideal_states(1))),
+        all_tried=all_tried,
+    )
+
+
+def exchange_seconds(cluster: UnequalCluster, price_cache: PriceCache) -> float:
+    """Seconds in which the pools add the gradients of a step over their joins."""
+    gradients = price_cache.training.gradient_precision.num_bytes
+    num_bytes = gradients * price_cache.num_trained_parameters
+    pools = len(cluster.pools)
+    pairs = [
+        (cluster.join_of(one.name, other.name), min(one.cluster.nodes, other.cluster.nodes))
+        for one, other in itertools.combinations(cluster.pools, 2)
+    ]
+    bytes_per_s = min(join.bytes_per_s(nodes) for join, nodes in pairs)
+    latency_s = max(join.latency_s for join, _ in pairs)
+    return 2 * (pools - 1) * (latency_s + num_bytes / (pools * bytes_per_s))
+
+
+class _PoolSearches:
+    """The searches of every pool, each share of it once."""
+
+    def __init__(self, request: Request, cluster: UnequalCluster) -> None:
+        self.request, self.pools = request, cluster.by_name
+        self.batch = request.training.global_batch_size
+        self.grain = max(1, self.batch // GRAINS)
+        self.plans: dict[tuple[str, int], Plan | None] = {}
+
+    def _request(self, pool: str, sequences: int) -> Request:
+        training = replace(self.request.training, global_batch_size=sequences)
+        cluster = self.pools[pool].cluster
+        return replace(
+            self.request, cluster=cluster, training=training, objective=Objective.THROUGHPUT
+        )
+
+    def plan(self, pool: str, sequences: int) -> Plan | None:
+        """Returns the fastest plan of a pool for a share, None where it has none."""
+        key = pool, sequences
+        if key not in self.plans:
+            try:
+                self.plans[key] = find_plan(self._request(*key), explain=_unexplained)
+            except (InfeasibleError, ConfigError):
+                self.plans[key] = None
+        return self.plans[key]
+
+    def pool_s(self, pool: str, sequences: int) -> float:
+        """Seconds of the step of a pool, infinite where nothing fits."""
+        plan = self.plan(pool, sequences)
+        return INFINITY if plan is None else plan.predicted.step_time_s.value
+
+    def step_s(self, shares: Shares) -> float:
+        """Seconds of the slowest pool."""
+        return max(itertools.starmap(self.pool_s, zip(self.pools, shares, strict=True)))
+
+    def final(self, pool: str, sequences: int, slowest_s: float) -> Plan:
+        """Returns the plan of a pool by the objective of the request, within `slowest_s`."""
+        fastest = self.plan(pool, sequences)
+        assert fastest is not None, "the shares fit"
+        if self.request.objective is Objective.THROUGHPUT:
+            return fastest
+        room = max(0.0, slowest_s / fastest.search.fastest_step_time_s - 1)
+        request = replace(
+            self._request(pool, sequences),
+            objective=Objective.MEMORY,
+            options=replace(self.request.options, max_slowdown=room),
+        )
+        return find_plan(request)
+
+    def best_shares(self) -> tuple[Shares, bool]:
+        """Returns the best shares that were tried, and whether all were."""
+        if self.batch // self.grain <= FEW:
+            return min(self._all_shares(), key=self.step_s), True
+        best = self._by_speed()
+        while (better := min(self._moved(best), key=self.step_s, default=best)) != best:
+            if self.step_s(better) >= self.step_s(best):
+                break
+            best = better
+        return best, False
+
+    def _all_shares(self) -> Iterator[Shares]:
+        sizes = range(self.grain, self.batch, self.grain)
+        for shares in itertools.product(sizes, repeat=len(self.pools) - 1):
+            last = self.batch - sum(shares)
+            if last > 0:
+                yield (*shares, last)
+
+    def _by_speed(self) -> Shares:
+        """Returns shares in proportion to the speeds that the pools have at such shares."""
+        gpus = [pool.cluster.num_gpus for pool in self.pools.values()]
+        best = tried = self._rounded([float(count) for count in gpus])
+        for _ in range(ROUNDS):
+            seconds = list(itertools.starmap(self.pool_s, zip(self.pools, tried, strict=True)))
+            best = min(best, tried, key=self.step_s)
+            if INFINITY in seconds:
+                break
+            speeds = [share / time_s for share, time_s in zip(tried, seconds, strict=True)]
+            tried = self._rounded(speeds)
+        return min(best, tried, key=self.step_s)
+
+    def _rounded(self, weights: list[float]) -> Shares:
+        """Returns shares of whole grains nearest to the weights, at least one grain each."""
+        whole = sum(weights)
+        shares = [
+            max(1, round(self.batch * weight / whole / self.grain)) * self.grain
+            for weight in weights
+        ]
+        widest = max(range(len(shares)), key=shares.__getitem__)
+        shares[widest] += self.batch - sum(shares)
+        return tuple(shares)
+
+    def _moved(self, shares: Shares) -> Iterator[Shares]:
+        """Yields the shares with a few grains moved between two pools."""
+        for here, there in itertools.permutations(range(len(shares)), 2):
+            for grains in range(1, LONGEST_MOVE + 1):
+                moved = list(shares)
+                moved[here] -= grains * self.grain
+                moved[there] += grains * self.grain
+                if moved[here] > 0:
+                    yield tuple(moved)
+
+
+def _unexplained(request: Request) -> InfeasibleError:
+    return InfeasibleError(f"nothing fits {request.cluster.name}")

@@ -1,0 +1,1 @@
+"""Pieces of HTML and tables of pandas that a notebook shows of plans, fronts and comparisons."""

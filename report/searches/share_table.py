@@ -1,0 +1,51 @@
+"""The table of pools that divide the batch among them."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from parplan.planner.request import Request
+from parplan.planner.search.pools_divide_data import DividedBatch
+from parplan.report.names import pipeline_phrases
+from parplan.report.text import gib_text, print_table, say, seconds_text
+
+_NOTES = (
+    "each pool runs whole replicas of its own plan; the executor runs one pool's plan, the sum of",
+    "gradients between pools is priced and not executed",
+)
+
+
+def print_shares(divided: DividedBatch, request: Request, out: Console) -> None:
+    """Print the share and the plan of each pool, and the step of all."""
+    training = request.training
+    say(out, f"{request.model.name} | {request.cluster.name}, pools divide the batch", "bold")
+    say(out)
+    print_table(
+        out,
+        ("pool", "GPUs", "sequences", "step", "GiB", "mesh", "pipeline"),
+        [
+            (
+                share.pool,
+                f"{share.plan.cluster.num_gpus} x {share.plan.cluster.device.name}",
+                f"{share.sequences:,}",
+                seconds_text(share.step_s),
+                gib_text(max(memory.total for memory in share.plan.predicted.memory_gib)),
+                str(share.plan.mesh),
+                ", ".join(pipeline_phrases(share.plan.pipeline, share.plan.mesh)),
+            )
+            for share in divided.shares
+        ],
+        left=("pool", "GPUs", "mesh", "pipeline"),
+    )
+    tokens = training.tokens_per_step / divided.step_s / request.cluster.num_gpus
+    say(out)
+    say(
+        out,
+        f"  step      {seconds_text(divided.step_s)}, of it {seconds_text(divided.exchange_s)} to "
+        f"add the gradients of the pools; {tokens:,.0f} tokens/s/GPU",
+    )
+    say(out, f"  redundant {divided.redundant_gib:,.1f} GiB over all GPUs")
+    shares = "all shares were tried" if divided.all_tried else "the shares are not proven the best"
+    say(out, f"  proven    each plan for its share (its file has the gap); {shares}")
+    for index, note in enumerate(_NOTES):
+        say(out, f"  {'note' if not index else '':9} {note}", "dim")
