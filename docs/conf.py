@@ -72,7 +72,7 @@ def navigation(page: str) -> str:
     for section in re.split(r"^## ", page, flags=re.MULTILINE)[1:]:
         title, _, text = section.partition("\n")
         entries = []
-        for shown, target in re.findall(r"\[([^]]+)\]\(([^)#]+\.md)[^)]*\)", text):
+        for shown, target in re.findall(r"\[([^]]+)\]\(([^)#]+\.md)[^)]*\)", text.replace("`", "")):
             name = _document(target)
             if name not in listed:
                 entries.append(f"{shown} <{name}>" if shown[0].isupper() else name)

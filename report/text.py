@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import zip_longest
@@ -15,7 +16,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.text import Text
 
-from parplan.report.wrapping import asked_width, broken, width_of
+from parplan.report.wrapping import broken, width_of
 
 FIXED_WIDTH = 100  # characters off a terminal, so that a plan always prints the same text
 LABEL_WIDTH = 12  # characters of a label of the summary, with its indent and its padding
@@ -31,8 +32,11 @@ def console(stream: TextIO) -> Console:
     Off a terminal there is no colour, and the width is that of the environment variable COLUMNS,
     else a fixed one.
     """
-    width = None if stream.isatty() else asked_width() or FIXED_WIDTH
-    return Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
+    width = width_of(stream) or FIXED_WIDTH
+    height = shutil.get_terminal_size().lines  # with both, rich asks no terminal, dumb ones too
+    return Console(
+        file=stream, width=width, height=height, highlight=False, markup=False, emoji=False
+    )
 
 
 def say(out: Console, text: str = "", style: str = "") -> None:
