@@ -562,6 +562,9 @@ def test_the_choices_of_the_options_are_those_of_the_planner():
 # Bad input: one error, one hint, the exit code
 
 
+OF_64 = ("--global-batch-size", "64")  # a given batch is never raised
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -593,7 +596,7 @@ def test_the_choices_of_the_options_are_those_of_the_planner():
             id="12-gpus",
         ),
         pytest.param(
-            (*"--model gpt-20b --gpus 97 --gpus-per-node 97 --global-batch-size 64".split(),),
+            ("--model", "gpt-20b", "--gpus", "97", "--gpus-per-node", "97", *OF_64),
             r"no legal way to use 97 GPUs",
             id="prime",
         ),
