@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PICTURE = ROOT / "docs" / "images" / "growth.png"
-SMALL = (64, 1024, 16384, 100_000)
+SMALL = (64, 256, 1024, 4096, 16384, 100_000)
 LARGE = (1024, 4096, 16384, 100_000)  # fewer GPUs do not hold these models
 MODELS = {"llama3-70b": SMALL, "llama3-405b": LARGE, "deepseek-v3": LARGE}
 MOST_CPU_S, MOST_MIB = 10.0, 1024.0  # bounds of the design
