@@ -16,6 +16,8 @@ def illegal_over_data(layout: ParallelLayout, model: ModelSpec) -> str | None:
         return "experts are divided over data-parallel ranks by expert parallelism"
     if layout.mesh.cp > 1:
         return "context-parallel ranks hold the same weights as data-parallel ranks"
+    if layout.mesh.tp_rows > 1:
+        return "the rows of a grid of tensor-parallel ranks divide the batch already"
     if layout.tp_overlap:
         return "sub-pipelined tensor parallelism divides every operator as Megatron does"
     if layout.chunked or layout.states_on_host:

@@ -65,6 +65,7 @@ def robust_table(each: FiguredPlan) -> PageTable | None:
         rows.append(
             (
                 name + least,
+                each.figures(f"{key}.plan.peak_memory_gib", Form.GIB),
                 *_steps(each, index),
                 _regret(each, f"{key}.speed_regret", plan.speed_regret),
                 _regret(each, f"{key}.regret", plan.regret),
@@ -74,7 +75,7 @@ def robust_table(each: FiguredPlan) -> PageTable | None:
     cases = ("as priced", *map(corner_text, robust.corners))
     return PageTable(
         caption=f"Step where compute, a bandwidth or memory is {100 * robust.share:g} % off",
-        heading=("plan", *cases, "regret, speeds", "regret, all", "worst where"),
+        heading=("plan", "peak GiB", *cases, "regret, speeds", "regret, all", "worst where"),
         rows=tuple(rows),
         texts=frozenset({"worst where"}),
     )

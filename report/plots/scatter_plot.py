@@ -31,6 +31,7 @@ COLOURS = (
 )
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # with 8 colours, 56 sources differ
 _DPI = 150
+_UNDATED: dict[str, dict[str, None]] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 _EXACT_NAME, _BAND_NAME = "exact", f"within {100 * BAND:.0f} %"
 _FEW_DECADES = 200  # a scale shorter than this factor has ticks at 2 and 5 as well
 _OTHER_FILE = "choose another file with --plot"
@@ -85,9 +86,19 @@ def draw(priced: Sequence[PricedRow], path: Path) -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a picture in the format of the file's suffix; raises ConfigError."""
-    with open_replacement(path, hint=_OTHER_FILE) as file:
-        figure.savefig(file, format=path.suffix[1:].lower(), dpi=_DPI)
+    """Write a picture in the format of the file's suffix; raises ConfigError.
+
+    The same picture has the same bytes: no date, and names in SVG that follow from what is drawn.
+    Text in PDF stays text in embedded TrueType, which journals ask for.
+    """
+    from matplotlib import rc_context
+
+    suffix = path.suffix.lower()
+    with (
+        rc_context({"svg.hashsalt": "parplan", "pdf.fonttype": 42}),
+        open_replacement(path, hint=_OTHER_FILE) as file,
+    ):
+        figure.savefig(file, format=suffix[1:], dpi=_DPI, metadata=_UNDATED.get(suffix))
 
 
 def _draw_legend(figure: Figure) -> None:

@@ -27,6 +27,7 @@ LOOKED_AT = (
 )
 
 
+BUSY_MS = 120_000  # a page on a machine that does much else
 # the text of elements that end beyond the screen, but for those that scroll inside themselves
 BEYOND = """width => [document.documentElement, ...document.querySelectorAll('.bd-article *')]
     .filter(one => !one.closest('pre, .pst-scrollable-table-container'))
@@ -70,6 +71,7 @@ def opened(browser, site) -> Iterator[Any]:
         page.on(
             "console", lambda line: line.type in ("error", "warning") and said.append(line.text)
         )
+        page.set_default_timeout(BUSY_MS)
         page.on("pageerror", lambda error: said.append(str(error)))
         page.on("request", lambda request: said.append(request.url))
         page.on("requestfailed", lambda request: said.append(f"failed: {request.url}"))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from parplan.costmodels.communication.mesh import Mesh
-from parplan.costmodels.divided_weights import illegal_grid
+from parplan.costmodels.divided_weights import illegal_grid, illegal_over_data
 from parplan.costmodels.operators.sharding import GRID
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
@@ -138,6 +138,11 @@ def test_compute_of_a_product_is_that_of_its_tile():
 def test_layouts_that_a_grid_cannot_run_have_a_reason(changes, message):
     assert message in illegal_grid(layout_of(2, 2, **changes), MODEL, TRAINING)
     assert illegal_grid(layout_of(2, 2), MODEL, TRAINING) is None
+
+
+def test_a_grid_divides_no_weights_over_data_besides():
+    mesh = Mesh(pp=1, dp=2, tp=4, tp_rows=2)
+    assert "divide the batch already" in illegal_over_data(layout_of(2, 2, mesh=mesh), MODEL)
 
 
 def test_models_with_experts_and_sizes_that_do_not_divide_have_a_reason():

@@ -228,11 +228,11 @@ def test_worst_cases_are_those_of_the_plan_file():
     table = robust_table(FiguredPlan(reported, PlanFigures(reported.document, 0)))
 
     assert [len(row) for row in table.rows] == [len(table.heading)] * 3
-    assert table.rows[0][3] == "no fit"
+    assert table.rows[0][4] == "no fit"
     assert "pp 1 x dp 8 x tp 1" in table.rows[2][0]
     assert table.rows[2][0].endswith("(least regret)")
     shown = Page("".join(str(cell) for row in table.rows for cell in row)).shown
-    assert len(shown) == 3 * 3 - 1 + 3 + 2  # steps that fit, and regrets that are finite
+    assert len(shown) == 3 + 3 * 3 - 1 + 3 + 2  # peaks, steps that fit, and regrets that are finite
     for value, attributes, _ in shown:
         assert value == value_at(reported.document, attributes["key"])
 
