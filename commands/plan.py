@@ -23,6 +23,7 @@ from parplan.commands.options.search_options import (
     SearchFlags,
     explain_option,
     launcher_option,
+    method_options,
     objective_options,
     pools_option,
     search_options,
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
 @launcher_option
 @pools_option
 @search_options
+@method_options
 @failure_options
 @explain_option
 @option(
@@ -117,13 +119,21 @@ def main(
     if ctx.invoked_subcommand is not None:
         _require_none_before(ctx)
         return None
+    from parplan.commands.requests.failures import without_goodput
     from parplan.commands.requests.launchers import require_described, with_launcher
-    from parplan.commands.requests.requests import request_of, require_front, require_no_front
+    from parplan.commands.requests.requests import (
+        request_of,
+        require_front,
+        require_method,
+        require_no_front,
+    )
 
+    flags = without_goodput(flags, failing)
     front = flags.objective == "pareto"
     target = with_launcher(target, flags.launcher)
     assert result.output is not None, "the option has a default"
     source = user_modules.source_of(target, tracing)
+    require_method(flags, described=source is None)
     if front:
         require_front(flags, result.output, result.plot)
     else:

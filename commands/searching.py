@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from parplan.profiles.errors import InfeasibleError
 
 
+OURS = "ours"  # the search method of the planner
 Find = Callable[["OnProgress | None"], "AnyPlan"]
 
 
@@ -62,6 +63,8 @@ def described_question(request: Request, flags: SearchFlags) -> Question:
     find: Find | None = None
     if flags.launcher is not None:
         request, factory, find = _for_launcher(request, flags.launcher)
+    if flags.method not in (None, OURS):
+        find = _by_method(request, flags)
 
     def assumed_of(plan: AnyPlan) -> tuple[str, ...]:
         assert isinstance(plan, Plan), "the model is described"
@@ -79,6 +82,16 @@ def described_question(request: Request, flags: SearchFlags) -> Question:
         require_possible=partial(require_possible, request),
         explained=_print_orders,
     )
+
+
+def _by_method(request: Request, flags: SearchFlags) -> Find:
+    """Returns the search by another method than the planner's own."""
+    from parplan.planner.search_methods.method_plan import BUDGET_S, find_by_method
+
+    assert flags.method is not None, "a method is named"
+    method, seed = flags.method, flags.seed or 0
+    budget_s = BUDGET_S if flags.time_limit is None else flags.time_limit
+    return lambda _on_progress: find_by_method(request, method, budget_s, seed)
 
 
 def _for_launcher(request: Request, name: str) -> tuple[Request, PriceFactory, Find]:

@@ -1,11 +1,11 @@
-"""Growth of a search: CPU-seconds, peak memory and candidates against GPUs, layers and experts.
+"""Growth of a search: CPU-seconds, peak memory and candidates against layers and experts.
 
     python -m benchmarks.search.growth                              # a table, half an hour
     python -m benchmarks.search.growth --sweep layers --points 16,64 --repeat 1
-    python -m benchmarks.search.growth --write                      # also the page and the picture
+    python -m benchmarks.search.growth --write                      # also the page
 
 A figure is the median of whole processes, as in benchmarks/search/speed.py. `--write` replaces the
-table of docs/design/growth.md and draws docs/images/growth.png.
+table of docs/design/growth.md. The growth with the number of GPUs is in benchmarks/scale.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 import yaml
@@ -27,17 +26,11 @@ from parplan.planner.plan.plan_file import read_any_plan
 from parplan.profiles.documents.schema import document
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.units import MIB
-from parplan.report.plots.scatter_plot import save
 from parplan.report.text import console, print_table, say
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 PAGE = ROOT / "docs" / "design" / "growth.md"
-PICTURE = ROOT / "docs" / "images" / "growth.png"
-BEGIN, END = "<!-- table of growth.py -->\n", "<!-- end of the table -->\n"
+END = "<!-- end of the table -->\n"
 HEADING = ("sweep", "size", "CPU s", "peak MiB", "candidates", "solved")
-BATCH = 4096  # sequences of a step in the sweep of GPUs, whatever their number
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +55,6 @@ class Point:
     peak_bytes: float
     considered: int
     solved: int
-
-
-def more_gpus(num_gpus: int, folder: Path) -> list[str]:
-    """Returns llama3-70b at a constant batch on more GPUs."""
-    return [
-        *("--model", "llama3-70b", "--gpu", "h100-80gb"),
-        *("--gpus", str(num_gpus), "--global-batch-size", str(BATCH)),
-    ]
 
 
 def more_layers(num_layers: int, folder: Path) -> list[str]:
@@ -136,7 +121,6 @@ def more_experts(billions: int, folder: Path) -> list[str]:
 
 
 SWEEPS = (
-    Sweep("gpus", (64, 256, 1024, 4096, 16384), more_gpus),
     Sweep("layers", (16, 32, 64, 128, 256), more_layers),
     Sweep("classes", (1, 2, 3, 4, 5, 6), more_classes),
     Sweep("experts", tuple(EXPERTS), more_experts),
@@ -194,47 +178,15 @@ def growth_lines(points: Sequence[Point]) -> list[str]:
     return lines
 
 
-def write_page(points: Sequence[Point], page: Path) -> None:
-    """Replaces the table of the page."""
-    before, rest = page.read_text(encoding="utf-8").split(BEGIN)
-    after = rest.split(END)[1]
+def write_page(points: Sequence[Point], page: Path, program: str) -> None:
+    """Replaces the table that a program writes into the page."""
+    begin = f"<!-- table of {program} -->\n"
+    before, rest = page.read_text(encoding="utf-8").split(begin)
+    after = rest.split(END, 1)[1]
     lines = [HEADING, ("---",) * len(HEADING), *map(row, points)]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     growth = "\n".join(f"- {line}" for line in growth_lines(points))
-    page.write_text(f"{before}{BEGIN}{table}\n\n{growth}\n{END}{after}", encoding="utf-8")
-
-
-def draw(points: Sequence[Point], path: Path) -> None:
-    """Draws CPU-seconds, peak memory and candidates of every sweep, on logarithmic scales."""
-    from matplotlib.figure import Figure
-
-    names = list(dict.fromkeys(point.sweep for point in points))
-    figure = Figure(figsize=(8.4, 2.8 * len(names)), layout="constrained")
-    rows = figure.subplots(len(names), 3, squeeze=False)
-    for axes, name in zip(rows, names, strict=True):
-        own = [point for point in points if point.sweep == name]
-        _draw_values(axes[0], own, [point.cpu_s for point in own], "CPU-seconds")
-        peaks = [point.peak_bytes / MIB for point in own]
-        _draw_values(axes[1], own, peaks, "peak memory, MiB")
-        _draw_values(axes[2], own, [point.considered for point in own], "candidates")
-    save(figure, path)
-
-
-def _draw_values(axes: Axes, points: Sequence[Point], values: Sequence[float], label: str) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    sizes = [point.size for point in points]
-    axes.loglog(sizes, values, marker="o", color="black", linewidth=1)
-    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
-    axes.set_ylim(0.5 * min(values), 2 * max(values))
-    axes.set_xlabel(points[0].sweep)
-    axes.set_ylabel(label)
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.grid(visible=True, color="0.92")
-    axes.set_axisbelow(True)
+    page.write_text(f"{before}{begin}{table}\n\n{growth}\n{END}{after}", encoding="utf-8")
 
 
 @click.command()
@@ -248,9 +200,9 @@ def _draw_values(axes: Axes, points: Sequence[Point], values: Sequence[float], l
 @click.option(
     "--repeat", type=click.IntRange(1), default=3, show_default=True, help="Runs counted."
 )
-@click.option("--write", is_flag=True, help="Replace the table of the page and draw the picture.")
+@click.option("--write", is_flag=True, help="Replace the table of the page.")
 def main(name: str | None, points: str | None, repeat: int, write: bool) -> None:
-    """Measure the growth of a search with the number of GPUs, of layers and of layer classes."""
+    """Measure the growth of a search with the number of layers, layer classes and experts."""
     errors, out = console(sys.stderr), console(sys.stdout)
     table: list[Point] = []
     with tempfile.TemporaryDirectory() as text:
@@ -263,9 +215,8 @@ def main(name: str | None, points: str | None, repeat: int, write: bool) -> None
     for line in growth_lines(table):
         say(out, line)
     if write:
-        write_page(table, PAGE)
-        draw(table, PICTURE)
-        say(errors, f"wrote {PAGE} and {PICTURE}")
+        write_page(table, PAGE, "growth.py")
+        say(errors, f"wrote {PAGE}")
 
 
 if __name__ == "__main__":

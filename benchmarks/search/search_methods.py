@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 PAGE = ROOT / "docs" / "design" / "search-methods.md"
 PICTURE = ROOT / "docs" / "images" / "search-methods.png"
 BEGIN, END = "<!-- tables of search_methods.py -->\n", "<!-- end of the tables -->\n"
-DRAWN = ("mcmc", "tree search", "genetic", "random")  # methods whose seed changes the answer
+DRAWN = ("mcmc", "tree-search", "genetic", "random")  # methods whose seed changes the answer
 REFERENCE = "ours"
 NO_GAP = 0.01  # percent, the least that the picture shows
 PROVEN = ("case", "kind", "GPUs", "step s", "gap to its bound", "CPU s")

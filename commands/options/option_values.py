@@ -22,6 +22,20 @@ CHUNK_COMMUNICATION = ("group", "single")
 ACCESS = ("block", "operator")
 PREFERENCES = ("fastest", "leanest", "robust")
 SHARDS = ("quota", "merge")
+SEARCH_METHODS = (
+    "ours",
+    "flat-program",
+    "dynamic-program",
+    "recursive-halving",
+    "depth-first",
+    "alleviation",
+    "mcmc",
+    "tree-search",
+    "genetic",
+    "random",
+    "greedy",
+    "exhaustive",
+)
 PRECISIONS = ("bf16", "fp16", "fp32")
 NARROW = ("fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4")
 STATE_PRECISIONS = ("fp32", "bf16-moments", "fp8-moments", "bf16")

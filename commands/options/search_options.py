@@ -6,7 +6,11 @@ from dataclasses import dataclass
 
 import click
 
-from parplan.commands.options.option_values import LAUNCHERS, PREFERENCES
+from parplan.commands.options.option_values import (
+    LAUNCHERS,
+    PREFERENCES,
+    SEARCH_METHODS,
+)
 from parplan.commands.options.pin_options import pin_options
 from parplan.commands.options.sections import AIM, SEARCH
 from parplan.commands.style import LONGEST_S, Number, Share, Whole, option, packs, together
@@ -29,6 +33,8 @@ class SearchFlags:
     solver: str = "cbc"
     explain: bool = False
     launcher: str | None = None
+    method: str | None = None
+    seed: int | None = None
     pools: str = "pipeline"
 
 
@@ -92,12 +98,13 @@ objective_options = together(
     option(
         AIM,
         "--objective",
-        type=click.Choice(("throughput", "memory", "peak", "pareto")),
+        type=click.Choice(("throughput", "goodput", "memory", "peak", "pareto")),
         default="throughput",
         show_default=True,
-        help="Quantity to minimise: the step time; within --max-slowdown of the fastest step, the "
-        "redundant memory or the peak of the fullest GPU; or the front of time and memory. Only "
-        "GPU memory counts. Host offload, as far as --offload allows it, never increases it.",
+        help="Quantity to minimise: the step time, for goodput with --mtbf; within --max-slowdown "
+        "of the fastest step, the redundant memory or the peak of the fullest GPU; or the front of "
+        "time and memory. Only GPU memory counts. Host offload, as far as --offload allows it, "
+        "never increases it.",
     ),
     option(
         AIM,
@@ -131,6 +138,24 @@ launcher_option = option(
     type=click.Choice(LAUNCHERS),
     help="Launcher that will run the plan: the plan is the fastest of all that its arguments can "
     "say, priced as its stack runs it, and `plan export --to` loses nothing of it.",
+)
+method_options = together(
+    option(
+        SEARCH,
+        "--search",
+        "method",
+        type=click.Choice(SEARCH_METHODS),
+        help="Search method, one of twelve on one price. All but ours choose among whole recompute "
+        "levels and ZeRO stages of equal blocks, prove nothing, and stop after --time-limit "
+        "CPU-seconds. [default: ours]",
+    ),
+    option(
+        SEARCH,
+        "--seed",
+        type=click.IntRange(0),
+        metavar="N",
+        help="Seed of the search methods that draw points. [default: 0]",
+    ),
 )
 pools_option = option(
     AIM,

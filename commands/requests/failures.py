@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from parplan.commands.options.failure_options import FailureOptions
+from parplan.commands.options.search_options import SearchFlags
 from parplan.costmodels.usage.goodput import Failures
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.units import GB, parse_rate, parse_span
 
+GOODPUT = "goodput"  # this objective is the fastest plan's
 RESTART = "10min"  # assumed
 REPAIR = "24h"  # assumed
 # Llama 3's storage sustained 2 TB/s for 2,048 nodes (arXiv 2407.21783, section 3.3.1).
@@ -43,6 +47,23 @@ def failures_of(
         spare_nodes=options.spare_nodes,
     )
     return failures, tuple(assumed)
+
+
+def without_goodput(flags: SearchFlags, options: FailureOptions) -> SearchFlags:
+    """Returns the flags with the objective that finds the plan of most goodput.
+
+    A checkpoint is one copy of what is trained, and a failure stops all GPUs: every plan of a
+    request loses the same share of its time. So the fastest plan has the most goodput, with the
+    same bound and gap. Raises ConfigError where no failures are stated.
+    """
+    if flags.objective != GOODPUT:
+        return flags
+    if options.mtbf is None:
+        raise ConfigError(
+            f"--objective {GOODPUT} needs the time between failures",
+            hint="add --mtbf, for example --mtbf 50000h",
+        )
+    return replace(flags, objective="throughput")
 
 
 def _require_alone(options: FailureOptions) -> None:

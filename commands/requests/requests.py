@@ -316,6 +316,27 @@ def require_no_front(flags: SearchFlags, plot: Path | None) -> None:
             )
 
 
+def require_method(flags: SearchFlags, *, described: bool) -> None:
+    """Raises ConfigError for options that another search method than the planner's lacks."""
+    if flags.method in (None, "ours"):
+        if flags.seed is not None:
+            raise ConfigError("--seed is for --search", hint="add --search mcmc, or leave it out")
+        return
+    lacking = {
+        "--for": flags.launcher is not None,
+        "--prefer": flags.prefer is not None,
+        "--robust": flags.robust is not None,
+        "--explain": flags.explain,
+        f"--objective {flags.objective}": flags.objective != Objective.THROUGHPUT,
+        "a traced module": not described,
+    }
+    for what, given in lacking.items():
+        if given:
+            raise ConfigError(
+                f"--search {flags.method} does not go with {what}", hint="leave out one of them"
+            )
+
+
 def require_front(flags: SearchFlags, output: Path, plot: Path | None) -> None:
     """Raises ConfigError for options that a front lacks and files that cannot be written.
 

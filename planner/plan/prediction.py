@@ -398,6 +398,8 @@ class SearchRecord:
     launcher              the launcher whose settings alone were searched, None for all plans
     preference            the choice among plans that are as fast within the error band; value,
                           bound and gap are those of the fastest. None for other objectives
+    method                the search method that found the plan, which proves nothing; None for the
+                          search of the planner
     robust                the worst cases of the plans, None where they were not asked for
     """
 
@@ -417,6 +419,7 @@ class SearchRecord:
     launcher: str | None = None
     preference: TieChoice | None = None
     robust: Robustness | None = None
+    method: str | None = None
     runners_up: tuple[RunnerUp, ...] = ()
 
     @staticmethod

@@ -27,6 +27,7 @@ from parplan.planner.solver import Unsolved
 Outcome = BranchOutcome[SolvedCandidate]
 # share above its bound at which an easy choice of a layout that cannot win is good enough
 WORTH_SOLVING = 0.01
+LOOSE = 2.0  # times the bound of a layout, from which on a cut leaves out few of its columns
 MOST_CONTENTS = 2000  # numbers of blocks of all ranks that are worth columns without a first cut
 
 
@@ -45,12 +46,14 @@ class _Fastest:
     values_s        the fastest choice of each solved layout
     relaxed         layouts whose relaxation is below the cut
     least_of_one_s  the fastest choice with one part a rank, once those with several are searched
+    near_s          a choice near the bound of its layout, once cuts were found too loose
     """
 
     session: SearchSession
     values_s: dict[ParallelLayout, float] = field(default_factory=dict)
     relaxed: list[ParallelLayout] = field(default_factory=list)
     least_of_one_s: float = INFINITY
+    near_s: float | None = None
 
     def least_s(self, layout: ParallelLayout) -> float:
         return self.session.least_s(layout)
@@ -104,8 +107,7 @@ class _Fastest:
         """
         session = self.session
         if not layout.equal_ranks and layout.mesh.pp > 1:
-            if cut_s == INFINITY and layout.mesh.pp * session.num_blocks > MOST_CONTENTS:
-                cut_s = nearly_equal_s(layout, session)
+            cut_s = min(cut_s, self._closer_cut_s(layout, cut_s))
             averages = session.relaxed(layout, cut_s, averages=True)
             averages_s = relaxed_bound_s(layout, averages, cut_s, session)
             if averages is None or averages_s >= cut_s:
@@ -124,6 +126,37 @@ class _Fastest:
             if known is None:
                 raise
         return known
+
+    def _closer_cut_s(self, layout: ParallelLayout, cut_s: float) -> float:
+        """Returns the seconds of another choice where a cut leaves a layout too many columns.
+
+        Bounds of shallow pipelines may be far below all their plans. Their columns are then left
+        out by the first choice near its own bound, of the deepest pipelines first.
+        """
+        if cut_s == INFINITY:
+            many = layout.mesh.pp * self.session.num_blocks > MOST_CONTENTS
+            return nearly_equal_s(layout, self.session) if many else INFINITY
+        if self.near_s is None and cut_s > LOOSE * self.least_s(layout):
+            self.near_s = INFINITY
+            self.near_s = next(filter(None, map(self._near_bound_s, self._deepest())), INFINITY)
+        return self.near_s or INFINITY
+
+    def _deepest(self) -> list[ParallelLayout]:
+        """Returns the layout with the least bound of each pipeline degree, the deepest first."""
+        least: dict[int, ParallelLayout] = {}
+        unequal = (
+            each
+            for each in self.session.prices.space.layouts
+            if each.mesh.pp > 1 and not (each.equal_ranks or each.recomputes_ahead)
+        )
+        for each in sorted(unequal, key=self.least_s):
+            least.setdefault(each.mesh.pp, each)
+        return [least[pp] for pp in sorted(least, reverse=True)]
+
+    def _near_bound_s(self, layout: ParallelLayout) -> float | None:
+        """Returns the seconds of a choice of a layout, None where they are far above its bound."""
+        step_s = nearly_equal_s(layout, self.session)
+        return step_s if step_s <= LOOSE * self.least_s(layout) else None
 
     def _solved(self, layout: ParallelLayout, choice: MasterChoice) -> SolvedCandidate | None:
         """Returns the candidate, None where the same without recompute ahead is as fast."""

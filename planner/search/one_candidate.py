@@ -53,6 +53,8 @@ def nearly_equal_s(layout: ParallelLayout, session: SearchSession) -> float:
     They are a first cut, without which a rank may hold any number of blocks. Infinite where there
     is none, or where layers are not alike.
     """
+    if not session.prices.ascending:
+        return INFINITY
     num_blocks, pp = session.num_blocks, layout.mesh.pp
     share, limit = bubble_share(layout, session.price_cache), session.limit_bytes
     counts = [range(max(1, num_blocks // pp - 1), num_blocks // pp + 3)] * pp

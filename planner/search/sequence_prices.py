@@ -282,7 +282,9 @@ class SequencePrices(SearchPrices):
                 return None
             unknown = [place for place in places if place not in fastest]
             if not unknown:
-                return self._chosen(layout, [fastest[place] for place in places], cut_s)
+                columns = [fastest[place] for place in places]
+                chosen = self._chosen(layout, columns, cut_s)
+                return chosen or self._alike(layout, columns, cut_s, session.limit_bytes)
             for rank, layers in unknown:
                 column = self._fastest_of(layout, rank, (layers,), session.limit_bytes)
                 fastest[rank, layers] = column
@@ -353,12 +355,35 @@ class SequencePrices(SearchPrices):
             alone = worth_scheduling(located, layout.num_micro_batches)
             yield from ((column,) for column in alone)
 
+    def _alike(
+        self, layout: ParallelLayout, columns: list[StageColumn | None], cut_s: float, limit: float
+    ) -> MasterChoice | None:
+        """Returns the faster choice of the same layers whose shared parameters are alike (C7)."""
+        ways = (
+            [
+                self._fastest_of(layout, rank, column.layers[0], limit, sharded)
+                if column is not None and column.shares
+                else column
+                for rank, column in enumerate(columns)
+            ]
+            for sharded in (False, True)
+        )
+        choices = (self._chosen(layout, way, cut_s) for way in ways if None not in way)
+        return min(filter(None, choices), key=lambda choice: choice.step_s, default=None)
+
     def _fastest_of(
-        self, layout: ParallelLayout, rank: int, place: tuple[Range, ...], limit_bytes: float
+        self,
+        layout: ParallelLayout,
+        rank: int,
+        place: tuple[Range, ...],
+        limit_bytes: float,
+        sharded: bool | None = None,
     ) -> StageColumn | None:
         """Returns the fastest column of the layers of a rank, None where nothing fits."""
         columns = self.columns_of(layout, rank, place)
         found = columns.fastest(columns.num_blocks, limit_bytes)
+        if sharded is not None:
+            found = [column for column in found if (column.zero > 0) is sharded]
         return min(found, key=lambda column: (column.time_s, column.tail_s), default=None)
 
     def _chosen(

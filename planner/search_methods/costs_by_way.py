@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from parplan.costmodels.stage_costs import data_parallel
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout
 from parplan.planner.baselines.optimum import fits, pass_s, rank_bytes
 from parplan.planner.baselines.uniform_strategies import layer_choice
+from parplan.planner.candidates.lower_bounds import time_bound
 from parplan.planner.dominance import Array
 from parplan.planner.search_methods.ledger import Ledger
 from parplan.planner.search_methods.method_space import MethodSpace, Point, one_way
@@ -108,26 +108,20 @@ class LayoutCosts:
         strategy = self.space.strategy(self._alike(way))
         return fits(strategy, self.space.price_cache, self.space.limit_bytes)
 
-    @property
-    def alike_s(self) -> float:
-        """Estimate of the step of `fastest_alike`, infinite where none fits.
-
-        n c (1 + (P - 1) / (v M))       n blocks of cost c on the longest of P ranks
-        """
-        if self.fastest_alike is None:
-            return inf
-        longest_s = max(float(self.block_s @ counts) for counts in self.fastest_alike.ranks)
-        passes = self.layout.virtual_stages * self.layout.num_micro_batches
-        return longest_s * (1 + (self.layout.mesh.pp - 1) / passes)
-
 
 def promising(ledger: Ledger) -> Iterator[LayoutCosts]:
-    """Yields the layouts by `alike_s`, without those whose bound is not below the best step."""
-    every = []
-    for layout in ledger.space.layouts:
+    """Yields the layouts by the bound of the planner's search, while it is below the best step.
+
+    Layouts whose blocks fit in no way are left out (planner/candidates/lower_bounds.py).
+    """
+    space, bounds_s = ledger.space, []
+    for number, layout in enumerate(space.layouts):
         ledger.check()
-        costs = LayoutCosts(ledger.space, layout)
-        every.append((costs.alike_s, costs))
-    for _, costs in sorted(every, key=lambda each: each[0]):
-        if costs.least_s < ledger.step_s:
+        bounds_s.append((time_bound(layout, space.table).step_s, number))
+    for bound_s, number in sorted(bounds_s):
+        ledger.check()
+        if bound_s >= ledger.step_s:
+            return
+        costs = LayoutCosts(space, space.layouts[number])
+        if costs.least_s < ledger.step_s and costs.fastest_alike is not None:
             yield costs

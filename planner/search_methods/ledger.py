@@ -36,13 +36,17 @@ def cpu_s() -> float:
 
 
 class Ledger:
-    """Prices of one run of a method, and its best strategy within `budget_s` CPU-seconds."""
+    """Prices of one run of a method, and its best strategy within `budget_s` CPU-seconds.
+
+    priced    the number of points that the method asked for
+    """
 
     def __init__(self, space: MethodSpace, started_s: float, budget_s: float) -> None:
         self.space = space
         self.started_s, self.ends_s = started_s, started_s + budget_s
         self.best: Strategy | None = None
         self.step_s = inf
+        self.priced = 0
         self.bound_s: float | None = None
         self.trace: list[Improvement] = []
 
@@ -54,6 +58,7 @@ class Ledger:
     def point_s(self, point: Point) -> float:
         """Seconds of the step of a point, infinite where it does not fit. Raises BudgetSpent."""
         self.check()
+        self.priced += 1
         strategy = self.space.strategy(point)
         if not fits(strategy, self.space.price_cache, self.space.limit_bytes):
             return inf

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from random import Random
+from typing import Any
 
 from parplan.costmodels.communication.mesh import MeshOrder
 from parplan.costmodels.layers.recompute import Recompute
@@ -20,9 +21,10 @@ from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.baselines.uniform_strategies import layer_choice
 from parplan.planner.candidates.enumeration import enumerate_candidates, no_candidate_error
 from parplan.planner.infeasible.shortfall import limit_bytes, price_cache_of
-from parplan.planner.request import ZERO_STAGES, Constraints, Request
+from parplan.planner.request import ZERO_STAGES, Request
 from parplan.planner.stage_columns.block_counts import block_counts
 from parplan.planner.stage_columns.dealing import dealt_blocks
+from parplan.planner.stage_columns.mix_table import MixTable
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.transformer import has_unlike_blocks
@@ -40,18 +42,43 @@ class Point:
     ranks: tuple[Counts, ...]
 
 
+# choices of a plan that the points do not have; a pin of one of them cannot be met
+_OUTSIDE = ("offload", "access", "zero_by_operator", "zero_ranks", "recompute_first_stage")
+
+
 def pinned(request: Request) -> Request:
-    """Returns the request whose search has exactly the space of the methods."""
-    pins = Constraints(
-        schedule=(Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED),
-        recompute=tuple(Recompute),
-        mesh_order=(MeshOrder(request.training.stack.mesh_orders[0]),),
-        cp=(1,),
-        tp_overlap=(0,),
-        megatron_sharding=True,
-        weights_over_data=(False,),
+    """Returns the request whose search has exactly the space of the methods.
+
+    Raises ConfigError for a pin of the request that no point of the space meets.
+    """
+    given = request.constraints
+    space: dict[str, tuple[object, ...]] = {
+        "schedule": (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED),
+        "mesh_order": (MeshOrder(request.training.stack.mesh_orders[0]),),
+        "cp": (1,),
+        "tp_rows": (1,),
+        "tp_overlap": (0,),
+        "weights_over_data": (False,),
+    }
+    for name in _OUTSIDE:
+        if getattr(given, name):
+            raise _outside_error(name)
+    for name, values in space.items():
+        asked = getattr(given, name)
+        if asked is not None:
+            space[name] = tuple(value for value in values if value in asked)
+            if not space[name]:
+                raise _outside_error(name)
+    levels = given.recompute or tuple(Recompute)
+    own: dict[str, Any] = {**space, "recompute": levels, "megatron_sharding": True}
+    return replace(request, constraints=replace(given, **own))
+
+
+def _outside_error(name: str) -> ConfigError:
+    return ConfigError(
+        f"--{name.replace('_', '-')} asks for a choice that the search methods do not have",
+        hint="leave it out, or leave out --search",
     )
-    return replace(request, constraints=pins)
 
 
 class MethodSpace:
@@ -73,8 +100,10 @@ class MethodSpace:
         self.layouts = space.layouts
         self.price_cache = price_cache_of(self.request)
         self.limit_bytes = limit_bytes(request.cluster, request.training.stack, request.options)
-        levels = self.request.constraints.resolved(request.training.stack).recompute
-        self._levels = levels or tuple(Recompute)
+        pins = self.request.constraints.resolved(request.training.stack)
+        self.table = MixTable(self.price_cache, pins)
+        self._levels = pins.recompute or tuple(Recompute)
+        self._zeros = pins.zero or ZERO_STAGES
 
     @property
     def num_blocks(self) -> int:
@@ -82,7 +111,7 @@ class MethodSpace:
 
     def zeros(self, layout: ParallelLayout) -> tuple[int, ...]:
         """Returns the ZeRO stages of a layout, one without replicas."""
-        return ZERO_STAGES if layout.mesh.replicas > 1 else (0,)
+        return self._zeros if layout.mesh.replicas > 1 else (0,)
 
     def ways(self, layout: ParallelLayout) -> tuple[Way, ...]:
         """Returns the ways to run a block, from the fastest level to the leanest."""

@@ -39,13 +39,13 @@ def ours(ledger: Ledger, draw: Random) -> None:
 METHODS: Mapping[str, Method] = MappingProxyType(
     {
         "ours": ours,
-        "flat program": flat_program,
-        "dynamic program": dynamic_program,
-        "recursive halving": recursive_halving,
-        "depth first": depth_first,
+        "flat-program": flat_program,
+        "dynamic-program": dynamic_program,
+        "recursive-halving": recursive_halving,
+        "depth-first": depth_first,
         "alleviation": alleviation,
         "mcmc": mcmc,
-        "tree search": tree_search,
+        "tree-search": tree_search,
         "genetic": genetic,
         "random": random_search,
         "greedy": greedy,
@@ -64,6 +64,7 @@ class MethodRun:
     cpu_s         CPU-seconds of the whole run, the space and all prices included
     ended         the method ended by itself, inside its budget
     trace         every improvement
+    priced        number of points that were priced
     """
 
     strategy: Strategy | None
@@ -72,6 +73,7 @@ class MethodRun:
     cpu_s: float
     ended: bool
     trace: tuple[Improvement, ...]
+    priced: int
 
 
 def run_method(name: str, request: Request, budget_s: float, seed: int = 0) -> MethodRun:
@@ -90,6 +92,10 @@ def run_method(name: str, request: Request, budget_s: float, seed: int = 0) -> M
         METHODS[name](ledger, Random(seed))
     except BudgetSpent:
         ended = False
+    except KeyboardInterrupt:
+        if ledger.best is None:
+            raise
+        ended = False
     return MethodRun(
         strategy=ledger.best,
         step_s=ledger.step_s,
@@ -97,4 +103,5 @@ def run_method(name: str, request: Request, budget_s: float, seed: int = 0) -> M
         cpu_s=cpu_s() - started_s,
         ended=ended,
         trace=tuple(ledger.trace),
+        priced=ledger.priced,
     )

@@ -124,6 +124,11 @@ def _space_text(plan: Plan, *, ruled: bool) -> str | None:
     search = plan.search
     if search.status is Status.ESTIMATE:
         return None
+    if search.method is not None:
+        return (
+            f"the search method {search.method} says nothing about faster plans; without --search "
+            "the plan has a proof, and more choices"
+        )
     measured = (
         "; how far simulated steps are below the closed form is measured, not proven"
         if plan.mesh.pp > 1

@@ -135,6 +135,9 @@ def proof(plan: AnyPlan, context: SummaryContext) -> tuple[str, str, str]:
     search = plan.search
     if search.status is Status.ESTIMATE:
         return "proven", "nothing", "priced by hand, not searched"
+    if search.method is not None:
+        priced = f"{search.candidates.considered:,} points priced by the method {search.method}"
+        return "proven", "nothing", priced
     took = "" if context.elapsed_s is None else f", {context.elapsed_s:.1f} s"
     counts = (
         f"{search.candidates.considered:,} candidates: {search.candidates.pruned:,} pruned, "

@@ -10,7 +10,8 @@ from click.testing import CliRunner
 
 from parplan.cli import main
 from parplan.commands.options.failure_options import FailureOptions
-from parplan.commands.requests.failures import failures_of
+from parplan.commands.options.search_options import SearchFlags
+from parplan.commands.requests.failures import failures_of, without_goodput
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 
@@ -30,6 +31,16 @@ def test_a_plan_says_its_goodput_where_failures_are_stated(tmp_path: Path) -> No
         goodput["running_share"] * goodput["ready_share"], abs=1e-6
     )
     assert "goodput" not in CliRunner().invoke(main, ["show", path]).stdout
+
+
+def test_the_objective_goodput_needs_failures_and_takes_the_fastest_plan() -> None:
+    run = CliRunner().invoke(main, [*TINY, "--objective", "goodput"])
+    assert run.exit_code == 2
+    assert "--objective goodput needs the time between failures" in run.output
+
+    assert without_goodput(
+        SearchFlags(objective="goodput"), FailureOptions(mtbf="1h")
+    ) == SearchFlags(objective="throughput")
 
 
 @pytest.mark.parametrize(

@@ -593,7 +593,7 @@ def test_the_choices_of_the_options_are_those_of_the_planner():
             id="12-gpus",
         ),
         pytest.param(
-            ("--model", "gpt-20b", "--gpus", "97", "--gpus-per-node", "97"),
+            (*"--model gpt-20b --gpus 97 --gpus-per-node 97 --global-batch-size 64".split(),),
             r"no legal way to use 97 GPUs",
             id="prime",
         ),

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from random import Random
 
 import pytest
 
+from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.step import price_step
+from parplan.planner.request import Constraints
 from parplan.planner.search_methods.exhaustive import every_point
 from parplan.planner.search_methods.ledger import Ledger, cpu_s
+from parplan.planner.search_methods.method_plan import find_by_method
 from parplan.planner.search_methods.method_space import MethodSpace
 from parplan.planner.search_methods.methods import METHODS, run_method
-from parplan.profiles.errors import ConfigError
+from parplan.profiles.errors import ConfigError, OutOfTimeError
 from parplan.profiles.models.model_catalog import load_model
 from tests.helpers.cases import mostly_slow
 from tests.helpers.instances import peak_bytes, random_instance
@@ -100,3 +104,29 @@ def test_a_model_whose_blocks_are_not_alike_is_an_error():
 
     with pytest.raises(ConfigError, match="blocks of deepseek-tiny are not alike"):
         MethodSpace(request(entry.spec, asked.cluster, asked.training))
+
+
+def test_a_plan_of_a_method_says_which_one_and_that_nothing_is_proven():
+    plan = find_by_method(tiny(4), "greedy", BUDGET_S)
+
+    assert plan.search.method == "greedy"
+    assert (plan.search.bound, plan.search.gap) == (0.0, 1.0)
+    assert plan.search.value == pytest.approx(plan.predicted.step_time_s.value, abs=1e-6)
+
+
+def test_pins_limit_the_points_and_others_are_refused():
+    asked = tiny(4)
+    pinned = replace(asked, constraints=Constraints(zero=(1,), recompute=(Recompute.FULL,)))
+    space = MethodSpace(pinned)
+
+    assert {way for each in space.layouts for way in space.ways(each)} <= {
+        (Recompute.FULL, 0),
+        (Recompute.FULL, 1),
+    }
+    with pytest.raises(ConfigError, match="--cp asks for a choice that the search methods do not"):
+        MethodSpace(replace(asked, constraints=Constraints(cp=(2,))))
+
+
+def test_a_method_without_time_has_no_plan():
+    with pytest.raises(OutOfTimeError, match="the search method random found no plan"):
+        find_by_method(tiny(4), "random", 0.0)

@@ -1,0 +1,107 @@
+"""Growth of a search with the number of GPUs, from 64 to 100,000.
+
+    python -m benchmarks.scale                         # a table, ten minutes
+    python -m benchmarks.scale --model deepseek-v3 --gpus 16384,100000 --repeat 1
+    python -m benchmarks.scale --write                 # also the page and the picture
+
+The requests are what a user would type: `plan --model M --gpu h100-80gb --gpus N`. A figure is the
+median of whole processes, as in benchmarks/search/growth.py. `--write` replaces the table of GPUs
+in docs/design/growth.md and draws docs/images/growth.png.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from benchmarks.search.growth import (
+    HEADING,
+    PAGE,
+    Point,
+    Sweep,
+    growth_lines,
+    measured,
+    row,
+    write_page,
+)
+from benchmarks.search.speed import ROOT
+from parplan.profiles.units import MIB
+from parplan.report.plots.scatter_plot import save
+from parplan.report.text import console, print_table, say
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PICTURE = ROOT / "docs" / "images" / "growth.png"
+SMALL = (64, 1024, 16384, 100_000)
+LARGE = (1024, 4096, 16384, 100_000)  # fewer GPUs do not hold these models
+MODELS = {"llama3-70b": SMALL, "llama3-405b": LARGE, "deepseek-v3": LARGE}
+MOST_CPU_S, MOST_MIB = 10.0, 1024.0  # bounds of the design
+
+
+def on_gpus(model: str, num_gpus: int, folder: Path) -> list[str]:
+    """Returns the arguments of `plan` for a model on a number of GPUs."""
+    return ["--model", model, "--gpu", "h100-80gb", "--gpus", str(num_gpus)]
+
+
+def draw(points: Sequence[Point], path: Path) -> None:
+    """Draws CPU-seconds, peak memory and candidates against GPUs, on logarithmic scales."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    panels = figure.subplots(1, 3)
+    for name in dict.fromkeys(point.sweep for point in points):
+        own = [point for point in points if point.sweep == name]
+        _draw_line(panels[0], own, [point.cpu_s for point in own])
+        _draw_line(panels[1], own, [point.peak_bytes / MIB for point in own])
+        _draw_line(panels[2], own, [point.considered for point in own])
+    for axes, label in zip(panels, ("CPU-seconds", "peak memory, MiB", "candidates"), strict=True):
+        axes.set(xlabel="GPUs", ylabel=label)
+        axes.grid(visible=True, color="0.92")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_major_formatter("{x:g}")
+    panels[0].axhline(MOST_CPU_S, color="0.5", linestyle="dotted")
+    panels[1].axhline(MOST_MIB, color="0.5", linestyle="dotted")
+    panels[0].legend(fontsize=8)
+    save(figure, path)
+
+
+def _draw_line(axes: Axes, points: Sequence[Point], values: Sequence[float]) -> None:
+    axes.loglog([point.size for point in points], values, marker="o", label=points[0].sweep)
+
+
+@click.command()
+@click.option("--model", type=click.Choice([*MODELS]), help="Measure this model alone.")
+@click.option("--gpus", help="Numbers of GPUs in place of the model's own, for example 64,1024.")
+@click.option(
+    "--repeat", type=click.IntRange(1), default=3, show_default=True, help="Runs counted."
+)
+@click.option("--write", is_flag=True, help="Replace the table of the page and draw the picture.")
+def main(model: str | None, gpus: str | None, repeat: int, write: bool) -> None:
+    """Measure the growth of a search with the number of GPUs."""
+    errors, out = console(sys.stderr), console(sys.stdout)
+    table: list[Point] = []
+    with tempfile.TemporaryDirectory() as text:
+        for name, own in MODELS.items():
+            sweep = Sweep(name, own, partial(on_gpus, name))
+            sizes = tuple(map(int, gpus.split(","))) if gpus else sweep.sizes
+            for size in sizes if model in (None, name) else ():
+                table.append(measured(sweep, size, Path(text), repeat))
+                say(errors, "  ".join(row(table[-1])))
+    print_table(out, HEADING, map(row, table), left=("sweep",))
+    for line in growth_lines(table):
+        say(out, line)
+    if write:
+        write_page(table, PAGE, "scale.py")
+        draw(table, PICTURE)
+        say(errors, f"wrote {PAGE} and {PICTURE}")
+
+
+if __name__ == "__main__":
+    main()
