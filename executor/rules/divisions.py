@@ -246,9 +246,15 @@ def _rule(operator: Operator, layer: LayerKind, placement: OperatorPlacement) ->
 def _matmul_rule(operator: Operator, placement: OperatorPlacement) -> Iterator[str]:
     weight = placement.parameters.get("weight", ())
     bias = placement.parameters.get("bias", ())
+    sizes = {parameter.name: parameter for parameter in operator.parameters}
     if weight != WHOLE:
-        yield from (f"its {dim} cannot be divided: {why}" for dim, why in operator.undivided)
-    has_bias = any(parameter.name == "bias" for parameter in operator.parameters)
+        divided = sizes["weight"].dims[shard_dim(weight)].name
+        yield from (
+            f"its {dim} cannot be divided: {why}"
+            for dim, why in operator.undivided
+            if dim == divided
+        )
+    has_bias = "bias" in sizes
     legal_bias = WHOLE
     if weight == WHOLE:
         allowed = [(entries, entries) for entries in (WHOLE, BATCH, SEQUENCE)]

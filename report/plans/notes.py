@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 from parplan.planner.objective import Objective
 from parplan.planner.plan.error_band import without_steps
+from parplan.planner.plan.oom_risk import margin_at
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Status
 from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
+from parplan.planner.plan.traits import family_of
 from parplan.profiles.machines.unequal_cluster import UnequalCluster
 from parplan.profiles.models.transformer import build_graph, has_unlike_blocks
 from parplan.profiles.provenance import Kind
@@ -46,11 +47,14 @@ def warnings(plan: AnyPlan) -> Iterator[str]:
 
 
 def _out_of_memory(plan: AnyPlan) -> Iterator[str]:
-    """Yields a sentence where the error band of the memory reaches beyond the device."""
-    worst, band = fullest(plan), plan.predicted.error_band
-    if band and worst.total <= worst.capacity < worst.total * (1 + band.memory.share):
-        margin = math.ceil(100 * band.memory.share / (1 + band.memory.share)) / 100
-        yield (f"its memory may exceed the device: --memory-margin {margin:g} leaves room")
+    """Yields a sentence where the plan leaves less free than one measured run in 20 asked for."""
+    worst = fullest(plan)
+    asked = margin_at(1 / 20, family_of(plan.training.stack)).share * worst.capacity
+    if worst.capacity - asked < worst.total <= worst.capacity:
+        yield (
+            "over 1 in 20 measured runs needed more memory than this leaves free: "
+            "--oom-risk 5% leaves room"
+        )
 
 
 def remarks(plan: AnyPlan, *, ruled: bool = False) -> Iterator[str]:

@@ -7,11 +7,11 @@ from rich.console import Console
 from parplan.planner.request import Request
 from parplan.planner.search.pools_divide_data import DividedBatch
 from parplan.report.names import pipeline_phrases
-from parplan.report.text import gib_text, print_table, say, seconds_text
+from parplan.report.text import gib_text, joined, print_table, say, seconds_text
 
-_NOTES = (
-    "each pool runs whole replicas of its own plan; the executor runs one pool's plan, the sum of",
-    "gradients between pools is priced and not executed",
+_NOTE = (
+    "each pool runs whole replicas of its own plan; the executor runs one pool's plan, the sum of "
+    "gradients between pools is priced and not executed"
 )
 
 
@@ -39,13 +39,13 @@ def print_shares(divided: DividedBatch, request: Request, out: Console) -> None:
     )
     tokens = training.tokens_per_step / divided.step_s / request.cluster.num_gpus
     say(out)
-    say(
-        out,
-        f"  step      {seconds_text(divided.step_s)}, of it {seconds_text(divided.exchange_s)} to "
-        f"add the gradients of the pools; {tokens:,.0f} tokens/s/GPU",
+    step = (
+        f"{seconds_text(divided.step_s)}",
+        f"{seconds_text(divided.exchange_s)} of it to add the gradients of the pools",
+        f"{tokens:,.0f} tokens/s/GPU",
     )
+    say(out, joined(step, ", ", out.width, start="  step      "))
     say(out, f"  redundant {divided.redundant_gib:,.1f} GiB over all GPUs")
     shares = "all shares were tried" if divided.all_tried else "the shares are not proven the best"
     say(out, f"  proven    each plan for its share (its file has the gap); {shares}")
-    for index, note in enumerate(_NOTES):
-        say(out, f"  {'note' if not index else '':9} {note}", "dim")
+    say(out, joined(_NOTE.split(" "), " ", out.width, start="  note      "), "dim")

@@ -8,8 +8,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from parplan.planner.plan.oom_risk import margin_at
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Band, ErrorBand, Quantity, RunnerUp
+from parplan.planner.plan.traits import family_of
 from parplan.profiles.provenance import Kind
 from parplan.report.plans.notes import warnings
 from parplan.report.plans.summary import MOST_LINES, print_summary
@@ -28,7 +30,7 @@ CLOSING = ("wrote plan.yaml; run it with", "  plan export plan.yaml --to megatro
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    """A plan with three runners-up, whose memory is within its error band of the device."""
+    """A plan with three runners-up, which leaves less free than runs asked for."""
     plan = estimated(pp=4)
     runners_up = tuple(
         RunnerUp(
@@ -42,7 +44,7 @@ def plan() -> Plan:
         for pp in (1, 2, 8)
     )
     band = Band(share=0.06, rows=45, stack="megatron-core", like={"pipeline": 330})
-    memory = tuple(replace(each, capacity=each.total * 1.05) for each in plan.predicted.memory_gib)
+    memory = tuple(replace(each, capacity=each.total * 1.01) for each in plan.predicted.memory_gib)
     predicted = replace(
         plan.predicted, memory_gib=memory, error_band=ErrorBand(time=band, memory=band)
     )
@@ -80,11 +82,12 @@ def test_defaults_that_few_change_are_counted_and_listed_with_the_rest(plan):
     assert ASSUMED[-1] in printed(plan, 100, whole=True)
 
 
-def test_the_margin_that_a_warning_names_keeps_the_band_inside_the_device(plan):
-    (margin,) = (
-        float(words[words.index("--memory-margin") + 1])
-        for words in map(str.split, warnings(plan))
-        if "--memory-margin" in words
+@pytest.mark.parametrize(("more", "warned"), [(1e-4, False), (-1e-4, True)])
+def test_a_plan_that_leaves_less_than_one_run_in_20_asked_for_says_so(plan, more, warned):
+    share = margin_at(0.05, family_of(plan.training.stack)).share + more
+    memory = tuple(
+        replace(each, capacity=each.total / (1 - share)) for each in plan.predicted.memory_gib
     )
+    changed = replace(plan, predicted=replace(plan.predicted, memory_gib=memory))
 
-    assert (1 - margin) * 1.06 <= 1 < (1 - margin + 0.01) * 1.06
+    assert any("--oom-risk 5%" in text for text in warnings(changed)) is warned
