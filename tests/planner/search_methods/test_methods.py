@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 
+from parplan.commands.options.option_values import SEARCH_METHODS
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.step import price_step
 from parplan.planner.request import Constraints
@@ -112,6 +113,10 @@ def test_a_plan_of_a_method_says_which_one_and_that_nothing_is_proven():
     assert plan.search.method == "greedy"
     assert (plan.search.bound, plan.search.gap) == (0.0, 1.0)
     assert plan.search.value == pytest.approx(plan.predicted.step_time_s.value, abs=1e-6)
+
+
+def test_the_option_names_every_method():
+    assert tuple(METHODS) == SEARCH_METHODS
 
 
 def test_pins_limit_the_points_and_others_are_refused():
