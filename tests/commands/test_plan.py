@@ -964,9 +964,7 @@ def test_a_search_with_sigint_ignored_ends_on_sigterm_and_leaves_no_solver(whole
     output, errors = process.communicate(timeout=60)
 
     assert (process.returncode, errors) == (130, "")
-    assert (
-        "stopped early (Ctrl-C)" in output
-    )  # a nearly balanced pipeline is found before any program
+    assert "stopped early (Ctrl-C)" in output  # a balanced pipeline is found before any program
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
 
