@@ -124,16 +124,17 @@ def front_marks(reported: Sequence[ReportedPlan]) -> dict[str, str]:
 def front_chart(reported: Sequence[ReportedPlan]) -> Row:
     """Returns the points, the line of the front through them, and the memory of a device.
 
-    A step that is far slower than the fastest is drawn at the upper edge.
+    On a front a step that is far slower than the fastest is drawn at the upper edge.
     """
     import altair as alt
 
     points = candidates(reported)
-    top_s = edge_s(sorted(point.step_s for point in points))
+    steps_s = sorted(point.step_s for point in points)
+    top_s = edge_s(steps_s) if front_entries(reported) else steps_s[-1]
     rows = [
         {
             "file": point.file,
-            "role": _FAR if point.number and point.step_s > top_s else point.role,
+            "role": _FAR if point.step_s > top_s else point.role,
             "name": point.name,
             "number": point.number,
             "step": point.step_s,

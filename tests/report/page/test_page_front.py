@@ -48,6 +48,8 @@ def test_a_searched_front_has_the_numbers_of_the_record(found):
     assert [(row["step"], row["peak"], row["redundant"]) for row in drawn] == [
         tuple(value_at(point, key) for key in KEYS) for point in record["points"]
     ]
+    far = [row for row in drawn if row["drawn"] < row["step"]]
+    assert far == [row for row in drawn if "far slower" in row["role"]]
     assert f"{record['searches']} searches" in page.words
     assert "which choices were pinned" in page.words
 
