@@ -71,8 +71,9 @@ def _print_short(
     lower = [joined(text.split(" "), " ", out.width, start=labelled(label)) for label, text in kept]
     room = MOST_LINES - sum(line.count("\n") + 1 for line in (*upper, *lower))
     drawn = len(front.points) > 1
+    names, every_row = front_names(front)[:-2], [row[:-2] for row in front_rows(front)]
     for height in _HEIGHTS:
-        rows = _some_rows(front, out.width, room - (height + FRAME if drawn else 0))
+        rows = _some_rows(names, every_row, out.width, room - (height + FRAME if drawn else 0))
         if len(rows) > _ENOUGH_ROWS:
             break
     for style, line in zip(("bold", "dim"), upper, strict=False):
@@ -85,13 +86,14 @@ def _print_short(
         say(out, line)
 
 
-def _some_rows(front: ParetoFront, width: int, most: int) -> list[str]:
-    """Returns the heading and the points at even distances that have at most `most` lines."""
-    last = len(front.points) - 1
+def _some_rows(
+    names: Sequence[str], rows: Sequence[tuple[str, ...]], width: int, most: int
+) -> list[str]:
+    """Returns the heading and rows at even distances that have at most `most` lines."""
+    last = len(rows) - 1
     for count in range(last + 1, min(last, 1), -1):
-        chosen = {round(index * last / max(count - 1, 1)) for index in range(count)}
-        rows = [front_rows(front)[index][:-2] for index in sorted(chosen)]
-        lines = list(table_lines(front_names(front)[:-2], rows, width, left=TEXTS))
+        chosen = sorted({round(index * last / max(count - 1, 1)) for index in range(count)})
+        lines = list(table_lines(names, [rows[index] for index in chosen], width, left=TEXTS))
         if sum(line.count("\n") + 1 for line in lines) <= most:
             break
     return lines
