@@ -134,7 +134,7 @@ def front_chart(reported: Sequence[ReportedPlan]) -> Row:
     rows = [
         {
             "file": point.file,
-            "role": _FAR if point.step_s > top_s else point.role,
+            "role": _FAR if point.number and point.step_s > top_s else point.role,
             "name": point.name,
             "number": point.number,
             "step": point.step_s,
