@@ -118,7 +118,7 @@ def training_of(cluster: Cluster, batch: int, *, stack: str | None = STACK) -> T
     """Return fp16 training with fp16 gradients and a global batch of `batch` sequences."""
     target = TargetOptions(precision="fp16", gradient_precision="fp16", stack=stack)
     defaults = TrainingDefaults(global_batch_size=batch, seq_length=1024)
-    return requested_training(target, defaults, None, cluster.device)[0]
+    return requested_training(target, defaults, None, cluster)[0]
 
 
 def rules_pins(gpus: int, batch: int) -> Constraints:

@@ -61,7 +61,7 @@ def model_of(num_blocks: int, *, tied: bool = False) -> ModelSpec:
 def plan_of(model: ModelSpec, cluster: Cluster, offload: tuple[Offload, ...]) -> Plan | None:
     """Return the fastest plan, or None if nothing fits."""
     defaults = TrainingDefaults(global_batch_size=SEQUENCES, seq_length=model.max_seq_length)
-    training, _ = training_of(TargetOptions(), defaults, None, cluster.device)
+    training, _ = training_of(TargetOptions(), defaults, None, cluster)
     try:
         return find_plan(
             PlanRequest(

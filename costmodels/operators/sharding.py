@@ -10,21 +10,18 @@ and sequence parallelism are the default: every axis splits the operator's paral
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from operator import and_
 from typing import Protocol
 
 import numpy as np
 
 from parplan.costmodels.keyed_cache import HashedOnce
-from parplan.profiles.elementwise import Number, anywhere
+from parplan.profiles.elementwise import Number
 from parplan.profiles.models.operator_graph import (
     EXPERT_WIDTH,
     EXPERTS_DIM,
-    Dim,
     ModelPart,
     Operator,
     OperatorKind,
@@ -452,175 +449,3 @@ def _megatron_split(dim: str | None, *, sums: bool, tokens: bool) -> Split:
     if dim is None:
         return Split(by_token)
     return Split(dim, by_token if sums else None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rejected:
-    """An illegal way to divide an operator, and the reason."""
-
-    splits: Splits
-    reason: str
-
-
-def operator_splits(
-    operator: Operator, degrees: tuple[int, ...], *, over_data: bool = False, etp: int = 1
-) -> tuple[tuple[Splits, ...], tuple[Rejected, ...]]:
-    """Returns every legal way to divide `operator` over axes of `degrees`, and the rejected.
-
-    A way is legal for several micro-batch sizes if it is for one of them (`divides`). With
-    `over_data` the first axis are data-parallel ranks. All ranks divide each expert, where `etp` is
-    more than 1.
-    """
-    legal, rejected = [], []
-    for splits in itertools.product(
-        *(tuple(_axis_splits(operator)) if p > 1 else (Split(),) for p in degrees)
-    ):
-        reason = _illegal_for_experts(operator, splits, degrees, etp) or _illegal(
-            operator, splits, degrees
-        )
-        if over_data and reason is None:
-            reason = _illegal_over_data(operator, splits[0])
-        if reason is None:
-            legal.append(splits)
-        else:
-            rejected.append(Rejected(splits=splits, reason=reason))
-    return tuple(legal), tuple(rejected)
-
-
-def _axis_splits(operator: Operator) -> Iterator[Split]:
-    """Yields the splits of one axis: no dim, or any dim; partial sums end whole or divided."""
-    yield Split()
-    for dim in operator.dims:
-        yield Split(dim.name)
-        if dim.name == operator.contracted:
-            yield from (Split(dim.name, d.name) for d in operator.outputs[0].dims)
-
-
-def _illegal_over_data(operator: Operator, split: Split) -> str | None:
-    """Returns why data-parallel ranks cannot divide the operator so, or None.
-
-    They divide its batch or its weight, or what such a weight leaves divided. Anything else would
-    do the same work on every rank, or leave partial sums of a weight's gradient on part of them.
-    """
-    follows = not operator.parameters and split.dim == operator.parallel_dim
-    by_weight = any(p.tensor_dim(split.dim) is not None for p in operator.parameters)
-    whole = split.dim == operator.contracted and split.result != BATCH
-    if split.dim == BATCH or (split.dim is not None and (follows or by_weight) and not whole):
-        return None
-    return "data-parallel ranks divide the batch or the weight, and end partial sums by batch"
-
-
-def _illegal_for_experts(
-    operator: Operator, splits: Splits, degrees: tuple[int, ...], etp: int
-) -> str | None:
-    """Returns why the ranks cannot divide the work of experts so, or None.
-
-    Each token goes to its experts once, so the ranks divide the tokens, or every expert.
-    """
-    if not operator.on_copies:
-        return None
-    by_width = operator.parallel_dim == EXPERT_WIDTH and etp > 1
-    for degree, split in zip(degrees, splits, strict=True):
-        if degree > 1 and by_width and split.dim != EXPERT_WIDTH:
-            return f"etp {etp} divides the width of every expert"
-        if degree > 1 and not by_width and split.dim not in SCATTERED:
-            return "tensor parallel ranks hold whole experts and divide their tokens"
-    return None
-
-
-def _illegal(operator: Operator, splits: Splits, degrees: tuple[int, ...]) -> str | None:
-    """Returns the reason why the operator cannot be divided so, or None."""
-    for split in splits:
-        for name, reason in operator.undivided:
-            if name == split.dim:
-                return f"{split.dim} cannot be divided: {reason}"
-        if split.result and split.result not in SCATTERED:
-            return f"a reduce-scatter over {split.result} is not run by the executor"
-    for dim in operator.dims:
-        parts = _parts(dim, splits, degrees)
-        if not anywhere(dim.size % (parts * dim.unit) == 0):
-            groups = f", {dim.size // dim.unit} groups of {dim.unit}" if dim.unit > 1 else ""
-            return f"{parts} ranks do not divide {dim.name} {dim.size}{groups}"
-    return None
-
-
-def _parts(dim: Dim, splits: Splits, degrees: tuple[int, ...]) -> int:
-    return math.prod(
-        p for p, split in zip(degrees, splits, strict=True) if dim.name in (split.dim, split.result)
-    )
-
-
-def divides(operator: Operator, splits: Splits, degrees: tuple[int, ...]) -> Number:
-    """Returns whether `splits` divide every dim evenly, by micro-batch size where these vary."""
-    return functools.reduce(
-        and_,
-        (dim.size % (_parts(dim, splits, degrees) * dim.unit) == 0 for dim in operator.dims),
-        True,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placements:
-    """DTensor placements, as `Shard(0)@tp`: over the data-parallel axis, and the tensor-parallel.
-
-    Those of a grid are over `GRID`. An axis without an entry is Replicate.
-    """
-
-    parameters: dict[str, tuple[str, ...]]
-    input: tuple[str, ...]
-    output: tuple[str, ...]
-
-
-def placements(operator: Operator, sharding: Sharding) -> Placements:
-    """The placements of an operator's parameters, input and output.
-
-    The sharding has one tensor-parallel axis, and the data-parallel axis where it divides that, or
-    the rows and columns of a grid of tensor-parallel ranks.
-    Activations are [batch, sequence, feature]: `Shard(2)@tp` splits features, `Shard(1)@tp` tokens.
-    """
-    axes: tuple[str, ...] = ("dp", "tp") if sharding.data > 1 else ("tp",)
-    if sharding.rows > 1:
-        axes = GRID
-
-    def entries(dims: Iterable[int | None]) -> tuple[str, ...]:
-        return tuple(
-            f"Shard({dim})@{axis}" for axis, dim in zip(axes, dims, strict=True) if dim is not None
-        )
-
-    def activation(tensors: tuple[Tensor, ...]) -> tuple[str, ...]:
-        if not tensors:
-            return ()
-        names = [dim.name for dim in tensors[0].dims]
-        places = sharding.place(operator, tensors[0])
-        return entries(None if place is None else names.index(place) for place in places)
-
-    splits = sharding.splits(operator)
-    scalar = operator.kind is OperatorKind.CROSS_ENTROPY  # the loss of the tokens is one sum
-
-    def held(parameter: Parameter) -> tuple[str, ...]:
-        dims = [split.dim for split in splits]
-        if sharding.rows > 1:
-            dims[0] = sharding.over_rows(operator, parameter)
-        return entries(map(parameter.tensor_dim, dims))
-
-    return Placements(
-        parameters={parameter.name: held(parameter) for parameter in operator.parameters},
-        input=activation(operator.inputs),
-        output=() if scalar else activation(operator.outputs),
-    )
-
-
-def placed_splits(operator: Operator, over: Sharding, expected: Placements) -> Splits | None:
-    """Returns the legal way to divide `operator` over the ranks of `over` for `expected`, or None.
-
-    An operator that is divided over data-parallel ranks has the batch of all of them.
-    """
-    legal, _ = operator_splits(operator, over.degrees, over_data=over.data > 1, etp=over.etp)
-    return next(
-        (
-            splits
-            for splits in legal
-            if placements(operator, replace(over, own=((operator.name, splits),))) == expected
-        ),
-        None,
-    )

@@ -23,7 +23,8 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.tensor import DTensor, Replicate
 
-from parplan.costmodels.operators.sharding import Sharding, placements
+from parplan.costmodels.operators.plan_placements import placements
+from parplan.costmodels.operators.sharding import Sharding
 from parplan.executor.measuring.block_operations import block_specs
 from parplan.executor.measuring.operands import GRADIENT_STD
 from parplan.executor.measuring.products import Sizes

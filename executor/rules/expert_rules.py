@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import host_bytes_by_operator
-from parplan.costmodels.operators.sharding import Sharding, placements
+from parplan.costmodels.operators.plan_placements import placements
+from parplan.costmodels.operators.sharding import Sharding
 from parplan.executor.placed_layers import layer_class_of
 from parplan.executor.rules.divisions import SEQUENCE, TOKENS
 from parplan.planner.plan.plan import LayerPlan, OperatorPlacement, Plan

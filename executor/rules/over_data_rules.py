@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 from parplan.costmodels.divided_weights import illegal_over_data
-from parplan.costmodels.operators.sharding import Placements, placed_splits, placements
+from parplan.costmodels.operators.plan_placements import Placements, placed_splits, placements
 from parplan.executor.rules.rule import Refusal, rule, with_layer_plan
 from parplan.planner.plan.derived import layout_of
 from parplan.planner.plan.plan import LayerPlan, OperatorPlacement, Plan

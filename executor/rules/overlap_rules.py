@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 
-from parplan.costmodels.operators.sharding import Sharding, placements
+from parplan.costmodels.operators.plan_placements import placements
+from parplan.costmodels.operators.sharding import Sharding
 from parplan.executor.placed_layers import layer_operators
 from parplan.executor.rules.rule import Refusal, rule
 from parplan.planner.plan.plan import LayerPlan, OperatorPlacement, Plan

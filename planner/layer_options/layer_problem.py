@@ -32,14 +32,9 @@ from parplan.costmodels.layers.operator_price import (
 from parplan.costmodels.layers.tensor_flow import TensorFlow, saves_own_output
 from parplan.costmodels.operators.compute import OperatorTime, operator_time
 from parplan.costmodels.operators.host_launch import launch_s, more_launches
+from parplan.costmodels.operators.legal_splits import divides, operator_splits
 from parplan.costmodels.operators.micro_batches import of_all_sizes
-from parplan.costmodels.operators.sharding import (
-    Place,
-    Sharding,
-    Splits,
-    divides,
-    operator_splits,
-)
+from parplan.costmodels.operators.sharding import Place, Sharding, Splits
 from parplan.planner.dominance import Array, Ints, Mask
 from parplan.profiles.elementwise import Number
 from parplan.profiles.machines.shipped_profiles import Machine

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from parplan.costmodels.host.offload import copy_time
 from parplan.costmodels.layers.operator_price import OperatorPrice, operator_price
 from parplan.costmodels.layers.recompute import host_bytes_by_operator
-from parplan.costmodels.operators.sharding import Rejected, Sharding, Splits, operator_splits
+from parplan.costmodels.operators.legal_splits import Rejected, operator_splits
+from parplan.costmodels.operators.sharding import Sharding, Splits
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.layer_options.layer_problem import may_recompute

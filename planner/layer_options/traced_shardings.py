@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from parplan.costmodels.operators.sharding import Sharding, Split, operator_splits
+from parplan.costmodels.operators.legal_splits import operator_splits
+from parplan.costmodels.operators.sharding import Sharding, Split
 from parplan.planner.plan.traced_plan import SplitPlan
 from parplan.profiles.models.operator_graph import LayerClass, Operator, OperatorKind
 from parplan.profiles.models.tp_rules import OPTION, TpRules

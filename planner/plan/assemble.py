@@ -10,7 +10,7 @@ from parplan.costmodels.host.state_location import OFFLOAD_OF
 from parplan.costmodels.joined_pools import prices_at
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.memory.rank_memory import RankMemory
-from parplan.costmodels.operators.sharding import placements
+from parplan.costmodels.operators.plan_placements import placements
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.simulator import SimulatedStep
 from parplan.costmodels.step import StepPrice, model_flops_utilization

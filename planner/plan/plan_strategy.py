@@ -11,13 +11,8 @@ from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.host.state_location import OFFLOAD_OF, StateLocation
 from parplan.costmodels.layers.chunked_layer import Chunking
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
-from parplan.costmodels.operators.sharding import (
-    Placements,
-    Sharding,
-    Splits,
-    placed_splits,
-    placements,
-)
+from parplan.costmodels.operators.plan_placements import Placements, placed_splits, placements
+from parplan.costmodels.operators.sharding import Sharding, Splits
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.plan.consistency import IN_CHUNKS

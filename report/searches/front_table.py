@@ -22,7 +22,7 @@ from parplan.report.plans.block_phrases import layers_phrases
 from parplan.report.plans.plan_header import header, print_header, short_assumed
 from parplan.report.plans.summary import MOST_LINES
 from parplan.report.plans.summary_context import SummaryContext
-from parplan.report.plots.front_plot import FAR
+from parplan.report.plots.front_plot import edge_s
 from parplan.report.searches.drawn_points import FRAME, print_points
 from parplan.report.text import (
     gib_text,
@@ -71,8 +71,9 @@ def _print_short(
     lower = [joined(text.split(" "), " ", out.width, start=labelled(label)) for label, text in kept]
     room = MOST_LINES - sum(line.count("\n") + 1 for line in (*upper, *lower))
     drawn = len(front.points) > 1
+    names, every_row = front_names(front)[:-2], [row[:-2] for row in front_rows(front)]
     for height in _HEIGHTS:
-        rows = _some_rows(front, out.width, room - (height + FRAME if drawn else 0))
+        rows = _some_rows(names, every_row, out.width, room - (height + FRAME if drawn else 0))
         if len(rows) > _ENOUGH_ROWS:
             break
     for style, line in zip(("bold", "dim"), upper, strict=False):
@@ -85,13 +86,14 @@ def _print_short(
         say(out, line)
 
 
-def _some_rows(front: ParetoFront, width: int, most: int) -> list[str]:
-    """Returns the heading and the points at even distances that have at most `most` lines."""
-    last = len(front.points) - 1
+def _some_rows(
+    names: Sequence[str], rows: Sequence[tuple[str, ...]], width: int, most: int
+) -> list[str]:
+    """Returns the heading and rows at even distances that have at most `most` lines."""
+    last = len(rows) - 1
     for count in range(last + 1, min(last, 1), -1):
-        chosen = {round(index * last / max(count - 1, 1)) for index in range(count)}
-        rows = [front_rows(front)[index][:-2] for index in sorted(chosen)]
-        lines = list(table_lines(front_names(front)[:-2], rows, width, left=TEXTS))
+        chosen = sorted({round(index * last / max(count - 1, 1)) for index in range(count)})
+        lines = list(table_lines(names, [rows[index] for index in chosen], width, left=TEXTS))
         if sum(line.count("\n") + 1 for line in lines) <= most:
             break
     return lines
@@ -102,13 +104,12 @@ def _draw(front: ParetoFront, out: Console, height: int) -> None:
     if len(front.points) < 2:
         return
     steps_s = [point.step_time_s for point in front.points]
-    near_s = max(step_s for step_s in steps_s if step_s <= FAR * steps_s[0])
-    edge_s = near_s + 0.2 * max(near_s - steps_s[0], 0.1 * near_s)
-    far = "; far slower at the top" if steps_s[-1] > edge_s else ""
+    top_s = edge_s(steps_s)
+    far = "; far slower at the top" if steps_s[-1] > top_s else ""
     say(out, f"  step against peak memory, by number{far}", "dim")
     scale, unit = (1.0, "s") if steps_s[0] >= 1 else (1e3, "ms")
     points = [
-        (point.peak_memory_gib, scale * min(step_s, edge_s))
+        (point.peak_memory_gib, scale * min(step_s, top_s))
         for point, step_s in zip(front.points, steps_s, strict=True)
     ]
     print_points(points, ("GiB", unit), out, height=height)

@@ -6,7 +6,7 @@ from math import inf
 
 import pytest
 
-from benchmarks.search.search_methods import (
+from benchmarks.search_methods import (
     BEGIN,
     CASES,
     END,

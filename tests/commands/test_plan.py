@@ -496,7 +496,7 @@ def test_estimate_prices_a_layout_on_a_stack():
 def test_models_and_clusters_are_listed():
     models, clusters = succeed("models").stdout, succeed("clusters").stdout
 
-    assert re.search(r"^gpt-20b +20\.3 B +44 +6144 +64 \(64\) +2048 +1024 ", models, re.MULTILINE)
+    assert re.search(r"^gpt-20b +20\.3 B +44 +6144 +64 \(64\) +2048 +1024\b", models, re.MULTILINE)
     assert re.search(r"^a100-80gb +79\.2 +312 .*fitted$", clusters, re.MULTILINE)
     assert re.search(r"^cpu .*assumed$", clusters, re.MULTILINE)
 
@@ -963,11 +963,10 @@ def test_a_search_with_sigint_ignored_ends_on_sigterm_and_leaves_no_solver(whole
         os.killpg(process.pid, signal.SIGTERM)
     output, errors = process.communicate(timeout=60)
 
-    assert (process.returncode, output, errors) == (
-        130,
-        "",
-        "interrupted before a plan was found; nothing was written\n",
-    )
+    assert (process.returncode, errors) == (130, "")
+    assert (
+        "stopped early (Ctrl-C)" in output
+    )  # a nearly balanced pipeline is found before any program
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
 

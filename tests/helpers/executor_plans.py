@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 
 from parplan.costmodels.communication.mesh import Mesh
-from parplan.costmodels.operators.sharding import Sharding, of_tower, placements
+from parplan.costmodels.operators.plan_placements import placements
+from parplan.costmodels.operators.sharding import Sharding, of_tower
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.plan.derived import blocks_of

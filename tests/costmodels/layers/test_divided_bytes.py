@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from parplan.costmodels.layers.recompute import saved_bytes
-from parplan.costmodels.operators.sharding import Sharding, placements
+from parplan.costmodels.operators.plan_placements import placements
+from parplan.costmodels.operators.sharding import Sharding
 from parplan.planner.layer_options.layer_problem import layer_problem
 from parplan.planner.plan.plan import OperatorPlacement
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus

@@ -10,14 +10,9 @@ import pytest
 from parplan.costmodels.layers.layer_price import StageAxes
 from parplan.costmodels.layers.model_states import StateSharding, operator_states
 from parplan.costmodels.layers.operator_price import operator_price, single_operator_sharding
-from parplan.costmodels.operators.sharding import (
-    PARTIAL,
-    Sharding,
-    Split,
-    operator_splits,
-    placed_splits,
-    placements,
-)
+from parplan.costmodels.operators.legal_splits import operator_splits
+from parplan.costmodels.operators.plan_placements import placed_splits, placements
+from parplan.costmodels.operators.sharding import PARTIAL, Sharding, Split
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.models.model_catalog import load_model

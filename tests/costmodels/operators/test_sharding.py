@@ -8,7 +8,8 @@ import pytest
 
 from parplan.costmodels.communication.redistribution import moves
 from parplan.costmodels.layers.tensor_flow import tensor_flows_of
-from parplan.costmodels.operators.sharding import PARTIAL, Sharding, placements
+from parplan.costmodels.operators.plan_placements import placements
+from parplan.costmodels.operators.sharding import PARTIAL, Sharding
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import TrainingSpec

@@ -21,7 +21,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute, host_bytes_by_operator
 from parplan.costmodels.memory.activation_copies import copied_bytes
-from parplan.costmodels.operators.sharding import Placements, Sharding, placed_splits
+from parplan.costmodels.operators.plan_placements import Placements, placed_splits
+from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.executor.memory.host_copies import HostCopies, HostOffload

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from parplan.costmodels.layers.recompute import Recompute, recompute_operators, saved_bytes
-from parplan.costmodels.operators.sharding import Sharding, placements
+from parplan.costmodels.operators.plan_placements import placements
+from parplan.costmodels.operators.sharding import Sharding
 from parplan.executor.memory.layer_recompute import recomputed
 from parplan.executor.memory.saved_tensors import Recipes
 from parplan.executor.models.transformer_layers import build_layer

@@ -15,7 +15,8 @@ import pytest
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.offload import Offload
-from parplan.costmodels.operators.sharding import Sharding, Split, placements
+from parplan.costmodels.operators.plan_placements import placements
+from parplan.costmodels.operators.sharding import Sharding, Split
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.executor.rules.all_rules import RULES, nearest_legal, refusals, validate
 from parplan.planner.plan.plan import LayerRun, OperatorPlacement, Plan, StagePlan

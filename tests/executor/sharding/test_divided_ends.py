@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from parplan.costmodels.communication.mesh import Mesh
-from parplan.costmodels.operators.sharding import Sharding, Split, placements
+from parplan.costmodels.operators.plan_placements import placements
+from parplan.costmodels.operators.sharding import Sharding, Split
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.executor.rules.all_rules import nearest_legal, validate
 from parplan.planner.plan.plan import OperatorPlacement, Plan

@@ -7,7 +7,9 @@ from dataclasses import asdict, replace
 import pytest
 
 from parplan.costmodels.communication.mesh import Mesh
-from parplan.costmodels.operators.sharding import Sharding, operator_splits, placements
+from parplan.costmodels.operators.legal_splits import operator_splits
+from parplan.costmodels.operators.plan_placements import placements
+from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.executor.checking.parity import run_reference
 from parplan.executor.rules.all_rules import nearest_legal, validate

@@ -7,7 +7,8 @@ import pytest
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.layer_price import price_operators
-from parplan.costmodels.operators.sharding import Sharding, Split, operator_splits
+from parplan.costmodels.operators.legal_splits import operator_splits
+from parplan.costmodels.operators.sharding import Sharding, Split
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.usage.rank_traffic import layer_moves
 from parplan.planner.layer_options.catalogue import Catalogue

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from parplan.costmodels.operators.sharding import Sharding, operator_splits
+from parplan.costmodels.operators.legal_splits import operator_splits
+from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.price_cache import PriceCache, table_division
 from parplan.costmodels.step import price_step
 from parplan.costmodels.strategy import LayerChoice, Strategy

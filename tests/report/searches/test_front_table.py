@@ -112,7 +112,7 @@ def test_the_short_form_draws_the_front_in_few_lines(width):
 def test_the_drawing_says_that_far_slower_points_stand_at_the_edge(monkeypatch):
     assert "far slower at the top" not in printed(replace(front(), points=front().points[:2]))
 
-    monkeypatch.setattr("parplan.report.searches.front_table.FAR", 1.0)
+    monkeypatch.setattr("parplan.report.plots.front_plot.FAR", 1.0)
     assert "by number; far slower at the top\n" in printed(front())
 
 

@@ -1,8 +1,8 @@
 """Search methods side by side: the gap of each to the proven optimum against CPU time.
 
-    python -m benchmarks.search.search_methods                  # a table, five minutes
-    python -m benchmarks.search.search_methods --write          # also the page and the picture
-    python -m benchmarks.search.search_methods --case gpt-2.5b --budget 2
+    python -m benchmarks.search_methods                  # a table, five minutes
+    python -m benchmarks.search_methods --write          # also the page and the picture
+    python -m benchmarks.search_methods --case gpt-2.5b --budget 2
 
 All methods have one space and one price (planner/search_methods/). Each run is a process of its own
 with an empty price cache, and its CPU-seconds include the space, the prices and the solver. A gap
