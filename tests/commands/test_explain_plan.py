@@ -49,3 +49,9 @@ def test_an_explanation_says_that_ctrl_c_left_questions_out(
     run = CliRunner().invoke(main, ["explain", plan_file])
     assert run.exit_code == 130
     assert "stopped early (Ctrl-C): the questions without an answer are left out" in run.stdout
+
+
+def test_a_plan_file_or_a_model_is_asked_for() -> None:
+    run = CliRunner().invoke(main, ["explain"])
+    assert run.exit_code == 2
+    assert "a plan file is missing, or the --model of the operators to list" in run.output
