@@ -109,5 +109,7 @@ def _explain_plan(plan_file: Path, *, as_json: bool) -> None:
         print_json(explanation_document(plan, replies))
     else:
         print_explanation(plan, replies, console(sys.stdout))
+        if interrupted:
+            click.echo("\nstopped early (Ctrl-C): the questions without an answer are left out")
     if interrupted:
         sys.exit(INTERRUPTED)

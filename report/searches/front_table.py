@@ -103,9 +103,10 @@ def _draw(front: ParetoFront, out: Console, height: int) -> None:
     """Draw step time against peak memory; what is far slower stands at the upper edge."""
     if len(front.points) < 2:
         return
-    say(out, "  step against peak memory, points by number", "dim")
     steps_s = [point.step_time_s for point in front.points]
     top_s = edge_s(steps_s)
+    far = "; far slower at the top" if steps_s[-1] > top_s else ""
+    say(out, f"  step against peak memory, by number{far}", "dim")
     scale, unit = (1.0, "s") if steps_s[0] >= 1 else (1e3, "ms")
     points = [
         (point.peak_memory_gib, scale * min(step_s, top_s))
