@@ -13,7 +13,7 @@ import click
 
 from parplan.commands.compare import DEFAULT
 from parplan.commands.export import TARGET
-from parplan.commands.options.result_options import STDOUT
+from parplan.commands.options.result_options import STDOUT, trust_module_option
 from parplan.commands.options.sections import BASELINES, OUTPUT, SEARCH
 from parplan.commands.output import require_output
 from parplan.commands.style import INTERRUPTED, LONGEST_S, Command, List, Number, option
@@ -21,7 +21,7 @@ from parplan.commands.style import INTERRUPTED, LONGEST_S, Command, List, Number
 if TYPE_CHECKING:
     from parplan.planner.export.fields.launcher import Target
     from parplan.planner.plan.plan import Plan
-    from parplan.planner.plan.traced_plan import AnyPlan
+    from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
     from parplan.report.page.reported_plan import ReportedPlan, Snippet
 
 NONE = "none"
@@ -71,6 +71,14 @@ ALL = "all"
 )
 @option(
     OUTPUT,
+    "--trace",
+    is_flag=True,
+    help="Import and trace the module of a traced plan again, for its timeline, its memory over "
+    "the step and its baselines.",
+)
+@trust_module_option
+@option(
+    OUTPUT,
     "-o",
     "--output",
     type=click.Path(path_type=Path),
@@ -84,6 +92,8 @@ def report(
     to: tuple[str, ...] | None,
     front: bool,
     time_limit: float | None,
+    trace: bool,
+    trust_module: bool,
     output: Path,
 ) -> None:
     """Write plans as one HTML page that needs no network; several stand side by side.
@@ -100,7 +110,8 @@ def report(
     require_output(output)
     require_page_libraries()
     with chart_library() as library:  # its process works while all else is imported
-        plans, interrupted = _plans(plan_files, baseline, to), False
+        plans = _plans(plan_files, baseline, to, trace=trace, trust=trust_module)
+        interrupted = False
         if front:
             plans[0], interrupted = _with_front(plans[0], time_limit)
         page = render_page(plans, library())
@@ -145,11 +156,18 @@ def _with_front(reported: ReportedPlan, time_limit: float | None) -> tuple[Repor
 
 
 def _plans(
-    plan_files: Sequence[Path], baseline: tuple[str, ...], to: tuple[str, ...] | None
+    plan_files: Sequence[Path],
+    baseline: tuple[str, ...],
+    to: tuple[str, ...] | None,
+    *,
+    trace: bool,
+    trust: bool,
 ) -> list[ReportedPlan]:
+    from parplan.commands import user_modules
     from parplan.commands.launcher_plans import read_plans
     from parplan.commands.options.target_options import TargetOptions
     from parplan.planner.baselines.systems import baseline_names
+    from parplan.planner.plan.traced_plan import TracedPlan
     from parplan.profiles.machines.unequal_cluster import require_equal
 
     baselines = () if baseline == (NONE,) else baseline_names(baseline)
@@ -157,7 +175,14 @@ def _plans(
     read = list(zip(plan_files, read_plans(plan_files, TargetOptions()), strict=True))
     for _, plan in read:
         require_equal(plan.cluster, "plan report")
-    return [_reported(path, plan, baselines, targets) for path, plan in read]
+    plans = []
+    for path, plan in read:
+        if trace and isinstance(plan, TracedPlan):
+            user_modules.say_module(plan, path, trust=trust)
+            plans.append(_traced(path, plan, baselines))
+        else:
+            plans.append(_reported(path, plan, baselines, targets))
+    return plans
 
 
 def _targets(to: tuple[str, ...] | None) -> Sequence[Target] | None:
@@ -175,17 +200,14 @@ def _reported(
     path: Path, plan: AnyPlan, baselines: Sequence[str], targets: Sequence[Target] | None
 ) -> ReportedPlan:
     """Returns a plan with all that its page computes again."""
-    from parplan.executor.placed_layers import torchrun_line
     from parplan.planner.plan.traced_plan import TracedPlan
     from parplan.profiles.errors import ConfigError
-    from parplan.report.page.reported_plan import ReportedPlan, Snippet
+    from parplan.report.page.reported_plan import ReportedPlan
 
-    run = Snippet(
-        title="Run with parplan's executor", text=torchrun_line(plan, shlex.quote(str(path)))
-    )
+    run = _run_line(path, plan)
     missing = (
-        "The plan of a traced module has no timeline, no baselines and no exports here: they need "
-        "the module."
+        "The plan of a traced module has no timeline, no memory over the step and no baselines "
+        "here: they need the module, which plan report --trace imports. It has no exports."
     )
     if not isinstance(plan, TracedPlan):
         try:
@@ -193,6 +215,45 @@ def _reported(
         except ConfigError as error:
             missing = f"There is no timeline, and there are no baselines and no exports: {error}."
     return ReportedPlan(name=str(path), plan=plan, snippets=(run,), missing=(missing,))
+
+
+def _run_line(path: Path, plan: AnyPlan) -> Snippet:
+    from parplan.executor.placed_layers import torchrun_line
+    from parplan.report.page.reported_plan import Snippet
+
+    return Snippet(
+        title="Run with parplan's executor", text=torchrun_line(plan, shlex.quote(str(path)))
+    )
+
+
+def _traced(path: Path, plan: TracedPlan, baselines: Sequence[str]) -> ReportedPlan:
+    """Returns the plan of a module that is traced again, with its timeline and its baselines.
+
+    The baselines are those of `baselines` that a traced plan has, or all of these. Raises
+    ConfigError where the module cannot be traced or is another one now.
+    """
+    from parplan.commands.user_modules import traced_again
+    from parplan.planner.request import SearchOptions
+    from parplan.planner.runs.held_activations import held_activations
+    from parplan.planner.runs.timelines import predicted_timeline
+    from parplan.planner.traced.compare_traced import ALL, compare_traced, traced_baseline_names
+    from parplan.planner.traced.traced_strategy import reprice_traced
+    from parplan.report.page.reported_plan import ReportedPlan
+
+    model = traced_again(plan)
+    today = reprice_traced(plan, model)
+    timeline = predicted_timeline(today.strategy, today.price_cache)
+    known = traced_baseline_names((ALL,))
+    names = tuple(name for name in known if name in baselines) or known
+    return ReportedPlan(
+        name=str(path),
+        plan=plan,
+        timeline=timeline,
+        held=held_activations(today.strategy, today.price_cache, timeline),
+        comparison=compare_traced(plan, model, names, SearchOptions()) if baselines else None,
+        snippets=(_run_line(path, plan),),
+        missing=("The plan of a traced module has no exports.",),
+    )
 
 
 def _priced(
