@@ -61,6 +61,8 @@ def explain(
         require_no_others(click.get_current_context(), "plan_file", "as_json")
         _explain_plan(plan_file, as_json=as_json)
         return
+    if target.model is None:
+        raise click.UsageError("a plan file is missing, or the --model of the operators to list")
     from parplan.commands.requests.layouts import layout_prices
     from parplan.commands.requests.requests import request_of
     from parplan.planner.layer_options.operator_strategies import operator_strategies
@@ -109,5 +111,7 @@ def _explain_plan(plan_file: Path, *, as_json: bool) -> None:
         print_json(explanation_document(plan, replies))
     else:
         print_explanation(plan, replies, console(sys.stdout))
+        if interrupted:
+            click.echo("\nstopped early (Ctrl-C): the questions without an answer are left out")
     if interrupted:
         sys.exit(INTERRUPTED)

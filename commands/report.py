@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,15 +13,15 @@ import click
 
 from parplan.commands.compare import DEFAULT
 from parplan.commands.export import TARGET
-from parplan.commands.options.result_options import STDOUT
-from parplan.commands.options.sections import BASELINES, OUTPUT
+from parplan.commands.options.result_options import STDOUT, trust_module_option
+from parplan.commands.options.sections import BASELINES, OUTPUT, SEARCH
 from parplan.commands.output import require_output
-from parplan.commands.style import Command, List, option
+from parplan.commands.style import INTERRUPTED, LONGEST_S, Command, List, Number, option
 
 if TYPE_CHECKING:
     from parplan.planner.export.fields.launcher import Target
     from parplan.planner.plan.plan import Plan
-    from parplan.planner.plan.traced_plan import AnyPlan
+    from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
     from parplan.report.page.reported_plan import ReportedPlan, Snippet
 
 NONE = "none"
@@ -30,6 +32,7 @@ ALL = "all"
     "report",
     cls=Command,
     epilog="  plan report plan.yaml\n  plan report fast.yaml lean.yaml -o both.html\n"
+    "  plan report plan.yaml --front --time-limit 60\n"
     "  plan report plan.yaml --baseline all -o - > report.html",
 )
 @click.argument(
@@ -53,6 +56,28 @@ ALL = "all"
     "the first that runs the stack of the plan]",
 )
 @option(
+    SEARCH,
+    "--front",
+    is_flag=True,
+    help="Search the front of step time and memory around the plan, and draw it in place of the "
+    "runners-up.",
+)
+@option(
+    SEARCH,
+    "--time-limit",
+    type=Number(max=LONGEST_S),
+    metavar="SECONDS",
+    help="Time after which the search of --front stops, with the points so far.",
+)
+@option(
+    OUTPUT,
+    "--trace",
+    is_flag=True,
+    help="Import and trace the module of a traced plan again, for its timeline, its memory over "
+    "the step and its baselines.",
+)
+@trust_module_option
+@option(
     OUTPUT,
     "-o",
     "--output",
@@ -65,46 +90,99 @@ def report(
     plan_files: tuple[Path, ...],
     baseline: tuple[str, ...],
     to: tuple[str, ...] | None,
+    front: bool,
+    time_limit: float | None,
+    trace: bool,
+    trust_module: bool,
     output: Path,
 ) -> None:
     """Write plans as one HTML page that needs no network; several stand side by side.
 
     The page shows the mesh, the timeline, memory, step time, redundancy, runners-up, baselines,
-    assumptions, and commands to copy. It is priced again for the timeline and the baselines.
+    assumptions, and commands to copy. It is priced again for the timeline and the baselines. The
+    plan files of one front are drawn as the front.
     """
     from parplan.profiles.documents.files import write_text
     from parplan.report.page.chart_library import chart_library, require_page_libraries
+    from parplan.report.page.html_page import render_page
 
+    _require_one_front(plan_files, time_limit, front=front)
     require_output(output)
     require_page_libraries()
     with chart_library() as library:  # its process works while all else is imported
-        page = _page(plan_files, baseline, to, library)
+        plans = _plans(plan_files, baseline, to, trace=trace, trust=trust_module)
+        interrupted = False
+        if front:
+            plans[0], interrupted = _with_front(plans[0], time_limit)
+        page = render_page(plans, library())
     if output == STDOUT:
         click.echo(page, nl=False)
-        return
-    write_text(page, output, hint="choose another file with --output")
-    click.echo(f"wrote {output}; open it in a browser")
+    else:
+        write_text(page, output, hint="choose another file with --output")
+        click.echo(f"wrote {output}; open it in a browser")
+    if interrupted:
+        sys.exit(INTERRUPTED)
 
 
-def _page(
+def _require_one_front(
+    plan_files: Sequence[Path], time_limit: float | None, *, front: bool
+) -> None:
+    """Raises UsageError for --front of several plans, and for its limit without it."""
+    if front and len(plan_files) > 1:
+        raise click.UsageError(
+            f"--front searches around one plan, there are {len(plan_files)}: give one, or leave "
+            "--front out"
+        )
+    if time_limit is not None and not front:
+        raise click.UsageError("--time-limit is for --front: add it, or leave --time-limit out")
+
+
+def _with_front(reported: ReportedPlan, time_limit: float | None) -> tuple[ReportedPlan, bool]:
+    """Returns a plan with the front around it, and True where Ctrl-C ended the search early.
+
+    Raises ConfigError for the plan of a traced module, and the errors of the search.
+    """
+    from parplan.commands.launcher_plans import described_plan
+    from parplan.commands.options.search_options import SearchFlags
+    from parplan.commands.requests.requests import FRONT, options_of
+    from parplan.commands.searching import answer_front, described_question
+    from parplan.planner.search.what_if import request_of_plan
+
+    plan = described_plan(reported.plan, Path(reported.name), hint="leave --front out")
+    flags = SearchFlags(objective=FRONT, time_limit=time_limit)
+    request = replace(request_of_plan(plan), options=options_of(flags))
+    front, interrupted = answer_front(described_question(request, flags), flags.points)
+    return replace(reported, front=front), interrupted
+
+
+def _plans(
     plan_files: Sequence[Path],
     baseline: tuple[str, ...],
     to: tuple[str, ...] | None,
-    library: Callable[[], str],
-) -> str:
+    *,
+    trace: bool,
+    trust: bool,
+) -> list[ReportedPlan]:
+    from parplan.commands import user_modules
     from parplan.commands.launcher_plans import read_plans
     from parplan.commands.options.target_options import TargetOptions
     from parplan.planner.baselines.systems import baseline_names
+    from parplan.planner.plan.traced_plan import TracedPlan
     from parplan.profiles.machines.unequal_cluster import require_equal
-    from parplan.report.page.html_page import render_page
 
     baselines = () if baseline == (NONE,) else baseline_names(baseline)
     targets = _targets(to)
     read = list(zip(plan_files, read_plans(plan_files, TargetOptions()), strict=True))
     for _, plan in read:
         require_equal(plan.cluster, "plan report")
-    plans = [_reported(path, plan, baselines, targets) for path, plan in read]
-    return render_page(plans, library())
+    plans = []
+    for path, plan in read:
+        if trace and isinstance(plan, TracedPlan):
+            user_modules.say_module(plan, path, trust=trust)
+            plans.append(_traced(path, plan, baselines))
+        else:
+            plans.append(_reported(path, plan, baselines, targets))
+    return plans
 
 
 def _targets(to: tuple[str, ...] | None) -> Sequence[Target] | None:
@@ -122,17 +200,14 @@ def _reported(
     path: Path, plan: AnyPlan, baselines: Sequence[str], targets: Sequence[Target] | None
 ) -> ReportedPlan:
     """Returns a plan with all that its page computes again."""
-    from parplan.executor.placed_layers import torchrun_line
     from parplan.planner.plan.traced_plan import TracedPlan
     from parplan.profiles.errors import ConfigError
-    from parplan.report.page.reported_plan import ReportedPlan, Snippet
+    from parplan.report.page.reported_plan import ReportedPlan
 
-    run = Snippet(
-        title="Run with parplan's executor", text=torchrun_line(plan, shlex.quote(str(path)))
-    )
+    run = _run_line(path, plan)
     missing = (
-        "The plan of a traced module has no timeline, no baselines and no exports here: they need "
-        "the module."
+        "The plan of a traced module has no timeline, no memory over the step and no baselines "
+        "here: they need the module, which plan report --trace imports. It has no exports."
     )
     if not isinstance(plan, TracedPlan):
         try:
@@ -140,6 +215,45 @@ def _reported(
         except ConfigError as error:
             missing = f"There is no timeline, and there are no baselines and no exports: {error}."
     return ReportedPlan(name=str(path), plan=plan, snippets=(run,), missing=(missing,))
+
+
+def _run_line(path: Path, plan: AnyPlan) -> Snippet:
+    from parplan.executor.placed_layers import torchrun_line
+    from parplan.report.page.reported_plan import Snippet
+
+    return Snippet(
+        title="Run with parplan's executor", text=torchrun_line(plan, shlex.quote(str(path)))
+    )
+
+
+def _traced(path: Path, plan: TracedPlan, baselines: Sequence[str]) -> ReportedPlan:
+    """Returns the plan of a module that is traced again, with its timeline and its baselines.
+
+    The baselines are those of `baselines` that a traced plan has, or all of these. Raises
+    ConfigError where the module cannot be traced or is another one now.
+    """
+    from parplan.commands.user_modules import traced_again
+    from parplan.planner.request import SearchOptions
+    from parplan.planner.runs.held_activations import held_activations
+    from parplan.planner.runs.timelines import predicted_timeline
+    from parplan.planner.traced.compare_traced import ALL, compare_traced, traced_baseline_names
+    from parplan.planner.traced.traced_strategy import reprice_traced
+    from parplan.report.page.reported_plan import ReportedPlan
+
+    model = traced_again(plan)
+    today = reprice_traced(plan, model)
+    timeline = predicted_timeline(today.strategy, today.price_cache)
+    known = traced_baseline_names((ALL,))
+    names = tuple(name for name in known if name in baselines) or known
+    return ReportedPlan(
+        name=str(path),
+        plan=plan,
+        timeline=timeline,
+        held=held_activations(today.strategy, today.price_cache, timeline),
+        comparison=compare_traced(plan, model, names, SearchOptions()) if baselines else None,
+        snippets=(_run_line(path, plan),),
+        missing=("The plan of a traced module has no exports.",),
+    )
 
 
 def _priced(

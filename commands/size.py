@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from parplan.planner.request import Request
     from parplan.planner.search.cluster_size import ClusterSize, TrainingRun
     from parplan.profiles.machines.hardware import Cluster
+    from parplan.report.searches.size_table import FoundSizes
 
 DEFAULT_KINDS = ("a100-80gb", "h100-80gb", "h200-141gb", "b200-180gb")
 # 16,384 GPUs of Llama 3 405B had 419 unexpected interruptions in 54 days (arXiv 2407.21783, 3.3.4).
@@ -125,19 +126,26 @@ def size(
     from parplan.planner.search.cluster_size import DAY_S
     from parplan.profiles.errors import InfeasibleError
     from parplan.profiles.units import parse_tokens
+    from parplan.report.searches.size_table import FoundSizes
 
     require_output(result.output)
     wanted = parse_tokens("--tokens", tokens)
     per_hour = prices_of(prices)
     asked = _Asked(target, pins, flags, failing)
     started_s = time.monotonic()
-    sizes, interrupted = _sizes(asked, kinds, wanted, days * DAY_S)
+    sizes, unanswered = _sizes(asked, kinds, wanted, days * DAY_S)
     if not sizes:
         raise KeyboardInterrupt
-    _deliver(_cheapest_first(sizes, per_hour), per_hour, asked, result, started_s)
-    if not any(one.run for one in sizes):
-        return InfeasibleError.exit_code
-    return INTERRUPTED if interrupted else 0
+    found = FoundSizes(
+        sizes=tuple(_cheapest_first(sizes, per_hour)),
+        unanswered=unanswered,
+        per_hour=per_hour,
+        elapsed_s=time.monotonic() - started_s,
+    )
+    _deliver(found, asked, result)
+    if unanswered:
+        return INTERRUPTED
+    return 0 if any(one.run for one in sizes) else InfeasibleError.exit_code
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,16 +207,17 @@ def prices_of(texts: Sequence[str]) -> Mapping[str, float]:
 
 def _sizes(
     asked: _Asked, kinds: Sequence[str], tokens: float, seconds: float
-) -> tuple[list[ClusterSize], bool]:
-    """Returns the answer for each kind, and True where Ctrl-C came before some.
+) -> tuple[list[ClusterSize], tuple[str, ...]]:
+    """Returns the answer for each kind, and the kinds without one because Ctrl-C came first.
 
     Each kind is searched in a process of its own.
     """
     from parplan.profiles.machines.machine_catalog import load_cluster
 
     names = list(dict.fromkeys(load_cluster(kind, what="GPU").name for kind in kinds))
-    found, interrupted = in_processes(partial(_size_of, asked, tokens, seconds), names, "kinds")
-    return [size for _, size in found], interrupted
+    found, _ = in_processes(partial(_size_of, asked, tokens, seconds), names, "kinds")
+    answered = dict(found)
+    return list(answered.values()), tuple(name for name in names if name not in answered)
 
 
 def _size_of(asked: _Asked, tokens: float, seconds: float, kind: str) -> ClusterSize:
@@ -243,24 +252,17 @@ def _cheapest_first(
     return sorted(sizes, key=key)
 
 
-def _deliver(
-    sizes: Sequence[ClusterSize],
-    per_hour: Mapping[str, float],
-    asked: _Asked,
-    result: ResultOptions,
-    started_s: float,
-) -> None:
+def _deliver(found: FoundSizes, asked: _Asked, result: ResultOptions) -> None:
     from parplan.planner.plan.plan_file import write_plan
     from parplan.report.searches.size_table import print_sizes, size_document
     from parplan.report.text import console
 
-    best = sizes[0].run
+    best = found.sizes[0].run
     if result.output is not None and best is not None:
         write_plan(best.plan, result.output)
-    elapsed_s = time.monotonic() - started_s
     if result.as_json:
-        print_json(size_document(sizes, per_hour, elapsed_s))
+        print_json(size_document(found))
         return
-    print_sizes(sizes, per_hour, asked.assumed(best), console(sys.stdout), elapsed_s)
+    print_sizes(found, asked.assumed(best), console(sys.stdout))
     if result.output is not None and best is not None:
         click.echo(f"wrote {result.output}, the plan of the first row")

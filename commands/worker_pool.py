@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from typing import TypeVar
 
 from parplan.commands.style import noticing_ctrl_c
@@ -41,7 +41,8 @@ def in_processes(
                 if begin:
                     begin("fastest", done, len(items))
         except KeyboardInterrupt:
-            pass
+            for process in active_children():
+                process.terminate()
         finally:
             pool.shutdown(cancel_futures=True)
     finished = [(item, each) for item, each in started if each.done() and not each.cancelled()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from parplan.costmodels.price_cache import PriceCache
+from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.schedules.actions import ActionKind
 from parplan.costmodels.schedules.simulator import StageCost
 from parplan.costmodels.stage_costs import step_costs
@@ -17,7 +17,7 @@ Moment = tuple[float, float]  # seconds into the step, and bytes held from then 
 
 
 def held_activations(
-    strategy: Strategy, price_cache: PriceCache, timeline: Timeline
+    strategy: Strategy, price_cache: LayerPriceCache, timeline: Timeline
 ) -> tuple[tuple[Moment, ...], ...]:
     """Returns the moments of each pipeline rank at which its held bytes change.
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from parplan.costmodels.price_cache import PriceCache
+from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.schedules.actions import ActionKind
 from parplan.costmodels.schedules.simulator import RankTimeline, StageCost
 from parplan.costmodels.stage_costs import StepCosts, step_costs
@@ -33,7 +33,7 @@ class Timeline:
     parts_s: Mapping[Key, float]
 
 
-def predicted_timeline(strategy: Strategy, price_cache: PriceCache) -> Timeline:
+def predicted_timeline(strategy: Strategy, price_cache: LayerPriceCache) -> Timeline:
     """Returns the replayed step; a transfer is the gap before the action that waits for it."""
     costs = step_costs(strategy, price_cache)
     step = simulated_step(strategy, costs, keep_events=True)

@@ -37,6 +37,12 @@ STACK_NOTES = (
     "parallelism",
 )
 _SOURCE_WIDTH = 30  # characters of a model's source; --json has all
+_LEAST_WIDTHS = {  # characters of a terminal that has room for a column of `plan models`
+    "source": FIXED_WIDTH,
+    "heads (kv)": 80,
+    "hidden": 72,
+    "batch": 72,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,24 +165,24 @@ def models_document() -> ModelsDocument:
 
 
 def print_models(out: Console) -> None:
-    """Print the table of `plan models`; a narrow terminal has no room for the sources."""
-    heading = ("name", "parameters", "layers", "hidden", "heads (kv)", "seq", "batch", "source")
-    num_columns = len(heading) if out.width >= FIXED_WIDTH else len(heading) - 1
-    rows = [_cells(row)[:num_columns] for row in model_rows()]
-    print_table(out, heading[:num_columns], rows, left=("name", "source"), indent=0)
+    """Print the table of `plan models`, in a narrow terminal without some columns."""
+    rows = [_cells(row) for row in model_rows()]
+    heading = [name for name in rows[0] if out.width >= _LEAST_WIDTHS.get(name, 0)]
+    cells = [[row[name] for name in heading] for row in rows]
+    print_table(out, heading, cells, left=("name", "source"), indent=0)
 
 
-def _cells(row: ModelRow) -> tuple[str, ...]:
-    return (
-        row.name,
-        format_count(row.num_parameters),
-        str(row.num_layers),
-        str(row.hidden_size),
-        f"{row.num_heads} ({row.num_kv_heads})",
-        str(row.seq_length),
-        str(row.global_batch_size),
-        _shortened(row.source),
-    )
+def _cells(row: ModelRow) -> dict[str, str]:
+    return {
+        "name": row.name,
+        "parameters": format_count(row.num_parameters),
+        "layers": str(row.num_layers),
+        "hidden": str(row.hidden_size),
+        "heads (kv)": f"{row.num_heads} ({row.num_kv_heads})",
+        "seq": str(row.seq_length),
+        "batch": str(row.global_batch_size),
+        "source": _shortened(row.source),
+    }
 
 
 def _shortened(text: str) -> str:

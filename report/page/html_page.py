@@ -8,7 +8,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from parplan.costmodels.communication.mesh import Axis
-from parplan.report.page.candidate_chart import FRONT_MARKS, front_chart, front_palette
+from parplan.report.page.candidate_chart import front_chart, front_marks
 from parplan.report.page.chart_theme import LIMIT, Row, unchecked_charts
 from parplan.report.page.figures import PlanFigures
 from parplan.report.page.machine_tables import (
@@ -42,6 +42,7 @@ from parplan.report.page.page_tables import (
     step_table,
     waits_table,
 )
+from parplan.report.page.plan_front import front_notes, front_table
 from parplan.report.page.reported_plan import ReportedPlan
 from parplan.report.page.rival_tables import (
     baselines_table,
@@ -86,7 +87,8 @@ def _rendered(plans: Sequence[ReportedPlan], library: str) -> str:
         FiguredPlan(each, PlanFigures(each.document, index)) for index, each in enumerate(plans)
     ]
     charts: dict[str, Row] = {}
-    if len(plans) > 1 or plans[0].plan.search.runners_up:
+    front = front_table(figured)
+    if front or len(plans) > 1 or plans[0].plan.search.runners_up:
         charts["front"] = front_chart(plans)
     views = [_view(index, each, charts) for index, each in enumerate(figured)]
     longest_s = max(each.plan.predicted.step_time_s.value for each in plans)
@@ -99,7 +101,9 @@ def _rendered(plans: Sequence[ReportedPlan], library: str) -> str:
             title=" and ".join(dict.fromkeys(each.title for each in plans)),
             overview=overview_table(figured),
             plans=views,
-            front_marks=FRONT_MARKS if len(plans) == 1 else {**FRONT_MARKS, **front_palette(plans)},
+            front=front,
+            front_notes=list(front_notes(plans)),
+            front_marks=front_marks(plans),
             kinds=KIND_TEXTS,
             charts=charts,
             style=_text(_STYLE),

@@ -12,9 +12,11 @@ from parplan.planner.plan.traced_plan import AnyPlan, model_name
 from parplan.planner.runs.held_activations import Moment
 from parplan.planner.runs.timelines import Timeline
 from parplan.planner.search.comparison import Comparison
+from parplan.planner.search.pareto import ParetoFront
 from parplan.profiles.documents.schema import document
 from parplan.report.plan_documents import plan_document
 from parplan.report.searches.comparison_document import comparison_document
+from parplan.report.searches.front_document import front_document
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,7 @@ class ReportedPlan:
     held         by pipeline rank, the bytes of activations over the step; empty without a timeline
     sent         by pipeline rank, the collectives of one device in a step; empty without a timeline
     comparison   the baselines, None where none were priced
+    front        the front that was searched for the plan, None where none was
     snippets     what starts the plan, and what other launchers read
     missing      sentences about parts of the page that this plan lacks
     """
@@ -50,6 +53,7 @@ class ReportedPlan:
     held: tuple[tuple[Moment, ...], ...] = ()
     sent: tuple[tuple[SentBytes, ...], ...] = ()
     comparison: Comparison | None = None
+    front: ParetoFront | None = None
     snippets: tuple[Snippet, ...] = ()
     missing: tuple[str, ...] = ()
 
@@ -61,6 +65,7 @@ class ReportedPlan:
 
     @cached_property
     def document(self) -> Mapping[str, Any]:
-        """The numbers that the page may show: the plan file's, and `comparison` beside them."""
+        """The numbers that the page may show: the plan file's, `comparison` and `front`."""
         compared = self.comparison and document(comparison_document(self.comparison))
-        return {**plan_document(self.plan), "comparison": compared}
+        front = self.front and document(front_document(self.front))
+        return {**plan_document(self.plan), "comparison": compared, "front": front}

@@ -80,5 +80,5 @@ def _shard_phrases(plan: TracedPlan) -> tuple[str, str]:
 
 def _shares(counts: Counter[str]) -> Iterator[str]:
     for index, (name, count) in enumerate(counts.items()):
-        unit = " blocks" if index == 0 else ""
-        yield name if len(counts) == 1 else f"{name} on {count}{unit}"
+        number = counted(count, "block") if index == 0 else count
+        yield name if len(counts) == 1 else f"{name} on {number}"

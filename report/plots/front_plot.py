@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,12 @@ _ROOM = 1.04  # factor that the axis of memory leaves beyond the device
 _LIMIT_COLOUR = "#D55E00"
 _REDUNDANT = "redundant memory over all GPUs, GiB"
 _TICKS = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
+
+
+def edge_s(steps_s: Sequence[float]) -> float:
+    """Returns the seconds at which steps that are far slower than the first are drawn."""
+    near_s = max(step_s for step_s in steps_s if step_s <= FAR * steps_s[0])
+    return near_s + 0.2 * max(near_s - steps_s[0], 0.1 * near_s)
 
 
 def draw_front(front: ParetoFront, path: Path) -> None:

@@ -22,7 +22,7 @@ from parplan.report.plans.block_phrases import layers_phrases
 from parplan.report.plans.plan_header import header, print_header, short_assumed
 from parplan.report.plans.summary import MOST_LINES
 from parplan.report.plans.summary_context import SummaryContext
-from parplan.report.plots.front_plot import FAR
+from parplan.report.plots.front_plot import edge_s
 from parplan.report.searches.drawn_points import FRAME, print_points
 from parplan.report.text import (
     gib_text,
@@ -103,13 +103,13 @@ def _draw(front: ParetoFront, out: Console, height: int) -> None:
     """Draw step time against peak memory; what is far slower stands at the upper edge."""
     if len(front.points) < 2:
         return
-    say(out, "  step against peak memory, points by number", "dim")
     steps_s = [point.step_time_s for point in front.points]
-    near_s = max(step_s for step_s in steps_s if step_s <= FAR * steps_s[0])
-    edge_s = near_s + 0.2 * max(near_s - steps_s[0], 0.1 * near_s)
+    top_s = edge_s(steps_s)
+    far = "; far slower at the top" if steps_s[-1] > top_s else ""
+    say(out, f"  step against peak memory, by number{far}", "dim")
     scale, unit = (1.0, "s") if steps_s[0] >= 1 else (1e3, "ms")
     points = [
-        (point.peak_memory_gib, scale * min(step_s, edge_s))
+        (point.peak_memory_gib, scale * min(step_s, top_s))
         for point, step_s in zip(front.points, steps_s, strict=True)
     ]
     print_points(points, ("GiB", unit), out, height=height)

@@ -62,30 +62,41 @@ class SizeRow:
 class SizesDocument(JsonResult):
     """The clusters that meet a deadline, cheapest or smallest first.
 
-    elapsed_s   seconds of all searches
+    elapsed_s    seconds of all searches
+    unanswered   kinds without an answer, because Ctrl-C came first
     """
 
     elapsed_s: float
+    unanswered: tuple[str, ...]
     sizes: tuple[SizeRow | MissedRow, ...]
 
 
-def print_sizes(
-    sizes: Sequence[ClusterSize],
-    per_hour: Mapping[str, float],
-    assumed: Sequence[str],
-    out: Console,
-    elapsed_s: float,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundSizes:
+    """The answers of a search for the least clusters, in the order of their print.
+
+    unanswered   kinds without an answer, because Ctrl-C came first
+    per_hour     price of a GPU-hour by kind
+    elapsed_s    seconds of all searches
+    """
+
+    sizes: tuple[ClusterSize, ...]
+    unanswered: tuple[str, ...]
+    per_hour: Mapping[str, float]
+    elapsed_s: float
+
+
+def print_sizes(found: FoundSizes, assumed: Sequence[str], out: Console) -> None:
     """Print the least cluster of each kind, and what its figures are."""
     if assumed:
         say(out, joined(assumed, ", ", out.width, start="assumed: "), "dim")
         say(out)
-    rows = [_cells(one.run, one.kind, per_hour) for one in sizes if one.run]
+    rows = [_cells(one.run, one.kind, found.per_hour) for one in found.sizes if one.run]
     if rows:
         shown = [name for name in rows[0] if any(row[name] for row in rows)]
         print_table(out, shown, [[row[name] for name in shown] for row in rows], left=("GPU",))
         say(out)
-    for label, text in _facts(sizes, elapsed_s):
+    for label, text in _facts(found):
         say(out, joined(text.split(" "), " ", out.width, start=labelled(label)))
 
 
@@ -106,8 +117,9 @@ def _cells(run: TrainingRun, kind: str, per_hour: Mapping[str, float]) -> dict[s
     }
 
 
-def _facts(sizes: Sequence[ClusterSize], elapsed_s: float) -> Iterator[tuple[str, str]]:
+def _facts(found: FoundSizes) -> Iterator[tuple[str, str]]:
     """Yields the lines under the table: kinds that miss the deadline, failures, and notes."""
+    sizes = found.sizes
     label = "plan"
     for one in sizes:
         if one.run:
@@ -129,12 +141,14 @@ def _facts(sizes: Sequence[ClusterSize], elapsed_s: float) -> Iterator[tuple[str
                 f"{span_text(one.run.goodput.interval_s)}",
             )
             label = ""
+    if found.unanswered:
+        yield "stopped", f"early (Ctrl-C): no answer yet for {', '.join(found.unanswered)}"
     searches = sum(len(one.tried) for one in sizes)
     yield (
         "searched",
-        f"{counted(searches, 'number')} of GPUs in {elapsed_s:.1f} s: powers of two and three "
-        "times those; a cluster is not searched where 15 % more of each GPU than a larger one has, "
-        "or the lower bound of its step, would still miss",
+        f"{counted(searches, 'number')} of GPUs in {found.elapsed_s:.1f} s: powers of two and "
+        "three times those; a cluster is not searched where 15 % more of each GPU than a larger "
+        "one has, or the lower bound of its step, would still miss",
     )
     kinds = sorted({str(one.run.plan.predicted.step_time_s.kind) for one in sizes if one.run})
     yield (
@@ -155,13 +169,12 @@ def _why(one: ClusterSize) -> str:
     return one.error.message
 
 
-def size_document(
-    sizes: Sequence[ClusterSize], per_hour: Mapping[str, float], elapsed_s: float
-) -> SizesDocument:
+def size_document(found: FoundSizes) -> SizesDocument:
     """Returns the sizes for `--json`."""
     return SizesDocument(
-        elapsed_s=round(elapsed_s, 3),
-        sizes=tuple(_row(one, per_hour.get(one.kind)) for one in sizes),
+        elapsed_s=round(found.elapsed_s, 3),
+        unanswered=found.unanswered,
+        sizes=tuple(_row(one, found.per_hour.get(one.kind)) for one in found.sizes),
     )
 
 

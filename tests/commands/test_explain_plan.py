@@ -37,3 +37,21 @@ def test_a_missing_plan_is_an_error(tmp_path: Path) -> None:
     run = CliRunner().invoke(main, ["explain", str(tmp_path / "none.yaml")])
     assert run.exit_code == 2
     assert "none.yaml" in run.output
+
+
+def test_an_explanation_says_that_ctrl_c_left_questions_out(
+    plan_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def first_alone(work, items, what):
+        return [(items[0], work(items[0]))], True
+
+    monkeypatch.setattr("parplan.commands.explain.in_processes", first_alone)
+    run = CliRunner().invoke(main, ["explain", plan_file])
+    assert run.exit_code == 130
+    assert "stopped early (Ctrl-C): the questions without an answer are left out" in run.stdout
+
+
+def test_a_plan_file_or_a_model_is_asked_for() -> None:
+    run = CliRunner().invoke(main, ["explain"])
+    assert run.exit_code == 2
+    assert "a plan file is missing, or the --model of the operators to list" in run.output

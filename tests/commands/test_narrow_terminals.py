@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from parplan import cli
 from parplan.planner.plan.plan_file import write_plan
 from parplan.planner.runs.run_file import write_run
+from parplan.report.machines.catalogue_tables import model_rows
 from tests.helpers.command_runs import succeed
 from tests.helpers.documented import ROOT
 from tests.helpers.synthetic_runs import estimated, run_of
@@ -70,3 +71,13 @@ def test_the_lines_of_a_command_fit(command, width, folder, monkeypatch):
 
     assert result.exit_code == ERRORS.get(command, 0), result.output
     assert [line for line in result.output.splitlines() if len(line) > width] == []
+
+
+@pytest.mark.parametrize("width", [60, 72, 80])
+def test_the_models_are_one_table(width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+
+    lines = succeed("models").stdout.splitlines()
+
+    assert len(lines) == len(model_rows()) + 1
+    assert max(map(len, lines)) <= width

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from parplan.cli import main
 from parplan.commands.size import prices_of
+from parplan.planner.search.cluster_size import ClusterSize
 from parplan.profiles.errors import ConfigError
+from parplan.report.searches.size_table import FoundSizes, print_sizes, size_document
 
 ASKED = [
     "size",
@@ -55,3 +59,14 @@ def test_tokens_are_a_number() -> None:
     run = CliRunner().invoke(main, [*ASKED[:3], "--tokens", "many", "--days", "1"])
     assert run.exit_code == 2
     assert "--tokens is 'many', it must be a number and a unit" in run.output
+
+
+def test_kinds_without_an_answer_after_ctrl_c_are_named() -> None:
+    missed = ClusterSize(
+        kind="a100-80gb", run=None, nearest=None, error=ConfigError("too slow"), tried=(8,)
+    )
+    found = FoundSizes(sizes=(missed,), unanswered=("h100-80gb",), per_hour={}, elapsed_s=1.0)
+    out = Console(file=io.StringIO(), width=80)
+    print_sizes(found, (), out)
+    assert "stopped   early (Ctrl-C): no answer yet for h100-80gb\n" in out.file.getvalue()
+    assert size_document(found).unanswered == ("h100-80gb",)

@@ -140,6 +140,8 @@ NOT_RUN = {
     "pip install 'parplan[notebook]' jupyterlab": NETWORK,
     "pip install 'parplan[report]'": NETWORK,
     "plan report plan.yaml --baseline all -o all.html": MINUTES,
+    "plan report plan.yaml --front --time-limit 60": "tests/report/page/test_page_front.py runs a smaller one",
+    "plan report plan-*.yaml -o front.html": "tests/report/page/test_page_front.py runs a smaller one",
     "plan report fast.yaml lean.yaml -o both.html": "tests/report/page/test_html_page.py runs one of two plans",
     "plan --model gpt-18b --gpus 8 --gpu v100-32gb --host-memory 240GiB": MINUTES,
     "plan max-model --gpus 8 --gpu a100-40gb --host-memory 1TiB": MINUTES,

@@ -13,6 +13,7 @@ from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Band, ErrorBand, Quantity, RunnerUp
 from parplan.planner.plan.traits import family_of
 from parplan.profiles.provenance import Kind
+from parplan.report.plans.block_phrases import layers_phrases
 from parplan.report.plans.notes import warnings
 from parplan.report.plans.summary import MOST_LINES, print_summary
 from parplan.report.plans.summary_context import SummaryContext
@@ -91,3 +92,16 @@ def test_a_plan_that_leaves_less_than_one_run_in_20_asked_for_says_so(plan, more
     changed = replace(plan, predicted=replace(plan.predicted, memory_gib=memory))
 
     assert any("--oom-risk 5%" in text for text in warnings(changed)) is warned
+
+
+def test_one_block_is_no_blocks(monkeypatch):
+    plan = estimated()
+    name, usual = next(iter(plan.layer_plans.items()))
+    other = replace(usual, recompute=("norm1",))
+    unlike = replace(plan, layer_plans={**plan.layer_plans, "other": other})
+    counts = {"other": 1, name: 53}
+    monkeypatch.setattr("parplan.report.plans.block_phrases.blocks_by_plan", lambda _: counts)
+
+    _, recompute = layers_phrases(unlike)
+
+    assert "norm1 on 1 block, none on 53" in recompute

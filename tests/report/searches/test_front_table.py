@@ -109,6 +109,13 @@ def test_the_short_form_draws_the_front_in_few_lines(width):
         assert rows[-1].split()[0] == str(len(of.points))
 
 
+def test_the_drawing_says_that_far_slower_points_stand_at_the_edge(monkeypatch):
+    assert "far slower at the top" not in printed(replace(front(), points=front().points[:2]))
+
+    monkeypatch.setattr("parplan.report.plots.front_plot.FAR", 1.0)
+    assert "by number; far slower at the top\n" in printed(front())
+
+
 def test_points_are_drawn_by_number_in_ascii_where_the_output_is_no_unicode():
     points = [(float(60 - 5 * number), 10.0 + number**2) for number in range(12)]
     drawn = {}
