@@ -144,6 +144,7 @@ def test_the_wheel_holds_every_file_of_the_product_once_and_nothing_else(install
     assert set(shipped) == expected | {"parplan/__init__.py"}
 
 
+@pytest.mark.slow
 def test_nothing_but_parplan_can_be_imported(installed, tmp_path):
     names = [*PACKAGES, *NOT_SHIPPED, "cli", "parplan"]
     code = f"from importlib.util import find_spec as f; print([n for n in {names} if f(n)])"
@@ -163,6 +164,7 @@ def test_plan_works_in_a_folder_with_the_same_names(installed, users_folder, com
     assert (users_folder / "plan.yaml").exists()
 
 
+@pytest.mark.slow
 def test_a_users_configs_win_beside_the_python_api(installed, users_folder):
     (users_folder / "search.py").write_text(PYTHON_API)
 

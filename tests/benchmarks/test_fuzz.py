@@ -78,6 +78,7 @@ def test_no_mutated_file_ends_in_a_traceback_and_no_plan_that_does_not_fit_toget
     assert causes == []
 
 
+@pytest.mark.slow
 def test_the_same_seed_makes_the_same_inputs_and_another_seed_others(seeds):
     for kind in without_torch():
         assert fuzzed.build(kind, 3, 0, seeds) == fuzzed.build(kind, 3, 0, seeds)

@@ -421,6 +421,7 @@ def of_experts(imbalance: float) -> Plan:
     return estimate_plan(load_model("mixtral-tiny").spec, cluster, training, layout)
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_uneven_experts_is_compared_with_even_ones_and_says_so(tmp_path):
     even, uneven = (of_experts(imbalance) for imbalance in (1.0, 1.5))
     assert uneven.predicted.memory_gib[0].total > even.predicted.memory_gib[0].total

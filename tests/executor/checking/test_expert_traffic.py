@@ -81,6 +81,7 @@ def test_experts_over_tensor_parallel_ranks_gather_and_scatter_more_than_whole_e
     assert more["tp", Collective.REDUCE_SCATTER] == passes * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(ON_GLOO, {"pp2-tp2-etp2"}))
 def test_balanced_ranks_on_gloo_exchange_the_predicted_bytes_in_as_many_calls(name, monkeypatch):
     monkeypatch.setattr(MixtureOfExperts, "_choose", balanced)

@@ -65,6 +65,7 @@ def uses(plan: Plan) -> list[tuple[RankUse, RankUse]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PLANS],

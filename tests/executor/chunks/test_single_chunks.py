@@ -42,6 +42,7 @@ def require_like_groups(cases: dict[str, dict]) -> None:
         require_all(single, COPIED_BYTES)
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_two_ranks_get_the_gradients_of_whole_groups_and_move_what_is_predicted():
     require_like_groups({name: CASES[name] for name in ("llama", "in-parameters")})

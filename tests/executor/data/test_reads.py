@@ -72,6 +72,7 @@ def read_by_plan(*, plain: bool) -> dict[str, list[list[int]]]:
     return dict(zip(plans, run_ranks(list(plans.values()), reads_of), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(PLANS, PLAIN))
 def test_middle_stages_read_nothing(name):
     _, readers = PLANS[name]

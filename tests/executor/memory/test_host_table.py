@@ -126,6 +126,7 @@ def test_ranks_hold_their_columns_of_the_table_and_its_states(name):
         assert measured == predicted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(PLAIN, {"dp2-zero3-llama"}))
 def test_rows_and_their_gradients_are_exchanged_and_no_gradient_of_the_table_is_reduced(name):
     outcomes = run_plans([PLANS[name], PLAIN[name]])

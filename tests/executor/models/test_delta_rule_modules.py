@@ -64,6 +64,7 @@ PLANS: dict[str, Plan] = {
 WORLDS = Worlds(PLANS, slow=[name for name in PLANS if name != "tp2-sp"])
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 @pytest.mark.parametrize("name", WORLDS.params())
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")

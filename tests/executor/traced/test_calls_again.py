@@ -176,6 +176,7 @@ def _heap_of_before() -> None:
     gc.freeze()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_heap_of_before")
 @pytest.mark.parametrize("name", mostly_slow(MODULES, {"bert"}))
 def test_lists_free_the_bytes_that_they_say_and_change_no_gradient(name):

@@ -80,6 +80,7 @@ PLANS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_all_ranks_end_with_the_same_error_on_every_mesh_and_kind_of_model():
     actual = run_ranks([plan for plan, _ in PLANS.values()], _spoilt_on_rank_1)

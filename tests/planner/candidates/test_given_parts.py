@@ -44,6 +44,7 @@ def test_the_bound_of_given_parts_is_below_every_plan_and_above_that_of_any_part
         assert any_parts.least_s * (1 - 1e-9) <= bound_s <= fastest_s * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_a_search_holds_the_bounds_of_few_layouts(monkeypatch):
     """The bounds by range of all layouts took gigabytes where experts hardly fit."""
     most = 4

@@ -401,6 +401,7 @@ def test_the_host_is_used_unasked_only_where_nothing_fits_without() -> None:
         )
 
 
+@pytest.mark.slow
 def test_an_error_says_how_much_memory_the_hosts_lack_and_that_much_is_enough() -> None:
     case = instance(1, 4 * STATES, host_memory_bytes=MIB)
     model = replace(case.model, num_layers=400)
