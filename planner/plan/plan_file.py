@@ -16,7 +16,7 @@ from parplan.planner.plan.plan import PLAN_VERSION, Plan
 from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
 from parplan.profiles.documents.files import write_text
 from parplan.profiles.documents.reader import Hints, read_yaml
-from parplan.profiles.documents.schema import document, parse
+from parplan.profiles.documents.schema import document, kind_text, parse
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.pool_documents import machine_document, machine_from_document
 from parplan.profiles.models.spec import rare_defaults
@@ -103,7 +103,7 @@ def checked_document(body: Any, where: str) -> dict[str, Any]:
     """Returns the document in today's form and its cluster parsed. Raises ConfigError."""
     if not isinstance(body, dict):
         raise ConfigError(
-            f"{where}: a plan is a mapping, found {type(body).__name__}", hint="make the plan again"
+            f"{where}: a plan is a mapping, found {kind_text(body)}", hint="make the plan again"
         )
     version = body.get("plan_version")
     version_text = "missing" if version is None else repr(version)

@@ -70,6 +70,12 @@ def _adapter(cls: Hashable) -> TypeAdapter[Any]:
     return TypeAdapter(cast(Any, cls))
 
 
+def kind_text(value: object) -> str:
+    """Returns the words for the kind of a value that is no mapping, such as `a list`."""
+    words = {type(None): "nothing", list: "a list", str: "text", bool: "true or false"}
+    return words.get(type(value), "a number")
+
+
 def _config_error(cls: type, details: ErrorDetails, where: str) -> ConfigError:
     loc, code = details["loc"], details["type"]
     value = details.get("input")
@@ -82,7 +88,7 @@ def _config_error(cls: type, details: ErrorDetails, where: str) -> ConfigError:
         return ConfigError(f"{where}: {path} is missing", hint=f"add {loc[-1]}")
     if code in ("dataclass_type", "dataclass_exact_type"):
         return ConfigError(
-            f"{where}: {path} must be a mapping, found {type(value).__name__}",
+            f"{where}: {path} must be a mapping, found {kind_text(value)}",
             hint="correct that value",
         )
     text = details["msg"][0].lower() + details["msg"][1:]

@@ -15,7 +15,7 @@ from importlib import resources
 from typing import Any
 
 from parplan.profiles.documents.reader import parse_yaml, read_yaml
-from parplan.profiles.documents.schema import parse
+from parplan.profiles.documents.schema import kind_text, parse
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.curves import CollectiveCurve, FlashCurve, MatmulCurve, MemoryCurve
 from parplan.profiles.machines.hardware import Cluster
@@ -141,7 +141,7 @@ def read_profile(text: str, where: str) -> Profile:
 def _profile(document: object, where: str) -> Profile:
     if not isinstance(document, Mapping):
         raise ConfigError(
-            f"{where}: found {type(document).__name__}, needed a mapping",
+            f"{where}: found {kind_text(document)}, needed a mapping",
             hint="rebuild it with parplan.profiles.build",
         )
     return parse(Profile, document, where)

@@ -19,7 +19,7 @@ from parplan.profiles.documents.packaged_configs import (
 )
 from parplan.profiles.documents.plain import Limits
 from parplan.profiles.documents.reader import read_json
-from parplan.profiles.documents.schema import parse
+from parplan.profiles.documents.schema import kind_text, parse
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import ModelEntry, ModelSpec
 
@@ -158,7 +158,7 @@ def _model_name(name: str) -> str:
 def _mapping(body: object, where: str) -> Mapping[str, Any]:
     if not isinstance(body, Mapping):
         raise ConfigError(
-            f"{where}: a model is a mapping, found {type(body).__name__}", hint="correct that file"
+            f"{where}: a model is a mapping, found {kind_text(body)}", hint="correct that file"
         )
     return body
 

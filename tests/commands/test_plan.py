@@ -786,7 +786,7 @@ def test_bad_input_is_one_error_and_one_hint(arguments, message):
     ("change", "message"),
     [
         pytest.param(lambda text: "a: [1\n", r"plan.yaml:2: not YAML", id="broken"),
-        pytest.param(lambda text: "- 1\n", r"a plan is a mapping, found list", id="a-list"),
+        pytest.param(lambda text: "- 1\n", r"a plan is a mapping, found a list", id="a-list"),
         pytest.param(
             lambda text: text.replace("plan_version: 2", "plan_version: 3"),
             r"plan_version is 3, .* reads 1 and 2",

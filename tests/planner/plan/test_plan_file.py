@@ -144,7 +144,7 @@ def put(*keys_and_value):
         ),
         pytest.param(
             put("predicted", "mfu", 0.5),
-            "predicted.mfu must be a mapping, found float",
+            "predicted.mfu must be a mapping, found a number",
             "correct that value",
             id="number-without-kind",
         ),
@@ -273,8 +273,8 @@ def test_the_stack_and_the_band_travel_in_the_file(plan, tmp_path):
             r"yaml:2: the tag tag:yaml.org,2002:python/object",
             id="no-code",
         ),
-        pytest.param("- 1\n", "a plan is a mapping, found list", id="a-list"),
-        pytest.param("", "a plan is a mapping, found NoneType", id="empty"),
+        pytest.param("- 1\n", "a plan is a mapping, found a list", id="a-list"),
+        pytest.param("", "a plan is a mapping, found nothing", id="empty"),
         pytest.param(b"\xff\x00", "plan.yaml:1: a NUL byte", id="not-text"),
     ],
 )

@@ -111,13 +111,13 @@ def test_a_dataclass_becomes_plain_values_and_comes_back_equal():
         ),
         pytest.param(
             None,
-            "t.yaml: the document must be a mapping, found NoneType",
+            "t.yaml: the document must be a mapping, found nothing",
             "correct that value",
             id="empty-file",
         ),
         pytest.param(
             {"name": "oak", "best": [1]},
-            "t.yaml: best must be a mapping, found list",
+            "t.yaml: best must be a mapping, found a list",
             "correct that value",
             id="list-for-mapping",
         ),

@@ -155,7 +155,7 @@ def chip_of_device(device):
 
 
 def test_a_malformed_profile_is_an_error_that_names_the_file_and_the_key():
-    with pytest.raises(ConfigError, match=r"broken\.yaml: found str"):
+    with pytest.raises(ConfigError, match=r"broken\.yaml: found text"):
         read_profile("just text", "broken.yaml")
     with pytest.raises(ConfigError, match=r"broken\.yaml.*flash_colonels"):
         read_profile(text_of("h100-80gb").replace("flash_kernels", "flash_colonels"), "broken.yaml")

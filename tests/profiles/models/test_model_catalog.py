@@ -389,10 +389,10 @@ def test_an_unknown_model_is_an_error_that_suggests_a_name(name, hint):
             "num_heads: 4", "num_heads: [4", ":6: not YAML: ", id="broken-yaml-with-its-line"
         ),
         pytest.param(
-            MODEL_YAML, "- 1\n", "the document must be a mapping, found list", id="a-list"
+            MODEL_YAML, "- 1\n", "the document must be a mapping, found a list", id="a-list"
         ),
         pytest.param(
-            MODEL_YAML, "", "the document must be a mapping, found NoneType", id="an-empty-file"
+            MODEL_YAML, "", "the document must be a mapping, found nothing", id="an-empty-file"
         ),
     ],
 )
@@ -416,7 +416,7 @@ def test_a_wrong_model_file_is_an_error_with_its_place(tmp_path, old, new, messa
             ":3: not JSON: ",
             id="broken-json-with-its-line",
         ),
-        pytest.param("config.json", "[1]", ": a model is a mapping, found list", id="json-list"),
+        pytest.param("config.json", "[1]", ": a model is a mapping, found a list", id="json-list"),
         pytest.param("mine.yaml", "\xff", ":1: not UTF-8 text", id="not-text"),
     ],
 )
