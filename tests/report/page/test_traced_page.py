@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from parplan.planner.plan.plan_file import read_any_plan
 from tests.helpers.command_runs import fail, succeed
 from tests.report.page.test_html_page import Page
 
-MODEL = ("--model", "tests.helpers.builtin_modules:gpt", "--gpus", "4", "--gpu", "cpu")
+MODULE = "tests.helpers.builtin_modules:gpt"
+MODEL = ("--model", MODULE, "--gpus", "4", "--gpu", "cpu")
 
 
 def test_a_traced_module_has_its_timeline_its_memory_and_its_baselines(tmp_path, monkeypatch):
@@ -28,5 +31,10 @@ def test_a_traced_module_has_its_timeline_its_memory_and_its_baselines(tmp_path,
     assert "comparison.baselines.0.step_time_s" in shown
     assert "The plan of a traced module has no exports." in page.words
 
-    monkeypatch.chdir(tmp_path)
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "module_of_a_page.py").write_text("from tests.helpers.builtin_modules import gpt\n")
+    file.write_text(file.read_text().replace(MODULE, "module_of_a_page:gpt"))
+    monkeypatch.syspath_prepend(code)
+    monkeypatch.chdir(Path(__file__).parent)
     assert "--trust-module" in fail(2, "report", str(file), "--trace", "-o", "-")
