@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.branch_and_bound import (
-    WORTH_REPLAYING,
     BranchOutcome,
     BranchWatch,
     best_of,
@@ -132,47 +131,15 @@ class _Fastest:
         """Returns the seconds of another choice where a cut leaves a layout too many columns.
 
         Bounds of shallow pipelines may be far below all their plans. Their columns are then left
-        out by a choice of equal ranks, whose columns are few, or by the first choice near its own
-        bound, of the deepest pipelines first.
+        out by the first choice near its own bound, of the deepest pipelines first.
         """
         if cut_s == INFINITY:
             many = layout.mesh.pp * self.session.num_blocks > MOST_CONTENTS
             return nearly_equal_s(layout, self.session) if many else INFINITY
         if self.near_s is None and cut_s > LOOSE * self.least_s(layout):
             self.near_s = INFINITY
-            self.near_s = self._replayed_s()
-            if self.near_s > LOOSE * self.least_s(layout):
-                near_s = filter(None, map(self._near_bound_s, self._deepest()))
-                self.near_s = min(self.near_s, next(near_s, INFINITY))
+            self.near_s = next(filter(None, map(self._near_bound_s, self._deepest())), INFINITY)
         return self.near_s or INFINITY
-
-    def _replayed_s(self) -> float:
-        """Returns the seconds up to which plans are replayed beside one of equal ranks.
-
-        It is the plan of the layout with the least bound that has one.
-        """
-        session = self.session
-        if not session.prices.ascending:
-            return INFINITY
-
-        def solve(layout: ParallelLayout, *_: float) -> SolvedCandidate | None:
-            relaxed = session.relaxed(layout, INFINITY)
-            choice = fastest_choice(layout, relaxed, INFINITY, session) if relaxed else None
-            return self._solved(layout, choice) if choice else None
-
-        equal = (
-            each
-            for each in session.prices.space.layouts
-            if each.mesh.pp > 1 and each.equal_ranks and not each.recomputes_ahead
-        )
-        outcome = branch_and_bound(
-            ((self.least_s(layout), layout) for layout in equal),
-            solve,
-            lambda solved: -INFINITY if solved else INFINITY,
-            BranchWatch(objective=Objective.THROUGHPUT, left_s=session.left_s, on_progress=None),
-            closer=lambda layout: closer_bounds_s(layout, session),
-        )
-        return WORTH_REPLAYING * best_of(outcome.solved)
 
     def _deepest(self) -> list[ParallelLayout]:
         """Returns the layout with the least bound of each pipeline degree, the deepest first."""
