@@ -236,3 +236,9 @@ class Plan(Displayed):
     search: SearchRecord
     module: ModuleSource | None = None
     chunks: ChunkPlan | None = None
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """The pool of each pipeline rank, none on equal nodes."""
+        by_rank = {stage.rank: stage.pool for stage in self.stages if stage.pool}
+        return tuple(by_rank[rank] for rank in sorted(by_rank))
