@@ -7,9 +7,33 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from parplan.planner.plan.plan import BatchShare, Plan
+from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
+
+
+def plans_of_run(named: Sequence[tuple[str, AnyPlan]]) -> tuple[AnyPlan, ...]:
+    """Returns the plans of a run: one plan, or those of pools that divide the batch.
+
+    named   each plan with the name of its file
+    Raises ConfigError where they are no job, or one plan is a part of one.
+    """
+    described = []
+    for name, plan in named:
+        if not isinstance(plan, TracedPlan):
+            described.append((name, plan))
+        elif len(named) > 1:
+            raise ConfigError(
+                f"{name}: it is the plan of a traced module, and pools train described models",
+                hint="run it alone",
+            )
+        else:
+            return (plan,)
+    if len(described) > 1:
+        return joined_plans(described)
+    require_alone(*described[0])
+    return (described[0][1],)
 
 
 def joined_plans(named: Sequence[tuple[str, Plan]]) -> tuple[Plan, ...]:
