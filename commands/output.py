@@ -80,10 +80,8 @@ def at_launchers(plan: Plan | TracedPlan, *, every: bool) -> tuple[LauncherPrice
     from parplan.planner.export.launcher_prices import launcher_prices
     from parplan.planner.export.targets import TARGETS, target_of
     from parplan.planner.plan.traced_plan import TracedPlan
-    from parplan.profiles.machines.unequal_cluster import UnequalCluster
 
-    pools = isinstance(plan.cluster, UnequalCluster)
-    if isinstance(plan, TracedPlan) or pools or (plan.search.launcher and not every):
+    if isinstance(plan, TracedPlan) or plan.pools or (plan.search.launcher and not every):
         return ()
     if every:
         return launcher_prices(plan, TARGETS.values())
@@ -99,11 +97,9 @@ def start_line(plan: Plan | TracedPlan, path: str) -> str:
     from parplan.executor.placed_layers import torchrun_line
     from parplan.planner.export.targets import target_of
     from parplan.planner.plan.traced_plan import TracedPlan
-    from parplan.profiles.machines.unequal_cluster import UnequalCluster
 
     target = None if isinstance(plan, TracedPlan) else target_of(plan.training.stack.name)
-    pools = isinstance(plan.cluster, UnequalCluster)  # no launcher says them
-    if target is None or pools or plan.cluster.device.is_host:
+    if target is None or plan.pools or plan.cluster.device.is_host:
         return torchrun_line(plan, path)
     name = plan.search.launcher or target.name
     return f"plan export {path} --to {name}"

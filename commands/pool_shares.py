@@ -19,11 +19,10 @@ def share_batch(request: Request, result: ResultOptions) -> int:
     """
     from parplan.planner.plan.plan_file import write_plan
     from parplan.planner.search.pools_divide_data import divide_batch
-    from parplan.profiles.machines.unequal_cluster import UnequalCluster
     from parplan.report.searches.share_table import print_shares
     from parplan.report.text import console
 
-    if not isinstance(request.cluster, UnequalCluster):
+    if not request.cluster.pool_names:
         raise ConfigError(
             f"--pools data: cluster {request.cluster.name} has equal nodes",
             hint="describe its pools in a cluster file, or leave out --pools",

@@ -99,4 +99,4 @@ def _state_bytes(training: TrainingSpec) -> tuple[float, float]:
 
 def _common(training: TrainingSpec) -> TrainingSpec:
     """Returns a training without the parts that pools have of their own."""
-    return replace(training, global_batch_size=1, stack=NEUTRAL)
+    return replace(training, global_batch_size=1, stack=NEUTRAL, overlap_grad_reduce=True)

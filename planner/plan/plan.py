@@ -260,3 +260,9 @@ class Plan(Displayed):
         The number `of` sequences is that of a step.
         """
         return self.batch_share or BatchShare(first=0, of=self.training.global_batch_size)
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """The pool of each pipeline rank, none on equal nodes."""
+        by_rank = {stage.rank: stage.pool for stage in self.stages if stage.pool}
+        return tuple(by_rank[rank] for rank in sorted(by_rank))
