@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from parplan.commands.options.result_options import STDOUT, ResultOptions
+from parplan.commands.style import tell_kept
 from parplan.planner.request import Request
 from parplan.profiles.errors import ConfigError
 
@@ -42,8 +43,9 @@ def share_batch(request: Request, result: ResultOptions) -> int:
     ]
     print_shares(divided, request, console(sys.stdout))
     for share, path in zip(divided.shares, paths, strict=True):
-        write_plan(share.plan, path)
+        kept = write_plan(share.plan, path)
         click.echo(f"wrote {path}", err=True)
+        tell_kept(kept)
     first, *others = (share.plan for share in divided.shares)
     files = " ".join(shlex.quote(str(path)) for path in paths)
     click.echo(f"run them with\n  {torchrun_line(first, files, others)}", err=True)
