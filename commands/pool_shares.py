@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from parplan.commands.options.result_options import STDOUT, ResultOptions
+from parplan.commands.style import tell_kept
 from parplan.planner.request import Request
 from parplan.profiles.errors import ConfigError
 
@@ -40,6 +41,7 @@ def share_batch(request: Request, result: ResultOptions) -> int:
     ]
     print_shares(divided, request, console(sys.stdout))
     for share, path in zip(divided.shares, paths, strict=True):
-        write_plan(share.plan, path)
+        kept = write_plan(share.plan, path)
         click.echo(f"wrote {path}", err=True)
+        tell_kept(kept)
     return 0

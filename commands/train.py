@@ -10,7 +10,16 @@ from pathlib import Path
 
 import click
 
-from parplan.commands.style import LONGEST_S, Command, Number, fail, option, packs, run_command
+from parplan.commands.style import (
+    LONGEST_S,
+    Command,
+    Number,
+    fail,
+    option,
+    packs,
+    run_command,
+    tell_kept,
+)
 from parplan.commands.user_modules import chunk_schedulers_of
 from parplan.costmodels.chunks.measured_bytes import WARM_UP_SHARE
 from parplan.executor import launch
@@ -26,7 +35,7 @@ from parplan.planner.plan.plan_file import read_any_plan
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.planner.runs.run_account import trace_ranks
 from parplan.planner.runs.run_file import RunFile, write_run
-from parplan.profiles.documents.files import require_writable, write_text
+from parplan.profiles.documents.files import require_writable, write_result
 from parplan.profiles.errors import ConfigError, PlannerError
 from parplan.profiles.models.module_trust import trusted_module_note
 from parplan.report.chrome_trace import trace_json
@@ -87,11 +96,13 @@ class RunFiles:
         Raises ConfigError.
         """
         print_run(run, console(sys.stdout))
-        write_run(run, self.run)
+        kept = write_run(run, self.run)
         say(console(sys.stdout), f"wrote {self.run}")
+        tell_kept(kept)
         if self.trace is not None:
-            write_text(trace_json(trace_ranks(run)), self.trace, hint=_OTHER_TRACE)
+            kept = write_result(trace_json(trace_ranks(run)), self.trace, hint=_OTHER_TRACE)
             say(console(sys.stdout), f"wrote {self.trace}; open it in https://ui.perfetto.dev")
+            tell_kept(kept)
 
 
 @click.command(

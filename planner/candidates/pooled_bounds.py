@@ -1,4 +1,4 @@
-"""Lower bounds of a layout of layers of several classes whose stages lie on unequal pools.
+"""Lower bounds of layers of several classes whose stages lie on unequal pools (EQUATIONS I8).
 
 Each stage has the ranges of its own pool, and all else is as on equal nodes
 (planner/candidates/range_bounds.py).

@@ -29,7 +29,7 @@ from parplan.planner.plan.assemble import assemble
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import SearchRecord
 from parplan.planner.request import Constraints, Request
-from parplan.planner.search.machine_tables import Books
+from parplan.planner.search.node_tables import Books
 from parplan.planner.search.sequence_prices import SequencePrices
 from parplan.planner.stage_columns.block_counts import shorter_ends
 from parplan.planner.stage_columns.sequence_table import BlockClassTable

@@ -19,7 +19,7 @@ from parplan.planner.candidates.range_bounds import CloserBounds, PathBounds, Ra
 from parplan.planner.candidates.whole_bounds import WholeBounds
 from parplan.planner.request import Request
 from parplan.planner.search.block_class_prices import BlockClassPrices
-from parplan.planner.search.machine_tables import Books
+from parplan.planner.search.node_tables import Books
 from parplan.planner.search.pooled_prices import pool_prices, pools_of, require_searched
 from parplan.planner.stage_columns.sequence_table import BlockClassTable
 

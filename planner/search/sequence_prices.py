@@ -29,7 +29,7 @@ from parplan.planner.layer_options.layer_option import LayerOption
 from parplan.planner.master import MasterChoice, evaluate
 from parplan.planner.plan.prediction import SearchRecord
 from parplan.planner.request import Constraints
-from parplan.planner.search.machine_tables import Books, Bounds, MachineTables, books_of
+from parplan.planner.search.node_tables import Books, Bounds, NodeTables, books_of
 from parplan.planner.search.part_moves import PartMoves
 from parplan.planner.search.search_session import ContentsMaker, SearchPrices, SearchSession
 from parplan.planner.stage_columns.sequence_chunk_columns import SequenceChunkColumns
@@ -65,7 +65,7 @@ class SequencePrices(SearchPrices):
         pools: ByPool = lambda books: {"": books},
     ) -> None:
         self._machines = {
-            pool: MachineTables(books, allowed, deadline, table)
+            pool: NodeTables(books, allowed, deadline, table)
             for pool, books in pools(books_of(price_cache, space.layouts)).items()
         }
         super().__init__(self._shardable(space), price_cache, allowed, deadline)

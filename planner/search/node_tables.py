@@ -35,7 +35,7 @@ def books_of(price_cache: LayerPriceCache, layouts: Iterable[ParallelLayout]) ->
     }
 
 
-class MachineTables:
+class NodeTables:
     """The tables of a model on equal nodes, each made once.
 
     table    makes the options of layers: a subclass of SequenceTable
