@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import click
 
 from parplan.commands.options.result_options import STDOUT
-from parplan.commands.style import print_json, tell
+from parplan.commands.style import print_json, tell, tell_kept
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,6 +42,17 @@ def require_output(output: Path | None) -> None:
         require_writable(output)
 
 
+def require_new(path: Path, *, force: bool, other: str) -> None:
+    """Raises ConfigError where a file is at `path`, unless `force` says to replace it.
+
+    other   a hint to choose another file
+    """
+    from parplan.profiles.errors import ConfigError
+
+    if path.exists() and not force:
+        raise ConfigError(f"{path} exists", hint=f"{other}, or overwrite it with --force")
+
+
 def deliver(
     plan: Plan | TracedPlan, context: SummaryContext, output: Path | None, *, as_json: bool
 ) -> None:
@@ -56,15 +67,17 @@ def deliver(
         click.echo(plan_to_yaml(plan), nl=False)
         print_plan(plan, console(sys.stderr), context)
         return
+    kept = None
     try:
         if output is not None and output != STDOUT:
-            write_plan(plan, output)
+            kept = write_plan(plan, output)
             context = replace(context, closing=_closing(plan, output))
     finally:
         if as_json:
             print_plan_json(plan, context.elapsed_s, context.failures)
         else:
             print_plan(plan, console(sys.stdout), context)
+        tell_kept(kept)
 
 
 def _closing(plan: Plan | TracedPlan, output: Path) -> tuple[str, ...]:
