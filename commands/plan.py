@@ -48,6 +48,8 @@ from parplan.commands.style import (
     print_json,
     show_version,
     tell,
+    tell_kept,
+    wrote_picture,
 )
 
 if TYPE_CHECKING:
@@ -221,19 +223,20 @@ def _deliver_front(
     from parplan.report.text import console
 
     paths = plan_paths(output, len(front.points))
+    kept: list[Path | None] = []
     try:
         for point, path in zip(front.points, paths, strict=True):
-            write_plan(point.plan, path)
+            kept.append(write_plan(point.plan, path))
     finally:
         if result.as_json:
             print_json(front_document(front, paths, context.elapsed_s or 0.0))
         else:
             print_front(front, paths, console(sys.stdout), context)
+    tell_kept(*kept)
     beyond = plan_paths(output, len(paths) + 1)[-1]
     if beyond.exists():
         tell(f"note: {beyond} and what follows is of an earlier front")
     if result.plot:
         from parplan.report.plots.front_plot import draw_front
 
-        draw_front(front, result.plot)
-        click.echo(f"wrote {result.plot}", err=result.as_json)
+        wrote_picture(result.plot, draw_front(front, result.plot), to_stderr=result.as_json)

@@ -57,9 +57,9 @@ def described_question(request: Request, flags: SearchFlags) -> Question:
     from parplan.commands.requests.pins import require_possible
     from parplan.commands.requests.requests import all_assumed, offload_assumed
     from parplan.planner.plan.plan import Plan
-    from parplan.planner.search.price_factory import DescribedFactory
+    from parplan.planner.search.price_factory import described_factory
 
-    factory: PriceFactory = DescribedFactory(request, _explained_error)
+    factory: PriceFactory = described_factory(request, _explained_error)
     find: Find | None = None
     if flags.launcher is not None:
         request, factory, find = _for_launcher(request, flags.launcher)

@@ -31,6 +31,7 @@ from parplan.commands.style import (
     option,
     packs,
     print_json,
+    tell_kept,
 )
 from parplan.commands.worker_pool import in_processes
 
@@ -259,7 +260,7 @@ def _deliver(found: FoundSizes, asked: _Asked, result: ResultOptions) -> None:
 
     best = found.sizes[0].run
     if result.output is not None and best is not None:
-        write_plan(best.plan, result.output)
+        tell_kept(write_plan(best.plan, result.output))
     if result.as_json:
         print_json(size_document(found))
         return

@@ -22,7 +22,6 @@ from parplan.profiles.divisors import divisors
 from parplan.profiles.documents.ranges import require_range
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
-from parplan.profiles.machines.unequal_cluster import UnequalCluster
 from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.models.spec import ModelSpec, Optimizer, TrainingSpec
 from parplan.profiles.models.transformer import has_unlike_blocks
@@ -367,7 +366,7 @@ class PlanRequest(Generic[ModelT]):
         reason = None
         if not isinstance(self.model, ModelSpec):
             reason = "described models: no error band tells the plans of a traced module apart"
-        elif isinstance(self.cluster, UnequalCluster):
+        elif self.cluster.pool_names:
             reason = "nodes that are alike: each pool of the cluster has its own figures"
         if reason:
             raise ConfigError(f"--robust is for {reason}", hint="leave it out")

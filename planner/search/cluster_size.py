@@ -16,7 +16,7 @@ from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.plan_goodput import plan_goodput
 from parplan.planner.request import Request
 from parplan.planner.search.many_searches import Answer, answer_of
-from parplan.planner.search.price_factory import DescribedFactory
+from parplan.planner.search.price_factory import described_factory
 from parplan.profiles.errors import ConfigError, InfeasibleError, PlannerError
 from parplan.profiles.models.transformer import build_graph
 
@@ -130,7 +130,7 @@ class SizeProbes:
     def _search(self, gpus: int, *, wholly: bool) -> None:
         try:
             request = self.request_of(gpus)
-            factory = DescribedFactory(request)
+            factory = described_factory(request)
             steps = self.tokens / request.training.tokens_per_step
             least_s = steps * factory.least_step_s()
             if least_s > self.seconds and not wholly:

@@ -24,7 +24,6 @@ from parplan.profiles.machines.curves import CollectiveCurve
 from parplan.profiles.machines.hardware import Cluster, Link
 from parplan.profiles.machines.shipped_profiles import Machine, machine_for
 from parplan.profiles.machines.speeds import Profile
-from parplan.profiles.machines.unequal_cluster import UnequalCluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +46,12 @@ def cluster_at(cluster: Cluster, factors: SpeedFactors) -> Cluster:
 
     Those of an unequal cluster are the speeds of all its pools and joins.
     """
-    if isinstance(cluster, UnequalCluster):
-        joins = (join.at(factors.across_nodes) for join in cluster.joins)
-        return cluster.with_pools(lambda pool: cluster_at(pool, factors), joins)
-    machine = at_speeds(machine_for(cluster), factors)
-    return replace(machine.cluster, profile=machine.profile)
+
+    def at(nodes: Cluster) -> Cluster:
+        machine = at_speeds(machine_for(nodes), factors)
+        return replace(machine.cluster, profile=machine.profile)
+
+    return cluster.with_nodes(at, joins=factors.across_nodes)
 
 
 def _cluster(cluster: Cluster, factors: SpeedFactors) -> Cluster:
