@@ -218,8 +218,8 @@ def _assumptions(each: FiguredPlan) -> Iterator[Cells]:
 
 
 def _of_nodes(each: FiguredPlan, nodes: _Nodes) -> Iterator[Cells]:
-    figures, training, of = each.figures, each.reported.plan.training, nodes.suffix
-    device = nodes.cluster.device
+    figures, device = each.figures, nodes.cluster.device
+    training, of = each.reported.plan.training, nodes.suffix
     memory = figures(f"{nodes.key}.device.memory_gib", Form.GIB)
     yield f"memory of a GPU{of}, GiB", memory
     if training.precision in device.peak_flops_per_s:

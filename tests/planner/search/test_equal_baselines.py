@@ -21,7 +21,7 @@ def compared(instance: Instance):
 
 
 def test_the_baselines_are_the_fastest_plans_of_equal_nodes():
-    instance = two_pools(3)
+    instance = two_pools(5)
     cluster = pools_of(instance)
     comparison = compared(instance)
 
