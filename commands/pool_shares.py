@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -18,6 +19,7 @@ def share_batch(request: Request, result: ResultOptions) -> int:
 
     Raises ConfigError for equal nodes, and for an output that is not files.
     """
+    from parplan.executor.placed_layers import torchrun_line
     from parplan.planner.plan.plan_file import write_plan
     from parplan.planner.search.pools_divide_data import divide_batch
     from parplan.report.searches.share_table import print_shares
@@ -44,4 +46,7 @@ def share_batch(request: Request, result: ResultOptions) -> int:
         kept = write_plan(share.plan, path)
         click.echo(f"wrote {path}", err=True)
         tell_kept(kept)
+    first, *others = (share.plan for share in divided.shares)
+    files = " ".join(shlex.quote(str(path)) for path in paths)
+    click.echo(f"run them with\n  {torchrun_line(first, files, others)}", err=True)
     return 0

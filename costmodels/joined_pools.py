@@ -38,7 +38,8 @@ def prices_on(name: str, price_cache: Prices) -> Prices:
         prices.whole = price_cache
         return prices
 
-    return price_cache.once(("pool", name), make)
+    prices = price_cache.once(("pool", name), make)
+    return prices.with_states(on_host=price_cache.offloads_states).with_tower(price_cache.tower)
 
 
 def _training(training: TrainingSpec, pool: Pool) -> TrainingSpec:

@@ -40,6 +40,15 @@ def require_consistent(plan: AnyPlan, where: str) -> None:
     else:
         _require_stages(plan.stages, plan.model.num_blocks + 2, where)
         _require_described(plan, where)
+        _require_share(plan, where)
+
+
+def _require_share(plan: Plan, where: str) -> None:
+    """Raises ConfigError unless the sequences of a plan lie inside the batch of all pools."""
+    whole, own = plan.whole_batch, plan.training.global_batch_size
+    if not 0 <= whole.first <= whole.of - own:
+        found = f"{own} sequences from {whole.first} on, of {whole.of}"
+        raise _unfit(where, "batch_share", found)
 
 
 def _require_pools(plan: AnyPlan, where: str) -> None:

@@ -40,6 +40,8 @@ def plan_to_document(plan: AnyPlan) -> dict[str, Any]:
         if not each["pipeline"]["micro_batches_of_replicas"]:
             del each["pipeline"]["micro_batches_of_replicas"]
     if isinstance(plan, Plan):
+        if plan.batch_share is None:
+            del body["batch_share"]
         for name in rare_defaults(plan.model):
             del body["model"][name]
     body["cluster"] = machine_document(plan.cluster)

@@ -33,7 +33,7 @@ class WorkSpan:
 
     work                 of a micro-batch F, R, B, I or W (forward, recompute ahead of the backward,
                          backward, its part of the input and of the weights); of the step data,
-                         reduce, tied or optimizer
+                         reduce, tied, pools or optimizer
     stage, micro_batch   -1 for work of the step
 
     A forward pass that ends in the loss may have two spans.

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from parplan.costmodels.joined_pools import gradient_exchange_s
 from parplan.planner.infeasible.shortfall import price_cache_of
 from parplan.planner.objective import Objective
-from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.plan import BatchShare, Plan
 from parplan.planner.request import Request
 from parplan.planner.search.find_plan import find_plan
 from parplan.profiles.errors import ConfigError, InfeasibleError
@@ -104,10 +104,18 @@ def divide_batch(request: Request) -> DividedBatch:
     slowdown = request.options.max_slowdown
     if request.objective is Objective.MEMORY:
         slowest_s = (slowest_s + exchange_s) * (1 + slowdown) - exchange_s
+    firsts = itertools.accumulate(best, initial=0)
     return DividedBatch(
         shares=tuple(
-            PoolShare(pool=pool, sequences=share, plan=searches.final(pool, share, slowest_s))
-            for pool, share in zip(cluster.by_name, best, strict=True)
+            PoolShare(
+                pool=pool,
+                sequences=share,
+                plan=replace(
+                    searches.final(pool, share, slowest_s),
+                    batch_share=BatchShare(first=first, of=searches.batch),
+                ),
+            )
+            for pool, share, first in zip(cluster.by_name, best, firsts, strict=False)
         ),
         exchange_s=exchange_s,
         copies_gib=(len(best) - 1) * gib(sum(price_cache.ideal_states(1))),

@@ -15,6 +15,7 @@ from parplan.planner.objective import Prefer
 from parplan.planner.request import PlanRequest, Request, host_contents, searched_offload
 from parplan.planner.search.block_class_prices import BlockClassPrices
 from parplan.planner.search.described_shortfall import infeasible_error, least_peak_bytes
+from parplan.planner.search.pooled_class_prices import PooledClassPrices
 from parplan.planner.search.pooled_prices import PooledPrices
 from parplan.planner.search.search_session import INFINITY, DescribedPrices, SearchPrices
 from parplan.profiles.errors import InfeasibleError
@@ -142,7 +143,7 @@ class PooledFactory(DescribedFactory):
         self.searched = ()  # plans over pools keep all states on the devices
 
     def _make(self, request: Request) -> SearchPrices:
-        return PooledPrices(request)
+        return PooledClassPrices(request) if self._unlike else PooledPrices(request)
 
     def error(self, offload: Hosted) -> InfeasibleError:
         return InfeasibleError(

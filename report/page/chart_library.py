@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 
 from parplan.profiles.documents.files import write_text
@@ -41,10 +42,9 @@ def chart_library() -> Iterator[Callable[[], str]]:
     version: the user's cache folder keeps it. Its version of Vega-Lite is that of altair's charts.
     """
     import altair as alt
-    import vl_convert
 
     release = ".".join(alt.SCHEMA_VERSION.lstrip("v").split(".")[:2])
-    cached = cache_folder() / f"charts-{vl_convert.__version__}-{release}.js"
+    cached = cache_folder() / f"charts-{version('vl-convert-python')}-{release}.js"
     library = _kept(cached)
     if library is not None:
         yield lambda: library

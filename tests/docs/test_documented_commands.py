@@ -172,6 +172,7 @@ NOT_RUN = {
     "torchrun --nproc-per-node 8 -m parplan.executor plan.yaml": LAUNCHES,
     "torchrun --nproc-per-node 8 -m parplan.executor plan.yaml --steps 100": LAUNCHES,
     "torchrun --nproc-per-node 2 -m parplan.executor plan.yaml --steps 5": LAUNCHES,
+    "torchrun --nnodes 8 --nproc-per-node 8 -m parplan.executor plan-a100-80gb.yaml plan-h100-80gb.yaml --steps 1000 --checkpoint-dir checkpoints": LAUNCHES,
     "torchrun --nproc-per-node 8 --max-restarts 3 -m parplan.executor plan.yaml --data tokens.bin --steps 10000 --checkpoint-dir checkpoints": LAUNCHES,
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 -m parplan.profiles.profile_comm -o comm.yaml": GPUS,
     "torchrun --nproc-per-node 2 -m parplan.executor plan.yaml --data tokens.bin --steps 20 --checkpoint-dir checkpoints": LAUNCHES,
