@@ -34,8 +34,8 @@ def without_beaten_forms(
     forms: dict[tuple[int, Sharding], dict[Sharding, None]] = {}
     for layout in space.layouts:
         if layout.mesh.cp > 1:
-            way = without_experts(layout.sharding)
-            forms.setdefault((layout.micro_batch_size, _ring(way)), {})[way] = None
+            sharding = without_experts(layout.sharding)
+            forms.setdefault((layout.micro_batch_size, _ring(sharding)), {})[sharding] = None
     beaten: dict[tuple[int, Sharding], ContextForm | None] = {}
     for (micro_batch_size, _), shardings in forms.items():
         deadline.check()
