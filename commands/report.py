@@ -169,13 +169,10 @@ def _plans(
     from parplan.commands.options.target_options import TargetOptions
     from parplan.planner.baselines.systems import baseline_names
     from parplan.planner.plan.traced_plan import TracedPlan
-    from parplan.profiles.machines.unequal_cluster import require_equal
 
     baselines = () if baseline == (NONE,) else baseline_names(baseline)
     targets = _targets(to)
     read = list(zip(plan_files, read_plans(plan_files, TargetOptions()), strict=True))
-    for _, plan in read:
-        require_equal(plan.cluster, "plan report")
     plans = []
     for path, plan in read:
         if trace and isinstance(plan, TracedPlan):

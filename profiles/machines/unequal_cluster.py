@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from parplan.profiles.errors import ConfigError, unknown_name_error
 from parplan.profiles.machines.hardware import Cluster, Device, Link
@@ -124,6 +124,11 @@ class UnequalCluster(Cluster):
     ) -> UnequalCluster:
         pools = (replace(pool, cluster=change(pool.cluster)) for pool in self.pools)
         return unequal_cluster(self.name, pools, (join.at(joins) for join in self.joins))
+
+    @property
+    def as_slowest(self) -> Cluster:
+        """The equal cluster that promises no more than each pool has."""
+        return Cluster(**{field.name: getattr(self, field.name) for field in fields(Cluster)})
 
     @property
     def pool_names(self) -> tuple[str, ...]:

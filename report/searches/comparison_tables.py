@@ -238,6 +238,8 @@ def _shortfall(comparison: Comparison, row: ComparisonRow) -> str:
     """Returns the GiB that a baseline's leanest plan is short of, or its lack of a legal layout."""
     assert row.baseline is not None, "a plan has no shortfall"
     lean, plan = row.baseline.leanest, comparison.ours.plan
+    if lean is None and plan.pools:
+        return f"{row.name} has no plan that fits"
     if lean is None:
         return (
             f"{row.name} has no legal layout on {plan.cluster.num_gpus} GPUs with a "
@@ -271,7 +273,9 @@ def comparison_notes(comparison: Comparison, *, pinned: bool) -> Iterator[str]:
             f"the plan file says {seconds_text(comparison.filed_step_s)}; the comparison is of "
             f"{seconds_text(ours.step_s)}, as priced now"
         )
-    if ours.fullest.total > comparison.limit_bytes:
+    if ours.plan.pools:
+        yield "systems that know no pools are priced as if every GPU were the slowest"
+    elif ours.fullest.total > comparison.limit_bytes:
         yield (
             f"{ours.name} needs {gib_text(gib(ours.fullest.total))} GiB, more than the "
             f"{gib_text(gib(comparison.limit_bytes))} that {_held(comparison)}: "
