@@ -36,6 +36,7 @@ from parplan.commands.searching import (
     Question,
     answer,
     answer_front,
+    choosing_spares,
     described_question,
     print_unsearched,
     with_failures,
@@ -121,7 +122,7 @@ def main(
     if ctx.invoked_subcommand is not None:
         _require_none_before(ctx)
         return None
-    from parplan.commands.requests.failures import without_goodput
+    from parplan.commands.requests.failures import chooses_spares, without_goodput
     from parplan.commands.requests.launchers import require_described, with_launcher
     from parplan.commands.requests.requests import (
         request_of,
@@ -130,11 +131,12 @@ def main(
         require_no_front,
     )
 
-    flags = without_goodput(flags, failing)
     front = flags.objective == "pareto"
     target = with_launcher(target, flags.launcher)
     assert result.output is not None, "the option has a default"
     source = user_modules.source_of(target, tracing)
+    choosing = chooses_spares(flags, failing, described=source is None)
+    flags = without_goodput(flags, failing)
     require_method(flags, described=source is None)
     if front:
         require_front(flags, result.output, result.plot)
@@ -153,6 +155,8 @@ def main(
         require_described(flags.launcher)
         question = user_modules.traced_question(source, target, tracing, pins, flags)
     question = with_failures(question, failing)
+    if choosing:
+        question = choosing_spares(question)
     if flags.explain:
         print_unsearched(question, to_stderr=result.as_json or result.output == STDOUT)
     search = _front if front else _search

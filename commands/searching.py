@@ -122,6 +122,19 @@ def with_failures(question: Question, options: FailureOptions) -> Question:
     return replace(question, failures=failures, assumed_of=assumed_of)
 
 
+def choosing_spares(question: Question) -> Question:
+    """Returns a question that also asks how many nodes train, and how many wait as spares."""
+    from parplan.planner.search.most_goodput import find_most_goodput
+
+    request, failures = question.factory.request, question.failures
+    assert failures is not None, "the objective is the goodput"
+
+    def find(on_progress: OnProgress | None) -> AnyPlan:
+        return find_most_goodput(request, failures, on_progress, _explained_error)
+
+    return replace(question, find=find)
+
+
 def _print_orders(plan: AnyPlan, to_stderr: bool) -> None:
     """Prints what the order of the mesh axes gains."""
     from parplan.planner.plan.mesh_orders import order_prices

@@ -7,6 +7,7 @@ whose lower bound of the step misses the deadline is not searched.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -48,7 +49,7 @@ class TrainingRun:
     def seconds(self) -> float:
         """Seconds from the first step to the last, with failures."""
         share = self.goodput.share if self.goodput else 1.0
-        return self.tokens / (self.tokens_per_s * share)
+        return self.tokens / (self.tokens_per_s * share) if share else math.inf
 
     @property
     def days(self) -> float:

@@ -67,6 +67,7 @@ QUICK = (
     "plan profile -o theirs.yaml --gpu a100-80gb --import allreduce_bandwidth_2nodes_8gpus_per_node.json",
 )
 SLOW = (
+    "plan --model gpt-20b --gpus 64 --objective goodput --mtbf 2000h",
     "plan --model gpt-2.5b --gpus 8 --search greedy --time-limit 4",
     "plan --model gpt-20b --gpu a100-80gb:32+h100-80gb:32",
     "plan --model gpt-20b --gpu a100-80gb:32+h100-80gb:32 --pools data",
