@@ -151,6 +151,7 @@ NOT_RUN = {
     "plan --model ./llama/config.json --trace --gpus 4 --gpu cpu --precision fp32 --lora-rank 16 --lora-targets q_proj,down_proj": PLACEHOLDER,
     "plan --model my_package.my_model:build --gpus 4 --gpu cpu --precision fp32": PLACEHOLDER,
     "plan check plan.yaml --execute": LAUNCHES,
+    "plan check plan-a100-80gb.yaml plan-h100-80gb.yaml --execute": LAUNCHES,
     "plan --model shape.yaml --module my_package.my_model:build --gpus 8": PLACEHOLDER,
     "plan estimate ... --offload optimizer --host-optimizer 12 --eviction lru --memory-limit 24GiB": "is cut short",
     "plan profile -o mygpu.yaml --model gpt-20b --minutes 10": GPUS,
