@@ -112,7 +112,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     result = Installed(wheel, folder / "environment")
     venv.create(result.environment, with_pip=False, symlinks=True)
     python = result.environment / "bin" / "python"
-    pip("--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel)
+    pip("--python", python, "install", "--quiet", "--no-compile", "--no-deps", "--no-index", wheel)
     others = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     (result.packages / "others.pth").write_text("\n".join(sorted(others)))
     return result
