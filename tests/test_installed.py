@@ -154,7 +154,13 @@ def test_nothing_but_parplan_can_be_imported(installed, tmp_path):
     assert top == {"others.pth", "parplan"}
 
 
-@pytest.mark.parametrize("command", [["plan"], ["python", "-m", "parplan.cli"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(["plan"], id="plan"),
+        pytest.param(["python", "-m", "parplan.cli"], id="module", marks=pytest.mark.slow),
+    ],
+)
 def test_plan_works_in_a_folder_with_the_same_names(installed, users_folder, command):
     request = ["--model", "gpt-tiny", "--gpus", "2", "--gpu", "cpu"]
 
