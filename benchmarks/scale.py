@@ -12,7 +12,6 @@ in docs/design/growth.md and draws docs/images/growth.png.
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -20,20 +19,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from benchmarks.search.growth import (
-    HEADING,
-    PAGE,
-    Point,
-    Sweep,
-    growth_lines,
-    measured,
-    row,
-    write_page,
-)
 from benchmarks.search.speed import ROOT
+from benchmarks.search.sweeps import PAGE, Point, Sweep, run_sweeps, write_page
 from parplan.profiles.units import MIB
 from parplan.report.plots.scatter_plot import save
-from parplan.report.text import console, print_table, say
+from parplan.report.text import console, say
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -85,22 +75,12 @@ def _draw_line(axes: Axes, points: Sequence[Point], values: Sequence[float]) -> 
 @click.option("--write", is_flag=True, help="Replace the table of the page and draw the picture.")
 def main(model: str | None, gpus: str | None, repeat: int, write: bool) -> None:
     """Measure the growth of a search with the number of GPUs."""
-    errors, out = console(sys.stderr), console(sys.stdout)
-    table: list[Point] = []
-    with tempfile.TemporaryDirectory() as text:
-        for name, own in MODELS.items():
-            sweep = Sweep(name, own, partial(on_gpus, name))
-            sizes = tuple(map(int, gpus.split(","))) if gpus else sweep.sizes
-            for size in sizes if model in (None, name) else ():
-                table.append(measured(sweep, size, Path(text), repeat))
-                say(errors, "  ".join(row(table[-1])))
-    print_table(out, HEADING, map(row, table), left=("sweep",))
-    for line in growth_lines(table):
-        say(out, line)
+    sweeps = [Sweep(name, own, partial(on_gpus, name)) for name, own in MODELS.items()]
+    table = run_sweeps(sweeps, model, gpus, repeat)
     if write:
-        write_page(table, PAGE, "scale.py")
+        write_page(table, "scale.py")
         draw(table, PICTURE)
-        say(errors, f"wrote {PAGE} and {PICTURE}")
+        say(console(sys.stderr), f"wrote {PAGE} and {PICTURE}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from parplan.commands.options.result_options import STDOUT, as_json
 from parplan.commands.options.sections import OUTPUT
 from parplan.commands.options.target_options import TargetOptions, target_options
 from parplan.commands.output import require_output
-from parplan.commands.style import Command, option, print_json
+from parplan.commands.style import Command, option, print_json, tell_kept
 
 if TYPE_CHECKING:
     from parplan.planner.calibration.measured_run import MeasuredRun
@@ -64,7 +64,7 @@ def calibrate(
     beside the factors.
     """
     from parplan.planner.calibration.run_factors import calibrate
-    from parplan.profiles.documents.files import write_text
+    from parplan.profiles.documents.files import write_result
     from parplan.profiles.machines.user_profile import profile_to_document, profile_to_yaml
     from parplan.report.runs.calibration_table import print_calibration
     from parplan.report.runs.trace_table import print_traces
@@ -76,7 +76,8 @@ def calibrate(
     if output == STDOUT:
         click.echo(profile_to_yaml(made), nl=False)
     else:
-        write_text(profile_to_yaml(made), output, hint="choose another file with --output")
+        kept = write_result(profile_to_yaml(made), output, hint="choose another file with --output")
+        tell_kept(kept)
     if as_json:
         print_json(profile_to_document(made))
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ import click
 from parplan.commands.options.option_values import LAUNCHERS
 from parplan.commands.options.result_options import as_json
 from parplan.commands.options.sections import OUTPUT
-from parplan.commands.style import Command, option, print_json
+from parplan.commands.style import Command, option, print_json, tell_kept
 
 if TYPE_CHECKING:
     from parplan.planner.export.exported import Export
@@ -125,7 +125,7 @@ def _require_whole(exported: Export) -> None:
         )
 
 
-def _wrote(paths: Sequence[Path], *, as_json: bool) -> None:
+def _wrote(paths: Mapping[Path, Path | None], *, as_json: bool) -> None:
     if as_json:
         from parplan.report.plans.export_text import WrittenFiles
 
@@ -133,3 +133,4 @@ def _wrote(paths: Sequence[Path], *, as_json: bool) -> None:
         return
     for path in paths:
         click.echo(f"wrote {path}")
+    tell_kept(*paths.values())

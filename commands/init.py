@@ -177,16 +177,15 @@ def init(
 
 
 def _write(path: Path, given: InitOptions, *, force: bool, as_json: bool) -> None:
+    from parplan.commands.output import require_new
     from parplan.profiles.documents.files import require_writable, write_text
-    from parplan.profiles.errors import ConfigError
     from parplan.profiles.inventory.cluster_draft import draft_of, draft_text
     from parplan.profiles.inventory.found_machine import found_machine
     from parplan.profiles.inventory.machine_facts import merged
     from parplan.report.machines.cluster_findings import draft_document
 
     hint = "choose another FILE"
-    if path.exists() and not force:
-        raise ConfigError(f"{path} exists", hint=f"{hint}, or overwrite it with --force")
+    require_new(path, force=force, other=hint)
     require_writable(path, hint=hint)
     facts = merged(
         _given(given), _scheduled(given), found_machine() if given.look else {}, _switches(given)

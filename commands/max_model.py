@@ -27,6 +27,7 @@ from parplan.commands.style import (
     packs,
     print_json,
     tell,
+    tell_kept,
 )
 
 if TYPE_CHECKING:
@@ -179,5 +180,6 @@ def _deliver(
 def _write(plan: Plan, output: Path) -> None:
     from parplan.planner.plan.plan_file import write_plan
 
-    write_plan(plan, output)
+    kept = write_plan(plan, output)
     tell(f"wrote {output}, the plan of {plan.model.name}")
+    tell_kept(kept)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import click
 
 from parplan.commands.options.result_options import STDOUT
-from parplan.commands.style import print_json, tell
+from parplan.commands.style import print_json, tell, tell_kept
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,6 +42,17 @@ def require_output(output: Path | None) -> None:
         require_writable(output)
 
 
+def require_new(path: Path, *, force: bool, other: str) -> None:
+    """Raises ConfigError where a file is at `path`, unless `force` says to replace it.
+
+    other   a hint to choose another file
+    """
+    from parplan.profiles.errors import ConfigError
+
+    if path.exists() and not force:
+        raise ConfigError(f"{path} exists", hint=f"{other}, or overwrite it with --force")
+
+
 def deliver(
     plan: Plan | TracedPlan, context: SummaryContext, output: Path | None, *, as_json: bool
 ) -> None:
@@ -56,15 +67,17 @@ def deliver(
         click.echo(plan_to_yaml(plan), nl=False)
         print_plan(plan, console(sys.stderr), context)
         return
+    kept = None
     try:
         if output is not None and output != STDOUT:
-            write_plan(plan, output)
+            kept = write_plan(plan, output)
             context = replace(context, closing=_closing(plan, output))
     finally:
         if as_json:
             print_plan_json(plan, context.elapsed_s, context.failures)
         else:
             print_plan(plan, console(sys.stdout), context)
+        tell_kept(kept)
 
 
 def _closing(plan: Plan | TracedPlan, output: Path) -> tuple[str, ...]:
@@ -80,10 +93,8 @@ def at_launchers(plan: Plan | TracedPlan, *, every: bool) -> tuple[LauncherPrice
     from parplan.planner.export.launcher_prices import launcher_prices
     from parplan.planner.export.targets import TARGETS, target_of
     from parplan.planner.plan.traced_plan import TracedPlan
-    from parplan.profiles.machines.unequal_cluster import UnequalCluster
 
-    pools = isinstance(plan.cluster, UnequalCluster)
-    if isinstance(plan, TracedPlan) or pools or (plan.search.launcher and not every):
+    if isinstance(plan, TracedPlan) or plan.pools or (plan.search.launcher and not every):
         return ()
     if every:
         return launcher_prices(plan, TARGETS.values())
@@ -99,11 +110,9 @@ def start_line(plan: Plan | TracedPlan, path: str) -> str:
     from parplan.executor.placed_layers import torchrun_line
     from parplan.planner.export.targets import target_of
     from parplan.planner.plan.traced_plan import TracedPlan
-    from parplan.profiles.machines.unequal_cluster import UnequalCluster
 
     target = None if isinstance(plan, TracedPlan) else target_of(plan.training.stack.name)
-    pools = isinstance(plan.cluster, UnequalCluster)  # no launcher says them
-    if target is None or pools or plan.cluster.device.is_host:
+    if target is None or plan.pools or plan.cluster.device.is_host:
         return torchrun_line(plan, path)
     name = plan.search.launcher or target.name
     return f"plan export {path} --to {name}"

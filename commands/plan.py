@@ -36,6 +36,7 @@ from parplan.commands.searching import (
     Question,
     answer,
     answer_front,
+    choosing_spares,
     described_question,
     print_unsearched,
     with_failures,
@@ -48,6 +49,8 @@ from parplan.commands.style import (
     print_json,
     show_version,
     tell,
+    tell_kept,
+    wrote_picture,
 )
 
 if TYPE_CHECKING:
@@ -119,7 +122,7 @@ def main(
     if ctx.invoked_subcommand is not None:
         _require_none_before(ctx)
         return None
-    from parplan.commands.requests.failures import without_goodput
+    from parplan.commands.requests.failures import chooses_spares, without_goodput
     from parplan.commands.requests.launchers import require_described, with_launcher
     from parplan.commands.requests.requests import (
         request_of,
@@ -128,11 +131,12 @@ def main(
         require_no_front,
     )
 
-    flags = without_goodput(flags, failing)
     front = flags.objective == "pareto"
     target = with_launcher(target, flags.launcher)
     assert result.output is not None, "the option has a default"
     source = user_modules.source_of(target, tracing)
+    choosing = chooses_spares(flags, failing, described=source is None)
+    flags = without_goodput(flags, failing)
     require_method(flags, described=source is None)
     if front:
         require_front(flags, result.output, result.plot)
@@ -151,6 +155,8 @@ def main(
         require_described(flags.launcher)
         question = user_modules.traced_question(source, target, tracing, pins, flags)
     question = with_failures(question, failing)
+    if choosing:
+        question = choosing_spares(question)
     if flags.explain:
         print_unsearched(question, to_stderr=result.as_json or result.output == STDOUT)
     search = _front if front else _search
@@ -221,19 +227,20 @@ def _deliver_front(
     from parplan.report.text import console
 
     paths = plan_paths(output, len(front.points))
+    kept: list[Path | None] = []
     try:
         for point, path in zip(front.points, paths, strict=True):
-            write_plan(point.plan, path)
+            kept.append(write_plan(point.plan, path))
     finally:
         if result.as_json:
             print_json(front_document(front, paths, context.elapsed_s or 0.0))
         else:
             print_front(front, paths, console(sys.stdout), context)
+    tell_kept(*kept)
     beyond = plan_paths(output, len(paths) + 1)[-1]
     if beyond.exists():
         tell(f"note: {beyond} and what follows is of an earlier front")
     if result.plot:
         from parplan.report.plots.front_plot import draw_front
 
-        draw_front(front, result.plot)
-        click.echo(f"wrote {result.plot}", err=result.as_json)
+        wrote_picture(result.plot, draw_front(front, result.plot), to_stderr=result.as_json)

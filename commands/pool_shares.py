@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
 import click
 
 from parplan.commands.options.result_options import STDOUT, ResultOptions
+from parplan.commands.style import tell_kept
 from parplan.planner.request import Request
 from parplan.profiles.errors import ConfigError
 
@@ -17,13 +19,13 @@ def share_batch(request: Request, result: ResultOptions) -> int:
 
     Raises ConfigError for equal nodes, and for an output that is not files.
     """
+    from parplan.executor.placed_layers import torchrun_line
     from parplan.planner.plan.plan_file import write_plan
     from parplan.planner.search.pools_divide_data import divide_batch
-    from parplan.profiles.machines.unequal_cluster import UnequalCluster
     from parplan.report.searches.share_table import print_shares
     from parplan.report.text import console
 
-    if not isinstance(request.cluster, UnequalCluster):
+    if not request.cluster.pool_names:
         raise ConfigError(
             f"--pools data: cluster {request.cluster.name} has equal nodes",
             hint="describe its pools in a cluster file, or leave out --pools",
@@ -41,6 +43,10 @@ def share_batch(request: Request, result: ResultOptions) -> int:
     ]
     print_shares(divided, request, console(sys.stdout))
     for share, path in zip(divided.shares, paths, strict=True):
-        write_plan(share.plan, path)
+        kept = write_plan(share.plan, path)
         click.echo(f"wrote {path}", err=True)
+        tell_kept(kept)
+    first, *others = (share.plan for share in divided.shares)
+    files = " ".join(shlex.quote(str(path)) for path in paths)
+    click.echo(f"run them with\n  {torchrun_line(first, files, others)}", err=True)
     return 0

@@ -27,6 +27,7 @@ from parplan.commands.style import (
     packs,
     print_json,
     tell,
+    wrote_picture,
 )
 
 if TYPE_CHECKING:
@@ -262,8 +263,7 @@ def _show(path: Path, options: ProfileOptions) -> int:
 def _draw(profile: UserProfile, plot: Path, *, quiet: bool) -> None:
     from parplan.report.plots.profile_plot import draw_profile
 
-    draw_profile(profile, plot)
-    click.echo(f"wrote {plot}", err=quiet)
+    wrote_picture(plot, draw_profile(profile, plot), to_stderr=quiet)
 
 
 def _measure(options: ProfileOptions) -> int:

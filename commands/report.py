@@ -16,7 +16,7 @@ from parplan.commands.export import TARGET
 from parplan.commands.options.result_options import STDOUT, trust_module_option
 from parplan.commands.options.sections import BASELINES, OUTPUT, SEARCH
 from parplan.commands.output import require_output
-from parplan.commands.style import INTERRUPTED, LONGEST_S, Command, List, Number, option
+from parplan.commands.style import INTERRUPTED, LONGEST_S, Command, List, Number, option, tell_kept
 
 if TYPE_CHECKING:
     from parplan.planner.export.fields.launcher import Target
@@ -102,7 +102,7 @@ def report(
     assumptions, and commands to copy. It is priced again for the timeline and the baselines. The
     plan files of one front are drawn as the front.
     """
-    from parplan.profiles.documents.files import write_text
+    from parplan.profiles.documents.files import write_result
     from parplan.report.page.chart_library import chart_library, require_page_libraries
     from parplan.report.page.html_page import render_page
 
@@ -118,8 +118,9 @@ def report(
     if output == STDOUT:
         click.echo(page, nl=False)
     else:
-        write_text(page, output, hint="choose another file with --output")
+        kept = write_result(page, output, hint="choose another file with --output")
         click.echo(f"wrote {output}; open it in a browser")
+        tell_kept(kept)
     if interrupted:
         sys.exit(INTERRUPTED)
 
@@ -168,13 +169,10 @@ def _plans(
     from parplan.commands.options.target_options import TargetOptions
     from parplan.planner.baselines.systems import baseline_names
     from parplan.planner.plan.traced_plan import TracedPlan
-    from parplan.profiles.machines.unequal_cluster import require_equal
 
     baselines = () if baseline == (NONE,) else baseline_names(baseline)
     targets = _targets(to)
     read = list(zip(plan_files, read_plans(plan_files, TargetOptions()), strict=True))
-    for _, plan in read:
-        require_equal(plan.cluster, "plan report")
     plans = []
     for path, plan in read:
         if trace and isinstance(plan, TracedPlan):

@@ -57,9 +57,9 @@ def described_question(request: Request, flags: SearchFlags) -> Question:
     from parplan.commands.requests.pins import require_possible
     from parplan.commands.requests.requests import all_assumed, offload_assumed
     from parplan.planner.plan.plan import Plan
-    from parplan.planner.search.price_factory import DescribedFactory
+    from parplan.planner.search.price_factory import described_factory
 
-    factory: PriceFactory = DescribedFactory(request, _explained_error)
+    factory: PriceFactory = described_factory(request, _explained_error)
     find: Find | None = None
     if flags.launcher is not None:
         request, factory, find = _for_launcher(request, flags.launcher)
@@ -120,6 +120,19 @@ def with_failures(question: Question, options: FailureOptions) -> Question:
         return *question.assumed_of(plan), *assumed
 
     return replace(question, failures=failures, assumed_of=assumed_of)
+
+
+def choosing_spares(question: Question) -> Question:
+    """Returns a question that also asks how many nodes train, and how many wait as spares."""
+    from parplan.planner.search.most_goodput import find_most_goodput
+
+    request, failures = question.factory.request, question.failures
+    assert failures is not None, "the objective is the goodput"
+
+    def find(on_progress: OnProgress | None) -> AnyPlan:
+        return find_most_goodput(request, failures, on_progress, _explained_error)
+
+    return replace(question, find=find)
 
 
 def _print_orders(plan: AnyPlan, to_stderr: bool) -> None:

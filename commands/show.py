@@ -13,7 +13,7 @@ from parplan.commands.options.launcher_options import launcher_options
 from parplan.commands.options.result_options import as_json
 from parplan.commands.options.target_options import TargetOptions
 from parplan.commands.output import at_launchers, chosen_ranks, print_plan, print_plan_json
-from parplan.commands.style import Command, option, print_json
+from parplan.commands.style import Command, option, print_json, wrote_picture
 
 _CHUNKS = "Chunks"
 _INSTRUCTIONS = "Instructions"
@@ -179,10 +179,10 @@ def _show_chunks(plan_file: Path, rank: int | None, plot: Path | None, *, as_jso
         rank_chunks, prices = rank_chunks_of(plan, rank), prices_of_plan(plan)
     moments = levels(rank_chunks, prices)
     if plot:
-        draw_levels(moments, plan, rank, rank_chunks.device_bytes, plot)
+        kept = draw_levels(moments, plan, rank, rank_chunks.device_bytes, plot)
     if as_json:
         print_json(levels_document(moments, rank, rank_chunks.device_bytes))
     else:
         print_levels(moments, rank, rank_chunks, console(sys.stdout))
     if plot:
-        click.echo(f"wrote {plot}", err=as_json)
+        wrote_picture(plot, kept, to_stderr=as_json)

@@ -31,6 +31,7 @@ from parplan.commands.style import (
     option,
     packs,
     print_json,
+    tell_kept,
 )
 from parplan.commands.worker_pool import in_processes
 
@@ -103,6 +104,13 @@ DEFAULT_MTBF = "50000h"
     "--output",
     type=click.Path(path_type=Path),
     help="File for the plan of the first row.",
+)
+@option(
+    OUTPUT,
+    "-v",
+    "--verbose",
+    is_flag=True,
+    help="Print all defaults, and the plan and the failures of every kind.",
 )
 @as_json
 @packs("target", TargetOptions)
@@ -259,10 +267,10 @@ def _deliver(found: FoundSizes, asked: _Asked, result: ResultOptions) -> None:
 
     best = found.sizes[0].run
     if result.output is not None and best is not None:
-        write_plan(best.plan, result.output)
+        tell_kept(write_plan(best.plan, result.output))
     if result.as_json:
         print_json(size_document(found))
         return
-    print_sizes(found, asked.assumed(best), console(sys.stdout))
+    print_sizes(found, asked.assumed(best), console(sys.stdout), whole=result.verbose)
     if result.output is not None and best is not None:
         click.echo(f"wrote {result.output}, the plan of the first row")

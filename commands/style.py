@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import fields
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import click
@@ -324,6 +325,20 @@ def tell(text: str) -> None:
     from parplan.report.wrapping import broken, width_of
 
     click.echo(broken(text, width_of(sys.stderr)), err=True)
+
+
+def tell_kept(*kept: Path | None) -> None:
+    """Says on stderr under which names older files are kept that a command did not overwrite."""
+    names = [str(path) for path in kept if path is not None]
+    if names:
+        more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+        tell(f"kept what was there before as {', '.join(names[:2])}{more}")
+
+
+def wrote_picture(plot: Path, kept: Path | None, *, to_stderr: bool) -> None:
+    """Says that a picture was written, and where an older one is kept."""
+    click.echo(f"wrote {plot}", err=to_stderr)
+    tell_kept(kept)
 
 
 def escaped(text: str) -> str:

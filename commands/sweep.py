@@ -26,6 +26,8 @@ from parplan.commands.style import (
     noticing_ctrl_c,
     option,
     print_json,
+    tell_kept,
+    wrote_picture,
 )
 
 if TYPE_CHECKING:
@@ -136,15 +138,19 @@ def _deliver(
 
     found = list(zip(rows, answers.each, strict=False))
     paths: Sequence[Path] = ()
+    kept: list[Path | None] = []
     if result.output is not None:
         paths = plan_paths(result.output, len(found))
-        for (_, answer), path in zip(found, paths, strict=True):
-            if answer.plan:
-                write_plan(answer.plan, path)
+        kept = [
+            write_plan(answer.plan, path)
+            for (_, answer), path in zip(found, paths, strict=True)
+            if answer.plan
+        ]
     if result.as_json:
         print_json(sweep_document(found, answers.stopped, paths, elapsed_s))
     else:
         print_sweep(found, answers.stopped, paths, console(sys.stdout), elapsed_s)
+    tell_kept(*kept)
     if result.plot is not None:
-        draw_sweep([answer.plan for _, answer in found if answer.plan], result.plot)
-        click.echo(f"wrote {result.plot}", err=result.as_json)
+        drawn = [answer.plan for _, answer in found if answer.plan]
+        wrote_picture(result.plot, draw_sweep(drawn, result.plot), to_stderr=result.as_json)

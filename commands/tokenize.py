@@ -65,6 +65,7 @@ _TOKENS = "Tokens"
     metavar="FILE",
     help="Token file (.bin) to write; its description goes to FILE.json.",
 )
+@option(OUTPUT, "--force", is_flag=True, help="Write over FILE.")
 @as_json
 def tokenize(
     inputs: tuple[Path, ...],
@@ -73,6 +74,7 @@ def tokenize(
     patterns: tuple[str, ...],
     dtype: str,
     output: Path,
+    force: bool,
     as_json: bool,
 ) -> None:
     """Turn text files into a file of token ids for `python -m parplan.executor --data`.
@@ -80,6 +82,7 @@ def tokenize(
     Every INPUT is a file or a folder. Each file is one document; the tokenizer's end-of-document
     id follows it.
     """
+    from parplan.commands.output import require_new
     from parplan.executor.data.tokens import documents, load_tokenizer, write_tokens
     from parplan.profiles.errors import ConfigError
     from parplan.profiles.units import format_bytes
@@ -89,6 +92,7 @@ def tokenize(
             f"--glob is given {len(patterns)} times, it is one pattern for all INPUTs",
             hint="name other files as INPUT",
         )
+    require_new(output, force=force, other="choose another file with --output")
     written = write_tokens(
         documents(inputs, patterns[0]), output, load_tokenizer(tokenizer, download=download), dtype
     )

@@ -9,7 +9,7 @@ import click
 from parplan.commands.options.result_options import STDOUT
 from parplan.commands.options.sections import OUTPUT
 from parplan.commands.output import require_output
-from parplan.commands.style import Command, option
+from parplan.commands.style import Command, option, tell_kept
 
 
 @click.command(cls=Command, epilog="  plan trace plan.yaml -o trace.json")
@@ -27,7 +27,7 @@ def trace(plan_file: Path, output: Path) -> None:
     """Write the predicted timeline of a step as a trace for Perfetto or chrome://tracing."""
     from parplan.planner.plan.plan_file import read_plan
     from parplan.planner.runs.run_account import plan_trace_ranks
-    from parplan.profiles.documents.files import write_text
+    from parplan.profiles.documents.files import write_result
     from parplan.report.chrome_trace import trace_json
 
     require_output(output)
@@ -35,5 +35,6 @@ def trace(plan_file: Path, output: Path) -> None:
     if output == STDOUT:
         click.echo(text, nl=False)
         return
-    write_text(text, output, hint="choose another file with --output")
+    kept = write_result(text, output, hint="choose another file with --output")
     click.echo(f"wrote {output}; open it in https://ui.perfetto.dev")
+    tell_kept(kept)

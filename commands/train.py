@@ -5,28 +5,46 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
-from parplan.commands.style import LONGEST_S, Command, Number, fail, option, packs, run_command
+from parplan.commands.style import (
+    LONGEST_S,
+    Command,
+    Number,
+    fail,
+    option,
+    packs,
+    run_command,
+    tell_kept,
+)
 from parplan.commands.user_modules import chunk_schedulers_of
 from parplan.costmodels.chunks.measured_bytes import WARM_UP_SHARE
 from parplan.executor import launch
 from parplan.executor.checkpoint.resume import CheckpointOptions
 from parplan.executor.data.tokens import TOKEN_TYPES
 from parplan.executor.rules.all_rules import validate
+from parplan.executor.rules.pool_rules import plans_of_run
 from parplan.executor.rules.traced_rules import validate_traced_plan
 from parplan.executor.run_options import LARGEST_SEED, LearningRateSchedule, Options
-from parplan.executor.run_plan import RunReport, RunSetting, device_of, require_world, run_plan
+from parplan.executor.run_plan import (
+    RunReport,
+    RunSetting,
+    device_of,
+    pool_place,
+    require_world,
+    run_plan,
+)
 from parplan.executor.training.compiled import validate_compiled
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.plan_file import read_any_plan
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.planner.runs.run_account import trace_ranks
 from parplan.planner.runs.run_file import RunFile, write_run
-from parplan.profiles.documents.files import require_writable, write_text
+from parplan.profiles.documents.files import require_writable, write_result
 from parplan.profiles.errors import ConfigError, PlannerError
 from parplan.profiles.models.module_trust import trusted_module_note
 from parplan.report.chrome_trace import trace_json
@@ -38,6 +56,7 @@ EXAMPLE = (
     "  torchrun --nproc-per-node 8 -m parplan.executor plan.yaml --steps 5\n"
     "  torchrun --nproc-per-node 8 -m parplan.executor plan.yaml --data tokens.bin --steps 1000 "
     "--lr-schedule cosine --warmup-steps 50\n"
+    "  torchrun --nproc-per-node 8 -m parplan.executor plan-a100-80gb.yaml plan-h100-80gb.yaml\n"
     "  torchrun --nproc-per-node 8 --max-restarts 3 -m parplan.executor plan.yaml --steps 1000 "
     "--checkpoint-dir checkpoints"
 )
@@ -65,10 +84,23 @@ class RunFlags:
 
 @dataclass(frozen=True, slots=True)
 class RunFiles:
-    """The files that rank 0 writes at the end: the run, and a trace if one is wanted."""
+    """The files that rank 0 writes at the end: the run, and a trace if one is wanted.
+
+    prints   whether the terminal gets the run too, which is so for one pool among several
+    """
 
     run: Path
     trace: Path | None
+    prints: bool = True
+
+    def of_pool(self, plan_file: Path, *, prints: bool) -> RunFiles:
+        """Returns the files of one pool among several, whose names end with that of its plan."""
+        named = [
+            None if file is None else file.with_stem(f"{file.stem}-{plan_file.stem}")
+            for file in (self.run, self.trace)
+        ]
+        assert named[0] is not None, "a run has a file"
+        return RunFiles(named[0], named[1], prints)
 
     def require_writable(self, *, record: bool) -> None:
         """Raises ConfigError for files that cannot be written, before the run and not after it."""
@@ -86,18 +118,23 @@ class RunFiles:
 
         Raises ConfigError.
         """
-        print_run(run, console(sys.stdout))
-        write_run(run, self.run)
+        if self.prints:
+            print_run(run, console(sys.stdout))
+        kept = write_run(run, self.run)
         say(console(sys.stdout), f"wrote {self.run}")
+        tell_kept(kept)
         if self.trace is not None:
-            write_text(trace_json(trace_ranks(run)), self.trace, hint=_OTHER_TRACE)
+            kept = write_result(trace_json(trace_ranks(run)), self.trace, hint=_OTHER_TRACE)
             say(console(sys.stdout), f"wrote {self.trace}; open it in https://ui.perfetto.dev")
+            tell_kept(kept)
 
 
 @click.command(
     cls=Command, epilog=EXAMPLE, context_settings={"help_option_names": ["-h", "--help"]}
 )
-@click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
+@click.argument(
+    "plan_files", metavar="PLAN...", nargs=-1, required=True, type=click.Path(path_type=Path)
+)
 @option(
     DATA,
     "--data",
@@ -313,22 +350,24 @@ class RunFiles:
 )
 @packs("trained", Options)
 @packs("flags", RunFlags)
-def main(plan_file: Path, trained: Options, flags: RunFlags) -> int:
+def main(plan_files: tuple[Path, ...], trained: Options, flags: RunFlags) -> int:
     """Train the model of PLAN as the plan says.
 
     Prints loss, gradient norm and speed of each step, then predicted against measured bytes. A
-    PLAN that names a module runs that module's code; the command says which.
+    PLAN that names a module runs that module's code; the command says which. Several PLANs are
+    those of pools that divide the batch (plan --pools data), in the order of the pools: the ranks
+    of the first pool come first.
     """
-    plan = read_any_plan(plan_file)  # every rank meets the same error
-    if isinstance(plan, TracedPlan):
-        validate_traced_plan(plan, trained)
-    else:
-        validate(plan)
-    require_world(plan, plan_file)
+    plans = _read(plan_files, trained)  # every rank meets the same error
+    require_world(plans, plan_files)
+    pool = pool_place(plans).pool
+    plan, plan_file = plans[pool], plan_files[pool]
     device = device_of(flags.device)
     if trained.compile and isinstance(plan, Plan):
         validate_compiled(plan, device)
     files = RunFiles(flags.run_json or plan_file.with_name("run.json"), flags.trace)
+    if len(plans) > 1:
+        files = files.of_pool(plan_file, prints=pool == 0)
     if launch.is_rank_0():
         files.require_writable(record=trained.record)
     imported = trusted_module_note(plan.module, str(plan_file), trust=flags.trust_module)
@@ -347,7 +386,21 @@ def main(plan_file: Path, trained: Options, flags: RunFlags) -> int:
         schedulers=chunk_schedulers_of(plan, traces=trained.trace_memory > 0),
     )
     report = RunReport(line=click.echo, note=_note, fail=_fail, recorded=files.write)
-    return run_plan(plan, trained, setting, report)
+    return run_plan(plans, trained, setting, report)
+
+
+def _read(plan_files: Sequence[Path], trained: Options) -> tuple[Plan | TracedPlan, ...]:
+    """Returns the plans in files, which must be able to run, alone or as pools.
+
+    Raises ConfigError.
+    """
+    plans = [read_any_plan(file) for file in plan_files]
+    for plan in plans:
+        if isinstance(plan, TracedPlan):
+            validate_traced_plan(plan, trained)
+        else:
+            validate(plan)
+    return plans_of_run(list(zip(map(str, plan_files), plans, strict=True)))
 
 
 def _note(text: str) -> None:

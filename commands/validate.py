@@ -11,7 +11,7 @@ import click
 
 from parplan.commands.options.result_options import as_json
 from parplan.commands.options.sections import OUTPUT
-from parplan.commands.style import Command, option, print_json
+from parplan.commands.style import Command, option, print_json, wrote_picture
 
 if TYPE_CHECKING:
     from parplan.planner.validation.priced_rows import PricedRow
@@ -75,10 +75,11 @@ def validate(
     if plot:
         require_plot(plot)
     out, priced = console(sys.stdout), None
+    kept = None
     if not fitted or steps or sources or rows or plot:  # --fitted alone prices nothing
         priced = _priced_table(steps, sources)
         if plot:
-            draw(priced, plot)
+            kept = draw(priced, plot)
         if not as_json:
             report.print_validation(priced, out, table=str(steps or "published steps"), rows=rows)
     if fitted and not as_json:
@@ -86,7 +87,7 @@ def validate(
     if as_json:
         print_json(validation_document(priced, fitted_terms() if fitted else None))
     if plot:
-        click.echo(f"wrote {plot}", err=as_json)
+        wrote_picture(plot, kept, to_stderr=as_json)
 
 
 def _priced_table(steps: Path | None, sources: Sequence[str]) -> list[PricedRow]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import TypeVar
 
+from parplan.costmodels.communication.collectives import ring_all_reduce_s
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.layers.model_layers import ParameterSharing
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.strategy import ParallelLayout
+from parplan.profiles.machines.hardware import Link
 from parplan.profiles.machines.machine_catalog import load_stack
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.machines.unequal_cluster import Join, Pool, UnequalCluster
@@ -35,7 +38,8 @@ def prices_on(name: str, price_cache: Prices) -> Prices:
         prices.whole = price_cache
         return prices
 
-    return price_cache.once(("pool", name), make)
+    prices = price_cache.once(("pool", name), make)
+    return prices.with_states(on_host=price_cache.offloads_states).with_tower(price_cache.tower)
 
 
 def _training(training: TrainingSpec, pool: Pool) -> TrainingSpec:
@@ -126,6 +130,26 @@ def _joined(
     )
     passed_s = num_bytes / join.bytes_per_s(nodes)
     return Seconds(join.latency_s + max(own_s, passed_s), Kind.ANALYTIC)
+
+
+def gradient_exchange_s(cluster: UnequalCluster, price_cache: LayerPriceCache) -> float:
+    """Seconds in which P pools add the G bytes of gradients of a step (EQUATIONS P10).
+
+    The sum is the ring of C1 over the pools, at the bandwidth and the latency of the slowest join.
+    """
+    pairs = [
+        (cluster.join_of(one.name, other.name), min(one.cluster.nodes, other.cluster.nodes))
+        for one, other in itertools.combinations(cluster.pools, 2)
+    ]
+    slowest = Link(
+        name="slowest join",
+        bytes_per_s=min(join.bytes_per_s(nodes) for join, nodes in pairs),
+        latency_s=max(join.latency_s for join, _ in pairs),
+        source="the joins of the cluster",
+    )
+    gradients = price_cache.training.gradient_precision.num_bytes
+    num_bytes = gradients * price_cache.num_trained_parameters
+    return float(ring_all_reduce_s(num_bytes, len(cluster.pools), slowest))
 
 
 def join_between(

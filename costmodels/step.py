@@ -46,7 +46,6 @@ from parplan.costmodels.stage_costs import (
 )
 from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.costmodels.usage.redundancy import RedundantBytes, rank_redundancy
-from parplan.profiles.machines.unequal_cluster import UnequalCluster
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.provenance import ZERO, Seconds
@@ -363,7 +362,4 @@ def model_flops_utilization(step_s: float, num_ranks: int, price_cache: LayerPri
     training: TrainingSpec = price_cache.training
     flops = price_cache.flops_per_sequence * training.global_batch_size
     cluster = price_cache.machine.cluster
-    peak = cluster.device.peak(training.precision)
-    if isinstance(cluster, UnequalCluster):
-        peak = cluster.mean_peak(training.precision)
-    return flops / (num_ranks * peak * step_s)
+    return flops / (num_ranks * cluster.mean_peak(training.precision) * step_s)

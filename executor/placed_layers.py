@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from parplan.costmodels.communication.mesh import Mesh
@@ -11,7 +11,7 @@ from parplan.costmodels.schedules.actions import ActionKind
 from parplan.costmodels.schedules.instructions import Instruction, instruction_lists
 from parplan.costmodels.schedules.schedule import Schedule, csv_rows
 from parplan.planner.plan.plan import LayerPlan, LayerRun, Plan
-from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
+from parplan.planner.plan.traced_plan import AnyPlan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.operator_graph import (
     LayerClass,
@@ -160,9 +160,12 @@ def effective_zero(layer: PlacedLayer, mesh: Mesh, operator: str = "") -> int:
     return layer.plan.own_zero.get(operator, layer.plan.zero) if gathers else 0
 
 
-def torchrun_line(plan: Plan | TracedPlan, path: str = "plan.yaml") -> str:
-    """Return the command that starts as many ranks as the plan's mesh has."""
-    ranks = plan.mesh.num_ranks
+def torchrun_line(plan: AnyPlan, path: str = "plan.yaml", others: Sequence[AnyPlan] = ()) -> str:
+    """Return the command that starts as many ranks as the plan's mesh has.
+
+    others   plans of further pools of the job, whose files `path` names too
+    """
+    ranks = sum(each.mesh.num_ranks for each in (plan, *others))
     per_node = plan.cluster.gpus_per_node // plan.cluster.hosts_per_node
     if ranks <= per_node or ranks % per_node:
         return f"torchrun --nproc-per-node {ranks} -m parplan.executor {path}"

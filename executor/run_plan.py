@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +18,7 @@ from parplan.executor.checkpoint.checkpoints import Checkpoints
 from parplan.executor.checkpoint.resume import CheckpointOptions
 from parplan.executor.pipeline.runtime import most_in_flight
 from parplan.executor.placed_layers import torchrun_line
+from parplan.executor.pools.joined_ranks import JoinedRanks, PoolPlace, backend_of, join_pool
 from parplan.executor.rules.external_rules import has_even_shards
 from parplan.executor.run_options import Options
 from parplan.executor.traced.traced_trainer import (
@@ -68,22 +69,27 @@ class RunSetting:
 
 
 def run_plan(
-    plan: Plan | TracedPlan, options: Options, setting: RunSetting, report: RunReport
+    plans: Sequence[Plan | TracedPlan], options: Options, setting: RunSetting, report: RunReport
 ) -> int:
-    """Trains and returns the exit code; on failure, one rank prints one error."""
+    """Trains and returns the exit code; on failure, one rank prints one error.
+
+    plans   one plan, or that of each pool that has a share of the batch
+    """
     timeout_s = setting.timeout_s
+    place = pool_place(plans)
     # The watch says more than a collective's own timeout, so it comes first.
     limit = timedelta(seconds=timeout_s + 2 * SLACK_S)
     rank, store = launch.rank(), launch.open_store(limit)
     progress = RankProgress()
-    watch = Watch(second_connection(store), rank, plan.mesh, progress, timeout_s)
+    meshes = [plan.mesh for plan in plans]
+    watch = Watch(second_connection(store), rank, meshes, progress, timeout_s)
     watch.start()
     try:
         progress.at("joins the other ranks")
-        _join(setting.device, store, rank, plan.mesh.num_ranks, limit)
+        joined = _join(setting.device, store, place, limit)
         progress.at("builds its layers")
         with explained_file_errors():
-            _train(plan, options, setting, limit, progress, report)
+            _train(plans[place.pool], options, setting, limit, progress, report, joined)
         dist.destroy_process_group()
     except PlannerError as error:
         code = report.fail(error, watch.claim())
@@ -100,13 +106,20 @@ def run_plan(
     return 0
 
 
-def require_world(plan: Plan | TracedPlan, plan_file: Path) -> None:
-    world = launch.world()
-    if world != plan.mesh.num_ranks:
-        mesh = plan.mesh
+def pool_place(plans: Sequence[Plan | TracedPlan]) -> PoolPlace:
+    """Returns the place of this process among the ranks of all plans. Raises ConfigError."""
+    return PoolPlace(sizes=tuple(plan.mesh.num_ranks for plan in plans), rank=launch.rank())
+
+
+def require_world(plans: Sequence[Plan | TracedPlan], files: Sequence[Path]) -> None:
+    """Raises ConfigError unless as many processes were started as the plans have ranks."""
+    world, ranks = launch.world(), sum(plan.mesh.num_ranks for plan in plans)
+    if world != ranks:
+        names, meshes = " ".join(map(str, files)), " and ".join(str(plan.mesh) for plan in plans)
+        needs = "the plan needs" if len(plans) == 1 else "the plans need"
         raise ConfigError(
-            f"{plan_file}: the plan needs {mesh.num_ranks} ranks ({mesh}), {world} started",
-            hint=f"start it with: {torchrun_line(plan, str(plan_file))}",
+            f"{names}: {needs} {ranks} ranks ({meshes}), {world} started",
+            hint=f"start it with: {torchrun_line(plans[0], names, plans[1:])}",
         )
 
 
@@ -127,12 +140,21 @@ def device_of(name: str) -> torch.device:
 
 
 def _join(
-    device: torch.device, store: dist.Store, rank: int, world: int, timeout: timedelta
-) -> None:
+    device: torch.device, store: dist.Store, place: PoolPlace, timeout: timedelta
+) -> JoinedRanks | None:
+    """Joins the other ranks, those of all pools too if there are several."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    if len(place.sizes) > 1:
+        return join_pool(place, store, device, timeout)
+    dist.init_process_group(
+        backend_of(device),
+        store=store,
+        rank=place.rank,
+        world_size=place.sizes[0],
+        timeout=timeout,
+    )
+    return None
 
 
 def _train(
@@ -142,17 +164,24 @@ def _train(
     timeout: timedelta,
     progress: RankProgress,
     report: RunReport,
+    joined: JoinedRanks | None,
 ) -> None:
-    """Trains to the last step and writes checkpoints; only rank 0 prints."""
-    speaks, device = dist.get_rank() == 0, setting.device
+    """Trains to the last step and writes checkpoints; only rank 0 of the job prints."""
+    speaks, device = launch.rank() == 0, setting.device
     if isinstance(plan, TracedPlan):
         trainer = _traced_trainer(plan, options, setting, progress, report)
     else:
-        trainer = build_trainer(plan, options, device, progress)
+        trainer = build_trainer(plan, options, device, progress, joined)
     trainer = trainer.traced(setting.schedulers)
     for group in trainer.ranks.groups:
         _set_pg_timeout(timeout, group)  # torch gives a mesh's groups its own default instead
-    checkpoints = Checkpoints(trainer, setting.checkpoints, timeout=timeout, note=report.note)
+    checkpoints = Checkpoints(
+        trainer,
+        setting.checkpoints,
+        timeout=timeout,
+        note=report.note,
+        writes=joined is None or joined.place.pool == 0,
+    )
     first = checkpoints.resume()
     try:
         for result in trainer.run(first):
@@ -205,6 +234,7 @@ def _step_line(plan: Plan | TracedPlan, options: Options, result: StepResult) ->
     elif 0 < options.clip_gradients < result.gradient_norm:
         norm += f" clipped to {options.clip_gradients:g}"
     rate = f"  lr {result.learning_rate:.2e}" if options.lr_varies else ""
-    speed = plan.training.tokens_per_step / result.seconds
+    sequences = plan.whole_batch.of if isinstance(plan, Plan) else plan.training.global_batch_size
+    speed = sequences * plan.training.seq_length / result.seconds
     unit = plan.traced.unit if isinstance(plan, TracedPlan) else "tokens"
     return f"step {result.step + 1:>4}  loss {result.loss:.6f}  {norm}{rate}  {speed:,.0f} {unit}/s"

@@ -22,7 +22,6 @@ from parplan.profiles.divisors import divisors
 from parplan.profiles.documents.ranges import require_range
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
-from parplan.profiles.machines.unequal_cluster import UnequalCluster
 from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.models.spec import ModelSpec, Optimizer, TrainingSpec
 from parplan.profiles.models.transformer import has_unlike_blocks
@@ -341,8 +340,12 @@ class PlanRequest(Generic[ModelT]):
                 raise throughput_error("--prefer", self.objective)
             if self.options.robust is not None:
                 raise throughput_error("--robust", self.objective)
-        if self.options.robust is not None:
-            self._require_plain_machine_and_model()
+        if self.options.robust is not None and not isinstance(self.model, ModelSpec):
+            raise ConfigError(
+                "--robust is for described models: no error band tells the plans of a traced "
+                "module apart",
+                hint="leave it out",
+            )
         searched = searched_offload(self.model, self.training)
         known = f"{', '.join(searched)} and none" if searched else "none"
         for what in self.constraints.offload or ():
@@ -361,16 +364,6 @@ class PlanRequest(Generic[ModelT]):
                 "which of its tensors are matrices of blocks",
                 hint=f"use --optimizer {', '.join(PLAIN_OPTIMIZERS)}",
             )
-
-    def _require_plain_machine_and_model(self) -> None:
-        """Raises ConfigError where plans are not priced again with a figure off."""
-        reason = None
-        if not isinstance(self.model, ModelSpec):
-            reason = "described models: no error band tells the plans of a traced module apart"
-        elif isinstance(self.cluster, UnequalCluster):
-            reason = "nodes that are alike: each pool of the cluster has its own figures"
-        if reason:
-            raise ConfigError(f"--robust is for {reason}", hint="leave it out")
 
     def of_model(self, model: OtherT) -> PlanRequest[OtherT]:
         """Returns the same request for another model."""

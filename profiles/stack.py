@@ -159,7 +159,8 @@ class Stack:
     fused_accumulation       the weight gradient's product adds to the gradient; otherwise it is
                              written and another kernel adds it
     plain_kernels            of rms_norm, rotary and swiglu those that are operations of PyTorch, a
-                             kernel each, in place of one fused kernel
+                             kernel each, in place of one fused kernel; such a norm saves its input
+                             in fp32 and its scaled values
     deterministic            it runs kernels that give equal bits in every run, of which the
                              backward pass of FlashAttention 2 is priced
     schedules                the pipeline schedules that it runs

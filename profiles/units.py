@@ -153,6 +153,16 @@ def shortest(inside: float, unit: float, convert: Callable[[float], float]) -> f
     return next((short for short in _spellings(outside) if convert(short) == inside), outside)
 
 
+def seconds_of(microseconds: float) -> float:
+    """Converts microseconds to seconds."""
+    return microseconds / US_PER_S
+
+
+def microseconds_of(seconds: float) -> float:
+    """Returns the shortest microseconds that `seconds_of` turns into exactly `seconds`."""
+    return shortest(seconds, 1 / US_PER_S, seconds_of)
+
+
 def _spellings(number: float) -> Iterator[float]:
     yield round(number)
     for decimals in range(1, 18):

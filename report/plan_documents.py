@@ -8,7 +8,7 @@ from typing import Any
 from parplan.costmodels.usage.goodput import Failures
 from parplan.planner.plan.plan import PLAN_VERSION, Plan
 from parplan.planner.plan.plan_file import plan_to_document
-from parplan.planner.plan.plan_goodput import plan_goodput
+from parplan.planner.plan.plan_goodput import plan_failures, plan_goodput
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.profiles.documents.schema import document, json_schema, output_schema
 from parplan.profiles.machines.machine_catalog import cluster_schema
@@ -26,7 +26,7 @@ class BesidePlan:
     """The keys that `--json` has beside those of a plan file.
 
     elapsed_s   seconds that the search took, where there was one
-    goodput     where --mtbf is given
+    goodput     where --mtbf is given, or where the search chose the spare nodes
     """
 
     elapsed_s: float
@@ -43,6 +43,7 @@ def plan_document(
     body = plan_to_document(plan)
     if elapsed_s is not None:
         body["elapsed_s"] = round(elapsed_s, 3)
+    failures = plan_failures(plan, failures)
     if failures is not None:
         body["goodput"] = document(goodput_document(plan_goodput(plan, failures)))
     return body

@@ -31,7 +31,7 @@ from parplan.planner.plan.plan import Plan
 from parplan.planner.request import Constraints, Request, SearchOptions
 from parplan.planner.search.estimate import default_blocks, uniform_strategy
 from parplan.planner.search.find_plan import find_plan
-from parplan.planner.search.price_factory import DescribedFactory
+from parplan.planner.search.price_factory import described_factory
 from parplan.planner.search.search_session import SearchPrices, SearchSession
 from parplan.profiles.errors import InfeasibleError
 from parplan.profiles.stack import ContextForm
@@ -199,7 +199,7 @@ def request_for(maker: Maker, stack: str) -> Request:
 
 
 def _prices(request: Request) -> SearchPrices:
-    return DescribedFactory(request).prices(())
+    return described_factory(request).prices(())
 
 
 def as_published(maker: Maker, request: Request) -> StepPrice:

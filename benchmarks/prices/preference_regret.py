@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from parplan.planner.objective import Prefer
-from parplan.planner.plan.corners import SCENARIOS, worst_regrets
+from parplan.planner.plan.corners import SPEEDS, USUAL_SHARE, corners, worst_regrets
 from parplan.planner.plan.error_band import stack_band
 from parplan.planner.plan.ratio_band import differences, shipped_ratio_bands
 from parplan.planner.plan.ties import Tie, inside_band, preferred
@@ -28,6 +28,8 @@ from parplan.planner.validation.row_cells import Row
 from parplan.planner.validation.row_stack import stack_name
 from parplan.planner.validation.scores import SMALLEST_GRID
 from parplan.planner.validation.step_table import price_table
+
+SCENARIOS = corners(USUAL_SHARE, SPEEDS)
 
 
 @dataclass(frozen=True, eq=False)

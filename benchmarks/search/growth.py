@@ -10,51 +10,17 @@ table of docs/design/growth.md. The growth with the number of GPUs is in benchma
 
 from __future__ import annotations
 
-import math
-import statistics
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import click
 import yaml
 
-from benchmarks.search.speed import ROOT, timed_run
-from parplan.planner.plan.plan_file import read_any_plan
+from benchmarks.search.sweeps import PAGE, Sweep, run_sweeps, write_page
 from parplan.profiles.documents.schema import document
 from parplan.profiles.models.model_catalog import load_model
-from parplan.profiles.units import MIB
-from parplan.report.text import console, print_table, say
-
-PAGE = ROOT / "docs" / "design" / "growth.md"
-END = "<!-- end of the table -->\n"
-HEADING = ("sweep", "size", "CPU s", "peak MiB", "candidates", "solved")
-
-
-@dataclass(frozen=True, slots=True)
-class Sweep:
-    """Requests that differ in one size.
-
-    command  the arguments of `plan` at a size; a model file goes to the folder
-    """
-
-    name: str
-    sizes: tuple[int, ...]
-    command: Callable[[int, Path], list[str]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """The medians at one size."""
-
-    sweep: str
-    size: int
-    cpu_s: float
-    peak_bytes: float
-    considered: int
-    solved: int
+from parplan.report.text import console, say
 
 
 def more_layers(num_layers: int, folder: Path) -> list[str]:
@@ -127,68 +93,6 @@ SWEEPS = (
 )
 
 
-def measured(sweep: Sweep, size: int, folder: Path, repeat: int) -> Point:
-    """Returns the medians at one size; a first run, which fills the cache, is not counted."""
-    plan_file = folder / "plan.yaml"
-    command = [*sweep.command(size, folder), "--output", str(plan_file)]
-    runs = [timed_run(ROOT, command, folder, folder / "cache") for _ in range(1 + repeat)][1:]
-    candidates = read_any_plan(plan_file).search.candidates
-    return Point(
-        sweep=sweep.name,
-        size=size,
-        cpu_s=statistics.median(run.cpu_s for run in runs),
-        peak_bytes=statistics.median(run.peak_bytes for run in runs),
-        considered=candidates.considered,
-        solved=candidates.solved,
-    )
-
-
-def exponent(points: Sequence[Point], value: Callable[[Point], float]) -> float:
-    """Returns k of the least-squares fit value ~ size^k; 1 is linear growth."""
-    x = [math.log(point.size) for point in points]
-    y = [math.log(max(value(point), 1e-9)) for point in points]
-    return statistics.linear_regression(x, y).slope
-
-
-def row(point: Point) -> tuple[str, ...]:
-    """Returns the line of the table of one point."""
-    return (
-        point.sweep,
-        f"{point.size:,}",
-        f"{point.cpu_s:.2f}",
-        f"{point.peak_bytes / MIB:.0f}",
-        f"{point.considered:,}",
-        f"{point.solved:,}",
-    )
-
-
-def growth_lines(points: Sequence[Point]) -> list[str]:
-    """Returns a sentence for each sweep with the exponents of its growth."""
-    lines = []
-    for name in dict.fromkeys(point.sweep for point in points):
-        own = [point for point in points if point.sweep == name]
-        if len(own) > 1:
-            cpu = exponent(own, lambda point: point.cpu_s)
-            peak = exponent(own, lambda point: point.peak_bytes)
-            candidates = exponent(own, lambda point: point.considered)
-            lines.append(
-                f"{name}: CPU-seconds grow as size^{cpu:.2f}, peak memory as size^{peak:.2f}, "
-                f"candidates as size^{candidates:.2f}."
-            )
-    return lines
-
-
-def write_page(points: Sequence[Point], page: Path, program: str) -> None:
-    """Replaces the table that a program writes into the page."""
-    begin = f"<!-- table of {program} -->\n"
-    before, rest = page.read_text(encoding="utf-8").split(begin)
-    after = rest.split(END, 1)[1]
-    lines = [HEADING, ("---",) * len(HEADING), *map(row, points)]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    growth = "\n".join(f"- {line}" for line in growth_lines(points))
-    page.write_text(f"{before}{begin}{table}\n\n{growth}\n{END}{after}", encoding="utf-8")
-
-
 @click.command()
 @click.option(
     "--sweep",
@@ -203,20 +107,10 @@ def write_page(points: Sequence[Point], page: Path, program: str) -> None:
 @click.option("--write", is_flag=True, help="Replace the table of the page.")
 def main(name: str | None, points: str | None, repeat: int, write: bool) -> None:
     """Measure the growth of a search with the number of layers, layer classes and experts."""
-    errors, out = console(sys.stderr), console(sys.stdout)
-    table: list[Point] = []
-    with tempfile.TemporaryDirectory() as text:
-        for sweep in SWEEPS:
-            sizes = tuple(map(int, points.split(","))) if points else sweep.sizes
-            for size in sizes if name in (None, sweep.name) else ():
-                table.append(measured(sweep, size, Path(text), repeat))
-                say(errors, "  ".join(row(table[-1])))
-    print_table(out, HEADING, map(row, table), left=("sweep",))
-    for line in growth_lines(table):
-        say(out, line)
+    table = run_sweeps(SWEEPS, name, points, repeat)
     if write:
-        write_page(table, PAGE, "growth.py")
-        say(errors, f"wrote {PAGE}")
+        write_page(table, "growth.py")
+        say(console(sys.stderr), f"wrote {PAGE}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import itertools
 import random
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import click
 
@@ -31,9 +31,9 @@ from parplan.planner.candidates.enumeration import illegal_layout
 from parplan.planner.infeasible.shortfall import limit_bytes, price_cache_of
 from parplan.planner.plan.plan import Plan
 from parplan.planner.request import PlanRequest, Request
+from parplan.planner.search.equal_baselines import SLOWEST, equal_requests
 from parplan.planner.search.find_plan import find_plan
 from parplan.planner.search.pools_divide_data import divide_batch
-from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.machine_catalog import load_stack
 from parplan.profiles.machines.pool_documents import machine_from_document
 from parplan.profiles.machines.unequal_cluster import UnequalCluster
@@ -77,11 +77,6 @@ def request_of(model: str, gpus: tuple[str, ...], nodes: int, join: dict[str, ob
         stack=stack,
     )
     return PlanRequest(model=entry.spec, cluster=cluster, training=training)
-
-
-def as_slowest(cluster: UnequalCluster) -> Cluster:
-    """Return the equal cluster as which the pools count without their differences."""
-    return Cluster(**{field.name: getattr(cluster, field.name) for field in fields(Cluster)})
 
 
 class Attack:
@@ -222,16 +217,14 @@ class Compared:
 
 def compared(name: str, request: Request, prices: int) -> Compared:
     """Return the steps of one case."""
-    cluster = request.cluster
-    assert isinstance(cluster, UnequalCluster)
-
-    def step_s(machine: Cluster) -> float:
-        return find_plan(replace(request, cluster=machine)).predicted.step_time_s.value
-
+    equal_s = {
+        beside: find_plan(each).predicted.step_time_s.value
+        for beside, each in equal_requests(request).items()
+    }
     return Compared(
         name=name,
-        slowest_s=step_s(as_slowest(cluster)),
-        alone_s=min(step_s(pool.cluster) for pool in cluster.pools),
+        slowest_s=equal_s.pop(SLOWEST),
+        alone_s=min(equal_s.values()),
         pipeline=find_plan(request),
         batch_s=divide_batch(request).step_s,
         attack_s=Attack(request, seed=0).best_s(prices) if prices else None,

@@ -53,7 +53,8 @@ failure_options = together(
         "--spare-nodes",
         type=click.IntRange(0),
         metavar="N",
-        help="Nodes beside --gpus that replace failed ones. [default: as many as pay]",
+        help="Nodes beside --gpus that replace failed ones. [default: as many as pay; of --gpus "
+        "for --objective goodput]",
     ),
     packs("failing", FailureOptions),
 )

@@ -101,10 +101,10 @@ objective_options = together(
         type=click.Choice(("throughput", "goodput", "memory", "peak", "pareto")),
         default="throughput",
         show_default=True,
-        help="Quantity to minimise: the step time, for goodput with --mtbf; within --max-slowdown "
-        "of the fastest step, the redundant memory or the peak of the fullest GPU; or the front of "
-        "time and memory. Only GPU memory counts. Host offload, as far as --offload allows it, "
-        "never increases it.",
+        help="Quantity to minimise: the step time; for goodput, with --mtbf, that over goodput, "
+        "on as many of the nodes as are best; within --max-slowdown of the fastest step, the "
+        "redundant memory or the peak of the fullest GPU; or the front of time and memory. Only "
+        "GPU memory counts. Host offload, as far as --offload allows it, never increases it.",
     ),
     option(
         AIM,

@@ -49,11 +49,34 @@ def failures_of(
     return failures, tuple(assumed)
 
 
-def without_goodput(flags: SearchFlags, options: FailureOptions) -> SearchFlags:
-    """Returns the flags with the objective that finds the plan of most goodput.
+def chooses_spares(flags: SearchFlags, options: FailureOptions, *, described: bool) -> bool:
+    """True if the search chooses how many nodes train and how many wait as spares.
 
-    A checkpoint is one copy of what is trained, and a failure stops all GPUs: every plan of a
-    request loses the same share of its time. So the fastest plan has the most goodput, with the
+    With --spare-nodes all GPUs of the request train. Raises ConfigError where it cannot choose.
+    """
+    if flags.objective != GOODPUT or options.spare_nodes is not None:
+        return False
+    lacking = {
+        "a traced module": not described,
+        "--for": flags.launcher is not None,
+        "--search": flags.method is not None,
+        "--pools data": flags.pools == "data",
+    }
+    for what, given in lacking.items():
+        if given:
+            raise ConfigError(
+                f"--objective {GOODPUT} chooses how many nodes train, which does not go with "
+                f"{what}",
+                hint="add --spare-nodes 0, so that all GPUs train",
+            )
+    return True
+
+
+def without_goodput(flags: SearchFlags, options: FailureOptions) -> SearchFlags:
+    """Returns the flags with the objective that finds the plan of most goodput on some nodes.
+
+    A checkpoint is one copy of what is trained, and a failure stops all GPUs: every plan on as many
+    nodes loses the same share of its time. So the fastest of them has the most goodput, with the
     same bound and gap. Raises ConfigError where no failures are stated.
     """
     if flags.objective != GOODPUT:

@@ -15,7 +15,7 @@ from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster, Device
 from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
 from parplan.profiles.machines.pool_documents import load_machine, pools_of_text
-from parplan.profiles.machines.unequal_cluster import UnequalCluster, require_equal
+from parplan.profiles.machines.unequal_cluster import require_equal
 from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.spec import Optimizer, Precision, TrainingSpec
 from parplan.profiles.product_formats import FORMATS, ProductFormat
@@ -113,7 +113,7 @@ def cluster_of(
 ) -> tuple[Cluster, tuple[str, ...]]:
     """Returns the machine to plan for, and the defaults that were taken. Raises ConfigError."""
     cluster, assumed = _cluster(target, profile)
-    if target.host_memory is None or isinstance(cluster, UnequalCluster):
+    if target.host_memory is None or cluster.pool_names:
         return cluster, assumed
     return replace(
         cluster, host_memory_bytes=parse_size("--host-memory", target.host_memory)

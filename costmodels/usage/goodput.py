@@ -1,17 +1,21 @@
 """The share of time in which a long run advances, with failures and checkpoints (EQUATIONS D1, D2).
 
 A failure stops all GPUs. The run then starts again from its last checkpoint, and the steps behind
-that checkpoint are lost. Failures come independently, at a constant rate of every GPU.
+that checkpoint are lost. Failures come independently, at a constant rate of every GPU that works.
+Each takes a node away until it is repaired; a spare node replaces it, or the run waits for one.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from parplan.costmodels.layers.model_states import ideal_states
 from parplan.profiles.models.spec import TrainingSpec
 
+_FORBID = {"extra": "forbid"}
 MOST_SPARES = 10_000  # nodes; the search for the best number ends there
 
 
@@ -26,6 +30,8 @@ class Failures:
     repair_s             seconds for which a failed node is away
     spare_nodes          nodes that wait to replace a failed one; None for the best number
     """
+
+    __pydantic_config__ = _FORBID
 
     mtbf_s: float
     restart_s: float
@@ -43,6 +49,8 @@ class Goodput:
     interval_s     seconds of steps between two checkpoints
     running_share  share of the time with enough nodes in which the run advances
     spare_nodes    nodes that wait to replace a failed one
+    short_share    share of the failures that find no spare node
+    wait_s         mean seconds of the wait for a node after such a failure
     ready_share    share of the time in which enough nodes work
     """
 
@@ -51,6 +59,8 @@ class Goodput:
     interval_s: float
     running_share: float
     spare_nodes: int
+    short_share: float
+    wait_s: float
     ready_share: float
 
     @property
@@ -86,6 +96,8 @@ def goodput(num_bytes: float, num_gpus: int, gpus_per_host: int, failures: Failu
             interval_s, checkpoint_s, failures.restart_s + checkpoint_s, failure_s
         ),
         spare_nodes=spares,
+        short_share=short_share(spares, away),
+        wait_s=failures.repair_s / (spares + 1),
         ready_share=ready_share(spares, away),
     )
 
@@ -110,24 +122,49 @@ def running_share(
 
     A failure may come at any moment, during a checkpoint or a restart too (EQUATIONS D1).
     """
-    passes = math.expm1((interval_s + checkpoint_s) / failure_s)
-    return interval_s / (failure_s * math.exp(restart_s / failure_s) * passes)
+    passes = (interval_s + checkpoint_s) / failure_s
+    # the logarithm of exp(passes) - 1, without an overflow
+    log_passes = passes + math.log(-math.expm1(-passes))
+    return interval_s / failure_s * math.exp(-restart_s / failure_s - log_passes)
+
+
+def short_shares(away: float) -> Iterator[float]:
+    """Yields the share of failures that find no spare node, for 0, 1, 2 .. spares (EQUATIONS D2).
+
+    It is the loss formula of Erlang 1917, in its recursion
+
+        B(0) = 1,   B(s) = a B(s - 1) / (s + a B(s - 1))
+
+    away    mean number of failed nodes, a, where the run never waits
+    """
+    short = 1.0
+    for spares in itertools.count(1):
+        yield short
+        short = away * short / (spares + away * short)
+
+
+def short_share(spares: int, away: float) -> float:
+    """Returns the share of failures that find none of some spare nodes (EQUATIONS D2)."""
+    return next(itertools.islice(short_shares(away), spares, None))
 
 
 def ready_share(spares: int, away: float) -> float:
     """Returns the share of time in which at most `spares` nodes are away (EQUATIONS D2).
 
-    away    mean number of failed nodes
+    away    mean number of failed nodes, where the run never waits
     """
-    logs = (count * math.log(away) - math.lgamma(count + 1) - away for count in range(spares + 1))
-    return min(1.0, sum(map(math.exp, logs))) if away else 1.0
+    return _ready(spares, away, short_share(spares, away))
+
+
+def _ready(spares: int, away: float, short: float) -> float:
+    return 1 / (1 + away * short / (spares + 1))
 
 
 def best_spares(nodes: int, away: float) -> int:
     """Returns the number of spare nodes with the most steps for each node of both kinds."""
     best, most = 0, 0.0
-    for spares in range(MOST_SPARES):
-        share = ready_share(spares, away) * nodes / (nodes + spares)
+    for spares, short in enumerate(itertools.islice(short_shares(away), MOST_SPARES)):
+        share = _ready(spares, away, short) * nodes / (nodes + spares)
         if share > most:
             best, most = spares, share
         if nodes / (nodes + spares + 1) <= most:  # more spares cannot gain it back

@@ -6,6 +6,7 @@ parallelism; losses and gradients are compared.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import sys
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,6 +51,7 @@ from parplan.executor.models.transformer_layers import (
     build_layer,
 )
 from parplan.executor.pipeline.passage import layer_name
+from parplan.executor.pools.joined_ranks import JoinedRanks, PoolPlace, join_pool
 from parplan.executor.run_options import Options
 from parplan.executor.tensors import begin_fork, forget_meshes
 from parplan.executor.training.optimizer import (
@@ -137,19 +140,40 @@ def run_plans(plans: Sequence[Plan]) -> list[TrainingOutcome]:
     return [joined(results) for results in run_ranks(plans, _train)]
 
 
-def run_ranks(plans: Sequence[Any], train: Callable[[Any], Any], *types: type) -> list[list[Any]]:
+def run_pools(plans: Sequence[Plan]) -> list[TrainingOutcome]:
+    """Train the plans of pools that divide the batch, as one job, and return each pool's outcome.
+
+    Their losses agree. No process is left.
+    """
+    sizes = tuple(plan.mesh.num_ranks for plan in plans)
+    (results,) = run_ranks([tuple(plans)], _train_pool, sizes=sizes)
+    ends = list(itertools.accumulate(sizes, initial=0))
+    outcomes = [joined(results[first:end]) for first, end in itertools.pairwise(ends)]
+    first_pool = outcomes[0]
+    return [
+        replace(each, agree=each.agree and each.losses == first_pool.losses) for each in outcomes
+    ]
+
+
+def run_ranks(
+    plans: Sequence[Any],
+    train: Callable[..., Any],
+    *types: type,
+    sizes: tuple[int, ...] = (),
+) -> list[list[Any]]:
     """Return by plan the result of `train` on every rank.
 
-    Results are tensors, plain values, and objects of `types`.
+    Results are tensors, plain values, and objects of `types`. With the `sizes` of several pools a
+    plan is that of all of them, and `train` gets the joined ranks too.
     """
-    world = plans[0].mesh.num_ranks
+    world = sum(sizes) or plans[0].mesh.num_ranks
     # A fork drops the process groups in torch's caches, which would wait for threads that no fork
     # has, so the caches are emptied first.
     forget_meshes()
     with tempfile.TemporaryDirectory() as folder:
         context = mp.start_processes(
             _rank,
-            args=(world, list(plans), train, folder),
+            args=(world, list(plans), train, folder, sizes),
             nprocs=world,
             start_method="fork",
             join=False,
@@ -185,7 +209,12 @@ def _errors(error: type[PlannerError]) -> Iterator[type[PlannerError]]:
 
 
 def _rank(
-    rank: int, world: int, plans: list[Any], train: Callable[[Any], Any], folder: str
+    rank: int,
+    world: int,
+    plans: list[Any],
+    train: Callable[..., Any],
+    folder: str,
+    sizes: tuple[int, ...],
 ) -> None:
     begin_fork()
     leave_signals_to_parent()
@@ -194,7 +223,12 @@ def _rank(
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     store = dist.FileStore(f"{folder}/store", world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=TIMEOUT)
+    if sizes:
+        place = PoolPlace(sizes=sizes, rank=rank)
+        pools = join_pool(place, store, torch.device("cpu"), TIMEOUT)
+        train = partial(train, pools=pools)
+    else:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=TIMEOUT)
     try:
         torch.save([train(plan) for plan in plans], f"{folder}/rank{rank}.pt")
     except PlannerError as error:
@@ -206,6 +240,12 @@ def _rank(
 
 def _train(plan: Plan) -> Result:
     return observed(build_trainer(plan, OPTIONS, torch.device("cpu")), whole_gradients)
+
+
+def _train_pool(plans: Sequence[Plan], pools: JoinedRanks) -> Result:
+    plan = plans[pools.place.pool]
+    trainer = build_trainer(plan, OPTIONS, torch.device("cpu"), joined=pools)
+    return observed(trainer, whole_gradients)
 
 
 def observed(trainer: T, gradients_of: Callable[[T], dict[str, Tensor]]) -> Result:
@@ -386,19 +426,27 @@ def _round_moments(adam: torch.optim.AdamW, moments: torch.dtype) -> None:
 def run_reference(plan: Plan) -> TrainingOutcome:
     """Run the same batches through plain modules in one process.
 
-    A batch runs whole: there is no mesh, no micro-batch and no wrapper.
+    A batch runs whole, with the sequences of all pools: there is no mesh, no micro-batch and no
+    wrapper.
     """
     layers = reference_layers(plan.model, plan.training, OPTIONS.seed)
     optimizer = reference_optimizer(
         layers, OPTIONS, plan.training.optimizer, moment_type(plan.training)
     )
+    sequences = plan.whole_batch.of
     whole = replace(
         plan.pipeline,
-        micro_batch_size=plan.training.global_batch_size,
+        micro_batch_size=sequences,
         num_micro_batches=1,
         micro_batches_of_replicas=(),
     )
-    alone = replace(plan, mesh=Mesh(pp=1, dp=1, tp=1), pipeline=whole)
+    alone = replace(
+        plan,
+        mesh=Mesh(pp=1, dp=1, tp=1),
+        pipeline=whole,
+        training=replace(plan.training, global_batch_size=sequences),
+        batch_share=None,
+    )
     batches = of_text(synthetic_batches(alone, 0, OPTIONS.seed), alone, 0, OPTIONS.seed)
     places, images = build_places(alone, 0, OPTIONS), build_images(alone, 0, OPTIONS)
     losses, norms = [], []

@@ -57,7 +57,9 @@ from parplan.profiles.models.spec import Precision
 class Checkpoints:
     """The checkpoints of one run. Every method is collective; only rank 0 gives notes.
 
-    extra   further objects with state, by name, the same on every rank
+    extra    further objects with state, by name, the same on every rank
+    writes   False for a pool that divides the batch with others: the first one writes, as all have
+             the same states, and all read
     """
 
     def __init__(
@@ -68,10 +70,12 @@ class Checkpoints:
         timeout: timedelta,
         note: Note,
         extra: Mapping[str, Stateful] | None = None,
+        writes: bool = True,
     ) -> None:
         self.trainer = trainer
         self.options = options
-        self.note = note if dist.get_rank() == 0 else _silent
+        self.writes = writes
+        self.note = note if writes and dist.get_rank() == 0 else _silent
         self.group = dist.new_group(backend="gloo", timeout=timeout)
         self.held = trainer.held()
         self.extra = dict(extra or {})
@@ -112,13 +116,13 @@ class Checkpoints:
 
     def after_step(self, step: int) -> None:
         """Starts a save if `step`, the number of steps done, is due."""
-        if self.options.directory is not None and step % self.options.every == 0:
-            self._save(step, self.options.directory)
+        if self._folder is not None and step % self.options.every == 0:
+            self._save(step, self._folder)
 
     def finish(self, step: int) -> None:
         """Saves the state after the last step and waits for it. Raises RunError on failure."""
-        if self.options.directory is not None and self._saved != step:
-            self._save(step, self.options.directory)
+        if self._folder is not None and self._saved != step:
+            self._save(step, self._folder)
         failure = self._settled()
         self._stager.close()
         if failure:
@@ -126,6 +130,11 @@ class Checkpoints:
                 failure,
                 hint="make room and start the run again, it goes on from the checkpoint before",
             )
+
+    @property
+    def _folder(self) -> Path | None:
+        """The folder that this run writes to, None where it writes nothing."""
+        return self.options.directory if self.writes else None
 
     def settle(self) -> None:
         """Waits for a running save when the run ends with an error."""
@@ -191,7 +200,9 @@ class Checkpoints:
         device = self.trainer.ranks.device
         self.trainer.progress.at(f"reads {path.name}")
         make_optimizer_states(self.trainer.optimizer)
-        same = all(document.get(key) == self.document[key] for key in ("mesh", "device"))
+        same = self.writes and all(
+            document.get(key) == self.document[key] for key in ("mesh", "device")
+        )
         random = random_states(device) if same else {}
         scale = self._scale() if document["training"].get("precision") == Precision.FP16 else {}
         reader = CheckedReader(path, document)

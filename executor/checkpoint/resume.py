@@ -47,9 +47,11 @@ Choice = tuple[tuple[Path, Document], ...]  # the checkpoints to try, the newest
 def described_run(plan: Plan | TracedPlan, options: object) -> dict[str, Any]:
     """Describes the run for its checkpoints; a data file is described by its name and size."""
     parts = {name: document(getattr(plan, name)) for name in ("training", "mesh", "pipeline")}
-    parts["model"] = (
-        {"module": document(plan.module)} if isinstance(plan, TracedPlan) else document(plan.model)
-    )
+    if isinstance(plan, TracedPlan):
+        parts["model"] = {"module": document(plan.module)}
+    else:
+        parts["model"] = document(plan.model)
+        parts["training"]["global_batch_size"] = plan.whole_batch.of
     fields = dataclasses.fields(options)  # type: ignore[arg-type]
     return parts | {
         "options": {field.name: _fingerprint(getattr(options, field.name)) for field in fields}

@@ -2,8 +2,8 @@
 
 A sequence depends only on its global index, so every mesh trains on the same data: a data-parallel
 rank reads its share of every global batch, behind the shares of the ranks before it
-(EQUATIONS P9). Context-parallel ranks have two pieces of each of these sequences
-(`parplan.executor.context.zigzag`).
+(EQUATIONS P9), and behind those of the pools before its own (P10). Context-parallel ranks have two
+pieces of each of these sequences (`parplan.executor.context.zigzag`).
 
 A file is cut into consecutive sequences, each with one further id for its targets. Row r of step s
 is global index s B + r, where B is the global batch size. Every pass over the file takes each
@@ -218,9 +218,10 @@ def sequences_of(plan: Plan, dp_rank: int, sequence: Sequence) -> Callable[[int]
     shares = plan.pipeline.micro_batches(plan.mesh.dp)
     size = plan.training.global_batch_size // sum(shares)
     rows, before = size * shares[dp_rank], size * sum(shares[:dp_rank])
+    whole = plan.whole_batch
 
     def batch(step: int) -> Tensor:
-        first = step * plan.training.global_batch_size + before
+        first = step * whole.of + whole.first + before
         return torch.stack([sequence(first + row) for row in range(rows)])
 
     return batch

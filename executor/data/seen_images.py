@@ -102,6 +102,5 @@ def of_text(batches: Batches, plan: Plan, dp_rank: int, seed: int) -> Batches:
 
 
 def num_targets(plan: Plan) -> int:
-    """Returns the tokens of a step that the loss is a mean of: those of the text."""
-    training = plan.training
-    return training.global_batch_size * (training.seq_length - plan.model.image_tokens)
+    """Returns the tokens of a step that the loss is a mean of: those of the text, of all pools."""
+    return plan.whole_batch.of * (plan.training.seq_length - plan.model.image_tokens)

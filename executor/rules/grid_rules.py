@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 from parplan.costmodels.divided_weights import illegal_grid
+from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.operators.plan_placements import placements
 from parplan.executor.rules.rule import Refusal, rule, those
 from parplan.planner.plan.derived import layout_of
@@ -51,7 +52,7 @@ def _obstacle(plan: Plan) -> str | None:
     found = those(
         {
             "a module": plan.module is not None,
-            "tensors on the host": any(each.offload or each.keep_on_host for each in layers),
+            "states on the host": any(Offload.STATES in each.offload for each in layers),
             f"optimizer {plan.training.optimizer}": plan.training.optimizer not in ELEMENTWISE,
         }
     )

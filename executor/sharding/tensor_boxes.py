@@ -88,7 +88,8 @@ class Boxes(Tensor):
             raise NotImplementedError(f"{func} of a part of a tensor")
         return Boxes(args[0].flat, args[1], args[0].boxes, args[0].along)
 
-    def _parts(self) -> Iterator[tuple[ChunkStorageMetadata, Tensor]]:
+    def parts(self) -> Iterator[tuple[ChunkStorageMetadata, Tensor]]:
+        """Yields the place of each box and a view of it."""
         at = 0
         for box in self.boxes:
             along = self.along
@@ -108,14 +109,14 @@ class Boxes(Tensor):
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=where, properties=properties, size=object.size()),
             )
-            for where, _ in self._parts()
+            for where, _ in self.parts()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [where for where, _ in self._parts()]
+        return [where for where, _ in self.parts()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        return next(part for where, part in self._parts() if where.offsets == index.offset)
+        return next(part for where, part in self.parts() if where.offsets == index.offset)
 
 
 def checkpointed(tensor: Tensor) -> Tensor:

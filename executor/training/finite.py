@@ -16,30 +16,53 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parplan.executor.pools.joined_ranks import JoinedRanks
 from parplan.profiles.errors import RunError
 
 
 @dataclass(slots=True)
 class RankLosses:
-    """This rank's parts of a step's loss and squared gradient norm, before the sums over ranks."""
+    """This rank's parts of a step's loss and squared gradient norm, before the sums over ranks.
+
+    joined   the ranks of all pools, where pools divide the batch; None where there is one
+    """
 
     loss: Tensor | None = None
     squared_norm: Tensor | None = None
+    joined: JoinedRanks | None = None
 
     def sum_loss(self, share: Tensor) -> Tensor:
         """Return the loss of the whole batch. Collective."""
         self.loss = share.clone()
-        dist.all_reduce(share)
+        self._add(share)
         return share
 
     def sum_norm(self, share: Tensor) -> Tensor:
         """Return the gradient norm of the whole model. Collective.
 
-        share  the squared gradient norm of this rank
+        share  the squared gradient norm of this rank; each pool has that of the whole model
         """
         self.squared_norm = share.clone()
-        dist.all_reduce(share)
-        return share.sqrt().float()
+        self._add(share)
+        return (share / self._pools).sqrt().float()
+
+    @property
+    def _pools(self) -> int:
+        return 1 if self.joined is None else len(self.joined.place.sizes)
+
+    def _add(self, share: Tensor) -> None:
+        if self.joined is None:
+            dist.all_reduce(share)
+        else:
+            self.joined.all_reduce(share)
+
+    def _everyone(self, flags: Tensor) -> list[Tensor]:
+        """Return the flags of every rank."""
+        if self.joined is not None:
+            return self.joined.all_gather(flags)
+        everyone = [torch.empty_like(flags) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, flags)
+        return everyone
 
     def require_finite(self, step: int, loss: float, norm: float | None) -> None:
         """Raise RunError on every rank if loss or norm of step 0, 1, ... is not finite.
@@ -56,8 +79,7 @@ class RankLosses:
             return
         parts = [part.double() for part in (self.loss, self.squared_norm) if part is not None]
         not_finite = torch.stack(parts).isfinite().logical_not().int()
-        everyone = [torch.empty_like(not_finite) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, not_finite)
+        everyone = self._everyone(not_finite)
         ranks = dict(
             zip(sums, zip(*(flags.tolist() for flags in everyone), strict=True), strict=True)
         )

@@ -26,6 +26,8 @@ from parplan.executor.pipeline.passage import PLACES
 from parplan.executor.pipeline.pipeline import RankPipeline, build_pipeline
 from parplan.executor.pipeline.stages import parameters_on_host
 from parplan.executor.placed_layers import expert_shards
+from parplan.executor.pools.gradient_exchange import GradientExchange
+from parplan.executor.pools.joined_ranks import JoinedRanks
 from parplan.executor.rules.divisions import loses_by_tokens
 from parplan.executor.run_options import Options, derived_seed
 from parplan.executor.sharding.rank_place import (
@@ -89,7 +91,8 @@ class Trainer:
 
     `optimizer` updates the parameters outside of chunks, `adam` those in chunks. `tracing` measures
     the first steps of a run with chunks, if that is asked for. `places` has the documents of packed
-    sequences, `images` those of a model with a tower.
+    sequences, `images` those of a model with a tower. `exchange` adds the gradients of pools that
+    divide the batch.
     """
 
     plan: Plan
@@ -106,6 +109,7 @@ class Trainer:
     tracing: MemoryTracing | None = None
     places: Places | None = None
     images: Images | None = None
+    exchange: GradientExchange | None = None
 
     def gradients(self, step: int) -> Tensor:
         """Run forward, backward and reduction of the batch of `step`.
@@ -117,6 +121,10 @@ class Trainer:
             batch = self.batch(step) if self.pipeline.reads else None
         self.progress.at("runs forward and backward passes")
         loss = self.pipeline.step(batch, **self.inputs(step))
+        if self.exchange is not None:
+            self.progress.at("adds its gradients to those of other pools")
+            with self.recorder.span("pools", -1, -1):
+                self.exchange.add()
         # Every tensor-parallel rank of the last stage has the loss of its data-parallel rank, of
         # the row of a grid, or of its part of the tokens.
         column = self.ranks.coordinate("tp") % self.plan.mesh.tp_columns
@@ -313,15 +321,30 @@ class Trainer:
 
 
 def build_trainer(
-    plan: Plan, options: Options, device: torch.device, progress: RankProgress | None = None
+    plan: Plan,
+    options: Options,
+    device: torch.device,
+    progress: RankProgress | None = None,
+    joined: JoinedRanks | None = None,
 ) -> Trainer:
     """Return this rank's trainer, in a process group of `plan.mesh.num_ranks` ranks.
 
+    joined   the ranks of all pools, where pools divide the batch
     Collective. Raises ConfigError.
     """
-    return trainer_of(
-        plan, options, ranks_of(plan, device), Meter(masters=plan.training.has_masters), progress
+    trainer = trainer_of(
+        plan,
+        options,
+        ranks_of(plan, device),
+        Meter(masters=plan.training.has_masters),
+        progress,
+        ranks_before=0 if joined is None else joined.place.first,
     )
+    if joined is None:
+        return trainer
+    held = trainer.held()
+    exchange = GradientExchange(joined, (*held.own.items(), *held.copies.items()))
+    return replace(trainer, exchange=exchange, shares=RankLosses(joined=joined))
 
 
 def ranks_of(plan: Plan, device: torch.device) -> RankPlace:
@@ -347,14 +370,20 @@ def trainer_of(
     ranks: RankPlace,
     meter: Meter,
     progress: RankProgress | None = None,
+    ranks_before: int = 0,
 ) -> Trainer:
-    """Return the trainer of the rank at `ranks`. Collective. Raises ConfigError."""
+    """Return the trainer of the rank at `ranks`. Collective. Raises ConfigError.
+
+    ranks_before   ranks of the pools before that of this rank
+    """
     progress = progress or RankProgress()
     replica = ranks.coordinate("dp")
     dp_rank = replica // plan.mesh.cp
     # Tensor-parallel ranks hold the same residual stream, so they draw the same dropout masks.
     torch.manual_seed(
-        derived_seed(options.seed, ranks.coordinate("pp") * plan.mesh.replicas + replica)
+        derived_seed(
+            options.seed, ranks_before + ranks.coordinate("pp") * plan.mesh.replicas + replica
+        )
     )
     recorder = RunRecorder(ranks.device, options.steps if options.record else 0)
 

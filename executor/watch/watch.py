@@ -64,17 +64,26 @@ class RankState:
 
 
 class Watch:
-    """The watch of one rank; `store` is a connection of its own, since other users may block."""
+    """The watch of one rank; `store` is a connection of its own, since other users may block.
+
+    meshes   the mesh of each pool of the job, one where pools do not divide the batch
+    """
 
     def __init__(
-        self, store: dist.Store, rank: int, mesh: Mesh, progress: RankProgress, timeout_s: float
+        self,
+        store: dist.Store,
+        rank: int,
+        meshes: Sequence[Mesh],
+        progress: RankProgress,
+        timeout_s: float,
     ) -> None:
         self.store = dist.PrefixStore("watch", store)
         self.rank = rank
-        self.mesh = mesh
+        self.meshes = meshes
+        self.num_ranks = sum(mesh.num_ranks for mesh in meshes)
         self.progress = progress
         self.timeout_s = timeout_s
-        self.beat_s = min(BEAT_S * max(1.0, mesh.num_ranks / RANKS_PER_BEAT), SLACK_S / 4)
+        self.beat_s = min(BEAT_S * max(1.0, self.num_ranks / RANKS_PER_BEAT), SLACK_S / 4)
         # A rank without a beat for so long does not answer.
         self.quiet_s = max(5 * self.beat_s, min(timeout_s / 2, SLACK_S / 2))
         self._beat = 0
@@ -107,7 +116,7 @@ class Watch:
         Takes a second or two. torchrun asks the remaining ranks to end, so SIGTERM is ignored if a
         rank is gone: the caller can still print the answer.
         """
-        if self.mesh.num_ranks == 1:
+        if self.num_ranks == 1:
             return None
         self.progress.at("asks which rank is gone")
         before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -172,7 +181,7 @@ class Watch:
 
     def _states(self) -> Iterator[tuple[int, RankState]]:
         """Yield the states of the ranks that have written any."""
-        for rank in range(self.mesh.num_ranks):
+        for rank in range(self.num_ranks):
             if self.store.check([str(rank)]):
                 yield rank, RankState(**json.loads(self.store.get(str(rank))))
 
@@ -192,7 +201,7 @@ class Watch:
             self._end(self._verdict(states, silent))
 
     def _verdict(self, states: dict[int, RankState], silent: Sequence[int]) -> str:
-        never = [rank for rank in range(self.mesh.num_ranks) if rank not in states]
+        never = [rank for rank in range(self.num_ranks) if rank not in states]
         if never:
             name = self._name(never[0], len(never) - 1)
             return f"{name} has not started within {self.timeout_s:g} s"
@@ -215,10 +224,16 @@ class Watch:
 
     def _name(self, rank: int, num_more: int) -> str:
         """Return a rank with its coordinates."""
-        pp, dp, cp, tp = self.mesh.coordinates(rank)
-        context = f", cp {cp}" if self.mesh.cp > 1 else ""
+        pool, inside = 0, rank
+        while inside >= self.meshes[pool].num_ranks:
+            inside -= self.meshes[pool].num_ranks
+            pool += 1
+        mesh = self.meshes[pool]
+        pp, dp, cp, tp = mesh.coordinates(inside)
+        of_pool = f"pool {pool}, " if len(self.meshes) > 1 else ""
+        context = f", cp {cp}" if mesh.cp > 1 else ""
         more = f" and {num_more} more" if num_more > 0 else ""
-        return f"rank {rank} (pp {pp}, dp {dp}{context}, tp {tp}){more}"
+        return f"rank {rank} ({of_pool}pp {pp}, dp {dp}{context}, tp {tp}){more}"
 
     def _end(self, text: str) -> None:
         if self.claim():

@@ -8,6 +8,7 @@ path, so stages are contiguous by construction.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -33,110 +34,58 @@ from parplan.planner.stage_columns.stage_contents import Range
 from parplan.profiles.models.operator_graph import LayerKind
 
 
-class RangeBounds:
-    """The bounds of one layout within a memory limit.
+class PathBounds(ABC):
+    """The bounds of one layout over all paths, from the prices of ranges of layers by stage.
 
-    levels    the allowed levels of recompute
-    zeros     the ZeRO stages that a stage may have
-    fixed     the ranges of the stages, where they are given
+    share    share of a micro-batch that each rank but the first adds to a step
+    fixed    the ranges of the stages, where they are given
     """
 
     def __init__(
-        self,
-        layout: ParallelLayout,
-        tables: RangeTables,
-        levels: Sequence[Recompute],
-        zeros: Sequence[int],
-        limit_bytes: float,
-        fixed: tuple[Range, ...] | None = None,
+        self, layout: ParallelLayout, share: float, fixed: tuple[Range, ...] | None = None
     ) -> None:
-        self.layout, self.tables = layout, tables
-        self._levels, self._fixed = levels, fixed
-        self._usable = usable_bytes(limit_bytes, layout.mesh, tables.price_cache)
-        self._host_share = host_share_bytes(tables.price_cache.machine.cluster)
-        b, sharding = layout.micro_batch_size, layout.sharding
-        self._passes = tables.passes(b, sharding)
-        self._states = [tables.states(b, layout.mesh, sharding, zero) for zero in zeros]
-        self._data_s, self._tails_s = tables.least_data(b, layout.mesh, sharding, zeros)
-        self._share = bubble_share(layout, tables.price_cache)
-        self._once = KeyedCache()
-        self._frees = gradients_come_and_go(layout, tables.price_cache)
+        self.layout, self._share = layout, share
+        self._fixed = fixed
 
-    @cached_property
+    @abstractmethod
+    def unlimited_s(self, stage: int) -> Array:
+        """Least seconds of a micro-batch by range on a stage, for any memory."""
+
+    @abstractmethod
+    def within_s(self, stage: int) -> Array:
+        """The same within the memory of the stage, infinite where a range does not fit."""
+
+    @property
+    @abstractmethod
     def tail_s(self) -> Array:
         """Least seconds by range after the last micro-batch."""
-        return self._tails_s
+
+    @abstractmethod
+    def least_bytes(self, stage: int) -> Array:
+        """Lower bound of the bytes of a device by range, for any choice of its layers."""
+
+    @abstractmethod
+    def stage_bytes(self, stage: int, *, hosted: bool) -> Array:
+        """The same of one stage alone, infinite where states that are hosted fit no host."""
+
+    @abstractmethod
+    def redundant_bytes(self, stage: int) -> Array:
+        """Least redundant bytes by range of one rank of a stage."""
+
+    @property
+    @abstractmethod
+    def most_share(self) -> float:
+        """Largest share of recompute in the seconds of a layer."""
 
     @cached_property
     def time_s(self) -> list[Array]:
         """Least seconds of a micro-batch by stage and range, infinite if a range cannot be used."""
-        times = [self._within(stage) for stage in range(self.layout.num_virtual_stages)]
+        times = [self.within_s(stage) for stage in range(self.layout.num_virtual_stages)]
         for stage, only in enumerate(self._fixed or ()):
             kept = np.full_like(times[stage], np.inf)
             kept[only] = times[stage][only]
             times[stage] = kept
         return times
-
-    def _within(self, stage: int) -> Array:
-        times = self.unlimited_s(stage)
-        return np.asarray(np.where(self.least_bytes(stage) <= self._usable, times, np.inf))
-
-    def unlimited_s(self, stage: int) -> Array:
-        """Least seconds of a micro-batch by range on a stage, for any memory."""
-        layout = self.layout
-        hidden = layout.schedule in AHEAD or Recompute.NONE in self._allowed(layout.rank_of(stage))
-        before, after = received = self._received[stage]
-
-        def make() -> Array:
-            times = self._plain_s + (0.0 if hidden else self._passes.recompute_s)
-            return np.asarray(times + before[: self.tables.size, None] + after[None, :])
-
-        return self._once(("unlimited", hidden, received.tobytes()), make)
-
-    @cached_property
-    def _received(self) -> Array:
-        return self.tables.received(self.layout)
-
-    @cached_property
-    def _plain_s(self) -> Array:
-        """Least seconds of passes without recompute by range, infinite where a range is empty."""
-        size = self.tables.size
-        empty = np.arange(size)[:, None] >= np.arange(size + 1)[None, :]
-        return np.asarray(np.where(empty, np.inf, self._passes.time_s + self._data_s))
-
-    def _allowed(self, rank: int) -> Sequence[Recompute]:
-        return (Recompute.NONE,) if self.layout.keeps_all(rank) else self._levels
-
-    def least_bytes(self, stage: int) -> Array:
-        """Lower bound of the bytes of a device by range, for any choice of its layers.
-
-        Where gradients come and go, they may not exist while the most activations do. A rank with
-        several stages holds at least the bytes of one of them.
-        """
-        return np.asarray(self._least_held + self._in_flight(stage) * self._passes.kept)
-
-    def _in_flight(self, stage: int) -> int:
-        """Micro-batches that a stage holds at least."""
-        layout = self.layout
-        if layout.virtual_stages > 1:
-            return 1
-        return stashes(LayerKind.BLOCK, layout.rank_of(stage), layout)
-
-    @cached_property
-    def _least_held(self) -> Array:
-        """Least bytes by range besides activations, at any ZeRO stage that fits the host."""
-        return np.asarray(
-            np.minimum.reduce([self._hosted(states, self._held(states)) for states in self._states])
-        )
-
-    def _hosted(self, states: RangeStates, values: Array) -> Array:
-        """Returns values by range, infinite where the states are beyond the rank's host share."""
-        return np.asarray(np.where(states.host <= self._host_share, values, np.inf))
-
-    def _held(self, states: RangeStates) -> Array:
-        """Bytes by range of states and messages."""
-        held = states.held - (states.gradients if self._frees else 0.0)
-        return np.asarray(held + self.layout.num_micro_batches * self._passes.sent)
 
     @cached_property
     def _first_paces(self) -> list[Array]:
@@ -205,8 +154,7 @@ class RangeBounds:
 
         Their states fit the hosts if those of any ranges do.
         """
-        held = np.minimum.reduce([self._held(states) for states in self._states])
-        return self._leanest(self._least_held) or self._leanest(np.asarray(held))
+        return self._leanest(hosted=True) or self._leanest(hosted=False)
 
     @property
     def leanest_bytes(self) -> float:
@@ -215,10 +163,10 @@ class RangeBounds:
         assert cuts is not None, "a candidate has no more stages than layers"
         return max(float(self.least_bytes(stage)[layers]) for stage, layers in enumerate(cuts))
 
-    def _leanest(self, held: Array) -> tuple[Range, ...] | None:
+    def _leanest(self, *, hosted: bool) -> tuple[Range, ...] | None:
         stages = range(self.layout.num_virtual_stages)
         finite = [np.isfinite(self.unlimited_s(stage)) for stage in stages]
-        kept = [held + self._in_flight(stage) * self._passes.kept for stage in stages]
+        kept = [self.stage_bytes(stage, hosted=hosted) for stage in stages]
         return even_path([np.where(finite[stage], kept[stage], np.inf) for stage in stages])
 
     @property
@@ -229,14 +177,119 @@ class RangeBounds:
     @property
     def least_redundant_bytes(self) -> float:
         """Lower bound of the redundant bytes of the cluster: of states, by the leanest path."""
-        redundant = np.minimum.reduce([held.redundant for held in self._states])
-        by_stage = [np.where(np.isfinite(time), redundant, np.inf) for time in self.time_s]
+        by_stage = [
+            np.where(np.isfinite(time), self.redundant_bytes(stage), np.inf)
+            for stage, time in enumerate(self.time_s)
+        ]
         least = float(from_first(by_stage, np.add)[-1][-1])
         return self.layout.mesh.ranks_per_stage * least
 
+
+class RangeBounds(PathBounds):
+    """The bounds of one layout within a memory limit.
+
+    levels    the allowed levels of recompute
+    zeros     the ZeRO stages that a stage may have
+    """
+
+    def __init__(
+        self,
+        layout: ParallelLayout,
+        tables: RangeTables,
+        levels: Sequence[Recompute],
+        zeros: Sequence[int],
+        limit_bytes: float,
+        fixed: tuple[Range, ...] | None = None,
+    ) -> None:
+        super().__init__(layout, bubble_share(layout, tables.price_cache), fixed)
+        self.tables, self._levels = tables, levels
+        self._usable = usable_bytes(limit_bytes, layout.mesh, tables.price_cache)
+        self._host_share = host_share_bytes(tables.price_cache.machine.cluster)
+        b, sharding = layout.micro_batch_size, layout.sharding
+        self._passes = tables.passes(b, sharding)
+        self._states = [tables.states(b, layout.mesh, sharding, zero) for zero in zeros]
+        self._data_s, self._tails_s = tables.least_data(b, layout.mesh, sharding, zeros)
+        self._once = KeyedCache()
+        self._frees = gradients_come_and_go(layout, tables.price_cache)
+
+    @cached_property
+    def tail_s(self) -> Array:
+        return self._tails_s
+
+    def within_s(self, stage: int) -> Array:
+        times = self.unlimited_s(stage)
+        return np.asarray(np.where(self.least_bytes(stage) <= self._usable, times, np.inf))
+
+    def unlimited_s(self, stage: int) -> Array:
+        layout = self.layout
+        hidden = layout.schedule in AHEAD or Recompute.NONE in self._allowed(layout.rank_of(stage))
+        before, after = received = self._received[stage]
+
+        def make() -> Array:
+            times = self._plain_s + (0.0 if hidden else self._passes.recompute_s)
+            return np.asarray(times + before[: self.tables.size, None] + after[None, :])
+
+        return self._once(("unlimited", hidden, received.tobytes()), make)
+
+    @cached_property
+    def _received(self) -> Array:
+        return self.tables.received(self.layout)
+
+    @cached_property
+    def _plain_s(self) -> Array:
+        """Least seconds of passes without recompute by range, infinite where a range is empty."""
+        size = self.tables.size
+        empty = np.arange(size)[:, None] >= np.arange(size + 1)[None, :]
+        return np.asarray(np.where(empty, np.inf, self._passes.time_s + self._data_s))
+
+    def _allowed(self, rank: int) -> Sequence[Recompute]:
+        return (Recompute.NONE,) if self.layout.keeps_all(rank) else self._levels
+
+    def least_bytes(self, stage: int) -> Array:
+        """Lower bound of the bytes of a device by range, for any choice of its layers.
+
+        Where gradients come and go, they may not exist while the most activations do. A rank with
+        several stages holds at least the bytes of one of them.
+        """
+        return self.stage_bytes(stage, hosted=True)
+
+    def stage_bytes(self, stage: int, *, hosted: bool) -> Array:
+        held = self._least_held if hosted else self._held_anywhere
+        return np.asarray(held + self._in_flight(stage) * self._passes.kept)
+
+    def _in_flight(self, stage: int) -> int:
+        """Micro-batches that a stage holds at least."""
+        layout = self.layout
+        if layout.virtual_stages > 1:
+            return 1
+        return stashes(LayerKind.BLOCK, layout.rank_of(stage), layout)
+
+    @cached_property
+    def _least_held(self) -> Array:
+        """Least bytes by range besides activations, at any ZeRO stage that fits the host."""
+        return np.asarray(
+            np.minimum.reduce([self._hosted(states, self._held(states)) for states in self._states])
+        )
+
+    def _hosted(self, states: RangeStates, values: Array) -> Array:
+        """Returns values by range, infinite where the states are beyond the rank's host share."""
+        return np.asarray(np.where(states.host <= self._host_share, values, np.inf))
+
+    def _held(self, states: RangeStates) -> Array:
+        """Bytes by range of states and messages."""
+        held = states.held - (states.gradients if self._frees else 0.0)
+        return np.asarray(held + self.layout.num_micro_batches * self._passes.sent)
+
+    @cached_property
+    def _held_anywhere(self) -> Array:
+        """Least bytes by range besides activations, for hosts of any size."""
+        return np.asarray(np.minimum.reduce([self._held(states) for states in self._states]))
+
+    def redundant_bytes(self, stage: int) -> Array:
+        return np.asarray(np.minimum.reduce([held.redundant for held in self._states]))
+
     @property
     def most_share(self) -> float:
-        """Largest share of recompute in the seconds of a layer."""
         return self._passes.most_share
 
 
@@ -253,11 +306,11 @@ class CloserBounds(RangeBounds):
     Lagrangian bound). The room is that of one ZeRO stage.
     """
 
-    def _within(self, stage: int) -> Array:
+    def within_s(self, stage: int) -> Array:
         allowed = self._allowed(self.layout.rank_of(stage))
         hidden = self.layout.schedule in AHEAD and may_recompute(allowed)
         if hidden or Recompute.NONE not in allowed:
-            return super()._within(stage)
+            return super().within_s(stage)
         data_s = [
             self._hosted(
                 states, states.per_micro_batch_s + self._recompute_s(stage, states, allowed)

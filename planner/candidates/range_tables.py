@@ -16,6 +16,7 @@ import numpy as np
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.state_location import StateLocation
+from parplan.costmodels.joined_pools import passes_join
 from parplan.costmodels.keyed_cache import KeyedCache, RecentCache
 from parplan.costmodels.layers.chunk_owners import expert_elements, own_elements
 from parplan.costmodels.layers.chunked_layer import state_widths, writes_over_parameters
@@ -300,7 +301,7 @@ class RangeTables:
                 seconds[before, 1] = self._received(ranks[after], ranks[before], layout)
             return seconds
 
-        key = ranks, layout.mesh, layout.micro_batch_size, layout.sharding, several
+        key = ranks, layout.mesh, layout.micro_batch_size, layout.sharding, several, layout.pools
         return self._once(("received", key), make)
 
     def _received(self, here: int, there: int, layout: ParallelLayout) -> Array:
@@ -315,6 +316,8 @@ class RangeTables:
             )
             return np.array([0.0, *sent, 0.0])
 
+        if passes_join(layout, here, there):
+            return make()
         key: Hashable = ("link", link_of(here, there, layout, self.price_cache), here == there)
         return self._once(key, make)
 

@@ -68,26 +68,32 @@ def _least_s(
 
 
 class WholeBounds:
-    """The bounds of the layouts of one table of options."""
+    """The bounds of the layouts of one table of options.
+
+    counts    the number of layers of each class
+    """
 
     def __init__(self, table: BlockClassTable) -> None:
         self._table, self._prices = table, table.price_cache
         layers = range(self._prices.num_layers)
-        self._counts = Counter(self._prices.key(layer, layer) for layer in layers)
-        self._blocks = [key for key in self._counts if key.role is LayerKind.BLOCK]
-        self._num_blocks = sum(self._counts[key] for key in self._blocks)
+        self.counts = Counter(self._prices.key(layer, layer) for layer in layers)
+        self._blocks = [key for key in self.counts if key.role is LayerKind.BLOCK]
+        self._num_blocks = sum(self.counts[key] for key in self._blocks)
 
     def may_fit(self, layout: ParallelLayout, limit_bytes: float) -> bool:
         """Returns False if the states exceed the memory of all devices."""
+        return self.least_states(layout) <= layout.mesh.pp * self.usable(layout, limit_bytes)
+
+    def least_states(self, layout: ParallelLayout) -> float:
+        """Returns the least bytes of the states of one rank of each stage together."""
         zeros, frees = self._table.zero_stages(layout), self._frees(layout)
-        held = self._table.once(
+        return self._table.once(
             ("least states", layout.mesh, layout.sharding, zeros, frees),
             lambda: sum(
                 count * min(self._states_bytes(key, layout, zero) for zero in zeros)
-                for key, count in self._counts.items()
+                for key, count in self.counts.items()
             ),
         )
-        return held <= layout.mesh.pp * self._usable(layout, limit_bytes)
 
     def passes_s(self, layout: ParallelLayout) -> float:
         """Returns the least seconds of a step without data parallelism, for any memory.
@@ -114,19 +120,19 @@ class WholeBounds:
         pp, repeats = layout.mesh.pp, layout.num_micro_batches - self._share(layout)
         if repeats <= 0:
             return self.passes_s(layout)
-        costs = {key: self._costs(key, layout, repeats, hidden=hidden) for key in self._counts}
+        costs = {key: self._costs(key, layout, repeats, hidden=hidden) for key in self.counts}
         in_flight = self._in_flight(layout)
-        spread_s = sum(count * np.ptp(costs[key].time_s) for key, count in self._counts.items())
+        spread_s = sum(count * np.ptp(costs[key].time_s) for key, count in self.counts.items())
         spread = sum(
             count * np.ptp(costs[key].held + in_flight.min() * costs[key].saved)
-            for key, count in self._counts.items()
+            for key, count in self.counts.items()
         )
         prices = _BYTE_PRICES * (spread_s / max(1.0, spread))
-        weights = _weights(in_flight, costs[max(self._blocks, key=self._counts.__getitem__)])
+        weights = _weights(in_flight, costs[max(self._blocks, key=self.counts.__getitem__)])
         priced_s = np.multiply.outer(
-            -prices * self._usable(layout, limit_bytes), weights.sum(axis=1)
+            -prices * self.usable(layout, limit_bytes), weights.sum(axis=1)
         )
-        for key, number in self._counts.items():
+        for key, number in self.counts.items():
             ranks = self._ranks(key) if layout.virtual_stages == 1 else slice(None)
             held = weights[:, ranks, None] * costs[key].bytes_on(in_flight[ranks])
             least = np.multiply.outer(prices, held.min(axis=1))
@@ -135,7 +141,7 @@ class WholeBounds:
         pace_s = max(
             (received_s + float(priced_s.max())) / pp,
             self._longest_s(layout),
-            self._fullest_s(costs, in_flight, prices, self._usable(layout, limit_bytes)),
+            self._fullest_s(costs, in_flight, prices, self.usable(layout, limit_bytes)),
         )
         return self._step_s(layout, self._walk_s(layout), pace_s)
 
@@ -154,7 +160,7 @@ class WholeBounds:
         some: list[_Costs] = []
         for key in sorted(self._blocks, key=lambda key: -float(costs[key].time_s.min())):
             some.append(costs[key])
-            n += self._counts[key]
+            n += self.counts[key]
             least = np.minimum.reduce([each.bytes_on(ascending).min(axis=1) for each in some])
             fit = np.floor(usable / np.maximum(least, 1.0))
             if fit.sum() < n:
@@ -170,9 +176,9 @@ class WholeBounds:
     def _ranks(self, key: LayerKey) -> slice:
         """Returns the ranks of a pipeline that may have a layer: the ends have the end layers."""
         last = self._prices.num_layers - 1
-        if self._counts[key] == 1 and key == self._prices.key(0, 0):
+        if self.counts[key] == 1 and key == self._prices.key(0, 0):
             return slice(0, 1)
-        if self._counts[key] == 1 and key == self._prices.key(last, last):
+        if self.counts[key] == 1 and key == self._prices.key(last, last):
             return slice(-1, None)
         return slice(None)
 
@@ -189,7 +195,7 @@ class WholeBounds:
 
     def _walk_s(self, layout: ParallelLayout) -> float:
         """Least seconds of all layers and transfers."""
-        least_s = (count * self._least_s(key, layout) for key, count in self._counts.items())
+        least_s = (count * self.least_s(key, layout) for key, count in self.counts.items())
         return all_receives_s(layout, self._prices) + sum(least_s)
 
     def _longest_s(self, layout: ParallelLayout) -> float:
@@ -197,11 +203,11 @@ class WholeBounds:
 
         Of the blocks that are no faster than a class, some rank holds no fewer than the mean rank.
         """
-        times_s = {key: self._least_s(key, layout) for key in self._counts}
+        times_s = {key: self.least_s(key, layout) for key in self.counts}
         longest_s, slower = max(times_s.values()), self._num_blocks
         for key in sorted(self._blocks, key=times_s.__getitem__):
             longest_s = max(longest_s, -(-slower // layout.mesh.pp) * times_s[key])
-            slower -= self._counts[key]
+            slower -= self.counts[key]
         return longest_s
 
     def _share(self, layout: ParallelLayout) -> float:
@@ -211,7 +217,8 @@ class WholeBounds:
         share = self._share(layout)
         return (layout.num_micro_batches - share) * pace_s + share * walk_s
 
-    def _usable(self, layout: ParallelLayout, limit_bytes: float) -> float:
+    def usable(self, layout: ParallelLayout, limit_bytes: float) -> float:
+        """Returns the bytes of a device that tensors may fill."""
         return usable_bytes(limit_bytes, layout.mesh, self._prices)
 
     def _states_bytes(self, key: LayerKey, layout: ParallelLayout, zero: int) -> float:
@@ -222,7 +229,7 @@ class WholeBounds:
     def _frees(self, layout: ParallelLayout) -> bool:
         return gradients_come_and_go(layout, self._prices)
 
-    def _least_s(self, key: LayerKey, layout: ParallelLayout) -> float:
+    def least_s(self, key: LayerKey, layout: ParallelLayout) -> float:
         """Least seconds of a layer's passes, on any option."""
         sharding = self._prices.apart(key, layout.sharding)
         b = layout.micro_batch_size
@@ -244,7 +251,7 @@ class WholeBounds:
             data_s = [self._data_s(key, layout, zero, passes.ways, repeats) for zero in zeros]
         times_s = passes.time_s
         if layout.recomputes_ahead:
-            times_s = np.full_like(times_s, self._least_s(key, layout))
+            times_s = np.full_like(times_s, self.least_s(key, layout))
         return _Costs(
             time_s=np.add.outer(times_s, data_s).ravel(),
             saved=np.repeat(passes.saved_bytes, len(held)),

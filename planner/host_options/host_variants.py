@@ -31,7 +31,6 @@ def may_offload_activations(layout: ParallelLayout, offload: Collection[Offload]
     return (
         Offload.ACTIVATIONS in offload
         and not layout.weights_over_data
-        and layout.mesh.tp_rows == 1
         and not layout.splits_backward
         and not layout.recomputes_ahead
     )

@@ -135,12 +135,21 @@ class BlockProblems:
         self, kind: LayerKey, sizes: tuple[int, ...], sharding: Sharding
     ) -> LayerStrategies:
         price_cache = self.price_cache
-        base = kind, sizes, sharding.degrees, sharding.data, sharding.etp, sharding.part
+        base = (
+            kind,
+            sizes,
+            sharding.degrees,
+            sharding.rows,
+            sharding.data,
+            sharding.etp,
+            sharding.part,
+        )
         return LayerStrategies(
             [price_cache.graph(size, sharding.part).layer_class(kind) for size in sizes],
             price_cache.inside(sharding.degrees),
             price_cache.training,
             over_data=sharding.data > 1,
+            sharding=sharding if sharding.rows > 1 else None,
             like=sharding,
             shared=self._once(("shared", base), KeyedCache),
         )
@@ -165,7 +174,7 @@ class BlockProblems:
 
 def _axes(kind: LayerKey, sharding: Sharding) -> Hashable:
     """Returns all that the choices for the operators of a layer depend on beside its sizes."""
-    return kind, sharding.degrees, sharding.data, sharding.experts, sharding.context
+    return kind, sharding.degrees, sharding.rows, sharding.data, sharding.experts, sharding.context
 
 
 def _sizes_with(micro_batch_size: int) -> tuple[int, ...]:
@@ -325,7 +334,7 @@ class Catalogue:
             ):
                 yield self.preset(level, b, sharding)
         divides = self.divides(sharding)
-        if not divides and (not self.by_operator or sharding.rows > 1):
+        if not divides and not self.by_operator:
             return
         problem = self.problem(b, replace(sharding, overlap=0), self.key)
         weight_layouts = self.weight_layouts(sharding)[: None if divides else 1]
@@ -397,7 +406,7 @@ class Catalogue:
             operator = self._operators[name]
             if level is not None and option.recomputed != (name in names):
                 return False
-            if not self.free or sharding.overlap or name in self._mixture:
+            if not self.free or sharding.overlap or sharding.rows > 1 or name in self._mixture:
                 return option.splits == sharding.splits(operator)
             dim = operator.parallel_dim
             if sharding.ranks == 1 or dim is None or not weights_of(operator):

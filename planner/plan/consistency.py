@@ -40,20 +40,28 @@ def require_consistent(plan: AnyPlan, where: str) -> None:
     else:
         _require_stages(plan.stages, plan.model.num_blocks + 2, where)
         _require_described(plan, where)
+        _require_share(plan, where)
+
+
+def _require_share(plan: Plan, where: str) -> None:
+    """Raises ConfigError unless the sequences of a plan lie inside the batch of all pools."""
+    whole, own = plan.whole_batch, plan.training.global_batch_size
+    if not 0 <= whole.first <= whole.of - own:
+        found = f"{own} sequences from {whole.first} on, of {whole.of}"
+        raise _unfit(where, "batch_share", found)
 
 
 def _require_pools(plan: AnyPlan, where: str) -> None:
     """Raises ConfigError unless the stages fill the pools of an unequal cluster."""
-    cluster = plan.cluster
-    named = {} if isinstance(plan, TracedPlan) else {s.rank: s.pool for s in plan.stages}
+    cluster, pools = plan.cluster, plan.pools
     if not isinstance(cluster, UnequalCluster):
-        if any(named.values()):
+        if pools:
             raise _unfit(where, "stages", "they name pools, the cluster has none")
         return
-    if isinstance(plan, TracedPlan) or any(s.pool != named[s.rank] for s in plan.stages):
+    named = () if isinstance(plan, TracedPlan) else {(s.rank, s.pool) for s in plan.stages}
+    if sorted(named) != list(enumerate(pools)) or len(pools) != plan.mesh.pp:
         raise _unfit(where, "stages", "every pipeline rank lies on one pool of the cluster")
-    held = Counter(named.values())
-    for name, stages in held.items():
+    for name, stages in Counter(pools).items():
         if name not in cluster.by_name:
             raise unknown_name_error("pool", name, cluster.by_name, where=f"{where}: stages")
         gpus = cluster.by_name[name].cluster.num_gpus

@@ -30,12 +30,9 @@ def corners(share: float, figures: Iterable[str] = FIGURES) -> tuple[SpeedFactor
     return tuple(SpeedFactors(**{figure: end}) for figure in figures for end in ends)
 
 
-SCENARIOS = corners(USUAL_SHARE, SPEEDS)
-
-
 def changes(corner: SpeedFactors, cluster: Cluster) -> bool:
     """Returns False for a corner of links that the cluster has not."""
-    inside = corner.inside_node != 1.0 and cluster.gpus_per_node == 1
+    inside = corner.inside_node != 1.0 and cluster.most_gpus_per_node == 1
     across = corner.across_nodes != 1.0 and cluster.nodes == 1
     return not inside and not across
 

@@ -9,7 +9,6 @@ from parplan.costmodels.host.state_location import Access
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.plan.plan import LayerRun, Plan
 from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
-from parplan.profiles.machines.unequal_cluster import UnequalCluster
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.stack import TowerDivision
 
@@ -53,16 +52,8 @@ def layout_of(plan: AnyPlan) -> ParallelLayout:
         states_on_host=_states_on_host(plan),
         weights_over_data=any(each.divides_over_data for each in layer_plans),
         tower=next((each.tower for each in layer_plans if each.tower), TowerDivision.TENSOR),
-        pools=_pools(plan),
+        pools=plan.pools,
     )
-
-
-def _pools(plan: AnyPlan) -> tuple[str, ...]:
-    """Returns the pool of each pipeline rank, empty on equal nodes."""
-    if isinstance(plan, TracedPlan) or not isinstance(plan.cluster, UnequalCluster):
-        return ()
-    by_rank = {stage.rank: stage.pool for stage in plan.stages}
-    return tuple(by_rank[rank] for rank in range(plan.mesh.pp))
 
 
 def _states_on_host(plan: AnyPlan) -> bool:

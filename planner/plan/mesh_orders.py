@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from parplan.costmodels.communication.mesh import Axis, MeshOrder, distinct_orders, place
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.reprice import reprice
-from parplan.profiles.machines.unequal_cluster import UnequalCluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +34,7 @@ def order_prices(plan: Plan) -> tuple[OrderPrice, ...]:
     """
     gpus_per_node = plan.cluster.gpus_per_node
     orders = (plan.mesh.order, *map(MeshOrder, plan.training.stack.mesh_orders))
-    if isinstance(plan.cluster, UnequalCluster):
+    if plan.pools:
         orders = orders[:1]  # another would put one stage on several pools
     prices = []
     for mesh in distinct_orders(plan.mesh, orders, plan.cluster.unit_gpus):

@@ -215,11 +215,26 @@ class ChunkPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BatchShare:
+    """The sequences of a plan in the global batch of pools that divide it (EQUATIONS P10).
+
+    first   number of the plan's first sequence in the whole batch, from 0
+    of      sequences of the whole batch; the plan's own are its global_batch_size
+    """
+
+    __pydantic_config__ = _FORBID
+
+    first: int
+    of: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Displayed):
     """A strategy for one model on one cluster, with its predicted cost and its search record.
 
     module   source of the external module that the executor runs; None for its own model
     chunks   the chunks that hold the states of the blocks; None where there are none
+    batch_share   the plan's part of the batch of several pools; the file has it only there
     """
 
     __pydantic_config__ = _FORBID
@@ -236,3 +251,18 @@ class Plan(Displayed):
     search: SearchRecord
     module: ModuleSource | None = None
     chunks: ChunkPlan | None = None
+    batch_share: BatchShare | None = None
+
+    @property
+    def whole_batch(self) -> BatchShare:
+        """The place of the plan's sequences in a global batch, that of all pools if there are any.
+
+        The number `of` sequences is that of a step.
+        """
+        return self.batch_share or BatchShare(first=0, of=self.training.global_batch_size)
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """The pool of each pipeline rank, none on equal nodes."""
+        by_rank = {stage.rank: stage.pool for stage in self.stages if stage.pool}
+        return tuple(by_rank[rank] for rank in sorted(by_rank))

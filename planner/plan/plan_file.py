@@ -14,7 +14,7 @@ from parplan.planner.plan.consistency import require_consistent
 from parplan.planner.plan.old_plans import OLD_VERSION, in_todays_form
 from parplan.planner.plan.plan import PLAN_VERSION, Plan
 from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
-from parplan.profiles.documents.files import write_text
+from parplan.profiles.documents.files import write_result
 from parplan.profiles.documents.reader import Hints, read_yaml
 from parplan.profiles.documents.schema import document, kind_text, parse
 from parplan.profiles.errors import ConfigError
@@ -40,6 +40,8 @@ def plan_to_document(plan: AnyPlan) -> dict[str, Any]:
         if not each["pipeline"]["micro_batches_of_replicas"]:
             del each["pipeline"]["micro_batches_of_replicas"]
     if isinstance(plan, Plan):
+        if plan.batch_share is None:
+            del body["batch_share"]
         for name in rare_defaults(plan.model):
             del body["model"][name]
     body["cluster"] = machine_document(plan.cluster)
@@ -53,9 +55,13 @@ def plan_to_yaml(plan: AnyPlan) -> str:
     )
 
 
-def write_plan(plan: AnyPlan, path: Path) -> None:
-    """Writes the plan atomically: a reader sees the old file or the new one. Raises ConfigError."""
-    write_text(plan_to_yaml(plan), path, hint="choose another file with --output")
+def write_plan(plan: AnyPlan, path: Path) -> Path | None:
+    """Writes the plan atomically: a reader sees the old file or the new one.
+
+    Returns the name under which another plan that was there is kept, as `write_result` does.
+    Raises ConfigError.
+    """
+    return write_result(plan_to_yaml(plan), path, hint="choose another file with --output")
 
 
 def read_plan(path: Path) -> Plan:

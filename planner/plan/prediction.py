@@ -12,6 +12,7 @@ from enum import StrEnum
 from statistics import fmean
 
 from parplan.costmodels.communication.mesh import Mesh
+from parplan.costmodels.usage.goodput import Failures
 from parplan.planner.objective import Objective, Prefer
 from parplan.planner.plan.pipeline_plan import PipelinePlan
 from parplan.profiles.provenance import Kind
@@ -379,6 +380,36 @@ class MemoryFirst:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpareChoice:
+    """The choice of the nodes that wait as spares, so that the run advances most (EQUATIONS D3).
+
+    gpus              GPUs of all nodes, of those that wait too
+    failures          failures as stated, with the number of spare nodes that was chosen
+    goodput           share of the time in which the run advances
+    goodput_without   the same where all nodes train and none waits
+    advance_s         seconds of the cluster's time for one step of the run
+    bound_s           no number of nodes takes less
+    gap               gap between both
+    considered        numbers of nodes, each with a bound
+    searched          numbers of nodes whose plans were searched
+    finished          whether the search of the numbers ran to its end
+    """
+
+    __pydantic_config__ = _FORBID
+
+    gpus: int
+    failures: Failures
+    goodput: float
+    goodput_without: float
+    advance_s: float
+    bound_s: float
+    gap: float
+    considered: int
+    searched: int
+    finished: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRecord:
     """The result of a search under the closed-form price.
 
@@ -401,6 +432,7 @@ class SearchRecord:
     method                the search method that found the plan, which proves nothing; None for the
                           search of the planner
     robust                the worst cases of the plans, None where they were not asked for
+    spares                the choice of the spare nodes, None where all GPUs of the request train
     """
 
     __pydantic_config__ = _FORBID
@@ -419,6 +451,7 @@ class SearchRecord:
     launcher: str | None = None
     preference: TieChoice | None = None
     robust: Robustness | None = None
+    spares: SpareChoice | None = None
     method: str | None = None
     runners_up: tuple[RunnerUp, ...] = ()
 

@@ -185,6 +185,11 @@ class TracedPlan(Displayed):
             )
 
     @property
+    def pools(self) -> tuple[str, ...]:
+        """The pool of each pipeline rank: none, as a traced module is planned on equal nodes."""
+        return ()
+
+    @property
     def states_on_host(self) -> bool:
         """True if the hosts hold the states of all shards."""
         return Offload.STATES in self.offload

@@ -16,7 +16,7 @@ from typing import Any
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.plan_file import any_plan_from_document, plan_to_document
 from parplan.planner.plan.traced_plan import TracedPlan
-from parplan.profiles.documents.files import write_text
+from parplan.profiles.documents.files import write_result
 from parplan.profiles.documents.reader import Hints, read_json
 from parplan.profiles.documents.schema import document, parse
 from parplan.profiles.errors import ConfigError
@@ -33,7 +33,7 @@ class WorkSpan:
 
     work                 of a micro-batch F, R, B, I or W (forward, recompute ahead of the backward,
                          backward, its part of the input and of the weights); of the step data,
-                         reduce, tied or optimizer
+                         reduce, tied, pools or optimizer
     stage, micro_batch   -1 for work of the step
 
     A forward pass that ends in the loss may have two spans.
@@ -281,9 +281,12 @@ def run_to_json(run: RunFile) -> str:
     return json.dumps(document(run), indent=1) + "\n"
 
 
-def write_run(run: RunFile, path: Path) -> None:
-    """Writes the run atomically. Raises ConfigError."""
-    write_text(run_to_json(run), path, hint="choose another file with --run-json")
+def write_run(run: RunFile, path: Path) -> Path | None:
+    """Writes the run atomically, and keeps an older one as `write_result` does.
+
+    Raises ConfigError.
+    """
+    return write_result(run_to_json(run), path, hint="choose another file with --run-json")
 
 
 def read_run(path: Path) -> RunFile:

@@ -7,8 +7,9 @@ and the last, as where all blocks are alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, chain, pairwise
 
 from parplan.costmodels.host.offload import Offload
@@ -28,6 +29,7 @@ from parplan.planner.plan.assemble import assemble
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import SearchRecord
 from parplan.planner.request import Constraints, Request
+from parplan.planner.search.node_tables import Books
 from parplan.planner.search.sequence_prices import SequencePrices
 from parplan.planner.stage_columns.block_counts import shorter_ends
 from parplan.planner.stage_columns.sequence_table import BlockClassTable
@@ -47,8 +49,7 @@ class BlockClassPrices(SequencePrices):
         _require_searched(request.constraints, request.model.name)
         price_cache = price_cache_of(request)
         deadline = request.options.deadline
-        space = without_beaten_forms(enumerate_candidates(request), price_cache, deadline)
-        space = _with_hosts(space, request.constraints.offload or ())
+        space = _with_hosts(self._enumerated(request, price_cache), request)
         space = with_tower_divisions(space, request.model, request.training.stack)
         if not space.layouts:
             raise no_candidate_error(space, request.cluster)
@@ -61,7 +62,19 @@ class BlockClassPrices(SequencePrices):
             lambda layout: given_cuts(layout, num_blocks),
             self._assembled,
             BlockClassTable,
+            partial(self._by_pool, request),
         )
+
+    @staticmethod
+    def _enumerated(request: Request, price_cache: PriceCache) -> CandidateSpace:
+        """Returns the candidates, each with all states on the devices and one way of a tower."""
+        deadline = request.options.deadline
+        return without_beaten_forms(enumerate_candidates(request), price_cache, deadline)
+
+    @staticmethod
+    def _by_pool(request: Request, books: Books) -> Mapping[str, Books]:
+        """Returns the prices on each pool of the cluster."""
+        return {"": books}
 
     def may_fit(self, layout: ParallelLayout, limit_bytes: float) -> bool:
         return self._whole(layout).may_fit(layout, limit_bytes)
@@ -101,9 +114,9 @@ def _require_searched(pins: Constraints, name: str) -> None:
             )
 
 
-def _with_hosts(space: CandidateSpace, offload: tuple[Offload, ...]) -> CandidateSpace:
+def _with_hosts(space: CandidateSpace, request: Request) -> CandidateSpace:
     """Returns the candidates, and where that is allowed the same with their states on the hosts."""
-    if Offload.STATES not in offload:
+    if Offload.STATES not in (request.constraints.offload or ()):
         return space
     layouts = ((layout, replace(layout, states_on_host=True)) for layout in space.layouts)
     return replace(space, layouts=tuple(chain.from_iterable(layouts)))

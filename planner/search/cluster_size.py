@@ -7,6 +7,7 @@ whose lower bound of the step misses the deadline is not searched.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.plan_goodput import plan_goodput
 from parplan.planner.request import Request
 from parplan.planner.search.many_searches import Answer, answer_of
-from parplan.planner.search.price_factory import DescribedFactory
+from parplan.planner.search.price_factory import described_factory
 from parplan.profiles.errors import ConfigError, InfeasibleError, PlannerError
 from parplan.profiles.models.transformer import build_graph
 
@@ -48,7 +49,7 @@ class TrainingRun:
     def seconds(self) -> float:
         """Seconds from the first step to the last, with failures."""
         share = self.goodput.share if self.goodput else 1.0
-        return self.tokens / (self.tokens_per_s * share)
+        return self.tokens / (self.tokens_per_s * share) if share else math.inf
 
     @property
     def days(self) -> float:
@@ -130,7 +131,7 @@ class SizeProbes:
     def _search(self, gpus: int, *, wholly: bool) -> None:
         try:
             request = self.request_of(gpus)
-            factory = DescribedFactory(request)
+            factory = described_factory(request)
             steps = self.tokens / request.training.tokens_per_step
             least_s = steps * factory.least_step_s()
             if least_s > self.seconds and not wholly:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from parplan.costmodels.memory.rank_memory import RankMemory
@@ -21,10 +21,13 @@ from parplan.planner.plan.prediction import Candidates, SearchRecord, Status
 from parplan.planner.plan.ratio_band import plan_shape, ratio_share
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
-from parplan.planner.request import SearchOptions
+from parplan.planner.request import Request, SearchOptions
+from parplan.planner.search.equal_baselines import equal_baseline, equal_requests
+from parplan.planner.search.what_if import request_of_plan
 from parplan.profiles.displayed import Displayed
 from parplan.profiles.errors import OutOfTimeError
-from parplan.profiles.machines.unequal_cluster import require_equal
+from parplan.profiles.machines.shipped_profiles import machine_for
+from parplan.profiles.machines.unequal_cluster import UnequalCluster
 
 OURS = "ours"
 MEMORY_NAMES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "reserve")
@@ -106,8 +109,12 @@ class Comparison(Displayed):
         return _tokens_per_s_per_gpu(ours) / _tokens_per_s_per_gpu(plan) - 1
 
     def same_work(self, plan: ComparedPlan) -> bool:
-        """True if the steps of a plan have the tokens of ours, on as many GPUs."""
-        return _work(plan) == _work(self.ours)
+        """True if the steps of a plan have the tokens of ours, on as many GPUs.
+
+        Beside a plan over unequal pools the number of GPUs says little, and one pool counts too.
+        """
+        (tokens, gpus), (our_tokens, our_gpus) = _work(plan), _work(self.ours)
+        return tokens == our_tokens and (gpus == our_gpus or bool(self.ours.plan.pools))
 
     def share_of(self, plan: ComparedPlan) -> float | None:
         """Returns the error band of the ratio of a step to ours, None where it is unknown.
@@ -187,22 +194,35 @@ def _record(baseline: Baseline, optimum: Optimum) -> SearchRecord:
 def compare(plan: Plan, names: Iterable[str], options: SearchOptions | None = None) -> Comparison:
     """Compares `plan`, priced again, with the baselines `names` within the limit of `options`.
 
-    Raises ConfigError for a plan without a price (planner/plan/reprice.py). `names`: a selection of
-    `baselines.systems.baseline_names`.
+    A plan over unequal pools stands beside plans of equal nodes too, and systems count each of its
+    GPUs as the slowest (planner/search/equal_baselines.py). Raises ConfigError for a plan without a
+    price (planner/plan/reprice.py). `names`: a selection of `baselines.systems.baseline_names`.
     """
     options = options or SearchOptions()
-    require_equal(plan.cluster, "a comparison with baselines")
     ours = reprice(plan)
     # No baseline has the token table on the host, and not every mesh of theirs could.
     price_cache = ours.price_cache.with_table(on_host=False)
+    if isinstance(plan.cluster, UnequalCluster):  # systems without pools count on the slowest
+        price_cache = price_cache.on(machine_for(plan.cluster.as_slowest))
     limit = limit_bytes(plan.cluster, plan.training.stack, options)
+    equal = equal_requests(replace(request_of_plan(plan), options=options))
 
     def row_of(name: str) -> ComparisonRow:
+        if name in equal:
+            return _equal_row(name, equal[name])
         baseline = price_baseline(name, price_cache, limit, options.deadline)
         return row(baseline, partial(assemble, price_cache=price_cache))
 
     mine = side(OURS, ours.plan, ours.strategy, ours.price)
-    return side_by_side(plan, mine, names, row_of, options)
+    return side_by_side(plan, mine, (*equal, *names), row_of, options)
+
+
+def _equal_row(name: str, request: Request) -> ComparisonRow:
+    baseline, found = equal_baseline(name, request)
+    if found is None:
+        return ComparisonRow(baseline=baseline, side=None)
+    compared = side(name, found.plan, found.strategy, found.price)
+    return ComparisonRow(baseline=baseline, side=compared)
 
 
 def plans_side_by_side(sides: Sequence[ComparedPlan], options: SearchOptions) -> Comparison:

@@ -29,7 +29,12 @@ from parplan.planner.search.least_peak import LeastPeak, least_peak
 from parplan.planner.search.least_redundancy import then_fastest, then_leanest
 from parplan.planner.search.one_candidate import certify
 from parplan.planner.search.preference import Preference, preferred_plan
-from parplan.planner.search.price_factory import DescribedFactory, Explain, PriceFactory
+from parplan.planner.search.price_factory import (
+    DescribedFactory,
+    Explain,
+    PriceFactory,
+    described_factory,
+)
 from parplan.planner.search.replay import replay_best
 from parplan.planner.search.search_results import (
     SearchResult,
@@ -212,7 +217,7 @@ def find_plan(
     InfeasibleError that says how much memory is missing. The error of
     `parplan.report.searches.infeasible_text.explained_error` also says which changes would fit.
     """
-    plan = find_best(DescribedFactory(request, explain), on_progress).plan
+    plan = find_best(described_factory(request, explain), on_progress).plan
     assert isinstance(plan, Plan), "the model is described"
     return plan
 

@@ -107,7 +107,7 @@ def _gains(
 def _may_be_certified(choice: LayerChoice, strategy: Strategy) -> bool:
     """Returns whether a layer's price is that of its operators one by one, all on the device."""
     layout = strategy.layout
-    return not choice.on_host and not layout.tp_overlap and layout.mesh.tp_rows == 1
+    return not choice.on_host and not layout.tp_overlap
 
 
 def _has_choices(problem: LayerProblem) -> bool:

@@ -44,7 +44,8 @@ def improved(
     """
     layout, price_cache = strategy.layout, session.book_of(solved.layout, solved.choice)
     described = isinstance(session.prices, DescribedPrices)
-    if layout.mesh.pp == 1 or layout.chunked or (not described and layout.virtual_stages == 1):
+    by_cuts = described or layout.virtual_stages > 1 or layout.pools
+    if layout.mesh.pp == 1 or layout.chunked or not by_cuts:
         return strategy, price
     best, best_s = strategy, price.step_s
     try:

@@ -10,7 +10,7 @@ from parplan.planner.request import Request
 from parplan.planner.search.find_plan import find_best
 from parplan.planner.search.largest_model import SearchWatch
 from parplan.planner.search.pareto import TIME_LIMIT
-from parplan.planner.search.price_factory import DescribedFactory
+from parplan.planner.search.price_factory import DescribedFactory, described_factory
 from parplan.profiles.errors import ConfigError, InfeasibleError, OutOfTimeError, PlannerError
 
 
@@ -35,7 +35,7 @@ class Answers:
 
 def answer_request(request: Request, watch: SearchWatch | None = None) -> Answer:
     """Returns the best plan of a request. Raises OutOfTimeError and KeyboardInterrupt."""
-    return answer_of(DescribedFactory(request), watch)
+    return answer_of(described_factory(request), watch)
 
 
 def answer_of(factory: DescribedFactory, watch: SearchWatch | None = None) -> Answer:

@@ -6,7 +6,7 @@ of a described model: one program, one branch and bound, one simulator.
 
 from __future__ import annotations
 
-from parplan.costmodels.joined_pools import prices_on
+from parplan.costmodels.joined_pools import Prices, prices_on
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.step import bubble_share
 from parplan.costmodels.strategy import ParallelLayout
@@ -20,7 +20,6 @@ from parplan.planner.search.search_session import DescribedPrices, SearchPrices
 from parplan.planner.stage_columns.mix_table import MixTable
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.unequal_cluster import UnequalCluster
-from parplan.profiles.models.transformer import has_unlike_blocks
 
 
 class PooledPrices(DescribedPrices):
@@ -30,8 +29,7 @@ class PooledPrices(DescribedPrices):
     """
 
     def __init__(self, request: Request) -> None:
-        cluster = request.cluster
-        assert isinstance(cluster, UnequalCluster), "equal nodes need no pools"
+        cluster = pools_of(request)
         require_searched(request)
         space = over_pools(enumerate_candidates(request), cluster)
         if not space.layouts:
@@ -41,13 +39,11 @@ class PooledPrices(DescribedPrices):
         deadline = request.options.deadline
         SearchPrices.__init__(self, space, price_cache, allowed, deadline)
         self.table = MixTable(price_cache, allowed, deadline)
-        self._tables: dict[str, MixTable] = {}
         self._may_fit = {}
-        for pool in cluster.pools:
-            prices = prices_on(pool.name, price_cache)
-            prices.sizes = price_cache.sizes
-            prices.beyond_bytes = _beyond_bytes(prices, price_cache, request.options)
-            self._tables[pool.name] = MixTable(prices, allowed, deadline)
+        self._tables = {
+            pool: MixTable(pool_prices(pool, price_cache, request.options), allowed, deadline)
+            for pool in cluster.pool_names
+        }
 
     def table_of(self, layout: ParallelLayout, rank: int) -> MixTable:
         return self._tables[layout.pools[rank]]
@@ -103,9 +99,6 @@ def require_searched(request: Request) -> None:
     """Raises ConfigError for a request that no search over pools answers."""
     pins = request.constraints
     refused = {
-        "models whose blocks are of several classes": has_unlike_blocks(
-            request.model, request.training
-        ),
         f"--objective {request.objective}": request.objective
         not in (Objective.THROUGHPUT, Objective.MEMORY),
         "--offload": bool(pins.offload),
@@ -122,9 +115,21 @@ def require_searched(request: Request) -> None:
             )
 
 
-def _beyond_bytes(prices: LayerPriceCache, whole: LayerPriceCache, options: SearchOptions) -> float:
-    """Bytes of the limit of a pool's device beyond that of the search, which is the least."""
+def pools_of(request: Request) -> UnequalCluster:
+    """Returns the unequal cluster of a request."""
+    assert isinstance(request.cluster, UnequalCluster), "equal nodes need no pools"
+    return request.cluster
+
+
+def pool_prices(pool: str, whole: Prices, options: SearchOptions) -> Prices:
+    """Returns the prices on a pool, with the memory limit of its devices.
+
+    whole: the prices of the unequal cluster, whose limit is the least
+    """
+    prices = prices_on(pool, whole)
+    prices.sizes = whole.sizes
     limits = [
         limit_bytes(each.machine.cluster, each.training.stack, options) for each in (prices, whole)
     ]
-    return limits[0] - limits[1]
+    prices.beyond_bytes = limits[0] - limits[1]
+    return prices

@@ -20,10 +20,10 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from parplan.costmodels.price_cache import PriceCache
+from parplan.costmodels.joined_pools import gradient_exchange_s
 from parplan.planner.infeasible.shortfall import price_cache_of
 from parplan.planner.objective import Objective
-from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.plan import BatchShare, Plan
 from parplan.planner.request import Request
 from parplan.planner.search.find_plan import find_plan
 from parplan.profiles.errors import ConfigError, InfeasibleError
@@ -93,7 +93,7 @@ def divide_batch(request: Request) -> DividedBatch:
     searches = _PoolSearches(request, cluster)
     best, all_tried = searches.best_shares()
     price_cache = price_cache_of(request)
-    exchange_s = exchange_seconds(cluster, price_cache)
+    exchange_s = gradient_exchange_s(cluster, price_cache)
     slowest_s = searches.step_s(best)
     if slowest_s == INFINITY:
         raise InfeasibleError(
@@ -104,29 +104,23 @@ def divide_batch(request: Request) -> DividedBatch:
     slowdown = request.options.max_slowdown
     if request.objective is Objective.MEMORY:
         slowest_s = (slowest_s + exchange_s) * (1 + slowdown) - exchange_s
+    firsts = itertools.accumulate(best, initial=0)
     return DividedBatch(
         shares=tuple(
-            PoolShare(pool=pool, sequences=share, plan=searches.final(pool, share, slowest_s))
-            for pool, share in zip(cluster.by_name, best, strict=True)
+            PoolShare(
+                pool=pool,
+                sequences=share,
+                plan=replace(
+                    searches.final(pool, share, slowest_s),
+                    batch_share=BatchShare(first=first, of=searches.batch),
+                ),
+            )
+            for pool, share, first in zip(cluster.by_name, best, firsts, strict=False)
         ),
         exchange_s=exchange_s,
         copies_gib=(len(best) - 1) * gib(sum(price_cache.ideal_states(1))),
         all_tried=all_tried,
     )
-
-
-def exchange_seconds(cluster: UnequalCluster, price_cache: PriceCache) -> float:
-    """Seconds in which the pools add the gradients of a step over their joins."""
-    gradients = price_cache.training.gradient_precision.num_bytes
-    num_bytes = gradients * price_cache.num_trained_parameters
-    pools = len(cluster.pools)
-    pairs = [
-        (cluster.join_of(one.name, other.name), min(one.cluster.nodes, other.cluster.nodes))
-        for one, other in itertools.combinations(cluster.pools, 2)
-    ]
-    bytes_per_s = min(join.bytes_per_s(nodes) for join, nodes in pairs)
-    latency_s = max(join.latency_s for join, _ in pairs)
-    return 2 * (pools - 1) * (latency_s + num_bytes / (pools * bytes_per_s))
 
 
 class _PoolSearches:

@@ -15,11 +15,11 @@ from parplan.planner.objective import Prefer
 from parplan.planner.request import PlanRequest, Request, host_contents, searched_offload
 from parplan.planner.search.block_class_prices import BlockClassPrices
 from parplan.planner.search.described_shortfall import infeasible_error, least_peak_bytes
+from parplan.planner.search.pooled_class_prices import PooledClassPrices
 from parplan.planner.search.pooled_prices import PooledPrices
 from parplan.planner.search.search_session import INFINITY, DescribedPrices, SearchPrices
 from parplan.profiles.errors import InfeasibleError
 from parplan.profiles.machines.off_speed import SpeedFactors, cluster_at
-from parplan.profiles.machines.unequal_cluster import UnequalCluster
 from parplan.profiles.models.transformer import has_unlike_blocks
 
 Hosted = tuple[Offload, ...]  # what the host may hold
@@ -75,17 +75,15 @@ class DescribedFactory(PriceFactory):
         self.offload, self.prefer = request.constraints.offload, request.options.prefer
         searched = searched_offload(request.model, request.training)
         self.searched = host_contents(searched, request.training.optimizer)
-        if isinstance(request.cluster, UnequalCluster):
-            self.searched = ()  # plans over pools keep all states on the devices
         self._made: dict[Hosted, SearchPrices] = {}
 
     def prices(self, offload: Hosted) -> SearchPrices:
         if offload not in self._made:
-            make = BlockClassPrices if self._unlike else DescribedPrices
-            if isinstance(self.request.cluster, UnequalCluster):
-                make = PooledPrices
-            self._made[offload] = make(self.request.with_offload(offload))
+            self._made[offload] = self._make(self.request.with_offload(offload))
         return self._made[offload]
+
+    def _make(self, request: Request) -> SearchPrices:
+        return BlockClassPrices(request) if self._unlike else DescribedPrices(request)
 
     def least_step_s(self) -> float:
         """Seconds that no plan is below, with as much memory as it likes.
@@ -109,11 +107,11 @@ class DescribedFactory(PriceFactory):
             options = replace(options, memory_limit_bytes=round(limit * factors.memory))
         cluster = cluster_at(self.request.cluster, factors)
         request = replace(self.request, cluster=cluster, options=options)
-        return DescribedFactory(request, self._explain).without_ties()
+        return described_factory(request, self._explain).without_ties()
 
     def without_ties(self) -> DescribedFactory:
         """Returns the request for the fastest plan, whose ties are left unpriced."""
-        other = DescribedFactory(self.request, self._explain)
+        other = described_factory(self.request, self._explain)
         other.prefer = None
         return other
 
@@ -123,21 +121,38 @@ class DescribedFactory(PriceFactory):
         if pins.access is not None or not has_chunks(offload):
             return None
         finer = replace(pins, access=(Access.OPERATOR,), offload=offload)
-        return DescribedFactory(replace(self.request, constraints=finer), self._explain)
+        return described_factory(replace(self.request, constraints=finer), self._explain)
 
     def least_peak_bytes(self, offload: Hosted) -> float | None:
         return least_peak_bytes(self.request.with_offload(offload))
 
     def unsearched(self) -> tuple[UnsearchedPart, ...]:
         pins, stack = self.request.constraints, self.request.training.stack
-        pools = isinstance(self.request.cluster, UnequalCluster)
+        pools = bool(self.request.cluster.pool_names)
         return unsearched_parts(pins, stack, unlike=self._unlike, pools=pools)
 
     def error(self, offload: Hosted) -> InfeasibleError:
-        cluster = self.request.cluster
-        if isinstance(cluster, UnequalCluster):
-            return InfeasibleError(
-                f"no division of the pipeline over {cluster.text} fits their memory",
-                hint="add nodes to a pool, or pin less",
-            )
         return self._explain(self.request.with_offload(offload))
+
+
+class PooledFactory(DescribedFactory):
+    """The prices of a described model on the pools of an unequal cluster."""
+
+    def __init__(self, request: Request, explain: Explain = infeasible_error) -> None:
+        super().__init__(request, explain)
+        self.searched = ()  # plans over pools keep all states on the devices
+
+    def _make(self, request: Request) -> SearchPrices:
+        return PooledClassPrices(request) if self._unlike else PooledPrices(request)
+
+    def error(self, offload: Hosted) -> InfeasibleError:
+        return InfeasibleError(
+            f"no division of the pipeline over {self.request.cluster.text} fits their memory",
+            hint="add nodes to a pool, or pin less",
+        )
+
+
+def described_factory(request: Request, explain: Explain = infeasible_error) -> DescribedFactory:
+    """Returns the prices of a request for a described model, on equal nodes or on pools."""
+    make = PooledFactory if request.cluster.pool_names else DescribedFactory
+    return make(request, explain)

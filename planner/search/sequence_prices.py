@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate, combinations, pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,14 +21,15 @@ from parplan.planner.candidates.enumeration import CandidateSpace, layout_text
 from parplan.planner.candidates.given_parts import GivenParts
 from parplan.planner.candidates.meshes import Pruned
 from parplan.planner.candidates.part_bounds import PartBounds, RankParts
-from parplan.planner.candidates.range_bounds import CloserBounds, RangeBounds
-from parplan.planner.candidates.range_tables import ChunkedRangeTables, RangeTables, even_path
+from parplan.planner.candidates.range_bounds import CloserBounds, PathBounds, RangeBounds
+from parplan.planner.candidates.range_tables import even_path
 from parplan.planner.deadline import Deadline
-from parplan.planner.host_options.state_locations import locations_allowed, with_locations
+from parplan.planner.host_options.state_locations import with_locations
 from parplan.planner.layer_options.layer_option import LayerOption
 from parplan.planner.master import MasterChoice, evaluate
 from parplan.planner.plan.prediction import SearchRecord
 from parplan.planner.request import Constraints
+from parplan.planner.search.node_tables import Books, Bounds, NodeTables, books_of
 from parplan.planner.search.part_moves import PartMoves
 from parplan.planner.search.search_session import ContentsMaker, SearchPrices, SearchSession
 from parplan.planner.stage_columns.sequence_chunk_columns import SequenceChunkColumns
@@ -38,13 +38,12 @@ from parplan.planner.stage_columns.sequence_table import SequenceTable
 from parplan.planner.stage_columns.stage_column import StageColumn, worth_scheduling
 from parplan.planner.stage_columns.stage_contents import Range, StageContents
 from parplan.profiles.models.operator_graph import LayerKey, LayerKind
-from parplan.profiles.stack import TowerDivision
 
 # the ranges that a user gives to the virtual stages of a layout, None where the search cuts
 GivenCuts = Callable[[ParallelLayout], tuple[Range, ...] | None]
 MOST_BOUNDS = 16  # layouts whose bounds by range are held: each is up to 10 MiB
-Bounds = TypeVar("Bounds", bound=RangeBounds)
-TableMaker = Callable[[Any, Constraints, Deadline], SequenceTable]
+# the prices on each pool of a cluster, under no name where all nodes are equal
+ByPool = Callable[[Books], Mapping[str, Books]]
 Assembler = Callable[[Strategy, StepPrice, SearchRecord], Any]
 
 
@@ -62,28 +61,13 @@ class SequencePrices(SearchPrices):
         deadline: Deadline,
         given: GivenCuts,
         assembler: Assembler,
-        table: TableMaker = SequenceTable,
+        table: type[SequenceTable] = SequenceTable,
+        pools: ByPool = lambda books: {"": books},
     ) -> None:
-        ways = {layout.tower for layout in space.layouts} | {TowerDivision.TENSOR}
-        places = [
-            ((on_host, way), price_cache.with_states(on_host=on_host).with_tower(way))
-            for on_host in (False, True)
-            for way in sorted(ways)
-        ]
-        self._tables = {there: table(book, allowed, deadline) for there, book in places}
-        self._ranges = {
-            there: RangeTables(
-                table.price_cache, partial(table.options, levels=table.levels), deadline.check
-            )
-            for there, table in self._tables.items()
+        self._machines = {
+            pool: NodeTables(books, allowed, deadline, table)
+            for pool, books in pools(books_of(price_cache, space.layouts)).items()
         }
-        plain = self._tables[False, TowerDivision.TENSOR]
-        self._in_chunks = ChunkedRangeTables(
-            plain.price_cache,
-            partial(plain.options, levels=plain.levels),
-            deadline.check,
-            locations_allowed(allowed.offload or ()),
-        )
         super().__init__(self._shardable(space), price_cache, allowed, deadline)
         self._given, self._assembler = given, assembler
         self._classes: dict[Hashable, int] = {}  # of ranges with equal prices
@@ -108,8 +92,9 @@ class SequencePrices(SearchPrices):
             return None
         return "chunks are sharded as with ZeRO 3, which fused matrices that tp divides are not"
 
-    def _table(self, layout: ParallelLayout) -> SequenceTable:
-        return self._tables[layout.states_on_host, layout.tower]
+    def _table(self, layout: ParallelLayout, rank: int = 0) -> SequenceTable:
+        """Returns the options on a rank of a layout."""
+        return self._machines[layout.pools[rank] if layout.pools else ""].table(layout)
 
     @property
     def num_blocks(self) -> int:
@@ -130,13 +115,13 @@ class SequencePrices(SearchPrices):
         host_bytes = cluster.nodes * cluster.host_memory_bytes if hosts else 0
         return least <= cluster.num_gpus * limit_bytes + host_bytes
 
-    def bounds(self, layout: ParallelLayout, limit_bytes: float) -> RangeBounds:
+    def bounds(self, layout: ParallelLayout, limit_bytes: float) -> PathBounds:
         """Returns the bounds of a layout over all cuts within a memory limit."""
         return self._recent(
             ("bounds", layout, limit_bytes), lambda: self._bounds(RangeBounds, layout, limit_bytes)
         )
 
-    def closer(self, layout: ParallelLayout, limit_bytes: float) -> RangeBounds:
+    def closer(self, layout: ParallelLayout, limit_bytes: float) -> PathBounds:
         """Returns the bounds with the recompute that a limit enforces."""
         if layout.virtual_stages > 1:
             return self.part_bounds(layout, limit_bytes)
@@ -152,11 +137,7 @@ class SequencePrices(SearchPrices):
         )
 
     def _bounds(self, kind: type[Bounds], layout: ParallelLayout, limit_bytes: float) -> Bounds:
-        table, ranges = self._table(layout), self._ranges[layout.states_on_host, layout.tower]
-        if layout.chunked:
-            ranges = self._in_chunks
-        zeros = table.zero_stages(layout)
-        return kind(layout, ranges, table.levels, zeros, limit_bytes, self._given(layout))
+        return self._machines[""].bounds(kind, layout, limit_bytes, self._given(layout))
 
     def memory_bound_s(self, layout: ParallelLayout, limit_bytes: float) -> float:
         return self.closer(layout, limit_bytes).least_s
@@ -249,7 +230,7 @@ class SequencePrices(SearchPrices):
         make = SequenceChunkColumns if layout.chunked else SequenceColumns
         return self._once(
             ("columns", layout, rank, place),
-            lambda: make(contents, rank, layout, self._table(layout)),
+            lambda: make(contents, rank, layout, self._table(layout, rank)),
         )
 
     def first_choice(

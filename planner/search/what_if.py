@@ -13,10 +13,9 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.planner.plan.plan import Plan
 from parplan.planner.request import Constraints, PlanRequest, Request
 from parplan.planner.search.many_searches import Answer, answer_of
-from parplan.planner.search.price_factory import DescribedFactory
+from parplan.planner.search.price_factory import described_factory
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.off_speed import SpeedFactors, cluster_at
-from parplan.profiles.machines.unequal_cluster import UnequalCluster
 
 AXES = ("tp", "pp", "cp", "ep")
 BASE = "base"
@@ -67,10 +66,7 @@ def _with_gpus(request: Request, factor: float) -> Request:
     def more(cluster: Cluster) -> Cluster:
         return replace(cluster, nodes=round(cluster.nodes * factor))
 
-    cluster = request.cluster
-    if isinstance(cluster, UnequalCluster):
-        return replace(request, cluster=cluster.with_pools(more))
-    return replace(request, cluster=more(cluster))
+    return replace(request, cluster=request.cluster.with_nodes(more))
 
 
 def _with_batch(request: Request, factor: float) -> Request:
@@ -138,7 +134,7 @@ def with_degree(request: Request, axis: str, degree: int) -> Request:
 
 
 def _answer(request: Request) -> Answer:
-    return answer_of(DescribedFactory(request).without_ties())
+    return answer_of(described_factory(request).without_ties())
 
 
 def find_flip(request: Request, knob: Knob, end: float, mesh: Mesh) -> Flip | None:

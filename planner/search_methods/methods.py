@@ -12,7 +12,7 @@ from parplan.costmodels.strategy import Strategy
 from parplan.planner.deadline import Deadline
 from parplan.planner.request import Request
 from parplan.planner.search.find_plan import find_best
-from parplan.planner.search.price_factory import DescribedFactory
+from parplan.planner.search.price_factory import described_factory
 from parplan.planner.search_methods.climbing import alleviation, greedy
 from parplan.planner.search_methods.depth_first import depth_first
 from parplan.planner.search_methods.dynamic_program import dynamic_program
@@ -31,7 +31,7 @@ def ours(ledger: Ledger, draw: Random) -> None:
     """Runs the search of `plan`, pinned to the space of the methods."""
     deadline = Deadline(stops_s=ledger.ends_s, ends_s=ledger.ends_s, clock=cpu_s)
     with suppress(OutOfTimeError):
-        result = find_best(DescribedFactory(ledger.space.request.until(deadline)))
+        result = find_best(described_factory(ledger.space.request.until(deadline)))
         ledger.enter(result.strategy)
         ledger.bound_s = result.plan.search.bound
 

@@ -69,7 +69,8 @@ STACKS = (  # pattern in a framework cell, first match first -> the stack
     (r"torchtitan .*nightly 2024|torchtitan 2024", "torchtitan-2024"),
     (r"nanotron", "nanotron"),
     (r"InternEvo", "internevo"),
-    (r"torchtitan|torchtune", "torchtitan"),
+    (r"torchtitan|torchtune|AutoModel", "torchtitan"),  # NeMo AutoModel: FSDP2 of PyTorch
+    (r"[Tt]ransformers|Hugging ?Face|PEFT|TRL|[Aa]xolotl|LLaMA-Factory", "huggingface"),
     (r"FSDP|Composer|llm-foundry|lit-gpt", "fsdp1"),
     (r"NeMo.*2022|NeMo.*2023", "megatron-lm-2022"),
     (r"NeMo|Megatron-Bridge|Megatron-Core r0", "nemo"),
@@ -77,9 +78,9 @@ STACKS = (  # pattern in a framework cell, first match first -> the stack
 )
 # behind the framework of a row that `plan import` made: its stack by name
 STACK_OF_LOG = "(stack {})"
-# the stack of a framework that matches no pattern; its rows have `framework` among their assumed
-# settings
-UNKNOWN_STACK = "torchtitan"
+# the stack of a framework that matches no pattern: modules of PyTorch that nobody compiles; its
+# rows have `framework` among their assumed settings
+UNKNOWN_STACK = "huggingface"
 NETWORKS = {  # name in an interconnect cell -> the NIC
     "omnipath": "omni-path",
     "omni-path": "omni-path",

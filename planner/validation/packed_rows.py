@@ -15,6 +15,7 @@ from parplan.profiles.models.documents import Documents
 #     gpt-oss-20b, sft_long_context, NVIDIA-NeMo/Megatron-Bridge@067f987df0)
 _MEANS = (
     ("id", r"nemolauncher-.*-(sft|lora)$", 200.0),
+    ("notes", r"packed SQuAD", 200.0),
     ("notes", r"Tulu ?3", 392.0),
 )
 

@@ -37,6 +37,8 @@ MORE = (
     "tied",
     "vocab_multiple",
     "moments",  # type of the optimizer's moments
+    "gradients",  # type in which gradients are summed and reduced: bf16, fp16 or fp32
+    "narrow_weights",  # true: weights of narrow products are gathered in their format
     "offload",  # modules whose activations go to the host, as Megatron-LM names them
     "deterministic",  # true: only kernels that give equal bits in every run
     "overlap",  # grad: gradients are reduced under the backward pass

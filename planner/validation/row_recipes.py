@@ -6,7 +6,8 @@ cells alone, and an entry goes before those that follow it.
     nemoA100      conf/training/gpt3 of NVIDIA/NeMo-Framework-Launcher@a82887b5; the page of the
                   figures does not say that these runs used it
     nemolauncher  conf/training/nemotron and conf/peft of
-                  NVIDIA/NeMo-Framework-Launcher@26e42fa91d
+                  NVIDIA/NeMo-Framework-Launcher@26e42fa91d, and grad_sync_dtype and fp8_params of
+                  its examples/training/{gpt,llama}/h100 and examples/peft/llama/h100
     mbcard        src/megatron/bridge/recipes and perf_recipes of
                   NVIDIA-NeMo/Megatron-Bridge@067f987df0, as its model_verification_cards name them
     mbridge       src/megatron/bridge/perf_recipes of the same; recompute_modules of
@@ -60,6 +61,8 @@ RECIPES: tuple[tuple[str, Cells], ...] = (
             "zero_stage": "1",
         },
     ),
+    (r"nemolauncher-(gpt3|llama\d)-.*-(pt|sft)$", {"gradients": "bf16"}),
+    (r"nemolauncher-.*-sft$", {"narrow_weights": "true"}),
     (r"nemolauncher-.*-lora$", {"lora_rank": "32", "lora_targets": "qkv"}),
     (
         r"nemolauncher-nemotron-8b-",

@@ -42,7 +42,7 @@ from parplan.planner.validation.frameworks import (
     UNKNOWN_STACK,
 )
 from parplan.planner.validation.packed_rows import documents_of_row
-from parplan.planner.validation.row_cells import Row, UnpricedError, whole
+from parplan.planner.validation.row_cells import Row, UnpricedError, choice, is_true, whole
 from parplan.planner.validation.uneven_divisions import laid_out
 from parplan.profiles.machines.hardware import Device
 from parplan.profiles.machines.machine_catalog import load_stack
@@ -225,14 +225,19 @@ def _gathers_casts(row: Row, narrow: ProductFormat | None, stack: Stack) -> bool
     """Returns true for a run that gathers the weights of its products in their format."""
     if narrow not in stack.narrow_gathers or narrow is ProductFormat.FP8_BLOCK:
         return False
+    if row.get("narrow_weights"):
+        return is_true(row, "narrow_weights")
     return any(re.search(pattern, row[cell]) for cell, pattern in NARROW_WEIGHTS)
 
 
 def _gradient_precision(row: Row, precision: Precision) -> Precision:
-    """Returns fp32 for bf16 weights, else the precision of the weights.
+    """Returns the stated type, else fp32 for bf16 weights, else the precision of the weights.
 
     Runs in pure bf16, InternEvo and the runs of `NARROW_GRADIENTS` keep bf16.
     """
+    stated = choice(row, "gradients", Precision)
+    if stated is not None:
+        return stated
     pure = PURE.match(row["dtype"].lower())
     narrow = pure or "InternEvo" in row["framework"] or NARROW_GRADIENTS.match(row["id"])
     return Precision.FP32 if precision is Precision.BF16 and not narrow else precision

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 from typing import IO
 
@@ -42,6 +44,41 @@ def write_text(text: str, path: Path, *, hint: str) -> None:
     """Writes UTF-8 text as `open_replacement` does. Raises ConfigError with `hint`."""
     with open_replacement(path, hint=hint) as file:
         file.write(text.encode("utf-8"))
+
+
+def write_result(result: str | bytes, path: Path, *, hint: str) -> Path | None:
+    """Writes a result of a command as `write_text` does; an older file of that name is not lost.
+
+    An older file with other bytes is kept beside it, as `plan.yaml.1` beside `plan.yaml`, under the
+    first number that is free or has these bytes. Returns the name that keeps it, None where there
+    was none. Raises ConfigError with `hint`.
+    """
+    data = result.encode("utf-8") if isinstance(result, str) else result
+    try:
+        kept = _kept_beside(path, data)
+    except OSError as error:
+        raise _unwritable(path, f"the file there cannot be kept: {error.strerror}", hint) from None
+    with open_replacement(path, hint=hint) as file:
+        file.write(data)
+    return kept
+
+
+def _kept_beside(path: Path, data: bytes) -> Path | None:
+    """Gives the file at `path` a second name unless it has these bytes. Raises OSError."""
+    target = Path(os.path.realpath(path))
+    if not target.is_file():
+        return None
+    old = target.read_bytes()
+    if old == data:
+        return None
+    for number in count(1):
+        kept = target.with_name(f"{target.name}.{number}")
+        if kept.is_file() and kept.read_bytes() == old:
+            break
+        if not os.path.lexists(kept):
+            shutil.copy2(target, kept)
+            break
+    return kept if path.is_symlink() else path.with_name(kept.name)
 
 
 def changed_on(path: Path) -> str:

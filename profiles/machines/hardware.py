@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from parplan.profiles.documents.ranges import require_range
@@ -196,6 +196,32 @@ class Cluster:
     @property
     def num_gpus(self) -> int:
         return self.nodes * self.gpus_per_node
+
+    @property
+    def pool_names(self) -> tuple[str, ...]:
+        """The names of the pools of unequal nodes, none where all nodes are equal."""
+        return ()
+
+    @property
+    def most_gpus_per_node(self) -> int:
+        """The GPUs of the largest node."""
+        return self.gpus_per_node
+
+    @property
+    def text(self) -> str:
+        """The devices in one phrase: `64 x a100-80gb, 8 a node`."""
+        return f"{self.num_gpus} x {self.device.name}, {self.gpus_per_node} a node"
+
+    def mean_peak(self, precision: str) -> float:
+        """Mean of the dense peak FLOP/s of all GPUs. Raises ConfigError for an unknown one."""
+        return self.device.peak(precision)
+
+    def with_nodes(self, change: Callable[[Cluster], Cluster], joins: float = 1.0) -> Cluster:
+        """Returns the cluster with its equal nodes changed, those of each pool by themselves.
+
+        joins: factor of the bandwidth between pools
+        """
+        return change(self)
 
     @property
     def node_bytes_per_s(self) -> float:

@@ -27,7 +27,7 @@ from parplan.profiles.machines.network_levels import LevelDocument, level_docume
 from parplan.profiles.machines.speeds import Profile
 from parplan.profiles.machines.stack_terms import Terms, shipped_terms
 from parplan.profiles.stack import FlashKernel, Stack
-from parplan.profiles.units import GB, GIB, TERA, US_PER_S, shortest
+from parplan.profiles.units import GB, GIB, TERA, microseconds_of, seconds_of, shortest
 
 _Positive = Annotated[float, Limits(gt=0)]
 _NotNegative = Annotated[float, Limits(ge=0)]
@@ -365,7 +365,7 @@ def _link(link: _LinkDocument) -> Link:
     return Link(
         name=link.name,
         bytes_per_s=_per_s(link.gb_per_s),
-        latency_s=_seconds(link.latency_us),
+        latency_s=seconds_of(link.latency_us),
         source=link.source,
         mesh=link.mesh,
     )
@@ -375,7 +375,7 @@ def _link_document(link: Link) -> _LinkDocument:
     return _LinkDocument(
         name=link.name,
         gb_per_s=shortest(link.bytes_per_s, GB, _per_s),
-        latency_us=shortest(link.latency_s, 1 / US_PER_S, _seconds),
+        latency_us=microseconds_of(link.latency_s),
         source=link.source,
         mesh=link.mesh,
     )
@@ -391,7 +391,3 @@ def _per_s(gb_per_s: float) -> float:
 
 def _flops(tflops: float) -> float:
     return tflops * TERA
-
-
-def _seconds(microseconds: float) -> float:
-    return microseconds / US_PER_S

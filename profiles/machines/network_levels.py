@@ -9,7 +9,7 @@ from typing import Annotated
 from parplan.profiles.documents.plain import Limits
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster, Island, Link, Tier
-from parplan.profiles.units import GB, US_PER_S, shortest
+from parplan.profiles.units import GB, microseconds_of, seconds_of, shortest
 
 _Positive = Annotated[float, Limits(gt=0)]
 _NotNegative = Annotated[float, Limits(ge=0)]
@@ -78,7 +78,7 @@ def levels_of(
             link = Link(
                 name=level.name,
                 bytes_per_s=(level.gb_per_s or 0.0) * GB,
-                latency_s=(level.latency_us or 0.0) / US_PER_S,
+                latency_s=seconds_of(level.latency_us or 0.0),
                 source=level.source,
             )
             islands.append(Island(gpus=level.gpus, link=link))
@@ -88,7 +88,7 @@ def levels_of(
                 name=level.name,
                 nodes=level.nodes or 0,
                 oversubscription=level.oversubscription or 1.0,
-                latency_s=(level.latency_us or 0.0) / US_PER_S,
+                latency_s=seconds_of(level.latency_us or 0.0),
                 rails=bool(level.rails),
                 source=level.source,
             )
@@ -103,7 +103,7 @@ def level_documents(cluster: Cluster) -> tuple[LevelDocument, ...]:
             name=island.link.name,
             gpus=island.gpus,
             gb_per_s=shortest(island.link.bytes_per_s, GB, lambda gb_per_s: gb_per_s * GB),
-            latency_us=_microseconds(island.link.latency_s),
+            latency_us=microseconds_of(island.link.latency_s),
             source=island.link.source,
         )
         for island in cluster.islands
@@ -113,14 +113,10 @@ def level_documents(cluster: Cluster) -> tuple[LevelDocument, ...]:
             name=tier.name,
             nodes=tier.nodes,
             oversubscription=None if tier.oversubscription == 1 else tier.oversubscription,
-            latency_us=_microseconds(tier.latency_s) if tier.latency_s else None,
+            latency_us=microseconds_of(tier.latency_s) if tier.latency_s else None,
             rails=True if tier.rails else None,
             source=tier.source,
         )
         for tier in cluster.tiers
     )
     return (*islands, *tiers)
-
-
-def _microseconds(latency_s: float) -> float:
-    return shortest(latency_s, 1 / US_PER_S, lambda latency_us: latency_us / US_PER_S)

@@ -24,7 +24,6 @@ from parplan.profiles.machines.curves import CollectiveCurve
 from parplan.profiles.machines.hardware import Cluster, Link
 from parplan.profiles.machines.shipped_profiles import Machine, machine_for
 from parplan.profiles.machines.speeds import Profile
-from parplan.profiles.machines.unequal_cluster import UnequalCluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +37,9 @@ class SpeedFactors:
 
 
 def at_speeds(machine: Machine, factors: SpeedFactors) -> Machine:
-    """Returns the machine with its speeds multiplied by `factors`."""
+    """Returns the machine with its speeds multiplied by `factors`, those of each pool too."""
+    if machine.cluster.pool_names:
+        return machine_for(cluster_at(machine.cluster, factors))
     return Machine(_cluster(machine.cluster, factors), _profile(machine.profile, factors))
 
 
@@ -47,11 +48,12 @@ def cluster_at(cluster: Cluster, factors: SpeedFactors) -> Cluster:
 
     Those of an unequal cluster are the speeds of all its pools and joins.
     """
-    if isinstance(cluster, UnequalCluster):
-        joins = (join.at(factors.across_nodes) for join in cluster.joins)
-        return cluster.with_pools(lambda pool: cluster_at(pool, factors), joins)
-    machine = at_speeds(machine_for(cluster), factors)
-    return replace(machine.cluster, profile=machine.profile)
+
+    def at(nodes: Cluster) -> Cluster:
+        machine = at_speeds(machine_for(nodes), factors)
+        return replace(machine.cluster, profile=machine.profile)
+
+    return cluster.with_nodes(at, joins=factors.across_nodes)
 
 
 def _cluster(cluster: Cluster, factors: SpeedFactors) -> Cluster:

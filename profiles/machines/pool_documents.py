@@ -29,7 +29,7 @@ from parplan.profiles.machines.unequal_cluster import (
     UnequalCluster,
     unequal_cluster,
 )
-from parplan.profiles.units import GB, US_PER_S, shortest
+from parplan.profiles.units import GB, microseconds_of, seconds_of, shortest
 
 _Positive = Annotated[float, Limits(gt=0)]
 _NotNegative = Annotated[float, Limits(ge=0)]
@@ -177,7 +177,7 @@ def _join(stated: _JoinDocument) -> Join:
     return Join(
         name=stated.name,
         pools=stated.pools,
-        latency_s=_seconds(stated.latency_us),
+        latency_s=seconds_of(stated.latency_us),
         source=stated.source,
         node_bytes_per_s=_per_s(stated.gb_per_s_of_node),
         total_bytes_per_s=_per_s(stated.gb_per_s_in_total),
@@ -189,7 +189,7 @@ def _join_document(join: Join) -> dict[str, Any]:
         _JoinDocument(
             name=join.name,
             pools=join.pools,
-            latency_us=shortest(join.latency_s, 1 / US_PER_S, _seconds),
+            latency_us=microseconds_of(join.latency_s),
             source=join.source,
             gb_per_s_of_node=_gb_per_s(join.node_bytes_per_s),
             gb_per_s_in_total=_gb_per_s(join.total_bytes_per_s),
@@ -204,7 +204,3 @@ def _per_s(gb_per_s: float | None) -> float | None:
 
 def _gb_per_s(bytes_per_s: float | None) -> float | None:
     return None if bytes_per_s is None else shortest(bytes_per_s, GB, lambda gb: gb * GB)
-
-
-def _seconds(microseconds: float) -> float:
-    return microseconds / US_PER_S

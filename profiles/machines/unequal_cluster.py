@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from parplan.profiles.errors import ConfigError, unknown_name_error
 from parplan.profiles.machines.hardware import Cluster, Device, Link
@@ -90,7 +90,7 @@ class UnequalCluster(Cluster):
 
     def __post_init__(self) -> None:
         Cluster.__post_init__(self)
-        where, names = f"cluster {self.name}", [pool.name for pool in self.pools]
+        where, names = f"cluster {self.name}", self.pool_names
         if len(names) < 2 or len(set(names)) < len(names):
             raise ConfigError(
                 f"{where}: pools are {', '.join(names) or 'none'}",
@@ -119,12 +119,24 @@ class UnequalCluster(Cluster):
         peaks = (pool.cluster.num_gpus * pool.cluster.device.peak(precision) for pool in self.pools)
         return sum(peaks) / self.num_gpus
 
-    def with_pools(
-        self, change: Callable[[Cluster], Cluster], joins: Iterable[Join] | None = None
+    def with_nodes(
+        self, change: Callable[[Cluster], Cluster], joins: float = 1.0
     ) -> UnequalCluster:
-        """Returns the cluster with every pool changed, and with other joins if there are any."""
         pools = (replace(pool, cluster=change(pool.cluster)) for pool in self.pools)
-        return unequal_cluster(self.name, pools, self.joins if joins is None else joins)
+        return unequal_cluster(self.name, pools, (join.at(joins) for join in self.joins))
+
+    @property
+    def as_slowest(self) -> Cluster:
+        """The equal cluster that promises no more than each pool has."""
+        return Cluster(**{field.name: getattr(self, field.name) for field in fields(Cluster)})
+
+    @property
+    def most_gpus_per_node(self) -> int:
+        return max(pool.cluster.gpus_per_node for pool in self.pools)
+
+    @property
+    def pool_names(self) -> tuple[str, ...]:
+        return tuple(pool.name for pool in self.pools)
 
     @property
     def by_name(self) -> Mapping[str, Pool]:
@@ -141,10 +153,10 @@ class UnequalCluster(Cluster):
 
 def require_equal(cluster: Cluster, what: str) -> None:
     """Raises ConfigError for a cluster of unequal pools where `what` needs equal nodes."""
-    if isinstance(cluster, UnequalCluster):
+    if cluster.pool_names:
         raise ConfigError(
             f"{what} needs equal nodes, cluster {cluster.name} has the pools "
-            f"{', '.join(pool.name for pool in cluster.pools)}",
+            f"{', '.join(cluster.pool_names)}",
             hint="describe one pool in a cluster file of its own",
         )
 

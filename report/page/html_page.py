@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
@@ -125,10 +127,18 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters["inline"] = lambda text: Markup(text.replace("</script", "<\\/script"))
-    environment.filters["json"] = lambda value: Markup(
-        json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
-    )
+    environment.filters["json"] = lambda value: Markup(_json(value).replace("<", "\\u003c"))
+    environment.filters["packed"] = lambda value: Markup(_packed(value))
     return environment
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _packed(value: object) -> str:
+    """Returns a value as JSON in gzip in base64, a fifth of its size; the same gives the same."""
+    return b64encode(gzip.compress(_json(value).encode("utf-8"), mtime=0)).decode("ascii")
 
 
 def _text(name: str) -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from parplan.costmodels.communication.mesh import Axis, Placement, place
 from parplan.costmodels.usage.rank_traffic import SentBytes
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Band
 from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
+from parplan.profiles.machines.hardware import Cluster, Device, Link, Tier
+from parplan.profiles.machines.unequal_cluster import Join, UnequalCluster
 from parplan.profiles.units import GB, gib
 from parplan.report.names import OPTIMIZER_NAMES, attention_text
 from parplan.report.page.figures import Form
@@ -33,17 +36,39 @@ KIND_TEXTS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class _Nodes:
+    """The equal nodes of a plan's cluster, or of one of its pools.
+
+    key      the place of their figures in the document
+    suffix   ` of POOL`, nothing where all nodes are equal
+    """
+
+    cluster: Cluster
+    key: str = "cluster"
+    suffix: str = ""
+
+
+def _nodes(plan: AnyPlan) -> list[_Nodes]:
+    if not isinstance(plan.cluster, UnequalCluster):
+        return [_Nodes(plan.cluster)]
+    return [
+        _Nodes(pool.cluster, f"cluster.pools.{number}", f" of {pool.name}")
+        for number, pool in enumerate(plan.cluster.pools)
+    ]
+
+
 def links_table(each: FiguredPlan) -> PageTable | None:
     """Returns for each axis its groups, their slowest link, and what it carries."""
     plan = each.reported.plan
-    placed = {
-        axis.value: place(plan.mesh, axis, plan.cluster.gpus_per_node)
-        for axis in (Axis.TP, Axis.CP, Axis.DP, Axis.PP)
-        if plan.mesh.degree(axis) > 1
-    }
-    if plan.mesh.ep > 1:
-        placed["ep"] = expert_placement(plan.mesh, plan.cluster)
-    if not placed:
+    rows = [
+        _link_row(each, name, where, nodes)
+        for nodes in _nodes(plan)
+        for name, where in _placed(plan, nodes.cluster).items()
+    ]
+    if isinstance(plan.cluster, UnequalCluster):
+        rows += [_join_row(each, number, join) for number, join in enumerate(plan.cluster.joins)]
+    if not rows:
         return None
     return PageTable(
         caption="The links of each axis, and what they carry",
@@ -57,13 +82,42 @@ def links_table(each: FiguredPlan) -> PageTable | None:
             "GiB of a GPU's collectives in a step",
             "exposed time",
         ),
-        rows=tuple(_link_row(each, name, where) for name, where in placed.items()),
+        rows=tuple(rows),
         texts=frozenset({"a group lies", "link", "carries"}),
     )
 
 
-def _link_row(each: FiguredPlan, name: str, where: Placement) -> Cells:
-    cluster = each.reported.plan.cluster
+def _placed(plan: AnyPlan, cluster: Cluster) -> dict[str, Placement]:
+    """Returns where the groups of each axis lie; a pool with one stage has no pipeline."""
+    axes = [Axis.TP, Axis.CP, Axis.DP]
+    if cluster.num_gpus > plan.mesh.ranks_per_stage:
+        axes.append(Axis.PP)
+    placed = {
+        axis.value: place(plan.mesh, axis, cluster.gpus_per_node)
+        for axis in axes
+        if plan.mesh.degree(axis) > 1
+    }
+    if plan.mesh.ep > 1:
+        placed["ep"] = expert_placement(plan.mesh, cluster)
+    return placed
+
+
+def _join_row(each: FiguredPlan, number: int, join: Join) -> Cells:
+    rate = "gb_per_s_of_node" if join.total_bytes_per_s is None else "gb_per_s_in_total"
+    return (
+        "pp",
+        each.figures("mesh.pp", Form.COUNT),
+        "across pools",
+        f"{join.name}, {'of a node' if join.total_bytes_per_s is None else 'in total'}",
+        each.figures(f"cluster.joins.{number}.{rate}", Form.NUMBER),
+        _carried(each.reported.plan, "pp"),
+        "",
+        "",
+    )
+
+
+def _link_row(each: FiguredPlan, name: str, where: Placement, nodes: _Nodes) -> Cells:
+    cluster = nodes.cluster
     degree = each.figures(f"mesh.{name}", Form.COUNT)
     lies = f"{reach(where, cluster)}: {where.ranks_per_node} on each of {where.nodes} nodes"
     if where.crosses_nodes:
@@ -76,11 +130,11 @@ def _link_row(each: FiguredPlan, name: str, where: Placement) -> Cells:
     sharing = [axis for axis in axes_of(each.reported.plan.mesh) if _SECONDS_OF.get(axis) == field]
     together = f" ({', '.join(sharing)} together)" if len(sharing) > 1 else ""
     return (
-        name,
+        name + nodes.suffix,
         degree,
         lies if where.crosses_nodes else reach(where, cluster),
         link,
-        each.figures.derived(bytes_per_s / GB, Form.NUMBER, "cluster"),
+        each.figures.derived(bytes_per_s / GB, Form.NUMBER, nodes.key),
         _carried(each.reported.plan, name),
         _most_sent(each, name),
         each.figures(f"predicted.breakdown.{field}.value", Form.SECONDS) + together,
@@ -150,31 +204,39 @@ def _assumptions(each: FiguredPlan) -> Iterator[Cells]:
         f"{training.precision}{products}; gradients in {training.gradient_precision}",
     )
     yield "optimizer", OPTIMIZER_NAMES[training.optimizer]
-    yield "attention", attention_text(training, plan.cluster.device)
+    for nodes in _nodes(plan):
+        yield f"attention{nodes.suffix}", attention_text(training, nodes.cluster.device)
     hidden = "hidden behind the backward pass" if training.overlap_grad_reduce else "not hidden"
     yield "gradient reduction", hidden
     yield "software stack", training.stack.name
-    yield "memory of a GPU, GiB", figures("cluster.device.memory_gib", Form.GIB)
-    peaks = each.reported.document["cluster"]["device"]["peak_tflops"]
-    if training.precision in peaks:
-        key = f"cluster.device.peak_tflops.{training.precision}"
-        yield f"peak TFLOP/s at {training.precision}", figures(key, Form.NUMBER)
-    for name, key in _rates(each):
-        yield name, figures(key, Form.NUMBER)
+    for nodes in _nodes(plan):
+        yield from _of_nodes(each, nodes)
     stack = each.reported.document["training"]["stack"]
     if stack["allocator_share"]:
         share = figures("training.stack.allocator_share", Form.SHARE)
         yield "reserve of the allocator beyond tensors", share
 
 
-def _rates(each: FiguredPlan) -> Iterator[tuple[str, str]]:
-    node = each.reported.document["cluster"]["node"]
-    yield "memory bandwidth of a GPU, GB/s", "cluster.device.memory_gb_per_s"
-    yield f"{node['link']['name']} in a node, GB/s", "cluster.node.link.gb_per_s"
-    yield f"{node['link']['name']} latency, us", "cluster.node.link.latency_us"
-    yield "NICs of a node", "cluster.node.nics"
-    yield f"{node['nic']['name']} of a NIC, GB/s", "cluster.node.nic.gb_per_s"
-    yield f"{node['nic']['name']} latency, us", "cluster.node.nic.latency_us"
+def _of_nodes(each: FiguredPlan, nodes: _Nodes) -> Iterator[Cells]:
+    figures, device = each.figures, nodes.cluster.device
+    training, of = each.reported.plan.training, nodes.suffix
+    memory = figures(f"{nodes.key}.device.memory_gib", Form.GIB)
+    yield f"memory of a GPU{of}, GiB", memory
+    if training.precision in device.peak_flops_per_s:
+        peak = figures(f"{nodes.key}.device.peak_tflops.{training.precision}", Form.NUMBER)
+        yield f"peak TFLOP/s{of} at {training.precision}", peak
+    for name, unit, key in _rates(nodes.cluster):
+        yield f"{name}{of}{unit}", figures(f"{nodes.key}.{key}", Form.NUMBER)
+
+
+def _rates(cluster: Cluster) -> Iterator[tuple[str, str, str]]:
+    link, nic = cluster.intra_node.name, cluster.nic.name
+    yield "memory bandwidth of a GPU", ", GB/s", "device.memory_gb_per_s"
+    yield f"{link} in a node", ", GB/s", "node.link.gb_per_s"
+    yield f"{link} latency", ", us", "node.link.latency_us"
+    yield "NICs of a node", "", "node.nics"
+    yield f"{nic} of a NIC", ", GB/s", "node.nic.gb_per_s"
+    yield f"{nic} latency", ", us", "node.nic.latency_us"
 
 
 def kinds_table(each: FiguredPlan) -> PageTable:
@@ -224,12 +286,17 @@ def _band(band: Band) -> str:
 def sources(each: FiguredPlan) -> Iterator[tuple[str, str]]:
     """Yields where the numbers of the machine and of the software are from."""
     plan = each.reported.plan
-    cluster = plan.cluster
-    if isinstance(plan, Plan) and (measured := coverage_of_profile(plan)):
-        yield f"profile of {cluster.device.name}", coverage_text(measured)
-    yield cluster.device.name, cluster.device.source
-    yield cluster.intra_node.name, cluster.intra_node.source
-    yield cluster.nic.name, cluster.nic.source
-    for tier in cluster.tiers:
-        yield tier.name, tier.source
+    if isinstance(plan, Plan) and not plan.pools and (measured := coverage_of_profile(plan)):
+        yield f"profile of {plan.cluster.device.name}", coverage_text(measured)
+    named = [part for nodes in _nodes(plan) for part in _named_parts(nodes.cluster)]
+    if isinstance(plan.cluster, UnequalCluster):
+        named += plan.cluster.joins
+    yield from dict.fromkeys((part.name, part.source) for part in named)
     yield plan.training.stack.name, plan.training.stack.source
+
+
+def _named_parts(cluster: Cluster) -> Iterator[Device | Link | Tier | Join]:
+    yield cluster.device
+    yield cluster.intra_node
+    yield cluster.nic
+    yield from cluster.tiers

@@ -61,7 +61,8 @@ class ReportedPlan:
     def title(self) -> str:
         """The model and its GPUs: `gpt-20b on 64 x a100-80gb`."""
         cluster = self.plan.cluster
-        return f"{model_name(self.plan)} on {cluster.num_gpus} x {cluster.device.name}"
+        gpus = cluster.text if self.plan.pools else f"{cluster.num_gpus} x {cluster.device.name}"
+        return f"{model_name(self.plan)} on {gpus}"
 
     @cached_property
     def document(self) -> Mapping[str, Any]:

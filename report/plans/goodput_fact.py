@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from parplan.costmodels.usage.goodput import Failures, Goodput
-from parplan.planner.plan.plan_goodput import plan_goodput
+from parplan.planner.plan.plan_goodput import plan_failures, plan_goodput
 from parplan.planner.plan.traced_plan import AnyPlan
 from parplan.profiles.units import counted, format_bytes, format_number
-from parplan.report.text import percent
+from parplan.report.text import percent, seconds_text
 
 _UNITS = ((86_400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 
@@ -25,6 +25,8 @@ class GoodputDocument:
     interval_s     seconds of steps between two checkpoints
     running_share  share of the time with enough nodes in which the run advances
     spare_nodes    nodes that wait to replace a failed one
+    short_share    share of the failures that find no spare node
+    wait_s         mean seconds of the wait for a node after such a failure
     ready_share    share of the time in which enough nodes work
     """
 
@@ -35,6 +37,8 @@ class GoodputDocument:
     interval_s: float
     running_share: float
     spare_nodes: int
+    short_share: float
+    wait_s: float
     ready_share: float
 
 
@@ -46,6 +50,7 @@ def span_text(seconds: float) -> str:
 
 def goodput_facts(plan: AnyPlan, failures: Failures | None) -> Iterator[tuple[str, str, str]]:
     """Yields the line, none where no failures are stated."""
+    failures = plan_failures(plan, failures)
     if failures is None:
         return
     result = plan_goodput(plan, failures)
@@ -57,6 +62,16 @@ def goodput_facts(plan: AnyPlan, failures: Failures | None) -> Iterator[tuple[st
         f"a failure every {span_text(result.failure_s)}, a checkpoint of {size} in "
         f"{span_text(result.checkpoint_s)} every {span_text(result.interval_s)}, {spares}",
     )
+    if choice := plan.search.spares:
+        early = "" if choice.finished else ", ended early"
+        yield (
+            "spares",
+            f"{plan.cluster.num_gpus:,} of {choice.gpus:,} GPUs train",
+            f"{seconds_text(choice.advance_s)} of the cluster for a step, gap "
+            f"{percent(choice.gap)}; {counted(choice.considered, 'number')} of nodes, "
+            f"{choice.searched} searched{early}; without spare nodes "
+            f"{percent(choice.goodput_without)} of the time",
+        )
 
 
 def goodput_document(result: Goodput) -> GoodputDocument:
@@ -68,5 +83,7 @@ def goodput_document(result: Goodput) -> GoodputDocument:
         interval_s=round(result.interval_s, 6),
         running_share=round(result.running_share, 6),
         spare_nodes=result.spare_nodes,
+        short_share=round(result.short_share, 6),
+        wait_s=round(result.wait_s, 6),
         ready_share=round(result.ready_share, 6),
     )

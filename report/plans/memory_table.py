@@ -11,7 +11,6 @@ from parplan.planner.plan.derived import blocks_of
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import StageMemory
 from parplan.planner.plan.traced_plan import AnyPlan, ShardStage, TracedPlan
-from parplan.profiles.machines.unequal_cluster import UnequalCluster
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.report.text import aligned, gib_text, print_table, say, widest
 
@@ -151,9 +150,9 @@ def print_stages(plan: AnyPlan, out: Console) -> None:
 def _capacity_text(plan: AnyPlan) -> str:
     """`the device has 79.2`, with the names of the pools where each has its own."""
     of_rank = {memory.stage: gib_text(memory.capacity) for memory in plan.predicted.memory_gib}
-    if not isinstance(plan.cluster, UnequalCluster) or isinstance(plan, TracedPlan):
+    if not plan.pools:
         return f"the device has {of_rank[0]}"
-    has = {stage.pool: of_rank[stage.rank] for stage in plan.stages}
+    has = {pool: of_rank[rank] for rank, pool in enumerate(plan.pools)}
     return "a device of " + ", of ".join(f"{pool} has {room}" for pool, room in has.items())
 
 

@@ -12,7 +12,6 @@ from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Status
 from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
 from parplan.planner.plan.traits import family_of
-from parplan.profiles.machines.unequal_cluster import UnequalCluster
 from parplan.profiles.models.transformer import build_graph, has_unlike_blocks
 from parplan.profiles.provenance import Kind
 from parplan.profiles.stack import AttentionKernel
@@ -113,7 +112,7 @@ def _band_notes(plan: AnyPlan) -> Iterator[str]:
 def _no_band(plan: AnyPlan) -> str:
     if isinstance(plan, TracedPlan):
         return "no measured steps of traced modules"
-    if isinstance(plan.cluster, UnequalCluster):
+    if plan.pools:
         return "no measured steps on unequal pools"
     missing = without_steps(plan.model, plan.training)
     return f"no measured steps {f'of {missing}' if missing else 'with anything on the host'}"

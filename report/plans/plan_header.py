@@ -9,7 +9,6 @@ from rich.console import Console
 
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
-from parplan.profiles.machines.unequal_cluster import UnequalCluster
 from parplan.profiles.state_precision import StatePrecision
 from parplan.profiles.units import counted, format_count
 from parplan.report.names import OPTIMIZER_NAMES, graph_of
@@ -63,9 +62,7 @@ def header(plan: AnyPlan, width: int) -> str:
     return joined(
         (
             f"{model.name}, {_parameters(plan)}, {_layers_text(plan)}",
-            cluster.text
-            if isinstance(cluster, UnequalCluster)
-            else f"{cluster.num_gpus} x {cluster.device.name}, {cluster.gpus_per_node} a node",
+            cluster.text,
             f"{training.global_batch_size:,} x {training.seq_length:,} tokens, "
             f"{training.precision}{products}, "
             f"{OPTIMIZER_NAMES[training.optimizer]}{states}",

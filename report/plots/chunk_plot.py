@@ -27,7 +27,7 @@ _LIMIT_COLOUR = "#D55E00"
 
 def draw_levels(
     levels: Sequence[ChunkLevel], plan: AnyPlan, rank: int, budget_bytes: int, path: Path
-) -> None:
+) -> Path | None:
     """Draw the moments and write them to `path`; raises ConfigError if it cannot be written."""
     from matplotlib.figure import Figure
 
@@ -41,7 +41,7 @@ def draw_levels(
     )
     handles, names = axes.get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
-    save(figure, path)
+    return save(figure, path)
 
 
 def _draw_bytes(axes: Axes, levels: Sequence[ChunkLevel], budget_bytes: int) -> None:

@@ -35,7 +35,7 @@ def edge_s(steps_s: Sequence[float]) -> float:
     return near_s + 0.2 * max(near_s - steps_s[0], 0.1 * near_s)
 
 
-def draw_front(front: ParetoFront, path: Path) -> None:
+def draw_front(front: ParetoFront, path: Path) -> Path | None:
     """Draw the front and write it to `path`; raises ConfigError if it cannot be written."""
     from matplotlib.figure import Figure
 
@@ -47,7 +47,7 @@ def draw_front(front: ParetoFront, path: Path) -> None:
     _draw_limits(axes, front)
     _name_points(axes, front, top_s)
     _name_axes(figure, axes, front)
-    save(figure, path)
+    return save(figure, path)
 
 
 def _capacity_gib(front: ParetoFront) -> float:

@@ -46,7 +46,7 @@ class _Panel:
     bytes_across: bool = True
 
 
-def draw_profile(profile: UserProfile, path: Path) -> None:
+def draw_profile(profile: UserProfile, path: Path) -> Path | None:
     """Draw a profile and write it to `path`.
 
     Raises ConfigError when nothing was measured, or when the file cannot be written.
@@ -69,7 +69,7 @@ def draw_profile(profile: UserProfile, path: Path) -> None:
     for axes in places[len(panels) :]:
         axes.set_axis_off()
     figure.suptitle(_title(profile))
-    save(figure, path)
+    return save(figure, path)
 
 
 def _title(profile: UserProfile) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from io import BytesIO
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parplan.planner.validation.priced_rows import PricedRow
-from parplan.profiles.documents.files import open_replacement, require_writable
+from parplan.profiles.documents.files import require_writable, write_result
 from parplan.profiles.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def require_plot(path: Path) -> None:
         ) from None
 
 
-def draw(priced: Sequence[PricedRow], path: Path) -> None:
+def draw(priced: Sequence[PricedRow], path: Path) -> Path | None:
     """Draw step times and, if rows have it, memory to `path`, with one marker a source."""
     from matplotlib.figure import Figure
 
@@ -82,23 +83,23 @@ def draw(priced: Sequence[PricedRow], path: Path) -> None:
     for axes, (name, points) in zip(all_axes, panels, strict=True):
         _draw_panel(axes, name, points, styles)
     _draw_legend(figure)
-    save(figure, path)
+    return save(figure, path)
 
 
-def save(figure: Figure, path: Path) -> None:
+def save(figure: Figure, path: Path) -> Path | None:
     """Write a picture in the format of the file's suffix; raises ConfigError.
 
+    Returns the name under which another file that was there is kept, as `write_result` does.
     The same picture has the same bytes: no date, and names in SVG that follow from what is drawn.
     Text in PDF stays text in embedded TrueType, which journals ask for.
     """
     from matplotlib import rc_context
 
     suffix = path.suffix.lower()
-    with (
-        rc_context({"svg.hashsalt": "parplan", "pdf.fonttype": 42}),
-        open_replacement(path, hint=_OTHER_FILE) as file,
-    ):
+    file = BytesIO()
+    with rc_context({"svg.hashsalt": "parplan", "pdf.fonttype": 42}):
         figure.savefig(file, format=suffix[1:], dpi=_DPI, metadata=_UNDATED.get(suffix))
+    return write_result(file.getvalue(), path, hint=_OTHER_FILE)
 
 
 def _draw_legend(figure: Figure) -> None:

@@ -11,7 +11,7 @@ from parplan.planner.plan.plan import Plan
 from parplan.report.plots.scatter_plot import COLOURS, MARKERS, save
 
 
-def draw_sweep(plans: Sequence[Plan], path: Path) -> None:
+def draw_sweep(plans: Sequence[Plan], path: Path) -> Path | None:
     """Draw a line for each kind of GPU, batch size and sequence length, and write it to `path`.
 
     Raises ConfigError when the file cannot be written.
@@ -39,7 +39,7 @@ def draw_sweep(plans: Sequence[Plan], path: Path) -> None:
     axes.set_ylabel(f"tokens/s (predicted, {plans[0].predicted.step_time_s.kind})")
     axes.set_title(f"{plans[0].model.name}: best plans; dotted, perfect scaling", pad=12)
     axes.legend(frameon=False, fontsize=8)
-    save(figure, path)
+    return save(figure, path)
 
 
 def _lines(plans: Sequence[Plan]) -> dict[str, list[Plan]]:

@@ -19,6 +19,7 @@ _PARTS = {
     "receive_B": "wait for gradient, stage",
     "reduce": "reduction, rank",
     "tied": "tied embedding's reduction, rank",
+    "pools": "sum with other pools, rank",
     "optimizer": "optimizer, rank",
     "data": "data, rank",
 }

@@ -40,9 +40,18 @@ NOTHING = 5e-3  # in the table's unit; a line of only smaller numbers is left ou
 
 
 def print_comparison(
-    comparison: Comparison, out: Console, *, assumed: Sequence[str] = (), pinned: bool = False
+    comparison: Comparison,
+    out: Console,
+    *,
+    assumed: Sequence[str] = (),
+    pinned: bool = False,
+    by_class: bool = True,
 ) -> None:
-    """Print the comparison for a person; `pinned` says that our search alone had pins."""
+    """Print the comparison for a person.
+
+    pinned     our search alone had pins
+    by_class   with a table of the memory by class
+    """
     for plan in _headed(comparison):
         say(out, header(plan, out.width), "bold")
     if assumed:
@@ -64,7 +73,8 @@ def print_comparison(
     ours = comparison.ours.name + (", and what the others take more" if len(sides) > 1 else "")
     _print_parts(out, f"{unit} of the mean GPU: {ours}", "step", sides, NAMES, times)
     memory = [tuple(map(gib, side.memory_bytes)) for side in sides]
-    _print_parts(out, f"GiB of the fullest GPU: {ours}", "total", sides, MEMORY_NAMES, memory)
+    if by_class:
+        _print_parts(out, f"GiB of the fullest GPU: {ours}", "total", sides, MEMORY_NAMES, memory)
     say(out)
     for line in verdicts(comparison):
         _say_words(out, line)
@@ -238,6 +248,8 @@ def _shortfall(comparison: Comparison, row: ComparisonRow) -> str:
     """Returns the GiB that a baseline's leanest plan is short of, or its lack of a legal layout."""
     assert row.baseline is not None, "a plan has no shortfall"
     lean, plan = row.baseline.leanest, comparison.ours.plan
+    if lean is None and plan.pools:
+        return f"{row.name} has no plan that fits"
     if lean is None:
         return (
             f"{row.name} has no legal layout on {plan.cluster.num_gpus} GPUs with a "
@@ -271,7 +283,9 @@ def comparison_notes(comparison: Comparison, *, pinned: bool) -> Iterator[str]:
             f"the plan file says {seconds_text(comparison.filed_step_s)}; the comparison is of "
             f"{seconds_text(ours.step_s)}, as priced now"
         )
-    if ours.fullest.total > comparison.limit_bytes:
+    if ours.plan.pools:
+        yield "systems that know no pools are priced as if every GPU were the slowest"
+    elif ours.fullest.total > comparison.limit_bytes:
         yield (
             f"{ours.name} needs {gib_text(gib(ours.fullest.total))} GiB, more than the "
             f"{gib_text(gib(comparison.limit_bytes))} that {_held(comparison)}: "

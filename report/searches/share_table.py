@@ -10,8 +10,8 @@ from parplan.report.names import pipeline_phrases
 from parplan.report.text import gib_text, joined, print_table, say, seconds_text
 
 _NOTE = (
-    "each pool runs whole replicas of its own plan; the executor runs one pool's plan, the sum of "
-    "gradients between pools is priced and not executed"
+    "each pool runs whole replicas of its own plan, and the executor takes the files of all pools "
+    "as one job"
 )
 
 

@@ -6,13 +6,13 @@ import pytest
 
 from benchmarks.prices import preference_regret
 from benchmarks.prices.preference_regret import (
+    SCENARIOS,
     choices_of,
     grid_preferences,
     least_regret,
     mean_regrets,
 )
 from parplan.planner.objective import Prefer
-from parplan.planner.plan.corners import SCENARIOS
 from parplan.planner.request import SearchOptions
 from parplan.planner.validation.priced_rows import PricedRow
 from parplan.planner.validation.step_rows import read_table

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from parplan.cli import main
 from parplan.commands.options.failure_options import FailureOptions
 from parplan.commands.options.search_options import SearchFlags
-from parplan.commands.requests.failures import failures_of, without_goodput
+from parplan.commands.requests.failures import chooses_spares, failures_of, without_goodput
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 
@@ -31,6 +31,30 @@ def test_a_plan_says_its_goodput_where_failures_are_stated(tmp_path: Path) -> No
         goodput["running_share"] * goodput["ready_share"], abs=1e-6
     )
     assert "goodput" not in CliRunner().invoke(main, ["show", path]).stdout
+
+
+def test_the_objective_goodput_chooses_how_many_nodes_train(tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.yaml")
+    two = ["--gpus", "2", "--gpus-per-node", "1", "--tp", "1", "--pp", "1", "--zero", "1"]
+    asked = ["--model", "gpt-1.5b", *two, "--global-batch-size", "16", "-o", path]
+    run = CliRunner().invoke(main, [*asked, "--objective", "goodput", "--mtbf", "10h"])
+    assert run.exit_code == 0, run.output
+    assert "1 of 2 GPUs train" in run.output
+    shown = CliRunner().invoke(main, ["show", path, "--json"])
+    body = json.loads(shown.stdout)
+    assert body["cluster"]["nodes"] == 1
+    assert (
+        body["search"]["spares"]["failures"]["spare_nodes"] == body["goodput"]["spare_nodes"] == 1
+    )
+    assert body["search"]["spares"]["goodput"] == body["goodput"]["share"]
+
+
+@pytest.mark.parametrize("flags", [{"method": "greedy"}, {"launcher": "megatron"}])
+def test_numbers_of_nodes_are_of_the_search_of_the_planner(flags: dict[str, str]) -> None:
+    asked = SearchFlags(objective="goodput", **flags)
+    with pytest.raises(ConfigError, match="--objective goodput chooses how many nodes train"):
+        chooses_spares(asked, FailureOptions(mtbf="1h"), described=True)
+    assert not chooses_spares(asked, FailureOptions(mtbf="1h", spare_nodes=0), described=True)
 
 
 def test_the_objective_goodput_needs_failures_and_takes_the_fastest_plan() -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from parplan.costmodels.communication.mesh import MeshOrder
 from parplan.costmodels.step import StepPrice, price_step
 from parplan.costmodels.strategy import ParallelLayout, Strategy
+from parplan.planner.request import Constraints
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.machines.unequal_cluster import Join, Pool, UnequalCluster, unequal_cluster
@@ -40,9 +41,6 @@ def two_pools(seed: int, memory_bytes: tuple[int, int] | None = None) -> Instanc
     pools = []
     for place, (kind, gpus) in enumerate(zip(kinds, sizes, strict=True)):
         machine = with_gpus(load_cluster(kind), gpus, min(gpus, 2))
-        if memory_bytes is not None:
-            device = replace(machine.device, memory_bytes=memory_bytes[place])
-            machine = replace(machine, device=device)
         pools.append(Pool(name=f"p{place}", cluster=machine))
     join = Join(
         name="line",
@@ -51,7 +49,23 @@ def two_pools(seed: int, memory_bytes: tuple[int, int] | None = None) -> Instanc
         total_bytes_per_s=draw.choice((25e9, 1e9, 1e8)),
     )
     model = replace(instance.model, num_layers=draw.choice((3, 4)))
-    return Instance(model, unequal_cluster("two", pools, (join,)), training)
+    instance = Instance(model, unequal_cluster("two", pools, (join,)), training)
+    return instance if memory_bytes is None else with_memory(instance, memory_bytes)
+
+
+def with_memory(instance: Instance, memory_bytes: tuple[int, ...]) -> Instance:
+    """The same instance with other memory of the devices of each pool."""
+    cluster = pools_of(instance)
+    pools = [
+        replace(
+            pool,
+            cluster=replace(
+                pool.cluster, device=replace(pool.cluster.device, memory_bytes=num_bytes)
+            ),
+        )
+        for pool, num_bytes in zip(cluster.pools, memory_bytes, strict=True)
+    ]
+    return replace(instance, cluster=unequal_cluster(cluster.name, pools, cluster.joins))
 
 
 def pools_of(instance: Instance) -> UnequalCluster:
@@ -59,11 +73,11 @@ def pools_of(instance: Instance) -> UnequalCluster:
     return instance.cluster
 
 
-def layouts_on_pools(instance: Instance) -> Iterator[ParallelLayout]:
+def layouts_on_pools(instance: Instance, pins: Constraints = PINS) -> Iterator[ParallelLayout]:
     """Every layout whose stages lie on one pool each, with the stages of a pool side by side."""
     cluster = pools_of(instance)
     gpus = {pool.name: pool.cluster.num_gpus for pool in cluster.pools}
-    space = enumerate_candidates(instance.model, _as_equal(cluster), instance.training, PINS)
+    space = enumerate_candidates(instance.model, _as_equal(cluster), instance.training, pins)
     for layout in space.layouts:
         if layout.mesh.order is not MeshOrder.PP_DP_TP:
             continue
@@ -89,6 +103,29 @@ def every_price_on_pools(instance: Instance, mixed: int = 0) -> list[Priced]:
         for strategy in (*every_strategy(layout, layers), *mixed_strategies(layout, layers, mixed))
         if not price_cache.tied or same_sharding(strategy)
     ]
+
+
+def shares_of(seed: int) -> tuple[float, float]:
+    """The memory of the devices of two pools, relative to each other."""
+    return 1.0, 1.2 if seed % 2 else 0.85
+
+
+def tight(instance: Instance, everything: list[Priced], shares: tuple[float, float]) -> Instance:
+    """The instance with so little memory on each pool that most of its strategies do not fit.
+
+    shares: memory of a device of each pool, relative to each other
+    """
+    pools = pools_of(instance).pools
+    share_of = {pool.name: share for pool, share in zip(pools, shares, strict=True)}
+    needed = sorted(
+        max(
+            memory.total / share_of[pool]
+            for pool, memory in zip(strategy.layout.pools, price.memory, strict=True)
+        )
+        for strategy, price in everything
+    )
+    room = needed[len(needed) // 8]
+    return with_memory(instance, tuple(int(room * share) + 1 for share in shares))
 
 
 def fits(priced: Priced, instance: Instance) -> bool:

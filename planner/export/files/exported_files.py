@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from parplan.planner.export.files.head import MARK
-from parplan.profiles.documents.files import require_writable, write_text
+from parplan.profiles.documents.files import require_writable, write_result
 from parplan.profiles.errors import ConfigError
 
 _HEAD_CHARACTERS = 4000
 
 
-def write_files(files: Mapping[str, str], folder: Path, *, force: bool) -> list[Path]:
-    """Writes the files into a folder and returns their paths.
+def write_files(files: Mapping[str, str], folder: Path, *, force: bool) -> dict[Path, Path | None]:
+    """Writes the files into a folder, and returns their paths with those of older files.
 
+    An older file that differs is kept under a name of its own, as `write_result` does.
     force    replace files that no plan was exported to
     Raises ConfigError for such a file, and where a file cannot be written: then none is.
     """
@@ -32,9 +33,10 @@ def write_files(files: Mapping[str, str], folder: Path, *, force: bool) -> list[
                 f"{path} is there, and no plan was exported to it",
                 hint="choose another folder with -o, or replace it with --force",
             )
-    for path, text in paths.items():
-        write_text(text, path, hint="choose another folder with -o")
-    return list(paths)
+    return {
+        path: write_result(text, path, hint="choose another folder with -o")
+        for path, text in paths.items()
+    }
 
 
 def _start_of(path: Path) -> str:

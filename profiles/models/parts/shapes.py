@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from copy import copy
+from dataclasses import replace
 from typing import TypedDict
 
 from parplan.profiles.models.blocks import BlockRun
@@ -97,9 +98,21 @@ class Shapes:
             inputs=(x,),
             outputs=(out,),
             parameters=(weight, bias) if self.model.norm is Norm.LAYER_NORM else (weight,),
-            saved=(x,),
+            saved=self._kept_by_norm(name, x, out),
             undivided=((features.name, "a norm is over the whole of it"),),
         )
+
+    def _kept_by_norm(self, name: str, x: Tensor, out: Tensor) -> tuple[Tensor, ...]:
+        """Returns what a norm saves: its input, and of PyTorch's operations what those save.
+
+        An RMS norm of PyTorch's operations saves its input in fp32 for the power and the product
+        with the scale, and the scaled values in `precision` for the product with the weight.
+        """
+        plain = "rms_norm" in self.training.stack.plain_kernels
+        if not plain or self.model.norm is not Norm.RMS_NORM:
+            return (x,)
+        wide = replace(out, name=f"{name}_wide", element_bytes=FP32_BYTES)
+        return (wide, replace(out, name=f"{name}_scaled"))
 
     def look_up(self, name: str, out: Tensor, *, tied: bool = False) -> Operator:
         """Returns the look-up of tokens in the table, or in a copy of it that is `tied`."""

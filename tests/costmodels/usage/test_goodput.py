@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -16,6 +17,7 @@ from parplan.costmodels.usage.goodput import (
     goodput,
     ready_share,
     running_share,
+    short_share,
 )
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
@@ -76,6 +78,61 @@ def test_spare_nodes_are_as_many_as_pay() -> None:
     gains = {spares: ready_share(spares, away) * 500 / (500 + spares) for spares in range(60)}
     assert gains[best] == max(gains.values())
     assert best_spares(2, 0.01) == 0
+
+
+def simulated_cluster(nodes: int, failures: Failures, checkpoint_s: float, rounds: int) -> float:
+    """Returns the share of a run of some checkpoints in which it advances, with every repair.
+
+    Nodes of one GPU fail while the run works, and come back one by one.
+    """
+    dice = random.Random(1)
+    failure_s = failures.mtbf_s / nodes
+    interval_s = best_interval_s(checkpoint_s, failure_s)
+    clock, away, spares = 0.0, [], failures.spare_nodes or 0
+    until = dice.expovariate(1 / failure_s)
+    for _ in range(rounds):
+        needed = interval_s + checkpoint_s
+        while until < needed:
+            clock += until
+            away = [back for back in away if back > clock]
+            away.append(clock + dice.expovariate(1 / failures.repair_s))
+            if len(away) > spares:
+                clock = min(away)
+            needed = failures.restart_s + checkpoint_s + interval_s + checkpoint_s
+            until = dice.expovariate(1 / failure_s)
+        clock += needed
+        until -= needed
+    return rounds * interval_s / clock
+
+
+@pytest.mark.parametrize(("spares", "repair_s"), [(0, 500.0), (1, 3000.0), (3, 9000.0)])
+def test_the_goodput_is_the_mean_of_a_simulated_cluster(spares: int, repair_s: float) -> None:
+    failures = Failures(
+        mtbf_s=40_000, restart_s=60, storage_bytes_per_s=1.0, repair_s=repair_s, spare_nodes=spares
+    )
+    closed = goodput(20, 16, 1, failures)
+    assert closed.ready_share < 0.95
+    assert closed.share == pytest.approx(simulated_cluster(16, failures, 20, 40_000), rel=0.02)
+
+
+def test_the_shares_of_nodes_away_are_those_of_the_birth_death_process() -> None:
+    away, spares = 3.0, 4
+    weights = [away**count / math.factorial(count) for count in range(spares + 2)]
+    assert ready_share(spares, away) == pytest.approx(sum(weights[:-1]) / sum(weights))
+    assert short_share(spares, away) == pytest.approx(weights[-2] / sum(weights[:-1]))
+    assert ready_share(0, away) == 1 / (1 + away)
+
+
+def test_a_cluster_that_fails_all_the_time_never_advances() -> None:
+    assert running_share(10, 10, 3600, 1.0) == 0.0
+
+
+def test_bloom_kept_about_as_many_spare_nodes_as_pay() -> None:
+    """48 nodes with four spare ones, and one or two failures a week (arXiv 2211.05100)."""
+    day_s = 24 * HOUR
+    week_s = 7 * day_s
+    assert best_spares(48, 1.5 * day_s / week_s) == 1
+    assert best_spares(48, 1.5 * week_s / week_s) == 4
 
 
 def test_nodes_that_never_fail_are_always_ready() -> None:

@@ -211,7 +211,7 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path, gpt2_like):
     write_tokens([good], output, bytes_tokenizer())
     before = output.read_bytes(), sidecar_path(output).read_bytes()
 
-    code, _, err = run(good, bad, "--tokenizer", gpt2_like, "-o", output)
+    code, _, err = run(good, bad, "--tokenizer", gpt2_like, "-o", output, "--force")
 
     assert code == 2
     assert f"error: {bad}: not UTF-8" in err
@@ -292,7 +292,8 @@ def test_only_a_download_that_is_asked_for_may_use_the_network(
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", from_pretrained)
 
     for arguments in ((gpt2_like,), ("someone/tokenizer", "--download")):
-        assert run(folder, "-o", tmp_path / "out.bin", "--tokenizer", *arguments)[0] == 0
+        output = tmp_path / f"{len(arguments)}.bin"
+        assert run(folder, "-o", output, "--tokenizer", *arguments)[0] == 0
     assert requested == [(str(gpt2_like), True, "1"), ("someone/tokenizer", False, "0")]
 
 

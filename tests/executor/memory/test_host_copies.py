@@ -330,21 +330,22 @@ CASES = {
         ("llama", 4, "none"),
         ("llama", 1, "selective"),
     ],
+    4: [("gpt-tiny", 2, "selective"), ("llama", 2, "none")],
 }
 
 
 def _estimated(model: str, num_micro_batches: int, recompute: str, *, tp: int) -> Plan:
-    """A plan for CPUs; gpt-tiny has dropout."""
+    """A plan for CPUs, where four tensor-parallel ranks are a grid; gpt-tiny has dropout."""
     training = TrainingSpec(
         global_batch_size=4, seq_length=16, precision="fp32", stack=load_stack("parplan")
     )
     layout = ParallelLayout(
-        mesh=Mesh(pp=1, dp=1, tp=tp),
+        mesh=Mesh(pp=1, dp=1, tp=tp, tp_rows=tp // 2 if tp == 4 else 1),
         schedule=Schedule.ONE_F_ONE_B,
         virtual_stages=1,
         micro_batch_size=4 // num_micro_batches,
         num_micro_batches=num_micro_batches,
-        sequence_parallel=tp > 1,
+        sequence_parallel=tp == 2,
     )
     return estimate_plan(
         load_model(model).spec if model == "gpt-tiny" else LLAMA,

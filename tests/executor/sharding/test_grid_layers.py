@@ -13,6 +13,7 @@ from tests.helpers.executor_plans import GPT, LLAMA, make_plan
 from tests.helpers.executor_world import Worlds, require_parity, run_reference
 
 GRID = {"tp": 4, "tp_rows": 2}
+LISTED = ("qkv", "norm2", "activation", "fc2")
 PLANS = {
     "gpt": make_plan(GPT, **GRID),
     "llama": make_plan(LLAMA, **GRID),
@@ -25,6 +26,10 @@ PLANS = {
     "zero1": make_plan(GPT, dp=2, zero=(1,), **GRID),
     "zero3": make_plan(GPT, dp=2, zero=(3,), **GRID),
     "pp": make_plan(GPT, pp=2, **GRID),
+    "pp-lists": make_plan(LLAMA, pp=2, recompute=LISTED, **GRID),
+    "zero0-lists": make_plan(GPT, dp=2, recompute=LISTED, **GRID),
+    "zero2-lists": make_plan(LLAMA, dp=2, zero=(2,), recompute=LISTED, **GRID),
+    "zero3-lists": make_plan(GPT, dp=2, zero=(3,), recompute=LISTED, **GRID),
 }
 WORLDS = Worlds(PLANS, set(PLANS) - {"gpt", "llama"})
 

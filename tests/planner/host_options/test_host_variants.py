@@ -40,9 +40,11 @@ NOTHING_KEPT = SearchOptions(memory_margin=0.0)
 LITTLE = 100 * MIB  # the states of six blocks take most of it
 
 
-def small(memory_bytes: int = LITTLE, rate: float = 1e12, **changes: object) -> Instance:
+def small(
+    memory_bytes: int = LITTLE, rate: float = 1e12, gpus: int = 1, **changes: object
+) -> Instance:
     return instance(
-        1, memory_bytes, batch=16, pcie_bytes_per_s=rate, pcie_node_bytes_per_s=None, **changes
+        gpus, memory_bytes, batch=16, pcie_bytes_per_s=rate, pcie_node_bytes_per_s=None, **changes
     )
 
 
@@ -191,11 +193,18 @@ def every_strategy(layout: ParallelLayout, case: Instance) -> list[Strategy]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("rate", [1e9, 3e10, 1e12])
-def test_a_plan_is_as_fast_as_the_fastest_of_all_strategies_that_fit(rate: float) -> None:
+def test_a_plan_is_as_fast_as_the_fastest_of_all_strategies_that_fit(
+    rate: float, rows: int
+) -> None:
     """Blocks that send less than the hidden maximum have a smaller window: a few percent of six."""
     case, pins = small(rate=rate), replace(PINS, recompute=tuple(Recompute))
+    if rows > 1:
+        case = small(2 * LITTLE // 7, rate, gpus=2 * rows)
+        pins = replace(pins, tp=(2 * rows,), tp_rows=(rows,), megatron_sharding=True)
     plan = best_plan(case, pins)
+    assert any(block.keep_on_host for block in blocks(plan)) or rate < 1e12
     (layout,) = enumerate_candidates(case.model, case.cluster, case.training, pins).layouts
     priced = (price_step(strategy, case.price_cache()) for strategy in every_strategy(layout, case))
     best_s = min(

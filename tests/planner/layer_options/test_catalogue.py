@@ -21,7 +21,8 @@ from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import TrainingSpec
 
-SHARDINGS = [Sharding(), Sharding(2), Sharding(4, True)]
+GRID = Sharding(4, axes=(2, 2), rows=2)
+SHARDINGS = [Sharding(), Sharding(2), Sharding(4, True), GRID]
 
 
 def book_of(name, **training):

@@ -6,7 +6,8 @@ import math
 from dataclasses import replace
 
 from parplan.planner.plan.corners import (
-    SCENARIOS,
+    SPEEDS,
+    USUAL_SHARE,
     changes,
     corners,
     figure_of,
@@ -29,7 +30,7 @@ def test_a_plan_that_does_not_fit_where_another_does_has_infinite_regret():
 
 
 def test_each_speed_is_20_percent_off_in_both_directions_and_alone():
-    speeds = [(s.compute, s.inside_node, s.across_nodes) for s in SCENARIOS]
+    speeds = [(s.compute, s.inside_node, s.across_nodes) for s in corners(USUAL_SHARE, SPEEDS)]
 
     assert len(set(speeds)) == 6
     for of_scenario in speeds:

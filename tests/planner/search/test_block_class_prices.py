@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations, pairwise, product
 
 import pytest
 
@@ -16,7 +14,7 @@ from parplan.costmodels.host.state_location import Access
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import price_step
-from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.candidates.tower_divisions import with_tower_divisions
 from parplan.planner.objective import Objective
@@ -33,12 +31,12 @@ from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.machines.machine_catalog import load_cluster, load_stack
 from parplan.profiles.models.blocks import BlockRun
 from parplan.profiles.models.fine_tuning import FineTuning
-from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, Norm, Positions, TrainingSpec
 from parplan.profiles.models.towers import Projection, Tower
 from parplan.profiles.stack import NEUTRAL, ContextForm, TowerDivision
 from parplan.profiles.units import GIB, MIB
 from tests.helpers.cases import mostly_slow
+from tests.helpers.class_strategies import every_strategy, random_strategy, tied_alike
 from tests.helpers.enumerations import OBJECTIVES, Point, check_memory_first, check_objectives
 from tests.helpers.planning import find_plan, request
 
@@ -211,57 +209,13 @@ def prices_of(space: str, limit: int) -> BlockClassPrices:
     return BlockClassPrices(request_of(*SPACES[space], limit, training_of(space)))
 
 
-def every_cut(layout: ParallelLayout, num_layers: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    given = given_cuts(layout, num_layers - 2)
-    if given is not None:
-        yield given
-        return
-    for inner in combinations(range(1, num_layers), layout.num_virtual_stages - 1):
-        yield tuple(pairwise((0, *inner, num_layers)))
-
-
-def every_strategy(
-    question: PlanRequest[ModelSpec], prices: BlockClassPrices
-) -> Iterator[Strategy]:
-    """Yields all cuts, ZeRO stages of the ranks and recompute levels of the blocks.
-
-    Their layouts are all that are legal, also those that the search drops before it begins.
-    """
-    cache, num_layers = prices.price_cache, prices.price_cache.num_layers
-    pins = question.constraints
-    space, stack = enumerate_candidates(question), question.training.stack
-    for layout in with_tower_divisions(space, question.model, stack).layouts:
-        book = cache.with_tower(layout.tower)
-        for cuts, zeros, levels in product(
-            every_cut(layout, num_layers),
-            product(prices._table(layout).zero_stages(layout), repeat=layout.mesh.pp),
-            product(pins.recompute, repeat=num_layers - 2),
-        ):
-            yield Strategy(
-                layout=layout,
-                stages=tuple(
-                    tuple(
-                        LayerChoice(
-                            key := cache.key(layer, first),
-                            levels[layer - 1] if key.role is LayerKind.BLOCK else Recompute.NONE,
-                            zeros[layout.rank_of(stage)],
-                            book.own_sharding(key, layout.sharding),
-                        )
-                        for layer in range(first, end)
-                    )
-                    for stage, (first, end) in enumerate(cuts)
-                ),
-            )
-
-
-def tied_alike(strategy: Strategy, *, tied: bool) -> bool:
-    """Returns whether both copies of a tied table are sharded, or neither is."""
-    return not tied or (strategy.stages[0][0].zero > 0) == (strategy.stages[-1][-1].zero > 0)
-
-
 def every_point(question: PlanRequest[ModelSpec]) -> list[Point]:
+    """Prices all legal layouts, also those that the search drops before it begins."""
     points, prices = [], BlockClassPrices(question)
-    for strategy in every_strategy(question, prices):
+    space = with_tower_divisions(
+        enumerate_candidates(question), question.model, question.training.stack
+    )
+    for strategy in every_strategy(space.layouts, question.constraints, prices):
         if not tied_alike(strategy, tied=prices.price_cache.tied):
             continue
         price = price_step(strategy, prices.price_cache)
@@ -338,31 +292,6 @@ def test_no_random_plan_of_any_layout_is_below_the_bound(model):
 
     assert tried > 100
     assert plan.search.status is Status.OPTIMAL
-
-
-def random_strategy(
-    prices: BlockClassPrices, layout: ParallelLayout, rng: random.Random
-) -> Strategy:
-    """Returns random cuts, ZeRO stages of the ranks, and options of the blocks."""
-    cache, table = prices.price_cache, prices._table(layout)
-    num_layers, zeros = cache.num_layers, table.zero_stages(layout)
-    of_rank = [rng.choice(zeros) for _ in range(layout.mesh.pp)]
-    stages = []
-    for stage, (first, end) in enumerate(rng.choice([*every_cut(layout, num_layers)])):
-        rank = layout.rank_of(stage)
-        levels = table.allowed(layout, rank)
-        keys = [cache.key(layer, first) for layer in range(first, end)]
-        options = [
-            rng.choice(table.options(key, layout.micro_batch_size, layout.sharding, levels))
-            for key in keys
-        ]
-        stages.append(
-            tuple(
-                LayerChoice(key, option.recompute, of_rank[rank], option.sharding)
-                for key, option in zip(keys, options, strict=True)
-            )
-        )
-    return Strategy(layout=layout, stages=tuple(stages))
 
 
 def test_the_plan_file_has_the_classes_and_gives_the_same_price():

@@ -15,24 +15,10 @@ from parplan.profiles.errors import ConfigError
 from parplan.profiles.units import GIB
 from tests.helpers.instances import PINS, redundant_bytes
 from tests.helpers.planning import find_plan, request
-from tests.helpers.pools import every_price_on_pools, fits, two_pools
+from tests.helpers.pools import every_price_on_pools, fits, shares_of, tight, two_pools
 
 SLOWDOWN = 0.2
 SEEDS = [pytest.param(seed, marks=() if seed in (3, 7) else pytest.mark.slow) for seed in range(12)]
-
-
-def tight(seed: int):
-    """The instance with so little memory on each pool that most strategies do not fit."""
-    shares = {"p0": 1.0, "p1": 1.2 if seed % 2 else 0.85}
-    needed = sorted(
-        max(
-            memory.total / shares[pool]
-            for pool, memory in zip(strategy.layout.pools, price.memory, strict=True)
-        )
-        for strategy, price in every_price_on_pools(two_pools(seed))
-    )
-    room = needed[len(needed) // 8]
-    return two_pools(seed, tuple(int(room * share) + 1 for share in shares.values()))
 
 
 def search(instance, objective=Objective.THROUGHPUT, **options):
@@ -48,7 +34,8 @@ def search(instance, objective=Objective.THROUGHPUT, **options):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_search_over_two_pools_equals_brute_force_under_both_objectives(seed):
-    instance = tight(seed)
+    roomy = two_pools(seed)
+    instance = tight(roomy, every_price_on_pools(roomy), shares_of(seed))
     everything = every_price_on_pools(instance, mixed=20)
     fitting = [priced for priced in everything if fits(priced, instance)]
     assert fitting

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from parplan.costmodels.joined_pools import gradient_exchange_s
 from parplan.planner.objective import Objective
 from parplan.planner.request import SearchOptions
-from parplan.planner.search.pools_divide_data import divide_batch, exchange_seconds
+from parplan.planner.search.pools_divide_data import divide_batch
 from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.machines.unequal_cluster import Join, Pool, unequal_cluster
@@ -94,7 +95,7 @@ def test_the_exchange_sends_each_gradient_once_over_the_join():
     (join,) = instance.cluster.joins
     num_bytes = price_cache.num_parameters * instance.training.gradient_precision.num_bytes
 
-    exchange_s = exchange_seconds(instance.cluster, price_cache)
+    exchange_s = gradient_exchange_s(instance.cluster, price_cache)
 
     assert exchange_s == pytest.approx(2 * join.latency_s + num_bytes / join.total_bytes_per_s)
 

@@ -12,7 +12,7 @@ from parplan.commands.options.target_options import TargetOptions
 from parplan.commands.requests.requests import request_of
 from parplan.costmodels.step import price_step
 from parplan.planner.objective import Objective, Prefer
-from parplan.planner.plan.corners import SCENARIOS
+from parplan.planner.plan.corners import SPEEDS, USUAL_SHARE, corners
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.plan_file import plan_from_document, plan_to_document, plan_to_yaml
 from parplan.planner.plan.plan_strategy import prices_of_plan, strategy_of
@@ -106,7 +106,7 @@ def test_losses_between_two_plans_are_those_of_whole_prices(plans):
     """The fastest and the robust plan, priced in full on every machine, bound each other's loss."""
     pair = (plans[Prefer.FASTEST], plans[Prefer.ROBUST])
     worst = [0.0, 0.0]
-    for speeds in SCENARIOS:
+    for speeds in corners(USUAL_SHARE, SPEEDS):
         steps_s = []
         for plan in pair:
             prices = prices_of_plan(plan)

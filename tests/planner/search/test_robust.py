@@ -17,6 +17,7 @@ from parplan.planner.objective import Objective, Prefer
 from parplan.planner.plan.corners import corners
 from parplan.planner.plan.plan_file import plan_from_document, plan_to_document
 from parplan.planner.plan.plan_strategy import prices_of_plan, strategy_of
+from parplan.planner.request import SearchOptions
 from parplan.planner.search.find_plan import find_plan
 from parplan.planner.search.price_factory import DescribedFactory
 from parplan.profiles.errors import ConfigError, OutOfTimeError
@@ -24,6 +25,8 @@ from parplan.profiles.machines.off_speed import SpeedFactors, at_speeds, cluster
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.units import gib
 from parplan.report.plans.memory_table import fullest
+from tests.helpers import planning
+from tests.helpers.pools import two_pools
 
 SHARE = 0.4
 CLOSE = 1e-3  # of a regret, because steps of equal stages are scaled as their bound changes
@@ -188,12 +191,23 @@ def test_other_objectives_have_no_worst_cases(objective):
         request(robust=SHARE, objective=objective)
 
 
-def test_pools_of_unequal_nodes_have_no_worst_cases(tmp_path):
-    pool = "- {name: %s, gpu: %s, nodes: 1}\n"
-    joins = "joins:\n- {name: spine, gb_per_s_of_node: 50, latency_us: 10, source: test}\n"
-    pools = pool % ("old", "a100-80gb") + pool % ("new", "h100-80gb")
-    (tmp_path / "mixed.yaml").write_text(f"name: mixed\npools:\n{pools}{joins}")
-    target = TargetOptions(model="gpt-2.5b", cluster=str(tmp_path / "mixed.yaml"))
+def test_worst_cases_over_pools_are_prices_on_pools_that_are_off():
+    instance = two_pools(5)
+    parts = instance.model, instance.cluster, instance.training
+    options = SearchOptions(robust=SHARE, prefer=Prefer.ROBUST)
+    plan = planning.find_plan(*parts, options=options)
+    robust = plan.search.robust
+    prices = prices_of_plan(plan)
+    strategy = strategy_of(plan, prices)
 
-    with pytest.raises(ConfigError, match="--robust is for nodes that are alike"):
-        request_of(target, PINS, SearchFlags(robust=SHARE), pools=True)
+    assert len(robust.corners) == len(CORNERS) - 1
+    worst, least = enumerated([each.steps_s for each in robust.plans])
+    assert worst[0] == pytest.approx(worst[least], abs=2e-6)
+    for corner, step_s in zip(CORNERS, robust.plans[0].steps_s, strict=True):
+        cluster = cluster_at(instance.cluster, replace(corner, memory=1.0))
+        off = price_step(strategy, prices.on(machine_for(cluster)))
+        assert step_s == pytest.approx(off.step_s, rel=CLOSE)
+    for corner, case in zip(CORNERS[1:], robust.corners, strict=True):
+        there = cluster_at(instance.cluster, corner)
+        best = planning.find_plan(instance.model, there, instance.training)
+        assert case.best_step_time_s <= best.predicted.step_time_s.value * (1 + CLOSE)

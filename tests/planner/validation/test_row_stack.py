@@ -6,6 +6,7 @@ import pytest
 
 from parplan.planner.validation.configuration import configuration_of
 from parplan.planner.validation.priced_rows import price_row
+from parplan.planner.validation.row_stack import stack_name
 from parplan.profiles.models.spec import Optimizer, Precision
 from parplan.profiles.product_formats import ProductFormat
 from parplan.profiles.stack import AttentionKernel, FlashKernel
@@ -231,6 +232,27 @@ def test_bf16_gradients_are_fp32_and_fp16_ones_their_own_but_for_internevo():
     assert gradients() is Precision.FP32
     assert gradients(dtype="fp16") is gradients(dtype="fp16/bf16") is Precision.FP16
     assert gradients(framework="InternEvo (2024-03)") is Precision.BF16
+    assert gradients(gradients="bf16") is Precision.BF16
+
+
+@pytest.mark.parametrize(
+    ("framework", "stack"),
+    [
+        pytest.param("NeMo AutoModel 25.09 (FSDP2)", "torchtitan", id="automodel"),
+        pytest.param("NeMo 25.09", "nemo", id="nemo"),
+        pytest.param("Transformers + PEFT", "huggingface", id="transformers"),
+        pytest.param("code of one's own", "huggingface", id="unknown"),
+    ],
+)
+def test_a_framework_has_the_stack_that_its_models_run_on(framework, stack):
+    assert stack_name({**FULL, "framework": framework}) == stack
+
+
+def test_weights_of_narrow_products_are_gathered_in_their_format_where_a_row_says_so():
+    row = {**FULL, "gpu": "h100-80g-sxm", "dtype": "fp8", "framework": "NeMo 24.12"}
+
+    assert not configuration_of(row).training.narrow_weights
+    assert configuration_of({**row, "narrow_weights": "true"}).training.narrow_weights
 
 
 def test_a_fused_cross_entropy_is_noted():

@@ -14,6 +14,7 @@ from parplan.profiles.documents.files import (
     open_replacement,
     require_regular,
     require_writable,
+    write_result,
     write_text,
 )
 from parplan.profiles.errors import ConfigError
@@ -128,6 +129,17 @@ def test_a_failure_inside_leaves_the_old_file_and_nothing_else(tmp_path):
 
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_result_keeps_each_older_file_of_its_name_once(tmp_path):
+    path = tmp_path / "plan.yaml"
+    assert write_result("a", path, hint="") is None
+    assert write_result("a", path, hint="") is None
+    assert write_result("b", path, hint="") == tmp_path / "plan.yaml.1"
+    assert write_result(b"a", path, hint="") == tmp_path / "plan.yaml.2"
+    assert write_result("b", path, hint="") == tmp_path / "plan.yaml.1"
+    held = {each.name: each.read_text() for each in tmp_path.iterdir()}
+    assert held == {"plan.yaml": "b", "plan.yaml.1": "a", "plan.yaml.2": "b"}
 
 
 def test_a_picture_is_written_through_a_link_as_any_file(tmp_path):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import sys
+from base64 import b64decode
 from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -68,7 +70,9 @@ class Page(HTMLParser):
         if self._open is not None:
             self.shown.append(Shown(float(self._open.pop("value")), self._open, data))
             self._open = None
-        if self._script in ("charts", "meshes"):
+        if self._script == "charts":
+            self.data[self._script] = json.loads(gzip.decompress(b64decode(data)))
+        elif self._script == "meshes":
             self.data[self._script] = json.loads(data)
         elif not self._script:
             self.words += data

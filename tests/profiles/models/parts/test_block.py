@@ -169,3 +169,23 @@ def test_an_encoder_meets_all_keys():
 
     assert (causal.causal, whole.causal) == (True, False)
     assert whole.keys_met(1024) == 2 * causal.keys_met(1024)
+
+
+def test_a_norm_of_plain_operations_saves_what_autograd_saves():
+    torch = pytest.importorskip("torch")
+    plain = replace(TRAINING, stack=replace(NEUTRAL, plain_kernels=("rms_norm",)))
+    x = torch.ones(plain.seq_length, LLAMA.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.ones(LLAMA.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    kept = {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda each: kept.setdefault(each.untyped_storage().data_ptr(), each), lambda each: each
+    ):
+        wide = x.float()
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        weight * (wide * scale).to(x.dtype)
+
+    norm = build_graph(LLAMA, plain, 1).layer_class(LayerKind.BLOCK).operators[0]
+
+    of_tokens = [each for each in kept.values() if each.numel() == x.numel()]
+    assert sum(each.num_bytes for each in norm.saved) == sum(each.nbytes for each in of_tokens)
+    assert block(LLAMA).operators[0].saved == norm.inputs

@@ -1,0 +1,28 @@
+"""The page of a plan over unequal pools has the figures of each pool and of what joins them."""
+
+from __future__ import annotations
+
+import re
+
+from parplan.planner.plan.plan_file import write_plan
+from tests.helpers.command_runs import succeed
+from tests.helpers.planning import find_plan
+from tests.helpers.pools import pools_of, two_pools
+
+
+def test_the_page_has_every_pool_and_the_plans_of_equal_nodes(tmp_path):
+    instance = two_pools(3)
+    plan = find_plan(instance.model, instance.cluster, instance.training)
+    write_plan(plan, tmp_path / "plan.yaml")
+
+    succeed("report", str(tmp_path / "plan.yaml"), "-o", str(tmp_path / "page.html"))
+
+    page = (tmp_path / "page.html").read_text()
+    keys = set(re.findall(r'data-key="([^"]+)"', page))
+    for number, pool in enumerate(pools_of(instance).pools):
+        assert f"cluster.pools.{number}.device.memory_gib" in keys
+        assert f"cluster.pools.{number}.node.nics" in keys
+        assert pool.cluster.device.source in page
+        assert f"{pool.name}-alone" in page
+    assert "cluster.joins.0.gb_per_s_in_total" in keys
+    assert "as-the-slowest" in page
