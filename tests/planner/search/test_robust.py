@@ -36,7 +36,12 @@ TARGET = TargetOptions(
     model="llama3-8b", gpus=16, gpu="a100-80gb", gpus_per_node=2, global_batch_size=32
 )
 PINS = PinOptions(
-    virtual_stages=(1,), schedule=("1f1b",), zero=(1,), pp=(1,), micro_batch_size=(1, 2)
+    virtual_stages=(1,),
+    schedule=("1f1b",),
+    zero=(1,),
+    pp=(1,),
+    tp=(2, 4, 8),
+    micro_batch_size=(1, 2),
 )
 CORNERS = (SpeedFactors(), *corners(SHARE))
 FEW = Constraints(
