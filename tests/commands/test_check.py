@@ -185,6 +185,7 @@ def test_the_shrunk_plan_trains_as_one_process_does(tmp_path):
     assert "qkv.weight" in result.stdout
 
 
+@pytest.mark.slow
 def test_the_shrunk_plan_trains_with_its_own_optimizer(tmp_path):
     plan = tiny()
     training = dataclasses.replace(plan.training, optimizer=Optimizer.MUON)
