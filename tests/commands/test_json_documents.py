@@ -76,7 +76,7 @@ CHEAP = {
     "init": (("init", "cluster.yaml", "--gpu", "a100-80gb", "--nodes", "2", "--no-look"),),
     "models": (("models",),),
     "read": (("read", "pretrain.sh", *H100[2:]),),
-    "schemes": (("schemes", *H100),),
+    "schemes": (("schemes", *TINY),),
     "show": (("show", "plan.yaml"), ("show", "plan.yaml", "--instructions")),
     "stacks": (("stacks",),),
     "sweep": (("sweep", "--model", "gpt-tiny", "--gpu", "cpu", "--gpus", "1,3"),),
