@@ -133,7 +133,7 @@ def _fits(entry: Replayed, corner: SpeedFactors, session: SearchSession) -> bool
     limit_bytes = session.limit_bytes / (1 - session.slack)
     _, strategy, price = entry
     rooms = (
-        limit_bytes + prices_at(strategy.layout, rank, session.price_cache).beyond_bytes
+        min(limit_bytes, prices_at(strategy.layout, rank, session.price_cache).most_bytes)
         for rank in range(strategy.layout.mesh.pp)
     )
     return all(

@@ -11,13 +11,14 @@ from parplan.commands.options.pin_options import PinOptions
 from parplan.commands.options.search_options import SearchFlags
 from parplan.commands.options.target_options import TargetOptions
 from parplan.commands.requests.requests import request_of
+from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import price_step
 from parplan.planner.infeasible.shortfall import limit_bytes
 from parplan.planner.objective import Objective, Prefer
 from parplan.planner.plan.corners import corners
 from parplan.planner.plan.plan_file import plan_from_document, plan_to_document
 from parplan.planner.plan.plan_strategy import prices_of_plan, strategy_of
-from parplan.planner.request import SearchOptions
+from parplan.planner.request import Constraints, SearchOptions
 from parplan.planner.search.find_plan import find_plan
 from parplan.planner.search.price_factory import DescribedFactory
 from parplan.profiles.errors import ConfigError, OutOfTimeError
@@ -43,6 +44,9 @@ PINS = PinOptions(
     micro_batch_size=(1, 2),
 )
 CORNERS = (SpeedFactors(), *corners(SHARE))
+FEW = Constraints(
+    tp=(1,), virtual_stages=(1,), schedule=(Schedule.ONE_F_ONE_B,), megatron_sharding=True
+)
 
 
 def request(**flags):
@@ -192,10 +196,10 @@ def test_other_objectives_have_no_worst_cases(objective):
 
 
 def test_worst_cases_over_pools_are_prices_on_pools_that_are_off():
-    instance = two_pools(5)
+    instance = two_pools(3)
     parts = instance.model, instance.cluster, instance.training
     options = SearchOptions(robust=SHARE, prefer=Prefer.ROBUST)
-    plan = planning.find_plan(*parts, options=options)
+    plan = planning.find_plan(*parts, options=options, constraints=FEW)
     robust = plan.search.robust
     prices = prices_of_plan(plan)
     strategy = strategy_of(plan, prices)
@@ -207,7 +211,7 @@ def test_worst_cases_over_pools_are_prices_on_pools_that_are_off():
         cluster = cluster_at(instance.cluster, replace(corner, memory=1.0))
         off = price_step(strategy, prices.on(machine_for(cluster)))
         assert step_s == pytest.approx(off.step_s, rel=CLOSE)
-    for corner, case in zip(CORNERS[1:], robust.corners, strict=True):
-        there = cluster_at(instance.cluster, corner)
-        best = planning.find_plan(instance.model, there, instance.training)
-        assert case.best_step_time_s <= best.predicted.step_time_s.value * (1 + CLOSE)
+    there = cluster_at(instance.cluster, CORNERS[-1])
+    best = planning.find_plan(instance.model, there, instance.training, constraints=FEW)
+    least_s = robust.corners[-1].best_step_time_s
+    assert least_s <= best.predicted.step_time_s.value * (1 + CLOSE)
