@@ -92,13 +92,14 @@ def rank_choices(costs: LayoutCosts, rank: int, group: list[Ends], room_bytes: f
     layout, best = costs.layout, dict[int, RankChoice]()
     first, last = rank == 0, rank == layout.mesh.pp - 1
     numbers = tuple(block_counts(rank, layout, costs.space.num_blocks))
+    block_s = costs.block_s(rank)
     own_ends = {(e if first else None, h if last else None): (e, h) for e, h in group}
     tables: dict[tuple[int, ...], BlockTable] = {}
     for own, ends in own_ends.items():
         fixed_s, held = costs.ends_s(rank, ends), costs.rank_bytes(rank, ends)
-        for ways, beside in allowed_ways(costs.block_s, held):
+        for ways, beside in allowed_ways(block_s, held):
             if ways not in tables:
-                tables[ways] = BlockTable(costs.block_s, held.block, ways, room_bytes, max(numbers))
+                tables[ways] = BlockTable(block_s, held.block, ways, room_bytes, max(numbers))
             table, room = tables[ways], int(STEPS * (1 - beside / room_bytes))
             for number in numbers if room > 0 else ():
                 cost_s = fixed_s + float(table.cost_s[number, room])

@@ -61,7 +61,7 @@ def build(costs: LayoutCosts, ends: tuple[int, int]) -> FlatProgram:
     for rank in range(layout.mesh.pp):
         row = [program.integer(f"n_{rank}_{way}", num_blocks) for way in range(len(costs.ways))]
         flat.numbers.append(row)
-        priced = [(n, c * US_PER_S) for n, c in zip(row, costs.block_s, strict=True)]
+        priced = [(n, c * US_PER_S) for n, c in zip(row, costs.block_s(rank), strict=True)]
         total += priced
         ends_us = costs.ends_s(rank, ends) * US_PER_S
         program.require(weighted(priced) + ends_us <= slowest, f"C1_{rank}")
