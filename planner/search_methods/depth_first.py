@@ -59,7 +59,7 @@ class Tree:
         equal = left / (others + 1)
         for number in sorted(numbers, key=lambda number: abs(number - equal)):
             if others <= left - number if others else left == number:
-                for counts in self._fitting(number, held, order):
+                for counts in self._fitting(number, held, order, self.costs.limit_bytes(rank)):
                     cost_s = fixed_s + float(block_s @ counts)
                     slowest = max(slowest_s, cost_s)
                     least_s = sum_s + cost_s + (left - number) * later_s
@@ -68,9 +68,10 @@ class Tree:
                             (*ranks, counts), left - number, slowest, sum_s + cost_s
                         )
 
-    def _fitting(self, number: int, held: RankBytes, order: Sequence[int]) -> Iterator[Counts]:
+    def _fitting(
+        self, number: int, held: RankBytes, order: Sequence[int], limit: float
+    ) -> Iterator[Counts]:
         """Yields the ways to run blocks of a rank that fit, in the order of ways."""
-        limit = self.costs.space.limit_bytes
         counts = [0] * len(order)
 
         def go(depth: int, left: int, used: float, beside: float) -> Iterator[Counts]:

@@ -87,5 +87,5 @@ def _within_memory(flat: FlatProgram, rank: int, costs: LayoutCosts, ends: tuple
         program.require(number <= costs.space.num_blocks * used, f"C3_{rank}_{way}")
         program.require(beside >= float(held.beside[way]) / MIB * used, f"C2_{rank}_{way}")
     blocks = zip(flat.numbers[rank], held.block / MIB, strict=True)
-    limit = costs.space.limit_bytes / MIB
+    limit = costs.limit_bytes(rank) / MIB
     program.require(weighted([*blocks, (beside, 1.0)]) <= limit, f"C2_{rank}")
