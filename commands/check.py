@@ -27,10 +27,13 @@ CHECK = "Check"
     cls=Command,
     epilog=(
         "  plan check plan.yaml\n  plan check plan.yaml --rank 0 --json | jq .verdict\n  plan "
-        "check plan.yaml --execute\n  plan check train.sh --gpu h100-80gb"
+        "check plan.yaml --execute\n  plan check plan-a100-80gb.yaml plan-h100-80gb.yaml\n  plan "
+        "check train.sh --gpu h100-80gb"
     ),
 )
-@click.argument("plan_file", metavar="FILE", type=click.Path(path_type=Path))
+@click.argument(
+    "plan_files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path)
+)
 @option(
     CHECK,
     "--rank",
@@ -44,13 +47,13 @@ CHECK = "Check"
     CHECK,
     "--execute",
     is_flag=True,
-    help="Shrink the model and train it as planned on up to 8 gloo processes.",
+    help="Shrink the model and train it as planned on up to 8 gloo processes a plan.",
 )
 @launcher_options
 @trust_module_option
 @as_json
 def check(
-    plan_file: Path,
+    plan_files: tuple[Path, ...],
     ranks: tuple[int, ...],
     execute: bool,
     stated: TargetOptions,
@@ -67,15 +70,23 @@ def check(
     memory of its devices, and the single changes that gain most are listed; options name the
     machine that it does not state. A traced module is traced again, compared with the shards of the
     plan, and priced again. With --execute it is not shrunk: its plan is executed unchanged, on up
-    to 8 processes. A plan that names a module runs that module's code; the command says which. Exit
-    code 3 when a stage does not fit its device, or what it keeps on the host does not fit there, or
-    when it holds other bytes than predicted; 2 when losses or gradients differ.
+    to 8 processes. Several plans are those of pools that divide the batch: they must be one job,
+    each is checked, and with --execute they train together. A plan that names a module runs that
+    module's code; the command says which. Exit code 3 when a stage does not fit its device, or what
+    it keeps on the host does not fit there, or when it holds other bytes than predicted; 2 when
+    losses or gradients differ.
     """
     from parplan.commands.launcher_plans import launcher_file, require_nothing_stated
     from parplan.executor.rules.all_rules import validate
     from parplan.planner.plan.plan_file import read_any_plan
     from parplan.planner.plan.traced_plan import TracedPlan
 
+    if len(plan_files) > 1:
+        if as_json or ranks:
+            raise click.UsageError("--json and --rank are for one plan: check each by itself")
+        require_nothing_stated(plan_files[0], stated)
+        return _check_pools(plan_files, execute=execute)
+    (plan_file,) = plan_files
     file = launcher_file(plan_file)
     if file is not None:
         if execute or ranks:
@@ -101,6 +112,52 @@ def check(
         if plan.chunks is not None:
             return _check_chunks(plan, chosen, as_json=as_json)
         return _dry_run(plan, chosen, as_json=as_json)
+
+
+def _check_pools(plan_files: tuple[Path, ...], *, execute: bool) -> int:
+    """Checks the plans of pools that divide the batch, one by one or as they train together.
+
+    Raises ConfigError for plans that are no job together.
+    """
+    from parplan.executor.rules.all_rules import validate
+    from parplan.executor.rules.pool_rules import joined_plans
+    from parplan.planner.plan.plan_file import read_plan
+
+    plans = [read_plan(file) for file in plan_files]
+    for plan in plans:
+        validate(plan)
+    joined = joined_plans(list(zip(map(str, plan_files), plans, strict=True)))
+    require_torch("plan check runs the executor, which needs torch")
+    if execute:
+        return _execute_pools(joined)
+    codes = []
+    for file, plan in zip(plan_files, joined, strict=True):
+        share, own = plan.whole_batch, plan.training.global_batch_size
+        click.echo(f"{file}: sequences {share.first} to {share.first + own - 1} of {share.of}")
+        codes.append(_dry_run(plan, chosen_ranks(plan, ()), as_json=False))
+    return max(codes)
+
+
+def _execute_pools(plans: tuple[Plan, ...]) -> int:
+    """Trains small models of the plans of pools together, and compares each with one process."""
+    import torch
+
+    from parplan.executor.checking import parity
+    from parplan.executor.checking.shrunk_plan import shrunk_pools
+    from parplan.executor.rules.all_rules import validate
+    from parplan.executor.rules.pool_rules import joined_plans
+
+    alone = shrunk_pools(plans)
+    for plan in alone:
+        validate(plan)
+    small = joined_plans([(f"the small plan of pool {k}", plan) for k, plan in enumerate(alone)])
+    torch.set_num_threads(1)  # a fork must not inherit a pool of threads
+    outcomes = parity.run_pools(small)
+    expected = parity.run_reference(small[0])
+    codes = []
+    for plan, of_pool, outcome in zip(plans, small, outcomes, strict=True):
+        codes.append(user_modules.say_parity(plan, of_pool, outcome, expected, as_json=False))
+    return max(codes)
 
 
 def _check_launcher(file: LauncherFile, stated: TargetOptions, *, as_json: bool) -> int:

@@ -115,7 +115,7 @@ def compare(
         names = baseline_names(baseline)
         target = with_launcher(target, flags.launcher)
         request = replace(
-            request_of(target),
+            request_of(target, pools=flags.launcher is None),
             objective=Objective(flags.objective),
             constraints=constraints,
             options=options,

@@ -12,7 +12,7 @@ import click
 from parplan.commands.compare import side_of
 from parplan.commands.options.machine_options import gpu_options
 from parplan.commands.options.result_options import as_json
-from parplan.commands.options.sections import WHAT
+from parplan.commands.options.sections import OUTPUT, WHAT
 from parplan.commands.options.target_options import TargetOptions
 from parplan.commands.style import Command, Whole, option, packs, print_json
 
@@ -44,9 +44,16 @@ if TYPE_CHECKING:
     metavar="N",
     help="Tokens in a sequence. [default: the plan's]",
 )
+@option(OUTPUT, "-v", "--verbose", is_flag=True, help="Print the memory by class as well.")
 @as_json
 @packs("target", TargetOptions)
-def diff(plan_file: Path, other_file: Path | None, target: TargetOptions, as_json: bool) -> None:
+def diff(
+    plan_file: Path,
+    other_file: Path | None,
+    target: TargetOptions,
+    verbose: bool,
+    as_json: bool,
+) -> None:
     """Say what differs between a plan and another, or the best one of another machine or batch.
 
     Without a second plan, the request of the first one is searched again with the options that are
@@ -72,7 +79,7 @@ def diff(plan_file: Path, other_file: Path | None, target: TargetOptions, as_jso
     if as_json:
         print_json(comparison_document(comparison))
     else:
-        print_comparison(comparison, console(sys.stdout), assumed=(), pinned=False)
+        print_comparison(comparison, console(sys.stdout), by_class=verbose)
 
 
 def _searched(plan: AnyPlan, path: Path, target: TargetOptions) -> Plan:

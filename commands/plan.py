@@ -144,8 +144,8 @@ def main(
         require_no_front(flags, result.plot)
         require_output(result.output)
     if source is None:
-        alone = flags.launcher is None and not front
-        request = request_of(target, pins, flags, pools=alone)
+        whole = flags.launcher is None and not (front and flags.pools == "data")
+        request = request_of(target, pins, flags, pools=whole)
         if flags.pools == "data":
             from parplan.commands.pool_shares import share_batch
 

@@ -105,6 +105,13 @@ DEFAULT_MTBF = "50000h"
     type=click.Path(path_type=Path),
     help="File for the plan of the first row.",
 )
+@option(
+    OUTPUT,
+    "-v",
+    "--verbose",
+    is_flag=True,
+    help="Print all defaults, and the plan and the failures of every kind.",
+)
 @as_json
 @packs("target", TargetOptions)
 @packed_result
@@ -264,6 +271,6 @@ def _deliver(found: FoundSizes, asked: _Asked, result: ResultOptions) -> None:
     if result.as_json:
         print_json(size_document(found))
         return
-    print_sizes(found, asked.assumed(best), console(sys.stdout))
+    print_sizes(found, asked.assumed(best), console(sys.stdout), whole=result.verbose)
     if result.output is not None and best is not None:
         click.echo(f"wrote {result.output}, the plan of the first row")

@@ -363,13 +363,13 @@ def main(plan_files: tuple[Path, ...], trained: Options, flags: RunFlags) -> int
     pool = pool_place(plans).pool
     plan, plan_file = plans[pool], plan_files[pool]
     device = device_of(flags.device)
-    if trained.compile and isinstance(plan, Plan):
-        validate_compiled(plan, device)
-    files = RunFiles(flags.run_json or plan_file.with_name("run.json"), flags.trace)
-    if len(plans) > 1:
-        files = files.of_pool(plan_file, prints=pool == 0)
+    for each in plans:
+        if trained.compile and isinstance(each, Plan):
+            validate_compiled(each, device)
+    files = _run_files(plan_files, flags)
     if launch.is_rank_0():
-        files.require_writable(record=trained.record)
+        for of_pool in files:
+            of_pool.require_writable(record=trained.record)
     imported = trusted_module_note(plan.module, str(plan_file), trust=flags.trust_module)
     if imported is not None and launch.is_rank_0():
         _note(imported)
@@ -385,8 +385,22 @@ def main(plan_files: tuple[Path, ...], trained: Options, flags: RunFlags) -> int
         timeout_s=flags.timeout,
         schedulers=chunk_schedulers_of(plan, traces=trained.trace_memory > 0),
     )
-    report = RunReport(line=click.echo, note=_note, fail=_fail, recorded=files.write)
+    report = RunReport(line=click.echo, note=_note, fail=_fail, recorded=files[pool].write)
     return run_plan(plans, trained, setting, report)
+
+
+def _run_files(plan_files: Sequence[Path], flags: RunFlags) -> list[RunFiles]:
+    """Returns the files of the run, or those of each pool where there are several."""
+    files = [
+        RunFiles(flags.run_json or plan_file.with_name("run.json"), flags.trace)
+        for plan_file in plan_files
+    ]
+    if len(files) == 1:
+        return files
+    return [
+        each.of_pool(plan_file, prints=plan_file is plan_files[0])
+        for each, plan_file in zip(files, plan_files, strict=True)
+    ]
 
 
 def _read(plan_files: Sequence[Path], trained: Options) -> tuple[Plan | TracedPlan, ...]:

@@ -2,12 +2,14 @@
 
     python -m docs.accuracy
 
-Prices the shipped table of published steps as `plan validate` does, with the same scores.
+Prices the shipped table of published steps as `plan validate` does, with the same scores, and the
+rows that are kept apart.
 `tests/docs/test_accuracy.py` fails while a table differs from these.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,13 +18,17 @@ from typing import TYPE_CHECKING
 from parplan.planner.plan.traits import STACK
 from parplan.planner.validation.band_coverage import BandCoverage, coverage
 from parplan.planner.validation.priced_rows import PricedRow
+from parplan.planner.validation.row_cells import Row
 from parplan.planner.validation.scores import SourceScore, score
+from parplan.planner.validation.step_rows import read_table
+from parplan.planner.validation.step_table import price_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ROOT = Path(__file__).resolve().parents[1]
 README, PAGE = ROOT / "README.md", ROOT / "docs/accuracy.md"
+HOLDOUT = ROOT / "profiles/data/holdout_steps.csv"
 SCATTER, BANDS = ROOT / "docs/images/accuracy.png", ROOT / "docs/images/error-bands.png"
 FEWEST_ROWS = 10  # of a trait in the picture; the share of fewer says little
 TARGET = 0.8  # share of the rows that a band shall hold
@@ -65,16 +71,43 @@ PAGE_HEAD = (
     "| measured steps | rows priced | step time: mean error | median | bias | tau | "
     "memory: mean error |"
 )
+# of the rows kept apart: the name of a line, and the cell with the pattern that its rows have there
+KEPT_APART = (
+    ("all rows kept apart", "id", ""),
+    ("NeMo 24.03 to 25.07, long sequences apart (nemodocs)", "id", r"nemodocs-(?!24\.03)|mlm"),
+    ("NeMo 24.03, sequences of 4 to 1,024 K (nemodocs)", "id", r"nemodocs-24\.03"),
+    ("own code like Megatron's, 13B to 65B (layouts)", "id", "layouts"),
+    ("Transformers with PEFT or DeepSpeed (qwenpeft)", "id", "qwenpeft"),
+    ("NeMo AutoModel, FSDP2 (automodel)", "id", "automodel"),
+    ("LitGPT, torchtune, prime-rl, torchtitan", "id", "litgpt|tunerows|primerl"),
+    ("llm-foundry and Primus on AMD", "id", "mi250|primus"),
+    ("A100", "gpu", "a100"),
+    ("H100", "gpu", "h100"),
+    ("B200, GB200, B300", "gpu", "b200|gb200|b300"),
+    ("MI250, MI355X, RTX", "gpu", "mi|rtx"),
+    ("fp8", "dtype", "fp8"),
+    ("bf16", "dtype", "bf16"),
+    ("experts", "experts", r"\d"),
+    ("LoRA", "run_type", "lora"),
+    ("long sequences, 16 K and more", "seq_len", r"\d{6}|1[6-9]\d{3}|[2-9]\d{4}"),
+)
+KEPT_APART_HEAD = (
+    "| rows kept apart | rows priced | step time: mean error | median | bias | "
+    "memory: mean error | ran, called too large | ran out, called fitting |"
+)
 BANDS_HEAD = f"| error bands of 80 % | {' | '.join(FIGURES.values())} |"
 
 
-def documents(priced: Sequence[PricedRow]) -> dict[Path, str]:
+def documents(
+    priced: Sequence[PricedRow], kept_apart: Sequence[tuple[Row, PricedRow]]
+) -> dict[Path, str]:
     """Returns the text of README and of the page with the tables of these rows."""
     by_line = {line: [row for row in priced if _is_of(row, line)] for line in LINES}
     _check_complete(priced, by_line)
     page = PAGE.read_text(encoding="utf-8")
     page = with_table(page, PAGE_HEAD, (_page_cells(*entry) for entry in by_line.items()))
     page = with_table(page, BANDS_HEAD, band_cells(coverage(priced)))
+    page = with_table(page, KEPT_APART_HEAD, kept_apart_cells(kept_apart))
     readme = with_table(
         README.read_text(encoding="utf-8"),
         README_HEAD,
@@ -132,6 +165,32 @@ def _readme_cells(line: Line, rows: Sequence[PricedRow]) -> list[str]:
     found = _score_of(rows)
     counts = f"{found.priced}/{found.rows}"
     return [line.name, counts, _percent(found.mape_time), _percent(found.mape_memory)]
+
+
+def kept_apart_cells(kept_apart: Sequence[tuple[Row, PricedRow]]) -> Iterable[list[str]]:
+    """Yields the cells of each line about rows that no term was fitted to."""
+    for name, cell, pattern in KEPT_APART:
+        rows = [price for row, price in kept_apart if re.match(pattern, row[cell])]
+        found = _score_of(rows)
+        yield [
+            *(name, f"{found.priced}/{found.rows}", _percent(found.mape_time)),
+            *(_percent(found.median_time), _percent(found.bias_time, "+")),
+            _percent(found.mape_memory),
+            _share_of(rows, out_of_memory=False),
+            _share_of(rows, out_of_memory=True),
+        ]
+
+
+def _share_of(rows: Iterable[PricedRow], *, out_of_memory: bool) -> str:
+    """Returns how many of the runs that ran out, or that ran, are called the other."""
+    calls = [row.predicted_fits for row in rows if row.out_of_memory is out_of_memory]
+    return f"{calls.count(out_of_memory)} of {len(calls)}" if calls else ""
+
+
+def price_kept_apart() -> list[tuple[Row, PricedRow]]:
+    """Prices the rows of profiles/data/holdout_steps.csv."""
+    rows = read_table(HOLDOUT)
+    return list(zip(rows, price_table(rows), strict=True))
 
 
 def _percent(share: float | None, sign: str = "") -> str:
@@ -201,12 +260,10 @@ def _draw_figure(axes: Axes, name: str, covered: BandCoverage, traits: Sequence[
 
 
 def main() -> None:
-    from parplan.planner.validation.step_rows import read_table
-    from parplan.planner.validation.step_table import price_table
     from parplan.report.plots.scatter_plot import draw
 
     priced = price_table(read_table())
-    for path, text in documents(priced).items():
+    for path, text in documents(priced, price_kept_apart()).items():
         path.write_text(text, encoding="utf-8")
     draw(priced, SCATTER)
     draw_bands(coverage(priced), BANDS)

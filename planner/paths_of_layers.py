@@ -3,22 +3,26 @@
 With one part a rank, the rows (C9) of the master (planner/master.py) say that the range of a rank
 begins where that of the rank before ends. Dynamic programming over the cuts finds the least of each
 term of the step of all paths through a range. A column that no path has, or whose paths all take
-too long, needs no program.
+too long, needs no program. With a longest time, tail and time without recompute given, it also
+finds the path with the least sum of ramps (planner/limit_boxes.py).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from parplan.costmodels.schedules.hidden_recompute import hidden_passes
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.dominance import Array, Ints
-from parplan.planner.master import joined_by_cuts
-from parplan.planner.stage_columns.stage_column import StageColumn
+from parplan.planner.limit_boxes import faster_and_faster
+from parplan.planner.master import MasterChoice, joined_by_cuts
+from parplan.planner.stage_columns.stage_column import StageColumn, alike_ends
+from parplan.planner.stage_columns.stage_prices import tied_ends
 
 Options = Sequence[Sequence[StageColumn]]
 NEAR = 1e-9  # share of the step by which columns out of reach are slower
@@ -38,6 +42,58 @@ class OnPaths:
 def one_range_a_rank(layout: ParallelLayout, options: Options) -> bool:
     """Returns whether each rank has one range of layers, which must follow one another."""
     return layout.virtual_stages == 1 and joined_by_cuts(layout, options)
+
+
+def fastest_path(
+    layout: ParallelLayout,
+    options: Options,
+    share: float,
+    cut_s: float = math.inf,
+    *,
+    tied: bool = False,
+    check: Callable[[], None] = lambda: None,
+) -> MasterChoice | None:
+    """Returns the optimum of `Master.fastest` of ranks with `one_range_a_rank`, or None.
+
+    None where no path takes less than `cut_s`. Corners of a group count as one column with the
+    least of each of their seconds, so that no average of them is faster than what is returned.
+    Ranks that share parameters, or a tied embedding, agree (C7). The layout must be one where
+    `longer_never_pays`. `check` is called at times and may raise if no time is left.
+    """
+    best: MasterChoice | None = None
+    for alike in alike_ends(options, tied_ends(layout) if tied else ()):
+        for allowed in filter(all, _shared_alike(alike)):
+            ranks = [
+                _RankPlaces(columns, rows) for columns, rows in zip(alike, allowed, strict=True)
+            ]
+            least_ramps = partial(_least_ramps, alike, ranks)
+            for choice in faster_and_faster(layout, ranks, least_ramps, share, cut_s, check):
+                best, cut_s = choice, choice.step_s
+    return best
+
+
+def _least_ramps(
+    options: Options, ranks: Sequence[_RankPlaces], limits_s: Array
+) -> list[StageColumn] | None:
+    """Returns the columns within the limits on the path with the least sum of ramps."""
+    size = 1 + max((int(rank.end.max(initial=0)) for rank in ranks), default=0)
+    reached_s = np.full(size, math.inf)
+    reached_s[0] = 0.0
+    steps: list[Array] = []
+    for rank in ranks:
+        within = (rank.limited_s <= limits_s[:, None]).all(axis=0)
+        steps.append(np.where(within, reached_s[rank.first] + rank.seconds[-1], math.inf))
+        reached_s = np.full(size, math.inf)
+        np.minimum.at(reached_s, rank.end, steps[-1])
+    if reached_s[-1] == math.inf:
+        return None
+    picked: list[StageColumn] = []
+    cut = size - 1
+    for columns, rank, sums_s in zip(options[::-1], ranks[::-1], steps[::-1], strict=True):
+        place = int(np.where(rank.end == cut, sums_s, math.inf).argmin())
+        picked.append(rank.column(columns, place))
+        cut = int(rank.first[place])
+    return picked[::-1]
 
 
 def on_paths(
@@ -89,6 +145,7 @@ class _RankPlaces:
     first, end   its range of layers
     seconds      by term of the step, the least seconds of its column or of its group: time, tail,
                  time without recompute, ramp
+    limited_s    all of them but the ramp
     """
 
     def __init__(self, columns: Sequence[StageColumn], rows: Sequence[int]) -> None:
@@ -104,6 +161,15 @@ class _RankPlaces:
         for group in groups.values():
             least[:, group] = least[:, group].min(axis=1, keepdims=True)
         self.seconds: Array = least[:, self.rows]
+        self.limited_s = self.seconds[:3]
+
+    def column(self, columns: Sequence[StageColumn], place: int) -> StageColumn:
+        """Returns the column of a place, with the least seconds of its group."""
+        time_s, tail_s, plain_s, ramp_s = self.seconds[:, place].tolist()
+        column = columns[int(self.rows[place])]
+        if not column.corner:
+            return column
+        return replace(column, time_s=time_s, tail_s=tail_s, plain_s=plain_s, ramp_s=ramp_s)
 
 
 def _through_s(layout: ParallelLayout, ranks: Sequence[_RankPlaces], share: float) -> list[Array]:

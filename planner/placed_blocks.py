@@ -2,38 +2,33 @@
 
 The rows (C2) to (C4) and (C8) of the master (planner/master.py) join its ranks. With a longest
 time, tail and time without recompute given, only (C2) is left, and dynamic programming over (rank,
-blocks placed) finds the least sum of ramps. A box of such limits has a lower bound: the limits at
-its lower corner, and the ramps at its upper corner, because looser limits never lengthen them. So
-boxes are divided, the one with the least bound first, until no bound is below the best choice.
+blocks placed) finds the least sum of ramps (planner/limit_boxes.py).
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
-from parplan.costmodels.schedules.hidden_recompute import hidden_passes
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.dominance import Array, distinct
-from parplan.planner.master import MasterChoice, evaluate, smallest_pace_s
+from parplan.planner.dominance import Array
+from parplan.planner.limit_boxes import faster_and_faster, longer_never_pays, repeats_of
+from parplan.planner.master import MasterChoice, smallest_pace_s
 from parplan.planner.stage_columns.stage_column import StageColumn, alike_ends
 from parplan.planner.stage_columns.stage_prices import tied_ends
 
 Options = Sequence[Sequence[StageColumn]]
 NEAR = 1e-9  # share of the step by which columns out of reach are slower
-ROUNDING = 1e-12  # share of the step, of sums in another order
-Box = tuple[tuple[int, int], ...]  # by kind of limit, the first and the last of its values
 
 
 def joined_by_blocks(layout: ParallelLayout, options: Options, share: float) -> bool:
     """Returns whether the ranks may hold any numbers of equal blocks, and longer never pays."""
     placed = any(column.layers or column.corner for columns in options for column in columns)
-    repeats = layout.num_micro_batches - share - hidden_passes(layout.schedule)
-    return not (placed or layout.equal_ranks or layout.mesh.pp == 1 or repeats < 0)
+    apart = placed or layout.equal_ranks or layout.mesh.pp == 1
+    return not apart and longer_never_pays(layout, share)
 
 
 def fastest_placed(
@@ -55,7 +50,9 @@ def fastest_placed(
     best: MasterChoice | None = None
     for allowed in alike_ends(options, ends):
         if all(allowed):
-            for choice in _descent(layout, allowed, num_blocks, share, cut_s, check):
+            ranks = [_RankArrays(columns, num_blocks) for columns in allowed]
+            least_ramps = partial(_least_ramps, ranks, num_blocks=num_blocks)
+            for choice in faster_and_faster(layout, ranks, least_ramps, share, cut_s, check):
                 best, cut_s = choice, choice.step_s
     return best
 
@@ -68,7 +65,7 @@ def in_reach_of(
     A choice with a column takes at least its seconds in each kind of limit, or the least that any
     choice has, and the least sum of ramps of choices with it.
     """
-    repeats = _repeats(layout, share)
+    repeats = repeats_of(layout, share)
     ranks = [_RankArrays(columns, num_blocks) for columns in options]
     least_s = np.array([max(rank.limited_s[k].min() for rank in ranks) for k in range(3)])
     least_s[0] = smallest_pace_s(options, num_blocks, lambda column: column.time_s) or 0.0
@@ -89,12 +86,6 @@ def in_reach_of(
     return kept
 
 
-def _repeats(layout: ParallelLayout, share: float) -> Array:
-    """Returns how often the longest of each kind of limit counts in a step."""
-    hidden = hidden_passes(layout.schedule)
-    return np.array([layout.num_micro_batches - share - hidden, 1.0, float(hidden)])
-
-
 def _placed_s(ranks: Sequence[_RankArrays], num_blocks: int) -> list[Array]:
     """Returns by number of leading ranks the least ramps that place each number of blocks."""
     placed_s = [np.append(0.0, np.full(num_blocks + 1, math.inf))]
@@ -103,61 +94,6 @@ def _placed_s(ranks: Sequence[_RankArrays], num_blocks: int) -> list[Array]:
         sums_s = placed_s[-1][rank.before] + added_s[:, None]
         placed_s.append(np.append(sums_s.min(axis=0), math.inf))
     return placed_s
-
-
-def _descent(
-    layout: ParallelLayout,
-    options: Options,
-    num_blocks: int,
-    share: float,
-    cut_s: float,
-    check: Callable[[], None],
-) -> Iterator[MasterChoice]:
-    """Yields choices below `cut_s`, each faster than the one before, the optimum last."""
-    repeats = _repeats(layout, share)
-    ranks = [_RankArrays(columns, num_blocks) for columns in options]
-    values_s = [distinct(np.concatenate([rank.limited_s[k] for rank in ranks])) for k in range(3)]
-    order = itertools.count()
-    boxes: list[tuple[float, int, Box]] = []
-    divided: list[Box] = [tuple((0, len(values) - 1) for values in values_s)]
-    while divided or boxes:
-        for box in divided:
-            check()
-            upper_s = np.array([v[last] for v, (_, last) in zip(values_s, box, strict=True)])
-            lower_s = np.array([v[first] for v, (first, _) in zip(values_s, box, strict=True)])
-            picked = _least_ramps(ranks, upper_s, num_blocks)
-            if picked is None:
-                continue
-            choice = evaluate(layout, picked, proven=True, share=share)
-            if choice.step_s < cut_s:
-                cut_s = choice.step_s
-                yield choice
-            ramps_s = sum(column.ramp_s for column in picked)
-            bound_s = float(repeats @ lower_s) + share * ramps_s
-            heapq.heappush(boxes, (bound_s, next(order), box))
-        bound_s, _, box = heapq.heappop(boxes) if boxes else (math.inf, 0, ())
-        if bound_s >= cut_s * (1 - ROUNDING):
-            return
-        divided = _halves(box, repeats, values_s)
-
-
-def _halves(box: Box, repeats: Array, values_s: Sequence[Array]) -> list[Box]:
-    """Returns the box divided along the limit that matters most for its bound, none of a point."""
-    longest = max(
-        range(len(box)),
-        key=lambda k: (
-            repeats[k] * (values_s[k][box[k][1]] - values_s[k][box[k][0]]),
-            box[k][1] - box[k][0],
-        ),
-    )
-    first, last = box[longest]
-    if first == last:
-        return []
-    middle = (first + last) // 2
-    return [
-        (*box[:longest], part, *box[longest + 1 :])
-        for part in ((first, middle), (middle + 1, last))
-    ]
 
 
 class _RankArrays:

@@ -340,8 +340,12 @@ class PlanRequest(Generic[ModelT]):
                 raise throughput_error("--prefer", self.objective)
             if self.options.robust is not None:
                 raise throughput_error("--robust", self.objective)
-        if self.options.robust is not None:
-            self._require_plain_machine_and_model()
+        if self.options.robust is not None and not isinstance(self.model, ModelSpec):
+            raise ConfigError(
+                "--robust is for described models: no error band tells the plans of a traced "
+                "module apart",
+                hint="leave it out",
+            )
         searched = searched_offload(self.model, self.training)
         known = f"{', '.join(searched)} and none" if searched else "none"
         for what in self.constraints.offload or ():
@@ -360,16 +364,6 @@ class PlanRequest(Generic[ModelT]):
                 "which of its tensors are matrices of blocks",
                 hint=f"use --optimizer {', '.join(PLAIN_OPTIMIZERS)}",
             )
-
-    def _require_plain_machine_and_model(self) -> None:
-        """Raises ConfigError where plans are not priced again with a figure off."""
-        reason = None
-        if not isinstance(self.model, ModelSpec):
-            reason = "described models: no error band tells the plans of a traced module apart"
-        elif self.cluster.pool_names:
-            reason = "nodes that are alike: each pool of the cluster has its own figures"
-        if reason:
-            raise ConfigError(f"--robust is for {reason}", hint="leave it out")
 
     def of_model(self, model: OtherT) -> PlanRequest[OtherT]:
         """Returns the same request for another model."""

@@ -92,6 +92,12 @@ def product_files() -> tuple[str, ...]:
     return tuple(sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "cli.py", *folders)))
 
 
+@cache
+def files_at_once() -> frozenset[str]:
+    """Returns the files of the product to look one up among."""
+    return frozenset(product_files())
+
+
 def text_of(file: str) -> str:
     return (ROOT / file).read_text(encoding="utf-8")
 
@@ -116,6 +122,7 @@ def _imports(file: str) -> Iterator[str]:
             yield from (f"{start}.{alias.name}" for alias in node.names)
 
 
+@cache
 def imported_files(file: str) -> set[str]:
     """Returns the files of the product that a file imports, itself and the entry point left out."""
     names = (name for name in imports(file) if (file, module_of(name)) != ENTRY_POINT)
@@ -129,10 +136,11 @@ def module_of(name: str) -> str:
 
 def file_of(parts: list[str]) -> str | None:
     """Returns the file of the longest part of a dotted name that is a module or a package."""
+    files = files_at_once()
     for end in range(len(parts), 1, -1):
         path = "/".join(parts[1:end])
         for file in (f"{path}.py", f"{path}/__init__.py"):
-            if file in product_files():
+            if file in files:
                 return file
     return None
 

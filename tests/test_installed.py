@@ -112,7 +112,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     result = Installed(wheel, folder / "environment")
     venv.create(result.environment, with_pip=False, symlinks=True)
     python = result.environment / "bin" / "python"
-    pip("--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel)
+    pip("--python", python, "install", "--quiet", "--no-compile", "--no-deps", "--no-index", wheel)
     others = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     (result.packages / "others.pth").write_text("\n".join(sorted(others)))
     return result
@@ -154,7 +154,13 @@ def test_nothing_but_parplan_can_be_imported(installed, tmp_path):
     assert top == {"others.pth", "parplan"}
 
 
-@pytest.mark.parametrize("command", [["plan"], ["python", "-m", "parplan.cli"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(["plan"], id="plan"),
+        pytest.param(["python", "-m", "parplan.cli"], id="module", marks=pytest.mark.slow),
+    ],
+)
 def test_plan_works_in_a_folder_with_the_same_names(installed, users_folder, command):
     request = ["--model", "gpt-tiny", "--gpus", "2", "--gpu", "cpu"]
 

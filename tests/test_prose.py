@@ -35,12 +35,21 @@ def offences() -> dict[str, list[str]]:
         for path in (ROOT / part, *sorted((ROOT / part).rglob("*.py"))):
             if path.is_file():
                 file = path.relative_to(ROOT).as_posix()
-                nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-                broken["openings"] += fragments(file, nodes)
+                tree = ast.parse(path.read_text(encoding="utf-8"))
+                broken["openings"] += fragments(file, [tree, *statements(tree)])
                 if part in PRODUCT:
+                    nodes = list(ast.walk(tree))
                     broken["assignments"] += assignments_of_many(file, nodes)
                     broken["conditionals"] += nested_conditionals(file, nodes)
     return broken
+
+
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yields all statements below a node; expressions hold no docstring."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.expr):
+            yield child
+            yield from statements(child)
 
 
 def fragments(file: str, nodes: list[ast.AST]) -> Iterator[str]:

@@ -39,7 +39,6 @@ class ChunkState(StrEnum):
     HOLD_AFTER_BWD = "hold-after-bwd"
 
 
-_HELD = frozenset({ChunkState.HOLD, ChunkState.HOLD_AFTER_FWD, ChunkState.HOLD_AFTER_BWD})
 LEGAL: Mapping[ChunkState, frozenset[ChunkState]] = {
     ChunkState.FREE: frozenset({ChunkState.HOLD}),
     ChunkState.HOLD: frozenset({ChunkState.COMPUTE, ChunkState.FREE}),

@@ -133,11 +133,11 @@ class LayerPriceCache(LayerTimes):
     Raises ConfigError where the stack has no kernel for the chosen attention.
 
     whole           of a pool, the prices of its unequal cluster
-    beyond_bytes    memory limit of a device of a pool less that of the search
+    most_bytes      of a pool, the memory limit of its devices, which a search may lower
     """
 
     whole: LayerPriceCache | None = None
-    beyond_bytes: float = 0.0
+    most_bytes: float = float("inf")
 
     @abstractmethod
     def on(self, machine: Machine, training: TrainingSpec | None = None) -> Self:

@@ -81,17 +81,18 @@ def reserve_constant_bytes(mesh: Mesh, price_cache: LayerPriceCache) -> float:
 
 
 def occupied_bytes(allocated_bytes: float, mesh: Mesh, price_cache: LayerPriceCache) -> float:
-    """Bytes that a device holds when its tensors fill `allocated_bytes`.
-
-    On a pool of an unequal cluster they count beyond the difference of its limit to the search's.
-    """
+    """Bytes that a device holds when its tensors fill `allocated_bytes`."""
     held_bytes = allocated_bytes * (1 + price_cache.training.stack.allocator_share)
-    return held_bytes + reserve_constant_bytes(mesh, price_cache) - price_cache.beyond_bytes
+    return held_bytes + reserve_constant_bytes(mesh, price_cache)
 
 
 def usable_bytes(limit_bytes: float, mesh: Mesh, price_cache: LayerPriceCache) -> float:
-    """Bytes that tensors may fill so that they stay under `limit_bytes` with the reserve."""
-    room_bytes = limit_bytes + price_cache.beyond_bytes - reserve_constant_bytes(mesh, price_cache)
+    """Bytes that tensors may fill so that they stay under `limit_bytes` with the reserve.
+
+    On a pool of an unequal cluster they stay under the limit of its devices too.
+    """
+    limit_bytes = min(limit_bytes, price_cache.most_bytes)
+    room_bytes = limit_bytes - reserve_constant_bytes(mesh, price_cache)
     return room_bytes / (1 + price_cache.training.stack.allocator_share)
 
 

@@ -426,19 +426,27 @@ def _round_moments(adam: torch.optim.AdamW, moments: torch.dtype) -> None:
 def run_reference(plan: Plan) -> TrainingOutcome:
     """Run the same batches through plain modules in one process.
 
-    A batch runs whole: there is no mesh, no micro-batch and no wrapper.
+    A batch runs whole, with the sequences of all pools: there is no mesh, no micro-batch and no
+    wrapper.
     """
     layers = reference_layers(plan.model, plan.training, OPTIONS.seed)
     optimizer = reference_optimizer(
         layers, OPTIONS, plan.training.optimizer, moment_type(plan.training)
     )
+    sequences = plan.whole_batch.of
     whole = replace(
         plan.pipeline,
-        micro_batch_size=plan.training.global_batch_size,
+        micro_batch_size=sequences,
         num_micro_batches=1,
         micro_batches_of_replicas=(),
     )
-    alone = replace(plan, mesh=Mesh(pp=1, dp=1, tp=1), pipeline=whole)
+    alone = replace(
+        plan,
+        mesh=Mesh(pp=1, dp=1, tp=1),
+        pipeline=whole,
+        training=replace(plan.training, global_batch_size=sequences),
+        batch_share=None,
+    )
     batches = of_text(synthetic_batches(alone, 0, OPTIONS.seed), alone, 0, OPTIONS.seed)
     places, images = build_places(alone, 0, OPTIONS), build_images(alone, 0, OPTIONS)
     losses, norms = [], []

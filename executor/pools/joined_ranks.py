@@ -98,14 +98,14 @@ class JoinedRanks:
 
     def everyone(self, document: Any) -> list[Any]:
         """Returns a document of plain lists, numbers and strings from every rank."""
-        text = torch.tensor(list(json.dumps(document).encode()), dtype=torch.uint8)
+        text = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
         length = torch.tensor([text.numel()], device=self.device)
         lengths = [int(each) for each in self.all_gather(length)]
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: text.numel()] = text
         texts = self.all_gather(padded.to(self.device))
         return [
-            json.loads(bytes(each[:size].tolist()))
+            json.loads(each[:size].cpu().numpy().tobytes())
             for each, size in zip(texts, lengths, strict=True)
         ]
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from parplan.planner.plan.plan import BatchShare, Plan
 from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.models.spec import TrainingSpec
+from parplan.profiles.models.spec import Optimizer, TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 
 
@@ -91,6 +91,11 @@ def _obstacles(named: Sequence[tuple[str, Plan]]) -> Iterator[str]:
             yield f"{name}: its training differs from that of {first_name}"
         if _state_bytes(plan.training) != _state_bytes(first.training):
             yield f"{name}: its masters or moments are of other types than those of {first_name}"
+        if plan.training.optimizer is Optimizer.ADAM_8BIT and plan.mesh.tp != first.mesh.tp:
+            yield (
+                f"{name}: tp {plan.mesh.tp} rounds the moments of 8-bit Adam otherwise than tp "
+                f"{first.mesh.tp} of {first_name}, and the pools' parameters would part"
+            )
 
 
 def _state_bytes(training: TrainingSpec) -> tuple[float, float]:

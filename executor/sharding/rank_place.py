@@ -233,9 +233,3 @@ class RankPlace:
     def copies_mesh(self, num_ranks: int) -> DeviceMesh | None:
         """Returns the ranks that hold this shard in each copy, if there are several copies."""
         return self.sharded[num_ranks]["copies"] if num_ranks in self.sharded else None
-
-
-def _has_frozen(plan: Plan) -> bool:
-    """Returns whether some parameters of a model are not trained."""
-    tower = plan.model.tower
-    return plan.training.fine_tuning is not None or (tower is not None and tower.fixed_positions)

@@ -33,12 +33,12 @@ class Grid:
     @property
     def row(self) -> dist.ProcessGroup:
         """The ranks of this rank's row, which have other columns."""
-        return self.mesh[COLUMNS].get_group()
+        return self.mesh.get_group(COLUMNS)
 
     @property
     def column(self) -> dist.ProcessGroup:
         """The ranks of this rank's column, which have other rows."""
-        return self.mesh[ROWS].get_group()
+        return self.mesh.get_group(ROWS)
 
     def of_row(self, batch: Tensor) -> Tensor:
         """Returns the sequences of this rank's row, of those of all ranks."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.linalg import vector_norm
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 
 from parplan.executor.models.expert_exchange import EP
 from parplan.executor.models.mixture_of_experts import BIASES, Grouped
@@ -26,7 +26,7 @@ from parplan.executor.models.tower_modules import PatchTables
 from parplan.executor.pipeline.loss_scale import LossScale
 from parplan.executor.pipeline.stages import Stage
 from parplan.executor.run_options import LearningRateSchedule, Options
-from parplan.executor.tensors import local
+from parplan.executor.tensors import local, part
 from parplan.executor.training.adafactor import Adafactor
 from parplan.executor.training.muon import Muon
 from parplan.executor.training.narrow_adam import NarrowAdam
@@ -34,7 +34,7 @@ from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.spec import Optimizer, TrainingSpec
 
 ENDS = ("embedding", "head")  # the layers whose matrices are tables
-CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grads_with_norm_ adds it to the norm
+CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grads_with_norm_ adds as much to the norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,10 +217,19 @@ def _unscaled(gradient: Tensor, scale: LossScale | None) -> Tensor:
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, largest: float, norm: Tensor) -> None:
-    """Scale all gradients down to a norm of `largest` if `norm` is above it; 0 is no limit."""
-    if largest:
-        for group in optimizer.param_groups:
-            clip_grads_with_norm_(group["params"], largest, norm)
+    """Scale all gradients down to a norm of `largest` if `norm` is above it; 0 is no limit.
+
+    A rank scales the part that it holds, which takes no decision of DTensor's.
+    """
+    factor = clip_factor(largest, norm)
+    if factor is None:
+        return
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        if parameter.grad is not None:
+            by_device.setdefault(parameter.grad.device, []).append(part(parameter.grad))
+    for device, parts in by_device.items():
+        torch._foreach_mul_(parts, factor.to(device))
 
 
 def clip_factor(largest: float, norm: Tensor, scale: LossScale | None = None) -> Tensor | None:

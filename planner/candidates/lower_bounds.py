@@ -101,8 +101,10 @@ def memory_bound_s(
 
         n c >= n min over options of (c + p (b - R / n))
 
-    Equal ranks are bounded by the first one, which also runs what `bound` has beside its blocks.
-    Otherwise some rank has at least the mean number of blocks, and no fewer stashes than any rank.
+    Those seconds are its micro-batches, the rank's own part of the ramps among them, and its tail:
+    an option with a short tail may have long passes. The other ranks add their ramps at their
+    fastest. Equal ranks are bounded by the first one, which also runs what `bound` has beside its
+    blocks. Otherwise some rank has at least the mean number, and no fewer stashes than any rank.
     The largest temporaries are no less than their mean over the blocks; where gradients come and
     go, neither count. Bytes of embedding and head are left out. Blocks that gain nothing by another
     recompute than that of their rank have one, each with its own bound.
@@ -127,8 +129,9 @@ def memory_bound_s(
         block_bytes -= block.gradients
     else:
         block_bytes += column_of(block.options, "workspace_bytes") / num_blocks
-    repeats = layout.num_micro_batches - bubble_share(layout, price_cache)
-    block_s = repeats * block.time_s + block.tail_s
+    share = bubble_share(layout, price_cache)
+    repeats = layout.num_micro_batches - share
+    block_s = layout.num_micro_batches * block.time_s + block.tail_s
     beyond = block_bytes - usable_bytes(limit_bytes, layout.mesh, price_cache) / num_blocks
     prices = _BYTE_PRICES * (np.ptp(block_s) / max(1.0, float(np.ptp(block_bytes))))
     priced_s = block_s + np.multiply.outer(prices, beyond)
@@ -139,7 +142,8 @@ def memory_bound_s(
         least_s = min(
             float(priced_s[:, way == number].min(axis=1).max()) for number in range(way.max() + 1)
         )
-    return max(bound.step_s, bound.total_s + repeats * beside_s + num_blocks * least_s)
+    others_s = bound.total_s - share * num_blocks * bound.block_s
+    return max(bound.step_s, others_s + repeats * beside_s + num_blocks * least_s)
 
 
 def _alike(layout: ParallelLayout, table: MixTable) -> tuple[Hashable, ...]:

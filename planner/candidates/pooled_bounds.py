@@ -38,15 +38,10 @@ class PooledBounds(PathBounds):
         return self._at(stage).within_s(stage)
 
     def least_bytes(self, stage: int) -> Array:
-        """Bytes beyond those by which the pool's device is larger than the smallest."""
-        return self._at(stage).least_bytes(stage) - self._beyond_bytes(stage)
+        return self._at(stage).least_bytes(stage)
 
     def stage_bytes(self, stage: int, *, hosted: bool) -> Array:
-        return self._at(stage).stage_bytes(stage, hosted=hosted) - self._beyond_bytes(stage)
-
-    def _beyond_bytes(self, stage: int) -> float:
-        prices = self._at(stage).tables.price_cache
-        return prices.beyond_bytes / (1 + prices.training.stack.allocator_share)
+        return self._at(stage).stage_bytes(stage, hosted=hosted)
 
     @cached_property
     def tail_s(self) -> Array:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, combinations_with_replacement, pairwise
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +30,8 @@ _BY_ROW = (
     "window_bytes",
     "last_s",
 )
+# of numbers of blocks: a rank may have a hundred thousand mixes of a hundred options
+COUNTS: np.dtype[np.signedinteger[Any]] = np.dtype(np.int32)
 MOST_TUPLES = 2000  # up to which every tuple of counts is tried
 NEAR = 2  # the options of a mix are neighbours on a hull, or have a single option between them
 MOST_PRICES = 6  # of an offloaded byte, at which the relaxation of offloading options is solved
@@ -141,7 +144,7 @@ def near_mixes(
         return _spread(options, _tuples(options, num_blocks, ()), num_blocks, num_chunks)
     spread = [(i, j) for i, j in pairs if _same_but_zero(options[i], options[j])]
     whole = np.concatenate(
-        [np.zeros((0, len(options)), np.int64), *_of_pairs(len(options), num_blocks, spread)]
+        [np.zeros((0, len(options)), COUNTS), *_of_pairs(len(options), num_blocks, spread)]
     )
     return _joined(mixes, _spread(options, whole, num_blocks, num_chunks))
 
@@ -163,7 +166,7 @@ def staged_mixes(options: tuple[LayerOption, ...], num_blocks: int, counts: rang
             for j in again
             if options[i].weight_layout == options[j].weight_layout
         ]
-    whole = np.zeros((len(pairs), len(counts), len(options)), np.int64)
+    whole = np.zeros((len(pairs), len(counts), len(options)), COUNTS)
     for row, (i, j) in enumerate(pairs):
         whole[row, :, i] = num_blocks - np.array(counts)
         whole[row, :, j] += np.array(counts)
@@ -228,7 +231,7 @@ def pure_mixes(options: tuple[LayerOption, ...], num_blocks: int, num_chunks: in
     """Returns one mix for each option, with all blocks on it."""
     return _mixes(
         options,
-        -(-num_blocks // num_chunks) * np.eye(len(options), dtype=np.int64),
+        -(-num_blocks // num_chunks) * np.eye(len(options), dtype=COUNTS),
         num_blocks,
         num_chunks,
     )
@@ -237,7 +240,7 @@ def pure_mixes(options: tuple[LayerOption, ...], num_blocks: int, num_chunks: in
 def _mixes(
     options: tuple[LayerOption, ...], chunk: Ints, num_blocks: int, num_chunks: int
 ) -> Mixes:
-    counts = chunk * num_chunks
+    counts = chunk if num_chunks == 1 else chunk * num_chunks
     if num_blocks % num_chunks:  # the shorter chunk lacks a block of its last option
         last = chunk.shape[1] - 1 - (chunk[:, ::-1] > 0).argmax(axis=1)
         counts[np.arange(len(counts)), last] -= 1
@@ -281,9 +284,9 @@ def widest_mixes(counts: Ints, values: Array) -> Array:
 
 def _tuples(options: tuple[LayerOption, ...], total: int, pairs: Sequence[tuple[int, int]]) -> Ints:
     if exhaustive(options, total):
-        return np.array(list(_every_tuple(len(options), total)), np.int64).reshape(-1, len(options))
+        return np.array(list(_every_tuple(len(options), total)), COUNTS).reshape(-1, len(options))
     return np.concatenate(
-        [total * np.eye(len(options), dtype=np.int64), *_of_pairs(len(options), total, pairs)]
+        [total * np.eye(len(options), dtype=COUNTS), *_of_pairs(len(options), total, pairs)]
     )
 
 
@@ -305,7 +308,7 @@ def _of_pairs(num_options: int, total: int, pairs: Sequence[tuple[int, int]]) ->
     """Yields for every pair the counts with `total` - 1 to 1 blocks on its first option."""
     first = np.arange(1, total)
     for i, j in pairs:
-        counts = np.zeros((total - 1, num_options), np.int64)
+        counts = np.zeros((total - 1, num_options), COUNTS)
         counts[:, i], counts[:, j] = first, total - first
         yield counts
 

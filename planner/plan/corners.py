@@ -32,7 +32,7 @@ def corners(share: float, figures: Iterable[str] = FIGURES) -> tuple[SpeedFactor
 
 def changes(corner: SpeedFactors, cluster: Cluster) -> bool:
     """Returns False for a corner of links that the cluster has not."""
-    inside = corner.inside_node != 1.0 and cluster.gpus_per_node == 1
+    inside = corner.inside_node != 1.0 and cluster.most_gpus_per_node == 1
     across = corner.across_nodes != 1.0 and cluster.nodes == 1
     return not inside and not across
 

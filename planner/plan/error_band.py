@@ -1,8 +1,8 @@
 """The error band of a plan, and the share of a device that a search keeps free.
 
 The band of a plan is by its traits (conformal.py), from the runs in profiles/data/deviations.csv.
-The band of a stack and the memory margin are the residuals of the stack in
-profiles/data/terms.yaml, or those of all stacks where it has too few measured rows.
+The band of a stack is the residuals of the stack in profiles/data/terms.yaml, or those of all
+stacks where it has too few measured rows. The memory margin is by its runs (oom_risk.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 from collections.abc import Sequence
 
 from parplan.planner.plan.conformal import ConformalBands, Deviating
-from parplan.planner.plan.oom_risk import margin_at
+from parplan.planner.plan.oom_risk import ENOUGH_RUNS, default_margin, margin_at
 from parplan.planner.plan.prediction import Band, ErrorBand
 from parplan.planner.plan.traits import Run, family_of, traits_of
 from parplan.planner.request import SearchOptions
@@ -19,7 +19,6 @@ from parplan.profiles.machines.deviations import shipped_deviations
 from parplan.profiles.machines.stack_terms import (
     EVERY_STACK,
     LEAST_MARGIN,
-    Residuals,
     Terms,
     shipped_terms,
 )
@@ -95,11 +94,6 @@ def without_steps(model: ModelSpec, training: TrainingSpec) -> str | None:
     )
 
 
-def residuals_of(stack: Stack) -> Residuals:
-    """Returns the residuals that give the error band and the default margin of a stack."""
-    return shipped_terms().residuals_of(stack.name)
-
-
 def memory_margin(stack: Stack, options: SearchOptions) -> float:
     """Returns the share of a device that is kept free: the request's, or else the stack's.
 
@@ -109,7 +103,7 @@ def memory_margin(stack: Stack, options: SearchOptions) -> float:
         return options.memory_margin
     if options.oom_risk is not None:
         return margin_at(options.oom_risk, family_of(stack)).share
-    return residuals_of(stack).memory_margin
+    return default_margin(family_of(stack)).share
 
 
 def margin_text(stack: Stack, options: SearchOptions) -> str:
@@ -118,11 +112,12 @@ def margin_text(stack: Stack, options: SearchOptions) -> str:
         margin = margin_at(options.oom_risk, family_of(stack))
         whose = "every stack" if margin.stack == EVERY_STACK else margin.stack
         return f"from --oom-risk {options.oom_risk:g} and {margin.rows:,} measured runs of {whose}"
-    residuals = residuals_of(stack)
-    whose = shipped_terms().memory_stack(stack.name)
-    runs = f"{residuals.memory_rows:,} measured runs" + (
-        " of other stacks" if whose == EVERY_STACK else ""
-    )
-    if residuals.memory_margin <= LEAST_MARGIN:
+    margin = default_margin(family_of(stack))
+    runs = f"{margin.rows:,} measured runs"
+    if margin.stack == EVERY_STACK:
+        return f"from {runs} of other stacks"
+    if margin.share <= LEAST_MARGIN:
         return f"the least; {runs} ask for no more"
-    return f"from {runs}"
+    return f"from {runs}" + (
+        " and, as these are few, those of other stacks" if margin.rows < ENOUGH_RUNS else ""
+    )

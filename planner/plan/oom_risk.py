@@ -17,7 +17,10 @@ from dataclasses import dataclass
 from parplan.planner.plan.traits import STACK
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.deviations import shipped_deviations
-from parplan.profiles.machines.stack_terms import EVERY_STACK, LEAST_MARGIN
+from parplan.profiles.machines.stack_terms import EVERY_STACK, LEAST_MARGIN, shipped_terms
+
+DEFAULT_RISK = 0.05  # of a plan that fills its device but for the default margin, assumed
+ENOUGH_RUNS = round(1 / DEFAULT_RISK) - 1  # the fewest that tell this risk by themselves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,27 @@ def margin_at(risk: float, stack: str, *, without: str | None = None) -> RiskMar
         f"--oom-risk is {risk:g}, {len(every):,} measured runs tell no risk below {least:.2g}",
         hint=f"use {math.ceil(1000 * least) / 10:g}%, or state --memory-margin",
     )
+
+
+@functools.cache
+def default_margin(stack: str) -> RiskMargin:
+    """Returns the margin that a stack has where no option states one (EQUATIONS E2).
+
+    It is that at the risk of 5 % where the stack has the 19 runs that tell this risk. Where it has
+    fewer, the margin of the run with the largest excess is drawn towards the margin of all stacks,
+    the more the fewer they are.
+    """
+    runs = [run for run in shipped_deviations() if STACK + stack in run.traits]
+    own = [run.excess for run in runs if run.excess is not None]
+    if len(own) >= ENOUGH_RUNS:
+        return margin_at(DEFAULT_RISK, stack)
+    every = shipped_terms().residuals[EVERY_STACK]
+    if not own:
+        return RiskMargin(share=every.memory_margin, rows=every.memory_rows, stack=EVERY_STACK)
+    worst = max(LEAST_MARGIN, max(own) / (1 + max(own)))
+    weight = len(own) / ENOUGH_RUNS
+    share = round(weight * worst + (1 - weight) * every.memory_margin, 4)
+    return RiskMargin(share=share, rows=len(own), stack=stack)
 
 
 def _quantile(values: Iterable[float], share: float) -> float | None:

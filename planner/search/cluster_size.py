@@ -117,24 +117,23 @@ class SizeProbes:
     runs: dict[int, TrainingRun] = field(default_factory=dict)
     errors: dict[int, PlannerError] = field(default_factory=dict)
 
-    def meets(self, gpus: int, *, wholly: bool = False) -> bool:
+    def meets(self, gpus: int) -> bool:
         """True if a number of GPUs meets the deadline. Raises OutOfTimeError.
 
-        wholly    search it also where its lower bound misses the deadline
+        It is not searched where its lower bound misses the deadline.
         """
-        known = gpus in self.runs or gpus in self.errors
-        if not known and (wholly or gpus not in self.least_s):
-            self._search(gpus, wholly=wholly)
+        if not any(gpus in known for known in (self.runs, self.errors, self.least_s)):
+            self._search(gpus)
         run = self.runs.get(gpus)
         return run is not None and run.seconds <= self.seconds
 
-    def _search(self, gpus: int, *, wholly: bool) -> None:
+    def _search(self, gpus: int) -> None:
         try:
             request = self.request_of(gpus)
             factory = described_factory(request)
             steps = self.tokens / request.training.tokens_per_step
             least_s = steps * factory.least_step_s()
-            if least_s > self.seconds and not wholly:
+            if least_s > self.seconds:
                 self.least_s[gpus] = least_s
                 return
             answer = answer_of(factory)
@@ -174,7 +173,7 @@ def least_cluster(probes: SizeProbes, numbers: tuple[int, ...]) -> ClusterSize:
     if needed > numbers[-1]:
         return _beyond(probes, numbers[-1], needed)
     place = _first_place(numbers, needed / FIRST_MFU)
-    while not probes.meets(numbers[place], wholly=place == len(numbers) - 1):
+    while not probes.meets(numbers[place]):
         if place == len(numbers) - 1:
             return _missed(probes)
         place = _next_place(probes, numbers, place)
@@ -233,10 +232,15 @@ def _next_place(probes: SizeProbes, numbers: tuple[int, ...], place: int) -> int
 def _missed(probes: SizeProbes) -> ClusterSize:
     """Returns the answer where no number of GPUs meets the deadline."""
     nearest = min(probes.runs.values(), key=lambda run: run.seconds, default=None)
+    errors = dict(probes.errors)
+    for gpus, least_s in probes.least_s.items():
+        errors[gpus] = InfeasibleError(
+            f"on {gpus:,} GPUs no plan takes less than {least_s / DAY_S:,.3g} days"
+        )
     return ClusterSize(
         kind=probes.kind,
         run=None,
         nearest=nearest,
-        error=None if nearest else probes.errors[max(probes.errors)],
+        error=None if nearest else errors[max(errors)],
         tried=tuple(sorted((*probes.runs, *probes.errors))),
     )

@@ -157,7 +157,7 @@ def _fits(
 ) -> bool:
     return all(
         rank_memory(strategy, rank, price_cache).total
-        <= session.limit_bytes + prices_at(strategy.layout, rank, price_cache).beyond_bytes
+        <= min(session.limit_bytes, prices_at(strategy.layout, rank, price_cache).most_bytes)
         for rank in ranks
     )
 

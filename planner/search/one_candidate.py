@@ -7,6 +7,7 @@ from collections.abc import Collection, Hashable, Sequence
 from parplan.costmodels.step import bubble_share
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.solver_faults import can_place
+from parplan.planner.limit_boxes import longer_never_pays
 from parplan.planner.master import (
     Master,
     MasterChoice,
@@ -15,7 +16,7 @@ from parplan.planner.master import (
     lower_bound_s,
     separable,
 )
-from parplan.planner.paths_of_layers import on_paths, one_range_a_rank
+from parplan.planner.paths_of_layers import fastest_path, on_paths, one_range_a_rank
 from parplan.planner.placed_blocks import fastest_placed, in_reach_of, joined_by_blocks
 from parplan.planner.search.search_session import INFINITY, SearchSession
 from parplan.planner.solver import Unsolved
@@ -86,15 +87,21 @@ def fastest_choice(
     least_s = lower_bound_s(layout, options, num_layers, share) if options else None
     if options is None or least_s is None or least_s >= cut_s:
         return None
+    tied, check = session.price_cache.tied, session.deadline.check
     if one_range_a_rank(layout, options):
         options = on_paths(layout, options, share, cut_s).options
         if not all(options):
             return None
-    tied = session.price_cache.tied
+        if longer_never_pays(layout, share):
+            known = fastest_path(layout, options, share, cut_s, tied=tied, check=check)
+            if known is None:
+                return None
+            options = on_paths(layout, options, share, known.step_s).options
+            if sum(map(len, options)) > MOST_IN_REACH:
+                return known
     if separable(layout, options):
         return fastest_apart(layout, options, tied=tied, share=share)
     if joined_by_blocks(layout, options, share):
-        check = session.deadline.check
         known = fastest_placed(layout, options, num_layers, share, cut_s, tied=tied, check=check)
         if known is None:
             return None
@@ -160,11 +167,18 @@ def _averages_s(
     if not session.prices.covers(layout, best, session.limit_bytes):
         return session.prices.least_s(layout, session.limit_bytes)
     relaxed = session.relaxed(layout, best, plain=plain)
-    share = bubble_share(layout, session.price_cache)
+    share, tied = bubble_share(layout, session.price_cache), session.price_cache.tied
     num_layers = session.num_blocks
     if relaxed is not None and one_range_a_rank(layout, relaxed):
         relaxed = on_paths(layout, relaxed, share, best).options
+        if longer_never_pays(layout, share):
+            check = session.deadline.check
+            fastest = fastest_path(layout, relaxed, share, best, tied=tied, check=check)
+            if fastest is None:
+                return best
+            if not any(column.corner for columns in relaxed for column in columns):
+                return fastest.step_s
     if relaxed is None or lower_bound_s(layout, relaxed, num_layers, share) is None:
         return best
-    master = Master(layout, relaxed, num_layers, tied=session.price_cache.tied, share=share)
+    master = Master(layout, relaxed, num_layers, tied=tied, share=share)
     return master.bound_s(session.options.solver, session.solver_limit_s()) or 0.0

@@ -34,7 +34,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from parplan.planner.infeasible.shortfall import limit_bytes
 from parplan.planner.objective import Objective
 from parplan.planner.plan.derived import host_gib
 from parplan.planner.plan.prediction import FrontPoint
@@ -186,9 +185,7 @@ class _Walk:
         self.prices, self.options = prices, options
         self.planned = planned
         self.on_progress, self.on_search = on_progress, on_search
-        self.usable_bytes = limit_bytes(
-            prices.price_cache.machine.cluster, prices.price_cache.training.stack, options
-        )
+        self.usable_bytes = prices.limit_bytes(options)
         self.plans: list[AnyPlan] = []
         self.num_searches = 0
         self.nothing_within_bytes: int | None = None

@@ -17,10 +17,15 @@ from parplan.planner.candidates.pool_layouts import over_pools
 from parplan.planner.candidates.pooled_bounds import PooledBounds, PooledWholeBounds
 from parplan.planner.candidates.range_bounds import CloserBounds, PathBounds, RangeBounds
 from parplan.planner.candidates.whole_bounds import WholeBounds
-from parplan.planner.request import Request
+from parplan.planner.request import Request, SearchOptions
 from parplan.planner.search.block_class_prices import BlockClassPrices
 from parplan.planner.search.node_tables import Books
-from parplan.planner.search.pooled_prices import pool_prices, pools_of, require_searched
+from parplan.planner.search.pooled_prices import (
+    largest_limit_bytes,
+    pool_prices,
+    pools_of,
+    require_searched,
+)
 from parplan.planner.stage_columns.sequence_table import BlockClassTable
 
 
@@ -41,6 +46,9 @@ class PooledClassPrices(BlockClassPrices):
             pool: {place: pool_prices(pool, book, request.options) for place, book in books.items()}
             for pool in request.cluster.pool_names
         }
+
+    def limit_bytes(self, options: SearchOptions) -> float:
+        return largest_limit_bytes(self.price_cache, options)
 
     def in_reach(self, limit_bytes: float) -> bool:
         return True

@@ -14,7 +14,6 @@ from parplan.planner.candidates.enumeration import enumerate_candidates, no_cand
 from parplan.planner.candidates.lower_bounds import TimeBound, ahead_bound_s, may_fit, time_bound
 from parplan.planner.candidates.pool_layouts import over_pools
 from parplan.planner.infeasible.shortfall import limit_bytes, price_cache_of
-from parplan.planner.objective import Objective
 from parplan.planner.request import Request, SearchOptions
 from parplan.planner.search.search_session import DescribedPrices, SearchPrices
 from parplan.planner.stage_columns.mix_table import MixTable
@@ -50,6 +49,9 @@ class PooledPrices(DescribedPrices):
 
     def within(self, limit_bytes: float) -> LayerPriceCache:
         return self.price_cache
+
+    def limit_bytes(self, options: SearchOptions) -> float:
+        return largest_limit_bytes(self.price_cache, options)
 
     def in_reach(self, limit_bytes: float) -> bool:
         return True
@@ -99,8 +101,6 @@ def require_searched(request: Request) -> None:
     """Raises ConfigError for a request that no search over pools answers."""
     pins = request.constraints
     refused = {
-        f"--objective {request.objective}": request.objective
-        not in (Objective.THROUGHPUT, Objective.MEMORY),
         "--offload": bool(pins.offload),
         "the recompute rule of the first stage": pins.recompute_first_stage is not None,
         "weights over data-parallel ranks": bool(
@@ -124,12 +124,15 @@ def pools_of(request: Request) -> UnequalCluster:
 def pool_prices(pool: str, whole: Prices, options: SearchOptions) -> Prices:
     """Returns the prices on a pool, with the memory limit of its devices.
 
-    whole: the prices of the unequal cluster, whose limit is the least
+    whole: the prices of the unequal cluster
     """
     prices = prices_on(pool, whole)
     prices.sizes = whole.sizes
-    limits = [
-        limit_bytes(each.machine.cluster, each.training.stack, options) for each in (prices, whole)
-    ]
-    prices.beyond_bytes = limits[0] - limits[1]
+    prices.most_bytes = limit_bytes(prices.machine.cluster, prices.training.stack, options)
     return prices
+
+
+def largest_limit_bytes(whole: LayerPriceCache, options: SearchOptions) -> float:
+    """Returns the bytes that a plan may fill on a device of the pool with most room."""
+    each = (prices_on(pool, whole) for pool in whole.machine.cluster.pool_names)
+    return max(limit_bytes(p.machine.cluster, p.training.stack, options) for p in each)

@@ -15,6 +15,7 @@ from parplan.planner.objective import Prefer
 from parplan.planner.request import PlanRequest, Request, host_contents, searched_offload
 from parplan.planner.search.block_class_prices import BlockClassPrices
 from parplan.planner.search.described_shortfall import infeasible_error, least_peak_bytes
+from parplan.planner.search.memory_descent import halve_in
 from parplan.planner.search.pooled_class_prices import PooledClassPrices
 from parplan.planner.search.pooled_prices import PooledPrices
 from parplan.planner.search.search_session import INFINITY, DescribedPrices, SearchPrices
@@ -22,6 +23,7 @@ from parplan.profiles.errors import InfeasibleError
 from parplan.profiles.machines.off_speed import SpeedFactors, cluster_at
 from parplan.profiles.models.transformer import has_unlike_blocks
 
+COARSELY = 0.95  # precision of the least bytes over pools, which only spread the limits of a front
 Hosted = tuple[Offload, ...]  # what the host may hold
 Explain = Callable[[Request], InfeasibleError]
 
@@ -144,6 +146,18 @@ class PooledFactory(DescribedFactory):
 
     def _make(self, request: Request) -> SearchPrices:
         return PooledClassPrices(request) if self._unlike else PooledPrices(request)
+
+    def least_peak_bytes(self, offload: Hosted) -> float | None:
+        """Returns a bound of the least peak: a limit within which no layout may fit."""
+        prices = self.prices(offload)
+
+        def may_fit(within: float) -> float | None:
+            fits = any(prices.may_fit(layout, within) for layout in prices.space.layouts)
+            return within if fits else None
+
+        most = prices.limit_bytes(self.request.options)
+        low, _ = halve_in(0.0, most, may_fit, enough=lambda high: COARSELY * high)
+        return low
 
     def error(self, offload: Hosted) -> InfeasibleError:
         return InfeasibleError(

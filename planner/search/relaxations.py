@@ -18,9 +18,10 @@ from parplan.planner.deadline import Deadline
 from parplan.planner.forbid import Ban, Value
 from parplan.planner.infeasible.shortfall import EXPLAINED_S, limit_bytes
 from parplan.planner.objective import Objective
-from parplan.planner.plan.error_band import residuals_of
+from parplan.planner.plan.oom_risk import default_margin
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Status
+from parplan.planner.plan.traits import family_of
 from parplan.planner.request import Constraints, Request, SearchOptions
 from parplan.planner.search.described_shortfall import enough_gpus
 from parplan.planner.search.find_plan import find_plan
@@ -315,7 +316,7 @@ def _less_free(request: Request, need_bytes: float, searches: _Searches) -> Rela
         plan = searches.plan(relaxed)
         if plan:
             kept = 1 - limit_bytes(request.cluster, request.training.stack, options) / capacity
-            measured = residuals_of(request.training.stack).memory_margin
+            measured = default_margin(family_of(request.training.stack)).share
             note = f"below the {measured:g} that measured runs ask for" if kept < measured else ""
             return _relaxation([flag], relaxed, plan, note=note)
     return None

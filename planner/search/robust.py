@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from parplan.costmodels.joined_pools import prices_at
 from parplan.planner.plan.assemble import rounded_figures, runner_up
 from parplan.planner.plan.corners import (
     REGRET_DIGITS,
@@ -130,7 +131,15 @@ def _new_entries(
 
 def _fits(entry: Replayed, corner: SpeedFactors, session: SearchSession) -> bool:
     limit_bytes = session.limit_bytes / (1 - session.slack)
-    return entry[2].peak_bytes <= limit_bytes * corner.memory * (1 + ROUNDING)
+    _, strategy, price = entry
+    rooms = (
+        min(limit_bytes, prices_at(strategy.layout, rank, session.price_cache).most_bytes)
+        for rank in range(strategy.layout.mesh.pp)
+    )
+    return all(
+        memory.total <= room * corner.memory * (1 + ROUNDING)
+        for memory, room in zip(price.memory, rooms, strict=True)
+    )
 
 
 def _table(

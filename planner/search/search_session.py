@@ -120,6 +120,11 @@ class SearchPrices(ABC):
     def within(self, limit_bytes: float) -> LayerPriceCache:
         """Returns the prices for devices with a memory limit."""
 
+    def limit_bytes(self, options: SearchOptions) -> float:
+        """Returns the bytes that a plan may fill on the device with most room."""
+        prices = self.price_cache
+        return limit_bytes(prices.machine.cluster, prices.training.stack, options)
+
     @abstractmethod
     def in_reach(self, limit_bytes: float) -> bool:
         """Returns whether all devices and hosts together can hold the states once."""
@@ -368,9 +373,7 @@ class SearchSession:
     ) -> None:
         self.prices, self.options = prices, options
         self.on_progress, self.slack = on_progress, slack
-        limit = limit_bytes(
-            prices.price_cache.machine.cluster, prices.price_cache.training.stack, options
-        )
+        limit = prices.limit_bytes(options)
         self.price_cache = prices.within(limit)
         self.limit_bytes = limit * (1 - slack)
         self.deadline = options.deadline

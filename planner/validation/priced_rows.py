@@ -21,8 +21,9 @@ from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.candidates.enumeration import illegal_layout
 from parplan.planner.candidates.meshes import illegal_tensor_parallel
 from parplan.planner.plan.assemble import step_kind
+from parplan.planner.plan.oom_risk import default_margin
 from parplan.planner.plan.ratio_band import Shape, shape_of
-from parplan.planner.plan.traits import Run, traits_of
+from parplan.planner.plan.traits import Run, family_of, traits_of
 from parplan.planner.search.estimate import default_blocks, uniform_strategy
 from parplan.planner.validation.block_modules import OFFLOADED, RECOMPUTED, module_operators
 from parplan.planner.validation.configuration import (
@@ -41,12 +42,12 @@ from parplan.planner.validation.kept_products import with_kept_products
 from parplan.planner.validation.reported_memory import predicted_gib
 from parplan.planner.validation.row_cells import OPTIONAL, Row, UnpricedError, source_of
 from parplan.planner.validation.row_completion import completed
-from parplan.planner.validation.row_stack import NO_MODULES, Modules, stack_name
+from parplan.planner.validation.row_stack import NO_MODULES, Modules
 from parplan.planner.validation.step_rows import read_table
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.off_speed import SpeedFactors, at_speeds
 from parplan.profiles.machines.shipped_profiles import machine_for
-from parplan.profiles.machines.stack_terms import Terms, shipped_terms
+from parplan.profiles.machines.stack_terms import Terms
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.units import GIB
 
@@ -173,7 +174,7 @@ def price_row(
         )
     fullest = max(price.memory, key=lambda memory: memory.total)
     capacity = configuration.cluster.device.memory_bytes
-    margin = shipped_terms().residuals_of(stack_name(row)).memory_margin
+    margin = default_margin(family_of(configuration.training.stack)).share
     return PricedRow(
         row["id"],
         source_of(row),

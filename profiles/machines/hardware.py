@@ -203,6 +203,11 @@ class Cluster:
         return ()
 
     @property
+    def most_gpus_per_node(self) -> int:
+        """The GPUs of the largest node."""
+        return self.gpus_per_node
+
+    @property
     def text(self) -> str:
         """The devices in one phrase: `64 x a100-80gb, 8 a node`."""
         return f"{self.num_gpus} x {self.device.name}, {self.gpus_per_node} a node"

@@ -37,7 +37,9 @@ class SpeedFactors:
 
 
 def at_speeds(machine: Machine, factors: SpeedFactors) -> Machine:
-    """Returns the machine with its speeds multiplied by `factors`."""
+    """Returns the machine with its speeds multiplied by `factors`, those of each pool too."""
+    if machine.cluster.pool_names:
+        return machine_for(cluster_at(machine.cluster, factors))
     return Machine(_cluster(machine.cluster, factors), _profile(machine.profile, factors))
 
 

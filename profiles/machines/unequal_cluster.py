@@ -131,6 +131,10 @@ class UnequalCluster(Cluster):
         return Cluster(**{field.name: getattr(self, field.name) for field in fields(Cluster)})
 
     @property
+    def most_gpus_per_node(self) -> int:
+        return max(pool.cluster.gpus_per_node for pool in self.pools)
+
+    @property
     def pool_names(self) -> tuple[str, ...]:
         return tuple(pool.name for pool in self.pools)
 

@@ -109,12 +109,6 @@ class FineTuning:
         """The targets by the names of their operators, each once."""
         return tuple(dict.fromkeys(_OPERATORS.get(name, name) for name in self.lora_targets))
 
-    @property
-    def adapts_experts(self) -> bool:
-        """True if products of experts have adapters, in a model that has experts."""
-        products = {"fc1", "fc2"}
-        return self.lora_targets == (ALL_LINEAR,) or not products.isdisjoint(self.adapted_operators)
-
     @staticmethod
     def modules_of(target: str) -> tuple[str, ...]:
         """Returns the names that modules of a target have: all that compute it, of an operator.

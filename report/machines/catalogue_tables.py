@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from parplan.planner.plan.error_band import stack_band
+from parplan.planner.plan.oom_risk import default_margin
 from parplan.planner.plan.prediction import Band
+from parplan.planner.plan.traits import family_of
 from parplan.profiles.machines.machine_catalog import (
     cluster_names,
     load_cluster,
@@ -297,7 +299,7 @@ def stack_rows() -> tuple[StackRow, ...]:
                 terms=fitted,
                 time_band=band.time,
                 memory_band=band.memory,
-                memory_margin=terms.residuals_of(name).memory_margin,
+                memory_margin=default_margin(family_of(stack)).share,
             )
         )
     return tuple(rows)

@@ -225,6 +225,7 @@ def _memory(index: int, each: FiguredPlan, charts: dict[str, Row]) -> Mapping[st
         "class_palette": {**CLASS_COLOURS, **_DEVICE},
         "curve_palette": {**curves, **_DEVICE} if curves else {},
         "redundancy": redundancy_table(each),
+        "redundant_palette": {n: CLASS_COLOURS[n] for n in REDUNDANT if redundant},
         "below_zero": min(row[name] for row in [whole, *redundant] for name in REDUNDANT) < 0,
     }
 

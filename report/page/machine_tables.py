@@ -71,7 +71,7 @@ def links_table(each: FiguredPlan) -> PageTable | None:
     if not rows:
         return None
     return PageTable(
-        caption="The links of each axis, and what they carry",
+        caption="The links of each axis, and what they carry; GiB of the collectives of one GPU",
         heading=(
             "axis",
             "ranks",
@@ -79,7 +79,7 @@ def links_table(each: FiguredPlan) -> PageTable | None:
             "link",
             "GB/s",
             "carries",
-            "GiB of a GPU's collectives in a step",
+            "GiB a step",
             "exposed time",
         ),
         rows=tuple(rows),

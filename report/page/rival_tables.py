@@ -9,7 +9,7 @@ from parplan.planner.plan.traced_plan import AnyPlan
 from parplan.report.page.figures import Form, part_forms
 from parplan.report.page.page_tables import Cells, FiguredPlan, PageTable
 from parplan.report.plans.memory_table import fullest
-from parplan.report.plans.robust_table import UNFIT, corner_text, worst_text
+from parplan.report.plans.robust_table import UNFIT, corner_text, robust_names, worst_text
 from parplan.report.plans.runner_up_lines import is_tie, runner_up_name
 from parplan.report.searches.comparison_tables import SAME_GIB, SAME_STEP
 from parplan.report.text import gib_text, percent
@@ -57,14 +57,14 @@ def robust_table(each: FiguredPlan) -> PageTable | None:
     robust = each.reported.plan.search.robust
     if robust is None:
         return None
+    names = robust_names(robust)
     rows = []
     for index, plan in enumerate(robust.plans):
         key = f"search.robust.plans.{index}"
-        name = "this plan" if index == 0 else runner_up_name(plan.plan)
         least = " (least regret)" if index == robust.least_regret else ""
         rows.append(
             (
-                name + least,
+                names[index] + least,
                 each.figures(f"{key}.plan.peak_memory_gib", Form.GIB),
                 *_steps(each, index),
                 _regret(each, f"{key}.speed_regret", plan.speed_regret),

@@ -37,6 +37,12 @@ def warnings(plan: AnyPlan) -> Iterator[str]:
     if isinstance(plan, Plan):
         for part in plan.model.left_out:
             yield f"{part} is left out: the plan is that of the text model alone"
+        if plan.batch_share is not None:
+            yield (
+                f"the plan of one pool, which trains {plan.training.global_batch_size:,} of the "
+                f"{plan.batch_share.of:,} sequences of a step: the price leaves out the sum with "
+                "other pools"
+            )
     yield from _out_of_memory(plan)
     step_kind, band = plan.predicted.step_time_s.kind, plan.predicted.error_band
     if step_kind is Kind.ANALYTIC:

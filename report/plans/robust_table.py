@@ -9,10 +9,10 @@ from parplan.report.plans.runner_up_lines import runner_up_name
 from parplan.report.text import gib_text, joined, labelled, percent, seconds_text, table_lines
 
 UNFIT = "no fit"
-HEADING = ("step", "longest", "GiB", "speeds", "all", "worst where", "plan")
+HEADING = ("step", "longest", "GiB", "regret", "speeds", "worst where", "plan")
 LEGEND = (
-    "speeds, all: the worst share by which the step is longer than the best of these plans in "
-    "the same case, where a speed is off, or a speed or memory"
+    "regret: how much longer its step is than the best of these plans, in its worst case; speeds: "
+    "the same without the cases of memory; longest: its longest step"
 )
 _TEXT = ("worst where", "plan")
 CORNER_NAMES = {
@@ -26,17 +26,26 @@ CORNER_NAMES = {
 def robust_lines(robust: Robustness, width: int, *, most: int | None = None) -> Iterator[str]:
     """Yields a sentence about the least regret, then the plan and others by their regret.
 
-    most   the number of plans, None for all of them and the meaning of the columns
+    most   the number of plans, None for all of them
     """
     yield joined(robust_sentence(robust).split(" "), " ", width, start=labelled("robust"))
-    rows = [
-        _row(robust, plan, "this plan" if place == 0 else runner_up_name(plan.plan))
-        for place, plan in _in_order(robust)
-    ][:most]
+    names = robust_names(robust)
+    rows = [_row(robust, plan, names[place]) for place, plan in _in_order(robust)][:most]
     if rows:
         yield from table_lines(HEADING, rows, width, left=_TEXT)
-    if most is None:
         yield joined(LEGEND.split(" "), " ", width, start="  ")
+
+
+def robust_names(robust: Robustness) -> list[str]:
+    """Returns a name of each plan; one with the mesh of an earlier plan has other layers."""
+    names: list[str] = []
+    told = set[str]()
+    for plan in robust.plans:
+        name = runner_up_name(plan.plan)
+        shown = f"{name}, other layers" if name in told else name
+        names.append(shown if names else "this plan")
+        told.add(name)
+    return names
 
 
 def robust_sentence(robust: Robustness) -> str:
@@ -47,7 +56,7 @@ def robust_sentence(robust: Robustness) -> str:
         return f"{off}, every plan fails to fit in some case where another fits"
     plan = robust.plans[least]
     assert plan.regret is not None, "the least regret is finite"
-    name = "this plan" if least == 0 else runner_up_name(plan.plan)
+    name = robust_names(robust)[least]
     text = f"{off}, the least regret is {percent(plan.regret)}: {name}"
     unproven = [corner_text(each) for each in robust.corners if not each.proven]
     return f"{text}; not searched to the end: {', '.join(unproven)}" if unproven else text
@@ -85,8 +94,8 @@ def _row(robust: Robustness, plan: RobustPlan, name: str) -> tuple[str, ...]:
         seconds_text(plan.plan.step_time_s.value),
         seconds_text(plan.worst_step_s),
         gib_text(plan.plan.peak_memory_gib),
-        regret_text(plan.speed_regret),
         regret_text(plan.regret),
+        regret_text(plan.speed_regret),
         worst_text(robust, plan),
         name,
     )

@@ -40,9 +40,18 @@ NOTHING = 5e-3  # in the table's unit; a line of only smaller numbers is left ou
 
 
 def print_comparison(
-    comparison: Comparison, out: Console, *, assumed: Sequence[str] = (), pinned: bool = False
+    comparison: Comparison,
+    out: Console,
+    *,
+    assumed: Sequence[str] = (),
+    pinned: bool = False,
+    by_class: bool = True,
 ) -> None:
-    """Print the comparison for a person; `pinned` says that our search alone had pins."""
+    """Print the comparison for a person.
+
+    pinned     our search alone had pins
+    by_class   with a table of the memory by class
+    """
     for plan in _headed(comparison):
         say(out, header(plan, out.width), "bold")
     if assumed:
@@ -64,7 +73,8 @@ def print_comparison(
     ours = comparison.ours.name + (", and what the others take more" if len(sides) > 1 else "")
     _print_parts(out, f"{unit} of the mean GPU: {ours}", "step", sides, NAMES, times)
     memory = [tuple(map(gib, side.memory_bytes)) for side in sides]
-    _print_parts(out, f"GiB of the fullest GPU: {ours}", "total", sides, MEMORY_NAMES, memory)
+    if by_class:
+        _print_parts(out, f"GiB of the fullest GPU: {ours}", "total", sides, MEMORY_NAMES, memory)
     say(out)
     for line in verdicts(comparison):
         _say_words(out, line)

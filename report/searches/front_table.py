@@ -35,7 +35,7 @@ from parplan.report.text import (
     table_lines,
 )
 
-_NUMBERS = ("#", "step", "slower", "MFU", "peak", "redund.")
+_NUMBERS = ("#", "step", "slower", "MFU", "GiB", "redund.")
 _HOST = "host"
 TEXTS = ("pp x dp x tp", "ZeRO", "recompute", "found by")
 _DECIDING = ("stopped", "least", "note", "files")  # facts of the short form
@@ -189,7 +189,7 @@ def front_facts(
     took = "" if context.elapsed_s is None else f" in {context.elapsed_s:.1f} s"
     yield (
         "units",
-        f"peak: GiB of the fullest GPU, which has {device.capacity:.1f}; redund.: GiB over all "
+        f"GiB: of the fullest GPU, which has {device.capacity:.1f}; redund.: GiB over all "
         f"GPUs beyond one copy",
     )
     if front.uses_host:
@@ -222,8 +222,8 @@ def front_facts(
     yield from _tie_facts(front)
     yield (
         "note",
-        f"the step times are predicted ({first.predicted.step_time_s.kind}), not measured; memory "
-        f"is computed",
+        f"the step times are predicted ({first.predicted.step_time_s.kind}), not measured; memory, "
+        f"in GiB, is computed",
     )
     if paths:
         yield "files", f"{paths[0]} to {paths[-1]}" if len(paths) > 1 else f"{paths[0]}"

@@ -13,6 +13,7 @@ from parplan.profiles.units import counted, format_number
 from parplan.report.json_result import JsonResult, KindedNumber
 from parplan.report.names import plan_phrase
 from parplan.report.plans.goodput_fact import GoodputDocument, goodput_document, span_text
+from parplan.report.plans.plan_header import short_assumed
 from parplan.report.text import joined, labelled, percent, print_table, say
 
 _J_PER_MWH = 3.6e9
@@ -86,17 +87,23 @@ class FoundSizes:
     elapsed_s: float
 
 
-def print_sizes(found: FoundSizes, assumed: Sequence[str], out: Console) -> None:
-    """Print the least cluster of each kind, and what its figures are."""
+def print_sizes(
+    found: FoundSizes, assumed: Sequence[str], out: Console, *, whole: bool = False
+) -> None:
+    """Print the least cluster of each kind, and what its figures are.
+
+    whole   every default, the plan and the failures of every kind, and how numbers are searched
+    """
     if assumed:
-        say(out, joined(assumed, ", ", out.width, start="assumed: "), "dim")
+        every = joined(assumed, ", ", out.width, start="assumed: ")
+        say(out, every if whole else short_assumed(assumed, out.width, listed=True), "dim")
         say(out)
     rows = [_cells(one.run, one.kind, found.per_hour) for one in found.sizes if one.run]
     if rows:
         shown = [name for name in rows[0] if any(row[name] for row in rows)]
         print_table(out, shown, [[row[name] for name in shown] for row in rows], left=("GPU",))
         say(out)
-    for label, text in _facts(found):
+    for label, text in _facts(found, whole=whole):
         say(out, joined(text.split(" "), " ", out.width, start=labelled(label)))
 
 
@@ -117,11 +124,15 @@ def _cells(run: TrainingRun, kind: str, per_hour: Mapping[str, float]) -> dict[s
     }
 
 
-def _facts(found: FoundSizes) -> Iterator[tuple[str, str]]:
-    """Yields the lines under the table: kinds that miss the deadline, failures, and notes."""
+def _facts(found: FoundSizes, *, whole: bool) -> Iterator[tuple[str, str]]:
+    """Yields the lines under the table: kinds that miss the deadline, failures, and notes.
+
+    whole   of every kind, not of the first row alone
+    """
     sizes = found.sizes
+    detailed = sizes if whole else sizes[:1]
     label = "plan"
-    for one in sizes:
+    for one in detailed:
         if one.run:
             yield label, f"{one.kind}: {plan_phrase(one.run.plan)}"
             label = ""
@@ -131,7 +142,7 @@ def _facts(found: FoundSizes) -> Iterator[tuple[str, str]]:
             yield label, f"{one.kind}: {_why(one)}"
             label = ""
     label = "failures"
-    for one in sizes:
+    for one in detailed:
         if one.run and one.run.goodput:
             spares = counted(one.run.goodput.spare_nodes, "spare node")
             yield (
@@ -144,11 +155,14 @@ def _facts(found: FoundSizes) -> Iterator[tuple[str, str]]:
     if found.unanswered:
         yield "stopped", f"early (Ctrl-C): no answer yet for {', '.join(found.unanswered)}"
     searches = sum(len(one.tried) for one in sizes)
+    how = (
+        "; a cluster is not searched where 15 % more of each GPU than a larger one has, or the "
+        "lower bound of its step, would still miss"
+    )
     yield (
         "searched",
         f"{counted(searches, 'number')} of GPUs in {found.elapsed_s:.1f} s: powers of two and "
-        "three times those; a cluster is not searched where 15 % more of each GPU than a larger "
-        "one has, or the lower bound of its step, would still miss",
+        f"three times those{how if whole else ''}",
     )
     kinds = sorted({str(one.run.plan.predicted.step_time_s.kind) for one in sizes if one.run})
     yield (

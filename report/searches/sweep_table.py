@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from parplan.planner.search.many_searches import Answer
 from parplan.profiles.units import counted
 from parplan.report.json_result import JsonResult, KindedNumber
 from parplan.report.names import plan_phrase
+from parplan.report.searches.drawn_points import print_points
 from parplan.report.searches.largest_table import peak_gib
 from parplan.report.text import (
     gib_text,
@@ -29,6 +30,13 @@ from parplan.report.text import (
 
 SweptRow = tuple[Mapping[str, Any], Answer]  # the values of the options that are swept
 _NAMES = {"gpus": "GPUs", "gpu": "GPU", "global_batch_size": "batch", "seq_length": "sequence"}
+_NUMBERS: dict[str, Callable[[Plan], int]] = {  # in the order in which they are drawn
+    "gpus": lambda plan: plan.cluster.num_gpus,
+    "global_batch_size": lambda plan: plan.training.global_batch_size,
+    "seq_length": lambda plan: plan.training.seq_length,
+}
+_UNITS = {"gpus": "GPUs", "global_batch_size": "sequences", "seq_length": "tokens"}
+_HEIGHT = 6  # lines of the points of a drawing
 _LEFT = ("GPU", "plan")
 
 
@@ -87,16 +95,35 @@ def print_sweep(
     out: Console,
     elapsed_s: float,
 ) -> None:
-    """Print a row for every combination, and why some have no plan."""
+    """Print a row for every combination, drawn where several differ in a number, and the rest."""
     swept = _swept(rows)
     table = [_cells(values, answer.plan, swept) for values, answer in rows if answer.plan]
     if table:
-        heading = tuple(table[0])
-        cells = [tuple(row.values()) for row in table]
+        numbered = _draw([answer.plan for _, answer in rows if answer.plan], swept, out)
+        heading = ("#", *table[0]) if numbered else tuple(table[0])
+        cells = [
+            (str(number), *row.values()) if numbered else tuple(row.values())
+            for number, row in enumerate(table, 1)
+        ]
         print_table(out, heading, cells, left=_LEFT)
         say(out)
     for label, text in _facts(rows, stopped, paths, elapsed_s):
         say(out, joined(text.split(" "), " ", out.width, start=labelled(label)))
+
+
+def _draw(plans: Sequence[Plan], swept: Sequence[str], out: Console) -> bool:
+    """Draw tokens/s against the first number that is swept; False where none is."""
+    name = next((each for each in _NUMBERS if each in swept and _differ(plans, each)), None)
+    if name is None:
+        return False
+    say(out, f"  tokens/s against {_NAMES[name]}, by number", "dim")
+    points = [(float(_NUMBERS[name](plan)), tokens_per_s(plan)) for plan in plans]
+    print_points(points, (_UNITS[name], ""), out, height=_HEIGHT)
+    return True
+
+
+def _differ(plans: Sequence[Plan], name: str) -> bool:
+    return len({_NUMBERS[name](plan) for plan in plans}) > 1
 
 
 def _swept(rows: Sequence[SweptRow]) -> tuple[str, ...]:

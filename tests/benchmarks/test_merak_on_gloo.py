@@ -31,7 +31,6 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from tests.benchmarks.test_artificial_times import VirtualTime
-from tests.helpers.cases import mostly_slow
 
 pytestmark = pytest.mark.multiproc
 
@@ -105,6 +104,7 @@ def test_the_executor_takes_the_simulated_step_in_the_order_of_the_lists(pp, mic
         assert run.step_s == [pytest.approx(case.predicted_s - hidden_s)], case.name
 
 
+@pytest.mark.slow
 def test_gpipe_hides_messages_that_the_simulator_charges_in_full():
     pp, micro_batches = 4, 4
     layout = replace(layout_of(Mesh(pp=pp, dp=1, tp=1), 1, micro_batches), schedule=Schedule.GPIPE)
@@ -118,9 +118,8 @@ def test_gpipe_hides_messages_that_the_simulator_charges_in_full():
     assert run.step_s == [pytest.approx(predicted_s - hidden_s)]
 
 
-@pytest.mark.parametrize(
-    "sum_s", mostly_slow([4.0, 15.0, 30.0, 50.0], {4.0}), ids="{:.0f} s".format
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("sum_s", [4.0, 15.0, 30.0, 50.0], ids="{:.0f} s".format)
 def test_every_level_of_sub_pipelining_takes_the_time_of_the_recursion(sum_s):
     cases = level_cases(2, 1, Seconds(product_s=20.0, sum_s=sum_s))
 

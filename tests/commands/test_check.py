@@ -185,6 +185,7 @@ def test_the_shrunk_plan_trains_as_one_process_does(tmp_path):
     assert "qkv.weight" in result.stdout
 
 
+@pytest.mark.slow
 def test_the_shrunk_plan_trains_with_its_own_optimizer(tmp_path):
     plan = tiny()
     training = dataclasses.replace(plan.training, optimizer=Optimizer.MUON)
@@ -392,6 +393,39 @@ def test_the_verdict_says_what_is_as_predicted_and_what_is_not(measured, expecte
 
     assert verdict(checks).replace("+0.1 %", "+0.10 %") == expected
     assert all_match(checks) == expected.startswith("matches")
+
+
+@pytest.fixture
+def pool_files(tmp_path) -> list[str]:
+    """Plan files of two pools, the second one first."""
+    plans = {"second": tiny(dp=1, pp=2), "first": tiny(dp=2)}
+    for name, plan in plans.items():
+        write_plan(plan, tmp_path / f"{name}.yaml")
+    return [str(tmp_path / f"{name}.yaml") for name in plans]
+
+
+def test_plans_of_pools_are_checked_one_by_one_with_their_sequences(pool_files):
+    result = CliRunner().invoke(cli.main, ["check", *pool_files])
+
+    assert result.exit_code == 0, result.output
+    assert "second.yaml: sequences 0 to 3 of 12" in result.output
+    assert "first.yaml: sequences 4 to 11 of 12" in result.output
+    assert result.output.count("at full size on tensors without data") == 2
+
+
+@pytest.mark.slow
+def test_plans_of_pools_train_together_beside_one_process(pool_files):
+    result = CliRunner().invoke(cli.main, ["check", *pool_files, "--execute"])
+
+    assert result.exit_code == 0, result.output
+    assert result.output.count("trains as one process does") == 2
+
+
+def test_one_plan_alone_has_a_json_check(pool_files):
+    result = CliRunner().invoke(cli.main, ["check", *pool_files, "--json"])
+
+    assert result.exit_code == 2
+    assert "--json and --rank are for one plan" in result.output
 
 
 def test_a_plan_file_of_other_prices_is_said_to_be_old():

@@ -54,12 +54,6 @@ def test_a_front_is_a_table_and_a_file_for_every_point_that_show_prints():
         assert f"point {int(name[5:7])} of {len(files)}" in succeed("show", name).stdout
 
 
-def test_files_are_named_after_output():
-    succeed(*FRONT, "--output", "front.yml")
-
-    assert written()[0] == "front-01.yml"
-
-
 @pytest.mark.slow
 def test_the_same_request_writes_the_same_bytes():
     succeed(*FRONT, "--output", "a.yaml")
@@ -94,9 +88,12 @@ def test_json_is_one_document_and_the_files_are_written_all_the_same():
         assert point["redundancy_gib"] == plan.predicted.redundancy_gib.total
 
 
-def test_plot_draws_the_front():
-    assert succeed(*FRONT, "--plot", "front.png").stdout.endswith("wrote front.png\n")
+def test_plot_draws_the_front_and_files_are_named_after_output():
+    result = succeed(*FRONT, "--plot", "front.png", "--output", "front.yml")
+
+    assert result.stdout.endswith("wrote front.png\n")
     assert Path("front.png").read_bytes().startswith(b"\x89PNG")
+    assert "front-01.yml" in written()
 
 
 def test_ctrl_c_writes_the_points_so_far_and_says_that_the_front_is_incomplete(monkeypatch):

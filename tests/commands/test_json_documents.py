@@ -12,7 +12,10 @@ import pytest
 
 from parplan import cli
 from parplan.commands.json_documents import command_schema, json_sources
+from parplan.planner.runs.run_file import write_run
 from tests.helpers.command_runs import fail, run, succeed
+from tests.helpers.run_logs import megatron_log
+from tests.helpers.synthetic_runs import estimated, run_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DESCRIBED = "tests/golden/plan-1-described.yaml"
@@ -62,8 +65,10 @@ def plan_file(tmp_path, monkeypatch):
     return "plan.yaml"
 
 
-CHEAP = {
+COMMANDS = {
     "plan": (("plan", *TINY, "-o", "found.yaml"),),
+    "calibrate": (("calibrate", "run.json"),),
+    "check": (("check", "plan.yaml"),),
     "clusters": (("clusters",),),
     "compare": (("compare", "plan.yaml", "--baseline", "zero-3"),),
     "diff": (("diff", "plan.yaml", "plan.yaml"),),
@@ -73,26 +78,53 @@ CHEAP = {
         ("export", "plan.yaml", "--to", "megatron", "--force"),
         ("export", "plan.yaml", "--to", "torchrun", "--force"),
     ),
+    "import": (("import", "pretrain.log", "--gpu", "h100-80gb", "-o", "steps.csv"),),
+    "max-model": (("max-model", "--gpus", "1", "--gpu", "v100-16gb", "--seq-length", "512"),),
+    "profile": (("profile", "--show", "mine.yaml"),),
+    "size": (
+        ("size", "--model", "gpt-1.5b", "--tokens", "1B", "--days", "9", "--gpu", "a100-80gb"),
+    ),
+    "tokenize": (("tokenize", "book.txt", "-o", "book.bin"),),
     "init": (("init", "cluster.yaml", "--gpu", "a100-80gb", "--nodes", "2", "--no-look"),),
     "models": (("models",),),
     "read": (("read", "pretrain.sh", *H100[2:]),),
-    "schemes": (("schemes", *H100),),
+    "schemes": (("schemes", *TINY),),
     "show": (("show", "plan.yaml"), ("show", "plan.yaml", "--instructions")),
     "stacks": (("stacks",),),
     "sweep": (("sweep", "--model", "gpt-tiny", "--gpu", "cpu", "--gpus", "1,3"),),
     "validate": (("validate", "--source", "korth22"), ("validate", "--fitted")),
 }
+MARKS = dict.fromkeys(("check", "max-model"), pytest.mark.slow)
 
 
-@pytest.mark.parametrize("name", CHEAP)
-def test_the_output_of_a_command_has_the_keys_of_its_schema_and_no_others(plan_file, name):
+def write_inputs(name: str) -> None:
+    """Writes the files that a command reads besides the plan."""
     if name == "read":
         succeed("estimate", *H100, "-o", "large.yaml")
         succeed("export", "large.yaml", "--to", "megatron", "--force")
         (script,) = Path().glob("*.sh")
         script.rename("pretrain.sh")
-    for command, *arguments in CHEAP[name]:
+    elif name in ("calibrate", "profile"):
+        write_run(run_of(estimated()), Path("run.json"))
+        if name == "profile":
+            succeed("calibrate", "run.json", "-o", "mine.yaml")
+    elif name == "import":
+        Path("pretrain.log").write_text(megatron_log(dict.fromkeys(range(1, 21), 6_500.0)))
+    elif name == "tokenize":
+        Path("book.txt").write_text("a book", encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=MARKS.get(each, ())) for each in COMMANDS]
+)
+def test_the_output_of_a_command_has_the_keys_of_its_schema_and_no_others(plan_file, name):
+    write_inputs(name)
+    for command, *arguments in COMMANDS[name]:
         validated(command, *arguments)
+
+
+def test_the_output_of_every_command_is_held_to_its_schema():
+    assert set(COMMANDS) == with_json()
 
 
 def test_a_result_with_a_key_too_many_or_too_few_does_not_conform(plan_file):

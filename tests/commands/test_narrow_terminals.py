@@ -13,6 +13,7 @@ from parplan import cli
 from parplan.planner.plan.plan_file import write_plan
 from parplan.planner.runs.run_file import write_run
 from parplan.report.machines.catalogue_tables import model_rows
+from tests.helpers.cases import mostly_slow
 from tests.helpers.command_runs import succeed
 from tests.helpers.documented import ROOT
 from tests.helpers.synthetic_runs import estimated, run_of
@@ -73,7 +74,7 @@ def test_the_lines_of_a_command_fit(command, width, folder, monkeypatch):
     assert [line for line in result.output.splitlines() if len(line) > width] == []
 
 
-@pytest.mark.parametrize("width", [60, 72, 80])
+@pytest.mark.parametrize("width", mostly_slow([60, 72, 80], {60}))
 def test_the_models_are_one_table(width, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(width))
 

@@ -405,6 +405,7 @@ def test_a_plan_with_merged_shards_and_a_named_stage_trains_as_one_process_does(
     assert document["passed"]
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_a_searched_plan_with_tensor_parallelism_trains_as_one_process_does(tmp_path):
     plan_file = str(tmp_path / "plan.yaml")

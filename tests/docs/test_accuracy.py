@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 
 import pytest
 
-from docs.accuracy import LINES, PAGE, PAGE_HEAD, README, README_HEAD, documents, with_table
+from docs.accuracy import (
+    HOLDOUT,
+    LINES,
+    PAGE,
+    PAGE_HEAD,
+    README,
+    README_HEAD,
+    documents,
+    price_kept_apart,
+    with_table,
+)
+from parplan.planner.validation.configuration import experiment_of
+from parplan.planner.validation.row_cells import source_of
 from parplan.planner.validation.step_rows import read_table
 from parplan.planner.validation.step_table import price_table
+from parplan.profiles.machines.deviations import shipped_deviations
+from parplan.profiles.machines.stack_terms import shipped_terms
 from tests.helpers.documented import ROOT
 
 GOLDEN = json.loads((ROOT / "tests/golden/validation.json").read_text(encoding="utf-8"))
@@ -67,5 +82,19 @@ def test_a_table_is_replaced_under_its_head_alone():
 
 @pytest.mark.slow
 def test_the_tables_are_those_of_the_priced_rows():
-    for path, text in documents(price_table(read_table())).items():
+    for path, text in documents(price_table(read_table()), price_kept_apart()).items():
         assert path.read_text(encoding="utf-8") == text, "run python -m docs.accuracy"
+
+
+def test_no_price_is_fitted_to_a_row_that_is_kept_apart():
+    apart = read_table(HOLDOUT)
+    names = {experiment_of(row) for row in apart}
+    terms = [term for each in shipped_terms().stacks.values() for term in each.values()]
+    fitted = {name for term in terms for name in term.fitted_on}
+
+    assert names.isdisjoint(fitted | {run.experiment for run in shipped_deviations()})
+    assert {source_of(row) for row in apart}.isdisjoint(map(source_of, read_table()))
+    for row in apart:
+        assert row["citation"]
+        mesh = [int(row[degree] or 1) for degree in ("dp", "tp", "pp", "cp")]
+        assert math.prod(mesh) == int(row["n_gpus"]), row["id"]

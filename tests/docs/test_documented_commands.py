@@ -31,11 +31,9 @@ QUICK = (
     "plan estimate --model gpt-22b --gpus 8 --tp 8 --micro-batch-size 4 --recompute full",
     "plan estimate --model gpt-18b --gpus 8 --gpu v100-32gb --offload optimizer,parameters --host-blocks 45",
     "plan estimate --model gpt-7.5b --gpus 4 --gpu v100-32gb --stack parplan --offload optimizer,parameters --host-blocks 20",
-    "plan estimate --model gpt-7.5b --gpus 4 --gpu v100-32gb --stack parplan --offload optimizer,parameters --chunk-access operator",
     "plan estimate --model llama3-8b --gpus 8 --gpu h100-80gb --seq-length 32768 --global-batch-size 64 --tp 4 --cp 2 "
     "--sequence-parallel --recompute full --document-lengths 2000",
     "plan explain --model gpt-20b --gpus 64 --tp 8 --operator fc1",
-    "plan schemes --model gpt-20b --gpus 64 --micro-batch-size 4",
     "plan show plan.yaml",
     "plan show plan.yaml --mtbf 50000h --storage 200GB/s",
     "plan show plan.yaml --instructions --rank 0",
@@ -44,7 +42,6 @@ QUICK = (
     "plan tokenize corpus/ --glob '**/*.txt' -o tokens.bin",
     "plan estimate --model gpt-22b --gpus 8 --tp 8 --micro-batch-size 4 --recompute full -o by-hand.yaml",
     "plan --model gpt-tiny --gpus 2 --gpu cpu --precision fp32 --stack parplan",
-    "plan --model gpt-tiny --gpus 2 --gpu cpu --precision fp32 --stack parplan --tp 2 -o tp.yaml",
     "plan tokenize docs/ --glob '**/*.md' -o tokens.bin",
     "plan show run.json",
     "plan estimate --model llama3-70b --gpus 128 --gpu h100-80gb --tp 4 --pp 8 --virtual-stages 5 --zero 1 --sequence-parallel -o plan.yaml",
@@ -67,6 +64,9 @@ QUICK = (
     "plan profile -o theirs.yaml --gpu a100-80gb --import allreduce_bandwidth_2nodes_8gpus_per_node.json",
 )
 SLOW = (
+    "plan --model gpt-tiny --gpus 2 --gpu cpu --precision fp32 --stack parplan --tp 2 -o tp.yaml",
+    "plan schemes --model gpt-20b --gpus 64 --micro-batch-size 4",
+    "plan estimate --model gpt-7.5b --gpus 4 --gpu v100-32gb --stack parplan --offload optimizer,parameters --chunk-access operator",
     "plan --model gpt-20b --gpus 64 --objective goodput --mtbf 2000h",
     "plan --model gpt-2.5b --gpus 8 --search greedy --time-limit 4",
     "plan --model gpt-20b --gpu a100-80gb:32+h100-80gb:32",
@@ -151,6 +151,7 @@ NOT_RUN = {
     "plan --model ./llama/config.json --trace --gpus 4 --gpu cpu --precision fp32 --lora-rank 16 --lora-targets q_proj,down_proj": PLACEHOLDER,
     "plan --model my_package.my_model:build --gpus 4 --gpu cpu --precision fp32": PLACEHOLDER,
     "plan check plan.yaml --execute": LAUNCHES,
+    "plan check plan-a100-80gb.yaml plan-h100-80gb.yaml --execute": LAUNCHES,
     "plan --model shape.yaml --module my_package.my_model:build --gpus 8": PLACEHOLDER,
     "plan estimate ... --offload optimizer --host-optimizer 12 --eviction lru --memory-limit 24GiB": "is cut short",
     "plan profile -o mygpu.yaml --model gpt-20b --minutes 10": GPUS,

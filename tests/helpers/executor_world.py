@@ -173,7 +173,7 @@ def attempt(plan: Plan, limit_s: float = 20.0) -> TrainingOutcome | str:
     with tempfile.TemporaryDirectory() as folder:
         ranks = mp.start_processes(
             _silent_rank,
-            args=(world, [plan], parity._train, folder),
+            args=(world, [plan], parity._train, folder, ()),
             nprocs=world,
             start_method="fork",
             join=False,

@@ -16,7 +16,7 @@ from parplan.planner.search import described_shortfall, estimate, pareto
 from parplan.planner.search import find_plan as searches
 from parplan.planner.search.estimate import UniformChoices
 from parplan.planner.search.pareto import ParetoFront
-from parplan.planner.search.price_factory import DescribedFactory
+from parplan.planner.search.price_factory import described_factory
 from parplan.planner.traced import plan_traced, traced_prices
 from parplan.planner.traced.plan_traced import TracedFactory
 from parplan.planner.traced.shards import Cutting
@@ -64,7 +64,7 @@ def find_front(
     on_search: Any = None,
     **choices: Any,
 ) -> ParetoFront:
-    factory = DescribedFactory(request(*parts, **choices))
+    factory = described_factory(request(*parts, **choices))
     return pareto.find_front(factory, num_points, on_progress, on_search)
 
 

@@ -24,6 +24,7 @@ from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 from parplan.profiles.units import GIB, MIB
 from parplan.report.searches.infeasible_text import explained_error
+from tests.helpers.cases import mostly_slow
 from tests.helpers.planning import (
     find_front,
     find_plan,
@@ -94,9 +95,7 @@ def largest(options: SearchOptions):
     return next(row.plan for row in rows if row.plan)
 
 
-@pytest.mark.parametrize(
-    "run", [throughput, lean, pytest.param(front, marks=pytest.mark.slow), largest]
-)
+@pytest.mark.parametrize("run", mostly_slow([throughput, lean, front, largest], {throughput, lean}))
 def test_wherever_the_end_comes_there_is_a_plan_or_one_error(run):
     """Ends the search at several looks at the clock: early ends give an error, late ones a plan."""
     total, outcomes = looks_of(run), []

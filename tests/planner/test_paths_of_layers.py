@@ -11,7 +11,7 @@ import pytest
 
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.planner.master import Master, evaluate
-from parplan.planner.paths_of_layers import on_paths, one_range_a_rank
+from parplan.planner.paths_of_layers import fastest_path, on_paths, one_range_a_rank
 from parplan.planner.request import SolverName
 from tests.helpers.cases import mostly_slow
 from tests.planner.test_placed_blocks import SCHEDULES, layout_of, random_column
@@ -82,6 +82,41 @@ def test_every_path_below_the_cut_keeps_its_columns(seed, schedule):
         assert not all(found.options)
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_fastest_path_is_the_fastest_of_all(seed, schedule):
+    layout, options = random_paths(seed, schedule)
+    least_s = min(steps_of(layout, options).values(), default=math.inf)
+
+    fastest = fastest_path(layout, options, 1.0)
+
+    assert (math.inf if fastest is None else fastest.step_s) == pytest.approx(least_s, rel=1e-12)
+    if fastest is not None:
+        assert has_path(fastest.columns)
+        assert fastest_path(layout, options, 1.0, least_s * (1 - 1e-9)) is None
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_average_of_corners_is_faster_than_the_fastest_path_of_groups(seed):
+    layout, options = random_paths(seed, Schedule.ONE_F_ONE_B)
+    rng = random.Random(seed)
+    corners = [
+        [
+            replace(each, corner=True, time_s=each.time_s * rng.uniform(0.8, 1.25))
+            for column in columns
+            for each in (column, column)
+        ]
+        for columns in options
+    ]
+    least_s = Master(layout, corners, 0).bound_s(SolverName.CBC)
+
+    fastest = fastest_path(layout, corners, 1.0)
+
+    assert (least_s is None) == (fastest is None)
+    if fastest is not None:
+        assert fastest.step_s <= least_s * (1 + 1e-6)
+
+
 def test_columns_that_no_path_joins_are_dropped():
     """Blocks that add up to those of the model may still have no place to begin."""
     layout, rng = layout_of(2, 8, Schedule.ONE_F_ONE_B), random.Random(0)
@@ -90,4 +125,5 @@ def test_columns_that_no_path_joins_are_dropped():
 
     assert on_paths(layout, [[first], [last]], 1.0).bound_s == math.inf
     assert on_paths(layout, [[first], [last]], 1.0).options == [[], []]
+    assert fastest_path(layout, [[first], [last]], 1.0) is None
     assert Master(layout, [[first], [last]], 4).fastest(SolverName.CBC) is None

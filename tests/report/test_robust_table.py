@@ -67,8 +67,19 @@ def test_the_least_regret_is_named_and_plans_stand_in_its_order():
 def test_a_plan_without_finite_regret_does_not_fit():
     (row,) = [line for line in lines_of(TABLE) if "this plan" in line]
 
-    assert row.split()[:7] == ["2.00", "s", "2.10", "s", "70.0", "0.0", "%"]
-    assert "no fit  memory x 0.8" in row
+    assert row.split()[:7] == ["2.00", "s", "2.10", "s", "70.0", "no", "fit"]
+    assert "0.0 %  memory x 0.8" in row
+
+
+def test_plans_of_one_mesh_are_told_apart_and_the_columns_are_explained():
+    first, second, third = TABLE.plans
+    alike = replace(third.plan, mesh=first.plan.mesh)
+    text = "\n".join(
+        lines_of(replace(TABLE, plans=(first, second, replace(third, plan=alike))), most=3)
+    )
+
+    assert " ".join(text.split()).count("micro-batch 1 x 8, other layers") == 2  # and the sentence
+    assert "regret: how much longer" in text
 
 
 def test_a_corner_that_was_not_searched_to_the_end_is_named():

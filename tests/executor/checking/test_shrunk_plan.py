@@ -19,7 +19,7 @@ from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.stack import NEUTRAL
-from tests.helpers.cases import mostly_slow
+from tests.helpers.cases import mostly_slow, named
 from tests.helpers.executor_plans import (
     BATCH_FEED_FORWARD,
     GPT,
@@ -168,27 +168,19 @@ def operators_of(plan: Plan) -> dict[str, tuple[str, ...]]:
     return {name: layer_operators(plan, each) for name, each in plan.layer_plans.items()}
 
 
-@pytest.mark.parametrize(
-    ("model", "tuning"),
-    [
-        pytest.param(
-            "deepseek-v3",
-            None,
-            id="latent-attention-and-further-tokens",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("nemotron-h-8b", None, id="state-spaces"),
-        pytest.param("gemma-2-27b", None, id="windows", marks=pytest.mark.slow),
-        pytest.param(
-            "llama3-8b",
-            FineTuning(lora_rank=8, lora_targets=("qkv",), freeze=("blocks:0-15",), base_bits=8),
-            id="frozen-blocks",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-@pytest.mark.multiproc
-def test_unlike_blocks_stay_what_they_are_and_train_like_one_process(model, tuning):
+UNLIKE = {
+    "latent-attention-and-further-tokens": ("deepseek-v3", None),
+    "state-spaces": ("nemotron-h-8b", None),
+    "windows": ("gemma-2-27b", None),
+    "frozen-blocks": (
+        "llama3-8b",
+        FineTuning(lora_rank=8, lora_targets=("qkv",), freeze=("blocks:0-15",), base_bits=8),
+    ),
+}
+
+
+def unlike_blocks(model: str, tuning: FineTuning | None) -> Plan:
+    """Returns a plan of 64 GPUs for a model whose blocks differ."""
     entry = load_model(model)
     ep = 2 if entry.spec.num_experts else 1
     layout = ParallelLayout(
@@ -203,10 +195,22 @@ def test_unlike_blocks_stay_what_they_are_and_train_like_one_process(model, tuni
         global_batch_size=64, seq_length=entry.seq_length, fine_tuning=tuning, stack=NEUTRAL
     )
     cluster = with_gpus(load_cluster("h100-80gb"), 64)
-    plan = estimate_plan(entry.spec, cluster, training, layout, zero=1)
+    return estimate_plan(entry.spec, cluster, training, layout, zero=1)
+
+
+@pytest.mark.parametrize(("model", "tuning"), named(UNLIKE, UNLIKE))
+def test_unlike_blocks_stay_what_they_are(model, tuning):
+    plan = unlike_blocks(model, tuning)
 
     small = shrunk(plan)
 
     validate(small)
     assert operators_of(small) == operators_of(plan)
+
+
+@pytest.mark.parametrize(("model", "tuning"), named(UNLIKE, {"frozen-blocks"}))
+@pytest.mark.multiproc
+def test_unlike_blocks_train_like_one_process(model, tuning):
+    small = shrunk(unlike_blocks(model, tuning))
+
     require_parity(small, *run_plans([small]), run_reference(small))

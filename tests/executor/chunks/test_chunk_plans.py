@@ -152,9 +152,11 @@ def test_what_is_recomputed_drops_out_is_routed_or_leaves_the_device_is_the_same
 @pytest.mark.parametrize(
     "choices",
     [
-        pytest.param({}, id="no-recompute"),
-        pytest.param({"recompute": Recompute.FULL}, id="recomputed-blocks"),
-        pytest.param({"recompute": Recompute.SELECTIVE}, id="recomputed-attention"),
+        pytest.param({}, id="no-recompute", marks=pytest.mark.slow),
+        pytest.param({"recompute": Recompute.FULL}, id="recomputed-blocks", marks=pytest.mark.slow),
+        pytest.param(
+            {"recompute": Recompute.SELECTIVE}, id="recomputed-attention", marks=pytest.mark.slow
+        ),
         pytest.param(
             {"model": replace(LLAMA, dropout=0.1), "recompute": Recompute.FULL},
             id="recomputed-blocks-that-drop-out",
@@ -165,6 +167,7 @@ def test_what_is_recomputed_drops_out_is_routed_or_leaves_the_device_is_the_same
         pytest.param(
             {"model": replace(GPT, parallel_residual=True), "recompute": Recompute.FULL},
             id="parallel-residual",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             {

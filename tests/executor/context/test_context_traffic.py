@@ -55,7 +55,7 @@ def predicted_over_context(form: ContextForm, cp: int, recompute: tuple[str, ...
             (TWO_LEVEL, 4, ()),
             (RING, 4, ("attention",)),
         ],
-        {(GATHER, 4, ()), (TWO_LEVEL, 4, ())},
+        {(TWO_LEVEL, 4, ())},
     ),
 )
 def test_attention_sends_as_many_bytes_in_as_many_calls_as_predicted(form, cp, recompute):
@@ -135,7 +135,7 @@ def test_two_levels_exchange_among_neighbours_and_pass_on_between_them():
 @pytest.mark.parametrize(
     ("form", "cp", "more"),
     [
-        pytest.param(RING, 2, 0, id="ring"),
+        pytest.param(RING, 2, 0, id="ring", marks=pytest.mark.slow),
         pytest.param(GATHER, 4, 0, id="all-gather", marks=pytest.mark.slow),
         pytest.param(EXCHANGE, 2, 0, id="all-to-all", marks=pytest.mark.slow),
         pytest.param(EXCHANGE, 4, kv_bytes(4), id="all-to-all-of-two-copies-of-keys"),
@@ -174,7 +174,7 @@ def within_reach(plan: Plan) -> tuple[SentBytes, SentBytes]:
             for cp, window in ((2, 3), (2, 5), (2, 9), (4, 3), (4, 5))
             for form in (RING, GATHER)
         ],
-        {(2, 5, GATHER), (4, 5, RING)},
+        {(4, 5, RING)},
     ),
 )
 def test_the_first_rank_sends_no_more_within_a_window_than_the_fullest_is_predicted_to(
@@ -202,7 +202,7 @@ def test_the_first_rank_sends_no_more_within_a_window_than_the_fullest_is_predic
             (RING, 2, Documents(mean=4.0)),
             (RING, 4, None),
         ],
-        {(RING, 2, Documents(lengths=((2, 1), (3, 1)))), (RING, 2, Documents(mean=4.0))},
+        {(RING, 2, Documents(lengths=((2, 1), (3, 1))))},
     ),
 )
 def test_packed_sequences_send_as_far_as_their_longest_document_reaches(form, cp, documents):

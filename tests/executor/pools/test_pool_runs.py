@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,12 +15,14 @@ from parplan.executor.checking import parity
 from parplan.executor.rules.all_rules import validate
 from parplan.executor.rules.pool_rules import joined_plans
 from parplan.executor.training.train import build_trainer
+from parplan.planner.plan.plan_file import write_plan
 from parplan.profiles.machines.hardware import Link
 from parplan.profiles.models.spec import Precision
 from parplan.profiles.models.transformer import build_graph
 from tests.helpers.executor_plans import GPT, LLAMA, MIXTRAL, make_plan
 from tests.helpers.executor_world import require_parity, run_reference
 
+ROOT = Path(__file__).parents[3]
 PIPED = {"pp": 2, "blocks": (1, 3), "global_batch_size": 4}  # a third of the batch
 
 POOLS = {
@@ -62,9 +67,7 @@ def test_losses_gradients_and_norms_are_those_of_one_process(name):
 
     outcomes = parity.run_pools(plans)
 
-    batch = plans[0].whole_batch.of
-    training = replace(plans[0].training, global_batch_size=batch)
-    expected = run_reference(replace(plans[0], training=training, batch_share=None))
+    expected = run_reference(plans[0])
     for plan, outcome in zip(plans, outcomes, strict=True):
         assert outcome.agree
         require_parity(plan, outcome, expected)
@@ -93,3 +96,43 @@ def _sent(plans, pools):
     exchange = build_trainer(plan, parity.OPTIONS, torch.device("cpu"), joined=pools).exchange
     graph = build_graph(plan.model, plan.training, 1)
     return graph.num_trained_parameters, *exchange.sent_elements()
+
+
+@pytest.mark.slow
+def test_torchrun_goes_on_from_a_checkpoint_with_the_pools_in_another_order(tmp_path):
+    for name, plan in zip("ab", POOLS[QUICK], strict=True):
+        write_plan(plan, tmp_path / f"{name}.yaml")
+
+    first = launched(tmp_path, "a.yaml", "b.yaml", "--steps", "3")
+    swapped = launched(tmp_path, "b.yaml", "a.yaml", "--steps", "5")
+
+    whole = make_plan(GPT, global_batch_size=12)
+    write_plan(whole, tmp_path / "whole.yaml")
+    alone = launched(tmp_path, "whole.yaml", "--steps", "5", ranks=1, states="other")
+    together = [*losses_of(first), *losses_of(swapped)]
+    assert together == pytest.approx(losses_of(alone), abs=2e-6)
+    assert (tmp_path / "run-a.json").exists()
+    assert (tmp_path / "run-b.json").exists()
+
+
+def launched(folder, *arguments, ranks=4, states="states"):
+    """The output of a run under torchrun, with a checkpoint after its last step."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(ranks), "-m", "parplan.executor", *arguments),
+            *("--checkpoint-dir", states),
+        ],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def losses_of(output):
+    return [float(line.split()[3]) for line in output.splitlines() if line.startswith("step ")]

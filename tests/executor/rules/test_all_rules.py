@@ -822,7 +822,11 @@ def test_stages_of_unknown_or_wrong_layer_plans_are_refused(name):
 @pytest.mark.parametrize(
     "plan",
     [
-        pytest.param(make_plan(GPT, pp=2, num_micro_batches=1, schedule=GPIPE), id="gpipe"),
+        pytest.param(
+            make_plan(GPT, pp=2, num_micro_batches=1, schedule=GPIPE),
+            id="gpipe",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(make_plan(LLAMA, pp=2, num_micro_batches=1), id="1f1b"),
         pytest.param(
             with_layer_plan(

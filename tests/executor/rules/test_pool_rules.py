@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 
 from parplan.executor.rules.pool_rules import joined_plans, plans_of_run
+from parplan.executor.rules.rule import with_training
 from parplan.planner.plan.plan import BatchShare
 from parplan.planner.plan.plan_file import read_plan, write_plan
 from parplan.planner.search.estimate import ChunkRequest
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.module_source import ModuleSource
-from parplan.profiles.models.spec import Precision
+from parplan.profiles.models.spec import Optimizer, Precision
 from parplan.profiles.state_precision import StatePrecision
 from tests.helpers.chunked_runs import chunked_plan
 from tests.helpers.executor_plans import GPT, LLAMA, make_plan
@@ -39,6 +40,8 @@ NO_MASTERS = replace(
     BF16,
     training=replace(BF16.training, stack=BF16.training.stack.keeping(StatePrecision.BF16)),
 )
+TP2 = make_plan(GPT, tp=2)
+ADAM_8BIT = Optimizer.ADAM_8BIT
 REFUSED = {
     "order": (
         (share(FIRST, 8, 12), share(SECOND, 0, 12)),
@@ -50,6 +53,10 @@ REFUSED = {
     "training": ((FIRST, BF16), "b: its training differs from that of a"),
     "states": ((BF16, NO_MASTERS), "b: its masters or moments are of other types"),
     "chunks": ((FIRST, chunked_plan(AMPLE)), "b: its states lie in chunks"),
+    "8 bits": (
+        (with_training(FIRST, optimizer=ADAM_8BIT), with_training(TP2, optimizer=ADAM_8BIT)),
+        "b: tp 2 rounds the moments of 8-bit Adam otherwise than tp 1 of a",
+    ),
     "module": (
         (FIRST, replace(SECOND, module=ModuleSource(factory="a.b:c"))),
         "b: it trains a module",

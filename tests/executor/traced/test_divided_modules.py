@@ -88,7 +88,11 @@ THREE = f"{MODULES}:three_in_a_row"
         ),
         pytest.param(THREE, TpRules(row=("layers.2",)), 3, id="three-by-row"),
         pytest.param(
-            f"{MODULES}:own_activation", TpRules(pointwise=("cube",)), 3, id="own-activation"
+            f"{MODULES}:own_activation",
+            TpRules(pointwise=("cube",)),
+            3,
+            id="own-activation",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             f"{MODULES}:gpt",

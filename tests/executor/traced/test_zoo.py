@@ -52,7 +52,9 @@ def traced(name: str):
         pytest.param(
             "same_layer_four_times", {"dp": 2, "zero": 1}, id="one-layer-under-four-names"
         ),
-        pytest.param("same_layer_four_times", {"pp": 2}, id="one-layer-on-two-stages"),
+        pytest.param(
+            "same_layer_four_times", {"pp": 2}, id="one-layer-on-two-stages", marks=pytest.mark.slow
+        ),
         pytest.param("updated_buffer", {"dp": 2, "shards_a_stage": 1}, id="a-buffer-of-each-rank"),
         pytest.param(
             "updated_buffer",

@@ -275,3 +275,12 @@ def test_the_run_does_not_end_while_another_rank_moves(monkeypatch):
     look(5.5, 1.0)
 
     assert len(ends) == 1
+
+
+def test_a_rank_of_a_pool_has_the_coordinates_of_its_own_mesh():
+    meshes = [Mesh(pp=2, dp=1, tp=1), Mesh(pp=1, dp=2, tp=2)]
+    watch = Watch(dist.HashStore(), 0, meshes, RankProgress(), 1.0)
+
+    assert watch.num_ranks == 6
+    assert watch._name(1, 0) == "rank 1 (pool 0, pp 1, dp 0, tp 0)"
+    assert watch._name(5, 2) == "rank 5 (pool 1, pp 0, dp 1, tp 1) and 2 more"

@@ -42,11 +42,13 @@ def made_of(*runs, names=None):
             {"pp": 2},
             {"forward": 0.7, "backward": 1.4, "pipeline": 6.0, "optimizer": 3.0, "data": 2.0},
             id="pipeline",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             {"dp": 4},
             {"forward": 1.2, "backward": 1.1, "data": 3.0, "optimizer": 1.5},
             id="data-parallel",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             {"dp": 2, "zero": 1},

@@ -61,7 +61,7 @@ def memory_bound_within_its_own_memory_s(strategy, price, table):
     return memory_bound_s(strategy.layout, table, own_bytes, time_bound(strategy.layout, table))
 
 
-@pytest.mark.parametrize("stack", ["megatron-core", "parplan"])
+@pytest.mark.parametrize("stack", mostly_slow(["megatron-core", "parplan"], {"parplan"}))
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_strategy_is_below_the_bound_within_its_own_memory(seed, stack):
     """Gradients of the second stack come and go."""

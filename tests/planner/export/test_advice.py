@@ -34,6 +34,13 @@ def advised(plan, name="megatron"):
     return of_script(plan, name)[0].single
 
 
+@pytest.fixture(scope="module")
+def recomputed():
+    """A plan that recomputes all blocks without need, and the changes that gain most."""
+    plan = laid_out("llama3-8b", pp=2, dp=2, tp=2, recompute=Recompute.FULL)
+    return plan, advised(plan)
+
+
 def applied(given, change) -> tuple[Given, ...]:
     """Returns arguments with a change made in them by hand."""
     changed = {name: after for name, _, after in change.arguments}
@@ -132,9 +139,8 @@ def test_several_changes_make_fit_what_does_not():
     assert any(stage.total > stage.capacity for stage in plan.predicted.memory_gib)
 
 
-def test_needless_recompute_is_the_first_thing_to_change():
-    plan = laid_out("llama3-8b", pp=2, dp=2, tp=2, recompute=Recompute.FULL)
-    first, *others = advised(plan)
+def test_needless_recompute_is_the_first_thing_to_change(recomputed):
+    plan, (first, *others) = recomputed
 
     assert first.arguments[0] == ("--recompute-granularity", ("full",), None)
     steps = [each.configured.price.step_s for each in (first, *others)]
@@ -142,9 +148,8 @@ def test_needless_recompute_is_the_first_thing_to_change():
     assert steps[-1] < plan.predicted.step_time_s.value
 
 
-def test_a_change_has_the_price_of_the_plan_with_it():
-    plan = laid_out("llama3-8b", pp=2, dp=2, tp=2, recompute=Recompute.FULL)
-    first, *_ = advised(plan)
+def test_a_change_has_the_price_of_the_plan_with_it(recomputed):
+    _, (first, *_) = recomputed
     without = laid_out("llama3-8b", pp=2, dp=2, tp=2)
 
     assert first.configured.price.step_s == pytest.approx(

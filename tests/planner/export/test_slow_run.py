@@ -25,6 +25,7 @@ def checked(script: Path) -> dict:
     return json.loads(run("check", str(script), "--gpu", "h100-80gb", "--json").stdout)
 
 
+@pytest.mark.slow
 def test_the_price_is_what_was_measured_and_the_advice_reaches_what_was_expected():
     body = checked(SCRIPT)
 

@@ -9,10 +9,10 @@ import pytest
 
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.planner.infeasible.shortfall import limit_bytes
+from parplan.planner.plan.oom_risk import RiskMargin, default_margin
 from parplan.planner.request import Constraints, SearchOptions
 from parplan.profiles.errors import InfeasibleError
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
-from parplan.profiles.machines.stack_terms import Residuals, Terms, shipped_terms
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
@@ -184,7 +184,7 @@ def test_no_cluster_in_reach_says_so():
     [
         pytest.param(
             SearchOptions(),
-            (1 - shipped_terms().residuals_of("neutral").memory_margin) * A100.device.memory_bytes,
+            (1 - default_margin("neutral").share) * A100.device.memory_bytes,
             id="the-margin-of-measured-runs",
         ),
         pytest.param(SearchOptions(memory_margin=0.0), A100.device.memory_bytes, id="no-margin"),
@@ -223,14 +223,8 @@ def test_what_a_plan_may_fill(options, expected):
     ],
 )
 def test_the_error_says_what_the_usable_memory_was_limited_by(options, usable, monkeypatch):
-    residuals = Residuals(
-        time_rows=0, time_band=0.0, memory_rows=50, memory_band=0.05, memory_margin=0.1
-    )
-    every = replace(residuals, memory_margin=0.9)
-    monkeypatch.setattr(
-        "parplan.planner.plan.error_band.shipped_terms",
-        lambda: Terms(residuals={"all": every, "neutral": residuals}),
-    )
+    margin = RiskMargin(share=0.1, rows=50, stack="neutral")
+    monkeypatch.setattr("parplan.planner.plan.error_band.default_margin", lambda _: margin)
 
     error = infeasible_error(*question("gpt-175b", 8, 8), Constraints(tp=(8,)), options)
 

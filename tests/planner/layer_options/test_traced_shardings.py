@@ -23,6 +23,7 @@ from parplan.profiles.models.operator_graph import LayerClass, LayerKind, Operat
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.tracing.trace import trace
 from tests.helpers.builtin_modules import CONFIGS, LARGE_GPT, LONG, TRAINING, spec_of
+from tests.helpers.cases import mostly_slow
 from tests.helpers.traced_modules import HUGGING_FACE
 
 MACHINE = machine_for(load_cluster("a100-80gb"))
@@ -69,7 +70,7 @@ def named(layer: LayerClass, suffix: str) -> Operator:
     return operator
 
 
-@pytest.mark.parametrize("name", list(BLOCKS))
+@pytest.mark.parametrize("name", mostly_slow(BLOCKS, {"t5", "llama"}))
 def test_heads_and_mlp_of_a_block_are_divided_by_column_and_row(name):
     assert divisible_dims(block(name), 2) == {"heads", "ffn"}
 

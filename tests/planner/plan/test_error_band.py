@@ -1,4 +1,4 @@
-"""The band of a plan is by its traits; that of a stack and the margin come from its residuals."""
+"""The band of a plan is by its traits; that of a stack comes from its residuals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from parplan.planner.plan.error_band import (
     stack_band,
     without_steps,
 )
-from parplan.planner.plan.oom_risk import margin_at
+from parplan.planner.plan.oom_risk import RiskMargin, default_margin, margin_at
 from parplan.planner.plan.prediction import Band, ErrorBand
 from parplan.planner.plan.traits import Run
 from parplan.planner.request import SearchOptions
@@ -114,18 +114,12 @@ def test_a_device_that_nobody_measured_has_a_wider_band():
     assert computed.time.like["computed kernels"] > 0
 
 
-@pytest.mark.parametrize(
-    ("margin", "name", "expected"),
-    [
-        pytest.param(None, "other", 0.09, id="of-every-stack"),
-        pytest.param(None, "mine", 0.09, id="not-of-too-few-rows"),
-        pytest.param(None, "lean", 0.03, id="of-the-stack"),
-        pytest.param(0.0, "lean", 0.0, id="none-at-all"),
-        pytest.param(0.5, "lean", 0.5, id="as-asked"),
-    ],
-)
-def test_the_margin_is_that_of_the_measured_runs_unless_asked(margin, name, expected):
-    assert memory_margin(Stack(name=name), SearchOptions(memory_margin=margin)) == expected
+@pytest.mark.parametrize("margin", [0.0, 0.5])
+def test_the_margin_is_the_default_of_the_stack_unless_asked(margin):
+    stack = Stack(name="mine")
+
+    assert memory_margin(stack, SearchOptions(memory_margin=margin)) == margin
+    assert memory_margin(stack, SearchOptions()) == default_margin("mine").share
 
 
 def test_a_risk_gives_the_margin_unless_a_margin_is_stated():
@@ -137,15 +131,19 @@ def test_a_risk_gives_the_margin_unless_a_margin_is_stated():
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
+    ("share", "rows", "whose", "text"),
     [
-        ("other", "from 300 measured runs of other stacks"),
-        ("mine", "from 300 measured runs of other stacks"),
-        ("lean", "the least; 10 measured runs ask for no more"),
+        (0.1, 300, "all", "from 300 measured runs of other stacks"),
+        (0.04, 50, "mine", "the least; 50 measured runs ask for no more"),
+        (0.1, 50, "mine", "from 50 measured runs"),
+        (0.1, 9, "mine", "from 9 measured runs and, as these are few, those of other stacks"),
     ],
 )
-def test_the_margin_says_where_it_comes_from(name, text):
-    assert margin_text(Stack(name=name), SearchOptions()) == text
+def test_the_margin_says_where_it_comes_from(share, rows, whose, text, monkeypatch):
+    margin = RiskMargin(share=share, rows=rows, stack=whose)
+    monkeypatch.setattr("parplan.planner.plan.error_band.default_margin", lambda _: margin)
+
+    assert margin_text(Stack(name="mine"), SearchOptions()) == text
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from parplan.planner.plan.oom_risk import RiskMargin, margin_at
+from parplan.planner.plan import oom_risk
+from parplan.planner.plan.oom_risk import (
+    DEFAULT_RISK,
+    ENOUGH_RUNS,
+    RiskMargin,
+    default_margin,
+    margin_at,
+)
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.deviations import Deviation
+from parplan.profiles.machines.stack_terms import EVERY_STACK, shipped_terms
 
 RUN = Deviation(
     id="made",
@@ -31,8 +39,10 @@ def _runs(monkeypatch):
         "parplan.planner.plan.oom_risk.shipped_deviations", lambda: (*own, *others, *silent)
     )
     margin_at.cache_clear()
+    default_margin.cache_clear()
     yield
     margin_at.cache_clear()
+    default_margin.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -62,3 +72,25 @@ def test_a_risk_that_no_runs_tell_is_refused_with_the_least_that_they_do():
     with pytest.raises(ConfigError, match=r"199 measured runs tell no risk below 0\.005") as error:
         margin_at(0.001, "mine")
     assert "use 0.5%" in error.value.hint
+
+
+def test_the_default_margin_is_that_of_a_risk_where_a_stack_has_runs_enough():
+    assert default_margin("mine") == margin_at(DEFAULT_RISK, "mine")
+
+
+def test_few_runs_draw_the_margin_of_all_stacks_to_their_worst(monkeypatch):
+    def margins(worst):
+        for count in range(ENOUGH_RUNS):
+            runs = [replace(RUN, traits=("stack few",), excess=worst)] * count
+            monkeypatch.setattr(f"{oom_risk.__name__}.shipped_deviations", lambda each=runs: each)
+            default_margin.cache_clear()
+            yield default_margin("few").share
+
+    lean, wide = list(margins(0.0)), list(margins(1.0))
+
+    every = shipped_terms().residuals[EVERY_STACK].memory_margin
+    assert lean[0] == wide[0] == every
+    assert lean == sorted(lean, reverse=True)
+    assert lean[-1] == pytest.approx(0.04, abs=0.01)
+    assert wide == sorted(wide)
+    assert wide[-1] == pytest.approx(0.5, abs=0.02)

@@ -25,6 +25,9 @@ FAILURES = Failures(
 )
 
 
+LONG_S = 1e12  # a deadline that every number of GPUs meets
+
+
 @cache
 def request_on(gpus: int) -> Request:
     return request_of(
@@ -48,9 +51,8 @@ def test_numbers_fill_whole_nodes() -> None:
 
 @pytest.mark.slow
 def test_it_is_the_least_of_all_numbers_that_meet_the_deadline() -> None:
-    every = probes_of(1.0)
-    for number in NUMBERS:
-        every.meets(number, wholly=True)
+    every = probes_of(LONG_S)
+    assert all(map(every.meets, NUMBERS))
     seconds = {number: run.seconds for number, run in every.runs.items()}
     for deadline_s in (seconds[4] * 1.01, seconds[8] * 0.99, seconds[1] * 2):
         found = least_cluster(replace(every, seconds=deadline_s), NUMBERS)
@@ -61,10 +63,19 @@ def test_it_is_the_least_of_all_numbers_that_meet_the_deadline() -> None:
 
 
 def test_without_any_that_meets_it_the_fastest_is_named() -> None:
-    found = least_cluster(probes_of(10_000.0), (1, 8))
+    searched = probes_of(LONG_S)
+    assert searched.meets(8)
+    found = least_cluster(probes_of(0.999 * searched.runs[8].seconds), (1, 8))
     assert found.run is None
     assert found.nearest is not None
     assert found.nearest.plan.cluster.num_gpus == 8
+
+
+def test_a_deadline_below_every_lower_bound_is_told_by_the_bound_without_a_search() -> None:
+    found = least_cluster(probes_of(4_000.0), (1, 8))
+    assert found.tried == ()
+    assert found.error is not None
+    assert "on 8 GPUs no plan takes less than" in found.error.message
 
 
 def test_a_number_whose_lower_bound_misses_is_not_searched_and_has_no_plan_in_time() -> None:
@@ -73,8 +84,9 @@ def test_a_number_whose_lower_bound_misses_is_not_searched_and_has_no_plan_in_ti
     assert not probes.meets(2)
     assert probes.least_s[2] > 4_000.0
     assert probes.runs == {}
-    assert not probes.meets(2, wholly=True)
-    assert probes.runs[2].seconds >= probes.least_s[2]
+    searched = probes_of(LONG_S)
+    assert searched.meets(2)
+    assert searched.runs[2].seconds >= probes.least_s[2]
 
 
 def test_a_deadline_beyond_the_peak_of_all_is_not_searched() -> None:

@@ -183,6 +183,7 @@ def test_less_memory_is_never_faster_than_what_was_found_within_more(seed):
     assert bounds == sorted(bounds, reverse=True)
 
 
+@pytest.mark.slow
 def test_the_same_request_gives_the_same_front():
     first, second = front_of(3), front_of.__wrapped__(3)
 
@@ -202,7 +203,7 @@ def test_each_plan_says_its_place_and_its_limit_and_is_read_back(tmp_path):
         assert place.memory_limit_gib is None or place.max_slowdown is None
 
 
-@pytest.mark.parametrize("num_points", [3, 4, 8])
+@pytest.mark.parametrize("num_points", mostly_slow([3, 4, 8], {3, 4}))
 def test_fewer_points_keep_the_three_ends(num_points):
     few, many = front_of(1, num_points), front_of(1)
 

@@ -16,7 +16,7 @@ from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints, SearchOptions
 from parplan.planner.search.pooled_class_prices import PooledClassPrices
 from parplan.profiles.models.blocks import BlockRun
-from parplan.profiles.units import GIB
+from parplan.profiles.units import GIB, MIB
 from tests.helpers.class_strategies import every_strategy, random_strategy, tied_alike
 from tests.helpers.instances import PINS, Instance, redundant_bytes
 from tests.helpers.planning import find_plan, request
@@ -89,6 +89,13 @@ def test_search_equals_brute_force_under_both_objectives(seed):
 
     assert lean.search.status is Status.OPTIMAL
     assert lean.search.value == pytest.approx(leanest / GIB, rel=1e-5, abs=2e-6)
+
+    peaks = [max(m.total for m in p.memory) for _, p in fitting if p.closed_form_s <= slowest_s]
+    small = search(instance, pins, Objective.PEAK, max_slowdown=SLOWDOWN)
+
+    assert small.search.status is Status.OPTIMAL
+    assert small.search.value == pytest.approx(min(peaks) / GIB, abs=2 * MIB / GIB)
+    assert small.search.bound <= min(peaks) / GIB + 1e-6
 
 
 @pytest.mark.parametrize("seed", SEEDS)

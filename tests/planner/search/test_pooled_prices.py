@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from parplan.planner.candidates.branch_and_bound import WORTH_REPLAYING
@@ -9,12 +11,12 @@ from parplan.planner.objective import Objective
 from parplan.planner.plan.plan_file import plan_from_document, plan_to_document
 from parplan.planner.plan.prediction import Status
 from parplan.planner.plan.reprice import reprice
-from parplan.planner.request import SearchOptions
+from parplan.planner.request import ANY_SLOWDOWN, SearchOptions
 from parplan.planner.search.pooled_prices import PooledPrices
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.units import GIB
+from parplan.profiles.units import GIB, MIB
 from tests.helpers.instances import PINS, redundant_bytes
-from tests.helpers.planning import find_plan, request
+from tests.helpers.planning import find_front, find_plan, request
 from tests.helpers.pools import every_price_on_pools, fits, shares_of, tight, two_pools
 
 SLOWDOWN = 0.2
@@ -63,6 +65,13 @@ def test_search_over_two_pools_equals_brute_force_under_both_objectives(seed):
     assert lean.search.value <= leanest / GIB * (1 + 1e-5) + 1e-5
     assert lean.search.value * (1 - lean.search.gap) <= leanest / GIB * (1 + 1e-5) + 1e-5
 
+    peaks = [max(m.total for m in p.memory) for _, p in fitting if p.closed_form_s <= slowest_s]
+    small = search(instance, Objective.PEAK, max_slowdown=SLOWDOWN)
+
+    assert small.search.status is Status.OPTIMAL
+    assert small.search.value <= (min(peaks) + 2 * MIB) / GIB
+    assert small.search.bound <= min(peaks) / GIB + 1e-6
+
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_bounds_never_exceed_the_optimum_of_their_layout(seed):
@@ -100,5 +109,25 @@ def test_a_plan_over_pools_is_read_back_and_priced_alike():
 
 
 def test_what_is_not_searched_over_pools_is_refused():
-    with pytest.raises(ConfigError, match="--objective peak: not searched over the pools"):
-        search(two_pools(3), Objective.PEAK)
+    pins = replace(PINS, recompute=None, weights_over_data=(True,))
+    instance = two_pools(3)
+    with pytest.raises(ConfigError, match="weights over data-parallel ranks: not searched over"):
+        find_plan(instance.model, instance.cluster, instance.training, constraints=pins)
+
+
+def test_the_front_over_pools_holds_what_each_objective_finds():
+    instance = two_pools(3)
+    parts = instance.model, instance.cluster, instance.training
+    options = SearchOptions(memory_margin=0.0)
+    front = find_front(*parts, num_points=6, constraints=PINS, options=options)
+
+    assert front.stopped is None
+    fastest = search(instance)
+    assert front.points[0].step_time_s <= fastest.predicted.step_time_s.value * (1 + 1e-6)
+    smallest_gib = min(point.peak_memory_gib for point in front.points)
+    least = search(instance, Objective.PEAK, max_slowdown=ANY_SLOWDOWN)
+    assert smallest_gib <= least.search.value + 2 * MIB / GIB
+    assert front.nothing_within_gib < smallest_gib
+    for point in front.points:
+        limit_gib = point.plan.search.front.memory_limit_gib
+        assert limit_gib is None or point.peak_memory_gib <= limit_gib + 1e-3

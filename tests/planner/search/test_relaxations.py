@@ -11,8 +11,9 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.planner.forbid import Ban, parse_bans
 from parplan.planner.infeasible.shortfall import limit_bytes
-from parplan.planner.plan.error_band import residuals_of
+from parplan.planner.plan.oom_risk import default_margin
 from parplan.planner.plan.prediction import Status
+from parplan.planner.plan.traits import family_of
 from parplan.planner.request import Constraints, PlanRequest, Request, SearchOptions
 from parplan.planner.search.relaxations import Relaxations, relaxations
 from parplan.planner.stage_recompute import RecomputeRule
@@ -269,7 +270,7 @@ def test_the_margin_that_is_named_is_the_largest_that_fits():
     (way,) = [way for way in answer.found if way.flags[0].startswith("--memory-margin")]
     margin = way.request.options.memory_margin
     assert margin == pytest.approx(0.025, abs=0.0011)
-    measured = residuals_of(tight.training.stack).memory_margin
+    measured = default_margin(family_of(tight.training.stack)).share
     assert way.note == f"below the {measured:g} that measured runs ask for"
     assert search(way.request).predicted.step_time_s.value == way.step_s
     with pytest.raises(InfeasibleError):
@@ -281,7 +282,7 @@ def test_a_margin_that_measured_runs_do_not_ask_for_has_no_note():
     tight = request(Constraints(recompute=(Recompute.NONE,), tp=(1,)))
     share = needs(tight) / tight.cluster.device.memory_bytes
     tight = replace(tight, options=SearchOptions(memory_margin=1 - 0.95 * share))
-    assert 1 - share > residuals_of(tight.training.stack).memory_margin
+    assert 1 - share > default_margin(family_of(tight.training.stack)).share
 
     (way,) = [way for way in relaxed(tight).found if way.flags[0].startswith("--memory-margin")]
 

@@ -11,12 +11,14 @@ from parplan.commands.options.pin_options import PinOptions
 from parplan.commands.options.search_options import SearchFlags
 from parplan.commands.options.target_options import TargetOptions
 from parplan.commands.requests.requests import request_of
+from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import price_step
 from parplan.planner.infeasible.shortfall import limit_bytes
 from parplan.planner.objective import Objective, Prefer
 from parplan.planner.plan.corners import corners
 from parplan.planner.plan.plan_file import plan_from_document, plan_to_document
 from parplan.planner.plan.plan_strategy import prices_of_plan, strategy_of
+from parplan.planner.request import Constraints, SearchOptions
 from parplan.planner.search.find_plan import find_plan
 from parplan.planner.search.price_factory import DescribedFactory
 from parplan.profiles.errors import ConfigError, OutOfTimeError
@@ -24,6 +26,8 @@ from parplan.profiles.machines.off_speed import SpeedFactors, at_speeds, cluster
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.units import gib
 from parplan.report.plans.memory_table import fullest
+from tests.helpers import planning
+from tests.helpers.pools import two_pools
 
 SHARE = 0.4
 CLOSE = 1e-3  # of a regret, because steps of equal stages are scaled as their bound changes
@@ -32,9 +36,17 @@ TARGET = TargetOptions(
     model="llama3-8b", gpus=16, gpu="a100-80gb", gpus_per_node=2, global_batch_size=32
 )
 PINS = PinOptions(
-    virtual_stages=(1,), schedule=("1f1b",), zero=(1,), pp=(1,), micro_batch_size=(1, 2)
+    virtual_stages=(1,),
+    schedule=("1f1b",),
+    zero=(1,),
+    pp=(1,),
+    tp=(2, 4, 8),
+    micro_batch_size=(1, 2),
 )
 CORNERS = (SpeedFactors(), *corners(SHARE))
+FEW = Constraints(
+    tp=(1,), virtual_stages=(1,), schedule=(Schedule.ONE_F_ONE_B,), megatron_sharding=True
+)
 
 
 def request(**flags):
@@ -183,12 +195,23 @@ def test_other_objectives_have_no_worst_cases(objective):
         request(robust=SHARE, objective=objective)
 
 
-def test_pools_of_unequal_nodes_have_no_worst_cases(tmp_path):
-    pool = "- {name: %s, gpu: %s, nodes: 1}\n"
-    joins = "joins:\n- {name: spine, gb_per_s_of_node: 50, latency_us: 10, source: test}\n"
-    pools = pool % ("old", "a100-80gb") + pool % ("new", "h100-80gb")
-    (tmp_path / "mixed.yaml").write_text(f"name: mixed\npools:\n{pools}{joins}")
-    target = TargetOptions(model="gpt-2.5b", cluster=str(tmp_path / "mixed.yaml"))
+def test_worst_cases_over_pools_are_prices_on_pools_that_are_off():
+    instance = two_pools(3)
+    parts = instance.model, instance.cluster, instance.training
+    options = SearchOptions(robust=SHARE, prefer=Prefer.ROBUST)
+    plan = planning.find_plan(*parts, options=options, constraints=FEW)
+    robust = plan.search.robust
+    prices = prices_of_plan(plan)
+    strategy = strategy_of(plan, prices)
 
-    with pytest.raises(ConfigError, match="--robust is for nodes that are alike"):
-        request_of(target, PINS, SearchFlags(robust=SHARE), pools=True)
+    assert len(robust.corners) == len(CORNERS) - 1
+    worst, least = enumerated([each.steps_s for each in robust.plans])
+    assert worst[0] == pytest.approx(worst[least], abs=2e-6)
+    for corner, step_s in zip(CORNERS, robust.plans[0].steps_s, strict=True):
+        cluster = cluster_at(instance.cluster, replace(corner, memory=1.0))
+        off = price_step(strategy, prices.on(machine_for(cluster)))
+        assert step_s == pytest.approx(off.step_s, rel=CLOSE)
+    there = cluster_at(instance.cluster, CORNERS[-1])
+    best = planning.find_plan(instance.model, there, instance.training, constraints=FEW)
+    least_s = robust.corners[-1].best_step_time_s
+    assert least_s <= best.predicted.step_time_s.value * (1 + CLOSE)

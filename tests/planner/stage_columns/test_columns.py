@@ -136,7 +136,7 @@ def test_columns_cost_what_full_pricing_says_for_every_mix_and_zero_stage(seed, 
             ["megatron-core", "megatron-deepspeed", "nanotron", "torchtitan-2024"],
             [Precision.FP16, Precision.FP32],
         ),
-        {("megatron-deepspeed", Precision.FP16), ("torchtitan-2024", Precision.FP32)},
+        {("torchtitan-2024", Precision.FP32)},
     ),
 )
 def test_columns_hold_what_full_pricing_says_under_every_stack(name, gradients):
@@ -166,7 +166,7 @@ def test_columns_hold_what_full_pricing_says_under_every_stack(name, gradients):
         )
 
 
-@pytest.mark.parametrize("seed", [3, 4, 5])
+@pytest.mark.parametrize("seed", mostly_slow([3, 4, 5], {4}))
 def test_columns_hold_what_there_is_at_the_fullest_moment_where_the_stack_frees_gradients(seed):
     stack, instance = load_stack("parplan"), instance_of(seed, 4)
     price_cache = replace(

@@ -340,6 +340,7 @@ def test_recompute_ahead_of_the_gradient_is_faster_than_1f1b_where_memory_needs_
     assert early.predicted.step_time_s.value < plain.predicted.step_time_s.value
 
 
+@pytest.mark.slow
 def test_the_same_request_gives_the_same_plan():
     model = traced_spec(GPT, TRAINING)
 

@@ -155,7 +155,13 @@ def test_flops_and_parameters_are_those_that_torch_counts(name):
     )
 
 
-@pytest.mark.parametrize("name", ["unet", "mixer", "shares", "own_gradient", "t5", "vit"])
+@pytest.mark.parametrize(
+    "name",
+    mostly_slow(
+        ["unet", "mixer", "shares", "own_gradient", "t5", "vit"],
+        {"unet", "shares", "own_gradient", "t5"},
+    ),
+)
 def test_kept_bytes_are_those_that_autograd_holds(name):
     """The bytes are those of saved tensors on a CPU in fp32.
 

@@ -32,6 +32,7 @@ from tests.helpers.builtin_modules import (
     TRAINING,
     spec_of,
 )
+from tests.helpers.cases import mostly_slow
 
 B = 2  # samples of a traced micro-batch
 TOKENS = B * SEQ_LENGTH
@@ -99,7 +100,7 @@ def test_parameters_and_flops_of_the_executors_modules_are_those_of_the_descript
         )
 
 
-@pytest.mark.parametrize("name", list(CONFIGS))
+@pytest.mark.parametrize("name", mostly_slow(CONFIGS, {"llama"}))
 def test_parameters_and_flops_of_hugging_face_models_are_those_of_the_description(name):
     traced_model, expected = traced_hugging_face(name), described(spec_of(CONFIGS[name]))
 
