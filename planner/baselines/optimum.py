@@ -57,19 +57,18 @@ def _rank_bytes(strategy: Strategy, price_cache: LayerPriceCache) -> Iterator[tu
 
 
 def rank_bytes(strategy: Strategy, rank: int, price_cache: LayerPriceCache) -> float:
-    """Peak bytes of one rank, less those by which its pool's device is larger than the least.
-
-    Strategies of many systems share their ranks.
-    """
+    """Peak bytes of one rank; strategies of many systems share their ranks."""
     key = "rank bytes", strategy.layout, rank, strategy.chunks(rank)
     prices = prices_at(strategy.layout, rank, price_cache)
-    total = prices.once(key, lambda: rank_memory(strategy, rank, prices).total)
-    return total - prices.beyond_bytes
+    return prices.once(key, lambda: rank_memory(strategy, rank, prices).total)
 
 
 def fits(strategy: Strategy, price_cache: LayerPriceCache, limit_bytes: float) -> bool:
     """Returns whether every device stays within `limit_bytes`."""
-    return all(peak <= limit_bytes for _, peak in _rank_bytes(strategy, price_cache))
+    return all(
+        peak <= min(limit_bytes, prices_at(strategy.layout, rank, price_cache).most_bytes)
+        for rank, peak in _rank_bytes(strategy, price_cache)
+    )
 
 
 def _busiest_s(strategy: Strategy, price_cache: LayerPriceCache) -> float:

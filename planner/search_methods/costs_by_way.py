@@ -77,18 +77,16 @@ class LayoutCosts:
         return RankBytes(block, once - few * block)
 
     def limit_bytes(self, rank: int) -> float:
-        """Memory limit of a device of a rank, which is larger on a pool with larger devices."""
-        return self.space.limit_bytes + self._beyond_bytes(rank)
-
-    def _beyond_bytes(self, rank: int) -> float:
-        return prices_at(self.layout, rank, self.space.price_cache).beyond_bytes
+        """Memory limit of a device of a rank, on pools that of its own."""
+        prices = prices_at(self.layout, rank, self.space.price_cache)
+        return min(self.space.limit_bytes, prices.most_bytes)
 
     def _bytes_of(self, rank: int, count: int, way: int, ends: tuple[int, int]) -> float:
         none = one_way(0, 0, len(self.ways))
         counts = one_way(count, way, len(self.ways))
         ranks = tuple(counts if each == rank else none for each in range(self.layout.mesh.pp))
         strategy = self.space.strategy(Point(self.layout, ends, ranks))
-        return rank_bytes(strategy, rank, self.space.price_cache) + self._beyond_bytes(rank)
+        return rank_bytes(strategy, rank, self.space.price_cache)
 
     @cached_property
     def least_s(self) -> float:

@@ -20,7 +20,6 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.baselines.uniform_strategies import layer_choice
-from parplan.planner.infeasible.shortfall import limit_bytes
 from parplan.planner.request import ZERO_STAGES, Request
 from parplan.planner.search.price_factory import described_factory
 from parplan.planner.search.search_session import DescribedPrices
@@ -99,7 +98,7 @@ class MethodSpace:
         assert isinstance(prices, DescribedPrices), "the blocks are alike"
         self.layouts, self.price_cache = prices.space.layouts, prices.price_cache
         self.time_bound = prices.time_bound
-        self.limit_bytes = limit_bytes(request.cluster, request.training.stack, request.options)
+        self.limit_bytes = prices.limit_bytes(request.options)
         pins = self.request.constraints.resolved(request.training.stack)
         self._levels = pins.recompute or tuple(Recompute)
         self._zeros = pins.zero or ZERO_STAGES

@@ -170,7 +170,8 @@ def layout_features(layouts: Sequence[ParallelLayout]) -> Array:
 def policy_gradient(ledger: Ledger, draw: Random) -> None:
     """Learns a policy by batches of points, and starts again where it finds nothing better."""
     while True:
-        policy, since, best_s = Policy(ledger.space, draw), 0, inf
+        policy = Policy(ledger.space, draw)
+        since, best_s = 0, inf
         while since < PATIENCE:
             drawn = [policy.point() for _ in range(BATCH)]
             steps_s = np.array([ledger.point_s(point) for point, _ in drawn])
