@@ -16,6 +16,9 @@ def illegal_over_data(layout: ParallelLayout, model: ModelSpec) -> str | None:
         return "experts are divided over data-parallel ranks by expert parallelism"
     if layout.mesh.cp > 1:
         return "context-parallel ranks hold the same weights as data-parallel ranks"
+    sizes = [size for name, size in model.tensor_parallel_sizes if size and name != "vocabulary"]
+    if all(size % layout.mesh.dp for size in sizes):
+        return f"dp {layout.mesh.dp} divides no heads and no width of the model's weights"
     if layout.mesh.tp_rows > 1:
         return "the rows of a grid of tensor-parallel ranks divide the batch already"
     if layout.tp_overlap:

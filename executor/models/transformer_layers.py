@@ -2,12 +2,12 @@
 
 Every operator of `parplan.profiles.models.transformer` is a submodule with the same name and the
 same parameters, which a layer runs in the order of its graph. The operators of a mixture of experts
-are one module. A part of a model is one row of a table here, from an operator to its module.
+are one module. `operator_modules` has the module of every other operator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,25 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from parplan.executor.context.context_attention import Context
-from parplan.executor.models.adapters import SUM, A, AdapterSum, cast_parameters, freeze
-from parplan.executor.models.attention_modules import (
-    AttentionGate,
-    CrossAttention,
-    LatentRotary,
-    QueryKeyNorm,
-    Rotary,
-    SelfAttention,
-)
-from parplan.executor.models.delta_rule_modules import (
-    DeltaNorm,
-    DeltaScan,
-    DeltaSteps,
-    delta_rule_convolution,
-)
-from parplan.executor.models.eight_bits import EightBitLinear
+from parplan.executor.models.adapters import SUM, A, cast_parameters, freeze
 from parplan.executor.models.expert_exchange import ETP, ExpertRanks
 from parplan.executor.models.initial_values import init, init_experts, materialize
-from parplan.executor.models.loss import TOKEN_DIMS, Loss
+from parplan.executor.models.loss import TOKEN_DIMS
 from parplan.executor.models.mixture_of_experts import (
     Experts,
     Grouped,
@@ -42,38 +27,12 @@ from parplan.executor.models.mixture_of_experts import (
     grouped_of,
     mark_biases,
 )
-from parplan.executor.models.operators import (
-    Activation,
-    Gated,
-    Joined,
-    LayerNorm,
-    LearnedPositions,
-    Linear,
-    PartlyBiased,
-    Residual,
-    RMSNorm,
-    SharedTokens,
-    SoftCap,
-    Sum,
-    Tokens,
-)
-from parplan.executor.models.state_space_modules import (
-    GatedNorm,
-    Scan,
-    StepSizes,
-    state_space_convolution,
-)
-from parplan.executor.models.tower_modules import (
-    HEARD,
-    Heard,
-    ImageTokens,
-    JoinedPatches,
-    PatchRotary,
-    PatchTables,
-    ProjectorActivation,
-)
+from parplan.executor.models.operator_modules import Blueprint, linear_of, module_of
+from parplan.executor.models.operators import Activation, SharedTokens
+from parplan.executor.models.state_space_modules import Scan
+from parplan.executor.models.tower_modules import PatchTables
 from parplan.executor.tensors import DTYPES, local
-from parplan.profiles.models.blocks import BlockRun, Mixer
+from parplan.profiles.models.blocks import BlockRun
 from parplan.profiles.models.operator_graph import (
     ADAPTER_RANK,
     LayerClass,
@@ -86,126 +45,10 @@ from parplan.profiles.models.parts.cross_attention import ATTENDED
 from parplan.profiles.models.parts.multi_token import MODULE
 from parplan.profiles.models.parts.tower import as_model
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
-from parplan.profiles.models.towers import Tower
 from parplan.profiles.models.transformer import all_block_kinds, build_graph, last_kind
 
 READS_PLACES = ("attention", "positions", "image_tokens")  # modules that read places of tokens
 MIXTURE = "mixture"  # the module of the operators of a mixture of experts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Blueprint:
-    """The description of one operator's module.
-
-    model   of which the layer has a block: that of a tower in a layer of one
-    tower   in a layer of one, None in all others
-    """
-
-    operator: Operator
-    model: ModelSpec
-    training: TrainingSpec
-    block: BlockRun
-    tower: Tower | None = None
-
-
-def _linear(operator: Operator, head_dim: int = 1) -> nn.Module:
-    weight, *bias = operator.parameters
-    features, contracted = weight.shape
-    if bias and bias[0].shape[0] < features:
-        return PartlyBiased(contracted, features, bias[0].shape[0], head_dim)
-    kind = EightBitLinear if weight.quantised else Linear
-    return kind(contracted, features, bias=bool(bias))
-
-
-def _norm(of: Blueprint) -> nn.Module:
-    kind = LayerNorm if len(of.operator.parameters) > 1 else RMSNorm  # with a bias
-    return kind(of.operator.outputs[0].dims[-1].size, eps=of.model.norm_epsilon)
-
-
-def _tokens(of: Blueprint) -> nn.Module:
-    return Tokens(of.model.padded_vocab_size, of.model.hidden_size)
-
-
-def _rotary(of: Blueprint) -> nn.Module:
-    if of.model.latent is not None:
-        return LatentRotary(of.model, of.block)
-    return Rotary(of.model, of.block, of.operator)
-
-
-def _attention(of: Blueprint) -> nn.Module:
-    work = of.operator.attention
-    longest = work.in_documents.longest if work is not None and work.in_documents else 0
-    causal = of.tower is None
-    return SelfAttention(of.model, of.training.attention, of.block, longest, causal=causal)
-
-
-_BY_KIND: dict[OperatorKind, Callable[[Blueprint], nn.Module]] = {
-    OperatorKind.MATMUL: lambda of: _linear(of.operator, of.model.head_dim),
-    OperatorKind.NORM: _norm,
-    OperatorKind.EMBEDDING: _tokens,
-    OperatorKind.ATTENTION: _attention,
-    OperatorKind.CROSS_ENTROPY: lambda of: Loss(skips=of.model.image_tokens > 0),
-}
-_BY_NAME: dict[str, Callable[[Blueprint], nn.Module]] = {
-    "positions": lambda of: LearnedPositions(of.model),
-    "rotary": _rotary,
-    "qk_norm": lambda of: QueryKeyNorm(of.model, of.operator),
-    "activation": lambda of: Activation(of.model),
-    "shared_activation": lambda of: Activation(of.model),
-    "residual1": lambda of: Residual(of.model),
-    "residual2": lambda of: Residual(of.model),
-    "shared_gated": lambda _: Gated(),
-    "expert_sum": lambda _: Sum(),
-    "cross_attention": lambda of: CrossAttention(of.model, of.training.attention),
-    "cross_residual": lambda of: Residual(of.model),
-    "attention_gate": lambda of: AttentionGate(of.model),
-    "joined": lambda _: Joined(),
-    "logit_cap": lambda of: SoftCap(of.model.logit_soft_cap),
-}
-_OF_TOWER: dict[str, Callable[[ModelSpec, Tower], nn.Module]] = {
-    "rotary": PatchRotary,
-    "positions": lambda _, tower: PatchTables(tower),
-    "joined": lambda _, tower: JoinedPatches(tower),
-    "frames_activation": lambda _, tower: ProjectorActivation(tower.functions.projector_activation),
-    "patches_activation": lambda _, tower: ProjectorActivation(
-        tower.functions.projector_activation
-    ),
-    "image_tokens": lambda _, tower: ImageTokens(tower),
-}
-
-
-_BY_MIXER: dict[Mixer, dict[str, Callable[[ModelSpec], nn.Module]]] = {
-    Mixer.STATE_SPACE: {
-        "conv": state_space_convolution,
-        "steps": StepSizes,
-        "scan": Scan,
-        "gated_norm": GatedNorm,
-    },
-    Mixer.DELTA_RULE: {
-        "conv": delta_rule_convolution,
-        "steps": DeltaSteps,
-        "scan": DeltaScan,
-        "gated_norm": DeltaNorm,
-    },
-}
-
-
-def module_of(of: Blueprint) -> nn.Module:
-    """Returns the module of an operator outside of a mixture of experts. Raises KeyError."""
-    operator = of.operator
-    if of.tower is not None and operator.name in _OF_TOWER:
-        return _OF_TOWER[operator.name](of.model, of.tower)
-    if of.tower is not None and of.tower.frame_features and operator.name in HEARD:
-        return Heard(operator, step=HEARD[operator.name])
-    if of.tower is not None and operator.name.startswith("projection") and not operator.parameters:
-        return ProjectorActivation(of.tower.functions.projector_activation)
-    if of.tower is None and operator.name in (of_mixer := _BY_MIXER.get(of.block.mixer, {})):
-        return of_mixer[operator.name](of.model)
-    if operator.name in _BY_NAME:
-        return _BY_NAME[operator.name](of)
-    if operator.name.endswith(SUM):
-        return AdapterSum()
-    return _BY_KIND[operator.kind](of)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,7 +150,7 @@ def _calls(layer: LayerClass) -> tuple[Step, ...]:
 def _mixture(
     operators: tuple[Operator, ...], model: ModelSpec, ranks: ExpertRanks | None
 ) -> nn.Module:
-    router = next(_linear(each) for each in operators if each.kind is OperatorKind.MATMUL)
+    router = next(linear_of(each) for each in operators if each.kind is OperatorKind.MATMUL)
     held = range(model.num_experts) if ranks is None else ranks.held(model.num_experts)
     parts = 1 if ranks is None else ranks.degree(ETP)
     adapters = {

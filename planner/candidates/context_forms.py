@@ -1,7 +1,8 @@
 """The forms of context parallelism that are worth a search.
 
 Layouts that differ in the form alone have the same kernels and hold the same bytes, so one whose
-attention waits no longer than another's, forward and backward, is never worse.
+attention waits no longer than another's, forward and backward, is never worse. How long it waits
+does not depend on the ranks of experts.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 
-from parplan.costmodels.operators.sharding import Sharding
+from parplan.costmodels.operators.sharding import Sharding, without_experts
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.enumeration import CandidateSpace, layout_text
@@ -33,7 +34,8 @@ def without_beaten_forms(
     forms: dict[tuple[int, Sharding], dict[Sharding, None]] = {}
     for layout in space.layouts:
         if layout.mesh.cp > 1:
-            forms.setdefault(_besides_form(layout), {})[layout.sharding] = None
+            sharding = without_experts(layout.sharding)
+            forms.setdefault((layout.micro_batch_size, _ring(sharding)), {})[sharding] = None
     beaten: dict[tuple[int, Sharding], ContextForm | None] = {}
     for (micro_batch_size, _), shardings in forms.items():
         deadline.check()
@@ -46,18 +48,13 @@ def without_beaten_forms(
     kept: list[ParallelLayout] = []
     lost = PrunedFamilies()
     for layout in space.layouts:
-        way = layout.micro_batch_size, layout.sharding
+        way = layout.micro_batch_size, without_experts(layout.sharding)
         if way in beaten:
             reason = f"attention waits less in the form {beaten[way]}"
             lost.add(reason, partial(layout_text, layout))
         else:
             kept.append(layout)
     return CandidateSpace(tuple(kept), (*space.pruned, *lost))
-
-
-def _besides_form(layout: ParallelLayout) -> tuple[int, Sharding]:
-    """Returns all but the form that the passes of a layout's blocks depend on."""
-    return layout.micro_batch_size, _ring(layout.sharding)
 
 
 @lru_cache(maxsize=1024)

@@ -49,6 +49,7 @@ from parplan.profiles.models.model_catalog import load_model, model_names
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import TrainingSpec
 
+_OVER_POOLS = "run it with parplan.executor, or export the plan files of --pools data"
 _FULLY = 3  # the ZeRO stage that divides parameters too
 _Tried = tuple[Settings, Strategy, PriceCache]
 
@@ -99,7 +100,7 @@ def nearest(plan: Plan, own: Priced, target: Target) -> tuple[Sheet, Priced]:
     own    the plan at the prices of today
     Raises ConfigError for a plan that the launcher cannot run in any form.
     """
-    require_equal(plan.cluster, f"the export to {target.name}")
+    require_equal(plan.cluster, f"the export to {target.name}", hint=_OVER_POOLS)
     require_plain(plan.model, plan.training, target)
     _require_equal_shares(plan, target)
     training = training_on(target, plan.training)

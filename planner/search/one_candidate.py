@@ -25,7 +25,8 @@ from parplan.planner.stage_columns.stage_prices import tied_ends
 from parplan.profiles.errors import SolverError
 
 SOLVED_TO = 1e-7  # the solver's relative tolerance on an optimum
-# columns in reach of an optimum; a program with more has many equal choices and takes minutes
+# columns, or their places, in reach of an optimum; a program with more has many equal choices and
+# takes minutes
 MOST_IN_REACH = 150
 Options = Sequence[Sequence[StageColumn]]
 
@@ -97,7 +98,7 @@ def fastest_choice(
             if known is None:
                 return None
             options = on_paths(layout, options, share, known.step_s).options
-            if sum(map(len, options)) > MOST_IN_REACH:
+            if sum(len(c.layers[0]) for columns in options for c in columns) > MOST_IN_REACH:
                 return known
     if separable(layout, options):
         return fastest_apart(layout, options, tied=tied, share=share)

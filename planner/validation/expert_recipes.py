@@ -70,6 +70,11 @@ _GRAPHS: tuple[tuple[str, _Facts], ...] = (
     (r"nemotron.3.nano.*h100", {}),  # of mixers alone
     (r"nemotron.3", _ROUTERS),
 )
+# words in the notes of any row, and their facts
+_NOTED: tuple[tuple[str, _Facts], ...] = (
+    (r"\bdispatcher=deepep\b", _ONCE),
+    (r"\bcuda_graphs=layers\b", _WHOLE_LAYERS),
+)
 # Rows that recompute nothing, or norms, activations and up-projections alone, whose time is left
 # out. Kimi K2 and DeepSeek-V3 on H100 recompute the dense network and shared experts as well.
 _NOTHING_RECOMPUTED = re.compile(
@@ -78,11 +83,13 @@ _NOTHING_RECOMPUTED = re.compile(
 
 
 def with_recipe(row: Row, stack: Stack) -> Stack:
-    """Returns the stack with the facts of the row's recipe."""
+    """Returns the stack with the facts of the row's recipe and of its notes."""
     key = f"{row['id']} {row['dtype']}".lower()
     facts: dict[str, Any] = {}
     for table in (_EXCHANGES, _GRAPHS):
         facts |= next((found for pattern, found in table if re.search(pattern, key)), {})
+    for pattern, noted in _NOTED:
+        facts |= noted if re.search(pattern, row["notes"]) else {}
     return replace(stack, **facts)
 
 

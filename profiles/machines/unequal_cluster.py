@@ -11,6 +11,7 @@ from parplan.profiles.errors import ConfigError, unknown_name_error
 from parplan.profiles.machines.hardware import Cluster, Device, Link
 
 _FORBID = {"extra": "forbid"}
+ONE_POOL = "describe one pool in a cluster file of its own"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,13 +152,13 @@ class UnequalCluster(Cluster):
         )
 
 
-def require_equal(cluster: Cluster, what: str) -> None:
+def require_equal(cluster: Cluster, what: str, hint: str = ONE_POOL) -> None:
     """Raises ConfigError for a cluster of unequal pools where `what` needs equal nodes."""
     if cluster.pool_names:
         raise ConfigError(
             f"{what} needs equal nodes, cluster {cluster.name} has the pools "
             f"{', '.join(cluster.pool_names)}",
-            hint="describe one pool in a cluster file of its own",
+            hint=hint,
         )
 
 

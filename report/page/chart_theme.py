@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from parplan.report.shared_colours import SERIES
+
 if TYPE_CHECKING:
     import altair
 
-COLOURS = tuple(f"var(--c{number})" for number in range(1, 9))  # page.css has both themes
+COLOURS = tuple(f"var(--c{number})" for number in range(1, 1 + len(SERIES)))
 INK = "var(--ink)"
 MUTED = "var(--muted)"
 GRID = "var(--line)"

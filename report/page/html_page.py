@@ -64,6 +64,7 @@ from parplan.report.plans.notes import notes
 from parplan.report.plans.plan_header import header
 from parplan.report.plans.step_lines import REDUNDANT
 from parplan.report.searches.comparison_tables import comparison_notes, meaning, verdicts
+from parplan.report.shared_colours import css_variables
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -108,7 +109,7 @@ def _rendered(plans: Sequence[ReportedPlan], library: str) -> str:
             front_marks=front_marks(plans),
             kinds=KIND_TEXTS,
             charts=charts,
-            style=_text(_STYLE),
+            style=f"{css_variables()}\n{_text(_STYLE)}",
             script=_text(_SCRIPT),
             library=library,
         )

@@ -10,6 +10,7 @@ from parplan.planner.plan.chunk_levels import CLASSES, ChunkLevel
 from parplan.planner.plan.traced_plan import AnyPlan, model_name
 from parplan.profiles.units import format_number, gib
 from parplan.report.plots.scatter_plot import save
+from parplan.report.shared_colours import LIMIT, SERIES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,8 +22,7 @@ _LABELS = {
     "gathered": "gathered groups",
     "pool": "parameter chunks of blocks on the host",
 }
-_COLOURS = {"always": "#0072B2", "other": "#BBBBBB", "gathered": "#E69F00", "pool": "#009E73"}
-_LIMIT_COLOUR = "#D55E00"
+_COLOURS = {"always": SERIES[0], "other": "#BBBBBB", "gathered": SERIES[1], "pool": SERIES[2]}
 
 
 def draw_levels(
@@ -57,7 +57,7 @@ def _draw_bytes(axes: Axes, levels: Sequence[ChunkLevel], budget_bytes: int) -> 
         floor = top
     axes.axhline(
         gib(budget_bytes),
-        color=_LIMIT_COLOUR,
+        color=LIMIT,
         linewidth=1.2,
         label=f"budget, {format_number(gib(budget_bytes), 4)} GiB",
     )

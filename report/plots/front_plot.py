@@ -12,6 +12,7 @@ from parplan.planner.search.pareto import ParetoFront, ParetoPoint
 from parplan.profiles.units import counted, format_number
 from parplan.report.names import FASTEST, search_text
 from parplan.report.plots.scatter_plot import save
+from parplan.report.shared_colours import LIMIT
 from parplan.report.text import gib_text, seconds_text
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ _LAST_COLOUR = 0.92  # share of the colour map in use: its palest end is lost on
 # scale separates the rest.
 FAR = 2.5
 _ROOM = 1.04  # factor that the axis of memory leaves beyond the device
-_LIMIT_COLOUR = "#D55E00"
 _REDUNDANT = "redundant memory over all GPUs, GiB"
 _TICKS = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
 
@@ -173,7 +173,7 @@ def _draw_limits(axes: Axes, front: ParetoFront) -> None:
     capacity = _capacity_gib(front)
     axes.axvline(
         front.usable_gib,
-        color=_LIMIT_COLOUR,
+        color=LIMIT,
         linewidth=1,
         linestyle="--",
         zorder=1,
@@ -181,7 +181,7 @@ def _draw_limits(axes: Axes, front: ParetoFront) -> None:
     )
     axes.axvline(
         capacity,
-        color=_LIMIT_COLOUR,
+        color=LIMIT,
         linewidth=1.4,
         zorder=1,
         label=f"the GPU has {capacity:.1f} GiB",

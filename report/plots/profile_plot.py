@@ -23,7 +23,8 @@ from parplan.profiles.models.spec import Precision
 from parplan.profiles.units import GB, TERA, US_PER_S, format_bytes, format_number
 from parplan.report.machines.profile_series import CurveSeries, chip_of, product_of, series_of
 from parplan.report.machines.profile_tables import collectives_of, placement_text
-from parplan.report.plots.scatter_plot import COLOURS, MARKERS, save
+from parplan.report.plots.scatter_plot import MARKERS, save
+from parplan.report.shared_colours import SERIES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -127,7 +128,7 @@ def _fitted_points(
     """Returns a drawer of measured points (filled), fitted points (rings) and `line`."""
 
     def draw(axes: Axes) -> None:
-        for each, colour, marker in zip(series, COLOURS, MARKERS, strict=False):
+        for each, colour, marker in zip(series, SERIES, MARKERS, strict=False):
             work = [point.work for point in each.points]
             measured = [point.rate / each.scale for point in each.points]
             fitted = [point.fitted_rate / each.scale for point in each.points]
@@ -154,7 +155,7 @@ def _fitted_points(
         if line:
             axes.plot(
                 *line,
-                color=COLOURS[0],
+                color=SERIES[0],
                 linewidth=0.9,
                 alpha=0.7,
                 zorder=0,
@@ -181,7 +182,7 @@ def _streams(series: Sequence[CurveSeries], chip: Chip) -> Callable[[Axes], None
         operations = list(dict.fromkeys(each.name.partition(".")[0] for each in series))
         for each in series:
             place = operations.index(each.name.partition(".")[0])
-            colour = COLOURS[place % len(COLOURS)]
+            colour = SERIES[place % len(SERIES)]
             marker = MARKERS[place % len(MARKERS)]
             backward = each.name.endswith("backward")
             axes.plot(
@@ -258,7 +259,7 @@ def _placements(curves: Sequence[CollectiveCurve]) -> Callable[[Axes], None]:
             axes.plot(
                 curve.bytes,
                 rates,
-                color=COLOURS[index % len(COLOURS)],
+                color=SERIES[index % len(SERIES)],
                 marker=MARKERS[index % len(MARKERS)],
                 markersize=4,
                 linewidth=1.1,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from parplan.planner.validation.priced_rows import PricedRow
 from parplan.profiles.documents.files import require_writable, write_result
 from parplan.profiles.errors import ConfigError
+from parplan.report.shared_colours import SERIES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,16 +21,6 @@ if TYPE_CHECKING:
 FORMATS = (".png", ".svg", ".pdf")
 BAND = 0.1  # share above and below the diagonal
 # most eyes can tell these apart
-COLOURS = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#E69F00",
-    "#56B4E9",
-    "#000000",
-    "#8C564B",
-)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # with 8 colours, 56 sources differ
 _DPI = 150
 _UNDATED: dict[str, dict[str, None]] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
@@ -130,7 +121,7 @@ def _points(rows: Iterable[tuple[str, float | None, float | None]]) -> _Points:
 
 def _looks() -> Iterator[tuple[str, str]]:
     """Yields colours with markers; both change from each pair to the next."""
-    return zip(cycle(COLOURS), cycle(MARKERS), strict=False)
+    return zip(cycle(SERIES), cycle(MARKERS), strict=False)
 
 
 def _draw_panel(axes: Axes, name: str, points: _Points, styles: _Styles) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from parplan.planner.plan.derived import tokens_per_s
 from parplan.planner.plan.plan import Plan
-from parplan.report.plots.scatter_plot import COLOURS, MARKERS, save
+from parplan.report.plots.scatter_plot import MARKERS, save
+from parplan.report.shared_colours import SERIES
 
 
 def draw_sweep(plans: Sequence[Plan], path: Path) -> Path | None:
@@ -17,11 +18,11 @@ def draw_sweep(plans: Sequence[Plan], path: Path) -> Path | None:
     Raises ConfigError when the file cannot be written.
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     figure = Figure(figsize=(7.2, 4.8), layout="constrained")
     axes = figure.subplots()
-    styles = zip(cycle(COLOURS), cycle(MARKERS), strict=False)
+    styles = zip(cycle(SERIES), cycle(MARKERS), strict=False)
     for (name, line), (colour, marker) in zip(_lines(plans).items(), styles, strict=False):
         gpus = [plan.cluster.num_gpus for plan in line]
         speeds = [tokens_per_s(plan) for plan in line]
@@ -31,6 +32,7 @@ def draw_sweep(plans: Sequence[Plan], path: Path) -> Path | None:
         axes.plot(gpus, ideal, linestyle=":", linewidth=1, color=colour)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.set_xticks(sorted({plan.cluster.num_gpus for plan in plans}))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))

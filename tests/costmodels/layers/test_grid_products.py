@@ -145,6 +145,12 @@ def test_a_grid_divides_no_weights_over_data_besides():
     assert "divide the batch already" in illegal_over_data(layout_of(2, 2, mesh=mesh), MODEL)
 
 
+def test_data_parallel_ranks_that_divide_no_weight_hold_whole_ones():
+    mesh = Mesh(pp=1, dp=7, tp=1)
+    assert "dp 7 divides no heads" in illegal_over_data(layout_of(1, 1, mesh=mesh), MODEL)
+    assert illegal_over_data(layout_of(1, 1, mesh=replace(mesh, dp=2)), MODEL) is None
+
+
 def test_models_with_experts_and_sizes_that_do_not_divide_have_a_reason():
     experts = load_model("mixtral-8x7b").spec
     assert "dense transformers" in illegal_grid(layout_of(2, 2), experts, TRAINING)

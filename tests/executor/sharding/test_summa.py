@@ -83,6 +83,7 @@ def test_a_product_on_gloo_sends_three_times_the_parts_of_both_matrices_that_a_r
     [
         pytest.param(GPT, 2, 2, (), id="tied", marks=pytest.mark.slow),
         pytest.param(LLAMA, 2, 2, "full", id="recomputed"),
+        pytest.param(GPT, 2, 2, ("qkv", "norm2", "fc1"), id="listed", marks=pytest.mark.slow),
         pytest.param(GPT, 2, 4, (), id="wide", marks=pytest.mark.slow),
         pytest.param(LLAMA, 4, 2, (), id="high", marks=pytest.mark.slow),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from parplan.planner.validation.expert_recipes import recomputes_little, with_recipe
@@ -48,10 +50,17 @@ PAGE = "mbridge-{}-main-pretrain-l1"
     ],
 )
 def test_the_recipe_of_a_release_says_how_tokens_are_exchanged(row_id, dtype, facts):
-    stack = with_recipe({"id": row_id, "dtype": dtype}, NEUTRAL)
+    stack = with_recipe({"id": row_id, "dtype": dtype, "notes": ""}, NEUTRAL)
 
     assert {name: getattr(stack, name) for name in facts} == facts
     assert facts or stack == NEUTRAL
+
+
+def test_a_row_may_note_its_dispatcher_and_its_graphs():
+    row = {"id": "one's own", "dtype": "bf16", "notes": "dispatcher=deepep; cuda_graphs=layers"}
+    stack = with_recipe(row, replace(NEUTRAL, host_operator_s=1.0))
+
+    assert (stack.sends_tokens_once, stack.host_operator_s) == (True, 0.0)
 
 
 def test_recipes_recompute_little_but_for_those_of_h100():

@@ -21,6 +21,7 @@ from parplan.report.page.page_tables import FiguredPlan
 from parplan.report.page.reported_plan import ReportedPlan
 from parplan.report.page.rival_tables import robust_table
 from parplan.report.plan_documents import plan_document
+from parplan.report.shared_colours import css_variables
 from tests.helpers.command_runs import fail, succeed
 from tests.helpers.documented import ROOT
 from tests.helpers.synthetic_runs import estimated
@@ -266,8 +267,7 @@ def test_an_unknown_name_is_an_error_before_any_work(option, tmp_path):
 
 def test_text_has_enough_contrast_in_both_themes():
     """WCAG 2.1, 1.4.3 and 1.4.11: 4.5 for text and 3 for marks, on the page and on its panels."""
-    style = (ROOT / "report/page/page.css").read_text(encoding="utf-8")
-    pairs = re.findall(r"--(\w+): light-dark\(#(\w{6}), #(\w{6})\)", style)
+    pairs = re.findall(r"--(\w+): light-dark\(#(\w{6}), #(\w{6})\)", css_variables())
     for theme in (0, 1):
         colours = {name: both[theme] for name, *both in pairs}
         for name in ("ink", "muted", "link"):
