@@ -1,6 +1,6 @@
 """Search methods side by side: the gap of each to the proven optimum against CPU time.
 
-    python -m benchmarks.search_methods                  # a table, five minutes
+    python -m benchmarks.search_methods                  # a table, six minutes
     python -m benchmarks.search_methods --write          # also the page and the picture
     python -m benchmarks.search_methods --case gpt-2.5b --budget 2
 
@@ -35,10 +35,19 @@ from parplan.report.text import console, print_table, say
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from parplan.planner.request import Request
+
 PAGE = ROOT / "docs" / "design" / "search-methods.md"
 PICTURE = ROOT / "docs" / "images" / "search-methods.png"
 BEGIN, END = "<!-- tables of search_methods.py -->\n", "<!-- end of the tables -->\n"
-DRAWN = ("mcmc", "tree-search", "genetic", "random")  # methods whose seed changes the answer
+UNEQUAL = "unequal"  # cases on pools of two GPUs
+DRAWN = (
+    "mcmc",
+    "tree-search",
+    "genetic",
+    "policy-gradient",
+    "random",
+)  # methods whose seed changes the answer
 REFERENCE = "ours"
 NO_GAP = 0.01  # percent, the least that the picture shows
 PROVEN = ("case", "kind", "GPUs", "step s", "gap to its bound", "CPU s")
@@ -46,12 +55,29 @@ PROVEN = ("case", "kind", "GPUs", "step s", "gap to its bound", "CPU s")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model on a number of GPUs."""
+    """A model on a number of GPUs.
+
+    gpu      the GPU, or the pools of an unequal cluster with their numbers
+    longer   the factor of the budget
+    """
 
     model: str
     kind: str
     gpus: int
     gpu: str
+    longer: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """The name of the case in tables and the picture."""
+        return f"{self.model}, pools" if self.kind == UNEQUAL else self.model
+
+    @property
+    def request(self) -> Request:
+        """The request of the case. Raises ConfigError."""
+        if self.kind == UNEQUAL:
+            return request_of(TargetOptions(model=self.model, gpu=self.gpu), pools=True)
+        return request_of(TargetOptions(model=self.model, gpus=self.gpus, gpu=self.gpu))
 
 
 CASES = (
@@ -61,6 +87,9 @@ CASES = (
     Case("mixtral-8x7b", "experts", 32, "h100-80gb"),
     Case("mixtral-8x22b", "experts", 128, "h100-80gb"),
     Case("qwen3-235b-a22b", "experts", 512, "h100-80gb"),
+    Case("gpt-2.5b", UNEQUAL, 8, "a100-80gb:4+h100-80gb:4", 2.0),
+    Case("gpt-7.5b", UNEQUAL, 32, "a100-80gb:16+h100-80gb:16", 2.0),
+    Case("gpt-20b", UNEQUAL, 64, "a100-80gb:32+h100-80gb:32", 2.0),
 )
 
 
@@ -79,8 +108,7 @@ class MethodResult:
 
 def result_of_run(case: Case, method: str, budget_s: float, seed: int) -> MethodResult:
     """Returns the outcome of one run, in the process that calls it."""
-    request = request_of(TargetOptions(model=case.model, gpus=case.gpus, gpu=case.gpu))
-    run = run_method(method, request, budget_s, seed)
+    run = run_method(method, case.request, case.longer * budget_s, seed)
     return MethodResult(
         case=case,
         method=method,
@@ -133,9 +161,9 @@ def proven_row(results: Sequence[MethodResult], case: Case) -> tuple[str, ...]:
     own = reference(results, case)
     proven = "none" if own.bound_s is None else f"{100 * (1 - own.bound_s / own.step_s):.2f} %"
     return (
-        case.model,
+        case.name,
         case.kind,
-        f"{case.gpus} x {case.gpu}",
+        case.gpu if case.kind == UNEQUAL else f"{case.gpus} x {case.gpu}",
         f"{own.step_s:.3f}",
         proven,
         f"{own.cpu_s:.1f}",
@@ -158,7 +186,7 @@ def write_page(results: Sequence[MethodResult], cases: Sequence[Case], page: Pat
     before, rest = page.read_text(encoding="utf-8").split(BEGIN)
     after = rest.split(END)[1]
     proven = markdown(PROVEN, [proven_row(results, case) for case in cases])
-    gaps = markdown(("method", *(case.model for case in cases)), gap_rows(results, cases))
+    gaps = markdown(("method", *(case.name for case in cases)), gap_rows(results, cases))
     page.write_text(f"{before}{BEGIN}{proven}\n\n{gaps}\n{END}{after}", encoding="utf-8")
 
 
@@ -173,15 +201,16 @@ def draw(
     panels = figure.subplots(-(-len(cases) // columns), columns, squeeze=False).flat
     for axes, case in zip(panels, cases, strict=False):
         for number, method in enumerate(METHODS):
-            _draw_method(axes, number, results, case, method, budget_s)
-        axes.set(xscale="log", yscale="log", xlim=(0.05, budget_s), ylim=(0.008, 200))
-        axes.set_title(f"{case.model}, {case.gpus} GPUs", fontsize=9)
+            _draw_method(axes, number, results, case, method, case.longer * budget_s)
+        ends_s = case.longer * budget_s
+        axes.set(xscale="log", yscale="log", xlim=(0.05, ends_s), ylim=(0.008, 200))
+        axes.set_title(f"{case.name}, {case.gpus} GPUs", fontsize=9)
         axes.set_xlabel("CPU-seconds")
         axes.set_ylabel("gap, % (0.01 is no gap)")
         axes.yaxis.set_major_formatter("{x:g}")
         axes.grid(visible=True, color="0.92")
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=6, fontsize=8)
+    figure.legend(handles, labels, loc="outside lower center", ncols=7, fontsize=8)
     save(figure, path)
 
 
@@ -215,20 +244,20 @@ def _draw_method(
 
 
 @click.command()
-@click.option("--case", "name", type=click.Choice([case.model for case in CASES]))
+@click.option("--case", "name", type=click.Choice([case.name for case in CASES]))
 @click.option("--budget", "budget_s", default=3.0, show_default=True, help="CPU-seconds of a run.")
 @click.option("--seeds", default=1, show_default=True, help="Runs of methods that draw points.")
 @click.option("--write", is_flag=True, help="Replace the tables of the page, draw the picture.")
 def main(name: str | None, budget_s: float, seeds: int, write: bool) -> None:
     """Run every search method on the same space and prices, and print its gaps."""
     errors, out = console(sys.stderr), console(sys.stdout)
-    cases = [case for case in CASES if name in (None, case.model)]
+    cases = [case for case in CASES if name in (None, case.name)]
     results: list[MethodResult] = []
     for result in all_results(cases, budget_s, seeds):
         results.append(result)
-        say(errors, f"{result.case.model}  {result.method}  {result.step_s:.4f} s")
+        say(errors, f"{result.case.name}  {result.method}  {result.step_s:.4f} s")
     print_table(out, PROVEN, [proven_row(results, case) for case in cases], left=("case", "kind"))
-    heading = ("method", *(case.model for case in cases))
+    heading = ("method", *(case.name for case in cases))
     print_table(out, heading, gap_rows(results, cases), left=("method",))
     if write:
         write_page(results, cases, PAGE)

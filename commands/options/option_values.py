@@ -32,6 +32,7 @@ SEARCH_METHODS = (
     "mcmc",
     "tree-search",
     "genetic",
+    "policy-gradient",
     "random",
     "greedy",
     "exhaustive",

@@ -145,9 +145,9 @@ method_options = together(
         "--search",
         "method",
         type=click.Choice(SEARCH_METHODS),
-        help="Search method, one of twelve on one price. All but ours choose among whole recompute "
-        "levels and ZeRO stages of equal blocks, prove nothing, and stop after --time-limit "
-        "CPU-seconds. [default: ours]",
+        help="Search method, one of thirteen on one price. All but ours choose among whole "
+        "recompute levels and ZeRO stages of equal blocks, prove nothing, and stop after "
+        "--time-limit CPU-seconds. [default: ours]",
     ),
     option(
         SEARCH,

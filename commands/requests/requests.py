@@ -327,6 +327,7 @@ def require_method(flags: SearchFlags, *, described: bool) -> None:
         "--prefer": flags.prefer is not None,
         "--robust": flags.robust is not None,
         "--explain": flags.explain,
+        "--pools data": flags.pools == "data",
         f"--objective {flags.objective}": flags.objective != Objective.THROUGHPUT,
         "a traced module": not described,
     }

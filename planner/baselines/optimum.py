@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import chain
 
+from parplan.costmodels.joined_pools import passes_join, prices_at
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.memory.rank_memory import rank_memory
 from parplan.costmodels.schedules.simulator import least_step_s
@@ -48,20 +49,26 @@ def _rank_bytes(strategy: Strategy, price_cache: LayerPriceCache) -> Iterator[tu
     Of neighbours with the same layers only the first counts, because a later one holds no more
     micro-batches.
     """
-    for rank in range(strategy.layout.mesh.pp):
-        if rank == 0 or strategy.chunks(rank) != strategy.chunks(rank - 1):
+    layout = strategy.layout
+    for rank in range(layout.mesh.pp):
+        alike = rank > 0 and strategy.chunks(rank) == strategy.chunks(rank - 1)
+        if not alike or passes_join(layout, rank - 1, rank):
             yield rank, rank_bytes(strategy, rank, price_cache)
 
 
 def rank_bytes(strategy: Strategy, rank: int, price_cache: LayerPriceCache) -> float:
     """Peak bytes of one rank; strategies of many systems share their ranks."""
     key = "rank bytes", strategy.layout, rank, strategy.chunks(rank)
-    return price_cache.once(key, lambda: rank_memory(strategy, rank, price_cache).total)
+    prices = prices_at(strategy.layout, rank, price_cache)
+    return prices.once(key, lambda: rank_memory(strategy, rank, prices).total)
 
 
 def fits(strategy: Strategy, price_cache: LayerPriceCache, limit_bytes: float) -> bool:
     """Returns whether every device stays within `limit_bytes`."""
-    return all(peak <= limit_bytes for _, peak in _rank_bytes(strategy, price_cache))
+    return all(
+        peak <= min(limit_bytes, prices_at(strategy.layout, rank, price_cache).most_bytes)
+        for rank, peak in _rank_bytes(strategy, price_cache)
+    )
 
 
 def _busiest_s(strategy: Strategy, price_cache: LayerPriceCache) -> float:

@@ -64,6 +64,7 @@ def slowest_ranks(point: Point, costs: LayoutCosts) -> list[int]:
     """Returns the ranks of a point, the slowest first."""
     ranks = range(len(point.ranks))
     cost_s = [
-        float(costs.block_s @ point.ranks[rank]) + costs.ends_s(rank, point.ends) for rank in ranks
+        float(costs.block_s(rank) @ point.ranks[rank]) + costs.ends_s(rank, point.ends)
+        for rank in ranks
     ]
     return sorted(ranks, key=lambda rank: -cost_s[rank])

@@ -9,7 +9,7 @@ c_r is the cost of rank r so far. Both terms hold for every way to go on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -51,25 +51,27 @@ class Tree:
             return
         self.ledger.check()
         fixed_s = self.costs.ends_s(rank, self.ends)
-        held = self.costs.rank_bytes(rank, self.ends)
+        held, block_s = self.costs.rank_bytes(rank, self.ends), self.costs.block_s(rank)
+        order = [int(way) for way in np.argsort(block_s)]
+        later_s = self.costs.least_block_s(rank + 1)
         others = layout.mesh.pp - rank - 1
         numbers = block_counts(rank, layout, self.costs.space.num_blocks)
         equal = left / (others + 1)
         for number in sorted(numbers, key=lambda number: abs(number - equal)):
             if others <= left - number if others else left == number:
-                for counts in self._fitting(number, held):
-                    cost_s = fixed_s + float(self.costs.block_s @ counts)
+                for counts in self._fitting(number, held, order, self.costs.limit_bytes(rank)):
+                    cost_s = fixed_s + float(block_s @ counts)
                     slowest = max(slowest_s, cost_s)
-                    least_s = sum_s + cost_s + (left - number) * float(self.costs.block_s.min())
+                    least_s = sum_s + cost_s + (left - number) * later_s
                     if max(slowest, least_s / layout.mesh.pp) < self.ledger.step_s:
                         yield from self.filled(
                             (*ranks, counts), left - number, slowest, sum_s + cost_s
                         )
 
-    def _fitting(self, number: int, held: RankBytes) -> Iterator[Counts]:
-        """Yields the ways to run blocks of a rank that fit, those with the fastest ways first."""
-        order = np.argsort(self.costs.block_s)
-        limit = self.costs.space.limit_bytes
+    def _fitting(
+        self, number: int, held: RankBytes, order: Sequence[int], limit: float
+    ) -> Iterator[Counts]:
+        """Yields the ways to run blocks of a rank that fit, in the order of ways."""
         counts = [0] * len(order)
 
         def go(depth: int, left: int, used: float, beside: float) -> Iterator[Counts]:
@@ -77,10 +79,10 @@ class Tree:
             if left == 0:
                 yield tuple(counts)
                 return
-            rest = order[depth:]
-            if not len(rest) or used + beside + left * held.block[rest].min() > limit:
+            rest = list(order[depth:])
+            if not rest or used + beside + left * held.block[rest].min() > limit:
                 return
-            way = int(order[depth])
+            way = order[depth]
             for count in range(left, -1, -1):
                 bytes_of = used + count * float(held.block[way])
                 most = max(beside, float(held.beside[way])) if count else beside

@@ -57,16 +57,17 @@ def by_stages(ledger: Ledger, divide: Divide) -> None:
     for costs in promising(ledger):
         for room in TIGHTER:
             ledger.check()
-            points = best_points(costs, room * ledger.space.limit_bytes, ledger, divide)
+            points = best_points(costs, room, ledger, divide)
             steps_s = [ledger.point_s(point) for point in points]
             if not steps_s or min(steps_s) < inf:
                 break
 
 
-def best_points(
-    costs: LayoutCosts, room_bytes: float, ledger: Ledger, divide: Divide
-) -> list[Point]:
-    """Returns the best point of a layout, of tied ends one for whole and one for sharded ends."""
+def best_points(costs: LayoutCosts, room: float, ledger: Ledger, divide: Divide) -> list[Point]:
+    """Returns the best point of a layout, of tied ends one for whole and one for sharded ends.
+
+    room    share of the memory of every device
+    """
     space, layout = costs.space, costs.layout
     groups: dict[bool, list[Ends]] = {}
     for ends in space.ends(layout):
@@ -77,7 +78,7 @@ def best_points(
         tables: list[RankTable] = []
         for rank in range(layout.mesh.pp):
             ledger.check()
-            tables.append(rank_choices(costs, rank, group, room_bytes))
+            tables.append(rank_choices(costs, rank, group, room * costs.limit_bytes(rank)))
         chosen = divide(tables, space.num_blocks)
         if chosen:
             first, last = chosen[0].ends[0], chosen[-1].ends[1]
@@ -92,13 +93,14 @@ def rank_choices(costs: LayoutCosts, rank: int, group: list[Ends], room_bytes: f
     layout, best = costs.layout, dict[int, RankChoice]()
     first, last = rank == 0, rank == layout.mesh.pp - 1
     numbers = tuple(block_counts(rank, layout, costs.space.num_blocks))
+    block_s = costs.block_s(rank)
     own_ends = {(e if first else None, h if last else None): (e, h) for e, h in group}
     tables: dict[tuple[int, ...], BlockTable] = {}
     for own, ends in own_ends.items():
         fixed_s, held = costs.ends_s(rank, ends), costs.rank_bytes(rank, ends)
-        for ways, beside in allowed_ways(costs.block_s, held):
+        for ways, beside in allowed_ways(block_s, held):
             if ways not in tables:
-                tables[ways] = BlockTable(costs.block_s, held.block, ways, room_bytes, max(numbers))
+                tables[ways] = BlockTable(block_s, held.block, ways, room_bytes, max(numbers))
             table, room = tables[ways], int(STEPS * (1 - beside / room_bytes))
             for number in numbers if room > 0 else ():
                 cost_s = fixed_s + float(table.cost_s[number, room])

@@ -61,7 +61,7 @@ def build(costs: LayoutCosts, ends: tuple[int, int]) -> FlatProgram:
     for rank in range(layout.mesh.pp):
         row = [program.integer(f"n_{rank}_{way}", num_blocks) for way in range(len(costs.ways))]
         flat.numbers.append(row)
-        priced = [(n, c * US_PER_S) for n, c in zip(row, costs.block_s, strict=True)]
+        priced = [(n, c * US_PER_S) for n, c in zip(row, costs.block_s(rank), strict=True)]
         total += priced
         ends_us = costs.ends_s(rank, ends) * US_PER_S
         program.require(weighted(priced) + ends_us <= slowest, f"C1_{rank}")
@@ -87,5 +87,5 @@ def _within_memory(flat: FlatProgram, rank: int, costs: LayoutCosts, ends: tuple
         program.require(number <= costs.space.num_blocks * used, f"C3_{rank}_{way}")
         program.require(beside >= float(held.beside[way]) / MIB * used, f"C2_{rank}_{way}")
     blocks = zip(flat.numbers[rank], held.block / MIB, strict=True)
-    limit = costs.space.limit_bytes / MIB
+    limit = costs.limit_bytes(rank) / MIB
     program.require(weighted([*blocks, (beside, 1.0)]) <= limit, f"C2_{rank}")

@@ -13,7 +13,6 @@ from parplan.planner.request import Request
 from parplan.planner.search_methods.method_space import MethodSpace
 from parplan.planner.search_methods.methods import run_method
 from parplan.profiles.errors import OutOfTimeError
-from parplan.profiles.machines.unequal_cluster import require_equal
 
 BUDGET_S = 10.0  # CPU-seconds of a method without a time limit
 
@@ -26,7 +25,6 @@ def find_by_method(
     Its record has the method, the bound 0 and the gap 1: nothing is proven. Raises ConfigError for
     a request that the space of the methods lacks, and OutOfTimeError where no plan was found.
     """
-    require_equal(request.cluster, f"--search {method}")
     request = request.until(NEVER)  # the budget is in CPU-seconds
     run = run_method(method, request, budget_s, seed)
     if run.strategy is None:

@@ -2,8 +2,9 @@
 
 A point is a layout with the ZeRO stages of embedding and head, and for each pipeline rank the
 number of its blocks that run in each way: a recompute level and a ZeRO stage. The layout has the
-mesh, 1F1B or interleaved 1F1B, the virtual stages, the micro-batch and sequence parallelism. A
-search of the planner is pinned to the same space by `pinned`.
+mesh, 1F1B or interleaved 1F1B, the virtual stages, the micro-batch and sequence parallelism. On
+unequal nodes it also has the pool of every pipeline rank. A search of the planner is pinned to the
+same space by `pinned`.
 """
 
 from __future__ import annotations
@@ -19,12 +20,11 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.baselines.uniform_strategies import layer_choice
-from parplan.planner.candidates.enumeration import enumerate_candidates, no_candidate_error
-from parplan.planner.infeasible.shortfall import limit_bytes, price_cache_of
 from parplan.planner.request import ZERO_STAGES, Request
+from parplan.planner.search.price_factory import described_factory
+from parplan.planner.search.search_session import DescribedPrices
 from parplan.planner.stage_columns.block_counts import block_counts
 from parplan.planner.stage_columns.dealing import dealt_blocks
-from parplan.planner.stage_columns.mix_table import MixTable
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.transformer import has_unlike_blocks
@@ -94,14 +94,12 @@ class MethodSpace:
                 hint="choose a model whose blocks are alike, for example mixtral-8x7b",
             )
         self.request = pinned(request)
-        space = enumerate_candidates(self.request)
-        if not space.layouts:
-            raise no_candidate_error(space, request.cluster)
-        self.layouts = space.layouts
-        self.price_cache = price_cache_of(self.request)
-        self.limit_bytes = limit_bytes(request.cluster, request.training.stack, request.options)
+        prices = described_factory(self.request).prices(())
+        assert isinstance(prices, DescribedPrices), "the blocks are alike"
+        self.layouts, self.price_cache = prices.space.layouts, prices.price_cache
+        self.time_bound = prices.time_bound
+        self.limit_bytes = prices.limit_bytes(request.options)
         pins = self.request.constraints.resolved(request.training.stack)
-        self.table = MixTable(self.price_cache, pins)
         self._levels = pins.recompute or tuple(Recompute)
         self._zeros = pins.zero or ZERO_STAGES
 

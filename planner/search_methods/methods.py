@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from parplan.costmodels.strategy import Strategy
 from parplan.planner.deadline import Deadline
+from parplan.planner.plan.prediction import Status
 from parplan.planner.request import Request
 from parplan.planner.search.find_plan import find_best
 from parplan.planner.search.price_factory import described_factory
@@ -21,6 +22,7 @@ from parplan.planner.search_methods.flat_program import flat_program
 from parplan.planner.search_methods.halving import recursive_halving
 from parplan.planner.search_methods.ledger import BudgetSpent, Improvement, Ledger, cpu_s
 from parplan.planner.search_methods.method_space import MethodSpace
+from parplan.planner.search_methods.policy import policy_gradient
 from parplan.planner.search_methods.sampling import genetic, mcmc, random_search, tree_search
 from parplan.profiles.errors import ConfigError, OutOfTimeError
 
@@ -34,6 +36,9 @@ def ours(ledger: Ledger, draw: Random) -> None:
         result = find_best(described_factory(ledger.space.request.until(deadline)))
         ledger.enter(result.strategy)
         ledger.bound_s = result.plan.search.bound
+        if result.plan.search.status is Status.OPTIMAL:
+            return
+    raise BudgetSpent
 
 
 METHODS: Mapping[str, Method] = MappingProxyType(
@@ -47,6 +52,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         "mcmc": mcmc,
         "tree-search": tree_search,
         "genetic": genetic,
+        "policy-gradient": policy_gradient,
         "random": random_search,
         "greedy": greedy,
         "exhaustive": exhaustive,

@@ -8,7 +8,7 @@ is excused.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parplan.costmodels.communication.mesh import Mesh, illegal_expert_parallel
 from parplan.costmodels.schedules.schedule import Schedule
@@ -118,6 +118,9 @@ def _meshes(request: PlanningRequest, pins: Constraints) -> Iterator[Mesh]:
                 mesh = Mesh(pp=pp, dp=dp, tp=tp, ep=ep, etp=etp)
                 if not illegal_expert_parallel(mesh, request.model):
                     yield mesh
+                    if request.training.stack.tensor_grid and mesh.ep * mesh.etp == 1:
+                        rows_of_grids = (rows for rows in divisors(tp) if 1 < rows < tp)
+                        yield from (replace(mesh, tp_rows=rows) for rows in rows_of_grids)
 
 
 def _schedules(mesh: Mesh, num_layers: int) -> Iterator[tuple[Schedule, int]]:

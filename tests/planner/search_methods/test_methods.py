@@ -11,6 +11,7 @@ import pytest
 from parplan.commands.options.option_values import SEARCH_METHODS
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.step import price_step
+from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints
 from parplan.planner.search_methods.exhaustive import every_point
 from parplan.planner.search_methods.ledger import Ledger, cpu_s
@@ -19,9 +20,11 @@ from parplan.planner.search_methods.method_space import MethodSpace
 from parplan.planner.search_methods.methods import METHODS, run_method
 from parplan.profiles.errors import ConfigError, OutOfTimeError
 from parplan.profiles.models.model_catalog import load_model
+from parplan.profiles.units import GIB
 from tests.helpers.cases import mostly_slow
 from tests.helpers.instances import peak_bytes, random_instance
 from tests.helpers.planning import request
+from tests.helpers.pools import two_pools
 
 BUDGET_S = 0.5
 NEAR = 1.5  # of the optimum, which any method reaches on so small a space
@@ -62,6 +65,36 @@ def test_exhaustive_search_ends_with_the_proven_optimum(seed):
 
     assert found.ended
     assert found.step_s == pytest.approx(reference.step_s, rel=1e-6)
+
+
+def on_pools(seed: int):
+    instance = two_pools(seed)
+    return request(instance.model, instance.cluster, instance.training)
+
+
+@pytest.mark.parametrize("seed", [3, pytest.param(5, marks=pytest.mark.slow)])
+def test_exhaustive_search_over_pools_ends_with_the_proven_optimum(seed):
+    reference = run_method("ours", on_pools(seed), math.inf)
+
+    found = run_method("exhaustive", on_pools(seed), math.inf)
+
+    assert found.ended
+    assert found.step_s >= reference.bound_s * (1 - 1e-6)
+    assert found.step_s <= reference.step_s * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("name", mostly_slow(METHODS, ["dynamic-program", "policy-gradient"]))
+def test_a_method_finds_a_plan_over_pools(name):
+    asked = on_pools(3)
+    plan = find_by_method(asked, name, BUDGET_S)
+
+    capacity_gib = {
+        pool.name: pool.cluster.device.memory_bytes / GIB for pool in asked.cluster.pools
+    }
+    assert {stage.pool for stage in plan.stages} == set(capacity_gib)
+    for stage, memory in zip(plan.stages, plan.predicted.memory_gib, strict=True):
+        assert memory.total <= capacity_gib[stage.pool]
+    assert reprice(plan).price.step_s == pytest.approx(plan.search.value, rel=1e-4)
 
 
 def test_random_points_and_their_changes_lie_in_the_space():
