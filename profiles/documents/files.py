@@ -6,7 +6,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
@@ -50,21 +50,27 @@ def write_result(result: str | bytes, path: Path, *, hint: str) -> Path | None:
     """Writes a result of a command as `write_text` does; an older file of that name is not lost.
 
     An older file with other bytes is kept beside it, as `plan.yaml.1` beside `plan.yaml`, under the
-    first number that is free or has these bytes. Returns the name that keeps it, None where there
-    was none. Raises ConfigError with `hint`.
+    first number that is free or has these bytes. A failure leaves the old file and nothing beside
+    it. Returns the name that keeps it, None where there was none. Raises ConfigError with `hint`.
     """
     data = result.encode("utf-8") if isinstance(result, str) else result
-    try:
-        kept = _kept_beside(path, data)
-    except OSError as error:
-        raise _unwritable(path, f"the file there cannot be kept: {error.strerror}", hint) from None
-    with open_replacement(path, hint=hint) as file:
-        file.write(data)
+    with ExitStack() as undo:
+        try:
+            kept = _kept_beside(path, data, undo)
+        except OSError as error:
+            reason = f"the file there cannot be kept: {error.strerror}"
+            raise _unwritable(path, reason, hint) from None
+        with open_replacement(path, hint=hint) as file:
+            file.write(data)
+        undo.pop_all()
     return kept
 
 
-def _kept_beside(path: Path, data: bytes) -> Path | None:
-    """Gives the file at `path` a second name unless it has these bytes. Raises OSError."""
+def _kept_beside(path: Path, data: bytes, undo: ExitStack) -> Path | None:
+    """Gives the file at `path` a second name unless it has these bytes. Raises OSError.
+
+    `undo` removes that name if it is new.
+    """
     target = Path(os.path.realpath(path))
     if not target.is_file():
         return None
@@ -76,6 +82,7 @@ def _kept_beside(path: Path, data: bytes) -> Path | None:
         if kept.is_file() and kept.read_bytes() == old:
             break
         if not os.path.lexists(kept):
+            undo.callback(kept.unlink, missing_ok=True)
             shutil.copy2(target, kept)
             break
     return kept if path.is_symlink() else path.with_name(kept.name)

@@ -156,11 +156,8 @@ def test_torchtitan_shards_all_and_divides_experts_over_all_of_cp_and_tp_first()
     _, strategies = spaces("torchtitan", FEW_SEQUENCES)
 
     meshes = {each.layout.mesh for each in strategies}
-    assert {mesh.context_form for mesh in meshes} == {
-        None,
-        ContextForm.RING,
-        ContextForm.ALL_GATHER,
-    }
+    # All-gather waits as long as the ring on these links, and one of two equal forms is searched.
+    assert {mesh.context_form for mesh in meshes} == {None, ContextForm.RING}
     assert {mesh.ep for mesh in meshes} == {1, 2, 4}
     for mesh in meshes:
         assert mesh.ep > 1 or mesh.etp == mesh.tp

@@ -100,6 +100,7 @@ def test_where_dropout_draws_masks_a_block_at_level_3_is_not_recomputed_in_full(
         micro_batch_size=(2,),
         schedule=(Schedule.ONE_F_ONE_B,),
         sequence_parallel=(False,),
+        tp_rows=(1,),
     )
 
     prices = {
