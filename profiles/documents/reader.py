@@ -32,6 +32,7 @@ from parplan.profiles.units import MIB
 
 MAX_BYTES = 64 * MIB
 MAX_DEPTH = 64
+_PARSER_TOO_DEEP = "exceeded maximum nesting depth"  # of libyaml, which may read ahead of MAX_DEPTH
 MAX_VALUES = 2_000_000
 MAX_DIGITS = 18
 SHOWN = 80  # most characters of a text in a message
@@ -144,6 +145,8 @@ def parse_yaml(text: str, where: str, hints: Hints = Hints()) -> Any:
         mark = getattr(error, "problem_mark", None)
         place = f"{where}:{mark.line + 1}" if mark else where
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or error
+        if problem == _PARSER_TOO_DEEP:
+            raise _too_deep(place, hints) from None
         raise ConfigError(f"{place}: not YAML: {problem}", hint=hints.broken) from None
 
 
