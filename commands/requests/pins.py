@@ -154,16 +154,14 @@ def _require_all_gpus(request: Request) -> None:
 
 def _require_mesh(request: Request) -> None:
     """Raises ConfigError where no mesh is left, with the rule that most pinned meshes break."""
-    every = tuple(meshes(request))
-    if any(isinstance(mesh, Mesh) for mesh in every):
-        return
+    broken: Counter[str] = Counter()
+    for mesh in meshes(request):
+        if isinstance(mesh, Mesh):
+            return
+        if not mesh.reason.startswith(OUTSIDE_PINS):
+            broken[mesh.reason] += 1
     pins = request.constraints
     pinned = " ".join(_named(pins, name) for name in _OF_MESHES if getattr(pins, name))
-    broken = Counter(
-        mesh.reason
-        for mesh in every
-        if not isinstance(mesh, Mesh) and not mesh.reason.startswith(OUTSIDE_PINS)
-    )
     if pinned and broken:
         raise ConfigError(
             f"{pinned}: {broken.most_common(1)[0][0]}",

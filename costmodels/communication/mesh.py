@@ -299,7 +299,7 @@ def distinct_orders(
     unit_gpus: number of GPUs of a node, and of a unit of each tier of the network
     """
     if mesh.ep > 1 or mesh.cp > 1:
-        orders = (MeshOrder.PP_DP_TP,)
+        return (mesh,)
     meshes: dict[Hashable, Mesh] = {}
     for order in orders:
         ordered = replace(mesh, order=order)

@@ -6,7 +6,7 @@ Each illegal candidate has its reason.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -271,6 +271,11 @@ def _schedules(
     yield from ((Schedule.INTERLEAVED, v) for v in interleaved)
 
 
+_Way = tuple[Schedule, int, bool]  # schedule, virtual stages, sequence parallelism
+# the legal ways, and by the reason against others the first of them and their number
+_Ways = tuple[tuple[_Way, ...], Mapping[str, tuple[_Way, int]]]
+
+
 class _Enumeration:
     """The layouts of the meshes of a request, with what meshes of equal degrees share."""
 
@@ -288,15 +293,29 @@ class _Enumeration:
             repeats = batch // mesh.dp // size
             if self._beside_gpipe(mesh, repeats):
                 lost.add(BESIDE_GPIPE, partial("{}, gpipe, micro-batch {}".format, mesh, size))
-            for schedule, virtual_stages, against in self._pipelines(mesh, repeats):
-                for sequence_parallel, against_it in sequence:
-                    candidate = partial(
-                        _layout, mesh, schedule, virtual_stages, size, repeats, sequence_parallel
-                    )
-                    if against or against_it:
-                        lost.add(against or against_it, partial(_text, candidate))
+            ways, against = self._ways(mesh, repeats, sequence)
+            for reason, (first, count) in against.items():
+                lost.add(reason, partial(_text, mesh, first, size, repeats), count)
+            for way in ways:
+                yield from _levels(_layout(mesh, way, size, repeats), self.request, lost)
+
+    def _ways(self, mesh: Mesh, repeats: int, sequence: tuple[tuple[bool, str], ...]) -> _Ways:
+        """Returns the ways to run a number of micro-batches, legal ones and lost families."""
+
+        def make() -> _Ways:
+            ways: list[_Way] = []
+            against: dict[str, tuple[_Way, int]] = {}
+            for schedule, virtual_stages, reason in self._pipelines(mesh, repeats):
+                for sequence_parallel, other in sequence:
+                    way = schedule, virtual_stages, sequence_parallel
+                    if reason or other:
+                        first, count = against.get(reason or other, (way, 0))
+                        against[reason or other] = first, count + 1
                     else:
-                        yield from _levels(candidate(), self.request, lost)
+                        ways.append(way)
+            return tuple(ways), against
+
+        return self._once(("ways", mesh.pp, repeats, mesh.replicas == 1, sequence), make)
 
     def _beside_gpipe(self, mesh: Mesh, repeats: int) -> bool:
         """Returns whether 1F1B is tried in place of GPipe."""
@@ -311,7 +330,7 @@ class _Enumeration:
         plain = mesh.tp == 1 or mesh.tp_rows > 1
         for parallel in (False,) if plain else (False, True):
             ban = pins.ban(sequence_parallel=parallel) if mesh.tp > 1 else None
-            layout = _layout(mesh, Schedule.ONE_F_ONE_B, 1, 1, 1, parallel)
+            layout = _layout(mesh, (Schedule.ONE_F_ONE_B, 1, parallel), 1, 1)
             if ban:
                 yield parallel, f"excluded by --forbid {ban}"
             elif mesh.tp > 1 and not allowed(pins.sequence_parallel, parallel):
@@ -319,28 +338,17 @@ class _Enumeration:
             else:
                 yield parallel, illegal_tokens(layout, model, training) or ""
 
-    def _pipelines(self, mesh: Mesh, repeats: int) -> tuple[tuple[Schedule, int, str], ...]:
-        """Returns schedules and virtual stages, each with the reason against it or nothing."""
-
-        def make() -> Iterator[tuple[Schedule, int, str]]:
-            model, pins = self.request.model, self.request.constraints
-            for schedule, virtual_stages in _schedules(mesh, model, repeats, pins):
-                layout = _layout(mesh, schedule, virtual_stages, 1, repeats, False)
-                reason = _excluded(layout, pins, self.request.training.stack)
-                yield schedule, virtual_stages, reason or illegal_stages(layout, model) or ""
-
-        key = "pipelines", mesh.pp, repeats, mesh.replicas == 1
-        return self._once(key, lambda: tuple(make()))
+    def _pipelines(self, mesh: Mesh, repeats: int) -> Iterator[tuple[Schedule, int, str]]:
+        """Yields schedules and virtual stages, each with the reason against it or nothing."""
+        model, pins = self.request.model, self.request.constraints
+        for schedule, virtual_stages in _schedules(mesh, model, repeats, pins):
+            layout = _layout(mesh, (schedule, virtual_stages, False), 1, repeats)
+            reason = _excluded(layout, pins, self.request.training.stack)
+            yield schedule, virtual_stages, reason or illegal_stages(layout, model) or ""
 
 
-def _layout(
-    mesh: Mesh,
-    schedule: Schedule,
-    virtual_stages: int,
-    micro_batch_size: int,
-    num_micro_batches: int,
-    sequence_parallel: bool,
-) -> ParallelLayout:
+def _layout(mesh: Mesh, way: _Way, micro_batch_size: int, num_micro_batches: int) -> ParallelLayout:
+    schedule, virtual_stages, sequence_parallel = way
     return ParallelLayout(
         mesh=mesh,
         schedule=schedule,
@@ -351,8 +359,8 @@ def _layout(
     )
 
 
-def _text(candidate: Callable[[], ParallelLayout]) -> str:
-    return layout_text(candidate())
+def _text(mesh: Mesh, way: _Way, micro_batch_size: int, num_micro_batches: int) -> str:
+    return layout_text(_layout(mesh, way, micro_batch_size, num_micro_batches))
 
 
 def _micro_batch_text(mesh: Mesh, size: int) -> str:

@@ -24,6 +24,8 @@ from parplan.profiles.stack import ContextForm, Stack
 # GPUs than sequences.
 LONG_SEQUENCE = 16384
 OUTSIDE_PINS = "excluded by"  # the start of a reason that a pin or a ban gives
+# degrees of a mesh whose pins give one reason
+_PINNED_TOGETHER = (("pp", "dp", "cp", "tp"), ("ep",), ("etp",), ("context_form",), ("tp_rows",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +48,11 @@ class PrunedFamilies:
         self._first: dict[str, str] = {}
         self._counts: Counter[str] = Counter()
 
-    def add(self, reason: str, text: Callable[[], str]) -> None:
-        """Counts a candidate; its text is asked for where it is the first of its family."""
+    def add(self, reason: str, text: Callable[[], str], count: int = 1) -> None:
+        """Counts candidates; the text of the first is asked for where it begins a family."""
         if reason not in self._first:
             self._first[reason] = text()
-        self._counts[reason] += 1
+        self._counts[reason] += count
 
     def __iter__(self) -> Iterator[Pruned]:
         for reason, text in self._first.items():
@@ -177,7 +179,9 @@ def excluded_mesh(mesh: Mesh, pins: Constraints, num_layers: int, what: str) -> 
 
     what    the layers in words
     """
-    for names in (("pp", "dp", "cp", "tp"), ("ep",), ("etp",), ("context_form",), ("tp_rows",)):
+    for names in _PINNED_TOGETHER:
+        if not pins.forbid and all(getattr(pins, name) is None for name in names):
+            continue
         values = {name: getattr(mesh, name) for name in names}
         ban = pins.ban(**{name: value for name, value in values.items() if value is not None})
         if ban:
