@@ -26,8 +26,8 @@ if (
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# Products of matrices round alike on all processors: parity tests compare to a few units of rounding,
-# and the kernels of MKL for AVX-512 round in another order than those for AVX2.
+# Matrix products round alike on all processors: parity tests compare to a few units of rounding,
+# and MKL's kernels for AVX-512 round in another order than those for AVX2.
 os.environ.setdefault("MKL_CBWR", "AVX2")
 
 os.environ.pop("COLUMNS", None)  # Tables are as wide as a terminal says; the tests have none.

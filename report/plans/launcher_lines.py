@@ -8,14 +8,12 @@ from parplan.planner.export.launcher_prices import LauncherPrice
 from parplan.profiles.units import gib
 from parplan.report.text import gib_text, joined, labelled
 
+_FASTER = -5e-4  # a share that is shown as -0.1 %
+
 
 def launcher_lines(prices: Sequence[LauncherPrice], width: int) -> Iterator[str]:
     """Yields a line with the launchers that run a plan, and one for each that does not."""
-    runs = [
-        f"{each.name} {100 * each.slower:+.1f} %, {gib_text(gib(each.peak_bytes))} GiB"
-        for each in prices
-        if not each.refused
-    ]
+    runs = [_price_text(each) for each in prices if not each.refused]
     label = "launchers"
     if runs:
         text = " | ".join(runs)
@@ -26,3 +24,11 @@ def launcher_lines(prices: Sequence[LauncherPrice], width: int) -> Iterator[str]
             words = f"{each.name}: {each.refused}".split(" ")
             yield joined(words, " ", width, start=labelled(label))
             label = ""
+
+
+def _price_text(price: LauncherPrice) -> str:
+    """Returns the price at a launcher; its own settings are worth a search where it is faster."""
+    text = f"{price.name} {100 * price.slower:+.1f} %, {gib_text(gib(price.peak_bytes))} GiB"
+    if price.slower > _FASTER:
+        return text
+    return f"{text} (faster: --for {price.name} searches its settings)"

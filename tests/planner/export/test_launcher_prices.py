@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from parplan.planner.export.exported import export_plan
-from parplan.planner.export.launcher_prices import launcher_prices
+from parplan.planner.export.launcher_prices import LauncherPrice, launcher_prices
 from parplan.planner.export.targets import TARGETS, target_of
+from parplan.profiles.units import GIB
 from parplan.report.plans.launcher_lines import launcher_lines
 from tests.helpers.laid_out_plans import laid_out
 
@@ -36,6 +37,14 @@ def test_the_lines_say_runs_first_and_refusals_below():
     assert " ".join(second.split()) == (
         "torchtitan: torchtitan has no configuration of gpt-2.5b that is known"
     )
+
+
+def test_a_launcher_whose_settings_are_faster_is_worth_a_search():
+    prices = (LauncherPrice(name="megatron", slower=-0.019, peak_bytes=73.6 * GIB),)
+
+    (line,) = launcher_lines(prices, 100)
+
+    assert line.endswith("megatron -1.9 %, 73.6 GiB (faster: --for megatron searches its settings)")
 
 
 def test_a_stack_names_its_launcher():
