@@ -129,16 +129,20 @@ def _check_pools(plan_files: tuple[Path, ...], *, execute: bool) -> int:
     joined = joined_plans(list(zip(map(str, plan_files), plans, strict=True)))
     require_torch("plan check runs the executor, which needs torch")
     if execute:
-        return _execute_pools(joined)
+        return _execute_pools(plan_files, joined)
     codes = []
     for file, plan in zip(plan_files, joined, strict=True):
-        share, own = plan.whole_batch, plan.training.global_batch_size
-        click.echo(f"{file}: sequences {share.first} to {share.first + own - 1} of {share.of}")
+        _say_pool(file, plan)
         codes.append(_dry_run(plan, chosen_ranks(plan, ()), as_json=False))
     return max(codes)
 
 
-def _execute_pools(plans: tuple[Plan, ...]) -> int:
+def _say_pool(file: Path, plan: Plan) -> None:
+    share, own = plan.whole_batch, plan.training.global_batch_size
+    click.echo(f"{file}: sequences {share.first} to {share.first + own - 1} of {share.of}")
+
+
+def _execute_pools(plan_files: tuple[Path, ...], plans: tuple[Plan, ...]) -> int:
     """Trains small models of the plans of pools together, and compares each with one process."""
     import torch
 
@@ -155,7 +159,8 @@ def _execute_pools(plans: tuple[Plan, ...]) -> int:
     outcomes = parity.run_pools(small)
     expected = parity.run_reference(small[0])
     codes = []
-    for plan, of_pool, outcome in zip(plans, small, outcomes, strict=True):
+    for file, plan, of_pool, outcome in zip(plan_files, plans, small, outcomes, strict=True):
+        _say_pool(file, plan)
         codes.append(user_modules.say_parity(plan, of_pool, outcome, expected, as_json=False))
     return max(codes)
 

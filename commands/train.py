@@ -390,17 +390,28 @@ def main(plan_files: tuple[Path, ...], trained: Options, flags: RunFlags) -> int
 
 
 def _run_files(plan_files: Sequence[Path], flags: RunFlags) -> list[RunFiles]:
-    """Returns the files of the run, or those of each pool where there are several."""
+    """Returns the files of the run, or those of each pool where there are several.
+
+    Raises ConfigError for pools that would write the same file.
+    """
     files = [
         RunFiles(flags.run_json or plan_file.with_name("run.json"), flags.trace)
         for plan_file in plan_files
     ]
     if len(files) == 1:
         return files
-    return [
-        each.of_pool(plan_file, prints=plan_file is plan_files[0])
-        for each, plan_file in zip(files, plan_files, strict=True)
+    of_pools = [
+        each.of_pool(plan_file, prints=number == 0)
+        for number, (each, plan_file) in enumerate(zip(files, plan_files, strict=True))
     ]
+    written = [file for each in of_pools for file in (each.run, each.trace) if file is not None]
+    for file in written:
+        if written.count(file) > 1:
+            raise ConfigError(
+                f"{' '.join(map(str, plan_files))}: two pools would write {file}",
+                hint="give the plan files different names",
+            )
+    return of_pools
 
 
 def _read(plan_files: Sequence[Path], trained: Options) -> tuple[Plan | TracedPlan, ...]:

@@ -163,14 +163,26 @@ def effective_zero(layer: PlacedLayer, mesh: Mesh, operator: str = "") -> int:
 def torchrun_line(plan: AnyPlan, path: str = "plan.yaml", others: Sequence[AnyPlan] = ()) -> str:
     """Return the command that starts as many ranks as the plan's mesh has.
 
+    Pools have nodes of their own; a comment names those whose nodes run another number of ranks.
+
     others   plans of further pools of the job, whose files `path` names too
     """
-    ranks = sum(each.mesh.num_ranks for each in (plan, *others))
-    per_node = plan.cluster.gpus_per_node // plan.cluster.hosts_per_node
-    if ranks <= per_node or ranks % per_node:
-        return f"torchrun --nproc-per-node {ranks} -m parplan.executor {path}"
-    nodes = ranks // per_node
-    return f"torchrun --nnodes {nodes} --nproc-per-node {per_node} -m parplan.executor {path}"
+    nodes = [_nodes_of(each) for each in (plan, *others)]
+    count, (_, first) = sum(number for number, _ in nodes), nodes[0]
+    several = f"--nnodes {count} " if count > 1 else ""
+    unlike = ", ".join(
+        f"--nproc-per-node {ranks} on the nodes of pool {pool}"
+        for pool, (_, ranks) in enumerate(nodes)
+        if ranks != first
+    )
+    line = f"torchrun {several}--nproc-per-node {first} -m parplan.executor {path}"
+    return f"{line}  # {unlike}" if unlike else line
+
+
+def _nodes_of(plan: AnyPlan) -> tuple[int, int]:
+    """Return the nodes that a plan runs on, and the ranks on each."""
+    ranks, per_node = plan.mesh.num_ranks, plan.cluster.gpus_per_node // plan.cluster.hosts_per_node
+    return (1, ranks) if ranks <= per_node or ranks % per_node else (ranks // per_node, per_node)
 
 
 def layer_operators(plan: Plan, layer_plan: LayerPlan) -> tuple[str, ...]:

@@ -183,6 +183,8 @@ def _train(
         writes=joined is None or joined.place.pool == 0,
     )
     first = checkpoints.resume()
+    if joined is not None:
+        require_one_step(first, joined)
     try:
         for result in trainer.run(first):
             if speaks:
@@ -211,6 +213,18 @@ def _train(
         report.line(table(rows, compared=compared))
     if run is not None:
         report.recorded(run)
+
+
+def require_one_step(first: int, joined: JoinedRanks) -> None:
+    """Raises ConfigError on every rank unless all pools go on after the same step. Collective."""
+    by_rank = joined.everyone(first)
+    for rank, step in enumerate(by_rank):
+        if step != by_rank[0]:
+            raise ConfigError(
+                f"pool 0 goes on after step {by_rank[0]}, pool {joined.place.pool_of(rank)} after "
+                f"step {step}: the pools read the checkpoints of different folders",
+                hint="give --checkpoint-dir a folder that the nodes of all pools share",
+            )
 
 
 def _traced_trainer(

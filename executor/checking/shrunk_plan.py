@@ -10,7 +10,8 @@ fp32 and nothing is dropped out: only then can the plan be compared with one pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from parplan.costmodels.communication.mesh import Mesh
@@ -26,7 +27,7 @@ from parplan.planner.plan.plan import LayerPlan, LayerRun, Plan, StagePlan
 from parplan.planner.plan.plan_chunks import rechunked, require_matching_chunks
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.documents import Documents
-from parplan.profiles.models.operator_graph import BlockClass, LayerKind
+from parplan.profiles.models.operator_graph import BlockClass
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.stack import ContextForm
@@ -38,20 +39,26 @@ MOST_RANKS = 8
 
 
 def shrunk_pools(plans: Sequence[Plan]) -> tuple[Plan, ...]:
-    """Return the small plans of pools that divide the batch; they have equally many blocks.
+    """Return the small plans of pools that divide the batch, whose small models are the same.
 
-    Raises ConfigError as `shrunk` does.
+    Each has every layer that one of them needs. Raises ConfigError as `shrunk` does.
     """
-    blocks = max(shrunk(plan).model.num_blocks for plan in plans)
-    return tuple(shrunk(plan, blocks) for plan in plans)
+    kept = frozenset(itertools.chain.from_iterable(map(_kept_alone, plans)))
+    return tuple(shrunk(plan, kept) for plan in plans)
 
 
-def shrunk(plan: Plan, blocks: int = 0) -> Plan:
+def _kept_alone(plan: Plan) -> list[int]:
+    """Return the numbers of the layers of the small plan."""
+    mesh = _mesh(plan)
+    return _stages(plan, mesh.pp, _pipeline(plan, mesh), frozenset())[1]
+
+
+def shrunk(plan: Plan, kept_layers: frozenset[int] = frozenset()) -> Plan:
     """Return the small plan; its predictions are those of the large one and do not apply.
 
-    It trains its sequences alone, also where they are those of one pool. The last block is there
-    several times where the small model must have at least so many `blocks`. Raises ConfigError if
-    there is no small plan, or the plan's chunks do not hold its blocks.
+    It trains its sequences alone, also where they are those of one pool. It has the layers of the
+    given numbers, or as few as its structure needs. Raises ConfigError if there is no small plan,
+    or the plan's chunks do not hold its blocks.
     """
     if plan.module is not None:
         raise ConfigError(
@@ -60,7 +67,7 @@ def shrunk(plan: Plan, blocks: int = 0) -> Plan:
         )
     mesh = _mesh(plan)
     pipeline = _pipeline(plan, mesh)
-    stages, layers = _stages(plan, mesh.pp, pipeline, blocks)
+    stages, layers = _stages(plan, mesh.pp, pipeline, kept_layers)
     kept = [layer - 1 for layer in layers[1:-1]]
     training = replace(
         plan.training,
@@ -201,14 +208,14 @@ def _shares(large: PipelinePlan, count: int, mesh: Mesh) -> tuple[int, ...]:
 
 
 def _stages(
-    plan: Plan, pp: int, pipeline: PipelinePlan, blocks: int
+    plan: Plan, pp: int, pipeline: PipelinePlan, kept_layers: frozenset[int]
 ) -> tuple[tuple[StagePlan, ...], list[int]]:
     """Return the plan's stages, merged into as many as the small pipeline has.
 
     The second value is the number in the plan of each layer that is left.
 
     A run of equal blocks becomes one block; two if all layers form one stage, or if blocks overlap
-    with the next one. The last block is repeated where there must be more `blocks`.
+    with the next one. Where `kept_layers` are given, these are left instead.
     """
     count, before = pp * pipeline.virtual_stages, len(plan.stages)
     custom = pipeline.schedule is Schedule.CUSTOM
@@ -219,25 +226,21 @@ def _stages(
     for index, stage in enumerate(plan.stages):
         runs[index * count // before].extend(stage.layers)
     most_blocks = 2 if count == 1 or pipeline.tp_overlap == 3 else 1
-    short = [list(_short(stage_runs, most_blocks)) for stage_runs in runs]
-    last = next(layers for layers in reversed(short) if any(map(_is_block(plan), layers)))
-    place = max(index for index, layer in enumerate(last) if _is_block(plan)(layer))
-    missing = blocks + 2 - sum(map(len, short))
-    last[place:place] = [last[place]] * missing
     kept: list[int] = []
     stages = []
-    for index, stage_layers in enumerate(short):
+    for index, stage_runs in enumerate(runs):
         layers = []
-        for name, number in stage_layers:
+        short = _chosen(stage_runs, kept_layers) if kept_layers else _short(stage_runs, most_blocks)
+        for name, number in short:
             layers.append(LayerRun(plan=name, first=len(kept), last=len(kept)))
             kept.append(number)
         stages.append(StagePlan(rank=ranks[index], layers=tuple(layers)))
     return tuple(stages), kept
 
 
-def _is_block(plan: Plan) -> Callable[[tuple[str, int]], bool]:
-    """Return a function that tells a block among layers by name of plan and number."""
-    return lambda layer: plan.layer_plans[layer[0]].layer is LayerKind.BLOCK
+def _chosen(runs: list[LayerRun], kept_layers: frozenset[int]) -> Iterator[tuple[str, int]]:
+    """Yield those of the layers with a number in `kept_layers`, as `_short` does."""
+    return ((run.plan, number) for run in runs for number in run.indices if number in kept_layers)
 
 
 def _short(runs: list[LayerRun], most_blocks: int) -> Iterator[tuple[str, int]]:

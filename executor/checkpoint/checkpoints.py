@@ -89,6 +89,7 @@ class Checkpoints:
                 use_non_blocking_copy=device == "cuda",
             )
         )
+        self._seed = torch.initial_seed()
         self._saved = -1
         self._pending: tuple[int, Future[None]] | None = None
 
@@ -116,8 +117,12 @@ class Checkpoints:
 
     def after_step(self, step: int) -> None:
         """Starts a save if `step`, the number of steps done, is due."""
-        if self._folder is not None and step % self.options.every == 0:
+        if step % self.options.every:
+            return
+        if self._folder is not None:
             self._save(step, self._folder)
+        elif not self.writes:
+            self._reseed(step)  # a run that goes on from this step draws the same dropout masks
 
     def finish(self, step: int) -> None:
         """Saves the state after the last step and waits for it. Raises RunError on failure."""
@@ -215,9 +220,11 @@ class Checkpoints:
         if same:
             set_random_states(random, device)
         else:
-            torch.manual_seed(
-                (torch.initial_seed() + 1_000_000_007 * document["step"]) % (LARGEST_SEED + 1)
-            )
+            self._reseed(document["step"])
+
+    def _reseed(self, step: int) -> None:
+        """Seeds the generators of a rank whose random states no checkpoint has."""
+        torch.manual_seed((self._seed + 1_000_000_007 * step) % (LARGEST_SEED + 1))
 
     def _read(self, reader: CheckedReader, states: dict[str, Any]) -> None:
         dcp.load(states, storage_reader=reader, planner=SafeLoadPlanner(), process_group=self.group)

@@ -9,8 +9,11 @@ from dataclasses import replace
 from parplan.planner.plan.plan import BatchShare, Plan
 from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.models.spec import Optimizer, TrainingSpec
+from parplan.profiles.models.spec import Optimizer, Precision, TrainingSpec
 from parplan.profiles.stack import NEUTRAL
+
+# Optimizers whose update of an element depends on sums over its tensor.
+SUMMING = (Optimizer.ADAFACTOR, Optimizer.MUON)
 
 
 def plans_of_run(named: Sequence[tuple[str, AnyPlan]]) -> tuple[AnyPlan, ...]:
@@ -96,6 +99,15 @@ def _obstacles(named: Sequence[tuple[str, Plan]]) -> Iterator[str]:
                 f"{name}: tp {plan.mesh.tp} rounds the moments of 8-bit Adam otherwise than tp "
                 f"{first.mesh.tp} of {first_name}, and the pools' parameters would part"
             )
+        if plan.training.optimizer in SUMMING and _rounds_parameters(plan.training):
+            yield (
+                f"{name}: {plan.training.optimizer} sums in another order on every mesh, and "
+                f"parameters of {plan.training.precision} without masters would part"
+            )
+
+
+def _rounds_parameters(training: TrainingSpec) -> bool:
+    return training.precision is not Precision.FP32 and not training.has_masters
 
 
 def _state_bytes(training: TrainingSpec) -> tuple[float, float]:

@@ -419,6 +419,8 @@ def test_plans_of_pools_train_together_beside_one_process(pool_files):
 
     assert result.exit_code == 0, result.output
     assert result.output.count("trains as one process does") == 2
+    assert "second.yaml: sequences 0 to 3 of 12" in result.output
+    assert "first.yaml: sequences 4 to 11 of 12" in result.output
 
 
 def test_one_plan_alone_has_a_json_check(pool_files):

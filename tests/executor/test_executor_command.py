@@ -379,6 +379,28 @@ def test_a_local_rank_that_is_none_is_an_error(monkeypatch, number):
         local_rank()
 
 
+@pytest.mark.parametrize(
+    ("names", "options"),
+    [
+        (("plan.yaml", "plan.yaml"), ()),
+        (("a/plan.yaml", "b/plan.yaml"), ("--run-json", "run.json")),
+        (("a/plan.yaml", "b/plan.yaml"), ("--trace", "trace.json")),
+    ],
+)
+def test_pools_that_would_write_one_file_are_refused(names, options, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.chdir(tmp_path)
+    for name in names:
+        Path(name).parent.mkdir(exist_ok=True)
+        write_plan(make_plan(), Path(name))
+
+    assert _run(monkeypatch, *names, *options) == 2
+
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"error: {' '.join(names)}: two pools would write ")
+    assert hint == "hint: give the plan files different names"
+
+
 def test_only_rank_0_says_what_is_wrong_with_a_plan(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")

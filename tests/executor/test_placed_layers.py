@@ -9,7 +9,7 @@ from parplan.costmodels.schedules.schedule import Schedule
 from parplan.executor.placed_layers import local_stages, stage_layers, torchrun_line
 from parplan.executor.sharding.place import parse_placement
 from parplan.profiles.errors import ConfigError
-from tests.helpers.executor_plans import GPT, LLAMA, make_plan
+from tests.helpers.executor_plans import CLUSTER, GPT, LLAMA, make_plan
 
 
 def test_stages_are_spelled_out_layer_by_layer_in_order():
@@ -36,6 +36,17 @@ def test_the_torchrun_line_fills_nodes():
         torchrun_line(more, "p.yaml")
         == "torchrun --nnodes 4 --nproc-per-node 8 -m parplan.executor p.yaml"
     )
+
+
+def test_pools_have_nodes_of_their_own_in_the_torchrun_line():
+    four, two = make_plan(dp=4), make_plan(dp=2)
+    pairs = dataclasses.replace(four, cluster=dataclasses.replace(CLUSTER, gpus_per_node=2))
+
+    equal, unlike = torchrun_line(pairs, "a b", [two]), torchrun_line(pairs, "a b", [four])
+
+    line = "torchrun --nnodes 3 --nproc-per-node 2 -m parplan.executor a b"
+    assert equal == line
+    assert unlike == f"{line}  # --nproc-per-node 4 on the nodes of pool 1"
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ import pytest
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.executor.checking.shrunk_plan import MOST_VIRTUAL_STAGES, shrunk
+from parplan.executor.checking.shrunk_plan import MOST_VIRTUAL_STAGES, shrunk, shrunk_pools
 from parplan.executor.placed_layers import layer_operators
 from parplan.executor.rules.all_rules import validate
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
+from parplan.profiles.models.blocks import BlockRun
 from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import Precision, TrainingSpec
@@ -140,6 +141,19 @@ def test_a_grid_stays_a_grid():
     validate(small)
     assert (small.mesh.tp, small.mesh.tp_rows) == (4, 2)
     assert small.layer_plans == plan.layer_plans
+
+
+def test_pools_of_unlike_stages_have_one_small_model():
+    turns = dataclasses.replace(LLAMA, num_layers=8, blocks=(BlockRun(window=6), BlockRun()))
+    plans = make_plan(turns, pp=2, blocks=(1, 7)), make_plan(turns, dp=2, zero=(3, 3, 3, 1))
+
+    small = shrunk_pools(plans)
+
+    assert small[0].model == small[1].model
+    assert small[0].model.num_layers < turns.num_layers
+    for plan, of_pool in zip(plans, small, strict=True):
+        validate(of_pool)
+        assert used(of_pool) == used(plan)
 
 
 @pytest.mark.parametrize("model", ["gpt-20b", "llama3-70b", "gpt-175b"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,11 @@ import torch
 
 from parplan.costmodels.communication.collectives import ring_all_reduce_s
 from parplan.executor.checking import parity
+from parplan.executor.checkpoint.checkpoints import Checkpoints
+from parplan.executor.checkpoint.resume import CheckpointOptions
 from parplan.executor.rules.all_rules import validate
 from parplan.executor.rules.pool_rules import joined_plans
+from parplan.executor.run_options import Options
 from parplan.executor.training.train import build_trainer
 from parplan.planner.plan.plan_file import write_plan
 from parplan.profiles.machines.hardware import Link
@@ -96,6 +100,38 @@ def _sent(plans, pools):
     exchange = build_trainer(plan, parity.OPTIONS, torch.device("cpu"), joined=pools).exchange
     graph = build_graph(plan.model, plan.training, 1)
     return graph.num_trained_parameters, *exchange.sent_elements()
+
+
+def test_dropout_masks_of_all_pools_go_on_with_a_checkpoint(tmp_path):
+    model = replace(GPT, num_layers=1, dropout=0.5)
+    plans = joined_plans([("a", make_plan(model)), ("b", make_plan(model, global_batch_size=4))])
+    from_start = CheckpointOptions(directory=tmp_path, every=2)
+    resumed = replace(from_start, resume=str(tmp_path / "step-000002"), directory=None)
+
+    (losses,) = parity.run_ranks([(plans, from_start)], _losses, sizes=(1, 1))
+    (again,) = parity.run_ranks([(plans, resumed)], _losses, sizes=(1, 1))
+
+    assert [each[2:] for each in losses] == again
+
+
+def _losses(setting, pools):
+    """Losses of a run of four steps, or of those behind its checkpoint."""
+    plans, options = setting
+    run = Options(steps=4, seed=7)
+    trainer = build_trainer(plans[pools.place.pool], run, torch.device("cpu"), joined=pools)
+    checkpoints = Checkpoints(
+        trainer,
+        options,
+        timeout=parity.TIMEOUT,
+        note=lambda _: None,
+        writes=pools.place.pool == 0,
+    )
+    losses = []
+    for result in trainer.run(checkpoints.resume()):
+        losses.append(result.loss)
+        checkpoints.after_step(result.step + 1)
+    checkpoints.finish(run.steps)
+    return losses
 
 
 @pytest.mark.slow

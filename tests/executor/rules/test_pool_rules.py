@@ -57,6 +57,10 @@ REFUSED = {
         (with_training(FIRST, optimizer=ADAM_8BIT), with_training(TP2, optimizer=ADAM_8BIT)),
         "b: tp 2 rounds the moments of 8-bit Adam otherwise than tp 1 of a",
     ),
+    "sums": (
+        (with_training(NO_MASTERS, optimizer=Optimizer.MUON),) * 2,
+        "a: muon sums in another order on every mesh, and parameters of bf16 without masters",
+    ),
     "module": (
         (FIRST, replace(SECOND, module=ModuleSource(factory="a.b:c"))),
         "b: it trains a module",
