@@ -129,12 +129,14 @@ def main(
         require_front,
         require_method,
         require_no_front,
+        require_shares,
     )
 
     front = flags.objective == "pareto"
     target = with_launcher(target, flags.launcher)
     assert result.output is not None, "the option has a default"
     source = user_modules.source_of(target, tracing)
+    require_shares(flags, failures=failing.mtbf is not None)
     choosing = chooses_spares(flags, failing, described=source is None)
     flags = without_goodput(flags, failing)
     require_method(flags, described=source is None)
@@ -144,8 +146,7 @@ def main(
         require_no_front(flags, result.plot)
         require_output(result.output)
     if source is None:
-        whole = flags.launcher is None and not (front and flags.pools == "data")
-        request = request_of(target, pins, flags, pools=whole)
+        request = request_of(target, pins, flags, pools=flags.launcher is None)
         if flags.pools == "data":
             from parplan.commands.pool_shares import share_batch
 

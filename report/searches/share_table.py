@@ -40,12 +40,15 @@ def print_shares(divided: DividedBatch, request: Request, out: Console) -> None:
     tokens = training.tokens_per_step / divided.step_s / request.cluster.num_gpus
     say(out)
     step = (
-        f"{seconds_text(divided.step_s)}",
+        f"{seconds_text(divided.step_s)} (analytic)",
         f"{seconds_text(divided.exchange_s)} of it to add the gradients of the pools",
         f"{tokens:,.0f} tokens/s/GPU",
     )
     say(out, joined(step, ", ", out.width, start="  step      "))
     say(out, f"  redundant {divided.redundant_gib:,.1f} GiB over all GPUs")
     shares = "all shares were tried" if divided.all_tried else "the shares are not proven the best"
-    say(out, f"  proven    each plan for its share (its file has the gap); {shares}")
+    if divided.stopped:
+        shares = f"stopped early ({divided.stopped}): the shares are the best so far"
+    proven = f"each plan for its share (its file has the gap); {shares}"
+    say(out, joined(proven.split(" "), " ", out.width, start="  proven    "))
     say(out, joined(_NOTE.split(" "), " ", out.width, start="  note      "), "dim")
