@@ -29,7 +29,12 @@ from parplan.commands.style import Command, option, print_json
     metavar="N",
     help="Steps between two sums of local SGD.",
 )
-@option(OUTPUT, "--formulas", is_flag=True, help="Print the formulas and their sources.")
+@option(
+    OUTPUT,
+    "--formulas",
+    is_flag=True,
+    help="Print the formulas and their sources; --json has both.",
+)
 @as_json
 def schemes(
     target: TargetOptions, micro_batch_size: int, local_steps: int, formulas: bool, as_json: bool
@@ -45,7 +50,7 @@ def schemes(
     from parplan.report.text import console
 
     request = request_of(target)
-    if formulas:
+    if formulas and not as_json:
         print_formulas(console(sys.stdout))
         return
     priced = list(priced_schemes(request, micro_batch_size, local_steps))
