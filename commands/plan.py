@@ -125,6 +125,7 @@ def main(
     from parplan.commands.requests.failures import chooses_spares, without_goodput
     from parplan.commands.requests.launchers import require_described, with_launcher
     from parplan.commands.requests.requests import (
+        all_assumed,
         request_of,
         require_front,
         require_method,
@@ -150,7 +151,7 @@ def main(
         if flags.pools == "data":
             from parplan.commands.pool_shares import share_batch
 
-            return share_batch(request, result)
+            return share_batch(request, all_assumed(request, flags), result)
         question = described_question(request, flags)
     else:
         require_described(flags.launcher)
@@ -240,7 +241,7 @@ def _deliver_front(
     tell_kept(*kept)
     beyond = plan_paths(output, len(paths) + 1)[-1]
     if beyond.exists():
-        tell(f"note: {beyond} and what follows is of an earlier front")
+        tell(f"note: {beyond} and the files after it are of an earlier front")
     if result.plot:
         from parplan.report.plots.front_plot import draw_front
 

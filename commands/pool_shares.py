@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -14,7 +15,7 @@ from parplan.planner.request import Request
 from parplan.profiles.errors import ConfigError
 
 
-def share_batch(request: Request, result: ResultOptions) -> int:
+def share_batch(request: Request, assumed: Sequence[str], result: ResultOptions) -> int:
     """Writes the plan of every pool for its share of the batch, and prints the shares.
 
     Raises ConfigError for equal nodes, and for an output that is not files.
@@ -43,7 +44,7 @@ def share_batch(request: Request, result: ResultOptions) -> int:
         result.output.with_name(f"{result.output.stem}-{share.pool}{result.output.suffix}")
         for share in divided.shares
     ]
-    print_shares(divided, request, console(sys.stdout))
+    print_shares(divided, request, assumed, console(sys.stdout), whole=result.verbose)
     for share, path in zip(divided.shares, paths, strict=True):
         kept = write_plan(share.plan, path)
         click.echo(f"wrote {path}", err=True)
