@@ -41,8 +41,9 @@ def schemes(
 ) -> None:
     """Price each scheme of parallel training by itself, over all GPUs or as many as can run it.
 
-    Schemes that divide the model share micro-batches of that many sequences; with the others every
-    GPU has its own. Schemes that no search uses are marked, and those that change convergence.
+    GPUs that divide the model share micro-batches of --micro-batch-size sequences; with the other
+    schemes every GPU has its own. Schemes that no search uses are marked, and so are schemes that
+    change convergence.
     """
     from parplan.commands.requests.requests import request_of
     from parplan.planner.schemes.every_scheme import priced_schemes

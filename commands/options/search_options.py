@@ -164,7 +164,7 @@ pools_option = option(
     type=click.Choice(("pipeline", "data")),
     default="pipeline",
     show_default=True,
-    help="What the pools of an unequal cluster divide: the pipeline, or the batch. Pools that "
+    help="Pools of an unequal cluster divide the pipeline or the batch. Pools that "
     "divide the batch have a plan file each.",
 )
 explain_option = option(
