@@ -276,6 +276,8 @@ def _lean_text(lean: Leanest) -> str:
 
 def comparison_notes(comparison: Comparison, *, pinned: bool) -> Iterator[str]:
     band, ours = comparison.ours.plan.predicted.error_band, comparison.ours
+    kinds = sorted({str(side.plan.predicted.step_time_s.kind) for side in sides_of(comparison)})
+    yield f"step times are predicted ({', '.join(kinds)}), not measured; memory is computed"
     if comparison.unpriced:
         yield f"not priced before the time limit: {', '.join(comparison.unpriced)}"
     if comparison.filed_step_s is not None:
