@@ -38,10 +38,10 @@ def test_plans_have_lines_of_their_own_where_the_table_is_too_wide(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     run = CliRunner().invoke(
-        main, ["sweep", "--model", "gpt-1.5b", "--gpus", "2,4", "--gpu", "a100,h100", "--tp", "1"]
+        main, ["sweep", *ASKED[:2], "--gpus", "2,4", "--gpu", "a100", "--pp", "2", "--tp", "1"]
     )
     assert run.exit_code == 0, run.output
-    assert "  #  plan\n  1  pp 1 x dp 2 x tp 1, " in run.stdout
+    assert "  #  plan\n  1  pp 2 x dp 1 x tp 1, " in run.stdout
     assert max(map(len, run.stdout.splitlines())) <= 80
 
 
