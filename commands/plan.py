@@ -125,16 +125,19 @@ def main(
     from parplan.commands.requests.failures import chooses_spares, without_goodput
     from parplan.commands.requests.launchers import require_described, with_launcher
     from parplan.commands.requests.requests import (
+        all_assumed,
         request_of,
         require_front,
         require_method,
         require_no_front,
+        require_shares,
     )
 
     front = flags.objective == "pareto"
     target = with_launcher(target, flags.launcher)
     assert result.output is not None, "the option has a default"
     source = user_modules.source_of(target, tracing)
+    require_shares(flags, failures=failing.mtbf is not None)
     choosing = chooses_spares(flags, failing, described=source is None)
     flags = without_goodput(flags, failing)
     require_method(flags, described=source is None)
@@ -144,12 +147,11 @@ def main(
         require_no_front(flags, result.plot)
         require_output(result.output)
     if source is None:
-        whole = flags.launcher is None and not (front and flags.pools == "data")
-        request = request_of(target, pins, flags, pools=whole)
+        request = request_of(target, pins, flags, pools=flags.launcher is None)
         if flags.pools == "data":
             from parplan.commands.pool_shares import share_batch
 
-            return share_batch(request, result)
+            return share_batch(request, all_assumed(request, flags), result)
         question = described_question(request, flags)
     else:
         require_described(flags.launcher)
@@ -239,7 +241,7 @@ def _deliver_front(
     tell_kept(*kept)
     beyond = plan_paths(output, len(paths) + 1)[-1]
     if beyond.exists():
-        tell(f"note: {beyond} and what follows is of an earlier front")
+        tell(f"note: {beyond} and the files after it are of an earlier front")
     if result.plot:
         from parplan.report.plots.front_plot import draw_front
 

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from parplan.commands.options.result_options import STDOUT, ResultOptions
-from parplan.commands.style import tell_kept
+from parplan.commands.style import INTERRUPTED, noticing_ctrl_c, tell_kept
 from parplan.planner.request import Request
 from parplan.profiles.errors import ConfigError
 
 
-def share_batch(request: Request, result: ResultOptions) -> int:
+def share_batch(request: Request, assumed: Sequence[str], result: ResultOptions) -> int:
     """Writes the plan of every pool for its share of the batch, and prints the shares.
 
     Raises ConfigError for equal nodes, and for an output that is not files.
     """
     from parplan.executor.placed_layers import torchrun_line
     from parplan.planner.plan.plan_file import write_plan
+    from parplan.planner.search.largest_model import SearchWatch
     from parplan.planner.search.pools_divide_data import divide_batch
     from parplan.report.searches.share_table import print_shares
     from parplan.report.text import console
@@ -35,13 +37,14 @@ def share_batch(request: Request, result: ResultOptions) -> int:
             "--pools data writes one plan file for each pool",
             hint="name a file with --output, and leave out --json",
         )
-    divided = divide_batch(request)
+    with noticing_ctrl_c() as interrupts:
+        divided = divide_batch(request, SearchWatch(interrupted=lambda: bool(interrupts)))
     assert isinstance(result.output, Path), "checked above"
     paths = [
         result.output.with_name(f"{result.output.stem}-{share.pool}{result.output.suffix}")
         for share in divided.shares
     ]
-    print_shares(divided, request, console(sys.stdout))
+    print_shares(divided, request, assumed, console(sys.stdout), whole=result.verbose)
     for share, path in zip(divided.shares, paths, strict=True):
         kept = write_plan(share.plan, path)
         click.echo(f"wrote {path}", err=True)
@@ -49,4 +52,4 @@ def share_batch(request: Request, result: ResultOptions) -> int:
     first, *others = (share.plan for share in divided.shares)
     files = " ".join(shlex.quote(str(path)) for path in paths)
     click.echo(f"run them with\n  {torchrun_line(first, files, others)}", err=True)
-    return 0
+    return INTERRUPTED if interrupts else 0

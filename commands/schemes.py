@@ -29,15 +29,21 @@ from parplan.commands.style import Command, option, print_json
     metavar="N",
     help="Steps between two sums of local SGD.",
 )
-@option(OUTPUT, "--formulas", is_flag=True, help="Print the formulas and their sources.")
+@option(
+    OUTPUT,
+    "--formulas",
+    is_flag=True,
+    help="Print the formulas and their sources; --json has both.",
+)
 @as_json
 def schemes(
     target: TargetOptions, micro_batch_size: int, local_steps: int, formulas: bool, as_json: bool
 ) -> None:
     """Price each scheme of parallel training by itself, over all GPUs or as many as can run it.
 
-    Schemes that divide the model share micro-batches of that many sequences; with the others every
-    GPU has its own. Schemes that no search uses are marked, and those that change convergence.
+    GPUs that divide the model share micro-batches of --micro-batch-size sequences; with the other
+    schemes every GPU has its own. Schemes that no search uses are marked, and so are schemes that
+    change convergence.
     """
     from parplan.commands.requests.requests import request_of
     from parplan.planner.schemes.every_scheme import priced_schemes
@@ -45,7 +51,7 @@ def schemes(
     from parplan.report.text import console
 
     request = request_of(target)
-    if formulas:
+    if formulas and not as_json:
         print_formulas(console(sys.stdout))
         return
     priced = list(priced_schemes(request, micro_batch_size, local_steps))

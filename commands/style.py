@@ -332,7 +332,8 @@ def tell_kept(*kept: Path | None) -> None:
     names = [str(path) for path in kept if path is not None]
     if names:
         more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-        tell(f"kept what was there before as {', '.join(names[:2])}{more}")
+        files = "files" if len(names) > 1 else "file"
+        tell(f"kept the older {files} as {', '.join(names[:2])}{more}")
 
 
 def wrote_picture(plot: Path, kept: Path | None, *, to_stderr: bool) -> None:

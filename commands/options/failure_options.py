@@ -53,8 +53,8 @@ failure_options = together(
         "--spare-nodes",
         type=click.IntRange(0),
         metavar="N",
-        help="Nodes beside --gpus that replace failed ones. [default: as many as pay; of --gpus "
-        "for --objective goodput]",
+        help="Nodes beside --gpus that replace failed ones. [default: as many as pay; --objective "
+        "goodput takes them from --gpus]",
     ),
     packs("failing", FailureOptions),
 )

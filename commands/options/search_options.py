@@ -101,10 +101,11 @@ objective_options = together(
         type=click.Choice(("throughput", "goodput", "memory", "peak", "pareto")),
         default="throughput",
         show_default=True,
-        help="Quantity to minimise: the step time; for goodput, with --mtbf, that over goodput, "
-        "on as many of the nodes as are best; within --max-slowdown of the fastest step, the "
-        "redundant memory or the peak of the fullest GPU; or the front of time and memory. Only "
-        "GPU memory counts. Host offload, as far as --offload allows it, never increases it.",
+        help="Quantity to minimise. throughput: the step time. goodput, which needs --mtbf: the "
+        "step time over the goodput, on the best number of nodes. memory, peak: the redundant "
+        "memory, or the memory of the fullest GPU, within --max-slowdown of the fastest step. "
+        "pareto: the front of time and memory. Only GPU memory counts. Host offload, as far as "
+        "--offload allows it, never increases it.",
     ),
     option(
         AIM,
@@ -163,7 +164,7 @@ pools_option = option(
     type=click.Choice(("pipeline", "data")),
     default="pipeline",
     show_default=True,
-    help="What the pools of an unequal cluster divide: the pipeline, or the batch. Pools that "
+    help="Pools of an unequal cluster divide the pipeline or the batch. Pools that "
     "divide the batch have a plan file each.",
 )
 explain_option = option(

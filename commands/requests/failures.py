@@ -60,7 +60,6 @@ def chooses_spares(flags: SearchFlags, options: FailureOptions, *, described: bo
         "a traced module": not described,
         "--for": flags.launcher is not None,
         "--search": flags.method is not None,
-        "--pools data": flags.pools == "data",
     }
     for what, given in lacking.items():
         if given:

@@ -123,7 +123,7 @@ def cluster_of(
 def _cluster(target: TargetOptions, profile: UserProfile | None) -> tuple[Cluster, tuple[str, ...]]:
     if target.cluster is not None:
         return _cluster_of_file(target, target.cluster), ()
-    if target.gpu is not None and ":" in target.gpu:
+    if target.gpu is not None and (":" in target.gpu or "+" in target.gpu):
         return pools_of_text(target.gpu, target.gpus, target.gpus_per_node), (ASSUMED_JOIN_PHRASE,)
     if target.gpus is None:
         raise ConfigError(

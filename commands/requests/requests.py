@@ -338,6 +338,22 @@ def require_method(flags: SearchFlags, *, described: bool) -> None:
             )
 
 
+def require_shares(flags: SearchFlags, *, failures: bool) -> None:
+    """Raises ConfigError for options that pools which divide the batch lack."""
+    if flags.pools != "data":
+        return
+    lacking = {
+        "--for": flags.launcher is not None,
+        "--robust": flags.robust is not None,
+        "--explain": flags.explain,
+        "--mtbf": failures,
+        f"--objective {flags.objective}": flags.objective not in ("throughput", "memory"),
+    }
+    for what, given in lacking.items():
+        if given:
+            raise ConfigError(f"--pools data does not go with {what}", hint="leave out one of them")
+
+
 def require_front(flags: SearchFlags, output: Path, plot: Path | None) -> None:
     """Raises ConfigError for options that a front lacks and files that cannot be written.
 

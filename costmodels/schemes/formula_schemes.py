@@ -37,6 +37,7 @@ from parplan.costmodels.price_cache import PriceCache
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.operator_graph import LayerKey, OperatorKind
 from parplan.profiles.models.spec import Precision
+from parplan.profiles.provenance import Kind
 
 WHOLE = Sharding()
 BACKWARD = 2  # passes of communication in the backward pass for one in the forward pass
@@ -51,6 +52,7 @@ class SchemeCost:
     sent_bytes          bytes that a device sends
     states_bytes        parameters, gradients and optimizer states
     activation_bytes    saved activations and temporaries at the peak
+    kind                kind of the seconds
     """
 
     compute_s: float
@@ -59,6 +61,7 @@ class SchemeCost:
     sent_bytes: float
     states_bytes: float
     activation_bytes: float
+    kind: Kind = Kind.ANALYTIC
 
     @property
     def step_s(self) -> float:

@@ -483,6 +483,6 @@ def no_candidate_error(space: CandidateSpace, cluster: Cluster) -> ConfigError:
     )
     return ConfigError(
         f"no legal way to use {cluster.num_gpus} GPUs: of {reasons.total()} candidates "
-        f"most fall because {reason}",
+        f"most are ruled out: {reason}",
         hint="choose another --gpus or --global-batch-size, or drop a pinned degree",
     )

@@ -29,6 +29,7 @@ from parplan.planner.request import Request
 from parplan.planner.search.estimate import UniformChoices, estimate_plan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import with_gpus
+from parplan.profiles.provenance import Kind
 from parplan.profiles.stack import ContextForm
 from parplan.profiles.units import GIB
 
@@ -152,6 +153,7 @@ def _unflushed(
         wait_s=0.0,
         sent_bytes=sent,
         states_bytes=GIB * held,
+        kind=Kind.ANALYTIC,
     )
 
 
@@ -168,6 +170,7 @@ def cost_of_plan(plan: Plan) -> SchemeCost:
         sent_bytes=max(_sent(plan, rank) for rank in range(plan.mesh.pp)),
         states_bytes=GIB * max(m.parameters + m.gradients + m.optimizer for m in memory),
         activation_bytes=GIB * max(m.activations + m.temporaries for m in memory),
+        kind=plan.predicted.step_time_s.kind,
     )
 
 

@@ -53,7 +53,11 @@ def find_most_goodput(
     Raises errors as `find_plan` does, and ConfigError for unequal nodes and where failures leave no
     number of nodes any time.
     """
-    require_equal(request.cluster, "the number of spare nodes")
+    require_equal(
+        request.cluster,
+        "the choice of the nodes that train",
+        hint="add --spare-nodes 0, so that all GPUs train",
+    )
     search = _NodeNumbers(request, failures, on_progress, explain)
     search.run()
     if search.best is None:

@@ -26,7 +26,11 @@ from parplan.planner.objective import Objective
 from parplan.planner.plan.plan import BatchShare, Plan
 from parplan.planner.request import Request
 from parplan.planner.search.find_plan import find_plan
-from parplan.profiles.errors import ConfigError, InfeasibleError
+from parplan.planner.search.largest_model import SearchWatch
+from parplan.planner.search.many_searches import answer_of
+from parplan.planner.search.pareto import TIME_LIMIT
+from parplan.planner.search.price_factory import described_factory
+from parplan.profiles.errors import ConfigError, InfeasibleError, OutOfTimeError
 from parplan.profiles.machines.unequal_cluster import UnequalCluster
 from parplan.profiles.units import gib
 
@@ -58,12 +62,14 @@ class DividedBatch:
 
     copies_gib   GiB of the copies of the states that pools hold beyond one of all
     all_tried    True if every share was tried, so that these are proven the best
+    stopped      cause of an early end, such as `Ctrl-C`; None where the search ended by itself
     """
 
     shares: tuple[PoolShare, ...]
     exchange_s: float
     copies_gib: float
     all_tried: bool
+    stopped: str | None = None
 
     @property
     def step_s(self) -> float:
@@ -77,11 +83,13 @@ class DividedBatch:
         return sum(held) + self.copies_gib
 
 
-def divide_batch(request: Request) -> DividedBatch:
+def divide_batch(request: Request, watch: SearchWatch | None = None) -> DividedBatch:
     """Returns the shares and plans of pools that divide the batch of a request.
 
+    Ctrl-C, which `watch` notices, and the deadline end the searches with the best shares so far.
     Raises ConfigError for another objective than throughput and memory, InfeasibleError where no
-    share fits, and errors of the searches.
+    share fits, KeyboardInterrupt and OutOfTimeError before the first shares, and errors of the
+    searches.
     """
     cluster = request.cluster
     assert isinstance(cluster, UnequalCluster), "equal nodes need no pools"
@@ -90,7 +98,7 @@ def divide_batch(request: Request) -> DividedBatch:
             f"--objective {request.objective}: pools divide the batch for throughput and memory",
             hint="use one of these",
         )
-    searches = _PoolSearches(request, cluster)
+    searches = _PoolSearches(request, cluster, watch or SearchWatch())
     best, all_tried = searches.best_shares()
     price_cache = price_cache_of(request)
     exchange_s = gradient_exchange_s(cluster, price_cache)
@@ -105,29 +113,32 @@ def divide_batch(request: Request) -> DividedBatch:
     if request.objective is Objective.MEMORY:
         slowest_s = (slowest_s + exchange_s) * (1 + slowdown) - exchange_s
     firsts = itertools.accumulate(best, initial=0)
+    shares = tuple(
+        PoolShare(
+            pool=pool,
+            sequences=share,
+            plan=replace(
+                searches.final(pool, share, slowest_s),
+                batch_share=BatchShare(first=first, of=searches.batch),
+            ),
+        )
+        for pool, share, first in zip(cluster.by_name, best, firsts, strict=False)
+    )
     return DividedBatch(
-        shares=tuple(
-            PoolShare(
-                pool=pool,
-                sequences=share,
-                plan=replace(
-                    searches.final(pool, share, slowest_s),
-                    batch_share=BatchShare(first=first, of=searches.batch),
-                ),
-            )
-            for pool, share, first in zip(cluster.by_name, best, firsts, strict=False)
-        ),
+        shares=shares,
         exchange_s=exchange_s,
         copies_gib=(len(best) - 1) * gib(sum(price_cache.ideal_states(1))),
         all_tried=all_tried,
+        stopped=searches.stopped,
     )
 
 
 class _PoolSearches:
     """The searches of every pool, each share of it once."""
 
-    def __init__(self, request: Request, cluster: UnequalCluster) -> None:
-        self.request, self.pools = request, cluster.by_name
+    def __init__(self, request: Request, cluster: UnequalCluster, watch: SearchWatch) -> None:
+        self.request, self.pools, self.watch = request, cluster.by_name, watch
+        self.deadline = request.options.deadline
         self.batch = request.training.global_batch_size
         self.grain = max(1, self.batch // GRAINS)
         self.plans: dict[tuple[str, int], Plan | None] = {}
@@ -140,14 +151,36 @@ class _PoolSearches:
         )
 
     def plan(self, pool: str, sequences: int) -> Plan | None:
-        """Returns the fastest plan of a pool for a share, None where it has none."""
+        """Returns the fastest plan of a pool for a share, None where it has none.
+
+        Raises KeyboardInterrupt and OutOfTimeError.
+        """
         key = pool, sequences
         if key not in self.plans:
-            try:
-                self.plans[key] = find_plan(self._request(*key), explain=_unexplained)
-            except (InfeasibleError, ConfigError):
-                self.plans[key] = None
+            request = self._request(*key)
+            if any(self._answered()):
+                self.deadline.require_left()
+            else:
+                unplanned = set(self.pools) - {name for name, _ in self.plans}
+                request = request.until(self.deadline.share(max(1, len(unplanned))))
+            factory = described_factory(request, _unexplained)
+            self.plans[key] = answer_of(factory, self.watch).plan
         return self.plans[key]
+
+    def _answered(self) -> Iterator[Shares]:
+        """Yields the shares for which every pool has a plan."""
+        sizes = [
+            [share for (name, share), plan in self.plans.items() if name == pool and plan]
+            for pool in self.pools
+        ]
+        yield from (shares for shares in itertools.product(*sizes) if sum(shares) == self.batch)
+
+    @property
+    def stopped(self) -> str | None:
+        """The cause of an early end, None where there was none."""
+        if self.watch.interrupted():
+            return "Ctrl-C"
+        return TIME_LIMIT if self.deadline.is_over else None
 
     def pool_s(self, pool: str, sequences: int) -> float:
         """Seconds of the step of a pool, infinite where nothing fits."""
@@ -162,7 +195,7 @@ class _PoolSearches:
         """Returns the plan of a pool by the objective of the request, within `slowest_s`."""
         fastest = self.plan(pool, sequences)
         assert fastest is not None, "the shares fit"
-        if self.request.objective is Objective.THROUGHPUT:
+        if self.request.objective is Objective.THROUGHPUT or self.stopped:
             return fastest
         room = max(0.0, slowest_s / fastest.search.fastest_step_time_s - 1)
         request = replace(
@@ -170,10 +203,25 @@ class _PoolSearches:
             objective=Objective.MEMORY,
             options=replace(self.request.options, max_slowdown=room),
         )
-        return find_plan(request)
+        try:
+            return find_plan(request)
+        except (KeyboardInterrupt, OutOfTimeError):
+            return fastest
 
     def best_shares(self) -> tuple[Shares, bool]:
-        """Returns the best shares that were tried, and whether all were."""
+        """Returns the best shares that were tried, and whether all were.
+
+        Raises KeyboardInterrupt and OutOfTimeError before the first shares.
+        """
+        try:
+            return self._best_shares()
+        except (KeyboardInterrupt, OutOfTimeError):
+            answered = tuple(self._answered())
+            if not answered:
+                raise
+            return min(answered, key=self.step_s), False
+
+    def _best_shares(self) -> tuple[Shares, bool]:
         if self.batch // self.grain <= FEW:
             return min(self._all_shares(), key=self.step_s), True
         best = self._by_speed()

@@ -127,12 +127,7 @@ def pools_of_text(
     text: str, num_gpus: int | None = None, gpus_per_node: int | None = None
 ) -> UnequalCluster:
     """Returns the pools of `NAME:GPUS+NAME:GPUS`, joined at the slower NICs. Raises ConfigError."""
-    if num_gpus is not None:
-        raise ConfigError(
-            f"--gpus {num_gpus} beside --gpu {text}, which counts the GPUs of each pool",
-            hint="leave out --gpus",
-        )
-    pools = []
+    counts: dict[str, int] = {}
     for part in text.split("+"):
         name, _, count = part.partition(":")
         if not count.isdigit() or not int(count):
@@ -140,10 +135,31 @@ def pools_of_text(
                 f"--gpu {text}: {part} is not NAME:GPUS",
                 hint="give each pool its number of GPUs: --gpu a100-80gb:32+h100-80gb:32",
             )
-        machine = with_gpus(load_cluster(name, what="GPU"), int(count), gpus_per_node)
-        pools.append(Pool(name=machine.device.name, cluster=machine))
+        if name in counts:
+            raise ConfigError(
+                f"--gpu {text} names {name} twice",
+                hint="add up its GPUs, or name both pools in a cluster file",
+            )
+        counts[name] = int(count)
+    if num_gpus is not None:
+        raise ConfigError(
+            f"--gpus {num_gpus} beside --gpu {text}, which counts the GPUs of each pool",
+            hint="leave out --gpus",
+        )
+    pools = [_pool_of_gpus(name, count, gpus_per_node) for name, count in counts.items()]
     nic = min((pool.cluster for pool in pools), key=lambda machine: machine.node_bytes_per_s)
     return unequal_cluster("pools", pools, (_slower_nics(nic),))
+
+
+def _pool_of_gpus(name: str, num_gpus: int, gpus_per_node: int | None) -> Pool:
+    node = load_cluster(name, what="GPU")
+    try:
+        machine = with_gpus(node, num_gpus, gpus_per_node)
+    except ConfigError as error:
+        raise ConfigError(
+            str(error), hint="give the pool whole nodes, or set --gpus-per-node"
+        ) from None
+    return Pool(name=machine.device.name, cluster=machine)
 
 
 def _slower_nics(machine: Cluster) -> Join:

@@ -67,10 +67,10 @@ def goodput_facts(plan: AnyPlan, failures: Failures | None) -> Iterator[tuple[st
         yield (
             "spares",
             f"{plan.cluster.num_gpus:,} of {choice.gpus:,} GPUs train",
-            f"{seconds_text(choice.advance_s)} of the cluster for a step, gap "
-            f"{percent(choice.gap)}; {counted(choice.considered, 'number')} of nodes, "
-            f"{choice.searched} searched{early}; without spare nodes "
-            f"{percent(choice.goodput_without)} of the time",
+            f"{seconds_text(choice.advance_s)} for a step with failures, gap "
+            f"{percent(choice.gap)}; {choice.searched} of {counted(choice.considered, 'number')} "
+            f"of nodes searched{early}; without spare nodes goodput is "
+            f"{percent(choice.goodput_without)}",
         )
 
 

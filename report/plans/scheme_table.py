@@ -9,9 +9,10 @@ from rich.console import Console
 
 from parplan.planner.request import Request
 from parplan.planner.schemes.every_scheme import SCHEMES, PricedScheme, Scheme
-from parplan.profiles.units import GIB
+from parplan.profiles.provenance import Kind
+from parplan.profiles.units import GIB, gib
 from parplan.report.json_result import JsonResult, fields_of
-from parplan.report.text import joined, print_table, say, seconds_text
+from parplan.report.text import gib_text, joined, print_table, say, seconds_text
 
 HEADING = ("scheme", "GPUs", "step", "comm", "wait", "sent", "states", "activ")
 UNSEARCHED, OTHER_STEPS = "*", "!"  # after the name of a scheme
@@ -32,7 +33,9 @@ class SchemeStep:
     """The price of one scheme in a step, for one GPU.
 
     step_s              seconds of a step: the three below
-    compute_s, comm_s   seconds of compute, and of communication that it does not hide
+    kind                kind of the seconds
+    compute_s           seconds of compute
+    comm_s              seconds of communication that compute does not hide
     wait_s              seconds in which a pipeline stage waits
     sent_bytes          bytes that a GPU sends
     states_bytes        parameters, gradients and optimizer states
@@ -40,6 +43,7 @@ class SchemeStep:
     """
 
     step_s: float
+    kind: Kind
     compute_s: float
     comm_s: float
     wait_s: float
@@ -93,8 +97,8 @@ def print_schemes(priced: Sequence[PricedScheme], request: Request, out: Console
     """Print the price of every scheme, then the reasons of those that the request cannot have."""
     cluster = request.cluster
     title = (
-        f"{request.model.name} on {cluster.num_gpus} x {cluster.device.name}, each scheme by "
-        "itself; GiB of one GPU"
+        f"{request.model.name} on {cluster.num_gpus} x {cluster.device.name} of "
+        f"{gib_text(gib(cluster.device.memory_bytes))} GiB, each scheme by itself; GiB of one GPU"
     )
     say(out, joined(title.split(" "), " ", out.width), "bold")
     rows = [(_name(each.scheme), *_cells(each)) for each in priced if each.cost]
@@ -103,14 +107,17 @@ def print_schemes(priced: Sequence[PricedScheme], request: Request, out: Console
         if each.cost is None:
             text = f"not {each.scheme.name}: {each.reason}"
             say(out, joined(text.split(" "), " ", out.width, start="  ", indent=4), "dim")
+    kinds = sorted({str(each.cost.kind) for each in priced if each.cost and each.scheme.searched})
     notes = (
+        f"Steps are predicted ({', '.join(kinds)}), not measured, and bytes are computed. A scheme "
+        "has a price also where it needs more memory than a GPU has.",
         "32 x 2: 32 GPUs run the scheme, as many as can, with data parallelism over 2 such groups; "
-        "GPUs beyond both are idle. comm is what compute does not hide; wait is that of a "
-        "pipeline. --formulas explains.",
+        "GPUs beyond both are idle. comm: communication that compute does not hide; wait: of a "
+        "pipeline stage; sent: in a step. --formulas explains.",
         f"{UNSEARCHED} no search uses it: compute divided evenly, communication not hidden "
         "(analytic).",
         f"{OTHER_STEPS} changes convergence: its steps are not those of one GPU with the batch, so "
-        "equal seconds do not mean equal progress. No search uses it.",
+        "equal seconds do not mean equal progress (analytic). No search uses it.",
     )
     for note in notes:
         say(out, joined(note.split(" "), " ", min(out.width, WIDTH), start="  "), "dim")
@@ -159,7 +166,6 @@ def _cells(each: PricedScheme) -> tuple[str, ...]:
     return (
         f"{each.degree} x {each.copies}" if each.copies > 1 else str(each.degree),
         seconds_text(cost.step_s),
-        seconds_text(cost.comm_s),
-        seconds_text(cost.wait_s) if cost.wait_s else "-",
+        *(seconds_text(part_s) if part_s else "-" for part_s in (cost.comm_s, cost.wait_s)),
         *(f"{size / GIB:,.{0 if size >= 1000 * GIB else 1}f}" for size in sizes),
     )

@@ -70,7 +70,7 @@ def print_comparison(
         say(out, line)
     sides = sides_of(comparison)
     unit, times = times_of(comparison)
-    ours = comparison.ours.name + (", and what the others take more" if len(sides) > 1 else "")
+    ours = comparison.ours.name + (", and differences of the others" if len(sides) > 1 else "")
     _print_parts(out, f"{unit} of the mean GPU: {ours}", "step", sides, NAMES, times)
     memory = [tuple(map(gib, side.memory_bytes)) for side in sides]
     if by_class:
@@ -214,7 +214,7 @@ def _verdict(comparison: Comparison, baseline_plan: ComparedPlan) -> str:
     same_time = abs(slower) < SAME_STEP
     time = "takes as long" if same_time else f"takes {percent(abs(slower))} {direction}"
     if not comparison.same_work(baseline_plan):
-        time += " for a token of a GPU"
+        time += " for each token on each GPU"
     if comparison.is_tie(baseline_plan) and abs(slower) >= SAME_STEP:
         time += ", inside the error band of the ratio: a tie"
     lost = [
@@ -276,6 +276,8 @@ def _lean_text(lean: Leanest) -> str:
 
 def comparison_notes(comparison: Comparison, *, pinned: bool) -> Iterator[str]:
     band, ours = comparison.ours.plan.predicted.error_band, comparison.ours
+    kinds = sorted({str(side.plan.predicted.step_time_s.kind) for side in sides_of(comparison)})
+    yield f"step times are predicted ({', '.join(kinds)}), not measured; memory is computed"
     if comparison.unpriced:
         yield f"not priced before the time limit: {', '.join(comparison.unpriced)}"
     if comparison.filed_step_s is not None:

@@ -164,10 +164,13 @@ def _facts(found: FoundSizes, *, whole: bool) -> Iterator[tuple[str, str]]:
         f"{counted(searches, 'number')} of GPUs in {found.elapsed_s:.1f} s: powers of two and "
         f"three times those{how if whole else ''}",
     )
+    if not any(one.run for one in sizes):
+        yield "note", "the least times are predicted, not measured"
+        return
     kinds = sorted({str(one.run.plan.predicted.step_time_s.kind) for one in sizes if one.run})
     yield (
         "note",
-        f"all values are predicted ({', '.join(kinds) or 'computed'}); GPU-hours, cost and energy "
+        f"all values are predicted ({', '.join(kinds)}); GPU-hours, cost and energy "
         "count spare nodes; MWh is of the boards at their greatest power, without hosts and "
         "cooling",
     )

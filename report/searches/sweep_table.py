@@ -105,10 +105,21 @@ def print_sweep(
             (str(number), *row.values()) if numbered else tuple(row.values())
             for number, row in enumerate(table, 1)
         ]
-        print_table(out, heading, cells, left=_LEFT)
+        if numbered and not _fits([heading, *cells], out.width):
+            print_table(out, heading[:-1], [row[:-1] for row in cells], left=_LEFT)
+            say(out)
+            print_table(out, ("#", "plan"), [(row[0], row[-1]) for row in cells], left=_LEFT)
+        else:
+            print_table(out, heading, cells, left=_LEFT)
         say(out)
     for label, text in _facts(rows, stopped, paths, elapsed_s):
         say(out, joined(text.split(" "), " ", out.width, start=labelled(label)))
+
+
+def _fits(table: Sequence[Sequence[str]], width: int) -> bool:
+    """True if no plan, the last column, needs more than two lines beside the other columns."""
+    taken = sum(max(map(len, column)) + 2 for column in list(zip(*table, strict=True))[:-1])
+    return max(len(row[-1]) for row in table) <= 2 * (width - 2 - taken)
 
 
 def _draw(plans: Sequence[Plan], swept: Sequence[str], out: Console) -> bool:

@@ -61,7 +61,7 @@ def test_steps_of_other_sizes_are_compared_by_token_and_gpu(files, tmp_path):
     write_plan(laid_out("llama3-8b", dp=2, tp=2), small)
     out = succeed("compare", str(files[0]), str(small)).stdout
 
-    assert "for a token of a GPU" in out
+    assert "for each token on each GPU" in out
     assert out.count("llama3-8b, 8.03 B parameters") == 2  # two machines
 
 

@@ -32,6 +32,7 @@ def test_a_plan_is_set_beside_the_best_of_another_machine(plan_file: str, tmp_pa
     assert found["baselines"][0]["step_time_s"] == stated["baselines"][0]["step_time_s"]
     text = CliRunner().invoke(main, ["diff", plan_file, "--global-batch-size", "256"])
     assert "2 x a100-80gb" in text.stdout
+    assert "  step times are predicted (interpolated), not measured; memory is" in text.stdout
 
 
 @pytest.mark.parametrize(

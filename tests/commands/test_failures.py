@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -12,6 +13,7 @@ from parplan.cli import main
 from parplan.commands.options.failure_options import FailureOptions
 from parplan.commands.options.search_options import SearchFlags
 from parplan.commands.requests.failures import chooses_spares, failures_of, without_goodput
+from parplan.commands.requests.requests import require_shares
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 
@@ -55,6 +57,23 @@ def test_numbers_of_nodes_are_of_the_search_of_the_planner(flags: dict[str, str]
     with pytest.raises(ConfigError, match="--objective goodput chooses how many nodes train"):
         chooses_spares(asked, FailureOptions(mtbf="1h"), described=True)
     assert not chooses_spares(asked, FailureOptions(mtbf="1h", spare_nodes=0), described=True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "what"),
+    [
+        ({"robust": 0.2}, "--robust"),
+        ({"objective": "pareto"}, "--objective pareto"),
+        ({}, "--mtbf"),
+    ],
+)
+def test_pools_that_divide_the_batch_refuse_what_they_do_not_do(
+    flags: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"--pools data does not go with {what}"):
+        require_shares(SearchFlags(pools="data", **flags), failures=what == "--mtbf")
+    require_shares(SearchFlags(pools="data"), failures=False)
+    require_shares(SearchFlags(**flags), failures=True)
 
 
 def test_the_objective_goodput_needs_failures_and_takes_the_fastest_plan() -> None:

@@ -69,7 +69,9 @@ def test_a_file_of_an_earlier_longer_front_is_kept_and_pointed_out():
     left = Path(f"plan-{count + 1:02}.yaml")
     left.write_text("older")
 
-    assert succeed(*FRONT).stderr == f"note: {left} and what follows is of an earlier front\n"
+    assert (
+        succeed(*FRONT).stderr == f"note: {left} and the files after it are of an earlier front\n"
+    )
     assert left.read_text() == "older"
 
 

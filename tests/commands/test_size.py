@@ -69,4 +69,6 @@ def test_kinds_without_an_answer_after_ctrl_c_are_named() -> None:
     out = Console(file=io.StringIO(), width=80)
     print_sizes(found, (), out)
     assert "stopped   early (Ctrl-C): no answer yet for h100-80gb\n" in out.file.getvalue()
+    assert "the least times are predicted, not measured" in out.file.getvalue()
+    assert "MWh" not in out.file.getvalue()
     assert size_document(found).unanswered == ("h100-80gb",)

@@ -33,6 +33,18 @@ def test_every_combination_has_a_row_a_file_and_a_point(tmp_path: Path) -> None:
     assert "perfect scaling" in plot.read_text()
 
 
+def test_plans_have_lines_of_their_own_where_the_table_is_too_wide(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    run = CliRunner().invoke(
+        main, ["sweep", *ASKED[:2], "--gpus", "2,4", "--gpu", "a100", "--pp", "2", "--tp", "1"]
+    )
+    assert run.exit_code == 0, run.output
+    assert "  #  plan\n  1  pp 2 x dp 1 x tp 1, " in run.stdout
+    assert max(map(len, run.stdout.splitlines())) <= 80
+
+
 def test_plan_with_several_numbers_of_gpus_is_a_sweep_and_names_those_without_a_plan() -> None:
     run = CliRunner().invoke(main, ["--model", "gpt-1.5b", "--gpus", "2,12", "--pp", "2"])
     assert run.exit_code == 0, run.output

@@ -11,6 +11,7 @@ from parplan.planner.schemes.every_scheme import SCHEMES, priced_schemes
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import TrainingSpec
+from parplan.profiles.provenance import Kind
 from parplan.profiles.stack import NEUTRAL
 from parplan.report.plans.scheme_table import print_formulas, print_schemes, schemes_document
 from tests.helpers.planning import request
@@ -41,6 +42,17 @@ def test_the_table_has_a_line_for_each_scheme_within_80_columns(priced):
         assert any(line.startswith(f"  {scheme.name} ") for line in lines), scheme.name
     (pipeline,) = [line.split() for line in lines if line.startswith("  pipeline, 1F1B ")]
     assert pipeline[2:5] == ["32", "x", "2"]
+
+
+def test_every_step_has_its_kind(priced):
+    kinds = {row.scheme: row.cost.kind for row in schemes_document(priced).schemes if row.cost}
+    text = " ".join(line.strip() for line in lines_of(lambda o: print_schemes(priced, REQUEST, o)))
+
+    assert kinds["ZeRO 1"] is Kind.INTERPOLATED
+    assert kinds["local SGD"] is kinds["PipeDream-2BW"] is Kind.ANALYTIC
+    assert "predicted (analytic, interpolated), not measured" in text
+    assert "64 x a100-80gb of 79.2 GiB" in text
+    assert "0.00 us" not in text
 
 
 def test_formulas_fit_80_columns_and_have_a_source_each():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from parplan.costmodels.joined_pools import gradient_exchange_s
 from parplan.planner.objective import Objective
 from parplan.planner.request import SearchOptions
+from parplan.planner.search.largest_model import SearchWatch
 from parplan.planner.search.pools_divide_data import divide_batch
 from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
@@ -117,6 +119,17 @@ def test_many_shares_follow_the_speeds_of_the_pools():
     assert slow.sequences <= fast.sequences
     assert not divided.all_tried
     assert slow.step_s == pytest.approx(fast.step_s, rel=0.25)
+
+
+def test_ctrl_c_ends_the_searches_with_the_best_shares_so_far():
+    calls = itertools.count()
+
+    divided = divide_batch(asked(instance_of(3)), SearchWatch(interrupted=lambda: next(calls) >= 4))
+
+    assert (divided.stopped, divided.all_tried) == ("Ctrl-C", False)
+    assert sum(share.sequences for share in divided.shares) == BATCH
+    with pytest.raises(KeyboardInterrupt):
+        divide_batch(asked(instance_of(3)), SearchWatch(interrupted=lambda: True))
 
 
 def test_pools_without_room_for_a_replica_are_refused():

@@ -83,6 +83,13 @@ def test_pools_of_the_command_line_meet_at_the_slower_nics():
     assert cluster.join_of("a100-80gb", "h100-80gb").node_bytes_per_s == slower
     with pytest.raises(ConfigError, match="h100 is not NAME:GPUS"):
         pools_of_text("a100-80gb:32+h100")
+    with pytest.raises(ConfigError, match="a100-80gb is not NAME:GPUS"):
+        pools_of_text("a100-80gb+h100-80gb", 64)
+    with pytest.raises(ConfigError, match="names a100-80gb twice"):
+        pools_of_text("a100-80gb:32+a100-80gb:32")
+    with pytest.raises(ConfigError, match="33 GPUs do not fill whole nodes") as error:
+        pools_of_text("a100-80gb:33+h100:16")
+    assert "--gpus " not in str(error.value.hint)
 
 
 def test_the_check_of_a_file_names_the_pool_and_the_join():
