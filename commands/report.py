@@ -217,10 +217,16 @@ def _reported(
 
 def _run_line(path: Path, plan: AnyPlan) -> Snippet:
     from parplan.executor.placed_layers import torchrun_line
+    from parplan.planner.plan.traced_plan import TracedPlan
     from parplan.report.page.reported_plan import Snippet
 
+    title, file = "Run with parplan's executor", shlex.quote(str(path))
+    if isinstance(plan, TracedPlan) or plan.batch_share is None:
+        return Snippet(title=title, text=torchrun_line(plan, file))
+    # the nodes of the other pools are not in this file
     return Snippet(
-        title="Run with parplan's executor", text=torchrun_line(plan, shlex.quote(str(path)))
+        title=f"{title}: one job of the plan files of all pools",
+        text=f"torchrun --nnodes ALL_NODES ... -m parplan.executor {file} OTHER_POOLS.yaml",
     )
 
 
