@@ -64,11 +64,12 @@ def goodput_facts(plan: AnyPlan, failures: Failures | None) -> Iterator[tuple[st
     )
     if choice := plan.search.spares:
         early = "" if choice.finished else ", ended early"
+        given = "" if choice.is_proven else " if no number needs less work than one node"
         yield (
             "spares",
             f"{plan.cluster.num_gpus:,} of {choice.gpus:,} GPUs train",
             f"{seconds_text(choice.advance_s)} of the cluster for a step, gap "
-            f"{percent(choice.gap)}; {counted(choice.considered, 'number')} of nodes, "
+            f"{percent(choice.gap)}{given}; {counted(choice.considered, 'number')} of nodes, "
             f"{choice.searched} searched{early}; without spare nodes "
             f"{percent(choice.goodput_without)} of the time",
         )
