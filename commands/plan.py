@@ -147,8 +147,9 @@ def main(
         whole = flags.launcher is None and not (front and flags.pools == "data")
         request = request_of(target, pins, flags, pools=whole)
         if flags.pools == "data":
-            from parplan.commands.pool_shares import share_batch
+            from parplan.commands.pool_shares import require_shares, share_batch
 
+            require_shares(flags, failing)
             return share_batch(request, result)
         question = described_question(request, flags)
     else:

@@ -8,10 +8,27 @@ from pathlib import Path
 
 import click
 
+from parplan.commands.options.failure_options import FailureOptions
 from parplan.commands.options.result_options import STDOUT, ResultOptions
+from parplan.commands.options.search_options import SearchFlags
 from parplan.commands.style import tell_kept
 from parplan.planner.request import Request
 from parplan.profiles.errors import ConfigError
+
+
+def require_shares(flags: SearchFlags, failing: FailureOptions) -> None:
+    """Raises ConfigError for options that plans of several pools do not answer."""
+    refused = {
+        "--robust": flags.robust,
+        "--explain": flags.explain,
+        "--mtbf": failing.mtbf,
+    }
+    for option, value in refused.items():
+        if value:
+            raise ConfigError(
+                f"{option}: not answered for --pools data, which makes one plan a pool",
+                hint="leave it out, or leave out --pools data",
+            )
 
 
 def share_batch(request: Request, result: ResultOptions) -> int:
