@@ -18,6 +18,7 @@ from parplan.planner.plan.pipeline_plan import PipelinePlan
 from parplan.profiles.provenance import Kind
 
 _FORBID = {"extra": "forbid"}
+MOST_BOUNDED = 100  # numbers of nodes that all get the bound of their candidates, 0.3 s each
 
 
 class Status(StrEnum):
@@ -388,7 +389,7 @@ class SpareChoice:
     goodput           share of the time in which the run advances
     goodput_without   the same where all nodes train and none waits
     advance_s         seconds of the cluster's time for one step of the run
-    bound_s           no number of nodes takes less
+    bound_s           no number of nodes takes less; of over 100 this rests on the work of one node
     gap               gap between both
     considered        numbers of nodes, each with a bound
     searched          numbers of nodes whose plans were searched
@@ -407,6 +408,11 @@ class SpareChoice:
     considered: int
     searched: int
     finished: bool
+
+    @property
+    def is_proven(self) -> bool:
+        """True if no bound rests on the work of one node."""
+        return self.considered <= MOST_BOUNDED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

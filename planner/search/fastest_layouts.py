@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.branch_and_bound import (
+    WORTH_REPLAYING,
     BranchOutcome,
     BranchWatch,
     best_of,
@@ -131,7 +132,8 @@ class _Fastest:
         """Returns the seconds of another choice where a cut leaves a layout too many columns.
 
         Bounds of shallow pipelines may be far below all their plans. Their columns are then left
-        out by the first choice near its own bound, of the deepest pipelines first.
+        out by the first choice near its own bound, of the deepest pipelines first. Orders of pools
+        are replayed up to `WORTH_REPLAYING` above it: their simulated steps differ by as much.
         """
         if cut_s == INFINITY:
             many = layout.mesh.pp * self.session.num_blocks > MOST_CONTENTS
@@ -139,7 +141,7 @@ class _Fastest:
         if self.near_s is None and cut_s > LOOSE * self.least_s(layout):
             self.near_s = INFINITY
             self.near_s = next(filter(None, map(self._near_bound_s, self._deepest())), INFINITY)
-        return self.near_s or INFINITY
+        return (self.near_s or INFINITY) * (WORTH_REPLAYING if layout.pools else 1.0)
 
     def _deepest(self) -> list[ParallelLayout]:
         """Returns the layout with the least bound of each pipeline degree, the deepest first."""

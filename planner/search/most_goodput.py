@@ -9,6 +9,9 @@ seconds for a step (EQUATIONS D3). g is a closed form, and t has bounds, each cl
 before and taking longer: the least work of a step over n, the same with the blocks of the fullest
 rank of a legal mesh, the least bound of all candidates. Numbers of nodes are taken in the order of
 their bounds, so that few are searched.
+
+The least work is that of one node, which is assumed and not proven: a number of nodes may have
+meshes that one node lacks. It is used where the numbers are too many for the last bound of each.
 """
 
 from __future__ import annotations
@@ -29,12 +32,13 @@ from parplan.planner.candidates.enumeration import (
 from parplan.planner.candidates.meshes import Pruned, meshes
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.plan_goodput import described_checkpoint_bytes
-from parplan.planner.plan.prediction import SpareChoice
+from parplan.planner.plan.prediction import MOST_BOUNDED, SpareChoice
 from parplan.planner.request import OnProgress, Request
 from parplan.planner.search.described_shortfall import infeasible_error
 from parplan.planner.search.find_plan import find_best
 from parplan.planner.search.price_factory import DescribedFactory, Explain
 from parplan.planner.search.search_session import DescribedPrices
+from parplan.profiles.divisors import divisors
 from parplan.profiles.errors import ConfigError, InfeasibleError, OutOfTimeError, PlannerError
 from parplan.profiles.machines.machine_catalog import with_gpus
 from parplan.profiles.machines.unequal_cluster import require_equal
@@ -80,11 +84,14 @@ class LeastWork:
 def least_work(request: Request) -> LeastWork:
     """Returns the least work of a step: that of one node with as much memory as it likes.
 
-    More nodes send more and divide operators further, so that each GPU-second does less; a test
-    compares the work of several numbers. It is 0 where one node has no legal candidate, such as
-    with a pinned degree above its GPUs.
+    More nodes send more and divide operators further, so that each GPU-second does less. It has all
+    degrees of context parallelism, as more GPUs than sequences have. It is 0 where one node has no
+    legal candidate, such as with a pinned degree above its GPUs.
     """
-    alone = _on(request, 1)
+    alone, pins = _on(request, 1), request.constraints
+    if pins.cp is None:
+        degrees = divisors(alone.cluster.num_gpus)
+        alone = replace(alone, constraints=replace(pins, cp=degrees))
     factory = DescribedFactory(alone)
     try:
         prices = factory.prices(factory.offload or ())
@@ -133,7 +140,7 @@ class _NodeNumbers:
 
         Raises OutOfTimeError and KeyboardInterrupt before the first plan.
         """
-        work = least_work(self.request)
+        work = least_work(self.request) if self.nodes > MOST_BOUNDED else LeastWork(0.0)
         queue = [
             (work.step / self._gpus(nodes) / share, -nodes)
             for nodes in range(1, self.nodes + 1)

@@ -37,7 +37,8 @@ from parplan.profiles.units import gib
 GRAINS = 64  # parts of the batch that a share has a number of
 FEW = 8  # grains up to which all shares are tried
 ROUNDS = 3  # of shares in proportion to the speeds
-LONGEST_MOVE = 2  # grains that move at once
+MOVES = (1, 2)  # grains that move at once
+FAR_MOVES = (4, 8, 16)  # from the slowest pool too, as near shares may divide over no mesh
 INFINITY = float("inf")
 Shares = tuple[int, ...]  # sequences by pool
 
@@ -87,9 +88,9 @@ def divide_batch(request: Request, watch: SearchWatch | None = None) -> DividedB
     """Returns the shares and plans of pools that divide the batch of a request.
 
     Ctrl-C, which `watch` notices, and the deadline end the searches with the best shares so far.
-    Raises ConfigError for another objective than throughput and memory, InfeasibleError where no
-    share fits, KeyboardInterrupt and OutOfTimeError before the first shares, and errors of the
-    searches.
+    Raises ConfigError for another objective than throughput and memory and for fewer sequences than
+    pools, InfeasibleError where no share fits, KeyboardInterrupt and OutOfTimeError before the
+    first shares, and errors of the searches.
     """
     cluster = request.cluster
     assert isinstance(cluster, UnequalCluster), "equal nodes need no pools"
@@ -98,6 +99,12 @@ def divide_batch(request: Request, watch: SearchWatch | None = None) -> DividedB
             f"--objective {request.objective}: pools divide the batch for throughput and memory",
             hint="use one of these",
         )
+    batch, pools = request.training.global_batch_size, len(cluster.pools)
+    if batch < pools:
+        raise ConfigError(
+            f"--global-batch-size is {batch}: each of {pools} pools that divide it has a sequence",
+            hint="let the pools divide the pipeline, or state a larger batch",
+        )
     searches = _PoolSearches(request, cluster, watch or SearchWatch())
     best, all_tried = searches.best_shares()
     price_cache = price_cache_of(request)
@@ -105,7 +112,7 @@ def divide_batch(request: Request, watch: SearchWatch | None = None) -> DividedB
     slowest_s = searches.step_s(best)
     if slowest_s == INFINITY:
         raise InfeasibleError(
-            f"no shares of {request.training.global_batch_size} sequences fit the pools of "
+            f"no {'' if all_tried else 'tried '}shares of {batch} sequences fit the pools of "
             f"{cluster.text}, with whole replicas on each",
             hint="let the pools divide the pipeline, or add nodes",
         )
@@ -264,8 +271,10 @@ class _PoolSearches:
 
     def _moved(self, shares: Shares) -> Iterator[Shares]:
         """Yields the shares with a few grains moved between two pools."""
+        seconds = list(itertools.starmap(self.pool_s, zip(self.pools, shares, strict=True)))
+        slowest = seconds.index(max(seconds))
         for here, there in itertools.permutations(range(len(shares)), 2):
-            for grains in range(1, LONGEST_MOVE + 1):
+            for grains in (*MOVES, *(FAR_MOVES if here == slowest else ())):
                 moved = list(shares)
                 moved[here] -= grains * self.grain
                 moved[there] += grains * self.grain

@@ -64,12 +64,13 @@ def goodput_facts(plan: AnyPlan, failures: Failures | None) -> Iterator[tuple[st
     )
     if choice := plan.search.spares:
         early = "" if choice.finished else ", ended early"
+        given = "" if choice.is_proven else " if no number needs less work than one node"
         yield (
             "spares",
             f"{plan.cluster.num_gpus:,} of {choice.gpus:,} GPUs train",
             f"{seconds_text(choice.advance_s)} for a step with failures, gap "
-            f"{percent(choice.gap)}; {choice.searched} of {counted(choice.considered, 'number')} "
-            f"of nodes searched{early}; without spare nodes goodput is "
+            f"{percent(choice.gap)}{given}; {choice.searched} of "
+            f"{counted(choice.considered, 'number')} of nodes searched{early}; without spare nodes goodput is "
             f"{percent(choice.goodput_without)}",
         )
 

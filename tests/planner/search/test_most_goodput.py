@@ -106,7 +106,32 @@ def test_the_chosen_number_of_nodes_is_the_best_of_all(mtbf_s, repair_s, spares)
     assert choice.failures.spare_nodes == spares
 
 
-def test_no_number_of_nodes_needs_less_work_than_one():
+def test_two_nodes_may_divide_sequences_that_one_does_not_and_are_not_left_out():
+    def on(nodes: int) -> Request:
+        target = TargetOptions(
+            model="llama3-8b",
+            gpu="h100-80gb",
+            gpus=4 * nodes,
+            gpus_per_node=4,
+            global_batch_size=4,
+            seq_length=2048,
+        )
+        pins = replace(PLAIN, schedule=None, micro_batch_size=(2,))
+        return replace(request_of(target), constraints=pins)
+
+    failures = Failures(mtbf_s=4e5, restart_s=60, storage_bytes_per_s=1e10, repair_s=86_400)
+    two = DescribedFactory(on(2)).least_step_s() * 8
+    assert least_work(on(1)).step < two < DescribedFactory(on(1)).least_step_s() * 4
+
+    choice = find_most_goodput(on(2), failures).search.spares
+
+    assert choice is not None
+    assert choice.is_proven
+    assert choice.searched == 1
+    assert choice.failures.spare_nodes == 0
+
+
+def test_no_number_of_nodes_here_needs_less_work_than_one():
     work = least_work(on_nodes(1))
 
     for nodes in (2, 3, 4, 6):

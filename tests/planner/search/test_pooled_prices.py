@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from parplan.costmodels.step import price_step
 from parplan.planner.candidates.branch_and_bound import WORTH_REPLAYING
 from parplan.planner.objective import Objective
 from parplan.planner.plan.plan_file import plan_from_document, plan_to_document
@@ -14,10 +15,25 @@ from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import ANY_SLOWDOWN, SearchOptions
 from parplan.planner.search.pooled_prices import PooledPrices
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
+from parplan.profiles.machines.unequal_cluster import Join, Pool, unequal_cluster
 from parplan.profiles.units import GIB, MIB
-from tests.helpers.instances import PINS, redundant_bytes
+from tests.helpers.instances import (
+    PINS,
+    Instance,
+    every_strategy,
+    random_instance,
+    redundant_bytes,
+)
 from tests.helpers.planning import find_front, find_plan, request
-from tests.helpers.pools import every_price_on_pools, fits, shares_of, tight, two_pools
+from tests.helpers.pools import (
+    every_price_on_pools,
+    fits,
+    layouts_on_pools,
+    shares_of,
+    tight,
+    two_pools,
+)
 
 SLOWDOWN = 0.2
 SEEDS = [pytest.param(seed, marks=() if seed in (3, 7) else pytest.mark.slow) for seed in range(12)]
@@ -93,6 +109,36 @@ def test_bounds_never_exceed_the_optimum_of_their_layout(seed):
         assert 0 < prices.step_bound_s(layout, limit) <= optimum_s * (1 + 1e-9)
         least = prices.least_redundant_bytes(layout, float("inf"), limit)
         assert least <= best_bytes[layout] * (1 + 1e-9) + 1
+
+
+def test_an_order_of_pools_is_replayed_whose_closed_form_is_no_shorter():
+    shape, kinds = random_instance(242), (("h20-96gb", 2), ("l40s-48gb", 1), ("h100-80gb", 1))
+    joins = [
+        Join(name=name, latency_s=latency_s, source="", pools=pools, total_bytes_per_s=bytes_per_s)
+        for name, latency_s, pools, bytes_per_s in (
+            ("far", 1e-2, ("h20-96gb", "l40s-48gb"), 1e15),
+            ("slow", 0.0, ("l40s-48gb", "h100-80gb"), 1e8),
+            ("near", 1e-5, (), 1e10),
+        )
+    ]
+    pools = [Pool(name=k, cluster=with_gpus(load_cluster(k), gpus, 1)) for k, gpus in kinds]
+    instance = Instance(
+        replace(shape.model, num_layers=4),
+        unequal_cluster("three", pools, joins),
+        replace(shape.training, attention="unfused"),
+    )
+    pins = replace(PINS, pp=(4,), micro_batch_size=(1,), recompute=PINS.recompute[:1])
+    cache = instance.price_cache()
+    steps_s = [
+        price_step(strategy, cache).step_s
+        for layout in layouts_on_pools(instance, pins)
+        for strategy in every_strategy(layout, 4)
+    ]
+
+    plan = find_plan(instance.model, instance.cluster, instance.training, constraints=pins)
+
+    assert plan.predicted.step_time_s.value == pytest.approx(min(steps_s), rel=1e-4)
+    assert plan.search.bound <= min(steps_s)
 
 
 def test_a_plan_over_pools_is_read_back_and_priced_alike():

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from parplan.costmodels.joined_pools import gradient_exchange_s
+from parplan.costmodels.layers.recompute import Recompute
 from parplan.planner.objective import Objective
 from parplan.planner.request import SearchOptions
 from parplan.planner.search.largest_model import SearchWatch
@@ -15,6 +16,7 @@ from parplan.planner.search.pools_divide_data import divide_batch
 from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.machines.unequal_cluster import Join, Pool, unequal_cluster
+from parplan.profiles.models.model_catalog import load_model
 from tests.helpers.instances import PINS, every_price, peak_bytes, redundant_bytes
 from tests.helpers.planning import request
 from tests.helpers.pools import two_pools
@@ -132,9 +134,31 @@ def test_ctrl_c_ends_the_searches_with_the_best_shares_so_far():
         divide_batch(asked(instance_of(3)), SearchWatch(interrupted=lambda: True))
 
 
+def test_shares_move_as_far_as_the_next_that_divides_over_the_ranks():
+    machines = [with_gpus(load_cluster(kind), 32) for kind in ("a100-80gb", "h100-80gb")]
+    pools = [Pool(name=f"p{n}", cluster=machine) for n, machine in enumerate(machines)]
+    join = Join(name="line", latency_s=0.0, source="test", total_bytes_per_s=100e9)
+    training = replace(two_pools(3).training, global_batch_size=512, seq_length=1024)
+    pins = replace(
+        PINS, tp=(1,), pp=(1,), zero=(1,), recompute=(Recompute.NONE,), micro_batch_size=(4,)
+    )
+    cluster = unequal_cluster("two", pools, (join,))
+
+    divided = divide_batch(
+        request(load_model("gpt-1.5b").spec, cluster, training, constraints=pins)
+    )
+
+    slow, fast = divided.shares
+    assert slow.sequences % 32 == 0
+    assert slow.sequences < fast.sequences
+
+
 def test_pools_without_room_for_a_replica_are_refused():
     instance = two_pools(3, (2**20, 2**20))
     with pytest.raises(InfeasibleError, match="no shares of 4 sequences fit the pools"):
         divide_batch(asked(instance))
     with pytest.raises(ConfigError, match="--objective peak: pools divide the batch"):
         divide_batch(asked(instance, Objective.PEAK))
+    one = replace(instance, training=replace(instance.training, global_batch_size=1))
+    with pytest.raises(ConfigError, match="batch-size is 1: each of 2 pools that divide it has"):
+        divide_batch(asked(one))
