@@ -9,7 +9,6 @@ from pathlib import Path
 
 import click
 
-from parplan.commands.options.failure_options import FailureOptions
 from parplan.commands.options.result_options import STDOUT, ResultOptions
 from parplan.commands.style import INTERRUPTED, noticing_ctrl_c, tell_kept
 from parplan.planner.request import Request

@@ -70,8 +70,8 @@ def goodput_facts(plan: AnyPlan, failures: Failures | None) -> Iterator[tuple[st
             f"{plan.cluster.num_gpus:,} of {choice.gpus:,} GPUs train",
             f"{seconds_text(choice.advance_s)} for a step with failures, gap "
             f"{percent(choice.gap)}{given}; {choice.searched} of "
-            f"{counted(choice.considered, 'number')} of nodes searched{early}; without spare nodes goodput is "
-            f"{percent(choice.goodput_without)}",
+            f"{counted(choice.considered, 'number')} of nodes searched{early}; "
+            f"without spare nodes goodput is {percent(choice.goodput_without)}",
         )
 
 

@@ -1019,9 +1019,3 @@ def test_gradients_in_16_bits_are_asked_for_and_need_less_memory():
     assert gradients_gib("--gradient-precision", "bf16") == pytest.approx(
         gradients_gib() / 2, rel=0.01
     )
-
-
-@pytest.mark.parametrize("asked", [("--robust", "20%"), ("--mtbf", "1000h"), ("--explain",)])
-def test_pools_that_divide_the_batch_refuse_what_they_do_not_answer(asked):
-    pools = ("--model", "gpt-tiny", "--gpu", "a100-80gb:1+h100-80gb:1", "--pools", "data")
-    assert f"{asked[0]}: not answered for --pools data" in fail(2, *pools, *asked)

@@ -177,7 +177,7 @@ def test_the_same_plan_on_both_sides_takes_as_long_and_loses_nothing():
     )
 
     assert (
-        "zero-1 takes as long; as much at the peak, as much redundant over all GPUs the pins hold"
+        "zero-1 takes as long; as much at the peak, as much redundant over all GPUs step times are"
         in output
     )
 
