@@ -191,7 +191,7 @@ _NOT_SEARCHED = (
         "they are equal, but for one block less on the first and the last",
     ),
     UnsearchedPart(
-        "unequal stages of blocks of several classes, where the launcher says any stages",
+        "unequal stages of blocks of several classes, where a part of each stage recomputes",
         "they are as equal as can be",
     ),
     UnsearchedPart("anything on the host", "a plan that is exported may have states there"),

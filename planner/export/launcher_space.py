@@ -16,7 +16,7 @@ from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.planner.baselines.optimum import pass_s
 from parplan.planner.baselines.uniform_strategies import counted_ends, equal_blocks
-from parplan.planner.export.fields.balanced_stages import balanced_stages
+from parplan.planner.export.fields.balanced_stages import balanced_cuts, balanced_stages
 from parplan.planner.export.fields.configured import strategy_of_settings
 from parplan.planner.export.fields.launcher import RecomputeChoice, Target, read_back
 from parplan.planner.export.fields.settings import (
@@ -159,21 +159,19 @@ class LauncherSpace:
         """Yields the stages that are tried of settings."""
         yield from self._listed(layout)
         model, training = self.request.model, self.request.training
-        free = self.target.partitions is None and not layout.equal_ranks and layout.mesh.pp > 1
-        if free and not has_unlike_blocks(model, training):
+        if self.target.partitions is not None or layout.equal_ranks or layout.mesh.pp == 1:
+            return
 
-            def made(blocks: Blocks) -> Strategy:
-                return self._strategy(replace(settings, blocks=blocks), layout)
+        def made(blocks: Blocks) -> Strategy:
+            return self._strategy(replace(settings, blocks=blocks), layout)
 
-            yield from balanced_stages(
-                layout,
-                made,
-                _distinct(settings),
-                model.num_layers,
-                self.price_cache,
-                self.limit_bytes,
-                below_s,
-            )
+        within = self.price_cache, self.limit_bytes, below_s
+        if not has_unlike_blocks(model, training):
+            distinct = _distinct(settings)
+            yield from balanced_stages(layout, made, distinct, model.num_layers, *within)
+        elif settings.recompute_blocks is None:
+            start = _near(model.num_layers, layout.mesh.pp)
+            yield from balanced_cuts(layout, made, start, *within)
 
 
 def _distinct(settings: Settings) -> int:

@@ -144,7 +144,8 @@ class _PoolSearches:
     """The searches of every pool, each share of it once."""
 
     def __init__(self, request: Request, cluster: UnequalCluster, watch: SearchWatch) -> None:
-        self.request, self.pools, self.watch = request, cluster.by_name, watch
+        self.request, self.watch = request, watch
+        self.pools = cluster.by_name
         self.deadline = request.options.deadline
         self.batch = request.training.global_batch_size
         self.grain = max(1, self.batch // GRAINS)

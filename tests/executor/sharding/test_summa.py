@@ -63,7 +63,7 @@ def product(plan: Plan) -> tuple[float, float]:
     with Sent(2) as sent:
         out = GridProduct.apply(*parts, None, grid)
         out.backward(tile(gradient, 0, 2))
-    pairs = ((out, tile(whole, 0, 2)), (parts[0].grad, tile(x.grad, 0, 2)))
+    pairs = ((out.detach(), tile(whole, 0, 2)), (parts[0].grad, tile(x.grad, 0, 2)))
     errors = [(a - b).abs().max() for a, b in (*pairs, (parts[1].grad, tile(weight.grad, 1, 0)))]
     return sent.num_bytes, float(max(errors))
 
