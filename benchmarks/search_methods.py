@@ -249,7 +249,7 @@ def _draw_method(
 
 @click.command()
 @click.option("--case", "name", type=click.Choice([case.name for case in CASES]))
-@click.option("--budget", "budget_s", default=3.0, show_default=True, help="CPU-seconds of a run.")
+@click.option("--budget", "budget_s", default=4.0, show_default=True, help="CPU-seconds of a run.")
 @click.option("--seeds", default=1, show_default=True, help="Runs of methods that draw points.")
 @click.option("--write", is_flag=True, help="Replace the tables of the page, draw the picture.")
 def main(name: str | None, budget_s: float, seeds: int, write: bool) -> None:
