@@ -233,7 +233,9 @@ def _rank(
         torch.save([train(plan) for plan in plans], f"{folder}/rank{rank}.pt")
     except PlannerError as error:
         without_traceback = type(error)(error.message, hint=error.hint)
-        torch.save(without_traceback, f"{folder}/error{rank}.pt")
+        part = Path(folder) / f"error{rank}.part"  # whole or not there: others end this rank
+        torch.save(without_traceback, part)
+        part.rename(part.with_suffix(".pt"))
         sys.exit(1)
     dist.destroy_process_group()
 
