@@ -25,7 +25,7 @@ from benchmarks.search.speed import ROOT, timed_run
 from benchmarks.search.sweeps import PAGE, Point, Sweep, run_sweeps, write_page
 from parplan.profiles.divisors import divisors
 from parplan.profiles.units import MIB
-from parplan.report.plots.scatter_plot import save
+from parplan.report.plots.scatter_plot import encoded
 from parplan.report.text import console, say
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def draw(points: Sequence[Point], path: Path) -> None:
     panels[0].axhline(MOST_CPU_S, color="0.5", linestyle="dotted")
     panels[1].axhline(MOST_MIB, color="0.5", linestyle="dotted")
     panels[0].legend(fontsize=8)
-    save(figure, path)
+    path.write_bytes(encoded(figure, path.suffix))
 
 
 def _draw_line(axes: Axes, points: Sequence[Point], values: Sequence[float]) -> None:

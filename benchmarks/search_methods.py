@@ -30,7 +30,7 @@ from parplan.commands.options.target_options import TargetOptions
 from parplan.commands.requests.requests import request_of
 from parplan.planner.search_methods.ledger import Improvement
 from parplan.planner.search_methods.methods import METHODS, run_method
-from parplan.report.plots.scatter_plot import save
+from parplan.report.plots.scatter_plot import encoded
 from parplan.report.text import console, print_table, say
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ def draw(
         axes.grid(visible=True, color="0.92")
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=7, fontsize=8)
-    save(figure, path)
+    path.write_bytes(encoded(figure, path.suffix))
 
 
 def _draw_method(

@@ -77,20 +77,26 @@ def draw(priced: Sequence[PricedRow], path: Path) -> Path | None:
     return save(figure, path)
 
 
-def save(figure: Figure, path: Path) -> Path | None:
-    """Write a picture in the format of the file's suffix; raises ConfigError.
+def encoded(figure: Figure, suffix: str) -> bytes:
+    """Return a picture as the bytes of a file with a suffix such as ".png".
 
-    Returns the name under which another file that was there is kept, as `write_result` does.
     The same picture has the same bytes: no date, and names in SVG that follow from what is drawn.
     Text in PDF stays text in embedded TrueType, which journals ask for.
     """
     from matplotlib import rc_context
 
-    suffix = path.suffix.lower()
     file = BytesIO()
     with rc_context({"svg.hashsalt": "parplan", "pdf.fonttype": 42}):
         figure.savefig(file, format=suffix[1:], dpi=_DPI, metadata=_UNDATED.get(suffix))
-    return write_result(file.getvalue(), path, hint=_OTHER_FILE)
+    return file.getvalue()
+
+
+def save(figure: Figure, path: Path) -> Path | None:
+    """Write a picture in the format of the file's suffix; raises ConfigError.
+
+    Returns the name under which another file that was there is kept, as `write_result` does.
+    """
+    return write_result(encoded(figure, path.suffix.lower()), path, hint=_OTHER_FILE)
 
 
 def _draw_legend(figure: Figure) -> None:

@@ -74,7 +74,13 @@ def opened(browser, site) -> Iterator[Any]:
         page.set_default_timeout(BUSY_MS)
         page.on("pageerror", lambda error: said.append(str(error)))
         page.on("request", lambda request: said.append(request.url))
-        page.on("requestfailed", lambda request: said.append(f"failed: {request.url}"))
+        # a load that ends because its page is closed or left is no fault
+        page.on(
+            "requestfailed",
+            lambda request: (
+                request.failure != "net::ERR_ABORTED" and said.append(f"failed: {request.url}")
+            ),
+        )
         page.goto((site / f"{name}.html").as_uri())
         open_pages.append(page)
         return page
