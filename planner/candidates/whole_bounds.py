@@ -195,20 +195,31 @@ class WholeBounds:
 
     def _walk_s(self, layout: ParallelLayout) -> float:
         """Least seconds of all layers and transfers."""
-        least_s = (count * self.least_s(key, layout) for key, count in self.counts.items())
-        return all_receives_s(layout, self._prices) + sum(least_s)
+        walk_s = self._table.once(
+            ("walk", layout.micro_batch_size, layout.sharding),
+            lambda: sum(self.counts[key] * time_s for key, time_s in self._times_s(layout).items()),
+        )
+        return all_receives_s(layout, self._prices) + walk_s
 
     def _longest_s(self, layout: ParallelLayout) -> float:
         """Least seconds of the longest rank, which has the longest layer, or many slow blocks.
 
         Of the blocks that are no faster than a class, some rank holds no fewer than the mean rank.
         """
-        times_s = {key: self.least_s(key, layout) for key in self.counts}
-        longest_s, slower = max(times_s.values()), self._num_blocks
-        for key in sorted(self._blocks, key=times_s.__getitem__):
-            longest_s = max(longest_s, -(-slower // layout.mesh.pp) * times_s[key])
-            slower -= self.counts[key]
-        return longest_s
+
+        def make() -> float:
+            times_s = self._times_s(layout)
+            longest_s, slower = max(times_s.values()), self._num_blocks
+            for key in sorted(self._blocks, key=times_s.__getitem__):
+                longest_s = max(longest_s, -(-slower // layout.mesh.pp) * times_s[key])
+                slower -= self.counts[key]
+            return longest_s
+
+        way = layout.micro_batch_size, layout.sharding, layout.mesh.pp
+        return self._table.once(("longest", *way), make)
+
+    def _times_s(self, layout: ParallelLayout) -> dict[LayerKey, float]:
+        return {key: self.least_s(key, layout) for key in self.counts}
 
     def _share(self, layout: ParallelLayout) -> float:
         return 0.0 if layout.mesh.pp == 1 else bubble_share(layout, self._prices)
