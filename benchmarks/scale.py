@@ -25,6 +25,7 @@ from benchmarks.search.speed import ROOT, timed_run
 from benchmarks.search.sweeps import PAGE, Point, Sweep, run_sweeps, write_page
 from parplan.profiles.divisors import divisors
 from parplan.profiles.units import MIB
+from parplan.report.plots.log_ticks import set_plain_ticks
 from parplan.report.plots.scatter_plot import encoded
 from parplan.report.text import console, say
 
@@ -89,11 +90,13 @@ def draw(points: Sequence[Point], path: Path) -> None:
     for axes, label in zip(panels, ("CPU-seconds", "peak memory, MiB", "candidates"), strict=True):
         axes.set(xlabel="GPUs", ylabel=label)
         axes.grid(visible=True, color="0.92")
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_major_formatter("{x:g}")
     panels[0].axhline(MOST_CPU_S, color="0.5", linestyle="dotted")
     panels[1].axhline(MOST_MIB, color="0.5", linestyle="dotted")
-    panels[0].legend(fontsize=8)
+    for axes in panels:
+        set_plain_ticks(axes.xaxis)
+        set_plain_ticks(axes.yaxis)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(SWEEPS), fontsize=8)
     path.write_bytes(encoded(figure, path.suffix))
 
 

@@ -30,6 +30,7 @@ from parplan.commands.options.target_options import TargetOptions
 from parplan.commands.requests.requests import request_of
 from parplan.planner.search_methods.ledger import Improvement
 from parplan.planner.search_methods.methods import METHODS, run_method
+from parplan.report.plots.log_ticks import set_plain_ticks
 from parplan.report.plots.scatter_plot import encoded
 from parplan.report.text import console, print_table, say
 
@@ -210,7 +211,8 @@ def draw(
         axes.set_title(f"{case.name}, {case.gpus} GPUs", fontsize=9)
         axes.set_xlabel("CPU-seconds")
         axes.set_ylabel("gap, % (0.01 is no gap)")
-        axes.yaxis.set_major_formatter("{x:g}")
+        set_plain_ticks(axes.xaxis)
+        set_plain_ticks(axes.yaxis)
         axes.grid(visible=True, color="0.92")
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=7, fontsize=8)

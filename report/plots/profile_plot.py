@@ -23,6 +23,7 @@ from parplan.profiles.models.spec import Precision
 from parplan.profiles.units import GB, TERA, US_PER_S, format_bytes, format_number
 from parplan.report.machines.profile_series import CurveSeries, chip_of, product_of, series_of
 from parplan.report.machines.profile_tables import collectives_of, placement_text
+from parplan.report.plots.log_ticks import set_plain_ticks
 from parplan.report.plots.scatter_plot import MARKERS, save
 from parplan.report.shared_colours import SERIES
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 _COLUMNS = 2
 _PANEL_INCHES = (6.6, 4.4)
 _STEPS = 60  # segments of a drawn curve
-_FEW_DECADES = 200  # a scale shorter than this factor has ticks at 2 and 5 as well
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,14 +284,9 @@ def _draw(axes: Axes, panel: _Panel) -> None:
 
 def _set_ticks(axes: Axes, panel: _Panel) -> None:
     """Set plain numbers upwards; across are powers of two with units, or powers of ten."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-    low, high = axes.get_ylim()
-    axes.yaxis.set_major_locator(
-        LogLocator(subs=(1.0, 2.0, 5.0) if high / low < _FEW_DECADES else (1.0,))
-    )
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    set_plain_ticks(axes.yaxis)
     if panel.bytes_across:
         axes.xaxis.set_major_locator(LogLocator(base=2, numticks=8))
         axes.xaxis.set_minor_locator(NullLocator())

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from parplan.planner.validation.priced_rows import PricedRow
 from parplan.profiles.documents.files import require_writable, write_result
 from parplan.profiles.errors import ConfigError
+from parplan.report.plots.log_ticks import set_plain_ticks
 from parplan.report.shared_colours import SERIES
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # with 8 colours, 56 sources diff
 _DPI = 150
 _UNDATED: dict[str, dict[str, None]] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 _EXACT_NAME, _BAND_NAME = "exact", f"within {100 * BAND:.0f} %"
-_FEW_DECADES = 200  # a scale shorter than this factor has ticks at 2 and 5 as well
 _OTHER_FILE = "choose another file with --plot"
 _SMALLEST_HALF = 3.0  # factor from the middle of a scale to its ends, so that it has ticks
 _ROOM = 1.25  # factor that the axes leave around the points
@@ -157,18 +157,13 @@ def _draw_panel(axes: Axes, name: str, points: _Points, styles: _Styles) -> None
 
 def _draw_scale(axes: Axes, low: float, high: float) -> None:
     """Draw the diagonal and its band; the axes run from `low` to `high` with plain numbers."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
     ends = (low, high)
     below = [end * (1 - BAND) for end in ends]
     above = [end * (1 + BAND) for end in ends]
     axes.fill_between(ends, below, above, color="0.86", linewidth=0, zorder=0, label=_BAND_NAME)
     axes.plot(ends, ends, color="0.3", linewidth=1, zorder=1, label=_EXACT_NAME)
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal")
-    subs = (1.0, 2.0, 5.0) if high / low < _FEW_DECADES else (1.0,)
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(LogLocator(subs=subs))
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-        axis.set_minor_formatter(NullFormatter())
+        set_plain_ticks(axis)
     axes.grid(visible=True, color="0.92", zorder=-1)
     axes.set_axisbelow(True)

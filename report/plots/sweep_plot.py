@@ -8,6 +8,7 @@ from pathlib import Path
 
 from parplan.planner.plan.derived import tokens_per_s
 from parplan.planner.plan.plan import Plan
+from parplan.report.plots.log_ticks import set_plain_ticks
 from parplan.report.plots.scatter_plot import MARKERS, save
 from parplan.report.shared_colours import SERIES
 
@@ -18,7 +19,6 @@ def draw_sweep(plans: Sequence[Plan], path: Path) -> Path | None:
     Raises ConfigError when the file cannot be written.
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     figure = Figure(figsize=(7.2, 4.8), layout="constrained")
     axes = figure.subplots()
@@ -32,11 +32,9 @@ def draw_sweep(plans: Sequence[Plan], path: Path) -> Path | None:
         axes.plot(gpus, ideal, linestyle=":", linewidth=1, color=colour)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.set_xticks(sorted({plan.cluster.num_gpus for plan in plans}))
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        axis.set_minor_formatter(NullFormatter())
+        set_plain_ticks(axis)
+    axes.set_xticks(sorted({plan.cluster.num_gpus for plan in plans}))
     axes.set_xlabel("GPUs")
     axes.set_ylabel(f"tokens/s (predicted, {plans[0].predicted.step_time_s.kind})")
     axes.set_title(f"{plans[0].model.name}: best plans; dotted, perfect scaling", pad=12)
