@@ -20,6 +20,7 @@ from parplan.planner.candidates.meshes import (
 )
 from parplan.planner.candidates.stack_rules import require_stack_runs
 from parplan.planner.request import Constraints, Request
+from parplan.profiles.divisors import divisors
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import ModelSpec
 from parplan.profiles.stack import ContextForm
@@ -58,6 +59,25 @@ def _require_tensor_parallel(request: Request) -> None:
         return illegal_tensor_parallel(tp, request.model, request.cluster, across_nodes=across)
 
     _require_one(request.constraints, "tp", reason)
+    _require_one(request.constraints, "tp_rows", lambda rows: _illegal_rows(request, rows))
+
+
+def _illegal_rows(request: Request, rows: int) -> str | None:
+    """Returns why no grid of tensor-parallel ranks has a number of rows, None where one has."""
+    pins, num_gpus = request.constraints, request.cluster.num_gpus
+    if rows == 1:
+        return None
+    grids = [tp for tp in pins.tp or divisors(num_gpus) if tp % rows == 0 and tp > rows]
+    if not grids:
+        ranks = _named(pins, "tp") if pins.tp else f"any tp of {num_gpus} GPUs"
+        return f"a grid has two columns or more, and {rows} rows do not divide {ranks} into them"
+    reasons = [
+        illegal_tensor_parallel(
+            tp, request.model, request.cluster, across_nodes=pins.tp_across_nodes, rows=rows
+        )
+        for tp in grids
+    ]
+    return reasons[0] if all(reasons) else None
 
 
 def _require_expert_parallel(request: Request) -> None:
@@ -90,9 +110,10 @@ def _require_one(pins: Constraints, name: str, illegal: Callable[[int], str | No
     """Raises ConfigError where every pinned degree of an axis is illegal."""
     reasons = [illegal(degree) for degree in getattr(pins, name) or ()]
     if reasons and all(reasons):
+        option = f"--{name.replace('_', '-')}"
         raise ConfigError(
-            f"--{name} is pinned: {reasons[0]}",
-            hint=f"pin another --{name}, or leave it to the search",
+            f"{option} is pinned: {reasons[0]}",
+            hint=f"pin another {option}, or leave it to the search",
         )
 
 

@@ -15,14 +15,16 @@ from parplan.profiles.errors import ConfigError
 class LauncherPrice:
     """A plan in the nearest settings of a launcher, as its stack runs them.
 
-    slower       share by which the step is longer than that of the plan, negative where it is not
-    peak_bytes   bytes of the fullest device
-    refused      the reason why the launcher cannot run the plan in any form, empty where it can
+    slower          share by which the step is longer than that of the plan, negative if shorter
+    peak_bytes      bytes of the fullest device
+    missing_bytes   those of them that the device does not have
+    refused         the reason why the launcher cannot run the plan in any form, empty where it can
     """
 
     name: str
     slower: float = 0.0
     peak_bytes: float = 0.0
+    missing_bytes: float = 0.0
     refused: str = ""
 
 
@@ -43,4 +45,5 @@ def _prices(plan: Plan, targets: Iterable[Target]) -> Iterator[LauncherPrice]:
             name=target.name,
             slower=there.price.step_s / own.price.step_s - 1,
             peak_bytes=there.peak_bytes,
+            missing_bytes=there.missing_bytes,
         )

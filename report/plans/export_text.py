@@ -39,13 +39,15 @@ class ExportLoss(ExportPrice):
 class ExportDocument(WrittenFiles):
     """An export, with the prices of the plan and of what the launcher will run.
 
-    source   whose arguments the files have
+    source        whose arguments the files have
+    missing_gib   GiB that the fullest GPU lacks for what the launcher will run, 0 where all fit
     """
 
     target: str
     source: str
     plan: ExportPrice
     exported: ExportPrice
+    missing_gib: float
     lost: tuple[ExportLoss, ...]
 
 
@@ -59,6 +61,12 @@ def print_export(export: Export, model: str, out: Console) -> None:
     ]
     for line in aligned(rows, out.width, left=(0,)):
         say(out, line)
+    if export.configured.missing_bytes:
+        text = (
+            f"the fullest GPU lacks {gib(export.configured.missing_bytes):.1f} GiB; "
+            f"plan --for {export.target.name} searches settings that fit"
+        )
+        say(out, joined(text.split(" "), " ", out.width, start="  memory    "))
     if not export.losses:
         say(out, "  lost      nothing")
     for loss in export.losses:
@@ -79,6 +87,7 @@ def export_document(export: Export, files: Sequence[str]) -> ExportDocument:
         files=tuple(files),
         plan=plan,
         exported=exported,
+        missing_gib=gib(export.configured.missing_bytes),
         lost=tuple(
             ExportLoss(what=loss.what, step_s=loss.step_s, peak_gib=gib(loss.peak_bytes))
             for loss in export.losses

@@ -55,6 +55,24 @@ def test_a_kubernetes_job_has_a_pod_for_every_node(tmp_path):
     assert sum(each["replicas"] for each in job["spec"]["pytorchReplicaSpecs"].values()) == 1
 
 
+def test_an_export_that_does_not_fit_says_so_and_what_to_do(tmp_path):
+    plan = laid_out("gpt-20b", dp=8)
+    write_plan(plan, tmp_path / "plan.yaml")
+    (stage,) = plan.predicted.memory_gib
+    lacks = stage.total - stage.capacity
+
+    text = succeed("export", f"{tmp_path}/plan.yaml", "--to", "megatron", "-o", str(tmp_path))
+    body = json.loads(
+        succeed(
+            "export", f"{tmp_path}/plan.yaml", "--to", "megatron", "-o", str(tmp_path), "--json"
+        ).stdout
+    )
+
+    assert f"the fullest GPU lacks {lacks:.1f} GiB; plan --for megatron searches" in text.stdout
+    assert body["missing_gib"] == pytest.approx(lacks, rel=1e-3)
+    assert f"a GPU lacks {lacks:.2f} GiB" in (tmp_path / "megatron.sh").read_text()
+
+
 def test_strict_refuses_a_loss_and_writes_nothing(tmp_path):
     write_plan(mixed_zero(laid_out(dp=4)), tmp_path / "plan.yaml")
     folder = tmp_path / "x"

@@ -38,6 +38,12 @@ class Priced:
         """Bytes of the fullest device."""
         return self.price.peak_bytes
 
+    @property
+    def missing_bytes(self) -> float:
+        """Bytes by which the fullest device is too small, 0 where all fit."""
+        device = self.price_cache.machine.cluster.device
+        return max(0.0, self.peak_bytes - device.memory_bytes)
+
 
 def priced(strategy: Strategy, price_cache: PriceCache) -> Priced:
     """Returns the price of a strategy."""

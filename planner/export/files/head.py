@@ -44,6 +44,8 @@ def head_lines(
         f"the plan: {predicted.step_time_s.value:.5g} s a step{plus}, {peak:.2f} GiB a GPU at most",
         f"this file: {configured.price.step_s:.6g} s a step, {gib(configured.peak_bytes):.2f} GiB",
     ]
+    if configured.missing_bytes:
+        lines.append(f"it does not fit: a GPU lacks {gib(configured.missing_bytes):.2f} GiB")
     for loss in lost:
         text = f"lost: {loss.what}: {loss.step_s:+.3g} s, {gib(loss.peak_bytes):+.2f} GiB"
         lines += textwrap.wrap(text, _WIDTH, subsequent_indent="  ")

@@ -125,6 +125,22 @@ REFUSED = {
         "--etp 2: the stack nanotron divides no single experts",
         "choose a --stack that does: megatron-core, nemo, parplan, torchtitan",
     ),
+    "rows-that-divide-no-tp": (
+        request(tp_rows=(3,)),
+        "--tp-rows is pinned: a grid has two columns or more, and 3 rows do not divide any tp of "
+        "16 GPUs into them",
+        "pin another --tp-rows, or leave it to the search",
+    ),
+    "rows-of-one-column": (
+        request(tp_rows=(4,), tp=(4,)),
+        "--tp-rows is pinned: a grid has two columns or more, and 4 rows do not divide --tp 4 into",
+        "pin another --tp-rows, or leave it to the search",
+    ),
+    "rows-beyond-a-node": (
+        request(tp_rows=(8,)),
+        "--tp-rows is pinned: tp 16 does not fit inside a node of 8 GPUs",
+        "pin another --tp-rows, or leave it to the search",
+    ),
     "tp-beyond-the-heads": (
         request(gpus=64, tp=(64,), tp_across_nodes=True),
         "--tp is pinned: tp 64 does not divide the 32 attention heads",

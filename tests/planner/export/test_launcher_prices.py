@@ -47,6 +47,15 @@ def test_a_launcher_whose_settings_are_faster_is_worth_a_search():
     assert line.endswith("megatron -1.9 %, 73.6 GiB (faster: --for megatron searches its settings)")
 
 
+def test_a_launcher_whose_settings_do_not_fit_is_said_to_search_others():
+    (price,) = launcher_prices(laid_out("gpt-20b", dp=8), [TARGETS["megatron"]])
+
+    (line,) = launcher_lines([price], 120)
+
+    assert price.missing_bytes > 0
+    assert line.endswith("GiB (does not fit: --for megatron searches settings that do)")
+
+
 def test_a_stack_names_its_launcher():
     assert target_of("megatron-core") is TARGETS["megatron"]
     assert target_of("torchtitan") is TARGETS["torchtitan"]
