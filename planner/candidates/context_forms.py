@@ -31,11 +31,11 @@ def without_beaten_forms(
     blocks = tuple(
         dict.fromkeys(price_cache.key(layer, 1) for layer in range(1, price_cache.num_layers - 1))
     )
+    ways = dict.fromkeys(_way(layout) for layout in space.layouts if layout.mesh.cp > 1)
     forms: dict[tuple[int, Sharding], dict[Sharding, None]] = {}
-    for layout in space.layouts:
-        if layout.mesh.cp > 1:
-            sharding = without_experts(layout.sharding)
-            forms.setdefault((layout.micro_batch_size, _ring(sharding)), {})[sharding] = None
+    for micro_batch_size, sharding in ways:
+        alone = without_experts(sharding)
+        forms.setdefault((micro_batch_size, _ring(alone)), {})[alone] = None
     beaten: dict[tuple[int, Sharding], ContextForm | None] = {}
     for (micro_batch_size, _), shardings in forms.items():
         deadline.check()
@@ -45,16 +45,26 @@ def without_beaten_forms(
         }
         for sharding, form in _beaten(waits_s):
             beaten[micro_batch_size, sharding] = form
+    reasons = {
+        way: f"attention waits less in the form {beaten[alone]}"
+        for way in ways
+        for alone in [(way[0], without_experts(way[1]))]
+        if alone in beaten
+    }
     kept: list[ParallelLayout] = []
     lost = PrunedFamilies()
     for layout in space.layouts:
-        way = layout.micro_batch_size, without_experts(layout.sharding)
-        if way in beaten:
-            reason = f"attention waits less in the form {beaten[way]}"
+        reason = reasons.get(_way(layout)) if layout.mesh.cp > 1 else None
+        if reason:
             lost.add(reason, partial(layout_text, layout))
         else:
             kept.append(layout)
     return CandidateSpace(tuple(kept), (*space.pruned, *lost))
+
+
+def _way(layout: ParallelLayout) -> tuple[int, Sharding]:
+    """Returns what the time of attention depends on, and the ranks of experts."""
+    return layout.micro_batch_size, layout.sharding
 
 
 @lru_cache(maxsize=1024)
