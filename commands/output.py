@@ -94,7 +94,7 @@ def at_launchers(plan: Plan | TracedPlan, *, every: bool) -> tuple[LauncherPrice
     from parplan.planner.export.targets import TARGETS, target_of
     from parplan.planner.plan.traced_plan import TracedPlan
 
-    if isinstance(plan, TracedPlan) or plan.pools or (plan.search.launcher and not every):
+    if isinstance(plan, TracedPlan) or (plan.search.launcher and not every):
         return ()
     if every:
         return launcher_prices(plan, TARGETS.values())

@@ -26,6 +26,11 @@ def prices_at(layout: ParallelLayout, rank: int, price_cache: Prices) -> Prices:
     return price_cache if not layout.pools else prices_on(layout.pools[rank], price_cache)
 
 
+def capacity_bytes(layout: ParallelLayout, rank: int, price_cache: LayerPriceCache) -> int:
+    """Returns the bytes of the device of a pipeline rank."""
+    return prices_at(layout, rank, price_cache).machine.cluster.device.memory_bytes
+
+
 def prices_on(name: str, price_cache: Prices) -> Prices:
     """Returns the prices on a pool, made once; those of a pool stay as they are."""
     cluster = price_cache.machine.cluster

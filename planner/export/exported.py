@@ -42,9 +42,10 @@ from parplan.planner.plan.equal_shares import equal_shares_text, with_equal_shar
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import SearchOptions
+from parplan.planner.search.pooled_prices import largest_limit_bytes, pool_prices
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import load_stack
-from parplan.profiles.machines.unequal_cluster import require_equal
+from parplan.profiles.machines.unequal_cluster import UnequalCluster
 from parplan.profiles.models.model_catalog import load_model, model_names
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import TrainingSpec
@@ -100,7 +101,7 @@ def nearest(plan: Plan, own: Priced, target: Target) -> tuple[Sheet, Priced]:
     own    the plan at the prices of today
     Raises ConfigError for a plan that the launcher cannot run in any form.
     """
-    require_equal(plan.cluster, f"the export to {target.name}", hint=_OVER_POOLS)
+    _require_equal_nodes(plan, target)
     require_plain(plan.model, plan.training, target)
     _require_equal_shares(plan, target)
     training = training_on(target, plan.training)
@@ -109,7 +110,24 @@ def nearest(plan: Plan, own: Priced, target: Target) -> tuple[Sheet, Priced]:
     said = (each for name, text in files for each in target.arguments(text, name))
     given = (*said, *given_of(written(target.stated, sheet.settings), target))
     back = target.settings(given, plan.model, plan.cluster.num_gpus)
+    back = replace(back, pools=plan.pools)
     return sheet, price_settings(back, plan.model, plan.cluster, training)
+
+
+def _require_equal_nodes(plan: Plan, target: Target) -> None:
+    """Raises ConfigError for pools whose nodes have unlike numbers of GPUs.
+
+    A launcher starts the same number of processes on every node.
+    """
+    cluster = plan.cluster
+    if isinstance(cluster, UnequalCluster):
+        counts = sorted({pool.cluster.gpus_per_node for pool in cluster.pools})
+        if len(counts) > 1:
+            raise ConfigError(
+                f"{target.name} starts as many processes on every node, the pools of cluster "
+                f"{cluster.name} have {' and '.join(map(str, counts))} GPUs a node",
+                hint=_OVER_POOLS,
+            )
 
 
 def _require_equal_shares(plan: Plan, target: Target) -> None:
@@ -156,9 +174,23 @@ def _nearest(plan: Plan, own: Priced, target: Target, training: TrainingSpec) ->
     if not tried:
         assert refused is not None, "a target has some recompute"
         raise refused
-    limit = limit_bytes(plan.cluster, training.stack, SearchOptions())
+    limit = max(_limit_bytes(prices) for prices in {price_cache for _, _, price_cache in tried})
     room = max(limit, own.peak_bytes)  # the plan may be of another limit
     return _fastest(tried, room) or _leanest(tried)
+
+
+def _limit_bytes(prices: PriceCache) -> float:
+    """Returns the bytes that a plan may fill on the device with most room.
+
+    The prices of each pool get its own limit.
+    """
+    options = SearchOptions()
+    cluster = prices.machine.cluster
+    if not cluster.pool_names:
+        return limit_bytes(cluster, prices.training.stack, options)
+    for pool in cluster.pool_names:
+        pool_prices(pool, prices, options)
+    return largest_limit_bytes(prices, options)
 
 
 def _fastest(tried: Sequence[_Tried], room_bytes: float) -> Settings | None:

@@ -18,6 +18,7 @@ class LauncherPrice:
     slower          share by which the step is longer than that of the plan, negative if shorter
     peak_bytes      bytes of the fullest device
     missing_bytes   those of them that the device does not have
+    searched        `plan --for` can search its settings: not over unequal pools
     refused         the reason why the launcher cannot run the plan in any form, empty where it can
     """
 
@@ -25,6 +26,7 @@ class LauncherPrice:
     slower: float = 0.0
     peak_bytes: float = 0.0
     missing_bytes: float = 0.0
+    searched: bool = True
     refused: str = ""
 
 
@@ -46,4 +48,5 @@ def _prices(plan: Plan, targets: Iterable[Target]) -> Iterator[LauncherPrice]:
             slower=there.price.step_s / own.price.step_s - 1,
             peak_bytes=there.peak_bytes,
             missing_bytes=there.missing_bytes,
+            searched=not plan.pools,
         )

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.host.state_location import OFFLOAD_OF
-from parplan.costmodels.joined_pools import prices_at
+from parplan.costmodels.joined_pools import capacity_bytes
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.memory.rank_memory import RankMemory
 from parplan.costmodels.operators.plan_placements import placements
@@ -172,7 +172,7 @@ def prediction_of(
         mfu=Quantity(value=rounded_figures(used), kind=kind),
         breakdown=_breakdown(price),
         memory_gib=tuple(
-            _stage_memory(rank, memory, _capacity_bytes(layout, rank, price_cache))
+            _stage_memory(rank, memory, capacity_bytes(layout, rank, price_cache))
             for rank, memory in enumerate(price.memory)
         ),
         redundancy_gib=_redundancy_of_ranks(layout, price),
@@ -181,11 +181,6 @@ def prediction_of(
             for each in stage_waits(price.simulated)
         ),
     )
-
-
-def _capacity_bytes(layout: ParallelLayout, rank: int, price_cache: LayerPriceCache) -> int:
-    """Bytes of the device of a pipeline rank."""
-    return prices_at(layout, rank, price_cache).machine.cluster.device.memory_bytes
 
 
 def stage_waits(simulated: SimulatedStep) -> tuple[StageWait, ...]:

@@ -40,7 +40,7 @@ class ExportDocument(WrittenFiles):
     """An export, with the prices of the plan and of what the launcher will run.
 
     source        whose arguments the files have
-    missing_gib   GiB that the fullest GPU lacks for what the launcher will run, 0 where all fit
+    missing_gib   GiB that a GPU lacks for what the launcher will run, 0 where all fit
     """
 
     target: str
@@ -62,10 +62,9 @@ def print_export(export: Export, model: str, out: Console) -> None:
     for line in aligned(rows, out.width, left=(0,)):
         say(out, line)
     if export.configured.missing_bytes:
-        text = (
-            f"the fullest GPU lacks {gib(export.configured.missing_bytes):.1f} GiB; "
-            f"plan --for {export.target.name} searches settings that fit"
-        )
+        text = f"a GPU lacks {gib(export.configured.missing_bytes):.1f} GiB"
+        if not export.configured.strategy.layout.pools:
+            text += f"; plan --for {export.target.name} searches settings that fit"
         say(out, joined(text.split(" "), " ", out.width, start="  memory    "))
     if not export.losses:
         say(out, "  lost      nothing")

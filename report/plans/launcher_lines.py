@@ -27,14 +27,14 @@ def launcher_lines(prices: Sequence[LauncherPrice], width: int) -> Iterator[str]
 
 
 def _price_text(price: LauncherPrice) -> str:
-    """Returns the price at a launcher.
+    """Returns the price at a launcher, and where other settings of its own are worth a search.
 
-    Its own settings are worth a search where it is faster, or where those next to the plan do not
-    fit.
+    They are where it is faster, or where those next to the plan do not fit.
     """
     text = f"{price.name} {100 * price.slower:+.1f} %, {gib_text(gib(price.peak_bytes))} GiB"
     if price.missing_bytes:
-        return f"{text} (does not fit: --for {price.name} searches settings that do)"
-    if price.slower > _FASTER:
-        return text
-    return f"{text} (faster: --for {price.name} searches its settings)"
+        others = f": --for {price.name} searches settings that do" if price.searched else ""
+        return f"{text} (does not fit{others})"
+    if price.slower <= _FASTER and price.searched:
+        return f"{text} (faster: --for {price.name} searches its settings)"
+    return text

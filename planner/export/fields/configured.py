@@ -8,6 +8,7 @@ from functools import cache
 from itertools import cycle, islice
 
 from parplan.costmodels.host.offload import Offload
+from parplan.costmodels.joined_pools import capacity_bytes
 from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.price_cache import PriceCache
@@ -40,9 +41,13 @@ class Priced:
 
     @property
     def missing_bytes(self) -> float:
-        """Bytes by which the fullest device is too small, 0 where all fit."""
-        device = self.price_cache.machine.cluster.device
-        return max(0.0, self.peak_bytes - device.memory_bytes)
+        """Bytes that the device of a stage lacks, the most of any; 0 where all fit."""
+        layout, cache = self.strategy.layout, self.price_cache
+        lacks = (
+            memory.total - capacity_bytes(layout, rank, cache)
+            for rank, memory in enumerate(self.price.memory)
+        )
+        return max(0.0, *lacks)
 
 
 def priced(strategy: Strategy, price_cache: PriceCache) -> Priced:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parplan.planner.export.fields.arguments import Argument, Facts, Given, Words, written
 from parplan.planner.export.fields.settings import Settings
@@ -93,7 +93,7 @@ def given_of(arguments: Iterable[tuple[str, Words]], target: Target) -> tuple[Gi
 
 
 def read_back(target: Target, settings: Settings, model: ModelSpec, cluster: Cluster) -> Settings:
-    """Returns the settings that the arguments of settings say.
+    """Returns the settings that the arguments of settings say, on the same pools.
 
     Raises ConfigError, also for a degree that no argument says.
     """
@@ -104,7 +104,7 @@ def read_back(target: Target, settings: Settings, model: ModelSpec, cluster: Clu
             f"{target.name} does not say {', '.join(unsaid)}", hint="choose another target"
         )
     given = given_of(written(target.table, settings), target)
-    return target.settings(given, model, cluster.num_gpus)
+    return replace(target.settings(given, model, cluster.num_gpus), pools=settings.pools)
 
 
 def _degrees(settings: Settings) -> Iterator[tuple[str, int]]:

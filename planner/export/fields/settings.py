@@ -50,6 +50,8 @@ class Settings:
     narrow_weights     parameters are gathered in the format of narrow products
     bucket_elements    gradients that are reduced at a time; None for the stack's own number
     num_layers         blocks of the model, and whether any has experts
+    pools              pool of each pipeline rank on an unequal cluster, which no launcher is told:
+                       it follows from the order of the nodes
     """
 
     pp: int = 1
@@ -96,6 +98,7 @@ class Settings:
     num_layers: int = 1
     has_experts: bool = False
     mtp_layers: int = 0
+    pools: tuple[str, ...] = ()
 
     @property
     def replicas(self) -> int:
@@ -149,6 +152,7 @@ class Settings:
             micro_batch_size=self.micro_batch_size,
             num_micro_batches=self.num_micro_batches,
             sequence_parallel=self.sequence_parallel,
+            pools=self.pools,
         )
 
 
@@ -180,6 +184,7 @@ def layout_facts(layout: ParallelLayout, model: ModelSpec, cluster: Cluster) -> 
         "schedule": Schedule.ONE_F_ONE_B if short else layout.schedule,
         "virtual_stages": layout.virtual_stages,
         "micro_batch_size": layout.micro_batch_size,
+        "pools": layout.pools,
     }
 
 

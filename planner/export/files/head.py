@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from parplan.planner.export.fields.arguments import Words
 from parplan.planner.export.fields.configured import Priced
@@ -38,9 +38,11 @@ def head_lines(
     band = predicted.error_band
     plus = "" if band is None else f" +- {band.time.share:.0%}"
     peak = max(stage.total for stage in predicted.memory_gib)
+    gpus = cluster.text if plan.pools else f"{cluster.num_gpus} x {cluster.device.name}"
     lines = [
-        f"{plan.model.name} on {cluster.num_gpus} x {cluster.device.name}, {MARK} {source}",
+        f"{plan.model.name} on {gpus}, {MARK} {source}",
         f"for {target}",
+        *_order_of_nodes(plan),
         f"the plan: {predicted.step_time_s.value:.5g} s a step{plus}, {peak:.2f} GiB a GPU at most",
         f"this file: {configured.price.step_s:.6g} s a step, {gib(configured.peak_bytes):.2f} GiB",
     ]
@@ -52,6 +54,13 @@ def head_lines(
     said = [word for name, words in stated for word in (name, *words)]
     options = " ".join((*said, *_machine_options(plan).split()))
     return (*lines, *([f"read back with {options}"] if options else []))
+
+
+def _order_of_nodes(plan: Plan) -> Iterator[str]:
+    """Yields how ranks are given to the nodes of pools: a stage is on the nodes of its pool."""
+    if plan.pools:
+        names = ", then of ".join(dict.fromkeys(plan.pools))
+        yield f"node ranks count through the nodes of {names}"
 
 
 def _machine_options(plan: Plan) -> str:

@@ -41,8 +41,14 @@ def job(
 ) -> dict[str, str]:
     """Returns the file of a job by its name: it starts the first script of an export.
 
-    Raises ConfigError for files without a script.
+    Raises ConfigError for files without a script, and for the nodes of pools.
     """
+    if plan.cluster.pool_names:
+        raise ConfigError(
+            f"a {name} job numbers its nodes in any order, and each stage of the plan is on the "
+            "nodes of its own pool",
+            hint="leave out --launch, and start the script on every node with its NODE_RANK",
+        )
     started = next((file for file in files if file.endswith(".sh")), None)
     if started is None:
         raise ConfigError(
