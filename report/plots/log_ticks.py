@@ -20,5 +20,5 @@ def set_plain_ticks(axis: Axis) -> None:
     low, high = sorted(axis.get_view_interval())
     subs = (1.0, 2.0, 5.0) if high / low < _FEW_DECADES else (1.0,)
     axis.set_major_locator(LogLocator(subs=subs))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.9g}"))
     axis.set_minor_formatter(NullFormatter())
