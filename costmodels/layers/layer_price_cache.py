@@ -225,11 +225,15 @@ class LayerPriceCache(LayerTimes):
         on_host = self.offloads_states
         if not own_zero:
             return (ParameterGroup(zero, self._parameters(kind, sharding), on_host),)
-        layer = self.layer(kind, 1)
-        return tuple(
-            ParameterGroup(stage, local_parameters(layer, sharding, names), on_host)
-            for stage, names in stage_groups(layer, zero, own_zero)
-        )
+
+        def make() -> tuple[ParameterGroup, ...]:
+            layer = self.layer(kind, 1)
+            return tuple(
+                ParameterGroup(stage, local_parameters(layer, sharding, names), on_host)
+                for stage, names in stage_groups(layer, zero, own_zero)
+            )
+
+        return self._once(("groups", kind, sharding, zero, own_zero, on_host), make)
 
     def _parameters(self, kind: LayerKey, sharding: Sharding) -> LocalParameters:
         return self._once(

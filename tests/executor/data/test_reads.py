@@ -28,19 +28,21 @@ DEEP = replace(GPT, num_layers=8)
 
 
 DEVICE = torch.device("cpu")
-PLANS = {
-    "1f1b": (make_plan(GPT, pp=4, num_micro_batches=4), {0, 3}),
+PLANS: dict[str, tuple[Callable[[], Plan | TracedPlan], set[int]]] = {
+    "1f1b": (lambda: make_plan(GPT, pp=4, num_micro_batches=4), {0, 3}),
     "zbv": (
-        make_plan(DEEP, pp=4, schedule=Schedule.ZBV, virtual_stages=2, num_micro_batches=8),
+        lambda: make_plan(DEEP, pp=4, schedule=Schedule.ZBV, virtual_stages=2, num_micro_batches=8),
         {0},
     ),
     "interleaved": (
-        make_plan(DEEP, pp=4, schedule=Schedule.INTERLEAVED, virtual_stages=2, num_micro_batches=4),
+        lambda: make_plan(
+            DEEP, pp=4, schedule=Schedule.INTERLEAVED, virtual_stages=2, num_micro_batches=4
+        ),
         {0, 3},
     ),
-    "two-stages": (make_plan(GPT, pp=2, dp=2), {0, 1, 2, 3}),
-    "traced": (hand_plan(f"{MODULES}:unet", pp=4), {0, 3}),
-    "traced-bert": (hand_plan(HUGGING_FACE["bert"], pp=4), {0, 3}),
+    "two-stages": (lambda: make_plan(GPT, pp=2, dp=2), {0, 1, 2, 3}),
+    "traced": (lambda: hand_plan(f"{MODULES}:unet", pp=4), {0, 3}),
+    "traced-bert": (lambda: hand_plan(HUGGING_FACE["bert"], pp=4), {0, 3}),
 }
 
 
@@ -68,7 +70,7 @@ PLAIN = {"1f1b", "two-stages", "traced"}
 
 @cache
 def read_by_plan(*, plain: bool) -> dict[str, list[list[int]]]:
-    plans = {name: plan for name, (plan, _) in PLANS.items() if (name in PLAIN) is plain}
+    plans = {name: plan() for name, (plan, _) in PLANS.items() if (name in PLAIN) is plain}
     return dict(zip(plans, run_ranks(list(plans.values()), reads_of), strict=True))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from parplan.executor.rules.all_rules import validate
@@ -15,8 +17,8 @@ from tests.helpers.executor_world import Worlds, require_parity, run_reference
 GRID = {"tp": 4, "tp_rows": 2}
 LISTED = ("qkv", "norm2", "activation", "fc2")
 PLANS = {
-    "gpt": make_plan(GPT, **GRID),
-    "llama": make_plan(LLAMA, **GRID),
+    "gpt": make_plan(replace(GPT, num_layers=2), **GRID),
+    "llama": make_plan(replace(LLAMA, num_layers=2), **GRID),
     "recompute": make_plan(LLAMA, recompute="full", recompute_ends=True, **GRID),
     "lists": make_plan(GPT, recompute=("norm2", "fc1", "activation", "attention"), **GRID),
     "gemma": make_plan(GEMMA, **GRID),

@@ -68,24 +68,22 @@ def _spoilt_on_rank_1(plan: Plan | TracedPlan) -> tuple[int, str]:
     return done, "went on"
 
 
-# the first parameter of rank 1; a shard is gathered by both ranks, and the loss of a pipeline is
-# its last stage's
-PLANS = {
-    "pp2": (make_plan(SHORT, pp=2), "rank 1"),
-    "dp2": (make_plan(SHORT, dp=2), "rank 1"),
-    "dp2-zero3": (make_plan(SHORT, dp=2, zero=(3,)), "ranks 0-1"),
-    "tp2": (make_plan(LLAMA, tp=2), "rank 0"),
-    "foreign-pp2": (factory_plan("small", pp=2), "rank 1"),
-    "traced-pp2": (hand_plan("tests.helpers.traced_modules:shares", pp=2), "rank 1"),
-}
-
-
 @pytest.mark.slow
 @pytest.mark.multiproc
 def test_all_ranks_end_with_the_same_error_on_every_mesh_and_kind_of_model():
-    actual = run_ranks([plan for plan, _ in PLANS.values()], _spoilt_on_rank_1)
+    # the first parameter of rank 1; a shard is gathered by both ranks, and the loss of a pipeline
+    # is its last stage's
+    plans = {
+        "pp2": (make_plan(SHORT, pp=2), "rank 1"),
+        "dp2": (make_plan(SHORT, dp=2), "rank 1"),
+        "dp2-zero3": (make_plan(SHORT, dp=2, zero=(3,)), "ranks 0-1"),
+        "tp2": (make_plan(LLAMA, tp=2), "rank 0"),
+        "foreign-pp2": (factory_plan("small", pp=2), "rank 1"),
+        "traced-pp2": (hand_plan("tests.helpers.traced_modules:shares", pp=2), "rank 1"),
+    }
+    actual = run_ranks([plan for plan, _ in plans.values()], _spoilt_on_rank_1)
 
-    for (name, (_, ranks)), (first, second) in zip(PLANS.items(), actual, strict=True):
+    for (name, (_, ranks)), (first, second) in zip(plans.items(), actual, strict=True):
         assert first == second, name
         done, message = first
         assert done == 1, name

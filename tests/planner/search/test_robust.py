@@ -40,7 +40,7 @@ PINS = PinOptions(
     schedule=("1f1b",),
     zero=(1,),
     pp=(1,),
-    tp=(2, 4, 8),
+    tp=(2, 4),
     micro_batch_size=(1, 2),
 )
 CORNERS = (SpeedFactors(), *corners(SHARE))

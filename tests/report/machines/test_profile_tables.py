@@ -6,6 +6,7 @@ import io
 import json
 import re
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from rich.console import Console
@@ -77,7 +78,9 @@ def profile_of(records, environment=HERE, curves=(RING,)):
     )
 
 
-OWN = profile_of(Machine(noise=0.03).every())
+@cache
+def own():
+    return profile_of(Machine(noise=0.03).every())
 
 
 def printed(profile, width=160):
@@ -97,7 +100,7 @@ def row(text: str, start: str) -> list[str]:
 
 
 def test_the_text_says_on_what_it_was_measured():
-    text = printed(OWN)
+    text = printed(own())
 
     assert text.startswith("a100-80gb, bf16: 122 of 124 cases measured\n")
     assert re.search(r"^  measured +2026-11-21 on 8 x NVIDIA A100-SXM4-80GB$", text, re.MULTILINE)
@@ -121,8 +124,8 @@ def test_the_text_says_on_what_it_was_measured():
 
 
 def test_a_curve_has_its_points_its_ends_and_its_errors():
-    text, curve = printed(OWN), OWN.profile.compute.forward
-    gelu = OWN.profile.compute.named["gelu"].forward
+    text, curve = printed(own()), own().profile.compute.forward
+    gelu = own().profile.compute.named["gelu"].forward
     smallest, *_, largest = sorted(curve.points, key=lambda point: point[0] * point[1] * point[2])
     m, n, k, time_us = smallest
 
@@ -148,9 +151,9 @@ def test_a_curve_has_its_points_its_ends_and_its_errors():
 
 
 def test_what_overlap_costs_is_said_where_it_was_measured():
-    assert "overlap" not in printed(OWN)
+    assert "overlap" not in printed(own())
 
-    text = printed(replace(OWN, profile=replace(OWN.profile, contention=0.31)))
+    text = printed(replace(own(), profile=replace(own().profile, contention=0.31)))
 
     assert re.search(
         r"^  overlap +a second of communication costs the compute that it runs under 0\.31 s$",
@@ -162,7 +165,9 @@ def test_what_overlap_costs_is_said_where_it_was_measured():
 def test_groups_across_nodes_and_several_at_once_are_told_apart():
     across = replace(RING, nodes=2, groups=4)
     text = printed(
-        replace(OWN, profile=replace(OWN.profile, inter=replace(LINKS.inter, crossing=(across,))))
+        replace(
+            own(), profile=replace(own().profile, inter=replace(LINKS.inter, crossing=(across,)))
+        )
     )
 
     assert re.search(r"^all_reduce +8 ranks +3 ", text, re.MULTILINE)
@@ -170,7 +175,7 @@ def test_groups_across_nodes_and_several_at_once_are_told_apart():
 
 
 def test_failures_come_with_their_reasons_and_collectives_with_their_groups():
-    text = printed(OWN)
+    text = printed(own())
 
     assert "2 of 124 cases not measured" in text
     assert re.search(
@@ -211,7 +216,7 @@ def test_a_profile_of_factors_only_has_nothing_to_show():
 
 
 def test_the_values_for_programs_are_those_of_the_text():
-    body = json.loads(json.dumps(document(profile_document(OWN))))
+    body = json.loads(json.dumps(document(profile_document(own()))))
 
     forward = next(curve for curve in body["curves"] if curve["name"] == "forward")
     assert (forward["points"], forward["unit"], forward["last_sizes"]) == (
@@ -237,14 +242,14 @@ def test_of_several_sizes_of_a_figure_the_largest_counts():
         for n, rate in ((1, 1e9), (2, 3e9), (3, 2e9))
     ]
 
-    assert figures_of(replace(OWN, records=tuple(records))) == {"copied_bytes_per_s": 3e9}
+    assert figures_of(replace(own(), records=tuple(records))) == {"copied_bytes_per_s": 3e9}
 
 
 def test_points_are_beside_what_the_curve_says_of_them():
     of_one_work = [
-        curve for curve in series_of(OWN) if curve.curve.rows == len(curve.points)
+        curve for curve in series_of(own()) if curve.curve.rows == len(curve.points)
     ]  # residual is fitted to its class
-    assert len(of_one_work) == len(series_of(OWN)) - 2
+    assert len(of_one_work) == len(series_of(own())) - 2
     for curve in of_one_work:
         errors = sorted(abs(point.fitted_s / point.time_s - 1) for point in curve.points)
         assert errors[-1] == pytest.approx(curve.curve.worst_error, rel=0.01)
@@ -270,7 +275,9 @@ def test_the_picture_is_written_in_the_format_of_its_name(suffix, start, tmp_pat
 def test_the_picture_names_its_panels_curves_and_limits(tmp_path):
     two = replace(RING, ranks=2)
     draw_profile(
-        replace(OWN, profile=replace(OWN.profile, intra=replace(LINKS.intra, curves=(two, RING)))),
+        replace(
+            own(), profile=replace(own().profile, intra=replace(LINKS.intra, curves=(two, RING)))
+        ),
         tmp_path / "own.svg",
     )
 
@@ -312,8 +319,8 @@ def test_a_profile_without_points_is_not_drawn_and_a_missing_folder_is_named(tmp
 
 
 def test_a_profile_does_not_differ_from_itself():
-    assert changed_environment(OWN, OWN) == {}
-    for curve in compared(OWN, OWN):
+    assert changed_environment(own(), own()) == {}
+    for curve in compared(own(), own()):
         assert (curve.median, curve.only_a, curve.only_b) == (1.0, 0, 0)
 
 

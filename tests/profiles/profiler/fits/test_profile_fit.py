@@ -6,6 +6,7 @@ An unmeasured curve stays an assumption.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -15,16 +16,12 @@ from parplan.profiles.machines.hardware import Device
 from parplan.profiles.machines.measured_points import curves_of
 from parplan.profiles.machines.measurements import CaseOutcome, CasePass
 from parplan.profiles.machines.shipped_profiles import analytic_profile
+from parplan.profiles.machines.speeds import Compute
 from parplan.profiles.profiler.fits.profile_fit import fit_compute, fit_profile
 from parplan.profiles.provenance import Kind
 from tests.helpers.synthetic_profiles import CLUSTER, CURVES, LINEARS, Machine
 
-EXACT = fit_compute(Machine().every(), CLUSTER, "bf16")
-NOISY = fit_compute(Machine(noise=0.05).every(), CLUSTER, "bf16")
 ASSUMED = analytic_profile("a100-80gb").compute
-MEASURED = sorted(
-    set(curves_of(CURVES)) & {name for name, curve in curves_of(EXACT).items() if curve.rows}
-)
 CHIP = Chip(peak_flops_per_s=312e12, bytes_per_s=2.039e12, num_sms=108)
 # Microseconds on one core of AMD EPYC, torch 2.13, fp32, while the other core was busy: m, n, k of
 # a linear layer; bytes of gelu.
@@ -69,6 +66,22 @@ HOST = replace(
 )
 
 
+@cache
+def exact() -> Compute:
+    return fit_compute(Machine().every(), CLUSTER, "bf16")
+
+
+@cache
+def noisy() -> Compute:
+    return fit_compute(Machine(noise=0.05).every(), CLUSTER, "bf16")
+
+
+def measured() -> list[str]:
+    """The names of the curves that the records of a machine measure."""
+    names = {name for name, curve in curves_of(exact()).items() if curve.rows}
+    return sorted(names & set(curves_of(CURVES)))
+
+
 def host_records(products=HOST_PRODUCTS, gelu=HOST_GELU):
     machine = Machine(precision="fp32")
     return [
@@ -91,29 +104,29 @@ def host_records(products=HOST_PRODUCTS, gelu=HOST_GELU):
     ]
 
 
-@pytest.mark.parametrize("name", MEASURED)
-def test_the_constants_that_made_the_points_come_back(name):
-    actual, true = curves_of(EXACT)[name], curves_of(CURVES)[name]
+def test_the_constants_that_made_the_points_come_back():
+    for name in measured():
+        actual, true = curves_of(exact())[name], curves_of(CURVES)[name]
 
-    assert actual.kind is Kind.INTERPOLATED
-    assert actual.worst_error < 0.01
-    assert actual.launch_s == pytest.approx(true.launch_s, rel=0.05)
-    for constant in {"efficiency", "bandwidth_share"} & {*actual.__dataclass_fields__}:
-        assert getattr(actual, constant) == pytest.approx(getattr(true, constant), rel=0.02)
+        assert actual.kind is Kind.INTERPOLATED, name
+        assert actual.worst_error < 0.01, name
+        assert actual.launch_s == pytest.approx(true.launch_s, rel=0.05), name
+        for constant in {"efficiency", "bandwidth_share"} & {*actual.__dataclass_fields__}:
+            made = getattr(true, constant)
+            assert getattr(actual, constant) == pytest.approx(made, rel=0.02), name
 
 
-@pytest.mark.parametrize("name", MEASURED)
-def test_errors_of_noisy_points_are_those_of_the_noise(name):
-    actual = curves_of(NOISY)[name]
+def test_errors_of_noisy_points_are_those_of_the_noise():
+    for name in measured():
+        actual = curves_of(noisy())[name]
 
-    assert (
-        0.0 < actual.median_error < 0.08
-    )  # the median of 5 % of noise is 3.4 %; a fit of few points has less
-    assert actual.median_error <= actual.worst_error < 0.25
+        # the median of 5 % of noise is 3.4 %; a fit of few points has less
+        assert 0.0 < actual.median_error < 0.08, name
+        assert actual.median_error <= actual.worst_error < 0.25, name
 
 
 def test_the_errors_of_a_curve_are_those_of_its_own_predictions():
-    curve = NOISY.forward
+    curve = noisy().forward
     errors = sorted(
         abs(matmul_s(Product(m=m, n=n, k=k), curve, CHIP, sustained=True) * 1e6 / time_us - 1)
         for m, n, k, time_us in ((*map(int, point[:3]), point[3]) for point in curve.points)
@@ -125,36 +138,36 @@ def test_the_errors_of_a_curve_are_those_of_its_own_predictions():
 
 
 def test_bounds_are_the_smallest_and_largest_measured_sizes():
-    assert (EXACT.forward.bounds.low, EXACT.forward.bounds.high) == (
+    assert (exact().forward.bounds.low, exact().forward.bounds.high) == (
         (512, 1024, 1024),
         (8192, 4096, 16384),
     )
-    assert (EXACT.weight_gradient.bounds.low, EXACT.weight_gradient.bounds.high) == (
+    assert (exact().weight_gradient.bounds.low, exact().weight_gradient.bounds.high) == (
         (1024, 1024, 512),
         (16384, 4096, 8192),
     )
-    assert (EXACT.flash_forward.bounds.low, EXACT.flash_forward.bounds.high) == (
+    assert (exact().flash_forward.bounds.low, exact().flash_forward.bounds.high) == (
         (512, 64),
         (4096, 128),
     )
-    assert (EXACT.batched_forward.bounds.low, EXACT.batched_forward.bounds.high) == (
+    assert (exact().batched_forward.bounds.low, exact().batched_forward.bounds.high) == (
         (512, 64),
         (2048, 128),
     )
-    assert EXACT.forward.kind_at((8192, 4096, 16385)) is Kind.ANALYTIC
+    assert exact().forward.kind_at((8192, 4096, 16385)) is Kind.ANALYTIC
 
 
 def test_a_class_is_fitted_to_all_of_its_members_and_has_the_points_of_none():
     assert (
-        EXACT.elementwise.backward.rows
-        == EXACT.named["gelu"].backward.rows + EXACT.named["bias_gradient"].backward.rows
+        exact().elementwise.backward.rows
+        == exact().named["gelu"].backward.rows + exact().named["bias_gradient"].backward.rows
     )
-    assert EXACT.elementwise.backward.points == ()
-    assert len(EXACT.named["gelu"].backward.points) == EXACT.named["gelu"].backward.rows
-    assert EXACT.residual.forward.rows == 2 * len(
-        EXACT.residual.forward.points
+    assert exact().elementwise.backward.points == ()
+    assert len(exact().named["gelu"].backward.points) == exact().named["gelu"].backward.rows
+    assert exact().residual.forward.rows == 2 * len(
+        exact().residual.forward.points
     )  # residual, and dropped_residual's beside it
-    assert EXACT.named["bias_gradient"].forward.kind is Kind.ANALYTIC  # it has no such pass
+    assert exact().named["bias_gradient"].forward.kind is Kind.ANALYTIC  # it has no such pass
 
 
 def test_an_operation_of_no_known_class_has_a_curve_too():
@@ -308,9 +321,9 @@ def test_products_with_odd_rows_do_not_bend_the_curve_of_an_accelerator():
 
     fitted = fit_compute([*(machine.linear(*shape) for shape in LINEARS), *slow], CLUSTER, "bf16")
 
-    assert fitted.forward.efficiency == pytest.approx(EXACT.forward.efficiency, rel=1e-6)
+    assert fitted.forward.efficiency == pytest.approx(exact().forward.efficiency, rel=1e-6)
     assert fitted.weight_gradient.efficiency == pytest.approx(
-        EXACT.weight_gradient.efficiency, rel=1e-6
+        exact().weight_gradient.efficiency, rel=1e-6
     )
     assert (
         len(fitted.forward.points) == len(LINEARS) + len(LINEARS) // 2
@@ -318,7 +331,7 @@ def test_products_with_odd_rows_do_not_bend_the_curve_of_an_accelerator():
     assert fitted.forward.bounds.high == (8192, 50257, 16384)
     only = fit_compute(slow, CLUSTER, "bf16").forward
     assert only.rows == len(slow)
-    assert only.efficiency < 0.5 * EXACT.forward.efficiency
+    assert only.efficiency < 0.5 * exact().forward.efficiency
 
 
 def test_points_of_a_host_core_are_met_within_their_noise():
@@ -340,7 +353,7 @@ def test_a_host_has_no_tiles_that_a_width_could_fill_in_part():
         return matmul_s(Product(m=1024, n=n, k=64, operand_bytes=4, result_bytes=4), bare, chip)
 
     assert actual.untiled
-    assert not EXACT.forward.untiled
+    assert not exact().forward.untiled
     assert arithmetic_s(96) == pytest.approx(1.5 * arithmetic_s(64), rel=1e-6)
 
 
@@ -368,10 +381,10 @@ def test_a_profile_has_the_links_and_the_contention_that_it_is_given():
         links.inter,
         0.3,
     )
-    assert document(profile.compute) == document(EXACT)
+    assert document(profile.compute) == document(exact())
 
 
 def test_no_curve_has_a_throttle_of_its_own():
     assert {
-        curve.throttle for curve in curves_of(NOISY).values() if hasattr(curve, "throttle")
+        curve.throttle for curve in curves_of(noisy()).values() if hasattr(curve, "throttle")
     } == {0.0}
