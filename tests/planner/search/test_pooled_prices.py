@@ -111,6 +111,20 @@ def test_bounds_never_exceed_the_optimum_of_their_layout(seed):
         assert least <= best_bytes[layout] * (1 + 1e-9) + 1
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_plan_over_pools_is_leaner_than_the_bound_within_its_own_step(seed):
+    instance = two_pools(seed)
+    prices = PooledPrices(
+        request(instance.model, instance.cluster, instance.training, constraints=PINS)
+    )
+    limit = instance.cluster.device.memory_bytes
+    everything = every_price_on_pools(instance, mixed=20)
+    assert len(everything) > 50
+    for strategy, price in everything:
+        least = prices.least_redundant_bytes(strategy.layout, price.closed_form_s, limit)
+        assert least <= redundant_bytes(strategy, price) * (1 + 1e-9) + 1
+
+
 def test_an_order_of_pools_is_replayed_whose_closed_form_is_no_shorter():
     shape, kinds = random_instance(242), (("h20-96gb", 2), ("l40s-48gb", 1), ("h100-80gb", 1))
     joins = [
