@@ -169,7 +169,7 @@ class _RankBound:
 
     def least_s(self, counts: Ints) -> Array:
         """Least seconds of a micro-batch by number of blocks."""
-        return self._least_ends_s + counts * self._least_block_s
+        return np.asarray(self._least_ends_s + counts * self._least_block_s, np.float64)
 
     def least_bytes(self, counts: Ints, room_s: Array) -> Array:
         """Least redundant bytes of a device by number of blocks, each within its `room_s`."""
