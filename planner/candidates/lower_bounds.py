@@ -77,10 +77,7 @@ def time_bound(layout: ParallelLayout, table: MixTable) -> TimeBound:
     price_cache = table.price_cache
     mesh = layout.mesh
     share = bubble_share(layout, price_cache)
-    block_s, block_tail_s = table.once(
-        ("least block", layout.recomputes_ahead, *_alike(layout, table)),
-        lambda: _least_block(layout, table),
-    )
+    block_s, block_tail_s = least_block_s(layout, table)
     ends_s = table.once(("ends", *_alike(layout, table)), lambda: _ends_s(layout, table))
     transfers_s = all_receives_s(layout, price_cache)
     edges_s = mesh.pp * rank_edges(layout, price_cache).value_s
@@ -89,6 +86,14 @@ def time_bound(layout: ParallelLayout, table: MixTable) -> TimeBound:
     pace_s = max(total_s / mesh.pp, fullest * block_s)
     step_s = (layout.num_micro_batches - share) * pace_s + share * total_s + fullest * block_tail_s
     return TimeBound(step_s, block_s, share * total_s)
+
+
+def least_block_s(layout: ParallelLayout, table: MixTable) -> tuple[float, float]:
+    """Least seconds of a block, per micro-batch and per step, with data parallelism."""
+    return table.once(
+        ("least block", layout.recomputes_ahead, *_alike(layout, table)),
+        lambda: _least_block(layout, table),
+    )
 
 
 def memory_bound_s(
@@ -121,7 +126,7 @@ def memory_bound_s(
     if first:
         num_blocks = int(_fewest_blocks(layout, price_cache.model.num_layers)[0])
         beside_s = rank_receives(0, layout, price_cache).value_s
-        beside_s += sum(_least_end_s(kind, layout, table) for kind in end_kinds(0, layout))
+        beside_s += sum(least_end_s(kind, layout, table) for kind in end_kinds(0, layout))
     block_bytes = block.states + stashed / layout.virtual_stages * column_of(
         block.options, "saved_bytes"
     )
@@ -165,7 +170,7 @@ def _ends_s(layout: ParallelLayout, table: MixTable) -> float:
     return min(first_s.values()) + min(last_s.values())
 
 
-def _least_end_s(kind: LayerKind, layout: ParallelLayout, table: MixTable) -> float:
+def least_end_s(kind: LayerKind, layout: ParallelLayout, table: MixTable) -> float:
     """Least seconds of embedding or head per micro-batch."""
     return min(_end_seconds(kind, layout, table).values())
 

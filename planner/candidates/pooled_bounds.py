@@ -1,20 +1,86 @@
-"""Lower bounds of layers of several classes whose stages lie on unequal pools (EQUATIONS I8).
+"""Lower bounds of a layout whose stages lie on unequal pools (EQUATIONS I8).
 
-Each stage has the ranges of its own pool, and all else is as on equal nodes
-(planner/candidates/range_bounds.py).
+Blocks that are alike are placed by their number. Layers of several classes have, on each stage, the
+ranges of its own pool, and all else is as on equal nodes (planner/candidates/range_bounds.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
 
+from parplan.costmodels.stage_costs import rank_edges, rank_receives
 from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.candidates.lower_bounds import TimeBound, least_block_s, least_end_s
 from parplan.planner.candidates.range_bounds import PathBounds, RangeBounds
 from parplan.planner.candidates.whole_bounds import WholeBounds
-from parplan.planner.dominance import Array
+from parplan.planner.dominance import Array, distinct
+from parplan.planner.stage_columns.block_counts import block_counts
+from parplan.planner.stage_columns.mix_table import MixTable
+from parplan.planner.stage_columns.stage_prices import end_kinds
+
+ROUNDING = 1e-9  # relative, against another order of summation
+
+
+def pooled_time_bound(
+    layout: ParallelLayout, tables: Sequence[MixTable], share: float
+) -> TimeBound:
+    """Returns the time bound with every layer at its fastest, with unlimited memory.
+
+    tables    the mixes of each pipeline rank
+
+    Rank s has e_s seconds of embedding, head and transfers, and b_s for each of its n_s blocks. So
+    a step takes no less than the least of
+
+        (M - a) Z + a sum_s (e_s + b_s n_s) + tail      e_s + b_s n_s <= Z, sum_s n_s = L
+
+    over the paces Z of all ranks and numbers of blocks. At a given pace the fastest ranks have the
+    most blocks. The tail is that of the mean number of blocks on the pool with the shortest.
+    """
+    num_blocks = tables[0].price_cache.model.num_layers
+    blocks = [least_block_s(layout, table) for table in tables]
+    block_s = np.array([per_micro_batch_s for per_micro_batch_s, _ in blocks])
+    fixed_s = np.array([_fixed_s(rank, layout, table) for rank, table in enumerate(tables)])
+    paces_s, walks_s = _paces_and_walks_s(layout, fixed_s, block_s, num_blocks)
+    repeats = max(0.0, layout.num_micro_batches - share)
+    tail_s = -(-num_blocks // len(tables)) * min(per_step_s for _, per_step_s in blocks)
+    step_s = float((repeats * paces_s + share * walks_s).min()) + tail_s
+    return TimeBound(
+        step_s * (1 - ROUNDING), float(block_s.min()), share * float(walks_s.min()) * (1 - ROUNDING)
+    )
+
+
+def _paces_and_walks_s(
+    layout: ParallelLayout, fixed_s: Array, block_s: Array, num_blocks: int
+) -> tuple[Array, Array]:
+    """Returns the paces that place all blocks, and the least seconds of all ranks at each.
+
+    fixed_s, block_s    seconds of each rank without its blocks, and of each of its blocks
+    """
+    counts = [list(block_counts(rank, layout, num_blocks)) for rank in range(len(fixed_s))]
+    fewest = np.array([held[0] for held in counts])
+    most = np.array([held[-1] for held in counts])
+    ranks = zip(fixed_s, block_s, counts, strict=True)
+    paces_s = distinct(np.concatenate([e + b * np.array(held) for e, b, held in ranks]))
+    least_s = fixed_s + block_s * fewest
+    paces_s = paces_s[paces_s >= least_s.max()]
+    room = (paces_s[:, None] * (1 + ROUNDING) - fixed_s) / block_s
+    more = np.clip(np.floor(room), fewest, most) - fewest  # blocks by pace and rank
+    left = num_blocks - fewest.sum()
+    enough = more.sum(axis=1) >= left
+    fastest = np.argsort(block_s, kind="stable")
+    placed = np.minimum(more[enough][:, fastest].cumsum(axis=1), left)
+    walks_s = least_s.sum() + np.diff(placed, axis=1, prepend=0.0) @ block_s[fastest]
+    return paces_s[enough], walks_s
+
+
+def _fixed_s(rank: int, layout: ParallelLayout, table: MixTable) -> float:
+    """Least seconds of a micro-batch on a rank without its blocks."""
+    fixed_s = rank_receives(rank, layout, table.price_cache).value_s
+    fixed_s += rank_edges(layout, table.price_cache).value_s
+    return fixed_s + sum(least_end_s(kind, layout, table) for kind in end_kinds(rank, layout))
 
 
 class PooledBounds(PathBounds):

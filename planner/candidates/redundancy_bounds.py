@@ -10,10 +10,12 @@ ZeRO stage z, and x_o the blocks on option o,
 where states and saved tensors count beyond their share of one copy. In a step of at most T each
 rank has
 
-    (M - a) t_z + tail_z + sum_o x_o ((M - a) t_o + tail_o) <= T - (bubble share of all layers)
+    (M - a) t_z + tail_z + sum_o x_o ((M - a) t_o + tail_o) <= T - a U
 
-With real numbers of blocks and a given largest option, two options are enough. So the least of a
-rank with n blocks is a minimum over pairs, and the least of all ranks follows block by block.
+with U the least seconds of all layers together where the rank has its number of blocks and each
+rank its own speed. With real numbers of blocks and a given largest option, two options are enough.
+So the least of a rank with n blocks is a minimum over pairs, and U and the least of all ranks
+follow block by block.
 """
 
 from __future__ import annotations
@@ -45,15 +47,12 @@ class RedundancyBound:
     """Lower bounds of the redundant bytes of a layout without chunks and without the host.
 
     tables    the mixes of each pipeline rank
-    share     bubble share of the layout
-    fixed_s   bubble share of all its layers together
+    share     bubble share of the layout; none counts where recompute ahead shortens the ramps
     """
 
-    def __init__(
-        self, layout: ParallelLayout, tables: Sequence[MixTable], share: float, fixed_s: float
-    ) -> None:
+    def __init__(self, layout: ParallelLayout, tables: Sequence[MixTable], share: float) -> None:
         self.layout = layout
-        self.fixed_s = 0.0 if layout.recomputes_ahead else fixed_s
+        self.share = 0.0 if layout.recomputes_ahead else share
         repeats = layout.num_micro_batches - share - hidden_passes(layout.schedule)
         self.num_layers = tables[0].price_cache.model.num_layers
         self.ranks = [
@@ -67,17 +66,49 @@ class RedundancyBound:
 
         longest: the most blocks of a rank, None without a limit
         """
-        room_s = slowest_s * (1 + ROUNDING) - self.fixed_s
-        least = np.full(self.num_layers + 1, np.inf)  # by number of blocks placed so far
-        least[0] = 0.0
-        for rank, costs in enumerate(self.ranks):
-            counts = np.array(list(block_counts(rank, self.layout, self.num_layers, longest)), int)
-            placed = np.full_like(least, np.inf)
-            for count, of_rank in zip(counts, costs.least_bytes(counts, room_s), strict=True):
-                placed[count:] = np.minimum(placed[count:], least[: len(least) - count] + of_rank)
-            least = placed
+        counts = [
+            np.array(list(block_counts(rank, self.layout, self.num_layers, longest)), int)
+            for rank in range(len(self.ranks))
+        ]
+        least = self._none_placed()
+        for costs, held, walk_s in zip(self.ranks, counts, self._walks_s(counts), strict=True):
+            room_s = np.full(len(held), -np.inf)  # where the others cannot hold the other blocks
+            fits = np.isfinite(walk_s)
+            room_s[fits] = slowest_s * (1 + ROUNDING) - self.share * walk_s[fits]
+            least = _with_rank(least, held, costs.least_bytes(held, room_s))
         cluster_bytes = self.layout.mesh.ranks_per_stage * float(least[-1])
         return cluster_bytes - ROUNDING * abs(cluster_bytes) if cluster_bytes < inf else inf
+
+    def _walks_s(self, counts: Sequence[Ints]) -> list[Array]:
+        """Least seconds of a micro-batch on all ranks, by rank and number of its blocks."""
+        own_s = [rank.least_s(held) for rank, held in zip(self.ranks, counts, strict=True)]
+        before, after = [self._none_placed()], [self._none_placed()]
+        for held, least_s in zip(counts, own_s, strict=True):
+            before.append(_with_rank(before[-1], held, least_s))
+        for held, least_s in zip(reversed(counts), reversed(own_s), strict=True):
+            after.append(_with_rank(after[-1], held, least_s))
+        walks_s = []
+        for rank, (held, least_s) in enumerate(zip(counts, own_s, strict=True)):
+            behind_s = after[len(self.ranks) - 1 - rank]
+            others_s = _with_rank(before[rank], np.arange(len(behind_s)), behind_s)
+            walks_s.append(least_s + others_s[self.num_layers - held])
+        return walks_s
+
+    def _none_placed(self) -> Array:
+        """Returns a least value by number of blocks placed so far, before any rank."""
+        return np.append(0.0, np.full(self.num_layers, np.inf))
+
+
+def _with_rank(least: Array, counts: Ints, values: Array) -> Array:
+    """Returns the least sums by number of blocks placed, with the values of a further rank.
+
+    counts    the numbers of blocks of the rank, each with its value
+    """
+    placed = np.arange(len(least))
+    before = placed - counts[:, None]
+    sums = np.where(before < 0, np.inf, least[np.maximum(before, 0)]) + values[:, None]
+    of_all: Array = sums.min(axis=0)
+    return of_all
 
 
 def _prices(rank: int, layout: ParallelLayout, table: MixTable) -> list[MixPrices]:
@@ -115,6 +146,8 @@ class _RankBound:
         self.workspace = np.maximum(workspace[faster], workspace[slower])
         self.zero_buffer = np.maximum(block.zero_buffer[faster], block.zero_buffer[slower])
         ends = [way.fixed[zero] for way in ways for zero in way.end_stages]
+        self._least_block_s = float(block.time_s.min())
+        self._least_ends_s = min(fixed.time_s for fixed in ends)
         values = np.array([self._end_values(fixed) for fixed in ends])
         self.ends = [ends[number] for number in _undominated(values.T)]
 
@@ -134,13 +167,17 @@ class _RankBound:
         )
         return ends_bytes + (self.moment.stashes - self.costs.stashes) * fixed.saved
 
-    def least_bytes(self, counts: Ints, room_s: float) -> Array:
-        """Least redundant bytes of a device by number of blocks, within `room_s` for the rank."""
+    def least_s(self, counts: Ints) -> Array:
+        """Least seconds of a micro-batch by number of blocks."""
+        return np.asarray(self._least_ends_s + counts * self._least_block_s, np.float64)
+
+    def least_bytes(self, counts: Ints, room_s: Array) -> Array:
+        """Least redundant bytes of a device by number of blocks, each within its `room_s`."""
         by_way = [self._least_bytes(fixed, counts, room_s) for fixed in self.ends]
         least: Array = np.min(by_way, axis=0)
         return least
 
-    def _least_bytes(self, fixed: EndCosts, counts: Ints, room_s: float) -> Array:
+    def _least_bytes(self, fixed: EndCosts, counts: Ints, room_s: Array) -> Array:
         block_s = (room_s - self.repeats * fixed.time_s - fixed.tail_s) / counts
         over_s = block_s - self.seconds[:, None]  # by pair and number of blocks
         share = np.clip(over_s / np.maximum(self.longer_s, LEAST_S)[:, None], 0.0, 1.0)

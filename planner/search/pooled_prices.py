@@ -11,8 +11,9 @@ from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.step import bubble_share
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.enumeration import enumerate_candidates, no_candidate_error
-from parplan.planner.candidates.lower_bounds import TimeBound, ahead_bound_s, may_fit, time_bound
+from parplan.planner.candidates.lower_bounds import TimeBound, ahead_bound_s, may_fit
 from parplan.planner.candidates.pool_layouts import over_pools
+from parplan.planner.candidates.pooled_bounds import pooled_time_bound
 from parplan.planner.infeasible.shortfall import limit_bytes, price_cache_of
 from parplan.planner.request import Request, SearchOptions
 from parplan.planner.search.search_session import DescribedPrices, SearchPrices
@@ -57,28 +58,12 @@ class PooledPrices(DescribedPrices):
         return True
 
     def time_bound(self, layout: ParallelLayout) -> TimeBound:
-        """Returns bounds with every block at the fastest of its pool.
-
-        With b_p the least seconds of a block on pool p, L blocks on ranks s of pools p(s) have
-
-            pace >= L / sum_s 1 / b_p(s)
-
-        and each of them counts once in the ramps. Embedding, head and transfers are left out.
-        """
+        """Returns bounds with every layer at its fastest on the pool of its rank."""
         return self._once(("time", layout), lambda: self._time_bound(layout))
 
     def _time_bound(self, layout: ParallelLayout) -> TimeBound:
-        share = bubble_share(layout, self.price_cache)
-        block_s = self._block_s(layout)
-        pace_s = self.num_blocks / sum(1 / block_s[pool] for pool in layout.pools)
-        repeats = layout.num_micro_batches - share
-        least_s = min(block_s.values())
-        total_s = share * self.num_blocks * least_s
-        return TimeBound(max(0.0, repeats) * pace_s + total_s, least_s, total_s)
-
-    def _block_s(self, layout: ParallelLayout) -> dict[str, float]:
-        """Returns the least seconds of a block and micro-batch on each pool."""
-        return {pool: time_bound(layout, table).block_s for pool, table in self._tables.items()}
+        tables = [self._tables[pool] for pool in layout.pools]
+        return pooled_time_bound(layout, tables, bubble_share(layout, self.price_cache))
 
     def memory_bound_s(self, layout: ParallelLayout, limit_bytes: float) -> float:
         return 0.0

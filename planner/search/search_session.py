@@ -295,7 +295,6 @@ class DescribedPrices(SearchPrices):
                 layout,
                 [self.table_of(layout, rank) for rank in range(layout.mesh.pp)],
                 bubble_share(layout, self.price_cache),
-                self.ramps_s(layout),
             ),
         )
         return bound.least_bytes(slowest_s, self.longest_rank(layout, slowest_s, limit_bytes))

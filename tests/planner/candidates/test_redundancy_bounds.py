@@ -43,9 +43,8 @@ def ends_zero(strategy):
 
 
 def bound_of(layout, table):
-    fixed_s = time_bound(layout, table).total_s
     tables = [table] * layout.mesh.pp
-    return RedundancyBound(layout, tables, bubble_share(layout, table.price_cache), fixed_s)
+    return RedundancyBound(layout, tables, bubble_share(layout, table.price_cache))
 
 
 def ends_alike(strategy):

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
 
-from parplan.costmodels.step import price_step
+from parplan.costmodels.schedules.schedule import Schedule
+from parplan.costmodels.step import bubble_share, price_step
 from parplan.planner.candidates.branch_and_bound import WORTH_REPLAYING
+from parplan.planner.master import evaluate
 from parplan.planner.objective import Objective
 from parplan.planner.plan.plan_file import plan_from_document, plan_to_document
 from parplan.planner.plan.prediction import Status
 from parplan.planner.plan.reprice import reprice
-from parplan.planner.request import ANY_SLOWDOWN, SearchOptions
+from parplan.planner.request import ANY_SLOWDOWN, Constraints, SearchOptions
 from parplan.planner.search.pooled_prices import PooledPrices
+from parplan.planner.stage_columns.block_counts import block_counts
+from parplan.planner.stage_columns.chunk_columns import rank_columns
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.machines.unequal_cluster import Join, Pool, unequal_cluster
@@ -36,6 +41,13 @@ from tests.helpers.pools import (
 )
 
 SLOWDOWN = 0.2
+SCHEDULES = (
+    Schedule.ONE_F_ONE_B,
+    Schedule.INTERLEAVED,
+    Schedule.ZBV,
+    Schedule.EARLY_RECOMPUTE,
+    Schedule.LAST_NO_RECOMPUTE,
+)
 SEEDS = [pytest.param(seed, marks=() if seed in (3, 7) else pytest.mark.slow) for seed in range(12)]
 
 
@@ -109,6 +121,64 @@ def test_bounds_never_exceed_the_optimum_of_their_layout(seed):
         assert 0 < prices.step_bound_s(layout, limit) <= optimum_s * (1 + 1e-9)
         least = prices.least_redundant_bytes(layout, float("inf"), limit)
         assert least <= best_bytes[layout] * (1 + 1e-9) + 1
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_plan_over_pools_is_leaner_than_the_bound_within_its_own_step(seed):
+    instance = two_pools(seed)
+    prices = PooledPrices(
+        request(instance.model, instance.cluster, instance.training, constraints=PINS)
+    )
+    limit = instance.cluster.device.memory_bytes
+    everything = every_price_on_pools(instance, mixed=20)
+    assert len(everything) > 50
+    for strategy, price in everything:
+        least = prices.least_redundant_bytes(strategy.layout, price.closed_form_s, limit)
+        assert least <= redundant_bytes(strategy, price) * (1 + 1e-9) + 1
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_no_random_choice_of_columns_over_pools_is_below_the_bounds_of_its_layout(seed):
+    """Deep pipelines, unequal numbers of blocks, and schedules that a tiny case has no room for."""
+    draw, instance = random.Random(f"choices {seed}"), two_pools(3)
+    cluster = unequal_cluster(
+        "four",
+        [
+            Pool(name=f"p{place}", cluster=with_gpus(load_cluster(kind), 4, 2))
+            for place, kind in enumerate(draw.sample(("a100-80gb", "h100-80gb", "h20-96gb"), 2))
+        ],
+        [Join(name="line", latency_s=1e-5, source="", total_bytes_per_s=1e10)],
+    )
+    model = replace(instance.model, num_layers=12)
+    training = replace(instance.training, global_batch_size=16)
+    pins = Constraints(schedule=SCHEDULES, recompute=PINS.recompute)
+    prices = PooledPrices(request(model, cluster, training, constraints=pins))
+    layouts = [each for each in prices.space.layouts if each.mesh.pp > 1]
+    seen = 0
+    for layout in draw.sample(layouts, 30):
+        ranks = range(layout.mesh.pp)
+        columns = [rank_columns(rank, layout, prices.table_of(layout, rank)) for rank in ranks]
+        for _ in range(5):
+            counts = random_counts(layout, model.num_layers, draw)
+            choices = [each.leanest(n, 1e15) for each, n in zip(columns, counts, strict=True)]
+            assert all(choices)
+            share = bubble_share(layout, prices.price_cache)
+            picked = [draw.choice(each) for each in choices]
+            choice = evaluate(layout, picked, proven=False, share=share)
+            assert prices.step_bound_s(layout, 1e15) <= choice.step_s * (1 + 1e-9)
+            least = prices.least_redundant_bytes(layout, choice.step_s, 1e15)
+            assert least <= choice.redundant_bytes * (1 + 1e-9) + 1
+            seen += 1
+    assert seen == 150
+
+
+def random_counts(layout, num_layers, draw):
+    """Returns numbers of blocks that the ranks of a layout may have together."""
+    counts = [list(block_counts(rank, layout, num_layers)) for rank in range(layout.mesh.pp)]
+    held = [each[0] for each in counts]
+    while sum(held) < num_layers:
+        held[draw.choice([r for r, each in enumerate(counts) if held[r] < each[-1]])] += 1
+    return held
 
 
 def test_an_order_of_pools_is_replayed_whose_closed_form_is_no_shorter():
