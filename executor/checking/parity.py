@@ -64,6 +64,7 @@ from parplan.executor.training.train import Trainer, build_trainer
 from parplan.planner.plan.plan import Plan
 from parplan.planner.runs.relative_error import relative_error
 from parplan.planner.runs.run_file import ChunkMoved, PredictedAndMeasured
+from parplan.profiles.documents.files import open_replacement
 from parplan.profiles.errors import PlannerError
 from parplan.profiles.interrupts import leave_signals_to_parent
 from parplan.profiles.models.operator_graph import LayerKind, layer_kind
@@ -83,6 +84,7 @@ STEPS = 3
 # A value that is not finite must not end the run: it is compared.
 OPTIONS = Options(steps=STEPS, seed=7, learning_rate=1e-2, allow_non_finite=True)
 TIMEOUT = timedelta(seconds=60)
+_NO_ROOM = "make room in the folder of temporary files"
 
 T = TypeVar("T", bound=Trainer)
 Result = tuple[
@@ -233,9 +235,9 @@ def _rank(
         torch.save([train(plan) for plan in plans], f"{folder}/rank{rank}.pt")
     except PlannerError as error:
         without_traceback = type(error)(error.message, hint=error.hint)
-        part = Path(folder) / f"error{rank}.part"  # whole or not there: others end this rank
-        torch.save(without_traceback, part)
-        part.rename(part.with_suffix(".pt"))
+        # whole or not there: others end this rank
+        with open_replacement(Path(folder) / f"error{rank}.pt", hint=_NO_ROOM) as file:
+            torch.save(without_traceback, file)
         sys.exit(1)
     dist.destroy_process_group()
 

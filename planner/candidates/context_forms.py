@@ -32,10 +32,10 @@ def without_beaten_forms(
         dict.fromkeys(price_cache.key(layer, 1) for layer in range(1, price_cache.num_layers - 1))
     )
     ways = dict.fromkeys(_way(layout) for layout in space.layouts if layout.mesh.cp > 1)
+    attention = {(size, sharding): (size, without_experts(sharding)) for size, sharding in ways}
     forms: dict[tuple[int, Sharding], dict[Sharding, None]] = {}
-    for micro_batch_size, sharding in ways:
-        alone = without_experts(sharding)
-        forms.setdefault((micro_batch_size, _ring(alone)), {})[alone] = None
+    for micro_batch_size, sharding in attention.values():
+        forms.setdefault((micro_batch_size, _ring(sharding)), {})[sharding] = None
     beaten: dict[tuple[int, Sharding], ContextForm | None] = {}
     for (micro_batch_size, _), shardings in forms.items():
         deadline.check()
@@ -45,17 +45,12 @@ def without_beaten_forms(
         }
         for sharding, form in _beaten(waits_s):
             beaten[micro_batch_size, sharding] = form
-    reasons = {
-        way: f"attention waits less in the form {beaten[alone]}"
-        for way in ways
-        for alone in [(way[0], without_experts(way[1]))]
-        if alone in beaten
-    }
     kept: list[ParallelLayout] = []
     lost = PrunedFamilies()
     for layout in space.layouts:
-        reason = reasons.get(_way(layout)) if layout.mesh.cp > 1 else None
-        if reason:
+        way = attention.get(_way(layout))
+        if way is not None and way in beaten:
+            reason = f"attention waits less in the form {beaten[way]}"
             lost.add(reason, partial(layout_text, layout))
         else:
             kept.append(layout)

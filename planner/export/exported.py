@@ -42,7 +42,7 @@ from parplan.planner.plan.equal_shares import equal_shares_text, with_equal_shar
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import SearchOptions
-from parplan.planner.search.pooled_prices import largest_limit_bytes, pool_prices
+from parplan.planner.search.pooled_prices import pool_prices
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import load_stack
 from parplan.profiles.machines.unequal_cluster import UnequalCluster
@@ -188,9 +188,7 @@ def _limit_bytes(prices: PriceCache) -> float:
     cluster = prices.machine.cluster
     if not cluster.pool_names:
         return limit_bytes(cluster, prices.training.stack, options)
-    for pool in cluster.pool_names:
-        pool_prices(pool, prices, options)
-    return largest_limit_bytes(prices, options)
+    return max(pool_prices(pool, prices, options).most_bytes for pool in cluster.pool_names)
 
 
 def _fastest(tried: Sequence[_Tried], room_bytes: float) -> Settings | None:

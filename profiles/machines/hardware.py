@@ -208,9 +208,14 @@ class Cluster:
         return self.gpus_per_node
 
     @property
+    def gpus_text(self) -> str:
+        """The devices in one phrase: `64 x a100-80gb`."""
+        return f"{self.num_gpus} x {self.device.name}"
+
+    @property
     def text(self) -> str:
-        """The devices in one phrase: `64 x a100-80gb, 8 a node`."""
-        return f"{self.num_gpus} x {self.device.name}, {self.gpus_per_node} a node"
+        """The devices and their nodes in one phrase: `64 x a100-80gb, 8 a node`."""
+        return f"{self.gpus_text}, {self.gpus_per_node} a node"
 
     def mean_peak(self, precision: str) -> float:
         """Mean of the dense peak FLOP/s of all GPUs. Raises ConfigError for an unknown one."""

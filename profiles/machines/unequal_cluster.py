@@ -145,11 +145,13 @@ class UnequalCluster(Cluster):
         return {pool.name: pool for pool in self.pools}
 
     @property
-    def text(self) -> str:
+    def gpus_text(self) -> str:
         """The pools in one phrase: `32 x a100-80gb + 16 x h100-80gb`."""
-        return " + ".join(
-            f"{pool.cluster.num_gpus} x {pool.cluster.device.name}" for pool in self.pools
-        )
+        return " + ".join(pool.cluster.gpus_text for pool in self.pools)
+
+    @property
+    def text(self) -> str:
+        return self.gpus_text
 
 
 def require_equal(cluster: Cluster, what: str, hint: str = ONE_POOL) -> None:

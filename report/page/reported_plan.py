@@ -60,9 +60,7 @@ class ReportedPlan:
     @property
     def title(self) -> str:
         """The model and its GPUs: `gpt-20b on 64 x a100-80gb`."""
-        cluster = self.plan.cluster
-        gpus = cluster.text if self.plan.pools else f"{cluster.num_gpus} x {cluster.device.name}"
-        return f"{model_name(self.plan)} on {gpus}"
+        return f"{model_name(self.plan)} on {self.plan.cluster.gpus_text}"
 
     @cached_property
     def document(self) -> Mapping[str, Any]:

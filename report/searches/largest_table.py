@@ -74,7 +74,7 @@ def print_largest(
         out,
         joined(
             (
-                f"{cluster.num_gpus} x {cluster.device.name}, {cluster.gpus_per_node} a node",
+                cluster.text,
                 f"{gib(cluster.host_memory_bytes):,.0f} GiB of host memory a node",
                 f"{training.global_batch_size:,} x {training.seq_length:,} tokens, "
                 f"{training.precision}, {OPTIMIZER_NAMES[training.optimizer]}",

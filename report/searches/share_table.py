@@ -46,7 +46,7 @@ def print_shares(
         [
             (
                 share.pool,
-                f"{share.plan.cluster.num_gpus} x {share.plan.cluster.device.name}",
+                share.plan.cluster.gpus_text,
                 f"{share.sequences:,}",
                 seconds_text(share.step_s),
                 gib_text(max(memory.total for memory in share.plan.predicted.memory_gib)),

@@ -38,9 +38,8 @@ def head_lines(
     band = predicted.error_band
     plus = "" if band is None else f" +- {band.time.share:.0%}"
     peak = max(stage.total for stage in predicted.memory_gib)
-    gpus = cluster.text if plan.pools else f"{cluster.num_gpus} x {cluster.device.name}"
     lines = [
-        f"{plan.model.name} on {gpus}, {MARK} {source}",
+        f"{plan.model.name} on {cluster.gpus_text}, {MARK} {source}",
         f"for {target}",
         *_order_of_nodes(plan),
         f"the plan: {predicted.step_time_s.value:.5g} s a step{plus}, {peak:.2f} GiB a GPU at most",
