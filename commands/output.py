@@ -6,7 +6,6 @@ All imports but click's are made where they are used.
 from __future__ import annotations
 
 import importlib.util
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from parplan.commands.next_command import closing_lines
 from parplan.commands.options.result_options import STDOUT
 from parplan.commands.style import print_json, tell, tell_kept
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from parplan.costmodels.usage.goodput import Failures
-    from parplan.planner.export.launcher_prices import LauncherPrice
+    from parplan.planner.launchers.best_of_each import LauncherTable
     from parplan.planner.plan.plan import Plan
     from parplan.planner.plan.traced_plan import TracedPlan
     from parplan.report.plans.summary_context import SummaryContext
@@ -71,51 +71,13 @@ def deliver(
     try:
         if output is not None and output != STDOUT:
             kept = write_plan(plan, output)
-            context = replace(context, closing=_closing(plan, output))
+            context = replace(context, closing=closing_lines(plan, output))
     finally:
         if as_json:
-            print_plan_json(plan, context.elapsed_s, context.failures)
+            print_plan_json(plan, context.elapsed_s, context.failures, context.table)
         else:
             print_plan(plan, console(sys.stdout), context)
         tell_kept(kept)
-
-
-def _closing(plan: Plan | TracedPlan, output: Path) -> tuple[str, ...]:
-    """Returns the lines that name the file and the command that runs it."""
-    return f"wrote {output}; run it with", f"  {start_line(plan, shlex.quote(str(output)))}"
-
-
-def at_launchers(plan: Plan | TracedPlan, *, every: bool) -> tuple[LauncherPrice, ...]:
-    """Returns what a plan takes at launchers: at the one of its stack, or at every one.
-
-    A plan that was found for a launcher loses nothing there.
-    """
-    from parplan.planner.export.launcher_prices import launcher_prices
-    from parplan.planner.export.targets import TARGETS, target_of
-    from parplan.planner.plan.traced_plan import TracedPlan
-
-    if isinstance(plan, TracedPlan) or (plan.search.launcher and not every):
-        return ()
-    if every:
-        return launcher_prices(plan, TARGETS.values())
-    usual = target_of(plan.training.stack.name)
-    return launcher_prices(plan, (usual,)) if usual else ()
-
-
-def start_line(plan: Plan | TracedPlan, path: str) -> str:
-    """Returns the command for the program that a plan was priced for.
-
-    It is parplan's executor where no launcher has the stack of the plan, and on CPUs.
-    """
-    from parplan.executor.placed_layers import torchrun_line
-    from parplan.planner.export.targets import target_of
-    from parplan.planner.plan.traced_plan import TracedPlan
-
-    target = None if isinstance(plan, TracedPlan) else target_of(plan.training.stack.name)
-    if target is None or plan.pools or plan.cluster.device.is_host:
-        return torchrun_line(plan, path)
-    name = plan.search.launcher or target.name
-    return f"plan export {path} --to {name}"
 
 
 def print_plan(plan: Plan | TracedPlan, out: Console, context: SummaryContext) -> None:
@@ -126,12 +88,15 @@ def print_plan(plan: Plan | TracedPlan, out: Console, context: SummaryContext) -
 
 
 def print_plan_json(
-    plan: Plan | TracedPlan, elapsed_s: float | None = None, failures: Failures | None = None
+    plan: Plan | TracedPlan,
+    elapsed_s: float | None = None,
+    failures: Failures | None = None,
+    table: LauncherTable | None = None,
 ) -> None:
-    """Prints the plan as JSON."""
+    """Prints the plan as JSON, with the other launchers of its request where there are any."""
     from parplan.report.plan_documents import plan_document
 
-    print_json(plan_document(plan, elapsed_s, failures))
+    print_json(plan_document(plan, elapsed_s, failures, table))
 
 
 def chosen_ranks(plan: Plan | TracedPlan, ranks: Sequence[int]) -> list[int]:

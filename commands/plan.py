@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from parplan.commands import user_modules
+from parplan.commands.next_command import at_launchers
 from parplan.commands.options.failure_options import FailureOptions, failure_options
 from parplan.commands.options.pin_options import PinOptions
 from parplan.commands.options.result_options import (
@@ -31,7 +32,7 @@ from parplan.commands.options.search_options import (
 from parplan.commands.options.sections import OUTPUT
 from parplan.commands.options.target_options import TargetOptions, target_options
 from parplan.commands.options.trace_options import TraceOptions, trace_options
-from parplan.commands.output import at_launchers, deliver, require_output, warn_of_solver
+from parplan.commands.output import deliver, require_output, warn_of_solver
 from parplan.commands.searching import (
     Question,
     answer,
@@ -123,9 +124,15 @@ def main(
         _require_none_before(ctx)
         return None
     from parplan.commands.requests.failures import chooses_spares, without_goodput
-    from parplan.commands.requests.launchers import require_described, with_launcher
+    from parplan.commands.requests.launchers import (
+        launchers_to_search,
+        require_described,
+        require_fastest,
+        with_launcher,
+    )
     from parplan.commands.requests.requests import (
         all_assumed,
+        is_fastest_alone,
         request_of,
         require_front,
         require_method,
@@ -134,7 +141,6 @@ def main(
     )
 
     front = flags.objective == "pareto"
-    target = with_launcher(target, flags.launcher)
     assert result.output is not None, "the option has a default"
     source = user_modules.source_of(target, tracing)
     require_shares(flags, failures=failing.mtbf is not None)
@@ -147,14 +153,20 @@ def main(
         require_no_front(flags, result.plot)
         require_output(result.output)
     if source is None:
+        fastest_alone = is_fastest_alone(flags) and not choosing
+        names = launchers_to_search(target, flags, fastest_alone=fastest_alone)
+        require_fastest(flags, names, fastest_alone=fastest_alone)
+        if len(names) > 1:
+            return _search_launchers(names, target, pins, flags, failing, result)
+        target = with_launcher(target, names[0])
         request = request_of(target, pins, flags, pools=flags.launcher is None)
         if flags.pools == "data":
             from parplan.commands.pool_shares import share_batch
 
             return share_batch(request, all_assumed(request, flags), result)
-        question = described_question(request, flags)
+        question = described_question(request, flags, names[0])
     else:
-        require_described(flags.launcher)
+        require_described(flags)
         question = user_modules.traced_question(source, target, tracing, pins, flags)
     question = with_failures(question, failing)
     if choosing:
@@ -194,6 +206,44 @@ def _search(
     deliver(plan, context, result.output, as_json=result.as_json)
     if flags.explain:
         to_stderr = result.as_json or result.output == STDOUT
+        question.explained(plan, to_stderr)
+    return INTERRUPTED if interrupted else 0
+
+
+def _search_launchers(
+    names: tuple[str, ...],
+    target: TargetOptions,
+    pins: PinOptions,
+    flags: SearchFlags,
+    failing: FailureOptions,
+    result: ResultOptions,
+) -> int:
+    """Searches the best plan of each launcher, and writes the fastest or the preferred of them."""
+    from parplan.commands.launcher_searches import answer_launchers, launcher_questions
+    from parplan.report.plans.summary_context import SummaryContext
+
+    questions = launcher_questions(names, target, pins, flags)
+    table, interrupted = answer_launchers(questions, flags)
+    plan = table.plan
+    (asked,) = (each.question for each in questions if each.launcher == table.chosen)
+    assert asked is not None, "the launcher has a plan"
+    question = with_failures(asked, failing)
+    for each in table.plans:
+        warn_of_solver(each)
+    context = SummaryContext(
+        assumed=question.assumed_of(plan),
+        elapsed_s=time.monotonic() - question.started_s,
+        interrupted=interrupted,
+        whole=result.verbose,
+        profile=target.profile or "",
+        plan_file=result.plan_file,
+        failures=question.failures,
+        table=table,
+    )
+    deliver(plan, context, result.output, as_json=result.as_json)
+    if flags.explain:
+        to_stderr = result.as_json or result.output == STDOUT
+        print_unsearched(question, to_stderr=to_stderr)
         question.explained(plan, to_stderr)
     return INTERRUPTED if interrupted else 0
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from parplan.commands.options.failure_options import FailureOptions
     from parplan.commands.options.search_options import SearchFlags
     from parplan.costmodels.usage.goodput import Failures
+    from parplan.planner.export.fields.launcher import Target
     from parplan.planner.plan.plan import Plan
     from parplan.planner.plan.traced_plan import AnyPlan
     from parplan.planner.request import OnProgress, Request
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 
 OURS = "ours"  # the search method of the planner
+NO_LAUNCHER = "none"  # of --for: every plan of a stack
 Find = Callable[["OnProgress | None"], "AnyPlan"]
 
 
@@ -52,17 +54,26 @@ class Question:
     failures: Failures | None = None
 
 
-def described_question(request: Request, flags: SearchFlags) -> Question:
-    """Returns the question of a request for a described model."""
+def described_question(
+    request: Request, flags: SearchFlags, launcher: str = NO_LAUNCHER
+) -> Question:
+    """Returns the question of a request for a described model.
+
+    launcher    the launcher that runs the plan, `none` for any plan of the request's stack
+    Raises ConfigError for a request that the launcher cannot say.
+    """
     from parplan.commands.requests.pins import require_possible
     from parplan.commands.requests.requests import all_assumed, offload_assumed
+    from parplan.planner.launchers.known_launchers import EXECUTOR, launcher_named
     from parplan.planner.plan.plan import Plan
     from parplan.planner.search.price_factory import described_factory
 
-    factory: PriceFactory = described_factory(request, _explained_error)
+    factory: PriceFactory = described_factory(request, explained_error_of)
     find: Find | None = None
-    if flags.launcher is not None:
-        request, factory, find = _for_launcher(request, flags.launcher)
+    if launcher not in (EXECUTOR, NO_LAUNCHER):
+        target = launcher_named(launcher).target
+        assert target is not None, "the executor alone has none"
+        request, factory, find = _for_launcher(request, target)
     if flags.method not in (None, OURS):
         find = _by_method(request, flags)
 
@@ -72,6 +83,8 @@ def described_question(request: Request, flags: SearchFlags) -> Question:
 
     def finished(plan: AnyPlan) -> AnyPlan:
         assert isinstance(plan, Plan), "the model is described"
+        if launcher == EXECUTOR and find is None:
+            plan = _of_the_executor(plan)
         return with_module(plan, request)
 
     return Question(
@@ -94,17 +107,24 @@ def _by_method(request: Request, flags: SearchFlags) -> Find:
     return lambda _on_progress: find_by_method(request, method, budget_s, seed)
 
 
-def _for_launcher(request: Request, name: str) -> tuple[Request, PriceFactory, Find]:
+def _for_launcher(request: Request, target: Target) -> tuple[Request, PriceFactory, Find]:
     """Returns the request as a launcher says it, with the search among its settings.
 
     Raises ConfigError.
     """
     from parplan.planner.export.best_settings import LauncherFactory, as_said, best_settings
-    from parplan.planner.export.targets import target_named
 
-    target = target_named(name)
     request = as_said(request, target)
     return request, LauncherFactory(request, target), partial(best_settings, request, target)
+
+
+def _of_the_executor(plan: Plan) -> Plan:
+    """Returns a plan that the own executor runs as it is priced. Raises ConfigError for another."""
+    from parplan.executor.rules.all_rules import validate
+    from parplan.planner.launchers.known_launchers import EXECUTOR
+
+    validate(plan)
+    return replace(plan, search=replace(plan.search, launcher=EXECUTOR))
 
 
 def with_failures(question: Question, options: FailureOptions) -> Question:
@@ -130,7 +150,7 @@ def choosing_spares(question: Question) -> Question:
     assert failures is not None, "the objective is the goodput"
 
     def find(on_progress: OnProgress | None) -> AnyPlan:
-        return find_most_goodput(request, failures, on_progress, _explained_error)
+        return find_most_goodput(request, failures, on_progress, explained_error_of)
 
     return replace(question, find=find)
 
@@ -176,7 +196,8 @@ def answer_front(question: Question, num_points: int | None) -> tuple[ParetoFron
     return replace(front, points=tuple(finished)), bool(interrupts)
 
 
-def _explained_error(request: Request) -> InfeasibleError:
+def explained_error_of(request: Request) -> InfeasibleError:
+    """Returns the error of a request that nothing fits, with the changes that would fit."""
     from parplan.report.searches.infeasible_text import explained_error
 
     return explained_error(request)

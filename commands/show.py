@@ -8,11 +8,12 @@ from pathlib import Path
 import click
 
 from parplan.commands import user_modules
+from parplan.commands.next_command import at_launchers
 from parplan.commands.options.failure_options import FailureOptions, failure_options
 from parplan.commands.options.launcher_options import launcher_options
 from parplan.commands.options.result_options import as_json
 from parplan.commands.options.target_options import TargetOptions
-from parplan.commands.output import at_launchers, chosen_ranks, print_plan, print_plan_json
+from parplan.commands.output import chosen_ranks, print_plan, print_plan_json
 from parplan.commands.style import Command, option, print_json, wrote_picture
 
 _CHUNKS = "Chunks"

@@ -61,6 +61,11 @@ def pipeline_phrases(pipeline: PipelinePlan, mesh: Mesh) -> tuple[str, ...]:
     return (_SCHEDULES[pipeline.schedule], *virtual, micro_batches, *halves)
 
 
+def schedule_name(schedule: Schedule) -> str:
+    """Returns the name of a pipeline schedule as the field writes it."""
+    return _SCHEDULES[schedule]
+
+
 def plan_phrase(plan: AnyPlan) -> str:
     """Returns mesh and pipeline of a plan in one phrase."""
     return ", ".join((str(plan.mesh), *pipeline_phrases(plan.pipeline, plan.mesh)))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parplan.costmodels.usage.goodput import Failures
+from parplan.planner.launchers.best_of_each import LauncherPlan, LauncherTable
 from parplan.planner.plan.plan import PLAN_VERSION, Plan
 from parplan.planner.plan.plan_file import plan_to_document
 from parplan.planner.plan.plan_goodput import plan_failures, plan_goodput
@@ -14,6 +15,7 @@ from parplan.profiles.documents.schema import document, json_schema, output_sche
 from parplan.profiles.machines.machine_catalog import cluster_schema
 from parplan.profiles.machines.pool_documents import unequal_schema
 from parplan.report.plans.goodput_fact import GoodputDocument, goodput_document
+from parplan.report.plans.launcher_rows import layout_text
 
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _KINDS = (Plan, TracedPlan)
@@ -27,18 +29,64 @@ class BesidePlan:
 
     elapsed_s   seconds that the search took, where there was one
     goodput     where --mtbf is given, or where the search chose the spare nodes
+    launchers   the best plan of each launcher, the fastest first, where several were searched
     """
 
     elapsed_s: float
     goodput: GoodputDocument
+    launchers: tuple[LauncherDocument, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LauncherDocument:
+    """The best plan of a launcher in short, or why it has none.
+
+    chosen            it is the plan of the document
+    tied              the prices cannot tell it from the fastest
+    peak_memory_gib   of the fullest device
+    layout            degrees, pipeline, ZeRO stages and recompute in words
+    no_plan           the reason for no plan, None with one
+    """
+
+    name: str
+    chosen: bool = False
+    tied: bool = False
+    step_time_s: float | None = None
+    step_band: float | None = None
+    peak_memory_gib: float | None = None
+    gap: float | None = None
+    layout: str | None = None
+    no_plan: str | None = None
+
+
+def _launcher_document(each: LauncherPlan, table: LauncherTable) -> LauncherDocument:
+    plan = each.plan
+    if plan is None:
+        reason = each.error.message if each.error else "not searched"
+        return LauncherDocument(name=each.launcher, no_plan=reason)
+    band = plan.predicted.error_band
+    return LauncherDocument(
+        name=each.launcher,
+        chosen=each.launcher == table.chosen,
+        tied=each.launcher in table.tied,
+        step_time_s=plan.predicted.step_time_s.value,
+        step_band=band.time.share if band else None,
+        peak_memory_gib=max(memory.total for memory in plan.predicted.memory_gib),
+        gap=plan.search.gap,
+        layout=layout_text(plan),
+    )
 
 
 def plan_document(
-    plan: Plan | TracedPlan, elapsed_s: float | None = None, failures: Failures | None = None
+    plan: Plan | TracedPlan,
+    elapsed_s: float | None = None,
+    failures: Failures | None = None,
+    table: LauncherTable | None = None,
 ) -> dict[str, Any]:
     """Returns the plan file's content, with the seconds of the search when they are known.
 
     failures    of the cluster, for the goodput; None without it
+    table       the launchers of the request, None where one was searched
     """
     body = plan_to_document(plan)
     if elapsed_s is not None:
@@ -46,6 +94,12 @@ def plan_document(
     failures = plan_failures(plan, failures)
     if failures is not None:
         body["goodput"] = document(goodput_document(plan_goodput(plan, failures)))
+    if table is not None:
+        entries = [_launcher_document(each, table) for each in table.entries]
+        entries += [
+            LauncherDocument(name=name, no_plan="not searched") for name in table.unsearched
+        ]
+        body["launchers"] = [document(each) for each in entries]
     return body
 
 

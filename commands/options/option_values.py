@@ -53,6 +53,8 @@ LAUNCHERS = (
     "galvatron",
     "accelerate",
 )
+OWN_SPACES = ("parplan", "none")  # of --for: every plan of a stack, with and without a program
+SEARCHED_FOR = (*LAUNCHERS, *OWN_SPACES)
 STAGE_RECOMPUTE = (
     "Recompute by pipeline stage: the share of the first stage's layers that run again, from which "
     "the others follow by Merak's rule; shares by stage such as 0.5,0.25,0, the last one repeats; "

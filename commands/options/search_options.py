@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import click
 
 from parplan.commands.options.option_values import (
-    LAUNCHERS,
+    OWN_SPACES,
     PREFERENCES,
     SEARCH_METHODS,
+    SEARCHED_FOR,
 )
 from parplan.commands.options.pin_options import pin_options
 from parplan.commands.options.sections import AIM, SEARCH
-from parplan.commands.style import LONGEST_S, Number, Share, Whole, option, packs, together
+from parplan.commands.style import LONGEST_S, List, Number, Share, Whole, option, packs, together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,10 +33,18 @@ class SearchFlags:
     time_limit: float | None = None
     solver: str = "cbc"
     explain: bool = False
-    launcher: str | None = None
+    launchers: tuple[str, ...] | None = None
     method: str | None = None
     seed: int | None = None
     pools: str = "pipeline"
+
+    @property
+    def launcher(self) -> str | None:
+        """The launcher of an export that alone is named, None for the executor and for none."""
+        if self.launchers is None or len(self.launchers) > 1:
+            return None
+        (name,) = self.launchers
+        return None if name in OWN_SPACES else name
 
 
 search_options = together(
@@ -135,10 +144,13 @@ objective_options = together(
 launcher_option = option(
     AIM,
     "--for",
-    "launcher",
-    type=click.Choice(LAUNCHERS),
-    help="Launcher that will run the plan: the plan is the fastest of all that its arguments can "
-    "say, priced as its stack runs it, and `plan export --to` loses nothing of it.",
+    "launchers",
+    type=List(click.Choice(SEARCHED_FOR)),
+    metavar="NAME,..",
+    help="Launchers that may run the plan, which is the fastest of all that their arguments can "
+    f"say, priced as their stacks run it: {', '.join(SEARCHED_FOR)}. parplan is the own executor, and "
+    "none is a bound: every plan of the stack, whether a program can say it or not. [default: all "
+    "that can run the request]",
 )
 method_options = together(
     option(

@@ -58,7 +58,7 @@ def chooses_spares(flags: SearchFlags, options: FailureOptions, *, described: bo
         return False
     lacking = {
         "a traced module": not described,
-        "--for": flags.launcher is not None,
+        "--for": flags.launchers is not None,
         "--search": flags.method is not None,
     }
     for what, given in lacking.items():

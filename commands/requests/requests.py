@@ -316,6 +316,16 @@ def require_no_front(flags: SearchFlags, plot: Path | None) -> None:
             )
 
 
+def is_fastest_alone(flags: SearchFlags) -> bool:
+    """Returns whether a request asks the planner's own search for the fastest step alone."""
+    return (
+        flags.objective == Objective.THROUGHPUT
+        and flags.method in (None, "ours")
+        and flags.robust is None
+        and flags.pools != "data"
+    )
+
+
 def require_method(flags: SearchFlags, *, described: bool) -> None:
     """Raises ConfigError for options that another search method than the planner's lacks."""
     if flags.method in (None, "ours"):
@@ -323,7 +333,7 @@ def require_method(flags: SearchFlags, *, described: bool) -> None:
             raise ConfigError("--seed is for --search", hint="add --search mcmc, or leave it out")
         return
     lacking = {
-        "--for": flags.launcher is not None,
+        "--for": flags.launchers is not None,
         "--prefer": flags.prefer is not None,
         "--robust": flags.robust is not None,
         "--explain": flags.explain,
@@ -343,7 +353,7 @@ def require_shares(flags: SearchFlags, *, failures: bool) -> None:
     if flags.pools != "data":
         return
     lacking = {
-        "--for": flags.launcher is not None,
+        "--for": flags.launchers is not None,
         "--robust": flags.robust is not None,
         "--explain": flags.explain,
         "--mtbf": failures,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
@@ -13,6 +13,7 @@ from parplan.planner.plan.assemble import assemble
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.plan_strategy import prices_of_plan, strategy_of
 from parplan.planner.plan.traced_plan import AnyPlan
+from parplan.profiles.machines.off_speed import SpeedFactors, cluster_at
 
 P = TypeVar("P", bound=AnyPlan)
 C = TypeVar("C", bound=LayerPriceCache)
@@ -36,3 +37,10 @@ def reprice(plan: Plan) -> Repriced[Plan, PriceCache]:
     return Repriced(
         assemble(strategy, price, plan.search, price_cache), strategy, price, price_cache
     )
+
+
+def priced_at(plan: Plan, factors: SpeedFactors) -> float:
+    """Returns the seconds of a plan's step on its machine with other speeds. Raises ConfigError."""
+    there = replace(plan, cluster=cluster_at(plan.cluster, factors))
+    price_cache = prices_of_plan(there)
+    return price_step(strategy_of(there, price_cache), price_cache).step_s

@@ -10,6 +10,7 @@ from rich.console import Console
 from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
 from parplan.report.plans.coverage_notes import coverage_notes, coverage_of_profile
 from parplan.report.plans.launcher_lines import launcher_lines
+from parplan.report.plans.launcher_rows import table_lines
 from parplan.report.plans.memory_table import print_stages
 from parplan.report.plans.notes import notes, warnings
 from parplan.report.plans.plan_facts import deciding_facts, facts
@@ -22,6 +23,8 @@ from parplan.report.plans.summary_context import SummaryContext
 from parplan.report.text import fact_lines, joined, labelled, say, say_exactly
 from parplan.report.wrapping import continued, width_of
 
+# facts of the plan that a table of launchers does not show
+_BESIDE_A_TABLE = ("proven", "host", "goodput", "profile", "chunks", "module")
 MOST_LINES = 20  # of the short form, with the lines about the file that was written
 
 
@@ -60,6 +63,9 @@ def _print_whole(plan: AnyPlan, out: Console, context: SummaryContext) -> None:
     width = out.width
     measured = None if isinstance(plan, TracedPlan) else coverage_of_profile(plan)
     print_header(plan, out, context)
+    if context.table is not None:
+        for line in (*table_lines(context.table, width), ""):
+            say(out, line)
     for line in fact_lines(facts(plan, context, measured), width):
         say(out, line)
     say(out)
@@ -100,11 +106,18 @@ def _short_lines(
     if context.assumed:
         yield short_assumed(context.assumed, width, listed=form.defaults), "dim"
     yield "", ""
-    for line in fact_lines(deciding_facts(plan, context), width, columns=form.columns):
+    compared = context.table is not None and len(context.table.plans) > 1
+    if context.table is not None:
+        yield from ((line, "") for line in table_lines(context.table, width))
+        if form.spaced:
+            yield "", ""
+    facts = deciding_facts(plan, context)
+    shown = (fact for fact in facts if not compared or fact[0] in _BESIDE_A_TABLE)
+    for line in fact_lines(shown, width, columns=form.columns and not compared):
         yield line, ""
     yield time_line(plan, width), ""
     lower = [
-        *_others(plan, width, form),
+        *(() if compared else _others(plan, width, form)),
         *(launcher_lines(context.launchers, width) if form.launchers else ()),
         *_note_lines(warnings(plan), width),
     ]

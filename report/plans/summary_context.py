@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from parplan.costmodels.usage.goodput import Failures
 from parplan.planner.export.launcher_prices import LauncherPrice
+from parplan.planner.launchers.best_of_each import LauncherTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +22,7 @@ class SummaryContext:
     launchers    the plan at launchers, in whose nearest settings it is another one
     ruled        a rule of the user said the recompute of the stages
     failures     failures of the cluster, None where no goodput is asked for
+    table        the best plans of several launchers, None where one was searched
     closing      the last lines: the file that was written, and the command that runs it
     """
 
@@ -33,4 +35,5 @@ class SummaryContext:
     launchers: tuple[LauncherPrice, ...] = ()
     ruled: bool = False
     failures: Failures | None = None
+    table: LauncherTable | None = None
     closing: tuple[str, ...] = ()

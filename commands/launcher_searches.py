@@ -1,0 +1,127 @@
+"""The searches of several launchers for one request, each for its own best plan."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from parplan.commands.options.pin_options import PinOptions
+from parplan.commands.options.search_options import SearchFlags
+from parplan.commands.options.target_options import TargetOptions
+from parplan.commands.searching import Question, described_question, explained_error_of
+from parplan.commands.style import noticing_ctrl_c
+from parplan.profiles.errors import ConfigError, InfeasibleError, PlannerError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from parplan.planner.launchers.best_of_each import LauncherTable
+    from parplan.planner.plan.plan import Plan
+    from parplan.planner.request import OnProgress, Request
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherQuestion:
+    """A request as a launcher runs it.
+
+    question    None where the launcher cannot run it, for the reason of the error
+    """
+
+    launcher: str
+    question: Question | None
+    error: PlannerError | None = None
+
+
+def launcher_questions(
+    names: tuple[str, ...], target: TargetOptions, pins: PinOptions, flags: SearchFlags
+) -> list[LauncherQuestion]:
+    """Returns the request as each launcher runs it.
+
+    Raises ConfigError for a request that is wrong whatever runs it.
+    """
+    flags = replace(flags, prefer=None)  # it chooses among the launchers
+    return [_question(name, target, pins, flags) for name in names]
+
+
+def _question(
+    name: str, target: TargetOptions, pins: PinOptions, flags: SearchFlags
+) -> LauncherQuestion:
+    from parplan.commands.requests.launchers import with_launcher
+    from parplan.commands.requests.requests import request_of
+    from parplan.planner.launchers.known_launchers import launcher_named, unable
+
+    request = request_of(with_launcher(target, name), pins, flags, pools=True)
+    reason = unable(launcher_named(name), request)
+    if reason is not None:
+        error = ConfigError(f"{name} {reason}", hint="leave it out of --for")
+        return LauncherQuestion(name, None, error)
+    try:
+        return LauncherQuestion(name, described_question(request, flags, name))
+    except ConfigError as error:
+        return LauncherQuestion(name, None, error)
+
+
+def answer_launchers(
+    questions: list[LauncherQuestion], flags: SearchFlags
+) -> tuple[LauncherTable, bool]:
+    """Returns the best plan of each launcher, and True where Ctrl-C ended the searches early.
+
+    Raises the error of the widest space where no launcher has a plan.
+    """
+    from parplan.planner.launchers.best_of_each import search_each, table_of
+    from parplan.planner.objective import Prefer
+    from parplan.report.progress_bars import progress_bar
+    from parplan.report.text import console
+
+    with noticing_ctrl_c() as interrupts, progress_bar(console(sys.stderr)) as on_progress:
+        finds = {each.launcher: _find(each, on_progress) for each in questions}
+        entries, unsearched = search_each(finds, lambda: bool(interrupts))
+        if not any(each.plan for each in entries):
+            raise _nothing(questions, {each.launcher: each.error for each in entries})
+        prefer = Prefer.FASTEST if flags.prefer is None else Prefer(flags.prefer)
+        table = table_of(entries, unsearched, prefer)
+    return table, bool(interrupts)
+
+
+def _find(each: LauncherQuestion, on_progress: OnProgress | None) -> Callable[[], Plan]:
+    """Returns the search of a launcher."""
+    from parplan.planner.plan.plan import Plan
+    from parplan.planner.search.find_plan import find_best
+    from parplan.planner.search.price_factory import described_factory
+
+    def find() -> Plan:
+        question = each.question
+        if question is None:
+            assert each.error is not None, "a launcher without a question has a reason"
+            raise each.error
+        question.require_possible()
+        if question.find is not None:
+            plan = question.find(on_progress)
+        else:
+            factory = described_factory(question.factory.request, _shortly)
+            plan = find_best(factory, on_progress).plan
+        plan = question.finished(plan)
+        assert isinstance(plan, Plan), "the model is described"
+        return plan
+
+    return find
+
+
+def _shortly(_: Request) -> InfeasibleError:
+    """Returns the error of one launcher of several, whose shortfall is not looked for."""
+    return InfeasibleError("nothing fits", hint="see the other launchers")
+
+
+def _nothing(
+    questions: list[LauncherQuestion], errors: dict[str, PlannerError | None]
+) -> PlannerError:
+    """Returns the error of the widest space in which nothing fits, or else of the widest one."""
+    found = [(each, error) for each in questions if (error := errors.get(each.launcher))]
+    short = [(each, error) for each, error in found if isinstance(error, InfeasibleError)]
+    each, error = (short or found)[-1]
+    if each.question is not None and each.question.find is None and short:
+        factory = each.question.factory
+        hosted = factory.searched if factory.offload is None else factory.offload
+        return explained_error_of(factory.request.with_offload(hosted))
+    return error

@@ -1,0 +1,116 @@
+"""The lines of a summary that set the best plans of launchers side by side."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from parplan.planner.launchers.best_of_each import LauncherPlan, LauncherTable
+from parplan.planner.plan.plan import Plan
+from parplan.profiles.errors import InfeasibleError
+from parplan.report.names import (
+    blocks_by_plan,
+    graph_of,
+    recompute_text,
+    schedule_name,
+    zero_text,
+)
+from parplan.report.plans.block_phrases import block_shares
+from parplan.report.plans.memory_table import fullest
+from parplan.report.text import (
+    aligned,
+    band_text,
+    gib_text,
+    joined,
+    labelled,
+    percent,
+    seconds_text,
+)
+
+_LEVELS = ("none", "selective", "full")
+HEADING = ("  launcher", "step", "peak GiB", "gap", "layout")
+_LEFT = {0, 1, 2, 4}
+_AXES = ("pp", "dp", "cp", "tp", "ep")
+
+
+def table_lines(table: LauncherTable, width: int) -> Iterator[str]:
+    """Yields the table of several launchers with plans, and the notes on all of them."""
+    if len(table.plans) > 1:
+        yield from _rows(table, width)
+    yield from _notes(table, width)
+
+
+def _rows(table: LauncherTable, width: int) -> Iterator[str]:
+    """Yields the heading and a row for each launcher with a plan, the chosen one marked."""
+    rows = [_row(each, each.launcher == table.chosen) for each in table.entries if each.plan]
+    yield from aligned((HEADING, *rows), width, left=_LEFT, indent=0)
+
+
+def _row(each: LauncherPlan, chosen: bool) -> tuple[str, ...]:
+    plan = each.plan
+    assert plan is not None, "a launcher without a plan has no row"
+    band = plan.predicted.error_band
+    of_step = f" {band_text(band.time.share)}" if band else ""
+    worst = fullest(plan)
+    of_device = f" of {worst.capacity:.1f}" if chosen else ""
+    return (
+        f"{'*' if chosen else ' '} {each.launcher}",
+        f"{seconds_text(plan.predicted.step_time_s.value)}{of_step}",
+        f"{gib_text(worst.total)}{of_device}",
+        percent(plan.search.gap),
+        layout_text(plan),
+    )
+
+
+def layout_text(plan: Plan) -> str:
+    """Returns the degrees, the pipeline, the ZeRO stages and the recompute of a plan in short."""
+    mesh, pipeline = plan.mesh, plan.pipeline
+    degrees = [f"{axis} {getattr(mesh, axis)}" for axis in _AXES]
+    divided = [text for text in degrees if not text.endswith(" 1")] or ["one GPU"]
+    stages = f" x {pipeline.virtual_stages}" if pipeline.virtual_stages > 1 else ""
+    schedule = [f"{schedule_name(pipeline.schedule)}{stages}"] if mesh.pp > 1 else []
+    halves = [f"halves at level {pipeline.tp_overlap}"] if pipeline.tp_overlap else []
+    size = f"micro-batch {pipeline.micro_batch_size}"
+    return ", ".join((*divided, *schedule, size, *halves, *_layers(plan)))
+
+
+def _layers(plan: Plan) -> Iterator[str]:
+    """Yields the ZeRO stages and the recompute of the blocks, with their numbers if they differ."""
+    graph = graph_of(plan)
+    zero, again = Counter[str](), Counter[str]()
+    for name, count in blocks_by_plan(plan).items():
+        layer_plan = plan.layer_plans[name]
+        zero[f"ZeRO {zero_text(layer_plan, chunk_states=False)}"] += count
+        level = recompute_text(layer_plan, graph).partition(" (")[0]
+        again[f"recompute {level if level in _LEVELS else 'a list'}"] += count
+    yield from block_shares(zero)
+    yield from (text for text in block_shares(again) if not text.startswith("recompute none"))
+
+
+def _notes(table: LauncherTable, width: int) -> Iterator[str]:
+    """Yields lines about launchers that cannot be told apart, and about those without a plan."""
+    if len(table.tied) > 1:
+        names = ", ".join(table.tied)
+        text = f"{names} (the error of their ratio is {percent(table.ratio_share)})"
+        words = text.replace(" %", "\N{NO-BREAK SPACE}%").split(" ")
+        line = joined(words, " ", width, start="  cannot tell apart: ", indent=4)
+        yield line.replace("\N{NO-BREAK SPACE}", " ")
+    if table.chosen != table.entries[0].launcher:
+        yield f"  preferred: {table.chosen}"
+    for reason, names in _without_plan(table.entries):
+        words = f"{', '.join(names)}: {reason}".split(" ")
+        yield joined(words, " ", width, start=labelled("no plan"))
+    if table.unsearched:
+        words = f"{', '.join(table.unsearched)}: the search ended before".split(" ")
+        yield joined(words, " ", width, start=labelled("no plan"))
+
+
+def _without_plan(entries: Sequence[LauncherPlan]) -> Iterator[tuple[str, list[str]]]:
+    """Yields each reason for no plan, with the launchers that have it."""
+    reasons: dict[str, list[str]] = {}
+    for each in entries:
+        if each.error is not None:
+            fits = not isinstance(each.error, InfeasibleError)
+            reason = each.error.message if fits else "nothing fits"
+            reasons.setdefault(reason.removeprefix(f"{each.launcher} "), []).append(each.launcher)
+    yield from reasons.items()
