@@ -142,17 +142,21 @@ class _SettingsSearch:
         """
         best, enough = None, set[int]()
         given = not self.space.divides_freely(layout)
-        for bound_s, settings in self.bounds.fitting(layout):
-            if bound_s >= cut_s:
+        limit = self.session.limit_bytes
+        for each in self.bounds.fitting(layout):
+            if each.bound_s >= cut_s:
                 break
-            some = given and settings.recompute is Recompute.FULL
-            if (some and settings.zero in enough) or not self.space.says(settings, layout):
+            some = given and each.kind.recompute is Recompute.FULL
+            if (some and each.zero in enough) or not self.space.says(each.settings, layout):
                 continue
-            strategies = tuple(self.space.strategies(settings, layout, cut_s))
-            prices, limit = self.space.prices(settings), self.session.limit_bytes
+            settings = each.settings
+            listed = tuple(self.bounds.possible_stages(each, layout, cut_s))
+            strategies = tuple(self.space.strategies(settings, layout, listed, cut_s))
+            prices = self.space.prices(settings)
             faster = fastest(strategies, prices, limit, self.session.deadline, cut_s)
-            if some and all(fits(strategy, prices, limit) for strategy in strategies):
-                enough.add(settings.zero)
+            whole = len(listed) == len(self.space.listed(layout))
+            if some and whole and all(fits(strategy, prices, limit) for strategy in strategies):
+                enough.add(each.zero)
             if faster is not None:
                 price = faster.price
                 best = BestOfLayout(faster.strategy, price, price.step_s, settings)
@@ -231,10 +235,20 @@ _NOT_SEARCHED = (
     ),
     UnsearchedPart("anything on the host", "a plan that is exported may have states there"),
     UnsearchedPart(
-        "options of the training, such as its precision or the overlap of tensor parallelism",
-        "they are those of the request and of its stack",
+        "the precision of the training, its products and its optimizer's states",
+        "they are those of the request",
+    ),
+    UnsearchedPart(
+        "states over some of the data-parallel ranks",
+        "all of them share one copy, unless --zero-ranks says how many",
+    ),
+    UnsearchedPart(
+        "Megatron-Core's fused loss, and sizes of the buckets of gradients",
+        "in the prices this loss saves no time and holds more, and buckets cost memory alone",
     ),
 )
+# facts that a launcher says of every layout, or of none
+_OF_TRAINING = ("precision", "products", "state_precision", "optimizer", "attention")
 
 
 def _require_settings(request: Request, target: Target) -> None:
@@ -279,8 +293,15 @@ def as_said(request: Request, target: Target) -> Request:
         **training_facts(training),
         **next(iter(target.recomputes(model, model.num_layers))),
     )
+    unsaid: list[str] = []
     with suppress(ConfigError):  # the batch is too small for as many ranks, or the like
-        settings = read_back(target, settings, model, cluster)
+        asked, settings = settings, read_back(target, settings, model, cluster)
+        unsaid = [name for name in _OF_TRAINING if getattr(asked, name) != getattr(settings, name)]
+    if unsaid:
+        facts = (f"{name.replace('_', ' ')} {getattr(asked, name)}" for name in unsaid)
+        raise ConfigError(
+            f"{target.name} does not say {', '.join(facts)}", hint="choose another launcher"
+        )
     said = settings.gradient_precision
     if said is training.gradient_precision:
         return request

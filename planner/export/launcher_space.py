@@ -7,7 +7,7 @@ belongs to the space where its settings, written as arguments and read back, are
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
@@ -35,6 +35,7 @@ from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.models.transformer import has_unlike_blocks
 
 Blocks = tuple[int, ...]  # of each virtual stage, in the order of the model
+Counts = tuple[int | None, ...]  # blocks of a stage that recompute, None for all of them
 
 
 @dataclass
@@ -54,13 +55,26 @@ class LauncherSpace:
     _of_layout: KeyedCache = field(default_factory=KeyedCache)
     _prices: dict[tuple[bool, ...], PriceCache] = field(default_factory=dict)
 
-    def settings(self, layout: ParallelLayout) -> Iterator[Settings]:
-        """Yields the settings of a layout without stages, those without recompute first."""
-        for zero in self.zeros(layout):
-            plain = self._settings(layout, zero)
-            for recompute in self.recomputes(layout):
-                chosen = replace(plain, **recompute)
-                yield switched(chosen, self.target.switches, self.request.cluster)
+    def kinds(self, layout: ParallelLayout) -> Iterator[tuple[Settings, Counts]]:
+        """Yields the settings of a layout for each recompute, at its first ZeRO stage.
+
+        Each comes with the numbers of blocks of a stage that may recompute, None for all of them.
+        """
+        plain = self._settings(layout, self.zeros(layout)[0])
+        key = "kinds", layout.splits_backward, self._most_blocks(layout)
+        for facts, counts in self._of_layout(key, lambda: self._counted(layout)):
+            chosen = replace(plain, **facts)
+            yield switched(chosen, self.target.switches, self.request.cluster), counts
+
+    def _counted(self, layout: ParallelLayout) -> list[tuple[RecomputeChoice, Counts]]:
+        """Returns the kinds of recompute of a layout, each with its numbers of blocks."""
+        kinds: dict[tuple[object, ...], list[int | None]] = {}
+        facts: dict[tuple[object, ...], RecomputeChoice] = {}
+        for choice in self.recomputes(layout):
+            key = tuple(value for name, value in choice.items() if name != "recompute_blocks")
+            facts.setdefault(key, choice)
+            kinds.setdefault(key, []).append(choice.get("recompute_blocks"))
+        return [(facts[key], tuple(counts)) for key, counts in kinds.items()]
 
     def training(self, settings: Settings) -> TrainingSpec:
         """Returns the training of the request with the switches of settings."""
@@ -88,10 +102,13 @@ class LauncherSpace:
         return self._prices[on]
 
     def strategies(
-        self, settings: Settings, layout: ParallelLayout, below_s: float
+        self, settings: Settings, layout: ParallelLayout, listed: Iterable[Blocks], below_s: float
     ) -> Iterator[Strategy]:
-        """Yields the strategies of settings whose slowest rank alone may take below `below_s`."""
-        for blocks in self._partitions(settings, layout, below_s):
+        """Yields the strategies of settings on listed stages, and on those that are balanced.
+
+        The slowest rank of balanced stages alone takes less than `below_s`.
+        """
+        for blocks in (*listed, *self._balanced(settings, layout, below_s)):
             yield self._strategy(replace(settings, blocks=blocks), layout)
 
     def says(self, settings: Settings, layout: ParallelLayout) -> bool:
@@ -134,11 +151,13 @@ class LauncherSpace:
     def recomputes(self, layout: ParallelLayout) -> Iterator[RecomputeChoice]:
         """Yields the kinds of recompute that a layout can run and that pins allow."""
         levels = self.request.constraints.resolved().recompute or tuple(Recompute)
-        most = max((max(blocks) for blocks in self.listed(layout)), default=1)
-        for choice in self.target.recomputes(self.request.model, most):
+        for choice in self.target.recomputes(self.request.model, self._most_blocks(layout)):
             level = choice["recompute"]
             if level in levels and (level is Recompute.NONE or not layout.splits_backward):
                 yield choice
+
+    def _most_blocks(self, layout: ParallelLayout) -> int:
+        return max((max(blocks) for blocks in self.listed(layout)), default=1)
 
     def _settings(self, layout: ParallelLayout, zero: int) -> Settings:
         return Settings(
@@ -176,11 +195,10 @@ class LauncherSpace:
         said = tuple(self.target.partitions(stages, layers))
         return tuple(blocks for blocks in equal if blocks in said) if layout.equal_ranks else said
 
-    def _partitions(
+    def _balanced(
         self, settings: Settings, layout: ParallelLayout, below_s: float
     ) -> Iterator[Blocks]:
-        """Yields the stages that are tried of settings."""
-        yield from self.listed(layout)
+        """Yields the stages that depend on what blocks cost, where they are free."""
         if not self.divides_freely(layout):
             return
         model, training = self.request.model, self.request.training

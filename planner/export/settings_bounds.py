@@ -20,9 +20,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.recompute import Recompute, RecomputedOperators
@@ -33,7 +33,7 @@ from parplan.costmodels.stage_costs import all_receives_s
 from parplan.costmodels.step import bubble_share
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.export.fields.settings import Settings
-from parplan.planner.export.launcher_space import LauncherSpace
+from parplan.planner.export.launcher_space import Blocks, LauncherSpace
 from parplan.planner.validation.block_modules import RECOMPUTED, module_operators
 from parplan.profiles.models.operator_graph import LayerKey, LayerKind
 
@@ -42,10 +42,36 @@ _ENDS = (LayerKind.EMBEDDING, LayerKind.HEAD)
 
 
 class BoundedSettings(NamedTuple):
-    """Settings without stages, with a lower bound of their step."""
+    """Settings without stages, with a lower bound of their step.
+
+    kind      the settings but for the fields below
+    """
 
     bound_s: float
-    settings: Settings
+    kind: Settings
+    zero: int
+    recompute_blocks: int | None
+
+    @property
+    def settings(self) -> Settings:
+        return replace(self.kind, zero=self.zero, recompute_blocks=self.recompute_blocks)
+
+
+class _Rank(NamedTuple):
+    """The rank of a layout whose memory bounds that of all settings.
+
+    blocks        at least so many lie on it
+    held          micro-batches of one of its chunks that it holds at least
+    usable_bytes  bytes that its tensors may fill
+    in_turn       gradients come and go, and are not there beside all that is held
+    freed         gradients come and go, and so do temporaries
+    """
+
+    blocks: int
+    held: int
+    usable_bytes: float
+    in_turn: bool
+    freed: bool
 
 
 class _Block(NamedTuple):
@@ -54,6 +80,9 @@ class _Block(NamedTuple):
     passes_s: float
     saved_bytes: float
     workspace_bytes: float
+
+
+_Classes = Mapping[LayerKey, _Block]
 
 
 class _Layers(NamedTuple):
@@ -81,11 +110,16 @@ class SettingsBounds:
         return Counter(prices.keys(1, layers + 1))
 
     def passes_s(self, layout: ParallelLayout) -> float:
-        """Least seconds of a step: passes without recompute, transfers and data parallelism."""
+        """Least seconds of a step: passes without recompute, transfers and data parallelism.
+
+        A split backward pass may leave no bubble; its share takes a replay.
+        """
         prices, (size, sharding) = self.space.fastest_prices, _of_passes(layout)
         layers = self._once(
             ("passes", size, sharding), lambda: self._passes(size, sharding, prices)
         )
+        if layout.splits_backward:
+            return layout.num_micro_batches * layers.total_s / layout.mesh.pp * _ROUNDING
         return self._closed_form_s(layout, layers, prices)
 
     def closer_s(self, layout: ParallelLayout) -> Iterator[float]:
@@ -106,12 +140,97 @@ class SettingsBounds:
         return self._once(("fitting", layout), lambda: self._fitting(layout))
 
     def _fitting(self, layout: ParallelLayout) -> tuple[BoundedSettings, ...]:
-        found = [
-            BoundedSettings(self._bound_s(settings, layout), settings)
-            for settings in self.space.settings(layout)
-            if self._may_fit(settings, layout)
-        ]
+        if not self.space.zeros(layout):
+            return ()
+        zeros, rank = self.space.zeros(layout), self._rank(layout)
+        found: list[BoundedSettings] = []
+        for kind, counts in self.space.kinds(layout):
+            prices = self.space.prices(kind)
+            plain, again = self._blocks(kind, layout, prices)
+            for zero in zeros:
+                layers = self._layers(layout, zero, prices)
+                room = rank.usable_bytes - rank.blocks * self._states_bytes(
+                    layout, zero, prices, in_turn=rank.in_turn
+                )
+                found += (
+                    BoundedSettings(
+                        self._bound_s(layout, layers, plain, again, count, prices),
+                        kind,
+                        zero,
+                        count,
+                    )
+                    for count in counts
+                    if _held_bytes(layout.virtual_stages, rank, plain, again, count) <= room
+                )
         return tuple(sorted(found, key=lambda each: each.bound_s))
+
+    def least_bytes(self, each: BoundedSettings, layout: ParallelLayout) -> float:
+        """Least bytes of tensors on the rank that bounds a layout's memory."""
+        prices, rank = self.space.prices(each.kind), self._rank(layout)
+        states = self._states_bytes(layout, each.zero, prices, in_turn=rank.in_turn)
+        blocks = self._blocks(each.kind, layout, prices)
+        held = _held_bytes(layout.virtual_stages, rank, *blocks, each.recompute_blocks)
+        return rank.blocks * states + held
+
+    def _rank(self, layout: ParallelLayout) -> _Rank:
+        """Returns the rank with most blocks, or where the stages are free any that has the mean.
+
+        A rank with more than the mean may be any of them, so that the fewest held micro-batches
+        count. Gradients are there beside the held micro-batches once a backward pass is over.
+        """
+        prices, pp = self.space.fastest_prices, layout.mesh.pp
+        layers, ranks = self.space.request.model.num_layers, range(1)
+        listed = self.space.listed(layout)
+        blocks = min(
+            (sum(counts[stage] for stage in layout.stages_of(0)) for counts in listed),
+            default=layers,
+        )
+        if self.space.divides_freely(layout):
+            blocks, ranks = -(-layers // pp), range(pp)
+        every = self._held(layout)
+        held = [every[rank] for rank in ranks]
+        freed = gradients_come_and_go(layout, prices)
+        more = layout.virtual_stages == 1 and max(held) < layout.num_micro_batches
+        usable = usable_bytes(self.space.limit_bytes, layout.mesh, prices)
+        return _Rank(blocks, min(held), usable, freed and not more, freed)
+
+    def possible_stages(
+        self, each: BoundedSettings, layout: ParallelLayout, below_s: float
+    ) -> Iterator[Blocks]:
+        """Yields the listed stages whose blocks alone may fit and take less than `below_s`."""
+        prices, virtual = self.space.prices(each.kind), layout.virtual_stages
+        plain, again = self._blocks(each.kind, layout, prices)
+        first = self._rank(layout)
+        layers = self._layers(layout, each.zero, prices)
+        block_s = layers.block_s
+        if each.recompute_blocks is None:
+            block_s += min(again[kind].passes_s - plain[kind].passes_s for kind in again)
+        states = self._states_bytes(layout, each.zero, prices, in_turn=first.in_turn)
+        held = self._held(layout)
+        stages = [layout.stages_of(rank) for rank in range(layout.mesh.pp)]
+        for listed in self.space.listed(layout):
+            counts = [sum(listed[stage] for stage in of_rank) for of_rank in stages]
+            if layout.num_micro_batches * max(counts) * block_s * _ROUNDING >= below_s:
+                continue
+            ranks = (
+                first._replace(blocks=count, held=each_held)
+                for count, each_held in zip(counts, held, strict=True)
+            )
+            if all(
+                rank.blocks * states
+                + _held_bytes(virtual, rank, plain, again, each.recompute_blocks)
+                <= first.usable_bytes
+                for rank in ranks
+            ):
+                yield listed
+
+    def _held(self, layout: ParallelLayout) -> list[int]:
+        """Returns the micro-batches of one of its chunks that each rank holds."""
+        pp = layout.mesh.pp
+        key = "held", pp, layout.schedule, layout.num_micro_batches, layout.virtual_stages
+        return self._once(
+            key, lambda: [stashes(LayerKind.BLOCK, rank, layout) for rank in range(pp)]
+        )
 
     def _passes(self, size: int, sharding: Sharding, prices: PriceCache) -> _Layers:
         seconds = {
@@ -152,111 +271,93 @@ class SettingsBounds:
         ramps_s = share * layers.total_s
         return ((layout.num_micro_batches - share) * pace_s + ramps_s + tail_s) * _ROUNDING
 
-    def _bound_s(self, settings: Settings, layout: ParallelLayout) -> float:
-        """Returns a lower bound of the simulated step of settings in any of their stages."""
-        prices = self.space.prices(settings)
-        plain = self._layers(layout, settings.zero, prices)
-        whole, blocks = self._blocks(settings, layout, None), self._blocks(settings, layout)
-        more_s = {kind: blocks[kind].passes_s - whole[kind].passes_s for kind in blocks}
-        if settings.recompute_blocks is None:
+    def _bound_s(
+        self,
+        layout: ParallelLayout,
+        layers: _Layers,
+        plain: _Classes,
+        again: _Classes,
+        count: int | None,
+        prices: PriceCache,
+    ) -> float:
+        """Returns a lower bound of the simulated step of settings in any of their stages.
+
+        layers    all layers without recompute
+        count     blocks of a stage that recompute as `again`, None for all
+        """
+        more_s = {kind: again[kind].passes_s - plain[kind].passes_s for kind in again}
+        least_s = min(more_s.values())
+        if count is None:
             added_s = sum(self._classes[kind] * seconds for kind, seconds in more_s.items())
-            least_s = min(more_s.values())
         else:
-            added_s = self._recomputed(settings, layout) * min(more_s.values())
+            added_s = self._recomputed(layout, count) * least_s
             least_s = 0.0
-        layers = plain._replace(total_s=plain.total_s + added_s, block_s=plain.block_s + least_s)
-        if not self.space.divides_freely(layout):
-            return self._closed_form_s(layout, layers, prices)
+        layers = layers._replace(total_s=layers.total_s + added_s, block_s=layers.block_s + least_s)
         many, pp = layout.num_micro_batches, layout.mesh.pp
+        if pp == 1 or layout.equal_ranks:
+            return self._closed_form_s(layout, layers, prices)
         if layout.splits_backward:
             return many * layers.total_s / pp * _ROUNDING
         return layers.total_s / (1 - (1 - 1 / many) ** pp) * _ROUNDING
 
-    def _recomputed(self, settings: Settings, layout: ParallelLayout) -> int:
+    def _recomputed(self, layout: ParallelLayout, first: int) -> int:
         """Returns the fewest blocks that recompute, where the first ones of each stage do."""
-        first = settings.recompute_blocks
-        assert first is not None, "a part of the blocks recomputes"
         layers = self.space.request.model.num_layers
         if self.space.divides_freely(layout):
             return min(layout.num_virtual_stages - 1 + first, layers)
-        return min(
-            sum(min(first, count) for count in blocks) for blocks in self.space.listed(layout)
-        )
+        listed = self.space.listed(layout)
+        return min(sum(min(first, count) for count in blocks) for blocks in listed)
 
     def _blocks(
-        self, settings: Settings, layout: ParallelLayout, level: str | None = ""
-    ) -> Mapping[LayerKey, _Block]:
-        """Returns a block of each class at the recompute of settings, or at none."""
-        prices, (size, sharding) = self.space.prices(settings), _of_passes(layout)
-        chosen = (settings.recompute, settings.recompute_modules, settings.full_in_turn)
-        if level is None or settings.recompute is Recompute.NONE:
-            chosen = (Recompute.NONE, None, False)
-        key = "blocks", size, sharding, chosen, prices.training
-        return self._once(
-            key,
-            lambda: {
-                kind: _leanest(
-                    [
-                        _block(kind, size, sharding, operators, prices)
-                        for operators in _recomputes(kind, prices, *chosen)
-                    ]
-                )
-                for kind in self._classes
-            },
-        )
+        self, settings: Settings, layout: ParallelLayout, prices: PriceCache
+    ) -> tuple[_Classes, _Classes]:
+        """Returns a block of each class without recompute, and at the recompute of settings."""
+        size, sharding = _of_passes(layout)
 
-    def _may_fit(self, settings: Settings, layout: ParallelLayout) -> bool:
-        """Returns False if a rank holds more than its device has, whatever stages it runs.
+        def at(*recompute: Any) -> _Classes:
+            def of(kind: LayerKey) -> _Block:
+                levels = _recomputes(kind, prices, *recompute)
+                return _leanest([_block(kind, size, sharding, each, prices) for each in levels])
 
-        They are the states of its blocks and what they save, at the fewest micro-batches in flight
-        of any rank where the stages are free. Where gradients come and go, neither they nor
-        temporaries count.
-        """
-        prices, pp = self.space.prices(settings), layout.mesh.pp
-        free = self.space.divides_freely(layout)
-        layers, virtual = self.space.request.model.num_layers, layout.virtual_stages
-        number = min(
-            (sum(blocks[stage] for stage in layout.stages_of(0)) for blocks in self.listed(layout)),
-            default=layers,
-        )
-        if free:
-            number = -(-layers // pp)
-        held = min(stashes(LayerKind.BLOCK, rank, layout) for rank in (range(pp) if free else (0,)))
-        blocks = self._blocks(settings, layout)
-        saved = number * min(each.saved_bytes for each in blocks.values())
-        workspace = min(each.workspace_bytes for each in blocks.values())
-        if settings.recompute_blocks is not None:
-            whole = self._blocks(settings, layout, None)
-            again = min(virtual * settings.recompute_blocks, number)
-            saved += (number - again) * min(
-                whole[kind].saved_bytes - blocks[kind].saved_bytes for kind in blocks
-            )
-            workspace = min(workspace, *(each.workspace_bytes for each in whole.values()))
-        comes = gradients_come_and_go(layout, prices)
-        states = number * self._states_bytes(settings, layout, comes=comes)
-        total = states + held / virtual * saved + (0.0 if comes else workspace)
-        return total <= usable_bytes(self.space.limit_bytes, layout.mesh, prices)
+            key = "blocks", size, sharding, recompute, prices.training
+            return self._once(key, lambda: {kind: of(kind) for kind in self._classes})
 
-    def listed(self, layout: ParallelLayout) -> tuple[tuple[int, ...], ...]:
-        return self.space.listed(layout)
+        plain = at(Recompute.NONE, None, False)
+        if settings.recompute is Recompute.NONE:
+            return plain, plain
+        modules, in_turn = settings.recompute_modules, settings.full_in_turn
+        return plain, at(settings.recompute, modules, in_turn)
 
-    def _states_bytes(self, settings: Settings, layout: ParallelLayout, *, comes: bool) -> float:
+    def _states_bytes(
+        self, layout: ParallelLayout, zero: int, prices: PriceCache, *, in_turn: bool
+    ) -> float:
         """Least bytes of the states of a block; without gradients where these come and go."""
-        prices, zero = self.space.prices(settings), settings.zero
-        if layout.mesh.replicas == 1:
-            zero = 0
+        zero = zero if layout.mesh.replicas > 1 else 0
 
         def of(kind: LayerKey) -> float:
             states = prices.states(kind, layout.mesh, layout.sharding, zero).states
-            return states.total - (states.gradients if comes else 0.0)
+            return states.total - (states.gradients if in_turn else 0.0)
 
-        key = "states", layout.mesh, layout.sharding, zero, comes
+        key = "states", layout.mesh, layout.sharding, zero, in_turn
         return self._once(key, lambda: min(map(of, self._classes)))
 
 
 def _of_passes(layout: ParallelLayout) -> tuple[int, Sharding]:
     """Returns what the passes of a layer depend on."""
     return layout.micro_batch_size, layout.sharding
+
+
+def _held_bytes(
+    virtual_stages: int, rank: _Rank, plain: _Classes, again: _Classes, count: int | None
+) -> float:
+    """Least bytes that the blocks of a rank save, with the temporaries of one of them."""
+    saved = rank.blocks * min(each.saved_bytes for each in again.values())
+    workspace = min(each.workspace_bytes for each in again.values())
+    if count is not None:
+        rest = max(0, rank.blocks - virtual_stages * count)
+        saved += rest * min(plain[kind].saved_bytes - again[kind].saved_bytes for kind in again)
+        workspace = min(workspace, *(each.workspace_bytes for each in plain.values()))
+    return rank.held / virtual_stages * saved + (0.0 if rank.freed else workspace)
 
 
 def _recomputes(
