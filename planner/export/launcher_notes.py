@@ -1,4 +1,4 @@
-"""What the prices of a launcher's plan leave out of the switches that it has on."""
+"""Memory of the switches of a launcher's plan that prices leave out."""
 
 from __future__ import annotations
 

@@ -22,19 +22,24 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from parplan.costmodels.keyed_cache import KeyedCache
-from parplan.costmodels.layers.recompute import Recompute, RecomputedOperators
+from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.memory.rank_memory import gradients_come_and_go, stashes, usable_bytes
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.stage_costs import all_receives_s
 from parplan.costmodels.step import bubble_share
 from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.export.block_figures import (
+    Classes,
+    RankRoom,
+    blocks_at,
+    held_bytes_of,
+)
 from parplan.planner.export.fields.settings import Settings
 from parplan.planner.export.launcher_space import Blocks, LauncherSpace
-from parplan.planner.validation.block_modules import RECOMPUTED, module_operators
 from parplan.profiles.models.operator_graph import LayerKey, LayerKind
 
 _ROUNDING = 1 - 1e-9  # relative, against another order of summation
@@ -55,34 +60,6 @@ class BoundedSettings(NamedTuple):
     @property
     def settings(self) -> Settings:
         return replace(self.kind, zero=self.zero, recompute_blocks=self.recompute_blocks)
-
-
-class _Rank(NamedTuple):
-    """The rank of a layout whose memory bounds that of all settings.
-
-    blocks        at least so many lie on it
-    held          micro-batches of one of its chunks that it holds at least
-    usable_bytes  bytes that its tensors may fill
-    in_turn       gradients come and go, and are not there beside all that is held
-    freed         gradients come and go, and so do temporaries
-    """
-
-    blocks: int
-    held: int
-    usable_bytes: float
-    in_turn: bool
-    freed: bool
-
-
-class _Block(NamedTuple):
-    """A block of one class at a recompute: seconds of its passes, saved and temporary bytes."""
-
-    passes_s: float
-    saved_bytes: float
-    workspace_bytes: float
-
-
-_Classes = Mapping[LayerKey, _Block]
 
 
 class _Layers(NamedTuple):
@@ -160,7 +137,7 @@ class SettingsBounds:
                         count,
                     )
                     for count in counts
-                    if _held_bytes(layout.virtual_stages, rank, plain, again, count) <= room
+                    if held_bytes_of(layout.virtual_stages, rank, plain, again, count) <= room
                 )
         return tuple(sorted(found, key=lambda each: each.bound_s))
 
@@ -169,10 +146,10 @@ class SettingsBounds:
         prices, rank = self.space.prices(each.kind), self._rank(layout)
         states = self._states_bytes(layout, each.zero, prices, in_turn=rank.in_turn)
         blocks = self._blocks(each.kind, layout, prices)
-        held = _held_bytes(layout.virtual_stages, rank, *blocks, each.recompute_blocks)
+        held = held_bytes_of(layout.virtual_stages, rank, *blocks, each.recompute_blocks)
         return rank.blocks * states + held
 
-    def _rank(self, layout: ParallelLayout) -> _Rank:
+    def _rank(self, layout: ParallelLayout) -> RankRoom:
         """Returns the rank with most blocks, or where the stages are free any that has the mean.
 
         A rank with more than the mean may be any of them, so that the fewest held micro-batches
@@ -192,7 +169,7 @@ class SettingsBounds:
         freed = gradients_come_and_go(layout, prices)
         more = layout.virtual_stages == 1 and max(held) < layout.num_micro_batches
         usable = usable_bytes(self.space.limit_bytes, layout.mesh, prices)
-        return _Rank(blocks, min(held), usable, freed and not more, freed)
+        return RankRoom(blocks, min(held), usable, freed and not more, freed)
 
     def possible_stages(
         self, each: BoundedSettings, layout: ParallelLayout, below_s: float
@@ -218,7 +195,7 @@ class SettingsBounds:
             )
             if all(
                 rank.blocks * states
-                + _held_bytes(virtual, rank, plain, again, each.recompute_blocks)
+                + held_bytes_of(virtual, rank, plain, again, each.recompute_blocks)
                 <= first.usable_bytes
                 for rank in ranks
             ):
@@ -275,8 +252,8 @@ class SettingsBounds:
         self,
         layout: ParallelLayout,
         layers: _Layers,
-        plain: _Classes,
-        again: _Classes,
+        plain: Classes,
+        again: Classes,
         count: int | None,
         prices: PriceCache,
     ) -> float:
@@ -310,23 +287,20 @@ class SettingsBounds:
 
     def _blocks(
         self, settings: Settings, layout: ParallelLayout, prices: PriceCache
-    ) -> tuple[_Classes, _Classes]:
+    ) -> tuple[Classes, Classes]:
         """Returns a block of each class without recompute, and at the recompute of settings."""
         size, sharding = _of_passes(layout)
 
-        def at(*recompute: Any) -> _Classes:
-            def of(kind: LayerKey) -> _Block:
-                levels = _recomputes(kind, prices, *recompute)
-                return _leanest([_block(kind, size, sharding, each, prices) for each in levels])
+        def at(chosen: Settings) -> Classes:
+            recompute = chosen.recompute, chosen.recompute_modules, chosen.full_in_turn
+            return self._once(
+                ("blocks", size, sharding, recompute, prices.training),
+                lambda: blocks_at(self._classes, size, sharding, chosen, prices),
+            )
 
-            key = "blocks", size, sharding, recompute, prices.training
-            return self._once(key, lambda: {kind: of(kind) for kind in self._classes})
-
-        plain = at(Recompute.NONE, None, False)
         if settings.recompute is Recompute.NONE:
-            return plain, plain
-        modules, in_turn = settings.recompute_modules, settings.full_in_turn
-        return plain, at(settings.recompute, modules, in_turn)
+            return (at(settings),) * 2
+        return at(replace(settings, recompute=Recompute.NONE)), at(settings)
 
     def _states_bytes(
         self, layout: ParallelLayout, zero: int, prices: PriceCache, *, in_turn: bool
@@ -345,48 +319,3 @@ class SettingsBounds:
 def _of_passes(layout: ParallelLayout) -> tuple[int, Sharding]:
     """Returns what the passes of a layer depend on."""
     return layout.micro_batch_size, layout.sharding
-
-
-def _held_bytes(
-    virtual_stages: int, rank: _Rank, plain: _Classes, again: _Classes, count: int | None
-) -> float:
-    """Least bytes that the blocks of a rank save, with the temporaries of one of them."""
-    saved = rank.blocks * min(each.saved_bytes for each in again.values())
-    workspace = min(each.workspace_bytes for each in again.values())
-    if count is not None:
-        rest = max(0, rank.blocks - virtual_stages * count)
-        saved += rest * min(plain[kind].saved_bytes - again[kind].saved_bytes for kind in again)
-        workspace = min(workspace, *(each.workspace_bytes for each in plain.values()))
-    return rank.held / virtual_stages * saved + (0.0 if rank.freed else workspace)
-
-
-def _recomputes(
-    kind: LayerKey,
-    prices: PriceCache,
-    level: Recompute,
-    modules: tuple[str, ...] | None,
-    full_in_turn: bool,
-) -> tuple[RecomputedOperators, ...]:
-    """Returns the recomputes that blocks of settings have, in turn."""
-    if level is not Recompute.SELECTIVE:
-        return (level,)
-    if modules is not None:
-        return (module_operators(prices.whole_layer(kind), modules, RECOMPUTED),)
-    return (level, Recompute.FULL) if full_in_turn else (level,)
-
-
-def _block(
-    kind: LayerKey,
-    size: int,
-    sharding: Sharding,
-    operators: RecomputedOperators,
-    prices: PriceCache,
-) -> _Block:
-    held = prices.activations(kind, size, sharding, operators)
-    passes_s = prices.layer_time(kind, size, sharding, operators).total_s
-    return _Block(passes_s, held.saved, held.workspace)
-
-
-def _leanest(blocks: list[_Block]) -> _Block:
-    """Returns the least of each figure."""
-    return _Block(*(min(figures) for figures in zip(*blocks, strict=True)))

@@ -1,4 +1,4 @@
-"""What the searches of several launchers in one command share: the prices of layers.
+"""Prices of layers that the searches of several launchers in one command share.
 
 Stacks differ in facts that decide what a search tries, and in facts that prices depend on.
 Trainings that are alike in the latter share every price.
