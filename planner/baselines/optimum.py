@@ -71,7 +71,7 @@ def fits(strategy: Strategy, price_cache: LayerPriceCache, limit_bytes: float) -
     )
 
 
-def _busiest_s(strategy: Strategy, price_cache: LayerPriceCache) -> float:
+def busiest_s(strategy: Strategy, price_cache: LayerPriceCache) -> float:
     """A cheap bound of the step: all passes of the busiest rank, without transfers and tail."""
     layout = strategy.layout
     choice_s = {
@@ -121,7 +121,7 @@ def fastest(
     strategies = tuple(candidates)
     # Each entry has a bound, first a cheap one and then, where it fits, that of all costs.
     bounded = [
-        (_busiest_s(strategy, price_cache), index, False)
+        (busiest_s(strategy, price_cache), index, False)
         for index, strategy in enumerate(in_time(strategies, deadline))
     ]
     heapify(bounded)

@@ -54,6 +54,7 @@ from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule, legal
 from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.planner.baselines.deepspeed_stages import partitions
+from parplan.planner.baselines.first_blocks import least_blocks
 from parplan.planner.baselines.merak_runtime import merak_strategies
 from parplan.planner.baselines.optimum import Leanest, Optimum, fastest, leanest
 from parplan.planner.baselines.uniform_strategies import (
@@ -105,9 +106,13 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class _Space:
-    """Groups of strategies in the order of trial: the first group in which one fits is taken."""
+    """Groups of strategies in the order of trial: the first group in which one fits is taken.
+
+    by_number    the first blocks of every stage may recompute, any number of them
+    """
 
     groups: tuple[tuple[Strategy, ...], ...]
+    by_number: bool = False
 
     @property
     def strategies(self) -> tuple[Strategy, ...]:
@@ -118,6 +123,8 @@ class _Space:
     ) -> Optimum | None:
         for group in self.groups:
             optimum = fastest(group, price_cache, limit_bytes, deadline)
+            if optimum and self.by_number:
+                return _with_numbers(group, optimum, price_cache, limit_bytes, deadline)
             if optimum:
                 return optimum
         return None
@@ -127,8 +134,28 @@ class _Space:
         if not has_unlike_blocks(price_cache.model, price_cache.training):
             return self
         return _Space(
-            tuple(tuple(of_model(each, price_cache) for each in group) for group in self.groups)
+            tuple(tuple(of_model(each, price_cache) for each in group) for group in self.groups),
+            self.by_number,
         )
+
+
+def _with_numbers(
+    group: Sequence[Strategy],
+    optimum: Optimum,
+    price_cache: PriceCache,
+    limit_bytes: float,
+    deadline: Deadline,
+) -> Optimum:
+    """Returns the best of a group where the first blocks of a stage may recompute alone.
+
+    Such strategies fit only where recompute of all blocks does, which is in the group.
+    """
+    found = least_blocks(group, price_cache, limit_bytes, optimum.price.step_s)
+    below_s = optimum.price.step_s
+    better = fastest(found, price_cache, limit_bytes, deadline, below_s)
+    if better is None:
+        return optimum
+    return replace(better, simulated=optimum.simulated + better.simulated)
 
 
 _Make = Callable[[PriceCache, float], _Space]
@@ -147,7 +174,8 @@ def _megatron(chunks: Callable[[ParallelLayout], bool] = lambda _: True) -> _Mak
 
     def make(price_cache: PriceCache, _: float) -> _Space:
         layouts = filter(chunks, _layouts(megatron_meshes(MEGATRON, price_cache), price_cache))
-        return _Space((strategies(layouts, price_cache.model.num_layers, (0, 1), LEVELS),))
+        every = strategies(layouts, price_cache.model.num_layers, (0, 1), LEVELS)
+        return _Space((every,), by_number=True)
 
     return make
 
@@ -329,8 +357,9 @@ def _data_parallel(
 _SYSTEMS: dict[str, tuple[str, _Make]] = {
     "megatron": (
         "Megatron-LM at its fastest: tp in the node, pp of equal stages, interleaving, "
-        "sequence parallelism, distributed optimizer, one recompute for all layers, "
-        "any micro-batch, any ep and etp of experts, any cp of long sequences",
+        "sequence parallelism, distributed optimizer, one recompute for all layers or for the "
+        "first of every stage, any micro-batch, any ep and etp of experts, any cp of long "
+        "sequences",
         _megatron(),
     ),
     "megatron-defaults": (

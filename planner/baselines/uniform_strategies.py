@@ -17,7 +17,7 @@ that stages divide: the first stage of a LLaVAModel has its vision model
 Recompute is none, selective or full as this planner prices them: selective recompute with flash
 attention recomputes norms and activation functions, which saves more than Megatron's default, the
 attention core. Some of Megatron's options are left out: first and last stages of other lengths,
-pipeline layouts, recompute of some layers of a stage, its FSDP.
+pipeline layouts, its FSDP. The first blocks of a stage may recompute alone (first_blocks.py).
 """
 
 from __future__ import annotations

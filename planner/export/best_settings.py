@@ -7,13 +7,15 @@ can be faster than the best (planner/baselines/optimum.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.step import StepPrice
 from parplan.costmodels.strategy import ParallelLayout, Strategy
-from parplan.planner.baselines.optimum import fastest
+from parplan.planner.baselines.optimum import fastest, fits
 from parplan.planner.candidates.branch_and_bound import (
     BranchOutcome,
     BranchWatch,
@@ -21,20 +23,21 @@ from parplan.planner.candidates.branch_and_bound import (
     branch_and_bound,
 )
 from parplan.planner.candidates.never_searched import UnsearchedPart
-from parplan.planner.export.fields.launcher import Sheet, Target, read_back, require_plain
+from parplan.planner.export.fields.launcher import Target, read_back, require_plain
 from parplan.planner.export.fields.settings import (
     Settings,
     model_facts,
-    settings_of,
     training_facts,
 )
 from parplan.planner.export.launcher_space import LauncherSpace
+from parplan.planner.export.settings_bounds import SettingsBounds
+from parplan.planner.export.shared_search import SharedSearch
+from parplan.planner.infeasible.shortfall import price_cache_of
 from parplan.planner.objective import Objective, Prefer
 from parplan.planner.plan.assemble import assemble, runner_up
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Candidates, SearchRecord, Status
 from parplan.planner.request import OnProgress, Request
-from parplan.planner.search.fastest_layouts import closer_bounds_s
 from parplan.planner.search.price_factory import DescribedFactory
 from parplan.planner.search.search_session import SearchSession
 from parplan.profiles.errors import ConfigError, InfeasibleError
@@ -48,20 +51,28 @@ class BestOfLayout:
     strategy: Strategy
     price: StepPrice
     bound: float
+    settings: Settings
 
     @property
     def value(self) -> float:
         return self.price.step_s
 
 
-def best_settings(request: Request, target: Target, on_progress: OnProgress | None = None) -> Plan:
+def best_settings(
+    request: Request,
+    target: Target,
+    on_progress: OnProgress | None = None,
+    *,
+    shared: SharedSearch | None = None,
+) -> Plan:
     """Returns the fastest plan that a launcher can say.
 
+    shared    the prices of the searches for other launchers
     Raises ConfigError for a request whose pins or training the launcher cannot say, InfeasibleError
     where none of its settings fits, and OutOfTimeError.
     """
     request = as_said(request, target)
-    search = _SettingsSearch(request, target, on_progress)
+    search = _SettingsSearch(request, target, on_progress, shared or SharedSearch())
     outcome = search.outcome()
     if not outcome.solved:
         raise search.nothing_found()
@@ -70,22 +81,30 @@ def best_settings(request: Request, target: Target, on_progress: OnProgress | No
     record = replace(
         record, runners_up=tuple(runner_up(each.strategy, each.price) for each in rest[:9])
     )
-    return assemble(first.strategy, first.price, record, search.space.price_cache)
+    return assemble(first.strategy, first.price, record, search.exact_prices(first))
 
 
 @dataclass
 class _SettingsSearch:
+    """The search of one launcher's settings.
+
+    share      least ratio of a simulated step to its closed form
+    bounds_s   closer bounds of layouts than those of their passes
+    """
+
     request: Request
     target: Target
     on_progress: OnProgress | None
-    share: float = 1.0  # least ratio of a simulated step to its closed form
-    said: bool = False  # the launcher has files for the model
+    shared: SharedSearch
+    share: float = 1.0
+    bounds_s: dict[ParallelLayout, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        request = self.request
-        prices = LauncherFactory(request, self.target).prices(())
-        self.session = SearchSession(prices, request.options, self.on_progress)
-        self.space = LauncherSpace(self.target, self.request, self.session.limit_bytes)
+        prices = LauncherFactory(self.request, self.target).prices(())
+        self.session = SearchSession(prices, self.request.options, self.on_progress)
+        limit = self.session.limit_bytes
+        self.space = LauncherSpace(self.target, self.request, limit, self.shared)
+        self.bounds = SettingsBounds(self.space)
 
     @property
     def layouts(self) -> Sequence[ParallelLayout]:
@@ -94,7 +113,7 @@ class _SettingsSearch:
     def outcome(self) -> BranchOutcome[BestOfLayout]:
         session = self.session
         return branch_and_bound(
-            ((session.least_s(layout), layout) for layout in self.layouts),
+            ((self.bounds.passes_s(layout), layout) for layout in self.layouts),
             self.solve,
             best_of,
             BranchWatch(
@@ -102,40 +121,57 @@ class _SettingsSearch:
                 left_s=session.left_s,
                 on_progress=self.on_progress,
             ),
-            closer=lambda layout: closer_bounds_s(layout, session),
+            closer=self._closer_s,
         )
+
+    def _closer_s(self, layout: ParallelLayout) -> Iterator[float]:
+        for bound_s in self.bounds.closer_s(layout):
+            yield self._raised_s(layout, bound_s)
+
+    def _raised_s(self, layout: ParallelLayout, bound_s: float) -> float:
+        """Stores a bound of a layout, and returns the best known one."""
+        self.bounds_s[layout] = max(bound_s, self.bounds_s.get(layout, 0.0))
+        return self.bounds_s[layout]
 
     def solve(
         self, layout: ParallelLayout, _: float, cut_s: float, __: float
     ) -> BestOfLayout | None:
-        """Returns the fastest settings of a layout below the cut."""
-        optimum = None
-        for settings in self.space.settings(layout):
-            faster = fastest(
-                self.space.strategies(settings, layout, cut_s),
-                self.space.price_cache,
-                self.session.limit_bytes,
-                self.session.deadline,
-                cut_s,
-            )
+        """Returns the fastest settings of a layout below the cut.
+
+        Where the stages are given, blocks that recompute beside those that have to are slower.
+        """
+        best, enough = None, set[int]()
+        given = not self.space.divides_freely(layout)
+        limit = self.session.limit_bytes
+        for each in self.bounds.fitting(layout):
+            if each.bound_s >= cut_s:
+                break
+            some = given and each.kind.recompute is Recompute.FULL
+            if (some and each.zero in enough) or not self.space.says(each.settings, layout):
+                continue
+            settings = each.settings
+            listed = tuple(self.bounds.possible_stages(each, layout, cut_s))
+            strategies = tuple(self.space.strategies(settings, layout, listed, cut_s))
+            prices = self.space.prices(settings)
+            faster = fastest(strategies, prices, limit, self.session.deadline, cut_s)
+            whole = len(listed) == len(self.space.listed(layout))
+            if some and whole and all(fits(strategy, prices, limit) for strategy in strategies):
+                enough.add(each.zero)
             if faster is not None:
-                optimum, cut_s = faster, faster.price.step_s
-        self.session.raised_s(layout, cut_s)
-        if optimum is None:
-            return None
-        price = optimum.price
-        best = BestOfLayout(optimum.strategy, price, price.step_s)
-        if not self.said:
-            self._require_files(best)
-        self.share = min(self.share, price.step_s / price.closed_form_s)
+                price = faster.price
+                best = BestOfLayout(faster.strategy, price, price.step_s, settings)
+                cut_s = price.step_s
+        self._raised_s(layout, cut_s)
+        if best is not None:
+            self.share = min(self.share, best.price.step_s / best.price.closed_form_s)
         return best
 
-    def _require_files(self, best: BestOfLayout) -> None:
-        """Raises ConfigError for a model that the launcher's files cannot say."""
-        record = SearchRecord.of_estimate(best.value, best.price.closed_form_s)
-        plan = assemble(best.strategy, best.price, record, self.space.price_cache)
-        self.target.files(Sheet(settings=settings_of(plan), plan=plan, head=()))
-        self.said = True
+    def exact_prices(self, best: BestOfLayout) -> PriceCache:
+        """Returns the prices in the training of a plan, whose switches are on where they matter."""
+        prices, training = self.space.prices(best.settings), self.space.training(best.settings)
+        if prices.training == training:
+            return prices
+        return price_cache_of(replace(self.request, training=training))
 
     def record(self, outcome: BranchOutcome[BestOfLayout]) -> SearchRecord:
         best, space = outcome.solved[0], self.session.prices.space
@@ -160,7 +196,10 @@ class _SettingsSearch:
     def _bound_s(self, layout: ParallelLayout) -> float:
         """Returns the bound of a layout's simulated step."""
         free = layout.mesh.pp > 1 and not layout.equal_ranks
-        return self.session.least_s(layout) * (self.share if free else 1.0)
+        known_s = self.bounds_s.get(layout)
+        if known_s is None:
+            known_s = self.bounds.passes_s(layout)
+        return known_s * (self.share if free else 1.0)
 
     def nothing_found(self) -> ConfigError | InfeasibleError:
         name, request = self.target.name, self.request
@@ -196,10 +235,20 @@ _NOT_SEARCHED = (
     ),
     UnsearchedPart("anything on the host", "a plan that is exported may have states there"),
     UnsearchedPart(
-        "options of the training, such as its precision or the overlap of tensor parallelism",
-        "they are those of the request and of its stack",
+        "the precision of the training, its products and its optimizer's states",
+        "they are those of the request",
+    ),
+    UnsearchedPart(
+        "states over some of the data-parallel ranks",
+        "all of them share one copy, unless --zero-ranks says how many",
+    ),
+    UnsearchedPart(
+        "Megatron-Core's fused loss, and sizes of the buckets of gradients",
+        "in the prices this loss saves no time and holds more, and buckets cost memory alone",
     ),
 )
+# facts that a launcher says of every layout, or of none
+_OF_TRAINING = ("precision", "products", "state_precision", "optimizer", "attention")
 
 
 def _require_settings(request: Request, target: Target) -> None:
@@ -244,8 +293,15 @@ def as_said(request: Request, target: Target) -> Request:
         **training_facts(training),
         **next(iter(target.recomputes(model, model.num_layers))),
     )
+    unsaid: list[str] = []
     with suppress(ConfigError):  # the batch is too small for as many ranks, or the like
-        settings = read_back(target, settings, model, cluster)
+        asked, settings = settings, read_back(target, settings, model, cluster)
+        unsaid = [name for name in _OF_TRAINING if getattr(asked, name) != getattr(settings, name)]
+    if unsaid:
+        facts = (f"{name.replace('_', ' ')} {getattr(asked, name)}" for name in unsaid)
+        raise ConfigError(
+            f"{target.name} does not say {', '.join(facts)}", hint="choose another launcher"
+        )
     said = settings.gradient_precision
     if said is training.gradient_precision:
         return request

@@ -1,21 +1,22 @@
 """The settings that a launcher can run of one request, by layout.
 
 The space is what the launcher's target declares (planner/export/fields/launcher.py): its ZeRO
-stages, its kinds of recompute, its stages, and the table of its arguments. A layout belongs to the
-space where its settings, written as arguments and read back, are the same settings.
+stages, its kinds of recompute, its switches, its stages, and the table of its arguments. A layout
+belongs to the space where its settings, written as arguments and read back, are the same settings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
+from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import ParallelLayout, Strategy
-from parplan.planner.baselines.optimum import pass_s
 from parplan.planner.baselines.uniform_strategies import counted_ends, equal_blocks
+from parplan.planner.export.fields.arguments import Facts
 from parplan.planner.export.fields.balanced_stages import balanced_cuts, balanced_stages
 from parplan.planner.export.fields.configured import strategy_of_settings
 from parplan.planner.export.fields.launcher import RecomputeChoice, Target, read_back
@@ -25,14 +26,16 @@ from parplan.planner.export.fields.settings import (
     model_facts,
     training_facts,
 )
-from parplan.planner.infeasible.shortfall import price_cache_of
+from parplan.planner.export.fields.switches import switched, with_switches
+from parplan.planner.export.shared_search import SharedSearch
 from parplan.planner.layer_options.overlap_levels import illegal_zero
 from parplan.planner.request import Request
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.models.operator_graph import LayerKind
+from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.models.transformer import has_unlike_blocks
 
 Blocks = tuple[int, ...]  # of each virtual stage, in the order of the model
+Counts = tuple[int | None, ...]  # blocks of a stage that recompute, None for all of them
 
 
 @dataclass
@@ -40,35 +43,85 @@ class LauncherSpace:
     """The settings of a launcher for a request, whose pins and bans hold.
 
     limit_bytes    what a plan may fill on a device
+    shared         the prices of other searches
     unsaid         choices that were met and that the launcher cannot say
     """
 
     target: Target
     request: Request
     limit_bytes: float
+    shared: SharedSearch = field(default_factory=SharedSearch)
     unsaid: dict[str, None] = field(default_factory=dict)
+    _of_layout: KeyedCache = field(default_factory=KeyedCache)
+    _prices: dict[tuple[bool, ...], PriceCache] = field(default_factory=dict)
+
+    def kinds(self, layout: ParallelLayout) -> Iterator[tuple[Settings, Counts]]:
+        """Yields the settings of a layout for each recompute, at its first ZeRO stage.
+
+        Each comes with the numbers of blocks of a stage that may recompute, None for all of them.
+        """
+        plain = self._settings(layout, self.zeros(layout)[0])
+        key = "kinds", layout.splits_backward, self._most_blocks(layout)
+        for facts, counts in self._of_layout(key, lambda: self._counted(layout)):
+            chosen = replace(plain, **facts)
+            yield switched(chosen, self.target.switches, self.request.cluster), counts
+
+    def _counted(self, layout: ParallelLayout) -> list[tuple[RecomputeChoice, Counts]]:
+        """Returns the kinds of recompute of a layout, each with its numbers of blocks."""
+        kinds: dict[tuple[object, ...], list[int | None]] = {}
+        facts: dict[tuple[object, ...], RecomputeChoice] = {}
+        for choice in self.recomputes(layout):
+            key = tuple(value for name, value in choice.items() if name != "recompute_blocks")
+            facts.setdefault(key, choice)
+            kinds.setdefault(key, []).append(choice.get("recompute_blocks"))
+        return [(facts[key], tuple(counts)) for key, counts in kinds.items()]
+
+    def training(self, settings: Settings) -> TrainingSpec:
+        """Returns the training of the request with the switches of settings."""
+        switches = self.target.switches
+        on = (getattr(settings, each.fact) for each in switches)
+        return with_switches(self.request.training, switches, on)
+
+    def prices(self, settings: Settings) -> PriceCache:
+        """Returns prices of settings: a switch that makes no difference to them counts as on."""
+        switches = self.target.switches
+        return self._switched(
+            tuple(each.idle(settings) or getattr(settings, each.fact) for each in switches)
+        )
 
     @cached_property
-    def price_cache(self) -> PriceCache:
-        return price_cache_of(self.request)
+    def fastest_prices(self) -> PriceCache:
+        """The prices with every switch on, of which none is above those of any settings."""
+        return self._switched((True,) * len(self.target.switches))
 
-    def settings(self, layout: ParallelLayout) -> Iterator[Settings]:
-        """Yields the settings of a layout without stages, those without recompute first."""
-        for recompute in self.recomputes(layout):
-            for zero in self.zeros(layout):
-                yield replace(self._settings(layout, zero), **recompute)
+    def _switched(self, on: tuple[bool, ...]) -> PriceCache:
+        """Returns the prices with each switch on or off."""
+        if on not in self._prices:
+            training = with_switches(self.request.training, self.target.switches, on)
+            self._prices[on] = self.shared.prices(self.request, training)
+        return self._prices[on]
 
     def strategies(
-        self, settings: Settings, layout: ParallelLayout, below_s: float
+        self, settings: Settings, layout: ParallelLayout, listed: Iterable[Blocks], below_s: float
     ) -> Iterator[Strategy]:
-        """Yields the strategies of settings whose work alone may take less than `below_s`."""
-        if self._least_s(settings, layout) < below_s and self._says(settings, layout):
-            for blocks in self._partitions(settings, layout, below_s):
-                yield self._strategy(replace(settings, blocks=blocks), layout)
+        """Yields the strategies of settings on listed stages, and on those that are balanced.
+
+        The slowest rank of balanced stages alone takes less than `below_s`.
+        """
+        for blocks in (*listed, *self._balanced(settings, layout, below_s)):
+            yield self._strategy(replace(settings, blocks=blocks), layout)
+
+    def says(self, settings: Settings, layout: ParallelLayout) -> bool:
+        """Returns whether the launcher's arguments say settings; if not, what is unsaid is kept.
+
+        Some blocks of a stage are said for every number of them.
+        """
+        some = settings.recompute_blocks is not None and 1
+        key = layout, settings.zero, settings.recompute, settings.recompute_modules, some
+        return self._of_layout(key, lambda: self._says(settings, layout))
 
     def _says(self, settings: Settings, layout: ParallelLayout) -> bool:
-        """Returns whether the launcher's arguments say settings; if not, what is unsaid is kept."""
-        blocks = next(iter(self._listed(layout)), None)
+        blocks = next(iter(self.listed(layout)), None)
         if blocks is None:
             self.unsaid["equal stages"] = None
             return False
@@ -78,33 +131,13 @@ class LauncherSpace:
         except ConfigError as error:
             self.unsaid[error.message] = None
             return False
-        if settings.tp == 1:  # there is nothing to overlap
-            back = replace(back, tp_overlap=settings.tp_overlap)
+        idle = {each.fact: getattr(settings, each.fact) for each in self.target.switches}
+        idle = {each.fact: idle[each.fact] for each in self.target.switches if each.idle(settings)}
+        back = replace(back, **idle)
         names = (each.name for each in fields(Settings))
         unsaid = [name for name in names if getattr(back, name) != getattr(settings, name)]
         self.unsaid |= dict.fromkeys(unsaid)
         return not unsaid
-
-    def _least_s(self, settings: Settings, layout: ParallelLayout) -> float:
-        """Returns seconds that settings take at least: all passes, shared by all ranks."""
-        model, stages = self.request.model, layout.num_virtual_stages
-        if has_unlike_blocks(model, self.request.training):
-            return 0.0
-        probe = self._strategy(replace(settings, blocks=(_distinct(settings),) * stages), layout)
-        embedding, *blocks = (
-            choice for choice in probe.stages[0] if choice.kind is not LayerKind.HEAD
-        )
-        again = min(stages - 1 + (settings.recompute_blocks or 0), model.num_layers)
-        numbers = (
-            (embedding, 1),
-            (blocks[0], again),
-            (blocks[-1], model.num_layers - again),
-            (probe.stages[-1][-1], 1),
-        )
-        passes_s = sum(
-            number * pass_s(choice, layout, self.price_cache) for choice, number in numbers
-        )
-        return layout.num_micro_batches * passes_s / layout.mesh.pp
 
     def zeros(self, layout: ParallelLayout) -> tuple[int, ...]:
         """Returns the ZeRO stages of the launcher that a layout can run."""
@@ -118,31 +151,40 @@ class LauncherSpace:
     def recomputes(self, layout: ParallelLayout) -> Iterator[RecomputeChoice]:
         """Yields the kinds of recompute that a layout can run and that pins allow."""
         levels = self.request.constraints.resolved().recompute or tuple(Recompute)
-        most = self._most_blocks(layout)
-        for choice in self.target.recomputes(self.request.model, most):
+        for choice in self.target.recomputes(self.request.model, self._most_blocks(layout)):
             level = choice["recompute"]
             if level in levels and (level is Recompute.NONE or not layout.splits_backward):
                 yield choice
 
+    def _most_blocks(self, layout: ParallelLayout) -> int:
+        return max((max(blocks) for blocks in self.listed(layout)), default=1)
+
     def _settings(self, layout: ParallelLayout, zero: int) -> Settings:
-        model, cluster = self.request.model, self.request.cluster
         return Settings(
             zero=zero,
             zero_ranks=self.request.constraints.zero_ranks,
-            **layout_facts(layout, model, cluster),
-            **model_facts(model),
-            **training_facts(self.request.training),
+            **layout_facts(layout, self.request.model, self.request.cluster),
+            **self._facts,
         )
+
+    @cached_property
+    def _facts(self) -> Facts:
+        return model_facts(self.request.model) | training_facts(self.request.training)
 
     def _strategy(self, settings: Settings, layout: ParallelLayout) -> Strategy:
         zero = settings.zero if layout.mesh.replicas > 1 else 0
-        return strategy_of_settings(settings, layout, zero, self.price_cache)
+        return strategy_of_settings(settings, layout, zero, self.prices(settings))
 
-    def _most_blocks(self, layout: ParallelLayout) -> int:
-        return max((max(blocks) for blocks in self._listed(layout)), default=1)
+    def divides_freely(self, layout: ParallelLayout) -> bool:
+        """True if the stages of a layout may have any numbers of blocks."""
+        return self.target.partitions is None and not layout.equal_ranks and layout.mesh.pp > 1
+
+    def listed(self, layout: ParallelLayout) -> tuple[Blocks, ...]:
+        """Returns the stages that are tried whatever blocks cost."""
+        key = layout.mesh.pp, layout.num_virtual_stages, layout.equal_ranks
+        return self._of_layout(("listed", *key), lambda: self._listed(layout))
 
     def _listed(self, layout: ParallelLayout) -> tuple[Blocks, ...]:
-        """Returns the stages that are tried whatever blocks cost."""
         layers, stages = self.request.model.num_layers, layout.num_virtual_stages
         if stages == 1:
             return ((layers,),)
@@ -153,30 +195,24 @@ class LauncherSpace:
         said = tuple(self.target.partitions(stages, layers))
         return tuple(blocks for blocks in equal if blocks in said) if layout.equal_ranks else said
 
-    def _partitions(
+    def _balanced(
         self, settings: Settings, layout: ParallelLayout, below_s: float
     ) -> Iterator[Blocks]:
-        """Yields the stages that are tried of settings."""
-        yield from self._listed(layout)
-        model, training = self.request.model, self.request.training
-        if self.target.partitions is not None or layout.equal_ranks or layout.mesh.pp == 1:
+        """Yields the stages that depend on what blocks cost, where they are free."""
+        if not self.divides_freely(layout):
             return
+        model, training = self.request.model, self.request.training
 
         def made(blocks: Blocks) -> Strategy:
             return self._strategy(replace(settings, blocks=blocks), layout)
 
-        within = self.price_cache, self.limit_bytes, below_s
+        within = self.prices(settings), self.limit_bytes, below_s
         if not has_unlike_blocks(model, training):
-            distinct = _distinct(settings)
+            distinct = 1 + (settings.recompute_blocks or 0)  # blocks beyond run as the last
             yield from balanced_stages(layout, made, distinct, model.num_layers, *within)
         elif settings.recompute_blocks is None:
             start = _near(model.num_layers, layout.mesh.pp)
             yield from balanced_cuts(layout, made, start, *within)
-
-
-def _distinct(settings: Settings) -> int:
-    """Returns the blocks of a stage from which on all others run as the one before."""
-    return 1 + (settings.recompute_blocks or 0)
 
 
 def _near(layers: int, stages: int) -> Blocks:

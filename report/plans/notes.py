@@ -69,6 +69,10 @@ def remarks(plan: AnyPlan, *, ruled: bool = False) -> Iterator[str]:
     """
     if isinstance(plan, Plan):
         yield from _packed(plan)
+        if plan.search.launcher is not None:
+            from parplan.planner.export.launcher_notes import unpriced_memory
+
+            yield from unpriced_memory(plan)
         yield from format_notes(plan.training, plan.cluster.device.compute_capability)
         if space := _space_text(plan, ruled=ruled):
             yield space

@@ -736,8 +736,8 @@ OF_64 = ("--global-batch-size", "64")  # a given batch is never raised
             id="objective-of-a-launcher",
         ),
         pytest.param(
-            (*TINY, "--for", "torchtitan", "--zero", "1"),
-            r"--zero 1: torchtitan has the stages 0, 2, 3\nhint: pin one of these",
+            (*TINY, "--for", "fsdp2", "--zero", "1"),
+            r"--zero 1: fsdp2 has the stages 0, 2, 3\nhint: pin one of these",
             id="zero-that-a-launcher-lacks",
         ),
         pytest.param(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from parplan.planner.export.fields.arguments import Argument, Facts, Given, Words, written
 from parplan.planner.export.fields.settings import Settings
+from parplan.planner.export.fields.switches import Switch
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
@@ -47,6 +48,8 @@ class Target:
     processes    groups of arguments that say one number: the product is that of processes; () for
                  those of torchrun
     further      the file beside that the arguments of a script name, whose arguments follow them
+    switches     facts that are on wherever the launcher runs them
+    require_model  raises ConfigError for a model, or its training, that no file says
     layered      the ZeRO stage and the recompute of each block are said by themselves
     refused      arguments that change time or memory without a price
     remarks      sentences about arguments that are priced as others, of a plan with its price
@@ -70,11 +73,16 @@ class Target:
     stated: tuple[Argument, ...] = ()
     processes: tuple[tuple[str, ...], ...] = ()
     further: Callable[[Iterable[Given]], str | None] | None = None
+    switches: tuple[Switch, ...] = ()
+    require_model: Callable[[ModelSpec, TrainingSpec], None] = lambda _, __: None
     layered: bool = False
 
 
 def require_plain(model: ModelSpec, training: TrainingSpec, target: Target) -> None:
-    """Raises ConfigError for parts of a model that are in no settings: a tower, frozen layers."""
+    """Raises ConfigError for a model that a launcher does not train.
+
+    No settings have a tower or frozen layers, and the files of a launcher say some shapes.
+    """
     if training.fine_tuning is not None:
         raise ConfigError(
             f"the plan trains a part of {model.name}, and no file of {target.name} says which",
@@ -85,6 +93,7 @@ def require_plain(model: ModelSpec, training: TrainingSpec, target: Target) -> N
             f"{model.name} has a tower, which settings of {target.name} do not have",
             hint="plan the text model alone: --images-per-sequence 0",
         )
+    target.require_model(model, training)
 
 
 def given_of(arguments: Iterable[tuple[str, Words]], target: Target) -> tuple[Given, ...]:

@@ -23,7 +23,7 @@ from parplan.planner.export.fsdp2.fsdp2_arguments import (
 from parplan.profiles.documents.packaged_configs import packaged_text
 from parplan.profiles.documents.yaml_text import yaml_text
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.models.spec import ModelSpec
+from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 
 PROGRAM = ("train_fsdp2.py", "fsdp2_model.py", "fsdp2_settings.py")
 _YAML = "fsdp2.yaml"
@@ -48,16 +48,21 @@ def settings(given: tuple[Given, ...], model: ModelSpec, num_gpus: int) -> Setti
     return finished(given, model, model_facts(model))
 
 
-def files(sheet: Sheet) -> Mapping[str, str]:
-    """Returns the settings, the program and the script. Raises ConfigError."""
-    plan, chosen = sheet.plan, sheet.settings
-    shape = written(SHAPE, plan.model)
-    require_said(plan.model, tuple(Given(name, words, "") for name, words in shape))
-    if plan.training.documents is not None:
+def require_model(model: ModelSpec, training: TrainingSpec) -> None:
+    """Raises ConfigError for a model that the program does not build, and for packed documents."""
+    require_said(model, tuple(Given(name, words, "") for name, words in written(SHAPE, model)))
+    if training.documents is not None:
         raise ConfigError(
             "the program reads whole sequences, the plan packs documents",
             hint="choose another target",
         )
+
+
+def files(sheet: Sheet) -> Mapping[str, str]:
+    """Returns the settings, the program and the script. Raises ConfigError."""
+    plan, chosen = sheet.plan, sheet.settings
+    require_model(plan.model, plan.training)
+    shape = written(SHAPE, plan.model)
     document = nested((*shape, *written(TABLE, chosen)))
     document["pipeline"][STAGES.partition(".")[2]] = list(chosen.blocks)
     head = commented(sheet.head)
@@ -85,5 +90,6 @@ FSDP2 = Target(
     layered=True,
     processes=tuple((each.name,) for each in TABLE if each.name.startswith("mesh.")),
     refused=(),
+    require_model=require_model,
     source="torch 2.13.0",
 )

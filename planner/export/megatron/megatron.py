@@ -6,9 +6,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.planner.export.fields.arguments import Facts, Given, read_arguments, written
+from parplan.planner.export.fields.arguments import (
+    Facts,
+    Given,
+    Words,
+    read_arguments,
+    written,
+)
 from parplan.planner.export.fields.launcher import RecomputeChoice, Sheet, Target
 from parplan.planner.export.fields.settings import Settings, model_facts
+from parplan.planner.export.fields.switches import require_legal
 from parplan.planner.export.files.jobs import hosts_of
 from parplan.planner.export.files.script import array, script, torchrun_lines
 from parplan.planner.export.files.shell_words import shell_arguments, yaml_arguments
@@ -28,8 +35,9 @@ from parplan.planner.export.megatron.megatron_arguments import (
 from parplan.planner.export.megatron.megatron_model import MODEL_TABLE, read_model, unsaid_parts
 from parplan.planner.export.megatron.megatron_remarks import remarks
 from parplan.planner.export.megatron.megatron_stages import finished
+from parplan.planner.export.megatron.megatron_switches import SWITCHES, TENSOR_OVERLAP
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.models.spec import ModelSpec
+from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 
 _MODULES = (
     DEFAULT_MODULES,
@@ -75,22 +83,36 @@ def arguments(text: str, file: str) -> tuple[Given, ...]:
 
 def settings(given: tuple[Given, ...], model: ModelSpec, num_gpus: int) -> Settings:
     """Returns the settings that arguments say. Raises ConfigError."""
-    return finished(read_arguments(TABLE, given) | model_facts(model), num_gpus)
+    facts = read_arguments(TABLE, given)
+    said = finished(facts | model_facts(model), num_gpus)
+    require_legal(replace(said, tp_overlap=facts.get("tp_overlap", False)), (TENSOR_OVERLAP,))
+    return said
+
+
+def _shape(model: ModelSpec, training: TrainingSpec) -> tuple[tuple[str, Words], ...]:
+    """Returns the arguments of a model. Raises ConfigError for one that they cannot say."""
+    longest = max(model.max_seq_length, training.seq_length)  # validate_args asks for it
+    shape = written(MODEL_TABLE, replace(model, max_seq_length=longest))
+    given = tuple(Given(name, words, "") for name, words in shape)
+    unsaid = unsaid_parts(model, read_model(given, model.name, "the plan"))
+    if unsaid:
+        raise ConfigError(
+            f"{model.name} has {', '.join(unsaid)}, which the arguments of pretrain_gpt.py do not "
+            "say",
+            hint="choose another target",
+        )
+    return shape
+
+
+def require_model(model: ModelSpec, training: TrainingSpec) -> None:
+    """Raises ConfigError for a model that the arguments cannot say."""
+    _shape(model, training)
 
 
 def files(sheet: Sheet) -> Mapping[str, str]:
     """Returns the script. Raises ConfigError for a model that the arguments cannot say."""
     plan, chosen = sheet.plan, sheet.settings
-    longest = max(plan.model.max_seq_length, plan.training.seq_length)  # validate_args asks for it
-    shape = written(MODEL_TABLE, replace(plan.model, max_seq_length=longest))
-    given = tuple(Given(name, words, "") for name, words in shape)
-    unsaid = unsaid_parts(plan.model, read_model(given, plan.model.name, "the plan"))
-    if unsaid:
-        raise ConfigError(
-            f"{plan.model.name} has {', '.join(unsaid)}, which the arguments of pretrain_gpt.py do "
-            f"not say",
-            hint="choose another target",
-        )
+    shape = _shape(plan.model, plan.training)
     groups = {
         "MODEL": shape,
         "PARALLEL": written((*PARALLEL, *SHARDING, *NEEDED), chosen),
@@ -123,5 +145,7 @@ MEGATRON = Target(
     model=read_model,
     refused=REFUSED,
     remarks=remarks,
+    switches=SWITCHES,
+    require_model=require_model,
     source="NVIDIA/Megatron-LM at d98e8a64dd",
 )

@@ -11,7 +11,9 @@ from dataclasses import replace
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.planner.export.fields.arguments import Facts
 from parplan.planner.export.fields.settings import Settings
+from parplan.planner.export.fields.switches import require_legal
 from parplan.planner.export.megatron.megatron_arguments import DEFAULTS
+from parplan.planner.export.megatron.megatron_switches import EXCHANGE_OVERLAP, FLEX
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.stack import ContextForm
 
@@ -63,6 +65,7 @@ def finished(facts: Facts, num_gpus: int) -> Settings:
     )
     if not settings.sequence_parallel:  # there is no such collective to hide
         settings = replace(settings, tp_overlap=False)
+    require_legal(settings, (FLEX, EXCHANGE_OVERLAP))
     if "instances" in plain:
         settings = replace(settings, zero_ranks=settings.replicas // plain["instances"])
     return replace(settings, blocks=settings.blocks or _blocks(settings, plain))

@@ -21,13 +21,14 @@ from parplan.planner.export.megatron.megatron import recomputes
 from parplan.planner.export.megatron.megatron_arguments import DEFAULTS
 from parplan.planner.export.megatron.megatron_model import model_of_facts, unsaid_parts
 from parplan.planner.export.megatron.megatron_stages import finished
+from parplan.planner.export.megatron.megatron_switches import SWITCHES
 from parplan.planner.export.megatron_bridge.bridge_names import MODEL_TABLE, TABLE
 from parplan.planner.export.megatron_bridge.nemo_names import MODEL_TABLE as NEMO_MODEL
 from parplan.planner.export.megatron_bridge.nemo_names import PREFIX, interpolated
 from parplan.planner.export.megatron_bridge.nemo_names import TABLE as NEMO_TABLE
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.model_catalog import load_model
-from parplan.profiles.models.spec import ModelSpec
+from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 
 PLAIN = "vanilla_gpt_pretrain_config"  # src/megatron/bridge/recipes/gpt/vanilla_gpt.py
 # recipes of released models: src/megatron/bridge/recipes; any other model is the plain recipe's
@@ -192,7 +193,7 @@ def read_model(given: tuple[Given, ...], name: str, where: str) -> ModelSpec:
 def files(sheet: Sheet) -> Mapping[str, str]:
     """Returns the script. Raises ConfigError for a model that the overrides cannot say."""
     plan, chosen = sheet.plan, sheet.settings
-    recipe, shape = _shape(plan.model, chosen)
+    recipe, shape = _shape(plan.model, plan.training)
     groups = {"MODEL": shape, "OVERRIDES": written(TABLE, chosen)}
     lines = [line for name, group in groups.items() for line in array(name, _overrides(group))]
     program = [
@@ -204,7 +205,12 @@ def files(sheet: Sheet) -> Mapping[str, str]:
     return {"megatron-bridge.sh": script(sheet.head, (*lines, *run))}
 
 
-def _shape(model: ModelSpec, chosen: Settings) -> tuple[str, tuple[tuple[str, Words], ...]]:
+def require_model(model: ModelSpec, training: TrainingSpec) -> None:
+    """Raises ConfigError for a model that the overrides cannot say."""
+    _shape(model, training)
+
+
+def _shape(model: ModelSpec, training: TrainingSpec) -> tuple[str, tuple[tuple[str, Words], ...]]:
     """Returns the recipe of a model, and the overrides that make it that model.
 
     Raises ConfigError for a model that the overrides cannot say.
@@ -217,7 +223,8 @@ def _shape(model: ModelSpec, chosen: Settings) -> tuple[str, tuple[tuple[str, Wo
         )
         return _RELEASED[model.name], own
     shape = written(MODEL_TABLE, model)
-    given = tuple(Given(name, words, "") for name, words in (*shape, *written(TABLE, chosen)))
+    length = "dataset.seq_length", (f"{training.seq_length}",)
+    given = tuple(Given(name, words, "") for name, words in (*shape, length))
     unsaid = unsaid_parts(model, read_model(given, model.name, "the plan"))
     if unsaid:
         raise ConfigError(
@@ -245,5 +252,7 @@ MEGATRON_BRIDGE = Target(
     settings=settings,
     model=read_model,
     refused=(),
+    switches=SWITCHES,
+    require_model=require_model,
     source="Megatron-Bridge 0.7.0, NVIDIA-NeMo/Megatron-Bridge at 067f987df0",
 )

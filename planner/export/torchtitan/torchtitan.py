@@ -19,7 +19,7 @@ from parplan.planner.export.torchtitan.torchtitan_arguments import (
 )
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.model_catalog import load_model
-from parplan.profiles.models.spec import ModelSpec
+from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 
 # A model of the catalog: torchtitan's module, and the function of its configuration
 # (torchtitan/models/<module>/config_registry.py). Llama 3 405B is left out, for its configuration
@@ -75,15 +75,20 @@ def read_model(given: tuple[Given, ...], _: str, where: str) -> ModelSpec:
     return load_model(model).spec
 
 
+def require_model(model: ModelSpec, _: TrainingSpec) -> None:
+    """Raises ConfigError for a model without a configuration."""
+    if model.name not in CONFIGS or load_model(model.name).spec != model:
+        raise ConfigError(
+            f"torchtitan has no configuration of {model.name} that is known",
+            hint=f"use one of {', '.join(CONFIGS)}",
+        )
+
+
 def files(sheet: Sheet) -> Mapping[str, str]:
     """Returns the script. Raises ConfigError for a model without a configuration."""
     plan = sheet.plan
-    known = CONFIGS.get(plan.model.name)
-    if known is None or load_model(plan.model.name).spec != plan.model:
-        raise ConfigError(
-            f"torchtitan has no configuration of {plan.model.name} that is known",
-            hint=f"use one of {', '.join(CONFIGS)}",
-        )
+    require_model(plan.model, plan.training)
+    known = CONFIGS[plan.model.name]
     named = (("--module", (known[0],)), ("--config", (known[1],)))
     options = written(TABLE, sheet.settings)
     flags = tuple((name, words) for name, words in options if name != _CHECKPOINT)
@@ -112,5 +117,6 @@ TORCHTITAN = Target(
     settings=settings,
     model=read_model,
     refused=REFUSED,
+    require_model=require_model,
     source="torchtitan 0.3.0",
 )

@@ -12,7 +12,7 @@ from parplan.planner.export.megatron.megatron_model import read_model
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.model_catalog import load_model
 
-RUN = "--seq-length 4096 --micro-batch-size 1 --expert-model-parallel-size 2 "
+RUN = "--bf16 --seq-length 4096 --micro-batch-size 1 --expert-model-parallel-size 2 "
 
 
 def facts(text: str):
@@ -70,3 +70,41 @@ def test_windows_and_the_vocabulary_of_a_known_tokenizer_are_read():
 
     assert [kind.window for kind in model.block_kinds] == [128, 0, 128, 0]
     assert model.vocab_size == load_model("gpt-oss-20b").spec.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("--tp-comm-overlap --tensor-model-parallel-size 2", "needs --sequence-parallel"),
+        ("--tp-comm-overlap --sequence-parallel", "tensor-parallel size above 1"),
+        ("--overlap-moe-expert-parallel-comm --expert-model-parallel-size 1", "above 1"),
+        (
+            "--overlap-moe-expert-parallel-comm --pipeline-model-parallel-size 2",
+            "needs virtual stages",
+        ),
+        (
+            "--overlap-moe-expert-parallel-comm --recompute-granularity full "
+            "--recompute-method uniform --recompute-num-layers 1",
+            "does not run with --recompute-granularity full",
+        ),
+        (
+            "--overlap-moe-expert-parallel-comm --recompute-granularity selective "
+            "--recompute-modules moe",
+            "does not run with moe among --recompute-modules",
+        ),
+        ("--moe-token-dispatcher-type flex --expert-model-parallel-size 1", "several ranks"),
+    ],
+)
+def test_a_switch_is_refused_where_megatron_refuses_it(arguments, reason):
+    with pytest.raises(ConfigError, match=reason):
+        configured(arguments)
+
+
+def test_overlaps_are_read_where_megatron_runs_them():
+    found = configured(
+        "--tp-comm-overlap --sequence-parallel --tensor-model-parallel-size 2 "
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+        "--overlap-moe-expert-parallel-comm --moe-token-dispatcher-type flex"
+    )
+
+    assert (found.tp_overlap, found.overlap_exchanges, found.tokens_once) == (True, True, True)
