@@ -99,6 +99,14 @@ class Problem:
         """Returns the names of the variables."""
         return tuple(variable.name for variable in self._problem.variables())
 
+    def text(self, suffix: str) -> str:
+        """Returns the problem as a file of a solver, with `suffix` `.lp` or `.mps`."""
+        write = {".lp": self._problem.writeLP, ".mps": self._problem.writeMPS}[suffix]
+        with tempfile.TemporaryDirectory(prefix="parplan-") as folder:
+            path = Path(folder, f"problem{suffix}")
+            write(str(path))
+            return path.read_text(encoding="utf-8")
+
     def minimize(self, expression: Any) -> None:
         self._problem.setObjective(expression)
 

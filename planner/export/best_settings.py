@@ -7,10 +7,11 @@ can be faster than the best (planner/baselines/optimum.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.step import StepPrice
 from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.planner.baselines.optimum import fastest
@@ -29,15 +30,18 @@ from parplan.planner.export.fields.settings import (
     training_facts,
 )
 from parplan.planner.export.launcher_space import LauncherSpace
+from parplan.planner.export.settings_certificate import certified_settings
 from parplan.planner.objective import Objective, Prefer
 from parplan.planner.plan.assemble import assemble, runner_up
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Candidates, SearchRecord, Status
 from parplan.planner.request import OnProgress, Request
+from parplan.planner.search.certificate import BESIDE, with_counts, with_program
 from parplan.planner.search.fastest_layouts import closer_bounds_s
 from parplan.planner.search.price_factory import DescribedFactory
 from parplan.planner.search.search_session import SearchSession
-from parplan.profiles.errors import ConfigError, InfeasibleError
+from parplan.planner.solver import Unsolved, counted_programs
+from parplan.profiles.errors import ConfigError, InfeasibleError, OutOfTimeError, SolverError
 from parplan.profiles.stack import EVERY_RECOMPUTE
 
 
@@ -61,12 +65,14 @@ def best_settings(request: Request, target: Target, on_progress: OnProgress | No
     where none of its settings fits, and OutOfTimeError.
     """
     request = as_said(request, target)
-    search = _SettingsSearch(request, target, on_progress)
-    outcome = search.outcome()
-    if not outcome.solved:
-        raise search.nothing_found()
-    first, *rest = outcome.solved
-    record = search.record(outcome)
+    with counted_programs() as count:
+        search = _SettingsSearch(request, target, on_progress)
+        outcome = search.outcome()
+        if not outcome.solved:
+            raise search.nothing_found()
+        first, *rest = outcome.solved
+        record = search.certified(search.record(outcome), first)
+    record = with_counts(record, count)
     record = replace(
         record, runners_up=tuple(runner_up(each.strategy, each.price) for each in rest[:9])
     )
@@ -156,6 +162,31 @@ class _SettingsSearch:
                 left=outcome.left,
             ),
         )
+
+    def certified(self, record: SearchRecord, best: BestOfLayout) -> SearchRecord:
+        """Returns the record with the certificate of a plan, and a gap that includes it."""
+        program, options = None, self.request.options
+        if record.status is Status.OPTIMAL and not options.deadline.is_over:
+            with suppress(Unsolved, SolverError, OutOfTimeError):  # the plan stands without it
+                program = certified_settings(
+                    best.strategy,
+                    best.value,
+                    self._near(best),
+                    self.session.limit_bytes,
+                    options,
+                )
+        record = with_program(record, program, self.session)
+        if program is None or not program.gap or program.optimum_s is None:
+            return record
+        bound_s = min(record.bound, program.optimum_s)
+        return replace(record, bound=bound_s, gap=round(1 - bound_s / best.value, 6))
+
+    def _near(self, best: BestOfLayout) -> Iterator[tuple[Strategy, PriceCache]]:
+        """Yields the strategies of the plan's layout that may be as fast, also without room."""
+        layout, below_s = best.strategy.layout, best.value * (1 + BESIDE)
+        for settings in self.space.settings(layout):
+            for strategy in self.space.strategies(settings, layout, below_s):
+                yield strategy, self.space.price_cache
 
     def _bound_s(self, layout: ParallelLayout) -> float:
         """Returns the bound of a layout's simulated step."""
