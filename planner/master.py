@@ -18,6 +18,7 @@
          sum of w that end at a cut        k, its places; what ends at a cut on stage k begins there
          = sum of w that begin there       on stage k + 1
     (C10) sum_c m_c z_sc <= limit          for each rank s: memory, where columns need not fit
+    (C11) Z >= least pace                  that places all blocks (planner/search/certificate.py)
 
 Schedules that recompute ahead of the gradient have e and n
 (costmodels/schedules/hidden_recompute.py); without recompute ahead e = 0 and u = t. Memory is

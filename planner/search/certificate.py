@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from parplan.costmodels.step import bubble_share
 from parplan.costmodels.strategy import ParallelLayout, Strategy
-from parplan.planner.master import Master, MasterChoice
+from parplan.planner.master import Master, MasterChoice, smallest_pace_s
 from parplan.planner.objective import Objective
 from parplan.planner.paths_of_layers import on_paths, one_range_a_rank
 from parplan.planner.placed_blocks import in_reach_of, joined_by_blocks
@@ -25,15 +25,22 @@ from parplan.planner.plan.certificate_record import Certificate, Certified, Cert
 from parplan.planner.plan.prediction import SearchRecord, Status
 from parplan.planner.search.column_names import ColumnNames
 from parplan.planner.search.replay import Replayed, replayed_price
-from parplan.planner.search.search_session import INFINITY, SearchSession, SolvedCandidate
+from parplan.planner.search.search_session import (
+    INFINITY,
+    ROUNDING,
+    SearchSession,
+    SolvedCandidate,
+)
 from parplan.planner.solver import ProgramCount, Unsolved
 from parplan.planner.stage_columns.chunk_columns import Columns
 from parplan.planner.stage_columns.columns import RankColumns
 from parplan.planner.stage_columns.embedding_columns import AnyEnds
 from parplan.planner.stage_columns.stage_column import StageColumn
 from parplan.profiles.errors import OutOfTimeError, SolverError
+from parplan.profiles.units import US_PER_S
 
 AGREES = 1e-6  # share by which the optimum of a solver and a closed form may differ
+MOST_SOLVE_S = 10.0  # programs take milliseconds, and few with hundreds of columns a second
 BESIDE = 1e-4  # share above the plan's closed form up to which columns enter the program
 
 Options = list[list[StageColumn]]
@@ -102,7 +109,8 @@ def _certify(best: SolvedCandidate, session: SearchSession) -> _Found | None:
     master = certifying_master(best.layout, best.choice, session)
     if master is None:
         return None
-    choice = master.fastest(session.options.solver, session.solver_limit_s())
+    limit_s = min(MOST_SOLVE_S, session.solver_limit_s())
+    choice = master.fastest(session.options.solver, limit_s)
     if choice is None or not choice.proven:
         return None
     gap = 1 - choice.step_s / best.choice.step_s
@@ -140,7 +148,7 @@ def certifying_master(
         options = [list(each) for each in on_paths(layout, options, share, cut_s).options]
     elif joined_by_blocks(layout, options, share):
         options = in_reach_of(layout, options, num_layers, share, cut_s)
-    return Master(
+    master = Master(
         layout,
         options,
         num_layers,
@@ -149,6 +157,33 @@ def certifying_master(
         limit_bytes=min(session.limit_bytes, session.price_cache.most_bytes) if free else None,
         name=ColumnNames(),
     )
+    least_s = _least_pace_s(layout, options, num_layers)
+    if least_s > 0:
+        master.problem.require(master.pace >= least_s * US_PER_S * (1 - ROUNDING), "C11_least_pace")
+    return master
+
+
+def _least_pace_s(layout: ParallelLayout, options: Options, num_blocks: int) -> float:
+    """Returns seconds that the slowest rank takes at least, zero where ranks do not share blocks.
+
+    Averages of columns have a shorter pace, so that the solver would have to branch for long.
+    """
+    if layout.mesh.pp == 1 or layout.equal_ranks:
+        return 0.0
+    if not one_range_a_rank(layout, options):
+        placed = not any(column.layers for columns in options for column in columns)
+        pace_s = smallest_pace_s(options, num_blocks, lambda c: c.time_s) if placed else None
+        return pace_s or 0.0
+    reached_s = {0: 0.0}
+    for columns in options:
+        further_s: dict[int, float] = {}
+        for column in columns:
+            for first, end in column.layers[0]:
+                if first in reached_s:
+                    slowest_s = max(reached_s[first], column.time_s)
+                    further_s[end] = min(further_s.get(end, INFINITY), slowest_s)
+        reached_s = further_s
+    return reached_s[max(reached_s)] if reached_s else 0.0
 
 
 def _columns(
