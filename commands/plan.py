@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ from parplan.commands.options.sections import OUTPUT
 from parplan.commands.options.target_options import TargetOptions, target_options
 from parplan.commands.options.trace_options import TraceOptions, trace_options
 from parplan.commands.output import deliver, require_output, warn_of_solver
+from parplan.commands.program_file import ProgramFile
 from parplan.commands.searching import (
     Question,
     answer,
@@ -94,6 +96,14 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="File for a plot of the front: .png, .svg or .pdf.",
 )
+@option(
+    OUTPUT,
+    "--write-lp",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="File for the integer program that certifies the plan: .lp or .mps, which HiGHS, SCIP and "
+    "others read.",
+)
 @verbose_option
 @as_json
 @click.option(
@@ -152,6 +162,11 @@ def main(
     else:
         require_no_front(flags, result.plot)
         require_output(result.output)
+    program_file = None
+    if result.write_lp is not None:
+        program_file = ProgramFile(result.write_lp)
+        program_file.require_possible(flags, result.output)
+        flags = replace(flags, on_program=program_file.keep)
     if source is None:
         fastest_alone = is_fastest_alone(flags) and not choosing
         names = launchers_to_search(target, flags, fastest_alone=fastest_alone)
@@ -173,8 +188,9 @@ def main(
         question = choosing_spares(question)
     if flags.explain:
         print_unsearched(question, to_stderr=result.as_json or result.output == STDOUT)
-    search = _front if front else _search
-    return search(question, target, flags, result)
+    if front:
+        return _front(question, target, flags, result)
+    return _search(question, target, flags, result, program_file)
 
 
 def _require_none_before(ctx: click.Context) -> None:
@@ -186,7 +202,11 @@ def _require_none_before(ctx: click.Context) -> None:
 
 
 def _search(
-    question: Question, target: TargetOptions, flags: SearchFlags, result: ResultOptions
+    question: Question,
+    target: TargetOptions,
+    flags: SearchFlags,
+    result: ResultOptions,
+    program_file: ProgramFile | None,
 ) -> int:
     from parplan.report.plans.summary_context import SummaryContext
 
@@ -204,6 +224,9 @@ def _search(
         ruled=question.factory.request.constraints.recompute_first_stage is not None,
     )
     deliver(plan, context, result.output, as_json=result.as_json)
+    if program_file is not None:
+        tell_kept(program_file.write(plan))
+        tell(f"wrote {program_file.path}: the program that certifies the plan")
     if flags.explain:
         to_stderr = result.as_json or result.output == STDOUT
         question.explained(plan, to_stderr)

@@ -17,6 +17,8 @@
     (C9) sum_c z_sc = sum_p w_kp           where layers differ: for each content of a virtual stage
          sum of w that end at a cut        k, its places; what ends at a cut on stage k begins there
          = sum of w that begin there       on stage k + 1
+    (C10) sum_c m_c z_sc <= limit          for each rank s: memory, where columns need not fit
+    (C11) Z >= least pace                  that places all blocks (planner/search/certificate.py)
 
 Schedules that recompute ahead of the gradient have e and n
 (costmodels/schedules/hidden_recompute.py); without recompute ahead e = 0 and u = t. Memory is
@@ -48,6 +50,7 @@ from parplan.planner.stage_columns.stage_prices import tied_ends
 from parplan.profiles.units import MIB, US_PER_S
 
 Places = tuple[tuple[int, int], ...]  # the ranges of layers that a chunk may be
+Name = Callable[[int, StageColumn], str]  # of the variable of a column of a rank
 TOLERANCE = 1e-6  # relative slack of (C6), as large as the feasibility tolerance of CBC
 
 
@@ -99,6 +102,9 @@ class Master:
     `share` is the bubble share, 1/v unless given. Columns that are corners of a bound
     (`RankColumns.relaxed`) are averaged over one group: z is a share, and its sum over a group is 0
     or 1.
+
+    limit_bytes   what each rank may fill, where columns need not fit (C10); None where all do
+    name          the name of the variable of a column of a rank, for a program that people read
     """
 
     def __init__(
@@ -109,29 +115,34 @@ class Master:
         *,
         tied: bool = False,
         share: float | None = None,
+        limit_bytes: float | None = None,
+        name: Name | None = None,
     ) -> None:
         self.layout = layout
         self.share = 1 / layout.virtual_stages if share is None else share
         self.problem = Problem("master")
-        self.picks = [self._variables(s, columns) for s, columns in enumerate(options)]
-        self.pace = self.problem.continuous("Z")
-        self.tail = self.problem.continuous("E")
+        self.picks = [self._variables(s, columns, name) for s, columns in enumerate(options)]
+        self.pace = self.problem.continuous("pace_us")
+        self.tail = self.problem.continuous("tail_us")
         self.hidden = hidden_passes(layout.schedule)
-        self.plain = self.problem.continuous("N") if self.hidden else None
+        self.plain = self.problem.continuous("plain_us") if self.hidden else None
         for s, picks in enumerate(self.picks):
-            self.problem.require(weighted((z, 1.0) for z in picks.values()) == 1, f"C1_one_{s}")
+            if limit_bytes is not None:
+                held = weighted((z, c.memory_bytes / MIB) for c, z in picks.items())
+                self.problem.require(held <= limit_bytes / MIB, f"C10_memory_rank{s}")
+            self.problem.require(weighted((z, 1.0) for z in picks.values()) == 1, f"C1_one_rank{s}")
             self.problem.require(
                 weighted((z, c.time_s * US_PER_S) for c, z in picks.items()) <= self.pace,
-                f"C3_pace_{s}",
+                f"C3_pace_rank{s}",
             )
             self.problem.require(
                 weighted((z, c.tail_s * US_PER_S) for c, z in picks.items()) <= self.tail,
-                f"C4_tail_{s}",
+                f"C4_tail_rank{s}",
             )
             if self.plain is not None:
                 self.problem.require(
                     weighted((z, c.plain_s * US_PER_S) for c, z in picks.items()) <= self.plain,
-                    f"C8_plain_{s}",
+                    f"C8_plain_rank{s}",
                 )
         if joined_by_cuts(layout, self.picks):
             self._require_path()
@@ -147,24 +158,29 @@ class Master:
                 alike = self._tied_as(first, value) == self._tied_as(last, value)
                 self.problem.require(alike, f"C7_tied_{n}")
 
-    def _variables(self, s: int, columns: Sequence[StageColumn]) -> dict[StageColumn, Any]:
+    def _variables(
+        self, s: int, columns: Sequence[StageColumn], name: Name | None
+    ) -> dict[StageColumn, Any]:
         """Returns the z of every column of rank s: binary, or a share of a corner."""
         variable = {True: self.problem.continuous, False: self.problem.binary}
-        picks = {column: variable[column.corner](f"z_{s}_{c}") for c, column in enumerate(columns)}
+        picks = {
+            column: variable[column.corner](name(s, column) if name else f"z_rank{s}_{c}")
+            for c, column in enumerate(columns)
+        }
         groups: dict[Hashable, list[tuple[Any, float]]] = {}
         for column, z in picks.items():
             if column.corner:
                 groups.setdefault(column.group, []).append((z, 1.0))
         for g, group in enumerate(groups.values()):
             self.problem.require(
-                weighted([*group, (self.problem.binary(f"y_{s}_{g}"), -1.0)]) == 0,
-                f"C1_group_{s}_{g}",
+                weighted([*group, (self.problem.binary(f"y_rank{s}_{g}"), -1.0)]) == 0,
+                f"C1_group_rank{s}_{g}",
             )
         return picks
 
     def _require_alike(self) -> None:
         """Adds (C7) for ranks that share parameters: all shard their states, or none does."""
-        sharded = self.problem.binary("Y")
+        sharded = self.problem.binary("sharded")
         for s, picks in enumerate(self.picks):
             for is_whole in (False, True):
                 terms = [
@@ -175,7 +191,7 @@ class Master:
                 if terms:
                     term = (sharded, 1.0 if is_whole else -1.0)
                     self.problem.require(
-                        weighted([*terms, term]) <= float(is_whole), f"C7_{s}_{is_whole}"
+                        weighted([*terms, term]) <= float(is_whole), f"C7_alike_rank{s}_{is_whole}"
                     )
 
     def _require_path(self) -> None:
@@ -195,13 +211,13 @@ class Master:
             begins: dict[int, list[tuple[Any, float]]] = {}
             for g, (places, variables) in enumerate(taken.items()):
                 shares = [
-                    (self.problem.continuous(f"w_{k}_{g}_{n}"), place)
-                    for n, place in enumerate(places)
+                    (self.problem.continuous(f"w_stage{k}_{g}_layers{place[0]}to{place[1]}"), place)
+                    for place in places
                 ]
                 self.problem.require(
                     weighted([*((w, 1.0) for w, _ in shares), *((z, -1.0) for z in variables)])
                     == 0,
-                    f"C9_places_{k}_{g}",
+                    f"C9_places_stage{k}_{g}",
                 )
                 for w, (first, end) in shares:
                     begins.setdefault(first, []).append((w, 1.0))
@@ -209,7 +225,7 @@ class Master:
             for cut in sorted({*begins, *before}):
                 row = [*begins.get(cut, []), *before.get(cut, [])]
                 self.problem.require(
-                    weighted(row) == (0.0 if k or cut else 1.0), f"C9_cut_{k}_{cut}"
+                    weighted(row) == (0.0 if k or cut else 1.0), f"C9_cut_stage{k}_layer{cut}"
                 )
             before = flow
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from parplan.costmodels.communication.mesh import MeshOrder
 from parplan.costmodels.host.offload import Offload
@@ -207,6 +207,8 @@ class Constraints:
         return replace(self, recompute=levels)
 
 
+# receives a CertifyingProgram and its Problem, which are made of requests
+OnProgram = Callable[[Any, Any], None]
 DEFAULT_MAX_SLOWDOWN = 0.10
 ANY_SLOWDOWN = 99.0  # finite for the solver's sake: steps up to 100 times the fastest
 
@@ -226,6 +228,7 @@ class SearchOptions:
     prefer: the choice among plans inside the error band of the fastest
     robust: share by which compute, links or memory may be off; the plans are then priced where one
     of them is, and None leaves that out
+    on_program: receives the program that certifies a plan, with its record
     """
 
     max_slowdown: float = DEFAULT_MAX_SLOWDOWN
@@ -237,6 +240,7 @@ class SearchOptions:
     solver: SolverName = SolverName.CBC
     prefer: Prefer = Prefer.FASTEST
     robust: float | None = None
+    on_program: OnProgram | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_slowdown <= 1000:

@@ -15,7 +15,8 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -47,6 +48,29 @@ class Solution:
     proven: bool
 
 
+@dataclass(slots=True)
+class ProgramCount:
+    """The programs that ran so far, with their variables and rows."""
+
+    programs: int = 0
+    variables: int = 0
+    rows: int = 0
+
+
+_COUNTS: ContextVar[tuple[ProgramCount, ...]] = ContextVar("counts of programs", default=())
+
+
+@contextlib.contextmanager
+def counted_programs() -> Iterator[ProgramCount]:
+    """Yields a count of the programs that run inside of it, also for the counts around it."""
+    count = ProgramCount()
+    before = _COUNTS.set((*_COUNTS.get(), count))
+    try:
+        yield count
+    finally:
+        _COUNTS.reset(before)
+
+
 class Problem:
     """A minimisation problem: variables, and linear rows named by their label."""
 
@@ -70,6 +94,19 @@ class Problem:
         """Returns the numbers of variables and rows."""
         return self._problem.numVariables(), self._problem.numConstraints()
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Returns the names of the variables."""
+        return tuple(variable.name for variable in self._problem.variables())
+
+    def text(self, suffix: str) -> str:
+        """Returns the problem as a file of a solver, with `suffix` `.lp` or `.mps`."""
+        write = {".lp": self._problem.writeLP, ".mps": self._problem.writeMPS}[suffix]
+        with tempfile.TemporaryDirectory(prefix="parplan-") as folder:
+            path = Path(folder, f"problem{suffix}")
+            write(str(path))
+            return path.read_text(encoding="utf-8")
+
     def minimize(self, expression: Any) -> None:
         self._problem.setObjective(expression)
 
@@ -88,6 +125,11 @@ class Problem:
         limit_s = None if time_limit_s is None else max(0.0, time_limit_s)
         command = _command(solver, limit_s)
         started_s = time.monotonic()
+        variables, rows = self.size
+        for count in _COUNTS.get():
+            count.programs += 1
+            count.variables += variables
+            count.rows += rows
         try:
             self._problem.solve(command)
         except pulp.PulpSolverError as error:

@@ -17,6 +17,7 @@ class ResultOptions:
 
     output: Path | None = None
     plot: Path | None = None
+    write_lp: Path | None = None
     as_json: bool = False
     verbose: bool = False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import click
 
@@ -15,6 +16,9 @@ from parplan.commands.options.option_values import (
 from parplan.commands.options.pin_options import pin_options
 from parplan.commands.options.sections import AIM, SEARCH
 from parplan.commands.style import LONGEST_S, List, Number, Share, Whole, option, packs, together
+
+if TYPE_CHECKING:
+    from parplan.planner.request import OnProgram
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +41,7 @@ class SearchFlags:
     method: str | None = None
     seed: int | None = None
     pools: str = "pipeline"
+    on_program: OnProgram | None = None  # no option
 
     @property
     def launcher(self) -> str | None:

@@ -241,6 +241,7 @@ def options_of(flags: SearchFlags) -> SearchOptions:
         memory_limit_bytes=None if limit is None else parse_size("--memory-limit", limit),
         prefer=Prefer.FASTEST if flags.prefer is None else Prefer(flags.prefer),
         robust=flags.robust,
+        on_program=flags.on_program,
     )
 
 

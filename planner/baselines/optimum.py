@@ -43,7 +43,7 @@ class Leanest:
     peak_bytes: float
 
 
-def _rank_bytes(strategy: Strategy, price_cache: LayerPriceCache) -> Iterator[tuple[int, float]]:
+def fullest_ranks(strategy: Strategy, price_cache: LayerPriceCache) -> Iterator[tuple[int, float]]:
     """Yields the peak bytes of the ranks that can be the fullest.
 
     Of neighbours with the same layers only the first counts, because a later one holds no more
@@ -67,7 +67,7 @@ def fits(strategy: Strategy, price_cache: LayerPriceCache, limit_bytes: float) -
     """Returns whether every device stays within `limit_bytes`."""
     return all(
         peak <= min(limit_bytes, prices_at(strategy.layout, rank, price_cache).most_bytes)
-        for rank, peak in _rank_bytes(strategy, price_cache)
+        for rank, peak in fullest_ranks(strategy, price_cache)
     )
 
 
@@ -97,7 +97,7 @@ def pass_s(choice: LayerChoice, layout: ParallelLayout, price_cache: LayerPriceC
     return time.total_s + data_parallel(choice, layout, price_cache).per_micro_batch_s
 
 
-def _bound_s(strategy: Strategy, price_cache: LayerPriceCache) -> float:
+def bound_s(strategy: Strategy, price_cache: LayerPriceCache) -> float:
     costs = step_costs(strategy, price_cache)
     return least_step_s(
         strategy.layout.num_micro_batches,
@@ -133,7 +133,7 @@ def fastest(
         strategy = strategies[index]
         if not costed:
             if fits(strategy, price_cache, limit_bytes):
-                heappush(bounded, (_bound_s(strategy, price_cache), index, True))
+                heappush(bounded, (bound_s(strategy, price_cache), index, True))
             continue
         price = price_step(strategy, price_cache)
         simulated += 1
@@ -148,7 +148,7 @@ def leanest(
     """Returns the candidate whose fullest device needs least. Raises OutOfTimeError."""
 
     def fullest(strategy: Strategy) -> Leanest:
-        rank, peak = max(_rank_bytes(strategy, price_cache), key=lambda rank_bytes: rank_bytes[1])
+        rank, peak = max(fullest_ranks(strategy, price_cache), key=lambda rank_bytes: rank_bytes[1])
         return Leanest(strategy, rank, peak)
 
     return min(map(fullest, in_time(candidates, deadline)), key=lambda lean: lean.peak_bytes)

@@ -33,14 +33,17 @@ from parplan.planner.export.launcher_space import LauncherSpace
 from parplan.planner.export.settings_bounds import SettingsBounds
 from parplan.planner.export.shared_search import SharedSearch
 from parplan.planner.infeasible.shortfall import price_cache_of
+from parplan.planner.export.settings_certificate import certified_settings
 from parplan.planner.objective import Objective, Prefer
 from parplan.planner.plan.assemble import assemble, runner_up
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Candidates, SearchRecord, Status
 from parplan.planner.request import OnProgress, Request
+from parplan.planner.search.certificate import BESIDE, with_counts, with_program
 from parplan.planner.search.price_factory import DescribedFactory
 from parplan.planner.search.search_session import SearchSession
-from parplan.profiles.errors import ConfigError, InfeasibleError
+from parplan.planner.solver import Unsolved, counted_programs
+from parplan.profiles.errors import ConfigError, InfeasibleError, OutOfTimeError, SolverError
 from parplan.profiles.stack import EVERY_RECOMPUTE
 
 
@@ -72,12 +75,14 @@ def best_settings(
     where none of its settings fits, and OutOfTimeError.
     """
     request = as_said(request, target)
-    search = _SettingsSearch(request, target, on_progress, shared or SharedSearch())
-    outcome = search.outcome()
-    if not outcome.solved:
-        raise search.nothing_found()
-    first, *rest = outcome.solved
-    record = search.record(outcome)
+    with counted_programs() as count:
+        search = _SettingsSearch(request, target, on_progress, shared or SharedSearch())
+        outcome = search.outcome()
+        if not outcome.solved:
+            raise search.nothing_found()
+        first, *rest = outcome.solved
+        record = search.certified(search.record(outcome), first)
+    record = with_counts(record, count)
     record = replace(
         record, runners_up=tuple(runner_up(each.strategy, each.price) for each in rest[:9])
     )
@@ -192,6 +197,35 @@ class _SettingsSearch:
                 left=outcome.left,
             ),
         )
+
+    def certified(self, record: SearchRecord, best: BestOfLayout) -> SearchRecord:
+        """Returns the record with the certificate of a plan, and a gap that includes it."""
+        program, options = None, self.request.options
+        if record.status is Status.OPTIMAL and not options.deadline.is_over:
+            with suppress(Unsolved, SolverError, OutOfTimeError):  # the plan stands without it
+                program = certified_settings(
+                    best.strategy,
+                    best.value,
+                    self._near(best),
+                    self.session.limit_bytes,
+                    options,
+                )
+        record = with_program(record, program, self.session)
+        if program is None or not program.gap or program.optimum_s is None:
+            return record
+        bound_s = min(record.bound, program.optimum_s)
+        return replace(record, bound=bound_s, gap=round(1 - bound_s / best.value, 6))
+
+    def _near(self, best: BestOfLayout) -> Iterator[tuple[Strategy, PriceCache]]:
+        """Yields the strategies of the plan's layout that may be as fast and that may fit."""
+        layout, below_s = best.strategy.layout, best.value * (1 + BESIDE)
+        for each in self.bounds.fitting(layout):
+            if each.bound_s >= below_s or not self.space.says(each.settings, layout):
+                continue
+            listed = self.bounds.possible_stages(each, layout, below_s)
+            prices = self.space.prices(each.settings)
+            for strategy in self.space.strategies(each.settings, layout, tuple(listed), below_s):
+                yield strategy, prices
 
     def _bound_s(self, layout: ParallelLayout) -> float:
         """Returns the bound of a layout's simulated step."""

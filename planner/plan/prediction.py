@@ -14,6 +14,7 @@ from statistics import fmean
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.usage.goodput import Failures
 from parplan.planner.objective import Objective, Prefer
+from parplan.planner.plan.certificate_record import Certificate
 from parplan.planner.plan.pipeline_plan import PipelinePlan
 from parplan.profiles.provenance import Kind
 
@@ -432,6 +433,7 @@ class SearchRecord:
                           redundant plan of all, and the plan is the fastest with about as little
     layers                the proof of the plan's blocks by their integer program, None where no
                           operator has a choice, or where it was not solved
+    certificate           the integer programs of the search, None where none was asked for
     launcher              the launcher whose settings alone were searched, None for all plans
     preference            the choice among plans that are as fast within the error band; value,
                           bound and gap are those of the fastest. None for other objectives
@@ -453,6 +455,7 @@ class SearchRecord:
     front: FrontPoint | None = None
     solver_failure: str | None = None
     layers: LayerProof | None = None
+    certificate: Certificate | None = None
     memory_first: MemoryFirst | None = None
     launcher: str | None = None
     preference: TieChoice | None = None

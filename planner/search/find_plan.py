@@ -38,6 +38,7 @@ from parplan.planner.search.price_factory import (
 from parplan.planner.search.replay import replay_best
 from parplan.planner.search.search_results import (
     SearchResult,
+    counted_result,
     leanest_result,
     memory_first_result,
     record_of,
@@ -49,6 +50,7 @@ from parplan.planner.search.search_session import (
     SearchSession,
     SolvedCandidate,
 )
+from parplan.planner.solver import counted_programs
 from parplan.profiles.errors import ConfigError, OutOfTimeError, SolverError
 from parplan.profiles.machines.off_speed import SpeedFactors
 from parplan.profiles.units import GIB
@@ -102,10 +104,11 @@ def search(
     preference: the choice among the ties of the fastest plan, None to leave them unpriced
     Raises SolverError, and before the first plan KeyboardInterrupt and OutOfTimeError.
     """
-    result = _search(prices, objective, options, on_progress, fastest, slack, preference)
-    if result is None or result.interrupted:
-        return result
-    return with_layer_proof(result, SearchSession(prices, options, on_progress))
+    with counted_programs() as count:
+        result = _search(prices, objective, options, on_progress, fastest, slack, preference)
+        if result is not None and not result.interrupted:
+            result = with_layer_proof(result, SearchSession(prices, options, on_progress))
+    return counted_result(result, count)
 
 
 def _search(
@@ -229,10 +232,12 @@ def find_best(factory: PriceFactory, on_progress: OnProgress | None = None) -> S
     nothing fits and it leaves that open, blocks in chunks are used an operator at a time. Raises
     errors as `find_plan` does.
     """
-    result = _find_best(factory, on_progress)
-    finer = factory.by_operators() if result is None else None
-    if finer is not None:
-        result = _find_best(finer, on_progress)
+    with counted_programs() as count:
+        result = _find_best(factory, on_progress)
+        finer = factory.by_operators() if result is None else None
+        if finer is not None:
+            result = _find_best(finer, on_progress)
+    result = counted_result(result, count)
     if result is None:
         raise factory.error(factory.searched if factory.offload is None else factory.offload)
     return result

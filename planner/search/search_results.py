@@ -15,8 +15,10 @@ from parplan.planner.objective import Objective
 from parplan.planner.plan.assemble import runner_up
 from parplan.planner.plan.prediction import Candidates, MemoryFirst, SearchRecord, Status
 from parplan.planner.plan.traced_plan import AnyPlan
+from parplan.planner.search.certificate import certified, with_counts
 from parplan.planner.search.replay import Replayed
 from parplan.planner.search.search_session import SearchPrices, SearchSession, SolvedCandidate
+from parplan.planner.solver import ProgramCount
 from parplan.profiles.units import GIB
 
 
@@ -43,12 +45,24 @@ def result_of(
     *,
     interrupted: bool,
 ) -> SearchResult:
-    """Returns the first of the replayed choices as the plan, and the others as runners-up."""
+    """Returns the first of the replayed choices as the plan, and the others as runners-up.
+
+    The plan is certified, and a better choice of the certifying program comes first.
+    """
+    replayed, record = certified(replayed, record, session)
     (best, strategy, price), *rest = replayed
     runners_up = tuple(runner_up(strategy, price) for _, strategy, price in rest)
     book = session.book_of(best.layout, best.choice)
     plan = session.prices.assembled(strategy, price, replace(record, runners_up=runners_up), book)
     return SearchResult(plan, fastest, interrupted, best, strategy, price)
+
+
+def counted_result(result: SearchResult | None, count: ProgramCount) -> SearchResult | None:
+    """Returns the result with the programs that ran in its search."""
+    if result is None:
+        return None
+    plan = result.plan
+    return replace(result, plan=replace(plan, search=with_counts(plan.search, count)))
 
 
 def leanest_result(

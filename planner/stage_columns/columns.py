@@ -75,6 +75,22 @@ class RankColumns(MixPrices):
             fastest = [min(fastest, key=self._step_and_memory)]
         return self._unbeaten(fastest, names)
 
+    def beyond_memory(self, num_blocks: int, cut_s: float) -> list[StageColumn]:
+        """Returns the mixes undominated in step and memory, of a rank without a pipeline.
+
+        Their steps are at most `cut_s`. They need not fit the device.
+        """
+        front: list[MixRow] = []
+        for priced in self.candidates(num_blocks):
+            step_s = self._step_s(priced)
+            rows = np.flatnonzero((step_s <= cut_s) & self.host_fits(priced))
+            front += [
+                (priced, int(row))
+                for row in rows[undominated_rows(step_s[rows], priced.allocated[rows])]
+            ]
+        values = np.array([self._step_and_memory(row) for row in front]).reshape(-1, 2)
+        return [self.column(*front[index]) for index in undominated_rows(*values.T)]
+
     def _step_and_memory(self, mix_row: MixRow) -> tuple[float, float]:
         priced, row = mix_row
         return self._step_s(priced)[row], priced.allocated[row]

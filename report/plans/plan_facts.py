@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from parplan.costmodels.host.offload import Offload
 from parplan.planner.calibration.profile_coverage import Coverage
 from parplan.planner.objective import Objective, Prefer
-from parplan.planner.plan.prediction import Status
+from parplan.planner.plan.certificate_record import CertifyingProgram
+from parplan.planner.plan.prediction import SearchRecord, Status
 from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
 from parplan.profiles.units import format_number, gib
 from parplan.report.names import attention_text, pipeline_phrases, search_text
@@ -130,6 +131,45 @@ def _stack_phrases(plan: AnyPlan) -> tuple[str, str]:
     return training.stack.name, f"{attention} attention, gradient reduction {reduction}"
 
 
+def _programs_phrase(search: SearchRecord) -> str:
+    """Returns how many integer programs ran, nothing for an older plan, which does not say it."""
+    if search.certificate is None:
+        return ""
+    return f", by {_counted(search.certificate.programs, 'integer program')}"
+
+
+def _layouts_phrase(search: SearchRecord) -> str:
+    """Returns the size of the programs, and the layouts that bounds closed without a choice.
+
+    Older plans have the numbers of their candidates alone.
+    """
+    certificate, candidates = search.certificate, search.candidates
+    if certificate is None:
+        return (
+            f"{candidates.considered:,} candidates: {candidates.pruned:,} pruned, "
+            f"{candidates.solved:,} solved"
+        )
+    layouts = f"{_counted(certificate.layouts, 'layout')}, {certificate.closed:,} closed by bounds"
+    if not certificate.programs:
+        return layouts
+    differs = _difference_text(certificate.plan) if certificate.plan else ""
+    variables = _counted(certificate.variables, "variable")
+    return f"{certificate.solver.name}, {variables}{differs}; {layouts}"
+
+
+def _difference_text(program: CertifyingProgram) -> str:
+    """Returns how far the certifying program is from the search, nothing where both agree."""
+    if not program.gap:
+        return ""
+    side = "below" if program.gap > 0 else "above"
+    share = f"{100 * abs(program.gap):.2g} %"
+    return f"; the certifying one is {share} {side} the search's own choice"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def proof(plan: AnyPlan, context: SummaryContext) -> tuple[str, str, str]:
     """Returns the summary's line on what the search proved, with its numbers of candidates."""
     search = plan.search
@@ -139,10 +179,7 @@ def proof(plan: AnyPlan, context: SummaryContext) -> tuple[str, str, str]:
         priced = f"{search.candidates.considered:,} points priced by the method {search.method}"
         return "proven", "nothing", priced
     took = "" if context.elapsed_s is None else f", {context.elapsed_s:.1f} s"
-    counts = (
-        f"{search.candidates.considered:,} candidates: {search.candidates.pruned:,} pruned, "
-        f"{search.candidates.solved:,} solved{took}"
-    )
+    counts = f"{_layouts_phrase(search)}{took}"
     if (layers := search.layers) and context.whole:
         found = (
             f"find a block {percent(layers.gap)} faster" if layers.gap else "find no faster block"
@@ -168,6 +205,7 @@ def proof(plan: AnyPlan, context: SummaryContext) -> tuple[str, str, str]:
                 f"{counts}"
             )
         counts = f"{percent(slower)} slower than the fastest; {counts}"
+    gap = f"{gap}{_programs_phrase(search)}"
     if search.status is Status.OPTIMAL:
         return "proven", gap, counts
     reason = "stopped early (Ctrl-C); " if context.interrupted else "stopped early; "
