@@ -205,7 +205,9 @@ class RankColumns(MixPrices):
     def _tries_all(self, num_blocks: int) -> bool:
         """Returns whether the mixes are all that the search states."""
         return self.table.stage_recompute is not None or all_tried(
-            self._unbeaten_blocks.options, num_blocks, self.layout.virtual_stages
+            self.mix_table.unbeaten_blocks(self.layout, self.rank, every=True).options,
+            num_blocks,
+            self.layout.virtual_stages,
         )
 
     def _corners(self, num_blocks: int, zero: int, least_s: Array) -> list[tuple[float, float]]:
@@ -269,7 +271,7 @@ class RankColumns(MixPrices):
 
     def _pairs(self, num_blocks: int) -> RelaxedPairs:
         """Returns the pairs of options that the blocks of a rank may be an average of."""
-        block, pairs = self.mix_table.unbeaten_blocks(self.layout, self.rank)
+        block, pairs = self.mix_table.averages(self.layout, self.rank)
         alike = not self._freed and one_way_of_running(
             block.options, num_blocks, self.layout.virtual_stages
         )

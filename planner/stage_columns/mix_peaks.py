@@ -52,16 +52,6 @@ class MixPeak:
     alone: bool
     besides: float
 
-    def holds_no_less(self, rival: MixPeak) -> bool:
-        """True if this moment dominates another, whatever the bytes of the blocks."""
-        return (
-            self.alone == rival.alone
-            and self.stashes >= rival.stashes
-            and self.remade >= rival.remade
-            and self.made >= rival.made
-            and self.besides >= rival.besides
-        )
-
 
 class MixPeaks:
     """Peaks of one rank's mixes: blocks on options of `block`, embedding and head of `fixed`."""
@@ -153,15 +143,16 @@ class MixPeaks:
                     besides,
                 )
             )
-        return [
-            peak
-            for n, peak in enumerate(peaks)
-            if not any(
-                rival.holds_no_less(peak) and not (m > n and peak.holds_no_less(rival))
-                for m, rival in enumerate(peaks)
-                if m != n
-            )
-        ]
+        values = np.array(
+            [
+                (p.stashes, p.remade, p.made, p.besides, p.alone, -float(p.alone), -n)
+                for n, p in enumerate(peaks)
+            ]
+        )
+        no_less = (values[:, None, :-1] >= values[None, :, :-1]).all(axis=2)
+        # of equal moments the first stays
+        beats = no_less & (~no_less.T | (values[:, None, -1] > values[None, :, -1]))
+        return [peak for peak, beaten in zip(peaks, beats.any(axis=0), strict=True) if not beaten]
 
     def _blocks(self, mixes: Mixes) -> list[AlikeLayers]:
         """Returns the blocks of the rank as runs, the first used option of every row first.

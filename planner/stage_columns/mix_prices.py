@@ -172,47 +172,56 @@ class MixPrices:
         """
         if self.table.stage_recompute is not None or len(self.stages) == 1:
             return []
-        mixes = self._mixed(num_blocks, self._redundancy_chains)
+        mixes = self._mixed(num_blocks, redundancy=True)
         sums = sums_of(mixes, self.block)
         return [self.priced(mixes, zero, mixed=True, sums=sums) for zero in self.end_stages]
 
-    def _mixed(self, num_blocks: int, chained: Chains | None = None) -> Mixes:
-        options = self._unbeaten_blocks.options
-        near = self._chains if chained is None else chained
+    def _mixed(self, num_blocks: int, *, redundancy: bool = False) -> Mixes:
         virtual_stages = self.layout.virtual_stages
-        return self.table.once(
-            ("mixed", options, near, virtual_stages, num_blocks),
-            lambda: near_mixes(options, near, num_blocks, virtual_stages),
+        every = self.mix_table.tries_every_list(
+            self.layout, self.rank, -(-num_blocks // virtual_stages)
         )
+        block, near = self._chained(every, redundancy)
+        return self.table.once(
+            ("mixed", block.options, near, virtual_stages, num_blocks),
+            lambda: near_mixes(block.options, near, num_blocks, virtual_stages),
+        )
+
+    def _chained(self, every: bool, redundancy: bool) -> tuple[BlockCosts, Chains]:
+        """Returns the costs of options, and the chains of those near one another.
+
+        The chains are those of the seconds that a block adds to the step, and of the bytes that it
+        adds to the peak, or of its redundant bytes.
+        """
+
+        def make() -> tuple[BlockCosts, Chains]:
+            block = self.mix_table.unbeaten_blocks(self.layout, self.rank, every=every)
+            step_s = self.layout.num_micro_batches * block.time_s + block.tail_s
+            held = self._redundant_bytes(block) if redundancy else self._held_bytes(block)
+            return block, tuple(map(tuple, chains(block.options, step_s, held)))
+
+        return self._once(("chained", every, redundancy), make)
 
     @cached_property
     def _unbeaten_blocks(self) -> BlockCosts:
-        return self.mix_table.unbeaten_blocks(self.layout, self.rank)[0]
+        return self.mix_table.unbeaten_blocks(self.layout, self.rank)
 
-    @cached_property
-    def _redundancy_chains(self) -> Chains:
-        """The chains of the seconds and redundant bytes that a block adds to the step."""
-        block = self._unbeaten_blocks
-        step_s = self.layout.num_micro_batches * block.time_s + block.tail_s
+    def _redundant_bytes(self, block: BlockCosts) -> Array:
+        """Redundant bytes of a block by option."""
         saved, ideal = (
             column_of(block.options, name) for name in ("saved_bytes", "ideal_saved_bytes")
         )
         in_flight = self.stashes / self.layout.virtual_stages
-        redundant = block.states - block.ideal_states + in_flight * (saved - ideal)
-        return tuple(map(tuple, chains(block.options, step_s, redundant)))
+        return np.asarray(block.states - block.ideal_states + in_flight * (saved - ideal))
 
-    @cached_property
-    def _chains(self) -> Chains:
-        """The chains of the seconds and bytes that a block adds to the step and the peak."""
-        block = self._unbeaten_blocks
-        step_s = self.layout.num_micro_batches * block.time_s + block.tail_s
+    def _held_bytes(self, block: BlockCosts) -> Array:
+        """Bytes that a block adds to the peak, by option."""
         in_flight = self.stashes / self.layout.virtual_stages
-        held = (
+        return np.asarray(
             block.states
             + self._spare(block.step_copies)
             + in_flight * column_of(block.options, "saved_bytes")
         )
-        return tuple(map(tuple, chains(block.options, step_s, held)))
 
     def _spare(self, step_copies: Array | float) -> Array:
         """Bytes for the copies of the optimizer's step.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, product
 
@@ -35,6 +35,8 @@ from parplan.planner.layer_options.mixes import (
     Mixes,
     MixHulls,
     OptionPairs,
+    averaged_options,
+    exhaustive,
     hulls,
     make_mixes,
     option_pairs,
@@ -235,26 +237,63 @@ class MixTable(StageTable):
 
         return self.once(("blocks", *key), make)
 
-    def unbeaten_blocks(self, layout: ParallelLayout, rank: int) -> tuple[BlockCosts, OptionPairs]:
-        """Returns block costs on undominated options, and all ordered pairs of these options.
+    def unbeaten_blocks(
+        self, layout: ParallelLayout, rank: int, *, every: bool = False
+    ) -> BlockCosts:
+        """Returns block costs on undominated options at ZeRO stages.
 
-        The options are at ZeRO stages. No mix gets worse by an option that costs no more in any
-        way.
+        No mix gets worse by an option that costs no more in any way. Of any lists of recomputed
+        operators they are those that an average of blocks may need, or `every` one.
         """
-        key = (
-            layout.mesh,
-            self._kind(layout, rank),
-            layout.splits_backward,
-            layout.recomputes_ahead,
-            self.zero_ways(layout),
-        )
+        block = self.per_block(layout, rank)
+        if not every and self.catalogue.by_operator:
+            block = self._averaged(block)
+        if layout.recomputes_ahead:
+            return block
+        return self.once(("unbeaten", block), lambda: block.of(unbeaten_options(block)))
+
+    def _averaged(self, block: BlockCosts) -> BlockCosts:
+        """Returns the costs of the options that an average of blocks may need."""
+
+        def make() -> BlockCosts:
+            return block.of([block.options[i] for i in averaged_options(block.options)])
+
+        return self.once(("averaged", block), make)
+
+    def averages(
+        self, layout: ParallelLayout, rank: int
+    ) -> tuple[BlockCosts, OptionPairs]:
+        """Returns block costs whose averages bound every mix, and all ordered pairs of them.
+
+        Any list of recomputed operators is above an average of others, with the least workspace
+        that it may have (`averaged_options`).
+        """
+        block = self.per_block(layout, rank)
 
         def make() -> tuple[BlockCosts, OptionPairs]:
-            block = self.per_block(layout, rank)
-            unbeaten = block if layout.recomputes_ahead else block.of(unbeaten_options(block))
-            return unbeaten, option_pairs(unbeaten.options)
+            some = block
+            if self.catalogue.by_operator:
+                least = averaged_options(block.options)
+                options = tuple(
+                    replace(block.options[i], workspace_bytes=workspace)
+                    for i, workspace in least.items()
+                )
+                some = replace(block.of([block.options[i] for i in least]), options=options)
+            if not layout.recomputes_ahead:
+                some = some.of(unbeaten_options(some))
+            return some, option_pairs(some.options)
 
-        return self.once(("unbeaten", *key), make)
+        return self.once(("averages", block), make)
+
+    def tries_every_list(self, layout: ParallelLayout, rank: int, total: int) -> bool:
+        """Returns whether mixes of `total` blocks have every undominated option in every number.
+
+        The fewer options that an average may need are looked at first.
+        """
+        return all(
+            exhaustive(self.unbeaten_blocks(layout, rank, every=every).options, total)
+            for every in (False, True)
+        )
 
     def homes(self, layout: ParallelLayout, sharding: Sharding, num_blocks: int) -> LocationCosts:
         """Returns the costs of placing the blocks of a rank, for a layout in chunks."""
@@ -335,8 +374,16 @@ class MixTable(StageTable):
 
         With virtual stages every chunk has the same mix.
         """
+        options = self.options(layout, rank)
+        some: Sequence[int] = range(len(options))
+        total = -(-num_blocks // layout.virtual_stages)
+        if self.catalogue.by_operator and not self.tries_every_list(layout, rank, total):
+            some = self.once(("some", options), lambda: tuple(averaged_options(options)))
         mixes = self.once(
             ("mixes", self._kind(layout, rank), layout.virtual_stages, num_blocks),
-            lambda: make_mixes(self.options(layout, rank), num_blocks, layout.virtual_stages),
+            lambda: make_mixes(
+                tuple(options[i] for i in some), num_blocks, layout.virtual_stages
+            ),
         )
-        return replace(mixes, options=self.placed(layout, rank, zero))
+        placed = self.placed(layout, rank, zero)
+        return replace(mixes, options=tuple(placed[i] for i in some))
