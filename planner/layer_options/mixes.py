@@ -63,6 +63,10 @@ class Mixes:
     window_bytes: Array
     last_s: Array
 
+    def at(self, rows: Ints) -> Mixes:
+        """Returns some of the mixes."""
+        return replace(self, **{name: getattr(self, name)[rows] for name in _BY_ROW})
+
 
 def column_of(options: Sequence[object], name: str) -> Array:
     """Returns one attribute of every option as an array."""
@@ -113,7 +117,7 @@ def make_mixes(options: tuple[LayerOption, ...], num_blocks: int, num_chunks: in
         options, _tuples(options, -(-num_blocks // num_chunks), pairs), num_blocks, num_chunks
     )
     rows = _worth_it(mixes, mixes.counts @ column_of(options, "time_s") + mixes.last_s)
-    return replace(mixes, **{name: getattr(mixes, name)[rows] for name in _BY_ROW})
+    return mixes.at(rows)
 
 
 def near_mixes(

@@ -80,11 +80,12 @@ def fastest_choice(
     """
     num_layers = session.num_blocks
     share = bubble_share(layout, session.price_cache)
-    limit = session.limit_bytes
     counts: list[Collection[Hashable]] = [
         {column.contents for column in columns} for columns in relaxed
     ]
-    options = session.columns(layout, lambda rank, count: rank.fastest(count, limit), cut_s, counts)
+    options = session.columns(
+        layout, lambda rank, count: session.fastest(rank, count, layout, cut_s), cut_s, counts
+    )
     least_s = lower_bound_s(layout, options, num_layers, share) if options else None
     if options is None or least_s is None or least_s >= cut_s:
         return None

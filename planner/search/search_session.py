@@ -52,7 +52,7 @@ from parplan.planner.stage_columns.chunk_columns import Columns, rank_columns
 from parplan.planner.stage_columns.columns import RankColumns
 from parplan.planner.stage_columns.embedding_columns import AnyEnds, ColumnMaker
 from parplan.planner.stage_columns.mix_table import MixTable
-from parplan.planner.stage_columns.stage_column import StageColumn
+from parplan.planner.stage_columns.stage_column import RankTimeLimit, StageColumn
 
 LEAST_SOLVE_S = 1.0  # a master takes 0.02 to 0.2 s; a shorter limit would only make it fail
 MOST_SOLVE_S = 60.0  # a layout that needs longer keeps its bound, and the gap says so
@@ -486,12 +486,25 @@ class SearchSession:
 
         return self.columns(layout, make, cut_s)
 
+    def fastest(
+        self, rank: Columns, count: int, layout: ParallelLayout, cut_s: float
+    ) -> list[StageColumn]:
+        """Returns the fastest columns of a rank; those that alone exceed the cut may be left out."""
+        if isinstance(rank, RankColumns | AnyEnds):
+            return rank.fastest(count, self.limit_bytes, self._reach(layout, cut_s))
+        return rank.fastest(count, self.limit_bytes)
+
+    def _reach(self, layout: ParallelLayout, cut_s: float) -> RankTimeLimit | None:
+        """Returns the limit on one rank that a cut leaves, whatever the others run."""
+        if layout.recomputes_ahead or cut_s == INFINITY:
+            return None
+        share = bubble_share(layout, self.prices.price_cache)
+        room_s = cut_s * (1 + ROUNDING) - self.prices.ramps_s(layout)
+        return RankTimeLimit(layout.num_micro_batches - share, room_s)
+
     def _too_slow(self, layout: ParallelLayout, column: StageColumn, cut_s: float) -> bool:
         """True if the layout takes longer than the cut with this column, for any other columns."""
-        if layout.recomputes_ahead or cut_s == INFINITY:
+        reach = self._reach(layout, cut_s)
+        if reach is None:
             return False
-        share = bubble_share(layout, self.prices.price_cache)
-        fixed_s = self.prices.ramps_s(layout)
-        repeats = layout.num_micro_batches - share
-        step_s = fixed_s + repeats * column.time_s + column.tail_s
-        return step_s > cut_s * (1 + ROUNDING)
+        return reach.repeats * column.time_s + column.tail_s > reach.room_s

@@ -30,12 +30,17 @@ from parplan.planner.stage_columns.relaxed_pairs import (
     corners_of_lines,
     least_shares,
 )
-from parplan.planner.stage_columns.stage_column import StageColumn, unbeaten_rows
+from parplan.planner.stage_columns.stage_column import (
+    RankTimeLimit,
+    StageColumn,
+    unbeaten_rows,
+)
 from parplan.planner.stage_columns.stage_prices import tied_ends
 
 # columns with mixes of two ZeRO stages for one number of blocks, evenly along their front
 MOST_MIXED = 8
 MOST_LEAN = 32
+FEW_PEAKS = 128  # mixes whose peaks are found at once
 PICOSECOND = 12  # decimals of seconds
 # weights of the tail in the relaxation, per micro-batch
 _TAIL_WEIGHTS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 64.0)
@@ -46,14 +51,92 @@ MixRow = tuple[PricedMixes, int]  # mixes and the row of one of them
 class RankColumns(MixPrices):
     """The columns of one pipeline rank of a layout, made for one block count at a time."""
 
-    def fastest(self, num_blocks: int, limit_bytes: float) -> list[StageColumn]:
+    def fastest(
+        self, num_blocks: int, limit_bytes: float, reach: RankTimeLimit | None = None
+    ) -> list[StageColumn]:
         """Returns the mixes within `limit_bytes` that are undominated in time and in tail.
 
-        With recompute ahead, the seconds that count in the ramps are compared too.
+        With recompute ahead, the seconds that count in the ramps are compared too. Mixes out of
+        `reach` may be left out.
         """
+        if self._freed is None or self.layout.recomputes_ahead or self.table.stage_recompute:
+            return self._once(
+                ("fastest", num_blocks, limit_bytes), lambda: self._fastest(num_blocks, limit_bytes)
+            )
         return self._once(
-            ("fastest", num_blocks, limit_bytes), lambda: self._fastest(num_blocks, limit_bytes)
+            ("fastest", num_blocks, limit_bytes, reach),
+            lambda: self._fastest_freed(num_blocks, limit_bytes, reach),
         )
+
+    def _fastest_freed(
+        self, num_blocks: int, limit_bytes: float, reach: RankTimeLimit | None
+    ) -> list[StageColumn]:
+        """Returns the columns of `fastest` where gradients come and go.
+
+        The peak of a mix takes long there. It is found for the mixes that are not slower than one
+        that surely fits, and that do not surely need more.
+        """
+        usable = usable_bytes(limit_bytes, self.layout.mesh, self.table.price_cache)
+        alone = self.layout.mesh.pp == 1
+        fastest: list[MixRow] = []
+        known = np.full((1, 2), np.inf)
+        for loose in self.candidates(num_blocks, exact=False):
+            rows = np.flatnonzero(self.host_fits(loose))
+            if reach is not None:
+                rows = rows[reach.within(loose.time_s[rows], loose.tail_s[rows])]
+            seconds = np.stack([loose.time_s, loose.tail_s], axis=1)
+            if alone:
+                seconds = np.stack([self._step_s(loose)] * 2, axis=1)
+            rows = self._that_fit(loose, rows, seconds, known, usable, num_blocks)
+            if not len(rows):
+                continue
+            priced = self.exactly(loose, rows)
+            every = np.arange(len(rows))
+            if alone:
+                front = self._fastest_alone(priced, every)
+            else:
+                front = undominated_rows(priced.time_s, priced.tail_s, priced.allocated)
+                if priced.mixed:
+                    front = _some(front, MOST_MIXED)
+            fastest += [(priced, int(row)) for row in front]
+            if not self._like_the_other_end(loose.zero):
+                known = np.concatenate([known, seconds[rows[front]]])
+        if alone and fastest:
+            fastest = [min(fastest, key=self._step_and_memory)]
+        return self._unbeaten(fastest, ("time_s", "tail_s"))
+
+    def _that_fit(
+        self,
+        loose: PricedMixes,
+        rows: Ints,
+        seconds: Array,
+        known: Array,
+        usable: float,
+        num_blocks: int,
+    ) -> Ints:
+        """Returns those of `rows` that fit and that no faster one beats, with all their equals.
+
+        loose      mixes with the sum of their largest classes as allocated bytes
+        seconds    time and tail by row
+        known      time and tail of mixes that fit
+        """
+        sure = loose.allocated[rows] <= usable
+        unsure = rows[~sure]
+        unsure = unsure[self.least_allocated(loose, num_blocks)[unsure] <= usable]
+        rows = _unbeaten_by(np.concatenate([rows[sure], unsure]), seconds, known)
+        while len(rows):
+            front = _unbeaten_by(rows, seconds, seconds[rows])
+            doubtful = front[loose.allocated[front] > usable]
+            if not len(doubtful):
+                return front
+            if len(doubtful) < FEW_PEAKS:  # more at once take hardly longer
+                others = rows[loose.allocated[rows] > usable]
+                order = np.argsort(seconds[others].sum(axis=1), kind="stable")
+                doubtful = np.union1d(doubtful, others[order[:FEW_PEAKS]])
+            exact = self.exactly(loose, doubtful).allocated
+            loose.allocated[doubtful] = np.minimum(loose.allocated[doubtful], exact)
+            rows = rows[~np.isin(rows, doubtful[exact > usable])]
+        return rows
 
     def _fastest(self, num_blocks: int, limit_bytes: float) -> list[StageColumn]:
         ahead = self.layout.recomputes_ahead
@@ -364,6 +447,24 @@ class RankColumns(MixPrices):
             row = int(np.where(fits, priced.allocated, np.inf).argmin())
             columns.append(self.column(priced, row))
         return min(columns, key=lambda column: column.memory_bytes)
+
+
+def _unbeaten_by(rows: Ints, seconds: Array, rivals: Array) -> Ints:
+    """Returns the rows that no rival beats in time or tail without a loss in the other.
+
+    Rows that equal a rival stay.
+    """
+    if not len(rows) or not len(rivals):
+        return rows
+    order = np.lexsort((rivals[:, 1], rivals[:, 0]))
+    times, tails = rivals[order].T
+    least = np.minimum.accumulate(tails)
+    own_s, own_tail_s = seconds[rows].T
+    last = np.searchsorted(times, own_s, side="right") - 1  # rivals that take no longer
+    before = np.searchsorted(times, own_s, side="left") - 1  # rivals that are faster
+    shorter = (last >= 0) & (least[last] < own_tail_s)
+    faster = (before >= 0) & (least[before] <= own_tail_s)
+    return rows[~(shorter | faster)]
 
 
 def _some(rows: Ints, most: int) -> Ints:

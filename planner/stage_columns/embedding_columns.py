@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Protocol
 
 from parplan.planner.stage_columns.columns import RankColumns
-from parplan.planner.stage_columns.stage_column import StageColumn, unbeaten
+from parplan.planner.stage_columns.stage_column import RankTimeLimit, StageColumn, unbeaten
 
 
 class ColumnMaker(Protocol):
@@ -31,8 +31,25 @@ class AnyEnds:
     def __init__(self, ways: Sequence[ColumnMaker]) -> None:
         self.ways = tuple(ways)
 
-    def fastest(self, num_blocks: int, limit_bytes: float) -> list[StageColumn]:
-        return _unbeaten(way.fastest(num_blocks, limit_bytes) for way in self.ways)
+    def fastest(
+        self, num_blocks: int, limit_bytes: float, reach: RankTimeLimit | None = None
+    ) -> list[StageColumn]:
+        """Returns the undominated columns of all ways; those out of `reach` may be left out."""
+        return _unbeaten(
+            way.fastest(num_blocks, limit_bytes, reach)
+            if isinstance(way, RankColumns)
+            else way.fastest(num_blocks, limit_bytes)
+            for way in self.ways
+            if reach is None or self._in_reach(way, num_blocks, limit_bytes, reach)
+        )
+
+    @staticmethod
+    def _in_reach(
+        way: ColumnMaker, num_blocks: int, limit_bytes: float, reach: RankTimeLimit
+    ) -> bool:
+        """Returns whether a bound of the columns of a way is in reach."""
+        bounds = way.relaxed(num_blocks, limit_bytes)
+        return any(reach.repeats * c.time_s + c.tail_s <= reach.room_s for c in bounds)
 
     def relaxed(
         self, num_blocks: int, limit_bytes: float, *, plain: bool = False

@@ -24,7 +24,7 @@ from parplan.costmodels.memory.rank_memory import (
 )
 from parplan.costmodels.schedules.hidden_recompute import plain_and_ramp
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.dominance import Array
+from parplan.planner.dominance import Array, Ints
 from parplan.planner.layer_options.mixes import (
     Mixes,
     chains,
@@ -142,25 +142,30 @@ class MixPrices:
         """
         return self.stages if end_kinds(self.rank, self.layout) else self.stages[-1:]
 
-    def candidates(self, num_blocks: int) -> list[PricedMixes]:
+    def candidates(self, num_blocks: int, *, exact: bool = True) -> list[PricedMixes]:
         """Returns mixes at one ZeRO stage, with embedding and head, and mixes of two stages.
 
         The latter exist if there are several stages. Under a rule for the recompute of the stages
         they are the mixes with its number of recomputed blocks.
+
+        exact    the peaks of gradients that come and go are found
         """
         if self.table.stage_recompute is not None:
             counts = self.table.stage_recompute.counts(num_blocks, self.rank, self.layout)
             mixes = self.mix_table.staged(self.layout, self.rank, num_blocks, counts)
             return [self.priced(mixes, zero) for zero in self.end_stages]
         candidates = [
-            self.priced(self.mix_table.get(self.layout, self.rank, num_blocks, zero), zero)
+            self.priced(
+                self.mix_table.get(self.layout, self.rank, num_blocks, zero), zero, exact=exact
+            )
             for zero in self.stages
         ]
         if len(self.stages) > 1:
             mixes = self._mixed(num_blocks)
             sums = sums_of(mixes, self.block)
             candidates += [
-                self.priced(mixes, zero, mixed=True, sums=sums) for zero in self.end_stages
+                self.priced(mixes, zero, mixed=True, sums=sums, exact=exact)
+                for zero in self.end_stages
             ]
         return candidates
 
@@ -279,6 +284,32 @@ class MixPrices:
             allocated=allocated - apart + self._spare(fixed.step_copies + blocks.step_copies),
             redundant=allocated - ideal,
         )
+
+    def exactly(self, loose: PricedMixes, rows: Ints) -> PricedMixes:
+        """Returns some rows with the peaks of gradients that come and go."""
+        return self.priced(loose.mixes.at(rows), loose.zero, mixed=loose.mixed)
+
+    def least_allocated(self, loose: PricedMixes, num_blocks: int) -> Array:
+        """Lower bound of the bytes at the peak by row, if gradients come and go.
+
+        It leaves out what a layer allocates in its own pass. It is zero where the chunks of the
+        rank differ in length.
+        """
+        mixes, freed = loose.mixes, self._freed
+        if freed is None or num_blocks % self.layout.virtual_stages:
+            return np.zeros(len(mixes.counts))
+        blocks = sums_of(mixes, self.block)
+        gradients = mixes.counts @ self.block.of(mixes.options).gradients
+        spare = self._spare(self.fixed[loose.zero].step_copies + blocks.step_copies)
+        levels = [
+            peak.besides
+            + blocks.states
+            - (0.0 if peak.made == 1 else gradients)
+            + peak.stashes * mixes.saved_bytes
+            for peak in freed.moments(loose.zero)
+            if not peak.remade
+        ]
+        return np.asarray(np.max(levels, axis=0) + spare)
 
     def running(self, mixes: Mixes, zero: int, sums: MixCosts | None = None) -> Array:
         """Bytes at the peak beyond states and the most stashes.
