@@ -52,24 +52,34 @@ class RankColumns(MixPrices):
     """The columns of one pipeline rank of a layout, made for one block count at a time."""
 
     def fastest(
-        self, num_blocks: int, limit_bytes: float, reach: RankTimeLimit | None = None
+        self,
+        num_blocks: int,
+        limit_bytes: float,
+        reach: RankTimeLimit | None = None,
+        beside: Sequence[StageColumn] = (),
     ) -> list[StageColumn]:
         """Returns the mixes within `limit_bytes` that are undominated in time and in tail.
 
         With recompute ahead, the seconds that count in the ramps are compared too. Mixes out of
-        `reach` may be left out.
+        `reach` may be left out, and those that a column `beside` them beats.
         """
         if self._freed is None or self.layout.recomputes_ahead or self.table.stage_recompute:
             return self._once(
                 ("fastest", num_blocks, limit_bytes), lambda: self._fastest(num_blocks, limit_bytes)
             )
+        if reach is not None or beside:
+            return self._fastest_freed(num_blocks, limit_bytes, reach, beside)
         return self._once(
-            ("fastest", num_blocks, limit_bytes, reach),
-            lambda: self._fastest_freed(num_blocks, limit_bytes, reach),
+            ("fastest", num_blocks, limit_bytes),
+            lambda: self._fastest_freed(num_blocks, limit_bytes, None, ()),
         )
 
     def _fastest_freed(
-        self, num_blocks: int, limit_bytes: float, reach: RankTimeLimit | None
+        self,
+        num_blocks: int,
+        limit_bytes: float,
+        reach: RankTimeLimit | None,
+        beside: Sequence[StageColumn],
     ) -> list[StageColumn]:
         """Returns the columns of `fastest` where gradients come and go.
 
@@ -79,7 +89,13 @@ class RankColumns(MixPrices):
         usable = usable_bytes(limit_bytes, self.layout.mesh, self.table.price_cache)
         alone = self.layout.mesh.pp == 1
         fastest: list[MixRow] = []
-        known = np.full((1, 2), np.inf)
+        found: dict[tuple[float, ...], Array] = {}
+        for end in {self._like_the_other_end(zero) for zero in self.end_stages}:
+            alike = [c for c in beside if self._like_the_other_end(c.zero) == end]
+            known = np.array([(c.time_s, c.tail_s) for c in alike]).reshape(-1, 2)
+            if alone:
+                known = np.repeat(self._rounded_s(known[:, :1], known[:, 1:]), 2, axis=1)
+            found[end] = known
         for loose in self.candidates(num_blocks, exact=False):
             rows = np.flatnonzero(self.host_fits(loose))
             if reach is not None:
@@ -87,7 +103,8 @@ class RankColumns(MixPrices):
             seconds = np.stack([loose.time_s, loose.tail_s], axis=1)
             if alone:
                 seconds = np.stack([self._step_s(loose)] * 2, axis=1)
-            rows = self._that_fit(loose, rows, seconds, known, usable, num_blocks)
+            end = self._like_the_other_end(loose.zero)
+            rows = self._that_fit(loose, rows, seconds, found[end], usable, num_blocks)
             if not len(rows):
                 continue
             priced = self.exactly(loose, rows)
@@ -99,8 +116,7 @@ class RankColumns(MixPrices):
                 if priced.mixed:
                     front = _some(front, MOST_MIXED)
             fastest += [(priced, int(row)) for row in front]
-            if not self._like_the_other_end(loose.zero):
-                known = np.concatenate([known, seconds[rows[front]]])
+            found[end] = np.concatenate([found[end], seconds[rows[front]]])
         if alone and fastest:
             fastest = [min(fastest, key=self._step_and_memory)]
         return self._unbeaten(fastest, ("time_s", "tail_s"))
@@ -120,10 +136,13 @@ class RankColumns(MixPrices):
         seconds    time and tail by row
         known      time and tail of mixes that fit
         """
+        rows = _unbeaten_by(rows, seconds, known)
+        if not len(rows):
+            return rows
         sure = loose.allocated[rows] <= usable
         unsure = rows[~sure]
-        unsure = unsure[self.least_allocated(loose, num_blocks)[unsure] <= usable]
-        rows = _unbeaten_by(np.concatenate([rows[sure], unsure]), seconds, known)
+        unsure = unsure[self.least_allocated(loose, unsure, num_blocks) <= usable]
+        rows = np.concatenate([rows[sure], unsure])
         while len(rows):
             front = _unbeaten_by(rows, seconds, seconds[rows])
             doubtful = front[loose.allocated[front] > usable]
@@ -167,7 +186,10 @@ class RankColumns(MixPrices):
 
         They are rounded, so that sums of the same terms in another order are equal.
         """
-        return np.round(self.layout.num_micro_batches * priced.time_s + priced.tail_s, PICOSECOND)
+        return self._rounded_s(priced.time_s, priced.tail_s)
+
+    def _rounded_s(self, time_s: Array, tail_s: Array) -> Array:
+        return np.round(self.layout.num_micro_batches * time_s + tail_s, PICOSECOND)
 
     def _fastest_alone(self, priced: PricedMixes, rows: Ints) -> Ints:
         """Returns the row with the shortest step, for a rank without a pipeline.
@@ -236,10 +258,14 @@ class RankColumns(MixPrices):
         )
         return [self.column(*rows[index]) for index in unbeaten_rows(values)]
 
+    @property
+    def matches_another(self) -> bool:
+        """True if another rank has the token table of this one as well."""
+        return self.table.price_cache.tied and self.rank in tied_ends(self.layout)
+
     def _like_the_other_end(self, zero: int) -> tuple[float, ...]:
         """Values that make whole and sharded ends incomparable if another rank's end must match."""
-        tied = self.table.price_cache.tied and self.rank in tied_ends(self.layout)
-        return (float(zero > 0), float(zero == 0)) if tied else ()
+        return (float(zero > 0), float(zero == 0)) if self.matches_another else ()
 
     def relaxed(
         self, num_blocks: int, limit_bytes: float, *, plain: bool = False
@@ -419,16 +445,18 @@ class RankColumns(MixPrices):
         candidates: Sequence[MixPeak | PeakCandidate] = (
             self._freed.moments(zero) if self._freed else self._moments
         )
-        return self._once(
-            ("moments", zero, pairs),
-            lambda: [
+        def make() -> list[Array]:
+            return [
                 always
                 - (1 - moment.made) * pairs.gradients
                 + moment.stashes / chunks * pairs.saved_bytes
                 + moment.remade / chunks * remade
                 for moment in candidates
-            ],
-        )
+            ]
+
+        if self.layout.equal_ranks:  # one number of blocks, so that nothing asks for them again
+            return make()
+        return self._once(("moments", zero, pairs), make)
 
     def smallest(self, num_blocks: int) -> StageColumn:
         """Returns the mix and ZeRO stages with the lowest peak memory, for any time.

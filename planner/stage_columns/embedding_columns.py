@@ -35,13 +35,17 @@ class AnyEnds:
         self, num_blocks: int, limit_bytes: float, reach: RankTimeLimit | None = None
     ) -> list[StageColumn]:
         """Returns the undominated columns of all ways; those out of `reach` may be left out."""
-        return _unbeaten(
-            way.fastest(num_blocks, limit_bytes, reach)
-            if isinstance(way, RankColumns)
-            else way.fastest(num_blocks, limit_bytes)
-            for way in self.ways
-            if reach is None or self._in_reach(way, num_blocks, limit_bytes, reach)
-        )
+        by_table: dict[Hashable, list[StageColumn]] = {}
+        for way in self.ways:
+            if reach is not None and not self._in_reach(way, num_blocks, limit_bytes, reach):
+                continue
+            if isinstance(way, RankColumns):
+                # columns with another table replace none of these where another rank has it too
+                alike = by_table.setdefault(way.tied_table if way.matches_another else (), [])
+                alike += way.fastest(num_blocks, limit_bytes, reach, tuple(alike))
+            else:
+                by_table.setdefault((), []).extend(way.fastest(num_blocks, limit_bytes))
+        return _unbeaten(by_table.values())
 
     @staticmethod
     def _in_reach(

@@ -154,6 +154,8 @@ class MixPrices:
             counts = self.table.stage_recompute.counts(num_blocks, self.rank, self.layout)
             mixes = self.mix_table.staged(self.layout, self.rank, num_blocks, counts)
             return [self.priced(mixes, zero) for zero in self.end_stages]
+        if len(self.stages) > 1 and self.mix_table.catalogue.by_operator:
+            return self._mixed_candidates(num_blocks, exact=exact)
         candidates = [
             self.priced(
                 self.mix_table.get(self.layout, self.rank, num_blocks, zero), zero, exact=exact
@@ -161,13 +163,16 @@ class MixPrices:
             for zero in self.stages
         ]
         if len(self.stages) > 1:
-            mixes = self._mixed(num_blocks)
-            sums = sums_of(mixes, self.block)
-            candidates += [
-                self.priced(mixes, zero, mixed=True, sums=sums, exact=exact)
-                for zero in self.end_stages
-            ]
+            candidates += self._mixed_candidates(num_blocks, exact=exact)
         return candidates
+
+    def _mixed_candidates(self, num_blocks: int, *, exact: bool) -> list[PricedMixes]:
+        """Returns mixes of options at any ZeRO stages, by the stage of embedding and head."""
+        mixes, sums = self._mixed(num_blocks)
+        return [
+            self.priced(mixes, zero, mixed=True, sums=sums, exact=exact)
+            for zero in self.end_stages
+        ]
 
     def redundancy_mixes(self, num_blocks: int) -> list[PricedMixes]:
         """Returns mixes of options that are near in seconds and redundant bytes.
@@ -177,20 +182,21 @@ class MixPrices:
         """
         if self.table.stage_recompute is not None or len(self.stages) == 1:
             return []
-        mixes = self._mixed(num_blocks, redundancy=True)
-        sums = sums_of(mixes, self.block)
+        mixes, sums = self._mixed(num_blocks, redundancy=True)
         return [self.priced(mixes, zero, mixed=True, sums=sums) for zero in self.end_stages]
 
-    def _mixed(self, num_blocks: int, *, redundancy: bool = False) -> Mixes:
+    def _mixed(self, num_blocks: int, *, redundancy: bool = False) -> tuple[Mixes, MixCosts]:
         virtual_stages = self.layout.virtual_stages
         every = self.mix_table.tries_every_list(
             self.layout, self.rank, -(-num_blocks // virtual_stages)
         )
         block, near = self._chained(every, redundancy)
-        return self.table.once(
-            ("mixed", block.options, near, virtual_stages, num_blocks),
-            lambda: near_mixes(block.options, near, num_blocks, virtual_stages),
-        )
+
+        def make() -> tuple[Mixes, MixCosts]:
+            mixes = near_mixes(block.options, near, num_blocks, virtual_stages)
+            return mixes, sums_of(mixes, self.block)
+
+        return self.mix_table.recent(("mixed", block, near, virtual_stages, num_blocks), make)
 
     def _chained(self, every: bool, redundancy: bool) -> tuple[BlockCosts, Chains]:
         """Returns the costs of options, and the chains of those near one another.
@@ -289,27 +295,26 @@ class MixPrices:
         """Returns some rows with the peaks of gradients that come and go."""
         return self.priced(loose.mixes.at(rows), loose.zero, mixed=loose.mixed)
 
-    def least_allocated(self, loose: PricedMixes, num_blocks: int) -> Array:
-        """Lower bound of the bytes at the peak by row, if gradients come and go.
+    def least_allocated(self, loose: PricedMixes, rows: Ints, num_blocks: int) -> Array:
+        """Lower bound of the bytes at the peak of some rows, if gradients come and go.
 
         It leaves out what a layer allocates in its own pass. It is zero where the chunks of the
         rank differ in length.
         """
-        mixes, freed = loose.mixes, self._freed
-        if freed is None or num_blocks % self.layout.virtual_stages:
-            return np.zeros(len(mixes.counts))
-        blocks = sums_of(mixes, self.block)
-        gradients = mixes.counts @ self.block.of(mixes.options).gradients
-        spare = self._spare(self.fixed[loose.zero].step_copies + blocks.step_copies)
+        freed, block = self._freed, self.block.of(loose.mixes.options)
+        if freed is None or not len(rows) or num_blocks % self.layout.virtual_stages:
+            return np.zeros(len(rows))
+        spare = self._spare(self.fixed[loose.zero].step_copies)
+        always = block.states + self._spare(block.step_copies)
+        counts = loose.mixes.counts[rows].astype(np.float64)
+        states, gradients = (counts @ np.stack([always, block.gradients], axis=1)).T
+        saved = loose.mixes.saved_bytes[rows]
         levels = [
-            peak.besides
-            + blocks.states
-            - (0.0 if peak.made == 1 else gradients)
-            + peak.stashes * mixes.saved_bytes
+            peak.besides + spare - (peak.made < 1) * gradients + peak.stashes * saved
             for peak in freed.moments(loose.zero)
             if not peak.remade
         ]
-        return np.asarray(np.max(levels, axis=0) + spare)
+        return np.asarray(np.max(levels, axis=0) + states)
 
     def running(self, mixes: Mixes, zero: int, sums: MixCosts | None = None) -> Array:
         """Bytes at the peak beyond states and the most stashes.

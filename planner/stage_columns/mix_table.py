@@ -10,7 +10,7 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.host_embedding import illegal_host_embedding
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.host.state_location import Access, StateLocation
-from parplan.costmodels.keyed_cache import KeyedCache
+from parplan.costmodels.keyed_cache import KeyedCache, RecentCache
 from parplan.costmodels.layers.chunked_layer import BlockCost
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.layers.model_layers import Ends
@@ -47,6 +47,8 @@ from parplan.planner.layer_options.zero_ways import ZeroWay, zero_ways
 from parplan.planner.request import Constraints
 from parplan.planner.stage_columns.stage_prices import BlockCosts, block_prices, unbeaten_options
 from parplan.profiles.models.operator_graph import LayerKind
+
+MOST_MIXES = 64  # numbers of blocks whose mixes are held at once
 
 _Kind = tuple[int, Sharding, bool, bool, Access]  # the arguments of options
 
@@ -94,6 +96,7 @@ class MixTable(StageTable):
     ) -> None:
         super().__init__(price_cache, pins, deadline)
         self.catalogue = catalogue_of(price_cache, pins)
+        self.recent = RecentCache(MOST_MIXES, deadline.check)
         self._zero_by_operator = pins.zero_by_operator
 
     def zero_ways(self, layout: ParallelLayout) -> tuple[ZeroWay, ...]:
