@@ -40,13 +40,13 @@ from parplan.planner.layer_options.mixes import (
     one_way_of_running,
 )
 from parplan.planner.stage_columns.block_counts import block_counts
+from parplan.planner.stage_columns.mix_peaks import MADE_SHARES
 from parplan.planner.stage_columns.mix_table import MixTable
 from parplan.planner.stage_columns.stage_prices import BlockCosts, end_costs, end_kinds
 from parplan.profiles.models.operator_graph import LayerKind
 
 ENDS = (LayerKind.EMBEDDING, LayerKind.HEAD)
 # prices of a byte, in units of the longest block's extra seconds over the largest one's extra bytes
-_MADE_SHARES = (0.0, 0.5, 1.0)  # of the chunks whose gradients exist at a moment of a bound
 _BYTE_PRICES = np.array([0.0, *np.geomspace(0.05, 20.0, 24)])
 
 
@@ -182,7 +182,7 @@ def _least_freed_s(
         sent_bytes(rank, layout, price_cache) / max(1, num_sent(rank, layout)) for rank in ranks
     )
     least_s = 0.0
-    for made in _MADE_SHARES:
+    for made in MADE_SHARES:
         # each rank has such a moment, or a fuller one
         stashed, sent = np.min(
             [

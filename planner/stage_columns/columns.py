@@ -391,7 +391,7 @@ class RankColumns(MixPrices):
             way = by_way_of_running(block.options)[pairs.index]
             return RelaxedPairs(block, pairs.at(np.flatnonzero(way[0] == way[1])))
 
-        return self._once(("pairs", alike), make)
+        return self.table.once(("pairs", block, alike), make)
 
     def relaxed_s(
         self, num_blocks: int, zero: int, usable: float, *, plain: bool = False
@@ -422,9 +422,11 @@ class RankColumns(MixPrices):
         fixed, pairs = self.fixed[zero], self._pairs(num_blocks)
         chunk = num_blocks / self.layout.virtual_stages
         outside = usable - self._spare(fixed.step_copies)
-        by_moment = self._bytes_by_moment(zero, pairs)
+        by_moment = self._bytes_by_moment(num_blocks, zero, pairs)
         if self._freed:
-            for peak, block_bytes in zip(self._freed.moments(zero), by_moment, strict=True):
+            for peak, block_bytes in zip(
+                self._freed.moments(zero, num_blocks), by_moment, strict=True
+            ):
                 room = outside - peak.besides - pairs.inside(peak.alone)
                 yield block_bytes, room / num_blocks
             return
@@ -437,26 +439,28 @@ class RankColumns(MixPrices):
             room = beside - temporaries - (moment.stashes - self.stashes) * fixed.saved
             yield block_bytes, room / num_blocks
 
-    def _bytes_by_moment(self, zero: int, pairs: RelaxedPairs) -> list[Array]:
+    def _bytes_by_moment(self, num_blocks: int, zero: int, pairs: RelaxedPairs) -> list[Array]:
         """Returns for every moment the bytes of one block by side and pair."""
         chunks = self.layout.virtual_stages
         always = pairs.states + self._spare(pairs.step_copies)
         remade = pairs.whole_saved - pairs.saved_bytes
         candidates: Sequence[MixPeak | PeakCandidate] = (
-            self._freed.moments(zero) if self._freed else self._moments
+            self._freed.moments(zero, num_blocks) if self._freed else self._moments
         )
+        kinds = tuple((moment.stashes, moment.remade, moment.made) for moment in candidates)
+
         def make() -> list[Array]:
             return [
                 always
-                - (1 - moment.made) * pairs.gradients
-                + moment.stashes / chunks * pairs.saved_bytes
-                + moment.remade / chunks * remade
-                for moment in candidates
+                - (1 - made) * pairs.gradients
+                + stashed / chunks * pairs.saved_bytes
+                + again / chunks * remade
+                for stashed, again, made in kinds
             ]
 
         if self.layout.equal_ranks:  # one number of blocks, so that nothing asks for them again
             return make()
-        return self._once(("moments", zero, pairs), make)
+        return self._once(("moments", kinds, pairs), make)
 
     def smallest(self, num_blocks: int) -> StageColumn:
         """Returns the mix and ZeRO stages with the lowest peak memory, for any time.

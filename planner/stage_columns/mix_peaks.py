@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -29,11 +30,13 @@ from parplan.costmodels.memory.rank_memory import (
     stashes,
 )
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout
-from parplan.planner.dominance import Array, Ints
+from parplan.planner.dominance import Array, Ints, Mask
 from parplan.planner.layer_options.mixes import Mixes, column_of, widest_mixes
 from parplan.planner.stage_columns.dealing import counts_of_chunks
 from parplan.planner.stage_columns.stage_prices import BlockCosts, EndCosts, end_kinds
 from parplan.profiles.models.operator_graph import LayerKey, LayerKind
+
+MADE_SHARES = (0.0, 0.5, 1.0)  # of the chunks whose gradients exist at a moment of a bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,38 @@ class MixPeak:
     made: float
     alone: bool
     besides: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PassArrays:
+    """The backward passes of a rank (`PeakPass`), by pass, or by pass and chunk.
+
+    all_sent    messages that the rank sends in a step
+    """
+
+    chunk: Ints
+    ahead: Mask
+    sent: Ints
+    stashes: Ints
+    remade: Ints
+    made: Mask
+    all_sent: int
+
+
+@lru_cache(maxsize=4096)
+def _pass_arrays(layout: ParallelLayout, rank: int) -> _PassArrays:
+    passes, all_sent = passes_of(layout, rank)
+    backward = [each for each in passes if each.backward]
+    chunks = range(len(layout.stages_of(rank)))
+    return _PassArrays(
+        chunk=np.array([each.chunk for each in backward]),
+        ahead=np.array([each.ahead for each in backward], np.bool_),
+        sent=np.array([each.sent for each in backward]),
+        stashes=np.array([each.stashes for each in backward]),
+        remade=np.array([each.remade for each in backward]),
+        made=np.array([[chunk in each.made for chunk in chunks] for each in backward], np.bool_),
+        all_sent=all_sent,
+    )
 
 
 class MixPeaks:
@@ -109,50 +144,55 @@ class MixPeaks:
             ),
         )
 
-    def moments(self, zero: int) -> list[MixPeak]:
-        """Returns moments that include the peak, with embedding and head at one ZeRO stage."""
-        return self._once(zero, lambda: self._fullest_moments(zero))
+    def moments(self, zero: int, num_blocks: int) -> list[MixPeak]:
+        """Returns moments of which one is near the peak, with embedding and head at one ZeRO stage."""
+        key = zero, num_blocks
+        return self._once(key, lambda: self._fullest_moments(zero, num_blocks))
 
-    def _fullest_moments(self, zero: int) -> list[MixPeak]:
-        ends = {kind.role: self._end(kind, zero).held for kind in self._kinds}
-        stages = self.layout.stages_of(self.rank)
-        fixed = self.fixed[zero]
-        lasting = self._constant(zero, 0.0)
-        places = {LayerKind.EMBEDDING: 0, LayerKind.HEAD: self.layout.num_virtual_stages - 1}
-        passes, sent = passes_of(self.layout, self.rank)
-        peaks = [MixPeak(0, 0, 1.0, False, fixed.states + sent * lasting.sent)]
-        for peak_pass in passes:
-            if not peak_pass.backward:
-                continue
-            besides = fixed.states + peak_pass.sent * lasting.sent + lasting.gathered
-            for kind, held in ends.items():
-                chunk = stages.index(places[kind])
-                # the head ran backward before the first block of its chunk
-                ran = chunk == peak_pass.chunk and kind is LayerKind.HEAD
-                has_gradients = chunk in peak_pass.made or ran
-                stashed = peak_pass.stashes[chunk] - ran
-                besides += stashed * held.saved - (0.0 if has_gradients else held.gradients)
-                if ran:
-                    besides += lasting.shared_table
-            peaks.append(
-                MixPeak(
-                    sum(peak_pass.stashes),
-                    sum(peak_pass.remade),
-                    len(peak_pass.made) / len(stages),
-                    peak_pass.ahead,
-                    besides,
-                )
+    def _fullest_moments(self, zero: int, num_blocks: int) -> list[MixPeak]:
+        passes = _pass_arrays(self.layout, self.rank)
+        fixed, lasting = self.fixed[zero], self._constant(zero, 0.0)
+        besides = fixed.states + passes.sent * lasting.sent + lasting.gathered
+        for kind in self._kinds:
+            held = self._end(kind, zero).held
+            head = kind.role is LayerKind.HEAD
+            chunk = self.layout.stages_of(self.rank).index(
+                self.layout.num_virtual_stages - 1 if head else 0
             )
-        values = np.array(
-            [
-                (p.stashes, p.remade, p.made, p.besides, p.alone, -float(p.alone), -n)
-                for n, p in enumerate(peaks)
-            ]
-        )
-        no_less = (values[:, None, :-1] >= values[None, :, :-1]).all(axis=2)
-        # of equal moments the first stays
-        beats = no_less & (~no_less.T | (values[:, None, -1] > values[None, :, -1]))
-        return [peak for peak, beaten in zip(peaks, beats.any(axis=0), strict=True) if not beaten]
+            # the head ran backward before the first block of its chunk
+            ran = (passes.chunk == chunk) & head
+            besides = besides + (passes.stashes[:, chunk] - ran) * held.saved
+            besides = besides - np.where(passes.made[:, chunk] | ran, 0.0, held.gradients)
+            besides = besides + ran * lasting.shared_table
+        stashes, remade = passes.stashes.sum(axis=1), passes.remade.sum(axis=1)
+        made = passes.made.mean(axis=1)
+        peaks = [MixPeak(0, 0, 1.0, False, fixed.states + passes.all_sent * lasting.sent)]
+        for row in self._chosen(stashes, made, besides, passes.ahead, num_blocks):
+            values = stashes[row], remade[row], float(made[row]), bool(passes.ahead[row])
+            peaks.append(MixPeak(int(values[0]), int(values[1]), *values[2:], float(besides[row])))
+        return peaks
+
+    def _chosen(
+        self, stashes: Ints, made: Array, besides: Array, ahead: Mask, num_blocks: int
+    ) -> list[int]:
+        """Returns passes that no other dominates, or the fullest for some blocks.
+
+        The blocks save the least, the mean and the most bytes of an option. Before the fullest
+        pass others may be fuller that have fewer gradients.
+        """
+        if self.layout.recomputes_ahead:
+            values = np.stack([stashes, made, besides, ahead, ~ahead], axis=1)
+            no_less = (values[:, None] >= values[None, :]).all(axis=2)
+            first = np.arange(len(values))
+            beats = no_less & (~no_less.T | (first[:, None] < first[None, :]))
+            return [int(row) for row in np.flatnonzero(~beats.any(axis=0))]
+        saved = column_of(self.block.options, "saved_bytes") / self.layout.virtual_stages
+        chosen: dict[int, None] = {}
+        for each in (saved.min(), saved.mean(), saved.max()):
+            held = besides + num_blocks * stashes * each
+            for share in MADE_SHARES:
+                chosen[int(np.where(made >= share, held, -np.inf).argmax())] = None
+        return list(chosen)
 
     def _blocks(self, mixes: Mixes) -> list[AlikeLayers]:
         """Returns the blocks of the rank as runs, the first used option of every row first.

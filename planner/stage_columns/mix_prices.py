@@ -170,8 +170,7 @@ class MixPrices:
         """Returns mixes of options at any ZeRO stages, by the stage of embedding and head."""
         mixes, sums = self._mixed(num_blocks)
         return [
-            self.priced(mixes, zero, mixed=True, sums=sums, exact=exact)
-            for zero in self.end_stages
+            self.priced(mixes, zero, mixed=True, sums=sums, exact=exact) for zero in self.end_stages
         ]
 
     def redundancy_mixes(self, num_blocks: int) -> list[PricedMixes]:
@@ -311,7 +310,7 @@ class MixPrices:
         saved = loose.mixes.saved_bytes[rows]
         levels = [
             peak.besides + spare - (peak.made < 1) * gradients + peak.stashes * saved
-            for peak in freed.moments(loose.zero)
+            for peak in freed.moments(loose.zero, num_blocks)
             if not peak.remade
         ]
         return np.asarray(np.max(levels, axis=0) + states)

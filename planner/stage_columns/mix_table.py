@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, product
 
+import numpy as np
+
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.host_embedding import illegal_host_embedding
 from parplan.costmodels.host.offload import Offload
@@ -20,6 +22,7 @@ from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.deadline import NEVER, Deadline
+from parplan.planner.dominance import Ints
 from parplan.planner.host_options.host_variants import may_offload_activations, with_host
 from parplan.planner.host_options.location_costs import (
     LocationCosts,
@@ -263,9 +266,7 @@ class MixTable(StageTable):
 
         return self.once(("averaged", block), make)
 
-    def averages(
-        self, layout: ParallelLayout, rank: int
-    ) -> tuple[BlockCosts, OptionPairs]:
+    def averages(self, layout: ParallelLayout, rank: int) -> tuple[BlockCosts, OptionPairs]:
         """Returns block costs whose averages bound every mix, and all ordered pairs of them.
 
         Any list of recomputed operators is above an average of others, with the least workspace
@@ -284,7 +285,10 @@ class MixTable(StageTable):
                 some = replace(block.of([block.options[i] for i in least]), options=options)
             if not layout.recomputes_ahead:
                 some = some.of(unbeaten_options(some))
-            return some, option_pairs(some.options)
+            pairs = option_pairs(some.options)
+            if self.catalogue.by_operator:
+                pairs = pairs.at(_worth_mixing(some, pairs.index))
+            return some, pairs
 
         return self.once(("averages", block), make)
 
@@ -384,9 +388,16 @@ class MixTable(StageTable):
             some = self.once(("some", options), lambda: tuple(averaged_options(options)))
         mixes = self.once(
             ("mixes", self._kind(layout, rank), layout.virtual_stages, num_blocks),
-            lambda: make_mixes(
-                tuple(options[i] for i in some), num_blocks, layout.virtual_stages
-            ),
+            lambda: make_mixes(tuple(options[i] for i in some), num_blocks, layout.virtual_stages),
         )
         placed = self.placed(layout, rank, zero)
         return replace(mixes, options=tuple(placed[i] for i in some))
+
+
+def _worth_mixing(block: BlockCosts, index: Ints) -> Ints:
+    """Returns the pairs whose first option is faster in some way, and options with themselves."""
+    first, second = index
+    faster = first == second
+    for seconds in (block.time_s, block.tail_s, block.time_s - block.recompute_s):
+        faster = faster | (seconds[first] < seconds[second])
+    return np.flatnonzero(faster)
