@@ -114,6 +114,8 @@ class _Fastest:
             if averages is None or averages_s >= cut_s:
                 self.session.raised_s(layout, min(averages_s, cut_s))
                 return known
+            if session.prices.any_list:
+                cut_s = min(cut_s, nearly_equal_s(layout, session, cut_s))
         relaxed = session.relaxed(layout, cut_s)
         relaxed_s = relaxed_bound_s(layout, relaxed, cut_s, session)
         # Columns that take longer than the cut are left out.

@@ -110,6 +110,7 @@ class SearchPrices(ABC):
         self._once, self._check = KeyedCache(deadline.check), deadline.check
 
     ascending = True  # the contents of a rank come by number of blocks
+    any_list = False  # blocks recompute any list of operators, so that columns take long
     parts_last = False  # layouts with several parts a rank take long, and come after the others
 
     @property
@@ -250,6 +251,7 @@ class DescribedPrices(SearchPrices):
         allowed = request.constraints.resolved(request.training.stack)
         super().__init__(space, price_cache, allowed, deadline)
         self.table = MixTable(price_cache, allowed, deadline)
+        self.any_list = self.table.catalogue.by_operator
         self._may_fit: dict[ParallelLayout, tuple[float, float]] = {}
 
     @property
@@ -489,7 +491,7 @@ class SearchSession:
     def fastest(
         self, rank: Columns, count: int, layout: ParallelLayout, cut_s: float
     ) -> list[StageColumn]:
-        """Returns the fastest columns of a rank; those that alone exceed the cut may be left out."""
+        """Returns the fastest columns of a rank; without some that exceed the cut."""
         if isinstance(rank, RankColumns | AnyEnds):
             return rank.fastest(count, self.limit_bytes, self._reach(layout, cut_s))
         return rank.fastest(count, self.limit_bytes)
