@@ -107,15 +107,16 @@ class _Fastest:
         Layouts whose mixes of real numbers of blocks are not below the cut are not solved.
         """
         session = self.session
-        if not layout.equal_ranks and layout.mesh.pp > 1:
+        if session.prices.any_list and not layout.recomputes_ahead and layout.mesh.pp > 1:
+            if not layout.equal_ranks:
+                cut_s = min(cut_s, nearly_equal_s(layout, session, cut_s))
+        elif not layout.equal_ranks and layout.mesh.pp > 1:
             cut_s = min(cut_s, self._closer_cut_s(layout, cut_s))
             averages = session.relaxed(layout, cut_s, averages=True)
             averages_s = relaxed_bound_s(layout, averages, cut_s, session)
             if averages is None or averages_s >= cut_s:
                 self.session.raised_s(layout, min(averages_s, cut_s))
                 return known
-            if session.prices.any_list:
-                cut_s = min(cut_s, nearly_equal_s(layout, session, cut_s))
         relaxed = session.relaxed(layout, cut_s)
         relaxed_s = relaxed_bound_s(layout, relaxed, cut_s, session)
         # Columns that take longer than the cut are left out.
@@ -208,6 +209,9 @@ def closer_bounds_s(layout: ParallelLayout, session: SearchSession) -> Iterator[
         yield session.raised_s(layout, prices.ahead_bound_s(layout, usual_s))
     for closer_s in prices.closer_bounds_s(layout, limit):
         yield session.raised_s(layout, closer_s)
+    if prices.any_list and not layout.chunked and not layout.recomputes_ahead:
+        averages = session.relaxed(layout, INFINITY, averages=True)
+        yield session.raised_s(layout, relaxed_bound_s(layout, averages, INFINITY, session))
 
 
 def _usual(layout: ParallelLayout) -> ParallelLayout:

@@ -479,8 +479,9 @@ class SearchSession:
         """
 
         def make(rank: Columns, count: int) -> list[StageColumn]:
-            if averages and isinstance(rank, RankColumns):
-                columns = rank.averages(count, self.limit_bytes, plain=plain)
+            bounds = rank.bounds if isinstance(rank, AnyEnds) else rank
+            if averages and isinstance(bounds, RankColumns):
+                columns = bounds.averages(count, self.limit_bytes, plain=plain)
             else:
                 columns = rank.relaxed(count, self.limit_bytes, plain=plain)
             too_slow = all(self._too_slow(layout, column, cut_s) for column in columns)

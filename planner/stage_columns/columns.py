@@ -7,6 +7,7 @@ Only the mixes that no other mix of the same rank and block count beats become c
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from functools import cached_property
 
 import numpy as np
@@ -23,7 +24,7 @@ from parplan.planner.layer_options.mixes import (
     one_way_of_running,
     pure_mixes,
 )
-from parplan.planner.stage_columns.mix_peaks import MixPeak
+from parplan.planner.stage_columns.mix_peaks import LeastPeaks, MixPeak, MixPeaks
 from parplan.planner.stage_columns.mix_prices import MixPrices, PricedMixes
 from parplan.planner.stage_columns.relaxed_pairs import (
     RelaxedPairs,
@@ -35,7 +36,7 @@ from parplan.planner.stage_columns.stage_column import (
     StageColumn,
     unbeaten_rows,
 )
-from parplan.planner.stage_columns.stage_prices import tied_ends
+from parplan.planner.stage_columns.stage_prices import EndCosts, tied_ends
 
 # columns with mixes of two ZeRO stages for one number of blocks, evenly along their front
 MOST_MIXED = 8
@@ -508,3 +509,32 @@ def _of_equal_tail(priced: PricedMixes, rows: Ints) -> list[Ints]:
     """Returns `rows` in groups of equal tail, one for each layout of the weights."""
     _, group = np.unique(np.round(priced.tail_s[rows], PICOSECOND), return_inverse=True)
     return [rows[group == number] for number in range(group.max(initial=-1) + 1)]
+
+
+class LeastEnds(RankColumns):
+    """Bounds of one rank with any of several ways to run embedding and head.
+
+    The rank has the least of each of their costs, at any ZeRO stage. Its columns are no plans.
+    """
+
+    def __init__(self, ways: Sequence[RankColumns]) -> None:
+        first = ways[0]
+        super().__init__(first.rank, first.layout, first.table, first.ends)
+        self.ways = tuple(ways)
+        costs = [way.fixed[zero] for way in ways for zero in way.end_stages]
+        # a layer that is used up leaves its bytes to others
+        least = {
+            each.name: (max if each.name == "used_up" else min)(
+                getattr(cost, each.name) for cost in costs
+            )
+            for each in fields(EndCosts)
+        }
+        self.fixed = dict.fromkeys(self.stages, EndCosts(**least))
+
+    @property
+    def end_stages(self) -> tuple[int, ...]:
+        return self.stages[-1:]
+
+    def _make_peaks(self) -> MixPeaks:
+        every = [(way.peaks, zero) for way in self.ways for zero in way.end_stages]
+        return LeastPeaks(super()._make_peaks(), every)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -149,7 +149,8 @@ class MixPeaks:
         key = zero, num_blocks
         return self._once(key, lambda: self._fullest_moments(zero, num_blocks))
 
-    def _fullest_moments(self, zero: int, num_blocks: int) -> list[MixPeak]:
+    def besides(self, zero: int) -> tuple[Array, float]:
+        """Returns the bytes of the rank beside its blocks by backward pass, and after the last."""
         passes = _pass_arrays(self.layout, self.rank)
         fixed, lasting = self.fixed[zero], self._constant(zero, 0.0)
         besides = fixed.states + passes.sent * lasting.sent + lasting.gathered
@@ -164,12 +165,24 @@ class MixPeaks:
             besides = besides + (passes.stashes[:, chunk] - ran) * held.saved
             besides = besides - np.where(passes.made[:, chunk] | ran, 0.0, held.gradients)
             besides = besides + ran * lasting.shared_table
+        return besides, fixed.states + passes.all_sent * lasting.sent
+
+    def _fullest_moments(self, zero: int, num_blocks: int) -> list[MixPeak]:
+        passes = _pass_arrays(self.layout, self.rank)
+        besides, at_end = self._once(("besides", zero), lambda: self.besides(zero))
         stashes, remade = passes.stashes.sum(axis=1), passes.remade.sum(axis=1)
         made = passes.made.mean(axis=1)
-        peaks = [MixPeak(0, 0, 1.0, False, fixed.states + passes.all_sent * lasting.sent)]
+        peaks = [MixPeak(0, 0, 1.0, False, at_end)]
         for row in self._chosen(stashes, made, besides, passes.ahead, num_blocks):
-            values = stashes[row], remade[row], float(made[row]), bool(passes.ahead[row])
-            peaks.append(MixPeak(int(values[0]), int(values[1]), *values[2:], float(besides[row])))
+            peaks.append(
+                MixPeak(
+                    int(stashes[row]),
+                    int(remade[row]),
+                    float(made[row]),
+                    bool(passes.ahead[row]),
+                    float(besides[row]),
+                )
+            )
         return peaks
 
     def _chosen(
@@ -265,3 +278,18 @@ class MixPeaks:
         )
         apart: Array = np.where(mixes.host_bytes > 0, 0.0, together - fullest)
         return apart
+
+
+class LeastPeaks(MixPeaks):
+    """Bounds of the peaks of a rank with the least bytes of several ways to run its ends.
+
+    every    the peaks with each way, and a ZeRO stage of embedding and head
+    """
+
+    def __init__(self, one: MixPeaks, every: Sequence[tuple[MixPeaks, int]]) -> None:
+        super().__init__(one.rank, one.layout, one.block, one.fixed, one.price_cache)
+        self._every = tuple(every)
+
+    def besides(self, zero: int) -> tuple[Array, float]:
+        ways = [peaks.besides(stage) for peaks, stage in self._every]
+        return np.min([each for each, _ in ways], axis=0), min(at_end for _, at_end in ways)

@@ -119,6 +119,12 @@ class MixPrices:
             return None
         return self._make_peaks()
 
+    @property
+    def peaks(self) -> MixPeaks:
+        """The peaks of mixes, whose gradients come and go."""
+        assert self._freed is not None, "the gradients of this layout stay"
+        return self._freed
+
     def _make_peaks(self) -> MixPeaks:
         return MixPeaks(self.rank, self.layout, self.block, self.fixed, self.ends)
 
