@@ -107,8 +107,14 @@ class _Fastest:
         Layouts whose mixes of real numbers of blocks are not below the cut are not solved.
         """
         session = self.session
-        if session.prices.any_list and not layout.recomputes_ahead and layout.mesh.pp > 1:
-            if not layout.equal_ranks:
+        if session.prices.any_list and not layout.chunked:
+            if layout.recomputes_ahead:
+                bounds = session.relaxed(layout, cut_s, averages=True)
+                bound_s = relaxed_bound_s(layout, bounds, cut_s, session)
+                if bounds is None or bound_s >= cut_s:
+                    self.session.raised_s(layout, min(bound_s, cut_s))
+                    return known
+            elif not layout.equal_ranks and layout.mesh.pp > 1:
                 cut_s = min(cut_s, nearly_equal_s(layout, session, cut_s))
         elif not layout.equal_ranks and layout.mesh.pp > 1:
             cut_s = min(cut_s, self._closer_cut_s(layout, cut_s))

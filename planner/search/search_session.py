@@ -499,7 +499,7 @@ class SearchSession:
 
     def _reach(self, layout: ParallelLayout, cut_s: float) -> RankTimeLimit | None:
         """Returns the limit on one rank that a cut leaves, whatever the others run."""
-        if layout.recomputes_ahead or cut_s == INFINITY:
+        if cut_s == INFINITY or (layout.recomputes_ahead and not self.prices.any_list):
             return None
         share = bubble_share(layout, self.prices.price_cache)
         room_s = cut_s * (1 + ROUNDING) - self.prices.ramps_s(layout)
@@ -510,4 +510,4 @@ class SearchSession:
         reach = self._reach(layout, cut_s)
         if reach is None:
             return False
-        return reach.repeats * column.time_s + column.tail_s > reach.room_s
+        return reach.repeats * column.plain_s + column.tail_s > reach.room_s

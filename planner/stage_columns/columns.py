@@ -64,7 +64,12 @@ class RankColumns(MixPrices):
         With recompute ahead, the seconds that count in the ramps are compared too. Mixes out of
         `reach` may be left out, and those that a column `beside` them beats.
         """
-        if self._freed is None or self.layout.recomputes_ahead or self.table.stage_recompute:
+        mixed = len(self.stages) > 1 and self.mix_table.catalogue.by_operator
+        if (
+            self._freed is None
+            or self.table.stage_recompute
+            or (self.layout.recomputes_ahead and not mixed)
+        ):
             return self._once(
                 ("fastest", num_blocks, limit_bytes), lambda: self._fastest(num_blocks, limit_bytes)
             )
@@ -89,19 +94,20 @@ class RankColumns(MixPrices):
         """
         usable = usable_bytes(limit_bytes, self.layout.mesh, self.table.price_cache)
         alone = self.layout.mesh.pp == 1
+        last = "ramp_s" if self.layout.recomputes_ahead else "tail_s"
         fastest: list[MixRow] = []
         found: dict[tuple[float, ...], Array] = {}
         for end in {self._like_the_other_end(zero) for zero in self.end_stages}:
             alike = [c for c in beside if self._like_the_other_end(c.zero) == end]
-            known = np.array([(c.time_s, c.tail_s) for c in alike]).reshape(-1, 2)
+            known = np.array([(c.time_s, getattr(c, last)) for c in alike]).reshape(-1, 2)
             if alone:
                 known = np.repeat(self._rounded_s(known[:, :1], known[:, 1:]), 2, axis=1)
             found[end] = known
         for loose in self.candidates(num_blocks, exact=False):
             rows = np.flatnonzero(self.host_fits(loose))
             if reach is not None:
-                rows = rows[reach.within(loose.time_s[rows], loose.tail_s[rows])]
-            seconds = np.stack([loose.time_s, loose.tail_s], axis=1)
+                rows = rows[reach.within(loose.plain_s[rows], loose.tail_s[rows])]
+            seconds = np.stack([loose.time_s, getattr(loose, last)], axis=1)
             if alone:
                 seconds = np.stack([self._step_s(loose)] * 2, axis=1)
             end = self._like_the_other_end(loose.zero)
@@ -113,14 +119,17 @@ class RankColumns(MixPrices):
             if alone:
                 front = self._fastest_alone(priced, every)
             else:
-                front = undominated_rows(priced.time_s, priced.tail_s, priced.allocated)
+                front = undominated_rows(
+                    priced.time_s, getattr(priced, last), priced.allocated
+                )
                 if priced.mixed:
                     front = _some(front, MOST_MIXED)
             fastest += [(priced, int(row)) for row in front]
             found[end] = np.concatenate([found[end], seconds[rows[front]]])
         if alone and fastest:
             fastest = [min(fastest, key=self._step_and_memory)]
-        return self._unbeaten(fastest, ("time_s", "tail_s"))
+        names = ("time_s", "tail_s", "plain_s", "ramp_s")
+        return self._unbeaten(fastest, names if self.layout.recomputes_ahead else names[:2])
 
     def _that_fit(
         self,

@@ -54,7 +54,7 @@ class AnyEnds:
     ) -> bool:
         """Returns whether a bound of the columns of a way is in reach."""
         bounds = way.relaxed(num_blocks, limit_bytes)
-        return any(reach.repeats * c.time_s + c.tail_s <= reach.room_s for c in bounds)
+        return any(reach.repeats * c.plain_s + c.tail_s <= reach.room_s for c in bounds)
 
     def relaxed(
         self, num_blocks: int, limit_bytes: float, *, plain: bool = False
