@@ -28,6 +28,7 @@ from parplan.planner.solver import Unsolved
 Outcome = BranchOutcome[SolvedCandidate]
 # share above its bound at which an easy choice of a layout that cannot win is good enough
 WORTH_SOLVING = 0.01
+REPLAYED_OF_LISTS = 5  # layouts that are replayed where columns take long
 LOOSE = 2.0  # times the bound of a layout, from which on a cut leaves out few of its columns
 MOST_CONTENTS = 2000  # numbers of blocks of all ranks that are worth columns without a first cut
 
@@ -67,8 +68,7 @@ class _Fastest:
         return branch_and_bound(
             ((self.least_s(layout), layout) for layout in layouts),
             self._solve,
-            # no slower choice of several parts a rank is worth its columns
-            lambda solved: min(worth_replaying(solved), self.least_of_one_s),
+            self._cut_s,
             BranchWatch(
                 objective=Objective.THROUGHPUT,
                 left_s=session.left_s,
@@ -77,6 +77,16 @@ class _Fastest:
             incumbents=known,
             closer=lambda layout: closer_bounds_s(layout, session),
         )
+
+    def _cut_s(self, solved: Sequence[SolvedCandidate]) -> float:
+        """Returns the seconds from which on a layout is not worth its columns.
+
+        A slower choice of several parts a rank is not worth them.
+        """
+        cut_s = min(worth_replaying(solved), self.least_of_one_s)
+        if self.session.prices.any_list and len(solved) >= REPLAYED_OF_LISTS:
+            cut_s = min(cut_s, solved[REPLAYED_OF_LISTS - 1].value)
+        return cut_s
 
     def _solve(
         self, layout: ParallelLayout, _: float, cut_s: float, best_s: float
@@ -193,6 +203,8 @@ def search_fastest(
     ahead = {layout for layout in layouts if layout.recomputes_ahead} - last
     outcome = fastest.searched([each for each in layouts if each not in last | ahead])
     if ahead and not outcome.interrupted:
+        if session.prices.any_list:  # only a faster one is worth its columns
+            fastest.least_of_one_s = best_of(outcome.solved)
         later = fastest.searched([each for each in layouts if each in ahead], outcome.solved)
         outcome = replace(outcome.then(later), earlier=())
     if last and not outcome.interrupted:
