@@ -73,6 +73,7 @@ class _Fastest:
                 objective=Objective.THROUGHPUT,
                 left_s=session.left_s,
                 on_progress=session.on_progress,
+                is_capped=lambda: session.deadline.is_capped,
             ),
             incumbents=known,
             closer=lambda layout: closer_bounds_s(layout, session),

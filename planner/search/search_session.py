@@ -108,6 +108,7 @@ class SearchPrices(ABC):
         self.recompute = allowed.recompute
         self._raised: dict[ParallelLayout, tuple[float, float]] = {}
         self._once, self._check = KeyedCache(deadline.check), deadline.check
+        self.held = deadline.held
 
     ascending = True  # the contents of a rank come by number of blocks
     any_list = False  # blocks recompute any list of operators, so that columns take long
@@ -239,7 +240,7 @@ class DescribedPrices(SearchPrices):
         space = enumerate_candidates(request)
         if not space.layouts:
             raise no_candidate_error(space, request.cluster)
-        deadline = request.options.deadline
+        deadline = request.options.deadline.capped(request.options.memory_cap_bytes)
         price_cache = price_cache_of(request)
         space = without_beaten_forms(space, price_cache, deadline)
         layouts, beaten = paying_layouts(space.layouts, price_cache, deadline)
@@ -377,7 +378,7 @@ class SearchSession:
         limit = prices.limit_bytes(options)
         self.price_cache = prices.within(limit)
         self.limit_bytes = limit * (1 - slack)
-        self.deadline = options.deadline
+        self.deadline = replace(options.deadline, held=prices.held)
 
     @property
     def slowdown(self) -> float:

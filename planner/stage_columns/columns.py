@@ -119,9 +119,7 @@ class RankColumns(MixPrices):
             if alone:
                 front = self._fastest_alone(priced, every)
             else:
-                front = undominated_rows(
-                    priced.time_s, getattr(priced, last), priced.allocated
-                )
+                front = undominated_rows(priced.time_s, getattr(priced, last), priced.allocated)
                 if priced.mixed:
                     front = _some(front, MOST_MIXED)
             fastest += [(priced, int(row)) for row in front]

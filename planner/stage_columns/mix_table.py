@@ -68,7 +68,7 @@ class StageTable:
         self.stage_recompute = pins.recompute_first_stage
         self._zero_stages = pins.zero or (0, 1, 2, 3)
         self.deadline = deadline
-        self.once = KeyedCache(deadline.check)
+        self.once = KeyedCache(deadline.check, deadline.count)
 
     def zero_choices(self, mesh: Mesh) -> tuple[int, ...]:
         """Returns the ZeRO stages to choose from.
