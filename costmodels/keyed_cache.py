@@ -13,16 +13,11 @@ class KeyedCache:
     """`once(key, make)` returns the result of `make`, computed at the first call with a key.
 
     check    called before each computation; may raise if no time is left
-    count    called with each result that is kept
     """
 
-    def __init__(
-        self,
-        check: Callable[[], None] = lambda: None,
-        count: Callable[[Any], None] = lambda made: None,
-    ) -> None:
+    def __init__(self, check: Callable[[], None] = lambda: None) -> None:
         self._made: dict[Hashable, Any] = {}
-        self._check, self._count = check, count
+        self._check = check
 
     def __call__(self, key: Hashable, make: Callable[[], T]) -> T:
         try:
@@ -30,7 +25,6 @@ class KeyedCache:
         except KeyError:
             self._check()
             made = self._made[key] = make()
-            self._count(made)
         return made
 
 

@@ -9,34 +9,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, TypeVar
 
-import numpy as np
+import numpy.typing as npt
 
 from parplan.profiles.errors import ConfigError, OutOfTimeError
 from parplan.profiles.units import GIB
 
 GRACE_S = 1.5  # time after the limit for a first plan
 LATE_SHARE = 1.25  # of the memory cap, at which a search without a plan ends
-RECORD_BYTES = 300  # of a record without its arrays
 
 
 @dataclass(slots=True)
 class HeldBytes:
     """Bytes that the tables of one search hold, beside a cap.
 
-    They are those of its arrays and options, so that they depend on the request alone, and a search
-    that the cap ends has the same answer on every machine.
+    They are those of its arrays, so that they depend on the request alone, and a search that the
+    cap ends has the same answer on every machine.
     """
 
     most_bytes: int
     held_bytes: int = 0
-
-    def add(self, made: Any) -> None:
-        """Counts a value that a table keeps."""
-        self.held_bytes += bytes_of(made)
 
     @property
     def is_over(self) -> bool:
@@ -47,21 +42,6 @@ class HeldBytes:
     def has_ended(self) -> bool:
         """Returns whether a search without a plan ends as well."""
         return self.held_bytes > LATE_SHARE * self.most_bytes
-
-
-def bytes_of(made: Any, depth: int = 3) -> int:
-    """Returns about the bytes of the arrays and records of a value."""
-    if isinstance(made, np.ndarray):
-        return int(made.nbytes)
-    if depth == 0 or isinstance(made, str | int | float | None):
-        return 0
-    if isinstance(made, tuple | list):
-        return sum(bytes_of(each, depth - 1) for each in made)
-    if is_dataclass(made) and not isinstance(made, type):
-        return RECORD_BYTES + sum(
-            bytes_of(getattr(made, each.name), depth - 1) for each in fields(made)
-        )
-    return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,17 +87,17 @@ class Deadline:
         """Returns this deadline for one search, whose tables may hold `most_bytes`."""
         return replace(self, held=HeldBytes(most_bytes))
 
-    def count(self, made: Any) -> None:
-        """Counts a value that a table of the search keeps."""
+    def count(self, *arrays: npt.NDArray[Any]) -> None:
+        """Counts arrays that a table of the search keeps."""
         if self.held is not None:
-            self.held.add(made)
+            self.held.held_bytes += sum(each.nbytes for each in arrays)
 
     def check(self) -> None:
         """Raises OutOfTimeError at the end; every long step calls it before its next part."""
         if self.held is not None and self.held.has_ended:
             raise OutOfTimeError(
-                f"the search's tables hold more than --memory-cap {self.held.most_bytes / GIB:g}GiB "
-                "before there was a plan",
+                f"the tables of the search hold more than {self.held.most_bytes / GIB:g} GiB, and "
+                "there is no plan",
                 hint="give it a larger --memory-cap, or pin more",
             )
         if self.has_ended:

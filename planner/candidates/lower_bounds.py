@@ -18,7 +18,6 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.memory.peak_memory import passes_of
 from parplan.costmodels.memory.rank_memory import (
     gradients_come_and_go,
-    num_sent,
     sent_bytes,
     stashes,
     usable_bytes,
@@ -178,9 +177,13 @@ def _least_freed_s(
     room -= float((block.gathered_bytes + workspace).min())
     if len(ranks) == 1:
         room -= least_end_bytes(0, layout, table)
-    message = min(
-        sent_bytes(rank, layout, price_cache) / max(1, num_sent(rank, layout)) for rank in ranks
-    )
+    message = 0.0
+    if layout.mesh.pp > 1:  # all cuts are alike
+        message = float(
+            price_cache.sent_bytes(
+                price_cache.cut_class(0), layout.micro_batch_size, layout.sharding
+            )
+        )
     least_s = 0.0
     for made in MADE_SHARES:
         # each rank has such a moment, or a fuller one
@@ -540,10 +543,20 @@ def may_fit(layout: ParallelLayout, table: MixTable, limit_bytes: float) -> bool
     # than the candidates that it rules out.
     if enough(none + usable / 2):
         return True
+    if table.catalogue.divides_ends(layout.sharding):
+        return enough(none + _divided_ends_bytes(layout, table)[:, None])
     ends = none.copy()
     for rank in {0, layout.rank_of(layout.num_virtual_stages - 1)}:
         ends[rank] = [ends_bytes(rank, layout, zero, table) for zero in states]
     return enough(ends)
+
+
+def _divided_ends_bytes(layout: ParallelLayout, table: MixTable) -> Array:
+    """Least bytes of embedding and head by rank, whichever way they are divided."""
+    ends = np.zeros(layout.mesh.pp)
+    for rank in {0, layout.rank_of(layout.num_virtual_stages - 1)}:
+        ends[rank] = least_end_bytes(rank, layout, table)
+    return ends
 
 
 def _fewest_blocks(layout: ParallelLayout, num_layers: int) -> Array:

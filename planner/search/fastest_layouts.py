@@ -48,6 +48,7 @@ class _Fastest:
     values_s        the fastest choice of each solved layout
     relaxed         layouts whose relaxation is below the cut
     least_of_one_s  the fastest choice with one part a rank, once those with several are searched
+    cut_s           the last cut
     near_s          a choice near the bound of its layout, once cuts were found too loose
     """
 
@@ -56,6 +57,7 @@ class _Fastest:
     relaxed: list[ParallelLayout] = field(default_factory=list)
     least_of_one_s: float = INFINITY
     near_s: float | None = None
+    cut_s: float = INFINITY
 
     def least_s(self, layout: ParallelLayout) -> float:
         return self.session.least_s(layout)
@@ -76,7 +78,7 @@ class _Fastest:
                 is_capped=lambda: session.deadline.is_capped,
             ),
             incumbents=known,
-            closer=lambda layout: closer_bounds_s(layout, session),
+            closer=self._closer_bounds_s,
         )
 
     def _cut_s(self, solved: Sequence[SolvedCandidate]) -> float:
@@ -84,10 +86,26 @@ class _Fastest:
 
         A slower choice of several parts a rank is not worth them.
         """
-        cut_s = min(worth_replaying(solved), self.least_of_one_s)
+        cut_s = self.cut_s = min(worth_replaying(solved), self.least_of_one_s)
         if self.session.prices.any_list and len(solved) >= REPLAYED_OF_LISTS:
-            cut_s = min(cut_s, solved[REPLAYED_OF_LISTS - 1].value)
+            cut_s = self.cut_s = min(cut_s, solved[REPLAYED_OF_LISTS - 1].value)
         return cut_s
+
+    def _closer_bounds_s(self, layout: ParallelLayout) -> Iterator[float]:
+        """Yields bounds of a layout, each closer than the one before and slower to find.
+
+        Where columns take long, the last is that of averages. Unequal ranks have it only once there
+        is a cut: they may hold any number of blocks.
+        """
+        session = self.session
+        yield from closer_bounds_s(layout, session)
+        if not session.prices.any_list or layout.chunked or layout.recomputes_ahead:
+            return
+        cut_s = self.cut_s
+        if layout.equal_ranks or layout.mesh.pp == 1 or cut_s < INFINITY:
+            averages = session.relaxed(layout, cut_s, averages=True)
+            bound_s = relaxed_bound_s(layout, averages, cut_s, session)
+            yield session.raised_s(layout, min(bound_s, cut_s))
 
     def _solve(
         self, layout: ParallelLayout, _: float, cut_s: float, best_s: float
@@ -228,9 +246,6 @@ def closer_bounds_s(layout: ParallelLayout, session: SearchSession) -> Iterator[
         yield session.raised_s(layout, prices.ahead_bound_s(layout, usual_s))
     for closer_s in prices.closer_bounds_s(layout, limit):
         yield session.raised_s(layout, closer_s)
-    if prices.any_list and not layout.chunked and not layout.recomputes_ahead:
-        averages = session.relaxed(layout, INFINITY, averages=True)
-        yield session.raised_s(layout, relaxed_bound_s(layout, averages, INFINITY, session))
 
 
 def _usual(layout: ParallelLayout) -> ParallelLayout:

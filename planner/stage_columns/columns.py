@@ -394,10 +394,13 @@ class RankColumns(MixPrices):
         )
 
         def make() -> RelaxedPairs:
-            if not alike:
-                return RelaxedPairs(block, pairs)
-            way = by_way_of_running(block.options)[pairs.index]
-            return RelaxedPairs(block, pairs.at(np.flatnonzero(way[0] == way[1])))
+            some = pairs
+            if alike:
+                way = by_way_of_running(block.options)[pairs.index]
+                some = pairs.at(np.flatnonzero(way[0] == way[1]))
+            relaxed = RelaxedPairs(block, some)
+            self.table.deadline.count(*relaxed.arrays)
+            return relaxed
 
         return self.table.once(("pairs", block, alike), make)
 
@@ -468,7 +471,13 @@ class RankColumns(MixPrices):
 
         if self.layout.equal_ranks:  # one number of blocks, so that nothing asks for them again
             return make()
-        return self._once(("moments", kinds, pairs), make)
+
+        def kept() -> list[Array]:
+            made = make()
+            self.table.deadline.count(*made)
+            return made
+
+        return self._once(("moments", kinds, pairs), kept)
 
     def smallest(self, num_blocks: int) -> StageColumn:
         """Returns the mix and ZeRO stages with the lowest peak memory, for any time.

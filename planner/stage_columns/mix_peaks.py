@@ -115,12 +115,16 @@ class MixPeaks:
         return end_kinds(self.rank, self.layout)
 
     def _constant(self, zero: int, reduced: Bytes) -> ConstantBytes:
+        lasting = self._once(("constant", zero), lambda: self._made_constant(zero))
+        return replace(lasting, reduced=reduced)
+
+    def _made_constant(self, zero: int) -> ConstantBytes:
         embeddings = (kind for kind in self._kinds if kind.role is LayerKind.EMBEDDING)
         return constant_bytes(
             self.rank,
             self.layout,
             next((self._choice(kind, zero) for kind in embeddings), None),
-            reduced,
+            0.0,
             self.price_cache,
             self._layers_of,
         )

@@ -91,7 +91,7 @@ class MixPrices:
         self.fixed = {zero: costs.get(zero, costs[self.end_stages[-1]]) for zero in self.stages}
         self.block = self._block_costs()
         self.stashes = stashes(LayerKind.BLOCK, rank, layout)
-        self._once = KeyedCache(count=table.deadline.count)
+        self._once = KeyedCache()
         self._peaks = peak_stash_counts(rank, layout) if layout.splits_backward else ()
         self._moments: tuple[PeakCandidate, ...] = (PeakCandidate(self.stashes),)
         if layout.recomputes_ahead:

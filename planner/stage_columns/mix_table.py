@@ -68,7 +68,7 @@ class StageTable:
         self.stage_recompute = pins.recompute_first_stage
         self._zero_stages = pins.zero or (0, 1, 2, 3)
         self.deadline = deadline
-        self.once = KeyedCache(deadline.check, deadline.count)
+        self.once = KeyedCache(deadline.check)
 
     def zero_choices(self, mesh: Mesh) -> tuple[int, ...]:
         """Returns the ZeRO stages to choose from.
@@ -288,6 +288,7 @@ class MixTable(StageTable):
             pairs = option_pairs(some.options)
             if self.catalogue.by_operator:
                 pairs = pairs.at(_worth_mixing(some, pairs.index))
+            self.deadline.count(pairs.index, pairs.saved_bytes, pairs.workspace_bytes)
             return some, pairs
 
         return self.once(("averages", block), make)
