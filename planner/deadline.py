@@ -11,31 +11,61 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import inf
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import numpy.typing as npt
 
 from parplan.profiles.errors import ConfigError, OutOfTimeError
+from parplan.profiles.units import GIB
 
 GRACE_S = 1.5  # time after the limit for a first plan
+LATE_SHARE = 1.25  # of the memory cap, at which a search without a plan ends
+
+
+@dataclass(slots=True)
+class HeldBytes:
+    """Bytes that the tables of one search hold, beside a cap.
+
+    They are those of its arrays, so that they depend on the request alone, and a search that the
+    cap ends has the same answer on every machine.
+    """
+
+    most_bytes: int
+    held_bytes: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Returns whether the search stops with the best plan that it has."""
+        return self.held_bytes > self.most_bytes
+
+    @property
+    def has_ended(self) -> bool:
+        """Returns whether a search without a plan ends as well."""
+        return self.held_bytes > LATE_SHARE * self.most_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadline:
-    """Moments of `clock`, in seconds.
+    """Moments of `clock`, in seconds, and the memory cap of a search.
 
     stops_s   a search that has a plan looks for no better one
     ends_s    all steps end
+    held      the bytes of the search's tables, None without a cap
     """
 
     stops_s: float = inf
     ends_s: float = inf
     clock: Callable[[], float] = time.monotonic
+    held: HeldBytes | None = None
 
     @property
     def left_s(self) -> float:
         """Seconds until a search with a plan stops.
 
-        They are negative after that moment, and infinite without a limit.
+        They are negative after that moment or above the memory cap, and infinite without a limit.
         """
+        if self.is_capped:
+            return -inf
         return self.stops_s - self.clock()
 
     @property
@@ -44,12 +74,32 @@ class Deadline:
         return self.left_s <= 0
 
     @property
+    def is_capped(self) -> bool:
+        """Returns whether the memory cap stops a search with a plan."""
+        return self.held is not None and self.held.is_over
+
+    @property
     def has_ended(self) -> bool:
         """Returns whether all steps end."""
         return self.clock() >= self.ends_s
 
+    def capped(self, most_bytes: int) -> Deadline:
+        """Returns this deadline for one search, whose tables may hold `most_bytes`."""
+        return replace(self, held=HeldBytes(most_bytes))
+
+    def count(self, *arrays: npt.NDArray[Any]) -> None:
+        """Counts arrays that a table of the search keeps."""
+        if self.held is not None:
+            self.held.held_bytes += sum(each.nbytes for each in arrays)
+
     def check(self) -> None:
         """Raises OutOfTimeError at the end; every long step calls it before its next part."""
+        if self.held is not None and self.held.has_ended:
+            raise OutOfTimeError(
+                f"the tables of the search hold more than {self.held.most_bytes / GIB:g} GiB, and "
+                "there is no plan",
+                hint="give it a larger --memory-cap, or pin more",
+            )
         if self.has_ended:
             raise OutOfTimeError(
                 "the time limit was over before there was an answer",

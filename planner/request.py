@@ -26,6 +26,7 @@ from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.models.spec import ModelSpec, Optimizer, TrainingSpec
 from parplan.profiles.models.transformer import has_unlike_blocks
 from parplan.profiles.stack import EVERY_RECOMPUTE, NEUTRAL, ContextForm, Stack
+from parplan.profiles.units import GIB
 
 if TYPE_CHECKING:
     from parplan.profiles.models.traced_model import TracedModel
@@ -38,6 +39,7 @@ SEARCHED_OFFLOAD = (Offload.OPTIMIZER, Offload.PARAMETERS, Offload.ACTIVATIONS, 
 UNLIKE_OFFLOAD = (Offload.STATES,)  # of described models whose blocks are of several classes
 TRACED_OFFLOAD = (Offload.STATES, Offload.OPTIMIZER, Offload.PARAMETERS)
 STAGE_LEVELS = (Recompute.NONE, Recompute.FULL)  # of the layers of a stage under a rule
+DEFAULT_MEMORY_CAP_BYTES = 2 * GIB  # fixed, so that answers do not depend on the machine
 _EVERY: Mapping[str, tuple[Value, ...]] = {
     "zero": ZERO_STAGES,
     "recompute": tuple(Recompute),
@@ -66,8 +68,7 @@ class Constraints:
     cp                  degrees of context parallelism; None for those that are tried at the length
                         of the sequences (planner/candidates/meshes.py)
     context_form        forms of context parallelism; None for those that the stack runs
-    tp_rows             rows of a grid of tensor-parallel ranks (EQUATIONS T7); None where the stack
-                        runs it
+    tp_rows             rows of a grid of tensor-parallel ranks (EQUATIONS T7); None for one row
     mesh_order          orders of the axes; None for those that the stack can start in
     recompute_first_stage   a rule for the recompute of the pipeline stages, which then have whole
                         layers at the levels none and full
@@ -225,6 +226,7 @@ class SearchOptions:
     oom_risk: the probability that a plan needs more memory than its device, in place of the margin
     memory_limit_bytes: limit that replaces capacity minus margin
     deadline: end of all work with these options together
+    memory_cap_bytes: what the tables of one search may hold, at which it stops with its best plan
     prefer: the choice among plans inside the error band of the fastest
     robust: share by which compute, links or memory may be off; the plans are then priced where one
     of them is, and None leaves that out
@@ -237,6 +239,7 @@ class SearchOptions:
     oom_risk: float | None = None
     memory_limit_bytes: int | None = None
     deadline: Deadline = NEVER
+    memory_cap_bytes: int = DEFAULT_MEMORY_CAP_BYTES
     solver: SolverName = SolverName.CBC
     prefer: Prefer = Prefer.FASTEST
     robust: float | None = None

@@ -94,7 +94,7 @@ pin_options = together(
         Whole("tp_rows"),
         "N,..",
         "Rows of a grid of tensor parallel ranks allowed, which divides products in two dims. "
-        "[default: 1, and others where the stack runs it]",
+        "[default: 1]",
     ),
     pin(
         "--micro-batch-size",

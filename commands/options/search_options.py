@@ -35,6 +35,7 @@ class SearchFlags:
     oom_risk: float | None = None
     memory_limit: str | None = None
     time_limit: float | None = None
+    memory_cap: str | None = None
     solver: str = "cbc"
     explain: bool = False
     launchers: tuple[str, ...] | None = None
@@ -97,6 +98,13 @@ search_options = together(
         type=Number(max=LONGEST_S),
         metavar="SECONDS",
         help="Time after which everything stops, with the best plan so far and its gap.",
+    ),
+    option(
+        SEARCH,
+        "--memory-cap",
+        metavar="SIZE",
+        help="Memory that the tables of one search may hold, such as 4GiB, at which it stops with "
+        "the best plan so far and its gap. [default: 2GiB, on every machine]",
     ),
     option(
         SEARCH,

@@ -26,6 +26,7 @@ from parplan.planner.plan.error_band import margin_text, memory_margin
 from parplan.planner.plan.plan import Plan
 from parplan.planner.request import (
     DEFAULT_MAX_SLOWDOWN,
+    DEFAULT_MEMORY_CAP_BYTES,
     SEARCHED_OFFLOAD,
     Constraints,
     ModelT,
@@ -231,6 +232,7 @@ def options_of(flags: SearchFlags) -> SearchOptions:
     _require_one_order(flags)
     _require_one_margin(flags)
     slowdown, limit = flags.max_slowdown, flags.memory_limit
+    cap = flags.memory_cap
     return SearchOptions(
         max_slowdown=DEFAULT_MAX_SLOWDOWN if slowdown is None else slowdown,
         memory_slack=flags.memory_slack,
@@ -238,6 +240,9 @@ def options_of(flags: SearchFlags) -> SearchOptions:
         oom_risk=flags.oom_risk,
         solver=SolverName(flags.solver),
         deadline=deadline_after(flags.time_limit),
+        memory_cap_bytes=(
+            DEFAULT_MEMORY_CAP_BYTES if cap is None else parse_size("--memory-cap", cap)
+        ),
         memory_limit_bytes=None if limit is None else parse_size("--memory-limit", limit),
         prefer=Prefer.FASTEST if flags.prefer is None else Prefer(flags.prefer),
         robust=flags.robust,

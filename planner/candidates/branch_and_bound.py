@@ -96,12 +96,14 @@ def worth_replaying(solved: Sequence[S]) -> float:
 class BranchWatch:
     """The clock of a search and the receiver of its progress.
 
-    left_s    seconds until the time limit, negative after it
+    left_s       seconds until the time limit, negative after it
+    is_capped    whether the memory cap is what ends the search
     """
 
     objective: Objective
     left_s: Callable[[], float]
     on_progress: OnProgress | None
+    is_capped: Callable[[], bool] = lambda: False
 
 
 class _Queue:
@@ -212,9 +214,8 @@ class _Branching(Generic[S]):
             if total
             else "candidates were still being listed"
         )
-        return OutOfTimeError(
-            f"the time limit was over before a plan was found: {looked}", hint=error.hint
-        )
+        reached = "memory cap was reached" if self.watch.is_capped() else "time limit was over"
+        return OutOfTimeError(f"the {reached} before a plan was found: {looked}", hint=error.hint)
 
 
 def branch_and_bound(

@@ -15,8 +15,10 @@ from parplan.costmodels.chunks.chunk_memory import unchunked_prices
 from parplan.costmodels.layers.chunked_layer import writes_over_parameters
 from parplan.costmodels.layers.data_parallel import DataParallelTime
 from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.memory.peak_memory import passes_of
 from parplan.costmodels.memory.rank_memory import (
     gradients_come_and_go,
+    sent_bytes,
     stashes,
     usable_bytes,
 )
@@ -37,8 +39,9 @@ from parplan.planner.layer_options.mixes import (
     one_way_of_running,
 )
 from parplan.planner.stage_columns.block_counts import block_counts
+from parplan.planner.stage_columns.mix_peaks import MADE_SHARES
 from parplan.planner.stage_columns.mix_table import MixTable
-from parplan.planner.stage_columns.stage_prices import end_costs, end_kinds
+from parplan.planner.stage_columns.stage_prices import BlockCosts, end_costs, end_kinds
 from parplan.profiles.models.operator_graph import LayerKind
 
 ENDS = (LayerKind.EMBEDDING, LayerKind.HEAD)
@@ -111,13 +114,15 @@ def memory_bound_s(
     fastest. Equal ranks are bounded by the first one, which also runs what `bound` has beside its
     blocks. Otherwise some rank has at least the mean number, and no fewer stashes than any rank.
     The largest temporaries are no less than their mean over the blocks; where gradients come and
-    go, neither count. Bytes of embedding and head are left out. Blocks that gain nothing by another
+    go, the least workspace counts, and each moment has its own limit. Bytes of embedding and head are left out. Blocks that gain nothing by another
     recompute than that of their rank have one, each with its own bound.
     """
     if layout.recomputes_ahead or layout.chunked:
         return bound.step_s
     price_cache = table.price_cache
     block, pp = table.per_block(layout, 0), layout.mesh.pp
+    if table.catalogue.by_operator:
+        block, _ = table.averages(layout, 0)
     first = layout.equal_ranks or pp == 1
     ranks = (0,) if first else range(pp)
     stashed = min(stashes(LayerKind.BLOCK, rank, layout) for rank in ranks)
@@ -127,28 +132,134 @@ def memory_bound_s(
         num_blocks = int(_fewest_blocks(layout, price_cache.model.num_layers)[0])
         beside_s = rank_receives(0, layout, price_cache).value_s
         beside_s += sum(least_end_s(kind, layout, table) for kind in end_kinds(0, layout))
-    block_bytes = block.states + stashed / layout.virtual_stages * column_of(
-        block.options, "saved_bytes"
-    )
-    if gradients_come_and_go(layout, price_cache):
-        block_bytes -= block.gradients
-    else:
-        block_bytes += column_of(block.options, "workspace_bytes") / num_blocks
     share = bubble_share(layout, price_cache)
     repeats = layout.num_micro_batches - share
     block_s = layout.num_micro_batches * block.time_s + block.tail_s
+    others_s = bound.total_s - share * num_blocks * bound.block_s
+    if gradients_come_and_go(layout, price_cache):
+        least_s = _least_freed_s(block, block_s, num_blocks, ranks, layout, table, limit_bytes)
+        return max(bound.step_s, others_s + repeats * beside_s + num_blocks * least_s)
+    block_bytes = block.states + stashed / layout.virtual_stages * column_of(
+        block.options, "saved_bytes"
+    )
+    block_bytes += column_of(block.options, "workspace_bytes") / num_blocks
+    block_bytes += min(sent_bytes(rank, layout, price_cache) for rank in ranks) / num_blocks
     beyond = block_bytes - usable_bytes(limit_bytes, layout.mesh, price_cache) / num_blocks
     prices = _BYTE_PRICES * (np.ptp(block_s) / max(1.0, float(np.ptp(block_bytes))))
     priced_s = block_s + np.multiply.outer(prices, beyond)
     least_s = float(priced_s.min(axis=1).max())
-    freed = gradients_come_and_go(layout, price_cache)
-    if not freed and one_way_of_running(block.options, num_blocks, layout.virtual_stages):
+    if one_way_of_running(block.options, num_blocks, layout.virtual_stages):
         way = by_way_of_running(block.options)
         least_s = min(
             float(priced_s[:, way == number].min(axis=1).max()) for number in range(way.max() + 1)
         )
-    others_s = bound.total_s - share * num_blocks * bound.block_s
     return max(bound.step_s, others_s + repeats * beside_s + num_blocks * least_s)
+
+
+def _least_freed_s(
+    block: BlockCosts,
+    block_s: Array,
+    num_blocks: int,
+    ranks: Sequence[int],
+    layout: ParallelLayout,
+    table: MixTable,
+    limit_bytes: float,
+) -> float:
+    """Least seconds of an average block where gradients come and go, infinite without room.
+
+    Each moment of a backward pass is a limit by itself: it has the stashes of the rank and the
+    gradients of the chunks that already ran backward.
+    """
+    price_cache, chunk = table.price_cache, 1 / layout.virtual_stages
+    saved = column_of(block.options, "saved_bytes") * chunk
+    workspace = np.maximum(column_of(block.options, "workspace_bytes"), block.reduced_bytes)
+    room = usable_bytes(limit_bytes, layout.mesh, price_cache)
+    room -= float((block.gathered_bytes + workspace).min())
+    if len(ranks) == 1:
+        room -= least_end_bytes(0, layout, table)
+    message = 0.0
+    if layout.mesh.pp > 1:  # all cuts are alike
+        message = float(
+            price_cache.sent_bytes(
+                price_cache.cut_class(0), layout.micro_batch_size, layout.sharding
+            )
+        )
+    least_s = 0.0
+    for made in MADE_SHARES:
+        # each rank has such a moment, or a fuller one
+        stashed, sent = np.min(
+            [
+                _fullest_moment(layout, rank, made, num_blocks * float(saved.mean()), message)
+                for rank in ranks
+            ],
+            axis=0,
+        )
+        beyond = block.states - (1 - made) * block.gradients + stashed * saved
+        beyond -= (room - sent * message) / num_blocks
+        least_s = max(least_s, least_average(block_s, beyond))
+    return least_s
+
+
+def _fullest_moment(
+    layout: ParallelLayout, rank: int, made: float, stash_bytes: float, message_bytes: float
+) -> tuple[float, float]:
+    """Returns stashes and sent messages of the fullest moment with a share of gradients.
+
+    It is the begin of a backward pass, by which at least `made` of the chunks have gradients. No
+    such moment is there where each chunk has one backward pass.
+    """
+    moments = [
+        (sum(each.stashes), each.sent)
+        for each in passes_of(layout, rank)[0]
+        if each.backward and len(each.made) >= made * layout.virtual_stages
+    ]
+    return max(
+        moments,
+        key=lambda moment: moment[0] * stash_bytes + moment[1] * message_bytes,
+        default=(0, 0),
+    )
+
+
+def least_end_bytes(rank: int, layout: ParallelLayout, table: MixTable) -> float:
+    """Least bytes of the states of embedding and head of a rank, without gradients."""
+    kinds = end_kinds(rank, layout)
+    if not kinds:
+        return 0.0
+
+    def make() -> float:
+        outside = unchunked_prices(layout, table.price_cache)
+        return sum(
+            min(
+                states.total - states.gradients
+                for ends in table.price_caches_of_ends(layout, (kind,))
+                for zero in table.zero_stages(layout)
+                for states in [
+                    outside.states(
+                        kind, layout.mesh, ends.own_sharding(kind, layout.sharding), zero
+                    ).states
+                ]
+            )
+            for kind in kinds
+        )
+
+    return table.once(("end bytes", kinds, *_alike(layout, table)), make)
+
+
+def least_average(seconds: Array, beyond: Array) -> float:
+    """Least average of `seconds` for shares whose average of `beyond` is not above zero.
+
+    It is the optimum of a linear program with one limit, which mixes two options at most.
+    """
+    fits = beyond <= 0
+    if not fits.any():
+        return math.inf
+    least_s = float(seconds[fits].min())
+    over = ~fits & (seconds < least_s)
+    if not over.any():
+        return least_s
+    excess, spare = beyond[over][:, None], -beyond[fits]
+    mixed_s = (seconds[over][:, None] * spare + seconds[fits] * excess) / (excess + spare)
+    return min(least_s, float(mixed_s.min()))
 
 
 def _alike(layout: ParallelLayout, table: MixTable) -> tuple[Hashable, ...]:
@@ -432,10 +543,20 @@ def may_fit(layout: ParallelLayout, table: MixTable, limit_bytes: float) -> bool
     # than the candidates that it rules out.
     if enough(none + usable / 2):
         return True
+    if table.catalogue.divides_ends(layout.sharding):
+        return enough(none + _divided_ends_bytes(layout, table)[:, None])
     ends = none.copy()
     for rank in {0, layout.rank_of(layout.num_virtual_stages - 1)}:
         ends[rank] = [ends_bytes(rank, layout, zero, table) for zero in states]
     return enough(ends)
+
+
+def _divided_ends_bytes(layout: ParallelLayout, table: MixTable) -> Array:
+    """Least bytes of embedding and head by rank, whichever way they are divided."""
+    ends = np.zeros(layout.mesh.pp)
+    for rank in {0, layout.rank_of(layout.num_virtual_stages - 1)}:
+        ends[rank] = least_end_bytes(rank, layout, table)
+    return ends
 
 
 def _fewest_blocks(layout: ParallelLayout, num_layers: int) -> Array:

@@ -148,7 +148,7 @@ def _plain_meshes(request: Request) -> Iterator[Mesh]:
 
 def _rows(tp: int, request: Request) -> Iterator[int]:
     """Yields the numbers of rows of a grid of tensor-parallel ranks that are tried, beside one."""
-    if request.constraints.tp_rows or request.training.stack.tensor_grid:
+    if request.constraints.tp_rows:
         yield from (rows for rows in divisors(tp) if 1 < rows < tp)
 
 

@@ -49,12 +49,16 @@ class LayerOption:
         return max(self.zero, *(zero for _, zero in self.own_zero), 0)
 
     @property
+    def redundant_bytes(self) -> float:
+        return self.saved_bytes - self.ideal_saved_bytes
+
+    @property
     def values(self) -> tuple[float, float, float, float]:
         return (
             self.time_s,
             self.saved_bytes,
             self.workspace_bytes,
-            self.saved_bytes - self.ideal_saved_bytes,
+            self.redundant_bytes,
         )
 
 

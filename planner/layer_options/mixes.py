@@ -10,6 +10,7 @@ bound of that loss.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, combinations_with_replacement, pairwise
@@ -62,6 +63,10 @@ class Mixes:
     window_bytes: Array
     last_s: Array
 
+    def at(self, rows: Ints) -> Mixes:
+        """Returns some of the mixes."""
+        return replace(self, **{name: getattr(self, name)[rows] for name in _BY_ROW})
+
 
 def column_of(options: Sequence[object], name: str) -> Array:
     """Returns one attribute of every option as an array."""
@@ -112,7 +117,7 @@ def make_mixes(options: tuple[LayerOption, ...], num_blocks: int, num_chunks: in
         options, _tuples(options, -(-num_blocks // num_chunks), pairs), num_blocks, num_chunks
     )
     rows = _worth_it(mixes, mixes.counts @ column_of(options, "time_s") + mixes.last_s)
-    return replace(mixes, **{name: getattr(mixes, name)[rows] for name in _BY_ROW})
+    return mixes.at(rows)
 
 
 def near_mixes(
@@ -321,6 +326,32 @@ def hull_options(options: Sequence[LayerOption]) -> list[int]:
     """
     all_chains = chains(options, column_of(options, "time_s"), column_of(options, "saved_bytes"))
     return sorted({index for chain in all_chains for index in chain})
+
+
+def averaged_options(options: Sequence[LayerOption]) -> dict[int, float]:
+    """Returns the options that an average of blocks may need, each with a least workspace.
+
+    Options with one sharding and one ZeRO stage differ in their recompute alone. Of these the lower
+    hulls of seconds against saved bytes, and against redundant ones, stay. An average of two
+    options on a hull takes no longer and saves no more than any option above it. Where that option
+    has the smaller workspace, both count with it: the average is then a bound of it.
+    """
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for i, option in enumerate(options):
+        key = option.sharding, option.zero, option.own_zero, option.on_host
+        alike.setdefault(key, []).append(i)
+    least = {i: option.workspace_bytes for i, option in enumerate(options)}
+    kept: set[int] = set()
+    for some in alike.values():
+        lean = lower_hull((options[i].time_s, options[i].redundant_bytes, i) for i in some)
+        on_hull = _lower_hull(options, some)
+        kept.update(lean, on_hull)
+        saved = [-options[i].saved_bytes for i in on_hull]
+        for i in set(some).difference(lean, on_hull):
+            place = bisect_left(saved, -options[i].saved_bytes)
+            for j in on_hull[max(0, place - 1) : place + 1]:
+                least[j] = min(least[j], options[i].workspace_bytes)
+    return {i: least[i] for i in sorted(kept)}
 
 
 def chains(options: Sequence[LayerOption], seconds: Array, held: Array) -> list[list[int]]:

@@ -431,6 +431,8 @@ class SearchRecord:
                           without one
     memory_first          where memory comes first: value, bound and gap are those of the least
                           redundant plan of all, and the plan is the fastest with about as little
+    stopped_by            the limit that ended the search before its proof, the memory cap; None
+                          where it was the time limit, Ctrl-C or the solver, or none
     layers                the proof of the plan's blocks by their integer program, None where no
                           operator has a choice, or where it was not solved
     certificate           the integer programs of the search, None where none was asked for
@@ -454,6 +456,7 @@ class SearchRecord:
     candidates: Candidates
     front: FrontPoint | None = None
     solver_failure: str | None = None
+    stopped_by: str | None = None
     layers: LayerProof | None = None
     certificate: Certificate | None = None
     memory_first: MemoryFirst | None = None

@@ -28,6 +28,7 @@ from parplan.planner.solver import Unsolved
 Outcome = BranchOutcome[SolvedCandidate]
 # share above its bound at which an easy choice of a layout that cannot win is good enough
 WORTH_SOLVING = 0.01
+REPLAYED_OF_LISTS = 5  # layouts that are replayed where columns take long
 LOOSE = 2.0  # times the bound of a layout, from which on a cut leaves out few of its columns
 MOST_CONTENTS = 2000  # numbers of blocks of all ranks that are worth columns without a first cut
 
@@ -47,6 +48,7 @@ class _Fastest:
     values_s        the fastest choice of each solved layout
     relaxed         layouts whose relaxation is below the cut
     least_of_one_s  the fastest choice with one part a rank, once those with several are searched
+    cut_s           the last cut
     near_s          a choice near the bound of its layout, once cuts were found too loose
     """
 
@@ -55,6 +57,7 @@ class _Fastest:
     relaxed: list[ParallelLayout] = field(default_factory=list)
     least_of_one_s: float = INFINITY
     near_s: float | None = None
+    cut_s: float = INFINITY
 
     def least_s(self, layout: ParallelLayout) -> float:
         return self.session.least_s(layout)
@@ -67,16 +70,42 @@ class _Fastest:
         return branch_and_bound(
             ((self.least_s(layout), layout) for layout in layouts),
             self._solve,
-            # no slower choice of several parts a rank is worth its columns
-            lambda solved: min(worth_replaying(solved), self.least_of_one_s),
+            self._cut_s,
             BranchWatch(
                 objective=Objective.THROUGHPUT,
                 left_s=session.left_s,
                 on_progress=session.on_progress,
+                is_capped=lambda: session.deadline.is_capped,
             ),
             incumbents=known,
-            closer=lambda layout: closer_bounds_s(layout, session),
+            closer=self._closer_bounds_s,
         )
+
+    def _cut_s(self, solved: Sequence[SolvedCandidate]) -> float:
+        """Returns the seconds from which on a layout is not worth its columns.
+
+        A slower choice of several parts a rank is not worth them.
+        """
+        cut_s = self.cut_s = min(worth_replaying(solved), self.least_of_one_s)
+        if self.session.prices.any_list and len(solved) >= REPLAYED_OF_LISTS:
+            cut_s = self.cut_s = min(cut_s, solved[REPLAYED_OF_LISTS - 1].value)
+        return cut_s
+
+    def _closer_bounds_s(self, layout: ParallelLayout) -> Iterator[float]:
+        """Yields bounds of a layout, each closer than the one before and slower to find.
+
+        Where columns take long, the last is that of averages. Unequal ranks have it only once there
+        is a cut: they may hold any number of blocks.
+        """
+        session = self.session
+        yield from closer_bounds_s(layout, session)
+        if not session.prices.any_list or layout.chunked or layout.recomputes_ahead:
+            return
+        cut_s = self.cut_s
+        if layout.equal_ranks or layout.mesh.pp == 1 or cut_s < INFINITY:
+            averages = session.relaxed(layout, cut_s, averages=True)
+            bound_s = relaxed_bound_s(layout, averages, cut_s, session)
+            yield session.raised_s(layout, min(bound_s, cut_s))
 
     def _solve(
         self, layout: ParallelLayout, _: float, cut_s: float, best_s: float
@@ -107,7 +136,16 @@ class _Fastest:
         Layouts whose mixes of real numbers of blocks are not below the cut are not solved.
         """
         session = self.session
-        if not layout.equal_ranks and layout.mesh.pp > 1:
+        if session.prices.any_list and not layout.chunked:
+            if layout.recomputes_ahead:
+                bounds = session.relaxed(layout, cut_s, averages=True)
+                bound_s = relaxed_bound_s(layout, bounds, cut_s, session)
+                if bounds is None or bound_s >= cut_s:
+                    self.session.raised_s(layout, min(bound_s, cut_s))
+                    return known
+            elif not layout.equal_ranks and layout.mesh.pp > 1:
+                cut_s = min(cut_s, nearly_equal_s(layout, session, cut_s))
+        elif not layout.equal_ranks and layout.mesh.pp > 1:
             cut_s = min(cut_s, self._closer_cut_s(layout, cut_s))
             averages = session.relaxed(layout, cut_s, averages=True)
             averages_s = relaxed_bound_s(layout, averages, cut_s, session)
@@ -184,6 +222,8 @@ def search_fastest(
     ahead = {layout for layout in layouts if layout.recomputes_ahead} - last
     outcome = fastest.searched([each for each in layouts if each not in last | ahead])
     if ahead and not outcome.interrupted:
+        if session.prices.any_list:  # only a faster one is worth its columns
+            fastest.least_of_one_s = best_of(outcome.solved)
         later = fastest.searched([each for each in layouts if each in ahead], outcome.solved)
         outcome = replace(outcome.then(later), earlier=())
     if last and not outcome.interrupted:

@@ -49,8 +49,10 @@ def relaxed_bound_s(
     return least_s
 
 
-def nearly_equal_s(layout: ParallelLayout, session: SearchSession) -> float:
-    """Seconds of a choice of unequal ranks whose numbers of blocks hardly differ.
+def nearly_equal_s(
+    layout: ParallelLayout, session: SearchSession, cut_s: float = INFINITY
+) -> float:
+    """Seconds of a choice below `cut_s` of unequal ranks whose numbers of blocks hardly differ.
 
     They are a first cut, without which a rank may hold any number of blocks. Infinite where there
     is none, or where layers are not alike.
@@ -58,15 +60,15 @@ def nearly_equal_s(layout: ParallelLayout, session: SearchSession) -> float:
     if not session.prices.ascending:
         return INFINITY
     num_blocks, pp = session.num_blocks, layout.mesh.pp
-    share, limit = bubble_share(layout, session.price_cache), session.limit_bytes
+    share = bubble_share(layout, session.price_cache)
     counts = [range(max(1, num_blocks // pp - 1), num_blocks // pp + 3)] * pp
     options = session.columns(
-        layout, lambda rank, count: rank.fastest(count, limit), INFINITY, counts
+        layout, lambda rank, count: session.fastest(rank, count, layout, cut_s), cut_s, counts
     )
     if options is None or not joined_by_blocks(layout, options, share):
         return INFINITY
     tied, check = session.price_cache.tied, session.deadline.check
-    choice = fastest_placed(layout, options, num_blocks, share, tied=tied, check=check)
+    choice = fastest_placed(layout, options, num_blocks, share, cut_s, tied=tied, check=check)
     return choice.step_s * (1 + SOLVED_TO) if choice else INFINITY
 
 
@@ -80,11 +82,12 @@ def fastest_choice(
     """
     num_layers = session.num_blocks
     share = bubble_share(layout, session.price_cache)
-    limit = session.limit_bytes
     counts: list[Collection[Hashable]] = [
         {column.contents for column in columns} for columns in relaxed
     ]
-    options = session.columns(layout, lambda rank, count: rank.fastest(count, limit), cut_s, counts)
+    options = session.columns(
+        layout, lambda rank, count: session.fastest(rank, count, layout, cut_s), cut_s, counts
+    )
     least_s = lower_bound_s(layout, options, num_layers, share) if options else None
     if options is None or least_s is None or least_s >= cut_s:
         return None

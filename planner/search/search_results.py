@@ -21,6 +21,8 @@ from parplan.planner.search.search_session import SearchPrices, SearchSession, S
 from parplan.planner.solver import ProgramCount
 from parplan.profiles.units import GIB
 
+MEMORY_CAP = "memory cap"
+
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
@@ -52,6 +54,8 @@ def result_of(
     replayed, record = certified(replayed, record, session)
     (best, strategy, price), *rest = replayed
     runners_up = tuple(runner_up(strategy, price) for _, strategy, price in rest)
+    if record.status is Status.FEASIBLE and session.deadline.is_capped:
+        record = replace(record, stopped_by=MEMORY_CAP)
     book = session.book_of(best.layout, best.choice)
     plan = session.prices.assembled(strategy, price, replace(record, runners_up=runners_up), book)
     return SearchResult(plan, fastest, interrupted, best, strategy, price)

@@ -52,7 +52,7 @@ from parplan.planner.stage_columns.chunk_columns import Columns, rank_columns
 from parplan.planner.stage_columns.columns import RankColumns
 from parplan.planner.stage_columns.embedding_columns import AnyEnds, ColumnMaker
 from parplan.planner.stage_columns.mix_table import MixTable
-from parplan.planner.stage_columns.stage_column import StageColumn
+from parplan.planner.stage_columns.stage_column import RankTimeLimit, StageColumn
 
 LEAST_SOLVE_S = 1.0  # a master takes 0.02 to 0.2 s; a shorter limit would only make it fail
 MOST_SOLVE_S = 60.0  # a layout that needs longer keeps its bound, and the gap says so
@@ -108,8 +108,10 @@ class SearchPrices(ABC):
         self.recompute = allowed.recompute
         self._raised: dict[ParallelLayout, tuple[float, float]] = {}
         self._once, self._check = KeyedCache(deadline.check), deadline.check
+        self.held = deadline.held
 
     ascending = True  # the contents of a rank come by number of blocks
+    any_list = False  # blocks recompute any list of operators, so that columns take long
     parts_last = False  # layouts with several parts a rank take long, and come after the others
 
     @property
@@ -238,7 +240,7 @@ class DescribedPrices(SearchPrices):
         space = enumerate_candidates(request)
         if not space.layouts:
             raise no_candidate_error(space, request.cluster)
-        deadline = request.options.deadline
+        deadline = request.options.deadline.capped(request.options.memory_cap_bytes)
         price_cache = price_cache_of(request)
         space = without_beaten_forms(space, price_cache, deadline)
         layouts, beaten = paying_layouts(space.layouts, price_cache, deadline)
@@ -250,6 +252,7 @@ class DescribedPrices(SearchPrices):
         allowed = request.constraints.resolved(request.training.stack)
         super().__init__(space, price_cache, allowed, deadline)
         self.table = MixTable(price_cache, allowed, deadline)
+        self.any_list = self.table.catalogue.by_operator
         self._may_fit: dict[ParallelLayout, tuple[float, float]] = {}
 
     @property
@@ -375,7 +378,7 @@ class SearchSession:
         limit = prices.limit_bytes(options)
         self.price_cache = prices.within(limit)
         self.limit_bytes = limit * (1 - slack)
-        self.deadline = options.deadline
+        self.deadline = replace(options.deadline, held=prices.held)
 
     @property
     def slowdown(self) -> float:
@@ -477,8 +480,9 @@ class SearchSession:
         """
 
         def make(rank: Columns, count: int) -> list[StageColumn]:
-            if averages and isinstance(rank, RankColumns):
-                columns = rank.averages(count, self.limit_bytes, plain=plain)
+            bounds = rank.bounds if isinstance(rank, AnyEnds) else rank
+            if averages and isinstance(bounds, RankColumns):
+                columns = bounds.averages(count, self.limit_bytes, plain=plain)
             else:
                 columns = rank.relaxed(count, self.limit_bytes, plain=plain)
             too_slow = all(self._too_slow(layout, column, cut_s) for column in columns)
@@ -486,12 +490,25 @@ class SearchSession:
 
         return self.columns(layout, make, cut_s)
 
+    def fastest(
+        self, rank: Columns, count: int, layout: ParallelLayout, cut_s: float
+    ) -> list[StageColumn]:
+        """Returns the fastest columns of a rank; without some that exceed the cut."""
+        if isinstance(rank, RankColumns | AnyEnds):
+            return rank.fastest(count, self.limit_bytes, self._reach(layout, cut_s))
+        return rank.fastest(count, self.limit_bytes)
+
+    def _reach(self, layout: ParallelLayout, cut_s: float) -> RankTimeLimit | None:
+        """Returns the limit on one rank that a cut leaves, whatever the others run."""
+        if cut_s == INFINITY or (layout.recomputes_ahead and not self.prices.any_list):
+            return None
+        share = bubble_share(layout, self.prices.price_cache)
+        room_s = cut_s * (1 + ROUNDING) - self.prices.ramps_s(layout)
+        return RankTimeLimit(layout.num_micro_batches - share, room_s)
+
     def _too_slow(self, layout: ParallelLayout, column: StageColumn, cut_s: float) -> bool:
         """True if the layout takes longer than the cut with this column, for any other columns."""
-        if layout.recomputes_ahead or cut_s == INFINITY:
+        reach = self._reach(layout, cut_s)
+        if reach is None:
             return False
-        share = bubble_share(layout, self.prices.price_cache)
-        fixed_s = self.prices.ramps_s(layout)
-        repeats = layout.num_micro_batches - share
-        step_s = fixed_s + repeats * column.time_s + column.tail_s
-        return step_s > cut_s * (1 + ROUNDING)
+        return reach.repeats * column.plain_s + column.tail_s > reach.room_s

@@ -7,6 +7,7 @@ Only the mixes that no other mix of the same rank and block count beats become c
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from functools import cached_property
 
 import numpy as np
@@ -23,19 +24,24 @@ from parplan.planner.layer_options.mixes import (
     one_way_of_running,
     pure_mixes,
 )
-from parplan.planner.stage_columns.mix_peaks import MixPeak
+from parplan.planner.stage_columns.mix_peaks import LeastPeaks, MixPeak, MixPeaks
 from parplan.planner.stage_columns.mix_prices import MixPrices, PricedMixes
 from parplan.planner.stage_columns.relaxed_pairs import (
     RelaxedPairs,
     corners_of_lines,
     least_shares,
 )
-from parplan.planner.stage_columns.stage_column import StageColumn, unbeaten_rows
-from parplan.planner.stage_columns.stage_prices import tied_ends
+from parplan.planner.stage_columns.stage_column import (
+    RankTimeLimit,
+    StageColumn,
+    unbeaten_rows,
+)
+from parplan.planner.stage_columns.stage_prices import EndCosts, tied_ends
 
 # columns with mixes of two ZeRO stages for one number of blocks, evenly along their front
 MOST_MIXED = 8
 MOST_LEAN = 32
+FEW_PEAKS = 128  # mixes whose peaks are found at once
 PICOSECOND = 12  # decimals of seconds
 # weights of the tail in the relaxation, per micro-batch
 _TAIL_WEIGHTS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 64.0)
@@ -46,14 +52,118 @@ MixRow = tuple[PricedMixes, int]  # mixes and the row of one of them
 class RankColumns(MixPrices):
     """The columns of one pipeline rank of a layout, made for one block count at a time."""
 
-    def fastest(self, num_blocks: int, limit_bytes: float) -> list[StageColumn]:
+    def fastest(
+        self,
+        num_blocks: int,
+        limit_bytes: float,
+        reach: RankTimeLimit | None = None,
+        beside: Sequence[StageColumn] = (),
+    ) -> list[StageColumn]:
         """Returns the mixes within `limit_bytes` that are undominated in time and in tail.
 
-        With recompute ahead, the seconds that count in the ramps are compared too.
+        With recompute ahead, the seconds that count in the ramps are compared too. Mixes out of
+        `reach` may be left out, and those that a column `beside` them beats.
         """
+        mixed = len(self.stages) > 1 and self.mix_table.catalogue.by_operator
+        if (
+            self._freed is None
+            or self.table.stage_recompute
+            or (self.layout.recomputes_ahead and not mixed)
+        ):
+            return self._once(
+                ("fastest", num_blocks, limit_bytes), lambda: self._fastest(num_blocks, limit_bytes)
+            )
+        if reach is not None or beside:
+            return self._fastest_freed(num_blocks, limit_bytes, reach, beside)
         return self._once(
-            ("fastest", num_blocks, limit_bytes), lambda: self._fastest(num_blocks, limit_bytes)
+            ("fastest", num_blocks, limit_bytes),
+            lambda: self._fastest_freed(num_blocks, limit_bytes, None, ()),
         )
+
+    def _fastest_freed(
+        self,
+        num_blocks: int,
+        limit_bytes: float,
+        reach: RankTimeLimit | None,
+        beside: Sequence[StageColumn],
+    ) -> list[StageColumn]:
+        """Returns the columns of `fastest` where gradients come and go.
+
+        The peak of a mix takes long there. It is found for the mixes that are not slower than one
+        that surely fits, and that do not surely need more.
+        """
+        usable = usable_bytes(limit_bytes, self.layout.mesh, self.table.price_cache)
+        alone = self.layout.mesh.pp == 1
+        last = "ramp_s" if self.layout.recomputes_ahead else "tail_s"
+        fastest: list[MixRow] = []
+        found: dict[tuple[float, ...], Array] = {}
+        for end in {self._like_the_other_end(zero) for zero in self.end_stages}:
+            alike = [c for c in beside if self._like_the_other_end(c.zero) == end]
+            known = np.array([(c.time_s, getattr(c, last)) for c in alike]).reshape(-1, 2)
+            if alone:
+                known = np.repeat(self._rounded_s(known[:, :1], known[:, 1:]), 2, axis=1)
+            found[end] = known
+        for loose in self.candidates(num_blocks, exact=False):
+            rows = np.flatnonzero(self.host_fits(loose))
+            if reach is not None:
+                rows = rows[reach.within(loose.plain_s[rows], loose.tail_s[rows])]
+            seconds = np.stack([loose.time_s, getattr(loose, last)], axis=1)
+            if alone:
+                seconds = np.stack([self._step_s(loose)] * 2, axis=1)
+            end = self._like_the_other_end(loose.zero)
+            rows = self._that_fit(loose, rows, seconds, found[end], usable, num_blocks)
+            if not len(rows):
+                continue
+            priced = self.exactly(loose, rows)
+            every = np.arange(len(rows))
+            if alone:
+                front = self._fastest_alone(priced, every)
+            else:
+                front = undominated_rows(priced.time_s, getattr(priced, last), priced.allocated)
+                if priced.mixed:
+                    front = _some(front, MOST_MIXED)
+            fastest += [(priced, int(row)) for row in front]
+            found[end] = np.concatenate([found[end], seconds[rows[front]]])
+        if alone and fastest:
+            fastest = [min(fastest, key=self._step_and_memory)]
+        names = ("time_s", "tail_s", "plain_s", "ramp_s")
+        return self._unbeaten(fastest, names if self.layout.recomputes_ahead else names[:2])
+
+    def _that_fit(
+        self,
+        loose: PricedMixes,
+        rows: Ints,
+        seconds: Array,
+        known: Array,
+        usable: float,
+        num_blocks: int,
+    ) -> Ints:
+        """Returns those of `rows` that fit and that no faster one beats, with all their equals.
+
+        loose      mixes with the sum of their largest classes as allocated bytes
+        seconds    time and tail by row
+        known      time and tail of mixes that fit
+        """
+        rows = _unbeaten_by(rows, seconds, known)
+        if not len(rows):
+            return rows
+        sure = loose.allocated[rows] <= usable
+        unsure = rows[~sure]
+        unsure = unsure[self.least_allocated(loose, unsure, num_blocks) <= usable]
+        rows = np.concatenate([rows[sure], unsure])
+        while len(rows):
+            front = _unbeaten_by(rows, seconds, seconds[rows])
+            doubtful = front[loose.allocated[front] > usable]
+            if not len(doubtful):
+                return front
+            if len(doubtful) < FEW_PEAKS:  # more at once take hardly longer
+                others = rows[loose.allocated[rows] > usable]
+                order = np.argsort(seconds[others].sum(axis=1), kind="stable")
+                doubtful = np.union1d(doubtful, others[order[:FEW_PEAKS]])
+            exact = self.exactly(loose, doubtful).allocated
+            loose.allocated[doubtful] = np.minimum(loose.allocated[doubtful], exact)
+            rows = rows[~np.isin(rows, doubtful[exact > usable])]
+        return rows
 
     def _fastest(self, num_blocks: int, limit_bytes: float) -> list[StageColumn]:
         ahead = self.layout.recomputes_ahead
@@ -100,7 +210,10 @@ class RankColumns(MixPrices):
 
         They are rounded, so that sums of the same terms in another order are equal.
         """
-        return np.round(self.layout.num_micro_batches * priced.time_s + priced.tail_s, PICOSECOND)
+        return self._rounded_s(priced.time_s, priced.tail_s)
+
+    def _rounded_s(self, time_s: Array, tail_s: Array) -> Array:
+        return np.round(self.layout.num_micro_batches * time_s + tail_s, PICOSECOND)
 
     def _fastest_alone(self, priced: PricedMixes, rows: Ints) -> Ints:
         """Returns the row with the shortest step, for a rank without a pipeline.
@@ -169,10 +282,14 @@ class RankColumns(MixPrices):
         )
         return [self.column(*rows[index]) for index in unbeaten_rows(values)]
 
+    @property
+    def matches_another(self) -> bool:
+        """True if another rank has the token table of this one as well."""
+        return self.table.price_cache.tied and self.rank in tied_ends(self.layout)
+
     def _like_the_other_end(self, zero: int) -> tuple[float, ...]:
         """Values that make whole and sharded ends incomparable if another rank's end must match."""
-        tied = self.table.price_cache.tied and self.rank in tied_ends(self.layout)
-        return (float(zero > 0), float(zero == 0)) if tied else ()
+        return (float(zero > 0), float(zero == 0)) if self.matches_another else ()
 
     def relaxed(
         self, num_blocks: int, limit_bytes: float, *, plain: bool = False
@@ -221,7 +338,9 @@ class RankColumns(MixPrices):
     def _tries_all(self, num_blocks: int) -> bool:
         """Returns whether the mixes are all that the search states."""
         return self.table.stage_recompute is not None or all_tried(
-            self._unbeaten_blocks.options, num_blocks, self.layout.virtual_stages
+            self.mix_table.unbeaten_blocks(self.layout, self.rank, every=True).options,
+            num_blocks,
+            self.layout.virtual_stages,
         )
 
     def _corners(self, num_blocks: int, zero: int, least_s: Array) -> list[tuple[float, float]]:
@@ -285,18 +404,21 @@ class RankColumns(MixPrices):
 
     def _pairs(self, num_blocks: int) -> RelaxedPairs:
         """Returns the pairs of options that the blocks of a rank may be an average of."""
-        block, pairs = self.mix_table.unbeaten_blocks(self.layout, self.rank)
+        block, pairs = self.mix_table.averages(self.layout, self.rank)
         alike = not self._freed and one_way_of_running(
             block.options, num_blocks, self.layout.virtual_stages
         )
 
         def make() -> RelaxedPairs:
-            if not alike:
-                return RelaxedPairs(block, pairs)
-            way = by_way_of_running(block.options)[pairs.index]
-            return RelaxedPairs(block, pairs.at(np.flatnonzero(way[0] == way[1])))
+            some = pairs
+            if alike:
+                way = by_way_of_running(block.options)[pairs.index]
+                some = pairs.at(np.flatnonzero(way[0] == way[1]))
+            relaxed = RelaxedPairs(block, some)
+            self.table.deadline.count(*relaxed.arrays)
+            return relaxed
 
-        return self._once(("pairs", alike), make)
+        return self.table.once(("pairs", block, alike), make)
 
     def relaxed_s(
         self, num_blocks: int, zero: int, usable: float, *, plain: bool = False
@@ -327,9 +449,11 @@ class RankColumns(MixPrices):
         fixed, pairs = self.fixed[zero], self._pairs(num_blocks)
         chunk = num_blocks / self.layout.virtual_stages
         outside = usable - self._spare(fixed.step_copies)
-        by_moment = self._bytes_by_moment(zero, pairs)
+        by_moment = self._bytes_by_moment(num_blocks, zero, pairs)
         if self._freed:
-            for peak, block_bytes in zip(self._freed.moments(zero), by_moment, strict=True):
+            for peak, block_bytes in zip(
+                self._freed.moments(zero, num_blocks), by_moment, strict=True
+            ):
                 room = outside - peak.besides - pairs.inside(peak.alone)
                 yield block_bytes, room / num_blocks
             return
@@ -342,24 +466,34 @@ class RankColumns(MixPrices):
             room = beside - temporaries - (moment.stashes - self.stashes) * fixed.saved
             yield block_bytes, room / num_blocks
 
-    def _bytes_by_moment(self, zero: int, pairs: RelaxedPairs) -> list[Array]:
+    def _bytes_by_moment(self, num_blocks: int, zero: int, pairs: RelaxedPairs) -> list[Array]:
         """Returns for every moment the bytes of one block by side and pair."""
         chunks = self.layout.virtual_stages
         always = pairs.states + self._spare(pairs.step_copies)
         remade = pairs.whole_saved - pairs.saved_bytes
         candidates: Sequence[MixPeak | PeakCandidate] = (
-            self._freed.moments(zero) if self._freed else self._moments
+            self._freed.moments(zero, num_blocks) if self._freed else self._moments
         )
-        return self._once(
-            ("moments", zero, pairs),
-            lambda: [
+        kinds = tuple((moment.stashes, moment.remade, moment.made) for moment in candidates)
+
+        def make() -> list[Array]:
+            return [
                 always
-                - (1 - moment.made) * pairs.gradients
-                + moment.stashes / chunks * pairs.saved_bytes
-                + moment.remade / chunks * remade
-                for moment in candidates
-            ],
-        )
+                - (1 - made) * pairs.gradients
+                + stashed / chunks * pairs.saved_bytes
+                + again / chunks * remade
+                for stashed, again, made in kinds
+            ]
+
+        if self.layout.equal_ranks:  # one number of blocks, so that nothing asks for them again
+            return make()
+
+        def kept() -> list[Array]:
+            made = make()
+            self.table.deadline.count(*made)
+            return made
+
+        return self._once(("moments", kinds, pairs), kept)
 
     def smallest(self, num_blocks: int) -> StageColumn:
         """Returns the mix and ZeRO stages with the lowest peak memory, for any time.
@@ -380,6 +514,24 @@ class RankColumns(MixPrices):
         return min(columns, key=lambda column: column.memory_bytes)
 
 
+def _unbeaten_by(rows: Ints, seconds: Array, rivals: Array) -> Ints:
+    """Returns the rows that no rival beats in time or tail without a loss in the other.
+
+    Rows that equal a rival stay.
+    """
+    if not len(rows) or not len(rivals):
+        return rows
+    order = np.lexsort((rivals[:, 1], rivals[:, 0]))
+    times, tails = rivals[order].T
+    least = np.minimum.accumulate(tails)
+    own_s, own_tail_s = seconds[rows].T
+    last = np.searchsorted(times, own_s, side="right") - 1  # rivals that take no longer
+    before = np.searchsorted(times, own_s, side="left") - 1  # rivals that are faster
+    shorter = (last >= 0) & (least[last] < own_tail_s)
+    faster = (before >= 0) & (least[before] <= own_tail_s)
+    return rows[~(shorter | faster)]
+
+
 def _some(rows: Ints, most: int) -> Ints:
     """Returns at most `most` of the rows, evenly spaced, with the first and the last."""
     return rows if len(rows) <= most else rows[np.linspace(0, len(rows) - 1, most).astype(np.int64)]
@@ -389,3 +541,32 @@ def _of_equal_tail(priced: PricedMixes, rows: Ints) -> list[Ints]:
     """Returns `rows` in groups of equal tail, one for each layout of the weights."""
     _, group = np.unique(np.round(priced.tail_s[rows], PICOSECOND), return_inverse=True)
     return [rows[group == number] for number in range(group.max(initial=-1) + 1)]
+
+
+class LeastEnds(RankColumns):
+    """Bounds of one rank with any of several ways to run embedding and head.
+
+    The rank has the least of each of their costs, at any ZeRO stage. Its columns are no plans.
+    """
+
+    def __init__(self, ways: Sequence[RankColumns]) -> None:
+        first = ways[0]
+        super().__init__(first.rank, first.layout, first.table, first.ends)
+        self.ways = tuple(ways)
+        costs = [way.fixed[zero] for way in ways for zero in way.end_stages]
+        # a layer that is used up leaves its bytes to others
+        least = {
+            each.name: (max if each.name == "used_up" else min)(
+                getattr(cost, each.name) for cost in costs
+            )
+            for each in fields(EndCosts)
+        }
+        self.fixed = dict.fromkeys(self.stages, EndCosts(**least))
+
+    @property
+    def end_stages(self) -> tuple[int, ...]:
+        return self.stages[-1:]
+
+    def _make_peaks(self) -> MixPeaks:
+        every = [(way.peaks, zero) for way in self.ways for zero in way.end_stages]
+        return LeastPeaks(super()._make_peaks(), every)

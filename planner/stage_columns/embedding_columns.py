@@ -9,10 +9,11 @@ for them. So the columns of all ways are made, and dominated ones are dropped.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from functools import cached_property
 from typing import Protocol
 
-from parplan.planner.stage_columns.columns import RankColumns
-from parplan.planner.stage_columns.stage_column import StageColumn, unbeaten
+from parplan.planner.stage_columns.columns import LeastEnds, RankColumns
+from parplan.planner.stage_columns.stage_column import RankTimeLimit, StageColumn, unbeaten
 
 
 class ColumnMaker(Protocol):
@@ -31,8 +32,29 @@ class AnyEnds:
     def __init__(self, ways: Sequence[ColumnMaker]) -> None:
         self.ways = tuple(ways)
 
-    def fastest(self, num_blocks: int, limit_bytes: float) -> list[StageColumn]:
-        return _unbeaten(way.fastest(num_blocks, limit_bytes) for way in self.ways)
+    def fastest(
+        self, num_blocks: int, limit_bytes: float, reach: RankTimeLimit | None = None
+    ) -> list[StageColumn]:
+        """Returns the undominated columns of all ways; those out of `reach` may be left out."""
+        by_table: dict[Hashable, list[StageColumn]] = {}
+        for way in self.ways:
+            if reach is not None and not self._in_reach(way, num_blocks, limit_bytes, reach):
+                continue
+            if isinstance(way, RankColumns):
+                # columns with another table replace none of these where another rank has it too
+                alike = by_table.setdefault(way.tied_table if way.matches_another else (), [])
+                alike += way.fastest(num_blocks, limit_bytes, reach, tuple(alike))
+            else:
+                by_table.setdefault((), []).extend(way.fastest(num_blocks, limit_bytes))
+        return _unbeaten(by_table.values())
+
+    @staticmethod
+    def _in_reach(
+        way: ColumnMaker, num_blocks: int, limit_bytes: float, reach: RankTimeLimit
+    ) -> bool:
+        """Returns whether a bound of the columns of a way is in reach."""
+        bounds = way.relaxed(num_blocks, limit_bytes)
+        return any(reach.repeats * c.plain_s + c.tail_s <= reach.room_s for c in bounds)
 
     def relaxed(
         self, num_blocks: int, limit_bytes: float, *, plain: bool = False
@@ -46,6 +68,12 @@ class AnyEnds:
             for way in self.ways
             for column in way.relaxed(num_blocks, limit_bytes, plain=plain)
         ]
+
+    @cached_property
+    def bounds(self) -> RankColumns | None:
+        """Bounds of the columns of all ways at once, which take less to find than those of each."""
+        ways = [way for way in self.ways if isinstance(way, RankColumns)]
+        return LeastEnds(ways) if len(ways) == len(self.ways) else None
 
     def leanest(self, num_blocks: int, limit_bytes: float) -> list[StageColumn]:
         """Returns the columns of all ways that `RankColumns.leanest` gives."""

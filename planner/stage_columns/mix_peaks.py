@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -29,11 +30,13 @@ from parplan.costmodels.memory.rank_memory import (
     stashes,
 )
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout
-from parplan.planner.dominance import Array, Ints
+from parplan.planner.dominance import Array, Ints, Mask
 from parplan.planner.layer_options.mixes import Mixes, column_of, widest_mixes
 from parplan.planner.stage_columns.dealing import counts_of_chunks
 from parplan.planner.stage_columns.stage_prices import BlockCosts, EndCosts, end_kinds
 from parplan.profiles.models.operator_graph import LayerKey, LayerKind
+
+MADE_SHARES = (0.0, 0.5, 1.0)  # of the chunks whose gradients exist at a moment of a bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +55,37 @@ class MixPeak:
     alone: bool
     besides: float
 
-    def holds_no_less(self, rival: MixPeak) -> bool:
-        """True if this moment dominates another, whatever the bytes of the blocks."""
-        return (
-            self.alone == rival.alone
-            and self.stashes >= rival.stashes
-            and self.remade >= rival.remade
-            and self.made >= rival.made
-            and self.besides >= rival.besides
-        )
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PassArrays:
+    """The backward passes of a rank (`PeakPass`), by pass, or by pass and chunk.
+
+    all_sent    messages that the rank sends in a step
+    """
+
+    chunk: Ints
+    ahead: Mask
+    sent: Ints
+    stashes: Ints
+    remade: Ints
+    made: Mask
+    all_sent: int
+
+
+@lru_cache(maxsize=4096)
+def _pass_arrays(layout: ParallelLayout, rank: int) -> _PassArrays:
+    passes, all_sent = passes_of(layout, rank)
+    backward = [each for each in passes if each.backward]
+    chunks = range(len(layout.stages_of(rank)))
+    return _PassArrays(
+        chunk=np.array([each.chunk for each in backward]),
+        ahead=np.array([each.ahead for each in backward], np.bool_),
+        sent=np.array([each.sent for each in backward]),
+        stashes=np.array([each.stashes for each in backward]),
+        remade=np.array([each.remade for each in backward]),
+        made=np.array([[chunk in each.made for chunk in chunks] for each in backward], np.bool_),
+        all_sent=all_sent,
+    )
 
 
 class MixPeaks:
@@ -90,12 +115,16 @@ class MixPeaks:
         return end_kinds(self.rank, self.layout)
 
     def _constant(self, zero: int, reduced: Bytes) -> ConstantBytes:
+        lasting = self._once(("constant", zero), lambda: self._made_constant(zero))
+        return replace(lasting, reduced=reduced)
+
+    def _made_constant(self, zero: int) -> ConstantBytes:
         embeddings = (kind for kind in self._kinds if kind.role is LayerKind.EMBEDDING)
         return constant_bytes(
             self.rank,
             self.layout,
             next((self._choice(kind, zero) for kind in embeddings), None),
-            reduced,
+            0.0,
             self.price_cache,
             self._layers_of,
         )
@@ -119,49 +148,68 @@ class MixPeaks:
             ),
         )
 
-    def moments(self, zero: int) -> list[MixPeak]:
-        """Returns moments that include the peak, with embedding and head at one ZeRO stage."""
-        return self._once(zero, lambda: self._fullest_moments(zero))
+    def moments(self, zero: int, num_blocks: int) -> list[MixPeak]:
+        """Returns moments of which one is near the peak, with embedding and head at one ZeRO stage."""
+        key = zero, num_blocks
+        return self._once(key, lambda: self._fullest_moments(zero, num_blocks))
 
-    def _fullest_moments(self, zero: int) -> list[MixPeak]:
-        ends = {kind.role: self._end(kind, zero).held for kind in self._kinds}
-        stages = self.layout.stages_of(self.rank)
-        fixed = self.fixed[zero]
-        lasting = self._constant(zero, 0.0)
-        places = {LayerKind.EMBEDDING: 0, LayerKind.HEAD: self.layout.num_virtual_stages - 1}
-        passes, sent = passes_of(self.layout, self.rank)
-        peaks = [MixPeak(0, 0, 1.0, False, fixed.states + sent * lasting.sent)]
-        for peak_pass in passes:
-            if not peak_pass.backward:
-                continue
-            besides = fixed.states + peak_pass.sent * lasting.sent + lasting.gathered
-            for kind, held in ends.items():
-                chunk = stages.index(places[kind])
-                # the head ran backward before the first block of its chunk
-                ran = chunk == peak_pass.chunk and kind is LayerKind.HEAD
-                has_gradients = chunk in peak_pass.made or ran
-                stashed = peak_pass.stashes[chunk] - ran
-                besides += stashed * held.saved - (0.0 if has_gradients else held.gradients)
-                if ran:
-                    besides += lasting.shared_table
+    def besides(self, zero: int) -> tuple[Array, float]:
+        """Returns the bytes of the rank beside its blocks by backward pass, and after the last."""
+        passes = _pass_arrays(self.layout, self.rank)
+        fixed, lasting = self.fixed[zero], self._constant(zero, 0.0)
+        besides = fixed.states + passes.sent * lasting.sent + lasting.gathered
+        for kind in self._kinds:
+            held = self._end(kind, zero).held
+            head = kind.role is LayerKind.HEAD
+            chunk = self.layout.stages_of(self.rank).index(
+                self.layout.num_virtual_stages - 1 if head else 0
+            )
+            # the head ran backward before the first block of its chunk
+            ran = (passes.chunk == chunk) & head
+            besides = besides + (passes.stashes[:, chunk] - ran) * held.saved
+            besides = besides - np.where(passes.made[:, chunk] | ran, 0.0, held.gradients)
+            besides = besides + ran * lasting.shared_table
+        return besides, fixed.states + passes.all_sent * lasting.sent
+
+    def _fullest_moments(self, zero: int, num_blocks: int) -> list[MixPeak]:
+        passes = _pass_arrays(self.layout, self.rank)
+        besides, at_end = self._once(("besides", zero), lambda: self.besides(zero))
+        stashes, remade = passes.stashes.sum(axis=1), passes.remade.sum(axis=1)
+        made = passes.made.mean(axis=1)
+        peaks = [MixPeak(0, 0, 1.0, False, at_end)]
+        for row in self._chosen(stashes, made, besides, passes.ahead, num_blocks):
             peaks.append(
                 MixPeak(
-                    sum(peak_pass.stashes),
-                    sum(peak_pass.remade),
-                    len(peak_pass.made) / len(stages),
-                    peak_pass.ahead,
-                    besides,
+                    int(stashes[row]),
+                    int(remade[row]),
+                    float(made[row]),
+                    bool(passes.ahead[row]),
+                    float(besides[row]),
                 )
             )
-        return [
-            peak
-            for n, peak in enumerate(peaks)
-            if not any(
-                rival.holds_no_less(peak) and not (m > n and peak.holds_no_less(rival))
-                for m, rival in enumerate(peaks)
-                if m != n
-            )
-        ]
+        return peaks
+
+    def _chosen(
+        self, stashes: Ints, made: Array, besides: Array, ahead: Mask, num_blocks: int
+    ) -> list[int]:
+        """Returns passes that no other dominates, or the fullest for some blocks.
+
+        The blocks save the least, the mean and the most bytes of an option. Before the fullest
+        pass others may be fuller that have fewer gradients.
+        """
+        if self.layout.recomputes_ahead:
+            values = np.stack([stashes, made, besides, ahead, ~ahead], axis=1)
+            no_less = (values[:, None] >= values[None, :]).all(axis=2)
+            first = np.arange(len(values))
+            beats = no_less & (~no_less.T | (first[:, None] < first[None, :]))
+            return [int(row) for row in np.flatnonzero(~beats.any(axis=0))]
+        saved = column_of(self.block.options, "saved_bytes") / self.layout.virtual_stages
+        chosen: dict[int, None] = {}
+        for each in (saved.min(), saved.mean(), saved.max()):
+            held = besides + num_blocks * stashes * each
+            for share in MADE_SHARES:
+                chosen[int(np.where(made >= share, held, -np.inf).argmax())] = None
+        return list(chosen)
 
     def _blocks(self, mixes: Mixes) -> list[AlikeLayers]:
         """Returns the blocks of the rank as runs, the first used option of every row first.
@@ -234,3 +282,18 @@ class MixPeaks:
         )
         apart: Array = np.where(mixes.host_bytes > 0, 0.0, together - fullest)
         return apart
+
+
+class LeastPeaks(MixPeaks):
+    """Bounds of the peaks of a rank with the least bytes of several ways to run its ends.
+
+    every    the peaks with each way, and a ZeRO stage of embedding and head
+    """
+
+    def __init__(self, one: MixPeaks, every: Sequence[tuple[MixPeaks, int]]) -> None:
+        super().__init__(one.rank, one.layout, one.block, one.fixed, one.price_cache)
+        self._every = tuple(every)
+
+    def besides(self, zero: int) -> tuple[Array, float]:
+        ways = [peaks.besides(stage) for peaks, stage in self._every]
+        return np.min([each for each, _ in ways], axis=0), min(at_end for _, at_end in ways)

@@ -24,7 +24,7 @@ from parplan.costmodels.memory.rank_memory import (
 )
 from parplan.costmodels.schedules.hidden_recompute import plain_and_ramp
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.dominance import Array
+from parplan.planner.dominance import Array, Ints
 from parplan.planner.layer_options.mixes import (
     Mixes,
     chains,
@@ -119,6 +119,12 @@ class MixPrices:
             return None
         return self._make_peaks()
 
+    @property
+    def peaks(self) -> MixPeaks:
+        """The peaks of mixes, whose gradients come and go."""
+        assert self._freed is not None, "the gradients of this layout stay"
+        return self._freed
+
     def _make_peaks(self) -> MixPeaks:
         return MixPeaks(self.rank, self.layout, self.block, self.fixed, self.ends)
 
@@ -142,27 +148,36 @@ class MixPrices:
         """
         return self.stages if end_kinds(self.rank, self.layout) else self.stages[-1:]
 
-    def candidates(self, num_blocks: int) -> list[PricedMixes]:
+    def candidates(self, num_blocks: int, *, exact: bool = True) -> list[PricedMixes]:
         """Returns mixes at one ZeRO stage, with embedding and head, and mixes of two stages.
 
         The latter exist if there are several stages. Under a rule for the recompute of the stages
         they are the mixes with its number of recomputed blocks.
+
+        exact    the peaks of gradients that come and go are found
         """
         if self.table.stage_recompute is not None:
             counts = self.table.stage_recompute.counts(num_blocks, self.rank, self.layout)
             mixes = self.mix_table.staged(self.layout, self.rank, num_blocks, counts)
             return [self.priced(mixes, zero) for zero in self.end_stages]
+        if len(self.stages) > 1 and self.mix_table.catalogue.by_operator:
+            return self._mixed_candidates(num_blocks, exact=exact)
         candidates = [
-            self.priced(self.mix_table.get(self.layout, self.rank, num_blocks, zero), zero)
+            self.priced(
+                self.mix_table.get(self.layout, self.rank, num_blocks, zero), zero, exact=exact
+            )
             for zero in self.stages
         ]
         if len(self.stages) > 1:
-            mixes = self._mixed(num_blocks)
-            sums = sums_of(mixes, self.block)
-            candidates += [
-                self.priced(mixes, zero, mixed=True, sums=sums) for zero in self.end_stages
-            ]
+            candidates += self._mixed_candidates(num_blocks, exact=exact)
         return candidates
+
+    def _mixed_candidates(self, num_blocks: int, *, exact: bool) -> list[PricedMixes]:
+        """Returns mixes of options at any ZeRO stages, by the stage of embedding and head."""
+        mixes, sums = self._mixed(num_blocks)
+        return [
+            self.priced(mixes, zero, mixed=True, sums=sums, exact=exact) for zero in self.end_stages
+        ]
 
     def redundancy_mixes(self, num_blocks: int) -> list[PricedMixes]:
         """Returns mixes of options that are near in seconds and redundant bytes.
@@ -172,47 +187,57 @@ class MixPrices:
         """
         if self.table.stage_recompute is not None or len(self.stages) == 1:
             return []
-        mixes = self._mixed(num_blocks, self._redundancy_chains)
-        sums = sums_of(mixes, self.block)
+        mixes, sums = self._mixed(num_blocks, redundancy=True)
         return [self.priced(mixes, zero, mixed=True, sums=sums) for zero in self.end_stages]
 
-    def _mixed(self, num_blocks: int, chained: Chains | None = None) -> Mixes:
-        options = self._unbeaten_blocks.options
-        near = self._chains if chained is None else chained
+    def _mixed(self, num_blocks: int, *, redundancy: bool = False) -> tuple[Mixes, MixCosts]:
         virtual_stages = self.layout.virtual_stages
-        return self.table.once(
-            ("mixed", options, near, virtual_stages, num_blocks),
-            lambda: near_mixes(options, near, num_blocks, virtual_stages),
+        every = self.mix_table.tries_every_list(
+            self.layout, self.rank, -(-num_blocks // virtual_stages)
         )
+        block, near = self._chained(every, redundancy)
+
+        def make() -> tuple[Mixes, MixCosts]:
+            mixes = near_mixes(block.options, near, num_blocks, virtual_stages)
+            return mixes, sums_of(mixes, self.block)
+
+        return self.mix_table.recent(("mixed", block, near, virtual_stages, num_blocks), make)
+
+    def _chained(self, every: bool, redundancy: bool) -> tuple[BlockCosts, Chains]:
+        """Returns the costs of options, and the chains of those near one another.
+
+        The chains are those of the seconds that a block adds to the step, and of the bytes that it
+        adds to the peak, or of its redundant bytes.
+        """
+
+        def make() -> tuple[BlockCosts, Chains]:
+            block = self.mix_table.unbeaten_blocks(self.layout, self.rank, every=every)
+            step_s = self.layout.num_micro_batches * block.time_s + block.tail_s
+            held = self._redundant_bytes(block) if redundancy else self._held_bytes(block)
+            return block, tuple(map(tuple, chains(block.options, step_s, held)))
+
+        return self._once(("chained", every, redundancy), make)
 
     @cached_property
     def _unbeaten_blocks(self) -> BlockCosts:
-        return self.mix_table.unbeaten_blocks(self.layout, self.rank)[0]
+        return self.mix_table.unbeaten_blocks(self.layout, self.rank)
 
-    @cached_property
-    def _redundancy_chains(self) -> Chains:
-        """The chains of the seconds and redundant bytes that a block adds to the step."""
-        block = self._unbeaten_blocks
-        step_s = self.layout.num_micro_batches * block.time_s + block.tail_s
+    def _redundant_bytes(self, block: BlockCosts) -> Array:
+        """Redundant bytes of a block by option."""
         saved, ideal = (
             column_of(block.options, name) for name in ("saved_bytes", "ideal_saved_bytes")
         )
         in_flight = self.stashes / self.layout.virtual_stages
-        redundant = block.states - block.ideal_states + in_flight * (saved - ideal)
-        return tuple(map(tuple, chains(block.options, step_s, redundant)))
+        return np.asarray(block.states - block.ideal_states + in_flight * (saved - ideal))
 
-    @cached_property
-    def _chains(self) -> Chains:
-        """The chains of the seconds and bytes that a block adds to the step and the peak."""
-        block = self._unbeaten_blocks
-        step_s = self.layout.num_micro_batches * block.time_s + block.tail_s
+    def _held_bytes(self, block: BlockCosts) -> Array:
+        """Bytes that a block adds to the peak, by option."""
         in_flight = self.stashes / self.layout.virtual_stages
-        held = (
+        return np.asarray(
             block.states
             + self._spare(block.step_copies)
             + in_flight * column_of(block.options, "saved_bytes")
         )
-        return tuple(map(tuple, chains(block.options, step_s, held)))
 
     def _spare(self, step_copies: Array | float) -> Array:
         """Bytes for the copies of the optimizer's step.
@@ -270,6 +295,31 @@ class MixPrices:
             allocated=allocated - apart + self._spare(fixed.step_copies + blocks.step_copies),
             redundant=allocated - ideal,
         )
+
+    def exactly(self, loose: PricedMixes, rows: Ints) -> PricedMixes:
+        """Returns some rows with the peaks of gradients that come and go."""
+        return self.priced(loose.mixes.at(rows), loose.zero, mixed=loose.mixed)
+
+    def least_allocated(self, loose: PricedMixes, rows: Ints, num_blocks: int) -> Array:
+        """Lower bound of the bytes at the peak of some rows, if gradients come and go.
+
+        It leaves out what a layer allocates in its own pass. It is zero where the chunks of the
+        rank differ in length.
+        """
+        freed, block = self._freed, self.block.of(loose.mixes.options)
+        if freed is None or not len(rows) or num_blocks % self.layout.virtual_stages:
+            return np.zeros(len(rows))
+        spare = self._spare(self.fixed[loose.zero].step_copies)
+        always = block.states + self._spare(block.step_copies)
+        counts = loose.mixes.counts[rows].astype(np.float64)
+        states, gradients = (counts @ np.stack([always, block.gradients], axis=1)).T
+        saved = loose.mixes.saved_bytes[rows]
+        levels = [
+            peak.besides + spare - (peak.made < 1) * gradients + peak.stashes * saved
+            for peak in freed.moments(loose.zero, num_blocks)
+            if not peak.remade
+        ]
+        return np.asarray(np.max(levels, axis=0) + states)
 
     def running(self, mixes: Mixes, zero: int, sums: MixCosts | None = None) -> Array:
         """Bytes at the peak beyond states and the most stashes.

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, product
+
+import numpy as np
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.host_embedding import illegal_host_embedding
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.host.state_location import Access, StateLocation
-from parplan.costmodels.keyed_cache import KeyedCache
+from parplan.costmodels.keyed_cache import KeyedCache, RecentCache
 from parplan.costmodels.layers.chunked_layer import BlockCost
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.layers.model_layers import Ends
@@ -20,6 +22,7 @@ from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.deadline import NEVER, Deadline
+from parplan.planner.dominance import Ints
 from parplan.planner.host_options.host_variants import may_offload_activations, with_host
 from parplan.planner.host_options.location_costs import (
     LocationCosts,
@@ -35,6 +38,8 @@ from parplan.planner.layer_options.mixes import (
     Mixes,
     MixHulls,
     OptionPairs,
+    averaged_options,
+    exhaustive,
     hulls,
     make_mixes,
     option_pairs,
@@ -45,6 +50,8 @@ from parplan.planner.layer_options.zero_ways import ZeroWay, zero_ways
 from parplan.planner.request import Constraints
 from parplan.planner.stage_columns.stage_prices import BlockCosts, block_prices, unbeaten_options
 from parplan.profiles.models.operator_graph import LayerKind
+
+MOST_MIXES = 64  # numbers of blocks whose mixes are held at once
 
 _Kind = tuple[int, Sharding, bool, bool, Access]  # the arguments of options
 
@@ -92,6 +99,7 @@ class MixTable(StageTable):
     ) -> None:
         super().__init__(price_cache, pins, deadline)
         self.catalogue = catalogue_of(price_cache, pins)
+        self.recent = RecentCache(MOST_MIXES, deadline.check)
         self._zero_by_operator = pins.zero_by_operator
 
     def zero_ways(self, layout: ParallelLayout) -> tuple[ZeroWay, ...]:
@@ -235,26 +243,65 @@ class MixTable(StageTable):
 
         return self.once(("blocks", *key), make)
 
-    def unbeaten_blocks(self, layout: ParallelLayout, rank: int) -> tuple[BlockCosts, OptionPairs]:
-        """Returns block costs on undominated options, and all ordered pairs of these options.
+    def unbeaten_blocks(
+        self, layout: ParallelLayout, rank: int, *, every: bool = False
+    ) -> BlockCosts:
+        """Returns block costs on undominated options at ZeRO stages.
 
-        The options are at ZeRO stages. No mix gets worse by an option that costs no more in any
-        way.
+        No mix gets worse by an option that costs no more in any way. Of any lists of recomputed
+        operators they are those that an average of blocks may need, or `every` one.
         """
-        key = (
-            layout.mesh,
-            self._kind(layout, rank),
-            layout.splits_backward,
-            layout.recomputes_ahead,
-            self.zero_ways(layout),
-        )
+        block = self.per_block(layout, rank)
+        if not every and self.catalogue.by_operator:
+            block = self._averaged(block)
+        if layout.recomputes_ahead:
+            return block
+        return self.once(("unbeaten", block), lambda: block.of(unbeaten_options(block)))
+
+    def _averaged(self, block: BlockCosts) -> BlockCosts:
+        """Returns the costs of the options that an average of blocks may need."""
+
+        def make() -> BlockCosts:
+            return block.of([block.options[i] for i in averaged_options(block.options)])
+
+        return self.once(("averaged", block), make)
+
+    def averages(self, layout: ParallelLayout, rank: int) -> tuple[BlockCosts, OptionPairs]:
+        """Returns block costs whose averages bound every mix, and all ordered pairs of them.
+
+        Any list of recomputed operators is above an average of others, with the least workspace
+        that it may have (`averaged_options`).
+        """
+        block = self.per_block(layout, rank)
 
         def make() -> tuple[BlockCosts, OptionPairs]:
-            block = self.per_block(layout, rank)
-            unbeaten = block if layout.recomputes_ahead else block.of(unbeaten_options(block))
-            return unbeaten, option_pairs(unbeaten.options)
+            some = block
+            if self.catalogue.by_operator:
+                least = averaged_options(block.options)
+                options = tuple(
+                    replace(block.options[i], workspace_bytes=workspace)
+                    for i, workspace in least.items()
+                )
+                some = replace(block.of([block.options[i] for i in least]), options=options)
+            if not layout.recomputes_ahead:
+                some = some.of(unbeaten_options(some))
+            pairs = option_pairs(some.options)
+            if self.catalogue.by_operator:
+                pairs = pairs.at(_worth_mixing(some, pairs.index))
+            self.deadline.count(pairs.index, pairs.saved_bytes, pairs.workspace_bytes)
+            return some, pairs
 
-        return self.once(("unbeaten", *key), make)
+        return self.once(("averages", block), make)
+
+    def tries_every_list(self, layout: ParallelLayout, rank: int, total: int) -> bool:
+        """Returns whether mixes of `total` blocks have every undominated option in every number.
+
+        The fewer options that an average may need are looked at first.
+        """
+        return all(
+            exhaustive(self.unbeaten_blocks(layout, rank, every=every).options, total)
+            for every in (False, True)
+        )
 
     def homes(self, layout: ParallelLayout, sharding: Sharding, num_blocks: int) -> LocationCosts:
         """Returns the costs of placing the blocks of a rank, for a layout in chunks."""
@@ -335,8 +382,23 @@ class MixTable(StageTable):
 
         With virtual stages every chunk has the same mix.
         """
+        options = self.options(layout, rank)
+        some: Sequence[int] = range(len(options))
+        total = -(-num_blocks // layout.virtual_stages)
+        if self.catalogue.by_operator and not self.tries_every_list(layout, rank, total):
+            some = self.once(("some", options), lambda: tuple(averaged_options(options)))
         mixes = self.once(
             ("mixes", self._kind(layout, rank), layout.virtual_stages, num_blocks),
-            lambda: make_mixes(self.options(layout, rank), num_blocks, layout.virtual_stages),
+            lambda: make_mixes(tuple(options[i] for i in some), num_blocks, layout.virtual_stages),
         )
-        return replace(mixes, options=self.placed(layout, rank, zero))
+        placed = self.placed(layout, rank, zero)
+        return replace(mixes, options=tuple(placed[i] for i in some))
+
+
+def _worth_mixing(block: BlockCosts, index: Ints) -> Ints:
+    """Returns the pairs whose first option is faster in some way, and options with themselves."""
+    first, second = index
+    faster = first == second
+    for seconds in (block.time_s, block.tail_s, block.time_s - block.recompute_s):
+        faster = faster | (seconds[first] < seconds[second])
+    return np.flatnonzero(faster)

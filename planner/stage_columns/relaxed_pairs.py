@@ -40,6 +40,13 @@ class RelaxedPairs:
             for workspace in workspaces
         ]
 
+    @property
+    def arrays(self) -> list[Array]:
+        """All arrays of these costs."""
+        pairs = (self._tail_s, self._time_s, self._plain_s)
+        own = (each for each in vars(self).values() if isinstance(each, np.ndarray))
+        return [*own, *self._inside, *(each for pair in pairs for each in pair)]
+
     def at(self, chosen: Ints, share: Array, *, plain: bool) -> tuple[Array, Array]:
         """Returns seconds of a micro-batch and of the tail of a block.
 

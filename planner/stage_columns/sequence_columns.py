@@ -30,7 +30,7 @@ from parplan.planner.stage_columns.mix_peaks import MixPeaks
 from parplan.planner.stage_columns.mix_prices import PricedMixes
 from parplan.planner.stage_columns.rank_moment import RankMoment, fullest_moment
 from parplan.planner.stage_columns.sequence_table import SequenceTable
-from parplan.planner.stage_columns.stage_column import StageColumn
+from parplan.planner.stage_columns.stage_column import RankTimeLimit, StageColumn
 from parplan.planner.stage_columns.stage_contents import Range, StageContents
 from parplan.planner.stage_columns.stage_prices import (
     BlockCosts,
@@ -235,7 +235,9 @@ class SequenceColumns(RankColumns):
             self._prices[zero] = self.priced(self._mixes(zero), zero)
         return self._prices[zero]
 
-    def fastest(self, num_blocks: int, limit_bytes: float) -> list[StageColumn]:
+    def fastest(
+        self, num_blocks: int, limit_bytes: float, reach: RankTimeLimit | None = None
+    ) -> list[StageColumn]:
         """Returns for each ZeRO stage the fastest choice within `limit_bytes`.
 
         All choices of a stage have the same tail. The exact peak is made only where the sum of the

@@ -314,7 +314,8 @@ def _priced_alone(
     mesh = layout.mesh
     each = [(o.kind, (o.sharding, o.zero, o.own_zero)) for o in options]
     ways = list(dict.fromkeys(each))
-    way = np.array([ways.index(key) for key in each], np.int64)
+    numbers = {key: number for number, key in enumerate(ways)}
+    way = np.array([numbers[key] for key in each], np.int64)
     data = [price_cache.data_parallel(kind, b, mesh, *way_of) for kind, way_of in ways]
     held = [price_cache.states(kind, mesh, *way_of) for kind, way_of in ways]
     waiting = [
@@ -374,9 +375,8 @@ def unbeaten_options(block: BlockCosts) -> tuple[LayerOption, ...]:
     )
     no_worse = (values[:, :, None] <= values[:, None, :]).all(axis=0)  # [one, other]
     first = np.arange(len(block.options))
-    weight_layout = np.array(
-        [weight_layouts.index(option.weight_layout) for option in block.options]
-    )
+    numbers = {layout: number for number, layout in enumerate(weight_layouts)}
+    weight_layout = np.array([numbers[option.weight_layout] for option in block.options])
     alike = weight_layout[:, None] == weight_layout[None, :]
     beats = no_worse & alike & (~no_worse.T | (first[:, None] < first[None, :]))
     return tuple(

@@ -118,8 +118,8 @@ def _meshes(request: PlanningRequest, pins: Constraints) -> Iterator[Mesh]:
                 mesh = Mesh(pp=pp, dp=dp, tp=tp, ep=ep, etp=etp)
                 if not illegal_expert_parallel(mesh, request.model):
                     yield mesh
-                    if request.training.stack.tensor_grid and mesh.ep * mesh.etp == 1:
-                        rows_of_grids = (rows for rows in divisors(tp) if 1 < rows < tp)
+                    if mesh.ep * mesh.etp == 1:
+                        rows_of_grids = (rows for rows in pins.tp_rows or () if 1 < rows < tp)
                         yield from (replace(mesh, tp_rows=rows) for rows in rows_of_grids)
 
 
