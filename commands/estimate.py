@@ -79,7 +79,7 @@ def estimate(
         if launcher is not None:
             _require_said(plan, launcher)
     else:
-        require_described(launcher)
+        require_described(None if launcher is None else (launcher,))
         plan, assumed = user_modules.estimate(source, target, tracing, by_hand)
     context = SummaryContext(
         assumed=assumed,

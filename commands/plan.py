@@ -181,7 +181,7 @@ def main(
             return share_batch(request, all_assumed(request, flags), result)
         question = described_question(request, flags, names[0])
     else:
-        require_described(flags)
+        require_described(flags.launchers)
         question = user_modules.traced_question(source, target, tracing, pins, flags)
     question = with_failures(question, failing)
     if choosing:

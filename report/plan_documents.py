@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +58,12 @@ class LauncherDocument:
     gap: float | None = None
     layout: str | None = None
     no_plan: str | None = None
+
+
+def _launcher_documents(table: LauncherTable) -> Iterator[LauncherDocument]:
+    yield from (_launcher_document(each, table) for each in table.entries)
+    for name in table.unsearched:
+        yield LauncherDocument(name=name, no_plan="not searched")
 
 
 def _launcher_document(each: LauncherPlan, table: LauncherTable) -> LauncherDocument:

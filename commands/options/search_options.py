@@ -161,9 +161,9 @@ launcher_option = option(
     type=List(click.Choice(SEARCHED_FOR)),
     metavar="NAME,..",
     help="Launchers that may run the plan, which is the fastest of all that their arguments can "
-    f"say, priced as their stacks run it: {', '.join(SEARCHED_FOR)}. parplan is the own executor, and "
-    "none is a bound: every plan of the stack, whether a program can say it or not. [default: all "
-    "that can run the request]",
+    f"say, priced as their stacks run it: {', '.join(SEARCHED_FOR)}. parplan is the own executor, "
+    "and none is a bound: every plan of the stack, whether a program can say it or not. [default: "
+    "all that can run the request]",
 )
 method_options = together(
     option(

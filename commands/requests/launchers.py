@@ -106,9 +106,9 @@ def _further_aims(flags: SearchFlags) -> Iterator[str]:
         yield f"--search {flags.method}"
 
 
-def require_described(flags: SearchFlags) -> None:
+def require_described(launchers: tuple[str, ...] | None) -> None:
     """Raises ConfigError for a launcher of a traced module, which the own executor alone runs."""
-    other = [name for name in flags.launchers or () if name != EXECUTOR]
+    other = [name for name in launchers or () if name != EXECUTOR]
     if other:
         raise ConfigError(
             f"--for {','.join(other)} is for described models, and this one is traced",

@@ -31,9 +31,9 @@ from parplan.planner.export.fields.settings import (
 )
 from parplan.planner.export.launcher_space import LauncherSpace
 from parplan.planner.export.settings_bounds import SettingsBounds
+from parplan.planner.export.settings_certificate import certified_settings
 from parplan.planner.export.shared_search import SharedSearch
 from parplan.planner.infeasible.shortfall import price_cache_of
-from parplan.planner.export.settings_certificate import certified_settings
 from parplan.planner.objective import Objective, Prefer
 from parplan.planner.plan.assemble import assemble, runner_up
 from parplan.planner.plan.plan import Plan

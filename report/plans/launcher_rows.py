@@ -90,8 +90,7 @@ def _layers(plan: Plan) -> Iterator[str]:
 def _notes(table: LauncherTable, width: int) -> Iterator[str]:
     """Yields lines about launchers that cannot be told apart, and about those without a plan."""
     if len(table.tied) > 1:
-        names = ", ".join(table.tied)
-        text = f"{names} (the error of their ratio is {percent(table.ratio_share)})"
+        text = f"{', '.join(table.tied)} (the error of their ratio is {percent(table.ratio_share)})"
         words = text.replace(" %", "\N{NO-BREAK SPACE}%").split(" ")
         line = joined(words, " ", width, start="  cannot tell apart: ", indent=4)
         yield line.replace("\N{NO-BREAK SPACE}", " ")
@@ -112,5 +111,6 @@ def _without_plan(entries: Sequence[LauncherPlan]) -> Iterator[tuple[str, list[s
         if each.error is not None:
             fits = not isinstance(each.error, InfeasibleError)
             reason = each.error.message if fits else "nothing fits"
-            reasons.setdefault(reason.removeprefix(f"{each.launcher} "), []).append(each.launcher)
+            reason = reason.removeprefix(f"{each.launcher} ").removeprefix(f"{each.launcher} ")
+            reasons.setdefault(reason, []).append(each.launcher)
     yield from reasons.items()
