@@ -114,8 +114,9 @@ def memory_bound_s(
     fastest. Equal ranks are bounded by the first one, which also runs what `bound` has beside its
     blocks. Otherwise some rank has at least the mean number, and no fewer stashes than any rank.
     The largest temporaries are no less than their mean over the blocks; where gradients come and
-    go, the least workspace counts, and each moment has its own limit. Bytes of embedding and head are left out. Blocks that gain nothing by another
-    recompute than that of their rank have one, each with its own bound.
+    go, the least workspace counts, and each moment has its own limit. Bytes of embedding and head
+    are left out. Blocks that gain nothing by another recompute than that of their rank have one,
+    each with its own bound.
     """
     if layout.recomputes_ahead or layout.chunked:
         return bound.step_s
