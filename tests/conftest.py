@@ -7,7 +7,9 @@ import gc
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +31,13 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Matrix products round alike on all processors: parity tests compare to a few units of rounding,
 # and MKL's kernels for AVX-512 round in another order than those for AVX2.
 os.environ.setdefault("MKL_CBWR", "AVX2")
+
+# Searches that are not about launchers look at every plan of a stack, as a user's settings file may
+# say; tests of launchers name them, or take the file away.
+_settings = tempfile.TemporaryDirectory(prefix="parplan-settings-")
+Path(_settings.name, "parplan").mkdir()
+Path(_settings.name, "parplan", "config.yaml").write_text("for: none\n", encoding="utf-8")
+os.environ["XDG_CONFIG_HOME"] = _settings.name
 
 os.environ.pop("COLUMNS", None)  # Tables are as wide as a terminal says; the tests have none.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from parplan.commands.options.search_options import SearchFlags
 from parplan.commands.options.target_options import TargetOptions
+from parplan.commands.user_settings import launcher_setting
 from parplan.planner.launchers.known_launchers import (
     EXECUTOR,
     LAUNCHERS,
@@ -43,7 +44,8 @@ def launchers_to_search(
 ) -> tuple[str, ...]:
     """Returns the launchers whose plans a request asks for, the widest space last.
 
-    By default they are those that the stack of the request describes, or all. Another aim than the
+    By default they are those that the stack of the request describes, those of the settings file
+    of the project or the user, or all. Another aim than the
     fastest step is searched among all plans of a stack.
 
     fastest_alone    the aim is the fastest step, by the planner's own search
@@ -55,7 +57,8 @@ def launchers_to_search(
     if not fastest_alone:
         return (EXECUTOR if stack == EXECUTOR else NO_LAUNCHER,)
     if stack is None:
-        return tuple(LAUNCHERS)
+        setting = launcher_setting()
+        return _named(setting.launchers) if setting else tuple(LAUNCHERS)
     return launchers_of_stack(stack) or (NO_LAUNCHER,)
 
 
