@@ -50,7 +50,7 @@ def _places() -> tuple[Path, ...]:
 
 def _launchers(path: Path) -> tuple[str, ...]:
     from parplan.commands.options.option_values import SEARCHED_FOR
-    from parplan.profiles.documents.reader import read_config
+    from parplan.profiles.documents.packaged_configs import read_config
     from parplan.profiles.errors import ConfigError, unknown_name_error
 
     stated = read_config(path)
