@@ -16,7 +16,7 @@ from parplan.commands.options.result_options import as_json, trust_module_option
 from parplan.commands.options.search_options import SearchFlags, launcher_option, search_options
 from parplan.commands.options.sections import AIM, BASELINES
 from parplan.commands.options.target_options import TargetOptions, target_options
-from parplan.commands.searching import NO_LAUNCHER, answer, described_question
+from parplan.commands.searching import answer, described_question
 from parplan.commands.style import INTERRUPTED, Command, List, given_options, option, print_json
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def compare(
     recompute, and memory by class. The plan of a traced module is
     compared with data parallelism and with plain pipelines of the same module, which is traced.
     """
-    from parplan.commands.requests.launchers import with_launcher
+    from parplan.commands.requests.launchers import one_launcher, with_launcher
     from parplan.commands.requests.requests import constraints_of, options_of, request_of
     from parplan.planner.baselines.systems import baseline_names
     from parplan.planner.objective import Objective
@@ -113,7 +113,7 @@ def compare(
         comparison = _of_files(plan_files, target, names_given, options, trust=trust_module)
     else:
         names = baseline_names(baseline)
-        launcher = _one_launcher(flags)
+        launcher = one_launcher(flags.launchers)
         target = with_launcher(target, launcher)
         request = replace(
             request_of(target, pools=flags.launcher is None),
@@ -132,14 +132,6 @@ def compare(
         pinned = not plan_files and constraints != constraints_of(PinOptions(), target)
         print_comparison(comparison, console(sys.stdout), assumed=assumed, pinned=pinned)
     return INTERRUPTED if interrupted else 0
-
-
-def _one_launcher(flags: SearchFlags) -> str:
-    """Returns the launcher of --for, `none` by default. Raises UsageError for several."""
-    names = flags.launchers or (NO_LAUNCHER,)
-    if len(names) > 1:
-        raise click.UsageError("--for is for one launcher here: each has a stack of its own")
-    return names[0]
 
 
 def _given_names(ctx: click.Context, names: tuple[str, ...]) -> tuple[str, ...] | None:

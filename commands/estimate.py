@@ -53,21 +53,27 @@ def estimate(
     target: TargetOptions,
     tracing: TraceOptions,
     by_hand: LayoutOptions,
-    launcher: str | None,
+    launchers: tuple[str, ...] | None,
     result: ResultOptions,
 ) -> None:
     """Price one layout by hand, with the breakdown and the plan file of a search.
 
     A traced module is cut at even times, or as --stages says.
     """
-    from parplan.commands.requests.launchers import require_described, with_launcher
+    from parplan.commands.requests.launchers import (
+        one_launcher,
+        require_described,
+        with_launcher,
+    )
     from parplan.commands.requests.layouts import choices_of, layout_of, with_limit
     from parplan.commands.requests.requests import request_of
+    from parplan.planner.export.targets import TARGETS
     from parplan.planner.plan.traced_plan import AnyPlan
     from parplan.planner.search.estimate import estimate_plan
     from parplan.report.plans.summary_context import SummaryContext
 
     require_output(result.output)
+    launcher = one_launcher(launchers)
     target = with_launcher(target, launcher)
     source = user_modules.source_of(target, tracing)
     plan: AnyPlan
@@ -76,10 +82,10 @@ def estimate(
         choices = choices_of(request, by_hand)
         plan = estimate_plan(request, layout_of(request, by_hand), choices)
         plan, assumed = with_module(plan, request), request.assumed
-        if launcher is not None:
+        if launcher in TARGETS:
             _require_said(plan, launcher)
     else:
-        require_described(None if launcher is None else (launcher,))
+        require_described(launchers)
         plan, assumed = user_modules.estimate(source, target, tracing, by_hand)
     context = SummaryContext(
         assumed=assumed,

@@ -90,6 +90,19 @@ def _stack_name(target: TargetOptions) -> str | None:
     return None if run_by is None else load_stack(run_by).name
 
 
+def one_launcher(names: tuple[str, ...] | None) -> str:
+    """Returns the launcher of a command that takes one, `none` by default.
+
+    Raises ConfigError for several.
+    """
+    if names is not None and len(names) > 1:
+        raise ConfigError(
+            f"--for {','.join(names)}: this command is for one launcher, as each has its own stack",
+            hint="name one of them",
+        )
+    return NO_LAUNCHER if names is None else names[0]
+
+
 def require_fastest(flags: SearchFlags, names: tuple[str, ...], *, fastest_alone: bool) -> None:
     """Raises ConfigError for an aim that several launchers cannot be asked for."""
     if fastest_alone or len(names) == 1:
