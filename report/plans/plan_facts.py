@@ -132,8 +132,8 @@ def _stack_phrases(plan: AnyPlan) -> tuple[str, str]:
 
 
 def _programs_phrase(search: SearchRecord) -> str:
-    """Returns how many integer programs ran, nothing for an older plan, which does not say it."""
-    if search.certificate is None:
+    """Returns how many integer programs ran, nothing where none did or an older plan says none."""
+    if search.certificate is None or not search.certificate.programs:
         return ""
     return f", by {_counted(search.certificate.programs, 'integer program')}"
 

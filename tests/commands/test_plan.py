@@ -878,7 +878,7 @@ def test_a_time_limit_ends_the_search_with_what_was_found_and_its_gap(monkeypatc
 
     output = succeed(*MIDDLE, "--time-limit", "0.000001").stdout
 
-    assert re.search(r"gap [\d.]+ % +stopped early; [\d,]+ candidates", output)
+    assert re.search(r"gap [\d.]+ % +stopped early; [\d,]+ layouts, [\d,]+ closed by", output)
     assert read_plan(Path("plan.yaml")).search.status is Status.FEASIBLE
 
 

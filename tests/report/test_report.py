@@ -18,6 +18,7 @@ from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.meshes import Pruned
 from parplan.planner.objective import Objective, Prefer
+from parplan.planner.plan.certificate_record import Certificate, Certified, CertifyingProgram
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import (
     Band,
@@ -27,7 +28,7 @@ from parplan.planner.plan.prediction import (
     Status,
     TieChoice,
 )
-from parplan.planner.request import Progress
+from parplan.planner.request import Progress, SolverName
 from parplan.profiles.documents.files import require_writable
 from parplan.profiles.documents.schema import document
 from parplan.profiles.errors import ConfigError
@@ -645,3 +646,32 @@ def test_a_folder_without_write_permission_is_found_before_the_search(tmp_path, 
 
     with pytest.raises(ConfigError, match="no permission"):
         require_writable(tmp_path / "plan.yaml")
+
+
+def test_the_proof_says_how_many_programs_ran_and_whether_they_agree(plan):
+    certifying = CertifyingProgram(over=Certified.COLUMNS, variables=40, rows=9, optimum_s=1.0)
+
+    def line_of(gap: float | None) -> str:
+        certificate = Certificate(
+            solver=SolverName.CBC,
+            programs=1 if gap is None else 4,
+            variables=312,
+            rows=50,
+            layouts=1198,
+            closed=1197,
+            plan=None if gap is None else replace(certifying, gap=gap),
+        )
+        record = replace(plan.search, status=Status.OPTIMAL, certificate=certificate)
+        return " ".join(text_of(replace(plan, search=record), 200).split())
+
+    assert ", by 4 integer programs" in line_of(0.0)
+    assert "CBC, 312 variables; 1,198 layouts, 1,197 closed by bounds" in line_of(0.0)
+    assert "the certifying one is 0.25 % below the search's own choice" in line_of(0.0025)
+    assert "the certifying one is 1 % above the search's own choice" in line_of(-0.01)
+    assert ", by 1 integer program CBC" in line_of(None)
+
+
+def test_an_older_plan_says_its_candidates(plan):
+    record = replace(plan.search, status=Status.OPTIMAL, certificate=None)
+
+    assert "candidates: " in text_of(replace(plan, search=record), 200)

@@ -53,14 +53,20 @@ def layout_of(entry):
     return entry.mesh, entry.pipeline, of_step.step_time_s.value
 
 
+def without_choice(plan):
+    """Returns the record of a plan without its choice and the programs of its blocks."""
+    return replace(plan.search, preference=None, runners_up=(), layers=None, certificate=None)
+
+
 def test_every_preference_has_the_proof_of_the_fastest_and_says_how_much_slower_it_is(plans):
     fastest = plans[Prefer.FASTEST]
-    proven = replace(fastest.search, preference=None, runners_up=(), layers=None)
+    proven = without_choice(fastest)
 
     for prefer, plan in plans.items():
         choice = plan.search.preference
         step_s = plan.predicted.step_time_s.value
-        assert replace(plan.search, preference=None, runners_up=(), layers=None) == proven
+        assert without_choice(plan) == proven
+        assert plan.search.certificate.plan == fastest.search.certificate.plan
         assert plan.search.layers.gap == 0.0  # the programs are those of the plan's own layers
         assert choice.prefer is prefer
         assert choice.slowdown == pytest.approx(
