@@ -57,6 +57,7 @@ from parplan.commands.style import (
 )
 
 if TYPE_CHECKING:
+    from parplan.planner.plan.traced_plan import AnyPlan
     from parplan.planner.search.pareto import ParetoFront
     from parplan.report.plans.summary_context import SummaryContext
 
@@ -172,7 +173,7 @@ def main(
         names = launchers_to_search(target, flags, fastest_alone=fastest_alone)
         require_fastest(flags, names, fastest_alone=fastest_alone)
         if len(names) > 1:
-            return _search_launchers(names, target, pins, flags, failing, result)
+            return _search_launchers(names, target, pins, flags, failing, result, program_file)
         target = with_launcher(target, names[0])
         request = request_of(target, pins, flags, pools=flags.launcher is None)
         if flags.pools == "data":
@@ -224,9 +225,7 @@ def _search(
         ruled=question.factory.request.constraints.recompute_first_stage is not None,
     )
     deliver(plan, context, result.output, as_json=result.as_json)
-    if program_file is not None:
-        tell_kept(program_file.write(plan))
-        tell(f"wrote {program_file.path}: the program that certifies the plan")
+    _write_program(program_file, plan)
     if flags.explain:
         to_stderr = result.as_json or result.output == STDOUT
         question.explained(plan, to_stderr)
@@ -240,6 +239,7 @@ def _search_launchers(
     flags: SearchFlags,
     failing: FailureOptions,
     result: ResultOptions,
+    program_file: ProgramFile | None,
 ) -> int:
     """Searches the best plan of each launcher, and writes the fastest or the preferred of them."""
     from parplan.commands.launcher_searches import answer_launchers, launcher_questions
@@ -264,11 +264,19 @@ def _search_launchers(
         table=table,
     )
     deliver(plan, context, result.output, as_json=result.as_json)
+    _write_program(program_file, plan)
     if flags.explain:
         to_stderr = result.as_json or result.output == STDOUT
         print_unsearched(question, to_stderr=to_stderr)
         question.explained(plan, to_stderr)
     return INTERRUPTED if interrupted else 0
+
+
+def _write_program(program_file: ProgramFile | None, plan: AnyPlan) -> None:
+    """Writes the program that certifies a plan where the user asked for it."""
+    if program_file is not None:
+        tell_kept(program_file.write(plan))
+        tell(f"wrote {program_file.path}: the program that certifies the plan")
 
 
 def _front(

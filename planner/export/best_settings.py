@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.price_cache import PriceCache
@@ -217,15 +218,19 @@ class _SettingsSearch:
         return replace(record, bound=bound_s, gap=round(1 - bound_s / best.value, 6))
 
     def _near(self, best: BestOfLayout) -> Iterator[tuple[Strategy, PriceCache]]:
-        """Yields the strategies of the plan's layout that may be as fast and that may fit."""
+        """Yields the strategies of the plan's layout that may be as fast, also without room.
+
+        They come from the space, and not from the bounds that chose among them.
+        """
         layout, below_s = best.strategy.layout, best.value * (1 + BESIDE)
-        for each in self.bounds.fitting(layout):
-            if each.bound_s >= below_s or not self.space.says(each.settings, layout):
-                continue
-            listed = self.bounds.possible_stages(each, layout, below_s)
-            prices = self.space.prices(each.settings)
-            for strategy in self.space.strategies(each.settings, layout, tuple(listed), below_s):
-                yield strategy, prices
+        listed = self.space.listed(layout)
+        for kind, counts in self.space.kinds(layout):
+            for zero, count in product(self.space.zeros(layout), counts):
+                settings = replace(kind, zero=zero, recompute_blocks=count)
+                if self.space.says(settings, layout):
+                    prices = self.space.prices(settings)
+                    for strategy in self.space.strategies(settings, layout, listed, below_s):
+                        yield strategy, prices
 
     def _bound_s(self, layout: ParallelLayout) -> float:
         """Returns the bound of a layout's simulated step."""

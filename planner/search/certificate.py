@@ -15,9 +15,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from parplan.costmodels.step import bubble_share
 from parplan.costmodels.strategy import ParallelLayout, Strategy
-from parplan.planner.master import Master, MasterChoice, smallest_pace_s
+from parplan.planner.limit_boxes import longer_never_pays, repeats_of
+from parplan.planner.master import Master, MasterChoice, apart, smallest_pace_s
 from parplan.planner.objective import Objective
 from parplan.planner.paths_of_layers import on_paths, one_range_a_rank
 from parplan.planner.placed_blocks import in_reach_of, joined_by_blocks
@@ -148,6 +151,8 @@ def certifying_master(
         options = [list(each) for each in on_paths(layout, options, share, cut_s).options]
     elif joined_by_blocks(layout, options, share):
         options = in_reach_of(layout, options, num_layers, share, cut_s)
+    elif not free and apart(layout, options) and longer_never_pays(layout, share):
+        options = _in_reach_apart(layout, options, share, cut_s)
     master = Master(
         layout,
         options,
@@ -163,13 +168,36 @@ def certifying_master(
     return master
 
 
+def _in_reach_apart(
+    layout: ParallelLayout, options: Options, share: float, cut_s: float
+) -> Options:
+    """Returns the columns of ranks with their own blocks that some choice below the cut may have.
+
+    All other ranks take their least seconds of each kind, whatever column that is.
+    """
+    repeats = repeats_of(layout, share)
+    seconds = [
+        np.array([[c.time_s, c.tail_s, c.plain_s, c.ramp_s] for c in columns]).T
+        for columns in options
+    ]
+    least_s = np.array([each.min(axis=1) for each in seconds])
+    slowest_s, ramps_s = least_s[:, :3].max(axis=0), least_s[:, 3].sum()
+    kept = []
+    for columns, of_rank, own_s in zip(options, seconds, least_s, strict=True):
+        bound_s = repeats @ np.maximum(of_rank[:3], slowest_s[:, None])
+        bound_s += share * (of_rank[3] + ramps_s - own_s[3])
+        within = bound_s <= cut_s
+        kept.append([c for c, holds in zip(columns, within, strict=True) if holds])
+    return kept
+
+
 def _least_pace_s(layout: ParallelLayout, options: Options, num_blocks: int) -> float:
-    """Returns seconds that the slowest rank takes at least, zero where ranks do not share blocks.
+    """Returns seconds that the slowest rank takes at least, zero where no bound is easy.
 
     Averages of columns have a shorter pace, so that the solver would have to branch for long.
     """
-    if layout.mesh.pp == 1 or layout.equal_ranks:
-        return 0.0
+    if apart(layout, options):
+        return max(min(column.time_s for column in columns) for columns in options)
     if not one_range_a_rank(layout, options):
         placed = not any(column.layers for columns in options for column in columns)
         pace_s = smallest_pace_s(options, num_blocks, lambda c: c.time_s) if placed else None

@@ -14,10 +14,22 @@ from parplan.profiles.units import US_PER_S
 from tests.helpers.command_runs import fail, run, succeed
 
 SMALL = ("--model", "gpt-2.5b", "--gpus", "8", "--global-batch-size", "64", "--tp", "1")
-ONE_RANK = (*SMALL, "--pp", "1", "--memory-limit", "14GiB")
-PIPELINE = (*SMALL, "--pp", "4", "--schedule", "1f1b", "--memory-limit", "14GiB")
+ONE_RANK = (*SMALL, "--for", "none", "--pp", "1", "--memory-limit", "14GiB")
+PIPELINE = (*SMALL, "--for", "none", "--pp", "4", "--schedule", "1f1b", "--memory-limit", "14GiB")
 LAUNCHER = (*SMALL, "--for", "megatron")
-UNLIKE = ("--model", "deepseek-tiny", "--gpus", "4", "--pp", "2", "--global-batch-size", "16")
+TABLE = (*SMALL, "--for", "fsdp2,deepspeed")
+UNLIKE = (
+    "--model",
+    "deepseek-tiny",
+    "--for",
+    "none",
+    "--gpus",
+    "4",
+    "--pp",
+    "2",
+    "--global-batch-size",
+    "16",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +41,7 @@ def optimum_s(path: str) -> float:
     """Returns the seconds of the optimum that HiGHS finds in a file."""
     solver = highspy.Highs()
     solver.silent()
+    solver.setOptionValue("threads", 1)  # as the planner: a process has one number of threads
     assert solver.readModel(path) == highspy.HighsStatus.kOk
     solver.run()
     assert solver.getModelStatus() == highspy.HighsModelStatus.kOptimal
@@ -42,6 +55,7 @@ def optimum_s(path: str) -> float:
         pytest.param(ONE_RANK, id="one-rank"),
         pytest.param(PIPELINE, id="pipeline"),
         pytest.param(LAUNCHER, id="launcher"),
+        pytest.param(TABLE, id="fastest-launcher"),
         pytest.param(UNLIKE, id="unlike-blocks"),
     ],
 )

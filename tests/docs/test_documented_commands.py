@@ -97,7 +97,7 @@ SLOW = (
     "plan --model gpt-2.5b --gpus 16 --robust 20% --prefer robust",
     "plan --model gpt-20b --gpus 64",
     "plan --model gpt-20b --gpus 64 --for megatron",
-    "plan --model gpt-20b --gpus 64 --write-lp program.lp",
+    "plan --model gpt-20b --gpus 64 --for none --write-lp program.lp",
     "plan --model gpt-20b --gpus 64 --for megatron --write-lp megatron.mps",
     "plan --model ./config.json --gpus 16 --seq-length 4096",
     "plan --model ./config.json --module huggingface --gpus 8",
