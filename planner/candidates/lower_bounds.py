@@ -38,6 +38,8 @@ from parplan.planner.layer_options.mixes import (
     column_of,
     one_way_of_running,
 )
+from parplan.planner.layer_options.over_data import least_sent_s
+from parplan.planner.request import sizes_of
 from parplan.planner.stage_columns.block_counts import block_counts
 from parplan.planner.stage_columns.mix_peaks import MADE_SHARES
 from parplan.planner.stage_columns.mix_table import MixTable
@@ -113,10 +115,10 @@ def memory_bound_s(
     an option with a short tail may have long passes. The other ranks add their ramps at their
     fastest. Equal ranks are bounded by the first one, which also runs what `bound` has beside its
     blocks. Otherwise some rank has at least the mean number, and no fewer stashes than any rank.
-    The largest temporaries are no less than their mean over the blocks; where gradients come and
-    go, the least workspace counts, and each moment has its own limit. Bytes of embedding and head
-    are left out. Blocks that gain nothing by another recompute than that of their rank have one,
-    each with its own bound.
+    The largest temporaries are no less than their mean over the blocks. Where gradients come and
+    go, the least workspace counts, and each moment is a limit by itself. Bytes of embedding and
+    head are left out, except of states that come and go. Blocks that gain nothing by another
+    recompute than that of their rank have one, each with its own bound.
     """
     if layout.recomputes_ahead or layout.chunked:
         return bound.step_s
@@ -354,6 +356,8 @@ def _least_block(layout: ParallelLayout, table: MixTable) -> tuple[float, float]
     if layout.chunked:
         return _least_chunked_block(layout, table)
     b, catalogue = layout.micro_batch_size, table.catalogue
+    if layout.weights_over_data:
+        return _least_over_data_s(layout, table), 0.0
     hidden_s = _always_recomputed_s(layout, table)
     fastest_s = catalogue.fastest_s(b, layout.of_blocks)
     if catalogue.divides(layout.of_blocks):
@@ -368,6 +372,27 @@ def _least_block(layout: ParallelLayout, table: MixTable) -> tuple[float, float]
         min(fastest_s[each] - hidden_s + data[each].per_micro_batch_s for each in fastest_s),
         min(data[each].per_step_s for each in fastest_s),
     )
+
+
+def _least_over_data_s(layout: ParallelLayout, table: MixTable) -> float:
+    """Least seconds of a block and micro-batch that divides weights over data.
+
+    Its products have the tokens of all data-parallel ranks and a part of the weight. A sequence
+    takes no less compute than in the best micro-batch of data parallelism, where products have many
+    tokens and the whole weight. The block has no data parallelism, but moves its activations at
+    least once. No operator is priced for this, so that layouts that lose cost little.
+    """
+    catalogue, plain = table.catalogue, layout.sharding
+
+    def make() -> float:
+        return min(
+            min(catalogue.fastest_s(size, plain).values()) / size
+            for size in sizes_of(table.price_cache.training)
+        )
+
+    alone_s = table.once(("least of a sequence", plain), make)
+    sent_s = least_sent_s(layout, table.price_cache)
+    return layout.micro_batch_size * alone_s + sent_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ def _no_layout_error(illegal: Counter[str]) -> ConfigError:
 
 def _not_worth_it(layout: ParallelLayout, request: Request, price_cache: PriceCache) -> str | None:
     """Returns why no block is faster with weights over data, or None."""
-    sent_s = _least_sent_s(layout, price_cache)
+    sent_s = least_sent_s(layout, price_cache)
     saved_s = max(_data_parallel_s(layout, request.constraints, price_cache))
     if request.objective in (Objective.MEMORY, Objective.PEAK):
         block = price_cache.layer_time(LayerKind.BLOCK, layout.micro_batch_size, layout.sharding)
@@ -99,7 +99,7 @@ def _data_parallel_s(
             yield data.per_micro_batch_s + data.step.value_s / layout.num_micro_batches
 
 
-def _least_sent_s(layout: ParallelLayout, price_cache: PriceCache) -> float:
+def least_sent_s(layout: ParallelLayout, price_cache: PriceCache) -> float:
     """Returns the least seconds in which the ranks gather and reduce one tensor of a block."""
     over = layout.over_data
     inside = price_cache.inside(over.degrees)

@@ -222,7 +222,7 @@ def search_fastest(
     ahead = {layout for layout in layouts if layout.recomputes_ahead} - last
     outcome = fastest.searched([each for each in layouts if each not in last | ahead])
     if ahead and not outcome.interrupted:
-        if session.prices.any_list:  # only a faster one is worth its columns
+        if session.prices.recompute is None:  # only a faster one is worth its columns
             fastest.least_of_one_s = best_of(outcome.solved)
         later = fastest.searched([each for each in layouts if each in ahead], outcome.solved)
         outcome = replace(outcome.then(later), earlier=())

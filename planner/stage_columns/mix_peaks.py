@@ -149,7 +149,7 @@ class MixPeaks:
         )
 
     def moments(self, zero: int, num_blocks: int) -> list[MixPeak]:
-        """Returns moments of which one is near the peak, with both ends at one ZeRO stage."""
+        """Returns moments near the peak, with embedding and head at one ZeRO stage."""
         key = zero, num_blocks
         return self._once(key, lambda: self._fullest_moments(zero, num_blocks))
 

@@ -202,7 +202,7 @@ def test_a_fault_after_the_first_plan_keeps_it_with_an_honest_gap(fault, message
 
     assert len(calls.read_text()) == 2 + MOST_FAILURES  # it gave up then
     assert plan.search.status is Status.FEASIBLE
-    assert plan.search.bound <= whole.search.bound
+    assert plan.search.bound <= whole.search.value
     assert plan.search.gap == pytest.approx(1 - plan.search.bound / plan.search.value, abs=1e-5)
     assert plan.search.candidates.solved == 2
     assert plan.search.candidates.left >= MOST_FAILURES
