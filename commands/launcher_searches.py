@@ -16,6 +16,7 @@ from parplan.profiles.errors import ConfigError, InfeasibleError, PlannerError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from parplan.planner.export.shared_search import SharedSearch
     from parplan.planner.launchers.best_of_each import LauncherTable
     from parplan.planner.plan.plan import Plan
     from parplan.planner.request import OnProgress, Request
@@ -40,12 +41,26 @@ def launcher_questions(
 
     Raises ConfigError for a request that is wrong whatever runs it.
     """
-    flags = replace(flags, prefer=None)  # it chooses among the launchers
-    return [_question(name, target, pins, flags) for name in names]
+    from parplan.planner.export.shared_search import SharedSearch
+    from parplan.planner.launchers.known_launchers import NO_LAUNCHER
+
+    if len(names) > 1:
+        flags = replace(flags, prefer=None)  # it chooses among the launchers
+    shared = SharedSearch()
+    return [_question(name, target, pins, flags, shared) for name in names if name != NO_LAUNCHER]
+
+
+def any_able(questions: list[LauncherQuestion]) -> bool:
+    """Returns whether a launcher can run the request."""
+    return any(each.question is not None for each in questions)
 
 
 def _question(
-    name: str, target: TargetOptions, pins: PinOptions, flags: SearchFlags
+    name: str,
+    target: TargetOptions,
+    pins: PinOptions,
+    flags: SearchFlags,
+    shared: SharedSearch,
 ) -> LauncherQuestion:
     from parplan.commands.requests.launchers import with_launcher
     from parplan.commands.requests.requests import request_of
@@ -57,7 +72,7 @@ def _question(
         error = ConfigError(f"{name} {reason}", hint="leave it out of --for")
         return LauncherQuestion(name, None, error)
     try:
-        return LauncherQuestion(name, described_question(request, flags, name))
+        return LauncherQuestion(name, described_question(request, flags, name, shared))
     except ConfigError as error:
         return LauncherQuestion(name, None, error)
 

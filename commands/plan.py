@@ -36,6 +36,7 @@ from parplan.commands.options.trace_options import TraceOptions, trace_options
 from parplan.commands.output import deliver, require_output, warn_of_solver
 from parplan.commands.program_file import ProgramFile
 from parplan.commands.searching import (
+    NO_LAUNCHER,
     Question,
     answer,
     answer_front,
@@ -57,6 +58,7 @@ from parplan.commands.style import (
 )
 
 if TYPE_CHECKING:
+    from parplan.commands.launcher_searches import LauncherQuestion
     from parplan.planner.plan.traced_plan import AnyPlan
     from parplan.planner.search.pareto import ParetoFront
     from parplan.report.plans.summary_context import SummaryContext
@@ -134,6 +136,7 @@ def main(
     if ctx.invoked_subcommand is not None:
         _require_none_before(ctx)
         return None
+    from parplan.commands.launcher_searches import any_able, launcher_questions
     from parplan.commands.requests.failures import chooses_spares, without_goodput
     from parplan.commands.requests.launchers import (
         launchers_to_search,
@@ -172,8 +175,11 @@ def main(
         fastest_alone = is_fastest_alone(flags) and not choosing
         names = launchers_to_search(target, flags, fastest_alone=fastest_alone)
         require_fastest(flags, names, fastest_alone=fastest_alone)
-        if len(names) > 1:
-            return _search_launchers(names, target, pins, flags, failing, result, program_file)
+        if flags.launchers is None or len(names) > 1:
+            questions = launcher_questions(names, target, pins, flags)
+            if len(names) > 1 and (flags.launchers or any_able(questions)):
+                return _search_launchers(questions, target, flags, failing, result, program_file)
+            names = names if any_able(questions) else (NO_LAUNCHER,)
         target = with_launcher(target, names[0])
         request = request_of(target, pins, flags, pools=flags.launcher is None)
         if flags.pools == "data":
@@ -233,19 +239,17 @@ def _search(
 
 
 def _search_launchers(
-    names: tuple[str, ...],
+    questions: list[LauncherQuestion],
     target: TargetOptions,
-    pins: PinOptions,
     flags: SearchFlags,
     failing: FailureOptions,
     result: ResultOptions,
     program_file: ProgramFile | None,
 ) -> int:
     """Searches the best plan of each launcher, and writes the fastest or the preferred of them."""
-    from parplan.commands.launcher_searches import answer_launchers, launcher_questions
+    from parplan.commands.launcher_searches import answer_launchers
     from parplan.report.plans.summary_context import SummaryContext
 
-    questions = launcher_questions(names, target, pins, flags)
     table, interrupted = answer_launchers(questions, flags)
     plan = table.plan
     (asked,) = (each.question for each in questions if each.launcher == table.chosen)

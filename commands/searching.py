@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from parplan.commands.options.search_options import SearchFlags
     from parplan.costmodels.usage.goodput import Failures
     from parplan.planner.export.fields.launcher import Target
+    from parplan.planner.export.shared_search import SharedSearch
     from parplan.planner.plan.plan import Plan
     from parplan.planner.plan.traced_plan import AnyPlan
     from parplan.planner.request import OnProgress, Request
@@ -55,11 +56,15 @@ class Question:
 
 
 def described_question(
-    request: Request, flags: SearchFlags, launcher: str = NO_LAUNCHER
+    request: Request,
+    flags: SearchFlags,
+    launcher: str = NO_LAUNCHER,
+    shared: SharedSearch | None = None,
 ) -> Question:
     """Returns the question of a request for a described model.
 
     launcher    the launcher that runs the plan, `none` for any plan of the request's stack
+    shared      prices that the searches of several launchers share
     Raises ConfigError for a request that the launcher cannot say.
     """
     from parplan.commands.requests.pins import require_possible
@@ -73,7 +78,7 @@ def described_question(
     if launcher not in (EXECUTOR, NO_LAUNCHER):
         target = launcher_named(launcher).target
         assert target is not None, "the executor alone has none"
-        request, factory, find = _for_launcher(request, target)
+        request, factory, find = _for_launcher(request, target, shared)
     if flags.method not in (None, OURS):
         find = _by_method(request, flags)
 
@@ -107,7 +112,9 @@ def _by_method(request: Request, flags: SearchFlags) -> Find:
     return lambda _on_progress: find_by_method(request, method, budget_s, seed)
 
 
-def _for_launcher(request: Request, target: Target) -> tuple[Request, PriceFactory, Find]:
+def _for_launcher(
+    request: Request, target: Target, shared: SharedSearch | None
+) -> tuple[Request, PriceFactory, Find]:
     """Returns the request as a launcher says it, with the search among its settings.
 
     Raises ConfigError.
@@ -115,7 +122,11 @@ def _for_launcher(request: Request, target: Target) -> tuple[Request, PriceFacto
     from parplan.planner.export.best_settings import LauncherFactory, as_said, best_settings
 
     request = as_said(request, target)
-    return request, LauncherFactory(request, target), partial(best_settings, request, target)
+    return (
+        request,
+        LauncherFactory(request, target),
+        partial(best_settings, request, target, shared=shared),
+    )
 
 
 def _of_the_executor(plan: Plan) -> Plan:

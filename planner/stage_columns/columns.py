@@ -529,7 +529,8 @@ def _unbeaten_by(rows: Ints, seconds: Array, rivals: Array) -> Ints:
     before = np.searchsorted(times, own_s, side="left") - 1  # rivals that are faster
     shorter = (last >= 0) & (least[last] < own_tail_s)
     faster = (before >= 0) & (least[before] <= own_tail_s)
-    return rows[~(shorter | faster)]
+    kept: Ints = rows[~(shorter | faster)]
+    return kept
 
 
 def _some(rows: Ints, most: int) -> Ints:

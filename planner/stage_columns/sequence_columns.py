@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
@@ -222,7 +223,7 @@ class SequenceColumns(RankColumns):
         fullest: Array = np.max(sums, axis=0)
         return fullest
 
-    def candidates(self, num_blocks: int) -> list[PricedMixes]:
+    def candidates(self, num_blocks: int, *, exact: bool = True) -> list[PricedMixes]:
         """Returns the front of the layers at each ZeRO stage that fits the host."""
         return [self._priced(zero) for zero in self._hosted]
 
@@ -236,7 +237,11 @@ class SequenceColumns(RankColumns):
         return self._prices[zero]
 
     def fastest(
-        self, num_blocks: int, limit_bytes: float, reach: RankTimeLimit | None = None
+        self,
+        num_blocks: int,
+        limit_bytes: float,
+        reach: RankTimeLimit | None = None,
+        beside: Sequence[StageColumn] = (),
     ) -> list[StageColumn]:
         """Returns for each ZeRO stage the fastest choice within `limit_bytes`.
 
@@ -264,7 +269,7 @@ class SequenceColumns(RankColumns):
             held * min(option.saved_bytes for option in options)
             for held, options in zip(self._in_flight, self._layers, strict=True)
         )
-        return fixed.states - fixed.gradients + states + self._held_bytes(zero) + kept
+        return fixed.states - fixed.gradients + states + self._unsaved_bytes(zero) + kept
 
     @cached_property
     def _moment(self) -> RankMoment:
@@ -276,7 +281,7 @@ class SequenceColumns(RankColumns):
         by_chunk = zip(self._moment.stashes, self.chunks, strict=False)
         return [held for held, chunk in by_chunk for _ in chunk]
 
-    def _held_bytes(self, zero: int) -> float:
+    def _unsaved_bytes(self, zero: int) -> float:
         """Least bytes at the fullest moment of tensors that no block saves."""
         several = self.layout.virtual_stages > 1
         return 0.0 if several and self._freed else self.fixed[zero].held
@@ -359,7 +364,7 @@ class SequenceColumns(RankColumns):
     def _bound_at(self, zero: int, usable: float, *, plain: bool) -> StageColumn:
         fixed, block = self.fixed[zero], self.block.of(self._at(zero))
         plain_time_s = block.time_s - block.recompute_s
-        room = usable - fixed.states - self._least(block.states) - self._held_bytes(zero)
+        room = usable - fixed.states - self._least(block.states) - self._unsaved_bytes(zero)
         if not self._moment.made:  # gradients may come after the most saved activations
             room += fixed.gradients + self._least(block.gradients)
         if plain:

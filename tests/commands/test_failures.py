@@ -51,7 +51,7 @@ def test_the_objective_goodput_chooses_how_many_nodes_train(tmp_path: Path) -> N
     assert body["search"]["spares"]["goodput"] == body["goodput"]["share"]
 
 
-@pytest.mark.parametrize("flags", [{"method": "greedy"}, {"launcher": "megatron"}])
+@pytest.mark.parametrize("flags", [{"method": "greedy"}, {"launchers": ("megatron",)}])
 def test_numbers_of_nodes_are_of_the_search_of_the_planner(flags: dict[str, str]) -> None:
     asked = SearchFlags(objective="goodput", **flags)
     with pytest.raises(ConfigError, match="--objective goodput chooses how many nodes train"):
