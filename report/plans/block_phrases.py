@@ -35,11 +35,9 @@ def layers_phrases(plan: AnyPlan) -> tuple[str, str]:
         if any(layer.sequence_parallel for layer in plan.layer_plans.values())
         else ""
     )
-    host = (
-        f"; kept on the host: {', '.join(block_shares(kept))}" if set(kept) != {"nothing"} else ""
-    )
-    recomputed = f"recompute {', '.join(block_shares(recompute))}{sequence}{host}{_over_data(plan)}"
-    return ", ".join(block_shares(zero)), recomputed
+    host = f"; kept on the host: {', '.join(_shares(kept))}" if set(kept) != {"nothing"} else ""
+    recomputed = f"recompute {', '.join(_shares(recompute))}{sequence}{host}{_over_data(plan)}"
+    return ", ".join(_shares(zero)), recomputed
 
 
 def _over_data(plan: Plan) -> str:
@@ -80,8 +78,7 @@ def _shard_phrases(plan: TracedPlan) -> tuple[str, str]:
     return ", ".join(phrases), f"recompute {recompute}"
 
 
-def block_shares(counts: Counter[str]) -> Iterator[str]:
-    """Yields each name with its number of blocks, or the name alone where there is one."""
+def _shares(counts: Counter[str]) -> Iterator[str]:
     for index, (name, count) in enumerate(counts.items()):
         number = counted(count, "block") if index == 0 else count
         yield name if len(counts) == 1 else f"{name} on {number}"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from parplan.costmodels.schedules.schedule import Schedule
 from parplan.planner.launchers.best_of_each import LauncherPlan, LauncherTable
+from parplan.planner.plan.pipeline_plan import PipelinePlan
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.errors import InfeasibleError
 from parplan.report.names import (
@@ -15,7 +16,6 @@ from parplan.report.names import (
     schedule_name,
     zero_text,
 )
-from parplan.report.plans.block_phrases import block_shares
 from parplan.report.plans.memory_table import fullest
 from parplan.report.text import (
     aligned,
@@ -28,8 +28,7 @@ from parplan.report.text import (
 )
 
 _LEVELS = ("none", "selective", "full")
-HEADING = ("  launcher", "step", "peak GiB", "gap", "layout")
-_LEFT = {0, 1, 2, 4}
+_LEFT = {0, 1, 4}
 _AXES = ("pp", "dp", "cp", "tp", "ep")
 
 
@@ -43,7 +42,9 @@ def table_lines(table: LauncherTable, width: int) -> Iterator[str]:
 def _rows(table: LauncherTable, width: int) -> Iterator[str]:
     """Yields the heading and a row for each launcher with a plan, the chosen one marked."""
     rows = [_row(each, each.launcher == table.chosen) for each in table.entries if each.plan]
-    yield from aligned((HEADING, *rows), width, left=_LEFT, indent=0)
+    capacity = max(fullest(plan).capacity for plan in table.plans)
+    heading = ("  launcher", "step", f"GiB of {capacity:.1f}", "gap", "layout")
+    yield from aligned((heading, *rows), width, left=_LEFT, indent=0)
 
 
 def _row(each: LauncherPlan, chosen: bool) -> tuple[str, ...]:
@@ -51,12 +52,10 @@ def _row(each: LauncherPlan, chosen: bool) -> tuple[str, ...]:
     assert plan is not None, "a launcher without a plan has no row"
     band = plan.predicted.error_band
     of_step = f" {band_text(band.time.share)}" if band else ""
-    worst = fullest(plan)
-    of_device = f" of {worst.capacity:.1f}" if chosen else ""
     return (
         f"{'*' if chosen else ' '} {each.launcher}",
         f"{seconds_text(plan.predicted.step_time_s.value)}{of_step}",
-        f"{gib_text(worst.total)}{of_device}",
+        gib_text(fullest(plan).total),
         percent(plan.search.gap),
         layout_text(plan),
     )
@@ -67,37 +66,46 @@ def layout_text(plan: Plan) -> str:
     mesh, pipeline = plan.mesh, plan.pipeline
     degrees = [f"{axis} {getattr(mesh, axis)}" for axis in _AXES]
     divided = [text for text in degrees if not text.endswith(" 1")] or ["one GPU"]
-    stages = f" x {pipeline.virtual_stages}" if pipeline.virtual_stages > 1 else ""
-    schedule = [f"{schedule_name(pipeline.schedule)}{stages}"] if mesh.pp > 1 else []
+    schedule = [_schedule_text(pipeline)] if mesh.pp > 1 else []
     halves = [f"halves at level {pipeline.tp_overlap}"] if pipeline.tp_overlap else []
-    size = f"micro-batch {pipeline.micro_batch_size}"
-    return ", ".join((*divided, *schedule, size, *halves, *_layers(plan)))
+    return ", ".join((*divided, *schedule, *halves, *_layers(plan)))
+
+
+def _schedule_text(pipeline: PipelinePlan) -> str:
+    if pipeline.schedule is Schedule.INTERLEAVED:
+        return "interleaved"
+    return schedule_name(pipeline.schedule)
 
 
 def _layers(plan: Plan) -> Iterator[str]:
-    """Yields the ZeRO stages and the recompute of the blocks, with their numbers if they differ."""
+    """Yields the ZeRO stages and the recompute of the blocks; the summary of one plan has more."""
     graph = graph_of(plan)
-    zero, again = Counter[str](), Counter[str]()
-    for name, count in blocks_by_plan(plan).items():
-        layer_plan = plan.layer_plans[name]
-        zero[f"ZeRO {zero_text(layer_plan, chunk_states=False)}"] += count
-        level = recompute_text(layer_plan, graph).partition(" (")[0]
-        again[f"recompute {level if level in _LEVELS else 'a list'}"] += count
-    yield from block_shares(zero)
-    yield from (text for text in block_shares(again) if not text.startswith("recompute none"))
+    used = [plan.layer_plans[name] for name in blocks_by_plan(plan)]
+    stages = sorted({zero_text(each, chunk_states=False) for each in used})
+    yield f"ZeRO {' and '.join(stages)}"
+    levels = {recompute_text(each, graph).partition(" (")[0] for each in used}
+    if len(levels) > 1:
+        yield "recompute by block"
+    elif levels != {"none"}:
+        (level,) = levels
+        yield f"recompute {level if level in _LEVELS else 'of a list'}"
+    if any(each.keep_on_host for each in used):
+        yield "activations on the host"
 
 
 def _notes(table: LauncherTable, width: int) -> Iterator[str]:
     """Yields lines about launchers that cannot be told apart, and about those without a plan."""
     if len(table.tied) > 1:
-        text = f"{', '.join(table.tied)} (the error of their ratio is {percent(table.ratio_share)})"
+        every = len(table.tied) == len(table.plans)
+        names = f"all {len(table.tied)} launchers" if every else ", ".join(table.tied)
+        text = f"{names} (the error of their ratio is {percent(table.ratio_share)})"
         words = text.replace(" %", "\N{NO-BREAK SPACE}%").split(" ")
         line = joined(words, " ", width, start="  cannot tell apart: ", indent=4)
         yield line.replace("\N{NO-BREAK SPACE}", " ")
     if table.chosen != table.entries[0].launcher:
         yield f"  preferred: {table.chosen}"
-    for reason, names in _without_plan(table.entries):
-        words = f"{', '.join(names)}: {reason}".split(" ")
+    for reason, launchers in _without_plan(table.entries):
+        words = f"{', '.join(launchers)}: {reason}".split(" ")
         yield joined(words, " ", width, start=labelled("no plan"))
     if table.unsearched:
         words = f"{', '.join(table.unsearched)}: the search ended before".split(" ")

@@ -13,14 +13,14 @@ from parplan.report.plans.launcher_lines import launcher_lines
 from parplan.report.plans.launcher_rows import table_lines
 from parplan.report.plans.memory_table import print_stages
 from parplan.report.plans.notes import notes, warnings
-from parplan.report.plans.plan_facts import deciding_facts, facts
+from parplan.report.plans.plan_facts import Fact, deciding_facts, facts
 from parplan.report.plans.plan_header import header, print_header, short_assumed
 from parplan.report.plans.robust_table import robust_lines
 from parplan.report.plans.runner_up_lines import runner_up_lines, tie_lines
 from parplan.report.plans.stage_waits import wait_lines
 from parplan.report.plans.step_lines import redundancy_line, time_line
 from parplan.report.plans.summary_context import SummaryContext
-from parplan.report.text import fact_lines, joined, labelled, say, say_exactly
+from parplan.report.text import fact_lines, joined, labelled, percent, say, say_exactly
 from parplan.report.wrapping import continued, width_of
 
 # facts of the plan that a table of launchers does not show
@@ -111,8 +111,9 @@ def _short_lines(
         yield from ((line, "") for line in table_lines(context.table, width))
         if form.spaced:
             yield "", ""
-    facts = deciding_facts(plan, context)
-    shown = (fact for fact in facts if not compared or fact[0] in _BESIDE_A_TABLE)
+    shown = deciding_facts(plan, context)
+    if compared:
+        shown = _beside_a_table(shown, plan)
     for line in fact_lines(shown, width, columns=form.columns and not compared):
         yield line, ""
     yield time_line(plan, width), ""
@@ -125,6 +126,13 @@ def _short_lines(
         yield "", ""
     for line in lower:
         yield line, ""
+
+
+def _beside_a_table(facts: Iterable[Fact], plan: AnyPlan) -> Iterator[Fact]:
+    """Yields the facts of the plan that a table of launchers does not show; it has the gap."""
+    for label, first, second in facts:
+        if label in _BESIDE_A_TABLE:
+            yield label, first.removeprefix(f"gap {percent(plan.search.gap)}, "), second
 
 
 def _others(plan: AnyPlan, width: int, form: _ShortForm) -> Iterator[str]:

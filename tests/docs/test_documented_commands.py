@@ -199,6 +199,7 @@ def test_every_documented_command_is_run_or_has_a_reason():
 )
 def test_a_documented_command_prints_what_the_document_shows(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "no-settings"))  # as a new user
     _give_files(command, tmp_path)
 
     monkeypatch.setattr(

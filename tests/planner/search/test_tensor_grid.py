@@ -135,7 +135,7 @@ def test_no_mix_of_recompute_lists_and_zero_stages_beats_the_search_over_grids(s
     assert recomputed - of_levels
 
 
-def test_a_stack_that_runs_grids_has_them_tried_and_others_have_none():
+def test_grids_are_asked_for_by_name_on_every_stack():
     instance = instance_of(FOUR_GPUS[0])
 
     def rows(stack, pins=PINS):
@@ -143,10 +143,10 @@ def test_a_stack_that_runs_grids_has_them_tried_and_others_have_none():
         space = enumerate_candidates(instance.model, instance.cluster, training, pins)
         return {layout.mesh.tp_rows for layout in space.layouts}
 
-    assert rows(NEUTRAL) == {1}
-    assert rows(load_stack("parplan")) == {1, 2}
-    assert rows(load_stack("parplan"), replace(PINS, tp_rows=(1,))) == {1}
-    assert rows(NEUTRAL, GRIDS) == {2}
+    for stack in (NEUTRAL, load_stack("parplan")):
+        assert rows(stack) == {1}
+        assert rows(stack, GRIDS) == {2}
+        assert rows(stack, replace(PINS, tp_rows=(1, 2))) == {1, 2}
 
 
 def test_a_plan_file_says_the_grid_and_the_placements_over_rows_and_columns(tmp_path):
