@@ -134,7 +134,8 @@ def _anchors(text: str) -> set[str]:
 def test_every_path_and_module_on_a_page_exists(path):
     text = path.read_text(encoding="utf-8")
     paths = set(re.findall(rf"\b(?:{'|'.join(TOP)})/[\w/.-]*\w\b(?![*<])", text))
-    modules = {name.replace(".", "/") for name in re.findall(r"\bparplan(?!\.yaml\b)(?:\.[a-z]\w+)+", text)}
+    named = re.findall(r"\bparplan(?!\.yaml\b)(?:\.[a-z]\w+)+", text)
+    modules = {name.replace(".", "/") for name in named}
 
     assert sorted(name for name in paths if not (ROOT / name).exists()) == []
     assert sorted(name for name in modules if not _is_module_or_in_one(ROOT / name)) == []
