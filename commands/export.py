@@ -75,17 +75,19 @@ def export(
     folder: Path,
     force: bool,
     as_json: bool,
-) -> None:
+) -> int:
     """Write a plan as the configuration of another launcher.
 
     The files are read back and priced. A part of the plan that the launcher cannot say is listed
-    with its cost in seconds of a step and GiB of the fullest GPU.
+    with its cost in seconds of a step and GiB of the fullest GPU. Where what the launcher will run
+    does not fit the GPUs, the exit code is 3.
     """
     from parplan.planner.export.exported import export_plan
     from parplan.planner.export.files.exported_files import write_files
     from parplan.planner.export.files.jobs import job, run_files
     from parplan.planner.export.targets import target_named
     from parplan.planner.plan.plan_file import read_any_plan, read_plan
+    from parplan.profiles.errors import InfeasibleError
     from parplan.report.plans.export_text import export_document, print_export
     from parplan.report.text import console
 
@@ -93,7 +95,7 @@ def export(
         launch = launch if to == TORCHRUN else to
         files = run_files(read_any_plan(plan_file), plan_file, launch)
         _wrote(write_files(files, folder, force=force), as_json=as_json)
-        return
+        return 0
     plan = read_plan(plan_file)
     exported = export_plan(plan, target_named(to), plan_file.name)
     if strict:
@@ -104,9 +106,10 @@ def export(
     paths = write_files(files, folder, force=force)
     if as_json:
         print_json(export_document(exported, [str(path) for path in paths]))
-        return
-    print_export(exported, plan.model.name, console(sys.stdout))
-    _wrote(paths, as_json=False)
+    else:
+        print_export(exported, plan.model.name, console(sys.stdout))
+        _wrote(paths, as_json=False)
+    return InfeasibleError.exit_code if exported.configured.missing_bytes else 0
 
 
 def _require_whole(exported: Export) -> None:

@@ -52,7 +52,12 @@ class ExportDocument(WrittenFiles):
 
 
 def print_export(export: Export, model: str, out: Console) -> None:
-    """Print the prices of a plan and of its export, and what is lost."""
+    """Print the prices of a plan and of its export, and what is lost; first what does not fit."""
+    if export.configured.missing_bytes:
+        text = f"does not fit: a GPU lacks {gib(export.configured.missing_bytes):.1f} GiB"
+        if not export.configured.strategy.layout.pools:
+            text += f"; plan --for {export.target.name} searches settings that fit"
+        say(out, joined(text.split(" "), " ", out.width, indent=2))
     say(out, f"{model} for {export.target.name}, as in {export.target.source}", "bold")
     prices = [("plan", export.plan), ("exported", export.configured)]
     rows = [
@@ -61,11 +66,6 @@ def print_export(export: Export, model: str, out: Console) -> None:
     ]
     for line in aligned(rows, out.width, left=(0,)):
         say(out, line)
-    if export.configured.missing_bytes:
-        text = f"a GPU lacks {gib(export.configured.missing_bytes):.1f} GiB"
-        if not export.configured.strategy.layout.pools:
-            text += f"; plan --for {export.target.name} searches settings that fit"
-        say(out, joined(text.split(" "), " ", out.width, start="  memory    "))
     if not export.losses:
         say(out, "  lost      nothing")
     for loss in export.losses:

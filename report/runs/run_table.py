@@ -216,9 +216,10 @@ def _notes(run: RunFile) -> Iterator[str]:
             f"libraries: no figure that is predicted"
         )
         if "profile" not in run.plan["cluster"]:
+            calibrated = ", 'plan calibrate' takes them from this run"
             yield (
-                "prices of the device cpu are assumed: 'plan profile' measures them, 'plan "
-                "calibrate' takes them from this run"
+                "prices of the device cpu are assumed: 'plan profile' measures them"
+                f"{'' if 'traced' in run.plan else calibrated}"
             )
     imbalance = run.plan["training"].get("expert_imbalance", 1.0)
     if imbalance > 1:

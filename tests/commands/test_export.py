@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from parplan.planner.plan.plan_file import write_plan
-from tests.helpers.command_runs import fail, succeed
+from tests.helpers.command_runs import fail, run, succeed
 from tests.helpers.documented import ROOT
 from tests.helpers.laid_out_plans import laid_out
 from tests.planner.export.test_exported import mixed_zero
@@ -61,14 +61,13 @@ def test_an_export_that_does_not_fit_says_so_and_what_to_do(tmp_path):
     (stage,) = plan.predicted.memory_gib
     lacks = stage.total - stage.capacity
 
-    text = succeed("export", f"{tmp_path}/plan.yaml", "--to", "megatron", "-o", str(tmp_path))
-    body = json.loads(
-        succeed(
-            "export", f"{tmp_path}/plan.yaml", "--to", "megatron", "-o", str(tmp_path), "--json"
-        ).stdout
-    )
+    arguments = ("export", f"{tmp_path}/plan.yaml", "--to", "megatron", "-o", str(tmp_path))
+    text, as_json = run(*arguments), run(*arguments, "--json")
+    body = json.loads(as_json.stdout)
 
-    assert f"a GPU lacks {lacks:.1f} GiB; plan --for megatron searches" in text.stdout
+    assert (text.exit_code, as_json.exit_code) == (3, 3)
+    first = f"does not fit: a GPU lacks {lacks:.1f} GiB; plan --for megatron searches"
+    assert text.stdout.startswith(first)
     assert body["missing_gib"] == pytest.approx(lacks, rel=1e-3)
     assert f"a GPU lacks {lacks:.2f} GiB" in (tmp_path / "megatron.sh").read_text()
 
