@@ -42,7 +42,9 @@ def test_a_training_has_no_stack_by_default():
 def test_the_python_page_says_the_step_of_the_readme_s_command():
     page = (ROOT / "docs/reference/python.md").read_text()
     from_python = re.search(r"step_time_s\.value.*# pp \d+ x dp \d+ x tp \d+ ([\d.]+)", page)
-    from_command = re.search(r"^  step +([\d.]+) s", (ROOT / "README.md").read_text(), re.MULTILINE)
+    from_command = re.search(
+        r"^\* fsdp2 +([\d.]+) s", (ROOT / "README.md").read_text(), re.MULTILINE
+    )
 
     assert from_python
     assert from_command
