@@ -30,6 +30,7 @@ class LauncherQuestion:
     """
 
     launcher: str
+    request: Request
     question: Question | None
     error: PlannerError | None = None
 
@@ -70,11 +71,11 @@ def _question(
     reason = unable(launcher_named(name), request)
     if reason is not None:
         error = ConfigError(f"{name} {reason}", hint="leave it out of --for")
-        return LauncherQuestion(name, None, error)
+        return LauncherQuestion(name, request, None, error)
     try:
-        return LauncherQuestion(name, described_question(request, flags, name, shared))
+        return LauncherQuestion(name, request, described_question(request, flags, name, shared))
     except ConfigError as error:
-        return LauncherQuestion(name, None, error)
+        return LauncherQuestion(name, request, None, error)
 
 
 def answer_launchers(
@@ -131,12 +132,25 @@ def _shortly(_: Request) -> InfeasibleError:
 def _nothing(
     questions: list[LauncherQuestion], errors: dict[str, PlannerError | None]
 ) -> PlannerError:
-    """Returns the error of the widest space in which nothing fits, or else of the widest one."""
-    found = [(each, error) for each in questions if (error := errors.get(each.launcher))]
-    short = [(each, error) for each, error in found if isinstance(error, InfeasibleError)]
-    each, error = (short or found)[-1]
-    if each.question is not None and each.question.find is None and short:
-        factory = each.question.factory
-        hosted = factory.searched if factory.offload is None else factory.offload
-        return explained_error_of(factory.request.with_offload(hosted))
-    return error
+    """Returns the error of a request for which no launcher has a plan.
+
+    Where nothing fits it is that of the launcher that leaves most of a device to a plan, with what
+    would fit; elsewhere that of the widest space.
+    """
+    short = [each for each in questions if isinstance(errors.get(each.launcher), InfeasibleError)]
+    if short:
+        return _shortfall(max(short, key=lambda each: _usable_bytes(each.request)).request)
+    return next(error for each in reversed(questions) if (error := errors.get(each.launcher)))
+
+
+def _usable_bytes(request: Request) -> float:
+    from parplan.planner.infeasible.shortfall import limit_bytes
+
+    return limit_bytes(request.cluster, request.training.stack, request.options)
+
+
+def _shortfall(request: Request) -> PlannerError:
+    from parplan.planner.search.price_factory import described_factory
+
+    factory = described_factory(request, explained_error_of)
+    return factory.error(factory.searched if factory.offload is None else factory.offload)

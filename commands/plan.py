@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -178,7 +180,10 @@ def main(
         if flags.launchers is None or len(names) > 1:
             questions = launcher_questions(names, target, pins, flags)
             if len(names) > 1 and (flags.launchers or any_able(questions)):
-                return _search_launchers(questions, target, flags, failing, result, program_file)
+                again = partial(launcher_questions, target=target, pins=pins, flags=flags)
+                return _search_launchers(
+                    questions, again, target, flags, failing, result, program_file
+                )
             names = names if any_able(questions) else (NO_LAUNCHER,)
         target = with_launcher(target, names[0])
         request = request_of(target, pins, flags, pools=flags.launcher is None)
@@ -240,13 +245,17 @@ def _search(
 
 def _search_launchers(
     questions: list[LauncherQuestion],
+    again: Callable[..., list[LauncherQuestion]],
     target: TargetOptions,
     flags: SearchFlags,
     failing: FailureOptions,
     result: ResultOptions,
     program_file: ProgramFile | None,
 ) -> int:
-    """Searches the best plan of each launcher, and writes the fastest or the preferred of them."""
+    """Searches the best plan of each launcher, and writes the fastest or the preferred of them.
+
+    again    asks the same of some launchers once more
+    """
     from parplan.commands.launcher_searches import answer_launchers
     from parplan.report.plans.summary_context import SummaryContext
 
@@ -271,7 +280,8 @@ def _search_launchers(
     _write_program(program_file, plan)
     if flags.explain:
         to_stderr = result.as_json or result.output == STDOUT
-        print_unsearched(question, to_stderr=to_stderr)
+        (fresh,) = again((table.chosen,), flags=replace(flags, time_limit=None))
+        print_unsearched(fresh.question or question, to_stderr=to_stderr)
         question.explained(plan, to_stderr)
     return INTERRUPTED if interrupted else 0
 
