@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from parplan.costmodels.chunks.chunk_memory import device_memory
+from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.joined_pools import prices_at
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.memory.activation_copies import exposed_copies
@@ -172,7 +173,16 @@ def bubble_share(layout: ParallelLayout, price_cache: LayerPriceCache) -> float:
     enough = layout.num_micro_batches
     if not layout.actions:  # more micro-batches do not change the bubble
         enough = min(enough, 2 * layout.mesh.pp)
-    return _replayed_share(replace(layout, num_micro_batches=enough), forward, weight)
+    alone = ParallelLayout(
+        mesh=Mesh(pp=layout.mesh.pp, dp=1, tp=1),
+        schedule=layout.schedule,
+        virtual_stages=layout.virtual_stages,
+        micro_batch_size=1,
+        num_micro_batches=enough,
+        sequence_parallel=False,
+        actions=layout.actions,
+    )
+    return _replayed_share(alone, forward, weight)
 
 
 def _blocks_s(layout: ParallelLayout, price_cache: LayerPriceCache) -> tuple[float, float, float]:

@@ -20,6 +20,7 @@ from parplan.costmodels.operators.micro_batches import numbers_of_tensors
 from parplan.costmodels.operators.sharding import BATCH, Sharding, Split, Splits, TokenPart
 from parplan.costmodels.price_cache import PriceCache
 from parplan.planner.layer_options.end_options import EndOptions
+from parplan.planner.layer_options.front_corners import PRICES, FrontCorners, front_corners
 from parplan.planner.layer_options.layer_front import Allowed, layer_fronts, least_times_of_sizes_s
 from parplan.planner.layer_options.layer_option import LayerOption, WeightLayout, unbeaten
 from parplan.planner.layer_options.layer_problem import (
@@ -242,6 +243,19 @@ class Catalogue:
             if {dim for dim, _ in over} <= {dim for dim, _ in within}
         ]
 
+    def reads_over_data(self, weight_layout: WeightLayout) -> int:
+        """Returns the number of tensors that the weights read which data-parallel ranks divide."""
+        over_data = {dim for dim, over in weight_layout if over}
+        return len(
+            {
+                operator.inputs[0].name
+                for operator in self._operators.values()
+                if operator.parallel_dim in over_data
+                and operator.parallel_dim != operator.contracted
+                and weights_of(operator)
+            }
+        )
+
     @property
     def least_levels(self) -> tuple[Recompute, ...]:
         """Returns the recompute levels that include the one with the fewest saved bytes.
@@ -291,6 +305,66 @@ class Catalogue:
             for size, times_s in zip(sizes, least_s, strict=True)
             if size % sharding.data == 0
         }
+
+    def corners(
+        self, micro_batch_size: int, sharding: Sharding, *, keeps_all: bool
+    ) -> dict[WeightLayout, FrontCorners]:
+        """Returns by layout of the weights corners that bound the options of a block from below.
+
+        They are empty where the options are more than choices for the operators: sub-pipelined
+        blocks, and dropout that saves other bytes. keeps_all: nothing is recomputed.
+        """
+        if not self.by_operator or sharding.overlap or self.price_cache.plain_dropout:
+            return {}
+        return self._once(
+            ("corners", micro_batch_size, sharding, keeps_all),
+            lambda: self._corners(micro_batch_size, sharding, keeps_all),
+        )
+
+    def _corners(
+        self, b: int, sharding: Sharding, keeps_all: bool
+    ) -> dict[WeightLayout, FrontCorners]:
+        """Returns the corners of all choices for the operators, with the options of Megatron."""
+        found = self._corners_of_sizes(b, sharding, keeps_all)
+        if sharding.data > 1:
+            return found
+        levels = (Recompute.NONE,) if keeps_all else self.levels
+        presets = [self.preset(level, b, sharding) for level in levels]
+        megatron = presets[0].weight_layout
+        return found | {megatron: found.get(megatron, FrontCorners.none()).beside(presets)}
+
+    def _corners_of_sizes(
+        self, b: int, sharding: Sharding, keeps_all: bool
+    ) -> dict[WeightLayout, FrontCorners]:
+        """Returns the corners of one of the micro-batch sizes that are priced with each other."""
+        sizes, strategies = self.problem.of_sizes(b, sharding, self.key)
+        weight_layouts = self.weight_layouts(sharding)[: None if self.divides(sharding) else 1]
+
+        def make() -> list[list[FrontCorners | None]]:
+            kept = strategies.kept_of
+            if keeps_all:
+                kept = [strategies.without_recompute(each) for each in kept]
+            return front_corners(
+                strategies.of_all_sizes(sharding.boundary),
+                kept,
+                [self._allowed(each, None, sharding) for each in weight_layouts],
+                self._prices_of_bytes(b, sharding),
+            )
+
+        of_sizes = self._once(("corners of sizes", sizes, sharding, keeps_all), make)
+        corners = of_sizes[sizes.index(b * sharding.data)]
+        return {
+            weight_layout: each
+            for weight_layout, each in zip(weight_layouts, corners, strict=True)
+            if each is not None
+        }
+
+    def _prices_of_bytes(self, b: int, sharding: Sharding) -> list[float]:
+        """Returns prices of a saved byte about that of full recompute, in seconds."""
+        plain = replace(sharding, data=1)
+        whole, least = (self.preset(level, b, plain) for level in (Recompute.NONE, Recompute.FULL))
+        price = (least.time_s - whole.time_s) / max(1.0, whole.saved_bytes - least.saved_bytes)
+        return [price * factor for factor in PRICES]
 
     def with_weight_layout(self, weight_layout: WeightLayout, sharding: Sharding) -> Sharding:
         """Returns a sharding with that weight layout; other operators are replicated."""

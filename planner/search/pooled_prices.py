@@ -6,6 +6,8 @@ of a described model: one program, one branch and bound, one simulator.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from parplan.costmodels.joined_pools import Prices, prices_on
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.step import bubble_share
@@ -65,8 +67,8 @@ class PooledPrices(DescribedPrices):
         tables = [self._tables[pool] for pool in layout.pools]
         return pooled_time_bound(layout, tables, bubble_share(layout, self.price_cache))
 
-    def memory_bound_s(self, layout: ParallelLayout, limit_bytes: float) -> float:
-        return 0.0
+    def closer_bounds_s(self, layout: ParallelLayout, limit_bytes: float) -> Iterator[float]:
+        yield from ()
 
     def ahead_bound_s(self, layout: ParallelLayout, usual_s: float) -> float:
         if self.table.stage_recompute is not None:

@@ -25,6 +25,7 @@ from parplan.planner.candidates.enumeration import (
 from parplan.planner.candidates.lower_bounds import (
     TimeBound,
     ahead_bound_s,
+    corner_bound_s,
     in_reach,
     may_fit,
     memory_bound_s,
@@ -280,6 +281,10 @@ class DescribedPrices(SearchPrices):
 
     def memory_bound_s(self, layout: ParallelLayout, limit_bytes: float) -> float:
         return memory_bound_s(layout, self.table, limit_bytes, self.time_bound(layout))
+
+    def closer_bounds_s(self, layout: ParallelLayout, limit_bytes: float) -> Iterator[float]:
+        yield corner_bound_s(layout, self.table, limit_bytes, self.time_bound(layout))
+        yield self.memory_bound_s(layout, limit_bytes)
 
     def ramps_s(self, layout: ParallelLayout) -> float:
         return self.time_bound(layout).total_s

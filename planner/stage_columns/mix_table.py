@@ -48,6 +48,7 @@ from parplan.planner.layer_options.mixes import (
 from parplan.planner.layer_options.overlap_levels import illegal_zero
 from parplan.planner.layer_options.zero_ways import ZeroWay, zero_ways
 from parplan.planner.request import Constraints
+from parplan.planner.stage_columns.corner_prices import corner_prices
 from parplan.planner.stage_columns.stage_prices import BlockCosts, block_prices, unbeaten_options
 from parplan.profiles.models.operator_graph import LayerKind
 
@@ -84,8 +85,12 @@ class StageTable:
         """
         if layout.chunked:
             return (3,) if layout.mesh.dp > 1 else (0,)
-        return tuple(
-            zero for zero in self.zero_choices(layout.mesh) if not illegal_zero(layout, zero)
+        ways = layout.mesh.replicas > 1, layout.splits_backward, layout.recomputes_ahead
+        return self.once(
+            ("zero stages", *ways),
+            lambda: tuple(
+                zero for zero in self.zero_choices(layout.mesh) if not illegal_zero(layout, zero)
+            ),
         )
 
 
@@ -228,6 +233,11 @@ class MixTable(StageTable):
 
     def per_block(self, layout: ParallelLayout, rank: int) -> BlockCosts:
         """Returns the costs of a block in `layout` on each option at each ZeRO stage."""
+        return self.once(
+            ("blocks of", layout, layout.keeps_all(rank)), lambda: self._per_block(layout, rank)
+        )
+
+    def _per_block(self, layout: ParallelLayout, rank: int) -> BlockCosts:
         key = (
             layout.mesh,
             self._kind(layout, rank),
@@ -242,6 +252,26 @@ class MixTable(StageTable):
             return block_prices(tuple(chain.from_iterable(every)), layout, self.price_cache)
 
         return self.once(("blocks", *key), make)
+
+    def corners(self, layout: ParallelLayout, rank: int) -> BlockCosts | None:
+        """Returns costs of a block whose averages bound every option, without any option.
+
+        None where the options are more than choices for the operators. The costs have no
+        workspace.
+        """
+        if layout.chunked or may_offload_activations(layout, self.offload):
+            return None
+        keeps_all, sharding = layout.keeps_all(rank), layout.of_blocks
+        corners = self.catalogue.corners(layout.micro_batch_size, sharding, keeps_all=keeps_all)
+        if not corners:
+            return None
+        key = layout.mesh, layout.micro_batch_size, sharding, keeps_all, self.zero_ways(layout)
+        return self.once(
+            ("corners", *key),
+            lambda: corner_prices(
+                corners, layout, self.zero_ways(layout), self.catalogue, self.price_cache
+            ),
+        )
 
     def unbeaten_blocks(
         self, layout: ParallelLayout, rank: int, *, every: bool = False

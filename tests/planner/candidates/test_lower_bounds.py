@@ -17,6 +17,7 @@ from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import price_step
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.candidates.lower_bounds import (
+    corner_bound_s,
     in_reach,
     memory_bound_s,
     redundancy_bound_bytes,
@@ -58,7 +59,10 @@ def allowed(strategy, pins):
 
 def memory_bound_within_its_own_memory_s(strategy, price, table):
     own_bytes = max(memory.total for memory in price.memory)
-    return memory_bound_s(strategy.layout, table, own_bytes, time_bound(strategy.layout, table))
+    bound = strategy.layout, table, own_bytes, time_bound(strategy.layout, table)
+    within_s = memory_bound_s(*bound)
+    assert corner_bound_s(*bound) <= within_s * (1 + 1e-9)
+    return within_s
 
 
 @pytest.mark.parametrize("stack", mostly_slow(["megatron-core", "parplan"], {"parplan"}))

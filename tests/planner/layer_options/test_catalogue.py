@@ -155,3 +155,29 @@ def test_the_fastest_layers_of_all_sizes_are_those_of_each_size_alone(sharding):
             allowed = catalogue._allowed(weight_layout, None, sharding)
             assert least_times_s(problem, [allowed]) == [least_s]
         assert fastest_s
+
+
+@pytest.mark.parametrize("keeps_all", [False, True])
+@pytest.mark.parametrize("sharding", [*SHARDINGS, Sharding(2, data=2)], ids=str)
+@pytest.mark.parametrize("price_cache", BOOKS.values(), ids=BOOKS)
+def test_no_option_is_below_the_corners_and_some_option_is_on_their_lines(
+    price_cache, sharding, keeps_all
+):
+    catalogue = Catalogue(price_cache)
+    corners = catalogue.corners(2, sharding, keeps_all=keeps_all)
+    options = [o for o in catalogue.options(2, sharding) if not (keeps_all and o.recompute)]
+
+    assert {option.weight_layout for option in options} <= set(corners)
+    for weight_layout, each in corners.items():
+        own = [option for option in options if option.weight_layout == weight_layout]
+        for price_s in (0.0, *catalogue._prices_of_bytes(2, sharding), 1e-3):
+            least_s = float((each.time_s + price_s * each.saved_bytes).min())
+            of_options = [option.time_s + price_s * option.saved_bytes for option in own]
+
+            assert all(seconds >= least_s * (1 - 1e-9) for seconds in of_options)
+            if of_options and sharding.data == 1 and not keeps_all and price_s < 1e-3:
+                assert min(of_options) <= least_s * 1.12  # a copy that the walk leaves out
+
+
+def test_a_sub_pipelined_block_has_no_corners():
+    assert not Catalogue(BOOKS["gpt-8.3b"]).corners(2, Sharding(4, overlap=2), keeps_all=False)
