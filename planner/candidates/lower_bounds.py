@@ -15,10 +15,7 @@ from parplan.costmodels.chunks.chunk_memory import unchunked_prices
 from parplan.costmodels.layers.chunked_layer import writes_over_parameters
 from parplan.costmodels.layers.data_parallel import DataParallelTime
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.costmodels.memory.peak_memory import passes_of
 from parplan.costmodels.memory.rank_memory import (
-    gradients_come_and_go,
-    sent_bytes,
     stashes,
     usable_bytes,
 )
@@ -26,29 +23,22 @@ from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.hidden_recompute import hidden_passes
 from parplan.costmodels.schedules.schedule import LAST_KEEPS_ALL
-from parplan.costmodels.stage_costs import all_receives_s, rank_edges, rank_receives
+from parplan.costmodels.stage_costs import all_receives_s, rank_edges
 from parplan.costmodels.step import bubble_share
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.dominance import Array
 from parplan.planner.host_options.activation_options import ALL, named_operators
 from parplan.planner.host_options.host_variants import may_offload_activations
 from parplan.planner.layer_options.layer_option import WeightLayout
-from parplan.planner.layer_options.mixes import (
-    by_way_of_running,
-    column_of,
-    one_way_of_running,
-)
 from parplan.planner.layer_options.over_data import least_sent_s
 from parplan.planner.request import sizes_of
 from parplan.planner.stage_columns.block_counts import block_counts
-from parplan.planner.stage_columns.mix_peaks import MADE_SHARES
 from parplan.planner.stage_columns.mix_table import MixTable
-from parplan.planner.stage_columns.stage_prices import BlockCosts, end_costs, end_kinds
+from parplan.planner.stage_columns.stage_prices import end_costs, end_kinds
 from parplan.profiles.models.operator_graph import LayerKind
 
+MOST_AGAIN = 0.5  # of the seconds of a block: its forward pass again, beside both passes
 ENDS = (LayerKind.EMBEDDING, LayerKind.HEAD)
-# prices of a byte, in units of the longest block's extra seconds over the largest one's extra bytes
-_BYTE_PRICES = np.array([0.0, *np.geomspace(0.05, 20.0, 24)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,152 +91,6 @@ def least_block_s(layout: ParallelLayout, table: MixTable) -> tuple[float, float
     )
 
 
-def corner_bound_s(
-    layout: ParallelLayout, table: MixTable, limit_bytes: float, bound: TimeBound
-) -> float:
-    """Returns a bound as `memory_bound_s` does, with the corners of a block in place of options.
-
-    It takes less to find, and is a little lower.
-    """
-    block = None if layout.recomputes_ahead else table.corners(layout, 0)
-    if block is None:
-        return bound.step_s
-    return _within_memory_s(layout, table, limit_bytes, bound, block)
-
-
-def memory_bound_s(
-    layout: ParallelLayout, table: MixTable, limit_bytes: float, bound: TimeBound
-) -> float:
-    """Returns a lower bound of a step within `limit_bytes`, from the blocks of one rank alone.
-
-    Let an option take c seconds of a step and b bytes for each of the rank's n blocks. Real numbers
-    of blocks on any options within R bytes take, for any price p of a byte (a Lagrangian bound),
-
-        n c >= n min over options of (c + p (b - R / n))
-
-    Those seconds are its micro-batches, the rank's own part of the ramps among them, and its tail:
-    an option with a short tail may have long passes. The other ranks add their ramps at their
-    fastest. Equal ranks are bounded by the first one, which also runs what `bound` has beside its
-    blocks. Otherwise some rank has at least the mean number, and no fewer stashes than any rank.
-    The largest temporaries are no less than their mean over the blocks. Where gradients come and
-    go, the least workspace counts, and each moment is a limit by itself. Bytes of embedding and
-    head are left out, except of states that come and go. Blocks that gain nothing by another
-    recompute than that of their rank have one, each with its own bound.
-    """
-    if layout.recomputes_ahead or layout.chunked:
-        return bound.step_s
-    block = table.per_block(layout, 0)
-    if table.catalogue.by_operator:
-        block, _ = table.averages(layout, 0)
-    return _within_memory_s(layout, table, limit_bytes, bound, block)
-
-
-def _within_memory_s(
-    layout: ParallelLayout,
-    table: MixTable,
-    limit_bytes: float,
-    bound: TimeBound,
-    block: BlockCosts,
-) -> float:
-    """Returns the bound of `memory_bound_s` for the costs of a block."""
-    price_cache, pp = table.price_cache, layout.mesh.pp
-    first = layout.equal_ranks or pp == 1
-    ranks = (0,) if first else range(pp)
-    stashed = min(stashes(LayerKind.BLOCK, rank, layout) for rank in ranks)
-    num_blocks = -(-price_cache.model.num_layers // pp)
-    beside_s = 0.0
-    if first:
-        num_blocks = int(_fewest_blocks(layout, price_cache.model.num_layers)[0])
-        beside_s = rank_receives(0, layout, price_cache).value_s
-        beside_s += sum(least_end_s(kind, layout, table) for kind in end_kinds(0, layout))
-    share = bubble_share(layout, price_cache)
-    repeats = layout.num_micro_batches - share
-    block_s = layout.num_micro_batches * block.time_s + block.tail_s
-    others_s = bound.total_s - share * num_blocks * bound.block_s
-    if gradients_come_and_go(layout, price_cache):
-        least_s = _least_freed_s(block, block_s, num_blocks, ranks, layout, table, limit_bytes)
-        return max(bound.step_s, others_s + repeats * beside_s + num_blocks * least_s)
-    block_bytes = block.states + stashed / layout.virtual_stages * column_of(
-        block.options, "saved_bytes"
-    )
-    block_bytes += column_of(block.options, "workspace_bytes") / num_blocks
-    block_bytes += min(sent_bytes(rank, layout, price_cache) for rank in ranks) / num_blocks
-    beyond = block_bytes - usable_bytes(limit_bytes, layout.mesh, price_cache) / num_blocks
-    prices = _BYTE_PRICES * (np.ptp(block_s) / max(1.0, float(np.ptp(block_bytes))))
-    priced_s = block_s + np.multiply.outer(prices, beyond)
-    least_s = float(priced_s.min(axis=1).max())
-    if one_way_of_running(block.options, num_blocks, layout.virtual_stages):
-        way = by_way_of_running(block.options)
-        least_s = min(
-            float(priced_s[:, way == number].min(axis=1).max()) for number in range(way.max() + 1)
-        )
-    return max(bound.step_s, others_s + repeats * beside_s + num_blocks * least_s)
-
-
-def _least_freed_s(
-    block: BlockCosts,
-    block_s: Array,
-    num_blocks: int,
-    ranks: Sequence[int],
-    layout: ParallelLayout,
-    table: MixTable,
-    limit_bytes: float,
-) -> float:
-    """Least seconds of an average block where gradients come and go, infinite without room.
-
-    Each moment of a backward pass is a limit by itself: it has the stashes of the rank and the
-    gradients of the chunks that already ran backward.
-    """
-    price_cache, chunk = table.price_cache, 1 / layout.virtual_stages
-    saved = column_of(block.options, "saved_bytes") * chunk
-    workspace = np.maximum(column_of(block.options, "workspace_bytes"), block.reduced_bytes)
-    room = usable_bytes(limit_bytes, layout.mesh, price_cache)
-    room -= float((block.gathered_bytes + workspace).min())
-    if len(ranks) == 1:
-        room -= least_end_bytes(0, layout, table)
-    message = 0.0
-    if layout.mesh.pp > 1:  # all cuts are alike
-        message = float(
-            price_cache.sent_bytes(
-                price_cache.cut_class(0), layout.micro_batch_size, layout.sharding
-            )
-        )
-    least_s = 0.0
-    for made in MADE_SHARES:
-        # each rank has such a moment, or a fuller one
-        stashed, sent = np.min(
-            [
-                _fullest_moment(layout, rank, made, num_blocks * float(saved.mean()), message)
-                for rank in ranks
-            ],
-            axis=0,
-        )
-        beyond = block.states - (1 - made) * block.gradients + stashed * saved
-        beyond -= (room - sent * message) / num_blocks
-        least_s = max(least_s, least_average(block_s, beyond))
-    return least_s
-
-
-def _fullest_moment(
-    layout: ParallelLayout, rank: int, made: float, stash_bytes: float, message_bytes: float
-) -> tuple[float, float]:
-    """Returns stashes and sent messages of the fullest moment with a share of gradients.
-
-    It is the begin of a backward pass, by which at least `made` of the chunks have gradients. No
-    such moment is there where each chunk has one backward pass.
-    """
-    moments = [
-        (sum(each.stashes), each.sent)
-        for each in passes_of(layout, rank)[0]
-        if each.backward and len(each.made) >= made * layout.virtual_stages
-    ]
-    return max(
-        moments,
-        key=lambda moment: moment[0] * stash_bytes + moment[1] * message_bytes,
-        default=(0, 0),
-    )
-
-
 def least_end_bytes(rank: int, layout: ParallelLayout, table: MixTable) -> float:
     """Least bytes of the states of embedding and head of a rank, without gradients."""
     kinds = end_kinds(rank, layout)
@@ -270,23 +114,6 @@ def least_end_bytes(rank: int, layout: ParallelLayout, table: MixTable) -> float
         )
 
     return table.once(("end bytes", kinds, *_alike(layout, table)), make)
-
-
-def least_average(seconds: Array, beyond: Array) -> float:
-    """Least average of `seconds` for shares whose average of `beyond` is not above zero.
-
-    It is the optimum of a linear program with one limit, which mixes two options at most.
-    """
-    fits = beyond <= 0
-    if not fits.any():
-        return math.inf
-    least_s = float(seconds[fits].min())
-    over = ~fits & (seconds < least_s)
-    if not over.any():
-        return least_s
-    excess, spare = beyond[over][:, None], -beyond[fits]
-    mixed_s = (seconds[over][:, None] * spare + seconds[fits] * excess) / (excess + spare)
-    return min(least_s, float(mixed_s.min()))
 
 
 def _alike(layout: ParallelLayout, table: MixTable) -> tuple[Hashable, ...]:
@@ -500,26 +327,32 @@ def _always_recomputed_s(layout: ParallelLayout, table: MixTable) -> float:
     )
 
 
-def ahead_bound_s(layout: ParallelLayout, usual_s: float, table: MixTable) -> float:
-    """Returns a lower bound of a schedule with recompute ahead.
+def ahead_bounds_s(layout: ParallelLayout, usual_s: float, table: MixTable) -> Iterator[float]:
+    """Yields lower bounds of a schedule with recompute ahead, of which the last asks for options.
 
     `usual_s` is a bound of the 1F1B of the same layout within the same memory. Every plan of the
-    schedule is a plan of 1F1B that needs no less memory. costmodels/schedules/hidden_recompute.py
-    takes off at most the recompute of e + 1 passes of the slowest rank and of one pass of each
-    other rank. With r <= q t in every block, and sum t <= P max t,
-
-        T >= T_1F1B (1 - q (P + e) / (M - 1 + P))
-
-    None of this holds where pins exclude plans of 1F1B that are allowed on the last stage: then it
-    is 0.
+    schedule is a plan of 1F1B that needs no less memory. That does not hold where pins exclude
+    plans of 1F1B that are allowed on the last stage: then there is no bound.
     """
     if layout.schedule in LAST_KEEPS_ALL and Recompute.NONE not in table.catalogue.levels:
-        return 0.0
+        return
+    yield usual_s * least_ahead(layout, MOST_AGAIN)
     block = table.per_block(layout, 0)
-    share = float((block.recompute_s / block.time_s).max())
+    yield usual_s * least_ahead(layout, float((block.recompute_s / block.time_s).max()))
+
+
+def least_ahead(layout: ParallelLayout, share: float) -> float:
+    """Returns the least ratio of a schedule with recompute ahead to its 1F1B.
+
+    costmodels/schedules/hidden_recompute.py takes off at most the recompute of e + 1 passes of the
+    slowest rank and of one pass of each other rank. With r <= q t in every block, where q is
+    `share`, and sum t <= P max t,
+
+        T >= T_1F1B (1 - q (P + e) / (M - 1 + P))
+    """
     ranks = layout.mesh.pp
     hidden = hidden_passes(layout.schedule)
-    return usual_s * (1 - share * (ranks + hidden) / (layout.num_micro_batches - 1 + ranks))
+    return 1 - share * (ranks + hidden) / (layout.num_micro_batches - 1 + ranks)
 
 
 def in_reach(table: MixTable, limit_bytes: float) -> bool:
@@ -585,7 +418,7 @@ def may_fit(layout: ParallelLayout, table: MixTable, limit_bytes: float) -> bool
     num_layers = table.price_cache.model.num_layers
     in_flight = np.array([[stashes(LayerKind.BLOCK, rank, layout)] for rank in range(pp)])
     in_flight = in_flight / layout.virtual_stages
-    fewest = _fewest_blocks(layout, num_layers)
+    fewest = fewest_blocks(layout, num_layers)
     device, both = np.array(list(states.values())).T  # by ZeRO stage
 
     def enough(ends: Array) -> bool:
@@ -619,7 +452,7 @@ def _divided_ends_bytes(layout: ParallelLayout, table: MixTable) -> Array:
     return ends
 
 
-def _fewest_blocks(layout: ParallelLayout, num_layers: int) -> Array:
+def fewest_blocks(layout: ParallelLayout, num_layers: int) -> Array:
     """Returns by rank the least number of blocks; unequal ranks all have the same."""
     ranks = range(layout.mesh.pp if layout.equal_ranks else 1)
     return np.array([next(block_counts(rank, layout, num_layers), 0) for rank in ranks], np.float64)

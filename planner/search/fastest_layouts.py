@@ -243,7 +243,8 @@ def closer_bounds_s(layout: ParallelLayout, session: SearchSession) -> Iterator[
         return
     if layout.recomputes_ahead:
         usual_s = session.least_s(_usual(layout))
-        yield session.raised_s(layout, prices.ahead_bound_s(layout, usual_s))
+        for ahead_s in prices.ahead_bounds_s(layout, usual_s):
+            yield session.raised_s(layout, ahead_s)
     for closer_s in prices.closer_bounds_s(layout, limit):
         yield session.raised_s(layout, closer_s)
 

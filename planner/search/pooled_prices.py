@@ -13,7 +13,7 @@ from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.step import bubble_share
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.enumeration import enumerate_candidates, no_candidate_error
-from parplan.planner.candidates.lower_bounds import TimeBound, ahead_bound_s, may_fit
+from parplan.planner.candidates.lower_bounds import TimeBound, ahead_bounds_s, may_fit
 from parplan.planner.candidates.pool_layouts import over_pools
 from parplan.planner.candidates.pooled_bounds import pooled_time_bound
 from parplan.planner.infeasible.shortfall import limit_bytes, price_cache_of
@@ -70,10 +70,10 @@ class PooledPrices(DescribedPrices):
     def closer_bounds_s(self, layout: ParallelLayout, limit_bytes: float) -> Iterator[float]:
         yield from ()
 
-    def ahead_bound_s(self, layout: ParallelLayout, usual_s: float) -> float:
-        if self.table.stage_recompute is not None:
-            return 0.0
-        return min(ahead_bound_s(layout, usual_s, table) for table in self._tables.values())
+    def ahead_bounds_s(self, layout: ParallelLayout, usual_s: float) -> Iterator[float]:
+        if self.table.stage_recompute is None:
+            by_pool = (ahead_bounds_s(layout, usual_s, each) for each in self._tables.values())
+            yield from map(min, zip(*by_pool, strict=True))
 
     def longest_rank(self, layout: ParallelLayout, cut_s: float, limit_bytes: float) -> int | None:
         return self.time_bound(layout).longest_rank(layout, cut_s)

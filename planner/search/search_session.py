@@ -24,13 +24,12 @@ from parplan.planner.candidates.enumeration import (
 )
 from parplan.planner.candidates.lower_bounds import (
     TimeBound,
-    ahead_bound_s,
-    corner_bound_s,
+    ahead_bounds_s,
     in_reach,
     may_fit,
-    memory_bound_s,
     time_bound,
 )
+from parplan.planner.candidates.memory_bounds import corner_bound_s, memory_bound_s
 from parplan.planner.candidates.meshes import Pruned
 from parplan.planner.candidates.redundancy_bounds import RedundancyBound
 from parplan.planner.deadline import Deadline, in_time
@@ -153,8 +152,8 @@ class SearchPrices(ABC):
         """Returns the least seconds of all layers in the ramps of the pipeline."""
 
     @abstractmethod
-    def ahead_bound_s(self, layout: ParallelLayout, usual_s: float) -> float:
-        """Returns a bound of a schedule with recompute ahead from that of its 1F1B."""
+    def ahead_bounds_s(self, layout: ParallelLayout, usual_s: float) -> Iterator[float]:
+        """Yields bounds of a schedule with recompute ahead from that of its 1F1B."""
 
     @abstractmethod
     def least_redundant_bytes(
@@ -289,10 +288,9 @@ class DescribedPrices(SearchPrices):
     def ramps_s(self, layout: ParallelLayout) -> float:
         return self.time_bound(layout).total_s
 
-    def ahead_bound_s(self, layout: ParallelLayout, usual_s: float) -> float:
-        if self.table.stage_recompute is not None:
-            return 0.0  # its recompute depends on the schedule
-        return ahead_bound_s(layout, usual_s, self.table)
+    def ahead_bounds_s(self, layout: ParallelLayout, usual_s: float) -> Iterator[float]:
+        if self.table.stage_recompute is None:  # else its recompute depends on the schedule
+            yield from ahead_bounds_s(layout, usual_s, self.table)
 
     def least_redundant_bytes(
         self, layout: ParallelLayout, slowest_s: float, limit_bytes: float

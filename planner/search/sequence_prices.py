@@ -19,6 +19,7 @@ from parplan.costmodels.step import StepPrice, bubble_share
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.candidates.enumeration import CandidateSpace, layout_text
 from parplan.planner.candidates.given_parts import GivenParts
+from parplan.planner.candidates.lower_bounds import least_ahead
 from parplan.planner.candidates.meshes import Pruned
 from parplan.planner.candidates.part_bounds import PartBounds, RankParts
 from parplan.planner.candidates.range_bounds import CloserBounds, PathBounds, RangeBounds
@@ -160,17 +161,14 @@ class SequencePrices(SearchPrices):
 
         return self._once(("ramps", layout), make)
 
-    def ahead_bound_s(self, layout: ParallelLayout, usual_s: float) -> float:
-        """Returns `planner.candidates.lower_bounds.ahead_bound_s` with the share of any layer."""
+    def ahead_bounds_s(self, layout: ParallelLayout, usual_s: float) -> Iterator[float]:
+        """Yields that of `planner.candidates.lower_bounds` with the largest share of any layer."""
         table = self._table(layout)
         if table.stage_recompute is not None:
-            return 0.0  # its recompute depends on the schedule
-        if layout.schedule in LAST_KEEPS_ALL and Recompute.NONE not in table.levels:
-            return 0.0
-        share = self.bounds(layout, float("inf")).most_share
-        ranks = layout.mesh.pp
-        hidden = hidden_passes(layout.schedule)
-        return usual_s * (1 - share * (ranks + hidden) / (layout.num_micro_batches - 1 + ranks))
+            return  # its recompute depends on the schedule
+        if layout.schedule not in LAST_KEEPS_ALL or Recompute.NONE in table.levels:
+            share = self.bounds(layout, float("inf")).most_share
+            yield usual_s * least_ahead(layout, share)
 
     def least_redundant_bytes(
         self, layout: ParallelLayout, slowest_s: float, limit_bytes: float

@@ -17,12 +17,11 @@ from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import price_step
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.candidates.lower_bounds import (
-    corner_bound_s,
     in_reach,
-    memory_bound_s,
     redundancy_bound_bytes,
     time_bound,
 )
+from parplan.planner.candidates.memory_bounds import corner_bound_s, memory_bound_s
 from parplan.planner.request import Constraints, SearchOptions
 from parplan.planner.search.one_candidate import relaxed_bound_s
 from parplan.planner.search.search_session import DescribedPrices, SearchSession
