@@ -3,7 +3,8 @@
 At a price of a saved byte, the least sum of seconds and priced bytes over all choices is a line
 that no point of their front is below. It takes the walk of the fastest layer, without any label
 (planner/layer_options/layer_front.py). The lines of a few prices leave a region whose corners stand
-for the front in a bound: every choice costs no less than some average of two neighbours.
+for the front in a bound: every choice costs no less than some average of two neighbours
+(EQUATIONS I5).
 """
 
 from __future__ import annotations

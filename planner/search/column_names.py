@@ -16,7 +16,7 @@ from parplan.costmodels.layers.recompute import RecomputedOperators
 from parplan.planner.layer_options.layer_option import LayerOption
 from parplan.planner.stage_columns.stage_column import StageColumn
 
-MOST_CHARACTERS = 80  # with a number behind it, which tells equal names apart
+MOST_CHARACTERS = 80  # with the number behind it that tells equal names apart
 
 
 @dataclass
@@ -36,7 +36,10 @@ class ColumnNames:
         name = re.sub("[^A-Za-z0-9_]+", "_", name)[:MOST_CHARACTERS]
         self._given[name] += 1
         number = self._given[name]
-        return name if number == 1 else self.unique(f"{name}__{number}")
+        behind = f"__{number}"
+        return (
+            name if number == 1 else self.unique(f"{name[: MOST_CHARACTERS - len(behind)]}{behind}")
+        )
 
 
 def _contents(column: StageColumn) -> Iterator[str]:

@@ -16,7 +16,7 @@ from parplan.planner.plan.plan_file import any_plan_from_document, plan_to_docum
 from parplan.planner.request import Constraints, SearchOptions, SolverName
 from parplan.planner.search import certificate, one_candidate
 from parplan.planner.search.certificate import AGREES
-from parplan.planner.search.column_names import ColumnNames
+from parplan.planner.search.column_names import MOST_CHARACTERS, ColumnNames
 from parplan.planner.solver import Problem, counted_programs
 from parplan.planner.stage_columns.columns import RankColumns
 from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
@@ -226,3 +226,11 @@ def test_equal_names_get_numbers():
     names = ColumnNames()
 
     assert [names.unique("z a-b") for _ in range(3)] == ["z_a_b", "z_a_b__2", "z_a_b__3"]
+
+
+def test_long_names_stay_within_their_length_and_differ():
+    names = ColumnNames()
+    given = [names.unique("z" * length) for length in (60, *[90] * 30, 80)]
+
+    assert len(set(given)) == len(given)
+    assert max(map(len, given)) <= MOST_CHARACTERS
