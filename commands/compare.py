@@ -97,9 +97,9 @@ def compare(
     from parplan.commands.requests.launchers import one_launcher, with_launcher
     from parplan.commands.requests.requests import constraints_of, options_of, request_of
     from parplan.planner.baselines.systems import baseline_names
+    from parplan.planner.launchers.compare_described import compare
     from parplan.planner.objective import Objective
     from parplan.planner.plan.plan import Plan
-    from parplan.planner.search.comparison import compare
     from parplan.report.searches.comparison_document import comparison_document
     from parplan.report.searches.comparison_tables import print_comparison
     from parplan.report.text import console
@@ -153,8 +153,9 @@ def _of_files(
     """
     from parplan.commands.launcher_plans import read_plans
     from parplan.planner.baselines.systems import baseline_names
+    from parplan.planner.launchers.compare_described import compare
     from parplan.planner.plan.traced_plan import TracedPlan
-    from parplan.planner.search.comparison import compare, plans_side_by_side
+    from parplan.planner.search.comparison import plans_side_by_side
     from parplan.planner.traced.compare_traced import ALL, compare_traced, traced_baseline_names
 
     plans = read_plans(files, target)

@@ -265,11 +265,11 @@ def _priced(
 ) -> ReportedPlan:
     """Returns a plan with its timeline and its baselines. Raises ConfigError without a price."""
     from parplan.costmodels.usage.rank_traffic import rank_traffic
+    from parplan.planner.launchers.compare_described import compare
     from parplan.planner.plan.reprice import reprice
     from parplan.planner.request import SearchOptions
     from parplan.planner.runs.held_activations import held_activations
     from parplan.planner.runs.timelines import predicted_timeline
-    from parplan.planner.search.comparison import compare
     from parplan.report.page.reported_plan import ReportedPlan
 
     today = reprice(plan)

@@ -39,7 +39,9 @@ Merak's runtime is the one of planner/baselines/stage_aware.py on equal stages.
 
 The forms of context parallelism and the division of experts are facts of a stack of each system
 (configs/stacks/). For every baseline the stack of the request decides the overlap of communication
-with compute, and the speed of kernels.
+with compute, and the speed of kernels. The best plan of Megatron-LM is searched as `--for megatron`
+searches it, with its switches (planner/launchers/compare_described.py); "megatron" here is what
+stands in its place where the arguments of Megatron-LM do not say the model or the training.
 """
 
 from __future__ import annotations
@@ -92,6 +94,7 @@ class Baseline:
     candidates   number of its strategies
     in_order     the user tries them in an order and takes the first that fits; `optimum` counts
                  those alone
+    arguments    those with which the system runs the optimum, where its search knows them
 
     Both `optimum` and `leanest` are None where the space is empty.
     """
@@ -102,6 +105,7 @@ class Baseline:
     in_order: bool = False
     optimum: Optimum | None = None
     leanest: Leanest | None = None
+    arguments: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ def neighbours(plan: Plan, settings: Settings, target: Target) -> Iterator[tuple
     yield "overlap", replace(settings, overlap=True)
     yield "attention", replace(settings, attention=AttentionKernel.FLASH)
     yield "fused_loss", replace(settings, fused_loss=True)
+    yield from _with_switch(plan, settings, target)
     yield from (("order", replace(settings, order=order)) for order in MeshOrder)
     yield from (("virtual_stages", each) for each in _stages(settings))
     for axis in ("tp", "pp", "cp"):
@@ -44,6 +45,14 @@ def neighbours(plan: Plan, settings: Settings, target: Target) -> Iterator[tuple
     if settings.has_experts:
         yield from (("ep", replace(settings, ep=ep)) for ep in (settings.ep * 2, settings.ep // 2))
         yield "etp", replace(settings, etp=1)
+
+
+def _with_switch(plan: Plan, settings: Settings, target: Target) -> Iterator[tuple[str, Settings]]:
+    """Yields the settings with each switch of the launcher that has an effect on them."""
+    for switch in target.switches:
+        if switch.is_on(settings, plan.cluster) and not switch.idle(settings):
+            on: Facts = {switch.fact: True}
+            yield switch.fact, replace(settings, **on)
 
 
 def _stages(settings: Settings) -> Iterator[Settings]:

@@ -1,1 +1,1 @@
-"""The programs that run plans, and the search that asks each of them for its own best plan."""
+"""The programs that run plans, the best plan of each, and a plan beside them."""

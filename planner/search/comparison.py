@@ -4,30 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 from parplan.costmodels.memory.rank_memory import RankMemory
 from parplan.costmodels.step import StepPrice
 from parplan.costmodels.step_breakdown import StepParts, parts_of
 from parplan.costmodels.strategy import Strategy
 from parplan.planner.baselines.optimum import Optimum
-from parplan.planner.baselines.systems import Baseline, price_baseline
+from parplan.planner.baselines.systems import Baseline
 from parplan.planner.infeasible.shortfall import limit_bytes
 from parplan.planner.objective import Objective
-from parplan.planner.plan.assemble import assemble
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Candidates, SearchRecord, Status
 from parplan.planner.plan.ratio_band import plan_shape, ratio_share
-from parplan.planner.plan.reprice import reprice
 from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
-from parplan.planner.request import Request, SearchOptions
-from parplan.planner.search.equal_baselines import equal_baseline, equal_requests
-from parplan.planner.search.what_if import request_of_plan
+from parplan.planner.plan.traits import family_of
+from parplan.planner.request import SearchOptions
 from parplan.profiles.displayed import Displayed
 from parplan.profiles.errors import OutOfTimeError
-from parplan.profiles.machines.shipped_profiles import machine_for
-from parplan.profiles.machines.unequal_cluster import UnequalCluster
 
 OURS = "ours"
 MEMORY_NAMES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "reserve")
@@ -119,14 +113,14 @@ class Comparison(Displayed):
     def share_of(self, plan: ComparedPlan) -> float | None:
         """Returns the error band of the ratio of a step to ours, None where it is unknown.
 
-        Plans of two stacks, devices or models have nothing in common: they have the band of our
-        step.
+        Plans of two families of stacks, two devices or models have nothing in common: they have the
+        band of our step.
         """
         ours, theirs = self.ours.plan, plan.plan
         band = ours.predicted.error_band
         if band is None:
             return None
-        stacks = ours.training.stack, theirs.training.stack
+        stacks = family_of(ours.training.stack), family_of(theirs.training.stack)
         devices = ours.cluster.device, theirs.cluster.device
         if stacks[0] != stacks[1] or devices[0] != devices[1] or not _same_model(ours, theirs):
             return band.time.share
@@ -189,40 +183,6 @@ def _record(baseline: Baseline, optimum: Optimum) -> SearchRecord:
             left=0,
         ),
     )
-
-
-def compare(plan: Plan, names: Iterable[str], options: SearchOptions | None = None) -> Comparison:
-    """Compares `plan`, priced again, with the baselines `names` within the limit of `options`.
-
-    A plan over unequal pools stands beside plans of equal nodes too, and systems count each of its
-    GPUs as the slowest (planner/search/equal_baselines.py). Raises ConfigError for a plan without a
-    price (planner/plan/reprice.py). `names`: a selection of `baselines.systems.baseline_names`.
-    """
-    options = options or SearchOptions()
-    ours = reprice(plan)
-    # No baseline has the token table on the host, and not every mesh of theirs could.
-    price_cache = ours.price_cache.with_table(on_host=False)
-    if isinstance(plan.cluster, UnequalCluster):  # systems without pools count on the slowest
-        price_cache = price_cache.on(machine_for(plan.cluster.as_slowest))
-    limit = limit_bytes(plan.cluster, plan.training.stack, options)
-    equal = equal_requests(replace(request_of_plan(plan), options=options))
-
-    def row_of(name: str) -> ComparisonRow:
-        if name in equal:
-            return _equal_row(name, equal[name])
-        baseline = price_baseline(name, price_cache, limit, options.deadline)
-        return row(baseline, partial(assemble, price_cache=price_cache))
-
-    mine = side(OURS, ours.plan, ours.strategy, ours.price)
-    return side_by_side(plan, mine, (*equal, *names), row_of, options)
-
-
-def _equal_row(name: str, request: Request) -> ComparisonRow:
-    baseline, found = equal_baseline(name, request)
-    if found is None:
-        return ComparisonRow(baseline=baseline, side=None)
-    compared = side(name, found.plan, found.strategy, found.price)
-    return ComparisonRow(baseline=baseline, side=compared)
 
 
 def plans_side_by_side(sides: Sequence[ComparedPlan], options: SearchOptions) -> Comparison:

@@ -54,6 +54,7 @@ def _megatron(strategy: Strategy, plan: Plan) -> Iterator[Flag]:
         blocks=_blocks(strategy, plan),
         zero=_zero(strategy),
         recompute=_recompute(strategy),
+        recompute_blocks=_recomputed_blocks(strategy),
         global_batch_size=plan.training.global_batch_size,
         **layout_facts(strategy.layout, plan.model, plan.cluster),
         **model_facts(plan.model),
@@ -111,7 +112,7 @@ def _zero(strategy: Strategy) -> int:
 
 
 def _recompute(strategy: Strategy) -> Recompute:
-    """Returns the recompute level, which all blocks of these baselines have."""
+    """Returns the recompute level of the first block, and of all that recompute."""
     blocks = (
         choice
         for stage in strategy.stages
@@ -121,6 +122,17 @@ def _recompute(strategy: Strategy) -> Recompute:
     level = next(blocks).recompute
     assert isinstance(level, Recompute), "these systems recompute by levels"
     return level
+
+
+def _recomputed_blocks(strategy: Strategy) -> int | None:
+    """Returns the first blocks of a stage that recompute; None where all or none do."""
+    stages = [
+        [choice.recompute for choice in stage if choice.kind.role is LayerKind.BLOCK]
+        for stage in strategy.stages
+    ]
+    again = [stage.count(Recompute.FULL) for stage in stages]
+    every = all(count in (0, len(stage)) for count, stage in zip(again, stages, strict=True))
+    return None if every else max(again)
 
 
 def _blocks(strategy: Strategy, plan: Plan) -> tuple[int, ...]:

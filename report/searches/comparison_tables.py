@@ -328,7 +328,10 @@ def meaning(baseline: Baseline) -> str:
 
 def flags_of(row: ComparisonRow) -> str:
     """Returns the flags with which a described model runs as the baseline, empty if unknown."""
-    optimum = row.baseline.optimum if row.baseline else None
-    if optimum is None or row.side is None or not isinstance(row.side.plan, Plan):
+    baseline = row.baseline
+    if baseline is None or baseline.optimum is None or row.side is None:
         return ""
-    return flags_text(row.name, optimum.strategy, row.side.plan)
+    if baseline.arguments:
+        return " ".join(" ".join((name, *words)) for name, words in baseline.arguments)
+    plan = row.side.plan
+    return flags_text(row.name, baseline.optimum.strategy, plan) if isinstance(plan, Plan) else ""

@@ -10,10 +10,10 @@ import pytest
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.planner.deadline import GRACE_S, NEVER, Deadline, deadline_after
 from parplan.planner.infeasible import shortfall
+from parplan.planner.launchers.compare_described import compare
 from parplan.planner.objective import Objective
 from parplan.planner.plan.prediction import Status
 from parplan.planner.request import SEARCHED_OFFLOAD, Constraints, SearchOptions
-from parplan.planner.search.comparison import compare
 from parplan.planner.search.largest_model import find_largest, members
 from parplan.profiles.divisors import divisors
 from parplan.profiles.documents.ranges import range_of

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from parplan.costmodels.communication.mesh import MeshOrder
 from parplan.planner.export.fields.arguments import Given, Words, read_arguments, written
 from parplan.planner.export.fields.launcher import Sheet, Target
 from parplan.planner.export.fields.released_models import released_model
@@ -18,7 +19,7 @@ from parplan.planner.export.files.recipe_file import SEPARATOR, recipe_names, re
 from parplan.planner.export.files.script import array, script, torchrun_lines
 from parplan.planner.export.files.shell_words import shell_arguments
 from parplan.planner.export.megatron.megatron import recomputes
-from parplan.planner.export.megatron.megatron_arguments import DEFAULTS
+from parplan.planner.export.megatron.megatron_arguments import DEFAULTS, uses_fsdp
 from parplan.planner.export.megatron.megatron_model import model_of_facts, unsaid_parts
 from parplan.planner.export.megatron.megatron_stages import finished
 from parplan.planner.export.megatron.megatron_switches import SWITCHES
@@ -171,7 +172,13 @@ def _missing(file: Path, base: str) -> ConfigError:
 def settings(given: tuple[Given, ...], model: ModelSpec, num_gpus: int) -> Settings:
     """Returns the settings that overrides say. Raises ConfigError."""
     facts = {"fused_loss": True} | read_arguments(_TABLE, given)  # models/gpt_provider.py
-    return finished(facts | model_facts(model), num_gpus)
+    said = finished(facts | model_facts(model), num_gpus)
+    if uses_fsdp(said) and said.order is MeshOrder.DP_PP_TP:
+        raise ConfigError(  # ConfigContainer.validate of src/megatron/bridge/training/config.py
+            "dist.use_tp_pp_dp_mapping does not run with Megatron FSDP",
+            hint="leave out one of the two",
+        )
+    return said
 
 
 def read_model(given: tuple[Given, ...], name: str, where: str) -> ModelSpec:

@@ -35,6 +35,7 @@ _VALUES = {
 }
 _SWITCHES = {
     "--tp-comm-overlap": "model.ub_tp_comm_overlap",
+    "--use-tp-pp-dp-mapping": "model.use_tp_pp_dp_mapping",
     "--overlap-grad-reduce": "model.optim.overlap_grad_sync",
     "--overlap-param-gather": "model.optim.overlap_param_sync",
 }

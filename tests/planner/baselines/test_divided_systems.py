@@ -15,8 +15,8 @@ from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import StepPrice, price_step
 from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.planner.baselines.systems import baseline_strategies
+from parplan.planner.launchers.compare_described import compare
 from parplan.planner.request import SearchOptions
-from parplan.planner.search.comparison import compare
 from parplan.planner.search.estimate import uniform_strategy
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus

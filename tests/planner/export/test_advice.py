@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 import pytest
 
 from parplan.costmodels.layers.recompute import Recompute
@@ -9,6 +11,8 @@ from parplan.planner.export.advice import advice
 from parplan.planner.export.exported import export_plan
 from parplan.planner.export.fields.arguments import Given
 from parplan.planner.export.fields.configured import price_settings
+from parplan.planner.export.fields.settings import Settings, settings_of
+from parplan.planner.export.neighbours import neighbours
 from parplan.planner.export.targets import TARGETS
 from parplan.planner.infeasible.shortfall import limit_bytes
 from parplan.planner.plan.assemble import assemble
@@ -167,3 +171,51 @@ def test_what_does_not_fit_is_advised_to_fit_even_if_slower():
     assert changes
     capacity = plan.predicted.memory_gib[0].capacity * 2**30
     assert all(each.configured.peak_bytes <= capacity for each in changes)
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "switches"),
+    [
+        pytest.param("llama3-8b", {"dp": 2, "tp": 4}, {"tp_overlap"}, id="tensor-parallelism"),
+        pytest.param(
+            "deepseek-v2-lite",
+            {"dp": 8, "ep": 8},
+            {"tokens_once", "overlap_exchanges"},
+            id="experts",
+        ),
+        pytest.param(
+            "deepseek-v2-lite",
+            {"dp": 8, "ep": 8, "recompute": Recompute.FULL},
+            {"tokens_once"},
+            id="exchanges-under-full-recompute-are-not-hidden",
+        ),
+        pytest.param("llama3-8b", {"dp": 8}, set(), id="nothing-to-hide"),
+    ],
+)
+def test_the_switches_that_the_launcher_runs_and_that_have_an_effect_are_tried(
+    model, mesh, switches
+):
+    plan, target = laid_out(model, **mesh), TARGETS["megatron"]
+    settings = replace(settings_of(plan), recompute=mesh.get("recompute", Recompute.NONE))
+
+    tried = dict(neighbours(plan, settings, target))
+
+    facts = {switch.fact for switch in target.switches}
+    assert facts & tried.keys() == switches
+    for fact in switches:
+        assert {fact: True} == {
+            field.name: getattr(tried[fact], field.name)
+            for field in fields(Settings)
+            if getattr(tried[fact], field.name) != getattr(settings, field.name)
+        }
+
+
+def test_a_switch_that_gains_most_is_said_first():
+    plan = laid_out("llama3-8b", dp=1, tp=8, micro_batch_size=8, num_micro_batches=1)
+
+    found, given = of_script(plan)
+
+    assert found.single[0].arguments == (("--tp-comm-overlap", None, ()),)
+    hidden, _ = of_script(plan, more="--tp-comm-overlap")
+    assert "--tp-comm-overlap" not in str(hidden)
+    assert all(each.name != "--tp-comm-overlap" for each in given)

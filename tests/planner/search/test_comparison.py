@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from parplan.costmodels.step_breakdown import NAMES
+from parplan.planner.launchers.compare_described import compare
 from parplan.planner.plan.plan_file import read_plan, write_plan
 from parplan.planner.plan.prediction import Quantity
 from parplan.planner.plan.ratio_band import plan_shape, ratio_share
 from parplan.planner.request import Constraints, SearchOptions
-from parplan.planner.search.comparison import MEMORY_NAMES, Comparison, compare
+from parplan.planner.search.comparison import MEMORY_NAMES, Comparison
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import TrainingSpec
@@ -144,7 +145,7 @@ def test_the_printed_parts_add_up_and_leave_out_what_is_nothing():
     assert "tensor" not in part_table(output, "of the mean GPU", NAMES)[0]
     assert re.search(r"^  ours +\d+ ms +[\d,]+ +[\d.]+ % ", output, re.MULTILINE)
     assert "the pins hold for ours" in output
-    assert "tie: inside the error band of our step time, +- " in output
+    assert "tie: the ratio to our step time is inside its error band, +- " in output
 
 
 def test_it_says_in_what_ours_loses():

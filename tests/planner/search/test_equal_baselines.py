@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from parplan.planner.search.comparison import ComparisonRow, compare
+from parplan.planner.launchers.compare_described import compare
+from parplan.planner.search.comparison import ComparisonRow
 from parplan.planner.search.equal_baselines import SLOWEST, equal_baseline
 from parplan.report.searches.comparison_document import comparison_document
 from parplan.report.searches.comparison_tables import comparison_notes, verdicts

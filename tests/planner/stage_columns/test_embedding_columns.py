@@ -14,12 +14,12 @@ from parplan.costmodels.step import price_step
 from parplan.costmodels.strategy import Strategy
 from parplan.planner.candidates.branch_and_bound import WORTH_REPLAYING
 from parplan.planner.candidates.lower_bounds import may_fit, redundancy_bound_bytes, time_bound
+from parplan.planner.launchers.compare_described import compare
 from parplan.planner.objective import Objective
 from parplan.planner.plan.plan_file import read_plan, write_plan
 from parplan.planner.plan.prediction import Status
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import SEARCHED_OFFLOAD, Constraints, SearchOptions
-from parplan.planner.search.comparison import compare
 from parplan.planner.stage_columns.chunk_columns import rank_columns
 from parplan.planner.stage_columns.embedding_columns import AnyEnds
 from parplan.planner.stage_columns.mix_table import MixTable

@@ -12,8 +12,9 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
+from parplan.planner.launchers.compare_described import compare
 from parplan.planner.plan.plan_file import read_any_plan
-from parplan.planner.search.comparison import Comparison, compare
+from parplan.planner.search.comparison import Comparison
 from parplan.profiles.errors import ConfigError
 from parplan.report.notebook import html_pieces, views
 from parplan.report.plans.summary import print_summary

@@ -11,6 +11,7 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout, Strategy
+from parplan.planner.baselines.first_blocks import with_first_blocks
 from parplan.planner.baselines.uniform_strategies import equal_stages
 from parplan.planner.plan.plan import Plan
 from parplan.planner.request import Constraints
@@ -85,6 +86,15 @@ def strategy_of(
             "--pipeline-model-parallel-size 3 --account-for-embedding-in-pipeline-split "
             "--account-for-loss-in-pipeline-split --micro-batch-size 1 --global-batch-size 16",
             id="megatron-counted-ends",
+        ),
+        pytest.param(
+            "megatron-1f1b",
+            "gpt-tiny",
+            with_first_blocks(strategy_of(Mesh(pp=2, dp=1, tp=1), 0, Recompute.NONE), 1),
+            "--pipeline-model-parallel-size 2 --recompute-granularity full "
+            "--recompute-method block --recompute-num-layers 1 "
+            "--micro-batch-size 1 --global-batch-size 16",
+            id="megatron-some-blocks",
         ),
         pytest.param(
             "deepspeed-3d",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from parplan.costmodels.communication.mesh import MeshOrder
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.planner.export.exported import export_plan
+from parplan.planner.export.fields.arguments import Given
 from parplan.planner.export.launcher_file import read_launcher_file
 from parplan.planner.export.targets import TARGETS, target_named
 from parplan.profiles.errors import ConfigError
@@ -27,6 +29,12 @@ EXACT = 1e-9  # share of a step
                 "deepseek-v2-lite", pp=3, dp=2, ep=2, seq_length=2048, num_micro_batches=6
             ),
             id="experts-and-latent-attention",
+        ),
+        pytest.param(
+            lambda: laid_out(
+                pp=2, dp=2, tp=2, order=MeshOrder.DP_PP_TP, stack="nemo", seq_length=1024
+            ),
+            id="stages-before-copies",
         ),
     ],
 )
@@ -139,6 +147,24 @@ def test_a_launch_over_a_configuration_of_nemo_is_read_with_it(tmp_path):
     assert settings.recompute is Recompute.NONE
     assert settings.products is ProductFormat.FP8_DELAYED
     assert settings.gradient_precision is Precision.BF16
+
+
+def test_the_order_of_the_axes_is_written_read_and_searched():
+    bridge = target_named("megatron-bridge")
+    plan = laid_out(pp=2, dp=2, tp=2, order=MeshOrder.DP_PP_TP, stack="nemo")
+    sheet = export_plan(plan, bridge, "plan.yaml").files["megatron-bridge.sh"]
+    given = bridge.arguments(sheet, "megatron-bridge.sh")
+    of_nemo = (*given, Given("model.use_tp_pp_dp_mapping", ("true",), "launch.sh"))
+    without = tuple(each for each in of_nemo if each.name != "dist.use_tp_pp_dp_mapping")
+
+    assert "dist.use_tp_pp_dp_mapping=true" in sheet
+    for arguments in (given, without):
+        assert bridge.settings(arguments, plan.model, 8).order is MeshOrder.DP_PP_TP
+    fsdp = (*given, Given("ddp.use_megatron_fsdp", ("true",), ""))
+    sharded = (*fsdp, Given("ddp.data_parallel_sharding_strategy", ("optim_grads",), ""))
+    with pytest.raises(ConfigError, match="does not run with Megatron FSDP"):
+        bridge.settings(sharded, plan.model, 8)
+    assert "dp-pp-tp" in plan.training.stack.mesh_orders
 
 
 def test_overrides_over_a_recipe_that_is_not_there_are_refused(tmp_path):
