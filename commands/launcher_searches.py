@@ -91,7 +91,7 @@ def answer_launchers(
     from parplan.report.text import console
 
     with noticing_ctrl_c() as interrupts, progress_bar(console(sys.stderr)) as on_progress:
-        finds = {each.launcher: _find(each, on_progress) for each in questions}
+        finds = {each.launcher: search_of(each, on_progress) for each in questions}
         entries, unsearched = search_each(finds, lambda: bool(interrupts))
         if not any(each.plan for each in entries):
             raise _nothing(questions, {each.launcher: each.error for each in entries})
@@ -100,7 +100,7 @@ def answer_launchers(
     return table, bool(interrupts)
 
 
-def _find(each: LauncherQuestion, on_progress: OnProgress | None) -> Callable[[], Plan]:
+def search_of(each: LauncherQuestion, on_progress: OnProgress | None) -> Callable[[], Plan]:
     """Returns the search of a launcher."""
     from parplan.planner.plan.plan import Plan
     from parplan.planner.search.find_plan import find_best
