@@ -29,7 +29,9 @@ def closing_lines(plan: Plan | TracedPlan, output: Path) -> tuple[str, ...]:
     nearest = next(_nearest_commands(plan, path), None)
     if nearest is None:
         return (f"wrote {output}, which no launcher that is known runs",)
-    bound = "a bound: no program runs it as it is priced; " if _is_searched(plan) else ""
+    stack = plan.training.stack.name
+    of_stack = f"a bound for the stack {stack}: no program runs it as it is priced; "
+    bound = of_stack if _is_searched(plan) else ""
     return f"wrote {output}, {bound}the nearest runs with", f"  {nearest}"
 
 

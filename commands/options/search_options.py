@@ -162,7 +162,8 @@ launcher_option = option(
     metavar="NAME,..",
     help="Launchers that may run the plan, which is the fastest of all that their arguments can "
     f"say, priced as their stacks run it: {', '.join(SEARCHED_FOR)}. parplan is the own executor, "
-    "and none is a bound: every plan of the stack, whether a program can say it or not. [default: "
+    "and none is a bound for one stack: every plan at its facts, whether a program can say it or "
+    "not. [default: "
     "all that can run the request]",
 )
 method_options = together(

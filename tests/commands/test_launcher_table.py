@@ -70,7 +70,7 @@ def test_a_bound_says_that_no_program_runs_it():
     output = succeed(*SMALL, "--for", "none").stdout
 
     assert read_plan(Path("plan.yaml")).search.launcher is None
-    assert "wrote plan.yaml, a bound: no program runs it as it is priced" in output
+    assert "wrote plan.yaml, a bound for the stack megatron-core: no program runs it" in output
 
 
 def test_none_goes_with_no_launcher():

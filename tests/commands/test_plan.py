@@ -82,7 +82,8 @@ def test_a_search_writes_the_plan_and_prints_its_summary_and_how_to_run_it(searc
     assert f"pp {plan.mesh.pp} x dp {plan.mesh.dp} x tp {plan.mesh.tp}" in result.stdout
     assert f"({plan.predicted.step_time_s.kind})" in result.stdout
     assert lines[-2:] == [
-        f"wrote {path}, a bound: no program runs it as it is priced; the nearest runs with",
+        f"wrote {path}, a bound for the stack megatron-core: no program runs it as it is "
+        "priced; the nearest runs with",
         f"  plan export {path} --to megatron",
     ]
 
