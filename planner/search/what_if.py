@@ -1,25 +1,37 @@
 """Searches of changed requests around a plan: other meshes, other machines, where the choice flips.
 
-Each question is a search of its own with one change. The answers say why a plan is the best, what
-holds it back, what more of something would buy, and from where on another plan is the best.
+Each question is a search of its own with one change, over shared prices and bounds
+(planner/search/near_requests.py). The answers say why a plan is the best, what holds it back, what
+more of something would buy, and from where on another plan is the best. Questions about many GPUs
+are asked as long as all of them take no more than twice the CPU time of the plan's own search.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from parplan.costmodels.communication.mesh import Mesh
+from parplan.planner.deadline import NEVER, Deadline
 from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.prediction import Status
 from parplan.planner.request import Constraints, PlanRequest, Request
-from parplan.planner.search.many_searches import Answer, answer_of
-from parplan.planner.search.price_factory import described_factory
+from parplan.planner.search.largest_model import SearchWatch
+from parplan.planner.search.many_searches import Answer
+from parplan.planner.search.near_requests import AXES, DEGREES, Near, NearRequests, Way
+from parplan.planner.search.pareto import TIME_LIMIT
+from parplan.profiles.errors import OutOfTimeError, SolverError
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.off_speed import SpeedFactors, cluster_at
 
-AXES = ("tp", "pp", "cp", "ep")
 BASE = "base"
 STEPS = 2  # halvings of the range in which a choice flips
+LEAST_CPU_S = 9.0  # CPU-seconds that all questions about a plan may take, however few its own took
+TIMES_OWN = 1.8  # CPU-seconds of all questions over those of the plan's own search
+OWN_TIME = "twice the time of the plan's own search"
+CTRL_C = "Ctrl-C"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +42,7 @@ class Knob:
     buys      the factor of which the gain is said
     ends      the factors, below and above 1, between which a flip is looked for; none for none
     scale     returns a request with the quantity multiplied
+    near      what a request with the quantity multiplied shares with the request
     applies   True if the quantity matters to a request
     """
 
@@ -37,6 +50,7 @@ class Knob:
     buys: float
     ends: tuple[float, ...]
     scale: Callable[[Request, float], Request]
+    near: Near
     applies: Callable[[Request], bool] = lambda _: True
 
 
@@ -80,18 +94,20 @@ def _at(request: Request, speeds: SpeedFactors) -> Request:
 
 
 KNOBS: tuple[Knob, ...] = (
-    Knob(what="GPUs", buys=2.0, ends=(), scale=_with_gpus),
+    Knob(what="GPUs", buys=2.0, ends=(), scale=_with_gpus, near=Near.NOTHING),
     Knob(
         what="memory of a GPU",
         buys=1.1,
         ends=(0.6, 2.0),
         scale=lambda request, factor: _at(request, SpeedFactors(memory=factor)),
+        near=Near.PRICES,
     ),
     Knob(
         what="bandwidth between nodes",
         buys=1.25,
         ends=(0.125, 8.0),
         scale=lambda request, factor: _at(request, SpeedFactors(across_nodes=factor)),
+        near=Near.BOUNDS,
         applies=lambda request: request.cluster.nodes > 1,
     ),
     Knob(
@@ -99,9 +115,10 @@ KNOBS: tuple[Knob, ...] = (
         buys=1.25,
         ends=(),
         scale=lambda request, factor: _at(request, SpeedFactors(inside_node=factor)),
+        near=Near.BOUNDS,
         applies=lambda request: request.cluster.gpus_per_node > 1,
     ),
-    Knob(what="batch", buys=2.0, ends=(0.25, 4.0), scale=_with_batch),
+    Knob(what="batch", buys=2.0, ends=(0.25, 4.0), scale=_with_batch, near=Near.PRICES),
 )
 
 
@@ -112,7 +129,7 @@ def knob_named(what: str) -> Knob:
 
 def degrees(mesh: Mesh) -> Mapping[str, int]:
     """Returns the degrees of a mesh by axis."""
-    return {axis: getattr(mesh, axis) for axis in ("pp", "dp", "cp", "tp", "ep")}
+    return {axis: getattr(mesh, axis) for axis in DEGREES}
 
 
 def other_degrees(plan: Plan) -> Iterator[tuple[str, int]]:
@@ -133,28 +150,41 @@ def with_degree(request: Request, axis: str, degree: int) -> Request:
     return replace(request, constraints=replace(Constraints(), **pins))  # type: ignore[arg-type]
 
 
-def _answer(request: Request) -> Answer:
-    return answer_of(described_factory(request).without_ties())
+BestAt = Callable[[float, Collection[Mesh]], Plan | None]
 
 
-def find_flip(request: Request, knob: Knob, end: float, mesh: Mesh) -> Flip | None:
+def find_flip(best_at: BestAt, end: float, first: Plan) -> Flip | None:
     """Returns where another mesh becomes the best between 1 and an end of a knob's range.
 
-    None where the mesh is still the best at the end. The range is halved on a scale of logarithms,
-    `STEPS` times, so that a mesh that is the best in between again is not seen.
+    None where the mesh of `first`, the best plan at 1, is still the best at the end. The range is
+    halved on a scale of logarithms, `STEPS` times, so that a mesh that is the best in between again
+    is not seen. In between, the meshes of the best plans and their runners-up at both ends are
+    searched. The range is halved fewer times where the time is over.
+
+    best_at   returns the best plan at a factor on some meshes, none for all meshes; None where
+              nothing fits. Raises OutOfTimeError
     """
-    plan = _answer(knob.scale(request, end)).plan
-    if plan is not None and degrees(plan.mesh) == degrees(mesh):
+    plan = best_at(end, ())
+    if plan is not None and degrees(plan.mesh) == degrees(first.mesh):
         return None
+    near = () if plan is None else (*_meshes_of(first), *_meshes_of(plan))
     same, other = 1.0, end
     for _ in range(STEPS):
         middle = (same * other) ** 0.5
-        found = _answer(knob.scale(request, middle)).plan
-        if found is not None and degrees(found.mesh) == degrees(mesh):
+        try:
+            found = best_at(middle, near)
+        except OutOfTimeError:
+            break
+        if found is not None and degrees(found.mesh) == degrees(first.mesh):
             same = middle
         else:
             other, plan = middle, found
     return Flip(factor=other, last=same, plan=plan)
+
+
+def _meshes_of(plan: Plan) -> tuple[Mesh, ...]:
+    """Returns the meshes of a plan and its runners-up."""
+    return plan.mesh, *(each.mesh for each in plan.search.runners_up)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,14 +220,118 @@ def questions_about(plan: Plan) -> tuple[PlanQuestion, ...]:
     )
 
 
-def reply_to(plan: Plan, question: PlanQuestion) -> Reply:
-    """Returns the answer to a question about a plan; None for a flip that does not come."""
-    request = request_of_plan(plan)
-    if question.what == BASE:
-        return _answer(request)
-    if question.what in AXES:
-        return _answer(with_degree(request, question.what, round(question.value)))
-    knob = knob_named(question.what)
-    if question.flips:
-        return find_flip(request, knob, question.value, plan.mesh)
-    return _answer(knob.scale(request, question.value))
+def in_order_of_asking(plan: Plan) -> tuple[PlanQuestion, ...]:
+    """Returns the questions in the order in which they are asked.
+
+    It is the order of the text, in which flips that take long come last.
+    """
+    questions = questions_about(plan)
+    memory = PlanQuestion(what="memory of a GPU", value=knob_named("memory of a GPU").buys)
+
+    def place(question: PlanQuestion) -> int:
+        if question.what == BASE:
+            return 0
+        if question == memory:
+            return 1
+        if question.what in AXES:
+            return 2
+        if not question.flips:
+            return 3
+        return 4 if knob_named(question.what).near is Near.PRICES else 5
+
+    return tuple(sorted(questions, key=place))
+
+
+class AskedPlan:
+    """A plan, and the searches that answer questions about it."""
+
+    def __init__(self, plan: Plan, deadline: Deadline) -> None:
+        self.plan, self.deadline, self._started_s = plan, deadline, cpu_s()
+        self._request = request_of_plan(plan)
+        self._searches = NearRequests(self._request.until(deadline))
+
+    def reply_to(self, question: PlanQuestion) -> Reply:
+        """Returns the answer to a question; None for a flip that does not come.
+
+        Raises OutOfTimeError, SolverError and KeyboardInterrupt.
+        """
+        if question.what == BASE:
+            return self._searches.first()
+        if question.what in AXES:
+            pinned = with_degree(self._request, question.what, round(question.value))
+            return self._searches.answer(pinned, self.deadline, Way(Near.PRICES))
+        knob = knob_named(question.what)
+        if question.flips:
+
+            def best_at(factor: float, meshes: Collection[Mesh]) -> Plan | None:
+                return _finished(self._at(knob, factor, meshes)).plan
+
+            return find_flip(best_at, question.value, self.plan)
+        return self._at(knob, question.value)
+
+    def _at(self, knob: Knob, factor: float, meshes: Collection[Mesh] = ()) -> Answer:
+        request, way = knob.scale(self._request, factor), Way(knob.near, factor, meshes)
+        return self._searches.answer(request, self.deadline, way)
+
+    def limit_to_own(self) -> None:
+        """Limits the CPU time of further questions by that of the plan's own search so far."""
+        most_s = max(LEAST_CPU_S, TIMES_OWN * (cpu_s() - self._started_s))
+        ends_s = self._started_s + most_s
+        self.deadline = Deadline(stops_s=ends_s, ends_s=ends_s, clock=cpu_s)
+
+
+def _finished(answer: Answer) -> Answer:
+    """Returns an answer. Raises OutOfTimeError where its search ended early."""
+    if answer.plan is not None and answer.plan.search.status is not Status.OPTIMAL:
+        raise OutOfTimeError("the time limit was over before a search ended")
+    return answer
+
+
+def cpu_s() -> float:
+    """CPU-seconds of this process and of the processes that it has waited for."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replies:
+    """The answers to questions about a plan, in the order of `questions_about`.
+
+    untried   the questions for which there was no time
+    stopped   the cause of an early end, such as `Ctrl-C`; None where all were asked
+    """
+
+    each: Mapping[PlanQuestion, Reply]
+    untried: tuple[PlanQuestion, ...] = ()
+    stopped: str | None = None
+
+
+def replies_about(plan: Plan, deadline: Deadline, watch: SearchWatch) -> Replies:
+    """Returns the answers to the questions about a plan that there is time for.
+
+    Without a deadline they take about twice the CPU time of the plan's own search, or
+    `LEAST_CPU_S`.
+    """
+    asked, found = AskedPlan(plan, deadline), dict[PlanQuestion, Reply]()
+    order, stopped = in_order_of_asking(plan), None
+    try:
+        for number, question in enumerate(order):
+            if watch.on_search:
+                watch.on_search("fastest", number, len(order))
+            if asked.deadline.is_over:
+                break
+            with suppress(OutOfTimeError, SolverError):
+                reply = asked.reply_to(question)
+                if watch.interrupted():  # a search that Ctrl-C ended returns its best so far
+                    raise KeyboardInterrupt
+                found[question] = reply
+            if question.what == BASE and deadline is NEVER:
+                asked.limit_to_own()
+    except KeyboardInterrupt:
+        stopped = CTRL_C
+    every = questions_about(plan)
+    untried = tuple(question for question in every if question not in found)
+    if untried and stopped is None:
+        stopped = TIME_LIMIT if deadline is not NEVER else OWN_TIME
+    answered = {question: found[question] for question in every if question in found}
+    return Replies(each=answered, untried=untried, stopped=stopped)

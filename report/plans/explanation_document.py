@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.planner.plan.plan import Plan
-from parplan.planner.search.what_if import Flip, PlanQuestion, Reply
+from parplan.planner.plan.prediction import Status
+from parplan.planner.search.what_if import Flip, PlanQuestion, Replies, Reply
 from parplan.report.json_result import JsonResult
-from parplan.report.plans.explanation_text import Explanation, Replies, explanation
+from parplan.report.plans.explanation_text import Explanation, explanation, question_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,7 @@ class AnsweredQuestion:
     same_at      greatest factor found at which it does not
     mesh         of the plan found, null where there is none
     step_time_s  of the plan found
+    finished     false where the time ended its search, which may then miss a faster plan
     """
 
     what: str
@@ -31,16 +33,23 @@ class AnsweredQuestion:
     same_at: float | None
     mesh: Mesh | None
     step_time_s: float | None
+    finished: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplanationDocument(JsonResult):
-    """Why a plan is the best, in sentences, and the questions behind them."""
+    """Why a plan is the best, in sentences, and the questions behind them.
+
+    untried  questions without an answer, in words
+    stopped  cause of that, such as Ctrl-C; null where every question has an answer
+    """
 
     mesh: Mesh
     step_time_s: float
     parts: tuple[Explanation, ...]
     questions: tuple[AnsweredQuestion, ...]
+    untried: tuple[str, ...]
+    stopped: str | None
 
 
 def explanation_document(plan: Plan, replies: Replies) -> ExplanationDocument:
@@ -49,7 +58,9 @@ def explanation_document(plan: Plan, replies: Replies) -> ExplanationDocument:
         mesh=plan.mesh,
         step_time_s=plan.predicted.step_time_s.value,
         parts=tuple(explanation(plan, replies)),
-        questions=tuple(_answered(question, reply) for question, reply in replies.items()),
+        questions=tuple(_answered(question, reply) for question, reply in replies.each.items()),
+        untried=tuple(map(question_text, replies.untried)),
+        stopped=replies.stopped,
     )
 
 
@@ -64,4 +75,5 @@ def _answered(question: PlanQuestion, reply: Reply) -> AnsweredQuestion:
         same_at=flip.last if flip else None,
         mesh=found.mesh if found else None,
         step_time_s=found.predicted.step_time_s.value if found else None,
+        finished=found is None or found.search.status is Status.OPTIMAL,
     )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rich.console import Console
 
 from parplan.planner.plan.derived import tokens_per_s
 from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.prediction import Status
 from parplan.planner.search.many_searches import Answer
-from parplan.planner.search.what_if import AXES, BASE, Flip, PlanQuestion, Reply
+from parplan.planner.search.near_requests import AXES
+from parplan.planner.search.what_if import BASE, CTRL_C, Flip, PlanQuestion, Replies, Reply
 from parplan.profiles.units import counted, format_number
 from parplan.report.names import plan_phrase
 from parplan.report.plans.block_phrases import layers_phrases
@@ -22,8 +24,6 @@ from parplan.report.text import gib_text, joined, percent, say, seconds_text
 SAME = 0.0005  # share of a step below which two plans take the same time
 _MOST_CAUSES = 3
 _CHANGES = 0.01  # share of a step that a cause must change by to be said
-
-Replies = Mapping[PlanQuestion, Reply]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ def explanation(plan: Plan, replies: Replies) -> Iterator[Explanation]:
 
 def _the_plan(plan: Plan, replies: Replies) -> Iterator[str]:
     yield f"{plan_phrase(plan)} takes {_step_text(plan)} a step: {_causes_text(plan)}."
-    base = _plan_of(replies.get(PlanQuestion(what=BASE)))
+    base = _plan_of(replies.each.get(PlanQuestion(what=BASE)))
     if base is None:
         return
     slower = _step_s(plan) / _step_s(base) - 1
@@ -70,14 +70,15 @@ def _the_plan(plan: Plan, replies: Replies) -> Iterator[str]:
             f"{_step_text(base)}, {percent(slower)} less."
         )
     else:
+        ended = "" if _is_finished(base) else ", which ended early,"
         yield (
-            f"A search over {counted(base.search.candidates.considered, 'candidate')} finds "
+            f"A search over {counted(base.search.candidates.considered, 'candidate')}{ended} finds "
             f"nothing faster; its gap is {percent(base.search.gap)}."
         )
 
 
 def _other_meshes(plan: Plan, replies: Replies) -> Iterator[str]:
-    for question, reply in replies.items():
+    for question, reply in replies.each.items():
         if question.what not in AXES:
             continue
         axis, degree = question.what, round(question.value)
@@ -86,7 +87,7 @@ def _other_meshes(plan: Plan, replies: Replies) -> Iterator[str]:
             yield f"{axis} {degree} has no plan: {_why_none(reply)}."
             continue
         yield (
-            f"With {axis} {degree} the best plan, {plan_phrase(found)}, takes {_step_text(found)}, "
+            f"With {axis} {degree} the best plan{_so_far(found)}, {plan_phrase(found)}, takes {_step_text(found)}, "
             f"{_change(found, plan)}{_difference(found, plan)}."
         )
 
@@ -109,7 +110,7 @@ def _limits(plan: Plan, replies: Replies) -> Iterator[str]:
                 f"{'; '.join(layers_phrases(more))}."
             )
         else:
-            yield "Memory does not bind: 10 % more of it makes no plan faster."
+            yield f"Memory does not bind: 10 % more of it makes no plan{_so_far(more)} faster."
     exposed = [
         (name, seconds) for name, seconds in _causes(plan) if name not in ("compute", "recompute")
     ]
@@ -120,7 +121,7 @@ def _limits(plan: Plan, replies: Replies) -> Iterator[str]:
 
 
 def _gains(plan: Plan, replies: Replies) -> Iterator[str]:
-    for question, reply in replies.items():
+    for question, reply in replies.each.items():
         if question.flips or question.what in (*AXES, BASE):
             continue
         amount = _amount_text(question.value, question.what)
@@ -130,15 +131,15 @@ def _gains(plan: Plan, replies: Replies) -> Iterator[str]:
             continue
         faster = tokens_per_s(found) / tokens_per_s(plan) - 1
         if faster < SAME:
-            yield f"{amount} buys nothing."
+            yield f"{amount} buys nothing{_so_far(found)}."
             continue
         mesh = "" if found.mesh == plan.mesh else f", with {plan_phrase(found)}"
-        yield f"{amount} buys {percent(faster)} more tokens/s{mesh}."
+        yield f"{amount} buys {percent(faster)} more tokens/s{mesh}{_so_far(found)}."
 
 
 def _flips(plan: Plan, replies: Replies) -> Iterator[str]:
     stays: dict[str, list[float]] = {}
-    for question, reply in replies.items():
+    for question, reply in replies.each.items():
         if not question.flips:
             continue
         if reply is None:
@@ -162,17 +163,43 @@ def _flips(plan: Plan, replies: Replies) -> Iterator[str]:
 
 
 def _method(replies: Replies) -> Iterator[str]:
-    yield (
-        f"Each of {counted(len(replies), 'question')} was a search of its own with one change, and "
-        "without the pins of the plan, which its file does not have. All figures are predicted."
-    )
+    if replies.each:
+        yield (
+            f"Each of {counted(len(replies.each), 'question')} was a search of its own with one "
+            "change, and without the pins of the plan, which its file does not have. All figures "
+            "are predicted."
+        )
+    if replies.untried:
+        names = ", ".join(question_text(question) for question in replies.untried)
+        more = "" if replies.stopped == CTRL_C else " --time-limit SECONDS gives them more time."
+        yield f"Without an answer because of {replies.stopped}: {names}.{more}"
+
+
+def question_text(question: PlanQuestion) -> str:
+    """Returns a question as the text names it where it has no answer."""
+    if question.what == BASE:
+        return "the same without pins"
+    if question.what in AXES:
+        return f"{question.what} {round(question.value)}"
+    if question.flips:
+        way = "down to" if question.value < 1 else "up to"
+        return f"the flip {way} {format_number(question.value, 3)} times the {question.what}"
+    return _amount_text(question.value, question.what)
+
+
+def _is_finished(found: Plan) -> bool:
+    return found.search.status is Status.OPTIMAL
+
+
+def _so_far(found: Plan) -> str:
+    return "" if _is_finished(found) else " so far"
 
 
 def _reply(replies: Replies, what: str) -> Reply:
     return next(
         (
             reply
-            for question, reply in replies.items()
+            for question, reply in replies.each.items()
             if question.what == what and not question.flips
         ),
         None,
