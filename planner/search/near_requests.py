@@ -9,9 +9,11 @@ raised beyond what their own search needs.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.enumeration import CandidateSpace
 from parplan.planner.deadline import Deadline
@@ -29,7 +31,6 @@ from parplan.planner.search.search_session import DescribedPrices, SearchPrices,
 from parplan.profiles.errors import ConfigError, InfeasibleError, SolverError
 
 AXES = ("tp", "pp", "cp", "ep")
-DEGREES = ("pp", "dp", "cp", "tp", "ep")
 CLOSE = 1.03  # times the fastest choice up to which others are solved and replayed
 
 
@@ -39,6 +40,20 @@ class Near(StrEnum):
     PRICES = "prices"
     BOUNDS = "bounds"
     NOTHING = "nothing"
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """The way in which another request is near the first one.
+
+    near      the parts of the first search that it shares
+    speed     least ratio of its speeds to those of the first request
+    meshes    the meshes that are searched, none for all of them
+    """
+
+    near: Near
+    speed: float = 1.0
+    meshes: Collection[Mesh] = ()
 
 
 class NearRequests:
@@ -55,20 +70,16 @@ class NearRequests:
         """Returns the best plan of the request with its proof, where one fits."""
         return answer_of(self._first)
 
-    def answer(
-        self, request: Request, deadline: Deadline, near: Near, speed: float = 1.0
-    ) -> Answer:
+    def answer(self, request: Request, deadline: Deadline, way: Way) -> Answer:
         """Returns the fastest plan of a request near the first one, or why there is none.
 
-        speed    least ratio of its speeds to those of the first request, for its bounds
         Raises OutOfTimeError, SolverError and KeyboardInterrupt.
         """
         request = request.until(deadline)
         if request.cluster.pool_names:
             return answer_of(described_factory(request).without_ties())
-        factory = _NearFactory(request, self._first, near, speed)
         try:
-            return Answer(plan=_fastest(factory))
+            return Answer(plan=_fastest(_NearFactory(request, self._first, way)))
         except (ConfigError, InfeasibleError) as error:
             return Answer(error=error)
 
@@ -76,20 +87,26 @@ class NearRequests:
 class _NearFactory(DescribedFactory):
     """The prices of a request near the one of another factory."""
 
-    def __init__(self, request: Request, first: DescribedFactory, near: Near, speed: float) -> None:
+    def __init__(self, request: Request, first: DescribedFactory, way: Way) -> None:
         super().__init__(request)
-        self._first, self._near, self._speed = first, near, speed
+        self._first, self._way = first, way
 
     def _make(self, request: Request) -> SearchPrices:
+        prices = self._shared(request)
+        if not self._way.meshes:
+            return prices
+        return prices.shared_with(request, _on_meshes(self._way.meshes, prices.space))
+
+    def _shared(self, request: Request) -> SearchPrices:
         first = self._first.request
         batches = request.training.global_batch_size, first.training.global_batch_size
         other_batch = batches[0] != batches[1]
         # waits for documents depend on the batch, and so do prices of tables on the host
         own = other_batch and (request.constraints.offload or request.training.documents)
-        if self._near is Near.NOTHING or own:
+        if self._way.near is Near.NOTHING or own:
             return super()._make(request)
         known = self._first.prices(request.constraints.offload or ())
-        if self._near is Near.BOUNDS:
+        if self._way.near is Near.BOUNDS:
             return self._bounded(super()._make(request), known)
         assert isinstance(known, DescribedPrices | BlockClassPrices), "the model is described"
         space = known.candidates(request) if other_batch else known.space
@@ -98,7 +115,7 @@ class _NearFactory(DescribedFactory):
 
     def _bounded(self, prices: SearchPrices, known: SearchPrices) -> SearchPrices:
         limit = known.limit_bytes(self._first.request.options)
-        share = min(1.0, 1 / self._speed)
+        share = min(1.0, 1 / self._way.speed)
 
         def floor_s(layout: ParallelLayout) -> float:
             return share * known.least_s(layout, limit)
@@ -107,9 +124,15 @@ class _NearFactory(DescribedFactory):
         return prices
 
 
+def _on_meshes(meshes: Collection[Mesh], space: CandidateSpace) -> CandidateSpace:
+    """Returns the candidates on some meshes."""
+    layouts = tuple(layout for layout in space.layouts if layout.mesh in meshes)
+    return replace(space, layouts=layouts)
+
+
 def _within(pins: Constraints, space: CandidateSpace) -> CandidateSpace:
     """Returns the candidates whose degrees are pinned."""
-    pinned = {axis: degrees for axis in DEGREES if (degrees := getattr(pins, axis)) is not None}
+    pinned = {axis: degrees for axis in AXES if (degrees := getattr(pins, axis)) is not None}
     if not pinned:
         return space
     layouts = (

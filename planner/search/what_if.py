@@ -20,7 +20,7 @@ from parplan.planner.plan.prediction import Status
 from parplan.planner.request import Constraints, PlanRequest, Request
 from parplan.planner.search.largest_model import SearchWatch
 from parplan.planner.search.many_searches import Answer
-from parplan.planner.search.near_requests import AXES, DEGREES, Near, NearRequests, Way
+from parplan.planner.search.near_requests import AXES, Near, NearRequests, Way
 from parplan.planner.search.pareto import TIME_LIMIT
 from parplan.profiles.errors import OutOfTimeError, SolverError
 from parplan.profiles.machines.hardware import Cluster
@@ -129,7 +129,7 @@ def knob_named(what: str) -> Knob:
 
 def degrees(mesh: Mesh) -> Mapping[str, int]:
     """Returns the degrees of a mesh by axis."""
-    return {axis: getattr(mesh, axis) for axis in DEGREES}
+    return {axis: getattr(mesh, axis) for axis in ("pp", "dp", "cp", "tp", "ep")}
 
 
 def other_degrees(plan: Plan) -> Iterator[tuple[str, int]]:
@@ -237,7 +237,7 @@ def in_order_of_asking(plan: Plan) -> tuple[PlanQuestion, ...]:
             return 2
         if not question.flips:
             return 3
-        return 4 if knob_named(question.what).near is Near.PRICES else 5
+        return 4 if knob_named(question.what).near is Near.PRICES else 5 + (question.value < 1)
 
     return tuple(sorted(questions, key=place))
 

@@ -87,8 +87,8 @@ def _other_meshes(plan: Plan, replies: Replies) -> Iterator[str]:
             yield f"{axis} {degree} has no plan: {_why_none(reply)}."
             continue
         yield (
-            f"With {axis} {degree} the best plan{_so_far(found)}, {plan_phrase(found)}, takes {_step_text(found)}, "
-            f"{_change(found, plan)}{_difference(found, plan)}."
+            f"With {axis} {degree} the best plan{_so_far(found)}, {plan_phrase(found)}, takes "
+            f"{_step_text(found)}, {_change(found, plan)}{_difference(found, plan)}."
         )
 
 
