@@ -51,8 +51,8 @@ AXIS, GRID = "tensor-parallel axis", "rows and the columns of the tensor-paralle
     "--time-limit",
     type=Number(max=LONGEST_S),
     metavar="SECONDS",
-    help="Time after which no further question about a plan file is asked. [default: twice the "
-    "CPU time of the plan's own search, or 10 s]",
+    help="Time after which no further question about a plan file is asked. [default: none up to "
+    "2,048 GPUs, else twice the CPU time of the plan's own search, or 7 s]",
 )
 @as_json
 def explain(
@@ -71,7 +71,8 @@ def explain(
 
     Without a plan file, list the strategies of every operator with their prices, and why others
     are rejected. A plan is explained by further searches with one change each; the pins that it was
-    found with are not in its file. Changes that there was no time for are named.
+    found with are not in its file. Of changes that there was no time for it says bounds, or names
+    them.
     """
     if plan_file is not None:
         require_no_others(click.get_current_context(), "plan_file", "time_limit", "as_json")
@@ -114,9 +115,11 @@ def require_no_others(ctx: click.Context, *names: str) -> None:
 def _explain_plan(plan_file: Path, time_limit: float | None, *, as_json: bool) -> None:
     from parplan.commands.launcher_plans import described_plan, read_plans
     from parplan.planner.deadline import deadline_after
+    from parplan.planner.launchers.near_settings import near_settings
     from parplan.planner.plan.reprice import reprice
+    from parplan.planner.search.asked_plan import replies_about
     from parplan.planner.search.largest_model import SearchWatch
-    from parplan.planner.search.what_if import replies_about
+    from parplan.planner.search.what_if import request_of_plan
     from parplan.report.plans.explanation_document import explanation_document
     from parplan.report.plans.explanation_text import print_explanation
     from parplan.report.progress_bars import front_bar
@@ -125,9 +128,10 @@ def _explain_plan(plan_file: Path, time_limit: float | None, *, as_json: bool) -
     deadline = deadline_after(time_limit)
     (plan,) = read_plans((plan_file,), TargetOptions())
     plan = reprice(described_plan(plan, plan_file, hint="use the plan of a described model")).plan
+    searches = near_settings(plan, request_of_plan(plan).until(deadline))
     with noticing_ctrl_c() as interrupts, front_bar(console(sys.stderr), "questions") as (_, begin):
         watch = SearchWatch(on_search=begin, interrupted=lambda: bool(interrupts))
-        replies = replies_about(plan, deadline, watch)
+        replies = replies_about(plan, deadline, watch, searches)
     if as_json:
         print_json(explanation_document(plan, replies))
     else:

@@ -9,7 +9,8 @@ raised beyond what their own search needs.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -56,25 +57,75 @@ class Way:
     meshes: Collection[Mesh] = ()
 
 
-class NearRequests:
-    """The search of a request, and of others near it.
+class NearSearches(ABC):
+    """The search of a request without pins, and of others near it."""
 
-    The request has no pins.
-    """
+    @abstractmethod
+    def first(self) -> Answer:
+        """Returns the best plan of the request with its proof, where one fits.
+
+        Raises OutOfTimeError, SolverError and KeyboardInterrupt.
+        """
+
+    @abstractmethod
+    def answer(self, request: Request, deadline: Deadline, way: Way) -> Answer:
+        """Returns the fastest plan of a request near the first one, or why there is none.
+
+        Raises as `first` does.
+        """
+
+    @abstractmethod
+    def meshes(self) -> Iterable[Mesh]:
+        """Returns the meshes of the first search, none before it."""
+
+    @abstractmethod
+    def least_s(self, meshes: Iterable[Mesh]) -> float:
+        """Returns a bound of the steps on some meshes of the first search, from that search.
+
+        The plans have all states on the devices. Bounds are of the closed form; a simulated step
+        counts as shorter by as much as that of the first search's plan.
+        """
+
+    def least_with(self, axis: str, degree: int) -> float | None:
+        """Returns a bound of the steps with a degree of an axis, None where there is no such mesh.
+
+        It is infinite where none of them fits.
+        """
+        some = [mesh for mesh in self.meshes() if getattr(mesh, axis) == degree]
+        return self.least_s(some) if some else None
+
+
+class NearRequests(NearSearches):
+    """The search of every plan that the stack of a request runs."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self._first = described_factory(request).without_ties()
+        self._plan: Plan | None = None
 
     def first(self) -> Answer:
-        """Returns the best plan of the request with its proof, where one fits."""
-        return answer_of(self._first)
+        answer = answer_of(self._first)
+        self._plan = answer.plan
+        return answer
+
+    def meshes(self) -> Iterable[Mesh]:
+        if self._plan is None:
+            return ()
+        return {each.mesh for each in self._prices.space.layouts}
+
+    def least_s(self, meshes: Iterable[Mesh]) -> float:
+        assert self._plan is not None, "the first search has its meshes"
+        some, prices = frozenset(meshes), self._prices
+        limit = prices.limit_bytes(self.request.options)
+        bounds = (prices.least_s(each, limit) for each in prices.space.layouts if each.mesh in some)
+        simulated_s = self._plan.predicted.step_time_s.value
+        return min(1.0, simulated_s / self._plan.search.fastest_step_time_s) * min(bounds)
+
+    @property
+    def _prices(self) -> SearchPrices:
+        return self._first.prices(self._first.offload or ())
 
     def answer(self, request: Request, deadline: Deadline, way: Way) -> Answer:
-        """Returns the fastest plan of a request near the first one, or why there is none.
-
-        Raises OutOfTimeError, SolverError and KeyboardInterrupt.
-        """
         request = request.until(deadline)
         if request.cluster.pool_names:
             return answer_of(described_factory(request).without_ties())
@@ -95,7 +146,7 @@ class _NearFactory(DescribedFactory):
         prices = self._shared(request)
         if not self._way.meshes:
             return prices
-        return prices.shared_with(request, _on_meshes(self._way.meshes, prices.space))
+        return prices.shared_with(request, on_meshes(self._way.meshes, prices.space))
 
     def _shared(self, request: Request) -> SearchPrices:
         first = self._first.request
@@ -110,7 +161,7 @@ class _NearFactory(DescribedFactory):
             return self._bounded(super()._make(request), known)
         assert isinstance(known, DescribedPrices | BlockClassPrices), "the model is described"
         space = known.candidates(request) if other_batch else known.space
-        space = _within(request.constraints, space)
+        space = within_pins(request.constraints, space)
         return known.shared_with(request, space) if space.layouts else super()._make(request)
 
     def _bounded(self, prices: SearchPrices, known: SearchPrices) -> SearchPrices:
@@ -124,13 +175,13 @@ class _NearFactory(DescribedFactory):
         return prices
 
 
-def _on_meshes(meshes: Collection[Mesh], space: CandidateSpace) -> CandidateSpace:
+def on_meshes(meshes: Collection[Mesh], space: CandidateSpace) -> CandidateSpace:
     """Returns the candidates on some meshes."""
     layouts = tuple(layout for layout in space.layouts if layout.mesh in meshes)
     return replace(space, layouts=layouts)
 
 
-def _within(pins: Constraints, space: CandidateSpace) -> CandidateSpace:
+def within_pins(pins: Constraints, space: CandidateSpace) -> CandidateSpace:
     """Returns the candidates whose degrees are pinned."""
     pinned = {axis: degrees for axis in AXES if (degrees := getattr(pins, axis)) is not None}
     if not pinned:

@@ -1,37 +1,25 @@
 """Searches of changed requests around a plan: other meshes, other machines, where the choice flips.
 
-Each question is a search of its own with one change, over shared prices and bounds
-(planner/search/near_requests.py). The answers say why a plan is the best, what holds it back, what
-more of something would buy, and from where on another plan is the best. Questions about many GPUs
-are asked as long as all of them take no more than twice the CPU time of the plan's own search.
+Each question is a search of its own with one change (planner/search/asked_plan.py). The answers say
+why a plan is the best, what holds it back, what more of something would buy, and from where on
+another plan is the best.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from parplan.costmodels.communication.mesh import Mesh
-from parplan.planner.deadline import NEVER, Deadline
 from parplan.planner.plan.plan import Plan
-from parplan.planner.plan.prediction import Status
 from parplan.planner.request import Constraints, PlanRequest, Request
-from parplan.planner.search.largest_model import SearchWatch
-from parplan.planner.search.many_searches import Answer
-from parplan.planner.search.near_requests import AXES, Near, NearRequests, Way
-from parplan.planner.search.pareto import TIME_LIMIT
-from parplan.profiles.errors import OutOfTimeError, SolverError
+from parplan.planner.search.near_requests import AXES, Near
+from parplan.profiles.errors import OutOfTimeError
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.off_speed import SpeedFactors, cluster_at
 
 BASE = "base"
 STEPS = 2  # halvings of the range in which a choice flips
-LEAST_CPU_S = 9.0  # CPU-seconds that all questions about a plan may take, however few its own took
-TIMES_OWN = 1.8  # CPU-seconds of all questions over those of the plan's own search
-OWN_TIME = "twice the time of the plan's own search"
-CTRL_C = "Ctrl-C"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +31,7 @@ class Knob:
     ends      the factors, below and above 1, between which a flip is looked for; none for none
     scale     returns a request with the quantity multiplied
     near      what a request with the quantity multiplied shares with the request
+    speeds    the speeds of a machine with the quantity multiplied, None for another quantity
     applies   True if the quantity matters to a request
     """
 
@@ -51,6 +40,7 @@ class Knob:
     ends: tuple[float, ...]
     scale: Callable[[Request, float], Request]
     near: Near
+    speeds: Callable[[float], SpeedFactors] | None = None
     applies: Callable[[Request], bool] = lambda _: True
 
 
@@ -108,6 +98,7 @@ KNOBS: tuple[Knob, ...] = (
         ends=(0.125, 8.0),
         scale=lambda request, factor: _at(request, SpeedFactors(across_nodes=factor)),
         near=Near.BOUNDS,
+        speeds=lambda factor: SpeedFactors(across_nodes=factor),
         applies=lambda request: request.cluster.nodes > 1,
     ),
     Knob(
@@ -116,6 +107,7 @@ KNOBS: tuple[Knob, ...] = (
         ends=(),
         scale=lambda request, factor: _at(request, SpeedFactors(inside_node=factor)),
         near=Near.BOUNDS,
+        speeds=lambda factor: SpeedFactors(inside_node=factor),
         applies=lambda request: request.cluster.gpus_per_node > 1,
     ),
     Knob(what="batch", buys=2.0, ends=(0.25, 4.0), scale=_with_batch, near=Near.PRICES),
@@ -201,9 +193,6 @@ class PlanQuestion:
     flips: bool = False
 
 
-Reply = Answer | Flip | None
-
-
 def questions_about(plan: Plan) -> tuple[PlanQuestion, ...]:
     """Returns what there is to ask about a plan, the longest work first."""
     request = request_of_plan(plan)
@@ -240,98 +229,3 @@ def in_order_of_asking(plan: Plan) -> tuple[PlanQuestion, ...]:
         return 4 if knob_named(question.what).near is Near.PRICES else 5 + (question.value < 1)
 
     return tuple(sorted(questions, key=place))
-
-
-class AskedPlan:
-    """A plan, and the searches that answer questions about it."""
-
-    def __init__(self, plan: Plan, deadline: Deadline) -> None:
-        self.plan, self.deadline, self._started_s = plan, deadline, cpu_s()
-        self._request = request_of_plan(plan)
-        self._searches = NearRequests(self._request.until(deadline))
-
-    def reply_to(self, question: PlanQuestion) -> Reply:
-        """Returns the answer to a question; None for a flip that does not come.
-
-        Raises OutOfTimeError, SolverError and KeyboardInterrupt.
-        """
-        if question.what == BASE:
-            return self._searches.first()
-        if question.what in AXES:
-            pinned = with_degree(self._request, question.what, round(question.value))
-            return self._searches.answer(pinned, self.deadline, Way(Near.PRICES))
-        knob = knob_named(question.what)
-        if question.flips:
-
-            def best_at(factor: float, meshes: Collection[Mesh]) -> Plan | None:
-                return _finished(self._at(knob, factor, meshes)).plan
-
-            return find_flip(best_at, question.value, self.plan)
-        return self._at(knob, question.value)
-
-    def _at(self, knob: Knob, factor: float, meshes: Collection[Mesh] = ()) -> Answer:
-        request, way = knob.scale(self._request, factor), Way(knob.near, factor, meshes)
-        return self._searches.answer(request, self.deadline, way)
-
-    def limit_to_own(self) -> None:
-        """Limits the CPU time of further questions by that of the plan's own search so far."""
-        most_s = max(LEAST_CPU_S, TIMES_OWN * (cpu_s() - self._started_s))
-        ends_s = self._started_s + most_s
-        self.deadline = Deadline(stops_s=ends_s, ends_s=ends_s, clock=cpu_s)
-
-
-def _finished(answer: Answer) -> Answer:
-    """Returns an answer. Raises OutOfTimeError where its search ended early."""
-    if answer.plan is not None and answer.plan.search.status is not Status.OPTIMAL:
-        raise OutOfTimeError("the time limit was over before a search ended")
-    return answer
-
-
-def cpu_s() -> float:
-    """CPU-seconds of this process and of the processes that it has waited for."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replies:
-    """The answers to questions about a plan, in the order of `questions_about`.
-
-    untried   the questions for which there was no time
-    stopped   the cause of an early end, such as `Ctrl-C`; None where all were asked
-    """
-
-    each: Mapping[PlanQuestion, Reply]
-    untried: tuple[PlanQuestion, ...] = ()
-    stopped: str | None = None
-
-
-def replies_about(plan: Plan, deadline: Deadline, watch: SearchWatch) -> Replies:
-    """Returns the answers to the questions about a plan that there is time for.
-
-    Without a deadline they take about twice the CPU time of the plan's own search, or
-    `LEAST_CPU_S`.
-    """
-    asked, found = AskedPlan(plan, deadline), dict[PlanQuestion, Reply]()
-    order, stopped = in_order_of_asking(plan), None
-    try:
-        for number, question in enumerate(order):
-            if watch.on_search:
-                watch.on_search("fastest", number, len(order))
-            if asked.deadline.is_over:
-                break
-            with suppress(OutOfTimeError, SolverError):
-                reply = asked.reply_to(question)
-                if watch.interrupted():  # a search that Ctrl-C ended returns its best so far
-                    raise KeyboardInterrupt
-                found[question] = reply
-            if question.what == BASE and deadline is NEVER:
-                asked.limit_to_own()
-    except KeyboardInterrupt:
-        stopped = CTRL_C
-    every = questions_about(plan)
-    untried = tuple(question for question in every if question not in found)
-    if untried and stopped is None:
-        stopped = TIME_LIMIT if deadline is not NEVER else OWN_TIME
-    answered = {question: found[question] for question in every if question in found}
-    return Replies(each=answered, untried=untried, stopped=stopped)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Status
-from parplan.planner.search.what_if import Flip, PlanQuestion, Replies, Reply
+from parplan.planner.search.asked_plan import Bound, Replies, Reply
+from parplan.planner.search.many_searches import Answer
+from parplan.planner.search.what_if import Flip, PlanQuestion
 from parplan.report.json_result import JsonResult
 from parplan.report.plans.explanation_text import Explanation, explanation, question_text
 
@@ -23,7 +26,11 @@ class AnsweredQuestion:
     same_at      greatest factor found at which it does not
     mesh         of the plan found, null where there is none
     step_time_s  of the plan found
-    finished     false where the time ended its search, which may then miss a faster plan
+    finished     false where the time ended its search, which may then miss a faster plan, or where
+                 it was not searched
+    at_least_s   seconds that no plan is below, of a question that was not searched; null where
+                 there are none, or where nothing fits
+    at_most_s    seconds that the best plan is not above, of a question that was not searched
     """
 
     what: str
@@ -34,6 +41,8 @@ class AnsweredQuestion:
     mesh: Mesh | None
     step_time_s: float | None
     finished: bool
+    at_least_s: float | None = None
+    at_most_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +74,8 @@ def explanation_document(plan: Plan, replies: Replies) -> ExplanationDocument:
 
 
 def _answered(question: PlanQuestion, reply: Reply) -> AnsweredQuestion:
-    found = reply.plan if reply is not None else None
+    bound = reply if isinstance(reply, Bound) else None
+    found = reply.plan if isinstance(reply, Answer | Flip) else None
     flip = reply if isinstance(reply, Flip) else None
     return AnsweredQuestion(
         what=question.what,
@@ -75,5 +85,7 @@ def _answered(question: PlanQuestion, reply: Reply) -> AnsweredQuestion:
         same_at=flip.last if flip else None,
         mesh=found.mesh if found else None,
         step_time_s=found.predicted.step_time_s.value if found else None,
-        finished=found is None or found.search.status is Status.OPTIMAL,
+        finished=not bound and (found is None or found.search.status is Status.OPTIMAL),
+        at_least_s=(bound.least_s or None) if bound and bound.least_s < math.inf else None,
+        at_most_s=bound.most_s if bound and bound.most_s < math.inf else None,
     )

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rich.console import Console
 
 from parplan.planner.plan.derived import tokens_per_s
+from parplan.planner.plan.error_band import memory_margin
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Status
+from parplan.planner.request import SearchOptions
+from parplan.planner.search.asked_plan import CTRL_C, Bound, Replies, Reply
 from parplan.planner.search.many_searches import Answer
 from parplan.planner.search.near_requests import AXES
-from parplan.planner.search.what_if import BASE, CTRL_C, Flip, PlanQuestion, Replies, Reply
+from parplan.planner.search.what_if import BASE, Flip, PlanQuestion
 from parplan.profiles.units import counted, format_number
 from parplan.report.names import plan_phrase
 from parplan.report.plans.block_phrases import layers_phrases
@@ -71,10 +75,24 @@ def _the_plan(plan: Plan, replies: Replies) -> Iterator[str]:
         )
     else:
         ended = "" if _is_finished(base) else ", which ended early,"
-        yield (
-            f"A search over {counted(base.search.candidates.considered, 'candidate')}{ended} finds "
-            f"nothing faster; its gap is {percent(base.search.gap)}."
-        )
+        considered = counted(base.search.candidates.considered, "candidate")
+        launcher = f" of {base.search.launcher}" if base.search.launcher else ""
+        gap = percent(base.search.gap)
+        if _has_faster(replies, _step_s(plan)):
+            yield (
+                f"A search over {considered}{launcher}{ended} stops at it, with a gap of {gap}; a "
+                "faster plan is among those with one degree given."
+            )
+        else:
+            yield (
+                f"A search over {considered}{launcher}{ended} finds nothing faster; its gap is {gap}."
+            )
+
+
+def _has_faster(replies: Replies, step_s: float) -> bool:
+    """True if a search with a given degree found a faster plan than the search without any."""
+    found = (_plan_of(reply) for question, reply in replies.each.items() if question.what in AXES)
+    return any(each is not None and step_s / _step_s(each) - 1 > SAME for each in found)
 
 
 def _other_meshes(plan: Plan, replies: Replies) -> Iterator[str]:
@@ -82,6 +100,9 @@ def _other_meshes(plan: Plan, replies: Replies) -> Iterator[str]:
         if question.what not in AXES:
             continue
         axis, degree = question.what, round(question.value)
+        if isinstance(reply, Bound):
+            yield _at_least(f"{axis} {degree}", reply.least_s, plan)
+            continue
         found = _plan_of(reply)
         if found is None:
             yield f"{axis} {degree} has no plan: {_why_none(reply)}."
@@ -92,12 +113,29 @@ def _other_meshes(plan: Plan, replies: Replies) -> Iterator[str]:
         )
 
 
+def _at_least(degree: str, least_s: float, plan: Plan) -> str:
+    """Returns what a bound says of the plans with another degree."""
+    if least_s == math.inf:
+        return f"With {degree} nothing fits without the host, by bounds."
+    slower = least_s / _step_s(plan) - 1
+    if slower <= _CHANGES:
+        return f"With {degree} bounds leave a plan as fast open, which was not searched for."
+    return (
+        f"With {degree} every plan without the host takes at least {seconds_text(least_s)}, "
+        f"{percent(slower)} more, by bounds."
+    )
+
+
 def _limits(plan: Plan, replies: Replies) -> Iterator[str]:
     worst = fullest(plan)
     free = worst.capacity - worst.total
+    kept = worst.capacity * memory_margin(plan.training.stack, SearchOptions())
+    margin = (
+        ", most of them the margin" if kept > free / 2 else f", {gib_text(kept)} of them the margin"
+    )
     yield (
         f"The fullest GPU, of stage {worst.stage}, holds {gib_text(worst.total)} GiB of "
-        f"{worst.capacity:.1f}; {gib_text(free)} GiB are free, most of them the margin."
+        f"{worst.capacity:.1f}; {gib_text(free)} GiB are free{margin}."
     )
     more = _plan_of(_reply(replies, "memory of a GPU"))
     if more is not None:
@@ -125,6 +163,10 @@ def _gains(plan: Plan, replies: Replies) -> Iterator[str]:
         if question.flips or question.what in (*AXES, BASE):
             continue
         amount = _amount_text(question.value, question.what)
+        if isinstance(reply, Bound):
+            faster = max(0.0, _step_s(plan) / reply.most_s - 1)
+            yield f"{amount} buys at least {percent(faster)} more tokens/s, with this plan there."
+            continue
         found = _plan_of(reply)
         if found is None:
             yield f"{amount}: no plan, {_why_none(reply)}."
@@ -163,16 +205,23 @@ def _flips(plan: Plan, replies: Replies) -> Iterator[str]:
 
 
 def _method(replies: Replies) -> Iterator[str]:
-    if replies.each:
+    searched = [reply for reply in replies.each.values() if not isinstance(reply, Bound)]
+    if searched:
         yield (
-            f"Each of {counted(len(replies.each), 'question')} was a search of its own with one "
+            f"Each of {counted(len(searched), 'question')} was a search of its own with one "
             "change, and without the pins of the plan, which its file does not have. All figures "
             "are predicted."
         )
+    if replies.stopped is None:
+        return
+    bounded = len(replies.each) - len(searched)
+    more = "" if replies.stopped == CTRL_C else " --time-limit SECONDS gives them more time."
+    parts = []
+    if bounded:
+        parts.append(f"{counted(bounded, 'question')} with a bound in place of a search")
     if replies.untried:
-        names = ", ".join(question_text(question) for question in replies.untried)
-        more = "" if replies.stopped == CTRL_C else " --time-limit SECONDS gives them more time."
-        yield f"Without an answer because of {replies.stopped}: {names}.{more}"
+        parts.append(f"no answer to {', '.join(map(question_text, replies.untried))}")
+    yield f"{replies.stopped[0].upper()}{replies.stopped[1:]} left {', and '.join(parts)}.{more}"
 
 
 def question_text(question: PlanQuestion) -> str:
