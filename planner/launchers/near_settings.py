@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from parplan.costmodels.communication.mesh import Mesh
+from parplan.planner.candidates.branch_and_bound import WORTH_REPLAYING
 from parplan.planner.deadline import Deadline
 from parplan.planner.export.best_settings import SettingsSearch, as_said, best_settings
 from parplan.planner.export.fields.launcher import Target
@@ -56,7 +57,7 @@ class NearSettings(NearSearches):
         assert self._search is not None, "the first search has its meshes"
         some, search = frozenset(meshes), self._search
         bounds = (search.bound_s(each) for each in search.layouts if each.mesh in some)
-        return search.share * min(bounds)
+        return min(bounds) / WORTH_REPLAYING
 
     def meshes(self) -> Iterable[Mesh]:
         return () if self._search is None else {each.mesh for each in self._search.layouts}

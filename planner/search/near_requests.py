@@ -16,6 +16,7 @@ from enum import StrEnum
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.candidates.branch_and_bound import WORTH_REPLAYING
 from parplan.planner.candidates.enumeration import CandidateSpace
 from parplan.planner.deadline import Deadline
 from parplan.planner.objective import Objective
@@ -82,8 +83,8 @@ class NearSearches(ABC):
     def least_s(self, meshes: Iterable[Mesh]) -> float:
         """Returns a bound of the steps on some meshes of the first search, from that search.
 
-        The plans have all states on the devices. Bounds are of the closed form; a simulated step
-        counts as shorter by as much as that of the first search's plan.
+        The plans have all states on the devices. Bounds are of the closed form. A simulated step
+        may be shorter, by as much as searches allow for (`WORTH_REPLAYING`).
         """
 
     def least_with(self, axis: str, degree: int) -> float | None:
@@ -101,25 +102,23 @@ class NearRequests(NearSearches):
     def __init__(self, request: Request) -> None:
         self.request = request
         self._first = described_factory(request).without_ties()
-        self._plan: Plan | None = None
+        self._is_searched = False
 
     def first(self) -> Answer:
         answer = answer_of(self._first)
-        self._plan = answer.plan
+        self._is_searched = answer.plan is not None
         return answer
 
     def meshes(self) -> Iterable[Mesh]:
-        if self._plan is None:
+        if not self._is_searched:
             return ()
         return {each.mesh for each in self._prices.space.layouts}
 
     def least_s(self, meshes: Iterable[Mesh]) -> float:
-        assert self._plan is not None, "the first search has its meshes"
         some, prices = frozenset(meshes), self._prices
         limit = prices.limit_bytes(self.request.options)
         bounds = (prices.least_s(each, limit) for each in prices.space.layouts if each.mesh in some)
-        simulated_s = self._plan.predicted.step_time_s.value
-        return min(1.0, simulated_s / self._plan.search.fastest_step_time_s) * min(bounds)
+        return min(bounds) / WORTH_REPLAYING
 
     @property
     def _prices(self) -> SearchPrices:

@@ -85,7 +85,8 @@ def _the_plan(plan: Plan, replies: Replies) -> Iterator[str]:
             )
         else:
             yield (
-                f"A search over {considered}{launcher}{ended} finds nothing faster; its gap is {gap}."
+                f"A search over {considered}{launcher}{ended} finds nothing faster; its gap is "
+                f"{gap}."
             )
 
 
@@ -118,7 +119,7 @@ def _at_least(degree: str, least_s: float, plan: Plan) -> str:
     if least_s == math.inf:
         return f"With {degree} nothing fits without the host, by bounds."
     slower = least_s / _step_s(plan) - 1
-    if slower <= _CHANGES:
+    if slower <= SAME:
         return f"With {degree} bounds leave a plan as fast open, which was not searched for."
     return (
         f"With {degree} every plan without the host takes at least {seconds_text(least_s)}, "
