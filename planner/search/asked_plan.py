@@ -62,7 +62,8 @@ class AskedPlan:
     def __init__(
         self, plan: Plan, deadline: Deadline = NEVER, searches: NearSearches | None = None
     ) -> None:
-        self.plan, self.deadline, self._started_s = plan, deadline, cpu_s()
+        self.plan, self.deadline = plan, deadline
+        self._started_s = cpu_s()
         self._request = request_of_plan(plan)
         self._searches = searches or NearRequests(self._request.until(deadline))
 
