@@ -63,7 +63,7 @@ class AskedPlan:
         self, plan: Plan, deadline: Deadline = NEVER, searches: NearSearches | None = None
     ) -> None:
         self.plan, self.deadline = plan, deadline
-        self._started_s = cpu_s()
+        self._started_s, self._own_s = cpu_s(), 0.0
         self._request = request_of_plan(plan)
         self._searches = searches or NearRequests(self._request.until(deadline))
 
@@ -104,9 +104,18 @@ class AskedPlan:
 
     def limit_to_own(self) -> None:
         """Limits the CPU time of further questions by that of the plan's own search so far."""
-        most_s = max(LEAST_CPU_S, TIMES_OWN * (cpu_s() - self._started_s))
-        ends_s = self._started_s + most_s
+        self._own_s = cpu_s() - self._started_s
+        ends_s = self._started_s + max(LEAST_CPU_S, TIMES_OWN * self._own_s)
         self.deadline = Deadline(stops_s=ends_s, ends_s=ends_s, clock=cpu_s)
+
+    def has_time_for(self, question: PlanQuestion) -> bool:
+        """Returns whether there is time to begin a search.
+
+        One that shares no prices with the plan's own search takes about as long; it is not begun
+        with less than half of that time left.
+        """
+        shares = question.what in (BASE, *AXES) or knob_named(question.what).near is Near.PRICES
+        return self.deadline.left_s > (0.0 if shares else self._own_s / 2)
 
 
 def _finished(answer: Answer) -> Answer:
@@ -146,8 +155,8 @@ def replies_about(
         for number, question in enumerate(order):
             if watch.on_search:
                 watch.on_search("fastest", number, len(order))
-            if asked.deadline.is_over:
-                break
+            if not asked.has_time_for(question):
+                continue
             with suppress(OutOfTimeError, SolverError):
                 reply = asked.reply_to(question)
                 if watch.interrupted():  # a search that Ctrl-C ended returns its best so far
