@@ -23,6 +23,7 @@ from parplan.planner.search.near_requests import AXES, Near, NearRequests, NearS
 from parplan.planner.search.pareto import TIME_LIMIT
 from parplan.planner.search.what_if import (
     BASE,
+    MEMORY,
     Flip,
     Knob,
     PlanQuestion,
@@ -36,7 +37,7 @@ from parplan.planner.search.what_if import (
 from parplan.profiles.errors import OutOfTimeError, SolverError
 
 LEAST_CPU_S = 7.0  # CPU-seconds that all questions about a plan may take, however few its own took
-TIMES_OWN = 1.9  # CPU-seconds of all questions over those of the plan's own search
+TIMES_OWN = 1.7  # CPU-seconds of all questions over those of the plan's own search
 OWN_TIME = "the usual time limit on so many GPUs"
 CTRL_C = "Ctrl-C"
 
@@ -111,10 +112,10 @@ class AskedPlan:
     def has_time_for(self, question: PlanQuestion) -> bool:
         """Returns whether there is time to begin a search.
 
-        One that shares no prices with the plan's own search takes about as long; it is not begun
-        with less than half of that time left.
+        One that shares no candidates with the plan's own search takes about as long; it is not
+        begun with less than half of that time left.
         """
-        shares = question.what in (BASE, *AXES) or knob_named(question.what).near is Near.PRICES
+        shares = question.what in (BASE, *AXES, MEMORY)
         return self.deadline.left_s > (0.0 if shares else self._own_s / 2)
 
 

@@ -19,6 +19,7 @@ from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.off_speed import SpeedFactors, cluster_at
 
 BASE = "base"
+MEMORY = "memory of a GPU"
 STEPS = 2  # halvings of the range in which a choice flips
 
 
@@ -86,7 +87,7 @@ def _at(request: Request, speeds: SpeedFactors) -> Request:
 KNOBS: tuple[Knob, ...] = (
     Knob(what="GPUs", buys=2.0, ends=(), scale=_with_gpus, near=Near.NOTHING),
     Knob(
-        what="memory of a GPU",
+        what=MEMORY,
         buys=1.1,
         ends=(0.6, 2.0),
         scale=lambda request, factor: _at(request, SpeedFactors(memory=factor)),
@@ -215,7 +216,7 @@ def in_order_of_asking(plan: Plan) -> tuple[PlanQuestion, ...]:
     It is the order of the text, in which flips that take long come last.
     """
     questions = questions_about(plan)
-    memory = PlanQuestion(what="memory of a GPU", value=knob_named("memory of a GPU").buys)
+    memory = PlanQuestion(what=MEMORY, value=knob_named(MEMORY).buys)
 
     def place(question: PlanQuestion) -> int:
         if question.what == BASE:

@@ -110,8 +110,7 @@ def _with_stated_ends(settings: Settings, first: int | None, last: int | None) -
     if ranks < 1 or rest % ranks:
         raise ConfigError(
             f"{rest} blocks do not divide over {ranks} pipeline ranks",
-            hint="change --decoder-first-pipeline-num-layers or "
-            "--decoder-last-pipeline-num-layers",
+            hint="change --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers",
         )
     by_rank = [rest // ranks] * settings.pp
     by_rank[0] = first if first is not None else by_rank[0]
