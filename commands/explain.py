@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import click
 
 from parplan.commands.options.layout_options import degree, micro_batch_option, zero_option
 from parplan.commands.options.result_options import as_json
-from parplan.commands.options.sections import LAYOUT
+from parplan.commands.options.sections import LAYOUT, SEARCH
 from parplan.commands.options.target_options import TargetOptions, target_options
-from parplan.commands.style import INTERRUPTED, Command, given_options, option, print_json
-from parplan.commands.worker_pool import in_processes
+from parplan.commands.style import (
+    INTERRUPTED,
+    LONGEST_S,
+    Command,
+    Number,
+    given_options,
+    noticing_ctrl_c,
+    option,
+    print_json,
+)
 
 AXIS, GRID = "tensor-parallel axis", "rows and the columns of the tensor-parallel grid"
 
@@ -39,6 +46,14 @@ AXIS, GRID = "tensor-parallel axis", "rows and the columns of the tensor-paralle
     help="List those of a block over dp and tp, where both may divide weights.",
 )
 @option(LAYOUT, "--operator", metavar="NAME", help="Operator to list. [default: all]")
+@option(
+    SEARCH,
+    "--time-limit",
+    type=Number(max=LONGEST_S),
+    metavar="SECONDS",
+    help="Time after which no further question about a plan file is asked. [default: none up to "
+    "2,048 GPUs, else twice the CPU time of the plan's own search, or 7 s]",
+)
 @as_json
 def explain(
     plan_file: Path | None,
@@ -49,18 +64,22 @@ def explain(
     zero: int,
     weights_over_data: bool,
     operator: str | None,
+    time_limit: float | None,
     as_json: bool,
 ) -> None:
     """Say in sentences why a plan is the best, what holds it back, and where the choice flips.
 
     Without a plan file, list the strategies of every operator with their prices, and why others
     are rejected. A plan is explained by further searches with one change each; the pins that it was
-    found with are not in its file.
+    found with are not in its file. Of changes that there was no time for it says bounds, or names
+    them.
     """
     if plan_file is not None:
-        require_no_others(click.get_current_context(), "plan_file", "as_json")
-        _explain_plan(plan_file, as_json=as_json)
+        require_no_others(click.get_current_context(), "plan_file", "time_limit", "as_json")
+        _explain_plan(plan_file, time_limit, as_json=as_json)
         return
+    if time_limit is not None:
+        raise click.UsageError("--time-limit is for a plan file: name one, or leave it out")
     if target.model is None:
         raise click.UsageError("a plan file is missing, or the --model of the operators to list")
     from parplan.commands.requests.layouts import layout_prices
@@ -93,25 +112,29 @@ def require_no_others(ctx: click.Context, *names: str) -> None:
             )
 
 
-def _explain_plan(plan_file: Path, *, as_json: bool) -> None:
+def _explain_plan(plan_file: Path, time_limit: float | None, *, as_json: bool) -> None:
     from parplan.commands.launcher_plans import described_plan, read_plans
+    from parplan.planner.deadline import deadline_after
+    from parplan.planner.launchers.near_settings import near_settings
     from parplan.planner.plan.reprice import reprice
-    from parplan.planner.search.what_if import questions_about, reply_to
+    from parplan.planner.search.asked_plan import replies_about
+    from parplan.planner.search.largest_model import SearchWatch
+    from parplan.planner.search.what_if import request_of_plan
     from parplan.report.plans.explanation_document import explanation_document
     from parplan.report.plans.explanation_text import print_explanation
+    from parplan.report.progress_bars import front_bar
     from parplan.report.text import console
 
+    deadline = deadline_after(time_limit)
     (plan,) = read_plans((plan_file,), TargetOptions())
     plan = reprice(described_plan(plan, plan_file, hint="use the plan of a described model")).plan
-    found, interrupted = in_processes(partial(reply_to, plan), questions_about(plan), "questions")
-    if not found:
-        raise KeyboardInterrupt
-    replies = dict(found)
+    searches = near_settings(plan, request_of_plan(plan).until(deadline))
+    with noticing_ctrl_c() as interrupts, front_bar(console(sys.stderr), "questions") as (_, begin):
+        watch = SearchWatch(on_search=begin, interrupted=lambda: bool(interrupts))
+        replies = replies_about(plan, deadline, watch, searches)
     if as_json:
         print_json(explanation_document(plan, replies))
     else:
         print_explanation(plan, replies, console(sys.stdout))
-        if interrupted:
-            click.echo("\nstopped early (Ctrl-C): the questions without an answer are left out")
-    if interrupted:
+    if interrupts:
         sys.exit(INTERRUPTED)

@@ -19,11 +19,14 @@ from parplan.commands.output import require_output
 from parplan.commands.style import INTERRUPTED, LONGEST_S, Command, List, Number, option, tell_kept
 
 if TYPE_CHECKING:
+    from parplan.planner.deadline import Deadline
     from parplan.planner.export.fields.launcher import Target
     from parplan.planner.plan.plan import Plan
     from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
     from parplan.report.page.reported_plan import ReportedPlan, Snippet
 
+BASELINES_CPU_S = 8.0  # of all baselines beside a plan on many GPUs
+SLOWEST = "megatron"  # the baseline that is searched last where time is limited
 NONE = "none"
 ALL = "all"
 
@@ -67,7 +70,8 @@ ALL = "all"
     "--time-limit",
     type=Number(max=LONGEST_S),
     metavar="SECONDS",
-    help="Time after which the search of --front stops, with the points so far.",
+    help="Time after which the search of --front stops, with the points so far, and no further "
+    "baseline is searched. [default: none, for baselines on more than 2,048 GPUs 8 s of CPU time]",
 )
 @option(
     OUTPUT,
@@ -106,11 +110,15 @@ def report(
     from parplan.report.page.chart_library import chart_library, require_page_libraries
     from parplan.report.page.html_page import render_page
 
-    _require_one_front(plan_files, time_limit, front=front)
+    _require_one_front(plan_files, front=front)
+    if time_limit is not None and not front and baseline == (NONE,):
+        raise click.UsageError(
+            "--time-limit is for baselines and --front: add one, or leave --time-limit out"
+        )
     require_output(output)
     require_page_libraries()
     with chart_library() as library:  # its process works while all else is imported
-        plans = _plans(plan_files, baseline, to, trace=trace, trust=trust_module)
+        plans = _plans(plan_files, baseline, to, time_limit, trace=trace, trust=trust_module)
         interrupted = False
         if front:
             plans[0], interrupted = _with_front(plans[0], time_limit)
@@ -125,17 +133,13 @@ def report(
         sys.exit(INTERRUPTED)
 
 
-def _require_one_front(
-    plan_files: Sequence[Path], time_limit: float | None, *, front: bool
-) -> None:
-    """Raises UsageError for --front of several plans, and for its limit without it."""
+def _require_one_front(plan_files: Sequence[Path], *, front: bool) -> None:
+    """Raises UsageError for --front of several plans."""
     if front and len(plan_files) > 1:
         raise click.UsageError(
             f"--front searches around one plan, there are {len(plan_files)}: give one, or leave "
             "--front out"
         )
-    if time_limit is not None and not front:
-        raise click.UsageError("--time-limit is for --front: add it, or leave --time-limit out")
 
 
 def _with_front(reported: ReportedPlan, time_limit: float | None) -> tuple[ReportedPlan, bool]:
@@ -160,6 +164,7 @@ def _plans(
     plan_files: Sequence[Path],
     baseline: tuple[str, ...],
     to: tuple[str, ...] | None,
+    time_limit: float | None,
     *,
     trace: bool,
     trust: bool,
@@ -179,7 +184,7 @@ def _plans(
             user_modules.say_module(plan, path, trust=trust)
             plans.append(_traced(path, plan, baselines))
         else:
-            plans.append(_reported(path, plan, baselines, targets))
+            plans.append(_reported(path, plan, baselines, targets, time_limit))
     return plans
 
 
@@ -195,7 +200,11 @@ def _targets(to: tuple[str, ...] | None) -> Sequence[Target] | None:
 
 
 def _reported(
-    path: Path, plan: AnyPlan, baselines: Sequence[str], targets: Sequence[Target] | None
+    path: Path,
+    plan: AnyPlan,
+    baselines: Sequence[str],
+    targets: Sequence[Target] | None,
+    time_limit: float | None,
 ) -> ReportedPlan:
     """Returns a plan with all that its page computes again."""
     from parplan.planner.plan.traced_plan import TracedPlan
@@ -209,7 +218,8 @@ def _reported(
     )
     if not isinstance(plan, TracedPlan):
         try:
-            return _priced(path, plan, baselines, (run, *_exported(path, plan, targets)))
+            snippets = run, *_exported(path, plan, targets)
+            return _priced(path, plan, baselines, snippets, time_limit)
         except ConfigError as error:
             missing = f"There is no timeline, and there are no baselines and no exports: {error}."
     return ReportedPlan(name=str(path), plan=plan, snippets=(run,), missing=(missing,))
@@ -261,10 +271,15 @@ def _traced(path: Path, plan: TracedPlan, baselines: Sequence[str]) -> ReportedP
 
 
 def _priced(
-    path: Path, plan: Plan, baselines: Sequence[str], snippets: tuple[Snippet, ...]
+    path: Path,
+    plan: Plan,
+    baselines: Sequence[str],
+    snippets: tuple[Snippet, ...],
+    time_limit: float | None,
 ) -> ReportedPlan:
     """Returns a plan with its timeline and its baselines. Raises ConfigError without a price."""
     from parplan.costmodels.usage.rank_traffic import rank_traffic
+    from parplan.planner.deadline import NEVER
     from parplan.planner.launchers.compare_described import compare
     from parplan.planner.plan.reprice import reprice
     from parplan.planner.request import SearchOptions
@@ -274,6 +289,14 @@ def _priced(
 
     today = reprice(plan)
     timeline = predicted_timeline(today.strategy, today.price_cache)
+    deadline = _baselines_deadline(plan, time_limit)
+    names = baselines if deadline is NEVER else sorted(baselines, key=SLOWEST.__eq__)
+    comparison = compare(plan, names, SearchOptions(deadline=deadline)) if names else None
+    unpriced = comparison.unpriced if comparison else ()
+    missing = (
+        f"There was no time for the baselines {', '.join(unpriced)}: plan report --time-limit "
+        "SECONDS gives them more.",
+    )
     return ReportedPlan(
         name=str(path),
         plan=plan,
@@ -282,9 +305,20 @@ def _priced(
         sent=tuple(
             rank_traffic(today.strategy, rank, today.price_cache) for rank in range(plan.mesh.pp)
         ),
-        comparison=compare(plan, baselines, SearchOptions()) if baselines else None,
+        comparison=comparison,
         snippets=snippets,
+        missing=missing if unpriced else (),
     )
+
+
+def _baselines_deadline(plan: Plan, time_limit: float | None) -> Deadline:
+    """Returns the end of the searches for baselines. Raises ConfigError."""
+    from parplan.planner.deadline import MANY_GPUS, Deadline, cpu_s, deadline_after
+
+    if time_limit is not None or plan.cluster.num_gpus <= MANY_GPUS:
+        return deadline_after(time_limit)
+    ends_s = cpu_s() + BASELINES_CPU_S
+    return Deadline(stops_s=ends_s, ends_s=ends_s, clock=cpu_s)
 
 
 def _exported(path: Path, plan: Plan, targets: Sequence[Target] | None) -> Iterator[Snippet]:

@@ -7,6 +7,7 @@ has an answer returns it.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from parplan.profiles.errors import ConfigError, OutOfTimeError
 from parplan.profiles.units import GIB
 
 GRACE_S = 1.5  # time after the limit for a first plan
+MANY_GPUS = 2048  # from more GPUs on, work beside a search has a limit without being given one
 LATE_SHARE = 1.25  # of the memory cap, at which a search without a plan ends
 
 
@@ -147,6 +149,12 @@ def in_time(items: Iterable[T], deadline: Deadline) -> Iterator[T]:
     for item in items:
         deadline.check()
         yield item
+
+
+def cpu_s() -> float:
+    """CPU-seconds of this process and of the processes that it has waited for."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def deadline_after(seconds: float | None, clock: Callable[[], float] = time.monotonic) -> Deadline:

@@ -86,10 +86,10 @@ def best_of(solved: Sequence[S]) -> float:
     return solved[0].value if solved else math.inf
 
 
-def worth_replaying(solved: Sequence[S]) -> float:
-    """Returns the value from which on a layout will not be replayed."""
+def worth_replaying(solved: Sequence[S], most: float = WORTH_REPLAYING) -> float:
+    """Returns the value from which on a layout will not be replayed, `most` times the best."""
     tenth = solved[REPLAYED - 1].value if len(solved) >= REPLAYED else math.inf
-    return min(tenth, WORTH_REPLAYING * best_of(solved))
+    return min(tenth, most * best_of(solved))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

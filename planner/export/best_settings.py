@@ -42,7 +42,7 @@ from parplan.planner.plan.prediction import Candidates, SearchRecord, Status
 from parplan.planner.request import OnProgress, Request
 from parplan.planner.search.certificate import BESIDE, with_counts, with_program
 from parplan.planner.search.price_factory import DescribedFactory
-from parplan.planner.search.search_session import SearchSession
+from parplan.planner.search.search_session import SearchPrices, SearchSession
 from parplan.planner.solver import Unsolved, counted_programs
 from parplan.profiles.errors import ConfigError, InfeasibleError, OutOfTimeError, SolverError
 from parplan.profiles.stack import EVERY_RECOMPUTE
@@ -75,42 +75,47 @@ def best_settings(
     Raises ConfigError for a request whose pins or training the launcher cannot say, InfeasibleError
     where none of its settings fits, and OutOfTimeError.
     """
-    request = as_said(request, target)
-    with counted_programs() as count:
-        search = _SettingsSearch(request, target, on_progress, shared or SharedSearch())
-        outcome = search.outcome()
-        if not outcome.solved:
-            raise search.nothing_found()
-        first, *rest = outcome.solved
-        record = search.certified(search.record(outcome), first)
-    record = with_counts(record, count)
-    record = replace(
-        record, runners_up=tuple(runner_up(each.strategy, each.price) for each in rest[:9])
-    )
-    return assemble(first.strategy, first.price, record, search.exact_prices(first))
+    search = SettingsSearch(as_said(request, target), target, on_progress, shared or SharedSearch())
+    return search.plan()
 
 
 @dataclass
-class _SettingsSearch:
-    """The search of one launcher's settings.
+class SettingsSearch:
+    """The search of one launcher's settings, for a request as the launcher says it.
 
-    share      least ratio of a simulated step to its closed form
-    bounds_s   closer bounds of layouts than those of their passes
+    candidates  the candidates, their limit and their bounds; None to enumerate them
+    share       least ratio of a simulated step to its closed form
+    bounds_s    closer bounds of layouts than those of their passes
     """
 
     request: Request
     target: Target
     on_progress: OnProgress | None
     shared: SharedSearch
+    candidates: SearchPrices | None = None
     share: float = 1.0
     bounds_s: dict[ParallelLayout, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        prices = LauncherFactory(self.request, self.target).prices(())
+        prices = self.candidates or LauncherFactory(self.request, self.target).prices(())
         self.session = SearchSession(prices, self.request.options, self.on_progress)
         limit = self.session.limit_bytes
         self.space = LauncherSpace(self.target, self.request, limit, self.shared)
         self.bounds = SettingsBounds(self.space)
+
+    def plan(self) -> Plan:
+        """Returns the fastest plan. Raises InfeasibleError and OutOfTimeError."""
+        with counted_programs() as count:
+            outcome = self.outcome()
+            if not outcome.solved:
+                raise self.nothing_found()
+            first, *rest = outcome.solved
+            record = self.certified(self.record(outcome), first)
+        record = with_counts(record, count)
+        record = replace(
+            record, runners_up=tuple(runner_up(each.strategy, each.price) for each in rest[:9])
+        )
+        return assemble(first.strategy, first.price, record, self.exact_prices(first))
 
     @property
     def layouts(self) -> Sequence[ParallelLayout]:
@@ -181,7 +186,7 @@ class _SettingsSearch:
 
     def record(self, outcome: BranchOutcome[BestOfLayout]) -> SearchRecord:
         best, space = outcome.solved[0], self.session.prices.space
-        bound_s = min(best.value, outcome.bound, *map(self._bound_s, self.layouts))
+        bound_s = min(best.value, outcome.bound, *map(self.bound_s, self.layouts))
         considered, solved = space.considered, len(outcome.solved)
         return SearchRecord(
             objective=Objective.THROUGHPUT,
@@ -232,7 +237,7 @@ class _SettingsSearch:
                     for strategy in self.space.strategies(settings, layout, listed, below_s):
                         yield strategy, prices
 
-    def _bound_s(self, layout: ParallelLayout) -> float:
+    def bound_s(self, layout: ParallelLayout) -> float:
         """Returns the bound of a layout's simulated step."""
         free = layout.mesh.pp > 1 and not layout.equal_ranks
         known_s = self.bounds_s.get(layout)

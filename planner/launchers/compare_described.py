@@ -31,6 +31,7 @@ from parplan.planner.infeasible.shortfall import limit_bytes
 from parplan.planner.objective import Prefer
 from parplan.planner.plan.assemble import assemble
 from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.prediction import Status
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Request, SearchOptions
 from parplan.planner.search.comparison import (
@@ -43,7 +44,7 @@ from parplan.planner.search.comparison import (
 )
 from parplan.planner.search.equal_baselines import equal_baseline, equal_requests
 from parplan.planner.search.what_if import request_of_plan
-from parplan.profiles.errors import ConfigError, InfeasibleError
+from parplan.profiles.errors import ConfigError, InfeasibleError, OutOfTimeError
 from parplan.profiles.machines.machine_catalog import load_stack
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.machines.unequal_cluster import UnequalCluster
@@ -113,7 +114,8 @@ def _equal_row(name: str, request: Request) -> ComparisonRow:
 def best_megatron(request: Request) -> ComparisonRow | None:
     """Returns the row of Megatron-LM's best plan at the prices of a request.
 
-    None where its arguments do not say the training, or nothing fits. Raises OutOfTimeError.
+    None where its arguments do not say the training, or nothing fits. Raises OutOfTimeError, also
+    where the search has a plan, but no proof that it is the best.
     """
     training = _with_its_choices(request.training)
     target = replace(MEGATRON, stacks=(training.stack.name,))
@@ -122,6 +124,8 @@ def best_megatron(request: Request) -> ComparisonRow | None:
         plan = best_settings(replace(request, training=training, options=options), target)
     except (ConfigError, InfeasibleError):
         return None
+    if plan.search.status is not Status.OPTIMAL:
+        raise OutOfTimeError("the time was over before the best plan of Megatron-LM was known")
     today, counts = reprice(plan), plan.search.candidates
     own = Priced(today.strategy, today.price_cache, today.price)
     sheet, _ = nearest(plan, own, target)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, chain, pairwise
+from typing import Self
 
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.price_cache import PriceCache
@@ -48,22 +49,36 @@ class BlockClassPrices(SequencePrices):
     def __init__(self, request: Request) -> None:
         _require_searched(request.constraints, request.model.name)
         price_cache = price_cache_of(request)
-        deadline = request.options.deadline
-        space = _with_hosts(self._enumerated(request, price_cache), request)
-        space = with_tower_divisions(space, request.model, request.training.stack)
-        if not space.layouts:
-            raise no_candidate_error(space, request.cluster)
         num_blocks = request.model.num_blocks
         super().__init__(
-            space,
+            self._space(request, price_cache),
             price_cache,
             request.constraints.resolved(request.training.stack),
-            deadline,
+            request.options.deadline,
             lambda layout: given_cuts(layout, num_blocks),
             self._assembled,
             BlockClassTable,
             partial(self._by_pool, request),
         )
+
+    def _space(self, request: Request, price_cache: PriceCache) -> CandidateSpace:
+        space = _with_hosts(self._enumerated(request, price_cache), request)
+        space = with_tower_divisions(space, request.model, request.training.stack)
+        if not space.layouts:
+            raise no_candidate_error(space, request.cluster)
+        return space
+
+    def candidates(self, request: Request) -> CandidateSpace:
+        """Returns the candidates of a request with another batch at these prices.
+
+        Raises ConfigError when no mesh is legal, OutOfTimeError at the end of the deadline.
+        """
+        return self._shardable(self._space(request, self.price_cache))
+
+    def shared_with(self, request: Request, space: CandidateSpace) -> Self:
+        shared = super().shared_with(request, space)
+        shared._assembler = shared._assembled
+        return shared
 
     @staticmethod
     def _enumerated(request: Request, price_cache: PriceCache) -> CandidateSpace:

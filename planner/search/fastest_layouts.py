@@ -50,6 +50,7 @@ class _Fastest:
     least_of_one_s  the fastest choice with one part a rank, once those with several are searched
     cut_s           the last cut
     near_s          a choice near the bound of its layout, once cuts were found too loose
+    most            times the fastest choice up to which others are searched
     """
 
     session: SearchSession
@@ -58,6 +59,7 @@ class _Fastest:
     least_of_one_s: float = INFINITY
     near_s: float | None = None
     cut_s: float = INFINITY
+    most: float = WORTH_REPLAYING
 
     def least_s(self, layout: ParallelLayout) -> float:
         return self.session.least_s(layout)
@@ -86,7 +88,7 @@ class _Fastest:
 
         A slower choice of several parts a rank is not worth them.
         """
-        cut_s = self.cut_s = min(worth_replaying(solved), self.least_of_one_s)
+        cut_s = self.cut_s = min(worth_replaying(solved, self.most), self.least_of_one_s)
         if self.session.prices.any_list and len(solved) >= REPLAYED_OF_LISTS:
             cut_s = self.cut_s = min(cut_s, solved[REPLAYED_OF_LISTS - 1].value)
         return cut_s
@@ -208,7 +210,7 @@ class _Fastest:
 
 
 def search_fastest(
-    layouts: Sequence[ParallelLayout], session: SearchSession
+    layouts: Sequence[ParallelLayout], session: SearchSession, most: float = WORTH_REPLAYING
 ) -> tuple[Outcome, BoundedCandidates]:
     """Returns the best choices of the layouts, and the layouts that were bounded.
 
@@ -216,8 +218,10 @@ def search_fastest(
     recompute. It comes after all others: it need not be solved where 1F1B reaches that bound, nor
     replayed where it is not faster. Layouts with several parts a rank come last where their
     columns take long.
+
+    most    times the fastest choice up to which others are searched
     """
-    fastest = _Fastest(session)
+    fastest = _Fastest(session, most=most)
     last = {layout for layout in layouts if session.prices.parts_last and layout.virtual_stages > 1}
     ahead = {layout for layout in layouts if layout.recomputes_ahead} - last
     outcome = fastest.searched([each for each in layouts if each not in last | ahead])
@@ -238,6 +242,8 @@ def search_fastest(
 def closer_bounds_s(layout: ParallelLayout, session: SearchSession) -> Iterator[float]:
     """Yields bounds of a layout within the memory limit, before any column is made."""
     prices, limit = session.prices, session.limit_bytes
+    if prices.floor_s is not None:
+        yield session.raised_s(layout, prices.step_bound_s(layout, limit))
     if not prices.may_fit(layout, limit):
         yield session.raised_s(layout, INFINITY)
         return

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Any
+from typing import Any, Self
 
 from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
@@ -53,6 +54,7 @@ from parplan.planner.stage_columns.columns import RankColumns
 from parplan.planner.stage_columns.embedding_columns import AnyEnds, ColumnMaker
 from parplan.planner.stage_columns.mix_table import MixTable
 from parplan.planner.stage_columns.stage_column import RankTimeLimit, StageColumn
+from parplan.profiles.machines.hardware import Cluster
 
 LEAST_SOLVE_S = 1.0  # a master takes 0.02 to 0.2 s; a shorter limit would only make it fail
 MOST_SOLVE_S = 60.0  # a layout that needs longer keeps its bound, and the gap says so
@@ -95,7 +97,12 @@ class SearchPrices(ABC):
     space         the candidates
     num_blocks    layers that stages divide among them
     recompute     the allowed levels of recompute, None for any list of operators
+    devices       the cluster whose memory limits the plans, None for that of the prices
+    floor_s       bounds of layouts that are known before their own, None for none
     """
+
+    devices: Cluster | None = None
+    floor_s: Callable[[ParallelLayout], float] | None = None
 
     def __init__(
         self,
@@ -125,7 +132,19 @@ class SearchPrices(ABC):
     def limit_bytes(self, options: SearchOptions) -> float:
         """Returns the bytes that a plan may fill on the device with most room."""
         prices = self.price_cache
-        return limit_bytes(prices.machine.cluster, prices.training.stack, options)
+        return limit_bytes(self.devices or prices.machine.cluster, prices.training.stack, options)
+
+    def shared_with(self, request: Request, space: CandidateSpace) -> Self:
+        """Returns the prices and bounds of a request that differs in three things at most.
+
+        They are its candidates, its batch and the memory of its devices. Plans of the request have
+        the machine of these prices.
+        """
+        shared = copy(self)
+        shared.space, shared.devices = space, request.cluster
+        shared.price_cache = copy(self.price_cache)
+        shared.price_cache.training = request.training
+        return shared
 
     @abstractmethod
     def in_reach(self, limit_bytes: float) -> bool:
@@ -212,7 +231,7 @@ class SearchPrices(ABC):
         A proof under a looser limit holds.
         """
         under_bytes, least_s = self._raised.get(layout, (0.0, 0.0))
-        step_s = self.step_bound_s(layout, limit_bytes)
+        step_s = self.floor_s(layout) if self.floor_s else self.step_bound_s(layout, limit_bytes)
         return max(step_s, least_s if limit_bytes <= under_bytes else 0.0)
 
     def raise_bound(self, layout: ParallelLayout, limit_bytes: float, least_s: float) -> None:
@@ -228,6 +247,24 @@ class SearchPrices(ABC):
         return self._once(("lean", *key), lambda: rank.leanest(num_blocks, limit_bytes))
 
 
+def described_space(request: Request, price_cache: PriceCache) -> CandidateSpace:
+    """Returns the candidates of a request whose blocks are alike, less those that others beat.
+
+    Raises ConfigError when no mesh is legal, OutOfTimeError at the end of the deadline.
+    """
+    space, deadline = enumerate_candidates(request), request.options.deadline
+    if not space.layouts:
+        raise no_candidate_error(space, request.cluster)
+    space = without_beaten_forms(space, price_cache, deadline)
+    layouts, beaten = paying_layouts(space.layouts, price_cache, deadline)
+    layouts, unpaid = with_weights_over_data(layouts, request, price_cache)
+    dropped = (Pruned(layout_text(layout), reason) for layout, reason in (*beaten, *unpaid))
+    space = CandidateSpace(layouts, (*space.pruned, *dropped))
+    if not layouts:
+        raise no_candidate_error(space, request.cluster)
+    return space
+
+
 class DescribedPrices(SearchPrices):
     """The prices of a described model.
 
@@ -237,18 +274,9 @@ class DescribedPrices(SearchPrices):
     price_cache: PriceCache
 
     def __init__(self, request: Request) -> None:
-        space = enumerate_candidates(request)
-        if not space.layouts:
-            raise no_candidate_error(space, request.cluster)
-        deadline = request.options.deadline.capped(request.options.memory_cap_bytes)
         price_cache = price_cache_of(request)
-        space = without_beaten_forms(space, price_cache, deadline)
-        layouts, beaten = paying_layouts(space.layouts, price_cache, deadline)
-        layouts, unpaid = with_weights_over_data(layouts, request, price_cache)
-        dropped = (Pruned(layout_text(layout), reason) for layout, reason in (*beaten, *unpaid))
-        space = CandidateSpace(layouts, (*space.pruned, *dropped))
-        if not layouts:
-            raise no_candidate_error(space, request.cluster)
+        space = described_space(request, price_cache)
+        deadline = request.options.deadline.capped(request.options.memory_cap_bytes)
         allowed = request.constraints.resolved(request.training.stack)
         super().__init__(space, price_cache, allowed, deadline)
         self.table = MixTable(price_cache, allowed, deadline)
@@ -258,6 +286,13 @@ class DescribedPrices(SearchPrices):
     @property
     def num_blocks(self) -> int:
         return self.price_cache.model.num_layers
+
+    def candidates(self, request: Request) -> CandidateSpace:
+        """Returns the candidates of a request with another batch at these prices.
+
+        Raises errors as `described_space` does.
+        """
+        return described_space(request, self.price_cache)
 
     def table_of(self, layout: ParallelLayout, rank: int) -> MixTable:
         """Returns the mixes of a pipeline rank of a layout."""

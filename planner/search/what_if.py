@@ -1,24 +1,25 @@
 """Searches of changed requests around a plan: other meshes, other machines, where the choice flips.
 
-Each question is a search of its own with one change. The answers say why a plan is the best, what
-holds it back, what more of something would buy, and from where on another plan is the best.
+Each question is a search of its own with one change (planner/search/asked_plan.py). The answers say
+why a plan is the best, what holds it back, what more of something would buy, and from where on
+another plan is the best.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.planner.plan.plan import Plan
 from parplan.planner.request import Constraints, PlanRequest, Request
-from parplan.planner.search.many_searches import Answer, answer_of
-from parplan.planner.search.price_factory import described_factory
+from parplan.planner.search.near_requests import AXES, Near
+from parplan.profiles.errors import OutOfTimeError
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.off_speed import SpeedFactors, cluster_at
 
-AXES = ("tp", "pp", "cp", "ep")
 BASE = "base"
+MEMORY = "memory of a GPU"
 STEPS = 2  # halvings of the range in which a choice flips
 
 
@@ -30,6 +31,8 @@ class Knob:
     buys      the factor of which the gain is said
     ends      the factors, below and above 1, between which a flip is looked for; none for none
     scale     returns a request with the quantity multiplied
+    near      what a request with the quantity multiplied shares with the request
+    speeds    the speeds of a machine with the quantity multiplied, None for another quantity
     applies   True if the quantity matters to a request
     """
 
@@ -37,6 +40,8 @@ class Knob:
     buys: float
     ends: tuple[float, ...]
     scale: Callable[[Request, float], Request]
+    near: Near
+    speeds: Callable[[float], SpeedFactors] | None = None
     applies: Callable[[Request], bool] = lambda _: True
 
 
@@ -80,18 +85,21 @@ def _at(request: Request, speeds: SpeedFactors) -> Request:
 
 
 KNOBS: tuple[Knob, ...] = (
-    Knob(what="GPUs", buys=2.0, ends=(), scale=_with_gpus),
+    Knob(what="GPUs", buys=2.0, ends=(), scale=_with_gpus, near=Near.NOTHING),
     Knob(
-        what="memory of a GPU",
+        what=MEMORY,
         buys=1.1,
         ends=(0.6, 2.0),
         scale=lambda request, factor: _at(request, SpeedFactors(memory=factor)),
+        near=Near.PRICES,
     ),
     Knob(
         what="bandwidth between nodes",
         buys=1.25,
         ends=(0.125, 8.0),
         scale=lambda request, factor: _at(request, SpeedFactors(across_nodes=factor)),
+        near=Near.BOUNDS,
+        speeds=lambda factor: SpeedFactors(across_nodes=factor),
         applies=lambda request: request.cluster.nodes > 1,
     ),
     Knob(
@@ -99,9 +107,11 @@ KNOBS: tuple[Knob, ...] = (
         buys=1.25,
         ends=(),
         scale=lambda request, factor: _at(request, SpeedFactors(inside_node=factor)),
+        near=Near.BOUNDS,
+        speeds=lambda factor: SpeedFactors(inside_node=factor),
         applies=lambda request: request.cluster.gpus_per_node > 1,
     ),
-    Knob(what="batch", buys=2.0, ends=(0.25, 4.0), scale=_with_batch),
+    Knob(what="batch", buys=2.0, ends=(0.25, 4.0), scale=_with_batch, near=Near.PRICES),
 )
 
 
@@ -133,28 +143,41 @@ def with_degree(request: Request, axis: str, degree: int) -> Request:
     return replace(request, constraints=replace(Constraints(), **pins))  # type: ignore[arg-type]
 
 
-def _answer(request: Request) -> Answer:
-    return answer_of(described_factory(request).without_ties())
+BestAt = Callable[[float, Collection[Mesh]], Plan | None]
 
 
-def find_flip(request: Request, knob: Knob, end: float, mesh: Mesh) -> Flip | None:
+def find_flip(best_at: BestAt, end: float, first: Plan) -> Flip | None:
     """Returns where another mesh becomes the best between 1 and an end of a knob's range.
 
-    None where the mesh is still the best at the end. The range is halved on a scale of logarithms,
-    `STEPS` times, so that a mesh that is the best in between again is not seen.
+    None where the mesh of `first`, the best plan at 1, is still the best at the end. The range is
+    halved on a scale of logarithms, `STEPS` times, so that a mesh that is the best in between again
+    is not seen. In between, the meshes of the best plans and their runners-up at both ends are
+    searched. The range is halved fewer times where the time is over.
+
+    best_at   returns the best plan at a factor on some meshes, none for all meshes; None where
+              nothing fits. Raises OutOfTimeError
     """
-    plan = _answer(knob.scale(request, end)).plan
-    if plan is not None and degrees(plan.mesh) == degrees(mesh):
+    plan = best_at(end, ())
+    if plan is not None and degrees(plan.mesh) == degrees(first.mesh):
         return None
+    near = () if plan is None else (*_meshes_of(first), *_meshes_of(plan))
     same, other = 1.0, end
     for _ in range(STEPS):
         middle = (same * other) ** 0.5
-        found = _answer(knob.scale(request, middle)).plan
-        if found is not None and degrees(found.mesh) == degrees(mesh):
+        try:
+            found = best_at(middle, near)
+        except OutOfTimeError:
+            break
+        if found is not None and degrees(found.mesh) == degrees(first.mesh):
             same = middle
         else:
             other, plan = middle, found
     return Flip(factor=other, last=same, plan=plan)
+
+
+def _meshes_of(plan: Plan) -> tuple[Mesh, ...]:
+    """Returns the meshes of a plan and its runners-up."""
+    return plan.mesh, *(each.mesh for each in plan.search.runners_up)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,9 +192,6 @@ class PlanQuestion:
     what: str
     value: float = 0.0
     flips: bool = False
-
-
-Reply = Answer | Flip | None
 
 
 def questions_about(plan: Plan) -> tuple[PlanQuestion, ...]:
@@ -190,14 +210,23 @@ def questions_about(plan: Plan) -> tuple[PlanQuestion, ...]:
     )
 
 
-def reply_to(plan: Plan, question: PlanQuestion) -> Reply:
-    """Returns the answer to a question about a plan; None for a flip that does not come."""
-    request = request_of_plan(plan)
-    if question.what == BASE:
-        return _answer(request)
-    if question.what in AXES:
-        return _answer(with_degree(request, question.what, round(question.value)))
-    knob = knob_named(question.what)
-    if question.flips:
-        return find_flip(request, knob, question.value, plan.mesh)
-    return _answer(knob.scale(request, question.value))
+def in_order_of_asking(plan: Plan) -> tuple[PlanQuestion, ...]:
+    """Returns the questions in the order in which they are asked.
+
+    It is the order of the text, in which flips that take long come last.
+    """
+    questions = questions_about(plan)
+    memory = PlanQuestion(what=MEMORY, value=knob_named(MEMORY).buys)
+
+    def place(question: PlanQuestion) -> int:
+        if question.what == BASE:
+            return 0
+        if question == memory:
+            return 1
+        if question.what in AXES:
+            return 2
+        if not question.flips:
+            return 3
+        return 4 if knob_named(question.what).near is Near.PRICES else 5 + (question.value < 1)
+
+    return tuple(sorted(questions, key=place))

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rich.console import Console
 
 from parplan.planner.plan.derived import tokens_per_s
+from parplan.planner.plan.error_band import memory_margin
 from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.prediction import Status
+from parplan.planner.request import SearchOptions
+from parplan.planner.search.asked_plan import CTRL_C, Bound, Replies, Reply
 from parplan.planner.search.many_searches import Answer
-from parplan.planner.search.what_if import AXES, BASE, Flip, PlanQuestion, Reply
+from parplan.planner.search.near_requests import AXES
+from parplan.planner.search.what_if import BASE, Flip, PlanQuestion
 from parplan.profiles.units import counted, format_number
 from parplan.report.names import plan_phrase
 from parplan.report.plans.block_phrases import layers_phrases
@@ -22,8 +28,6 @@ from parplan.report.text import gib_text, joined, percent, say, seconds_text
 SAME = 0.0005  # share of a step below which two plans take the same time
 _MOST_CAUSES = 3
 _CHANGES = 0.01  # share of a step that a cause must change by to be said
-
-Replies = Mapping[PlanQuestion, Reply]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +64,7 @@ def explanation(plan: Plan, replies: Replies) -> Iterator[Explanation]:
 
 def _the_plan(plan: Plan, replies: Replies) -> Iterator[str]:
     yield f"{plan_phrase(plan)} takes {_step_text(plan)} a step: {_causes_text(plan)}."
-    base = _plan_of(replies.get(PlanQuestion(what=BASE)))
+    base = _plan_of(replies.each.get(PlanQuestion(what=BASE)))
     if base is None:
         return
     slower = _step_s(plan) / _step_s(base) - 1
@@ -70,33 +74,69 @@ def _the_plan(plan: Plan, replies: Replies) -> Iterator[str]:
             f"{_step_text(base)}, {percent(slower)} less."
         )
     else:
-        yield (
-            f"A search over {counted(base.search.candidates.considered, 'candidate')} finds "
-            f"nothing faster; its gap is {percent(base.search.gap)}."
-        )
+        ended = "" if _is_finished(base) else ", which ended early,"
+        considered = counted(base.search.candidates.considered, "candidate")
+        launcher = f" of {base.search.launcher}" if base.search.launcher else ""
+        gap = percent(base.search.gap)
+        if _has_faster(replies, _step_s(plan)):
+            yield (
+                f"A search over {considered}{launcher}{ended} stops at it, with a gap of {gap}; a "
+                "faster plan is among those with one degree given."
+            )
+        else:
+            yield (
+                f"A search over {considered}{launcher}{ended} finds nothing faster; its gap is "
+                f"{gap}."
+            )
+
+
+def _has_faster(replies: Replies, step_s: float) -> bool:
+    """True if a search with a given degree found a faster plan than the search without any."""
+    found = (_plan_of(reply) for question, reply in replies.each.items() if question.what in AXES)
+    return any(each is not None and step_s / _step_s(each) - 1 > SAME for each in found)
 
 
 def _other_meshes(plan: Plan, replies: Replies) -> Iterator[str]:
-    for question, reply in replies.items():
+    for question, reply in replies.each.items():
         if question.what not in AXES:
             continue
         axis, degree = question.what, round(question.value)
+        if isinstance(reply, Bound):
+            yield _at_least(f"{axis} {degree}", reply.least_s, plan)
+            continue
         found = _plan_of(reply)
         if found is None:
             yield f"{axis} {degree} has no plan: {_why_none(reply)}."
             continue
         yield (
-            f"With {axis} {degree} the best plan, {plan_phrase(found)}, takes {_step_text(found)}, "
-            f"{_change(found, plan)}{_difference(found, plan)}."
+            f"With {axis} {degree} the best plan{_so_far(found)}, {plan_phrase(found)}, takes "
+            f"{_step_text(found)}, {_change(found, plan)}{_difference(found, plan)}."
         )
+
+
+def _at_least(degree: str, least_s: float, plan: Plan) -> str:
+    """Returns what a bound says of the plans with another degree."""
+    if least_s == math.inf:
+        return f"With {degree} nothing fits without the host, by bounds."
+    slower = least_s / _step_s(plan) - 1
+    if slower <= SAME:
+        return f"With {degree} bounds leave a plan as fast open, which was not searched for."
+    return (
+        f"With {degree} every plan without the host takes at least {seconds_text(least_s)}, "
+        f"{percent(slower)} more, by bounds."
+    )
 
 
 def _limits(plan: Plan, replies: Replies) -> Iterator[str]:
     worst = fullest(plan)
     free = worst.capacity - worst.total
+    kept = worst.capacity * memory_margin(plan.training.stack, SearchOptions())
+    margin = (
+        ", most of them the margin" if kept > free / 2 else f", {gib_text(kept)} of them the margin"
+    )
     yield (
         f"The fullest GPU, of stage {worst.stage}, holds {gib_text(worst.total)} GiB of "
-        f"{worst.capacity:.1f}; {gib_text(free)} GiB are free, most of them the margin."
+        f"{worst.capacity:.1f}; {gib_text(free)} GiB are free{margin}."
     )
     more = _plan_of(_reply(replies, "memory of a GPU"))
     if more is not None:
@@ -109,7 +149,7 @@ def _limits(plan: Plan, replies: Replies) -> Iterator[str]:
                 f"{'; '.join(layers_phrases(more))}."
             )
         else:
-            yield "Memory does not bind: 10 % more of it makes no plan faster."
+            yield f"Memory does not bind: 10 % more of it makes no plan{_so_far(more)} faster."
     exposed = [
         (name, seconds) for name, seconds in _causes(plan) if name not in ("compute", "recompute")
     ]
@@ -120,25 +160,29 @@ def _limits(plan: Plan, replies: Replies) -> Iterator[str]:
 
 
 def _gains(plan: Plan, replies: Replies) -> Iterator[str]:
-    for question, reply in replies.items():
+    for question, reply in replies.each.items():
         if question.flips or question.what in (*AXES, BASE):
             continue
         amount = _amount_text(question.value, question.what)
+        if isinstance(reply, Bound):
+            faster = max(0.0, _step_s(plan) / reply.most_s - 1)
+            yield f"{amount} buys at least {percent(faster)} more tokens/s, with this plan there."
+            continue
         found = _plan_of(reply)
         if found is None:
             yield f"{amount}: no plan, {_why_none(reply)}."
             continue
         faster = tokens_per_s(found) / tokens_per_s(plan) - 1
         if faster < SAME:
-            yield f"{amount} buys nothing."
+            yield f"{amount} buys nothing{_so_far(found)}."
             continue
         mesh = "" if found.mesh == plan.mesh else f", with {plan_phrase(found)}"
-        yield f"{amount} buys {percent(faster)} more tokens/s{mesh}."
+        yield f"{amount} buys {percent(faster)} more tokens/s{mesh}{_so_far(found)}."
 
 
 def _flips(plan: Plan, replies: Replies) -> Iterator[str]:
     stays: dict[str, list[float]] = {}
-    for question, reply in replies.items():
+    for question, reply in replies.each.items():
         if not question.flips:
             continue
         if reply is None:
@@ -162,17 +206,50 @@ def _flips(plan: Plan, replies: Replies) -> Iterator[str]:
 
 
 def _method(replies: Replies) -> Iterator[str]:
-    yield (
-        f"Each of {counted(len(replies), 'question')} was a search of its own with one change, and "
-        "without the pins of the plan, which its file does not have. All figures are predicted."
-    )
+    searched = [reply for reply in replies.each.values() if not isinstance(reply, Bound)]
+    if searched:
+        yield (
+            f"Each of {counted(len(searched), 'question')} was a search of its own with one "
+            "change, and without the pins of the plan, which its file does not have. All figures "
+            "are predicted."
+        )
+    if replies.stopped is None:
+        return
+    bounded = len(replies.each) - len(searched)
+    more = "" if replies.stopped == CTRL_C else " --time-limit SECONDS gives them more time."
+    parts = []
+    if bounded:
+        parts.append(f"{counted(bounded, 'question')} with a bound in place of a search")
+    if replies.untried:
+        parts.append(f"no answer to {', '.join(map(question_text, replies.untried))}")
+    yield f"{replies.stopped[0].upper()}{replies.stopped[1:]} left {', and '.join(parts)}.{more}"
+
+
+def question_text(question: PlanQuestion) -> str:
+    """Returns a question as the text names it where it has no answer."""
+    if question.what == BASE:
+        return "the same without pins"
+    if question.what in AXES:
+        return f"{question.what} {round(question.value)}"
+    if question.flips:
+        way = "down to" if question.value < 1 else "up to"
+        return f"the flip {way} {format_number(question.value, 3)} times the {question.what}"
+    return _amount_text(question.value, question.what)
+
+
+def _is_finished(found: Plan) -> bool:
+    return found.search.status is Status.OPTIMAL
+
+
+def _so_far(found: Plan) -> str:
+    return "" if _is_finished(found) else " so far"
 
 
 def _reply(replies: Replies, what: str) -> Reply:
     return next(
         (
             reply
-            for question, reply in replies.items()
+            for question, reply in replies.each.items()
             if question.what == what and not question.flips
         ),
         None,

@@ -8,6 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from parplan.cli import main
+from parplan.planner.search.asked_plan import AskedPlan, Reply
+from parplan.planner.search.what_if import PlanQuestion
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +44,33 @@ def test_a_missing_plan_is_an_error(tmp_path: Path) -> None:
 def test_an_explanation_says_that_ctrl_c_left_questions_out(
     plan_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def first_alone(work, items, what):
-        return [(items[0], work(items[0]))], True
+    usual, asked = AskedPlan.reply_to, []
 
-    monkeypatch.setattr("parplan.commands.explain.in_processes", first_alone)
+    def first_alone(self: AskedPlan, question: PlanQuestion) -> Reply:
+        asked.append(question)
+        if len(asked) > 1:
+            raise KeyboardInterrupt
+        return usual(self, question)
+
+    monkeypatch.setattr(AskedPlan, "reply_to", first_alone)
     run = CliRunner().invoke(main, ["explain", plan_file])
-    assert run.exit_code == 130
-    assert "stopped early (Ctrl-C): the questions without an answer are left out" in run.stdout
+    assert "Each of 1 question was a search of its own" in " ".join(run.stdout.split())
+    assert "Ctrl-C left no answer to" in " ".join(run.stdout.split())
+
+
+def test_a_time_limit_ends_the_questions_and_names_what_is_left(plan_file: str) -> None:
+    run = CliRunner().invoke(main, ["explain", plan_file, "--time-limit", "0.001"])
+    assert run.exit_code == 0, run.output
+    text = " ".join(run.stdout.split())
+    assert "The time limit left no answer to" in text
+    assert "--time-limit SECONDS gives them more time" in text
+    assert "was a search of its own" not in text
+
+
+def test_a_time_limit_without_a_plan_is_refused() -> None:
+    run = CliRunner().invoke(main, ["explain", "--model", "gpt-1.5b", "--time-limit", "5"])
+    assert run.exit_code == 2
+    assert "--time-limit is for a plan file" in run.output
 
 
 def test_a_plan_file_or_a_model_is_asked_for() -> None:

@@ -86,7 +86,10 @@ def test_plans_of_two_requests_are_no_front(found):
     ("arguments", "message"),
     [
         (("a.yaml", "b.yaml", "--front"), "--front searches around one plan, there are 2"),
-        (("a.yaml", "--time-limit", "9"), "--time-limit is for --front"),
+        (
+            ("a.yaml", "--baseline", "none", "--time-limit", "9"),
+            "--time-limit is for baselines and --front",
+        ),
         ((TRACED, "--front"), "is of a traced module, whose request the file does not have"),
     ],
 )
