@@ -117,7 +117,7 @@ def _explain_plan(plan_file: Path, time_limit: float | None, *, as_json: bool) -
     from parplan.planner.deadline import deadline_after
     from parplan.planner.launchers.near_settings import near_settings
     from parplan.planner.plan.reprice import reprice
-    from parplan.planner.search.asked_plan import replies_about
+    from parplan.planner.search.asked_plan import CTRL_C, replies_about
     from parplan.planner.search.largest_model import SearchWatch
     from parplan.planner.search.what_if import request_of_plan
     from parplan.report.plans.explanation_document import explanation_document
@@ -136,5 +136,5 @@ def _explain_plan(plan_file: Path, time_limit: float | None, *, as_json: bool) -
         print_json(explanation_document(plan, replies))
     else:
         print_explanation(plan, replies, console(sys.stdout))
-    if interrupts:
+    if replies.stopped == CTRL_C:
         sys.exit(INTERRUPTED)

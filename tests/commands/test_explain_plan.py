@@ -54,6 +54,7 @@ def test_an_explanation_says_that_ctrl_c_left_questions_out(
 
     monkeypatch.setattr(AskedPlan, "reply_to", first_alone)
     run = CliRunner().invoke(main, ["explain", plan_file])
+    assert run.exit_code == 130
     assert "Each of 1 question was a search of its own" in " ".join(run.stdout.split())
     assert "Ctrl-C left no answer to" in " ".join(run.stdout.split())
 

@@ -82,6 +82,15 @@ def test_plans_of_two_requests_are_no_front(found):
     assert front_entries(plans[:1]) == ()
 
 
+def test_a_page_says_which_baselines_there_was_no_time_for(found, monkeypatch):
+    monkeypatch.setattr("parplan.planner.deadline.MANY_GPUS", 1)
+    monkeypatch.setattr("parplan.commands.report.BASELINES_CPU_S", 0.0)
+    page = Page(succeed("report", str(found[1][0]), "--to", "none", "-o", "-").stdout)
+
+    assert "There was no time for the baselines" in page.words
+    assert "plan report --time-limit SECONDS gives them more" in page.words
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
