@@ -86,6 +86,7 @@ class SettingsSearch:
     candidates  the candidates, their limit and their bounds; None to enumerate them
     share       least ratio of a simulated step to its closed form
     bounds_s    closer bounds of layouts than those of their passes
+    least_s     simulated steps that no settings of a layout are below
     """
 
     request: Request
@@ -95,6 +96,7 @@ class SettingsSearch:
     candidates: SearchPrices | None = None
     share: float = 1.0
     bounds_s: dict[ParallelLayout, float] = field(default_factory=dict)
+    least_s: dict[ParallelLayout, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         prices = self.candidates or LauncherFactory(self.request, self.target).prices(())
@@ -126,7 +128,7 @@ class SettingsSearch:
         return branch_and_bound(
             ((self.bounds.passes_s(layout), layout) for layout in self.layouts),
             self.solve,
-            best_of,
+            lambda solved: best_of(solved) / self.share,
             BranchWatch(
                 objective=Objective.THROUGHPUT,
                 left_s=session.left_s,
@@ -172,7 +174,7 @@ class SettingsSearch:
                 price = faster.price
                 best = BestOfLayout(faster.strategy, price, price.step_s, settings)
                 cut_s = price.step_s
-        self._raised_s(layout, cut_s)
+        self.least_s[layout] = cut_s
         if best is not None:
             self.share = min(self.share, best.price.step_s / best.price.closed_form_s)
         return best
@@ -238,12 +240,17 @@ class SettingsSearch:
                         yield strategy, prices
 
     def bound_s(self, layout: ParallelLayout) -> float:
-        """Returns the bound of a layout's simulated step."""
-        free = layout.mesh.pp > 1 and not layout.equal_ranks
+        """Returns the bound of a layout's simulated step.
+
+        Bounds hold for the closed form. Those of pipelines are lowered by the largest share by
+        which a simulated step was below it, which is measured and not proven.
+        """
+        if layout in self.least_s:
+            return self.least_s[layout]
         known_s = self.bounds_s.get(layout)
         if known_s is None:
             known_s = self.bounds.passes_s(layout)
-        return known_s * (self.share if free else 1.0)
+        return known_s * (self.share if layout.mesh.pp > 1 else 1.0)
 
     def nothing_found(self) -> ConfigError | InfeasibleError:
         name, request = self.target.name, self.request

@@ -16,6 +16,7 @@ from parplan.costmodels.divided_weights import illegal_over_data
 from parplan.costmodels.operators.sharding import BATCH, PARTIAL
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.layer_options.layer_problem import may_recompute
 from parplan.planner.layer_options.overlap_levels import illegal_zero
 from parplan.planner.objective import Objective
 from parplan.planner.request import Constraints, Request
@@ -45,8 +46,9 @@ def with_weights_over_data(
     dropped: list[tuple[ParallelLayout, str]] = []
     known: dict[tuple[Mesh, int, bool], str | None] = {}
     illegal = Counter[str]()
+    illegal_level = _illegal_levels(pins.resolved(stack), price_cache)
     for plain in layouts:
-        if reason := illegal_over_data(plain, request.model):
+        if reason := illegal_over_data(plain, request.model) or illegal_level:
             illegal[reason] += 1
             continue
         layout = replace(plain, weights_over_data=True)
@@ -61,6 +63,19 @@ def with_weights_over_data(
     if pinned and not kept:
         raise _no_layout_error(illegal)
     return tuple(kept), tuple(dropped)
+
+
+def _illegal_levels(pins: Constraints, price_cache: PriceCache) -> str | None:
+    """Returns why blocks with weights over data have none of the pinned recompute levels, or None.
+
+    They recompute each operator by itself.
+    """
+    operators = price_cache.layer(LayerKind.BLOCK, 1).operators
+    alone = {operator.name for operator in operators if may_recompute(operator)}
+    levels = [price_cache.recompute_operators(LayerKind.BLOCK, n) for n in pins.recompute or ()]
+    if not levels or any(alone.issuperset(names) for names in levels):
+        return None
+    return "they recompute operators one by one, and dropout by itself draws other masks"
 
 
 def _no_layout_error(illegal: Counter[str]) -> ConfigError:

@@ -49,6 +49,7 @@ FIT = {
     "galvatron": f"{TINY} --for galvatron",
     "accelerate": f"{TINY} --for accelerate",
     "parplan": f"{TINY} --for parplan",
+    "full recompute": f"{TINY} --recompute full",
     "no launcher": f"{TINY} --for none",
     "no launcher of another stack": f"{TINY} --for none --stack torchtitan",
     "experts": EXPERTS,
