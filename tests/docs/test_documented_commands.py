@@ -89,6 +89,7 @@ SLOW = (
     "plan sweep --model gpt-1.5b --gpus 4,8,16 --gpu a100-80gb,h100-80gb",
     "plan size --model gpt-1.5b --tokens 100B --days 7 --gpu a100-80gb,h100-80gb --price a100-80gb=1.50 --price h100-80gb=2.50",
     "plan explain plan.yaml",
+    "plan explain plan.yaml --time-limit 60",
     "plan diff plan.yaml --gpu h200-141gb",
     "plan report plan.yaml",
     "plan check train.sh --gpu h100-80gb",
