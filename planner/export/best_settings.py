@@ -336,16 +336,16 @@ def as_said(request: Request, target: Target) -> Request:
     _require_settings(request, target)
     model, cluster = request.model, request.cluster
     training = request.training
-    settings = Settings(
+    settings = Settings(  # one sequence a GPU: what is asked depends on no batch
         dp=cluster.num_gpus,
         zero=target.zeros[-1],
         blocks=(model.num_layers,),
         **model_facts(model),
-        **training_facts(training),
+        **training_facts(replace(training, global_batch_size=cluster.num_gpus)),
         **next(iter(target.recomputes(model, model.num_layers))),
     )
     unsaid: list[str] = []
-    with suppress(ConfigError):  # the batch is too small for as many ranks, or the like
+    with suppress(ConfigError):  # the launcher does not run as many data-parallel ranks
         asked, settings = settings, read_back(target, settings, model, cluster)
         unsaid = [name for name in _OF_TRAINING if getattr(asked, name) != getattr(settings, name)]
     if unsaid:

@@ -18,7 +18,7 @@ from parplan.planner.export.exported import export_plan
 from parplan.planner.export.fields.configured import price_settings
 from parplan.planner.export.fields.launcher import read_back
 from parplan.planner.export.fields.settings import Settings, settings_of
-from parplan.planner.export.targets import target_named
+from parplan.planner.export.targets import TARGETS, target_named
 from parplan.planner.forbid import parse_bans
 from parplan.planner.infeasible.shortfall import limit_bytes
 from parplan.planner.plan.plan import Plan
@@ -150,3 +150,13 @@ def test_an_overlap_of_tensor_parallelism_is_no_matter_without_it():
 
     assert plan.mesh.tp == 1
     require_whole(plan, "megatron-bridge")
+
+
+@pytest.mark.parametrize("launcher", list(TARGETS))
+def test_what_a_launcher_says_of_a_training_depends_on_no_batch(launcher):
+    request, target = asked(launcher, "llama3-8b", 16), target_named(launcher)
+    fewer = replace(request, training=replace(request.training, global_batch_size=2))
+
+    said, of_fewer = as_said(request, target), as_said(fewer, target)
+
+    assert of_fewer.training == replace(said.training, global_batch_size=2)
