@@ -152,5 +152,4 @@ def _usable_bytes(request: Request) -> float:
 def _shortfall(request: Request) -> PlannerError:
     from parplan.planner.search.price_factory import described_factory
 
-    factory = described_factory(request, explained_error_of)
-    return factory.error(factory.searched if factory.offload is None else factory.offload)
+    return described_factory(request, explained_error_of).nothing_fits()

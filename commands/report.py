@@ -313,12 +313,11 @@ def _priced(
 
 def _baselines_deadline(plan: Plan, time_limit: float | None) -> Deadline:
     """Returns the end of the searches for baselines. Raises ConfigError."""
-    from parplan.planner.deadline import MANY_GPUS, Deadline, cpu_s, deadline_after
+    from parplan.planner.deadline import MANY_GPUS, cpu_deadline, cpu_s, deadline_after
 
     if time_limit is not None or plan.cluster.num_gpus <= MANY_GPUS:
         return deadline_after(time_limit)
-    ends_s = cpu_s() + BASELINES_CPU_S
-    return Deadline(stops_s=ends_s, ends_s=ends_s, clock=cpu_s)
+    return cpu_deadline(cpu_s() + BASELINES_CPU_S)
 
 
 def _exported(path: Path, plan: Plan, targets: Sequence[Target] | None) -> Iterator[Snippet]:

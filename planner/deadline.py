@@ -7,7 +7,6 @@ has an answer returns it.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -152,9 +151,16 @@ def in_time(items: Iterable[T], deadline: Deadline) -> Iterator[T]:
 
 
 def cpu_s() -> float:
-    """CPU-seconds of this process and of the processes that it has waited for."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    """CPU-seconds of this process and of the processes, such as solvers, that it has waited for."""
+    import resource  # not on every system
+
+    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+
+
+def cpu_deadline(ends_s: float) -> Deadline:
+    """Returns the deadline at some CPU-seconds of `cpu_s`."""
+    return Deadline(stops_s=ends_s, ends_s=ends_s, clock=cpu_s)
 
 
 def deadline_after(seconds: float | None, clock: Callable[[], float] = time.monotonic) -> Deadline:

@@ -63,7 +63,8 @@ def memory_bound_s(
     Those seconds are its micro-batches, the rank's own part of the ramps among them, and its tail:
     an option with a short tail may have long passes. The other ranks add their ramps at their
     fastest. Equal ranks are bounded by the first one, which also runs what `bound` has beside its
-    blocks. Otherwise some rank has at least the mean number, and no fewer stashes than any rank.
+    blocks. Otherwise some rank has at least the mean number, and no fewer stashes than any rank;
+    where gradients come and go, each rank has its own (`_unequal_ranks_s`).
     The largest temporaries are no less than their mean over the blocks. Where gradients come and
     go, the least workspace counts, and each moment is a limit by itself. Bytes of embedding and
     head are left out, except of states that come and go. Blocks that gain nothing by another
@@ -85,25 +86,55 @@ def _within_memory_s(
     block: BlockCosts,
 ) -> float:
     """Returns the bound of `memory_bound_s` for the costs of a block."""
-    price_cache, pp = table.price_cache, layout.mesh.pp
-    block_s = layout.num_micro_batches * block.time_s + block.tail_s
-    freed = gradients_come_and_go(layout, price_cache)
-    if freed and pp > 1 and not layout.equal_ranks:
-        return max(bound.step_s, _unequal_ranks_s(layout, table, limit_bytes, bound, block))
+    num_layers, pp = table.price_cache.model.num_layers, layout.mesh.pp
     first = layout.equal_ranks or pp == 1
-    num_blocks = -(-price_cache.model.num_layers // pp)
-    beside_s = 0.0
-    if first:
-        num_blocks = int(fewest_blocks(layout, price_cache.model.num_layers)[0])
-        beside_s = _beside_s(0, layout, table)
-    share = bubble_share(layout, price_cache)
+    fewest = int(fewest_blocks(layout, num_layers)[0]) if first else -(-num_layers // pp)
+    if not gradients_come_and_go(layout, table.price_cache):
+        least_s = _least_held_s(layout, table, limit_bytes, block, fewest, first=first)
+    elif first:
+        rank = _FreedRank(block, 0, fewest, layout, table, limit_bytes)
+        least_s = float(rank.least_s(np.array([fewest]))[0])
+    else:
+        return max(bound.step_s, _unequal_ranks_s(layout, table, limit_bytes, bound, block))
+    beside_s = _beside_s(0, layout, table) if first else 0.0
+    (step_s,) = _with_rank_s(layout, table, bound, beside_s, np.array([fewest]), least_s)
+    return max(bound.step_s, float(step_s))
+
+
+def _with_rank_s(
+    layout: ParallelLayout,
+    table: MixTable,
+    bound: TimeBound,
+    beside_s: float,
+    counts: Ints,
+    least_s: Array | float,
+) -> Array:
+    """Seconds of a step by number of blocks of one rank, with the others at their fastest.
+
+    beside_s    least seconds of the rank and a micro-batch besides its blocks
+    least_s     least seconds of a step and of one of the blocks
+    """
+    share = bubble_share(layout, table.price_cache)
     beside_s *= layout.num_micro_batches - share
-    beside_s += bound.total_s - share * num_blocks * bound.block_s
-    if freed:
-        freed_s = _FreedRank(block, 0, num_blocks, layout, table, limit_bytes)
-        least_s = float(freed_s.least_s(np.array([num_blocks]))[0])
-        return max(bound.step_s, beside_s + num_blocks * least_s)
-    ranks = (0,) if first else range(pp)
+    return np.asarray(bound.total_s + beside_s + counts * (least_s - share * bound.block_s))
+
+
+def _least_held_s(
+    layout: ParallelLayout,
+    table: MixTable,
+    limit_bytes: float,
+    block: BlockCosts,
+    num_blocks: int,
+    *,
+    first: bool,
+) -> float:
+    """Least seconds of a step and of an average block where gradients stay.
+
+    first    whether the blocks are those of the first rank, else of any
+    """
+    price_cache = table.price_cache
+    block_s = layout.num_micro_batches * block.time_s + block.tail_s
+    ranks = (0,) if first else range(layout.mesh.pp)
     stashed = min(stashes(LayerKind.BLOCK, rank, layout) for rank in ranks)
     block_bytes = block.states + stashed / layout.virtual_stages * column_of(
         block.options, "saved_bytes"
@@ -113,13 +144,12 @@ def _within_memory_s(
     beyond = block_bytes - usable_bytes(limit_bytes, layout.mesh, price_cache) / num_blocks
     prices = _BYTE_PRICES * (np.ptp(block_s) / max(1.0, float(np.ptp(block_bytes))))
     priced_s = block_s + np.multiply.outer(prices, beyond)
-    least_s = float(priced_s.min(axis=1).max())
-    if one_way_of_running(block.options, num_blocks, layout.virtual_stages):
-        way = by_way_of_running(block.options)
-        least_s = min(
-            float(priced_s[:, way == number].min(axis=1).max()) for number in range(way.max() + 1)
-        )
-    return max(bound.step_s, beside_s + num_blocks * least_s)
+    if not one_way_of_running(block.options, num_blocks, layout.virtual_stages):
+        return float(priced_s.min(axis=1).max())
+    way = by_way_of_running(block.options)
+    return min(
+        float(priced_s[:, way == number].min(axis=1).max()) for number in range(way.max() + 1)
+    )
 
 
 def _beside_s(rank: int, layout: ParallelLayout, table: MixTable) -> float:
@@ -144,19 +174,13 @@ def _unequal_ranks_s(
     num_layers, pp = table.price_cache.model.num_layers, layout.mesh.pp
     mean = -(-num_layers // pp)
     counts = np.arange(max(1, mean - NEAR_MEAN), min(num_layers, mean + NEAR_MEAN) + 1)
-    share = bubble_share(layout, table.price_cache)
-    steps_s = np.array(
-        [
-            bound.total_s
-            + (layout.num_micro_batches - share) * _beside_s(rank, layout, table)
-            + counts
-            * (
-                _FreedRank(block, rank, mean, layout, table, limit_bytes).least_s(counts)
-                - share * bound.block_s
-            )
-            for rank in range(pp)
-        ]
-    )
+
+    def steps_of(rank: int) -> Array:
+        blocks = _FreedRank(block, rank, mean, layout, table, limit_bytes)
+        beside_s = _beside_s(rank, layout, table)
+        return _with_rank_s(layout, table, bound, beside_s, counts, blocks.least_s(counts))
+
+    steps_s = np.array([steps_of(rank) for rank in range(pp)])
     steps_s = np.maximum.accumulate(steps_s, axis=1)
     for within_s in np.unique(steps_s[np.isfinite(steps_s)]).tolist():
         held = (steps_s <= within_s).sum(axis=1)

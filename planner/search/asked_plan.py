@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from parplan.costmodels.communication.mesh import Mesh
-from parplan.planner.deadline import MANY_GPUS, NEVER, Deadline, cpu_s
+from parplan.planner.deadline import MANY_GPUS, NEVER, Deadline, cpu_deadline, cpu_s
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Status
 from parplan.planner.plan.reprice import priced_at
@@ -106,8 +106,8 @@ class AskedPlan:
     def limit_to_own(self) -> None:
         """Limits the CPU time of further questions by that of the plan's own search so far."""
         self._own_s = cpu_s() - self._started_s
-        ends_s = self._started_s + max(LEAST_CPU_S, TIMES_OWN * self._own_s)
-        self.deadline = Deadline(stops_s=ends_s, ends_s=ends_s, clock=cpu_s)
+        most_s = max(LEAST_CPU_S, TIMES_OWN * self._own_s)
+        self.deadline = cpu_deadline(self._started_s + most_s)
 
     def has_time_for(self, question: PlanQuestion) -> bool:
         """Returns whether there is time to begin a search.

@@ -114,6 +114,16 @@ def search(
     return counted_result(result, count)
 
 
+def is_without_plan(outcome: BranchOutcome[SolvedCandidate]) -> bool:
+    """Returns whether nothing fits. Raises SolverError where the solver left that open."""
+    if not outcome.solved and not outcome.finished:
+        raise SolverError(
+            "the solver found no plan in its time",
+            hint="use the other --solver, or pin some degrees",
+        )
+    return not outcome.solved
+
+
 def _search(
     prices: SearchPrices,
     objective: Objective,
@@ -132,12 +142,7 @@ def _search(
     else:
         assert objective is Objective.MEMORY, "another objective proves its own fastest plan"
         outcome = BranchOutcome((fastest,), fastest.bound, finished=True)
-    if not outcome.solved and not outcome.finished:
-        raise SolverError(
-            "the solver found no plan in its time",
-            hint="use the other --solver, or pin some degrees",
-        )
-    if not outcome.solved:
+    if is_without_plan(outcome):
         return None
     fastest = outcome.solved[0]
     if objective is Objective.PEAK:
@@ -242,7 +247,7 @@ def find_best(factory: PriceFactory, on_progress: OnProgress | None = None) -> S
             result = _find_best(finer, on_progress)
     result = counted_result(result, count)
     if result is None:
-        raise factory.error(factory.searched if factory.offload is None else factory.offload)
+        raise factory.nothing_fits()
     return result
 
 
@@ -252,13 +257,9 @@ def _find_best(factory: PriceFactory, on_progress: OnProgress | None) -> SearchR
     if objective is Objective.MEMORY:
         return _find_leanest(factory, on_progress)
     preference = _preference(factory, on_progress) if objective is Objective.THROUGHPUT else None
-    uses = ((), factory.searched) if factory.offload is None else (factory.offload,)
-    for allowed in dict.fromkeys(uses):
-        prices = factory.prices(allowed)
-        result = search(prices, objective, options, on_progress, preference=preference)
-        if result is not None:
-            return result
-    return None
+    return factory.first_fitting(
+        lambda prices: search(prices, objective, options, on_progress, preference=preference)
+    )
 
 
 def _preference(factory: PriceFactory, on_progress: OnProgress | None) -> Preference | None:

@@ -24,13 +24,13 @@ from parplan.planner.plan.plan import Plan
 from parplan.planner.request import Constraints, Request
 from parplan.planner.search.block_class_prices import BlockClassPrices
 from parplan.planner.search.fastest_layouts import search_fastest
-from parplan.planner.search.find_plan import SLACK
+from parplan.planner.search.find_plan import SLACK, is_without_plan
 from parplan.planner.search.many_searches import Answer, answer_of
 from parplan.planner.search.price_factory import DescribedFactory, described_factory
 from parplan.planner.search.replay import replay_best
 from parplan.planner.search.search_results import SearchResult, record_of, result_of
 from parplan.planner.search.search_session import DescribedPrices, SearchPrices, SearchSession
-from parplan.profiles.errors import ConfigError, InfeasibleError, SolverError
+from parplan.profiles.errors import ConfigError, InfeasibleError
 
 AXES = ("tp", "pp", "cp", "ep")
 CLOSE = 1.03  # times the fastest choice up to which others are solved and replayed
@@ -202,19 +202,16 @@ def _fastest(factory: DescribedFactory) -> Plan:
     finer = factory.by_operators()
     result = _search(factory) or (_search(finer) if finer is not None else None)
     if result is None:
-        raise factory.error(factory.searched if factory.offload is None else factory.offload)
+        raise factory.nothing_fits()
     assert isinstance(result.plan, Plan), "the model is described"
     return result.plan
 
 
 def _search(factory: DescribedFactory) -> SearchResult | None:
-    uses = ((), factory.searched) if factory.offload is None else (factory.offload,)
-    for allowed in dict.fromkeys(uses):
-        prices = factory.prices(allowed)
-        result = _searched(prices, SearchSession(prices, factory.request.options, None))
-        if result is not None:
-            return result
-    return None
+    options = factory.request.options
+    return factory.first_fitting(
+        lambda prices: _searched(prices, SearchSession(prices, options, None))
+    )
 
 
 def _searched(prices: SearchPrices, session: SearchSession) -> SearchResult | None:
@@ -224,12 +221,7 @@ def _searched(prices: SearchPrices, session: SearchSession) -> SearchResult | No
     outcome, _ = search_fastest(prices.space.layouts, session, CLOSE)
     if outcome.interrupted:
         raise KeyboardInterrupt
-    if not outcome.solved and not outcome.finished:
-        raise SolverError(
-            "the solver found no plan in its time",
-            hint="use the other --solver, or pin some degrees",
-        )
-    if not outcome.solved:
+    if is_without_plan(outcome):
         return None
     replayed = replay_best(outcome, Objective.THROUGHPUT, session)
     if not replayed:  # the exact schedules of the chunks need more than their closed form says

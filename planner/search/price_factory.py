@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.host.state_location import Access
@@ -24,6 +24,7 @@ from parplan.profiles.machines.off_speed import SpeedFactors, cluster_at
 from parplan.profiles.models.transformer import has_unlike_blocks
 
 COARSELY = 0.95  # precision of the least bytes over pools, which only spread the limits of a front
+T = TypeVar("T")
 Hosted = tuple[Offload, ...]  # what the host may hold
 Explain = Callable[[Request], InfeasibleError]
 
@@ -67,6 +68,22 @@ class PriceFactory(ABC):
     @abstractmethod
     def error(self, offload: Hosted) -> InfeasibleError:
         """Returns the error where nothing fits with some host contents."""
+
+    def nothing_fits(self) -> InfeasibleError:
+        """Returns the error where nothing fits with all that the host may have."""
+        return self.error(self.searched if self.offload is None else self.offload)
+
+    def first_fitting(self, search: Callable[[SearchPrices], T | None]) -> T | None:
+        """Returns the first answer of a search, None where nothing fits.
+
+        Where the request leaves offload open, the host is used only if nothing fits without it.
+        """
+        uses = ((), self.searched) if self.offload is None else (self.offload,)
+        for allowed in dict.fromkeys(uses):
+            answer = search(self.prices(allowed))
+            if answer is not None:
+                return answer
+        return None
 
 
 class DescribedFactory(PriceFactory):

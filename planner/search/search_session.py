@@ -158,9 +158,9 @@ class SearchPrices(ABC):
     def step_bound_s(self, layout: ParallelLayout, limit_bytes: float) -> float:
         """Returns a lower bound of the layout's step within a limit, before any column is made."""
 
+    @abstractmethod
     def memory_bound_s(self, layout: ParallelLayout, limit_bytes: float) -> float:
         """Returns a closer bound of the step within a limit, which takes longer to find."""
-        return 0.0
 
     def closer_bounds_s(self, layout: ParallelLayout, limit_bytes: float) -> Iterator[float]:
         """Yields bounds of the step within a limit, each closer than the one before."""

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from parplan.planner.deadline import cpu_s
 from parplan.planner.request import SolverName
 from parplan.planner.search_methods.costs_by_way import LayoutCosts, promising
-from parplan.planner.search_methods.ledger import BudgetSpent, Ledger, cpu_s
+from parplan.planner.search_methods.ledger import BudgetSpent, Ledger
 from parplan.planner.search_methods.method_space import Point
 from parplan.planner.solver import Problem, Unsolved, weighted
 from parplan.planner.stage_columns.block_counts import block_counts

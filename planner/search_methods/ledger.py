@@ -6,7 +6,6 @@ simulated step that `costmodels/step.py` gives for every plan.
 
 from __future__ import annotations
 
-import resource
 from dataclasses import dataclass
 from math import inf
 
@@ -14,6 +13,7 @@ from parplan.costmodels.stage_costs import step_costs
 from parplan.costmodels.step import simulated_step_s
 from parplan.costmodels.strategy import Strategy
 from parplan.planner.baselines.optimum import fits
+from parplan.planner.deadline import cpu_s
 from parplan.planner.search_methods.method_space import MethodSpace, Point
 
 
@@ -27,12 +27,6 @@ class Improvement:
 
     cpu_s: float
     step_s: float
-
-
-def cpu_s() -> float:
-    """CPU-seconds of this process and of the solvers that it has waited for."""
-    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 class Ledger:

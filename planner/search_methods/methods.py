@@ -9,7 +9,7 @@ from random import Random
 from types import MappingProxyType
 
 from parplan.costmodels.strategy import Strategy
-from parplan.planner.deadline import Deadline
+from parplan.planner.deadline import cpu_deadline, cpu_s
 from parplan.planner.plan.prediction import Status
 from parplan.planner.request import Request
 from parplan.planner.search.find_plan import find_best
@@ -20,7 +20,7 @@ from parplan.planner.search_methods.dynamic_program import dynamic_program
 from parplan.planner.search_methods.exhaustive import exhaustive
 from parplan.planner.search_methods.flat_program import flat_program
 from parplan.planner.search_methods.halving import recursive_halving
-from parplan.planner.search_methods.ledger import BudgetSpent, Improvement, Ledger, cpu_s
+from parplan.planner.search_methods.ledger import BudgetSpent, Improvement, Ledger
 from parplan.planner.search_methods.method_space import MethodSpace
 from parplan.planner.search_methods.policy import policy_gradient
 from parplan.planner.search_methods.sampling import genetic, mcmc, random_search, tree_search
@@ -31,9 +31,9 @@ Method = Callable[[Ledger, Random], None]
 
 def ours(ledger: Ledger, draw: Random) -> None:
     """Runs the search of `plan`, pinned to the space of the methods."""
-    deadline = Deadline(stops_s=ledger.ends_s, ends_s=ledger.ends_s, clock=cpu_s)
+    request = ledger.space.request.until(cpu_deadline(ledger.ends_s))
     with suppress(OutOfTimeError):
-        result = find_best(described_factory(ledger.space.request.until(deadline)))
+        result = find_best(described_factory(request))
         ledger.enter(result.strategy)
         ledger.bound_s = result.plan.search.bound
         if result.plan.search.status is Status.OPTIMAL:

@@ -11,10 +11,11 @@ import pytest
 from parplan.commands.options.option_values import SEARCH_METHODS
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.step import price_step
+from parplan.planner.deadline import cpu_s
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints
 from parplan.planner.search_methods.exhaustive import every_point
-from parplan.planner.search_methods.ledger import Ledger, cpu_s
+from parplan.planner.search_methods.ledger import Ledger
 from parplan.planner.search_methods.method_plan import find_by_method
 from parplan.planner.search_methods.method_space import MethodSpace
 from parplan.planner.search_methods.methods import METHODS, run_method
