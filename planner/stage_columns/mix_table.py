@@ -85,12 +85,8 @@ class StageTable:
         """
         if layout.chunked:
             return (3,) if layout.mesh.dp > 1 else (0,)
-        ways = layout.mesh.replicas > 1, layout.splits_backward, layout.recomputes_ahead
-        return self.once(
-            ("zero stages", *ways),
-            lambda: tuple(
-                zero for zero in self.zero_choices(layout.mesh) if not illegal_zero(layout, zero)
-            ),
+        return tuple(
+            zero for zero in self.zero_choices(layout.mesh) if not illegal_zero(layout, zero)
         )
 
 
@@ -233,11 +229,6 @@ class MixTable(StageTable):
 
     def per_block(self, layout: ParallelLayout, rank: int) -> BlockCosts:
         """Returns the costs of a block in `layout` on each option at each ZeRO stage."""
-        return self.once(
-            ("blocks of", layout, layout.keeps_all(rank)), lambda: self._per_block(layout, rank)
-        )
-
-    def _per_block(self, layout: ParallelLayout, rank: int) -> BlockCosts:
         key = (
             layout.mesh,
             self._kind(layout, rank),
