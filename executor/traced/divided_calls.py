@@ -39,7 +39,7 @@ class DividedCalls:
         self.factor: dict[fx.Node, int | None] = {}
         for node, value in values.items():
             part = division.parameters.get(str(node.target)) if _is_placed(value) else None
-            self.values[node] = _Own.apply(value.to_local()) if _is_placed(value) else value
+            self.values[node] = _own(node, value) if _is_placed(value) else value
             self.factor[node] = division.factor_at(node, part)
 
     def call(
@@ -181,6 +181,12 @@ class _Own(torch.autograd.Function):
 
 
 Changed = Callable[[DividedCalls, fx.Node, int], Any]
+
+
+def _own(node: fx.Node, placed: DTensor) -> Tensor:
+    """Returns this rank's part of a parameter; of a scalar, the one element that holds it."""
+    own: Tensor = _Own.apply(placed.to_local())
+    return own if node.meta["val"].ndim else own.reshape(())
 
 
 def _is_placed(value: Any) -> bool:

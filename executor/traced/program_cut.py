@@ -6,7 +6,8 @@ send to each other. Three kinds of calls are treated differently:
     constants    calls that depend on the batch and on no parameter; every stage repeats the
                  constants that it needs before its shards run
     views        views of a value of another stage; the receiving stage makes them again, so that
-                 each piece of memory is sent once
+                 each piece of memory is sent once; every shard makes its views of parameters, whose
+                 gathered memory ends with the shard
     the rest     calls made only by the shard that the plan names; a value that a later stage reads
                  passes through all stages in between
 
@@ -218,6 +219,7 @@ def _cut_stage(places: _Places, stage: int) -> StageCut:
         calls[places.shard[node]].append(node)
     _add_views(places.views(stage), calls)
     outputs = {*sends, places.loss}
+    _repeat_views_of_parameters(calls)
     _drop_unread_views(calls, outputs)
     _check_writes(places, stage)
     constants = _constants_of(places, [node for each in calls.values() for node in each])
@@ -240,7 +242,13 @@ def _shard(name: str, calls: Nodes, later: Sequence[Nodes], outputs: set[fx.Node
         for node in call.all_input_nodes
         if node not in made and node.op != "get_attr"
     )
-    read_later = {node for each in later for call in each for node in call.all_input_nodes}
+    read_later = {
+        node
+        for each in map(dict.fromkeys, later)
+        for call in each
+        for node in call.all_input_nodes
+        if node not in each
+    }
     gives = tuple(
         node
         for node in calls
@@ -258,6 +266,31 @@ def _add_views(views: Nodes, calls: dict[int, list[fx.Node]]) -> None:
             if any(view in call.all_input_nodes for call in each)
         )
         calls[next(readers)].append(view)
+
+
+def _repeat_views_of_parameters(calls: dict[int, list[fx.Node]]) -> None:
+    """Gives each shard the views of parameters that its calls read, and no others."""
+    of_parameters: set[fx.Node] = set()
+    for node in sorted(node for each in calls.values() for node in each):
+        before = node.all_input_nodes
+        if (
+            _is_view(node)
+            and before
+            and all(
+                each in of_parameters or each.meta.get("origin") == PARAMETER for each in before
+            )
+        ):
+            of_parameters.add(node)
+    for index, each in calls.items():
+        kept = [node for node in each if node not in of_parameters]
+        pending = [before for node in kept for before in node.all_input_nodes]
+        own: set[fx.Node] = set()
+        while pending:
+            node = pending.pop()
+            if node in of_parameters and node not in own:
+                own.add(node)
+                pending += node.all_input_nodes
+        calls[index] = [*kept, *own]
 
 
 def _drop_unread_views(calls: dict[int, list[fx.Node]], outputs: set[fx.Node]) -> None:
@@ -369,6 +402,10 @@ def where(node: fx.Node) -> str:
 
 def _is_leaf(node: fx.Node) -> bool:
     return node.op in ("placeholder", "get_attr")
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    return bool(node.meta.get("origin") == PARAMETER)
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -105,6 +105,11 @@ class ShardModule(nn.Module):
             for node in cut.attributes
             if node not in self._constants
         }
+        self._scalars = tuple(
+            node
+            for node in self._places
+            if node.meta["origin"] == PARAMETER and not node.meta["val"].ndim
+        )
         self._steps = tuple(_steps(cut, device))
         if self._again:
             self._recipes.watch(self)
@@ -160,6 +165,8 @@ class ShardModule(nn.Module):
         del values
         if self._division is not None:
             return self._divided(DividedCalls(self._division, known))
+        for node in self._scalars:
+            known[node] = known[node].reshape(())
         for step in self._steps:
             if step.node in self._again:
                 known[step.node] = self._made_again(step, known)

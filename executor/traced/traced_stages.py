@@ -208,7 +208,9 @@ def zero_of(plan: TracedPlan, index: int) -> int:
 
 
 def _on(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    return nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
+    """Returns a parameter on the device, a scalar in a tensor of one element, as FSDP asks."""
+    value = parameter.detach().to(device)
+    return nn.Parameter(value if value.ndim else value[None], parameter.requires_grad)
 
 
 def _parameters(cut: ShardCut) -> tuple[str, ...]:

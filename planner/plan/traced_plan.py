@@ -31,7 +31,8 @@ _FORBID = {"extra": "forbid"}
 class TracedSummary:
     """The traced model in numbers.
 
-    unit   the unit of `training.seq_length`: tokens or samples
+    unit      the unit of `training.seq_length`: tokens or samples
+    counted   the buffers that a forward pass writes, each rank from its own samples
     """
 
     __pydantic_config__ = _FORBID
@@ -41,6 +42,7 @@ class TracedSummary:
     num_operators: int
     flops_per_sequence: int
     unit: str
+    counted: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,6 +49,7 @@ def assembled(
             num_operators=len(model.operators),
             flops_per_sequence=price_cache.flops_per_sequence,
             unit=model.unit,
+            counted=model.counted,
         ),
         shards=shard_plans(sharded, price_cache.classes.of),
         shardings=split_plans_of(price_cache, layout.sharding),

@@ -95,6 +95,12 @@ class TracedModel:
         return sum({p.name: p.num_elements for p in parameters}.values())
 
     @cached_property
+    def counted(self) -> tuple[str, ...]:
+        """The buffers that a forward pass writes."""
+        names = (name for traced in self.operators for name in traced.counts)
+        return tuple(dict.fromkeys(names))
+
+    @cached_property
     def model_flops(self) -> int:
         """Forward and backward FLOPs, without recompute."""
         return sum(

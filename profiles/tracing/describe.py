@@ -176,7 +176,8 @@ class _Describer:
     def _described(self, node: fx.Node) -> Parameter:
         return Parameter(
             name=str(node.target),
-            dims=self.divisible.dims(node),
+            # ranks hold a scalar in a tensor of one element, of which one may have all
+            dims=self.divisible.dims(node) or (Dim(name="element", size=1),),
             fused=self.divisible.parts(node),
             trained=node.meta["val"].requires_grad,
         )

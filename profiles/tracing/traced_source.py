@@ -152,11 +152,10 @@ class _Making:
                     )
         give_values(module, self.deferred)
         for name, parameter in module.named_parameters():
-            if parameter.ndim == 0 or not parameter.numel():
-                what = "empty" if parameter.ndim else "a scalar"
+            if not parameter.numel():
                 raise ConfigError(
-                    f"module: parameter {name} is {what}, of which ranks cannot hold parts",
-                    hint="leave it out" if parameter.ndim else "make it of shape [1]",
+                    f"module: parameter {name} is empty, of which ranks cannot hold parts",
+                    hint="leave it out",
                 )
             if parameter.dtype is not torch.float32:
                 raise ConfigError(

@@ -43,6 +43,12 @@ def warnings(plan: AnyPlan) -> Iterator[str]:
                 f"{plan.batch_share.of:,} sequences of a step: the price leaves out the sum with "
                 "other pools"
             )
+    if isinstance(plan, TracedPlan) and plan.mesh.dp > 1 and (counted := plan.traced.counted):
+        more = f" and {len(counted) - 1:,} more" if len(counted) > 1 else ""
+        yield (
+            f"each data-parallel rank writes buffer {counted[0]}{more} from its own samples; "
+            "DDP would hand out those of rank 0"
+        )
     yield from _out_of_memory(plan)
     step_kind, band = plan.predicted.step_time_s.kind, plan.predicted.error_band
     if step_kind is Kind.ANALYTIC:

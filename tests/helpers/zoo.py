@@ -585,9 +585,19 @@ class _One(nn.Module):
         return self.out(x) * self.one.sum()
 
 
+class _ByAScalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x * self.scale)) * self.scale)
+
+
 @zoo
-def scalar_parameter() -> Made:
-    return _One(torch.tensor(1.5)), lambda count: {"x": torch.randn(count, 8)}, _loss
+def scaled_by_a_scalar() -> Made:
+    return _ByAScalar(), lambda count: {"x": torch.randn(count, 8)}, _loss
 
 
 @zoo
@@ -628,6 +638,85 @@ class _Assigns(_Counts):
 @zoo
 def assigned_buffer() -> Made:
     return _Assigns(), lambda count: {"x": torch.randn(count, 8)}, _loss
+
+
+class _CountsInPython(nn.Module):
+    """Counts its calls where `place` says, and computes with the count, or only reports it."""
+
+    total = 0
+
+    def __init__(self, place: str, *, computes: bool) -> None:
+        super().__init__()
+        type(self).total = 0
+        self.place, self.computes = place, computes
+        self.calls, self.flip, self.log = 0, False, {"calls": 0}
+        self.linear, self.out = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = self._counted()
+        y = self.linear(x)
+        return self.out(y.relu() if self.computes and count % 2 else y)
+
+    def _counted(self) -> int:
+        if self.place == "class":
+            type(self).total += 1
+            return type(self).total
+        if self.place == "dict":
+            self.log["calls"] += 1
+            return self.log["calls"]
+        if self.place == "flag":
+            self.flip = not self.flip
+            return int(self.flip)
+        self.calls += 1
+        return self.calls
+
+
+def _counting(place: str, *, computes: bool = True) -> Made:
+    made = _CountsInPython(place, computes=computes)
+    return made, lambda count: {"x": torch.randn(count, 8)}, _loss
+
+
+@zoo
+def counts_in_the_module() -> Made:
+    return _counting("module")
+
+
+@zoo
+def counts_in_the_class() -> Made:
+    return _counting("class")
+
+
+@zoo
+def counts_in_a_dict() -> Made:
+    return _counting("dict")
+
+
+@zoo
+def counts_by_a_flag() -> Made:
+    return _counting("flag")
+
+
+@zoo
+def reports_its_calls() -> Made:
+    return _counting("class", computes=False)
+
+
+class _Chunked(nn.Module):
+    """Reads parts of one parameter in calls that several shards make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Parameter(torch.randn(32, 8) / 8)
+        self.down = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.both.chunk(2)
+        return self.down(torch.sigmoid(x @ gate.T) * torch.tanh(x @ up.T))
+
+
+@zoo
+def chunked_parameter() -> Made:
+    return _Chunked(), lambda count: {"x": torch.randn(count, 8)}, _loss
 
 
 @zoo

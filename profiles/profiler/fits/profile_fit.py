@@ -3,8 +3,10 @@
 Every constant is drawn towards its assumed value for an unmeasured device, with a fiftieth of the
 weight of a point. Constants that no point determines stay there, so one point gives a sane curve,
 and many points decide alone. A curve without points is the assumption itself, ANALYTIC. Gradients
-are drawn towards the forward product. Repeats run back to back, so the times include a power limit
-and curves have no throttle.
+are drawn towards the forward product, and any other backward pass towards its assumption moved as
+the forward pass was, so that a time budget that ends between the two leaves no backward pass of
+another machine beside a measured forward pass. Repeats run back to back, so the times include a
+power limit and curves have no throttle.
 """
 
 from __future__ import annotations
@@ -122,12 +124,14 @@ def fit_compute(records: Sequence[Record], cluster: Cluster, precision: Precisio
     assumed = _assumed(form, device.name)
     classes = _classes(form, assumed)
     fitted: dict[str, Any] = {**_products(form, assumed), **classes}
+    flash = _flash(form, assumed.flash_forward, "flash_forward", 1.0)
+    flash_backward = _moved(assumed.flash_backward, _FLASH, assumed.flash_forward, flash)
     compute = replace(
         assumed,
         **fitted,
         optimizer=_memory(form, assumed.optimizer, "optimizer"),
-        flash_forward=_flash(form, assumed.flash_forward, "flash_forward", 1.0),
-        flash_backward=_flash(form, assumed.flash_backward, "flash_backward", FLASH_BACKWARD_FLOPS),
+        flash_forward=flash,
+        flash_backward=_flash(form, flash_backward, "flash_backward", FLASH_BACKWARD_FLOPS),
     )
     return with_points(
         replace(compute, dropped_flash=_dropped(form, compute), named=_named(form, classes)),
@@ -150,6 +154,22 @@ def _assumed(form: _Form, device_name: str) -> Compute:
     )
     same: dict[str, Any] = dict.fromkeys(products, product)
     return replace(compute, **same)
+
+
+def _moved(
+    backward: AnyCurve, names: Sequence[str], assumed: AnyCurve, fitted: AnyCurve
+) -> AnyCurve:
+    """Returns an assumed backward pass moved as the fit moved the assumed forward pass."""
+    if not fitted.rows:
+        return backward
+    return replace(
+        backward,
+        **{
+            name: getattr(backward, name) * getattr(fitted, name) / getattr(assumed, name)
+            for name in names
+            if getattr(assumed, name) > 0
+        },
+    )
 
 
 def _by_curve(records: Sequence[Record]) -> dict[str, list[TimedPoint]]:
@@ -272,15 +292,19 @@ def _products(form: _Form, assumed: Compute) -> dict[str, MatmulCurve]:
         return _fitted(_aligned(form, name), base, _PRODUCT, price, beside=form.of(name))
 
     forward = linear("forward", assumed.forward)
+    batched_forward = _fitted(
+        form.of("batched_forward"), assumed.batched_forward, _PRODUCT, batched, heads
+    )
+    batched_backward = _moved(
+        assumed.batched_backward, _PRODUCT, assumed.batched_forward, batched_forward
+    )
     return {
         "forward": forward,
         "input_gradient": linear("input_gradient", forward),
         "weight_gradient": linear("weight_gradient", forward),
-        "batched_forward": _fitted(
-            form.of("batched_forward"), assumed.batched_forward, _PRODUCT, batched, heads
-        ),
+        "batched_forward": batched_forward,
         "batched_backward": _fitted(
-            form.of("batched_backward"), assumed.batched_backward, _PRODUCT, batched, heads
+            form.of("batched_backward"), batched_backward, _PRODUCT, batched, heads
         ),
     }
 
@@ -350,18 +374,18 @@ def _memory(form: _Form, base: MemoryCurve, *names: str) -> MemoryCurve:
 def _classes(form: _Form, assumed: Compute) -> dict[str, PassCurves]:
     """The classes of memory-bound operations, each fitted over the points of all its members."""
     return {
-        name: PassCurves(
-            **{
-                direction: _memory(
-                    form,
-                    getattr(getattr(assumed, name), direction),
-                    *(f"{member}.{direction}" for member in (name, *MEMBERS.get(name, ()))),
-                )
-                for direction in DIRECTIONS
-            }
-        )
+        name: _passes(form, getattr(assumed, name), (name, *MEMBERS.get(name, ())))
         for name in ASSUMED_SHARES
     }
+
+
+def _passes(form: _Form, base: PassCurves, members: Sequence[str]) -> PassCurves:
+    """Fits the two passes of operations, the second drawn towards what the first says of it."""
+    first, second = DIRECTIONS
+    forward = _memory(form, getattr(base, first), *(f"{each}.{first}" for each in members))
+    moved = _moved(getattr(base, second), _MEMORY, getattr(base, first), forward)
+    backward = _memory(form, moved, *(f"{each}.{second}" for each in members))
+    return PassCurves(**{first: forward, second: backward})
 
 
 def _named(form: _Form, classes: Mapping[str, PassCurves]) -> dict[str, PassCurves]:
@@ -371,16 +395,4 @@ def _named(form: _Form, classes: Mapping[str, PassCurves]) -> dict[str, PassCurv
     """
     measured = {curve.rpartition(".")[0] for curve in form.points}
     names = sorted(measured - {"", *classes, *(name.rpartition(".")[0] for name in DROPPED_FLASH)})
-    return {
-        name: PassCurves(
-            **{
-                direction: _memory(
-                    form,
-                    getattr(classes[NAMED.get(name, OTHERS)], direction),
-                    f"{name}.{direction}",
-                )
-                for direction in DIRECTIONS
-            }
-        )
-        for name in names
-    }
+    return {name: _passes(form, classes[NAMED.get(name, OTHERS)], (name,)) for name in names}

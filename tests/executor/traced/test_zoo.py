@@ -66,6 +66,17 @@ def traced(name: str):
             {"shards_a_stage": 1, "num_micro_batches": 2},
             id="a-buffer-that-is-assigned",
         ),
+        pytest.param(
+            "scaled_by_a_scalar", {"dp": 2, "zero": 3, "shards_a_stage": 1}, id="a-scalar-sharded"
+        ),
+        pytest.param(
+            "chunked_parameter",
+            {"dp": 2, "zero": 3, "shards_a_stage": 3},
+            id="views-of-a-parameter-in-several-shards",
+        ),
+        pytest.param(
+            "scaled_by_a_scalar", {"tp": 2, "shards_a_stage": 1}, id="a-scalar-beside-divided"
+        ),
     ],
 )
 def test_it_trains_as_in_one_process(name, options):
@@ -124,6 +135,7 @@ def test_the_list_of_weights_of_an_lstm_has_the_stand_ins_and_then_its_own_again
         "fourier",
         "in_place",
         "hooked",
+        "reports_its_calls",
     ],
 )
 def test_it_is_traced(name):
@@ -150,11 +162,14 @@ def test_it_is_traced(name):
         ("data_parallel", "copies the module to devices by itself"),
         ("lazy_linear", "LazyLinear makes its weight in the first forward pass"),
         ("complex_parameter", "parameter weight is torch.complex64, it must be fp32"),
-        ("scalar_parameter", "parameter one is a scalar"),
         ("empty_parameter", "parameter one is empty"),
         ("nothing_learns", "depends on no parameter that learns"),
         ("layer_drop_by_python", "draws random numbers of Python or numpy"),
         ("layer_drop_by_numpy", "draws random numbers of Python or numpy"),
+        ("counts_in_the_module", r"_CountsInPython\.calls changes in every forward pass"),
+        ("counts_in_the_class", r"_CountsInPython\.total changes in every forward pass"),
+        ("counts_in_a_dict", r"_CountsInPython\.log\.calls changes in every forward pass"),
+        ("counts_by_a_flag", r"_CountsInPython\.flip changes in every forward pass"),
         (
             "layer_drop_by_torch",
             r"tests/helpers/zoo\.py:\d+ does depends on the values of a tensor",

@@ -26,6 +26,7 @@ from parplan.profiles.stack import NEUTRAL
 from parplan.profiles.units import GIB
 from parplan.report.plan_documents import plan_document, plan_schema
 from parplan.report.plans.block_phrases import layers_phrases
+from parplan.report.plans.notes import warnings
 from parplan.report.plans.summary import print_summary
 from parplan.report.plans.summary_context import SummaryContext
 from parplan.report.text import console
@@ -181,6 +182,15 @@ def test_a_summary_counts_in_whole_words_and_numbers_without_exponents(plan):
 
     assert "16,410 " in out.getvalue()
     assert "ZeRO 1 on 1 stage," in out.getvalue()
+
+
+def test_a_note_says_that_ranks_write_buffers_of_their_own(plan):
+    traced = replace(plan.traced, counted=("bn.mean", "bn.count"))
+
+    text = " ".join(warnings(replace(plan, traced=traced)))
+
+    assert "each data-parallel rank writes buffer bn.mean and 1 more from its own samples" in text
+    assert "writes buffer" not in " ".join(warnings(plan))
 
 
 def test_the_summary_says_what_runs_where_and_how_far_to_trust_it(plan):

@@ -193,6 +193,31 @@ def test_without_points_every_curve_is_the_assumption_marked_analytic():
     assert all(curve.kind is Kind.ANALYTIC for curve in curves_of(compute).values())
 
 
+def without_backward(record, slower: float):
+    times = {
+        name: replace(timing, median_us=timing.median_us * slower)
+        for name, timing in record.measured.times.items()
+        if name == "forward"
+    }
+    return replace(record, measured=replace(record.measured, times=times))
+
+
+def test_a_backward_pass_without_points_follows_a_forward_pass_that_is_slower_than_assumed():
+    """A time budget that ends early leaves forward passes alone."""
+    measured = (record for record in Machine().every() if record.measured)
+    records = [without_backward(record, slower=20.0) for record in measured]
+
+    compute = fit_compute(records, CLUSTER, "bf16")
+
+    for passes in (compute.elementwise, compute.norm, compute.softmax):
+        first, second = (
+            memory_bound_s(1 << 24, curve, CHIP.bytes_per_s)
+            for curve in (passes.forward, passes.backward)
+        )
+        assert second > 0.9 * first  # the assumed shares of bandwidth differ by less
+    assert compute.flash_backward.efficiency < ASSUMED.flash_backward.efficiency / 10
+
+
 def test_a_gradient_without_points_is_that_of_the_forward_product_marked_analytic():
     machine = Machine()
     passes = [
