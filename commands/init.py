@@ -247,7 +247,7 @@ def _tiers(levels: tuple[str, ...], rails: bool) -> tuple[Tier, ...]:
 
 def _text(path: Path, command: tuple[str, ...]) -> str:
     """Returns the text of a file, or what the command prints where the path is `-`."""
-    from parplan.profiles.documents.reader import Hints, read_text
+    from parplan.profiles.documents.bounded import Hints, read_text
     from parplan.profiles.inventory.found_machine import said
 
     hint = f"save the output of: {' '.join(command)}"

@@ -9,7 +9,7 @@ from enum import StrEnum
 from parplan.costmodels.communication.mesh import MeshOrder
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.profiles.documents.reader import MAX_DIGITS
+from parplan.profiles.documents.numbers import MAX_DIGITS
 from parplan.profiles.errors import ConfigError, unknown_name_error
 from parplan.profiles.stack import ContextForm
 

@@ -8,6 +8,14 @@ from enum import StrEnum
 
 # least ratio of two alike names: twice the characters that they share over those of both
 _CLOSE = 0.65
+_LONGEST_NAME = 200  # characters of a name that may be a misspelling; comparing takes its square
+SHOWN = 80  # most characters of a text in a message
+_LONGEST_MESSAGE = 4000
+
+
+def shortened(text: str) -> str:
+    """Returns the beginning of a text of any length, for a message."""
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 class PlannerError(Exception):
@@ -20,6 +28,9 @@ class PlannerError(Exception):
     exit_code = 1
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
+        if len(message) > _LONGEST_MESSAGE:
+            # the place is at the beginning, and what is wrong at the end
+            message = f"{message[: _LONGEST_MESSAGE // 2]} ... {message[-_LONGEST_MESSAGE // 2 :]}"
         super().__init__(message)
         self.message = message
         self.hint = hint
@@ -57,6 +68,8 @@ class RunError(PlannerError):
 
 def did_you_mean(name: str, known: Iterable[str]) -> str | None:
     """Returns a one-line suggestion for an unknown name, or None when no known name is close."""
+    if len(name) > _LONGEST_NAME:
+        return None
     names = [each for each in known if _alike(_family(name), _family(each))]
     longer = [each for each in names if name and each.startswith(name)]
     close = difflib.get_close_matches(name, names, n=1, cutoff=_CLOSE) or longer[:1]
@@ -84,7 +97,7 @@ def unknown_name_error(
     names = sorted(known)
     place = f" in {where}" if where else ""
     hint = did_you_mean(name, names) or f"known: {', '.join(names)}"
-    return ConfigError(f"unknown {kind} {name!r}{place}", hint=hint)
+    return ConfigError(f"unknown {kind} {shortened(name)!r}{place}", hint=hint)
 
 
 def coerce_choice(instance: object, field: str, choices: type[StrEnum], *, where: str = "") -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from parplan.profiles.documents.reader import MAX_DIGITS, Hints, read_text, shortened
-from parplan.profiles.errors import ConfigError
+from parplan.profiles.documents.bounded import Hints, read_text
+from parplan.profiles.documents.numbers import MAX_DIGITS
+from parplan.profiles.errors import ConfigError, shortened
 from parplan.profiles.models.documents import Documents, documents_of
 
 OPTION = "--document-lengths"

@@ -20,7 +20,7 @@ from parplan.planner.infeasible.shortfall import price_cache_of
 from parplan.planner.request import Request, SearchOptions
 from parplan.planner.search.estimate import ChunkRequest, UniformChoices
 from parplan.planner.stage_recompute import MEMORY, RecomputeRule, parse_stage_recompute
-from parplan.profiles.documents.reader import Hints, read_text
+from parplan.profiles.documents.bounded import Hints, read_text
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.stack import ContextForm
 from parplan.profiles.units import parse_size

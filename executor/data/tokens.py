@@ -18,8 +18,9 @@ from typing import IO, Any
 
 import numpy as np
 
+from parplan.profiles.documents.bounded import Hints
 from parplan.profiles.documents.files import open_replacement
-from parplan.profiles.documents.reader import Hints, read_json
+from parplan.profiles.documents.reader import read_json
 from parplan.profiles.documents.schema import parse
 from parplan.profiles.errors import ConfigError, unknown_name_error
 from parplan.profiles.models.hub import allow_download, hub_refusals

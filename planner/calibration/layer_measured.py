@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from parplan.planner.calibration.measured_run import MeasuredRun, in_proportion,
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.plan_strategy import strategy_of
 from parplan.planner.runs.timelines import Key, parts_s
+from parplan.profiles.documents.bounded import fingerprint_of
 from parplan.profiles.documents.files import changed_on
 from parplan.profiles.documents.reader import read_json
 from parplan.profiles.errors import ConfigError
@@ -39,7 +39,7 @@ def measured_by_layers(path: Path, plan: Plan) -> MeasuredRun:
     """
     times = read_layer_file(read_json(path), str(path), plan.pipeline.micro_batch_size)
     _require_same(times, plan, str(path))
-    fingerprint = hashlib.sha256(path.read_bytes()).hexdigest()[:FINGERPRINT_DIGITS]
+    fingerprint = fingerprint_of(path, FINGERPRINT_DIGITS)
     date = changed_on(path)
     return MeasuredRun(
         name=str(path),

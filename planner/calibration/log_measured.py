@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.stage_costs import step_costs
 from parplan.costmodels.step import simulated_step
@@ -14,6 +12,7 @@ from parplan.planner.logs.measured_row import step_seconds
 from parplan.planner.plan.plan import Plan
 from parplan.planner.runs.run_file import WHOLE_RANK
 from parplan.planner.runs.timelines import Key
+from parplan.profiles.documents.bounded import fingerprint_of
 from parplan.profiles.documents.files import changed_on
 from parplan.profiles.machines.driver_names import torch_name
 from parplan.profiles.machines.user_profile import FINGERPRINT_DIGITS
@@ -23,7 +22,7 @@ _STEP: Key = ("step", WHOLE_RANK)
 
 def measured_by_log(run: LoggedRun, plan: Plan) -> MeasuredRun:
     """Returns the measurement of a log that ran as `plan` says: the step as a whole."""
-    fingerprint = hashlib.sha256(run.path.read_bytes()).hexdigest()[:FINGERPRINT_DIGITS]
+    fingerprint = fingerprint_of(run.path, FINGERPRINT_DIGITS)
     date = changed_on(run.path)
     step_s = step_seconds(run.middle, run, plan)
     return MeasuredRun(

@@ -7,7 +7,7 @@ from pathlib import Path
 from parplan.planner.export.launcher_file import LauncherFile, require_priced
 from parplan.planner.export.megatron.megatron import MEGATRON
 from parplan.planner.export.torchtitan.torchtitan import TORCHTITAN
-from parplan.planner.logs.log_lines import read_lines
+from parplan.planner.logs.last_layout import last_layout
 from parplan.planner.logs.printed_arguments import printed_arguments
 from parplan.planner.logs.titan_lines import titan_options
 
@@ -18,12 +18,13 @@ def configuration_of_log(path: Path) -> LauncherFile | None:
     Of a log with restarts it is that of the last start. Raises ConfigError for a log that is not
     readable, and for arguments that change time or memory without a price.
     """
-    given, processes = printed_arguments(read_lines(path), str(path))
+    lines = last_layout(path).settings
+    given, processes = printed_arguments(lines, str(path))
     if given:
         stated = {"--gpus": f"{processes}"} if processes else {}
         require_priced(MEGATRON, given)
         return LauncherFile(path=path, target=MEGATRON, given=given, options=stated)
-    given, machine = titan_options(read_lines(path), str(path))
+    given, machine = titan_options(lines, str(path))
     if given:
         return LauncherFile(path=path, target=TORCHTITAN, given=given, options=machine)
     return None

@@ -7,14 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from parplan.profiles.errors import ConfigError
+from parplan.profiles.documents import bounded
+from parplan.profiles.documents.bounded import Hints
+from parplan.profiles.documents.line_prefixes import without_prefixes
 
-_LONGEST = 4096  # characters of a line that are read; arguments and steps are shorter
-_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07")
-# torchrun --tee, mpirun --tag-output, srun --label, the names of torchrun's redirected ranks
-_RANK = re.compile(
-    r"^\s*(?:\[(?P<a>[\w.-]*\d+)\]:|\[\d+,(?P<b>\d+)\]<std(?:out|err)>:|(?P<c>\d+):) ?"
-)
+_HINTS = Hints("check its name", "give the log of one run")
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]{0,40}[ -/]{0,9}[@-~]|\x1b\][^\x07\x1b]{0,200}\x07")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +26,7 @@ class LogLine:
 
 def read_lines(path: Path) -> Iterator[LogLine]:
     """Yields the lines of a log; each state of a progress bar is one. Raises ConfigError."""
-    try:
-        with path.open(encoding="utf-8", errors="replace", newline=None) as file:
-            for number, line in enumerate(file, 1):
-                text = _ESCAPES.sub("", line[:_LONGEST]).rstrip()
-                match = _RANK.match(text)
-                rank = next(filter(None, match.groups()), "") if match else ""
-                yield LogLine(number, rank, text[match.end() :] if match else text)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", hint="check its name") from None
+    for number, line in enumerate(bounded.read_lines(path, _HINTS), 1):
+        text = _ESCAPES.sub("", line) if "\x1b" in line else line
+        rank, bare = without_prefixes(text.rstrip())
+        yield LogLine(number, rank, bare)

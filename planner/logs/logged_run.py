@@ -10,31 +10,14 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median, median_high, quantiles
 
+from parplan.planner.logs.last_layout import LastLayout, last_layout
 from parplan.planner.logs.log_formats import FORMATS, LogFormat
-from parplan.planner.logs.log_lines import LogLine, read_lines
+from parplan.planner.logs.log_lines import read_lines
+from parplan.planner.logs.logged_step import LoggedStep, is_step, memory_of, step_of
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.units import GIB, MIB
 
 WARM_UP = 5  # iterations after a start that are left out: compilation, caches, first batches
-_UNITS = {"mib": MIB, "gib": GIB}
 _FEW = 2  # values that have percentiles
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoggedStep:
-    """A line of a step, as it was printed.
-
-    quantity   the group of the pattern that says its time, with `value` in that unit
-    batch      sequences of the step, None where the line does not say them
-    total      number of the last step, None where the line does not say it
-    """
-
-    line: LogLine
-    iteration: int
-    total: int | None
-    quantity: str
-    value: float
-    batch: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +28,7 @@ class LoggedRun:
     values           the median over ranks of every step that counts
     batch            sequences of these steps, None where the log does not say them
     parts            starts of the run
+    other_layouts    starts before them with another configuration, which do not count
     left_out         steps of warm-up and of other batches
     allocated_bytes  most tensors, and `reserved_bytes` most memory of the allocator, on any rank
                      that printed it; None where none did
@@ -56,6 +40,7 @@ class LoggedRun:
     values: tuple[float, ...]
     batch: int | None
     parts: int
+    other_layouts: int
     left_out: int
     allocated_bytes: float | None
     reserved_bytes: float | None
@@ -75,7 +60,7 @@ class LoggedRun:
 
 def is_log(path: Path) -> bool:
     """Returns whether a file has a line of a step. Raises ConfigError."""
-    return any(_step_of(line, each) for line in read_lines(path) for each in FORMATS)
+    return any(is_step(line.text) for line in read_lines(path))
 
 
 def read_log(path: Path, warm_up: int = WARM_UP) -> LoggedRun:
@@ -84,7 +69,8 @@ def read_log(path: Path, warm_up: int = WARM_UP) -> LoggedRun:
     warm_up   iterations after each start that are left out
     Raises ConfigError for a file without steps, or with too few.
     """
-    form, starts, steps, memory = _read(path)
+    layout = last_layout(path)
+    form, starts, steps, memory = _read(path, layout)
     parts = tuple(_parts(steps, starts))
     counted = [one for part in parts for one in _steady(part, warm_up)]
     usual = Counter(batch for _, batch in counted).most_common(1)
@@ -103,13 +89,16 @@ def read_log(path: Path, warm_up: int = WARM_UP) -> LoggedRun:
         values=values,
         batch=batch,
         parts=len(parts),
+        other_layouts=layout.others,
         left_out=sum(len(_by_iteration(part)) for part in parts) - len(values),
         allocated_bytes=memory.get("allocated"),
         reserved_bytes=memory.get("reserved"),
     )
 
 
-def _read(path: Path) -> tuple[LogFormat, list[int], list[LoggedStep], dict[str, float]]:
+def _read(
+    path: Path, layout: LastLayout
+) -> tuple[LogFormat, list[int], list[LoggedStep], dict[str, float]]:
     """Returns the format of most steps, the lines of its starts, its steps and its most memory.
 
     Raises ConfigError.
@@ -117,14 +106,14 @@ def _read(path: Path) -> tuple[LogFormat, list[int], list[LoggedStep], dict[str,
     starts: dict[str, list[int]] = defaultdict(list)
     steps: dict[str, list[LoggedStep]] = defaultdict(list)
     memory: dict[str, dict[str, float]] = defaultdict(dict)
-    for line in read_lines(path):
+    for line in layout.lines(path):
         for form in FORMATS:
-            if form.starts.search(line.text):
+            if any(words in line.text for words in form.starts):
                 starts[form.name].append(line.number)
-            step = _step_of(line, form)
+            step = step_of(line, form)
             if step is not None:
                 steps[form.name].append(step)
-            for kind, size in _memory_of(line, form):
+            for kind, size in memory_of(line, form):
                 memory[form.name][kind] = max(size, memory[form.name].get(kind, 0.0))
     if not steps:
         names = ", ".join(form.name for form in FORMATS)
@@ -139,46 +128,6 @@ def _read(path: Path) -> tuple[LogFormat, list[int], list[LoggedStep], dict[str,
     total = totals.most_common(1)[0][0]
     chosen = [each for each in steps[form.name] if (each.quantity, each.total) == (first, total)]
     return form, starts[form.name], chosen, memory[form.name]
-
-
-def _step_of(line: LogLine, form: LogFormat) -> LoggedStep | None:
-    match = next(filter(None, (pattern.search(line.text) for pattern in form.steps)), None)
-    if match is None:
-        return None
-    found = {name: text for name, text in match.groupdict().items() if text}
-    counts = {name: int(found.pop(name, 0)) for name in ("iteration", "total", "batch")}
-    found = {name: text for name, text in found.items() if not _is_memory(name)}
-    ((quantity, text),) = found.items()
-    value = _number(text)
-    if value <= 0:  # the clock of the first steps had not started
-        return None
-    return LoggedStep(
-        line=line,
-        iteration=counts["iteration"],
-        total=counts["total"] or None,
-        quantity=quantity,
-        value=value,
-        batch=counts["batch"] or None,
-    )
-
-
-def _memory_of(line: LogLine, form: LogFormat) -> Iterator[tuple[str, float]]:
-    """Yields the kinds of memory of a line with their bytes."""
-    for pattern in form.memory:
-        match = pattern.search(line.text)
-        if match is None:
-            continue
-        for name, text in match.groupdict().items():
-            kind, _, unit = name.rpartition("_")
-            yield kind, _number(text) * _UNITS[unit]
-
-
-def _is_memory(name: str) -> bool:
-    return name.rpartition("_")[2] in _UNITS
-
-
-def _number(text: str) -> float:
-    return float(text.replace(",", ""))
 
 
 def _parts(steps: list[LoggedStep], starts: list[int]) -> Iterator[list[LoggedStep]]:

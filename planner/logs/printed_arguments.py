@@ -14,9 +14,13 @@ from collections.abc import Iterable, Iterator
 from parplan.planner.export.fields.arguments import Given, Words
 from parplan.planner.export.megatron.megatron import MEGATRON
 from parplan.planner.logs.log_lines import LogLine
+from parplan.profiles.documents.numbers import whole_of
+from parplan.profiles.documents.ranges import DEVICES
 
-_PRINTED = re.compile(r"^ *(\w+) \.+ (.+)$")
-_VOCABULARY = re.compile(r"> padded vocab \(size: (\d+)\)")
+_PRINTED = re.compile(r" {0,8}(\w{1,80}) \.{1,80} (.+)")
+_VOCABULARY = re.compile(r"> padded vocab \(size: ([0-9]{1,9})\)")
+_KNOWN = frozenset({row.name for row in MEGATRON.rows} | set(MEGATRON.refused))
+_WORLD = "world_size"
 _UNSET = ("None", "False", "0", "no_shard", "[]")
 # the variable of an argument, where its name is another one (dest=, argparse_meta)
 _ARGUMENTS = {"fp8": "--fp8-format", "fp4": "--fp4-format"}
@@ -51,27 +55,49 @@ def printed_arguments(lines: Iterable[LogLine], file: str) -> tuple[tuple[Given,
         match = _PRINTED.match(line.text)
         if match:
             values[match[1]] = match[2].strip(), line.number
-        vocabulary = _VOCABULARY.search(line.text)
+        vocabulary = padded_vocabulary(line.text)
         if vocabulary and "vocab_size" in values and values["vocab_size"][0] in _UNSET:
-            values["vocab_size"] = vocabulary[1], line.number
+            values["vocab_size"] = vocabulary, line.number
     if "tensor_model_parallel_size" not in values:
         return (), None
-    world, _ = values.get("world_size", ("", 0))
-    return tuple(_given(values, file)), int(world) if world.isdigit() else None
+    world, _ = values.get(_WORLD, ("", 0))
+    return tuple(_given(values, file)), whole_of(world, DEVICES)
+
+
+def padded_vocabulary(text: str) -> str:
+    """Returns the vocabulary that a line states, "" of other lines."""
+    match = _VOCABULARY.search(text) if "padded vocab" in text else None
+    return match[1] if match else ""
+
+
+def prints_argument(text: str) -> bool:
+    """Returns whether a line prints an argument or the vocabulary."""
+    return bool(_PRINTED.match(text)) or bool(padded_vocabulary(text))
+
+
+def priced_value(text: str) -> dict[str, str]:
+    """Returns the value of a line that prints an argument with a price, {} of other lines."""
+    match = _PRINTED.match(text)
+    if match is None or (_argument(match[1]) not in _KNOWN and match[1] != _WORLD):
+        return {}
+    return {match[1]: match[2].strip()}
+
+
+def _argument(name: str) -> str:
+    return _ARGUMENTS.get(name, f"--{name.replace('_', '-')}")
 
 
 def _given(values: dict[str, tuple[str, int]], file: str) -> Iterator[Given]:
-    known = {row.name for row in MEGATRON.rows} | set(MEGATRON.refused)
     texts = {name: text for name, (text, _) in values.items()}
     texts["_several_cp"] = "None" if texts.get("context_parallel_size") == "1" else "True"
     instances = texts.get("num_distributed_optimizer_instances")
     texts["_several_instances"] = "None" if instances == "1" else "True"
     for name, (text, number) in values.items():
         where = f"{file}:{number}"
-        argument = _ARGUMENTS.get(name, f"--{name.replace('_', '-')}")
+        argument = _argument(name)
         if name in _TURNED_OFF and text == "False":
             yield Given(_TURNED_OFF[name], (), where)
-        elif argument in known and text not in _UNSET and _counts(name, texts):
+        elif argument in _KNOWN and text not in _UNSET and _counts(name, texts):
             yield Given(argument, _words(text), where)
 
 
@@ -87,6 +113,6 @@ def _words(text: str) -> Words:
     if text.startswith(("[", "(")):
         try:
             return tuple(f"{each}" for each in ast.literal_eval(text))
-        except (ValueError, SyntaxError):  # a text that begins with a bracket
+        except (ValueError, SyntaxError, MemoryError, RecursionError):  # a text with a bracket
             return (text,)
     return (_WORDS.get(text, text.rpartition("AttnBackend.")[2]),)

@@ -14,8 +14,9 @@ from parplan.planner.plan.consistency import require_consistent
 from parplan.planner.plan.old_plans import OLD_VERSION, in_todays_form
 from parplan.planner.plan.plan import PLAN_VERSION, Plan
 from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
+from parplan.profiles.documents.bounded import Hints
 from parplan.profiles.documents.files import write_result
-from parplan.profiles.documents.reader import Hints, read_yaml
+from parplan.profiles.documents.reader import read_yaml
 from parplan.profiles.documents.schema import document, kind_text, parse
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.pool_documents import machine_document, machine_from_document

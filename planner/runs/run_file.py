@@ -16,8 +16,9 @@ from typing import Any
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.plan_file import any_plan_from_document, plan_to_document
 from parplan.planner.plan.traced_plan import TracedPlan
+from parplan.profiles.documents.bounded import Hints
 from parplan.profiles.documents.files import write_result
-from parplan.profiles.documents.reader import Hints, read_json
+from parplan.profiles.documents.reader import read_json
 from parplan.profiles.documents.schema import document, parse
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.user_profile import digest

@@ -8,7 +8,7 @@ from importlib.resources import as_file, files
 from pathlib import Path
 
 from parplan.planner.validation.row_cells import NEEDED, OPTIONAL, Row
-from parplan.profiles.documents.reader import Hints, read_text
+from parplan.profiles.documents.bounded import Hints, read_text
 from parplan.profiles.errors import ConfigError
 
 _HINT = "give a table of measured steps with --steps"

@@ -37,6 +37,7 @@ def _shown(number: float) -> str:
 
 COUNT = Range(1, 10**9)
 DEVICES = Range(1, 10_000_000)
+RANKS = Range(0, DEVICES.high)  # a rank, or a number of devices where 0 means none
 LAYERS = Range(1, 4096)
 WIDTH = Range(1, 10_000_000)
 BYTES = Range(0, 10**18)

@@ -1,8 +1,8 @@
-"""The one reader of YAML and JSON: every file from outside is bounded before its values are built.
+"""The one reader of YAML and JSON: a document is bounded before its values are built.
 
-A document has the types of JSON only. A file is a regular one of at most 64 MiB of UTF-8. A
-document is nested at most 64 deep and has at most 2,000,000 values; an alias or a merge key counts
-as many values as it stands for. Integers have at most 18 digits, floats are finite, keys are texts
+A file is read by profiles/documents/bounded.py. A document has the types of JSON only, is nested at
+most 64 deep and has at most 2,000,000 values; an alias or a merge key counts as many values as it
+stands for. Integers have at most 18 digits, floats are finite, keys are texts
 and occur once.
 
 YAML is read event by event, so that its size is known before any recursion or copy of an alias;
@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import stat
 from collections import Counter
 from dataclasses import dataclass
 from importlib.resources.abc import Traversable
@@ -27,25 +25,14 @@ from typing import Any
 
 import yaml
 
-from parplan.profiles.errors import ConfigError
-from parplan.profiles.units import MIB
+from parplan.profiles.documents.bounded import Hints, read_text
+from parplan.profiles.documents.numbers import MAX_DIGITS
+from parplan.profiles.errors import ConfigError, shortened
 
-MAX_BYTES = 64 * MIB
 MAX_DEPTH = 64
 _PARSER_TOO_DEEP = "exceeded maximum nesting depth"  # of libyaml, which may read ahead of MAX_DEPTH
 MAX_VALUES = 2_000_000
-MAX_DIGITS = 18
-SHOWN = 80  # most characters of a text in a message
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # only its parser is used
-_BOM = b"\xef\xbb\xbf"
-_OTHER_BOMS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x00\x00\xfe\xff": "UTF-32"}
-_KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
 _MEANINGS: dict[str, bool | None] = {
     "": None,
     "~": None,
@@ -73,14 +60,6 @@ _DIRECTIVE = re.compile(r"^%(?!YAML)", re.MULTILINE)
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-@dataclass(frozen=True, slots=True)
-class Hints:
-    """The actions for a file that cannot be read, and for one with a wrong content."""
-
-    absent: str = "check the path"
-    broken: str = "correct that line"
-
-
 def read_yaml(source: Path | Traversable, where: str | None = None, hints: Hints = Hints()) -> Any:
     """Returns the content of a YAML file: dicts, lists, texts, numbers, booleans and None.
 
@@ -96,39 +75,6 @@ def read_json(source: Path | Traversable, where: str | None = None, hints: Hints
     """Returns the content of a JSON file. Raises ConfigError, as `read_yaml` does."""
     where = str(source) if where is None else where
     return parse_json(read_text(source, where, hints), where, hints)
-
-
-def read_text(
-    source: Path | Traversable,
-    where: str | None = None,
-    hints: Hints = Hints(),
-    *,
-    lossy: bool = False,
-) -> str:
-    """Returns the text of a regular file of UTF-8 without its byte order mark.
-
-    lossy: bytes that are not UTF-8 are replaced
-    Raises ConfigError: not there, not readable, not a regular file, too large, not UTF-8, with NUL
-    bytes.
-    """
-    where = str(source) if where is None else where
-    body = _content(source, where, hints).removeprefix(_BOM)
-    encoding = next((name for mark, name in _OTHER_BOMS.items() if body.startswith(mark)), None)
-    if encoding is not None:
-        raise ConfigError(
-            f"{where}: not UTF-8 text: it is {encoding}", hint="save that file as UTF-8"
-        )
-    if not lossy and b"\0" in body:
-        raise ConfigError(
-            f"{where}:{_line_at(body, body.index(0))}: a NUL byte, text has none", hint=hints.broken
-        )
-    try:
-        return body.decode("utf-8", errors="replace" if lossy else "strict")
-    except UnicodeDecodeError as error:
-        place = f"{where}:{_line_at(body, error.start)}"
-        raise ConfigError(
-            f"{place}: not UTF-8 text: {error.reason} at byte {error.start}", hint=hints.broken
-        ) from None
 
 
 def parse_yaml(text: str, where: str, hints: Hints = Hints()) -> Any:
@@ -171,51 +117,6 @@ def parse_json(text: str, where: str, hints: Hints = Hints()) -> Any:
     if _SURROGATE.search(text):
         _require_characters(body, where, hints)
     return body
-
-
-def _content(source: Path | Traversable, where: str, hints: Hints) -> bytes:
-    """Returns the bytes of a regular file.
-
-    The kind of the file is checked before it is read: a pipe would wait for its writer, and a
-    device might never end.
-    """
-    try:
-        if not isinstance(source, Path):
-            return source.read_bytes()  # a file of the package, perhaps in an archive
-        handle = os.open(source, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            _require_regular(os.fstat(handle), where, hints)
-            with open(handle, "rb", closefd=False) as file:
-                body = file.read(MAX_BYTES + 1)
-        finally:
-            os.close(handle)
-    except OSError as error:
-        raise ConfigError(f"cannot read {where}: {error.strerror}", hint=hints.absent) from None
-    except ValueError as error:  # a NUL in the name
-        raise ConfigError(f"cannot read {where!r}: {error}", hint=hints.absent) from None
-    if len(body) > MAX_BYTES:  # it grew, or its stated size is wrong
-        raise _too_large(len(body), where, hints)
-    return body
-
-
-def _require_regular(status: os.stat_result, where: str, hints: Hints) -> None:
-    """Raises ConfigError for a file that is not regular or is too large."""
-    if not stat.S_ISREG(status.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
-        raise ConfigError(f"cannot read {where}: {kind}, not a regular file", hint=hints.absent)
-    if status.st_size > MAX_BYTES:
-        raise _too_large(status.st_size, where, hints)
-
-
-def _too_large(n_bytes: int, where: str, hints: Hints) -> ConfigError:
-    return ConfigError(
-        f"cannot read {where}: it has {n_bytes:,} bytes, at most {MAX_BYTES:,} are read",
-        hint=hints.absent,
-    )
-
-
-def _line_at(body: bytes, place: int) -> int:
-    return body.count(b"\n", 0, place) + 1
 
 
 def _too_deep(place: str, hints: Hints) -> ConfigError:
@@ -430,11 +331,6 @@ class _YamlDocument:
         if not all(isinstance(each, dict) for each in merged):
             raise self._wrong(event, "<< takes a mapping, or a list of mappings")
         top.merges, top.merged = False, merged
-
-
-def shortened(text: str) -> str:
-    """Returns the beginning of a text of any length, for a message."""
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def _too_long(text: str) -> str:

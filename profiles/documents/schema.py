@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, get_type_hints
 
 from parplan.profiles.documents.plain import NotPlainError, plain
 from parplan.profiles.documents.ranges import require_ranges
-from parplan.profiles.documents.reader import shortened
-from parplan.profiles.errors import ConfigError, did_you_mean
+from parplan.profiles.errors import ConfigError, did_you_mean, shortened
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter

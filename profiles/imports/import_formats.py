@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from parplan.profiles.documents.bounded import Hints, read_text
 from parplan.profiles.documents.files import changed_on
-from parplan.profiles.documents.reader import Hints, parse_json, read_text
+from parplan.profiles.documents.reader import parse_json
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.imports.aiconfigurator_table import is_aiconfigurator, read_aiconfigurator
 from parplan.profiles.imports.galvatron_hardware import (

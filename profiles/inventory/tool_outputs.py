@@ -5,13 +5,16 @@ Every function takes a text and returns what it recognises; a text without it gi
 
 from __future__ import annotations
 
-import csv
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from parplan.profiles.documents.numbers import real_of, whole_of
+from parplan.profiles.documents.ranges import COUNT
+from parplan.profiles.documents.reader import parse_json
+from parplan.profiles.documents.tables import rows_of
+from parplan.profiles.errors import ConfigError
 from parplan.profiles.units import MIB
 
 GPU_QUERY = "name,memory.total"  # of nvidia-smi --query-gpu
@@ -86,23 +89,25 @@ class SeenLinks:
 
 def gpus_of_nvidia_smi(text: str) -> SeenGpus | None:
     """Parses `nvidia-smi --query-gpu=name,memory.total --format=csv,noheader,nounits`."""
-    rows = [row for row in csv.reader(text.splitlines(), skipinitialspace=True) if len(row) == 2]
+    rows = [
+        row for row in rows_of(text.splitlines(), "nvidia-smi", skips_spaces=True) if len(row) == 2
+    ]
     if not rows:
         return None
     (name, mebibytes), _ = Counter(map(tuple, rows)).most_common(1)[0]
-    known = re.fullmatch(r"\d+", mebibytes.strip())
+    memory = whole_of(mebibytes.strip(), COUNT)
     return SeenGpus(
         name=name.strip(),
         count=len(rows),
-        memory_bytes=int(mebibytes) * MIB if known else None,
+        memory_bytes=memory * MIB if memory else None,
     )
 
 
 def gpus_of_rocm_smi(text: str) -> SeenGpus | None:
     """Parses `rocm-smi --showproductname --showmeminfo vram --json`; a die is a GPU."""
     try:
-        cards = json.loads(text)
-    except ValueError:
+        cards = parse_json(text, "rocm-smi")
+    except ConfigError:
         return None
     if not isinstance(cards, dict):
         return None
@@ -113,7 +118,7 @@ def gpus_of_rocm_smi(text: str) -> SeenGpus | None:
         model = _AMD.search(" ".join(str(value) for value in facts.values()))
         memory = facts.get("VRAM Total Memory (B)")
         if model:
-            found[f"AMD Instinct {model[0]}", int(memory) if memory else None] += 1
+            found[f"AMD Instinct {model[0]}", whole_of(memory)] += 1
     if not found:
         return None
     (name, memory_bytes), _ = found.most_common(1)[0]
@@ -166,16 +171,18 @@ def nics_of_ibstat(text: str) -> SeenNics | None:
 def _active_ports(text: str) -> Iterator[tuple[float, str]]:
     for port in re.split(r"\n\s*Port \d+:", text)[1:]:
         state = re.search(r"State:\s*(\w+)", port)
-        rate = re.search(r"Rate:\s*([\d.]+)", port)
+        rate = re.search(r"Rate:\s*([0-9.]{1,20})", port)
         layer = re.search(r"Link layer:\s*(\w+)", port)
-        if rate and state and state[1] == "Active":
+        gbit_per_s = real_of(rate[1]) if rate else None
+        if gbit_per_s and state and state[1] == "Active":
             ethernet = layer is not None and layer[1] == "Ethernet"
-            yield float(rate[1]), "roce" if ethernet else "infiniband"
+            yield gbit_per_s, "roce" if ethernet else "infiniband"
 
 
 def numa_of_numactl(text: str) -> SeenNuma | None:
     """Parses `numactl --hardware`; domains without memory of their own are not counted."""
-    sizes = [int(size) for size in re.findall(r"node \d+ size: (\d+) MB", text) if int(size)]
+    found = re.findall(r"node [0-9]{1,6} size: ([0-9]{1,12}) MB", text)
+    sizes = [int(size) for size in found if int(size)]
     if not sizes:
         return None
     return SeenNuma(domains=len(sizes), memory_bytes=sum(sizes) * MIB)

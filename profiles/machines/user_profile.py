@@ -17,8 +17,9 @@ from typing import Any
 
 import yaml
 
+from parplan.profiles.documents.bounded import Hints
 from parplan.profiles.documents.files import write_text
-from parplan.profiles.documents.reader import Hints, read_yaml
+from parplan.profiles.documents.reader import read_yaml
 from parplan.profiles.documents.schema import document, json_schema, parse
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.calibration_factors import Calibration

@@ -21,7 +21,8 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from parplan.profiles.documents.reader import Hints, read_yaml
+from parplan.profiles.documents.bounded import Hints
+from parplan.profiles.documents.reader import read_yaml
 from parplan.profiles.documents.schema import parse
 from parplan.profiles.errors import ConfigError
 

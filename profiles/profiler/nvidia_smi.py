@@ -5,12 +5,15 @@ A missing or failing nvidia-smi, or an unknown field, gives None; it never ends 
 
 from __future__ import annotations
 
-import csv
 import re
 import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from parplan.profiles.documents.numbers import real_of
+from parplan.profiles.documents.ranges import Range
+from parplan.profiles.documents.tables import rows_of
 
 WAIT_S = 20.0  # a driver that is not loaded yet takes seconds
 _FIELDS = {  # name in --query-gpu -> field of an environment
@@ -25,6 +28,7 @@ _TEXTS = ("driver",)
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # newer versions underline the heading of the matrix
 _GPU, _NIC = re.compile(r"GPU\d+"), re.compile(r"NIC\d+|mlx\d+_\d+")
 _SELF = "X"
+NOT_NEGATIVE = Range(0, 1e30)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,15 +52,15 @@ def gpu_facts(gpu: str | None) -> dict[str, float | str]:
 
 def parse_gpu_facts(text: str) -> dict[str, float | str]:
     """Parses the first GPU of the answer; fields that nvidia-smi does not know are left out."""
-    rows = list(csv.reader(text.splitlines(), skipinitialspace=True))
+    rows = rows_of(text.splitlines(), "nvidia-smi", skips_spaces=True)
     if not rows or len(rows[0]) != len(_FIELDS):
         return {}
     facts: dict[str, float | str] = {}
     for name, value in zip(_FIELDS.values(), rows[0], strict=True):
         if name in _TEXTS and not value.startswith("["):
             facts[name] = value
-        elif re.fullmatch(r"\d+(\.\d+)?", value.strip()):
-            facts[name] = float(value)
+        elif (number := real_of(value.strip(), NOT_NEGATIVE)) is not None:
+            facts[name] = number
     return facts
 
 

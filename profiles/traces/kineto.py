@@ -13,14 +13,17 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from parplan.profiles.errors import ConfigError
+from parplan.profiles.documents.numbers import MAX_DIGITS, real, real_of, whole_of
+from parplan.profiles.documents.ranges import RANKS, Range
+from parplan.profiles.errors import ConfigError, shortened
 from parplan.profiles.traces.host_phases import HostPhases, HostThread, outermost
 from parplan.profiles.traces.trace_record import (
+    MOMENT,
     Interval,
     Phase,
     RankTrace,
@@ -46,7 +49,8 @@ _GLOO = "gloo:"
 _OPERATOR = re.compile(r"[a-z]\w*::")
 _WRAPPERS = ("autograd::", "c10d::", "torch::autograd")
 _FIRST_YEAR = 2015
-_ENDLESS = 1e18  # microseconds; no clock is so late
+_MICROSECONDS = Range(0, 1e18)  # no clock is so late
+MAX_EVENTS = 5_000_000  # of a GiB of text; each takes some microseconds
 _ELEMENT_BYTES = {  # torch's names of types
     **dict.fromkeys(("double", "long", "int64", "float64"), 8),
     **dict.fromkeys(("float", "int", "int32", "float32"), 4),
@@ -134,6 +138,10 @@ def _parse(text: str, where: str) -> tuple[_TraceEvents, Mapping[str, Any]]:
     except json.JSONDecodeError as error:
         line = text.count("\n", 0, error.pos) + 1
         raise ConfigError(f"{where}:{line}: not JSON: {error.msg}", hint=_HINT) from None
+    except ValueError:  # of int, for thousands of digits
+        raise ConfigError(
+            f"{where}: an integer has more than {MAX_DIGITS} digits", hint=_HINT
+        ) from None
     except RecursionError:
         raise ConfigError(f"{where}: nested too deep", hint=_HINT) from None
     return events, _mapping(header)
@@ -142,13 +150,14 @@ def _parse(text: str, where: str) -> tuple[_TraceEvents, Mapping[str, Any]]:
 def _decode_events(text: str, at: int, events: _TraceEvents, where: str) -> int:
     """Adds the events of the list that begins at `at`; returns the place of its end."""
     decoder = json.JSONDecoder(strict=False)
-    while True:
+    for _ in range(MAX_EVENTS):
         at = _end_of_space(text, at)
         if text[at : at + 1] == "]":
             return at
         event, at = decoder.raw_decode(text, at)
         if isinstance(event, dict):
             events.add(event, where)
+    raise ConfigError(f"{where}: more than {MAX_EVENTS:,} events", hint="record fewer steps")
 
 
 def _end_of_space(text: str, at: int) -> int:
@@ -162,13 +171,11 @@ def _interval_us(event: Mapping[str, Any], where: str) -> Interval:
 
 
 def _microseconds(event: Mapping[str, Any], name: str, value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _ENDLESS:
-        raise ConfigError(
-            f"{where}: {name} of the event {str(event.get('name'))[:80]!r} is {value!r}, "
-            "needed are microseconds",
-            hint=_HINT,
-        )
-    return float(value)
+    number = real_of(value, _MICROSECONDS)
+    if number is not None:
+        return number
+    what = f"{name} of the event {shortened(str(event.get('name')))!r} in microseconds"
+    return real(value, what, where, _MICROSECONDS, _HINT)
 
 
 def _device_work(
@@ -246,21 +253,27 @@ def _bytes_of(type_name: str) -> int | None:
 
 def _ranks(text: Any) -> tuple[int, ...] | None:
     """Returns the ranks of `[0, 1, 2]`, None where torch shortened the list."""
-    if not isinstance(text, str) or not re.fullmatch(r"\[\s*\d+(\s*,\s*\d+)*\s*\]", text):
+    if not isinstance(text, str) or not (text.startswith("[") and text.endswith("]")):
         return None
-    return tuple(int(rank) for rank in re.findall(r"\d+", text))
+    return _all_ranks([each.strip() for each in text[1:-1].split(",")])
+
+
+def _all_ranks(values: Sequence[object]) -> tuple[int, ...] | None:
+    """Returns ranks, None where one of the values is none."""
+    ranks = [whole_of(each, RANKS) for each in values]
+    return None if None in ranks else tuple(rank for rank in ranks if rank is not None)
 
 
 def _group_ranks(header: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Returns the ranks of the groups that the file lists."""
     groups = _mapping(header.get("distributedInfo")).get("pg_config")
     return {
-        str(group["pg_name"]): tuple(group["ranks"])
+        str(group["pg_name"]): ranks
         for group in (groups if isinstance(groups, list) else ())
         if isinstance(group, dict)
         and "pg_name" in group
         and isinstance(group.get("ranks"), list)
-        and all(isinstance(rank, int) for rank in group["ranks"])
+        and (ranks := _all_ranks(group["ranks"])) is not None
     }
 
 
@@ -278,8 +291,8 @@ def _date(events: _TraceEvents, header: Mapping[str, Any]) -> str:
     first = [float(event["ts"]) for event in events.device[:1]] or [
         start for _, start, _, _ in events.operators[:1]
     ]
-    base_ns = header.get("baseTimeNanoseconds", 0)
-    if not first or not isinstance(base_ns, int | float):
+    base_ns = real_of(header.get("baseTimeNanoseconds", 0), MOMENT)
+    if not first or base_ns is None:
         return ""
     seconds = base_ns * 1e-9 + first[0] * _US
     if not 0 <= seconds < 1e11:
@@ -302,4 +315,4 @@ def _identity(value: Any) -> int | str | None:
 
 
 def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    return None if isinstance(value, str) else whole_of(value)

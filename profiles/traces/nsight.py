@@ -11,17 +11,22 @@ Systems documentation.
 from __future__ import annotations
 
 import re
-import sqlite3
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from parplan.profiles.errors import ConfigError
 from parplan.profiles.traces.host_phases import HostPhases, HostThread, outermost
+from parplan.profiles.traces.sqlite_report import (
+    IDENTITY,
+    SqliteReport,
+    opened_report,
+    optional_whole,
+)
 from parplan.profiles.traces.trace_record import (
+    MOMENT,
     Interval,
     Phase,
     RankTrace,
@@ -44,8 +49,11 @@ _THREADS = "ThreadNames"
 _NAMES = "StringIds"
 _GPUS = "TARGET_INFO_GPU"
 _STARTED = "TARGET_INFO_SESSION_START_TIME"
+_TIMES = ("start", "end")
+_ON_DEVICE = (*_TIMES, "globalPid", "deviceId", "correlationId")
+_OF_RANGE = (*_TIMES, "globalTid", "text")
 _COLUMNS = {
-    _KERNELS: ("start", "end", "deviceId", "correlationId", "globalPid", "demangledName"),
+    _KERNELS: (*_ON_DEVICE, "demangledName"),
     _LAUNCHES: ("start", "globalTid", "correlationId"),
     _NAMES: ("id", "value"),
     _GPUS: ("id", "name"),
@@ -74,45 +82,38 @@ def read_nsight(path: Path, fingerprint: str, file_date: str) -> tuple[RankTrace
     """Returns the ranks of a report.
 
     file_date   the date that counts where the report has none
-    Raises ConfigError: not readable, tables or columns that are missing, no step.
+    Raises ConfigError: not readable, tables or columns that are missing, cells that are no numbers,
+    no step.
     """
-    try:
-        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as report:
-            return _ranks(report, str(path), fingerprint, file_date)
-    except sqlite3.Error as error:
-        raise ConfigError(f"{path}: not readable as SQLite: {error}", hint=_HINT) from None
+    with opened_report(path, _HINT) as report:
+        return _ranks(report, fingerprint, file_date)
 
 
-def _ranks(
-    report: sqlite3.Connection, where: str, fingerprint: str, file_date: str
-) -> tuple[RankTrace, ...]:
+def _ranks(report: SqliteReport, fingerprint: str, file_date: str) -> tuple[RankTrace, ...]:
     for table, columns in _COLUMNS.items():
-        _require(report, table, columns, where)
-    gpus = dict(report.execute(f"SELECT id, name FROM {_GPUS}"))
-    launches = {
-        (thread >> _PROCESS_BITS, correlation): (thread, start)
-        for start, thread, correlation in report.execute(
-            f"SELECT start, globalTid, correlationId FROM {_LAUNCHES}"
-        )
-    }
+        report.require(table, columns)
+    names = _texts(report, _NAMES, "id", "value")
+    gpus = _texts(report, _GPUS, "id", "name")
+    launches = _launches(report)
     by_rank: defaultdict[tuple[int, int], list[_DeviceRow]] = defaultdict(list)
-    for row in _device_rows(report):
+    for row in (*_kernels(report, names), *_copies(report)):
         by_rank[row.process, row.device].append(row)
-    threads, marked = _ranges(report)
-    phases = HostPhases(threads, _autograd_threads(report))
+    threads, marked = _ranges(report, names)
+    phases = HostPhases(threads, _autograd_threads(report, names))
+    date = _date(report) or file_date
     return tuple(
         RankTrace(
-            file=where,
+            file=report.where,
             tool=TOOL,
-            date=_date(report) or file_date,
+            date=date,
             fingerprint=fingerprint,
-            device=_device_name(gpus, device, where),
+            device=_device_name(gpus, device, report),
             rank=None,
             world_size=None,
             steps=steps_of(
                 [_work(row, launches, phases) for row in rows],
                 [(a * _NS, b * _NS) for a, b in outermost(marked.get(process, []))],
-                where,
+                report.where,
                 host_is_device=False,
             ),
         )
@@ -120,53 +121,65 @@ def _ranks(
     )
 
 
-def _columns(report: sqlite3.Connection, table: str) -> set[str]:
-    return {row[1] for row in report.execute(f"PRAGMA table_info({table})")}
+def _texts(report: SqliteReport, table: str, key: str, value: str) -> dict[int, str]:
+    """Returns the texts of a table by their number; rows without either are left out."""
+    rows = report.rows(table, (key, value))
+    return {number: text for number, text in rows if type(number) is int and isinstance(text, str)}
 
 
-def _require(report: sqlite3.Connection, table: str, columns: Sequence[str], where: str) -> None:
-    present = _columns(report, table)
-    if not present:
-        raise ConfigError(f"{where}: the table {table} is missing", hint=_HINT)
-    for column in columns:
-        if column not in present:
-            raise ConfigError(f"{where}: the column {table}.{column} is missing", hint=_HINT)
+def _launches(report: SqliteReport) -> dict[tuple[int, int], tuple[int, int]]:
+    """Returns the thread and the moment of each launch, by its process and its number."""
+    found: dict[tuple[int, int], tuple[int, int]] = {}
+    for start, thread, correlation in report.rows(
+        _LAUNCHES, ("start", "globalTid", "correlationId")
+    ):
+        thread_id = report.whole(thread, f"{_LAUNCHES}.globalTid")
+        number = report.whole(correlation, f"{_LAUNCHES}.correlationId")
+        moment = report.whole(start, f"{_LAUNCHES}.start", MOMENT)
+        found[thread_id >> _PROCESS_BITS, number] = thread_id, moment
+    return found
 
 
-def _device_rows(report: sqlite3.Connection) -> Iterator[_DeviceRow]:
-    """Yields kernels, and copies between device and host."""
-    kernels = report.execute(
-        f"SELECT k.start, k.end, k.globalPid, k.deviceId, k.correlationId, n.value "
-        f"FROM {_KERNELS} k LEFT JOIN {_NAMES} n ON k.demangledName = n.id"
-    )
-    for start, end, process, device, correlation, name in kernels:
-        yield _DeviceRow(start, end, process >> _PROCESS_BITS, device, correlation, name or "")
-    if "copyKind" not in _columns(report, _COPIES):
+def _kernels(report: SqliteReport, names: Mapping[int, str]) -> Iterator[_DeviceRow]:
+    for *cells, name in report.rows(_KERNELS, (*_ON_DEVICE, "demangledName")):
+        yield _device_row(report, _KERNELS, cells, names.get(name, ""))
+
+
+def _copies(report: SqliteReport) -> Iterator[_DeviceRow]:
+    """Yields copies between device and host, and inside the device."""
+    if not {*_ON_DEVICE, "copyKind"} <= report.columns(_COPIES):
         return
-    copies = report.execute(
-        f"SELECT start, end, globalPid, deviceId, correlationId, copyKind FROM {_COPIES}"
-    )
-    for start, end, process, device, correlation, kind in copies:
+    for *cells, kind in report.rows(_COPIES, (*_ON_DEVICE, "copyKind")):
         name = "Memcpy HtoD" if kind in _TO_HOST else "Memcpy DtoD"
-        yield _DeviceRow(start, end, process >> _PROCESS_BITS, device, correlation, name)
+        yield _device_row(report, _COPIES, cells, name)
+
+
+def _device_row(report: SqliteReport, table: str, cells: list[Any], name: str) -> _DeviceRow:
+    """Returns a row of the columns _ON_DEVICE. Raises ConfigError for cells that are no numbers."""
+    start, end, process, device, correlation = (
+        report.whole(cell, f"{table}.{column}", MOMENT if column in _TIMES else IDENTITY)
+        for cell, column in zip(cells, _ON_DEVICE, strict=True)
+    )
+    return _DeviceRow(start, end, process >> _PROCESS_BITS, device, correlation, name)
 
 
 def _ranges(
-    report: sqlite3.Connection,
+    report: SqliteReport, names: Mapping[int, str]
 ) -> tuple[dict[Hashable, HostThread], dict[int, list[Interval]]]:
     """Returns ranges of backward passes and updates by thread, and steps by process."""
     threads: dict[Hashable, HostThread] = defaultdict(HostThread)
     steps: defaultdict[int, list[Interval]] = defaultdict(list)
-    columns = _columns(report, _RANGES)
-    if not {"start", "end", "text", "globalTid"} <= columns:
+    columns = report.columns(_RANGES)
+    if not {*_OF_RANGE} <= columns:
         return threads, steps
-    text = "COALESCE(r.text, n.value)" if "textId" in columns else "r.text"
-    join = f"LEFT JOIN {_NAMES} n ON r.textId = n.id" if "textId" in columns else ""
-    for start, end, thread, name in report.execute(
-        f"SELECT r.start, r.end, r.globalTid, {text} FROM {_RANGES} r {join} "
-        "WHERE r.end IS NOT NULL"
+    named = ("textId",) if "textId" in columns else ()
+    for *cells, text, number in (
+        (*row, *([None] * (1 - len(named)))) for row in report.rows(_RANGES, (*_OF_RANGE, *named))
     ):
-        if not name:
+        name = text if isinstance(text, str) and text else names.get(number, "")
+        moments = [optional_whole(cell, MOMENT) for cell in cells[:2]]
+        start, end, thread = *moments, optional_whole(cells[2])
+        if not name or start is None or end is None or thread is None:  # a mark has no end
             continue
         if _STEP.match(name):
             steps[thread >> _PROCESS_BITS].append((start, end))
@@ -177,13 +190,11 @@ def _ranges(
     return threads, steps
 
 
-def _autograd_threads(report: sqlite3.Connection) -> frozenset[Hashable]:
-    if not {"globalTid", "nameId"} <= _columns(report, _THREADS):
+def _autograd_threads(report: SqliteReport, names: Mapping[int, str]) -> frozenset[Hashable]:
+    if not {"globalTid", "nameId"} <= report.columns(_THREADS):
         return frozenset()
-    rows = report.execute(
-        f"SELECT t.globalTid, n.value FROM {_THREADS} t JOIN {_NAMES} n ON t.nameId = n.id"
-    )
-    return frozenset(thread for thread, name in rows if name.startswith(_AUTOGRAD))
+    rows = report.rows(_THREADS, ("globalTid", "nameId"))
+    return frozenset(thread for thread, name in rows if names.get(name, "").startswith(_AUTOGRAD))
 
 
 def _work(
@@ -205,20 +216,22 @@ def _work(
     )
 
 
-def _device_name(gpus: dict[int, str], device: int, where: str) -> str:
+def _device_name(gpus: Mapping[int, str], device: int, report: SqliteReport) -> str:
     """Returns the name of a device, whose number is that of the process among its GPUs."""
     if len(set(gpus.values())) == 1:
         return next(iter(gpus.values()))
     if device not in gpus:
-        raise ConfigError(f"{where}: {_GPUS} does not name the device {device}", hint=_HINT)
+        raise report.wrong(f"{_GPUS} does not name the device {device}")
     return gpus[device]
 
 
-def _date(report: sqlite3.Connection) -> str:
+def _date(report: SqliteReport) -> str:
     """Returns the day of the recording, empty where the report does not say it."""
-    if "utcEpochNs" not in _columns(report, _STARTED):
+    if "utcEpochNs" not in report.columns(_STARTED):
         return ""
-    started = report.execute(f"SELECT utcEpochNs FROM {_STARTED}").fetchone()
-    if started is None:
-        return ""
-    return datetime.fromtimestamp(started[0] * _NS, UTC).date().isoformat()
+    for (started,) in report.rows(_STARTED, ("utcEpochNs",)):
+        moment = optional_whole(started, MOMENT)
+        return (
+            "" if moment is None else datetime.fromtimestamp(moment * _NS, UTC).date().isoformat()
+        )
+    return ""

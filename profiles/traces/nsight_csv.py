@@ -8,14 +8,17 @@ cuda_gpu_trace of `nsys stats`.
 
 from __future__ import annotations
 
-import csv
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from parplan.profiles.documents.bounded import Hints
+from parplan.profiles.documents.numbers import real, without_separators
+from parplan.profiles.documents.tables import Cells, table_of
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.traces.nsight import TOOL
 from parplan.profiles.traces.trace_record import (
+    MOMENT,
     Phase,
     RankTrace,
     TracedCollective,
@@ -31,7 +34,7 @@ _TIME = re.compile(r"(Start|Duration|Total Time) \((\w+)\)")
 _DEVICE = re.compile(r"(.*\S)\s+\((\d+)\)$")
 _COPY = re.compile(r"\[CUDA mem(cpy|set)[^\]]*\]")
 _TO_OR_FROM_HOST = ("Host-to-Device", "Device-to-Host", "HtoD", "DtoH")
-Cells = Mapping[str, str]
+HEAD_CHARACTERS = 65536  # the names of the columns are in them
 
 
 def begins_nsight_csv(head: bytes) -> bool:
@@ -48,11 +51,10 @@ def read_nsight_csv(
     Raises ConfigError: a summary without the start of each kernel, columns that are missing, cells
     that are no numbers, no step.
     """
-    lines = text.splitlines()
-    start = _header(lines)
+    start = _header(text[:HEAD_CHARACTERS].splitlines())
     assert start is not None, "the format was recognised by its header"
-    rows = csv.DictReader(lines[start:])
-    units = _units(rows.fieldnames or (), where)
+    names, rows = table_of(text, where, Hints(_HINT, _HINT), first_line=start)
+    units = _units(names, where)
     by_device: defaultdict[str, list[TracedWork]] = defaultdict(list)
     for number, cells in enumerate(rows, start + 2):
         if cells["Name"] and cells["Device"]:
@@ -111,9 +113,4 @@ def _work(cells: Cells, units: Mapping[str, tuple[str, float]], where: str) -> T
 
 
 def _number(cells: Cells, column: str, seconds: float, where: str) -> float:
-    try:
-        return float(cells[column].replace(",", "")) * seconds
-    except ValueError:
-        raise ConfigError(
-            f"{where}: {column} is {cells[column]!r}, it must be a number", hint=_HINT
-        ) from None
+    return real(without_separators(cells[column]), column, where, MOMENT, _HINT) * seconds

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-import gzip
-import hashlib
 import re
-import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from parplan.profiles.documents.bounded import (
+    Hints,
+    fingerprint_of,
+    start_of,
+    text_of,
+    unpacked,
+)
 from parplan.profiles.documents.files import changed_on
+from parplan.profiles.documents.numbers import whole_of
+from parplan.profiles.documents.ranges import RANKS
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.traces.kineto import read_kineto
 from parplan.profiles.traces.nsight import HEAD, read_nsight
 from parplan.profiles.traces.nsight_csv import begins_nsight_csv, read_nsight_csv
 from parplan.profiles.traces.trace_record import RankTrace
-from parplan.profiles.units import GIB, KIB
+from parplan.profiles.units import KIB
 
-MAX_TEXT_BYTES = 4 * GIB
 FINGERPRINT_DIGITS = 16
 _HEAD_BYTES = 64 * KIB
-_GZIP = b"\x1f\x8b"
 _RANK = re.compile(r"rank[-_]?(\d+)", re.IGNORECASE)
 _HINT = "give traces of torch.profiler or nsys export, or a folder with one for each rank"
+_HINTS = Hints("check the file, or record fewer steps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +47,7 @@ class TraceFormat:
 
 def _text(path: Path) -> str:
     """Returns the text of a file, unpacked. Raises ConfigError: not readable, too large."""
-    body = _body(path, MAX_TEXT_BYTES + 1)
-    if len(body) > MAX_TEXT_BYTES:
-        raise ConfigError(
-            f"{path}: its text is larger than {MAX_TEXT_BYTES // GIB} GiB",
-            hint="record fewer steps",
-        )
-    return body.decode("utf-8", errors="replace")
+    return text_of(unpacked(path, _HINTS), str(path), _HINTS, lossy=True)
 
 
 FORMATS = (
@@ -88,9 +88,9 @@ def read_traces(paths: Iterable[Path]) -> tuple[RankTrace, ...]:
     too large, or two of one rank.
     """
     traces = tuple(trace for path in _files(paths) for trace in _read(path))
-    ranks = [trace.rank for trace in traces if trace.rank is not None]
+    ranks = Counter(trace.rank for trace in traces if trace.rank is not None)
     for trace in traces:
-        if ranks.count(trace.rank or 0) > 1:
+        if ranks[trace.rank or 0] > 1:
             raise ConfigError(
                 f"{trace.file}: another file is of rank {trace.rank} too",
                 hint="give the traces of one run, one for each rank",
@@ -115,29 +115,14 @@ def _read(path: Path) -> tuple[RankTrace, ...]:
     if found is None:
         names = ", ".join(each.name for each in FORMATS)
         raise ConfigError(f"{path}: its format is unknown, known are {names}", hint=_HINT)
-    with path.open("rb") as file:
-        fingerprint = hashlib.file_digest(file, "sha256").hexdigest()[:FINGERPRINT_DIGITS]
-    traces = found.read(path, fingerprint, changed_on(path))
+    traces = found.read(path, fingerprint_of(path, FINGERPRINT_DIGITS), changed_on(path))
     named = _RANK.search(path.name)
-    if named and len(traces) == 1 and traces[0].rank is None:
-        return (replace(traces[0], rank=int(named[1])),)
+    rank = whole_of(named[1], RANKS) if named else None
+    if rank is not None and len(traces) == 1 and traces[0].rank is None:
+        return (replace(traces[0], rank=rank),)
     return traces
 
 
 def _format_of(path: Path) -> TraceFormat | None:
-    head = _body(path, _HEAD_BYTES)
+    head = start_of(path, _HEAD_BYTES, _HINTS)
     return next((each for each in FORMATS if each.begins(head)), None)
-
-
-def _body(path: Path, most_bytes: int) -> bytes:
-    """Returns the first bytes of a regular file, unpacked. Raises ConfigError."""
-    try:
-        if not path.is_file():
-            raise ConfigError(f"cannot read {path}: not a file", hint="check the path")
-        with path.open("rb") as file:
-            is_packed = file.read(len(_GZIP)) == _GZIP
-        with gzip.open(path, "rb") if is_packed else path.open("rb") as file:
-            return file.read(most_bytes)
-    except (OSError, EOFError, zlib.error) as error:
-        problem = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot read {path}: {problem}", hint="check the file") from None

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
 
+from parplan.profiles.documents.ranges import Range
 from parplan.profiles.errors import ConfigError
 
 
@@ -107,6 +108,7 @@ class RankTrace:
 
 
 Interval = tuple[float, float]
+MOMENT = Range(0, 10**19)  # nanoseconds of a clock or shorter; no clock is so late
 
 
 def steps_of(

@@ -23,7 +23,8 @@ _CLASSES = (
     (WorkClass.NORMS, r"layer_?norm|rms_?norm|ln_fwd|ln_bwd|batch_?norm|bn_fw|bn_bw|norm_kernel"),
     (
         WorkClass.PRODUCTS,
-        r"gemm|gemv|cijk_|xmma|nvjet|wgmma|matmul|splitk|cublas|triton_tem_.*mm"
+        # the first triton_tem_ alone counts, so that a name is read once
+        r"gemm|gemv|cijk_|xmma|nvjet|wgmma|matmul|splitk|cublas|(?>^.*?triton_tem_).*mm"
         r"|aten::(?:add|b|badd)?mm\b|aten::linear\b|aten::_grouped_mm|aten::_scaled_mm"
         r"|implicit_convolve|convolution|conv2d",
     ),

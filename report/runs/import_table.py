@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from parplan.planner.logs.measured_row import MeasuredSteps
-from parplan.profiles.units import gib
+from parplan.profiles.units import counted, gib
 from parplan.report.json_result import JsonResult
 from parplan.report.text import print_table, say, seconds_text
 
@@ -80,6 +80,9 @@ def _remarks(each: MeasuredSteps) -> list[str]:
     remarks = []
     if run.parts > 1:
         remarks.append(f"{run.parts} starts")
+    if run.other_layouts:
+        starts = counted(run.other_layouts, "start")
+        remarks.append(f"{starts} with another configuration before them do not count")
     if run.left_out:
         remarks.append(f"{run.left_out} steps of warm-up or of another batch do not count")
     plan_s = each.plan.predicted.step_time_s.value

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import yaml
 
+from parplan.profiles.documents.bounded import Hints
 from parplan.profiles.documents.files import write_text
-from parplan.profiles.documents.reader import Hints, read_yaml
+from parplan.profiles.documents.reader import read_yaml
 from parplan.profiles.documents.schema import document, parse
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.measurements import Record

@@ -1,19 +1,23 @@
 """Parses the output of nccl-tests (all_reduce_perf and others, also rccl-tests) into records.
 
-Lines of other programs, and the prefixes of mpirun and srun, are skipped. Columns are found by the
-header: older versions have no root or no redop (or leave it blank) and `error` for `#wrong`; some
-programs have no in-place half. Sizes are those of nccl-tests since 2019, the larger of the bytes
-that a rank sends and receives (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md).
+Lines of other programs, and the prefixes of mpirun and srun, are skipped. The collective is that
+of the program's name, or else the only one that has the bandwidths of the rows. Columns are found
+by the header: older versions have no root or no redop (or leave it blank) and `error` for
+`#wrong`; some programs have no in-place half. Sizes are those of nccl-tests since 2019, the larger
+of the bytes that a rank sends and receives (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from parplan.profiles.documents.reader import Hints, read_text
+from parplan.profiles.documents.bounded import MAX_LINE, Hints, lines_of, read_text
+from parplan.profiles.documents.line_prefixes import without_prefixes
+from parplan.profiles.documents.numbers import real, real_of, whole, whole_of
+from parplan.profiles.documents.ranges import COUNT, Range
 from parplan.profiles.errors import ConfigError, unknown_name_error
 from parplan.profiles.machines.measurements import CaseFigures, CaseOutcome, Record, Timing
 from parplan.profiles.profiler.communication.comm_cases import (
@@ -37,13 +41,15 @@ PRECISIONS = {"float": "fp32", "half": "fp16", "bfloat16": "bf16"}
 LEAST_GB_PER_S = 5.0
 RATIO_TOLERANCE = 0.01
 ITERATIONS = 20  # nccl-tests' default
-# Prefixes of mpirun --tag-output and of srun --label.
-_PREFIX = re.compile(r"^\s*(?:\[[^\]]*\]<std(?:out|err)>:|[0-9]+:\s)")
+_ENDED = "Collective test concluded"  # the last line of an output, which names its program
 _PROGRAM = re.compile(r"\b([a-z]+(?:_[a-z]+)?)_perf")
 _ITERATIONS = re.compile(r"(?<!warmup)(?<!agg) iters: ([0-9]+)")
 _RANK = re.compile(r"Rank\s+[0-9]+\s+(?:Group\s+([0-9]+)\s+)?Pid\s+[0-9]+\s+on\s+(\S+)\s+device")
 _ROW = re.compile(r"^\s*[0-9]+\s+[0-9]+\s+[a-z][a-z0-9_]*\s")
-_TIMESTAMP = re.compile(r"\s+[0-9]{4}-[0-9]{2}-[0-9]{2} [0-9:]{8}\s*$")
+_TIMESTAMP = re.compile(r"\s[0-9]{4}-[0-9]{2}-[0-9]{2} [0-9:]{8}$")
+_REDUCTIONS = ("sum", "prod", "min", "max", "avg", "mulsum")
+_REDUCING = (ALL_REDUCE, "reduce_scatter")
+POSITIVE_OR_NONE = Range(0, 1e15)
 _HINT = "take the whole output of nccl-tests, with its header"
 
 
@@ -55,6 +61,7 @@ class _TestHeader:
     """
 
     program: str = ""
+    is_named: bool = False  # a line after the last row names the program
     ranks: list[tuple[str, str]] = field(default_factory=list)
     iterations: int = ITERATIONS
     columns: list[str] = field(default_factory=list)
@@ -100,7 +107,7 @@ def nccl_tests_records(
         groups=groups,
         collective=collective,
     )
-    records = tuple(_records(text.splitlines(), given))
+    records = tuple(_records(lines_of(text, where, Hints(_HINT, _HINT)), given))
     if not records:
         raise ConfigError(f"{where}: no row of nccl-tests in it", hint=_HINT)
     return records
@@ -120,28 +127,59 @@ def read_nccl_tests(
     return tuple(records)
 
 
+@dataclass(slots=True)
+class _TestTable:
+    """Rows under one header, each with its cells and its place."""
+
+    run: _TestHeader
+    rows: list[tuple[list[str], list[dict[str, str]], str]] = field(default_factory=list)
+
+
 def _records(lines: list[str], given: _Given) -> Iterator[Record]:
-    run = _TestHeader()
-    for number, line in enumerate(lines, start=1):
-        bare = _PREFIX.sub("", line)
-        if _ROW.match(bare):
-            record = _record(bare, run, given, f"{given.where}, line {number}")
+    for table in _tables(lines, given):
+        place = table.rows[0][2]
+        shape = _shape(table.run, given, place)
+        work = given.collective or _named_work(table, shape, place)
+        shape = _message(shape, place) if work == POINT_TO_POINT else shape
+        for head, halves, row_place in table.rows:
+            record = _record(head, halves, work, shape, table.run.iterations, row_place)
             if record is not None:
                 yield record
-        else:
-            _note(bare, run)
+
+
+def _tables(lines: list[str], given: _Given) -> Iterator[_TestTable]:
+    """Yields the rows of one header after another."""
+    run = _TestHeader()
+    table = _TestTable(run)
+    for number, line in enumerate(lines, start=1):
+        bare = without_prefixes(line[:MAX_LINE])[1].rstrip()
+        if _ROW.match(f"{bare} "):
+            place = f"{given.where}, line {number}"
+            table.rows.append((*_cells(bare, run, place), place))
+            run.is_named = False
+            continue
+        before = replace(run, ranks=list(run.ranks))
+        _note(bare, run)
+        if table.rows and run != before:
+            yield _TestTable(before, table.rows)
+            table = _TestTable(run)
+    if table.rows:
+        yield _TestTable(run, table.rows)
 
 
 def _note(line: str, run: _TestHeader) -> None:
     """Stores the facts that a line tells about the rows that follow."""
-    program = _PROGRAM.search(line)
+    program = None if _ENDED in line else _PROGRAM.search(line)
     if program:
-        run.program = program[1]
+        run.program, run.is_named = program[1], True
     if "nThread" in line:  # the first line of every output
         iterations = _ITERATIONS.search(line)
+        count = whole_of(iterations[1], COUNT) if iterations else None
+        run.iterations = count or ITERATIONS
         run.ranks = []
         run.columns = []
-        run.iterations = int(iterations[1]) if iterations else ITERATIONS
+        if not run.is_named:  # the program of the output before
+            run.program = ""
     rank = _RANK.search(line)
     if rank:
         run.ranks.append((rank[1] or "0", rank[2]))
@@ -154,24 +192,28 @@ def _note(line: str, run: _TestHeader) -> None:
         run.columns = [name for name in names[first:] if name != "timestamp"]
 
 
-def _record(line: str, run: _TestHeader, given: _Given, place: str) -> Record | None:
+def _record(
+    head: list[str],
+    halves: list[dict[str, str]],
+    work: str,
+    shape: Shape,
+    iterations: int,
+    place: str,
+) -> Record | None:
     """The record of a row, None for a row of zero bytes."""
-    work, shape = _work(run, given, place), _shape(run, given, place)
-    if work == POINT_TO_POINT:
-        shape = _message(shape, place)
-    head, halves = _cells(line, run, place)
-    if int(head[0]) == 0:
+    size = whole(head[0], "size", place, hint=_HINT)
+    if size == 0:
         return None
     for half in halves:
         _check(half, work, shape, place)
-    times_us = [float(half["time"]) for half in halves]
+    times_us = [_figure(half, "time", place) for half in halves]
     time_us = times_us[-1] if work == ALL_REDUCE else times_us[0]
     timing = Timing(
         median_us=time_us,
         spread=(max(times_us) - min(times_us)) / 2 / time_us,
-        repeats=run.iterations,
+        repeats=iterations,
     )
-    case = timed_case(work, int(head[0]), shape, PRECISIONS.get(head[2], head[2]))
+    case = timed_case(work, size, shape, PRECISIONS.get(head[2], head[2]))
     return Record(
         case=case, outcome=CaseOutcome.MEASURED, measured=CaseFigures(times={"time": timing})
     )
@@ -207,14 +249,7 @@ def _cells(line: str, run: _TestHeader, place: str) -> tuple[list[str], list[dic
 
 def _check(half: dict[str, str], work: str, shape: Shape, place: str) -> None:
     """Raises ConfigError for wrong results, and for bandwidths of another number of ranks."""
-    try:
-        time_us = float(half["time"])
-        algorithm = float(half["algbw"])
-        bus = float(half["busbw"])
-    except (KeyError, ValueError):
-        raise ConfigError(
-            f"{place}: found {half}, needed numbers for time, algbw and busbw", hint=_HINT
-        ) from None
+    time_us, algorithm, bus = (_figure(half, name, place) for name in ("time", "algbw", "busbw"))
     if time_us <= 0:
         raise ConfigError(f"{place}: a time of {half['time']} us", hint=_HINT)
     wrong = half.get("#wrong", "0")
@@ -233,6 +268,10 @@ def _check(half: dict[str, str], work: str, shape: Shape, place: str) -> None:
         )
 
 
+def _figure(half: dict[str, str], name: str, place: str) -> float:
+    return real(half.get(name), name, place, POSITIVE_OR_NONE, _HINT)
+
+
 def _bus_factors(work: str, ranks: int) -> tuple[float, ...]:
     """The ratio busbw / algbw of a ring; until 2020 gathers had 1."""
     if work in PARTED:
@@ -240,16 +279,44 @@ def _bus_factors(work: str, ranks: int) -> tuple[float, ...]:
     return (2 * (ranks - 1) / ranks,) if work == ALL_REDUCE else (1.0,)
 
 
-def _work(run: _TestHeader, given: _Given, place: str) -> str:
-    if given.collective is not None:
-        return given.collective
-    if run.program not in PROGRAMS:
-        row = f"of {run.program}_perf" if run.program else "of no program that is named before it"
-        raise ConfigError(
-            f"{place}: a row {row}, needed one of {', '.join(f'{name}_perf' for name in PROGRAMS)}",
-            hint="name the collective, or leave the command line in the file",
+def _named_work(table: _TestTable, shape: Shape, place: str) -> str:
+    """Returns the collective of a program's name, else that of its rows. Raises ConfigError."""
+    program = table.run.program
+    if program in PROGRAMS:
+        return PROGRAMS[program]
+    fitting = () if program else _fitting_works(table, shape.num_ranks)
+    if len(fitting) == 1:
+        return fitting[0]
+    row = f"of {program}_perf" if program else "of no program that is named before it"
+    known = [f"{name}_perf" for name, work in PROGRAMS.items() if not fitting or work in fitting]
+    raise ConfigError(
+        f"{place}: a row {row}, needed one of {', '.join(known)}",
+        hint=f"write its name in a line before the first row, such as # {known[0]}",
+    )
+
+
+def _fitting_works(table: _TestTable, num_ranks: int) -> tuple[str, ...]:
+    """Returns the collectives that have the operation and the bandwidths of these rows.
+
+    busbw / algbw is 2 (n - 1) / n of an all-reduce, (n - 1) / n of collectives whose ranks have a
+    part each, and 1 of a message. A reduction has an operation, such as sum.
+    """
+    ratios = []
+    reduces = False
+    for head, halves, _ in table.rows:
+        reduces = reduces or any(word in _REDUCTIONS for word in head[3:])
+        algorithm, bus = (real_of(halves[0].get(name)) or 0.0 for name in ("algbw", "busbw"))
+        if algorithm >= LEAST_GB_PER_S:
+            ratios.append(bus / algorithm)
+    return tuple(
+        work
+        for work in PROGRAMS.values()
+        if reduces == (work in _REDUCING)
+        and ratios
+        and all(
+            abs(ratio / _bus_factors(work, num_ranks)[0] - 1) <= RATIO_TOLERANCE for ratio in ratios
         )
-    return PROGRAMS[run.program]
+    )
 
 
 def _shape(run: _TestHeader, given: _Given, place: str) -> Shape:

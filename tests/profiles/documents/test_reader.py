@@ -15,13 +15,12 @@ from parplan.executor.checkpoint.folder import read_document
 from parplan.executor.data.tokens import read_sidecar
 from parplan.planner.plan import plan_file
 from parplan.planner.runs import run_file as runs
+from parplan.profiles.documents.bounded import MAX_BYTES, read_text
 from parplan.profiles.documents.reader import (
-    MAX_BYTES,
     MAX_DEPTH,
     parse_json,
     parse_yaml,
     read_json,
-    read_text,
     read_yaml,
 )
 from parplan.profiles.documents.schema import parse

@@ -91,8 +91,47 @@ def test_sinfo_lines_of_one_kind_of_node_are_added():
     assert scheduled_device("abacus") is None
     with pytest.raises(ConfigError, match="no partition cpu with GPUs"):
         chosen_partition(partitions, "cpu")
-    with pytest.raises(ConfigError, match="no node with GPUs"):
+    with pytest.raises(ConfigError, match="no node with whole GPUs"):
         chosen_partition((), None)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("gpu* 16 gpu:4 515000", ("", 4, 16)),
+        ("gpu 16 gpu:a100:4(S:0-1) 515000+", ("a100", 4, 16)),
+        ("gpu 16 gpu:a100:no_consume:4 1", ("a100", 4, 16)),
+        ("gpu 16 gpu:nvidia_h100_80gb_hbm3:8(IDX:0-7) 1", ("nvidia_h100_80gb_hbm3", 8, 16)),
+        ("gpu 2 gpu:a100_3g.20gb:4,gpu:a100:2 1", ("a100", 2, 2)),
+        ("gpu 2 gres:tmp:1,gpu:v100:8 1", ("v100", 8, 2)),
+        ("mig 16 gpu:1g.5gb:7 515000", None),
+        ("mig 16 gpu:a100_3g.20gb:2(S:0-1) 515000", None),
+        ("cpu 16 (null) 515000", None),
+        ("gpu \u00b2 gpu:4 1", None),
+        ("gpu 16 gpu:\u00b2 1", None),
+        (f"gpu {'9' * 5000} gpu:4 1", None),
+        ("gpu 16 gpu:0 1", None),
+    ],
+)
+def test_whole_gpus_of_a_partition_are_counted_and_slices_are_not(line, expected):
+    found = partitions_of_sinfo(f"{line}\n")
+
+    assert [(each.gpu, each.gpus_per_node, each.nodes) for each in found] == (
+        [] if expected is None else [expected]
+    )
+
+
+@pytest.mark.parametrize(
+    ("hosts", "message"),
+    [
+        ("gpu[1-9999999]", "names more than 1,000,000 hosts"),
+        ("gpu[1-99999999999]", "is '99999999999', needed is a whole number"),
+        ("gpu[a-b]", "a host of gpu.* is 'a', needed is a whole number"),
+    ],
+)
+def test_a_range_of_hosts_is_bounded(hosts, message):
+    with pytest.raises(ConfigError, match=message):
+        levels_of_topology(f"SwitchName=s0 Level=0 LinkSpeed=1 Nodes={hosts}")
 
 
 def test_switches_of_a_level_join_the_nodes_of_the_largest():

@@ -119,13 +119,28 @@ def test_names_of_collectives_are_torchs(name, operation):
         pytest.param('{"traceEvents": [{"ph": "X"}', "t.json:1: not JSON", id="cut"),
         pytest.param(
             kineto_text([{"ph": "X", "cat": "kernel", "name": "gemm", "dur": 1}]),
-            "ts of the event 'gemm' is None, needed are microseconds",
+            "ts of the event 'gemm' in microseconds is nothing, needed is a number from 0",
             id="no-time",
         ),
         pytest.param(
             kineto_text([{"ph": "X", "cat": "kernel", "name": "gemm", "ts": 1e300}]),
-            "ts of the event 'gemm' is 1e+300, needed are microseconds",
+            "ts of the event 'gemm' in microseconds is 1e+300, needed is a number from 0",
             id="endless",
+        ),
+        pytest.param(
+            kineto_text([{"ph": "X", "cat": "kernel", "ts": 10**4000}]),
+            "is an integer of more than 18 digits, needed is a number from 0",
+            id="4000-digits",
+        ),
+        pytest.param(
+            kineto_text([{"ph": "X", "cat": "kernel", "ts": "HERE"}]).replace('"HERE"', "9" * 5000),
+            "t.json: an integer has more than 18 digits",
+            id="5000-digits",
+        ),
+        pytest.param(
+            kineto_text([{"ph": "X", "cat": "kernel", "ts": "\u00b2"}]),
+            "is '\u00b2', needed is a number from 0",
+            id="superscript",
         ),
         pytest.param(kineto_text([]), "no step is in it", id="no-step"),
         pytest.param(

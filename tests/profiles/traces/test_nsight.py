@@ -9,10 +9,12 @@ import pytest
 
 from parplan.planner.calibration.trace_measured import measured_by_traces
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.traces import sqlite_report
 from parplan.profiles.traces.trace_files import read_traces
 from parplan.profiles.traces.trace_record import Phase, WorkClass
 from tests.helpers.synthetic_runs import estimated
 
+KERNEL_TABLE = "CUPTI_ACTIVITY_KIND_KERNEL"
 PROCESS = 77 << 24
 MAIN, AUTOGRAD = PROCESS | 1, PROCESS | 2
 US = 1000
@@ -115,4 +117,86 @@ def test_a_broken_report_is_one_error(tmp_path):
     path.write_bytes(b"SQLite format 3\0" + b"\1" * 4096)
 
     with pytest.raises(ConfigError, match="not readable as SQLite"):
+        read_traces([path])
+
+
+RECURSIVE = (
+    "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) "
+    "SELECT i AS start, i AS 'end', 0 AS deviceId, i AS correlationId, 0 AS globalPid, "
+    "1 AS demangledName FROM n"
+)
+
+
+@pytest.mark.parametrize(
+    ("statements", "message"),
+    [
+        pytest.param(
+            ["DROP TABLE CUPTI_ACTIVITY_KIND_KERNEL", f"CREATE VIEW {KERNEL_TABLE} AS {RECURSIVE}"],
+            "the table CUPTI_ACTIVITY_KIND_KERNEL is missing",
+            id="endless-view",
+        ),
+        pytest.param(
+            [f"UPDATE {KERNEL_TABLE} SET start = NULL"],
+            r"CUPTI_ACTIVITY_KIND_KERNEL\.start is nothing, needed is a whole number from 0",
+            id="null",
+        ),
+        pytest.param(
+            [f"UPDATE {KERNEL_TABLE} SET 'end' = 'soon'"],
+            r"CUPTI_ACTIVITY_KIND_KERNEL\.end is 'soon', needed is a whole number",
+            id="text",
+        ),
+        pytest.param(
+            ["UPDATE CUPTI_ACTIVITY_KIND_RUNTIME SET globalTid = X'00'"],
+            r"RUNTIME\.globalTid is a bytes, needed is a whole number",
+            id="blob",
+        ),
+        pytest.param(
+            [f"UPDATE {KERNEL_TABLE} SET start = -9223372036854775808"],
+            r"start is an integer of more than 18 digits, needed",
+            id="long-ago",
+        ),
+        pytest.param(
+            ["UPDATE TARGET_INFO_GPU SET name = NULL"], "does not name the device 0", id="no-name"
+        ),
+    ],
+)
+def test_a_hostile_report_is_one_error(tmp_path, statements, message):
+    path = report(tmp_path / "r.sqlite")
+    with closing(sqlite3.connect(path)) as database, database:
+        for statement in statements:
+            database.execute(statement)
+
+    with pytest.raises(ConfigError, match=message):
+        read_traces([path])
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE NVTX_EVENTS SET text = NULL, textId = NULL WHERE start > 0",
+        "UPDATE NVTX_EVENTS SET 'end' = NULL WHERE start > 0",
+        "UPDATE NVTX_EVENTS SET globalTid = 'x' WHERE start > 0",
+        "UPDATE StringIds SET value = NULL WHERE id = 99",
+        "UPDATE TARGET_INFO_SESSION_START_TIME SET utcEpochNs = 'now'",
+        "UPDATE CUPTI_ACTIVITY_KIND_MEMCPY SET copyKind = 'x'",
+        "INSERT INTO ThreadNames VALUES (NULL, NULL)",
+    ],
+)
+def test_cells_that_say_less_leave_the_rest_of_a_report_readable(tmp_path, statement):
+    path = report(tmp_path / "r.sqlite")
+    with closing(sqlite3.connect(path)) as database, database:
+        database.execute(statement)
+
+    assert len(read_traces([path])[0].steps) >= 1
+
+
+def test_rows_and_steps_of_a_report_are_bounded(tmp_path, monkeypatch):
+    path = report(tmp_path / "r.sqlite")
+    monkeypatch.setattr(sqlite_report, "MAX_ROWS", 5)
+    with pytest.raises(ConfigError, match="more than 5 rows"):
+        read_traces([path])
+    monkeypatch.setattr(sqlite_report, "MAX_ROWS", 1000)
+    monkeypatch.setattr(sqlite_report, "_CHECKED_STEPS", 10)
+    monkeypatch.setattr(sqlite_report, "MAX_STEPS", 30)
+    with pytest.raises(ConfigError, match="a query takes more than 30 steps of SQLite"):
         read_traces([path])

@@ -64,6 +64,7 @@ def output(program, rows, listed, header=HEADER):
     )
 
 
+GATHERED = "float    none      -1"
 SMALL, LARGE = row(2**20, (40.0, 38.0), 1.75), row(2**28, (2000.0, 2100.0), 1.75)
 NODE = output("all_reduce_perf", [SMALL, LARGE], ranks(8, ["node-0"]))
 
@@ -204,7 +205,7 @@ def test_rows_of_no_bytes_are_left_out():
 
 
 def test_what_no_line_says_the_caller_does():
-    bare = "\n".join((HEADER, row(2**28, (9000.0, 9100.0), 15 / 16)))
+    bare = "\n".join((HEADER, row(2**28, (9000.0, 9100.0), 15 / 16, GATHERED)))
     (record,) = nccl_tests_records(bare, 2, 8, collective="all_gather")
 
     assert record.case.passes[0].sizes == (2**28, 2, 8, 1)
@@ -212,6 +213,58 @@ def test_what_no_line_says_the_caller_does():
         nccl_tests_records(bare, 2, 8)
     with pytest.raises(ConfigError, match="line 2: neither a list of ranks"):
         nccl_tests_records(bare, collective="all_gather")
+
+
+UNNAMED = "# Collective test starting: all_reduce_perf\n"
+
+
+@pytest.mark.parametrize(
+    ("factor", "head", "work"),
+    [
+        pytest.param(1.75, "float     sum      -1", "all_reduce", id="all-reduce"),
+        pytest.param(7 / 8, "float     sum      -1", "reduce_scatter", id="reduce-scatter"),
+    ],
+)
+def test_rows_tell_the_collective_that_no_line_names(factor, head, work):
+    rows = [row(2**20, (400.0, 380.0), factor, head), row(2**28, (2000.0, 2100.0), factor, head)]
+    text = output("all_reduce_perf", rows, ranks(8, ["node-0"])).replace(UNNAMED, "")
+
+    assert [record.case.work for record in nccl_tests_records(text)] == [work, work]
+
+
+@pytest.mark.parametrize(
+    ("factor", "n_bytes", "names"),
+    [
+        pytest.param(7 / 8, 2**28, "all_gather_perf, alltoall_perf$", id="gather-or-all-to-all"),
+        pytest.param(1.75, 2**28, "all_reduce_perf, .*sendrecv_perf", id="no-known-one"),
+        pytest.param(7 / 8, 2**10, "all_reduce_perf, .*sendrecv_perf", id="too-slow-to-tell"),
+    ],
+)
+def test_rows_of_several_collectives_are_not_guessed(factor, n_bytes, names):
+    text = output(
+        "all_reduce_perf", [row(n_bytes, (2000.0, 2100.0), factor, GATHERED)], ranks(8, ["node-0"])
+    ).replace(UNNAMED, "")
+
+    with pytest.raises(ConfigError, match=f"no program that is named before it, .* {names}"):
+        nccl_tests_records(text)
+
+
+def test_the_name_of_one_output_is_not_that_of_the_next():
+    second = output("x", [row(2**28, (2000.0, 2100.0), 7 / 8)], ranks(8, ["node-0"]))
+    text = "\n".join((NODE, "# Collective test concluded: all_reduce_perf", second))
+    unnamed = text.replace("# Collective test starting: x\n", "")
+
+    assert [record.case.work for record in nccl_tests_records(unnamed)] == [
+        *["all_reduce"] * 2,
+        "reduce_scatter",
+    ]
+
+
+@pytest.mark.parametrize("prefix", ["[1,0]<stdout>:", " 0: ", "[job-7@1,0]<stdout>: ", "node-1: "])
+def test_prefixes_of_launchers_are_no_part_of_a_line(prefix):
+    text = "".join(f"{prefix}{line}\n" for line in NODE.splitlines())
+
+    assert nccl_tests_records(text) == nccl_tests_records(NODE)
 
 
 def test_two_gpus_exchange_messages_and_more_are_refused():
@@ -238,7 +291,19 @@ def test_two_gpus_exchange_messages_and_more_are_refused():
             id="broadcast",
         ),
         pytest.param(
-            NODE.replace(LARGE, LARGE[:-9]), "line 17: a time of -1 us", id="a-row-cut-short"
+            NODE.replace(LARGE, LARGE[:-9]),
+            "line 17: time is '-1', needed is a number",
+            id="a-row-cut-short",
+        ),
+        pytest.param(
+            NODE.replace(f"{2**28:>12}", "9" * 2000),
+            "line 17: size is '9999.*needed is a whole number",
+            id="2000-digits",
+        ),
+        pytest.param(
+            NODE.replace(LARGE, LARGE.replace("2000.0", "   nan", 1)),
+            "line 17: time is 'nan', needed is a number",
+            id="nan",
         ),
         pytest.param(
             NODE.replace(LARGE, row(2**28, (2000.0, 2100.0), 1.75, wrong="7")),

@@ -1,0 +1,100 @@
+"""The one way in for files: bytes, lines and archives are bounded before they are read."""
+
+from __future__ import annotations
+
+import gzip
+import os
+
+import pytest
+
+from parplan.planner.logs.log_lines import read_lines as log_lines
+from parplan.profiles.documents import bounded
+from parplan.profiles.documents.bounded import Hints, lines_of, read_lines, start_of, unpacked
+from parplan.profiles.documents.tables import rows_of, table_of
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.traces.trace_files import is_trace, read_traces
+
+
+def test_a_line_is_cut_and_the_next_one_is_whole(tmp_path):
+    path = tmp_path / "a.log"
+    path.write_bytes(b"x" * 3_000_000 + b"\nsecond \xff\rthird")
+
+    first, *others = read_lines(path)
+
+    assert first == "x" * bounded.MAX_LINE
+    assert others == ["second \ufffd\n", "third"]
+
+
+def test_more_lines_than_a_log_may_have_are_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(bounded, "MAX_LINES", 3)
+    path = tmp_path / "a.log"
+    path.write_text("1\n2\n3\n4\n")
+
+    with pytest.raises(ConfigError, match=r"a\.log: more than 3 lines"):
+        list(read_lines(path))
+    with pytest.raises(ConfigError, match="f: more than 3 lines"):
+        lines_of("1\n2\n3\n4\n", "f")
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+def test_a_file_is_read_packed_or_not(tmp_path, packed):
+    path = tmp_path / "t.json"
+    path.write_bytes(gzip.compress(b"{12345}") if packed else b"{12345}")
+
+    assert (unpacked(path), start_of(path, 3)) == (b"{12345}", b"{12")
+
+
+def test_an_archive_that_unpacks_to_far_more_than_it_is_ends_early(tmp_path):
+    path = tmp_path / "bomb.gz"
+    path.write_bytes(gzip.compress(b"\0" * (40 << 20), 1))
+
+    with pytest.raises(ConfigError, match="it unpacks to more than 33,554,432 bytes"):
+        unpacked(path)
+    assert len(start_of(path, 100)) == 100
+
+
+@pytest.mark.parametrize("cut", [8, 20], ids=["head", "body"])
+def test_a_damaged_archive_is_an_error(tmp_path, cut):
+    path = tmp_path / "t.gz"
+    path.write_bytes(gzip.compress(os.urandom(100))[:cut])
+
+    with pytest.raises(ConfigError, match=r"cannot read .*t\.gz"):
+        unpacked(path)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        pytest.param(lambda path: list(read_lines(path)), id="lines"),
+        pytest.param(lambda path: list(log_lines(path)), id="log"),
+        pytest.param(unpacked, id="unpacked"),
+        pytest.param(lambda path: start_of(path, 10), id="start"),
+        pytest.param(lambda path: read_traces([path]), id="trace"),
+    ],
+)
+def test_a_pipe_is_not_waited_for(tmp_path, read):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+
+    with pytest.raises(ConfigError, match="a pipe, not a regular file"):
+        read(path)
+    assert not is_trace(path)
+
+
+def test_a_device_is_no_file():
+    with pytest.raises(ConfigError, match="/dev/zero: a device, not a regular file"):
+        unpacked(bounded.Path("/dev/zero"))
+
+
+def test_cells_that_a_short_row_lacks_are_empty_and_more_are_dropped():
+    names, rows = table_of("note\na, b\n1\n1,2,3\n\n", "f", first_line=1)
+
+    assert names == ["a", "b"]
+    assert rows == [{"a": "1", "b": ""}, {"a": "1", "b": "2"}]
+
+
+def test_a_text_that_is_no_table_is_an_error(monkeypatch):
+    with pytest.raises(ConfigError, match="f:1: not a CSV table: field larger than field limit"):
+        rows_of(["x" * 200_000], "f")
+    with pytest.raises(ConfigError, match="2,000 columns of 2 rows, at most 1,000 columns"):
+        table_of(f"{'a,' * 1999}a\n1", "f", Hints())
