@@ -111,8 +111,8 @@ def further(given: Iterable[Given]) -> str | None:
 def settings(given: tuple[Given, ...], model: ModelSpec, num_gpus: int) -> Settings:
     """Returns the settings that keys say. Raises ConfigError."""
     _require_further(given)
-    filled = _filled(given, model)
-    return finished(read_arguments(_READ, filled) | model_facts(model), num_gpus)
+    facts = read_arguments(_READ, filled(given, model)) | model_facts(model)
+    return finished(facts, num_gpus)
 
 
 def _require_further(given: tuple[Given, ...]) -> None:
@@ -123,15 +123,22 @@ def _require_further(given: tuple[Given, ...]) -> None:
         raise ConfigError(f"there is no {named} beside the file", hint="put it there")
 
 
-def _filled(given: tuple[Given, ...], model: ModelSpec) -> tuple[Given, ...]:
+def filled(
+    given: tuple[Given, ...],
+    model: ModelSpec,
+    wrapped: Iterable[str] = (),
+    usual: tuple[Given, ...] = _USUAL,
+) -> tuple[Given, ...]:
     """Returns keys without the value `auto`, which transformers fills in from its arguments.
 
+    wrapped    further arguments that say them
+    usual      arguments that count where the others do not say them
     HfTrainerDeepSpeedConfig of transformers/integrations/deepspeed.py. Raises ConfigError for such
     a value without TrainingArguments.
     """
     autos = [each for each in given if each.words == ("auto",)]
     known = {row.name for row in TABLE}
-    trainer = {row.name for row in _TRAINER} - known
+    trainer = {row.name for row in _TRAINER} - known | set(wrapped)
     if not any(each.name in trainer for each in given):
         wrong = next((each for each in autos if each.name in known), None)
         if wrong is not None:
@@ -146,7 +153,7 @@ def _filled(given: tuple[Given, ...], model: ModelSpec) -> tuple[Given, ...]:
         replace(each, words=(bucket,)) if each.name.endswith("reduce_bucket_size") else each
         for each in given
     )
-    return (*_USUAL, *(each for each in kept if each.words != ("auto",)))
+    return (*usual, *(each for each in kept if each.words != ("auto",)))
 
 
 def files(sheet: Sheet) -> Mapping[str, str]:

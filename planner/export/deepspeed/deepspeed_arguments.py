@@ -303,6 +303,8 @@ _DERIVED = (
     "data",
     "offload_optimizer",
     "offload_param",
+    "narrow_states",  # of the Trainer: DeepSpeed has its own copies in fp32
+    "mixed",
 )
 
 

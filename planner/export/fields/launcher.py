@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from parplan.planner.export.fields.arguments import Argument, Facts, Given, Words, written
+from parplan.planner.export.fields.harmless import Harmless
 from parplan.planner.export.fields.settings import Settings
 from parplan.planner.export.fields.switches import Switch
 from parplan.planner.plan.plan import Plan
@@ -76,6 +77,7 @@ class Target:
     switches: tuple[Switch, ...] = ()
     require_model: Callable[[ModelSpec, TrainingSpec], None] = lambda _, __: None
     layered: bool = False
+    harmless: tuple[Harmless, ...] = ()
 
 
 def require_plain(model: ModelSpec, training: TrainingSpec, target: Target) -> None:

@@ -49,7 +49,7 @@ def arguments(text: str, file: str) -> tuple[Given, ...]:
         return nested_arguments(text, file) if _TYPE in text else ()
     if "accelerate" not in text:
         return ()
-    return tuple(_keys(shell_arguments(text, file)))
+    return tuple(launch_keys(shell_arguments(text, file)))
 
 
 def further(given: Iterable[Given]) -> str | None:
@@ -78,7 +78,7 @@ def files(sheet: Sheet) -> Mapping[str, str]:
     }
 
 
-def _keys(given: Iterable[Given]) -> Iterator[Given]:
+def launch_keys(given: Iterable[Given]) -> Iterator[Given]:
     """Yields the arguments of a launch line and of its program by the names of the table."""
     known = {row.name for row in (*FILE_ROWS, *PROGRAM_KEYS)}
     for each in given:

@@ -186,10 +186,8 @@ def finished(facts: Facts, num_gpus: int) -> Settings:
     facts   with `num_layers` of the model
     Raises ConfigError where the keys contradict one another, and without the program's batch.
     """
-    facts = dict(facts)
-    whole: int = facts.pop("global_batch_size", 0)
     micro: int = facts.get("micro_batch_size", 0)
-    if not micro or not (whole or "accumulation" in facts):
+    if not micro or not ("global_batch_size" in facts or "accumulation" in facts):
         raise ConfigError(
             "the file does not say the batch, which its program chooses",
             hint="state it with plan read FILE --micro-batch-size N --global-batch-size N",
@@ -199,13 +197,4 @@ def finished(facts: Facts, num_gpus: int) -> Settings:
             "accelerate has tensor and context parallelism beside FSDP alone",
             hint="use distributed_type: FSDP, or no such degree",
         )
-    if whole:
-        at_once = micro * num_gpus // (facts.get("tp", 1) * facts.get("cp", 1))
-        if whole % at_once:
-            raise ConfigError(
-                f"--global-batch-size {whole} is no multiple of the {at_once} sequences that run "
-                f"at once",
-                hint="change it, or --micro-batch-size",
-            )
-        facts["accumulation"] = whole // at_once
     return hf_trainer_arguments.finished(facts, num_gpus)
