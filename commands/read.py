@@ -71,6 +71,5 @@ def read(
     deliver(plan, context, output, as_json=as_json)
     for remark in read_file.remarks(plan):
         tell(f"note: {remark}")
-    if read_file.passed_over:
-        names = " ".join(dict.fromkeys(each.name for each in read_file.passed_over))
-        tell(f"passed over, for they have no price: {names}")
+    if read_file.not_understood:
+        tell(f"not understood: {' '.join(read_file.not_understood)}")

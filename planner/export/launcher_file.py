@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -13,6 +13,7 @@ from parplan.planner.export.fields.configured import price_settings
 from parplan.planner.export.fields.launcher import Target
 from parplan.planner.export.fields.named_model import named_model
 from parplan.planner.export.fields.settings import Settings
+from parplan.planner.export.fields.understood import not_understood, require_priced
 from parplan.planner.export.files.head import stated_options
 from parplan.planner.export.files.recipe_file import SEPARATOR
 from parplan.planner.export.wrappers.wrapped_file import wrapped_file
@@ -64,10 +65,9 @@ class LauncherFile:
         return prod(map(int, counts))
 
     @property
-    def passed_over(self) -> tuple[Given, ...]:
-        """The arguments that change no price."""
-        known = {row.name for row in self.target.rows} | {*_NODES, *_PROCESSES}
-        return tuple(each for each in self.given if each.name not in known)
+    def not_understood(self) -> tuple[str, ...]:
+        """The arguments that the reader does not know, which are taken as without effect."""
+        return tuple(each.name for each in not_understood(self.target, self.given))
 
     def with_argument(self, name: str, *words: str) -> LauncherFile:
         """Returns the configuration with a further argument, which the user states."""
@@ -136,16 +136,6 @@ def _stated(path: Path, target: Target, given: tuple[Given, ...], text: str) -> 
     return file.with_stated(options)
 
 
-def require_priced(target: Target, given: Iterable[Given]) -> None:
-    """Raises ConfigError for an argument that changes time or memory without a price."""
-    wrong = next((each for each in given if _is_one_of(each.name, target.refused)), None)
-    if wrong:
-        raise ConfigError(
-            f"{wrong.where}: {wrong.name} changes the step and has no price",
-            hint="take it out to price the rest",
-        )
-
-
 def _with_further(target: Target, given: tuple[Given, ...], path: Path) -> tuple[Given, ...]:
     """Returns arguments with those of the file beside that they name, where it is there."""
     named = target.further(given) if target.further else None
@@ -162,11 +152,6 @@ def _text_of(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", hint="check its name") from None
-
-
-def _is_one_of(name: str, refused: Iterable[str]) -> bool:
-    """Tells that an argument, or the section that it is in, is refused."""
-    return any(name == each or name.startswith(f"{each}.") for each in refused)
 
 
 def plan_of_file(

@@ -25,6 +25,11 @@ from parplan.planner.export.files.jobs import hosts_of
 from parplan.planner.export.files.nested_file import json_text, nested, nested_arguments
 from parplan.planner.export.files.script import commented, script, torchrun_lines
 from parplan.planner.export.files.shell_words import shell_arguments
+from parplan.planner.export.hugging_face.harmless_names import (
+    ACCELERATE_NAMES,
+    DEEPSPEED_NAMES,
+    TRAINER_NAMES,
+)
 from parplan.planner.export.hugging_face.hf_trainer import trainer_keys
 from parplan.planner.export.hugging_face.hf_trainer_arguments import ARGUMENTS as TRAINER
 from parplan.planner.export.hugging_face.hf_trainer_arguments import BESIDE, SOME_VALUES
@@ -44,7 +49,8 @@ _USUAL = (  # of TrainingArguments
     Given("per_device_train_batch_size", ("8",), "transformers"),
     Given("gradient_accumulation_steps", ("1",), "transformers"),
 )
-_READ = (*_TRAINER, reading("deepspeed", lambda _, __: {}), *TABLE)
+_NAMING = tuple(reading(name, lambda _, __: {}) for name in (*_NAMED, "--deepspeed"))
+_READ = (*_TRAINER, *_NAMING, *TABLE)
 _PIPELINE = Template('''\
 """The pipeline stages of the plan, for deepspeed.initialize(model=PlannedPipeline(..))."""
 
@@ -189,6 +195,7 @@ DEEPSPEED = Target(
     arguments=arguments,
     settings=settings,
     model=None,
+    harmless=(DEEPSPEED_NAMES, TRAINER_NAMES, ACCELERATE_NAMES),
     refused=REFUSED,
     source="deepspeed 0.19.8",
     stated=PROGRAM,

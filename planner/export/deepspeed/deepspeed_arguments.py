@@ -279,6 +279,7 @@ ONE_VALUE = (
     unpriced(f"{_ZERO}zero_quantized_gradients", "false"),
     unpriced(f"{_ZERO}mics_shard_size", "-1"),
     unpriced(f"{_ZERO}cpu_offload", "false"),
+    unpriced(f"{_ZERO}offload_optimizer.ratio", "1", "1.0"),
     unpriced(f"{_ZERO}cpu_offload_param", "false"),
     unpriced("bf16.immediate_grad_update", "false", "true"),
     unpriced("bf16.bf16_master_weights_and_grads", "false"),

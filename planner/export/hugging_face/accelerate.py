@@ -24,6 +24,7 @@ from parplan.planner.export.hugging_face.accelerate_arguments import (
     TABLE,
     finished,
 )
+from parplan.planner.export.hugging_face.harmless_names import ACCELERATE_NAMES, TRAINER_NAMES
 from parplan.profiles.documents.yaml_text import yaml_text
 from parplan.profiles.models.spec import ModelSpec
 
@@ -99,6 +100,7 @@ ACCELERATE = Target(
     arguments=arguments,
     settings=settings,
     model=None,
+    harmless=(ACCELERATE_NAMES, TRAINER_NAMES),
     processes=(("num_processes",),),
     refused=("fp8_config", "megatron_lm_config.megatron_lm_tp_degree", "deepspeed_config"),
     source="accelerate 1.15.0",

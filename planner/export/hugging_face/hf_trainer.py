@@ -19,6 +19,7 @@ from parplan.planner.export.files.jobs import hosts_of
 from parplan.planner.export.files.nested_file import nested, nested_arguments
 from parplan.planner.export.files.script import commented, script, torchrun_lines
 from parplan.planner.export.files.shell_words import shell_arguments
+from parplan.planner.export.hugging_face.harmless_names import TRAINER_NAMES
 from parplan.planner.export.hugging_face.hf_trainer_arguments import (
     DEGREES,
     FILE_ROWS,
@@ -106,6 +107,7 @@ HUGGINGFACE = Target(
     arguments=arguments,
     settings=settings,
     model=None,
+    harmless=(TRAINER_NAMES,),
     refused=REFUSED,
     source="transformers 5.23.0 with accelerate 1.15.0",
     stated=(*STATED, *DEGREES),

@@ -264,6 +264,7 @@ SOME_VALUES: tuple[Argument, ...] = (
     unpriced("packing", "false", "true"),
     unpriced(f"{_FSDP}version", "1", "2"),
     unpriced(f"{_FSDP}xla", "false"),
+    unpriced(f"{_FSDP}auto_wrap_policy", "transformer_based_wrap"),
     unpriced("fsdp_config"),  # a path, whose keys belong here
     unpriced("parallelism_config"),
 )

@@ -19,12 +19,13 @@ from parplan.planner.export.fields.arguments import (
     reading,
 )
 from parplan.planner.export.files.nested_file import flag, read_flag, unpriced
+from parplan.planner.export.hugging_face.accelerate_arguments import read_strategy
 from parplan.planner.export.hugging_face.hf_trainer_arguments import (
     ATTENTION,
     attention_row,
     optimizer_row,
 )
-from parplan.planner.export.wrappers.harmless_names import AXOLOTL_NAMES, TRAINER_NAMES
+from parplan.planner.export.wrappers.harmless_names import AXOLOTL_NAMES
 from parplan.planner.export.wrappers.wrapper import Wrapper, fact, fixed, passed
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import Optimizer, Precision
@@ -119,8 +120,8 @@ _SIZES = (
 )
 _SHARDING = (
     flag(f"{_FSDP}offload_params", "states_on_host"),
+    reading(f"{_FSDP}sharding_strategy", read_strategy),
     unpriced("fsdp_version", "1", "2"),
-    unpriced(f"{_FSDP}auto_wrap_policy", "transformer_based_wrap"),
     *passed("ddp", "device_map", "ddp_timeout", "ddp_find_unused_parameters"),
 )
 _KERNELS = tuple(
@@ -222,7 +223,7 @@ AXOLOTL = Wrapper(
         "recompute": Recompute.NONE,
         "narrow_states": True,
     },
-    harmless=(AXOLOTL_NAMES, TRAINER_NAMES),
+    harmless=(AXOLOTL_NAMES,),
     marks=frozenset(
         (
             *("base_model", "sequence_len", "sample_packing", "micro_batch_size", "num_epochs"),

@@ -1,4 +1,4 @@
-"""Arguments of the Trainer and of the programs around it that leave a step as it is.
+"""Arguments of programs around the Trainer that leave a step as it is.
 
 They choose the model and the data by name, and say schedules of the learning rate, names of runs,
 lines, checkpoints, evaluation and generation.
@@ -8,36 +8,6 @@ from __future__ import annotations
 
 from parplan.planner.export.fields.harmless import harmless
 
-TRAINER_NAMES = harmless(
-    "transformers 5.23.0, transformers/training_args.py and examples/pytorch/language-modeling",
-    """output_dir overwrite_output_dir num_train_epochs max_steps learning_rate lr_scheduler_*
-    warmup_steps warmup_ratio weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm
-    average_tokens_across_devices label_smoothing_factor bf16_full_eval fp16_full_eval
-    use_cache neftune_noise_alpha torch_empty_cache_steps logging_* log_level*
-    log_on_each_node include_num_input_tokens_seen disable_tqdm report_to run_name project
-    trackio_* eval_* evaluation_strategy per_device_eval_batch_size prediction_loss_only
-    include_for_metrics include_inputs_for_metrics include_tokens_per_second
-    batch_eval_metrics save_* enable_jit_checkpoint push_to_hub* hub_*
-    load_best_model_at_end metric_for_best_model greater_is_better ignore_data_skip
-    restore_callback_states_from_checkpoint seed data_seed dataloader_* num_workers
-    remove_unused_columns label_names train_sampling_strategy length_column_name
-    ddp_find_unused_parameters ddp_broadcast_buffers ddp_static_graph ddp_backend
-    ddp_timeout debug skip_memory_metrics do_train do_eval do_predict resume_from_checkpoint
-    local_rank tf32 accelerator_config* past_index logging_dir jit_mode_eval use_cpu no_cuda
-    predict_with_generate generation_* use_legacy_prediction_loop
-    gradient_checkpointing_kwargs* activation_checkpointing_kwargs*
-    fsdp_transformer_layer_cls_to_wrap fsdp_config.transformer_layer_cls_to_wrap
-    fsdp_config.state_dict_type fsdp_config.final_state_dict_type
-    fsdp_config.cpu_ram_efficient_loading fsdp_config.sync_module_states
-    fsdp_config.use_orig_params fsdp_config.cpu_offload_pin_memory
-    fsdp_config.min_num_params fsdp_config.xla_fsdp_grad_ckpt fsdp_config.xla_fsdp_v2
-    model_name_or_path model_id model_revision model_code_revision tokenizer_*
-    use_fast_tokenizer use_auth_token config_name config_overrides token trust_remote_code
-    low_cpu_mem_usage cache_dir dataset* data_path data_files data_dir train_file
-    validation_file validation_split* max_train_samples max_eval_samples streaming
-    preprocessing_* overwrite_cache keep_linebreaks lazy_preprocess chat_template*
-    use_flash_attn_unpad wandb_* comet_* mlflow_* swanlab_* config early_stopping_patience""",
-)
 TRL_NAMES = harmless(
     "huggingface/trl at f2cd57710a, trl/trainer/sft_config.py, model_config.py, scripts/utils.py",
     """completion_only_loss assistant_only_loss eos_token pad_token truncation_mode shuffle_dataset

@@ -19,7 +19,7 @@ from parplan.planner.export.fields.arguments import (
 )
 from parplan.planner.export.files.nested_file import read_flag, unpriced
 from parplan.planner.export.hugging_face.hf_trainer_arguments import FLASH_ATTN, attention_row
-from parplan.planner.export.wrappers.harmless_names import LLAMA_FACTORY_NAMES, TRAINER_NAMES
+from parplan.planner.export.wrappers.harmless_names import LLAMA_FACTORY_NAMES
 from parplan.planner.export.wrappers.wrapper import TRAINER_BATCH, Wrapper, fact, fixed, passed
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import Precision
@@ -91,7 +91,7 @@ LLAMA_FACTORY = Wrapper(
     source="hiyouga/LLaMA-Factory at ff6d4d12ee",
     rows=(*_PRICED, *_ONE_VALUE),
     defaults={**TRAINER_BATCH, "seq_length": 2048, "recompute": Recompute.FULL},
-    harmless=(LLAMA_FACTORY_NAMES, TRAINER_NAMES),
+    harmless=(LLAMA_FACTORY_NAMES,),
     refused=_REFUSED,
     marks=frozenset(
         (

@@ -25,10 +25,11 @@ from parplan.planner.export.fields.arguments import (
 from parplan.planner.export.fields.settings import Settings, model_facts
 from parplan.planner.export.fields.spellings import switched, valued
 from parplan.planner.export.files.nested_file import read_flag, unpriced
+from parplan.planner.export.hugging_face.harmless_names import TRAINER_NAMES
 from parplan.planner.export.megatron.megatron import MEGATRON
 from parplan.planner.export.megatron.megatron_arguments import TABLE
 from parplan.planner.export.megatron.megatron_stages import finished
-from parplan.planner.export.wrappers.harmless_names import LLAMA_FACTORY_NAMES, TRAINER_NAMES
+from parplan.planner.export.wrappers.harmless_names import LLAMA_FACTORY_NAMES
 from parplan.planner.export.wrappers.wrapper import fixed, passed
 from parplan.profiles.models.spec import ModelSpec, Precision
 

@@ -21,7 +21,7 @@ from parplan.planner.export.fields.arguments import (
 )
 from parplan.planner.export.files.nested_file import read_flag, unpriced
 from parplan.planner.export.hugging_face.hf_trainer_arguments import ATTENTION, attention_row
-from parplan.planner.export.wrappers.harmless_names import SWIFT_NAMES, TRAINER_NAMES
+from parplan.planner.export.wrappers.harmless_names import SWIFT_NAMES
 from parplan.planner.export.wrappers.wrapper import Wrapper, fixed, passed
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import Precision
@@ -139,7 +139,7 @@ SWIFT = Wrapper(
         "recompute": Recompute.FULL,
         "narrow_states": True,
     },
-    harmless=(SWIFT_NAMES, TRAINER_NAMES),
+    harmless=(SWIFT_NAMES,),
     marks=frozenset((*_TUNERS, "lazy_tokenize", "split_dataset_ratio", "attn_impl", "freeze_vit")),
     programs=(
         r"(?:^|\s)swift\s+(?:sft|pt)\b",

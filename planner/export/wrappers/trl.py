@@ -11,7 +11,7 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.planner.export.fields.arguments import Argument, Facts, Given, Words, reading
 from parplan.planner.export.files.nested_file import read_flag, unpriced
 from parplan.planner.export.hugging_face.hf_trainer_arguments import read_dtype
-from parplan.planner.export.wrappers.harmless_names import TRAINER_NAMES, TRL_NAMES
+from parplan.planner.export.wrappers.harmless_names import TRL_NAMES
 from parplan.planner.export.wrappers.wrapper import TRAINER_BATCH, Wrapper, fixed, passed
 from parplan.profiles.models.spec import Precision
 
@@ -66,7 +66,7 @@ TRL = Wrapper(
         "precision": Precision.BF16,
         "recompute": Recompute.FULL,
     },
-    harmless=(TRL_NAMES, TRAINER_NAMES),
+    harmless=(TRL_NAMES,),
     marks=frozenset(
         (
             *("dataset_text_field", "completion_only_loss", "assistant_only_loss", "eos_token"),

@@ -39,7 +39,8 @@ _NAMED = {  # arguments that name a file, and the section that its keys belong t
     "config_file": "",
     "config": "",
 }
-_LAUNCH = ("use_fsdp", "multi_gpu", "parallelism_config_", "distributed_type")
+_TYPE = "distributed_type"  # of accelerate's YAML
+_LAUNCH = (_TYPE, "use_fsdp", "multi_gpu", "parallelism_config_")
 _FILE = r"[^\s'\"]+\.(?:ya?ml|json)"
 _OVERRIDE = re.compile(r"(?<=\s)([a-z]\w*(?:\.\w+)*)=([^\s\\]+)")
 _PROCESSES = re.compile(r"\b(NPROC_PER_NODE|NNODES)=(\d+)")
@@ -64,7 +65,9 @@ def wrapped_file(text: str, path: Path) -> tuple[Target, tuple[Given, ...]] | No
     if wrapper is LLAMA_FACTORY and runs_megatron(text, given):
         return LLAMA_FACTORY_MEGATRON, given
     given = tuple(each for each in given if each.name != _SECTION)  # whose keys follow
-    given = wrapper.completed(tuple(map(renamed, given)))
+    if not any(each.name == _TYPE for each in given):
+        given = tuple(map(renamed, given))
+    given = wrapper.completed(given)
     if is_deepspeed(given):
         return run_by(wrapper, DEEPSPEED), as_deepspeed(given)
     if _names_deepspeed(given):

@@ -23,6 +23,7 @@ from parplan.planner.export.fields.arguments import (
 from parplan.planner.export.fields.harmless import Harmless
 from parplan.planner.export.fields.launcher import Target
 from parplan.planner.export.fields.settings import Settings, model_facts
+from parplan.planner.export.files.nested_file import read_flag
 from parplan.planner.export.hugging_face.accelerate_arguments import finished as finish_accelerate
 from parplan.planner.export.hugging_face.hf_trainer_arguments import finished as finish_trainer
 from parplan.profiles.models.spec import ModelSpec
@@ -124,5 +125,5 @@ def fixed(name: str, why: str) -> Argument:
 
 
 def fact(name: str, **facts: object) -> Argument:
-    """Returns the row of a switch that says facts where it is true."""
-    return reading(name, lambda words, _: facts if words[0].lower() == "true" else {})
+    """Returns the row of a switch that says facts where it is on."""
+    return reading(name, lambda words, _: facts if read_flag(words) else {})
