@@ -53,7 +53,7 @@ FLASH_ATTN = {
 _EXCHANGES = {ContextForm.ALL_GATHER: "allgather", ContextForm.RING: "alltoall"}
 # names of the sequence length: run_clm.py of transformers, trl's SFTConfig and its older name,
 # LLaMA-Factory, FastChat
-_LENGTHS = ("block_size", "max_length", "max_seq_length", "cutoff_len", "model_max_length")
+LENGTHS = ("block_size", "max_length", "max_seq_length", "cutoff_len", "model_max_length")
 # Keys that change time or memory and have no price here: a file that has one is refused.
 REFUSED = (
     "deepspeed",
@@ -73,7 +73,8 @@ def _recomputes(settings: Settings) -> bool:
     return settings.recompute is Recompute.FULL
 
 
-def _precision(name: str, precision: Precision) -> Argument:
+def precision_row(name: str, precision: Precision) -> Argument:
+    """Returns the row of a switch of mixed precision."""
     return Argument(
         name=name,
         facts=("precision",),
@@ -192,8 +193,8 @@ ARGUMENTS: tuple[Argument, ...] = (
         write=lambda run: (f"{run.num_micro_batches}",),
         read=lambda words, _: {"accumulation": read_number(words)},
     ),
-    _precision("bf16", Precision.BF16),
-    _precision("fp16", Precision.FP16),
+    precision_row("bf16", Precision.BF16),
+    precision_row("fp16", Precision.FP16),
     replace(optimizer_row("optim"), facts=("optimizer",), write=_optimizer),
     _checkpoints("gradient_checkpointing", sharded=False),
     reading(
@@ -242,7 +243,7 @@ DEGREES: tuple[Argument, ...] = (
 )
 # Keys that programs have beside TrainingArguments.
 BESIDE: tuple[Argument, ...] = (
-    *(reading(name, lambda words, _: {"seq_length": read_number(words)}) for name in _LENGTHS),
+    *(reading(name, lambda words, _: {"seq_length": read_number(words)}) for name in LENGTHS),
     reading("torch_dtype", read_dtype),
     reading("dtype", read_dtype),
     attention_row("attn_implementation", ATTENTION),

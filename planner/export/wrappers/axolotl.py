@@ -81,7 +81,6 @@ def _kernel(name: str, kernel: AttentionKernel) -> Argument:
 
 _BATCH = (
     _size("micro_batch_size", "micro_batch_size"),
-    _size("gradient_accumulation_steps", "accumulation"),
     reading("batch_size", _read_batch),
     _size("sequence_len", "seq_length"),
     reading("sample_packing", lambda words, _: {"packed": read_flag(words)}),
@@ -233,6 +232,16 @@ AXOLOTL = Wrapper(
     ),
     enough=2,
     programs=(r"axolotl\s+train", r"axolotl\.cli\.train"),
+    spelled={
+        "per_device_train_batch_size": "micro_batch_size",
+        "optim": "optimizer",
+        "max_length": "sequence_len",
+        f"{_FSDP}cpu_offload": f"{_FSDP}offload_params",
+        "PARALLELISM_CONFIG_DP_SHARD_SIZE": "dp_shard_size",
+        "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "dp_replicate_size",
+        "PARALLELISM_CONFIG_TP_SIZE": "tensor_parallel_size",
+        "PARALLELISM_CONFIG_CP_SIZE": "context_parallel_size",
+    },
     completed=completed,
     derived=derived,
 )

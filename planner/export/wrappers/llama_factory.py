@@ -14,8 +14,6 @@ from parplan.planner.export.fields.arguments import (
     Facts,
     Given,
     Words,
-    read_number,
-    reading,
 )
 from parplan.planner.export.files.nested_file import read_flag, unpriced
 from parplan.planner.export.hugging_face.hf_trainer_arguments import FLASH_ATTN, attention_row
@@ -23,8 +21,15 @@ from parplan.planner.export.wrappers.harmless_names import LLAMA_FACTORY_NAMES
 from parplan.planner.export.wrappers.wrapper import TRAINER_BATCH, Wrapper, fact, fixed, passed
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import Precision
+from parplan.profiles.state_precision import StatePrecision
 
 _METHOD = "finetuning_type"
+# keys of transformers that turn recompute on beside its own
+_CHECKPOINTS = (
+    "gradient_checkpointing",
+    "activation_checkpointing",
+    "fsdp_config.activation_checkpointing",
+)
 
 
 def _read_pure(words: Words, facts: Facts) -> Facts:
@@ -41,10 +46,19 @@ def _read_checkpoints(words: Words, _: Facts) -> Facts:
 _PRICED: tuple[Argument, ...] = (
     unpriced(_METHOD, "full"),
     unpriced("stage", "sft", "pt"),
-    reading("cutoff_len", lambda words, _: {"seq_length": read_number(words)}),
-    reading("pure_bf16", _read_pure),
-    reading("disable_gradient_checkpointing", _read_checkpoints),
-    fact("gradient_checkpointing", recompute=Recompute.FULL),
+    Argument(
+        name="pure_bf16",
+        facts=(),
+        write=lambda run: ("true",) if run.state_precision is StatePrecision.BF16 else None,
+        read=_read_pure,
+    ),
+    Argument(
+        name="disable_gradient_checkpointing",
+        facts=("recompute",),
+        write=lambda run: ("true",) if run.recompute is Recompute.NONE else None,
+        read=_read_checkpoints,
+    ),
+    *(fact(name, recompute=Recompute.FULL) for name in _CHECKPOINTS),
     attention_row("flash_attn", FLASH_ATTN),
     *passed("packing", "freeze_vision_tower", "freeze_multi_modal_projector"),
 )
@@ -101,5 +115,6 @@ LLAMA_FACTORY = Wrapper(
         )
     ),
     programs=(r"llamafactory-cli\s+train", r"llamafactory\.launcher", r"src/train(?:_bash)?\.py"),
+    spelled={"max_length": "cutoff_len"},
     completed=completed,
 )

@@ -17,15 +17,16 @@ from parplan.planner.export.fields.arguments import (
     Argument,
     Facts,
     Given,
-    Words,
+    number,
     read_arguments,
     read_number,
     reading,
 )
 from parplan.planner.export.fields.settings import Settings, model_facts
 from parplan.planner.export.fields.spellings import switched, valued
-from parplan.planner.export.files.nested_file import read_flag, unpriced
+from parplan.planner.export.files.nested_file import unpriced
 from parplan.planner.export.hugging_face.harmless_names import TRAINER_NAMES
+from parplan.planner.export.hugging_face.hf_trainer_arguments import precision_row
 from parplan.planner.export.megatron.megatron import MEGATRON
 from parplan.planner.export.megatron.megatron_arguments import TABLE
 from parplan.planner.export.megatron.megatron_stages import finished
@@ -65,11 +66,16 @@ _OWN: tuple[Argument, ...] = (
         lambda words, _: {"virtual_stages": read_number(words)},
     ),
     reading("expert_tensor_parallel_size", lambda words, _: {"etp": read_number(words)}),
-    reading("per_device_train_batch_size", lambda words, _: _micro(words)),
-    reading("gradient_accumulation_steps", lambda words, _: {"accumulation": read_number(words)}),
-    reading("cutoff_len", lambda words, _: {"seq_length": read_number(words)}),
-    reading("bf16", lambda words, _: {"precision": Precision.BF16} if read_flag(words) else {}),
-    reading("fp16", lambda words, _: {"precision": Precision.FP16} if read_flag(words) else {}),
+    number("per_device_train_batch_size", "micro_batch_size"),
+    Argument(
+        name="gradient_accumulation_steps",
+        facts=("global_batch_size",),
+        write=lambda run: (f"{run.num_micro_batches}",),
+        read=lambda words, _: {"accumulation": read_number(words)},
+    ),
+    number("cutoff_len", "seq_length"),
+    precision_row("bf16", Precision.BF16),
+    precision_row("fp16", Precision.FP16),
     unpriced("mixed_precision", "bf16_mixed"),
     unpriced("finetuning_type", "full"),
     unpriced("stage", "sft", "pt"),
@@ -97,10 +103,6 @@ _OWN: tuple[Argument, ...] = (
 )
 
 
-def _micro(words: Words) -> Facts:
-    return {"micro_batch_size": read_number(words)}
-
-
 def runs_megatron(text: str, given: Iterable[Given]) -> bool:
     """Tells that LLaMA-Factory runs a file on Megatron-Core."""
     named = {each.name for each in given}
@@ -125,7 +127,7 @@ def settings(given: tuple[Given, ...], model: ModelSpec, num_gpus: int) -> Setti
 _STATED = (
     reading("--seq-length", lambda words, _: {"seq_length": read_number(words)}),
     reading("--global-batch-size", lambda words, _: {"global_batch_size": read_number(words)}),
-    reading("--micro-batch-size", lambda words, _: _micro(words)),
+    reading("--micro-batch-size", lambda words, _: {"micro_batch_size": read_number(words)}),
 )
 _READ = (*_OWN, *_STATED)
 LLAMA_FACTORY_MEGATRON = replace(

@@ -19,6 +19,7 @@ from parplan.planner.export.fields.arguments import (
     read_number,
     reading,
 )
+from parplan.planner.export.fields.settings import Settings
 from parplan.planner.export.files.nested_file import read_flag, unpriced
 from parplan.planner.export.hugging_face.hf_trainer_arguments import ATTENTION, attention_row
 from parplan.planner.export.wrappers.harmless_names import SWIFT_NAMES
@@ -59,6 +60,10 @@ def _read_bf16(words: Words, _: Facts) -> Facts:
     return {"precision": Precision.BF16} if read_flag(words) else {}
 
 
+def _write_checkpoints(settings: Settings) -> Words:
+    return ("true",) if settings.recompute is Recompute.FULL else ("false",)
+
+
 def _read_checkpoints(words: Words, _: Facts) -> Facts:
     return {"recompute": Recompute.FULL if read_flag(words) else Recompute.NONE}
 
@@ -68,7 +73,12 @@ _PRICED: tuple[Argument, ...] = (
     *(unpriced(name, "full") for name in _TUNERS),
     reading("torch_dtype", _read_dtype),
     reading("bf16", _read_bf16),
-    reading("gradient_checkpointing", _read_checkpoints),
+    Argument(
+        name="gradient_checkpointing",
+        facts=("recompute",),
+        write=_write_checkpoints,
+        read=_read_checkpoints,
+    ),
     reading("max_length", lambda words, _: {"seq_length": read_number(words)}),
     attention_row("attn_impl", _KERNELS),
     *passed("packing", "freeze_vit", "freeze_aligner", "vit_gradient_checkpointing"),

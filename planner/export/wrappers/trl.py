@@ -34,7 +34,12 @@ def _read_checkpoints(words: Words, _: Facts) -> Facts:
 _PRICED: tuple[Argument, ...] = (
     reading("bf16", _read_bf16),
     reading("fp16", _read_fp16),
-    reading("gradient_checkpointing", _read_checkpoints),
+    Argument(
+        name="gradient_checkpointing",
+        facts=("recompute",),
+        write=lambda run: ("true",) if run.recompute is Recompute.FULL else ("false",),
+        read=_read_checkpoints,
+    ),
     reading("dtype", read_dtype),
     reading("torch_dtype", read_dtype),
     *passed("packing", "packing_strategy", "eval_packing"),

@@ -7,8 +7,8 @@ its files are priced as theirs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 from parplan.planner.export.deepspeed import deepspeed
 from parplan.planner.export.deepspeed.deepspeed_arguments import finished as finish_deepspeed
@@ -41,6 +41,8 @@ class Wrapper:
     refused    its arguments and sections that change time or memory without a price
     marks      arguments of which a file of it has at least `enough`
     programs   command lines that start it, as regular expressions
+    spelled    its names of the launcher's arguments, by theirs; rows of its own under these names
+               are for launchers that have none
     completed  its arguments with those that they imply
     derived    its facts with what it derives of them for a number of GPUs
     """
@@ -54,6 +56,7 @@ class Wrapper:
     programs: tuple[str, ...]
     refused: tuple[str, ...] = ()
     enough: int = 1
+    spelled: Mapping[str, str] = field(default_factory=dict)
     completed: Callable[[tuple[Given, ...]], tuple[Given, ...]] = lambda given: given
     derived: Callable[[Facts, int], Facts] = lambda facts, _: facts
 
@@ -77,15 +80,22 @@ PLAIN = Wrapper(  # a program without defaults of its own
 
 def run_by(wrapper: Wrapper, launcher: Target) -> Target:
     """Returns the launcher that reads a wrapper's arguments beside its own."""
-    own = {row.name for row in wrapper.rows}
-    stated = {row.name for row in launcher.stated}
-    of_launcher = tuple(row for row in launcher.rows if row.name not in own | stated)
-    rows = (*of_launcher, *wrapper.rows, *launcher.stated)
+    spelled = {wrapper.spelled[row.name] for row in launcher.rows if row.name in wrapper.spelled}
+    rows_of_own = tuple(row for row in wrapper.rows if row.name not in spelled)
+    own = {row.name for row in rows_of_own}
+    stated = tuple(row for row in launcher.stated if row.name not in wrapper.spelled)
+    first = own.union(row.name for row in stated)
+    of_launcher = tuple(
+        replace(row, name=wrapper.spelled.get(row.name, row.name))
+        for row in launcher.rows
+        if row.name not in first
+    )
+    rows = (*of_launcher, *rows_of_own, *stated)
 
     def settings(given: tuple[Given, ...], model: ModelSpec, num_gpus: int) -> Settings:
         if launcher is deepspeed.DEEPSPEED:
             usual = {} if wrapper is PLAIN else {"usual": ()}
-            given = deepspeed.filled(given, model, own, **usual)
+            given = deepspeed.filled(given, model, own | spelled, **usual)
         facts = read_arguments(rows, given, wrapper.defaults)
         facts = wrapper.derived(facts | model_facts(model), num_gpus)
         if launcher is deepspeed.DEEPSPEED:
@@ -97,6 +107,7 @@ def run_by(wrapper: Wrapper, launcher: Target) -> Target:
         launcher,
         rows=rows,
         table=rows,
+        stated=stated,
         settings=settings,
         refused=(*(name for name in launcher.refused if name not in own), *wrapper.refused),
         harmless=(*launcher.harmless, *wrapper.harmless),

@@ -502,7 +502,10 @@ AXOLOTL_ROWS = {
         recompute=FULL,
     ),
     "lora": one(f"{AXOLOTL}adapter: lora\nlora_r: 32\n", refused="lora"),
-    "qlora": one(f"{AXOLOTL}load_in_4bit: true\nadapter: qlora\n", refused="adapter|load_in_4bit"),
+    "qlora": one(
+        f"{AXOLOTL.replace(*ADAM)}load_in_4bit: true\nadapter: qlora\n",
+        refused="adapter|load_in_4bit",
+    ),
     "no-adapter": one(
         f"{AXOLOTL.replace(*ADAM)}adapter:\nlora_r:\nload_in_8bit: false\n", recompute=FULL
     ),
