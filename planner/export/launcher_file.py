@@ -69,6 +69,14 @@ class LauncherFile:
         """The arguments that the reader does not know, which are taken as without effect."""
         return tuple(each.name for each in not_understood(self.target, self.given))
 
+    @property
+    def unknown_text(self) -> str:
+        """A sentence about these arguments, "" where there are none."""
+        names = ", ".join(self.not_understood)
+        return (
+            f"not understood, taken as without effect on time and memory: {names}" if names else ""
+        )
+
     def with_argument(self, name: str, *words: str) -> LauncherFile:
         """Returns the configuration with a further argument, which the user states."""
         return replace(self, given=(*self.given, Given(name, words, f"{name} of the user")))
@@ -114,11 +122,12 @@ def read_launcher_file(path: Path, targets: Mapping[str, Target]) -> LauncherFil
     text = _text_of(source)
     if text.startswith(_PLAN):
         return None
-    wrapped = wrapped_file(text, source)
+    owners = [target for target in targets.values() if target.owns(text)]
+    wrapped = None if owners else wrapped_file(text, source)
     if wrapped is not None:
         return _stated(path, *wrapped, text)
     found = []
-    for target in targets.values():
+    for target in owners or targets.values():
         given = _with_further(target, target.arguments(text, str(path)), path)
         known = {row.name for row in target.rows}
         found.append((sum(each.name in known for each in given), target, given))

@@ -96,17 +96,23 @@ _WORDS: tuple[tuple[Subject, str, str], ...] = (
 _PATTERNS = tuple(
     (subject, re.compile(rf"(?:{words})\Z"), re.compile(parts)) for subject, words, parts in _WORDS
 )
+
+
+def _split(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # words of a name that is about the files of a run, its lines or its evaluation
-_BESIDE_A_STEP = frozenset(
+_BESIDE_A_STEP = _split(
     "eval evals evaluation val valid validation test tests log logs logger logging save saves "
     "saving wandb tensorboard swanlab mlflow report hub push export infer inference generation "
-    "generate vllm sglang rollout".split()
+    "generate vllm sglang rollout"
 )
 # words beside `checkpoint` in a name that is about the files of a training state
-_OF_FILES = frozenset(
+_OF_FILES = _split(
     "load loading resume dir directory path folder format interval storage async dist file steps "
     "iteration args step freq frequency keep latest last name policy convert every restore "
-    "enable strict pretrained from to id sync export".split()
+    "enable strict pretrained from to id sync export"
 )
 _OFF = frozenset(("false", "null", "none", "no", "off", "0", "0.0", "", "[]", "{}", "disabled"))
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+|[A-Z]+")

@@ -31,8 +31,8 @@ TRAINER_NAMES = harmless(
     fsdp_config.state_dict_type fsdp_config.final_state_dict_type
     fsdp_config.cpu_ram_efficient_loading fsdp_config.sync_module_states
     fsdp_config.use_orig_params fsdp_config.cpu_offload_pin_memory
-    fsdp_config.min_num_params fsdp_config.limit_all_gathers
-    fsdp_config.forward_prefetch fsdp_config.backward_prefetch fsdp_config.xla_fsdp_grad_ckpt fsdp_config.xla_fsdp_v2
+    fsdp_config.min_num_params fsdp_config.limit_all_gathers fsdp_config.forward_prefetch
+    fsdp_config.backward_prefetch fsdp_config.xla_fsdp_grad_ckpt fsdp_config.xla_fsdp_v2
     model_name_or_path model_id model_revision model_code_revision tokenizer_*
     use_fast_tokenizer use_auth_token config_name config_overrides token trust_remote_code
     low_cpu_mem_usage cache_dir dataset* data_path data_files data_dir train_file

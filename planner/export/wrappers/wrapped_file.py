@@ -42,6 +42,7 @@ _NAMED = {  # arguments that name a file, and the section that its keys belong t
 _TYPE = "distributed_type"  # of accelerate's YAML
 _LAUNCH = (_TYPE, "use_fsdp", "multi_gpu", "parallelism_config_")
 _FILE = r"[^\s'\"]+\.(?:ya?ml|json)"
+_OTHERS = re.compile(r"\bmegatron\s+(?:sft|pt|rlhf)\b")  # ms-swift on Megatron-Core
 _OVERRIDE = re.compile(r"(?<=\s)([a-z]\w*(?:\.\w+)*)=([^\s\\]+)")
 _PROCESSES = re.compile(r"\b(NPROC_PER_NODE|NNODES)=(\d+)")
 _VARIABLES = {"NPROC_PER_NODE": "--nproc_per_node", "NNODES": "--nnodes"}
@@ -52,6 +53,8 @@ def wrapped_file(text: str, path: Path) -> tuple[Target, tuple[Given, ...]] | No
 
     None for a file of none of them. Raises ConfigError, also where a file that it names is missing.
     """
+    if _OTHERS.search(text):
+        return None
     nested = path.suffix in _NESTED
     given = nested_arguments(text, str(path)) if nested else tuple(_of_script(text, path))
     wrapper = _wrapper_of("" if nested else text, given)
