@@ -14,12 +14,13 @@ from string import Template
 from parplan.planner.export.deepspeed.deepspeed_arguments import (
     FILE_ROWS,
     REFUSED,
+    STATED,
     TABLE,
     finished,
 )
 from parplan.planner.export.fields.arguments import Given, read_arguments, reading, written
 from parplan.planner.export.fields.launcher import Sheet, Target
-from parplan.planner.export.fields.program_facts import PROGRAM, whole_recomputes
+from parplan.planner.export.fields.program_facts import whole_recomputes
 from parplan.planner.export.fields.settings import Settings, model_facts
 from parplan.planner.export.files.jobs import hosts_of
 from parplan.planner.export.files.nested_file import json_text, nested, nested_arguments
@@ -198,6 +199,6 @@ DEEPSPEED = Target(
     harmless=(DEEPSPEED_NAMES, TRAINER_NAMES, ACCELERATE_NAMES),
     refused=REFUSED,
     source="deepspeed 0.19.8",
-    stated=PROGRAM,
+    stated=STATED,
     further=further,
 )

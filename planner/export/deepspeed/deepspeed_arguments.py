@@ -296,7 +296,15 @@ ONE_VALUE = (
     unpriced(f"{_PIPE}grad_partitioned", "true"),
 )
 FILE_ROWS: tuple[Argument, ...] = (*BATCH, *PRECISION, *ZERO, *PARALLEL, *ONE_VALUE)
-TABLE: tuple[Argument, ...] = (*FILE_ROWS, *PROGRAM)
+# options of `plan read`, which count before the file
+STATED: tuple[Argument, ...] = (
+    reading("--micro-batch-size", lambda words, _: {"micro_batch_size": read_number(words)}),
+    reading("--global-batch-size", lambda words, _: {"stated_batch_size": read_number(words)}),
+    reading("--optimizer", lambda words, _: {"optimizer": Optimizer(words[0])}),
+    reading("--recompute", lambda words, _: {"recompute": Recompute(words[0])}),
+    *PROGRAM,
+)
+TABLE: tuple[Argument, ...] = (*FILE_ROWS, *STATED)
 _DERIVED = (
     "accumulation",
     "accumulated",
@@ -304,6 +312,7 @@ _DERIVED = (
     "data",
     "offload_optimizer",
     "offload_param",
+    "stated_batch_size",
     "narrow_states",  # of the Trainer: DeepSpeed has its own copies in fp32
     "mixed",
 )
@@ -403,10 +412,12 @@ def _with_batch(run: Settings, facts: Facts, plain: Facts) -> Settings:
     micro: int = facts.get("micro_batch_size", 0)  # 0 where it is left out
     steps: int = plain.get("accumulation", 0)
     whole: int = facts.get("global_batch_size", 0)
+    if "stated_batch_size" in plain:
+        whole, steps = plain["stated_batch_size"], 0
     if not whole and not micro:
         raise ConfigError(
             "neither train_batch_size nor train_micro_batch_size_per_gpu is given",
-            hint="give one of them",
+            hint="give one of them, or state it with plan read FILE --micro-batch-size N",
         )
     micro = micro or whole // (run.dp * (steps or 1))
     steps = steps or (whole // (micro * run.dp) if whole and micro else 1)

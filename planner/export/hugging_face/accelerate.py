@@ -102,7 +102,12 @@ ACCELERATE = Target(
     model=None,
     harmless=(ACCELERATE_NAMES, TRAINER_NAMES),
     processes=(("num_processes",),),
-    refused=("fp8_config", "megatron_lm_config.megatron_lm_tp_degree", "deepspeed_config"),
+    refused=(
+        "fp8_config",
+        "kt_config",
+        "megatron_lm_config.megatron_lm_tp_degree",
+        "deepspeed_config",
+    ),
     source="accelerate 1.15.0",
     stated=STATED,
     further=further,

@@ -47,7 +47,8 @@ ACCELERATE_NAMES = harmless(
     same_network compute_environment debug enable_cpu_affinity downcast_bf16 tpu_*
     command_file commands use_mps_device mpirun_config* multi_gpu use_fsdp module no_python
     quiet monitor_interval max_restarts role tee log_dir
-    fsdp_config.fsdp_transformer_layer_cls_to_wrap fsdp_config.fsdp_state_dict_type
+    fsdp_config.fsdp_transformer_layer_cls_to_wrap
+    fsdp_config.fsdp_transformer_cls_names_to_wrap fsdp_config.fsdp_state_dict_type
     fsdp_config.fsdp_use_orig_params fsdp_config.fsdp_sync_module_states
     fsdp_config.fsdp_cpu_ram_efficient_loading fsdp_config.fsdp_forward_prefetch
     fsdp_config.fsdp_min_num_params fsdp_config.fsdp_limit_all_gathers

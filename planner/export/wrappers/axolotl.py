@@ -100,12 +100,17 @@ _TRAINING = (
 _ATTENTION = (
     _kernel("flash_attention", AttentionKernel.FLASH),
     _kernel("sdp_attention", AttentionKernel.FLASH),
-    _kernel("xformers_attention", AttentionKernel.FLASH),
     _kernel("eager_attention", AttentionKernel.UNFUSED),
     attention_row("attn_implementation", ATTENTION),
     *(
         fixed(name, "is another kernel of attention")
-        for name in ("flex_attention", "sage_attention", "s2_attention", "flash_optimum")
+        for name in (
+            "xformers_attention",
+            "flex_attention",
+            "sage_attention",
+            "s2_attention",
+            "flash_optimum",
+        )
     ),
 )
 _SIZES = (

@@ -94,7 +94,13 @@ _ONE_VALUE = (
             *("freeze_parameters_regex", "trainable_parameters", "trainable_parameters_regex"),
             *("lisa_activated_layers", "quant_bits", "quant_method", "adapters", "rlhf_type"),
             *("ref_model", "reward_model", "teacher_model", "optimizer", "group_by_length"),
-            *("enable_channel_loss", "use_logits_to_keep", "task_type", "device_map"),
+            *(
+                "enable_dft_loss",
+                "enable_channel_loss",
+                "use_logits_to_keep",
+                "task_type",
+                "device_map",
+            ),
         )
     ),
 )
