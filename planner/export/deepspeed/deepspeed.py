@@ -41,6 +41,7 @@ from parplan.profiles.models.spec import ModelSpec
 _JSON = "deepspeed.json"
 _NAMED = ("--deepspeed_config", "deepspeed")  # arguments that name the JSON
 _YAMLS = (".yaml", ".yml")
+_STEPS = "gradient_accumulation_steps"
 _INLINE = "deepspeed."  # the JSON as a section of TrainingArguments
 # TrainingArguments, which fill in the values `auto`; FSDP is none beside DeepSpeed
 _OF_TRAINER = tuple(row for row in TRAINER if not row.name.startswith("fsdp"))
@@ -130,6 +131,25 @@ def _require_further(given: tuple[Given, ...]) -> None:
         raise ConfigError(f"there is no {named} beside the file", hint="put it there")
 
 
+def _require_alike(given: Iterable[Given], wrapped: Iterable[str]) -> None:
+    """Raises ConfigError where a JSON and TrainingArguments say two batches, as transformers does.
+
+    HfTrainerDeepSpeedConfig.trainer_config_finalize
+    """
+    of_json = {each.name: each for each in given if ".json:" in each.where}
+    of_trainer = {each.name: each for each in given if ".json:" not in each.where}
+    sizes = ("per_device_train_batch_size", *(set(wrapped) & {"micro_batch_size"}))
+    pairs = [("train_micro_batch_size_per_gpu", name) for name in sizes]
+    for key, name in (*pairs, (_STEPS, _STEPS)):
+        one, other = of_json.get(key), of_trainer.get(name)
+        if one and other and "auto" not in one.words and one.words != other.words:
+            raise ConfigError(
+                f"{one.where}: {key} {one.words[0]} is not the {other.words[0]} of {name} "
+                f"({other.where}), which transformers refuses",
+                hint=f"write auto for {key}",
+            )
+
+
 def filled(
     given: tuple[Given, ...],
     model: ModelSpec,
@@ -143,6 +163,7 @@ def filled(
     HfTrainerDeepSpeedConfig of transformers/integrations/deepspeed.py. Raises ConfigError for such
     a value without TrainingArguments.
     """
+    _require_alike(given, wrapped)
     autos = [each for each in given if each.words == ("auto",)]
     known = {row.name for row in TABLE}
     trainer = {row.name for row in _TRAINER} - known | set(wrapped)

@@ -44,6 +44,8 @@ _LAUNCH = (_TYPE, "use_fsdp", "multi_gpu", "parallelism_config_")
 _FILE = r"[^\s'\"]+\.(?:ya?ml|json)"
 _OTHERS = re.compile(r"\bmegatron\s+(?:sft|pt|rlhf)\b")  # ms-swift on Megatron-Core
 _OVERRIDE = re.compile(r"(?<=\s)([a-z]\w*(?:\.\w+)*)=([^\s\\]+)")
+_VALUE = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=[\"']?([\w./:-]+)[\"']?\s*$", re.MULTILINE)
+_VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
 _PROCESSES = re.compile(r"\b(NPROC_PER_NODE|NNODES)=(\d+)")
 _VARIABLES = {"NPROC_PER_NODE": "--nproc_per_node", "NNODES": "--nnodes"}
 
@@ -58,19 +60,38 @@ def wrapped_file(text: str, path: Path) -> tuple[Target, tuple[Given, ...]] | No
     nested = path.suffix in _NESTED
     given = nested_arguments(text, str(path)) if nested else tuple(_of_script(text, path))
     wrapper = _wrapper_of("" if nested else text, given)
-    required = wrapper is not None or _names_fsdp(given)
+    launched = not nested and "accelerate launch" in text
+    required = wrapper is not None or launched or _names_fsdp(given)
     given = (*given, *_of_named(given, path, required=required))
     wrapper = wrapper or _wrapper_of("", given)
     if wrapper is None:
         if not is_deepspeed(given) and not _names_fsdp(given):
             return None
         wrapper = PLAIN
+    target, given = _run_by(wrapper, text, given)
+    known = {row.name for row in target.rows}
+    if not nested and not any(each.name in known for each in given):
+        raise ConfigError(
+            f"{path}: it does not name the file that {wrapper.name} reads",
+            hint="read that file",
+        )
+    return target, given
+
+
+def _run_by(
+    wrapper: Wrapper, text: str, given: tuple[Given, ...]
+) -> tuple[Target, tuple[Given, ...]]:
+    """Returns the launcher that a wrapper starts, and its arguments by the launcher's names.
+
+    Raises ConfigError for a configuration that is neither a file nor in place.
+    """
     if wrapper is LLAMA_FACTORY and runs_megatron(text, given):
         return LLAMA_FACTORY_MEGATRON, given
     given = tuple(each for each in given if each.name != _SECTION)  # whose keys follow
     if not any(each.name == _TYPE for each in given):
         given = tuple(map(renamed, given))
     given = wrapper.completed(given)
+    _require_files(given)
     if is_deepspeed(given):
         return run_by(wrapper, DEEPSPEED), as_deepspeed(given)
     if _names_deepspeed(given):
@@ -79,6 +100,17 @@ def wrapped_file(text: str, path: Path) -> tuple[Target, tuple[Given, ...]] | No
     if any(each.name.startswith(_LAUNCH) for each in given):
         return run_by(wrapper, ACCELERATE), tuple(launch_keys(given))
     return run_by(wrapper, HUGGINGFACE), given
+
+
+def _require_files(given: Iterable[Given]) -> None:
+    """Raises ConfigError for an argument that should name a file of keys and names none."""
+    for each in given:
+        word = each.words[0] if each.words else ""
+        if each.name in _NAMED and not word.endswith(_NESTED):
+            raise ConfigError(
+                f"{each.where}: {each.name} {word}: it names no YAML or JSON",
+                hint="write the name of the file, or its keys",
+            )
 
 
 def _names_deepspeed(given: Iterable[Given]) -> bool:
@@ -93,14 +125,16 @@ def _names_fsdp(given: Iterable[Given]) -> bool:
 
 def _wrapper_of(text: str, given: tuple[Given, ...]) -> Wrapper | None:
     """Returns the program of a command line, or else of the arguments."""
-    started = (
-        one for one in WRAPPERS for program in one.programs if re.search(program, _code(text))
-    )
+    code = _code(text)
+    started = (one for one in WRAPPERS for program in one.programs if re.search(program, code))
     return next(started, None) or next((one for one in WRAPPERS if one.has(given)), None)
 
 
 def _code(text: str) -> str:
-    return "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    """Returns a script without comments, whose plain variables have their values."""
+    code = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    values = dict(_VALUE.findall(code))
+    return _VARIABLE.sub(lambda found: values.get(found[1], found[0]), code)
 
 
 def _of_script(text: str, path: Path) -> Iterator[Given]:
@@ -119,7 +153,16 @@ def _of_script(text: str, path: Path) -> Iterator[Given]:
             yield each
         else:
             plain = each.name.removeprefix("--").replace("-", "_")
-            yield replace(each, name=plain, words=each.words or ("true",))
+            yield from _inline(replace(each, name=plain, words=each.words or ("true",)))
+
+
+def _inline(given: Given) -> Iterator[Given]:
+    """Yields an argument, or the keys of a JSON that it has in its place."""
+    if not given.words[0].startswith("{"):
+        yield given
+        return
+    for each in nested_arguments(" ".join(given.words), given.where):
+        yield replace(each, name=f"{given.name}.{each.name}", where=given.where)
 
 
 def _of_named(given: tuple[Given, ...], path: Path, *, required: bool) -> Iterator[Given]:

@@ -348,6 +348,24 @@ LLAMA_FACTORY_ROWS = {
         micro_batch_size=4,
         global_batch_size=128,
     ),
+    "file-in-a-variable": one(
+        'CONFIG="sft.yaml"\nllamafactory-cli train ${CONFIG}\n',
+        {"sft.yaml": LLAMA_FACTORY},
+        name="train.sh",
+        seq_length=4096,
+        recompute=FULL,
+    ),
+    "no-file": one(
+        "llamafactory-cli train $1\n", name="train.sh", refused="does not name the file"
+    ),
+    "configuration-of-no-file": one(
+        f"{LLAMA_FACTORY}deepspeed: zero3\n", refused="deepspeed zero3: it names no"
+    ),
+    "two-batches": one(
+        deepspeed("ds.json"),
+        {"ds.json": ZERO3.replace('_per_gpu": "auto"', '_per_gpu": 4')},
+        refused="train_micro_batch_size_per_gpu 4 is not the 2",
+    ),
     "arguments": one(
         "torchrun --nproc_per_node 8 src/train.py --stage sft --finetuning_type full \\\n"
         "  --cutoff_len 1024 --per_device_train_batch_size 2 --bf16 --do_train\n",
@@ -659,6 +677,18 @@ TRAINER_ROWS = {
         "--fsdp_config fsdp.json\n",
         name="run.sh",
         refused="no fsdp.json beside",
+    ),
+    "fsdp-config-in-place": one(
+        "torchrun src/train.py --stage sft --finetuning_type full --fsdp full_shard \\\n"
+        """  --fsdp_config '{"reshard_after_forward": false}' --cutoff_len 1024\n""",
+        name="run.sh",
+        zero=2,
+    ),
+    "accelerate-missing": one(
+        "accelerate launch --config_file zero3.yaml run_clm.py --block_size 4096 \\\n"
+        "  --per_device_train_batch_size 1 --gradient_accumulation_steps 1\n",
+        name="run.sh",
+        refused="no zero3.yaml beside",
     ),
     "underscores": one(f"{TRAINER}max_length: 4_096\nmax_steps: 500_000\n", seq_length=4096),
     "flash-attention": one(f"{TRAINER}max_length: 4096\nflash_attn: fa2\n", recompute=NONE),
