@@ -175,10 +175,12 @@ def _check_launcher(file: LauncherFile, stated: TargetOptions, *, as_json: bool)
     plan, _ = launcher_plan(file, stated)
     settings = file.settings(plan.model, plan.cluster.num_gpus)
     advised = advice(plan, settings, file.target, file.given)
+    unknown = (file.unknown_text,) if file.unknown_text else ()
+    remarks = (*unknown, *file.remarks(plan))
     if as_json:
-        print_json(check_document(plan, advised, file.remarks(plan)))
+        print_json(check_document(plan, advised, remarks))
     else:
-        print_check(plan, advised, file.remarks(plan), str(file.path), console(sys.stdout))
+        print_check(plan, advised, remarks, str(file.path), console(sys.stdout))
     return user_modules.NOT_FITTING if shortages(plan) else 0
 
 

@@ -67,10 +67,12 @@ def read(
     said = {"--micro-batch-size": micro_batch_size, "--recompute": recompute}
     read_file = read_file.with_stated(said)
     plan, assumed = launcher_plan(read_file, target)
-    context = SummaryContext(assumed=tuple(assumed), plan_file=str(output or ""), whole=verbose)
+    unknown = read_file.not_understood
+    context = SummaryContext(
+        assumed=tuple(assumed), plan_file=str(output or ""), whole=verbose, not_understood=unknown
+    )
+    if unknown and as_json:
+        tell(read_file.unknown_text)
     deliver(plan, context, output, as_json=as_json)
     for remark in read_file.remarks(plan):
         tell(f"note: {remark}")
-    if read_file.passed_over:
-        names = " ".join(dict.fromkeys(each.name for each in read_file.passed_over))
-        tell(f"passed over, for they have no price: {names}")

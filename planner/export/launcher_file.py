@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -11,9 +11,12 @@ from parplan.planner.export.exported import training_on
 from parplan.planner.export.fields.arguments import Given
 from parplan.planner.export.fields.configured import price_settings
 from parplan.planner.export.fields.launcher import Target
+from parplan.planner.export.fields.named_model import named_model
 from parplan.planner.export.fields.settings import Settings
+from parplan.planner.export.fields.understood import not_understood, require_priced
 from parplan.planner.export.files.head import stated_options
 from parplan.planner.export.files.recipe_file import SEPARATOR
+from parplan.planner.export.wrappers.wrapped_file import wrapped_file
 from parplan.planner.plan.assemble import assemble
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import SearchRecord
@@ -62,10 +65,17 @@ class LauncherFile:
         return prod(map(int, counts))
 
     @property
-    def passed_over(self) -> tuple[Given, ...]:
-        """The arguments that change no price."""
-        known = {row.name for row in self.target.rows} | {*_NODES, *_PROCESSES}
-        return tuple(each for each in self.given if each.name not in known)
+    def not_understood(self) -> tuple[str, ...]:
+        """The arguments that the reader does not know, which are taken as without effect."""
+        return tuple(each.name for each in not_understood(self.target, self.given))
+
+    @property
+    def unknown_text(self) -> str:
+        """A sentence about these arguments, "" where there are none."""
+        names = ", ".join(self.not_understood)
+        return (
+            f"not understood, taken as without effect on time and memory: {names}" if names else ""
+        )
 
     def with_argument(self, name: str, *words: str) -> LauncherFile:
         """Returns the configuration with a further argument, which the user states."""
@@ -96,10 +106,7 @@ class LauncherFile:
     def model(self) -> ModelSpec:
         """Returns the model that the arguments say. Raises ConfigError."""
         if self.target.model is None:
-            raise ConfigError(
-                f"{self.path}: the file does not say its model",
-                hint=f"plan read {self.path} --model NAME",
-            )
+            return named_model(self.given, str(self.path))
         return self.target.model(self.given, self.path.stem, str(self.path))
 
 
@@ -115,28 +122,27 @@ def read_launcher_file(path: Path, targets: Mapping[str, Target]) -> LauncherFil
     text = _text_of(source)
     if text.startswith(_PLAN):
         return None
+    owners = [target for target in targets.values() if target.owns(text)]
+    wrapped = None if owners else wrapped_file(text, source)
+    if wrapped is not None:
+        return _stated(path, *wrapped, text)
     found = []
-    for target in targets.values():
+    for target in owners or targets.values():
         given = _with_further(target, target.arguments(text, str(path)), path)
         known = {row.name for row in target.rows}
         found.append((sum(each.name in known for each in given), target, given))
     most, target, given = max(found, key=lambda each: each[0])
     if most < _ENOUGH:
         return None
+    return _stated(path, target, given, text)
+
+
+def _stated(path: Path, target: Target, given: tuple[Given, ...], text: str) -> LauncherFile:
+    """Returns a configuration with what its head states. Raises ConfigError."""
     require_priced(target, given)
     options = stated_options(text)
     file = LauncherFile(path=path, target=target, given=given, options=options)
     return file.with_stated(options)
-
-
-def require_priced(target: Target, given: Iterable[Given]) -> None:
-    """Raises ConfigError for an argument that changes time or memory without a price."""
-    wrong = next((each for each in given if _is_one_of(each.name, target.refused)), None)
-    if wrong:
-        raise ConfigError(
-            f"{wrong.where}: {wrong.name} changes the step and has no price",
-            hint="take it out to price the rest",
-        )
 
 
 def _with_further(target: Target, given: tuple[Given, ...], path: Path) -> tuple[Given, ...]:
@@ -155,11 +161,6 @@ def _text_of(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", hint="check its name") from None
-
-
-def _is_one_of(name: str, refused: Iterable[str]) -> bool:
-    """Tells that an argument, or the section that it is in, is refused."""
-    return any(name == each or name.startswith(f"{each}.") for each in refused)
 
 
 def plan_of_file(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from parplan.planner.export.launcher_file import LauncherFile, require_priced
+from parplan.planner.export.fields.understood import require_priced
+from parplan.planner.export.launcher_file import LauncherFile
 from parplan.planner.export.megatron.megatron import MEGATRON
 from parplan.planner.export.torchtitan.torchtitan import TORCHTITAN
 from parplan.planner.logs.last_layout import last_layout

@@ -28,9 +28,17 @@ _SELDOM_CHANGED = (
 def print_header(plan: AnyPlan, out: Console, context: SummaryContext) -> None:
     """Print model, cluster and training, the defaults that were taken, and an empty line."""
     say(out, header(plan, out.width), "bold")
+    if context.not_understood:
+        say(out, unknown_names(context.not_understood, out.width), "yellow")
     if context.assumed:
         say(out, joined(context.assumed, ", ", out.width, start="assumed: "), "dim")
     say(out)
+
+
+def unknown_names(names: Sequence[str], width: int) -> str:
+    """Returns the names of a launcher's file that its reader does not know, in a sentence."""
+    start = "not understood, taken as without effect on time and memory: "
+    return joined(names, ", ", width, start=start, indent=2)
 
 
 def short_assumed(assumed: Sequence[str], width: int, *, listed: bool) -> str:

@@ -14,7 +14,7 @@ from parplan.report.plans.launcher_rows import table_lines
 from parplan.report.plans.memory_table import print_stages
 from parplan.report.plans.notes import notes, warnings
 from parplan.report.plans.plan_facts import Fact, deciding_facts, facts
-from parplan.report.plans.plan_header import header, print_header, short_assumed
+from parplan.report.plans.plan_header import header, print_header, short_assumed, unknown_names
 from parplan.report.plans.robust_table import robust_lines
 from parplan.report.plans.runner_up_lines import runner_up_lines, tie_lines
 from parplan.report.plans.stage_waits import wait_lines
@@ -103,6 +103,8 @@ def _short_lines(
 ) -> Iterator[tuple[str, str]]:
     """Yields each line, which may be broken into several, and its style."""
     yield header(plan, width), "bold"
+    if context.not_understood:
+        yield unknown_names(context.not_understood, width), "yellow"
     if context.assumed:
         yield short_assumed(context.assumed, width, listed=form.defaults), "dim"
     yield "", ""

@@ -23,6 +23,7 @@ class SummaryContext:
     ruled        a rule of the user said the recompute of the stages
     failures     failures of the cluster, None where no goodput is asked for
     table        the best plans of several launchers, None where one was searched
+    not_understood  names in a launcher's file that its reader does not know
     closing      the last lines: the file that was written, and the command that runs it
     """
 
@@ -36,4 +37,5 @@ class SummaryContext:
     ruled: bool = False
     failures: Failures | None = None
     table: LauncherTable | None = None
+    not_understood: tuple[str, ...] = ()
     closing: tuple[str, ...] = ()

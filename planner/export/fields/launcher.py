@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from parplan.planner.export.fields.arguments import Argument, Facts, Given, Words, written
+from parplan.planner.export.fields.harmless import Harmless
 from parplan.planner.export.fields.settings import Settings
 from parplan.planner.export.fields.switches import Switch
 from parplan.planner.plan.plan import Plan
@@ -52,6 +53,9 @@ class Target:
     require_model  raises ConfigError for a model, or its training, that no file says
     layered      the ZeRO stage and the recompute of each block are said by themselves
     refused      arguments that change time or memory without a price
+    harmless     arguments that leave time and memory as they are; a name that neither the rows nor
+                 these tables have is an error where it touches a subject of `subjects.py`
+    owns         whether a text is surely a file of this launcher, and of no other
     remarks      sentences about arguments that are priced as others, of a plan with its price
     source       repository and commit or release that the table was read in
     """
@@ -76,6 +80,8 @@ class Target:
     switches: tuple[Switch, ...] = ()
     require_model: Callable[[ModelSpec, TrainingSpec], None] = lambda _, __: None
     layered: bool = False
+    harmless: tuple[Harmless, ...] = ()
+    owns: Callable[[str], bool] = lambda _: False
 
 
 def require_plain(model: ModelSpec, training: TrainingSpec, target: Target) -> None:

@@ -24,6 +24,7 @@ from parplan.planner.export.hugging_face.accelerate_arguments import (
     TABLE,
     finished,
 )
+from parplan.planner.export.hugging_face.harmless_names import ACCELERATE_NAMES, TRAINER_NAMES
 from parplan.profiles.documents.yaml_text import yaml_text
 from parplan.profiles.models.spec import ModelSpec
 
@@ -49,7 +50,7 @@ def arguments(text: str, file: str) -> tuple[Given, ...]:
         return nested_arguments(text, file) if _TYPE in text else ()
     if "accelerate" not in text:
         return ()
-    return tuple(_keys(shell_arguments(text, file)))
+    return tuple(launch_keys(shell_arguments(text, file)))
 
 
 def further(given: Iterable[Given]) -> str | None:
@@ -78,7 +79,7 @@ def files(sheet: Sheet) -> Mapping[str, str]:
     }
 
 
-def _keys(given: Iterable[Given]) -> Iterator[Given]:
+def launch_keys(given: Iterable[Given]) -> Iterator[Given]:
     """Yields the arguments of a launch line and of its program by the names of the table."""
     known = {row.name for row in (*FILE_ROWS, *PROGRAM_KEYS)}
     for each in given:
@@ -99,8 +100,14 @@ ACCELERATE = Target(
     arguments=arguments,
     settings=settings,
     model=None,
+    harmless=(ACCELERATE_NAMES, TRAINER_NAMES),
     processes=(("num_processes",),),
-    refused=("fp8_config", "megatron_lm_config.megatron_lm_tp_degree", "deepspeed_config"),
+    refused=(
+        "fp8_config",
+        "kt_config",
+        "megatron_lm_config.megatron_lm_tp_degree",
+        "deepspeed_config",
+    ),
     source="accelerate 1.15.0",
     stated=STATED,
     further=further,

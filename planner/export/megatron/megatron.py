@@ -32,6 +32,7 @@ from parplan.planner.export.megatron.megatron_arguments import (
     TRAINING,
     uses_fsdp,
 )
+from parplan.planner.export.megatron.megatron_harmless import HARMLESS
 from parplan.planner.export.megatron.megatron_model import MODEL_TABLE, read_model, unsaid_parts
 from parplan.planner.export.megatron.megatron_remarks import remarks
 from parplan.planner.export.megatron.megatron_stages import finished
@@ -144,6 +145,7 @@ MEGATRON = Target(
     settings=settings,
     model=read_model,
     refused=REFUSED,
+    harmless=HARMLESS,
     remarks=remarks,
     switches=SWITCHES,
     require_model=require_model,

@@ -67,6 +67,14 @@ REFUSED = (
     "--moe-paged-stash",
     "--moe-latent-size",
     "--experimental-attention-variant",
+    "--perform-rl-step",
+    "--sft",
+    "--spec",
+    "--yaml-cfg",
+    "--linear-attention-freq",
+    "--moe-use-upcycling",
+    "--kitchen-config-file",
+    "--te-precision-config-file",
 )
 
 
@@ -195,6 +203,48 @@ def _read_distributed(_: Words, facts: Facts) -> Facts:
     return {}
 
 
+def _type(words: Words) -> str:
+    """Returns `fp32` or `bf16` of the names that arguments and configurations have for them."""
+    return words[0].removeprefix("torch.").replace("float32", "fp32").replace("bfloat16", "bf16")
+
+
+def read_second_moment(words: Words, facts: Facts) -> Facts:
+    """Reads the type of the second moment, which is priced where it is that of the first."""
+    both = facts.get("state_precision") is StatePrecision.BF16_MOMENTS
+    if _type(words) != ("bf16" if both else "fp32"):
+        raise ValueError("it is priced in the type of --exp-avg-dtype alone, bf16 or fp32")
+    return {}
+
+
+def read_main_gradients(words: Words, _: Facts) -> Facts:
+    """Reads the type in which the optimizer takes the gradients of its shard, which has no price."""
+    if _type(words) not in ("fp32", "bf16"):
+        raise ValueError("fp32 and bf16 are priced")
+    return {}
+
+
+def read_wide(words: Words, _: Facts) -> Facts:
+    """Reads a type that is priced in fp32 alone."""
+    if _type(words) != "fp32":
+        raise ValueError("fp32 alone is priced")
+    return {}
+
+
+def _read_reduced(words: Words, _: Facts) -> Facts:
+    """Reads the type of gradients under Megatron-FSDP."""
+    types = {"fp32": Precision.FP32, "bf16": Precision.BF16, "auto": Precision.BF16}
+    if _type(words) not in types:
+        raise ValueError("fp32 and bf16 are priced")
+    return {"gradient_precision": types[_type(words)]}
+
+
+def _read_program(words: Words, _: Facts) -> Facts:
+    """Reads the kernels of blocks: Transformer Engine's, or Megatron-Core's own unfused attention."""
+    if words not in (("transformer_engine",), ("local",)):
+        raise ValueError("transformer_engine and local are priced")
+    return {"attention": AttentionKernel.UNFUSED} if words == ("local",) else {}
+
+
 def _moments(settings: Settings) -> bool:
     return settings.state_precision is StatePrecision.BF16_MOMENTS
 
@@ -214,6 +264,10 @@ PARALLEL = (
         facts=("virtual_stages",),
         write=_virtual,
         read=lambda words, _: {"virtual_stages": read_number(words)},
+    ),
+    reading(
+        "--virtual-pipeline-model-parallel-size",
+        lambda words, _: {"virtual_stages": read_number(words)},
     ),
     reading(
         "--num-layers-per-virtual-pipeline-stage",
@@ -270,6 +324,7 @@ SHARDING = (
         read=lambda _, __: {"zero": 3},
         source="megatron/training/config/common_config.py",
     ),
+    reading("--use-custom-fsdp", lambda _, __: {"zero": 3}),  # its name until 2025
     Argument(
         name="--data-parallel-sharding-strategy",
         facts=("zero",),
@@ -335,6 +390,7 @@ BATCH = (
     reading("--step-batch-size-schedule", _first_batch),
 )
 TRAINING = (
+    reading("--encoder-seq-length", lambda words, _: {"seq_length": read_number(words)}),
     number("--seq-length", "seq_length"),
     switch("--bf16", "precision", Precision.BF16),
     switch("--fp16", "precision", Precision.FP16),
@@ -344,6 +400,8 @@ TRAINING = (
         write=lambda run: () if run.gradient_precision is Precision.BF16 else None,
         read=lambda _, __: {"gradient_precision": Precision.BF16},
     ),
+    reading("--megatron-fsdp-grad-comm-dtype", _read_reduced),
+    reading("--megatron-fsdp-main-grads-dtype", _read_reduced),
     Argument(
         name="--fp8-format",
         facts=("products",),
@@ -374,7 +432,15 @@ TRAINING = (
             {"state_precision": StatePrecision.BF16_MOMENTS} if words == ("bf16",) else {}
         ),
     ),
-    constant("--exp-avg-sq-dtype", "bf16", when=_moments),
+    Argument(
+        name="--exp-avg-sq-dtype",
+        facts=(),
+        write=lambda run: ("bf16",) if _moments(run) else None,
+        read=read_second_moment,
+    ),
+    reading("--main-grads-dtype", read_main_gradients),
+    reading("--main-params-dtype", read_wide),
+    reading("--transformer-impl", _read_program),
     Argument(
         name="--attention-backend",
         facts=("attention",),
@@ -385,6 +451,7 @@ TRAINING = (
         source="megatron/core/transformer/transformer_config.py",
     ),
     number("--moe-expert-capacity-factor", "expert_capacity", 0.0),
+    reading("--ddp-bucket-size", lambda words, _: {"bucket_elements": read_number(words)}),
 )
 # what Megatron-LM's own plans of experts and Megatron-FSDP need, whatever the plan says
 NEEDED = (

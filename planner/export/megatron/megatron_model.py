@@ -157,6 +157,7 @@ _LAYERS: tuple[Argument, ...] = (
         "positions",
         {Positions.LEARNED: "learned_absolute", Positions.ROTARY: "rope", Positions.NONE: "none"},
     ),
+    reading("--use-rotary-position-embeddings", lambda _, __: {"positions": Positions.ROTARY}),
     number("--rotary-base", "rope_theta", 10000),
     number("--rotary-percent", "rotary_fraction", 1.0),
     switch("--swiglu", "gated_ffn"),

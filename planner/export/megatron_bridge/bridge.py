@@ -23,6 +23,7 @@ from parplan.planner.export.megatron.megatron_arguments import DEFAULTS, uses_fs
 from parplan.planner.export.megatron.megatron_model import model_of_facts, unsaid_parts
 from parplan.planner.export.megatron.megatron_stages import finished
 from parplan.planner.export.megatron.megatron_switches import SWITCHES
+from parplan.planner.export.megatron_bridge.bridge_harmless import HARMLESS
 from parplan.planner.export.megatron_bridge.bridge_names import MODEL_TABLE, TABLE
 from parplan.planner.export.megatron_bridge.nemo_names import MODEL_TABLE as NEMO_MODEL
 from parplan.planner.export.megatron_bridge.nemo_names import PREFIX, interpolated
@@ -259,6 +260,7 @@ MEGATRON_BRIDGE = Target(
     settings=settings,
     model=read_model,
     refused=(),
+    harmless=HARMLESS,
     switches=SWITCHES,
     require_model=require_model,
     source="Megatron-Bridge 0.7.0, NVIDIA-NeMo/Megatron-Bridge at 067f987df0",

@@ -15,6 +15,11 @@ from parplan.planner.export.fields.arguments import Argument, Facts, Words, read
 from parplan.planner.export.fields.spellings import NULL, spelled, switched, valued
 from parplan.planner.export.files.nested_file import read_flag, unpriced
 from parplan.planner.export.megatron.megatron_arguments import TABLE as MEGATRON_TABLE
+from parplan.planner.export.megatron.megatron_arguments import (
+    read_main_gradients,
+    read_second_moment,
+    read_wide,
+)
 from parplan.planner.export.megatron.megatron_model import MODEL_TABLE as MEGATRON_MODEL
 from parplan.profiles.models.functions import Activations
 from parplan.profiles.models.spec import ModelSpec, Norm, Precision
@@ -159,6 +164,9 @@ _UNPRICED = (
     ("model.experimental_attention_variant", "null"),
     ("optimizer.optimizer_cpu_offload", "false"),
     ("train.rampup_batch_size", "null"),
+    ("peft", "null", "none"),
+    ("model.transformer_impl", "transformer_engine"),
+    ("model.fp8_wgrad", "true"),
 )
 _BY_NAME = {row.name: row for row in MEGATRON_TABLE}
 MOMENTS = _BY_NAME["--exp-avg-dtype"].read(("bf16",), {})["state_precision"]
@@ -202,6 +210,9 @@ _OWN: tuple[Argument, ...] = (
     ),
     *(unpriced(path, *words) for path, *words in _UNPRICED),
     reading("optimizer.exp_avg_dtype", _moments),
+    reading("optimizer.exp_avg_sq_dtype", read_second_moment),
+    reading("optimizer.main_grads_dtype", read_main_gradients),
+    reading("optimizer.main_params_dtype", read_wide),
     reading("model.attention_backend", valued(_BY_NAME["--attention-backend"], "").read),
 )
 TABLE: tuple[Argument, ...] = (

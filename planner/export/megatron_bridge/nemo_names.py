@@ -126,6 +126,7 @@ TABLE: tuple[Argument, ...] = (
     reading("model.fp8", _products),
     reading("model.fp8_params", lambda words, _: {"narrow_weights": read_flag(words)}),
     unpriced("model.fsdp", "false"),
+    unpriced("trainer.accumulate_grad_batches", "1"),
     unpriced("model.rampup_batch_size", "null"),
     unpriced("model.num_micro_batches_with_partial_activation_checkpoints", "null", "0"),
     unpriced("model.activations_checkpoint_layers_per_pipeline", "null", "0"),

@@ -103,9 +103,7 @@ def test_a_published_strategy_is_read(tmp_path):
 
     assert (settings.dp, settings.tp, settings.zero, settings.micro_batch_size) == (8, 1, 3, 2)
     assert settings.recompute_of_blocks == (Recompute.FULL,) * 20 + (Recompute.NONE,) * 12
-    assert [each.name for each in file.passed_over] == [
-        "vtp, which the prices take from tp_sizes_enc"
-    ]
+    assert list(file.not_understood) == ["vtp, which the prices take from tp_sizes_enc"]
 
 
 def test_blocks_of_unlike_degrees_are_refused(tmp_path):
