@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import click
-
 from parplan.commands.options.result_options import STDOUT, ResultOptions
-from parplan.commands.style import INTERRUPTED, noticing_ctrl_c, tell_kept
+from parplan.commands.style import INTERRUPTED, noticing_ctrl_c, print_lines, tell_kept
 from parplan.planner.request import Request
 from parplan.profiles.errors import ConfigError
 
@@ -21,6 +18,7 @@ def share_batch(request: Request, assumed: Sequence[str], result: ResultOptions)
     Raises ConfigError for equal nodes, and for an output that is not files.
     """
     from parplan.executor.placed_layers import torchrun_line
+    from parplan.planner.export.files.quoting import shell_word
     from parplan.planner.plan.plan_file import write_plan
     from parplan.planner.search.largest_model import SearchWatch
     from parplan.planner.search.pools_divide_data import divide_batch
@@ -47,9 +45,9 @@ def share_batch(request: Request, assumed: Sequence[str], result: ResultOptions)
     print_shares(divided, request, assumed, console(sys.stdout), whole=result.verbose)
     for share, path in zip(divided.shares, paths, strict=True):
         kept = write_plan(share.plan, path)
-        click.echo(f"wrote {path}", err=True)
+        print_lines(f"wrote {path}", err=True)
         tell_kept(kept)
     first, *others = (share.plan for share in divided.shares)
-    files = " ".join(shlex.quote(str(path)) for path in paths)
-    click.echo(f"run them with\n  {torchrun_line(first, files, others)}", err=True)
+    files = " ".join(shell_word(str(path)) for path in paths)
+    print_lines("run them with", f"  {torchrun_line(first, files, others)}", err=True)
     return INTERRUPTED if interrupts else 0

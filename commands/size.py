@@ -31,6 +31,7 @@ from parplan.commands.style import (
     option,
     packs,
     print_json,
+    print_lines,
     tell_kept,
 )
 from parplan.commands.worker_pool import in_processes
@@ -273,4 +274,4 @@ def _deliver(found: FoundSizes, asked: _Asked, result: ResultOptions) -> None:
         return
     print_sizes(found, asked.assumed(best), console(sys.stdout), whole=result.verbose)
     if result.output is not None and best is not None:
-        click.echo(f"wrote {result.output}, the plan of the first row")
+        print_lines(f"wrote {result.output}, the plan of the first row")

@@ -23,6 +23,7 @@ from click.shell_completion import CompletionItem
 from parplan.profiles.documents.files import explained_file_errors
 from parplan.profiles.documents.packaged_configs import packaged_names
 from parplan.profiles.documents.ranges import require_range
+from parplan.profiles.documents.texts import escaped
 from parplan.profiles.errors import ConfigError, PlannerError, unknown_name_error
 from parplan.profiles.interrupts import on_ctrl_c, sigterm_as_ctrl_c
 from parplan.profiles.models.hub import stay_offline
@@ -324,12 +325,17 @@ def tell(text: str) -> None:
     """Prints lines on stderr, broken between words where its terminal is narrow."""
     from parplan.report.wrapping import broken, width_of
 
-    click.echo(broken(text, width_of(sys.stderr)), err=True)
+    print_lines(*broken(text, width_of(sys.stderr)).split("\n"), err=True)
+
+
+def print_lines(*lines: str, err: bool = False) -> None:
+    """Prints lines on stdout, or on stderr; characters that a terminal would obey are escaped."""
+    click.echo("\n".join(map(escaped, lines)), err=err)
 
 
 def tell_kept(*kept: Path | None) -> None:
     """Says on stderr under which names older files are kept that a command did not overwrite."""
-    names = [str(path) for path in kept if path is not None]
+    names = [escaped(str(path)) for path in kept if path is not None]
     if names:
         more = f" and {len(names) - 2} more" if len(names) > 2 else ""
         files = "files" if len(names) > 1 else "file"
@@ -338,16 +344,8 @@ def tell_kept(*kept: Path | None) -> None:
 
 def wrote_picture(plot: Path, kept: Path | None, *, to_stderr: bool) -> None:
     """Says that a picture was written, and where an older one is kept."""
-    click.echo(f"wrote {plot}", err=to_stderr)
+    print_lines(f"wrote {plot}", err=to_stderr)
     tell_kept(kept)
-
-
-def escaped(text: str) -> str:
-    """Returns the text with its control characters escaped, which a terminal would obey."""
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
-        for character in text
-    )
 
 
 def _usage(error: click.ClickException) -> tuple[str, str]:

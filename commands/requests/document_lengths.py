@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from parplan.profiles.documents.reader import MAX_DIGITS, Hints, read_text, shortened
+from parplan.profiles.documents.reader import MAX_DIGITS, Hints, read_text
+from parplan.profiles.documents.texts import shortened
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.documents import Documents, documents_of
 

@@ -17,6 +17,7 @@ from parplan.planner.export.files.recipe_file import SEPARATOR
 from parplan.planner.plan.assemble import assemble
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import SearchRecord
+from parplan.profiles.documents.texts import name_of_file
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
@@ -100,7 +101,7 @@ class LauncherFile:
                 f"{self.path}: the file does not say its model",
                 hint=f"plan read {self.path} --model NAME",
             )
-        return self.target.model(self.given, self.path.stem, str(self.path))
+        return self.target.model(self.given, name_of_file(self.path), str(self.path))
 
 
 def read_launcher_file(path: Path, targets: Mapping[str, Target]) -> LauncherFile | None:

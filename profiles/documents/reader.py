@@ -27,6 +27,7 @@ from typing import Any
 
 import yaml
 
+from parplan.profiles.documents.texts import shortened
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.units import MIB
 
@@ -35,7 +36,6 @@ MAX_DEPTH = 64
 _PARSER_TOO_DEEP = "exceeded maximum nesting depth"  # of libyaml, which may read ahead of MAX_DEPTH
 MAX_VALUES = 2_000_000
 MAX_DIGITS = 18
-SHOWN = 80  # most characters of a text in a message
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # only its parser is used
 _BOM = b"\xef\xbb\xbf"
 _OTHER_BOMS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x00\x00\xfe\xff": "UTF-32"}
@@ -430,11 +430,6 @@ class _YamlDocument:
         if not all(isinstance(each, dict) for each in merged):
             raise self._wrong(event, "<< takes a mapping, or a list of mappings")
         top.merges, top.merged = False, merged
-
-
-def shortened(text: str) -> str:
-    """Returns the beginning of a text of any length, for a message."""
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def _too_long(text: str) -> str:
