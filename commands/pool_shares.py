@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from parplan.commands.options.result_options import STDOUT, ResultOptions
-from parplan.commands.style import INTERRUPTED, noticing_ctrl_c, print_lines, tell_kept
+from parplan.commands.style import noticing_ctrl_c, print_lines, tell_kept
 from parplan.planner.request import Request
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.interrupts import INTERRUPTED
 
 
 def share_batch(request: Request, assumed: Sequence[str], result: ResultOptions) -> int:
@@ -19,7 +20,7 @@ def share_batch(request: Request, assumed: Sequence[str], result: ResultOptions)
     """
     from parplan.executor.placed_layers import torchrun_line
     from parplan.planner.export.files.quoting import shell_word
-    from parplan.planner.plan.plan_file import write_plan
+    from parplan.planner.plan.plan_file import write_plans
     from parplan.planner.search.largest_model import SearchWatch
     from parplan.planner.search.pools_divide_data import divide_batch
     from parplan.report.searches.share_table import print_shares
@@ -43,8 +44,8 @@ def share_batch(request: Request, assumed: Sequence[str], result: ResultOptions)
         for share in divided.shares
     ]
     print_shares(divided, request, assumed, console(sys.stdout), whole=result.verbose)
-    for share, path in zip(divided.shares, paths, strict=True):
-        kept = write_plan(share.plan, path)
+    plans = (share.plan for share in divided.shares)
+    for path, kept in write_plans(dict(zip(paths, plans, strict=True))).items():
         print_lines(f"wrote {path}", err=True)
         tell_kept(kept)
     first, *others = (share.plan for share in divided.shares)

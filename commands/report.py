@@ -16,7 +16,6 @@ from parplan.commands.options.result_options import STDOUT, trust_module_option
 from parplan.commands.options.sections import BASELINES, OUTPUT, SEARCH
 from parplan.commands.output import require_output
 from parplan.commands.style import (
-    INTERRUPTED,
     LONGEST_S,
     Command,
     List,
@@ -26,6 +25,7 @@ from parplan.commands.style import (
     tell_kept,
 )
 from parplan.profiles.documents.texts import escaped
+from parplan.profiles.interrupts import INTERRUPTED
 
 if TYPE_CHECKING:
     from parplan.planner.deadline import Deadline

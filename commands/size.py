@@ -24,7 +24,6 @@ from parplan.commands.options.target_options import (
 )
 from parplan.commands.output import require_output
 from parplan.commands.style import (
-    INTERRUPTED,
     Command,
     List,
     Whole,
@@ -35,6 +34,7 @@ from parplan.commands.style import (
     tell_kept,
 )
 from parplan.commands.worker_pool import in_processes
+from parplan.profiles.interrupts import INTERRUPTED
 
 if TYPE_CHECKING:
     from parplan.costmodels.usage.goodput import Failures
