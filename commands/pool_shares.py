@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from parplan.commands.options.result_options import STDOUT, ResultOptions
@@ -36,13 +36,11 @@ def share_batch(request: Request, assumed: Sequence[str], result: ResultOptions)
             "--pools data writes one plan file for each pool",
             hint="name a file with --output, and leave out --json",
         )
+    assert isinstance(result.output, Path), "checked above"
+    files_of_pools = _files(request.cluster.pool_names, result.output)
     with noticing_ctrl_c() as interrupts:
         divided = divide_batch(request, SearchWatch(interrupted=lambda: bool(interrupts)))
-    assert isinstance(result.output, Path), "checked above"
-    paths = [
-        result.output.with_name(f"{result.output.stem}-{share.pool}{result.output.suffix}")
-        for share in divided.shares
-    ]
+    paths = [files_of_pools[share.pool] for share in divided.shares]
     print_shares(divided, request, assumed, console(sys.stdout), whole=result.verbose)
     plans = (share.plan for share in divided.shares)
     for path, kept in write_plans(dict(zip(paths, plans, strict=True))).items():
@@ -52,3 +50,20 @@ def share_batch(request: Request, assumed: Sequence[str], result: ResultOptions)
     files = " ".join(shell_word(str(path)) for path in paths)
     print_lines("run them with", f"  {torchrun_line(first, files, others)}", err=True)
     return INTERRUPTED if interrupts else 0
+
+
+def _files(pools: Iterable[str], output: Path) -> dict[str, Path]:
+    """Returns the plan file of each pool. Raises ConfigError for a pool whose name is no file's."""
+    from parplan.profiles.documents.files import require_writable
+
+    files = {}
+    for pool in pools:
+        name = f"{output.stem}-{pool}{output.suffix}"
+        if "/" in name:
+            raise ConfigError(
+                f"--pools data names a file after each pool, and pool {pool} has a slash",
+                hint="give that pool another name in its cluster file",
+            )
+        files[pool] = output.with_name(name)
+        require_writable(files[pool])
+    return files

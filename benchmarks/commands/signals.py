@@ -47,7 +47,9 @@ _START = (
     "import os, sys; os.write({fd}, b'.'); os.close({fd}); sys.argv[0] = 'plan'; "
     "from parplan.cli import main; sys.exit(main())"
 )
-_SEARCH = ("--model", "gpt-2.5b", "--gpus", "16", "--global-batch-size", "64")
+_MODEL = ("--model", "gpt-2.5b", "--global-batch-size", "16", "--offload", "none")
+_SEARCH = (*_MODEL, "--gpus", "4")
+_LIMIT = ("--time-limit", "4")
 _LOG = """\
  [2026-01-01 00:00:{second:02}] iteration {step:8}/     100 | consumed samples: {samples:12} | \
 elapsed time per iteration (ms): 1200.0 | learning rate: 1.0E-04 | global batch size:    64 | \
@@ -71,39 +73,59 @@ class Case:
 CASES: Mapping[str, Case] = {
     "plan": Case(arguments=(*_SEARCH, "-o", "out.yaml"), files=("out.yaml",)),
     "plan-memory": Case(
-        arguments=(*_SEARCH, "--objective", "memory", "--max-slowdown", "0.1", "-o", "out.yaml"),
+        arguments=(*_SEARCH, "--objective", "memory", *_LIMIT, "-o", "out.yaml"),
         files=("out.yaml",),
     ),
     "plan-front": Case(
-        arguments=(*_SEARCH, "--objective", "pareto", "--points", "5", "-o", "out.yaml"),
+        arguments=(*_SEARCH, "--objective", "pareto", "--points", "5", *_LIMIT, "-o", "out.yaml"),
         files=("out-*.yaml",),
     ),
     "plan-launchers": Case(
         arguments=(*_SEARCH, "--for", "megatron,fsdp2", "-o", "out.yaml"), files=("out.yaml",)
     ),
     "estimate": Case(
-        arguments=("estimate", *_SEARCH, "--pp", "2", "--tp", "2", "-o", "out.yaml"),
+        arguments=(
+            "estimate",
+            *_SEARCH[:4],
+            "--gpus",
+            "4",
+            "--pp",
+            "2",
+            "--tp",
+            "2",
+            "-o",
+            "out.yaml",
+        ),
         files=("out.yaml",),
     ),
-    "explain": Case(arguments=("explain", "plan.yaml")),
+    "explain": Case(arguments=("explain", "plan.yaml", *_LIMIT)),
     "compare": Case(arguments=("compare", *_SEARCH)),
     "sweep": Case(
-        arguments=("sweep", *_SEARCH[:2], "--gpus", "8,16", "-o", "out.yaml"),
+        arguments=("sweep", *_MODEL, "--gpus", "4,8", "-o", "out.yaml"),
         files=("out-*.yaml",),
     ),
     "max-model": Case(
-        arguments=("max-model", "--gpus", "8", "-o", "out.yaml"), files=("out.yaml",)
+        arguments=("max-model", "--gpus", "1", *_LIMIT, "-o", "out.yaml"), files=("out.yaml",)
     ),
     "size": Case(
         arguments=(
             *("size", "--model", "gpt-2.5b", "--gpu", "h100-80gb,a100-80gb"),
-            *("--tokens", "1e9", "--within", "2d", "-o", "out.yaml"),
+            *("--tokens", "1B", "--days", "2", "-o", "out.yaml"),
         ),
         files=("out.yaml",),
     ),
     "report": Case(arguments=("report", "plan.yaml", "-o", "out.html"), files=("out.html",)),
     "report-front": Case(
-        arguments=("report", "plan.yaml", "--front", "--baseline", "none", "-o", "out.html"),
+        arguments=(
+            "report",
+            "plan.yaml",
+            "--front",
+            "--baseline",
+            "none",
+            *_LIMIT,
+            "-o",
+            "out.html",
+        ),
         files=("out.html",),
     ),
     "export": Case(

@@ -45,7 +45,7 @@ def open_replacement(path: Path, *, hint: str) -> Iterator[IO[bytes]]:
         with _staged(target, undo) as (file, temporary):
             yield file
         with deferred_signals():
-            temporary.replace(target)
+            os.replace(temporary, target)
             _note(path)
 
 
@@ -88,7 +88,7 @@ def write_results(results: Mapping[Path, str | bytes], *, hint: str) -> dict[Pat
             for path, (target, temporary, data) in whole.items():
                 kept[path] = _kept_beside(path, target, data, undo, hint)
                 with _explained(path, hint):
-                    temporary.replace(target)
+                    os.replace(temporary, target)
             undo.pop_all()
             _note(*results)
     return kept
@@ -163,7 +163,7 @@ def _give_back(kept: Path, target: Path) -> None:
     again = target.with_name(f".parplan-{os.getpid()}-{os.urandom(4).hex()}")
     with suppress(OSError):
         os.link(kept, again)
-        again.replace(target)
+        os.replace(again, target)
 
 
 def _note(*paths: Path) -> None:

@@ -13,7 +13,7 @@ from parplan.profiles.errors import ConfigError
 MOST_NAME = 200  # characters of a name or a key
 MOST_TEXT = 1_000_000  # characters of any other text, such as the actions of a pipeline rank
 SHOWN = 80  # most characters of a text in a message
-PROSE = frozenset({"source"})  # keys whose texts may have line breaks
+PROSE = frozenset({"source", "detail"})  # keys whose texts may have line breaks
 _BREAKS = str.maketrans("", "", "\n\t")
 
 
