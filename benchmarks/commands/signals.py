@@ -39,6 +39,7 @@ from parplan.report.text import console, print_table, say
 ROOT = Path(__file__).resolve().parents[2]
 INTERRUPTED = 130
 LONGEST_S = 60.0  # from the signal to the end
+LOST_S = 5.0  # that a command works on after a signal without a word
 ALIVE_S = 10.0  # until the last process of a command has gone
 BEYOND = 1.05  # moments reach this share of the usual time of a command
 _NOISE = re.compile(r"Traceback \(most recent call last\)|Exception ignored|\w+Warning:")
@@ -148,8 +149,9 @@ CASES: Mapping[str, Case] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """The end of a command."""
+    """The end of a command; `signalled` says that it was running when its signal came."""
 
+    signalled: bool
     code: int
     output: str
     seconds: float
@@ -162,6 +164,7 @@ class Tally:
     """The ends of one command."""
 
     usual_s: float
+    too_late: int = 0
     codes: Counter[int] = field(default_factory=Counter)
     slowest_s: float = 0.0
     faults: list[str] = field(default_factory=list)
@@ -195,10 +198,12 @@ def run(case: Case, folder: Path, number: int = 0, after_s: float = 0.0) -> End:
     before = {path.name for path in folder.iterdir()}
     process, output = start(case, folder)
     started_s = time.monotonic()
+    signalled = False
     if number:
         try:
             process.wait(after_s)
         except subprocess.TimeoutExpired:
+            signalled = True
             started_s = time.monotonic()
             (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
     try:
@@ -213,6 +218,7 @@ def run(case: Case, folder: Path, number: int = 0, after_s: float = 0.0) -> End:
     text = os.pread(output, 1 << 20, 0).decode(errors="replace")
     os.close(output)
     return End(
+        signalled=signalled,
         code=process.returncode,
         output=text,
         seconds=seconds,
@@ -237,6 +243,8 @@ def faults(case: Case, end: End, usual_code: int, written: int, whole: int) -> l
         found.append(f"noise: {end.output.strip().splitlines()[-1][:90]}")
     if end.seconds >= LONGEST_S:
         found.append("it did not end")
+    if end.signalled and end.code == usual_code and end.seconds > LOST_S:
+        found.append("the signal had no effect")
     if end.processes:
         found.append(f"{end.processes} processes are left")
     if end.left:
@@ -270,7 +278,8 @@ def attack(name: str, case: Case, made: Path, moments: int, draw: random.Random)
             after_s = draw.uniform(0.0, BEYOND * usual.seconds)
             folder = fresh()
             end = run(case, folder, number, after_s)
-            tally.codes[end.code] += 1
+            tally.too_late += not end.signalled
+            tally.codes[end.code] += end.signalled
             tally.slowest_s = max(tally.slowest_s, end.seconds)
             written = len(files_of(case, folder))
             for fault in faults(case, end, usual.code, written, whole):
@@ -312,13 +321,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             draw = random.Random(f"{given.seed} {name}")
             tally = attack(name, case, Path(made), given.moments, draw)
             others = sum(n for code, n in tally.codes.items() if code not in (0, INTERRUPTED))
-            counts = (tally.codes[0], tally.codes[INTERRUPTED], others, len(tally.faults))
+            codes = tally.codes[0], tally.codes[INTERRUPTED], others
+            counts = (*codes, tally.too_late, len(tally.faults))
             seconds = (f"{tally.usual_s:.1f}", f"{tally.slowest_s:.1f}")
             rows.append((name, *map(str, counts), *seconds))
             all_faults += tally.faults
             print(*rows[-1], file=sys.stderr, flush=True)
     out = console(sys.stdout)
-    heading = ("command", "0", "130", "other", "faults", "usual s", "end s")
+    heading = ("command", "0", "130", "other", "too late", "faults", "usual s", "end s")
     print_table(out, heading, rows, left=heading[:1])
     for fault in all_faults:
         say(out, fault)

@@ -68,7 +68,9 @@ def test_the_name_of_a_plans_file_is_no_line_of_its_export(tmp_path, monkeypatch
     write_plan(laid_out(pp=2, dp=2), path)
 
     for target in ("megatron", "torchrun"):
-        result = run("export", str(path), "--to", target, "--launch", "slurm", "-o", f"{target}\x1b")
+        result = run(
+            "export", str(path), "--to", target, "--launch", "slurm", "-o", f"{target}\x1b"
+        )
         assert result.exit_code == 0
         assert (result.stdout + result.stderr).replace("\n", "").isprintable()
         for file in (tmp_path / f"{target}\x1b").iterdir():
