@@ -5,7 +5,10 @@ The file of a command is imported when the command or the list of commands is as
 
 from __future__ import annotations
 
-from parplan.commands.plan import main
+from parplan.profiles.interrupts import ending_at_once
+
+with ending_at_once():
+    from parplan.commands.plan import main
 
 main.names = (
     "calibrate",

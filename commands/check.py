@@ -13,7 +13,7 @@ from parplan.commands.options.launcher_options import launcher_options
 from parplan.commands.options.result_options import as_json, trust_module_option
 from parplan.commands.options.target_options import TargetOptions
 from parplan.commands.output import chosen_ranks, require_torch
-from parplan.commands.style import Command, option, print_json
+from parplan.commands.style import Command, option, print_json, print_lines
 
 if TYPE_CHECKING:
     from parplan.planner.export.launcher_file import LauncherFile
@@ -139,7 +139,7 @@ def _check_pools(plan_files: tuple[Path, ...], *, execute: bool) -> int:
 
 def _say_pool(file: Path, plan: Plan) -> None:
     share, own = plan.whole_batch, plan.training.global_batch_size
-    click.echo(f"{file}: sequences {share.first} to {share.first + own - 1} of {share.of}")
+    print_lines(f"{file}: sequences {share.first} to {share.first + own - 1} of {share.of}")
 
 
 def _execute_pools(plan_files: tuple[Path, ...], plans: tuple[Plan, ...]) -> int:

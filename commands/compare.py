@@ -17,7 +17,8 @@ from parplan.commands.options.search_options import SearchFlags, launcher_option
 from parplan.commands.options.sections import AIM, BASELINES
 from parplan.commands.options.target_options import TargetOptions, target_options
 from parplan.commands.searching import answer, described_question
-from parplan.commands.style import INTERRUPTED, Command, List, given_options, option, print_json
+from parplan.commands.style import Command, List, given_options, option, print_json
+from parplan.profiles.interrupts import INTERRUPTED
 
 if TYPE_CHECKING:
     from parplan.planner.plan.traced_plan import AnyPlan

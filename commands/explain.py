@@ -13,7 +13,6 @@ from parplan.commands.options.result_options import as_json
 from parplan.commands.options.sections import LAYOUT, SEARCH
 from parplan.commands.options.target_options import TargetOptions, target_options
 from parplan.commands.style import (
-    INTERRUPTED,
     LONGEST_S,
     Command,
     Number,
@@ -22,6 +21,7 @@ from parplan.commands.style import (
     option,
     print_json,
 )
+from parplan.profiles.interrupts import INTERRUPTED
 
 AXIS, GRID = "tensor-parallel axis", "rows and the columns of the tensor-parallel grid"
 

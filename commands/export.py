@@ -12,7 +12,7 @@ import click
 from parplan.commands.options.option_values import LAUNCHERS
 from parplan.commands.options.result_options import as_json
 from parplan.commands.options.sections import OUTPUT
-from parplan.commands.style import Command, option, print_json, tell_kept
+from parplan.commands.style import Command, option, print_json, print_lines, tell_kept
 
 if TYPE_CHECKING:
     from parplan.planner.export.exported import Export
@@ -135,5 +135,5 @@ def _wrote(paths: Mapping[Path, Path | None], *, as_json: bool) -> None:
         print_json(WrittenFiles(files=tuple(map(str, paths))))
         return
     for path in paths:
-        click.echo(f"wrote {path}")
+        print_lines(f"wrote {path}")
     tell_kept(*paths.values())

@@ -69,7 +69,7 @@ def import_(
     """
     from parplan.planner.logs.logged_run import read_log
     from parplan.planner.logs.measured_row import measured_steps
-    from parplan.planner.logs.row_file import rows_with, table_text, write_rows
+    from parplan.planner.logs.row_file import add_rows, table_text
     from parplan.report.runs.import_table import import_document, print_import
     from parplan.report.text import console, say
 
@@ -85,8 +85,7 @@ def import_(
     if output == STDOUT:
         click.echo("" if as_json else table_text(rows), nl=False)
         return
-    merged, replaced = rows_with(output, rows)
-    write_rows(output, merged)
+    replaced = add_rows(output, rows)
     again = f", {replaced} of them again" if replaced else ""
     say(
         out,

@@ -12,7 +12,7 @@ import click
 
 from parplan.commands.options.result_options import as_json
 from parplan.commands.options.sections import OUTPUT
-from parplan.commands.style import Command, Number, Whole, option, packs, print_json
+from parplan.commands.style import Command, Number, Whole, option, packs, print_json, print_lines
 
 if TYPE_CHECKING:
     from parplan.profiles.inventory.machine_facts import Fact
@@ -179,6 +179,7 @@ def init(
 def _write(path: Path, given: InitOptions, *, force: bool, as_json: bool) -> None:
     from parplan.commands.output import require_new
     from parplan.profiles.documents.files import require_writable, write_text
+    from parplan.profiles.documents.texts import name_of_file
     from parplan.profiles.inventory.cluster_draft import draft_of, draft_text
     from parplan.profiles.inventory.found_machine import found_machine
     from parplan.profiles.inventory.machine_facts import merged
@@ -192,15 +193,16 @@ def _write(path: Path, given: InitOptions, *, force: bool, as_json: bool) -> Non
     )
     if given.ask if given.ask is not None else sys.stdin.isatty():
         facts = merged(facts, _answers(facts))
-    draft = draft_of(facts, path.stem)
+    draft = draft_of(facts, name_of_file(path))
     write_text(draft_text(draft, str(path)), path, hint=hint)
     if as_json:
         print_json(draft_document(str(path), draft.cluster))
         return
     cluster = draft.cluster
-    click.echo(
+    print_lines(
         f"wrote {path}: {cluster.nodes} x {cluster.gpus_per_node} {cluster.device.name}; check it "
-        f"with\n  plan init --check {path}",
+        "with",
+        f"  plan init --check {path}",
         err=True,
     )
 

@@ -19,7 +19,6 @@ from parplan.commands.options.sections import OUTPUT, WHAT
 from parplan.commands.options.target_options import TargetOptions, training_options
 from parplan.commands.output import require_output
 from parplan.commands.style import (
-    INTERRUPTED,
     Command,
     Whole,
     noticing_ctrl_c,
@@ -29,6 +28,7 @@ from parplan.commands.style import (
     tell,
     tell_kept,
 )
+from parplan.profiles.interrupts import INTERRUPTED
 
 if TYPE_CHECKING:
     from parplan.planner.plan.plan import Plan

@@ -1,14 +1,15 @@
 """The command that runs a plan, which a summary prints as the next one.
 
-All imports are made where they are used.
+Imports that take time are made where they are used.
 """
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from parplan.profiles.documents.texts import escaped
 
 if TYPE_CHECKING:
     from parplan.planner.export.launcher_prices import LauncherPrice
@@ -22,17 +23,19 @@ def closing_lines(plan: Plan | TracedPlan, output: Path) -> tuple[str, ...]:
     A plan of no launcher is another one where it runs. The nearest that a program runs is named, or
     nothing where no program runs any.
     """
-    path = shlex.quote(str(output))
+    from parplan.planner.export.files.quoting import shell_word
+
+    path = shell_word(str(output))
     command = own_command(plan, path)
     if command is not None:
-        return f"wrote {output}{_whose(plan)}; run it with", f"  {command}"
+        return f"wrote {escaped(str(output))}{_whose(plan)}; run it with", f"  {command}"
     nearest = next(_nearest_commands(plan, path), None)
     if nearest is None:
-        return (f"wrote {output}, which no launcher that is known runs",)
+        return (f"wrote {escaped(str(output))}, which no launcher that is known runs",)
     stack = plan.training.stack.name
     of_stack = f"a bound for the stack {stack}: no program runs it as it is priced; "
     bound = of_stack if _is_searched(plan) else ""
-    return f"wrote {output}, {bound}the nearest runs with", f"  {nearest}"
+    return f"wrote {escaped(str(output))}, {bound}the nearest runs with", f"  {nearest}"
 
 
 def _whose(plan: Plan | TracedPlan) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -48,7 +48,6 @@ from parplan.commands.searching import (
     with_failures,
 )
 from parplan.commands.style import (
-    INTERRUPTED,
     Main,
     given_options,
     option,
@@ -58,6 +57,7 @@ from parplan.commands.style import (
     tell_kept,
     wrote_picture,
 )
+from parplan.profiles.interrupts import INTERRUPTED
 
 if TYPE_CHECKING:
     from parplan.commands.launcher_searches import LauncherQuestion
@@ -315,25 +315,25 @@ def _deliver_front(
 ) -> None:
     """Writes a plan file for every point, the table and the picture.
 
-    A file that cannot be written does not lose the table.
+    All plans are written or none. A file that cannot be written does not lose the table.
     """
-    from parplan.planner.plan.plan_file import write_plan
+    from parplan.planner.plan.plan_file import write_plans
     from parplan.planner.search.pareto import plan_paths
     from parplan.report.searches.front_document import front_document
     from parplan.report.searches.front_table import print_front
     from parplan.report.text import console
 
     paths = plan_paths(output, len(front.points))
-    kept: list[Path | None] = []
+    plans = (point.plan for point in front.points)
+    kept: Mapping[Path, Path | None] = {}
     try:
-        for point, path in zip(front.points, paths, strict=True):
-            kept.append(write_plan(point.plan, path))
+        kept = write_plans(dict(zip(paths, plans, strict=True)))
     finally:
         if result.as_json:
             print_json(front_document(front, paths, context.elapsed_s or 0.0))
         else:
             print_front(front, paths, console(sys.stdout), context)
-    tell_kept(*kept)
+    tell_kept(*kept.values())
     beyond = plan_paths(output, len(paths) + 1)[-1]
     if beyond.exists():
         tell(f"note: {beyond} and the files after it are of an earlier front")

@@ -18,7 +18,6 @@ from parplan.commands.options.result_options import as_json
 from parplan.commands.options.sections import OUTPUT
 from parplan.commands.output import require_torch
 from parplan.commands.style import (
-    INTERRUPTED,
     LONGEST_S,
     Command,
     Number,
@@ -29,6 +28,7 @@ from parplan.commands.style import (
     tell,
     wrote_picture,
 )
+from parplan.profiles.interrupts import INTERRUPTED
 
 if TYPE_CHECKING:
     from parplan.planner.calibration.profiling import Profiled, ProfileRequest

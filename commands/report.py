@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -16,7 +15,17 @@ from parplan.commands.export import TARGET
 from parplan.commands.options.result_options import STDOUT, trust_module_option
 from parplan.commands.options.sections import BASELINES, OUTPUT, SEARCH
 from parplan.commands.output import require_output
-from parplan.commands.style import INTERRUPTED, LONGEST_S, Command, List, Number, option, tell_kept
+from parplan.commands.style import (
+    LONGEST_S,
+    Command,
+    List,
+    Number,
+    option,
+    print_lines,
+    tell_kept,
+)
+from parplan.profiles.documents.texts import escaped
+from parplan.profiles.interrupts import INTERRUPTED
 
 if TYPE_CHECKING:
     from parplan.planner.deadline import Deadline
@@ -127,7 +136,7 @@ def report(
         click.echo(page, nl=False)
     else:
         kept = write_result(page, output, hint="choose another file with --output")
-        click.echo(f"wrote {output}; open it in a browser")
+        print_lines(f"wrote {output}; open it in a browser")
         tell_kept(kept)
     if interrupted:
         sys.exit(INTERRUPTED)
@@ -222,15 +231,16 @@ def _reported(
             return _priced(path, plan, baselines, snippets, time_limit)
         except ConfigError as error:
             missing = f"There is no timeline, and there are no baselines and no exports: {error}."
-    return ReportedPlan(name=str(path), plan=plan, snippets=(run,), missing=(missing,))
+    return ReportedPlan(name=escaped(str(path)), plan=plan, snippets=(run,), missing=(missing,))
 
 
 def _run_line(path: Path, plan: AnyPlan) -> Snippet:
     from parplan.executor.placed_layers import torchrun_line
+    from parplan.planner.export.files.quoting import shell_word
     from parplan.planner.plan.traced_plan import TracedPlan
     from parplan.report.page.reported_plan import Snippet
 
-    title, file = "Run with parplan's executor", shlex.quote(str(path))
+    title, file = "Run with parplan's executor", shell_word(str(path))
     if isinstance(plan, TracedPlan) or plan.batch_share is None:
         return Snippet(title=title, text=torchrun_line(plan, file))
     # the nodes of the other pools are not in this file
@@ -260,7 +270,7 @@ def _traced(path: Path, plan: TracedPlan, baselines: Sequence[str]) -> ReportedP
     known = traced_baseline_names((ALL,))
     names = tuple(name for name in known if name in baselines) or known
     return ReportedPlan(
-        name=str(path),
+        name=escaped(str(path)),
         plan=plan,
         timeline=timeline,
         held=held_activations(today.strategy, today.price_cache, timeline),
@@ -298,7 +308,7 @@ def _priced(
         "SECONDS gives them more.",
     )
     return ReportedPlan(
-        name=str(path),
+        name=escaped(str(path)),
         plan=plan,
         timeline=timeline,
         held=held_activations(today.strategy, today.price_cache, timeline),
@@ -326,6 +336,7 @@ def _exported(path: Path, plan: Plan, targets: Sequence[Target] | None) -> Itera
     Programs that an export copies are left out.
     """
     from parplan.planner.export.exported import export_plan
+    from parplan.planner.export.files.quoting import shell_word
     from parplan.planner.export.targets import TARGETS
     from parplan.profiles.errors import ConfigError
     from parplan.profiles.units import gib
@@ -345,7 +356,7 @@ def _exported(path: Path, plan: Plan, targets: Sequence[Target] | None) -> Itera
         )
         yield Snippet(
             title=f"Export to {target.name}",
-            text=f"plan export {shlex.quote(str(path))} --to {target.name}",
+            text=f"plan export {shell_word(str(path))} --to {target.name}",
             lost=lost,
             files={file: text for file, text in export.files.items() if not file.endswith(".py")},
         )

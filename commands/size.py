@@ -24,16 +24,17 @@ from parplan.commands.options.target_options import (
 )
 from parplan.commands.output import require_output
 from parplan.commands.style import (
-    INTERRUPTED,
     Command,
     List,
     Whole,
     option,
     packs,
     print_json,
+    print_lines,
     tell_kept,
 )
 from parplan.commands.worker_pool import in_processes
+from parplan.profiles.interrupts import INTERRUPTED
 
 if TYPE_CHECKING:
     from parplan.costmodels.usage.goodput import Failures
@@ -273,4 +274,4 @@ def _deliver(found: FoundSizes, asked: _Asked, result: ResultOptions) -> None:
         return
     print_sizes(found, asked.assumed(best), console(sys.stdout), whole=result.verbose)
     if result.output is not None and best is not None:
-        click.echo(f"wrote {result.output}, the plan of the first row")
+        print_lines(f"wrote {result.output}, the plan of the first row")

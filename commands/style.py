@@ -20,15 +20,15 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from parplan.profiles.documents.files import explained_file_errors
+from parplan.profiles.documents.files import explained_file_errors, noting_written
 from parplan.profiles.documents.packaged_configs import packaged_names
 from parplan.profiles.documents.ranges import require_range
+from parplan.profiles.documents.texts import escaped
 from parplan.profiles.errors import ConfigError, PlannerError, unknown_name_error
-from parplan.profiles.interrupts import on_ctrl_c, sigterm_as_ctrl_c
+from parplan.profiles.interrupts import INTERRUPTED, end_quietly, on_ctrl_c, sigterm_as_ctrl_c
 from parplan.profiles.models.hub import stay_offline
 from parplan.profiles.standard_streams import Streams, sturdy_streams
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells report it; SIGTERM ends a command in the same way
 YOUNG_OBJECTS = 500_000  # objects between two collections; tens of MiB
 SWEPT = ("--gpus", "--gpu", "--global-batch-size", "--seq-length")  # options of `plan sweep`
 LONGEST_S = 1e9  # 30 years, a tenth of the 2^63 ns at which the timers of the system end
@@ -216,16 +216,13 @@ class Main(Command, click.Group):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            what = (
-                f"{ctx.invoked_subcommand} was done"
-                if ctx.invoked_subcommand
-                else "a plan was found"
-            )
-            tell(f"interrupted before {what}; nothing was written")
-            raise click.exceptions.Exit(INTERRUPTED) from None
+        with noting_written() as written:
+            try:
+                with noticing_ctrl_c():
+                    return super().invoke(ctx)
+            except KeyboardInterrupt:
+                tell(_interrupted_text(ctx.invoked_subcommand, written))
+                raise click.exceptions.Exit(INTERRUPTED) from None
 
     def main(self, *args: Any, standalone_mode: bool = True, **kwargs: Any) -> Any:
         kwargs.setdefault("prog_name", self.name)
@@ -234,7 +231,17 @@ class Main(Command, click.Group):
         spare_cpu()
         with sigterm_as_ctrl_c():
             code = run_command(super().main, *args, **kwargs)
+        end_quietly()
         sys.exit(code)
+
+
+def _interrupted_text(command: str | None, written: Sequence[Path]) -> str:
+    """Returns the sentence about a command that Ctrl-C ended, with the files that are there."""
+    if written:
+        more = f" and {len(written) - 2} more" if len(written) > 2 else ""
+        return f"interrupted after it wrote {', '.join(map(str, written[:2]))}{more}"
+    what = f"{command} was done" if command else "a plan was found"
+    return f"interrupted before {what}; nothing was written"
 
 
 def spare_cpu() -> None:
@@ -324,12 +331,17 @@ def tell(text: str) -> None:
     """Prints lines on stderr, broken between words where its terminal is narrow."""
     from parplan.report.wrapping import broken, width_of
 
-    click.echo(broken(text, width_of(sys.stderr)), err=True)
+    print_lines(*broken(text, width_of(sys.stderr)).split("\n"), err=True)
+
+
+def print_lines(*lines: str, err: bool = False) -> None:
+    """Prints lines on stdout, or on stderr; characters that a terminal would obey are escaped."""
+    click.echo("\n".join(map(escaped, lines)), err=err)
 
 
 def tell_kept(*kept: Path | None) -> None:
     """Says on stderr under which names older files are kept that a command did not overwrite."""
-    names = [str(path) for path in kept if path is not None]
+    names = [escaped(str(path)) for path in kept if path is not None]
     if names:
         more = f" and {len(names) - 2} more" if len(names) > 2 else ""
         files = "files" if len(names) > 1 else "file"
@@ -338,16 +350,8 @@ def tell_kept(*kept: Path | None) -> None:
 
 def wrote_picture(plot: Path, kept: Path | None, *, to_stderr: bool) -> None:
     """Says that a picture was written, and where an older one is kept."""
-    click.echo(f"wrote {plot}", err=to_stderr)
+    print_lines(f"wrote {plot}", err=to_stderr)
     tell_kept(kept)
-
-
-def escaped(text: str) -> str:
-    """Returns the text with its control characters escaped, which a terminal would obey."""
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
-        for character in text
-    )
 
 
 def _usage(error: click.ClickException) -> tuple[str, str]:
@@ -428,9 +432,10 @@ def show_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
 
 @contextlib.contextmanager
 def noticing_ctrl_c() -> Iterator[list[int]]:
-    """Yields a list that is not empty once Ctrl-C or SIGTERM came.
+    """Yields a list that is not empty once Ctrl-C or SIGTERM came, which raise KeyboardInterrupt.
 
-    A search then answers with its best plan, which is not an error.
+    A search then answers with its best plan, which is not an error. C code that a signal interrupts
+    may raise an error of its own: it is taken for KeyboardInterrupt.
     """
     interrupts: list[int] = []
 
@@ -439,7 +444,14 @@ def noticing_ctrl_c() -> Iterator[list[int]]:
         raise KeyboardInterrupt
 
     with on_ctrl_c(on_interrupt):
-        yield interrupts
+        try:
+            yield interrupts
+        except (PlannerError, click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception:
+            if interrupts:
+                raise KeyboardInterrupt from None
+            raise
 
 
 def print_json(value: object) -> None:

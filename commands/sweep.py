@@ -19,7 +19,6 @@ from parplan.commands.options.search_options import SearchFlags, search_options
 from parplan.commands.options.sections import OUTPUT
 from parplan.commands.options.target_options import TargetOptions, target_options
 from parplan.commands.style import (
-    INTERRUPTED,
     SWEPT,
     Command,
     List,
@@ -29,6 +28,7 @@ from parplan.commands.style import (
     tell_kept,
     wrote_picture,
 )
+from parplan.profiles.interrupts import INTERRUPTED
 
 if TYPE_CHECKING:
     from parplan.planner.request import Request
@@ -130,7 +130,7 @@ def _deliver(
     rows: Sequence[Mapping[str, Any]], answers: Answers, result: ResultOptions, elapsed_s: float
 ) -> None:
     """Writes the plans, the picture and the table."""
-    from parplan.planner.plan.plan_file import write_plan
+    from parplan.planner.plan.plan_file import write_plans
     from parplan.planner.search.pareto import plan_paths
     from parplan.report.plots.sweep_plot import draw_sweep
     from parplan.report.searches.sweep_table import print_sweep, sweep_document
@@ -138,19 +138,21 @@ def _deliver(
 
     found = list(zip(rows, answers.each, strict=False))
     paths: Sequence[Path] = ()
-    kept: list[Path | None] = []
+    kept: Mapping[Path, Path | None] = {}
     if result.output is not None:
         paths = plan_paths(result.output, len(found))
-        kept = [
-            write_plan(answer.plan, path)
-            for (_, answer), path in zip(found, paths, strict=True)
-            if answer.plan
-        ]
+        kept = write_plans(
+            {
+                path: answer.plan
+                for (_, answer), path in zip(found, paths, strict=True)
+                if answer.plan
+            }
+        )
     if result.as_json:
         print_json(sweep_document(found, answers.stopped, paths, elapsed_s))
     else:
         print_sweep(found, answers.stopped, paths, console(sys.stdout), elapsed_s)
-    tell_kept(*kept)
+    tell_kept(*kept.values())
     if result.plot is not None:
         drawn = [answer.plan for _, answer in found if answer.plan]
         wrote_picture(result.plot, draw_sweep(drawn, result.plot), to_stderr=result.as_json)

@@ -8,7 +8,7 @@ import click
 
 from parplan.commands.options.result_options import as_json
 from parplan.commands.options.sections import OUTPUT
-from parplan.commands.style import Command, option, print_json
+from parplan.commands.style import Command, option, print_json, print_lines
 
 _TOKENS = "Tokens"
 
@@ -100,9 +100,9 @@ def tokenize(
         print_json(written)
         return
     size = format_bytes(output.stat().st_size)
-    click.echo(
+    print_lines(
         f"wrote {output}: {written.count:,} tokens of {written.documents:,} documents, {size} of "
-        f"{written.dtype}\n"
+        f"{written.dtype}",
         f"tokenizer {written.tokenizer}, vocabulary {written.vocab_size:,}: the model needs a "
-        f"vocab_size of {written.largest_id + 1:,} or more"
+        f"vocab_size of {written.largest_id + 1:,} or more",
     )

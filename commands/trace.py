@@ -9,7 +9,7 @@ import click
 from parplan.commands.options.result_options import STDOUT
 from parplan.commands.options.sections import OUTPUT
 from parplan.commands.output import require_output
-from parplan.commands.style import Command, option, tell_kept
+from parplan.commands.style import Command, option, print_lines, tell_kept
 
 
 @click.command(cls=Command, epilog="  plan trace plan.yaml -o trace.json")
@@ -36,5 +36,5 @@ def trace(plan_file: Path, output: Path) -> None:
         click.echo(text, nl=False)
         return
     kept = write_result(text, output, hint="choose another file with --output")
-    click.echo(f"wrote {output}; open it in https://ui.perfetto.dev")
+    print_lines(f"wrote {output}; open it in https://ui.perfetto.dev")
     tell_kept(kept)

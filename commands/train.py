@@ -18,6 +18,7 @@ from parplan.commands.style import (
     fail,
     option,
     packs,
+    print_lines,
     run_command,
     tell_kept,
 )
@@ -385,7 +386,7 @@ def main(plan_files: tuple[Path, ...], trained: Options, flags: RunFlags) -> int
         timeout_s=flags.timeout,
         schedulers=chunk_schedulers_of(plan, traces=trained.trace_memory > 0),
     )
-    report = RunReport(line=click.echo, note=_note, fail=_fail, recorded=files[pool].write)
+    report = RunReport(line=print_lines, note=_note, fail=_fail, recorded=files[pool].write)
     return run_plan(plans, trained, setting, report)
 
 
@@ -429,7 +430,7 @@ def _read(plan_files: Sequence[Path], trained: Options) -> tuple[Plan | TracedPl
 
 
 def _note(text: str) -> None:
-    click.echo(f"note: {text}", err=True)
+    print_lines(f"note: {text}", err=True)
 
 
 def _fail(error: PlannerError, speaks: bool) -> int:

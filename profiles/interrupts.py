@@ -5,14 +5,17 @@ SIGTERM ends a run as Ctrl-C does.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it; SIGTERM ends a command in the same way
 Handler = Callable[[int, FrameType | None], object]
 # `timeout` sends SIGTERM to its command, and a moment later to the command's group
 REPEATED_S = 0.3
@@ -34,6 +37,27 @@ def on_ctrl_c(handler: Handler) -> Iterator[None]:
         ],
     ):
         yield
+
+
+@contextlib.contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Ends the process without a word at Ctrl-C and SIGTERM, with the exit code of a command.
+
+    A command imports its modules in the block: nothing is begun that would have to be ended.
+    """
+    with on_ctrl_c(lambda number, _: os._exit(INTERRUPTED)):
+        yield
+
+
+def end_quietly() -> None:
+    """Ignores Ctrl-C and SIGTERM from the end of the interpreter on: the command is done."""
+    atexit.unregister(_ignore_signals)
+    atexit.register(_ignore_signals)
+
+
+def _ignore_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from parplan.profiles.documents.files import explained_file_errors
+from parplan.profiles.documents.texts import escaped, escaped_lines
 from parplan.profiles.errors import ConfigError, PlannerError
 from parplan.profiles.machines.measurements import Case, Record
 from parplan.profiles.profiler.communication.comm_cases import comm_cases
@@ -204,7 +205,7 @@ def _write(chief: Chief, output: Path, measured_on: Mapping[str, Any]) -> None:
         chief.journal.close()
     else:
         chief.journal.delete()
-    click.echo(f"wrote {output}: {len(records)} records", err=True)
+    click.echo(f"wrote {escaped(str(output))}: {len(records)} records", err=True)
 
 
 def run() -> int:
@@ -216,7 +217,8 @@ def run() -> int:
         except PlannerError as error:
             if os.environ.get("RANK", "0") == "0":
                 click.echo(
-                    f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""),
+                    f"error: {escaped(error.message)}"
+                    + (f"\nhint: {escaped_lines(error.hint)}" if error.hint else ""),
                     err=True,
                 )
             return error.exit_code

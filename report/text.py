@@ -16,6 +16,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.text import Text
 
+from parplan.profiles.documents.texts import escaped_lines
 from parplan.report.wrapping import broken, width_of
 
 FIXED_WIDTH = 100  # characters off a terminal, so that a plan always prints the same text
@@ -40,14 +41,17 @@ def console(stream: TextIO) -> Console:
 
 
 def say(out: Console, text: str = "", style: str = "") -> None:
-    """Print `text`; where a terminal is too narrow for a line, it is broken between words."""
+    """Print `text`; where a terminal is too narrow for a line, it is broken between words.
+
+    Characters that a terminal would obey are escaped, here and in `say_exactly`.
+    """
     width = out.width if width_of(out.file) else None
-    out.print(Text(broken(text, width), style=style), soft_wrap=True)
+    out.print(Text(broken(escaped_lines(text), width), style=style), soft_wrap=True)
 
 
 def say_exactly(out: Console, text: str) -> None:
     """Print a line that people copy, such as a command, as it is."""
-    out.print(Text(text), soft_wrap=True)
+    out.print(Text(escaped_lines(text)), soft_wrap=True)
 
 
 def joined(

@@ -20,6 +20,7 @@ from parplan.planner.export.wrappers.wrapped_file import wrapped_file
 from parplan.planner.plan.assemble import assemble
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import SearchRecord
+from parplan.profiles.documents.texts import name_of_file
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
@@ -107,7 +108,7 @@ class LauncherFile:
         """Returns the model that the arguments say. Raises ConfigError."""
         if self.target.model is None:
             return named_model(self.given, str(self.path))
-        return self.target.model(self.given, self.path.stem, str(self.path))
+        return self.target.model(self.given, name_of_file(self.path), str(self.path))
 
 
 def read_launcher_file(path: Path, targets: Mapping[str, Target]) -> LauncherFile | None:

@@ -15,6 +15,7 @@ from parplan.planner.validation.frameworks import STACK_OF_LOG
 from parplan.planner.validation.priced_rows import PricedRow
 from parplan.planner.validation.row_cells import NEEDED, OPTIONAL, Row
 from parplan.planner.validation.step_table import price_table
+from parplan.profiles.documents.texts import name_of_file
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import ModelSpec, Optimizer
 from parplan.profiles.product_formats import ProductFormat
@@ -101,7 +102,7 @@ def _cells(
     settings = _settings(plan)
     tokens = settings.global_batch_size * settings.seq_length
     cells: dict[str, object] = {
-        "id": f"{SOURCE}-{run.path.stem}",
+        "id": f"{SOURCE}-{name_of_file(run.path)}",
         "source": f"{run.path.name}, in the format of {run.format.source}",
         "framework": f"{run.format.framework} {STACK_OF_LOG.format(plan.training.stack.name)}",
         "step_time_s": f"{step_s:.6g}",

@@ -10,14 +10,24 @@ from pathlib import Path
 from parplan.planner.logs.measured_row import COLUMNS
 from parplan.planner.validation.row_cells import Row
 from parplan.planner.validation.step_rows import read_rows
-from parplan.profiles.documents.files import write_text
+from parplan.profiles.documents.files import only_writer, write_text
+
+_OTHER_FILE = "choose another file with --output"
 
 
-def rows_with(path: Path, rows: Iterable[Row]) -> tuple[list[Row], int]:
-    """Returns the rows of a table with further ones, and the number of rows that these replace.
+def add_rows(path: Path, rows: Iterable[Row]) -> int:
+    """Adds rows to a table, and returns the number of rows that these replace.
 
-    A row takes the place of one with its id. Raises ConfigError for a file that is no table.
+    A row takes the place of one with its id. Commands that add to one table at the same time wait
+    for each other. Raises ConfigError for a file that is no table, or cannot be written.
     """
+    with only_writer(path, hint=_OTHER_FILE):
+        merged, replaced = _rows_with(path, rows)
+        write_text(table_text(merged), path, hint=_OTHER_FILE)
+    return replaced
+
+
+def _rows_with(path: Path, rows: Iterable[Row]) -> tuple[list[Row], int]:
     known = {row["id"]: row for row in read_rows(path)} if path.exists() else {}
     before = len(known)
     new = {row["id"]: row for row in rows}
@@ -35,8 +45,3 @@ def table_text(rows: Iterable[Row]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return file.getvalue()
-
-
-def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Writes a table atomically. Raises ConfigError."""
-    write_text(table_text(rows), path, hint="choose another file with --output")

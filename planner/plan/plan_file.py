@@ -5,6 +5,7 @@ A file holds the plan of a described model (`plan.py`) or of a traced module (`t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from parplan.planner.plan.old_plans import OLD_VERSION, in_todays_form
 from parplan.planner.plan.plan import PLAN_VERSION, Plan
 from parplan.planner.plan.traced_plan import AnyPlan, TracedPlan
 from parplan.profiles.documents.bounded import Hints
-from parplan.profiles.documents.files import write_result
+from parplan.profiles.documents.files import write_results
 from parplan.profiles.documents.reader import read_yaml
 from parplan.profiles.documents.schema import document, kind_text, parse
 from parplan.profiles.errors import ConfigError
@@ -62,7 +63,16 @@ def write_plan(plan: AnyPlan, path: Path) -> Path | None:
     Returns the name under which another plan that was there is kept, as `write_result` does.
     Raises ConfigError.
     """
-    return write_result(plan_to_yaml(plan), path, hint="choose another file with --output")
+    return write_plans({path: plan})[path]
+
+
+def write_plans(plans: Mapping[Path, AnyPlan]) -> dict[Path, Path | None]:
+    """Writes plans, all or none; returns the names that keep other plans, as `write_results` does.
+
+    Raises ConfigError.
+    """
+    texts = {path: plan_to_yaml(plan) for path, plan in plans.items()}
+    return write_results(texts, hint="choose another file with --output")
 
 
 def read_plan(path: Path) -> Plan:

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import stat
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 from typing import IO
 
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.interrupts import deferred_signals
+
+_WRITTEN: ContextVar[list[Path] | None] = ContextVar("written", default=None)
+
+
+@contextmanager
+def noting_written() -> Iterator[list[Path]]:
+    """Yields a list of the files that the block has written so far, for an early end of it."""
+    written: list[Path] = []
+    token = _WRITTEN.set(written)
+    try:
+        yield written
+    finally:
+        _WRITTEN.reset(token)
 
 
 @contextmanager
@@ -24,20 +40,13 @@ def open_replacement(path: Path, *, hint: str) -> Iterator[IO[bytes]]:
     replaced keeps its mode. A failure leaves the old file and nothing beside it. Raises ConfigError
     with `hint`.
     """
-    try:
+    with ExitStack() as undo, _explained(path, hint):
         target = _target(path)
-        # a short name, since the name of `path` may be as long as allowed
-        temporary = target.with_name(f".parplan-{os.getpid()}-{os.urandom(4).hex()}")
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        with _removed_at_the_end(temporary, handle) as file:
-            if target.exists():
-                os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
+        with _staged(target, undo) as (file, temporary):
             yield file
-            file.flush()
-            os.fsync(file.fileno())
-            temporary.replace(target)
-    except OSError as error:
-        raise _unwritable(path, error.strerror or str(error), hint) from None
+        with deferred_signals():
+            os.replace(temporary, target)
+            _note(path)
 
 
 def write_text(text: str, path: Path, *, hint: str) -> None:
@@ -47,45 +56,130 @@ def write_text(text: str, path: Path, *, hint: str) -> None:
 
 
 def write_result(result: str | bytes, path: Path, *, hint: str) -> Path | None:
-    """Writes a result of a command as `write_text` does; an older file of that name is not lost.
+    """Writes the one file of a result as `write_results` does.
 
-    An older file with other bytes is kept beside it, as `plan.yaml.1` beside `plan.yaml`, under the
-    first number that is free or has these bytes. A failure leaves the old file and nothing beside
-    it. Returns the name that keeps it, None where there was none. Raises ConfigError with `hint`.
+    Returns the name that keeps an older file, None where there was none. Raises ConfigError.
     """
-    data = result.encode("utf-8") if isinstance(result, str) else result
+    return write_results({path: result}, hint=hint)[path]
+
+
+def write_results(results: Mapping[Path, str | bytes], *, hint: str) -> dict[Path, Path | None]:
+    """Writes the files of a result as `open_replacement` does, all of them or none.
+
+    An older file of one of these names is not lost: if it has other bytes, it is kept beside, as
+    `plan.yaml.1` beside `plan.yaml`, under the first number that is free or has these bytes. Ctrl-C
+    comes before the first file is in its place or after the last one. A failure leaves all old
+    files and nothing beside them.
+
+    Returns the names that keep older files, None where there was none. Raises ConfigError with
+    `hint`.
+    """
+    kept = {}
     with ExitStack() as undo:
-        try:
-            kept = _kept_beside(path, data, undo)
-        except OSError as error:
-            reason = f"the file there cannot be kept: {error.strerror}"
-            raise _unwritable(path, reason, hint) from None
-        with open_replacement(path, hint=hint) as file:
-            file.write(data)
-        undo.pop_all()
+        whole = {}
+        for path, result in results.items():
+            data = result.encode("utf-8") if isinstance(result, str) else result
+            with _explained(path, hint):
+                target = _target(path)
+                with _staged(target, undo) as (file, temporary):
+                    file.write(data)
+            whole[path] = target, temporary, data
+        with deferred_signals():
+            for path, (target, temporary, data) in whole.items():
+                kept[path] = _kept_beside(path, target, data, undo, hint)
+                with _explained(path, hint):
+                    os.replace(temporary, target)
+            undo.pop_all()
+            _note(*results)
     return kept
 
 
-def _kept_beside(path: Path, data: bytes, undo: ExitStack) -> Path | None:
-    """Gives the file at `path` a second name unless it has these bytes. Raises OSError.
+@contextmanager
+def only_writer(path: Path, *, hint: str) -> Iterator[None]:
+    """Runs the block while no other process is in such a block for a file of the same folder.
 
-    `undo` removes that name if it is new.
+    A file that is read, changed and replaced loses no change of another command then. A file system
+    without locks lets all of them go on. Raises ConfigError with `hint`.
     """
-    target = Path(os.path.realpath(path))
+    with _explained(path, hint):
+        handle = os.open(_target(path).parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _staged(target: Path, undo: ExitStack) -> Iterator[tuple[IO[bytes], Path]]:
+    """Yields a temporary file beside `target`, which is on the disk at the end, and its path.
+
+    `undo` removes it unless it was renamed. Raises OSError.
+    """
+    # a short name, since the name of `target` may be as long as allowed
+    temporary = target.with_name(f".parplan-{os.getpid()}-{os.urandom(4).hex()}")
+    undo.callback(temporary.unlink, missing_ok=True)
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    with open(handle, "wb") as file:
+        if target.exists():
+            os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
+        yield file, temporary
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _kept_beside(path: Path, target: Path, data: bytes, undo: ExitStack, hint: str) -> Path | None:
+    """Gives the file that `path` names a second name unless it has these bytes.
+
+    `undo` puts the file back to its first name, and removes a file where there was none. Raises
+    ConfigError.
+    """
     if not target.is_file():
+        undo.callback(target.unlink, missing_ok=True)
         return None
-    old = target.read_bytes()
-    if old == data:
-        return None
-    for number in count(1):
-        kept = target.with_name(f"{target.name}.{number}")
-        if kept.is_file() and kept.read_bytes() == old:
-            break
-        if not os.path.lexists(kept):
-            undo.callback(kept.unlink, missing_ok=True)
-            shutil.copy2(target, kept)
-            break
+    try:
+        old = target.read_bytes()
+        if old == data:
+            return None
+        for number in count(1):
+            kept = target.with_name(f"{target.name}.{number}")
+            if kept.is_file() and kept.read_bytes() == old:
+                undo.callback(_give_back, kept, target)
+                break
+            if not os.path.lexists(kept):
+                undo.callback(kept.unlink, missing_ok=True)
+                shutil.copy2(target, kept)
+                undo.callback(os.replace, kept, target)
+                break
+    except OSError as error:
+        reason = f"the file there cannot be kept: {error.strerror}"
+        raise _unwritable(path, reason, hint) from None
     return kept if path.is_symlink() else path.with_name(kept.name)
+
+
+def _give_back(kept: Path, target: Path) -> None:
+    """Puts a file that another name keeps back under its first name, if the disk lets it."""
+    again = target.with_name(f".parplan-{os.getpid()}-{os.urandom(4).hex()}")
+    with suppress(OSError):
+        os.link(kept, again)
+        os.replace(again, target)
+
+
+def _note(*paths: Path) -> None:
+    """Notes files that are written by the names that the user knows."""
+    written = _WRITTEN.get()
+    if written is not None:
+        written += paths
+
+
+@contextmanager
+def _explained(path: Path, hint: str) -> Iterator[None]:
+    """Turns an OSError of the block into the ConfigError that `path` cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise _unwritable(path, error.strerror or str(error), hint) from None
 
 
 def changed_on(path: Path) -> str:
@@ -158,16 +252,6 @@ def _target(path: Path) -> Path:
 
 def _kind(mode: int) -> str:
     return "a folder" if stat.S_ISDIR(mode) else "not a regular file"
-
-
-@contextmanager
-def _removed_at_the_end(temporary: Path, handle: int) -> Iterator[IO[bytes]]:
-    """Yields the open file of `handle`; removes `temporary` unless it was renamed."""
-    try:
-        with open(handle, "wb") as file:
-            yield file
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _unwritable(path: Path, reason: str, hint: str) -> ConfigError:

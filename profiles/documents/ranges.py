@@ -13,7 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from parplan.profiles.documents.texts import require_name, require_text
 from parplan.profiles.errors import ConfigError
+
+FOREIGN = "huggingface"  # a key whose mapping is another program's
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,16 +145,22 @@ def range_of(name: str, *, whole: bool) -> Range:
     return next(by_unit, WHOLE if whole else REAL)
 
 
-def require_ranges(instance: object, where: str) -> None:
-    """Raises ConfigError for the first number out of range in a dataclass and its fields.
+def require_values(instance: object, where: str) -> None:
+    """Raises ConfigError for the first number or text of a dataclass that no document may have.
 
-    The error has the key's path.
+    Numbers are in their ranges, texts are printable and of bounded length (texts.py). The error has
+    the key's path. The configuration of a Hugging Face model is no document of parplan's.
     """
     todo: list[tuple[str, str, Any]] = [("", "", instance)]
     while todo:
         name, path, value = todo.pop()
         kind = type(value)
-        if kind is int or kind is float:
+        if kind is str:
+            if name.endswith("name"):
+                require_name(value, where, path)
+            else:
+                require_text(name, value, where, path)
+        elif kind is int or kind is float:
             if value not in range_of(name, whole=kind is int):
                 raise ConfigError(
                     f"{where}: {path} is {value}, it must be {range_of(name, whole=kind is int)}",
@@ -161,13 +170,15 @@ def require_ranges(instance: object, where: str) -> None:
             todo += [
                 (name, f"{path}.{index}", each)
                 for index, each in enumerate(value)
-                if each is not None and type(each) is not str
+                if each is not None
             ]
-        elif isinstance(value, Mapping):
+        elif isinstance(value, Mapping) and name != FOREIGN:
+            for key in value:
+                require_name(str(key), where, f"a key of {path}")
             todo += [
-                (name, f"{path}.{key}", each)
+                (str(key) if type(each) is str else name, f"{path}.{key}", each)
                 for key, each in value.items()
-                if each is not None and type(each) is not str
+                if each is not None
             ]
         elif dataclasses.is_dataclass(kind):
             todo += [

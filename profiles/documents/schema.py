@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_type_hints
 
 from parplan.profiles.documents.plain import NotPlainError, plain
-from parplan.profiles.documents.ranges import require_ranges
+from parplan.profiles.documents.ranges import require_values
 from parplan.profiles.errors import ConfigError, did_you_mean, shortened
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def parse(cls: type[T], document: object, where: str) -> T:
         instance = _validated(cls, document, where)
     except ConfigError as error:
         raise _of_file(error, where) from None
-    require_ranges(instance, where)
+    require_values(instance, where)
     return instance
 
 

@@ -16,6 +16,12 @@ def yaml_text(document: object) -> str:
     return str(yaml.safe_dump(document, sort_keys=False, width=10_000))
 
 
+def yaml_flow(value: object) -> str:
+    """Returns a value as YAML on one line."""
+    text: str = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6)
+    return text.removesuffix("...\n").strip()
+
+
 def line_numbers(text: str) -> Mapping[Path, int]:
     """Returns the line of each key and of each element of a list, counted from 1, by its path.
 

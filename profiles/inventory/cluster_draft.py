@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import yaml
-
+from parplan.profiles.documents.texts import escaped
+from parplan.profiles.documents.yaml_text import yaml_flow
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.inventory.machine_facts import FOUND, PLACES, Fact
 from parplan.profiles.machines.hardware import Cluster, Link, Tier
@@ -147,7 +147,7 @@ def draft_text(draft: Draft, path: str) -> str:
             "# - {name: leaf, nodes: 32, rails: true, oversubscription: 1, source: ...}",
             "# - {name: pod, nodes: 128, oversubscription: 2, latency_us: 1.5, source: ...}",
         ]
-    return HEADER.format(path=path) + "\n".join((*lines, ""))
+    return HEADER.format(path=escaped(path)) + "\n".join((*lines, ""))
 
 
 def _lines(
@@ -156,14 +156,14 @@ def _lines(
     pad = " " * indent
     for key, value in body.items():
         here = f"{place}.{key}".lstrip(".")
-        comment = f"  # {comments[here]}" if here in comments else ""
+        comment = f"  # {escaped(comments[here])}" if here in comments else ""
         if isinstance(value, dict) and key != "peak_tflops":
             yield f"{pad}{key}:{comment}"
             yield from _lines(value, comments, here, indent + 2)
         elif isinstance(value, (list, tuple)):
             yield f"{pad}{key}:{comment}"
             for row in value:
-                yield f"{pad}- {_flow(row)}"
+                yield f"{pad}- {yaml_flow(row)}"
         elif isinstance(value, str) and len(value) > _WIDTH // 2:
             yield f"{pad}{key}: >-{comment}"
             yield from textwrap.wrap(
@@ -175,9 +175,4 @@ def _lines(
                 break_on_hyphens=False,
             )
         else:
-            yield f"{pad}{key}: {_flow(value)}{comment}"
-
-
-def _flow(value: Any) -> str:
-    text: str = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6)
-    return text.removesuffix("...\n").strip()
+            yield f"{pad}{key}: {yaml_flow(value)}{comment}"

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 
-from parplan.profiles.documents.ranges import require_range, require_ranges
-from parplan.profiles.errors import ConfigError, coerce_choice
+from parplan.profiles.documents.ranges import require_range, require_values
+from parplan.profiles.errors import ConfigError, coerce_choice, shortened
 from parplan.profiles.models.blocks import (
     BlockRun,
     DeltaRule,
@@ -172,8 +172,8 @@ class ModelSpec:
         coerce_choice(self, "positions", Positions)
         coerce_choice(self, "qk_norm", QkNorm)
         coerce_choice(self, "norm_layout", NormLayout)
-        where = f"model {self.name}"
-        require_ranges(self, where)
+        where = f"model {shortened(self.name)}"
+        require_values(self, where)
         for error in (*self._shape_errors(), *self._part_errors(), *self._expert_errors()):
             raise ConfigError(f"{where}: {error[0]}", hint=error[1])
         parts = self.latent, self.shared_experts, self.state_space, self.delta_rule

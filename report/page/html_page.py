@@ -10,6 +10,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from parplan.costmodels.communication.mesh import Axis
+from parplan.profiles.documents.texts import escaped_lines
 from parplan.report.page.candidate_chart import front_chart, front_marks
 from parplan.report.page.chart_theme import LIMIT, Row, unchecked_charts
 from parplan.report.page.figures import PlanFigures
@@ -124,6 +125,7 @@ def _environment() -> Environment:
         loader=FunctionLoader(_text),
         autoescape=True,
         undefined=StrictUndefined,
+        finalize=_shown,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -131,6 +133,11 @@ def _environment() -> Environment:
     environment.filters["json"] = lambda value: Markup(_json(value).replace("<", "\\u003c"))
     environment.filters["packed"] = lambda value: Markup(_packed(value))
     return environment
+
+
+def _shown(value: object) -> object:
+    """Returns a value as the page has it; control characters of a text are escaped."""
+    return escaped_lines(value) if type(value) is str else value
 
 
 def _json(value: object) -> str:

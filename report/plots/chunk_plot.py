@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from parplan.planner.plan.chunk_levels import CLASSES, ChunkLevel
 from parplan.planner.plan.traced_plan import AnyPlan, model_name
 from parplan.profiles.units import format_number, gib
-from parplan.report.plots.scatter_plot import save
+from parplan.report.plots.scatter_plot import literal, save
 from parplan.report.shared_colours import LIMIT, SERIES
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ def draw_levels(
     _draw_bytes(axes, levels, budget_bytes)
     _draw_marks(marks, levels)
     axes.set_title(
-        f"{model_name(plan)}, stage {rank}: {plan.mesh}, {plan.pipeline.num_micro_batches} "
-        f"micro-batches"
+        f"{literal(model_name(plan))}, stage {rank}: {plan.mesh}, "
+        f"{plan.pipeline.num_micro_batches} micro-batches"
     )
     handles, names = axes.get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=3, frameon=False, fontsize=8)

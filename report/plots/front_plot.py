@@ -11,7 +11,7 @@ from parplan.planner.plan.traced_plan import model_name
 from parplan.planner.search.pareto import ParetoFront, ParetoPoint
 from parplan.profiles.units import counted, format_number
 from parplan.report.names import FASTEST, search_text
-from parplan.report.plots.scatter_plot import save
+from parplan.report.plots.scatter_plot import literal, save
 from parplan.report.shared_colours import LIMIT
 from parplan.report.text import gib_text, seconds_text
 
@@ -242,8 +242,8 @@ def _name_axes(figure: Figure, axes: Axes, front: ParetoFront) -> None:
     partial = ", incomplete" if front.stopped else ""
     plans = counted(len(front.points), "plan")
     axes.set_title(
-        f"{model_name(plan)} on {plan.cluster.num_gpus} x {plan.cluster.device.name}: "
-        f"{plans}{partial}",
+        literal(f"{model_name(plan)} on {plan.cluster.num_gpus} x {plan.cluster.device.name}: ")
+        + f"{plans}{partial}",
         pad=12,
     )
     axes.set_xlabel("peak memory of the fullest GPU, GiB (predicted, analytic)")

@@ -24,7 +24,7 @@ from parplan.profiles.units import GB, TERA, US_PER_S, format_bytes, format_numb
 from parplan.report.machines.profile_series import CurveSeries, chip_of, product_of, series_of
 from parplan.report.machines.profile_tables import collectives_of, placement_text
 from parplan.report.plots.log_ticks import set_plain_ticks
-from parplan.report.plots.scatter_plot import MARKERS, save
+from parplan.report.plots.scatter_plot import MARKERS, literal, save
 from parplan.report.shared_colours import SERIES
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def draw_profile(profile: UserProfile, path: Path) -> Path | None:
         _draw(axes, panel)
     for axes in places[len(panels) :]:
         axes.set_axis_off()
-    figure.suptitle(_title(profile))
+    figure.suptitle(literal(_title(profile)))
     return save(figure, path)
 
 

@@ -91,6 +91,11 @@ def encoded(figure: Figure, suffix: str) -> bytes:
     return file.getvalue()
 
 
+def literal(text: str) -> str:
+    """Returns a text as matplotlib draws it as it is: two dollar signs begin no formula."""
+    return text.replace("$", r"\$")
+
+
 def save(figure: Figure, path: Path) -> Path | None:
     """Write a picture in the format of the file's suffix; raises ConfigError.
 
@@ -144,7 +149,7 @@ def _draw_panel(axes: Axes, name: str, points: _Points, styles: _Styles) -> None
             alpha=0.8,
             linewidths=0.4,
             edgecolors="white",
-            label=source,
+            label=literal(source),
         )
     values = [value for of_source in points.values() for pair in of_source for value in pair]
     middle = math.sqrt(min(values) * max(values))

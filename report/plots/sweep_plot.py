@@ -9,7 +9,7 @@ from pathlib import Path
 from parplan.planner.plan.derived import tokens_per_s
 from parplan.planner.plan.plan import Plan
 from parplan.report.plots.log_ticks import set_plain_ticks
-from parplan.report.plots.scatter_plot import MARKERS, save
+from parplan.report.plots.scatter_plot import MARKERS, literal, save
 from parplan.report.shared_colours import SERIES
 
 
@@ -26,7 +26,7 @@ def draw_sweep(plans: Sequence[Plan], path: Path) -> Path | None:
     for (name, line), (colour, marker) in zip(_lines(plans).items(), styles, strict=False):
         gpus = [plan.cluster.num_gpus for plan in line]
         speeds = [tokens_per_s(plan) for plan in line]
-        axes.plot(gpus, speeds, marker=marker, color=colour, label=name)
+        axes.plot(gpus, speeds, marker=marker, color=colour, label=literal(name))
         best = max(speed / number for speed, number in zip(speeds, gpus, strict=True))
         ideal = [best * number for number in gpus]
         axes.plot(gpus, ideal, linestyle=":", linewidth=1, color=colour)
@@ -37,7 +37,7 @@ def draw_sweep(plans: Sequence[Plan], path: Path) -> Path | None:
     axes.set_xticks(sorted({plan.cluster.num_gpus for plan in plans}))
     axes.set_xlabel("GPUs")
     axes.set_ylabel(f"tokens/s (predicted, {plans[0].predicted.step_time_s.kind})")
-    axes.set_title(f"{plans[0].model.name}: best plans; dotted, perfect scaling", pad=12)
+    axes.set_title(f"{literal(plans[0].model.name)}: best plans; dotted, perfect scaling", pad=12)
     axes.legend(frameon=False, fontsize=8)
     return save(figure, path)
 

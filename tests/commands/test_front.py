@@ -121,6 +121,19 @@ def test_ctrl_c_before_the_first_plan_writes_nothing(monkeypatch):
     assert result.stderr == "interrupted before a plan was found; nothing was written\n"
 
 
+def test_a_late_ctrl_c_says_that_all_plans_are_written(monkeypatch):
+    monkeypatch.setattr(
+        "parplan.report.searches.front_table.print_front",
+        lambda *_: signal.raise_signal(signal.SIGINT),
+    )
+
+    result = run(*FRONT)
+
+    assert result.exit_code == 130
+    assert result.stderr.startswith("interrupted after it wrote plan-01.yaml, plan-02.yaml")
+    assert len(written()) > 1
+
+
 def test_a_time_limit_writes_the_points_so_far():
     body = json.loads(succeed(*FRONT, "--time-limit", "0.000001", "--json").stdout)
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
 import pytest
 
+from parplan.commands.style import noticing_ctrl_c
 from parplan.profiles import interrupts
 from parplan.profiles.interrupts import (
     deferred_signals,
@@ -121,3 +125,55 @@ def test_a_forked_child_ends_on_the_sigterm_of_its_parent_although_that_handles_
         child.join()
 
     assert child.exitcode == -signal.SIGTERM
+
+
+def _replaced_by_c_code() -> None:
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    except KeyboardInterrupt:
+        raise ImportError("numpy.core.multiarray failed to import") from None
+
+
+def test_an_error_that_c_code_raises_for_an_interrupt_is_the_interrupt():
+    with pytest.raises(KeyboardInterrupt), noticing_ctrl_c():
+        _replaced_by_c_code()
+    with pytest.raises(ImportError), noticing_ctrl_c():
+        raise ImportError("a bug")
+
+
+def ended(program: str) -> tuple[int, str]:
+    """Returns the exit code and the output of a Python program."""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_a_command_is_imported_ends_it_quietly(number):
+    program = f"""
+import signal, sys
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == "parplan.commands.plan":
+            signal.raise_signal({number.value})
+sys.meta_path.insert(0, Interrupting())
+import parplan.cli
+print("imported")
+"""
+    assert ended(program) == (130, "")
+
+
+def test_a_signal_at_the_end_of_the_interpreter_changes_nothing():
+    program = """
+import atexit, signal
+from parplan.profiles.interrupts import end_quietly
+atexit.register(signal.raise_signal, signal.SIGINT)
+atexit.register(signal.raise_signal, signal.SIGTERM)
+end_quietly()
+"""
+    assert ended(program) == (0, "")

@@ -24,7 +24,8 @@ from parplan.planner.export.fields.program_facts import whole_recomputes
 from parplan.planner.export.fields.settings import Settings, model_facts
 from parplan.planner.export.files.jobs import hosts_of
 from parplan.planner.export.files.nested_file import json_text, nested, nested_arguments
-from parplan.planner.export.files.script import commented, script, torchrun_lines
+from parplan.planner.export.files.quoting import commented, python_commented
+from parplan.planner.export.files.script import script, torchrun_lines
 from parplan.planner.export.files.shell_words import shell_arguments
 from parplan.planner.export.hugging_face.harmless_names import (
     ACCELERATE_NAMES,
@@ -202,7 +203,7 @@ def files(sheet: Sheet) -> Mapping[str, str]:
         )
     else:
         body = _PIPELINE.substitute(blocks=chosen.blocks, pp=chosen.pp, tp=chosen.tp, dp=chosen.dp)
-        found["deepspeed_pipeline.py"] = "\n".join((*commented(sheet.head), body))
+        found["deepspeed_pipeline.py"] = "\n".join((*python_commented(sheet.head), body))
     return found
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from parplan.planner.export.files.head import MARK
-from parplan.profiles.documents.files import require_writable, write_result
+from parplan.profiles.documents.files import require_writable, write_results
 from parplan.profiles.errors import ConfigError
 
 _HEAD_CHARACTERS = 4000
@@ -33,10 +33,7 @@ def write_files(files: Mapping[str, str], folder: Path, *, force: bool) -> dict[
                 f"{path} is there, and no plan was exported to it",
                 hint="choose another folder with -o, or replace it with --force",
             )
-    return {
-        path: write_result(text, path, hint="choose another folder with -o")
-        for path, text in paths.items()
-    }
+    return write_results(paths, hint="choose another folder with -o")
 
 
 def _start_of(path: Path) -> str:

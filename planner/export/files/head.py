@@ -10,13 +10,14 @@ from parplan.planner.export.fields.arguments import Words
 from parplan.planner.export.fields.configured import Priced
 from parplan.planner.export.fields.losses import LostPart
 from parplan.planner.plan.plan import Plan
+from parplan.profiles.documents.texts import escaped
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.units import gib
 
 MARK = "exported by parplan from"
 _WIDTH = 96
-_OPTIONS = re.compile(r'read back with ([^"\n]+)')
+_OPTIONS = re.compile(r'^(?:# |\s*")read back with ([^"\n]+)', re.MULTILINE)
 
 
 def head_lines(
@@ -52,7 +53,8 @@ def head_lines(
         lines += textwrap.wrap(text, _WIDTH, subsequent_indent="  ")
     said = [word for name, words in stated for word in (name, *words)]
     options = " ".join((*said, *_machine_options(plan).split()))
-    return (*lines, *([f"read back with {options}"] if options else []))
+    read_back = [f"read back with {options}"] if options else []
+    return tuple(escaped(line) for line in (*lines, *read_back))
 
 
 def _order_of_nodes(plan: Plan) -> Iterator[str]:
@@ -77,6 +79,6 @@ def _machine_options(plan: Plan) -> str:
 
 def stated_options(text: str) -> dict[str, str]:
     """Returns the options that the head of an exported file states, by name; {} of other files."""
-    match = _OPTIONS.search(text)
-    words = match[1].split() if match else []
+    stated = [line[1] for line in _OPTIONS.finditer(text) if MARK not in line[1]]
+    words = stated[0].split() if stated else []
     return dict(zip(words[::2], words[1::2], strict=False))

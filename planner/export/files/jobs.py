@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from parplan.planner.export.files.head import MARK
+from parplan.planner.export.files.quoting import shell_word
 from parplan.planner.export.files.script import kubernetes_job, script, slurm_job, torchrun_lines
 from parplan.planner.plan.traced_plan import AnyPlan, model_name
 from parplan.profiles.errors import ConfigError
@@ -60,17 +60,20 @@ def job(
 
 
 def _name(plan: AnyPlan) -> str:
-    return re.sub(r"[^a-z0-9-]+", "-", model_name(plan).lower()).strip("-")[:_MOST_NAME]
+    """Returns the name of a job: letters, digits and hyphens (RFC 1123)."""
+    name = re.sub(r"[^a-z0-9-]+", "-", model_name(plan).lower()).strip("-")
+    return name[:_MOST_NAME].strip("-") or "training"
 
 
 def run_files(plan: AnyPlan, path: Path, launch: str | None) -> dict[str, str]:
     """Returns the files that run a plan with parplan's own executor.
 
-    path      the plan's file, as the nodes reach it
+    path      the plan's file, as the nodes reach it; one that begins with a hyphen is no option
     launch    the job that starts the script; None for the script alone
     """
     hosts, per_host = hosts_of(plan.cluster)
     head = (f"{model_name(plan)}, {MARK} {path.name}", "for parplan's own executor")
-    program = ["-m parplan.executor", shlex.quote(str(path)), '"$@"']
+    file = f"./{path}" if str(path).startswith("-") else f"{path}"
+    program = ["-m parplan.executor", shell_word(file), '"$@"']
     files = {"torchrun.sh": script(head, torchrun_lines(hosts, per_host, program))}
     return files | (job(launch, plan, files, head) if launch else {})

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
+import json
 from collections.abc import Iterable, Mapping
 
 from parplan.planner.export.fields.arguments import Words
+from parplan.planner.export.files.quoting import commented, shell_word
+from parplan.profiles.documents.yaml_text import yaml_flow
 
 INDENT = "    "
 _RENDEZVOUS = (
@@ -26,7 +28,7 @@ def torchrun_lines(nodes: int, gpus_per_node: int, program: Iterable[str]) -> li
 def array(name: str, arguments: Iterable[tuple[str, Words]]) -> list[str]:
     """Returns a shell array with one argument a line."""
     lines = [
-        f"{INDENT}{' '.join((argument, *map(shlex.quote, words)))}" for argument, words in arguments
+        f"{INDENT}{' '.join((argument, *map(shell_word, words)))}" for argument, words in arguments
     ]
     return [f"{name}=(", *lines, ")"]
 
@@ -36,12 +38,9 @@ def script(head: Iterable[str], body: Iterable[str]) -> str:
     return "\n".join(("#!/bin/bash", *commented(head), "set -euo pipefail", *body, ""))
 
 
-def commented(head: Iterable[str]) -> list[str]:
-    return [f"# {line}".rstrip() for line in head]
-
-
 def slurm_job(head: Iterable[str], name: str, nodes: int, gpus_per_node: int, command: str) -> str:
     """Returns an sbatch file that starts `command` once on every node."""
+    started = f"NODE_RANK=$SLURM_NODEID exec {command}"
     return "\n".join(
         (
             "#!/bin/bash",
@@ -54,7 +53,7 @@ def slurm_job(head: Iterable[str], name: str, nodes: int, gpus_per_node: int, co
             "set -euo pipefail",
             'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
             "export MASTER_PORT=${MASTER_PORT:-29500}",
-            f"srun --kill-on-bad-exit=1 bash -c 'NODE_RANK=$SLURM_NODEID exec {command}'",
+            f"srun --kill-on-bad-exit=1 bash -c {shell_word(started)}",
             "",
         )
     )
@@ -68,9 +67,10 @@ def kubernetes_job(
     Kubeflow's training operator (kubeflow.org/v1) gives every pod MASTER_ADDR, MASTER_PORT and, as
     RANK, its number: the first pod is the Master, the others are Workers.
     """
+    started = ["bash", "-c", f"NODE_RANK=$RANK exec {command}"]
     replicas: Mapping[str, int] = {"Master": 1, "Worker": nodes - 1}
     lines = [*commented(head), "apiVersion: kubeflow.org/v1", "kind: PyTorchJob"]
-    lines += ["metadata:", f"  name: {name}", "spec:", "  pytorchReplicaSpecs:"]
+    lines += ["metadata:", f"  name: {yaml_flow(name)}", "spec:", "  pytorchReplicaSpecs:"]
     for role, count in replicas.items():
         if count:
             lines += [
@@ -82,7 +82,7 @@ def kubernetes_job(
                 "          containers:",
                 "            - name: pytorch",
                 "              image: IMAGE  # name yours",
-                f'              command: ["bash", "-c", "NODE_RANK=$RANK exec {command}"]',
+                f"              command: {json.dumps(started)}",
                 "              resources:",
                 f"                limits: {{nvidia.com/gpu: {gpus_per_node}}}",
             ]

@@ -11,7 +11,8 @@ from parplan.planner.export.fields.launcher import RecomputeChoice, Sheet, Targe
 from parplan.planner.export.fields.settings import Settings, model_facts
 from parplan.planner.export.files.jobs import hosts_of
 from parplan.planner.export.files.nested_file import nested, nested_arguments
-from parplan.planner.export.files.script import commented, script, torchrun_lines
+from parplan.planner.export.files.quoting import commented, python_commented
+from parplan.planner.export.files.script import script, torchrun_lines
 from parplan.planner.export.fsdp2.fsdp2_arguments import (
     SHAPE,
     STAGES,
@@ -65,12 +66,12 @@ def files(sheet: Sheet) -> Mapping[str, str]:
     shape = written(SHAPE, plan.model)
     document = nested((*shape, *written(TABLE, chosen)))
     document["pipeline"][STAGES.partition(".")[2]] = list(chosen.blocks)
-    head = commented(sheet.head)
-    program = {name: "\n".join((*head[:2], packaged_text("launchers", name))) for name in PROGRAM}
+    head = python_commented(sheet.head[:2])
+    program = {name: "\n".join((*head, packaged_text("launchers", name))) for name in PROGRAM}
     run = [f'"$HERE/{PROGRAM[0]}"', f'"$HERE/{_YAML}"', '"$@"']
     lines = ['HERE=$(dirname "$0")', *torchrun_lines(*hosts_of(plan.cluster), run)]
     return {
-        _YAML: "\n".join((*head, yaml_text(document))),
+        _YAML: "\n".join((*commented(sheet.head), yaml_text(document))),
         "fsdp2.sh": script(sheet.head, lines),
         **program,
     }

@@ -11,6 +11,7 @@ from parplan.planner.export.fields.launcher import RecomputeChoice, Sheet, Targe
 from parplan.planner.export.fields.settings import Settings, model_facts
 from parplan.planner.export.files.jobs import hosts_of
 from parplan.planner.export.files.nested_file import json_text, nested_arguments
+from parplan.planner.export.files.quoting import shell_word
 from parplan.planner.export.files.script import script, torchrun_lines
 from parplan.planner.export.files.shell_words import shell_arguments
 from parplan.planner.export.galvatron.galvatron_layers import (
@@ -75,7 +76,7 @@ def files(sheet: Sheet) -> Mapping[str, str]:
     said = ((_NAME, (f"./{_JSON}",)), *written(OVERRIDES, chosen))
     program = [
         '"${TRAIN:-train_dist.py}" "${CONFIG:-scripts/train_dist.yaml}"',
-        *(f"{_RUNTIME}{name}={word}" for name, (word,) in said),
+        *(shell_word(f"{_RUNTIME}{name}={word}") for name, (word,) in said),
         '"$@"',
     ]
     lines = torchrun_lines(*hosts_of(plan.cluster), program)

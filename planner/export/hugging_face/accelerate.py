@@ -15,7 +15,8 @@ from parplan.planner.export.fields.program_facts import whole_recomputes
 from parplan.planner.export.fields.settings import Settings, model_facts
 from parplan.planner.export.files.jobs import hosts_of
 from parplan.planner.export.files.nested_file import nested, nested_arguments
-from parplan.planner.export.files.script import INDENT, commented, script
+from parplan.planner.export.files.quoting import commented, shell_word
+from parplan.planner.export.files.script import INDENT, script
 from parplan.planner.export.files.shell_words import shell_arguments
 from parplan.planner.export.hugging_face.accelerate_arguments import (
     FILE_ROWS,
@@ -68,7 +69,8 @@ def files(sheet: Sheet) -> Mapping[str, str]:
     chosen = sheet.settings
     machines, _ = hosts_of(sheet.plan.cluster)
     document = nested((*written(FILE_ROWS, chosen), ("num_machines", (f"{machines}",))))
-    options = (" ".join((f"--{name}", *words)) for name, words in written(_WRITTEN, chosen))
+    said = written(_WRITTEN, chosen)
+    options = (" ".join((f"--{name}", *map(shell_word, words))) for name, words in said)
     program = ['"${TRAIN:-train.py}"', *options, '"$@"']
     first, *rest = (*_LAUNCH, *program)
     lines = [first, *(f"{INDENT}{each}" for each in rest)]

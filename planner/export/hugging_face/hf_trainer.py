@@ -17,7 +17,8 @@ from parplan.planner.export.fields.program_facts import whole_recomputes
 from parplan.planner.export.fields.settings import Settings, model_facts
 from parplan.planner.export.files.jobs import hosts_of
 from parplan.planner.export.files.nested_file import nested, nested_arguments
-from parplan.planner.export.files.script import commented, script, torchrun_lines
+from parplan.planner.export.files.quoting import commented, shell_word
+from parplan.planner.export.files.script import script, torchrun_lines
 from parplan.planner.export.files.shell_words import shell_arguments
 from parplan.planner.export.hugging_face.harmless_names import TRAINER_NAMES
 from parplan.planner.export.hugging_face.hf_trainer_arguments import (
@@ -65,7 +66,7 @@ def files(sheet: Sheet) -> Mapping[str, str]:
     """Returns the file of TrainingArguments and the script."""
     document = nested(written(FILE_ROWS, sheet.settings))
     degrees = written(DEGREES, sheet.settings)
-    lines = [f"export {name}={words[0]}" for name, words in degrees]
+    lines = [f"export {name}={shell_word(words[0])}" for name, words in degrees]
     if lines:
         lines.insert(0, "export ACCELERATE_USE_PARALLELISM_CONFIG=true")
     program = ['"${TRAIN:-train.py}"', _YAML, '"$@"']

@@ -15,6 +15,7 @@ from parplan.planner.export.fields.settings import Settings, model_facts
 from parplan.planner.export.fields.spellings import FALSE, NULL
 from parplan.planner.export.files.jobs import hosts_of
 from parplan.planner.export.files.nested_file import nested_arguments
+from parplan.planner.export.files.quoting import shell_word
 from parplan.planner.export.files.recipe_file import SEPARATOR, recipe_names, recipe_settings
 from parplan.planner.export.files.script import array, script, torchrun_lines
 from parplan.planner.export.files.shell_words import shell_arguments
@@ -245,7 +246,7 @@ def _shape(model: ModelSpec, training: TrainingSpec) -> tuple[str, tuple[tuple[s
 def _overrides(group: tuple[tuple[str, Words], ...]) -> Iterator[tuple[str, tuple[()]]]:
     """Yields each setting as one word of the shell; a layout of stages is text to Hydra."""
     for name, (word,) in group:
-        yield (f"'{name}=\"{word}\"'" if "|" in word else f"{name}={word}"), ()
+        yield shell_word(f'{name}="{word}"' if "|" in word else f"{name}={word}"), ()
 
 
 MEGATRON_BRIDGE = Target(

@@ -25,7 +25,7 @@ from parplan.planner.export.wrappers.llama_factory_megatron import (
 from parplan.planner.export.wrappers.swift import SWIFT
 from parplan.planner.export.wrappers.trl import TRL
 from parplan.planner.export.wrappers.wrapper import PLAIN, Wrapper, run_by
-from parplan.profiles.documents.reader import read_text
+from parplan.profiles.documents.bounded import read_text
 from parplan.profiles.errors import ConfigError
 
 WRAPPERS = (SWIFT, AXOLOTL, LLAMA_FACTORY, TRL)

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import signal
 import stat
+import threading
 from pathlib import Path
 
 import pytest
 
 from parplan.profiles.documents.files import (
     explained_file_errors,
+    noting_written,
+    only_writer,
     open_replacement,
     require_regular,
     require_writable,
     write_result,
+    write_results,
     write_text,
 )
 from parplan.profiles.errors import ConfigError
@@ -140,6 +146,81 @@ def test_a_result_keeps_each_older_file_of_its_name_once(tmp_path):
     assert write_result("b", path, hint="") == tmp_path / "plan.yaml.1"
     held = {each.name: each.read_text() for each in tmp_path.iterdir()}
     assert held == {"plan.yaml": "b", "plan.yaml.1": "a", "plan.yaml.2": "b"}
+
+
+def full_at(monkeypatch: pytest.MonkeyPatch, call: str, number: int) -> None:
+    """Lets the disk be full at one call of a function of os, counted from 1."""
+    usual, calls = getattr(os, call), []
+
+    def limited(*args: object) -> object:
+        calls.append(args)
+        if len(calls) == number:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return usual(*args)
+
+    monkeypatch.setattr(os, call, limited)
+
+
+OLD = {"b": "old b", "c": "old c", "c.1": "old c"}
+
+
+@pytest.mark.parametrize(("call", "number"), [("fsync", 1), ("fsync", 4), ("replace", 4)])
+def test_files_of_a_result_are_written_all_or_none(call, number, tmp_path, monkeypatch):
+    for name, text in OLD.items():
+        (tmp_path / name).write_text(text)
+    results = {tmp_path / name: f"new {name}" for name in ("a", "b", "c", "d")}
+
+    with monkeypatch.context() as patched:
+        full_at(patched, call, number)
+        with pytest.raises(ConfigError, match="No space left"):
+            write_results(results, hint=HINT)
+
+    assert {each.name: each.read_text() for each in tmp_path.iterdir()} == OLD
+
+    with noting_written() as written:
+        kept = write_results(results, hint=HINT)
+    assert written == list(results)
+    assert {path.name: old and old.name for path, old in kept.items()} == {
+        "a": None,
+        "b": "b.1",
+        "c": "c.1",
+        "d": None,
+    }
+    assert all(path.read_text() == text for path, text in results.items())
+
+
+def test_an_interrupt_comes_before_the_first_file_or_after_the_last(tmp_path, monkeypatch):
+    results = {tmp_path / name: name for name in ("a", "b")}
+    usual = os.replace
+
+    def interrupted(*args: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        usual(*args)
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with noting_written() as written, pytest.raises(KeyboardInterrupt):
+        write_results(results, hint=HINT)
+    assert sorted(tmp_path.iterdir()) == written == list(results)
+
+
+def test_one_writer_at_a_time_changes_a_file(tmp_path):
+    path = tmp_path / "count"
+    path.write_text("")
+
+    def add() -> None:
+        for _ in range(5):
+            with only_writer(path, hint=HINT):
+                write_text(f"{path.read_text()}x", path, hint=HINT)
+
+    threads = [threading.Thread(target=add) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert path.read_text() == 20 * "x"
+    with pytest.raises(ConfigError, match="Not a directory"), only_writer(path / "x", hint=HINT):
+        pass
 
 
 def test_a_picture_is_written_through_a_link_as_any_file(tmp_path):
