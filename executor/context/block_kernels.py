@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from parplan.profiles.profiler.gpus import is_gpu
+
 aten = torch.ops.aten
 # The memory-efficient kernel pads its log-sum-exp to a multiple of as many queries, and reads masks
 # whose rows begin at multiples of as many keys.
@@ -51,7 +53,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[T
     if scores.soft_cap:
         return _capped(query, _for_every_head(key, query), _for_every_head(value, query), scores)
     features, value = value.shape[-1], _widened(value, query)
-    if query.device.type != "cuda":
+    if not is_gpu(query.device):
         out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, scores.causal, attn_mask=scores.mask, scale=scores.factor
         )
@@ -96,7 +98,7 @@ def attend_backward(of: Attended, scores: Scores) -> Gradients:
         value=_widened(of.value, of.query),
         output=_widened(of.output, of.query),
     )
-    if of.query.device.type != "cuda":
+    if not is_gpu(of.query.device):
         by_query, by_key, by_value = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *wide[:-1],
             of.logsumexp.contiguous(),

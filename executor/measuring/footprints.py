@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from parplan.executor.measuring.trials import Trial
+from parplan.profiles.profiler.gpus import is_gpu
 
 _MARK = "step of a trial: "
 
@@ -57,7 +58,7 @@ def footprint(
                 saved.pop(out.untyped_storage().data_ptr(), None)
 
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-        spans = (_on_gpu if device.type == "cuda" else _on_host)(trial, steps, run)
+        spans = (_on_gpu if is_gpu(device) else _on_host)(trial, steps, run)
     workspaces = (
         span.most - (made[step] if step == "backward" else span.after)
         for step, span in spans.items()

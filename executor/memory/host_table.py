@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from parplan.executor.memory.host_copies import HostCopies
 from parplan.executor.tensors import GATHER, local
+from parplan.profiles.profiler.gpus import gpu
 
 
 class HostTable(nn.Module):
@@ -75,7 +76,7 @@ class HostTable(nn.Module):
         if there is not None and to_host:
             there.synchronize()
         elif there is not None:
-            torch.cuda.current_stream(self.copies.device).wait_event(there)
+            gpu(self.copies.device).current_stream(self.copies.device).wait_event(there)
         return copy
 
 
