@@ -36,7 +36,7 @@ from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.planner.runs.run_file import RunFile
 from parplan.profiles.documents.files import explained_file_errors
 from parplan.profiles.errors import ConfigError, PlannerError, RunError
-from parplan.profiles.profiler.gpus import backend_of, gpu, is_gpu
+from parplan.profiles.profiler.gpus import backend_of, gpu, is_gpu, own_gpu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ def run_plan(
     rank, store = launch.rank(), launch.open_store(limit)
     progress = RankProgress()
     meshes = [plan.mesh for plan in plans]
-    watch = Watch(second_connection(store), rank, meshes, progress, timeout_s)
+    watch = Watch(second_connection(store), rank, meshes, progress, timeout_s, setting.device)
     watch.start()
     try:
         progress.at("joins the other ranks")
@@ -154,6 +154,7 @@ def _join(
         rank=place.rank,
         world_size=place.sizes[0],
         timeout=timeout,
+        device_id=own_gpu(device),
     )
     return None
 

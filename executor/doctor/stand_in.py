@@ -11,10 +11,7 @@ missing wait gives wrong numbers. `stand_in()` installs all of this for a `with`
 from __future__ import annotations
 
 import functools
-import os
-import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -74,6 +71,9 @@ class StandInTensor(torch.Tensor):
             return args[0].host.untyped_storage()
         if func is torch.Tensor.data_ptr:
             return args[0].host.data_ptr()
+        if func is torch.Tensor.tolist:
+            RUNTIME.waited("tolist")
+            return args[0].host.tolist()
         if func is torch.Tensor.record_stream:
             args[1].keeps_memory()
             return None

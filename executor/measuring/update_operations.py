@@ -24,7 +24,7 @@ from parplan.executor.measuring.trials import TimedPasses, Trial, TrialStep, onc
 from parplan.executor.run_options import Options
 from parplan.executor.tensors import forget_meshes, local
 from parplan.executor.training.optimizer import build_optimizer, clip_gradients, squared_norm
-from parplan.profiles.profiler.gpus import backend_of
+from parplan.profiles.profiler.gpus import backend_of, own_gpu
 from parplan.profiles.units import GIB
 
 SWEPT_CACHES = 2
@@ -73,7 +73,13 @@ def world_of_one(device: torch.device) -> Iterator[None]:
     if dist.is_initialized():
         yield
         return
-    dist.init_process_group(backend_of(device), store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        backend_of(device),
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+        device_id=own_gpu(device),
+    )
     try:
         yield
     finally:

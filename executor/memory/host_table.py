@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.nn import functional
 
 from parplan.executor.memory.host_copies import HostCopies
-from parplan.executor.tensors import GATHER, local
-from parplan.profiles.profiler.gpus import gpu
+from parplan.executor.tensors import GATHER, local, placed
+from parplan.profiles.profiler.gpus import gpu, is_gpu
 
 
 class HostTable(nn.Module):
@@ -38,7 +38,7 @@ class HostTable(nn.Module):
         super().__init__()
         columns = table.detach().chunk(dp_mesh.size(), dim=1)[dp_mesh.get_local_rank()]
         columns = columns.to("cpu", copy=True).contiguous()
-        divided = DTensor.from_local(columns, dp_mesh, (Shard(1),), run_check=False)
+        divided = placed(columns, dp_mesh, (Shard(1),), table.shape, table.stride())
         self.weight = nn.Parameter(divided)
         self.group = dp_mesh.get_group() if dp_mesh.size() > 1 else None
         self._dtype = dtype
@@ -72,6 +72,8 @@ class HostTable(nn.Module):
 
         The copy is there when this returns (host) or before the next computation (device).
         """
+        if not to_host and is_gpu(self.copies.device):
+            tensor = tensor.pin_memory()  # a copy of pageable memory holds up the host
         copy, there = self.copies.copy(tensor, to_host=to_host)
         if there is not None and to_host:
             there.synchronize()

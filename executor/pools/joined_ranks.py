@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parplan.profiles.profiler.gpus import backend_of
+from parplan.profiles.profiler.gpus import backend_of, own_gpu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,5 +117,6 @@ def join_pool(
         rank=place.rank - place.first,
         world_size=place.sizes[place.pool],
         timeout=timeout,
+        device_id=own_gpu(device),
     )
     return JoinedRanks(place, dist.PrefixStore("pools", store), device, timeout)

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 _WITHOUT_GPU = ("cpu", "meta")
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-FLASH_CAPABILITY = (8, 0)  # Ampere: torch builds FlashAttention for no GPU before it
 
 
 def is_gpu(device: torch.device | str) -> bool:
@@ -35,10 +34,20 @@ def backend_of(device: torch.device | str) -> str:
     return _BACKENDS.get(kind) or dist.get_default_backend_for_device(kind)
 
 
+def own_gpu(device: torch.device) -> torch.device | None:
+    """Returns the GPU that a process group is bound to, None on the CPU.
+
+    Without it torch guesses a GPU from the rank for barriers and for objects that are gathered.
+    """
+    if not is_gpu(device):
+        return None
+    return torch.device(device.type, gpu(device).current_device())
+
+
 def device_of(group: dist.ProcessGroup) -> torch.device:
     """Returns the device of the tensors that `group` exchanges: this process's GPU, or the CPU."""
     kind = dist.Backend.backend_capability.get(dist.get_backend(group), ["cpu"])[0]
-    return torch.device(kind, gpu(kind).current_device()) if is_gpu(kind) else torch.device(kind)
+    return own_gpu(torch.device(kind)) or torch.device(kind)
 
 
 def forked_random(*devices: torch.device | str, enabled: bool = True) -> Any:
