@@ -61,6 +61,7 @@ class StandInTensor(torch.Tensor):
             device=torch.device(KIND, RUNTIME.current_device()),
         )
         made.host = host
+        RUNTIME.holds(host)
         return made
 
     @classmethod
@@ -212,8 +213,8 @@ def _require_host_group(func: Any, args: tuple[Any, ...], tensors: Sequence[Tens
 
 
 @functools.cache
-def _registered() -> None:
-    """Makes the device and its backend known to torch, once a process."""
+def register() -> None:
+    """Makes the device and its backend known to torch, before the first backward pass."""
     _setup_privateuseone_for_python_backend(KIND, RUNTIME)
     dist.Backend.register_backend(
         KIND,
@@ -225,7 +226,7 @@ def _registered() -> None:
 @contextmanager
 def stand_in(number: int = 0) -> Iterator[Runtime]:
     """Installs the stand-in as GPU `number` of this process, and yields its runtime."""
-    _registered()
+    register()
     RUNTIME.reset(number)
     on_device = torch.device(KIND, number)
     before = distributed_c10d._get_object_coll_device

@@ -110,6 +110,8 @@ class Runtime:
     def __init__(self) -> None:
         self._number = 0
         self._pinned: set[int] = set()
+        self._held: dict[int, int] = {}
+        self._most_bytes = 0
         self.reset(0)
 
     def reset(self, number: int) -> None:
@@ -148,6 +150,15 @@ class Runtime:
     def begin_operator(self) -> None:
         """Operators of a stream run after the copies that it has put off."""
         self.current_stream().run()
+
+    def holds(self, host: Tensor) -> None:
+        """Counts the memory of a tensor of the device while it lives, once."""
+        storage = host.untyped_storage()
+        key = storage._cdata
+        if key not in self._held:
+            self._held[key] = storage.nbytes()
+            weakref.finalize(storage, self._held.pop, key, None)
+            self._most_bytes = max(self._most_bytes, self.memory_allocated())
 
     def pinned(self, tensor: Tensor) -> Tensor:
         """Marks the memory of a tensor of the host as pinned."""
@@ -220,12 +231,17 @@ class Runtime:
     manual_seed_all = manual_seed
 
     def memory_allocated(self, device: Any = None) -> int:
-        return 0
+        return sum(self._held.values())
 
-    max_memory_allocated = memory_reserved = max_memory_reserved = memory_allocated
+    memory_reserved = memory_allocated
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        return self._most_bytes
+
+    max_memory_reserved = max_memory_allocated
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
-        """Does nothing: no memory is counted."""
+        self._most_bytes = self.memory_allocated()
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         return TOTAL_BYTES, TOTAL_BYTES
