@@ -21,13 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from parplan.executor.doctor.stand_in_runtime import RUNTIME, Runtime
 
 KIND = "standin"
 _aten = torch.ops.aten
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _COPIES = (_aten.copy_.default, _aten._foreach_copy_.default, _aten._to_copy.default)
 # operators whose result, or its size, the host must wait for on a GPU
 _WAITS = {
@@ -64,22 +64,20 @@ class StandInTensor(torch.Tensor):
         RUNTIME.holds(host)
         return made
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.Tensor.untyped_storage:
-            return args[0].host.untyped_storage()
-        if func is torch.Tensor.data_ptr:
-            return args[0].host.data_ptr()
-        if func is torch.Tensor.tolist:
-            RUNTIME.waited("tolist")
-            return args[0].host.tolist()
-        if func is torch.Tensor.record_stream:
-            args[1].keeps_memory()
-            return None
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs or {})
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.host.untyped_storage()
+
+    def data_ptr(self) -> int:
+        return self.host.data_ptr()
+
+    def record_stream(self, stream: Any) -> None:
+        stream.keeps_memory()
+
+    def tolist(self) -> Any:
+        RUNTIME.waited("tolist")
+        return self.host.tolist()
 
     @classmethod
     def __torch_dispatch__(
@@ -97,7 +95,7 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if any(not issubclass(each, StandInTensor) for each in types):
+        if any(each not in _PLAIN and not issubclass(each, StandInTensor) for each in types):
             return NotImplemented  # a DTensor, whose parts come back here
         return _run(func, args, kwargs or {})
 
@@ -125,7 +123,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if to_device:
         plain["device"] = torch.device("cpu")
     RUNTIME.begin_operator()
-    made = func(*tree_map(_host, args), **tree_map(_host, plain))
+    made = func(*_host(args), **_host(plain))
     if pins:
         return RUNTIME.pinned(made)
     leaves_device = asked is not None and not to_device
@@ -174,7 +172,14 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _host(value: Any) -> Any:
-    return value.host if isinstance(value, StandInTensor) else value
+    """Returns an argument with the values of its tensors, which lists of tensors keep in order."""
+    if isinstance(value, StandInTensor):
+        return value.host
+    if isinstance(value, list | tuple):
+        return type(value)([_host(each) for each in value])
+    if isinstance(value, dict):
+        return {key: _host(each) for key, each in value.items()}
+    return value
 
 
 def _wrapped(made: Any, inputs: Sequence[StandInTensor]) -> Any:
@@ -184,9 +189,11 @@ def _wrapped(made: Any, inputs: Sequence[StandInTensor]) -> Any:
     def wrap(value: Any) -> Any:
         if isinstance(value, Tensor) and not isinstance(value, StandInTensor):
             return known[id(value)] if id(value) in known else StandInTensor(value)
+        if isinstance(value, list | tuple):
+            return type(value)([wrap(each) for each in value])
         return value
 
-    return tree_map(wrap, made)
+    return wrap(made)
 
 
 def _require_one_device(func: Any, tensors: Sequence[Tensor], on_device: Sequence[Tensor]) -> None:
@@ -221,6 +228,7 @@ def register() -> None:
         lambda store, rank, size, timeout: dist.ProcessGroupGloo(store, rank, size, timeout),
         devices=[KIND, "cpu"],
     )
+    dist.Backend.backend_capability["gloo"].append(KIND)  # as of CUDA: a group of gloo has a GPU
 
 
 @contextmanager

@@ -110,7 +110,8 @@ class Runtime:
     def __init__(self) -> None:
         self._number = 0
         self._pinned: set[int] = set()
-        self._held: dict[int, int] = {}
+        self._held: dict[int, object] = {}
+        self._held_bytes = 0
         self._most_bytes = 0
         self.reset(0)
 
@@ -155,10 +156,17 @@ class Runtime:
         """Counts the memory of a tensor of the device while it lives, once."""
         storage = host.untyped_storage()
         key = storage._cdata
-        if key not in self._held:
-            self._held[key] = storage.nbytes()
-            weakref.finalize(storage, self._held.pop, key, None)
-            self._most_bytes = max(self._most_bytes, self.memory_allocated())
+        if key in self._held:
+            return
+        num_bytes = storage.nbytes()
+
+        def forget(_: object) -> None:
+            del self._held[key]
+            self._held_bytes -= num_bytes
+
+        self._held[key] = weakref.ref(storage, forget)
+        self._held_bytes += num_bytes
+        self._most_bytes = max(self._most_bytes, self._held_bytes)
 
     def pinned(self, tensor: Tensor) -> Tensor:
         """Marks the memory of a tensor of the host as pinned."""
@@ -231,7 +239,7 @@ class Runtime:
     manual_seed_all = manual_seed
 
     def memory_allocated(self, device: Any = None) -> int:
-        return sum(self._held.values())
+        return self._held_bytes
 
     memory_reserved = memory_allocated
 
@@ -241,7 +249,7 @@ class Runtime:
     max_memory_reserved = max_memory_allocated
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
-        self._most_bytes = self.memory_allocated()
+        self._most_bytes = self._held_bytes
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         return TOTAL_BYTES, TOTAL_BYTES
@@ -260,6 +268,9 @@ class Runtime:
 
     def _sleep(self, cycles: int) -> None:
         """Does nothing: no operator is put off."""
+
+    def clock_rate(self, device: Any = None) -> int:
+        raise RuntimeError("the stand-in has no clock")
 
     def cudart(self) -> SimpleNamespace:
         return SimpleNamespace(

@@ -23,7 +23,7 @@ from parplan.executor.doctor.worker import World, run_rank
 from parplan.planner.plan.plan import Plan
 from parplan.planner.runs.doctor_report import Finding, Outcome, joined_finding
 
-START_S = 90.0  # until a world has joined and begun its first path
+START_S = 180.0  # until a world has joined and begun its first path
 PATH_S = 60.0  # a path that takes longer hangs
 POLL_S = 0.05
 GRACE_S = 5.0  # for the other ranks, after one has ended a path

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 from parplan.executor.memory.host_copies import HostCopies
-from parplan.executor.tensors import GATHER, local, placed
+from parplan.executor.tensors import GATHER, part, placed
 from parplan.profiles.profiler.gpus import gpu, is_gpu
 
 
@@ -47,7 +47,7 @@ class HostTable(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Maps [batch, sequence] to [batch, sequence, hidden] on the device."""
         all_ids = self._gather_ids(ids).cpu()
-        rows = functional.embedding(all_ids, local(self.weight)).to(self._dtype)
+        rows = functional.embedding(all_ids, _Columns.apply(self.weight)).to(self._dtype)
         looked_up: Tensor = _Rows.apply(rows.unflatten(0, (-1, len(ids))), self)
         return looked_up
 
@@ -80,6 +80,26 @@ class HostTable(nn.Module):
         elif there is not None:
             gpu(self.copies.device).current_stream(self.copies.device).wait_event(there)
         return copy
+
+
+class _Columns(torch.autograd.Function):
+    """Maps the weight to this rank's columns, whose gradient stays on the host.
+
+    `DTensor.to_local` makes the gradient a DTensor by `from_local`, which copies it to a mesh of
+    GPUs.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: DTensor) -> Tensor:
+        ctx.weight = weight
+        columns = part(weight)
+        return columns.view_as(columns)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> DTensor:
+        weight = ctx.weight
+        mesh, placements = weight.device_mesh, weight.placements
+        return placed(gradient, mesh, placements, weight.shape, weight.stride())
 
 
 class _Rows(torch.autograd.Function):
