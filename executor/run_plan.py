@@ -18,7 +18,7 @@ from parplan.executor.checkpoint.checkpoints import Checkpoints
 from parplan.executor.checkpoint.resume import CheckpointOptions
 from parplan.executor.pipeline.runtime import most_in_flight
 from parplan.executor.placed_layers import torchrun_line
-from parplan.executor.pools.joined_ranks import JoinedRanks, PoolPlace, backend_of, join_pool
+from parplan.executor.pools.joined_ranks import JoinedRanks, PoolPlace, join_pool
 from parplan.executor.rules.external_rules import has_even_shards
 from parplan.executor.run_options import Options
 from parplan.executor.traced.traced_trainer import (
@@ -36,6 +36,7 @@ from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.planner.runs.run_file import RunFile
 from parplan.profiles.documents.files import explained_file_errors
 from parplan.profiles.errors import ConfigError, PlannerError, RunError
+from parplan.profiles.profiler.gpus import backend_of, gpu, is_gpu, own_gpu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +83,7 @@ def run_plan(
     rank, store = launch.rank(), launch.open_store(limit)
     progress = RankProgress()
     meshes = [plan.mesh for plan in plans]
-    watch = Watch(second_connection(store), rank, meshes, progress, timeout_s)
+    watch = Watch(second_connection(store), rank, meshes, progress, timeout_s, setting.device)
     watch.start()
     try:
         progress.at("joins the other ranks")
@@ -143,8 +144,8 @@ def _join(
     device: torch.device, store: dist.Store, place: PoolPlace, timeout: timedelta
 ) -> JoinedRanks | None:
     """Joins the other ranks, those of all pools too if there are several."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if is_gpu(device):
+        gpu(device).set_device(device)
     if len(place.sizes) > 1:
         return join_pool(place, store, device, timeout)
     dist.init_process_group(
@@ -153,6 +154,7 @@ def _join(
         rank=place.rank,
         world_size=place.sizes[0],
         timeout=timeout,
+        device_id=own_gpu(device),
     )
     return None
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import (
     _gen_transform_infos,
     clear_redistribute_planner_cache,
@@ -16,6 +18,7 @@ from torch.distributed.tensor._redistribute import (
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from parplan.profiles.models.spec import Precision
+from parplan.profiles.profiler.gpus import is_gpu
 
 DTYPES = {
     Precision.BF16: torch.bfloat16,
@@ -37,6 +40,33 @@ def as_dtensor(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
     if isinstance(tensor, DTensor):
         return tensor
     return DTensor.from_local(tensor, mesh, (Replicate(),), run_check=False)
+
+
+def placed(
+    part: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: torch.Size,
+    stride: tuple[int, ...],
+) -> DTensor:
+    """Return `part`, where it is, as this rank's part of a DTensor of `shape`.
+
+    `DTensor.from_local` copies a part on the host to a mesh of GPUs: FSDP2 makes its offloaded
+    parameters as here.
+    """
+    spec = DTensorSpec(mesh, tuple(placements), TensorMeta(shape, stride, part.dtype))
+    return DTensor(part, spec, requires_grad=False)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the host on `device`.
+
+    To a GPU it is copied from pinned memory while the host goes on; torch reuses that memory when
+    the copy is over.
+    """
+    if not is_gpu(device):
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def local(tensor: Tensor) -> Tensor:

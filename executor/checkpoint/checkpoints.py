@@ -52,6 +52,7 @@ from parplan.executor.training.training_states import (
 )
 from parplan.profiles.errors import PlannerError, RunError
 from parplan.profiles.models.spec import Precision
+from parplan.profiles.profiler.gpus import is_gpu
 
 
 class Checkpoints:
@@ -83,10 +84,10 @@ class Checkpoints:
         self.document = {**described_run(trainer.plan, trainer.options), "device": device}
         self._stager = DefaultStager(
             StagingOptions(
-                use_pinned_memory=device == "cuda",
+                use_pinned_memory=is_gpu(device),
                 use_shared_memory=False,
                 use_async_staging=False,
-                use_non_blocking_copy=device == "cuda",
+                use_non_blocking_copy=is_gpu(device),
             )
         )
         self._seed = torch.initial_seed()

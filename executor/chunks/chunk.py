@@ -34,7 +34,7 @@ from parplan.executor.chunks.chunk_buffers import (
     host_tensor,
 )
 from parplan.executor.chunks.regions import OwnedPart, Region, own_part
-from parplan.executor.tensors import local, memory_of
+from parplan.executor.tensors import local, memory_of, placed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,17 +89,14 @@ class ChunkedParameter:
     over_tp: bool
 
     def placed(self, part: Tensor) -> Tensor:
-        """Places this tensor-parallel rank's `part` of the parameter or of its gradient."""
+        """Places this tensor-parallel rank's `part` of the parameter or of its states.
+
+        A part on the host stays there.
+        """
         if not isinstance(self.parameter, DTensor):
             return part
-        return DTensor.from_local(
-            part,
-            self.parameter.device_mesh,
-            self.parameter.placements,
-            run_check=False,
-            shape=self.parameter.shape,
-            stride=self.parameter.stride(),
-        )
+        whole = self.parameter
+        return placed(part, whole.device_mesh, whole.placements, whole.shape, whole.stride())
 
 
 class Chunk:

@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from parplan.costmodels.layers.chunked_layer import STAGED_CHUNKS
 from parplan.profiles.errors import ConfigError, PlannerError
+from parplan.profiles.profiler.gpus import gpu, is_gpu
 from parplan.profiles.units import format_bytes
 
 PORTABLE = 1  # cudaHostRegisterPortable
@@ -156,17 +158,17 @@ def host_tensor(elements: int, dtype: torch.dtype, device: torch.device) -> Tens
     Raises ConfigError where the host refuses to pin that much.
     """
     tensor = torch.zeros(elements, dtype=dtype)
-    if device.type == "cuda" and tensor.nbytes:
-        _pin(tensor)
+    if is_gpu(device) and tensor.nbytes:
+        _pin(tensor, gpu(device).cudart())
     return tensor
 
 
-def _pin(tensor: Tensor) -> None:
+def _pin(tensor: Tensor, runtime: Any) -> None:
     """Pins a tensor without torch's allocator of pinned memory.
 
     That allocator takes the next power of two: up to twice the host bytes of the plan.
     """
-    address, runtime = tensor.data_ptr(), torch.cuda.cudart()
+    address = tensor.data_ptr()
     error = int(runtime.cudaHostRegister(address, tensor.nbytes, PORTABLE))
     if error:
         raise ConfigError(
@@ -183,7 +185,7 @@ class _Staged:
 
     staging: Tensor
     target: Tensor
-    event: torch.cuda.Event | None
+    event: torch.Event | None
 
     def add(self) -> None:
         if self.event is not None:
@@ -200,11 +202,11 @@ class ChunkCopies:
     def __init__(
         self, device: torch.device, counts: CopyCounts, staging_elements: int, dtype: torch.dtype
     ) -> None:
-        self.counts = counts
-        on_gpu = device.type == "cuda"
-        self._in = torch.cuda.Stream(device) if on_gpu else None
-        self._out = torch.cuda.Stream(device) if on_gpu else None
-        self._aside = torch.cuda.Stream(device) if on_gpu else None
+        self.counts, self.device = counts, device
+        on_gpu = is_gpu(device)
+        self._in = gpu(device).Stream(device) if on_gpu else None
+        self._out = gpu(device).Stream(device) if on_gpu else None
+        self._aside = gpu(device).Stream(device) if on_gpu else None
         self._stagings = deque(
             host_tensor(staging_elements, dtype, device)
             for _ in range(STAGED_CHUNKS if staging_elements else 0)
@@ -225,8 +227,8 @@ class ChunkCopies:
         if self._aside is None:
             yield False
             return
-        self._aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._aside):
+        self._aside.wait_stream(gpu(self.device).current_stream(self.device))
+        with gpu(self.device).stream(self._aside):
             yield True
 
     def fetch(self, host: Tensor, buffer: Buffer) -> None:
@@ -258,21 +260,21 @@ class ChunkCopies:
         to: Tensor,
         source: Tensor,
         buffer: Buffer,
-        stream: torch.cuda.Stream | None,
+        stream: torch.Stream | None,
         *,
         dropped: bool = False,
-    ) -> torch.cuda.Event | None:
+    ) -> torch.Event | None:
         """Copies on `stream`; `buffer` is the side on the device, which waits for its end."""
         if stream is None:
             to.copy_(source)
             return None
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        stream.wait_stream(gpu(self.device).current_stream(self.device))
+        with gpu(self.device).stream(stream):
             buffer.wait()
             to.copy_(source, non_blocking=True)
             event = stream.record_event()
         if not dropped:
-            buffer.is_over(lambda: torch.cuda.current_stream().wait_event(event))
+            buffer.is_over(lambda: gpu(self.device).current_stream(self.device).wait_event(event))
         return event
 
     def _add_first(self) -> None:

@@ -19,6 +19,7 @@ from parplan.costmodels.chunks.chunk_budget import NonChunkBytes
 from parplan.costmodels.chunks.measured_bytes import most_of
 from parplan.executor.chunks.chunk_buffers import DeviceLedger
 from parplan.executor.watch.allocated import MarkedBytes, SpanBytes
+from parplan.profiles.profiler.gpus import gpu, is_gpu
 
 
 class Mark(StrEnum):
@@ -64,7 +65,7 @@ class MomentTrace:
     ) -> None:
         self._ledger = ledger
         self._outside_bytes = outside_bytes
-        self._bytes = GpuBytes(device) if device.type == "cuda" else MarkedBytes(self._at_rest)
+        self._bytes = GpuBytes(device) if is_gpu(device) else MarkedBytes(self._at_rest)
         self._held: list[_Held] = []
         self._active = False
         self._steps: list[NonChunkBytes] = []
@@ -110,15 +111,15 @@ class GpuBytes:
 
     def mark(self) -> None:
         """Ends a span, and begins the next."""
-        most = torch.cuda.max_memory_allocated(self._device)
-        self.spans.append(SpanBytes(most, torch.cuda.memory_allocated(self._device)))
-        torch.cuda.reset_peak_memory_stats(self._device)
+        most = gpu(self._device).max_memory_allocated(self._device)
+        self.spans.append(SpanBytes(most, gpu(self._device).memory_allocated(self._device)))
+        gpu(self._device).reset_peak_memory_stats(self._device)
 
     @contextmanager
     def counted(self) -> Iterator[None]:
         """Counts a step, of which `spans` has one for each mark afterwards."""
         self.spans = []
-        torch.cuda.reset_peak_memory_stats(self._device)
+        gpu(self._device).reset_peak_memory_stats(self._device)
         yield
 
 

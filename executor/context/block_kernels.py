@@ -2,26 +2,43 @@
 
 Parts of a softmax are merged by their log-sum-exp, and the backward pass of a block is that of the
 kernel with the output and the log-sum-exp of all blocks (Liu et al. 2023, arXiv 2310.01889).
-`scaled_dot_product_attention` returns no log-sum-exp, so the kernels below it are called. On GPUs
-they are FlashAttention for 16 bits without a mask, and torch's memory-efficient kernel otherwise.
-None of them bounds scores: those with a soft cap are computed here, some queries at a time.
+`scaled_dot_product_attention` returns no log-sum-exp, so the kernels below it are called, with the
+checks and paddings that it makes for them. On GPUs they are FlashAttention for 16 bits without a
+mask from Ampere on, and torch's memory-efficient kernel otherwise. Scores with a soft cap, which no
+kernel bounds, and types that a GPU has no kernel for are computed here, some queries at a time.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from parplan.profiles.profiler.gpus import gpu, is_gpu
+
 aten = torch.ops.aten
 # The memory-efficient kernel pads its log-sum-exp to a multiple of as many queries, and reads masks
 # whose rows begin at multiples of as many keys.
 EFFICIENT_ROWS = 32
 ALIGNED_KEYS = 16
-CAPPED_ROWS = 512  # queries whose bounded scores are computed at a time
+PLAIN_ROWS = 512  # queries whose scores are computed at a time
+FLASH_CAPABILITY = (8, 0)  # Ampere; torch has no FlashAttention for GPUs before it
+FLASH_FEATURES = 256  # the widest head of FlashAttention
+PADDED_FEATURES = 8  # both kernels of GPUs read heads of a multiple of as many features
+_16_BITS = (torch.bfloat16, torch.float16)
+
+
+class Kernel(StrEnum):
+    """The ways to compute one block of scores."""
+
+    HOST = "torch's kernel for CPUs"
+    FLASH = "FlashAttention"
+    EFFICIENT = "torch's memory-efficient kernel"
+    PLAIN = "products and a softmax"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +65,17 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[T
     output          [batch, heads, queries, features of the values]
     log-sum-exp     [batch, heads, queries] in fp32
     """
-    if scores.soft_cap:
-        return _capped(query, _for_every_head(key, query), _for_every_head(value, query), scores)
-    features, value = value.shape[-1], _widened(value, query)
-    if query.device.type != "cuda":
+    kernel = kernel_of(query, scores)
+    if kernel is Kernel.PLAIN:
+        return _plain(query, _for_every_head(key, query), _for_every_head(value, query), scores)
+    features, scores = value.shape[-1], _with_factor(query, scores)
+    width = _width(query, kernel)
+    query, key, value = (_widened(each, width) for each in (query, key, value))
+    if kernel is Kernel.HOST:
         out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, scores.causal, attn_mask=scores.mask, scale=scores.factor
         )
-    elif _runs_flash(query, scores):
+    elif kernel is Kernel.FLASH:
         out, logsumexp, *_ = aten._scaled_dot_product_flash_attention(
             query, key, value, 0.0, scores.causal, scale=scores.factor
         )
@@ -88,15 +108,13 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # of query, key and value
 
 def attend_backward(of: Attended, scores: Scores) -> Gradients:
     """Returns the gradients of query, key and value by the scores of one block."""
-    if scores.soft_cap:
-        return _capped_backward(of, scores)
-    features = of.value.shape[-1]
-    wide = of._replace(
-        gradient=_widened(of.gradient, of.query),
-        value=_widened(of.value, of.query),
-        output=_widened(of.output, of.query),
-    )
-    if of.query.device.type != "cuda":
+    kernel = kernel_of(of.query, scores)
+    if kernel is Kernel.PLAIN:
+        return _plain_backward(of, scores)
+    features, of_values = of.query.shape[-1], of.value.shape[-1]
+    scores, width = _with_factor(of.query, scores), _width(of.query, kernel)
+    wide = Attended(*(_widened(each, width) for each in of[:-1]), of.logsumexp)
+    if kernel is Kernel.HOST:
         by_query, by_key, by_value = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *wide[:-1],
             of.logsumexp.contiguous(),
@@ -105,11 +123,11 @@ def attend_backward(of: Attended, scores: Scores) -> Gradients:
             attn_mask=scores.mask,
             scale=scores.factor,
         )
-    elif _runs_flash(of.query, scores):
+    elif kernel is Kernel.FLASH:
         by_query, by_key, by_value = _flash_backward(wide, scores)
     else:
         by_query, by_key, by_value = _efficient_backward(wide, scores)
-    return by_query, by_key, by_value[..., :features]
+    return by_query[..., :features], by_key[..., :features], by_value[..., :of_values]
 
 
 def _flash_backward(of: Attended, scores: Scores) -> Gradients:
@@ -152,8 +170,8 @@ def _efficient_backward(of: Attended, scores: Scores) -> Gradients:
     return by_query, _over_queries(by_key, of.key), _over_queries(by_value, of.value)
 
 
-def _capped(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-    """Returns output and log-sum-exp of attention with bounded scores, of equally many heads."""
+def _plain(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+    """Returns output and log-sum-exp of attention by its definition, of equally many heads."""
     outs, sums = [], []
     for rows in _row_parts(query):
         bounded = _read(_bounded(query, key, rows, scores), rows, scores)
@@ -165,8 +183,8 @@ def _capped(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[
     return out.transpose(1, 2).contiguous().transpose(1, 2), torch.cat(sums, dim=2)
 
 
-def _capped_backward(of: Attended, scores: Scores) -> Gradients:
-    """Returns the gradients: d score = P (dP - sum(dO O)) (1 - (bounded / c)^2)."""
+def _plain_backward(of: Attended, scores: Scores) -> Gradients:
+    """Returns the gradients: d score = P (dP - sum(dO O)), of bounded ones times 1 - (s / c)^2."""
     gradient, query, key, value, output, logsumexp = of
     keys, values = _for_every_head(key, query).float(), _for_every_head(value, query).float()
     by_key, by_value = torch.zeros_like(keys), torch.zeros_like(values)
@@ -178,7 +196,9 @@ def _capped_backward(of: Attended, scores: Scores) -> Gradients:
         weights = (_read(bounded, rows, scores) - logsumexp[:, :, rows].unsqueeze(-1)).exp()
         along = (by_out * output[:, :, rows].float()).sum(-1, keepdim=True)
         by_bounded = weights * (by_out @ values.transpose(-2, -1) - along)
-        by_score = factor * by_bounded * (1 - (bounded / scores.soft_cap).square())
+        by_score = factor * by_bounded
+        if scores.soft_cap:
+            by_score = by_score * (1 - (bounded / scores.soft_cap).square())
         by_query.append(by_score @ keys)
         by_key += by_score.transpose(-2, -1) @ query[:, :, rows].float()
         by_value += weights.transpose(-2, -1) @ by_out
@@ -190,8 +210,8 @@ def _capped_backward(of: Attended, scores: Scores) -> Gradients:
 
 
 def _row_parts(query: Tensor) -> list[slice]:
-    starts = range(0, query.shape[2], CAPPED_ROWS)
-    return [slice(start, min(start + CAPPED_ROWS, query.shape[2])) for start in starts]
+    starts = range(0, query.shape[2], PLAIN_ROWS)
+    return [slice(start, min(start + PLAIN_ROWS, query.shape[2])) for start in starts]
 
 
 def _factor(query: Tensor, scores: Scores) -> float:
@@ -199,8 +219,10 @@ def _factor(query: Tensor, scores: Scores) -> float:
 
 
 def _bounded(query: Tensor, key: Tensor, rows: slice, scores: Scores) -> Tensor:
-    """Returns bounded scores of some queries in fp32."""
+    """Returns scores of some queries in fp32, bounded where they have a soft cap."""
     raw = query[:, :, rows].float() @ key.float().transpose(-2, -1)
+    if not scores.soft_cap:
+        return raw * _factor(query, scores)
     return scores.soft_cap * (raw * (_factor(query, scores) / scores.soft_cap)).tanh()
 
 
@@ -213,13 +235,50 @@ def _read(bounded: Tensor, rows: slice, scores: Scores) -> Tensor:
     return bounded if scores.mask is None else bounded + scores.mask[rows]
 
 
-def _runs_flash(query: Tensor, scores: Scores) -> bool:
-    return scores.mask is None and query.dtype is not torch.float32
+def kernel_of(query: Tensor, scores: Scores) -> Kernel:
+    """Returns the kernel that computes a block with such queries on their device."""
+    if scores.soft_cap:
+        return Kernel.PLAIN
+    if not is_gpu(query.device):
+        return Kernel.HOST
+    return gpu_kernel(
+        query.dtype,
+        query.shape[-1],
+        gpu(query.device).get_device_capability(query.device),
+        masked=scores.mask is not None,
+    )
 
 
-def _widened(x: Tensor, query: Tensor) -> Tensor:
-    """Pads features with zeros to those of the query, which the kernels need."""
-    missing = query.shape[-1] - x.shape[-1]
+def gpu_kernel(
+    dtype: torch.dtype, features: int, capability: tuple[int, int], *, masked: bool
+) -> Kernel:
+    """Returns the kernel of a GPU, as torch chooses it for `scaled_dot_product_attention`.
+
+    Before Ampere neither kernel has bf16 (torch: aten/src/ATen/native/transformers/cuda/sdp_utils).
+
+    capability   compute capability; (0, 0) for a device that has no kernels of CUDA
+    """
+    ampere = capability >= FLASH_CAPABILITY
+    if ampere and dtype in _16_BITS and features <= FLASH_FEATURES and not masked:
+        return Kernel.FLASH
+    has_type = dtype is not torch.bfloat16 or ampere
+    return Kernel.EFFICIENT if has_type and capability > (0, 0) else Kernel.PLAIN
+
+
+def _with_factor(query: Tensor, scores: Scores) -> Scores:
+    """Returns scores that name their factor, which a kernel would take from padded heads."""
+    return replace(scores, factor=_factor(query, scores))
+
+
+def _width(query: Tensor, kernel: Kernel) -> int:
+    """Returns the features of a head that a kernel reads."""
+    features = query.shape[-1]
+    return features if kernel is Kernel.HOST else features + -features % PADDED_FEATURES
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    """Pads features with zeros, which change no score and no sum."""
+    missing = width - x.shape[-1]
     return functional.pad(x, (0, missing)) if missing else x
 
 

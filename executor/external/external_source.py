@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import Positions
+from parplan.profiles.profiler.gpus import host_random
 from parplan.profiles.tracing.deferred import Deferred
 from parplan.profiles.tracing.traced_source import (
     ATTENTION,
@@ -139,7 +140,7 @@ class _Initializer:
                     memory = torch.empty_like(parameter, device="cpu")
                     filled = nn.Parameter(memory, parameter.requires_grad)
                     module.register_parameter(key, filled)
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        with host_random(self.seed), torch.no_grad():
             self._visit(name, part, self.model._init_weights)
 
     def _visit(self, name: str, module: nn.Module, init: Callable[[nn.Module], None]) -> None:
@@ -156,8 +157,7 @@ class _Initializer:
 
 def _call(factory: str, seed: int) -> nn.Module:
     """Calls the function under `torch.manual_seed(seed)`, so all ranks get the same module."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with host_random(seed):
         model = import_factory(factory)()
     if not isinstance(model, nn.Module):
         raise ConfigError(

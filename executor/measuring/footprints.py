@@ -11,11 +11,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from parplan.executor.measuring.trials import Trial
+from parplan.profiles.profiler.gpus import gpu, is_gpu
 
 _MARK = "step of a trial: "
 
@@ -37,9 +39,11 @@ def footprint(
 ) -> tuple[int, int]:
     """Return bytes saved by the forward pass, and the largest workspace of the steps.
 
-    Each step runs once. Saved bytes count each storage once, without `parameters` and without the
-    output, which its reader holds. The workspace leaves out the bytes that a step leaves: outputs
-    and saved tensors, or the gradients of a backward pass (which frees the saved tensors).
+    Each step runs once, on a GPU once more before that: the first product of a thread takes a
+    workspace of cuBLAS from the allocator for good, and autograd has threads of its own. Saved
+    bytes count each storage once, without `parameters` and without the output, which its reader
+    holds. The workspace leaves out the bytes that a step leaves: outputs and saved tensors, or the
+    gradients of a backward pass (which frees the saved tensors).
     """
     saved: dict[int, int] = {}
 
@@ -56,8 +60,14 @@ def footprint(
             for out in (*trial.results, *parameters):
                 saved.pop(out.untyped_storage().data_ptr(), None)
 
+    if is_gpu(device):
+        for step in steps:
+            trial.before(step)
+            trial.run(step)
+            trial.release(step)
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-        spans = (_on_gpu if device.type == "cuda" else _on_host)(trial, steps, run)
+        observe = partial(_on_gpu, device) if is_gpu(device) else _on_host
+        spans = observe(trial, steps, run)
     workspaces = (
         span.most - (made[step] if step == "backward" else span.after)
         for step, span in spans.items()
@@ -65,17 +75,19 @@ def footprint(
     return sum(saved.values()), max(0, *workspaces)
 
 
-def _on_gpu(trial: Trial, steps: Sequence[str], run: Callable[[str], None]) -> dict[str, Footprint]:
-    spans = {}
+def _on_gpu(
+    device: torch.device, trial: Trial, steps: Sequence[str], run: Callable[[str], None]
+) -> dict[str, Footprint]:
+    runtime, spans = gpu(device), {}
     for step in steps:
         trial.before(step)
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        runtime.synchronize(device)
+        runtime.reset_peak_memory_stats(device)
+        before = runtime.memory_allocated(device)
         run(step)
-        torch.cuda.synchronize()
+        runtime.synchronize(device)
         spans[step] = Footprint(
-            torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
+            runtime.max_memory_allocated(device) - before, runtime.memory_allocated(device) - before
         )
     return spans
 

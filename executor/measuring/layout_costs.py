@@ -46,6 +46,7 @@ from parplan.profiles.machines.measurements import CaseFigures
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
+from parplan.profiles.profiler.gpus import gpu, is_gpu
 
 LAYERS = 4
 MICRO_BATCHES = 4
@@ -258,6 +259,6 @@ def _laps_s(layout: LayoutTrial, x: Tensor) -> list[float]:
 
 
 def _now_s(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if is_gpu(device):
+        gpu(device).synchronize(device)
     return time.perf_counter()

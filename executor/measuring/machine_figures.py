@@ -17,6 +17,7 @@ from parplan.executor.measuring.products import Sizes
 from parplan.executor.measuring.step_timing import timing
 from parplan.executor.measuring.trials import TimedPasses, Trial, TrialStep, once
 from parplan.profiles.machines.measurements import CaseFigures, Timing, UnsupportedCase
+from parplan.profiles.profiler.gpus import gpu, is_gpu
 from parplan.profiles.units import US_PER_S
 
 TRANSFER_REPEATS = 10
@@ -64,7 +65,7 @@ def transfer(sizes: Sizes, device: torch.device) -> CaseFigures:
     Each direction is measured alone, then both at once, each on its own stream. Raises
     UnsupportedCase on a CPU.
     """
-    if device.type != "cuda":
+    if not is_gpu(device):
         raise UnsupportedCase("a transfer needs a device with memory of its own, a CPU has none")
     n_bytes = sizes["bytes"]
     hosts = [torch.empty(n_bytes, dtype=torch.uint8).pin_memory() for _ in range(2)]
@@ -84,17 +85,17 @@ def transfer(sizes: Sizes, device: torch.device) -> CaseFigures:
 
 def _moved_s(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> float:
     """Seconds until the last of the copies (target, source) ends, when all begin at once."""
-    streams = [torch.cuda.Stream(device) for _ in pairs]
-    begin = torch.cuda.Event(enable_timing=True)
-    ends = [torch.cuda.Event(enable_timing=True) for _ in pairs]
-    torch.cuda.synchronize(device)
+    streams = [gpu(device).Stream(device) for _ in pairs]
+    begin = gpu(device).Event(enable_timing=True)
+    ends = [gpu(device).Event(enable_timing=True) for _ in pairs]
+    gpu(device).synchronize(device)
     begin.record()
     for stream, end, (target, source) in zip(streams, ends, pairs, strict=True):
-        with torch.cuda.stream(stream):
+        with gpu(device).stream(stream):
             stream.wait_event(begin)
             target.copy_(source, non_blocking=True)
             end.record()
-    torch.cuda.synchronize(device)
+    gpu(device).synchronize(device)
     return max(begin.elapsed_time(end) for end in ends) / 1000
 
 
@@ -104,8 +105,8 @@ def launch(_: Sizes, device: torch.device) -> CaseFigures:
     y = torch.ones(SMALL, device=device)
     laps = []
     for _round in range(LAUNCH_ROUNDS):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if is_gpu(device):
+            gpu(device).synchronize(device)
         started = time.perf_counter()
         for _launch in range(LAUNCHES):
             x + y
@@ -124,20 +125,20 @@ def allocator(_: Sizes, device: torch.device) -> CaseFigures:
     A CPU has no such allocator: `context_bytes` are the bytes of the process before its first
     tensor.
     """
-    if device.type != "cuda":
+    if not is_gpu(device):
         held = resident_bytes()
         if held is None:
             raise UnsupportedCase("this system does not say how much memory a process holds")
         return CaseFigures(figures={"context_bytes": float(held)})
-    before = torch.cuda.memory_allocated(device)
+    before = gpu(device).memory_allocated(device)
     small = torch.empty(1, dtype=torch.uint8, device=device)
-    granularity = torch.cuda.memory_allocated(device) - before
+    granularity = gpu(device).memory_allocated(device) - before
     del small
     _step(device)
-    share = torch.cuda.max_memory_reserved(device) / torch.cuda.max_memory_allocated(device) - 1
+    share = gpu(device).max_memory_reserved(device) / gpu(device).max_memory_allocated(device) - 1
     # The free bytes count all processes: no other may use the device.
-    free, total = torch.cuda.mem_get_info(device)
-    context = total - free - torch.cuda.memory_reserved(device)
+    free, total = gpu(device).mem_get_info(device)
+    context = total - free - gpu(device).memory_reserved(device)
     return CaseFigures(
         figures={
             "granularity_bytes": float(granularity),
@@ -155,14 +156,14 @@ def _step(device: torch.device) -> None:
         for step in trial.steps:
             trial.before(step)
             trial.run(step)
-    torch.cuda.synchronize(device)
+    gpu(device).synchronize(device)
 
 
 def clock_mhz(device: torch.device) -> float | None:
     """Return the device's clock in MHz now, or None if it is unknown."""
-    if device.type == "cuda":
+    if is_gpu(device):
         try:
-            return float(torch.cuda.clock_rate(device))
+            return float(gpu(device).clock_rate(device))
         except (ModuleNotFoundError, RuntimeError):  # needs NVML's package, which torch lacks
             return None
     cpus = Path("/proc/cpuinfo")

@@ -27,6 +27,7 @@ from parplan.executor.tensors import DTYPES
 from parplan.profiles.errors import ConfigError, unknown_name_error
 from parplan.profiles.machines.measurements import Case, CaseFigures, Timing, UnsupportedCase
 from parplan.profiles.models.spec import Precision
+from parplan.profiles.profiler.gpus import gpu, is_gpu
 from parplan.profiles.units import GIB
 
 CACHES = 4  # bytes between two uses of a tensor, in last-level caches
@@ -147,8 +148,8 @@ def measure(case: Case, device: str) -> CaseFigures:
     place = torch.device("cpu" if work.on_host else device)
     torch.set_num_threads(1)  # as torchrun gives every rank
     torch.manual_seed(SEED)
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
+    if is_gpu(place):
+        gpu(place).set_device(place)
     try:
         with updates.world_of_one(place) if work.on_dtensors else nullcontext():
             measured = _measured(case, work, place, DTYPES[precision])
@@ -248,8 +249,8 @@ def _num_copies(copy_bytes: int, slowest_s: float, device: torch.device) -> int:
     It is smaller if memory, or the time for all copies, does not allow so many.
     """
     most_bytes = MOST_HOST_BYTES
-    if device.type == "cuda":
-        most_bytes = int(MOST_DEVICE_SHARE * torch.cuda.get_device_properties(device).total_memory)
+    if is_gpu(device):
+        most_bytes = int(MOST_DEVICE_SHARE * gpu(device).get_device_properties(device).total_memory)
     cold = -(-CACHES * cache_bytes(device) // max(1, copy_bytes))
     return max(
         1, min(cold, most_bytes // max(1, copy_bytes), MOST_REPEATS, int(ENOUGH_S / slowest_s))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from parplan.executor.models.initial_values import INIT_STD
 from parplan.profiles.models.spec import ModelSpec
+from parplan.profiles.profiler.gpus import gpu, is_gpu
 from parplan.profiles.units import GIB, KIB
 
 # Of an activation's gradient; a product of two is not denormal in 16 bits.
@@ -99,8 +100,8 @@ def free_host_bytes() -> int | None:
 
 def cache_bytes(device: torch.device) -> int:
     """Return the bytes of the last-level cache; 32 MiB if the system does not report them."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    if is_gpu(device):
+        return int(gpu(device).get_device_properties(device).L2_cache_size)
     caches = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     return max((_kibibytes(path.read_text().strip()) for path in caches), default=32 * KIB) * KIB
 

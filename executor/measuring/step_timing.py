@@ -18,6 +18,7 @@ import torch
 
 from parplan.executor.measuring.trials import Trial
 from parplan.profiles.machines.measurements import Timing
+from parplan.profiles.profiler.gpus import gpu, is_gpu
 from parplan.profiles.units import US_PER_S
 
 ENOUGH_S = 0.3  # seconds of measurement of one pass
@@ -57,7 +58,7 @@ class Rounds:
         collects = gc.isenabled()
         gc.disable()
         try:
-            timed = self._on_gpu if self.device.type == "cuda" else self._on_host
+            timed = self._on_gpu if is_gpu(self.device) else self._on_host
             return {step: timed(step) for step in self.steps}
         finally:
             if collects:
@@ -80,9 +81,9 @@ class Rounds:
         return [lap for group in groups for lap in self._launched(step, group)]
 
     def _launched(self, step: str, trials: Sequence[Trial]) -> list[float]:
-        marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in trials]
-        torch.cuda.synchronize(self.device)
-        torch.cuda._sleep(
+        marks = [[gpu(self.device).Event(enable_timing=True) for _ in range(2)] for _ in trials]
+        gpu(self.device).synchronize(self.device)
+        gpu(self.device)._sleep(
             int(min(MOST_SPIN_S, SPIN_MARGIN * len(trials) * self.launched_s[step]) * SPIN_HZ)
         )
         started = time.perf_counter()
@@ -93,7 +94,7 @@ class Rounds:
             end.record()
             trial.release(step)
         self.launched_s[step] = (time.perf_counter() - started) / len(trials)
-        torch.cuda.synchronize(self.device)
+        gpu(self.device).synchronize(self.device)
         return [start.elapsed_time(end) / 1000 for start, end in marks]
 
 

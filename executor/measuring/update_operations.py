@@ -24,6 +24,7 @@ from parplan.executor.measuring.trials import TimedPasses, Trial, TrialStep, onc
 from parplan.executor.run_options import Options
 from parplan.executor.tensors import forget_meshes, local
 from parplan.executor.training.optimizer import build_optimizer, clip_gradients, squared_norm
+from parplan.profiles.profiler.gpus import backend_of, own_gpu
 from parplan.profiles.units import GIB
 
 SWEPT_CACHES = 2
@@ -73,7 +74,11 @@ def world_of_one(device: torch.device) -> Iterator[None]:
         yield
         return
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+        backend_of(device),
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+        device_id=own_gpu(device),
     )
     try:
         yield

@@ -29,6 +29,7 @@ from torch.autograd.profiler import record_function
 from parplan.costmodels.layers.recompute import made_inside
 from parplan.executor.tensors import local, memory_of
 from parplan.profiles.models.operator_graph import LayerClass
+from parplan.profiles.profiler.gpus import gpu, is_gpu
 
 _Key = tuple[int, ...]
 # batch, sequence or heads, features of an activation; masks and states without a batch have fewer
@@ -48,9 +49,7 @@ class HostCopies:
         self.back_bytes = 0
         self._last: Flight | None = None
         self._unsettled: Flight | None = None
-        self._streams = (
-            [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
-        )
+        self._streams = [gpu(device).Stream(device) for _ in range(2)] if is_gpu(device) else []
 
     def begin_pass(self) -> None:
         """Begins a micro-batch with the first layer of a stage: no layer runs before it."""
@@ -73,8 +72,8 @@ class HostCopies:
         self._unsettled = None
 
     def copy(
-        self, tensor: Tensor, *, to_host: bool, after: torch.cuda.Event | None = None
-    ) -> tuple[Tensor, torch.cuda.Event | None]:
+        self, tensor: Tensor, *, to_host: bool, after: torch.Event | None = None
+    ) -> tuple[Tensor, torch.Event | None]:
         """Returns a dense copy of `tensor` and the event of its end.
 
         It begins after the computation so far, and after `after`.
@@ -91,10 +90,10 @@ class HostCopies:
                 pin_memory=to_host and stream is not None,
             )
         if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(self.device))
+            stream.wait_stream(gpu(self.device).current_stream(self.device))
             if after is not None:
                 stream.wait_event(after)
-        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+        with gpu(self.device).stream(stream) if stream is not None else nullcontext():
             copy.copy_(tensor, non_blocking=True)
         event = stream.record_event() if stream is not None else None
         return copy, event
@@ -109,7 +108,7 @@ class HostTensor:
         self._host, self.gone = copies.copy(tensor, to_host=True)
         self.stride = self._host.stride()
         self._back: Tensor | None = None
-        self._there: torch.cuda.Event | None = None
+        self._there: torch.Event | None = None
 
     def start(self) -> None:
         if self._host is not None:
@@ -125,7 +124,7 @@ class HostTensor:
 
     def _wait(self) -> None:
         if self._there is not None:
-            torch.cuda.current_stream(self._copies.device).wait_event(self._there)
+            gpu(self._copies.device).current_stream(self._copies.device).wait_event(self._there)
             self._there = None
 
     def __del__(self) -> None:
@@ -142,7 +141,7 @@ class Flight:
         self._copies = copies
         self._before = before
         self._sent: list[weakref.ref[HostTensor]] = []
-        self._on_the_way: list[tuple[Tensor, torch.cuda.Event | None]] = []
+        self._on_the_way: list[tuple[Tensor, torch.Event | None]] = []
 
     def send(self, tensor: Tensor) -> HostTensor:
         sent = HostTensor(self._copies, tensor)
@@ -153,7 +152,7 @@ class Flight:
     def let_go(self) -> None:
         for _, gone in self._on_the_way:
             if gone is not None:
-                torch.cuda.current_stream(self._copies.device).wait_event(gone)
+                gpu(self._copies.device).current_stream(self._copies.device).wait_event(gone)
         self._on_the_way.clear()
 
     def follow(self, output: Any) -> None:

@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 from parplan.executor.memory.host_copies import HostCopies
-from parplan.executor.tensors import GATHER, local
+from parplan.executor.tensors import GATHER, part, placed
+from parplan.profiles.profiler.gpus import gpu, is_gpu
 
 
 class HostTable(nn.Module):
@@ -37,7 +38,7 @@ class HostTable(nn.Module):
         super().__init__()
         columns = table.detach().chunk(dp_mesh.size(), dim=1)[dp_mesh.get_local_rank()]
         columns = columns.to("cpu", copy=True).contiguous()
-        divided = DTensor.from_local(columns, dp_mesh, (Shard(1),), run_check=False)
+        divided = placed(columns, dp_mesh, (Shard(1),), table.shape, table.stride())
         self.weight = nn.Parameter(divided)
         self.group = dp_mesh.get_group() if dp_mesh.size() > 1 else None
         self._dtype = dtype
@@ -46,7 +47,7 @@ class HostTable(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Maps [batch, sequence] to [batch, sequence, hidden] on the device."""
         all_ids = self._gather_ids(ids).cpu()
-        rows = functional.embedding(all_ids, local(self.weight)).to(self._dtype)
+        rows = functional.embedding(all_ids, _Columns.apply(self.weight)).to(self._dtype)
         looked_up: Tensor = _Rows.apply(rows.unflatten(0, (-1, len(ids))), self)
         return looked_up
 
@@ -71,12 +72,34 @@ class HostTable(nn.Module):
 
         The copy is there when this returns (host) or before the next computation (device).
         """
+        if not to_host and is_gpu(self.copies.device):
+            tensor = tensor.pin_memory()  # a copy of pageable memory holds up the host
         copy, there = self.copies.copy(tensor, to_host=to_host)
         if there is not None and to_host:
             there.synchronize()
         elif there is not None:
-            torch.cuda.current_stream(self.copies.device).wait_event(there)
+            gpu(self.copies.device).current_stream(self.copies.device).wait_event(there)
         return copy
+
+
+class _Columns(torch.autograd.Function):
+    """Maps the weight to this rank's columns, whose gradient stays on the host.
+
+    `DTensor.to_local` makes the gradient a DTensor by `from_local`, which copies it to a mesh of
+    GPUs.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: DTensor) -> Tensor:
+        ctx.weight = weight
+        columns = part(weight)
+        return columns.view_as(columns)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> DTensor:
+        weight = ctx.weight
+        mesh, placements = weight.device_mesh, weight.placements
+        return placed(gradient, mesh, placements, weight.shape, weight.stride())
 
 
 class _Rows(torch.autograd.Function):

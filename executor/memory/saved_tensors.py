@@ -25,6 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from parplan.executor.memory.early_recompute import EarlyRecompute
 from parplan.executor.memory.host_copies import HostOffload, HostTensor, flattened
 from parplan.executor.tensors import local, memory_of
+from parplan.profiles.profiler.gpus import forked_random, gpu, is_gpu
 
 Make = Callable[..., Iterable[Any]]  # returns tensors, or packed ones
 
@@ -336,8 +337,7 @@ def _as_before(
 
     It runs with gradients and draws the random numbers of the first run.
     """
-    devices = [device for device in states or {} if device.type != "cpu"]
-    with torch.random.fork_rng(devices, enabled=states is not None), torch.enable_grad():
+    with forked_random(*states or (), enabled=states is not None), torch.enable_grad():
         _set_random_states(states or {})
         yield [
             tensor.detach().requires_grad_(required)
@@ -349,7 +349,7 @@ def _random_states(inputs: tuple[Tensor, ...]) -> _States:
     """Returns the states of the generators of the CPU and of the devices of `inputs`."""
     states = {torch.device("cpu"): torch.get_rng_state()}
     return states | {
-        x.device: torch.cuda.get_rng_state(x.device) for x in inputs if x.device.type == "cuda"
+        x.device: gpu(x.device).get_rng_state(x.device) for x in inputs if is_gpu(x.device)
     }
 
 
@@ -358,4 +358,4 @@ def _set_random_states(states: _States) -> None:
         if device.type == "cpu":
             torch.set_rng_state(state)
         else:
-            torch.cuda.set_rng_state(state, device)
+            gpu(device).set_rng_state(state, device)

@@ -102,9 +102,12 @@ class Routes:
 
 def count_rows(chosen: Tensor, num_experts: int, ranks: ExpertRanks | None) -> Routes:
     """Returns the numbers of rows under the routing `chosen`. Collective over `ranks`."""
-    sizes = arriving = chosen.flatten().bincount(minlength=num_experts)
+    flat = chosen.flatten()
+    # bincount would ask a GPU for the least and the largest number
+    sizes = arriving = flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat))
     if ranks is None:
-        return Routes(sent=sizes.tolist(), arriving=[[sizes.tolist()]])
+        sent = sizes.tolist()
+        return Routes(sent=sent, arriving=[[sent]])
     ep, etp = ranks.degree(EP), ranks.degree(ETP)
     if ep > 1:
         arriving = torch.empty_like(sizes)
@@ -112,7 +115,14 @@ def count_rows(chosen: Tensor, num_experts: int, ranks: ExpertRanks | None) -> R
     if etp > 1:
         own, arriving = arriving, arriving.new_empty(etp * arriving.numel())
         GATHER(arriving, own, group=ranks.group(ETP))
-    return Routes(sent=sizes.tolist(), arriving=arriving.view(etp, ep, -1).tolist())
+    # one copy, since the host waits for it
+    numbers = torch.cat((sizes, arriving)).tolist()
+    sent, rest = numbers[:num_experts], numbers[num_experts:]
+    held = num_experts // ep
+    rows = [rest[first : first + held] for first in range(0, len(rest), held)]
+    return Routes(
+        sent=sent, arriving=[rows[first : first + ep] for first in range(0, len(rows), ep)]
+    )
 
 
 def exchanged(rows: Tensor, routes: Routes, ranks: ExpertRanks) -> Tensor:

@@ -21,6 +21,7 @@ from parplan.executor.context.zigzag import part_of
 from parplan.executor.tensors import local
 from parplan.profiles.models.functions import Activations
 from parplan.profiles.models.spec import ModelSpec
+from parplan.profiles.profiler.gpus import is_gpu
 
 aten = torch.ops.aten
 
@@ -79,7 +80,7 @@ class RMSNorm(nn.RMSNorm):
 
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
     """Returns x / rms(x) over the last dim, times the weight if there is one."""
-    if x.is_cuda:
+    if is_gpu(x.device):
         return functional.rms_norm(x, x.shape[-1:], weight, epsilon)
     return _RmsNorm.apply(x, weight, epsilon)
 

@@ -35,6 +35,7 @@ from parplan.costmodels.schedules.instructions import (
 from parplan.executor.pipeline.messages import LeanStage
 from parplan.executor.pipeline.recompute_action import StageRecompute
 from parplan.executor.sharding.zero_units import settle_weight_gradients
+from parplan.profiles.profiler.gpus import is_gpu
 
 After = Callable[[], None]
 Span = Callable[[str, int, int], AbstractContextManager[Any]]
@@ -234,7 +235,7 @@ def _open_communicator(stage: PipelineStep) -> None:
     It is made by all of them together, but some may have no exchange. Untested: no two GPUs were at
     hand.
     """
-    if stage.device.type == "cuda":
+    if is_gpu(stage.device):
         dist.all_reduce(torch.zeros(1, device=stage.device), group=stage.group)
 
 

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parplan.profiles.profiler.gpus import backend_of, own_gpu
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolPlace:
@@ -50,11 +52,6 @@ class PoolPlace:
         return next(pool for pool, end in enumerate(self.ends) if rank < end)
 
 
-def backend_of(device: torch.device) -> str:
-    """Returns the backend of collectives on a device."""
-    return "nccl" if device.type == "cuda" else "gloo"
-
-
 class JoinedRanks:
     """The group of the ranks of all pools. Every method is collective."""
 
@@ -63,7 +60,7 @@ class JoinedRanks:
     ) -> None:
         self.place, self.device = place, device
         world = sum(place.sizes)
-        if device.type == "cuda":
+        if backend_of(device) == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             self._group = dist.ProcessGroupNCCL(store, place.rank, world, options)
@@ -120,5 +117,6 @@ def join_pool(
         rank=place.rank - place.first,
         world_size=place.sizes[place.pool],
         timeout=timeout,
+        device_id=own_gpu(device),
     )
     return JoinedRanks(place, dist.PrefixStore("pools", store), device, timeout)

@@ -51,6 +51,7 @@ from parplan.executor.models.adapters import frozen_parameters, in_precision
 from parplan.executor.sharding.place import parameters_over_data, parameters_summed_over_tp
 from parplan.executor.tensors import DTYPES, local
 from parplan.profiles.models.spec import Precision, TrainingSpec
+from parplan.profiles.profiler.gpus import device_of, is_gpu
 from parplan.profiles.units import MIB
 
 BUCKET_BYTES = 25 * MIB  # DistributedDataParallel's default bucket_cap_mb
@@ -106,7 +107,7 @@ def shard_unit(unit: Unit, training: TrainingSpec) -> None:
             cast_forward_inputs=unit.casts_inputs,
         )
     offload = (
-        CPUOffloadPolicy(pin_memory=unit.mesh.device_type == "cuda")
+        CPUOffloadPolicy(pin_memory=is_gpu(unit.mesh.device_type))
         if unit.offloaded
         else OffloadPolicy()
     )
@@ -272,11 +273,6 @@ def all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         dist.all_reduce(flat, group=group)
         for tensor, reduced in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
             tensor.copy_(reduced)
-
-
-def device_of(group: dist.ProcessGroup) -> torch.device:
-    on_gpus = dist.get_backend(group) == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
 
 
 def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from parplan.executor.traced.division import PARTIAL, Division, Part, largest, move
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.profiler.gpus import forked_random
 from parplan.profiles.tracing.divisible import outputs_of
 from parplan.profiles.tracing.torch_functions import argument
 
@@ -150,8 +151,7 @@ class DividedCalls:
             yield
             return
         seed = int(torch.randint(2**62, ()))
-        devices = [torch.cuda.current_device()] if self.division.mesh.device_type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
+        with forked_random(self.division.mesh.device_type):
             torch.manual_seed(seed + self.division.rank)
             yield
 

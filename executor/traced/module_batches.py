@@ -11,6 +11,7 @@ from parplan.executor.run_options import derived_seed
 from parplan.executor.sharding.zero_units import compute_dtype
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.profiler.gpus import host_random
 from parplan.profiles.tracing.traced_source import TracedWorkload
 
 Batches = Callable[[int], dict[str, Tensor]]
@@ -38,8 +39,7 @@ def module_batches(plan: TracedPlan, workload: TracedWorkload, dp_rank: int, see
 
 
 def _sample(workload: TracedWorkload, seed: int, index: int) -> dict[str, Tensor]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derived_seed(seed, index))
+    with host_random(derived_seed(seed, index)):
         return workload.batch(1)
 
 

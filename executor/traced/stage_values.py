@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.module_source import ModuleSource
+from parplan.profiles.profiler.gpus import host_random
 from parplan.profiles.stack import AttentionKernel
 from parplan.profiles.tracing.deferred import AT_LEAST_BYTES, Deferred
 from parplan.profiles.tracing.traced_source import TracedWorkload, open_workload
@@ -75,8 +75,7 @@ def open_module(
 ) -> OpenedModule:
     """Opens the module of `source` without the memory of its parameters. Raises ConfigError."""
     deferred = Deferred(at_least_bytes, seed)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)  # for tensors so small that they are made at once
+    with host_random(seed):  # for tensors so small that they are made at once
         workload = open_workload(
             source, seq_length=seq_length, attention=attention, deferred=deferred
         )

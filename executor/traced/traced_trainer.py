@@ -18,7 +18,7 @@ from parplan.executor.chunks.chunk_adam import ChunkAdam
 from parplan.executor.rules.traced_rules import validate_traced_plan
 from parplan.executor.run_options import Options, derived_seed
 from parplan.executor.sharding.rank_place import RankPlace, rank_mesh
-from parplan.executor.tensors import local
+from parplan.executor.tensors import local, to_device
 from parplan.executor.traced.module_batches import module_batches
 from parplan.executor.traced.stage_values import OpenedModule, open_module
 from parplan.executor.traced.traced_pipeline import TracedPipeline, build_traced_pipeline
@@ -54,7 +54,9 @@ class TracedTrainer(Trainer):
     def batch(self, step: int) -> dict[str, Tensor]:
         """Returns the values of the batch that this rank's stages read, on the device."""
         batch: Mapping[str, Tensor] = self.batches(step)  # type: ignore[assignment]
-        return {key: batch[key].to(self.ranks.device) for key in sorted(self.pipeline.reads)}
+        return {
+            key: to_device(batch[key], self.ranks.device) for key in sorted(self.pipeline.reads)
+        }
 
     @property
     def scale(self) -> None:

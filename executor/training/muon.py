@@ -31,8 +31,8 @@ from torch.optim._muon import (
 )
 
 from parplan.costmodels.layers.model_states import chunk_shape
-from parplan.executor.sharding.zero_units import device_of
 from parplan.executor.tensors import local
+from parplan.profiles.profiler.gpus import device_of
 
 COEFFICIENTS = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
 MOMENTUM = 0.95  # torch.optim.Muon's default

@@ -38,7 +38,7 @@ from parplan.executor.sharding.rank_place import (
     rank_mesh,
     stage_mesh,
 )
-from parplan.executor.tensors import memory_of, part
+from parplan.executor.tensors import memory_of, part, to_device
 from parplan.executor.training.compiled import compile_blocks
 from parplan.executor.training.finite import RankLosses
 from parplan.executor.training.optimizer import (
@@ -134,16 +134,16 @@ class Trainer:
     def batch(self, step: int) -> Any:
         """Return this replica's part of a batch, on the device."""
         ids, targets = self.batches(step)
-        return ids.to(self.ranks.device), targets.to(self.ranks.device)
+        return to_device(ids, self.ranks.device), to_device(targets, self.ranks.device)
 
     def inputs(self, step: int) -> dict[str, Tensor]:
         """Return what this replica's layers read beside the token ids; pixels stay on the host."""
         inputs: dict[str, Tensor] = {}
         if self.places is not None:
-            inputs[PLACES] = self.places(step).to(self.ranks.device)
+            inputs[PLACES] = to_device(self.places(step), self.ranks.device)
         if self.images is not None and self.pipeline.reads_images:
             images = self.images(step)
-            inputs |= images | {IMAGE_PLACES: images[IMAGE_PLACES].to(self.ranks.device)}
+            inputs |= images | {IMAGE_PLACES: to_device(images[IMAGE_PLACES], self.ranks.device)}
         return inputs
 
     def run(self, first: int = 0) -> Iterator[StepResult]:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import _init_optim_state
 
 from parplan.executor.pipeline.stages import Stage
 from parplan.executor.sharding.tensor_boxes import checkpointed
+from parplan.profiles.profiler.gpus import gpu, is_gpu
 
 TIED = "embedding.tokens.weight"
 # Prefixes of checkpoint_wrapper and torch.compile.
@@ -95,13 +96,13 @@ def make_optimizer_states(optimizer: torch.optim.Optimizer) -> None:
 def random_states(device: torch.device) -> Tensors:
     """Return the states of this rank's generators."""
     states = {f"{dist.get_rank()}.cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states[f"{dist.get_rank()}.cuda"] = torch.cuda.get_rng_state(device)
+    if is_gpu(device):
+        states[f"{dist.get_rank()}.{device.type}"] = gpu(device).get_rng_state(device)
     return {"rng": states}
 
 
 def set_random_states(states: Tensors, device: torch.device) -> None:
     """Set this rank's generators to the states that `random_states` returned."""
     torch.set_rng_state(states["rng"][f"{dist.get_rank()}.cpu"])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states["rng"][f"{dist.get_rank()}.cuda"], device)
+    if is_gpu(device):
+        gpu(device).set_rng_state(states["rng"][f"{dist.get_rank()}.{device.type}"], device)

@@ -28,6 +28,7 @@ from parplan.executor.watch.state_bytes import Row
 from parplan.planner.plan.plan import Plan
 from parplan.planner.runs.run_account import RankMeasured, RecordedStep, TimedSteps, make_run
 from parplan.planner.runs.run_file import ChunkMoved, RunEnvironment, RunFile, WorkSpan
+from parplan.profiles.profiler.gpus import gpu, is_gpu
 from parplan.profiles.units import KIB
 
 RECORDED_STEPS = 5
@@ -37,7 +38,7 @@ CLOCK_ROUNDS = 9
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NOTHING = nullcontext()
 
-Mark = float | torch.cuda.Event
+Mark = float | torch.Event
 
 
 class RunRecorder:
@@ -47,7 +48,8 @@ class RunRecorder:
     """
 
     def __init__(self, device: torch.device, num_steps: int) -> None:
-        self.on_gpu = device.type == "cuda"
+        self.device = device
+        self.on_gpu = is_gpu(device)
         self.expect(num_steps)
         self.seconds: list[float] = []
         self.losses: list[float] = []
@@ -71,9 +73,9 @@ class RunRecorder:
             return
         self._marks = []
         if self.on_gpu:
-            torch.cuda.synchronize()
+            gpu(self.device).synchronize(self.device)
             if not self.steps:
-                torch.cuda.reset_peak_memory_stats()
+                gpu(self.device).reset_peak_memory_stats(self.device)
         self._anchor = self._mark()
         self._started_s = time.perf_counter()
 
@@ -121,7 +123,7 @@ class RunRecorder:
     def _mark(self) -> Mark:
         if not self.on_gpu:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = gpu(self.device).Event(enable_timing=True)
         event.record()
         return event
 
@@ -144,11 +146,11 @@ def memory_peaks(
     """
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     rss = most if sys.platform == "darwin" else most * KIB  # macOS counts bytes
-    on_gpu = device.type == "cuda"
+    on_gpu = is_gpu(device)
     counted = None if cpu_peak.num_bytes is None else cpu_peak.num_bytes - on_host_bytes
     return {
-        "allocated_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else counted,
-        "reserved_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else None,
+        "allocated_bytes": gpu(device).max_memory_allocated(device) if on_gpu else counted,
+        "reserved_bytes": gpu(device).max_memory_reserved(device) if on_gpu else None,
         "host_rss_bytes": rss,
     }
 
@@ -166,8 +168,8 @@ def read_clock(device: torch.device) -> Clock:
     left = []
     for _ in range(CLOCK_ROUNDS):
         dist.barrier()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        if is_gpu(device):
+            gpu(device).synchronize(device)
         left.append(time.perf_counter())
     return Clock(_BOOT_ID.read_text() if _BOOT_ID.exists() else "", tuple(left))
 
@@ -244,7 +246,7 @@ def collect(
 
 def environment(device: torch.device) -> RunEnvironment:
     """Software, device and size of the run."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    name = gpu(device).get_device_name(device) if is_gpu(device) else "cpu"
     return RunEnvironment(
         torch=str(torch.__version__),
         device=name,

@@ -6,6 +6,9 @@ timeout, the run ends on every rank that still answers. The rank behind is one w
 silent too (stopped, dead, or in code that holds the interpreter), else one that does not wait for
 other ranks, else the one with the least progress; its last beat gives its position. The same states
 tell which rank died when a collective fails.
+
+A rank waits where its host is inside a collective, or where its GPU has work that does not end:
+the host only launches NCCL's collectives, and blocks wherever it next reads a number of the GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ import torch.distributed as dist
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.executor.watch.rank_progress import RankProgress
 from parplan.profiles.errors import RunError
+from parplan.profiles.profiler.gpus import gpu, is_gpu
 
+CPU = torch.device("cpu")
 BEAT_S = 0.2
 RANKS_PER_BEAT = 64  # more ranks write less often, so that their store has as little to do
 SLACK_S = 10.0  # the run ends at most so long after the timeout
@@ -67,6 +72,7 @@ class Watch:
     """The watch of one rank; `store` is a connection of its own, since other users may block.
 
     meshes   the mesh of each pool of the job, one where pools do not divide the batch
+    device   that of the calling thread's computation
     """
 
     def __init__(
@@ -76,7 +82,9 @@ class Watch:
         meshes: Sequence[Mesh],
         progress: RankProgress,
         timeout_s: float,
+        device: torch.device = CPU,
     ) -> None:
+        self.device = device
         self.store = dist.PrefixStore("watch", store)
         self.rank = rank
         self.meshes = meshes
@@ -167,9 +175,9 @@ class Watch:
     def _waits(self) -> bool:
         """Return True if the main thread is inside a collective, or a thread of autograd is.
 
-        Python did not start autograd's threads.
+        Python did not start autograd's threads. A rank whose GPU has work left waits for it.
         """
-        if self.progress.doing.startswith("waits"):
+        if self.progress.doing.startswith("waits") or has_work(self.device):
             return True
         # Python's other threads are the watch and the one that saves checkpoints.
         excluded = {thread.ident for thread in threading.enumerate()} - {self._main}
@@ -244,6 +252,16 @@ class Watch:
         else:
             time.sleep(self.beat_s)  # torchrun must not stop the rank that prints the error first
         os._exit(RunError.exit_code)
+
+
+def has_work(device: torch.device) -> bool:
+    """Return True if a GPU has not ended the work of its default stream; does not wait for it."""
+    if not is_gpu(device):
+        return False
+    try:
+        return not gpu(device).default_stream(device).query()
+    except RuntimeError:  # the GPU failed, which its rank reports
+        return False
 
 
 def _position(state: RankState) -> str:

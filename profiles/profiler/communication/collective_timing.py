@@ -32,6 +32,7 @@ from parplan.profiles.profiler.communication.comm_cases import (
 )
 from parplan.profiles.profiler.communication.group_shapes import Members, group_members, pairs
 from parplan.profiles.profiler.communication.measuring_ranks import MeasuringRank
+from parplan.profiles.profiler.gpus import gpu, is_gpu
 from parplan.profiles.units import US_PER_S
 
 Made = TypeVar("Made")
@@ -209,18 +210,18 @@ def _overlap(together: _Together, effort: Effort) -> CaseFigures:
 def _communicator(together: _Together, effort: Effort) -> CaseFigures:
     """Device memory that the first collective of new groups takes, the most of all ranks."""
     ranks = together.ranks
-    if ranks.device.type != "cuda":
+    if not is_gpu(ranks.device):
         raise UnsupportedError(
             "on a CPU the buffers of a communicator cannot be told from other memory of the process"
         )
     tensor = zeros(4, "fp32", ranks.device)
     groups = ranks.groups(together.members, fresh=True)
-    torch.cuda.synchronize()
-    before, _ = torch.cuda.mem_get_info(ranks.device)
+    gpu(ranks.device).synchronize(ranks.device)
+    before, _ = gpu(ranks.device).mem_get_info(ranks.device)
     if together.group_index is not None:
         dist.all_reduce(tensor, group=groups[together.group_index])
-    torch.cuda.synchronize()
-    after, _ = torch.cuda.mem_get_info(ranks.device)
+    gpu(ranks.device).synchronize(ranks.device)
+    after, _ = gpu(ranks.device).mem_get_info(ranks.device)
     taken = ranks.largest([float(before - after)])[0]
     if together.group_index is not None:
         dist.destroy_process_group(groups[together.group_index])
@@ -238,16 +239,16 @@ def elapsed_s(run: Run, calls: int, device: torch.device, limit_s: float) -> flo
 
     Raises RuntimeError if the device does not finish them in `limit_s`.
     """
-    if device.type == "cuda":
-        return _device_elapsed_s(run, calls, limit_s)
+    if is_gpu(device):
+        return _device_elapsed_s(run, calls, device, limit_s)
     begin_s = time.perf_counter()
     for _ in range(calls):
         run()
     return time.perf_counter() - begin_s
 
 
-def _device_elapsed_s(run: Run, calls: int, limit_s: float) -> float:
-    make: Any = torch.cuda.Event
+def _device_elapsed_s(run: Run, calls: int, device: torch.device, limit_s: float) -> float:
+    make: Any = gpu(device).Event
     begin = make(enable_timing=True)
     end = make(enable_timing=True)
     begin.record()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.profiler.communication.group_shapes import Members, World
+from parplan.profiles.profiler.gpus import backend_of, is_gpu
 
 CONTROL_FACTOR = 2  # ranks outside a group wait longer for it than it may take
 
@@ -64,7 +65,7 @@ class MeasuringRank:
 
     def _made(self, ranks: tuple[int, ...], device: str) -> dist.ProcessGroup:
         made: dist.ProcessGroup = dist.new_group(
-            list(ranks), timeout=self.timeout, backend="nccl" if device == "cuda" else "gloo"
+            list(ranks), timeout=self.timeout, backend=backend_of(device)
         )
         return made
 
@@ -132,7 +133,7 @@ def join_world(world: World, device: torch.device, timeout: timedelta) -> Measur
     """
     limit = CONTROL_FACTOR * timeout
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=limit
+        f"cpu:gloo,{device.type}:{backend_of(device)}" if is_gpu(device) else "gloo", timeout=limit
     )
     return MeasuringRank(
         world=world,

@@ -14,10 +14,11 @@ from parplan.executor.measuring import (
     block_operations as blocks,
 )
 from parplan.executor.measuring import (
-    measure as program,
+    footprints,
+    products,
 )
 from parplan.executor.measuring import (
-    products,
+    measure as program,
 )
 from parplan.executor.measuring import (
     step_timing as timing,
@@ -35,6 +36,7 @@ from parplan.profiles.machines.measurements import Case, CasePass, UnsupportedCa
 from parplan.profiles.models.spec import ModelSpec, Norm, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.stack import NEUTRAL
+from parplan.profiles.units import MIB
 from tests.helpers.cases import mostly_slow
 
 CPU = torch.device("cpu")
@@ -211,6 +213,45 @@ def test_what_a_backward_pass_frees_of_the_graph_is_not_its_workspace() -> None:
 
     assert saved == 2 * 4 * 1000  # x, and what exp made
     assert 0 < workspace <= 2 * 4 * 1000
+
+
+class _Allocator:
+    """A GPU's allocator whose first product takes a workspace for good."""
+
+    def __init__(self) -> None:
+        self.held = self.most = 0
+
+    def take(self, num_bytes: int) -> None:
+        self.held += num_bytes
+        self.most = max(self.most, self.held)
+
+    def reset_peak_memory_stats(self, _: object) -> None:
+        self.most = self.held
+
+    def memory_allocated(self, _: object) -> int:
+        return self.held
+
+    def max_memory_allocated(self, _: object) -> int:
+        return self.most
+
+    def synchronize(self, _: object) -> None:
+        """Does nothing: an allocation is there at once."""
+
+
+def test_a_library_workspace_that_stays_is_not_that_of_an_operator(monkeypatch) -> None:
+    allocator, handles = _Allocator(), set()
+
+    def product() -> tuple[torch.Tensor, ...]:
+        if not handles:
+            handles.add("cuBLAS")
+            allocator.take(8 * MIB)
+        allocator.take(1000)  # while it runs
+        allocator.take(-1000)
+        return ()
+
+    monkeypatch.setattr(footprints, "gpu", lambda _: allocator)
+
+    assert footprint(TrialStep(product), ("time",), torch.device("cuda")) == (0, 1000)
 
 
 def test_each_gradient_of_a_linear_layer_is_one_product() -> None:

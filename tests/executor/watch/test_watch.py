@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.executor import __main__ as command
 from parplan.executor.data.batches import Batches
 from parplan.executor.training import train
+from parplan.executor.watch import watch as watching
 from parplan.executor.watch.rank_progress import RankProgress
 from parplan.executor.watch.watch import SLACK_S, RankState, Watch
 from parplan.planner.plan.plan import Plan
@@ -216,6 +218,45 @@ def test_a_rank_that_waits_for_nobody_is_behind_before_one_that_came_less_far():
         "rank 1 (pp 0, dp 0, tp 1) has not moved since step 5, after micro-batch 4, "
         "for 60 s: it runs; the others wait for it"
     )
+
+
+class _Stream:
+    """The default stream of a GPU; `ends` says whether its work is over."""
+
+    def __init__(self, ends: bool) -> None:
+        self.query = lambda: ends
+
+
+def test_a_rank_that_reads_a_number_of_its_gpu_waits_for_the_rank_that_launches_nothing(
+    monkeypatch,
+):
+    """NCCL's collectives run on the device: no rank's host is inside one."""
+    store, mesh, device = dist.HashStore(), Mesh(pp=1, dp=2, tp=1), torch.device("cuda", 0)
+    streams = [_Stream(ends=False), _Stream(ends=True)]
+    watches = [Watch(store, rank, [mesh], RankProgress(), 0.04, device) for rank in range(2)]
+    watches[1].progress.begin_step(0)  # it came further, and then stopped in its own code
+    time.sleep(0.02)
+    for each, stream in zip(watches, streams, strict=True):
+        each._moved = (each.progress.moves, each._moved[1])
+        monkeypatch.setattr(
+            watching, "gpu", lambda _, s=stream: SimpleNamespace(default_stream=lambda _: s)
+        )
+        each._say()
+
+    text = watches[0]._verdict(dict(watches[0]._states()), [])
+
+    assert text.startswith("rank 1 (pp 0, dp 1, tp 0) has not moved since step 1")
+    assert text.endswith("the others wait for it")
+
+
+def test_a_gpu_that_failed_has_no_work(monkeypatch):
+    def failed() -> bool:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    stream = SimpleNamespace(query=failed)
+    monkeypatch.setattr(watching, "gpu", lambda _: SimpleNamespace(default_stream=lambda _: stream))
+
+    assert not watching.has_work(torch.device("cuda", 0))
 
 
 def test_where_all_wait_the_one_that_came_least_far_is_named():
