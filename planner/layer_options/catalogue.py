@@ -520,7 +520,9 @@ class Catalogue:
         # and of whole micro-batches.
         if (
             sharding.overlap
-            or (splits and shared_beside_a_copy(block, divided))
+            or self._once(
+                ("copies", b * sharding.data, divided), lambda: shared_beside_a_copy(block, divided)
+            )
             or self.price_cache.plain_dropout
         ):
             size = self.price_cache.activations(self.key, b, divided, names)
