@@ -31,8 +31,13 @@ class TensorFlow:
         return self.source if self.gathers(degrees) else self.target
 
     def keeps_own_copy(self, degrees: tuple[int, ...]) -> bool:
-        """Returns true when the reader saves the tensor divided in another way than its maker."""
-        return self.source != self.target and not self.gathers(degrees)
+        """Returns true when the reader saves the tensor divided in another way than its maker.
+
+        An axis of one rank divides nothing.
+        """
+        places = zip(self.source, self.target, degrees, strict=True)
+        moves = any(source != target for source, target, ranks in places if ranks > 1)
+        return moves and not self.gathers(degrees)
 
     def kept_twice(self, degrees: tuple[int, ...]) -> bool:
         """Returns true when the reader's copy at `target` is beside the maker's own.

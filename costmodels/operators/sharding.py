@@ -148,6 +148,11 @@ class Sharding(HashedOnce):
         return self if self.ep <= 2 and self.context_form is None else _base_of(self)
 
     @property
+    def one_way(self) -> bool:
+        """True where every operator has one division: on a grid, and where ranks run a tower."""
+        return self.rows > 1 or self.tower is not TowerDivision.TENSOR
+
+    @property
     def boundary(self) -> Place:
         """The placement of activations between layers."""
         if self.tower is not TowerDivision.TENSOR:

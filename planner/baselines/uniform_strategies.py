@@ -170,10 +170,11 @@ def staged(layout: ParallelLayout, levels: Sequence[Sequence[Recompute]], zero: 
 def of_model(strategy: Strategy, price_cache: PriceCache) -> Strategy:
     """Returns a strategy of a language model's blocks with its tower, and with their classes.
 
-    The layers of the tower run as the first block of the first stage does.
+    The layers of the tower, where the strategy lacks them, run as the first block of the first
+    stage does.
     """
-    model = price_cache.model
-    tower_layers = model.num_blocks - model.num_layers
+    num_blocks = sum(map(len, strategy.stages)) - len((LayerKind.EMBEDDING, LayerKind.HEAD))
+    tower_layers = price_cache.model.num_blocks - num_blocks
     if tower_layers:
         embedding, *rest = strategy.stages[0]
         first = (embedding, *rest[:1] * tower_layers, *rest)

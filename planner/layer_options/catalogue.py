@@ -144,13 +144,14 @@ class BlockProblems:
             sharding.data,
             sharding.etp,
             sharding.part,
+            sharding.tower,
         )
         return LayerStrategies(
             [price_cache.graph(size, sharding.part).layer_class(kind) for size in sizes],
             price_cache.inside(sharding.degrees),
             price_cache.training,
             over_data=sharding.data > 1,
-            sharding=sharding if sharding.rows > 1 else None,
+            sharding=sharding if sharding.one_way else None,
             like=sharding,
             shared=self._once(("shared", base), KeyedCache),
         )
@@ -175,7 +176,15 @@ class BlockProblems:
 
 def _axes(kind: LayerKey, sharding: Sharding) -> Hashable:
     """Returns all that the choices for the operators of a layer depend on beside its sizes."""
-    return kind, sharding.degrees, sharding.rows, sharding.data, sharding.experts, sharding.context
+    return (
+        kind,
+        sharding.degrees,
+        sharding.rows,
+        sharding.data,
+        sharding.experts,
+        sharding.context,
+        sharding.tower,
+    )
 
 
 def _sizes_with(micro_batch_size: int) -> tuple[int, ...]:
@@ -273,7 +282,7 @@ class Catalogue:
 
     def divides(self, sharding: Sharding) -> bool:
         """Returns whether operators may have other shardings than Megatron's."""
-        return self.free and sharding.ranks > 1 and not sharding.overlap and sharding.rows == 1
+        return self.free and sharding.ranks > 1 and not (sharding.overlap or sharding.one_way)
 
     def divides_ends(self, sharding: Sharding) -> bool:
         """Returns whether embedding and head may have other shardings than Megatron's."""
@@ -480,7 +489,7 @@ class Catalogue:
             operator = self._operators[name]
             if level is not None and option.recomputed != (name in names):
                 return False
-            if not self.free or sharding.overlap or sharding.rows > 1 or name in self._mixture:
+            if not self.free or sharding.overlap or sharding.one_way or name in self._mixture:
                 return option.splits == sharding.splits(operator)
             dim = operator.parallel_dim
             if sharding.ranks == 1 or dim is None or not weights_of(operator):
@@ -520,7 +529,9 @@ class Catalogue:
         # and of whole micro-batches.
         if (
             sharding.overlap
-            or (splits and shared_beside_a_copy(block, divided))
+            or self._once(
+                ("copies", b * sharding.data, divided), lambda: shared_beside_a_copy(block, divided)
+            )
             or self.price_cache.plain_dropout
         ):
             size = self.price_cache.activations(self.key, b, divided, names)

@@ -3,23 +3,27 @@
 The front of (time, saved bytes) is found by a walk over the operators in topological order. For
 each placement of the open tensors, which some later operator reads, the walk keeps the labels that
 no other label beats in both values. A label that is beaten there cannot be part of a layer on the
-front. The walk is exact; the tests compare it with the integer program of layer_program.py. All
-labels of an operator are arrays, also those of several variants of the problem, which differ in the
-options that they allow. Layers with many operators may have `FrontLimits`.
+front. A placement includes whether the first saver of a tensor alone saves it, in its own copy. The
+walk is exact; the tests compare it with the integer program of layer_program.py. All labels of an
+operator are arrays, also those of several variants of the problem, which differ in the options that
+they allow. Layers with many operators may have `FrontLimits`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from parplan.planner.dominance import Array, Ints, Mask, lower_hull, new_lows
 from parplan.planner.layer_options.layer_problem import (
     BEFORE,
     LayerProblem,
     StrategyOption,
+    TensorLink,
 )
 
 Allowed = Callable[[str, StrategyOption], bool]  # by operator name
@@ -41,7 +45,8 @@ class FrontLimits:
 class _Labels:
     """Partial layers, one a row.
 
-    placed           by open maker, the number of its output placement
+    placed           by open maker, the number of its output placement; of makers that several
+                     operators save twice that, and 1 more while the first has its own copy alone
     before, option   the label of the operator before, and the option of this one
     """
 
@@ -68,17 +73,67 @@ class _Labels:
 class _Operator:
     """One operator by numbers: its options, and the links to the makers of its inputs.
 
-    outputs      by option, the number of the output placement
+    outputs      by option, the number of the output placement in `_Labels.placed`
     still_open   makers whose output some later operator reads, this one last
-    links        the maker, and by its output placement and option of the reader the seconds and
-                 saved bytes
+    links        its links, and the numbers of the makers
     """
 
     time_s: Array
     saved_bytes: Array
     outputs: Ints
     still_open: tuple[int, ...]
-    links: tuple[tuple[int, Array, Array], ...]
+    links: tuple[_Link, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Link:
+    """A link to the reader of a tensor, by the number of the maker's placement and its own option.
+
+    becomes    the number after the reader, None where it stays
+    """
+
+    maker: int
+    time_s: Array
+    saved_bytes: Array
+    becomes: Ints | None
+
+    @classmethod
+    def of(cls, link: TensorLink, placed: Ints, *, several: bool) -> _Link:
+        """Returns a link to its options and the placements `placed` of the maker.
+
+        several    the tensor is saved by several operators, one of which has its own copy
+        """
+        cells = np.ix_(placed, link.needed)
+        time_s, saved_bytes = link.costs.time_s[cells], link.costs.saved_bytes[cells]
+        if not several:
+            return cls(maker=link.maker, time_s=time_s, saved_bytes=saved_bytes, becomes=None)
+        numbers = np.repeat(2 * np.arange(len(placed))[:, None], len(link.needed), 1)
+        more_bytes, alone, still = np.zeros(time_s.shape), numbers, numbers + 1
+        if link.beside is not None:
+            more_bytes = link.beside.more_bytes[cells]
+            alone, still = numbers + link.beside.own_copy[cells], still - (more_bytes > 0)
+        return cls(
+            maker=link.maker,
+            time_s=np.repeat(time_s, 2, 0),
+            saved_bytes=_alternating(saved_bytes, saved_bytes + more_bytes),
+            becomes=_alternating(alone, still),
+        )
+
+
+def _alternating(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Returns the rows of two tables in turns."""
+    return np.stack([first, second], axis=1).reshape(-1, first.shape[1])
+
+
+def _saved_beside_copies(problem: LayerProblem) -> set[int]:
+    """Returns the makers of tensors that may be saved beside the own copy of their first saver."""
+    beside = [(link, link.beside) for link in problem.links if link.beside is not None]
+    copied = {link.maker for link, each in beside if each.own_copy[:, link.needed].any()}
+    return {
+        link.maker
+        for link, each in beside
+        if link.maker in copied and each.more_bytes[..., link.needed].any()
+    }
 
 
 def _operators(problem: LayerProblem) -> list[_Operator]:
@@ -87,6 +142,7 @@ def _operators(problem: LayerProblem) -> list[_Operator]:
     links = [problem.incoming(i) for i in range(count + 1)]
     # by maker, the placements that some option has, and by option the number of its own
     placed = {link.maker: np.unique(link.left, return_inverse=True) for link in problem.links}
+    several = _saved_beside_copies(problem)
     operators = []
     for i in range(count + 1):
         later = {link.maker for some in links[i + 1 :] for link in some}
@@ -95,12 +151,13 @@ def _operators(problem: LayerProblem) -> list[_Operator]:
             _Operator(
                 time_s=none if i == count else problem.costs[i].time_s,
                 saved_bytes=none if i == count else problem.costs[i].saved_bytes,
-                outputs=placed[i][1] if i in placed else none.astype(np.int64),
+                outputs=(1 + (i in several)) * placed[i][1]
+                if i in placed
+                else none.astype(np.int64),
                 still_open=tuple(maker for maker in (BEFORE, *range(i + 1)) if maker in later),
                 links=tuple(
-                    (link.maker, link.costs.time_s[cells], link.costs.saved_bytes[cells])
+                    _Link.of(link, placed[link.maker][0], several=link.maker in several)
                     for link in links[i]
-                    for cells in [np.ix_(placed[link.maker][0], link.needed)]
                 ),
             )
         )
@@ -260,13 +317,18 @@ def _moved_on(
     """Returns the undominated labels after an operator."""
     time_s = labels.time_s[:, None] + operator.time_s
     saved_bytes = labels.saved_bytes[:, None] + operator.saved_bytes
-    for maker, link_s, link_bytes in operator.links:
-        left = labels.placed[:, open_makers.index(maker)]
-        time_s += link_s[left]
-        saved_bytes += link_bytes[left]
+    for link in operator.links:
+        left = labels.placed[:, open_makers.index(link.maker)]
+        time_s += link.time_s[left]
+        saved_bytes += link.saved_bytes[left]
     before, option = np.nonzero(allowed[labels.variant])
     kept_makers = [n for n, maker in enumerate(open_makers) if maker in operator.still_open]
-    placed = labels.placed[before][:, kept_makers]
+    placed = labels.placed[before]
+    for link in operator.links:
+        if link.becomes is not None:
+            column = open_makers.index(link.maker)
+            placed[:, column] = link.becomes[placed[:, column], option]
+    placed = placed[:, kept_makers]
     if len(kept_makers) < len(operator.still_open):
         placed = np.column_stack([placed, operator.outputs[option]])
     grown = _Labels(

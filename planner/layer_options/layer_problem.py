@@ -7,8 +7,8 @@ placement that the reader needs, not on their whole strategies, hence the *place
 are saved.
 
 One cost is no sum over pairs: the first reader of a tensor saves a copy while another reader saves
-the maker's output. The problem leaves the second out; the catalogue prices it
-(planner/layer_options/catalogue.py).
+the maker's output. The costs leave the second out, so that they are a bound. Its bytes are beside
+them in the link: fronts add them (planner/layer_options/layer_front.py), the catalogue prices them.
 """
 
 from __future__ import annotations
@@ -123,6 +123,23 @@ class StrategyOption:
 
 
 @dataclass(frozen=True, slots=True)
+class BesideCopy:
+    """The bytes of a tensor that are saved beside a copy of its first saver.
+
+    own_copy     by placements, whether the reader is the first saver and saves its own copy
+    more_bytes   by placements, that a later reader then saves where the maker left the tensor, if
+                 no reader before it does; the first axis of LayerStrategies is the size
+    """
+
+    own_copy: Mask
+    more_bytes: Array
+
+    def of_size(self, number: int) -> BesideCopy:
+        """Returns the bytes of one of the micro-batch sizes."""
+        return BesideCopy(self.own_copy, self.more_bytes[number])
+
+
+@dataclass(frozen=True, slots=True)
 class TensorLink:
     """A tensor between two operators, by their numbers in the list of options.
 
@@ -131,6 +148,7 @@ class TensorLink:
     costs     by placement of `lefts` and of `needs`
     left      by option of the maker, the number of its placement
     needed    by option of the reader, the number of its placement
+    beside    what the costs leave out where another reader saves the tensor too, None for nothing
     """
 
     maker: int
@@ -140,6 +158,7 @@ class TensorLink:
     costs: StrategyCosts
     left: Ints
     needed: Ints
+    beside: BesideCopy | None = None
 
     def sides(self, chosen: Ints) -> tuple[Ints, Ints]:
         """Returns the numbers of both placements, by row of one option for every operator."""
@@ -196,7 +215,14 @@ class LayerProblem:
         return replace(
             self,
             costs=tuple(costs.at(number) for costs in self.costs),
-            links=tuple(replace(link, costs=link.costs.at(number)) for link in self.links),
+            links=tuple(
+                replace(
+                    link,
+                    costs=link.costs.at(number),
+                    beside=link.beside.of_size(number) if link.beside else None,
+                )
+                for link in self.links
+            ),
         )._with(kept)
 
     def _with(self, kept: Sequence[Ints]) -> LayerProblem:
@@ -527,8 +553,8 @@ class LayerStrategies:
         inputs = tuple(option.inputs[position] for option in self.options[reader])
         lefts, left = _numbered(outputs)
         needs, needed = _numbered(inputs)
-        costs = self._moves(maker, operator, operator.inputs[position], lefts, needs)
-        return TensorLink(number, reader, lefts, needs, costs, left, needed)
+        moves = self._moves(maker, operator, operator.inputs[position], lefts, needs)
+        return TensorLink(number, reader, lefts, needs, moves[0], left, needed, moves[1])
 
     def _outputs(self, operator: int) -> tuple[OutputPlacement, ...]:
         return tuple(option.output for option in self.options[operator])
@@ -540,8 +566,11 @@ class LayerStrategies:
         tensor: Tensor,
         lefts: tuple[OutputPlacement, ...],
         needs: tuple[InputPlacement, ...],
-    ) -> StrategyCosts:
-        """Returns the costs of a tensor by size and the placements of its maker and its reader."""
+    ) -> tuple[StrategyCosts, BesideCopy | None]:
+        """Returns the costs of a tensor by size and the placements of its maker and its reader.
+
+        The second value are the bytes that they leave out, None for nothing.
+        """
         first = self.savers.get(tensor.name) == reader.name
         outside = tensor.name in self.layer.outside
         saves = not outside and any(tensor.name == saved.name for saved in reader.saved)
@@ -577,13 +606,20 @@ class LayerStrategies:
         makers_bytes = table([each.makers_bytes for each in moved])
         forward_s = table([each.forward_s for each in moved])
         backward_s = table([each.backward_s for each in moved])
-        here = first | ((not outside) & (saves | again) & (own_copy | nobody_saves))
-        kept = here & (~remade | (of_attention & ~again))
-        return replace(
+        stays = ~remade | (of_attention & ~again)
+        saved = (not outside) & (saves | again)
+        here = first | (saved & (own_copy | nobody_saves))
+        costs = replace(
             _moving(forward_s, backward_s, again),
-            saved_bytes=np.where(kept, stored_bytes + np.where(remade, 0.0, makers_bytes), 0.0),
+            saved_bytes=np.where(
+                here & stays, stored_bytes + np.where(remade, 0.0, makers_bytes), 0.0
+            ),
             whole_bytes=np.where(first | (saves & own_copy), stored_bytes + makers_bytes, 0.0),
         )
+        own = own_copy[0] & stays if first else np.zeros(stays.shape, np.bool_)
+        more_bytes = np.where(stays & saved & ~here, stored_bytes, 0.0)
+        left_out = own.any() or more_bytes.any()
+        return costs, BesideCopy(own, more_bytes) if left_out else None
 
     def _moved(self, edge: TensorFlow) -> _MovedTensor:
         """Prices the move between two placements, independent of recompute."""

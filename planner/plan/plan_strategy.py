@@ -170,7 +170,7 @@ def _choice(name: str, layer_plan: LayerPlan, plan: Plan, price_cache: PriceCach
         )
     sharding = replace(over, own=divided) if divided else None
     if layer_plan.tower is not None:
-        sharding = over
+        sharding = replace(over, own=divided)
     return LayerChoice(
         key,
         tuple(layer_plan.recompute),
@@ -214,7 +214,9 @@ def _splits(operator: Operator, name: str, layer_plan: LayerPlan, over: Sharding
         return None
     placed = layer_plan.operators.get(operator.name)
     splits = None
-    if layer_plan.tower is not None:
+    if (
+        over.tower is not TowerDivision.TENSOR
+    ):  # else the layer behind a tower, divided as any block
         return _one_way(operator, name, layer_plan, over, f"tower {layer_plan.tower}")
     if over.rows > 1:
         return _one_way(operator, name, layer_plan, over, f"tp_rows {over.rows}")

@@ -60,6 +60,7 @@ PINS = (  # the easiest to give up last
 )
 SWITCHES = ("sequence_parallel", "weights_over_data")
 MESH = frozenset({"tp", "pp", "dp"})
+OF_MESH = MESH | {"cp", "context_form", "ep", "etp", "tp_rows"}
 Item = str | Ban  # a pin by its name, or a ban
 
 
@@ -253,8 +254,10 @@ def _without(request: Request, items: Sequence[Item], searches: _Searches) -> Re
     plan = searches.plan(freed)
     if plan is None:
         return None
-    dropped = [item for item in items if isinstance(item, Ban) or item == RULE]
-    values = {name: _used(plan, name) for name in items if isinstance(name, str) and name != RULE}
+    names = [item for item in items if isinstance(item, str) and item != RULE]
+    used = {name: values_used(plan, name) for name in names}
+    values = {name: each for name, each in used.items() if each is not None}
+    dropped = [item for item in items if item not in values]
     narrowed = replace(freed, constraints=replace(freed.constraints, **values))  # type: ignore[arg-type]
     confirmed = searches.plan(narrowed) if values else plan
     if confirmed is None:
@@ -278,7 +281,8 @@ def _fewest_changes(
     return _without(request, dropped, searches)
 
 
-def _used(plan: Plan, name: str) -> tuple[Value, ...]:
+def values_used(plan: Plan, name: str) -> tuple[Value, ...] | None:
+    """Returns the values that a plan has of a pin, None where it has none."""
     layers = plan.layer_plans.values()
     if name == "zero":
         return tuple(sorted({layer.zero for layer in layers}))
@@ -296,7 +300,9 @@ def _used(plan: Plan, name: str) -> tuple[Value, ...]:
         return (any(layer.sequence_parallel for layer in layers),)
     if name == "weights_over_data":
         return (any(layer.divides_over_data for layer in layers),)
-    return (getattr(plan.mesh if name in MESH else plan.pipeline, name),)
+    if name == "context_form" and plan.mesh.context_form is None:
+        return None
+    return (getattr(plan.mesh if name in OF_MESH else plan.pipeline, name),)
 
 
 def _setting(name: str, values: Sequence[Value]) -> str:

@@ -20,6 +20,7 @@ from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import TrainingSpec
+from parplan.profiles.stack import TowerDivision
 
 GRID = Sharding(4, axes=(2, 2), rows=2)
 SHARDINGS = [Sharding(), Sharding(2), Sharding(4, True), GRID]
@@ -181,3 +182,18 @@ def test_no_option_is_below_the_corners_and_some_option_is_on_their_lines(
 
 def test_a_sub_pipelined_block_has_no_corners():
     assert not Catalogue(BOOKS["gpt-8.3b"]).corners(2, Sharding(4, overlap=2), keeps_all=False)
+
+
+@pytest.mark.parametrize("way", [TowerDivision.IMAGES, TowerDivision.REPEATED])
+def test_layers_of_a_tower_that_ranks_run_whole_are_divided_in_one_way(way):
+    gemma = load_model("gemma-3-12b").spec
+    training = TrainingSpec(
+        global_batch_size=64, seq_length=2048, stack=load_stack("megatron-core")
+    )
+    prices = PriceCache(gemma, training, machine_for(with_gpus(load_cluster("a100-80gb"), 32)))
+    tower = Sharding(2, tower=way)
+
+    options = catalogue_of(prices, Constraints(), prices.key(2, 0)).options(1, tower)
+
+    assert {option.sharding for option in options} == {tower}
+    assert len(options) > len(Recompute)

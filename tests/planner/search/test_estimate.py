@@ -6,19 +6,26 @@ from dataclasses import replace
 
 import pytest
 
+from parplan.commands.options.target_options import TargetOptions
+from parplan.commands.requests.requests import request_of
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.infeasible.shortfall import limit_bytes
 from parplan.planner.plan.derived import blocks_of as planned_blocks
 from parplan.planner.plan.prediction import Status
 from parplan.planner.request import Constraints
-from parplan.planner.search.estimate import even_split
+from parplan.planner.search.estimate import UniformChoices, even_split
+from parplan.planner.search.estimate import estimate_plan as plan_by_hand
+from parplan.planner.stage_recompute import RecomputeRule
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
+from parplan.profiles.units import GIB, MIB
+from tests.helpers.cases import mostly_slow
 from tests.helpers.planning import estimate_plan, find_plan
 
 A100 = load_cluster("a100-80gb")
@@ -175,3 +182,18 @@ def test_the_search_pinned_to_one_configuration_says_the_same(recompute, zero, l
     assert by_hand.layer_plans == plan.layer_plans
     assert by_hand.stages == plan.stages
     assert by_hand.search.value == plan.search.value
+
+
+@pytest.mark.parametrize(
+    "name", mostly_slow(["gemma-3-12b", "llama4-scout", "whisper-large-v3"], ["whisper-large-v3"])
+)
+def test_models_with_a_tower_recompute_by_memory_too(name):
+    request = request_of(
+        TargetOptions(model=name, gpus=64, gpu="b200-180gb", global_batch_size=128)
+    )
+    choices = UniformChoices(zero=3, recompute_first_stage=RecomputeRule())
+
+    plan = plan_by_hand(request, frame_of(pp=1, dp=64, tp=1, b=2, m=1), choices)
+
+    most = limit_bytes(request.cluster, request.training.stack, request.options)
+    assert plan.predicted.memory_gib[0].total * GIB <= most + MIB

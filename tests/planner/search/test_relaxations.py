@@ -15,7 +15,8 @@ from parplan.planner.plan.oom_risk import default_margin
 from parplan.planner.plan.prediction import Status
 from parplan.planner.plan.traits import family_of
 from parplan.planner.request import Constraints, PlanRequest, Request, SearchOptions
-from parplan.planner.search.relaxations import Relaxations, relaxations
+from parplan.planner.search.relaxations import PINS as RELAXED
+from parplan.planner.search.relaxations import RULE, Relaxations, relaxations, values_used
 from parplan.planner.stage_recompute import RecomputeRule
 from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
@@ -198,6 +199,17 @@ def test_a_ban_that_stands_in_the_way_is_named(text, remaining):
     (way,) = [way for way in answer.found if f"--forbid {text}" in way.dropped]
     assert way.flags == ()
     assert way.request.constraints.forbid == bans
+
+
+def test_every_pin_has_a_value_in_a_plan_or_none():
+    plan = search(request(Constraints(pp=(1,), tp=(8,))))
+    names = [name for name in RELAXED if name != RULE]
+
+    values = {name: values_used(plan, name) for name in names}
+
+    assert values["cp"] == values["ep"] == values["etp"] == values["tp_rows"] == (1,)
+    assert values["context_form"] is None
+    assert values["tp"] == (8,)
 
 
 @pytest.mark.slow
