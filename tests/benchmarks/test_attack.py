@@ -64,6 +64,7 @@ def test_nothing_that_an_attack_finds_is_beyond_the_stated_gap(request_: Request
     )
 
 
+@pytest.mark.slow
 def test_nothing_is_leaner_than_the_least_redundant_plan() -> None:
     outcome = attacked(
         replace(tiny(pp=(1, 2), tp=(1,)), objective=Objective.MEMORY), EVALUATIONS, seed=0

@@ -88,6 +88,7 @@ def test_a_broken_profile_says_what_is_wrong(tmp_path, text, message):
     assert message in fail(2, "profile", "--show", str(tmp_path / "mine.yaml"))
 
 
+@pytest.mark.slow
 def test_a_profile_is_shown_and_drawn(mine, tmp_path):
     shown = succeed("profile", "--show", str(mine), "--plot", str(tmp_path / "mine.png")).stdout
 

@@ -14,6 +14,7 @@ from parplan.commands.style import has_several
 ASKED = ["--model", "gpt-1.5b", "--gpus", "2,4", "--seq-length", "512,256", "--tp", "1"]
 
 
+@pytest.mark.slow
 def test_every_combination_has_a_row_a_file_and_a_point(tmp_path: Path) -> None:
     output, plot = tmp_path / "s.yaml", tmp_path / "s.svg"
     run = CliRunner().invoke(

@@ -189,15 +189,20 @@ EXITS = {
 }
 DOCUMENTED = {one.command: one for one in documented()}
 SHOWN = [one for one in documented() if one.output]
+README = {one.command for one in documented() if one.where.startswith("README.md:")}
+
+
+def _slow(command: str) -> object:
+    """A command that takes long; those of the README are in every tenth of the slow tests."""
+    marks = (pytest.mark.slow, *([pytest.mark.readme] if command in README else ()))
+    return pytest.param(command, marks=marks)
 
 
 def test_every_documented_command_is_run_or_has_a_reason():
     assert set(DOCUMENTED) == {*QUICK, *SLOW, *NOT_RUN}
 
 
-@pytest.mark.parametrize(
-    "command", [*QUICK, *(pytest.param(command, marks=pytest.mark.slow) for command in SLOW)]
-)
+@pytest.mark.parametrize("command", [*QUICK, *map(_slow, SLOW)])
 def test_a_documented_command_prints_what_the_document_shows(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "no-settings"))  # as a new user

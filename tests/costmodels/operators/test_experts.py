@@ -560,7 +560,7 @@ def test_an_estimate_refuses_experts_that_cannot_be_divided(model, mesh, reason)
 @pytest.mark.parametrize(
     "nic_share",
     [
-        pytest.param(1.0, id="fast-network"),
+        pytest.param(1.0, id="fast-network", marks=pytest.mark.slow),
         pytest.param(0.02, id="slow-network", marks=pytest.mark.slow),
     ],
 )

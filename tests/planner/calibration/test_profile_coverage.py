@@ -148,6 +148,7 @@ def test_without_a_measured_norm_of_the_gradients_nothing_is_missed_for_it_costs
     assert "gradient_norm" not in {case.work for case, _ in coverage(plan).cases}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "expected"),
     [
@@ -239,6 +240,7 @@ def test_the_summary_says_how_much_was_measured_and_how_to_measure_the_rest(tmp_
     assert f"{counts[0]} shapes measured" in printed(read_plan(tmp_path / "plan.yaml"))
 
 
+@pytest.mark.slow
 def test_messages_that_were_not_measured_have_a_command_of_their_own():
     inside = printed(
         plan_of(profile_of(ALL), dp=2, micro_batch_size=8),

@@ -73,6 +73,7 @@ def test_known_factors_come_back(mesh, truth):
     assert unchanged == set(CAUSES) - set(truth)
 
 
+@pytest.mark.slow
 def test_two_runs_tell_tensor_parallel_communication_from_compute():
     truth = {"forward": 1.3, "backward": 0.9, "optimizer": 1.1}
 
@@ -113,6 +114,7 @@ def test_the_profile_predicts_the_step_of_its_run(mesh):
     assert second.predicted.step_time_s.kind is Kind.INTERPOLATED
 
 
+@pytest.mark.slow
 def test_noise_of_a_few_percent_stays_a_few_percent():
     plan, truth = (
         estimated(pp=2, dp=2),

@@ -229,7 +229,7 @@ def every_point(question: PlanRequest[ModelSpec]) -> list[Point]:
 
 @pytest.mark.parametrize(
     "space",
-    mostly_slow(SPACES, {"alternating", "frozen-first"}),
+    mostly_slow(SPACES, {"alternating"}),
 )
 def test_every_objective_finds_what_enumeration_finds(space):
     model, pins = SPACES[space]
@@ -253,6 +253,7 @@ def test_every_objective_finds_what_enumeration_finds(space):
         )
 
 
+@pytest.mark.slow
 def test_the_bound_holds_where_gradients_come_and_go():
     """The peak depends on the order of recomputed layers, which no front of columns knows."""
     model, pins = SPACES["alternating"]
@@ -272,6 +273,7 @@ def test_the_bound_holds_where_gradients_come_and_go():
         assert all(solved.value >= fastest_s * (1 - 1e-9) for solved in outcome.solved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", mostly_slow([PREFIX, ALTERNATING, SEEING], (PREFIX,)))
 def test_no_random_plan_of_any_layout_is_below_the_bound(model):
     """The operators of a class may be divided in several ways, and lists of them recompute."""

@@ -55,6 +55,7 @@ def with_blocks(strategy, **changes):
     return replace(strategy, stages=stages)
 
 
+@pytest.mark.slow
 def test_a_plan_has_the_proof_of_its_blocks(priced):
     plan, strategy, catalogue = priced
 

@@ -273,6 +273,7 @@ def front_of(gpus: int, states: int, offload: tuple[Offload, ...] | None) -> Par
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gpus", "states"),
     [
@@ -307,6 +308,7 @@ def test_the_front_with_the_host_is_nowhere_worse_than_without_it(gpus: int, sta
     assert least - hosted.nothing_within_gib < 3 / 1024
 
 
+@pytest.mark.slow
 def test_a_front_where_only_the_host_makes_it_fit_has_it_in_every_point() -> None:
     with pytest.raises(InfeasibleError):
         front_of(1, 6, ())
@@ -318,6 +320,7 @@ def test_a_front_where_only_the_host_makes_it_fit_has_it_in_every_point() -> Non
     ]
 
 
+@pytest.mark.slow
 def test_a_front_with_nothing_said_leaves_the_host_alone_where_the_devices_are_enough() -> None:
     assert [point.values for point in front_of(1, 20, None).points] == [
         point.values for point in front_of(1, 20, ()).points
@@ -349,6 +352,7 @@ def test_an_interrupt_among_the_searches_with_the_host_keeps_the_points(
     )
 
 
+@pytest.mark.slow
 def test_the_table_and_the_picture_say_what_each_point_keeps_on_the_host(tmp_path: Path) -> None:
     for front in (front_of(1, 20, ()), front_of(1, 20, SEARCHED_OFFLOAD)):
         out = io.StringIO()

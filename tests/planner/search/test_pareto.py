@@ -44,7 +44,7 @@ from tests.helpers.instances import (
 )
 from tests.helpers.planning import enumerate_candidates, find_front, find_plan, request
 
-SEEDS = mostly_slow(range(8), {5})
+SEEDS = mostly_slow((0, 1, 2, 5), {5})
 ROUNDED = 2e-5  # relative: six digits of seconds, four of GiB
 DIGIT_GIB = 1e-4
 # strategies of each layout whose layers have ZeRO stages of their own, besides all with one for

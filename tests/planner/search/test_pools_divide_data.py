@@ -17,12 +17,13 @@ from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.machines.unequal_cluster import Join, Pool, unequal_cluster
 from parplan.profiles.models.model_catalog import load_model
+from tests.helpers.cases import mostly_slow
 from tests.helpers.instances import PINS, every_price, peak_bytes, redundant_bytes
 from tests.helpers.planning import request
 from tests.helpers.pools import two_pools
 
 BATCH = 6
-SEEDS = [pytest.param(seed, marks=() if seed == 3 else pytest.mark.slow) for seed in range(6)]
+SEEDS = mostly_slow(range(4), {3})
 
 
 def instance_of(seed: int):

@@ -58,6 +58,7 @@ def without_choice(plan):
     return replace(plan.search, preference=None, runners_up=(), layers=None, certificate=None)
 
 
+@pytest.mark.slow
 def test_every_preference_has_the_proof_of_the_fastest_and_says_how_much_slower_it_is(plans):
     fastest = plans[Prefer.FASTEST]
     proven = without_choice(fastest)

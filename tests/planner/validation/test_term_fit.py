@@ -82,6 +82,7 @@ def test_a_fit_prices_its_rows_as_the_validation_does():
     assert FittedRow(row, priced).errors(terms) == (priced.error, priced.memory_error)
 
 
+@pytest.mark.slow
 def test_a_slowdown_is_found_again_and_terms_that_no_row_shows_stay_neutral():
     terms = fit_terms([*rows_of("one", TRUTH), *rows_of("two", TRUTH)])
 

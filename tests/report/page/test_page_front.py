@@ -35,6 +35,7 @@ def page_of(*arguments: str) -> Page:
     return Page(succeed("report", *arguments, *PLAIN, "-o", "-").stdout)
 
 
+@pytest.mark.slow
 def test_a_searched_front_has_the_numbers_of_the_record(found):
     record, files = found
     page = page_of(str(files[0]), "--front")
