@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Collection
 
 import pytest
 
@@ -11,28 +11,23 @@ TENTHS = 10
 
 
 def chosen_tenth(commit: str) -> int:
-    """Returns the tenth that a commit id in hexadecimal chooses, from 0 to 9."""
+    """Returns the tenth that a commit id chooses, from 0 to 9."""
     return zlib.crc32(commit.encode()) % TENTHS
 
 
-def tenth_of(test: str, *, starts_processes: bool) -> int:
-    """Returns the tenth that a test is in.
-
-    Cases of one test that starts processes are in one tenth, for they share those processes.
-    """
-    return zlib.crc32((test.partition("[")[0] if starts_processes else test).encode()) % TENTHS
-
-
-def split(tests: Iterable[pytest.Item], tenth: int) -> tuple[list[pytest.Item], list[pytest.Item]]:
+def split(
+    tests: Collection[pytest.Item], tenth: int
+) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """Returns the tests of a tenth and those that are left out.
 
-    Commands of the README are in every tenth.
+    A file that starts processes is in one tenth, for its tests share them. Commands of the README
+    are in every tenth.
     """
+    whole = {test.path for test in tests if test.get_closest_marker("multiproc")}
     kept: list[pytest.Item] = []
     left: list[pytest.Item] = []
     for test in tests:
-        own = tenth_of(
-            test.nodeid, starts_processes=test.get_closest_marker("multiproc") is not None
-        )
-        (kept if own == tenth or test.get_closest_marker("readme") else left).append(test)
+        name = test.nodeid.partition("::")[0] if test.path in whole else test.nodeid
+        chosen = zlib.crc32(name.encode()) % TENTHS == tenth
+        (kept if chosen or test.get_closest_marker("readme") else left).append(test)
     return kept, left

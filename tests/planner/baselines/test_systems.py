@@ -264,6 +264,7 @@ def test_no_baseline_of_the_megatron_family_beats_its_optimum():
         assert best.price.step_s <= optimum.price.step_s * (1 + 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "request_",
     named(

@@ -78,6 +78,7 @@ def test_what_fails_is_recorded_and_all_else_measured(measured):
     assert not session.missed
 
 
+@pytest.mark.slow
 def test_the_file_has_it_all_and_the_journal_is_gone(measured):
     request, session = measured
 

@@ -52,6 +52,7 @@ def test_the_search_finds_the_better_of_the_searches_in_each_order():
     assert found[plan.mesh.order] == min(found.values())
 
 
+@pytest.mark.slow
 def test_the_prices_of_the_orders_say_what_the_chosen_one_gains():
     plan = find_plan(MODEL, CLUSTER, TRAINING, constraints=FEW)
     chosen, other = order_prices(plan)

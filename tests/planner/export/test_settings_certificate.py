@@ -95,6 +95,7 @@ def test_settings_without_room_are_in_the_program_and_excluded_by_its_rows():
     assert record.rows > 1
 
 
+@pytest.mark.slow
 def test_the_certificate_of_a_launcher_reads_back():
     plan = planned("fsdp2")
 

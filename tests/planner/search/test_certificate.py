@@ -23,6 +23,7 @@ from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, 
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.units import GIB
+from tests.helpers.cases import mostly_slow
 from tests.helpers.instances import PINS
 from tests.helpers.planning import find_plan
 from tests.helpers.pools import two_pools
@@ -68,7 +69,9 @@ def kept_programs():
     return kept, lambda record, problem: kept.append((record, problem))
 
 
-@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize(
+    "name", mostly_slow(REQUESTS, REQUESTS.keys() - {"recompute-ahead", "experts"})
+)
 def test_the_program_agrees_with_the_search(name):
     plan = planned(name)
 
@@ -119,6 +122,7 @@ def test_a_column_that_a_closed_form_misses_is_found_and_becomes_the_plan(monkey
     assert plan.search.bound <= plan.search.value
 
 
+@pytest.mark.slow
 def test_a_choice_that_a_closed_form_misses_is_found_on_equal_ranks(monkeypatch):
     made = one_candidate.fastest_apart
 

@@ -46,17 +46,14 @@ TUNINGS = {
 }
 TRAINED = mostly_slow(
     [
-        *((seed, Optimizer.ADAM) for seed in range(10)),
+        *((seed, Optimizer.ADAM) for seed in range(5)),
         *enumerate(OTHERS),
-        *((seed, "lora") for seed in (0, 1, 4, 7)),
+        *((seed, "lora") for seed in (0, 4)),
         (4, "norms"),
         (3, "lora-8-bit"),
-        *((seed, "documents") for seed in (0, 2, 5, 6)),
+        *((seed, "documents") for seed in (0, 2)),
     ],
-    {
-        (4, Optimizer.ADAM),
-        (0, "lora"),
-    },
+    {(4, Optimizer.ADAM)},
 )
 
 
@@ -188,6 +185,7 @@ def test_cbc_and_highs_find_the_same_optimum(in_14_gib):
     assert in_14_gib.search.bound == pytest.approx(highs.search.bound, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_plan_fits_the_memory_limit_and_says_what_was_proven(in_14_gib):
     plan = in_14_gib
 
@@ -312,6 +310,7 @@ def test_no_legal_mesh_names_the_commonest_reason():
         find_plan(model, with_gpus(load_cluster("a100-80gb"), 53, 53), training)
 
 
+@pytest.mark.slow
 def test_an_interrupt_in_the_memory_search_falls_back_to_the_fastest_plan(whole, monkeypatch):
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt

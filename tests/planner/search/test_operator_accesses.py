@@ -115,7 +115,13 @@ def test_where_blocks_fit_they_are_one_access_as_before(smallest):
     assert plan == find_plan(request(limit, (BLOCK,)))
 
 
-@pytest.mark.parametrize("access", [(OPERATOR,), (BLOCK, OPERATOR)])
+@pytest.mark.parametrize(
+    "access",
+    [
+        pytest.param((OPERATOR,), id="operator"),
+        pytest.param((BLOCK, OPERATOR), id="both", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("share", mostly_slow([1.0, 1.4], {1.0}))
 def test_no_choice_of_locations_by_hand_is_below_the_bound(between, access, share):
     limit = share * between

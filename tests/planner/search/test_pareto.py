@@ -74,6 +74,7 @@ def every_value(seed: int) -> tuple[tuple[float, float, float, float], ...]:
     return tuple(values for values in every if values[2] <= front_of(seed).usable_gib)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_point_is_a_strategy_of_the_enumeration_with_levels_and_zero_stages_of_its_own(seed):
     """The enumeration has each point's layout and split, and each layer's level and ZeRO stage."""
@@ -217,6 +218,7 @@ def test_fewer_points_keep_the_three_ends(num_points):
         )
 
 
+@pytest.mark.slow
 def test_a_memory_limit_bounds_all_points():
     instance = random_instance(2)
     peaks = sorted(point.peak_memory_gib for point in front_of(2).points)
@@ -319,6 +321,7 @@ def test_a_wrong_guess_of_the_least_peak_costs_searches_but_not_the_end(monkeypa
         assert front.nothing_within_gib == pytest.approx(least_gib, abs=2.2 * MIB / GIB)
 
 
+@pytest.mark.slow
 def test_searches_are_told_of_before_they_start():
     told = []
     instance = random_instance(0)

@@ -64,6 +64,7 @@ def prices_by_pool(instance):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_shares_of_two_pools_equal_brute_force_under_both_objectives(seed):
     instance = instance_of(seed)
@@ -105,6 +106,7 @@ def test_the_exchange_sends_each_gradient_once_over_the_join():
     assert exchange_s == pytest.approx(2 * join.latency_s + num_bytes / join.total_bytes_per_s)
 
 
+@pytest.mark.slow
 def test_many_shares_follow_the_speeds_of_the_pools():
     machines = [with_gpus(load_cluster(kind), 2) for kind in ("a100-80gb", "h100-80gb")]
     pools = [Pool(name=f"p{n}", cluster=machine) for n, machine in enumerate(machines)]

@@ -150,6 +150,7 @@ def test_the_same_request_prefers_the_same_bytes_twice(plans):
     assert plan_to_yaml(preferring(Prefer.ROBUST)) == plan_to_yaml(plans[Prefer.ROBUST])
 
 
+@pytest.mark.slow
 def test_without_an_error_band_the_fastest_plan_stays_and_says_why():
     plan = preferring(
         Prefer.LEANEST, TargetOptions(model="gpt-tiny", gpus=4, freeze=("embedding",))

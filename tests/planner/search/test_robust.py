@@ -94,6 +94,7 @@ def enumerated(matrix):
     return worst, worst.index(min(worst))
 
 
+@pytest.mark.slow
 def test_least_regret_equals_enumeration(plan):
     robust = plan.search.robust
     worst, least = enumerated([each.steps_s for each in robust.plans])
@@ -195,6 +196,7 @@ def test_other_objectives_have_no_worst_cases(objective):
         request(robust=SHARE, objective=objective)
 
 
+@pytest.mark.slow
 def test_worst_cases_over_pools_are_prices_on_pools_that_are_off():
     instance = two_pools(3)
     parts = instance.model, instance.cluster, instance.training

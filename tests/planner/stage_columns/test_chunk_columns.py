@@ -246,6 +246,7 @@ def test_no_mix_that_sends_activations_is_below_the_relaxation(
     assert sent or host < 6
 
 
+@pytest.mark.slow
 def test_fewer_micro_batches_hold_as_much_but_for_their_ids() -> None:
     """An error prices a plan that does not fit with as many micro-batches as fill its pipeline."""
     case = instance(2, 10 * STATES, batch=16)
@@ -355,6 +356,7 @@ def test_fast_copies_make_room_for_activations_and_slow_ones_are_avoided_by_reco
     assert offloaded < 6
 
 
+@pytest.mark.slow
 def test_what_fits_the_devices_by_more_pipeline_does_not_go_to_slow_hosts() -> None:
     case = instance(4, 4 * STATES, batch=16, pcie_bytes_per_s=1e7, pcie_node_bytes_per_s=None)
     pins = replace(

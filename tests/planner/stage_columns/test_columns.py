@@ -38,7 +38,7 @@ from tests.helpers.planning import enumerate_candidates
 SEEDS = mostly_slow((0, 1, 2, 4), {4})
 DEPTHS = [
     pytest.param(None, id="shallow"),
-    pytest.param(4, id="with-virtual-stages"),
+    pytest.param(4, id="with-virtual-stages", marks=pytest.mark.slow),
 ]  # 2 ranks x 2 chunks need 4 blocks
 UNLIMITED = math.inf
 
@@ -203,6 +203,7 @@ def test_columns_hold_what_there_is_at_the_fullest_moment_where_the_stack_frees_
     assert mixed or price_cache.model.num_layers < 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_enumerated_strategy_of_one_rank_beats_its_columns(seed):
     """At pp 1 each strategy of the layout is one column, so the enumeration can be compared."""
