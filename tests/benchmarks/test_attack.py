@@ -73,6 +73,7 @@ def test_nothing_is_leaner_than_the_least_redundant_plan() -> None:
     assert not outcome.beyond, outcome.how
 
 
+@pytest.mark.slow
 def test_an_attack_prices_the_plan_as_it_was_priced_and_finds_what_is_better_than_a_bad_one() -> (
     None
 ):

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.prices import token_table
 
 
+@pytest.mark.slow
 def test_on_one_gpu_the_model_fits_only_with_its_table_on_the_host():
     here, there = token_table.rows_of(*token_table.NODES[0])
 

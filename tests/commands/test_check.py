@@ -128,6 +128,7 @@ def test_placements_that_have_no_price_are_an_error_before_anything_runs(tmp_pat
     assert "it names nothing, the layer has" in result.stderr
 
 
+@pytest.mark.slow
 def test_only_the_ranks_that_were_asked_for_are_run(tmp_path):
     body = json.loads(run(tiny(pp=2, dp=1), tmp_path, "--rank", "1", "--json").stdout)
 
@@ -198,6 +199,7 @@ def test_the_shrunk_plan_trains_with_its_own_optimizer(tmp_path):
     assert "(tolerance 5e-05)" in result.stdout  # the products of Muon run in bf16
 
 
+@pytest.mark.slow
 def test_a_rank_that_weighs_its_loss_wrongly_does_not_pass(tmp_path, monkeypatch):
     right = pipeline._mean_loss
     monkeypatch.setattr(pipeline, "_mean_loss", lambda *args: 1.001 * right(*args))

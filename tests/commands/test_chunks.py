@@ -121,6 +121,7 @@ def test_what_does_not_fit_together_is_said(options, message):
     assert message in " ".join(fail(2, "estimate", *ASKED, *options).split())
 
 
+@pytest.mark.slow
 def test_blocks_used_an_operator_at_a_time_are_in_the_file_the_check_and_the_moments(tmp_path):
     path = tmp_path / "plan.yaml"
     more = ("--recompute", "full", "--chunk-access", "operator", "-o", str(path))

@@ -76,6 +76,7 @@ def test_the_lines_of_a_command_fit(command, width, folder, monkeypatch):
     assert [line for line in result.output.splitlines() if len(line) > width] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", mostly_slow([60, 72, 80], {60}))
 def test_the_models_are_one_table(width, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(width))

@@ -146,6 +146,7 @@ def test_every_default_that_was_taken_is_printed_and_no_other():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "name"),
     mostly_slow(OPTIMIZER_NAMES.items(), {(each, OPTIMIZER_NAMES[each]) for each in FEW_STATES}),
@@ -288,6 +289,7 @@ def test_a_memory_limit_is_kept():
     assert max(stage.total for stage in read_plan(Path("plan.yaml")).predicted.memory_gib) <= 14.001
 
 
+@pytest.mark.slow
 def test_a_cluster_file_says_what_and_how_many():
     source = (
         (ROOT / "configs/clusters/cpu.yaml")
@@ -505,6 +507,7 @@ def test_estimate_prices_a_layout_on_a_stack():
     assert step_s("slow.yaml") > 1.3 * step_s("fast.yaml")
 
 
+@pytest.mark.slow
 def test_models_and_clusters_are_listed():
     models, clusters = succeed("models").stdout, succeed("clusters").stdout
 
@@ -983,6 +986,7 @@ def test_a_search_with_sigint_ignored_ends_on_sigterm_and_leaves_no_solver(whole
         os.kill(int(pid.read_text()), 0)
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_is_silent():
     with in_a_shell("models") as process:
         process.stdout.close()
@@ -1018,6 +1022,7 @@ def test_narrow_weights_are_in_the_plan_and_a_stack_without_them_is_an_error():
     assert "stack megatron-core gathers no weights in bf16" in error
 
 
+@pytest.mark.slow
 def test_gradients_in_16_bits_are_asked_for_and_need_less_memory():
     def gradients_gib(*more):
         return (

@@ -131,6 +131,7 @@ def test_the_tables_of_profiles_fit_a_narrow_terminal(options, width, mine, monk
     assert [line for line in lines if len(line) > width] == []
 
 
+@pytest.mark.slow
 def test_what_nccl_tests_printed_joins_a_profile(tmp_path, mine):
     (tmp_path / "all_reduce.txt").write_text(NCCL)
 

@@ -95,6 +95,7 @@ def test_a_file_without_a_program_is_refused_before_the_search(options, message)
     assert not list(Path().iterdir())
 
 
+@pytest.mark.slow
 def test_a_plan_that_no_program_certifies_is_written_without_one(monkeypatch):
     monkeypatch.setattr(
         search_results,

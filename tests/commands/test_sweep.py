@@ -46,6 +46,7 @@ def test_plans_have_lines_of_their_own_where_the_table_is_too_wide(
     assert max(map(len, run.stdout.splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_plan_with_several_numbers_of_gpus_is_a_sweep_and_names_those_without_a_plan() -> None:
     run = CliRunner().invoke(main, ["--model", "gpt-1.5b", "--gpus", "2,12", "--pp", "2"])
     assert run.exit_code == 0, run.output

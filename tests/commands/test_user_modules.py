@@ -189,6 +189,7 @@ def test_an_estimate_with_states_on_the_hosts_is_slower_and_needs_their_memory(l
     assert "the host" in message
 
 
+@pytest.mark.slow
 def test_explain_lists_pruned_candidates_and_operators_that_stay_whole(searched):
     _, text = searched
 

@@ -610,6 +610,7 @@ def test_with_the_experts_divided_over_all_ranks_and_zero_3_only_gathered_copies
     assert plan.predicted.redundancy_gib.parameters == pytest.approx(experts_gib, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_plan_with_experts_reads_back_and_prices_the_same(tmp_path):
     plan = find_plan(TINY, cluster_of(8), TRAINING, constraints=Constraints(ep=(2,), tp=(2,)))
     path = tmp_path / "plan.yaml"

@@ -188,6 +188,7 @@ SYSTEMS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stack", "name", "case"),
     named(

@@ -324,6 +324,7 @@ def every_deepspeed_price(request: Request) -> Iterator[tuple[ParallelLayout, St
                 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "request_",
     [

@@ -107,6 +107,7 @@ def recorded(cases):
         yield Record(case=case, outcome=CaseOutcome.MEASURED, measured=CaseFigures(times=times))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("profiled", "cluster"),
     [

@@ -149,6 +149,7 @@ def collective(n_bytes: int, ranks: int) -> Record:
     return Record(case=case, outcome=CaseOutcome.MEASURED, measured=CaseFigures(times=times))
 
 
+@pytest.mark.slow
 def test_collectives_of_elsewhere_join_the_profile(measured, tmp_path):
     request, session = measured
     output = tmp_path / "mine.yaml"

@@ -118,6 +118,7 @@ def drawn(layout, num_layers, draw, count):
         yield Strategy(layout=layout, stages=tuple(stages))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", mostly_slow(range(3), {1}))
 def test_no_choice_for_each_block_is_below_the_bounds_of_chunks_with_one_block(seed):
     instance = random_instance(seed)

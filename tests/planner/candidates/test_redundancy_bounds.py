@@ -68,6 +68,7 @@ def prices(seed):
     return every_price(random_instance(seed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", mostly_slow((0, 1, 2, 9), {9}))
 def test_no_strategy_is_leaner_than_the_bound_within_its_own_step(seed):
     table = MixTable(random_instance(seed).price_cache(), Constraints())
@@ -117,6 +118,7 @@ def test_no_choice_of_columns_is_leaner_than_the_bound_within_its_own_step(sched
             assert least <= choice.redundant_bytes * (1 + 1e-9) + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", mostly_slow((0, 1, 5, 9), {5, 9}))
 def test_a_longer_step_never_raises_the_bound_and_no_time_leaves_nothing(seed):
     table = MixTable(random_instance(seed).price_cache(), Constraints())

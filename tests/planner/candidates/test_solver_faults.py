@@ -209,6 +209,7 @@ def test_a_fault_after_the_first_plan_keeps_it_with_an_honest_gap(fault, message
     assert f"failed on {MOST_FAILURES} candidates" in plan.search.solver_failure
 
 
+@pytest.mark.slow
 def test_a_fault_on_one_candidate_leaves_only_that_one_open(fake_cbc, whole):
     fake_cbc("exit 3", after=2, times=1)
 

@@ -129,6 +129,7 @@ def test_an_argument_that_says_a_setting_in_another_word_goes_with_the_change():
     assert made.virtual_stages > 1
 
 
+@pytest.mark.slow
 def test_an_absent_degree_is_said_as_the_number_that_it_stands_for():
     changes = advised(laid_out("llama3-8b", dp=4, tp=2))
     change = next(each for each in changes if "--tensor-model-parallel-size" in str(each))

@@ -33,6 +33,7 @@ def asked(launcher: str, model: str, gpus: int, gpu: str = "h100-80gb", **pins):
     return replace(request, constraints=Constraints(**pins))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model", mostly_slow(["gpt-2.5b", "mixtral-8x7b", "deepseek-v2-lite"], {"gpt-2.5b"})
 )

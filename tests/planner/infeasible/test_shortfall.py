@@ -64,6 +64,7 @@ def test_the_smallest_cluster_fits_and_one_node_fewer_does_not(name, batch, limi
         find_plan(model, with_gpus(A100, enough - 8), training, constraints=pins, options=options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_is_missing_is_what_the_leanest_of_all_strategies_needs(seed):
     instance = random_instance(seed)
@@ -165,6 +166,7 @@ def test_the_leanest_plan_of_long_sequences_gives_many_blocks_to_the_last_stages
         )
 
 
+@pytest.mark.slow
 def test_no_cluster_in_reach_says_so():
     """The limit is below context and communication buffers, so no number of GPUs helps."""
     model, cluster, training = question("llama3-8b", 8, 32)

@@ -80,6 +80,7 @@ def test_tensor_parallelism_hides_its_communication_at_the_prices_of_any_stack()
     assert row.side.step_s < enumerated_s(request)
 
 
+@pytest.mark.slow
 def test_a_preference_of_ours_does_not_leave_the_best_megatron_out():
     request = asked("gpt-1.5b", 4, "a100-80gb", batch=16)
     lean = replace(request, options=SearchOptions(prefer=Prefer.LEANEST))
@@ -102,6 +103,7 @@ def test_a_tower_has_the_row_of_strategies_that_no_argument_says():
     assert row.side.step_s == pytest.approx(enumerated_s(request), rel=EXACT)
 
 
+@pytest.mark.slow
 def test_what_fits_in_no_setting_says_what_its_leanest_strategy_lacks():
     tight = SearchOptions(memory_limit_bytes=2 * 2**30)
 

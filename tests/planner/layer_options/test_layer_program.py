@@ -175,6 +175,7 @@ def everything(seed):
     return evaluate(problem, np.array(list(np.ndindex(*map(len, problem.options)))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_fastest_layer_within_a_budget_is_that_of_brute_force(seed):
     stashes = 1 + seed % 3
@@ -273,6 +274,7 @@ def test_an_operator_without_a_strategy_leaves_nothing():
     assert LayerProgram(problem).fastest(1e15, SolverName.CBC) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", named(SHARDINGS, {"one"}))
 @pytest.mark.parametrize("model", named(MODELS, {"llama"}))
 def test_all_micro_batch_sizes_at_once_have_the_prices_of_each(model, sharding):

@@ -84,6 +84,7 @@ def test_heads_and_mlp_of_a_block_are_divided_by_column_and_row(name):
     assert replicated_operators(block(name), sharding) == ()
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_fused_matrix_are_divided_with_their_heads_whole():
     qkv = named(block("gpt2"), "c_attn.addmm")
     gate = named(block("llama"), "q_proj.linear")

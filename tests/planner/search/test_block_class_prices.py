@@ -227,6 +227,7 @@ def every_point(question: PlanRequest[ModelSpec]) -> list[Point]:
     return points
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "space",
     mostly_slow(SPACES, {"alternating"}),
@@ -296,6 +297,7 @@ def test_no_random_plan_of_any_layout_is_below_the_bound(model):
     assert plan.search.status is Status.OPTIMAL
 
 
+@pytest.mark.slow
 def test_the_plan_file_has_the_classes_and_gives_the_same_price():
     model, pins = SPACES["tensor-parallel"]
     pins = replace(pins, recompute=None, megatron_sharding=False)

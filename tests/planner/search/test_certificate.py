@@ -110,6 +110,7 @@ def without_the_fastest(monkeypatch):
     monkeypatch.setattr(RankColumns, "_fastest_alone", second_best)
 
 
+@pytest.mark.slow
 def test_a_column_that_a_closed_form_misses_is_found_and_becomes_the_plan(monkeypatch):
     right = planned("one-rank")
     without_the_fastest(monkeypatch)
@@ -157,6 +158,7 @@ def slower(share):
     return fastest
 
 
+@pytest.mark.slow
 def test_a_search_that_stopped_early_has_no_certifying_program(monkeypatch):
     class Over:
         is_over = True
@@ -181,6 +183,7 @@ def test_the_memory_objective_counts_its_programs():
     assert plan.search.certificate.programs >= 2  # least redundancy, then least time
 
 
+@pytest.mark.slow
 def test_a_plan_has_the_same_bytes_twice_and_its_file_reads_back():
     first, second = planned("equal-ranks"), planned("equal-ranks")
 

@@ -79,6 +79,7 @@ def test_a_deadline_below_every_lower_bound_is_told_by_the_bound_without_a_searc
     assert "on 8 GPUs no plan takes less than" in found.error.message
 
 
+@pytest.mark.slow
 def test_a_number_whose_lower_bound_misses_is_not_searched_and_has_no_plan_in_time() -> None:
     probes = probes_of(4_000.0)
 

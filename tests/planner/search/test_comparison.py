@@ -115,6 +115,7 @@ def test_ours_free_of_pins_is_never_behind_megatron_in_the_price_that_the_search
     assert plan.search.value <= optimum.price.closed_form_s + 1e-6
 
 
+@pytest.mark.slow
 def test_a_plan_file_of_other_prices_is_priced_again():
     plan = small_plan()
     old = replace(

@@ -209,6 +209,7 @@ def test_the_memory_objective_is_leaner_and_within_the_slowdown(whole):
     )  # simulated against closed form
 
 
+@pytest.mark.slow
 def test_a_time_limit_returns_the_best_so_far_with_an_honest_gap(in_14_gib):
     plan, ended = (
         find_plan(
@@ -238,6 +239,7 @@ def test_an_interrupt_after_the_first_plan_returns_it_as_feasible():
     assert calls
 
 
+@pytest.mark.slow
 def test_runners_up_inside_the_error_band_are_marked_and_no_others(whole):
     plan = whole
     band, best_s = plan.predicted.error_band, plan.predicted.step_time_s.value

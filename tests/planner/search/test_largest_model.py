@@ -121,6 +121,7 @@ def test_sizes_that_are_not_legal_are_passed_over_and_one_that_fits_above_others
     assert len(tried) <= 3 * count.bit_length() + 4 * ALSO_TRIED
 
 
+@pytest.mark.slow
 def test_between_members_the_most_blocks_of_a_width_are_found_and_only_legal_numbers_are_tried():
     answers = asking(
         constraints=replace(PINS, pp=(2,), schedule=(Schedule.INTERLEAVED,), virtual_stages=(2,))

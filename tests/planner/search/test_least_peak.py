@@ -44,6 +44,7 @@ def peak_of(plan) -> float:
     return max(stage.total for stage in plan.predicted.memory_gib) * GIB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "slowdown"),
     [

@@ -83,6 +83,7 @@ def peak_gib(plan: Plan) -> float:
     return max(stage.total for stage in plan.predicted.memory_gib)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gpus", "states", "precision"), CASES)
 @pytest.mark.parametrize("slowdown", mostly_slow([0.0, 0.1, 0.5], {0.1}))
 def test_with_the_host_devices_hold_no_more_than_without_it_at_the_same_slowdown(
@@ -104,6 +105,7 @@ def test_with_the_host_devices_hold_no_more_than_without_it_at_the_same_slowdown
         assert hosted.predicted.redundancy_gib.total < alone.predicted.redundancy_gib.total
 
 
+@pytest.mark.slow
 def test_a_slowdown_that_pays_for_copies_takes_states_off_the_devices() -> None:
     case = six_blocks(1, 20)
     plans = [lean(case, SEARCHED_OFFLOAD, slowdown) for slowdown in (0.0, 0.1, 0.5)]
@@ -112,6 +114,7 @@ def test_a_slowdown_that_pays_for_copies_takes_states_off_the_devices() -> None:
     assert peak_gib(plans[2]) <= peak_gib(plans[1]) < 0.5 * peak_gib(plans[0])
 
 
+@pytest.mark.slow
 def test_a_slow_host_is_not_worth_it_and_a_small_one_keeps_less() -> None:
     slow = lean(
         six_blocks(1, 20, pcie_bytes_per_s=1e7, pcie_node_bytes_per_s=None), SEARCHED_OFFLOAD
@@ -197,6 +200,7 @@ def test_few_bytes_are_missed_of_the_best_of_all_strategies_with_exact_schedules
     assert plan.predicted.redundancy_gib.total * GIB <= best + 0.12 * copy
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_without_the_host_the_fastest_with_it_is_the_measure() -> None:
     case = six_blocks(1, 6)
     with pytest.raises(InfeasibleError):

@@ -44,6 +44,7 @@ def test_a_pinned_degree_has_the_plan_of_its_own_search(axis: str, degree: int) 
     assert step_s(near) == pytest.approx(step_s(answer_request(pinned)), rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "factor"),
     [
@@ -60,6 +61,7 @@ def test_a_changed_quantity_has_the_plan_of_its_own_search(what: str, factor: fl
     assert step_s(near) == pytest.approx(step_s(answer_request(changed)), rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degree", mostly_slow([2, 4], {2}))
 def test_no_plan_with_a_degree_is_below_its_bound(degree: int) -> None:
     bound_s = searched().least_with("tp", degree)

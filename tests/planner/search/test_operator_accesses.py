@@ -94,6 +94,7 @@ def between(smallest):
     return limit_of(0.99 * smallest[BLOCK])
 
 
+@pytest.mark.slow
 def test_where_blocks_do_not_fit_the_plan_uses_an_operator_at_a_time(between):
     with pytest.raises(InfeasibleError):
         find_plan(request(between, (BLOCK,)))

@@ -204,6 +204,7 @@ def test_each_plan_says_its_place_and_its_limit_and_is_read_back(tmp_path):
         assert place.memory_limit_gib is None or place.max_slowdown is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_points", mostly_slow([3, 4, 8], {3, 4}))
 def test_fewer_points_keep_the_three_ends(num_points):
     few, many = front_of(1, num_points), front_of(1)
@@ -362,6 +363,7 @@ def test_what_one_search_learned_does_not_change_what_another_finds():
         assert result.plan.search.value <= 1.1 * alone.search.bound + 1e-6
 
 
+@pytest.mark.slow
 def test_nothing_fits_is_the_same_error_as_that_of_a_plan():
     with pytest.raises(InfeasibleError, match="does not fit"):
         front_with(memory_limit_bytes=MIB)
@@ -372,6 +374,7 @@ def test_less_than_three_points_is_an_error():
         front_of(0, 2)
 
 
+@pytest.mark.slow
 def test_of_equal_plans_the_first_stays_and_dominated_ones_go():
     plan = front_of(0).points[0].plan
     slower = with_values(plan, step_s=2.0, redundant_gib=9.0)

@@ -138,6 +138,7 @@ def test_no_plan_over_pools_is_leaner_than_the_bound_within_its_own_step(seed):
         assert least <= redundant_bytes(strategy, price) * (1 + 1e-9) + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_no_random_choice_of_columns_over_pools_is_below_the_bounds_of_its_layout(seed):
     """Deep pipelines, unequal numbers of blocks, and schedules that a tiny case has no room for."""

@@ -137,6 +137,7 @@ def test_ctrl_c_ends_the_searches_with_the_best_shares_so_far():
         divide_batch(asked(instance_of(3)), SearchWatch(interrupted=lambda: True))
 
 
+@pytest.mark.slow
 def test_shares_move_as_far_as_the_next_that_divides_over_the_ranks():
     machines = [with_gpus(load_cluster(kind), 32) for kind in ("a100-80gb", "h100-80gb")]
     pools = [Pool(name=f"p{n}", cluster=machine) for n, machine in enumerate(machines)]

@@ -127,6 +127,7 @@ def test_losses_between_two_plans_are_those_of_whole_prices(plans):
     assert worst[1] < worst[0]
 
 
+@pytest.mark.slow
 def test_a_scaled_bound_is_the_simulated_step_within_a_twentieth_of_a_percent(plans, monkeypatch):
     monkeypatch.setattr(corner_steps, "CLOSE", 0.0)  # simulates every scenario
     simulated = preferring(Prefer.ROBUST)

@@ -173,6 +173,7 @@ def test_the_robust_plan_is_that_of_least_regret(plan):
     assert robust.search.value == plan.search.value  # the proof is that of the fastest
 
 
+@pytest.mark.slow
 def test_without_time_for_the_corners_the_table_says_that_they_are_not_searched(monkeypatch):
     def out_of_time(*_):
         raise OutOfTimeError("the time limit came")

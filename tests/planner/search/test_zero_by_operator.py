@@ -74,6 +74,7 @@ def every_price(instance, seed, step=1):
     return priced
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_enumerated_strategy_beats_the_search_or_its_bound(seed):
     instance = random_instance(seed)

@@ -36,6 +36,7 @@ def tiny(seed: int):
     return request(instance.model, instance.cluster, instance.training)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(METHODS, ["ours", "mcmc"]))
 def test_a_method_finds_a_legal_strategy_at_the_price_of_every_plan(name):
     asked = tiny(4)
@@ -56,6 +57,7 @@ def test_a_method_finds_a_legal_strategy_at_the_price_of_every_plan(name):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed", [4, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (22, 24))]
 )
@@ -73,6 +75,7 @@ def on_pools(seed: int):
     return request(instance.model, instance.cluster, instance.training)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [3, pytest.param(5, marks=pytest.mark.slow)])
 def test_exhaustive_search_over_pools_ends_with_the_proven_optimum(seed):
     reference = run_method("ours", on_pools(seed), math.inf)
@@ -84,6 +87,7 @@ def test_exhaustive_search_over_pools_ends_with_the_proven_optimum(seed):
     assert found.step_s <= reference.step_s * (1 + 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(METHODS, ["policy-gradient"]))
 def test_a_method_finds_a_plan_over_pools(name):
     asked = on_pools(3)

@@ -95,6 +95,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gpus", "precision", "batch", "communication"), CASES)
 def test_no_exact_schedule_needs_more_than_its_column_says(
     gpus: int, precision: Precision, batch: int, communication: ChunkCommunication
@@ -178,6 +179,7 @@ def test_the_best_of_all_counts_is_found() -> None:
         assert all(c.homes.host + c.homes.optimizer for c in columns)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gpus", "precision", "batch", "communication"), CASES)
 def test_no_column_is_below_the_relaxation_nor_any_below_the_bound(
     gpus: int, precision: Precision, batch: int, communication: ChunkCommunication
@@ -207,6 +209,7 @@ def test_no_column_is_below_the_relaxation_nor_any_below_the_bound(
     assert seen > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpus", [1, 2])
 @pytest.mark.parametrize(
     ("host", "rate"), [(2.0, 5e9), pytest.param(4.0, 1e11, marks=pytest.mark.slow), (6.0, 1e12)]
@@ -349,6 +352,7 @@ def blocks_of(pcie_bytes_per_s: float) -> tuple[int, int]:
     )
 
 
+@pytest.mark.slow
 def test_fast_copies_make_room_for_activations_and_slow_ones_are_avoided_by_recompute() -> None:
     assert blocks_of(1e12) == (0, 6)
     recomputed, offloaded = blocks_of(1e7)

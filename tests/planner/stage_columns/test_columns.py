@@ -129,6 +129,7 @@ def test_columns_cost_what_full_pricing_says_for_every_mix_and_zero_stage(seed, 
     assert mixed or num_layers is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "gradients"),
     mostly_slow(
@@ -166,6 +167,7 @@ def test_columns_hold_what_full_pricing_says_under_every_stack(name, gradients):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", mostly_slow([3, 4, 5], {4}))
 def test_columns_hold_what_there_is_at_the_fullest_moment_where_the_stack_frees_gradients(seed):
     stack, instance = load_stack("parplan"), instance_of(seed, 4)

@@ -289,6 +289,7 @@ def test_attention_of_a_decoder_over_an_encoder_has_its_own_number_of_keys():
     assert cross.flops_backward == 2 * cross.flops_forward
 
 
+@pytest.mark.slow
 def test_un_fused_attention_is_two_products_of_activations():
     source = ModuleSource(huggingface={**HUGGING_FACE["vit"]})
     workload = open_workload(source, seq_length=1, attention=AttentionKernel.UNFUSED)

@@ -55,6 +55,7 @@ def test_a_searched_front_has_the_numbers_of_the_record(found):
     assert "which choices were pinned" in page.words
 
 
+@pytest.mark.slow
 def test_the_files_of_a_front_are_drawn_as_it(found):
     record, files = found
     page = page_of(*map(str, reversed(files)))

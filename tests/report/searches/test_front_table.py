@@ -330,6 +330,7 @@ def test_one_point_can_be_drawn(tmp_path):
     assert (tmp_path / "one.png").stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_a_picture_that_cannot_be_written_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot write .*: No such file"):
         draw_front(front(), tmp_path / "missing" / "front.png")
